@@ -8,21 +8,8 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedbilevel.cli import shared
 from fedbilevel.cli.run import played
-from fedbilevel.cli.shared import (
-    NUMBERS_FAIL,
-    OK,
-    OWN,
-    Add,
-    add_length,
-    add_options,
-    console,
-    prepare_jax,
-    say,
-    say_paths,
-    settings,
-    tune,
-)
 from fedbilevel.core.errors import ConfigurationError, NumericalError, require
 
 if TYPE_CHECKING:
@@ -33,18 +20,20 @@ if TYPE_CHECKING:
 FORMATS = {"csv": "CSV", "json": "JSON", "latex": "LaTeX", "markdown": "Markdown"}
 
 
-def add_to(add: Add) -> None:
+def add_to(add: shared.Add) -> None:
     compare = add("compare", _compare)
     compare.add_argument("what", nargs="*", metavar="RUN|TASK", help="run folders, folders of them, or one task")
-    compare.add_argument("--algorithms", type=_names, metavar="NAME,NAME,…", help=f"what to run on the task; {OWN}")
-    add_options(compare, "data", "set", "cohort", seeds="one run of each algorithm for each seed")
-    add_length(compare)
+    compare.add_argument(
+        "--algorithms", type=_names, metavar="NAME,NAME,…", help=f"what to run on the task; {shared.OWN}"
+    )
+    shared.add_options(compare, "data", "set", "cohort", seeds="one run of each algorithm for each seed")
+    shared.add_length(compare)
     compare.add_argument(
         "--centralised",
         action="store_true",
         help="also run the first algorithm with one client that holds everything, drawn as a level",
     )
-    add_options(compare, quiet="do not show the runs on their way")
+    shared.add_options(compare, quiet="do not show the runs on their way")
     out = "of runs: the picture, .png, .pdf or .svg (comparison.png); of algorithms: the folder (runs/…)"
     compare.add_argument("--out", metavar="PATH", help=out)
     compare.add_argument("--panel", type=_names, metavar="NAME,NAME,…", help="what the picture's panels run over")
@@ -122,7 +111,7 @@ def _runs(options: argparse.Namespace) -> int:
     if given := [f"--{name}" for name in others if getattr(options, name)]:
         raise ConfigurationError(f"{', '.join(given)}: only together with --algorithms")
     require(bool(options.what), "RUN", options.what, "one or more run folders, or a task with --algorithms")
-    terminal = console()
+    terminal = shared.console()
     from fedbilevel.display.curves import can_draw, require_picture
     from fedbilevel.experiments import export
     from fedbilevel.experiments.compare import comparison_table, draw, find_runs, load_groups
@@ -141,14 +130,14 @@ def _runs(options: argparse.Namespace) -> int:
         draw(groups, picture, options.panel, options.size)
     written = export.write(groups, picture, _formats(options))
     terminal.print(comparison_table(groups, terminal.width))
-    say_paths(terminal, {"plot": [picture] * drawn, "also": written})
-    return OK
+    shared.say_paths(terminal, {"plot": [picture] * drawn, "also": written})
+    return shared.OK
 
 
 def _algorithms(options: argparse.Namespace) -> int:
     require(len(options.what) <= 1, "TASK", " ".join(options.what), "a single task with --algorithms")
-    terminal = console()
-    prepare_jax()
+    terminal = shared.console()
+    shared.prepare_jax()
     from fedbilevel.display.curves import SUFFIXES, can_draw
     from fedbilevel.experiments import export
     from fedbilevel.experiments.compare import comparison_table
@@ -160,14 +149,14 @@ def _algorithms(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"--out {options.out}: with --algorithms that is the folder of the runs; {advice}")
 
     task = options.what[0] if options.what else None
-    given = settings(options)
+    given = shared.settings(options)
     specs = comparison_specs(
         task, options.algorithms, settings=given, data=options.data, centralised=options.centralised
     )
-    tune(next(iter(specs.values())))
+    shared.tune(next(iter(specs.values())))
     folder = Path(options.out) if options.out else comparison_folder(specs)
     if not options.quiet:
-        say(terminal, said_of_several(list(specs.values())))
+        shared.say(terminal, said_of_several(list(specs.values())))
     failed, drawn = [], can_draw()
 
     def play(spec: Spec, place: Path, task: Task) -> None:
@@ -180,8 +169,8 @@ def _algorithms(options: argparse.Namespace) -> int:
     groups = play_all(specs, folder, options.seeds, play, options.panel, options.size, picture=drawn)
     written = export.write(groups, folder / PICTURE, _formats(options))
     terminal.print(comparison_table(groups, terminal.width))
-    say_paths(terminal, {"runs": folder, "plot": [folder / PICTURE] * drawn, "also": written})
-    return NUMBERS_FAIL if failed else OK
+    shared.say_paths(terminal, {"runs": folder, "plot": [folder / PICTURE] * drawn, "also": written})
+    return shared.NUMBERS_FAIL if failed else shared.OK
 
 
 def _report(options: argparse.Namespace) -> int:
@@ -197,6 +186,6 @@ def _report(options: argparse.Namespace) -> int:
     """
     from fedbilevel.experiments.report import write
 
-    terminal = console()
-    say_paths(terminal, {"report": [write(options.folders, options.out)]})
-    return OK
+    terminal = shared.console()
+    shared.say_paths(terminal, {"report": [write(options.folders, options.out)]})
+    return shared.OK

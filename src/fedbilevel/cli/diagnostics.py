@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from fedbilevel.cli.shared import OK, OWN, TASK_HELP, Add, add_options, console, count, prepare_jax, say, tune
+from fedbilevel.cli import shared
 from fedbilevel.core.errors import ConfigurationError
 
 if TYPE_CHECKING:
@@ -17,18 +17,18 @@ if TYPE_CHECKING:
 SUGGESTED = ("simfbo", "fednest")
 
 
-def add_to(add: Add) -> None:
+def add_to(add: shared.Add) -> None:
     check = _added(add, "check", _check, "whose estimate to check")
-    check.add_argument("--draws", type=count, default=100, metavar="N", help="rounds with each (%(default)s)")
+    check.add_argument("--draws", type=shared.count, default=100, metavar="N", help="rounds with each (%(default)s)")
     look = _added(add, "diagnose", _diagnose, f"for which ({', '.join(SUGGESTED)})")
-    look.add_argument("--rounds", type=count, metavar="N", help="how many can be afforded (1000)")
+    look.add_argument("--rounds", type=shared.count, metavar="N", help="how many can be afforded (1000)")
 
 
-def _added(add: Add, name: str, function: Callable[[Any], int], which: str) -> argparse.ArgumentParser:
+def _added(add: shared.Add, name: str, function: Callable[[Any], int], which: str) -> argparse.ArgumentParser:
     command = add(name, function)
-    command.add_argument("task", nargs="?", metavar="TASK", help=TASK_HELP)
-    add_options(command, "data", "set", "cohort", seed="of the task and of what is drawn (0)")
-    of = f"{which}; {OWN}; repeatable"
+    command.add_argument("task", nargs="?", metavar="TASK", help=shared.TASK_HELP)
+    shared.add_options(command, "data", "set", "cohort", seed="of the task and of what is drawn (0)")
+    of = f"{which}; {shared.OWN}; repeatable"
     command.add_argument("--algorithm", action="append", default=[], metavar="NAME", help=of)
     return command
 
@@ -44,8 +44,8 @@ def _check(options: argparse.Namespace) -> int:
       --set task.clients=50             of the task
       --set fednest.inner.rounds=3      of an algorithm;  algorithm.… is for all of them
     """
-    terminal = console()
-    prepare_jax()
+    terminal = shared.console()
+    shared.prepare_jax()
     from fedbilevel.algorithms import ALGORITHMS
     from fedbilevel.core.algorithm import check_solves
     from fedbilevel.diagnostics.check import check_hypergradient
@@ -76,8 +76,8 @@ def _check(options: argparse.Namespace) -> int:
             cohort=spec.run.cohort,
             key=spec.run.seed,
         )
-    say(terminal, report)
-    return OK
+    shared.say(terminal, report)
+    return shared.OK
 
 
 def _diagnose(options: argparse.Namespace) -> int:
@@ -91,8 +91,8 @@ def _diagnose(options: argparse.Namespace) -> int:
       --set task.clients=50             of the task
       --set batch_size=64               of the algorithms that have such a field
     """
-    terminal = console()
-    prepare_jax()
+    terminal = shared.console()
+    shared.prepare_jax()
     from fedbilevel.diagnostics.diagnose import diagnose, require_suggested
     from fedbilevel.engines.progress import showing
     from fedbilevel.experiments.loader import code_of, label
@@ -113,8 +113,8 @@ def _diagnose(options: argparse.Namespace) -> int:
         batch_size = one.algorithm.fields.get("batch_size")
         fields = report.fields(name, batch_size=batch_size, cohort=one.run.cohort)
         commands.append(_command(options, name, fields))
-    say(terminal, report.report(ours) if options.algorithm else report, "", *commands)
-    return OK
+    shared.say(terminal, report.report(ours) if options.algorithm else report, "", *commands)
+    return shared.OK
 
 
 def _prepared(options: argparse.Namespace, algorithms: Sequence[str]) -> tuple[dict[str, Spec], Spec, Task]:
@@ -128,7 +128,7 @@ def _prepared(options: argparse.Namespace, algorithms: Sequence[str]) -> tuple[d
     if options.seed is not None:
         specs = {name: seeded(spec, options.seed) for name, spec in specs.items()}
     first = next(iter(specs.values()))
-    tune(first)
+    shared.tune(first)
     return specs, first, task_of(first)
 
 

@@ -5,23 +5,23 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from fedbilevel.cli.shared import OK, TASK_HELP, Add, add_options, configured, count
+from fedbilevel.cli import shared
 from fedbilevel.core.errors import ConfigurationError
 
 
-def add_to(add: Add) -> None:
+def add_to(add: shared.Add) -> None:
     flower = add("flower", _help)
     commands = flower.add_subparsers(title="commands", metavar="COMMAND")
-    inside = Add(commands)
+    inside = shared.Add(commands)
     new = inside("new", _new)
     new.add_argument("folder", type=Path, metavar="DIR", help="where to: new or empty")
     for command in (new, demo := inside("demo", _demo)):
-        command.add_argument("--task", metavar="TASK", help=TASK_HELP)
-        add_options(command, "spec", "algorithm", "rounds", set="see `fedbilevel run -h`; repeatable")
-        command.add_argument("--clients", type=count, metavar="N", help="how many clients (demo: 4)")
+        command.add_argument("--task", metavar="TASK", help=shared.TASK_HELP)
+        shared.add_options(command, "spec", "algorithm", "rounds", set="see `fedbilevel run -h`; repeatable")
+        command.add_argument("--clients", type=shared.count, metavar="N", help="how many clients (demo: 4)")
     keys = inside("keys", _keys)
     keys.add_argument("folder", type=Path, metavar="DIR", help="where to: nothing is overwritten")
-    keys.add_argument("--clients", type=count, metavar="N", required=True, help="how many clients")
+    keys.add_argument("--clients", type=shared.count, metavar="N", required=True, help="how many clients")
     keys.add_argument("--host", action="append", metavar="NAME", help="how the server is reached: name or address")
     asked = inside("status", _status)
     asked.add_argument("folder", type=Path, metavar="RUN", help="the server's run folder")
@@ -41,9 +41,9 @@ def _new(options: argparse.Namespace) -> int:
     from fedbilevel.experiments.federation import write_app
 
     clients = [] if options.clients is None else [f"task.clients={options.clients}"]
-    write_app(configured(options, *clients), options.folder)
+    write_app(shared.configured(options, *clients), options.folder)
     print(f"app   {options.folder}\nnext  see {options.folder / 'README.md'}")
-    return OK
+    return shared.OK
 
 
 def _keys(options: argparse.Namespace) -> int:
@@ -53,7 +53,7 @@ def _keys(options: argparse.Namespace) -> int:
     names = options.host or ["localhost", "127.0.0.1"]
     made = credentials.make(options.folder, options.clients, names)
     print(f"server   {made.certificate}, {made.key}\nclients  {made.ca} for all; {made.clients[0]}, … for one each")
-    return OK
+    return shared.OK
 
 
 def _status(options: argparse.Namespace) -> int:
@@ -62,7 +62,7 @@ def _status(options: argparse.Namespace) -> int:
     from fedbilevel.experiments.folder import Folder
 
     print(*status(Folder(options.folder)), sep="\n")
-    return OK
+    return shared.OK
 
 
 def _demo(options: argparse.Namespace) -> int:
@@ -78,6 +78,6 @@ def _demo(options: argparse.Namespace) -> int:
     named = {"task": options.task, "algorithm": options.algorithm}
     if options.clients or (not options.spec and "clients" in configure(**named).task.fields):
         given.append(f"task.clients={options.clients or 4}")
-    spec = configured(options, *given)
+    spec = shared.configured(options, *given)
     play_demo(spec, len(seen_by(spec, "server").clients), options.out, persistent=not options.stock)
-    return OK
+    return shared.OK

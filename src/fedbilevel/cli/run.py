@@ -12,26 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import fedbilevel.experiments as experiments  # which loads nothing yet; "from fedbilevel import" would load all
-from fedbilevel.cli.shared import (
-    INTERRUPTED,
-    OK,
-    TASK_HELP,
-    Add,
-    add_length,
-    add_options,
-    configured,
-    console,
-    count,
-    exit_code,
-    fail,
-    prepare_jax,
-    say,
-    say_paths,
-    seed,
-    sentence,
-    spec_tables,
-    tune,
-)
+from fedbilevel.cli import shared
 from fedbilevel.core.errors import CheckpointError, ConfigurationError, NumericalError, require
 
 if TYPE_CHECKING:
@@ -39,27 +20,27 @@ if TYPE_CHECKING:
     from fedbilevel.tasks import Task
 
 
-def add_to(add: Add) -> None:
+def add_to(add: shared.Add) -> None:
     run = add("run", _run)
-    run.add_argument("task", nargs="?", metavar="TASK", help=TASK_HELP)
-    add_options(run, "algorithm", "data", "set", "spec", "cohort")
-    add_length(run)
-    add_options(
+    run.add_argument("task", nargs="?", metavar="TASK", help=shared.TASK_HELP)
+    shared.add_options(run, "algorithm", "data", "set", "spec", "cohort")
+    shared.add_length(run)
+    shared.add_options(
         run.add_mutually_exclusive_group(),
         seed="of the run, its task and its clock (0)",
         seeds="one run for each, in subfolders seed-N; repeated with the same --out, what is missing",
     )
-    run.add_argument("--eval-every", type=count, metavar="N", help="rounds between evaluations")
+    run.add_argument("--eval-every", type=shared.count, metavar="N", help="rounds between evaluations")
     place = run.add_mutually_exclusive_group()
-    add_options(place, out="the run folder: new or empty (runs/…)")
+    shared.add_options(place, out="the run folder: new or empty (runs/…)")
     place.add_argument(
         "--resume", type=Path, metavar="RUN", help="continue that run; goes with --rounds, --force, --quiet"
     )
     run.add_argument("--force", action="store_true", help="with --resume: though its task is not what it was")
-    add_options(run, quiet="print nothing but the run's folder")
+    shared.add_options(run, quiet="print nothing but the run's folder")
     run.add_argument("--coordinator", metavar="HOST:PORT", help="play with others: where process 0 listens, or auto")
-    run.add_argument("--processes", type=count, metavar="N", help="with --coordinator: how many there are")
-    run.add_argument("--process", type=seed, metavar="K", help="with --coordinator: which one this is, from 0")
+    run.add_argument("--processes", type=shared.count, metavar="N", help="with --coordinator: how many there are")
+    run.add_argument("--process", type=shared.seed, metavar="K", help="with --coordinator: which one this is, from 0")
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -107,7 +88,7 @@ def _run_together(options: argparse.Namespace) -> int:
     """This process's part of a run by several; an error ends it without waiting for the others."""
     _check_together(options)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "4")  # what JAX's runtime prints when it ends a process; we say it
-    prepare_jax()
+    shared.prepare_jax()
     from fedbilevel.engines.multihost import current_group, join
 
     try:
@@ -117,18 +98,18 @@ def _run_together(options: argparse.Namespace) -> int:
     except BaseException as error:
         if current_group().service is None:
             raise  # nobody is waiting
-        why = type(error).__name__ if isinstance(error, SystemExit) else sentence(error)
+        why = type(error).__name__ if isinstance(error, SystemExit) else shared.sentence(error)
         current_group().part(_reported(error, options.debug), why)
 
 
 def _reported(error: BaseException, debug: bool) -> int:
     """Print the message of an error; the exit code."""
     if isinstance(error, SystemExit):
-        return int(error.code or OK)  # its message was printed
-    code = exit_code(error)
+        return int(error.code or shared.OK)  # its message was printed
+    code = shared.exit_code(error)
     if code is None or debug:
         traceback.print_exception(error)
-    return 1 if code is None else fail(code, sentence(error))
+    return 1 if code is None else shared.fail(code, shared.sentence(error))
 
 
 def _check_together(options: argparse.Namespace) -> None:
@@ -148,7 +129,7 @@ def _play(options: argparse.Namespace) -> int:
     if options.seeds:
         return _run_seeds(options, spec, folder)
     played(spec, folder, options.quiet, partial(experiments.run, spec, folder))
-    return OK
+    return shared.OK
 
 
 def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:
@@ -163,7 +144,7 @@ def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:
 
     tables, folder = current_group().decide(described)
     spec = experiments.resolve(tables)
-    tune(spec)
+    shared.tune(spec)
     return spec, Path(folder)
 
 
@@ -171,7 +152,7 @@ def _described(options: argparse.Namespace) -> tuple[Spec, Path]:
     """The spec and the folder that the options describe."""
     if options.out is not None and not options.seeds:
         experiments.Folder(options.out).require_free()
-    spec = configured(options)
+    spec = shared.configured(options)
     spec = spec if options.seed is None else experiments.seeded(spec, options.seed)
     return spec, options.out or experiments.Folder.new(spec).path
 
@@ -183,21 +164,21 @@ WITH_RESUME = ["command", "debug", "resume", "rounds", "force", "quiet", "coordi
 def _resume(options: argparse.Namespace) -> int:
     if given := [name for name, value in vars(options).items() if name not in WITH_RESUME and value not in (None, [])]:
         raise ConfigurationError(f"--resume takes the spec of its run; {', '.join(given)} cannot be given with it")
-    prepare_jax()
+    shared.prepare_jax()
     from fedbilevel.experiments.runner import resumable
 
     place = experiments.Folder(options.resume)
     if place.spec.is_file():  # of several processes, process 0 has the folder
-        spec_tables(place.spec)
+        shared.spec_tables(place.spec)
     spec = resumable(place, options.rounds)
-    tune(spec)
+    shared.tune(spec)
     played(
         spec,
         place.path,
         options.quiet,
         partial(experiments.resume, place.path, rounds=options.rounds, force=options.force),
     )
-    return OK
+    return shared.OK
 
 
 def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
@@ -214,10 +195,10 @@ def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     runs = [played(one, path, options.quiet, series=folder) for path, one in series.items()]
     if drawn:
         draw(load_groups(list(series)), picture)
-    terminal = console(options.quiet)
+    terminal = shared.console(options.quiet)
     terminal.print(tables.seeds_table(runs, terminal.width))
-    say_paths(terminal, {"runs": folder, "plot": [picture] * drawn})
-    return OK
+    shared.say_paths(terminal, {"runs": folder, "plot": [picture] * drawn})
+    return shared.OK
 
 
 def played(
@@ -250,16 +231,16 @@ def played(
     experiment = experiments.build(spec, task)  # shows downloads by itself
     play = play or partial(experiments.complete, spec, folder)
     quiet = quiet or not group.is_first
-    terminal = console(quiet)
+    terminal = shared.console(quiet)
     brief = series is not None and not terminal.is_terminal
     group.advice = go_on = CONTINUE.format(folder)
     drawn = series is None and group.decide(can_draw)
-    watch = Watch(console(quiet or brief), first_metric(experiment.task), spec.run.budget, spec.timed)
+    watch = Watch(shared.console(quiet or brief), first_metric(experiment.task), spec.run.budget, spec.timed)
     try:
         with showing(watch) as display:
             play(experiment=experiment, callbacks=[watch], progress=display, plot=drawn)
     except KeyboardInterrupt:
-        raise SystemExit(fail(INTERRUPTED, _how_to_resume(place, series, group.is_first))) from None
+        raise SystemExit(shared.fail(shared.INTERRUPTED, _how_to_resume(place, series, group.is_first))) from None
     except NumericalError as error:
         stays = f"the last good checkpoint stays in {folder}" if place.begun else "no checkpoint had been written"
         raise type(error)(f"{error}; {stays if group.is_first else ELSEWHERE}") from error
@@ -273,9 +254,9 @@ def played(
     summary = experiments.load_run(folder).summary
     if series is None:
         terminal.print(tables.summary_table(summary))
-        say_paths(terminal, {"run": folder, "plot": [place.plot] * drawn})
+        shared.say_paths(terminal, {"run": folder, "plot": [place.plot] * drawn})
     else:
-        say(terminal, tables.summary_line(folder.relative_to(series), summary))
+        shared.say(terminal, tables.summary_line(folder.relative_to(series), summary))
     if quiet:
         print(folder)
     return summary

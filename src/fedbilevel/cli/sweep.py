@@ -8,24 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedbilevel.cli.shared import (
-    INTERRUPTED,
-    NUMBERS_FAIL,
-    OK,
-    TASK_HELP,
-    Add,
-    add_length,
-    add_options,
-    console,
-    count,
-    fail,
-    prepare_jax,
-    say,
-    say_paths,
-    settings,
-    spec_tables,
-    tune,
-)
+from fedbilevel.cli import shared
 from fedbilevel.core.errors import ConfigurationError, require
 
 if TYPE_CHECKING:
@@ -34,20 +17,20 @@ if TYPE_CHECKING:
     from fedbilevel.sweeps import PointValues, Sweep
 
 
-def add_to(add: Add) -> None:
+def add_to(add: shared.Add) -> None:
     sweep = add("sweep", _sweep)
-    sweep.add_argument("base", nargs="?", metavar="TASK|SPEC.toml", help=f"{TASK_HELP}; or a spec in TOML")
-    add_options(sweep, "algorithm", "data", set="of every run; repeatable")
+    sweep.add_argument("base", nargs="?", metavar="TASK|SPEC.toml", help=f"{shared.TASK_HELP}; or a spec in TOML")
+    shared.add_options(sweep, "algorithm", "data", set="of every run; repeatable")
     sweep.add_argument("--grid", action="append", default=[], metavar="FIELD=VALUE,VALUE,…", help="repeatable")
     sweep.add_argument("--search", action="append", default=[], metavar="FIELD=LOW:HIGH[:log]", help="see below")
-    sweep.add_argument("--trials", type=count, metavar="N", help="with --search: how many points to draw")
+    sweep.add_argument("--trials", type=shared.count, metavar="N", help="with --search: how many points to draw")
     sweep.add_argument("--pruner", choices=["halving", "hyperband", "median"], help="with --search: ends trials early")
     sweep.add_argument("--storage", metavar="URL|FILE", help="with --search: of the study (a file in DIR)")
-    add_options(sweep, "cohort", seeds="every point is run with each (the spec's own)")
-    add_length(sweep)
+    shared.add_options(sweep, "cohort", seeds="every point is run with each (the spec's own)")
+    shared.add_length(sweep)
     sweep.add_argument("--select", metavar="METRIC", help="what decides (the task's first metric); a loss, too")
     sweep.add_argument("--select-on-test", action="store_true", help="even if that is measured on test data")
-    add_options(
+    shared.add_options(
         sweep, out="the sweep's folder, new or its own (runs/…)", quiet="print nothing but the table and the paths"
     )
 
@@ -72,8 +55,8 @@ def _sweep(options: argparse.Namespace) -> int:
     In the folder: the runs, sweep.csv, a line for each, and chosen.toml, which `fedbilevel run --spec` takes.
     `fedbilevel compare DIR` draws them.
     """
-    terminal = console()
-    prepare_jax()
+    terminal = shared.console()
+    shared.prepare_jax()
     from fedbilevel.experiments.folder import default_path
     from fedbilevel.experiments.sweep import sweep_table, write_files
 
@@ -81,10 +64,10 @@ def _sweep(options: argparse.Namespace) -> int:
     try:
         found = _played(options, folder)
     except KeyboardInterrupt:
-        return fail(INTERRUPTED, f"interrupted; continue with the same command and --out {folder}")
+        return shared.fail(shared.INTERRUPTED, f"interrupted; continue with the same command and --out {folder}")
     terminal.print(sweep_table(found, terminal.width))
-    say_paths(terminal, {"runs": folder, **write_files(found, folder)})
-    return OK if found.best else fail(NUMBERS_FAIL, "every point failed: nothing is chosen")
+    shared.say_paths(terminal, {"runs": folder, **write_files(found, folder)})
+    return shared.OK if found.best else shared.fail(shared.NUMBERS_FAIL, "every point failed: nothing is chosen")
 
 
 def _played(options: argparse.Namespace, folder: Path) -> Sweep:
@@ -97,7 +80,7 @@ def _played(options: argparse.Namespace, folder: Path) -> Sweep:
     names = ("trials", "pruner", "storage")
     drawing = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     given: dict[str, Any] = {name: getattr(options, name) for name in ("seeds", "select", "select_on_test")}
-    given |= {"say": partial(say, console(options.quiet)), "progress": False if options.quiet else None}
+    given |= {"say": partial(shared.say, shared.console(options.quiet)), "progress": False if options.quiet else None}
     spec_of = _spec_of(options, fields)
     for name, value in drawing.items():
         require(bool(space), f"--{name}", value, "left out without --search")
@@ -128,9 +111,9 @@ def _spec_of(options: argparse.Namespace, fields: Collection[str]) -> SpecOf:
     from fedbilevel.experiments.runner import algorithm_of
 
     file = options.base if (options.base or "").endswith(".toml") else None
-    base = spec_tables(Path(file), None, options.algorithm) if file else None
+    base = shared.spec_tables(Path(file), None, options.algorithm) if file else None
     named = {"task": None if file else options.base, "algorithm": options.algorithm, "data": options.data}
-    given = settings(options)
+    given = shared.settings(options)
     for setting in given:
         if setting.partition("=")[0].strip().removeprefix("run.") in (name.removeprefix("run.") for name in fields):
             raise ConfigurationError(f"{setting} is set for all points, and swept: leave one of them out")
@@ -138,7 +121,7 @@ def _spec_of(options: argparse.Namespace, fields: Collection[str]) -> SpecOf:
     def spec_of(point: PointValues) -> Spec:
         spec = configure(base, **named, settings=given, values=point)
         algorithm_of(spec)  # is allowed
-        tune(spec)
+        shared.tune(spec)
         return spec
 
     return spec_of

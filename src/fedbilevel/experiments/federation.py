@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -101,10 +101,10 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     for name in node_config:
         if name not in NODE and name not in known:
             raise unknown("name in the node configuration", name, [*NODE, *known])
-    node = {name: _typed(name, NODE[name], value) for name, value in node_config.items() if name in NODE}
-    require("partition-id" in node, "node configuration: partition-id", None, "the number of this client, from 0")
+    node = _fields(NODE, node_config)
+    require("partition_id" in node, "node configuration: partition-id", None, "the number of this client, from 0")
     own = {name: value for name, value in node_config.items() if name in known and name not in NODE}
-    client = node["partition-id"]
+    client = node["partition_id"]
     task = seen_by(spec.replace(task=own) if own else spec, client)
     clients = task.population
     alone = len(clients) == 1
@@ -121,11 +121,11 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         inner=None if shared else clients.inner.row(row),
         works=clients.local_steps is not None,
         capacity=None if clients.capacity is None else float(clients.capacity[row]),
-        limits=Limits(**_fields(LIMITS, node)),
-        privacy=_privacy(Privacy, _fields(PRIVACY, node)),
+        limits=Limits(**_fields(LIMITS, node_config)),
+        privacy=_privacy(Privacy, _fields(PRIVACY, node_config)),
         metrics_per_client=task.metrics_per_client if spec.run.metrics_per_client else {},
-        tells_metrics=node.get("tell-metrics", False),
-        folder=Path(node["state-folder"]).expanduser() if "state-folder" in node else None,
+        tells_metrics=node.get("tell_metrics", False),
+        folder=Path(node["state_folder"]).expanduser() if "state_folder" in node else None,
     )
 
 
@@ -156,9 +156,8 @@ def terms(config: Mapping[str, Any]) -> Any:
     """Read the terms on which the server works with clients from the run configuration."""
     from fedbilevel.flower import Terms
 
-    given = {name: _typed(name, kind, config[name]) for name, kind in SERVER.items() if name in config}
-    given |= {name: given[name] or None for name in NORMS & given.keys()}
-    return Terms(**_fields(SERVER, given))
+    unbounded = {name.replace("-", "_"): None for name in NORMS if config.get(name) == 0}
+    return Terms(**_fields(SERVER, config) | unbounded)
 
 
 def seen_by(spec: Spec, party: str | int) -> Task:
@@ -236,15 +235,14 @@ def _name_file(place: Folder) -> Path:
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
-def _typed(name: str, kind: type, value: Any) -> Any:
-    value = float(value) if kind is float and type(value) is int else value
-    require(type(value) is kind, name, value, WORDS[kind])
-    return value
-
-
-def _fields(names: Iterable[str], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Pick what a configuration gives of these names, as fields of Python."""
-    return {name.replace("-", "_"): config[name] for name in names if name in config}
+def _fields(kinds: Mapping[str, type], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Pick what a configuration gives of these names, each of its type, as fields of Python."""
+    found = {}
+    for name in [name for name in kinds if name in config]:
+        value = float(config[name]) if kinds[name] is float and type(config[name]) is int else config[name]
+        require(type(value) is kinds[name], name, value, WORDS[kinds[name]])
+        found[name.replace("-", "_")] = value
+    return found
 
 
 def _privacy(made: Any, given: Mapping[str, float]) -> Any:
