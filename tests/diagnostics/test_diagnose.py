@@ -8,8 +8,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.diagnostics.diagnose import diagnose
-from fedbilevel.diagnostics.suggest import SUGGESTED
+from fedbilevel.diagnostics.diagnose import SUGGESTED, diagnose
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.quadratic import RIDGE, quadratic, solution
 

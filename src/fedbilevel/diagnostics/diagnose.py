@@ -1,30 +1,217 @@
-"""What a problem is like near a point, and which fields of an algorithm it asks for."""
+"""What a problem is like near a point, and from what was measured to the fields of an algorithm."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import numpy as np
 
+from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.algorithms.fednest import SVRG
+from fedbilevel.algorithms.parts.hypergradients import Implicit
+from fedbilevel.algorithms.parts.inner import InnerSteps, LocalSGD
+from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
 from fedbilevel.core.algorithm import Part
 from fedbilevel.core.card import Card, Shown
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import own_values
 from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
+from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.diagnostics.measure import Measurements, measure, point
-from fedbilevel.diagnostics.suggest import (
-    SUGGESTED,
-    Scales,
-    not_suggested,
-    radius,
-    rounds_needed,
-    scales,
-)
+
+LOCAL_STEPS = 5  # with mini-batches: averages the noise of as many draws for one exchange
+INNER_ROUNDS = 20  # of FedNest's epoch at the most
+TERMS = 10  # of its series at the most
+CG_TOLERANCE = 1e-6
+SOLVED = 8  # inner rounds of so many κ leave e^−8 of y's error, and of a truncated series
+DIGITS = math.log(1000)  # an error reduced a thousandfold
+
+
+@dataclass(frozen=True)
+class Scales:
+    """The few numbers that decide, for full batches or for mini-batches.
+
+    Attributes:
+        mu, smoothness: μ and L that y has to be stepped by: L grows with the noise of batches and cohorts.
+        phi_mu, phi_smoothness: the least and the largest curvature of Φ.
+        lag: ‖T‖, see measure.py.
+        outer_gradient: the largest ‖∇y F‖ seen.
+    """
+
+    mu: float
+    smoothness: float
+    phi_mu: float
+    phi_smoothness: float
+    lag: float
+    outer_gradient: float
+    dim_y: int
+    noisy: bool
+
+    @property
+    def condition(self) -> float:
+        return self.smoothness / self.mu
+
+    @property
+    def radius(self) -> float:
+        """Ten times ‖∇y F‖/μ, which bounds ‖v*‖ where it was measured: ∇y F changes on the way."""
+        return 10 * self.outer_gradient / self.mu
+
+    def outer_step(self, inner_step: float) -> float:
+        """γ_x that stays behind y and v, which move by inner steps of that size.
+
+        The lag alone would allow inner_step/‖T‖, Φ by itself 2/L_Φ; harmonically, with a factor of 4 to spare in each.
+        """
+        return 1 / (self.lag / inner_step + 2 * self.phi_smoothness)
+
+
+def scales_of(m: Measurements, dim_y: int, batch_size: int | None, weight: float, partial: bool) -> Scales:
+    """Scales for that batch size; `weight` is M·max p_i, which multiplies a client's reply where cohorts are `partial`.
+
+    A batch of b independent draws is as smooth as L + (L_1 − L)/b on average, L_1 being that of single samples (Gower
+    et al., "SGD: general analysis and improved rates", ICML 2019, expected smoothness).
+    """
+    smoothness = max(m.here.inner.largest, m.there.inner.largest)
+    noisy = batch_size is not None or partial
+    if noisy:
+        smoothness = max(smoothness, *m.spread.tops)
+    if batch_size is not None:
+        smoothness += max(0.0, m.sample - smoothness) / batch_size
+    if partial:
+        smoothness *= weight
+    phi, late = m.response.curvature, m.response.lag
+    mu = min(m.here.inner.smallest, m.there.inner.smallest) + m.delta
+    curved, delayed = (phi.smallest, phi.largest), (late.smallest, late.largest)
+    steepest = max(m.here.outer_gradient, m.there.outer_gradient)
+    return Scales(
+        mu=max(float(mu), smoothness * 1e-12),
+        smoothness=smoothness,
+        phi_mu=float(curved[0]),
+        phi_smoothness=float(np.abs(curved).max()),
+        lag=float(np.abs(delayed).max()),
+        outer_gradient=steepest,
+        dim_y=dim_y,
+        noisy=noisy,
+    )
+
+
+def plain(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of FedBiO and FedBiOAcc, whose clients' own steps are the only ones.
+
+    `work` is the most local steps that the population says, if it says any.
+    """
+    tau = work or (LOCAL_STEPS if batch_size is not None else 1)
+    inner = 1 / s.smoothness
+    steps = XYV(x=s.outer_step(inner) / tau, y=inner / tau, v=inner / tau)
+    return {"local_steps": tau, "batch_size": batch_size, "client_lr": steps}
+
+
+def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of SimFBO and ShroFBO: FedBiO's steps are the server's."""
+    chosen = plain(s, batch_size, work)
+    server = chosen["client_lr"]
+    # local steps as long as the server's retrace its path; where there is no noise to average they only drift
+    local = server if batch_size is not None else XYV(*(1e-3 * size for size in server))
+    return {**chosen, "client_lr": local, "server_lr": server, "radius": s.radius}
+
+
+def nested(s: Scales, batch_size: int | None, work: int | None, inner: type[InnerSteps] = SVRG) -> dict[str, Any]:
+    """Fields of FedNest: conjugate gradient where its products are exact, a short series where they are noisy.
+
+    The clients' steps are `inner.lr` over their number, so that `work` changes nothing.
+    """
+    kappa, step = s.condition, 1 / s.smoothness
+    rounds = min(INNER_ROUNDS, math.ceil(kappa)) if not s.noisy else min(2, math.ceil(kappa))
+    local_steps = 1 if batch_size is None else LOCAL_STEPS
+    return {
+        "inner": inner(rounds=rounds, local_steps=local_steps, lr=step),
+        "hypergradient": Implicit(solver=solver(s)),
+        "outer_steps": 1,
+        "outer_lr": s.outer_step(rounds * step),
+        "batch_size": batch_size,
+    }
+
+
+def solver(s: Scales) -> Neumann | CG:
+    """A short series where products are noisy, else conjugate gradient."""
+    if s.noisy:
+        return Neumann(terms=min(TERMS, math.ceil(s.condition)), step=1 / s.smoothness)
+    enough = math.ceil(math.sqrt(s.condition) / 2 * math.log(2 / CG_TOLERANCE))  # of conjugate gradient's error bound
+    # in exact arithmetic dim y steps are enough
+    return CG(max_steps=min(enough, 2 * s.dim_y), tolerance=CG_TOLERANCE)
+
+
+def nested_plainly(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of FedNestSGD: FedNest's, with plain local steps on y."""
+    return nested(s, batch_size, work, LocalSGD)
+
+
+def recursive(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of FedBiOAcc: the newest gradient weighs ½ where clients drift, since its momentum adds that up."""
+    chosen = plain(s, batch_size, work)
+    return chosen if chosen["local_steps"] == 1 else {**chosen, "forgetting": 0.5}
+
+
+def nested_by_mean(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of FedMBO: FedNestSGD's, but a step on x is one, and short series have lengths of each client's own."""
+    chosen = nested_plainly(s, batch_size, work)
+    del chosen["outer_steps"]
+    found = chosen["hypergradient"].solver
+    if isinstance(found, Neumann):
+        chosen["hypergradient"] = Implicit(solver=replace(found, sampling="random_per_client"))
+    return chosen
+
+
+def aggregated(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
+    """Fields of AggITD: as many inner rounds as make its series long enough."""
+    kappa, step = s.condition, 1 / s.smoothness
+    rounds = min(INNER_ROUNDS, math.ceil(kappa)) if s.noisy else math.ceil(SOLVED * kappa)
+    return {
+        "inner": LocalSGD(rounds=rounds, local_steps=work or 1, lr=step),
+        "outer_lr": s.outer_step(rounds * step),
+        "batch_size": batch_size,
+    }
+
+
+SUGGESTED: dict[str, Callable[[Scales, int | None, int | None], dict[str, Any]]] = {
+    "aggitd": aggregated,
+    "fedbio": plain,
+    "fedbioacc": recursive,
+    "fedmbo": nested_by_mean,
+    "fednest": nested,
+    "fednest-sgd": nested_plainly,
+    "shrofbo": single_loop,
+    "simfbo": single_loop,
+}
+"""(scales, batch size, work) -> fields, by the method's command-line name."""
+
+_OWN = "they average clients' own hypergradients, while the curvature of Φ is what is measured"
+_PLANES = "nothing that is measured bounds the steps of the cutting planes' multipliers"
+_REASONS = {
+    "adbo": _PLANES,
+    "afbo": "steps depend on how late replies are, which a run alone shows",
+    "fedavg-s": "both players move at once, and what that bears depends on how ∇²xy F turns them, too",
+    "lfednest": _OWN,
+    "rabo": _OWN,
+    "rafbo": _OWN,
+    "sdbo": _PLANES,
+}
+_REASONS_BY_PROBLEM: dict[type[Problem], str] = {
+    SingleLevel: "they solve single-level problems, and what is measured begins with an inner loss",
+    SimpleBilevel: "they solve simple bilevel problems, which have no y, and steps follow from the size of X",
+}
+
+
+def not_suggested() -> dict[str, str]:
+    """Why no fields are suggested for the other methods, by name."""
+    unknown = "nobody has written down how their steps follow from what is measured"
+    others = {name: cls.solves[0] for name, cls in sorted(ALGORITHMS.items()) if name not in SUGGESTED}
+    return {name: _REASONS.get(name) or _REASONS_BY_PROBLEM.get(kind, unknown) for name, kind in others.items()}
+
 
 UNDEFINED = (
     "the inner loss still curves downwards where its minimum was sought: y*(x) is not defined; add a ridge to it"
@@ -80,12 +267,12 @@ class Diagnosis(Shown):
     @property
     def radius(self) -> float:
         """A radius for SimFBO's ball: ten times ‖∇y F‖/μ, which bounds ‖v*‖ where it was measured."""
-        return radius(self.scales())
+        return self.scales().radius
 
     def scales(self, batch_size: int | None = None, cohort: int | None = None) -> Scales:
         """Smoothness, curvature and noise for batches and cohorts of these sizes; None: all samples, all clients."""
         partial = cohort is not None and cohort < self.population
-        return scales(self.measurements, self.dim_y, batch_size, self.weight, partial)
+        return scales_of(self.measurements, self.dim_y, batch_size, self.weight, partial)
 
     def fields(self, algorithm: str, *, batch_size: int | None = None, cohort: int | None = None) -> dict[str, Any]:
         """Constructor fields of a method, parts among them: `FedNest(**diagnosis.fields("fednest"))`.
@@ -110,9 +297,13 @@ class Diagnosis(Shown):
         chosen = self.fields(algorithm, batch_size=batch_size, cohort=cohort)
         s = self.scales(batch_size, cohort)
         if "outer_lr" in chosen:
-            return rounds_needed(s, chosen["outer_lr"], chosen["inner"].rounds * chosen["inner"].lr)
-        tau, lr = chosen["local_steps"], chosen.get("server_lr", chosen["client_lr"])
-        return rounds_needed(s, tau * lr.x, tau * lr.y)
+            outer_step, inner_step = chosen["outer_lr"], chosen["inner"].rounds * chosen["inner"].lr
+        else:
+            tau, lr = chosen["local_steps"], chosen.get("server_lr", chosen["client_lr"])
+            outer_step, inner_step = tau * lr.x, tau * lr.y
+        if s.phi_mu <= 0:
+            return math.inf
+        return DIGITS * max(1 / (outer_step * s.phi_mu), 1 / (inner_step * s.mu))
 
     def safe_steps(self, batch_size: int | None = None, cohort: int | None = None) -> dict[str, float]:
         """Below which a round's whole step (γ·τ) should stay: of y and v, of x where y and v are exact (double loop),
