@@ -21,8 +21,8 @@ from scipy.stats import t as student
 
 from fedbilevel.cli import main as fedbilevel
 from fedbilevel.data import load_heart
-from fedbilevel.data.heart import FLAMBY as FLAMBY_SEED
-from fedbilevel.data.heart import TRAINING, stratified
+from fedbilevel.data.loaders import FLAMBY as FLAMBY_SEED
+from fedbilevel.data.loaders import TRAINING, stratified
 
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 TRAINED, TESTED = (199, 172, 30, 85), (104, 89, 16, 45)

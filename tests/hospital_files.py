@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedbilevel.data import heart
+from fedbilevel.data import loaders
 
 SIZES = {"cleveland": (40, 18), "hungarian": (30, 11), "switzerland": (16, 15), "va": (24, 17)}  # complete, diseased
 MISSING = {"cleveland": "?", "hungarian": "NaN", "switzerland": "?", "va": "NaN"}
@@ -34,6 +34,6 @@ def write(folder: Path, patch: pytest.MonkeyPatch) -> None:
     for hospital, (count, diseased) in SIZES.items():
         text = "\n".join(lines(hospital)) + "\n"
         (folder / "heart" / f"processed.{hospital}.data").write_text(text)
-        patch.setitem(heart.HOSPITALS, hospital, heart.Counts(count + INCOMPLETE, count, diseased))
+        patch.setitem(loaders.HOSPITALS, hospital, loaders.Counts(count + INCOMPLETE, count, diseased))
     patch.setenv("FEDBILEVEL_DATA", str(folder))
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))

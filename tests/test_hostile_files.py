@@ -26,7 +26,7 @@ from rich.console import Console
 
 from fedbilevel import Result, data, experiments
 from fedbilevel.core.errors import FedbilevelError
-from fedbilevel.data import characters, loaders, reading
+from fedbilevel.data import characters, loaders
 from fedbilevel.data.files import folders
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.result import rounds_done
@@ -238,7 +238,7 @@ def idx(place: Path, count: int) -> Format:
     file.write_bytes(gzip.compress(whole, mtime=0))
     inside = (gzip.compress(damaged, mtime=0) for damaged in of_bytes(whole, count // 2))
     contents = alternating(inside, of_bytes(file.read_bytes(), count // 2))
-    return Format(file, contents, lambda: reading.parse_idx(file.read_bytes(), 2, file))
+    return Format(file, contents, lambda: loaders.parse_idx(file.read_bytes(), 2, file))
 
 
 @a_format
@@ -246,10 +246,10 @@ def cifar(place: Path, count: int) -> Format:
     file = at_home(place, "cifar-10", "cifar-10-binary.tar.xz")
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
-        for name in (*reading.CIFAR_TRAIN, *reading.CIFAR_TEST):
+        for name in (*loaders.CIFAR_TRAIN, *loaders.CIFAR_TEST):
             member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
-            member.size, member.pax_headers = 10 * reading.RECORD, {"comment": "é"}
-            archive.addfile(member, io.BytesIO(b"".join(bytes([label]) * reading.RECORD for label in range(10))))
+            member.size, member.pax_headers = 10 * loaders.RECORD, {"comment": "é"}
+            archive.addfile(member, io.BytesIO(b"".join(bytes([label]) * loaders.RECORD for label in range(10))))
     whole = out.getvalue()
     file.write_bytes(lzma.compress(whole, preset=0))
     heads = ((of_bytes(whole[:2048], 1, seed), whole[2048:]) for seed in range(count // 2))
@@ -348,7 +348,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder for files, in which small data sets count as the published ones."""
     monkeypatch.setenv("FEDBILEVEL_DATA", str(tmp_path / "home"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(reading, "BATCH", 10)
+    monkeypatch.setattr(loaders, "BATCH", 10)
     monkeypatch.setattr(characters, "PUBLISHED", dict.fromkeys(characters.PUBLISHED, (1, 2)))
     monkeypatch.setattr(characters, "DRAWINGS", 2)
     return tmp_path

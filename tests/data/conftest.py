@@ -6,7 +6,7 @@ import tarfile
 import numpy as np
 import pytest
 
-from fedbilevel.data import reading
+from fedbilevel.data import loaders
 
 
 @pytest.fixture
@@ -15,7 +15,7 @@ def cifar_archive(monkeypatch):
 
     Pixel (row, column, channel) of every image is 64 channel + 2 row + column % 2.
     """
-    monkeypatch.setattr(reading, "BATCH", 10)
+    monkeypatch.setattr(loaders, "BATCH", 10)
 
     def make(skip: str = "", labels: bytes = bytes(range(10)), extra: bytes = b"", packed: str = "xz") -> bytes:
         channel, row, column = np.ogrid[:3, :32, :32]
@@ -23,7 +23,7 @@ def cifar_archive(monkeypatch):
         records = b"".join(bytes([label]) + pixels for label in labels) + extra
         out = io.BytesIO()
         with tarfile.open(fileobj=out, mode=f"w:{packed}") as archive:
-            for name in (*reading.CIFAR_TRAIN, "batches.meta.txt", *reading.CIFAR_TEST):
+            for name in (*loaders.CIFAR_TRAIN, "batches.meta.txt", *loaders.CIFAR_TEST):
                 if name != skip:
                     member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
                     member.size = len(records)

@@ -20,7 +20,7 @@ import pytest
 import sklearn.datasets  # noqa: F401  (before memory is counted)
 
 from fedbilevel import data
-from fedbilevel.data import characters, loaders, reading
+from fedbilevel.data import characters, loaders
 
 BIG, LIMIT = 50_000_000, 300_000  # bytes
 ZEROS = bytes(BIG)
@@ -30,7 +30,7 @@ ZEROS = bytes(BIG)
 def small_limits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("FEDBILEVEL_DATA", str(tmp_path))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    for owner, name in ((loaders, "COVERTYPE_LIMIT"), (reading, "CIFAR_LIMIT"), (reading, "IDX_LIMIT")):
+    for owner, name in ((loaders, "COVERTYPE_LIMIT"), (loaders, "CIFAR_LIMIT"), (loaders, "IDX_LIMIT")):
         monkeypatch.setattr(owner, name, LIMIT)
 
 
@@ -76,7 +76,7 @@ def test_lines_of_a_byte_are_counted_before_they_are_parted(line: bytes) -> None
 
 def test_idx() -> None:
     content = gzip.compress(bytes((0, 0, 8, 1)) + struct.pack(">i", BIG) + ZEROS, 1)
-    refused(lambda: reading.parse_idx(content, 1, "file"), "file expands to more than 300,000 bytes")
+    refused(lambda: loaders.parse_idx(content, 1, "file"), "file expands to more than 300,000 bytes")
 
 
 @pytest.mark.parametrize("packed", [gzip.compress, partial(lzma.compress, preset=0)])
@@ -85,7 +85,7 @@ def test_a_cifar_archive(packed: Callable[[bytes], bytes], kind: bytes) -> None:
     member = tarfile.TarInfo("cifar-10-batches-bin/batches.meta.txt")
     member.size, member.type = BIG, kind
     content = packed(member.tobuf() + ZEROS)
-    refused(lambda: reading.parse_cifar(content, "file"), "file expands to more than 300,000 bytes")
+    refused(lambda: loaders.parse_cifar(content, "file"), "file expands to more than 300,000 bytes")
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import pytest
 
 import hospital_files
 from fedbilevel import data
-from fedbilevel.data import files, heart
+from fedbilevel.data import files, loaders
 
 CONTENT = np.random.default_rng(0).bytes(700_000)  # more than two chunks
 FILE = files.File("thing.gz", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
@@ -133,7 +133,7 @@ def test_a_hospitals_file_is_downloaded_from_its_home_and_no_other(server, tmp_p
     server.content = "".join(f"{line}\n" for line in hospital_files.lines("va")).encode()
     file = files.File("processed.va.data", len(server.content), hashlib.sha256(server.content).hexdigest())
     monkeypatch.setitem(files.SOURCES, "heart", files.DataSource(f"{server.url}good/", (file,)))
-    monkeypatch.setitem(heart.HOSPITALS, "va", heart.Counts(26, 24, 17))
+    monkeypatch.setitem(loaders.HOSPITALS, "va", loaders.Counts(26, 24, 17))
     seen = []
     first = data.load_heart("va", progress=lambda *args: seen.append(args))
     second = data.load_heart("va")

@@ -8,7 +8,7 @@ import pytest
 
 import hospital_files
 from fedbilevel import data
-from fedbilevel.data import heart
+from fedbilevel.data import loaders
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def file_of(folder, hospital):
     return folder / f"processed.{hospital}.data"
 
 
-@pytest.mark.parametrize("hospital", heart.HOSPITALS)
+@pytest.mark.parametrize("hospital", loaders.HOSPITALS)
 def test_columns_are_kept_or_made_into_indicators(folder, hospital):
     """Against the lines themselves: `?` or NaN drops a patient where the column is kept, and only there."""
     found = data.load_heart(hospital)
@@ -66,16 +66,16 @@ def test_unknown_names_are_refused_and_no_other_file_is_touched(folder):
 
 def test_both_classes_are_divided_in_proportion():
     labels = (np.arange(200) % 4 == 0).astype(np.int32)
-    chosen, rest = heart.stratified(labels, 0.66, 5)
+    chosen, rest = loaders.stratified(labels, 0.66, 5)
     assert sorted([*chosen, *rest]) == list(range(200))
     assert (labels[chosen].sum(), labels[rest].sum()) == (33, 17)
-    again, other = heart.stratified(labels, 0.66, 5)[0], heart.stratified(labels, 0.66, 6)[0]
+    again, other = loaders.stratified(labels, 0.66, 5)[0], loaders.stratified(labels, 0.66, 6)[0]
     np.testing.assert_array_equal(chosen, again)
     assert set(chosen) != set(other)
-    assert sorted(map(len, heart.stratified(labels[:10], 0.7, 0))) == [3, 7]  # no patient is lost to rounding
-    assert list(map(len, heart.stratified(labels, 0.001, 0))) == [1, 199]
+    assert sorted(map(len, loaders.stratified(labels[:10], 0.7, 0))) == [3, 7]  # no patient is lost to rounding
+    assert list(map(len, loaders.stratified(labels, 0.001, 0))) == [1, 199]
     one_healthy = (np.arange(46) > 0).astype(np.int32)  # nobody can be in both parts
-    assert list(map(len, heart.stratified(one_healthy, 0.66, 43))) == [30, 16]
+    assert list(map(len, loaders.stratified(one_healthy, 0.66, 43))) == [30, 16]
 
 
 @pytest.mark.skipif("FEDBILEVEL_DATA" not in os.environ, reason="FEDBILEVEL_DATA is not set")
@@ -83,9 +83,9 @@ def test_the_real_files_have_the_counts_that_flamby_publishes():
     if not (Path(os.environ["FEDBILEVEL_DATA"]) / "heart").is_dir():
         pytest.skip("no folder heart")
     found = {}
-    for hospital in heart.HOSPITALS:
+    for hospital in loaders.HOSPITALS:
         patients = data.load_heart(hospital)
-        parts = heart.stratified(patients.labels, heart.TRAINING, heart.FLAMBY)
+        parts = loaders.stratified(patients.labels, loaders.TRAINING, loaders.FLAMBY)
         found[hospital] = (len(patients.labels), *map(len, parts))
     assert found == {
         "cleveland": (303, 199, 104),

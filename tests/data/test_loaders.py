@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fedbilevel import data
-from fedbilevel.data import loaders, reading
+from fedbilevel.data import loaders
 from fedbilevel.data.files import SOURCES, folders
 
 real_files = pytest.mark.skipif("FEDBILEVEL_DATA" not in os.environ, reason="FEDBILEVEL_DATA is not set")
@@ -112,7 +112,7 @@ GOOD = bytes((0, 0, 8, 1)) + struct.pack(">i", 3) + b"abc"
 )
 def test_a_file_that_is_not_idx_is_refused(content, words):
     with pytest.raises(data.DataError, match=words):
-        reading.parse_idx(content, 1, "file")
+        loaders.parse_idx(content, 1, "file")
 
 
 def test_repacked_cifar_is_read_with_channels_last(cifar_archive, monkeypatch, tmp_path):
@@ -138,14 +138,14 @@ def test_repacked_cifar_is_read_with_channels_last(cifar_archive, monkeypatch, t
 )
 def test_a_cifar_archive_of_other_content_is_refused(cifar_archive, damage, words):
     with pytest.raises(data.DataError, match=words):
-        reading.parse_cifar(cifar_archive(**damage), "file")
+        loaders.parse_cifar(cifar_archive(**damage), "file")
 
 
 def test_a_truncated_cifar_archive_is_refused(cifar_archive):
     whole = cifar_archive()
     for end in (0, 10, len(whole) // 2, len(whole) - 40):
         with pytest.raises(data.DataError, match=r"file is not a whole tar archive|file lacks"):
-            reading.parse_cifar(whole[:end], "file")
+            loaders.parse_cifar(whole[:end], "file")
 
 
 @pytest.mark.parametrize("packed", ["xz", "gz", "bz2"])
@@ -155,7 +155,7 @@ def test_an_altered_cifar_archive_never_fails_otherwise(cifar_archive, packed):
         altered = bytes([*whole[:place], whole[place] ^ 0xFF, *whole[place + 1 :]])
         # A changed checksum at the very end may go unread; anything else is refused, and as a DataError.
         with contextlib.suppress(data.DataError):
-            reading.parse_cifar(altered, "file")
+            loaders.parse_cifar(altered, "file")
 
 
 def test_digits_are_all_there_split_by_class_and_always_the_same():

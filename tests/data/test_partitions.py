@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedbilevel import data
-from fedbilevel.data import partitions
+from fedbilevel.data import clients as all_clients
 
 LABELS = np.random.default_rng(1).permutation(np.repeat(np.arange(10), 100))
 OPTIONS = {"dirichlet": {"alpha": 0.5}, "iid": {}, "one_label": {}, "quantity": {"alpha": 0.5}, "shards": {}}
@@ -158,7 +158,7 @@ def test_minimum_is_kept_by_redrawing_and_refused_when_hopeless(monkeypatch):
     assert min(len(part) for part in make("quantity", clients=10, minimum=20)) >= 20
     with pytest.raises(data.DataError, match=r"alpha = 1e-06 over 50 clients .* minimum = 1 .* 1000 draws"):
         make("dirichlet", clients=50, alpha=1e-6)
-    monkeypatch.setattr(partitions, "ATTEMPTS", 1)
+    monkeypatch.setattr(all_clients, "ATTEMPTS", 1)
     assert len(make("quantity", clients=10, minimum=0)) == 10  # a first draw is always made
 
 
@@ -206,7 +206,7 @@ def test_every_option_without_a_default_has_an_example_that_is_allowed():
     for name, function in data.PARTITIONS.items():
         parameters = list(inspect.signature(function).parameters.values())[2:]
         needed = [one.name for one in parameters if one.default is one.empty and one.name != "seed"]
-        examples = {key: partitions.REQUIRED[key][1] for key in needed}
+        examples = {key: all_clients.REQUIRED[key][1] for key in needed}
         assert len(data.partition(name, LABELS, 10, seed=0, **examples)) == 10
 
 

@@ -10,7 +10,7 @@ import fedbilevel as fb
 import hospital_files
 from fedbilevel import data
 from fedbilevel.core.client import RemoteClients
-from fedbilevel.data import heart
+from fedbilevel.data import loaders
 from fedbilevel.tasks.hospitals import dealt, hospital_weights, hospitals
 from implicit import implicit_gradient
 
@@ -121,7 +121,7 @@ def test_hospitals_are_clients_standardised_by_their_own_patients(weighting):
         spread = own["row"][:, :13].std(0)
         assert np.all(np.isclose(spread, 1, atol=1e-6) | (spread == 0))
         np.testing.assert_array_equal(own["row"][:, 13:], [[*np.eye(4)[i], 1]] * sizes[i])
-        chosen, _ = heart.stratified(data.load_heart(name).labels, 0.66, 43)
+        chosen, _ = loaders.stratified(data.load_heart(name).labels, 0.66, 43)
         np.testing.assert_array_equal(own["label"], data.load_heart(name).labels[chosen])
 
 
@@ -140,7 +140,7 @@ def test_metrics_are_those_of_each_hospitals_test_patients(task):
     right, losses = {}, []
     for i, name in enumerate(NAMES):
         patients = data.load_heart(name)
-        chosen, rest = heart.stratified(patients.labels, 0.66, 43)
+        chosen, rest = loaders.stratified(patients.labels, 0.66, 43)
         own = patients.rows[chosen].astype(float)
         rows = (patients.rows[rest] - own.mean(0)) / np.where(own.std(0) > 0, own.std(0), 1)
         z, c = np.column_stack([rows, np.tile([*np.eye(4)[i], 1], (len(rest), 1))]) @ w, patients.labels[rest]
@@ -159,8 +159,8 @@ def test_a_holdout_takes_training_patients_and_no_others():
     whole, held = hospitals(folds=FOLDS), hospitals(folds=FOLDS, holdout=0.3)
     assert list(held.metrics) == [name.replace("test", "validation") for name in whole.metrics]
     for i, name in enumerate(NAMES):
-        chosen, _ = heart.stratified(data.load_heart(name).labels, 0.66, 43)
-        kept, _ = heart.stratified(data.load_heart(name).labels[chosen], 0.7, 43)
+        chosen, _ = loaders.stratified(data.load_heart(name).labels, 0.66, 43)
+        kept, _ = loaders.stratified(data.load_heart(name).labels[chosen], 0.7, 43)
         np.testing.assert_array_equal(held.clients.inner.row(i)["label"], whole.clients.inner.row(i)["label"][kept])
     one = lambda task, seed: task(folds=FOLDS, seed=seed).clients.inner.values["row"]  # noqa: E731
     assert not np.array_equal(one(hospitals, 0), one(hospitals, 1))

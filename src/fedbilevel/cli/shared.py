@@ -202,7 +202,7 @@ def tune(spec: Spec) -> None:
 
 def exit_code(error: BaseException) -> int | None:
     """The exit code for an error that is explained in one sentence; None for one that is a fault of ours."""
-    from fedbilevel.data.reading import DataError
+    from fedbilevel.data.files import DataError
 
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED

@@ -16,9 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbilevel.data import files
-from fedbilevel.data.files import SOURCES
-from fedbilevel.data.partitions import Indices, Seed, generator, iid
-from fedbilevel.data.reading import DataError, as_data_error, mapped, unknown_name
+from fedbilevel.data.clients import Indices, Seed, generator, iid
+from fedbilevel.data.files import SOURCES, DataError, as_data_error, mapped, unknown_name
 from fedbilevel.wording import in_a_line, missing, printable
 
 SIDE = 28  # pixels of an image's edge

@@ -1,21 +1,102 @@
 """The published files of each data set, and from a file's entry in the table to its verified bytes: own folder, cache,
-or download."""
+or download; reading what anyone may have written, within bounds, with one sentence for whatever is wrong with it."""
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import hashlib
+import io
+import lzma
 import os
 import secrets
 import shutil
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from difflib import get_close_matches
 from http.client import HTTPException
 from pathlib import Path
+from typing import IO, Any
 
-from fedbilevel.data.reading import DataError
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbilevel.wording import in_a_line
+
+CHUNK = 1 << 18  # bytes that are read at once
+
+
+class DataError(ValueError):
+    """Data cannot be found, read, downloaded, partitioned or stored; the message says what to do."""
+
+
+def unknown_name(field: str, got: object, allowed: Iterable[str]) -> DataError:
+    """Return the error for a `field` that got a name outside `allowed`, with the nearest valid name."""
+    names = sorted(allowed)
+    near = get_close_matches(str(got), names, n=1, cutoff=0.5)
+    hint = f" Did you mean {near[0]!r}?" if near else ""
+    return DataError(f"{field} {got!r} is unknown.{hint} Allowed: {', '.join(names) or 'none'}.")
+
+
+EXPANDERS: dict[str, Callable[[IO[bytes]], Any]] = {
+    "bz2": bz2.BZ2File,
+    "gzip": lambda file: gzip.GzipFile(fileobj=file),
+    "xz": lzma.LZMAFile,
+}
+
+
+@contextmanager
+def as_data_error(where: str | Path, problem: str) -> Iterator[None]:
+    """Turn whatever goes wrong inside into the DataError «where problem: why».
+
+    What libraries raise for damaged files is not documented: it ranges from ValueError to zlib.error and
+    NotImplementedError.
+    """
+    try:
+        yield
+    except DataError:
+        raise
+    except Exception as error:
+        raise DataError(f"{where} {problem}: {in_a_line(error)}.") from error
+
+
+class Expanded:
+    """Expand compressed bytes, as a stream.
+
+    Args:
+        form: a key of EXPANDERS.
+        limit: DataError once there are more bytes: a small file can expand to thousands of times its size.
+        where: the name of the file in errors.
+    """
+
+    def __init__(self, content: bytes, form: str, limit: int, where: str | Path) -> None:
+        self.stream = EXPANDERS[form](io.BytesIO(content))
+        self.limit = self.left = limit
+        self.where = where
+
+    def read(self, size: int = -1) -> bytes:
+        """Read the next `size` bytes, fewer at the end; without `size` all that is left."""
+        wanted = self.left + 1 if size < 0 else min(size, self.left + 1)
+        parts = []
+        while wanted and (part := self.stream.read(min(wanted, CHUNK))):
+            parts.append(part)
+            wanted -= len(part)
+            self.left -= len(part)
+        if self.left < 0:
+            raise DataError(f"{self.where} expands to more than {self.limit:,} bytes: it is not the file it should be.")
+        return b"".join(parts)
+
+
+def mapped(path: Path, problem: str) -> NDArray[Any]:
+    """Map the array of numbers in a .npy file, read-only: it takes no memory, whatever its header says."""
+    with as_data_error(path, problem):
+        array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
+        if array.dtype.kind not in "biufc":
+            raise ValueError(f"it holds {array.dtype}, not numbers")
+        return array
 
 
 @dataclass(frozen=True)
@@ -85,7 +166,6 @@ Progress = Callable[[int, int], None]
 """Called during a download with (bytes done, bytes in all), from (0, total) to (total, total)."""
 
 TIMEOUT = 30.0  # seconds without a byte from the server
-CHUNK = 1 << 18
 
 
 def folders(name: str) -> list[Path]:

@@ -1,10 +1,14 @@
-"""Labelled data sets by their names: `load` for images, `load_table` for rows of numbers, `standardise` for pixels."""
+"""Labelled data sets by their names: `load` for images, `load_table` for rows of numbers, `load_heart` for patients of
+four hospitals, `standardise` for pixels; the formats of their files."""
 
 from __future__ import annotations
 
 import importlib.util
 import io
 import math
+import re
+import struct
+import tarfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,8 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedbilevel.data import files
-from fedbilevel.data.files import SOURCES
-from fedbilevel.data.reading import DataError, Expanded, as_data_error, parse_cifar, parse_idx, unknown_name
+from fedbilevel.data.files import SOURCES, DataError, Expanded, as_data_error, unknown_name
 from fedbilevel.wording import missing
 
 Images = NDArray[Any]
@@ -160,6 +163,84 @@ def cifar(name: str, progress: files.Progress | None) -> Dataset:
     return Dataset(name, *train, *test, 10, source.mean, source.std)
 
 
+BATCH, SIDE, CHANNELS = 10_000, 32, 3
+RECORD = 1 + CHANNELS * SIDE * SIDE  # one label byte, then the planes R, G, B
+CIFAR_TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
+CIFAR_TEST = ("test_batch.bin",)
+CIFAR_LIMIT = 200_000_000  # bytes; expanded, the official archive has 184 MB
+IDX_LIMIT = 100_000_000  # bytes; the longest of the published files has 47 MB
+
+
+def parse_idx(content: bytes, ndim: int, where: str | Path) -> NDArray[np.uint8]:
+    """Parse the array in a gzipped IDX file of unsigned bytes.
+
+    IDX: two zero bytes, the type (8: unsigned byte), the number of axes, each length as a big-endian int32,
+    the entries. ndim: the number of axes it must have. where: the name of the file in errors. Returns uint8, read-only.
+    DataError if it cannot be unpacked, or if its magic, axes or length are wrong.
+    """
+    with as_data_error(where, "is not a whole gzip file"):
+        raw = Expanded(content, "gzip", IDX_LIMIT, where).read()
+    magic, start = bytes((0, 0, 8, ndim)), 4 + 4 * ndim
+    if raw[:4] != magic or len(raw) < start:
+        raise DataError(
+            f"{where} starts with {raw[:4].hex(' ')}, expected {magic.hex(' ')} (IDX, {ndim} axes of bytes)."
+        )
+    shape = struct.unpack(f">{ndim}i", raw[4:start])
+    expected = math.prod(shape)
+    if min(shape) < 0 or len(raw) - start != expected:
+        raise DataError(f"{where} holds {len(raw) - start:,} entries, expected {expected:,} for its shape {shape}.")
+    return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
+
+
+def parse_cifar(
+    content: bytes, where: str | Path
+) -> tuple[tuple[NDArray[np.uint8], NDArray[np.int32]], tuple[NDArray[np.uint8], NDArray[np.int32]]]:
+    """Parse (images, labels) of the 50,000 training and of the 10,000 test records of a CIFAR-10 binary archive.
+
+    Images (n, 32, 32, 3) uint8, labels (n,) int32. Compressed by gzip or xz. Nothing is unpacked to disk. DataError
+    if the archive is damaged or expands to more than CIFAR_LIMIT bytes, a batch has another size, or the classes
+    are not equally frequent.
+    """
+    form = "gzip" if content[:2] == b"\x1f\x8b" else "xz"
+    with (
+        as_data_error(where, "is not a whole tar archive"),
+        tarfile.open(fileobj=Expanded(content, form, CIFAR_LIMIT, where), mode="r|") as archive,  # type: ignore[call-overload]
+    ):
+        batches = _batches(archive, where)
+    train, test = ([batches[name] for name in names] for names in (CIFAR_TRAIN, CIFAR_TEST))
+    return _records(train, where), _records(test, where)
+
+
+def _batches(archive: tarfile.TarFile, where: str | Path) -> dict[str, bytes]:
+    # One pass in file order: asking for members by name would unpack a compressed archive once per member.
+    batches = {}
+    for member in archive:
+        folder, _, name = member.name.rpartition("/")
+        if folder != "cifar-10-batches-bin" or name not in CIFAR_TRAIN + CIFAR_TEST:
+            continue
+        stream = archive.extractfile(member) if member.size == BATCH * RECORD else None
+        if stream is None:
+            raise DataError(f"{where}: {name} has {member.size:,} bytes, expected {BATCH * RECORD:,}.")
+        batches[name] = stream.read()
+    lacking = set(CIFAR_TRAIN + CIFAR_TEST) - set(batches)
+    if lacking:
+        raise DataError(f"{where} lacks {', '.join(sorted(lacking))} in cifar-10-batches-bin.")
+    return batches
+
+
+def _records(batches: list[bytes], where: str | Path) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
+    records = np.frombuffer(b"".join(batches), np.uint8).reshape(-1, RECORD)
+    labels = records[:, 0].astype(np.int32)
+    # The published sets are exactly balanced: a re-packed archive without a known checksum must be too.
+    counts = np.bincount(labels, minlength=10)
+    if np.any(counts != len(labels) // 10):
+        raise DataError(
+            f"{where} has {counts.tolist()} images per class, expected {len(labels) // 10:,} of each of 10."
+        )
+    planes = records[:, 1:].reshape(-1, CHANNELS, SIDE, SIDE)
+    return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels
+
+
 LOADERS: dict[str, Callable[[str, files.Progress | None], Dataset]] = {
     "cifar-10": cifar,
     "digits": digits,
@@ -280,3 +361,95 @@ def _found(folder: str, *names: str) -> Path:
 
 
 TABLES: dict[str, Callable[[str], tuple[Rows, Rows, int]]] = {"a9a": libsvm, "covtype": covtype, "ijcnn1": libsvm}
+
+
+COLUMNS = 14  # age, sex, cp, trestbps, chol, fbs, restecg, thalach, exang, oldpeak, slope, ca, thal, num
+KEPT, CHEST_PAIN, ECG, DISEASE = [0, 1, 3, 4, 5, 7, 8, 9], 2, 6, 13
+NUMBER = re.compile(rb"\s*(\?|nan|[+-]?(\d+(\.\d*)?|\.\d+))\s*", re.IGNORECASE)
+TRAINING = 0.66  # of each hospital's patients
+FLAMBY = 43  # random_state of the split that FLamby publishes
+
+
+class Patients(NamedTuple):
+    """Hold the patients of a hospital who miss no kept column, in the order of its file."""
+
+    rows: NDArray[np.float32]  # (n, 13), as published: KEPT, cp_2, cp_3, cp_4, restecg_1, restecg_2
+    labels: NDArray[np.int32]  # (n,), 1 where there is a disease
+
+
+class Counts(NamedTuple):
+    """Count what a hospital's file must hold."""
+
+    patients: int
+    complete: int  # those of whom no kept column is missing
+    diseased: int  # of these
+
+
+HOSPITALS = {
+    "cleveland": Counts(303, 303, 139),
+    "hungarian": Counts(294, 261, 98),
+    "switzerland": Counts(123, 46, 45),
+    "va": Counts(200, 130, 101),
+}
+
+
+def load_heart(hospital: str, *, progress: files.Progress | None = None) -> Patients:
+    """Load the patients of "cleveland", "hungarian", "switzerland" or "va" (Long Beach), prepared as FLamby does.
+
+    The columns slope, ca and thal, which three hospitals hardly recorded, are dropped, then rows with a missing value;
+    chest pain and ECG become indicators without their first level; the label is num > 0. The file
+    `processed.<hospital>.data` is looked for in `$FEDBILEVEL_DATA/heart/`, then in the cache, and else downloaded into
+    it; no other hospital's file is touched. Source: Janosi, Steinbrunn, Pfisterer, Detrano, Heart Disease, UCI Machine
+    Learning Repository, 1988, CC BY 4.0.
+
+    DataError if the name is unknown, a download fails, or the file does not hold what it should.
+    """
+    if hospital not in HOSPITALS:
+        raise unknown_name("hospital", hospital, HOSPITALS)
+    file = next(file for file in SOURCES["heart"].files if file.name == f"processed.{hospital}.data")
+    # someone's copy may write missing values otherwise: its patients are counted
+    path = files.local("heart", file.name)
+    content = files.read_bytes(path) if path else files.read("heart", file, progress)
+    return _patients(content, str(path or file.name), HOSPITALS[hospital])
+
+
+def stratified(labels: NDArray[np.int32], share: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Draw row numbers (chosen, rest): a random `share` of all rows, and as nearly as possible of both classes.
+
+    Neither part is empty. The draw is scikit-learn's train_test_split; with TRAINING and seed = FLAMBY the parts are
+    those of FLamby. Classes are not regarded where a class has two members or fewer (of Switzerland's 46 patients only
+    1 is healthy).
+    """
+    try:
+        from sklearn.model_selection import train_test_split
+    except ImportError as error:
+        raise DataError(f"Dividing patients needs {missing('scikit-learn', 'cli')}.") from error
+    count = len(labels)
+    size = min(max(int(share * count), 1), count - 1)
+    both = np.bincount(labels, minlength=2).min() > 2 and min(size, count - size) > 1
+    sizes = {"train_size": size, "test_size": count - size, "random_state": seed}
+    chosen, rest = train_test_split(np.arange(count), **sizes, stratify=labels if both else None)
+    return chosen, rest
+
+
+def _patients(content: bytes, where: str, known: Counts) -> Patients:
+    lines = [line for line in content.splitlines() if line.strip()]
+    if len(lines) != known.patients:
+        raise DataError(f"{where} has {len(lines):,} patients; expected {known.patients:,}, a line each.")
+    for number, line in enumerate(lines, 1):
+        entries = line.split(b",")
+        if len(entries) != COLUMNS or not all(map(NUMBER.fullmatch, entries)):
+            raise DataError(
+                f"{where}, line {number}: expected {COLUMNS} numbers, commas between, ? or NaN for a missing number."
+            )
+    table = np.array([[math.nan if b"?" in entry else float(entry) for entry in line.split(b",")] for line in lines])
+    table = table[~np.isnan(table[:, [*KEPT, CHEST_PAIN, ECG, DISEASE]]).any(1)]
+    labels = (table[:, DISEASE] > 0).astype(np.int32)
+    found = len(labels), int(labels.sum())
+    if found != (known.complete, known.diseased):
+        raise DataError(
+            f"{where} has {found[0]} patients without a missing value, {found[1]} of them diseased; expected "
+            f"{known.complete} and {known.diseased}."
+        )
+    indicators = [table[:, CHEST_PAIN] == level for level in (2, 3, 4)] + [table[:, ECG] == level for level in (1, 2)]
+    return Patients(np.column_stack([table[:, KEPT], *indicators]).astype(np.float32), labels)

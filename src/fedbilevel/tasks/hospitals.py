@@ -28,7 +28,7 @@ from fedbilevel.core.errors import is_count, require, unknown
 from fedbilevel.core.problem import Bilevel, SingleLevel
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import load_heart
-from fedbilevel.data.heart import FLAMBY, HOSPITALS, TRAINING, stratified
+from fedbilevel.data.loaders import FLAMBY, HOSPITALS, TRAINING, stratified
 from fedbilevel.tasks.task import Floats, LocalSteps, Task
 
 Weighting = Literal["size", "equal"]

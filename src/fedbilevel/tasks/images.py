@@ -14,7 +14,7 @@ from fedbilevel.core.errors import ConfigurationError, require, require_count, u
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import LOADERS, TABLES, Dataset, load, load_table, pack, partition, standardise
-from fedbilevel.data.partitions import Indices
+from fedbilevel.data.clients import Indices
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.networks import BACKBONES
 

@@ -27,7 +27,7 @@ from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
-from fedbilevel.data.partitions import Indices
+from fedbilevel.data.clients import Indices
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
 from fedbilevel.tasks.task import LocalSteps, Task, in_turn
