@@ -1,33 +1,4 @@
 """Errors and warnings that the library raises on purpose, one class for each kind."""
 
-from fedbilevel.core.errors import (
-    AbsenceWarning,
-    CapacityWarning,
-    CheckpointError,
-    CheckpointWarning,
-    ConfigurationError,
-    ExchangeError,
-    FedbilevelError,
-    FloorError,
-    InfluenceWarning,
-    InUse,
-    NonFiniteError,
-    NumericalError,
-    NumericalWarning,
-)
-
-__all__ = [
-    "AbsenceWarning",
-    "CapacityWarning",
-    "CheckpointError",
-    "CheckpointWarning",
-    "ConfigurationError",
-    "ExchangeError",
-    "FedbilevelError",
-    "FloorError",
-    "InUse",
-    "InfluenceWarning",
-    "NonFiniteError",
-    "NumericalError",
-    "NumericalWarning",
-]
+from fedbilevel.core.errors import *  # noqa: F403
+from fedbilevel.core.errors import __all__ as __all__

@@ -5,6 +5,22 @@ import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
 
+__all__ = [
+    "AbsenceWarning",
+    "CapacityWarning",
+    "CheckpointError",
+    "CheckpointWarning",
+    "ConfigurationError",
+    "ExchangeError",
+    "FedbilevelError",
+    "FloorError",
+    "InUse",
+    "InfluenceWarning",
+    "NonFiniteError",
+    "NumericalError",
+    "NumericalWarning",
+]
+
 
 class FedbilevelError(Exception):
     """Base of every error that this library raises on purpose."""

@@ -46,26 +46,23 @@ def fair_classification(
     """
     require(concavity > 0, "concavity", concavity, "positive")
     images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
+    model = images.model  # alone: losses, which a series keeps, hold no images
+
+    def loss(x: PyTree, y: Array, batch: dict[str, Array]) -> Array:
+        label = batch["label"]
+        weighted = networks.cross_entropy(model.logits(x[0], x[1], batch["image"]), label, 1 + y[label])
+        return weighted - concavity / 2 * jnp.vdot(y, y)
 
     measured, each_class = images.accuracy(), images.class_accuracies()
     samples = images.rows(images.dealt(clients, partition_by, partition_options, seed))
     return Task(
         name="fair_classification",
-        problem=_problem(images.model, concavity),
+        problem=Minimax(loss),
         clients=Clients(outer=samples, local_steps=local_steps),
-        x0=images.model.init(jax.random.key(seed)),
+        x0=model.init(jax.random.key(seed)),
         y0=jnp.zeros(images.data.classes),
         metrics={
             f"{images.part}_accuracy": lambda x, y: measured(*x),
             f"worst_class_{images.part}_accuracy": lambda x, y: jnp.min(each_class(*x)),
         },
     )
-
-
-def _problem(model: networks.Network, concavity: float) -> Minimax:
-    def loss(x: PyTree, y: Array, batch: dict[str, Array]) -> Array:
-        label = batch["label"]
-        weighted = networks.cross_entropy(model.logits(x[0], x[1], batch["image"]), label, 1 + y[label])
-        return weighted - concavity / 2 * jnp.vdot(y, y)
-
-    return Minimax(loss)

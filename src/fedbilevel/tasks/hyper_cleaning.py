@@ -77,21 +77,8 @@ def hyper_cleaning(
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
     samples = spoiled(images.rows(train), images.data.classes, corruption, seed)
 
-    measured = images.accuracy()
-    return Task(
-        name="hyper_cleaning",
-        problem=_problem(images.model, ridge, local),
-        clients=Clients(
-            outer=images.rows(valid), inner=samples, local_steps=local_steps, capacity=in_turn(capacities, clients)
-        ),
-        x0=jnp.zeros((clients, int(samples.size.max()))),
-        y0=images.model.init(jax.random.key(seed)),
-        metrics={f"{images.part}_accuracy": lambda x, y: measured(*y), **_cleaning_metrics(samples)},
-        metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(y[0], y[1], batch)},
-    )
+    model = images.model  # alone: losses, which a series keeps, hold no images
 
-
-def _problem(model: networks.Network, ridge: float, local: Literal["x"] | None) -> Bilevel:
     def outer(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
         return networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), batch["label"])
 
@@ -99,7 +86,18 @@ def _problem(model: networks.Network, ridge: float, local: Literal["x"] | None) 
         weighted = networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), batch["label"], weights(x, batch))
         return weighted + ridge * optax.tree.vdot(y, y)
 
-    return Bilevel(outer=outer, inner=inner, structure=Structure(y=model.whole_structure), local=local)
+    measured = images.accuracy()
+    return Task(
+        name="hyper_cleaning",
+        problem=Bilevel(outer, inner, structure=Structure(y=model.whole_structure), local=local),
+        clients=Clients(
+            outer=images.rows(valid), inner=samples, local_steps=local_steps, capacity=in_turn(capacities, clients)
+        ),
+        x0=jnp.zeros((clients, int(samples.size.max()))),
+        y0=model.init(jax.random.key(seed)),
+        metrics={f"{images.part}_accuracy": lambda x, y: measured(*y), **_cleaning_metrics(samples)},
+        metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(y[0], y[1], batch)},
+    )
 
 
 def spoiled(samples: Ragged, classes: int, corruption: float, seed: int) -> Ragged:

@@ -67,13 +67,19 @@ def hyper_representation(
     require(ridge >= 0, "ridge", ridge, "at least 0")
     images = load_images(data, network, hidden, holdout=holdout, seed=seed)
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
-    x0, y0 = images.model.init(jax.random.key(seed))
+    model = images.model  # alone: losses, which a series keeps, hold no images
 
+    def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
+        return networks.cross_entropy(model.logits(x, y, batch["image"]), batch["label"])
+
+    def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
+        return outer(x, y, batch) + ridge * optax.tree.vdot(y, y)
+
+    x0, y0 = model.init(jax.random.key(seed))
     trained = {"train_accuracy": images.training_accuracy(train_samples, seed)} if train_samples is not None else {}
-
     return Task(
         name="hyper_representation",
-        problem=_problem(images.model, ridge),
+        problem=Bilevel(outer, inner, structure=model.structure),
         clients=Clients(
             outer=images.rows(valid),
             inner=images.rows(train),
@@ -85,13 +91,3 @@ def hyper_representation(
         metrics={f"{images.part}_accuracy": images.accuracy(), **trained},
         metrics_per_client={"client_accuracy": images.own_accuracy},
     )
-
-
-def _problem(model: networks.Network, ridge: float) -> Bilevel:
-    def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
-        return networks.cross_entropy(model.logits(x, y, batch["image"]), batch["label"])
-
-    def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
-        return outer(x, y, batch) + ridge * optax.tree.vdot(y, y)
-
-    return Bilevel(outer=outer, inner=inner, structure=model.structure)
