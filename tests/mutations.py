@@ -12,28 +12,8 @@ import numpy as np
 
 DEEP, DIGITS = "a place for deep nesting", "a place for 4,400 digits"
 RAW = {DEEP: "[" * 100_000 + "]" * 100_000, DIGITS: "1" * 4400}
-FOREIGN = (
-    None,
-    True,
-    0,
-    -1,
-    3,
-    2.5,
-    math.nan,
-    math.inf,
-    1e308,
-    "",
-    "text",
-    "[/b]",
-    "\0",
-    "é",
-    [],
-    [[]],
-    [None],
-    {},
-    {"a": 1},
-)
-FOREIGN += (10**30, 10**400, [3] * 50, DEEP, DIGITS)
+FOREIGN: tuple[Any, ...] = (None, True, 0, -1, 3, 2.5, math.nan, math.inf, 1e308, "", "text", "[/b]", "\0", "é")
+FOREIGN += ([], [[]], [None], {}, {"a": 1}, 10**30, 10**400, [3] * 50, DEEP, DIGITS)
 
 
 def of_bytes(whole: bytes, count: int, seed: int = 0) -> Iterator[bytes]:

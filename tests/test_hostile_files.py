@@ -66,6 +66,23 @@ def alternating(*several: Iterator[bytes]) -> Iterator[bytes]:
         yield from some
 
 
+def of_json_file(file: Path, read: Callable[[], Any], count: int) -> Format:
+    """A file of JSON: other values in it, and other bytes."""
+    values = of_json(json.loads(file.read_text()), count // 2)
+    return Format(file, alternating(encoded(map(text, values)), of_bytes(file.read_bytes(), count // 2)), read)
+
+
+def of_packed(file: Path, whole: bytes, pack: Callable[[bytes], bytes], read: Callable[[], Any], count: int) -> Format:
+    """A compressed file: damaged before it is compressed, and after."""
+    file.write_bytes(pack(whole))
+    inside = map(pack, of_bytes(whole, count // 2))
+    return Format(file, alternating(inside, of_bytes(file.read_bytes(), count // 2)), read)
+
+
+def squeezed(content: bytes) -> bytes:
+    return gzip.compress(content, mtime=0)
+
+
 def a_run(place: Path, name: str = "a run", seed: int = 0) -> Path:
     return write_run(place / name, experiments.configure(task="quadratic", settings=["rounds=20", f"run.seed={seed}"]))
 
@@ -86,21 +103,16 @@ def spec(place: Path, count: int) -> Format:
     return Format(file, alternating(encoded(map(with_raw, values)), damaged), lambda: experiments.read_spec(file))
 
 
-def of_a_run(place: Path, count: int, name: str) -> Format:
-    file = a_run(place) / name
-    values = of_json(json.loads(file.read_text()), count // 2)
-    contents = alternating(encoded(map(text, values)), of_bytes(file.read_bytes(), count // 2))
-    return Format(file, contents, compared(file.parent))
-
-
 @a_format
 def summary(place: Path, count: int) -> Format:
-    return of_a_run(place, count, "summary.json")
+    file = a_run(place) / "summary.json"
+    return of_json_file(file, compared(file.parent), count)
 
 
 @a_format
 def ledger(place: Path, count: int) -> Format:
-    return of_a_run(place, count, "ledger.json")
+    file = a_run(place) / "ledger.json"
+    return of_json_file(file, compared(file.parent), count)
 
 
 @a_format
@@ -167,9 +179,7 @@ def spent_budgets(place: Path, count: int) -> Format:
 @a_format
 def population_manifest(place: Path, count: int) -> Format:
     file = population(place) / "manifest.json"
-    values = of_json(json.loads(file.read_text()), count // 2)
-    contents = alternating(encoded(map(text, values)), of_bytes(file.read_bytes(), count // 2))
-    return Format(file, contents, lambda: data.open_clients(file.parent))
+    return of_json_file(file, lambda: data.open_clients(file.parent), count)
 
 
 @a_format
@@ -200,16 +210,11 @@ def npy_contents(whole: bytes, count: int) -> Iterator[bytes]:
 LIBSVM = b"+1 1:0.5 3:-2\n-1 2:1e-3\n-1\n+1 3:4\n"
 
 
-def reads_libsvm(file: Path) -> Callable[[], Any]:
-    return lambda: loaders.parse_libsvm(file, features=3, count=4, positive=2)
-
-
 @a_format
 def libsvm(place: Path, count: int) -> Format:
     file = place / "a9a.bz2"
-    file.write_bytes(bz2.compress(LIBSVM))
-    inside = map(bz2.compress, of_bytes(LIBSVM, count // 2))
-    return Format(file, alternating(inside, of_bytes(file.read_bytes(), count // 2)), reads_libsvm(file))
+    read = lambda: loaders.parse_libsvm(file, features=3, count=4, positive=2)  # noqa: E731
+    return of_packed(file, LIBSVM, bz2.compress, read, count)
 
 
 def at_home(place: Path, *names: str) -> Path:
@@ -225,20 +230,14 @@ def covertype(place: Path, count: int) -> Format:
     rows = np.arange(21 * 55).reshape(21, 55)
     rows[:, -1] = np.arange(21) % 7 + 1
     lines = b"".join(b",".join(b"%d" % n for n in row) + b"\n" for row in rows)
-    file.write_bytes(gzip.compress(lines, mtime=0))
-    inside = (gzip.compress(damaged, mtime=0) for damaged in of_bytes(lines, count // 2))
-    contents = alternating(inside, of_bytes(file.read_bytes(), count // 2))
-    return Format(file, contents, lambda: loaders.covtype("covtype"))
+    return of_packed(file, lines, squeezed, lambda: loaders.covtype("covtype"), count)
 
 
 @a_format
 def idx(place: Path, count: int) -> Format:
     file = place / "labels.gz"
     whole = bytes((0, 0, 8, 2)) + struct.pack(">2i", 3, 2) + b"abcdef"
-    file.write_bytes(gzip.compress(whole, mtime=0))
-    inside = (gzip.compress(damaged, mtime=0) for damaged in of_bytes(whole, count // 2))
-    contents = alternating(inside, of_bytes(file.read_bytes(), count // 2))
-    return Format(file, contents, lambda: loaders.parse_idx(file.read_bytes(), 2, file))
+    return of_packed(file, whole, squeezed, lambda: loaders.parse_idx(file.read_bytes(), 2, file), count)
 
 
 @a_format
@@ -265,10 +264,7 @@ def privacy_account(place: Path, count: int) -> Format:
 
     made = PrivacyGuard(Privacy(clip=1.0, noise_multiplier=2.0, delta=1e-5), place / "secrets", client=3)
     made.write(PrivacyAccount({2.0: 5, 1.5: 7}))
-    file = made.account
-    values = of_json(json.loads(file.read_text()), count // 2)
-    contents = alternating(encoded(map(text, values)), of_bytes(file.read_bytes(), count // 2))
-    return Format(file, contents, made.read)
+    return of_json_file(made.account, made.read, count)
 
 
 @a_format
@@ -362,14 +358,8 @@ def sentence(error: Exception, file: Path) -> bool:
     return ours and named and len(said) < LONGEST and said.isprintable()
 
 
-PARTS = (
-    "history.jsonl",
-    "summary.json",
-    "ledger.json",
-    "manifest.json",
-    "size.npy",
-    "label.npy",
-)  # of a folder: together they may fit worse than each alone
+PARTS = ("history.jsonl", "summary.json", "ledger.json", "manifest.json", "size.npy", "label.npy")
+"""Of a folder: together they may fit worse than each alone."""
 
 
 @pytest.mark.slow

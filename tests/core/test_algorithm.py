@@ -39,11 +39,6 @@ def test_the_allow_list_is_what_is_marked():
     assert set(fb.Asynchronous(fb.SimFBO(), wait_for=1).phases) == {"local_updates"}
 
 
-def test_own_phases_are_allowed_by_name():
-    algorithm = Keeps()
-    assert algorithm.phase_name(algorithm.visit) == "visit"
-
-
 @pytest.mark.parametrize(
     ("function", "named"),
     [
@@ -58,12 +53,6 @@ def test_own_phases_are_allowed_by_name():
 def test_anything_else_is_refused(function, named):
     with pytest.raises(ConfigurationError, match=rf"Keeps: .*phases \['visit'\], got {named}"):
         Keeps().phase_name(function)
-
-
-def test_a_method_without_the_mark_is_refused_though_it_is_the_algorithms():
-    algorithm = Keeps()
-    with pytest.raises(ConfigurationError, match="got unmarked"):
-        algorithm.phase_name(algorithm.unmarked)
 
 
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])

@@ -26,13 +26,10 @@ SAMPLES = {
     "empty client in a list": ([np.zeros((2, 2)), np.zeros((0, 2))], {}, "client 1 is empty"),
     "no clients": ([], {}, "list with one entry per client"),
     "empty client by size": (GOOD, {"sizes": [4, 0, 4]}, "client 1 is empty"),
-    "negative size": (GOOD, {"sizes": [4, -1, 4]}, "client 1 is empty"),
     "size beyond what is stored": (GOOD, {"sizes": [4, 5, 4]}, "size of 5 exceeds the 4 samples"),
     "sizes of the wrong length": (GOOD, {"sizes": [4, 4]}, r"_sizes .*\(3,\)"),
-    "sizes that are no integers": (GOOD, {"sizes": [4.0, 2.5, 4.0]}, "_sizes .*integers"),
     "sizes beside a list": (ENTRIES, {"sizes": [4, 1, 2]}, "_sizes .*left out"),
     "a NaN": (with_value(np.nan), {}, r"NaN or infinity, first in sample 2 of client 1, entry \(1,\)$"),
-    "an infinity": (with_value(-np.inf, np.float32), {}, "NaN or infinity"),
     "a NaN in a list": ([np.zeros((2, 2)), np.full((1, 2), np.nan)], {}, "first in sample 0 of client 1, entry"),
     "a NaN in the padding": (
         with_value(np.nan),
@@ -40,44 +37,26 @@ SAMPLES = {
         "in row 6 of what is stored, which is no client",
     ),
     "a list of numbers": ([{"u": np.zeros((2, 2)), "t": [1, 2]}], {}, r"\['t'\] of client 0 is a list of plain values"),
-    "lists in place of arrays": ([[[1.0, 2.0], [3.0, 4.0]]], {}, "of client 0 is a list of plain values.*asarray"),
-    "stacked lists": ({"u": [[1.0, 2.0], [3.0, 4.0]]}, {}, r"\['u'\] is a list of plain values"),
     "strings": (
         [{"t": np.arange(2)}, {"t": np.array(["a", "b"])}],
         {},
         r"\['t'\] of client 1 holds strings; .*integers",
     ),
-    "strings, stacked": ({"t": np.array([["a"], ["b"]])}, {}, r"\['t'\] holds strings; encode them as integers"),
     "objects": ([{"t": np.array(["a", None])}], {}, r"\['t'\] of client 0 holds Python objects"),
-    "dates": ([np.array(["2020-01-01"], "datetime64[D]")], {}, "of client 0 holds dates"),
     "PRNG keys": (
         [{"k": jax.random.split(jax.random.key(0), 3)}],
         {},
         r"\['k'\] of client 0 holds PRNG keys; .*key_data",
     ),
-    "PRNG keys, stacked": (jax.random.split(jax.random.key(0), (2, 3)), {}, "holds PRNG keys"),
-    "strings, flat": (Ragged({"t": np.array(["a"])}, np.array([0]), np.array([1])), {}, r"\['t'\] holds strings"),
     "a tuple of clients": (tuple(ENTRIES), {}, r"\[0\] \(4, 2\), .*; several clients come in a list, not in a tuple"),
     "no arrays": ([None, None], {}, "client 0 disagree .* no arrays"),
     "a NaN in one leaf": ({"u": GOOD, "t": with_value(np.nan)}, {}, r"\['t'\] holds NaN"),
     "leaves of different lengths": ({"u": GOOD, "t": GOOD[:, :3]}, {}, r"\['t'\] \(3, 3, 2\), \['u'\] \(3, 4, 2\)"),
-    "leaves of different lengths in a list": ([{"u": np.zeros(3), "t": np.zeros(2)}], {}, "client 0 disagree"),
     "a number for samples": ([{"u": np.zeros(3), "t": 1.0}], {}, "client 0 disagree"),
     "one leading axis": (np.zeros(3), {}, "two leading axes"),
-    "nothing": ({}, {}, "two leading axes"),
     "entries of different structure": ([[np.zeros(2)], (np.zeros(2),)], {}, r"client 1 is a .*\(\(\*,\)\), client 0 a"),
-    "another key": (
-        [{"u": np.zeros(2)}, {"t": np.zeros(2)}],
-        {},
-        r"client 1 has \['t'\], which client 0 has not; lacks",
-    ),
     "an extra key": ([TWO, TWO | {"w": np.zeros(2)}], {}, r"client 1 has \['w'\], which client 0 has not$"),
     "a key missing in the first": ([{"u": TWO["u"]}, TWO, TWO], {}, r"client 0 lacks \['t'\], which client 1 has$"),
-    "samples of different shape": (
-        [np.zeros((2, 2)), np.zeros((2, 3))],
-        {},
-        r"array is of shape \(3,\) in client 1, \(2,\) in client 0$",
-    ),
     "other features": (
         [TWO, TWO, TWO | {"u": np.zeros((2, 5))}],
         {},
@@ -85,7 +64,6 @@ SAMPLES = {
     ),
     "a row beyond the end": (flat([0, 8], [3, 3]), {}, "row 1 .*10"),
     "a row before the beginning": (flat([-1, 3], [3, 3]), {}, "row 0 "),
-    "starts and sizes of different lengths": (flat([0, 3, 6], [3, 3]), {}, "start.*size"),
     "flat leaves of different lengths": (
         Ragged({"u": np.zeros(9), "t": np.zeros(6)}, np.array([0, 3]), np.array([3, 4])),
         {},
@@ -115,9 +93,7 @@ def test_both_losses_need_the_same_clients():
     [
         ([1.0, 1.0], r"\(3,\), one per client"),
         ([1.0, -0.1, 1.0], "positive and finite"),
-        ([1.0, np.nan, 1.0], "finite"),
         ([1.0, np.inf, 1.0], "finite"),
-        ([0.0, 0.0, 0.0], "positive and finite"),
         ([1.0, 0.0, 1.0], "positive and finite"),
         ("sizes", "'size'"),
     ],
@@ -130,7 +106,7 @@ def test_bad_weights_are_refused(weights, words):
 
 @pytest.mark.parametrize(
     "steps",
-    [5, 0, (3, 2), (0, 2), (1, 2, 3), (1.5, 3), [1, 2], [1, 2, 0], [1.0, 2.0, 3.0], "3", [True, True, True]],
+    [5, (3, 2), (0, 2), (1.5, 3), [1, 2], [1, 2, 0], "3", [True, True, True]],
 )
 def test_bad_local_steps_are_refused(steps):
     with pytest.raises(ConfigurationError, match=r"Clients\.local_steps = .*pair \(low, high\).* or 3 positive"):

@@ -80,16 +80,6 @@ def test_equinox_modules(plain):
     assert result.x(jnp.ones(3)).shape == (4,)  # a module still
 
 
-def test_an_equinox_module_without_a_bias():
-    eqx = pytest.importorskip("equinox")
-    x = eqx.nn.MLP(3, 4, 5, 1, key=jax.random.key(0), dtype=float)
-    y = eqx.nn.Linear(4, 1, use_bias=False, key=jax.random.key(1), dtype=float)
-    result = run(lambda x, u: x(u), lambda y, h: y(h), x, y)
-    assert jax.tree.structure((result.x, result.y)) == jax.tree.structure((x, y))
-    assert result.y.bias is None
-    assert all(np.all(np.isfinite(a)) for a in jax.tree.leaves(eqx.filter((result.x, result.y), eqx.is_array)))
-
-
 def test_flax_linen_parameters(plain):
     nn = pytest.importorskip("flax.linen")
     layers = {"x": nn.Dense(4, param_dtype=float), "y": nn.Dense(1, param_dtype=float)}

@@ -22,11 +22,6 @@ def test_of_clients_keeps_what_a_server_may_know():
         ]
 
 
-def test_one_set_of_samples_stays_one():
-    remote = fb.RemoteClients.of(fb.Clients([np.ones((4, 2)), np.ones((5, 2))]))
-    assert remote.inner is remote.outer
-
-
 def test_examples_keep_no_values():
     remote = fb.RemoteClients(2, {"a": np.full((7, 3), 5.0), "b": np.arange(7)})
     assert (remote.outer["a"].shape, remote.outer["b"].shape) == ((1, 3), (1,))

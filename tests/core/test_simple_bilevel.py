@@ -32,7 +32,6 @@ def solved(algorithm=None, *, given=None, clients=None, y0=None, **changes):
 
 MADE = {
     "a misspelt field": (lambda: fb.FISM(regularisation=0.1), r"FISM.*'regularisation'.*did you mean 'regularization'"),
-    "a misspelt order": (lambda: fb.FISM(order="randon"), r"FISM\.order 'randon'; did you mean 'random'"),
     "a ≤ ½": (lambda: fb.FISM(lr_decay=0.5), r"FISM\.lr_decay = 0\.5 .*above ½, so that Σ γ_k² is finite"),
     "b ≥ a": (
         lambda: fb.IRG(lr_decay=0.6, regularization_decay=0.6),
@@ -43,30 +42,17 @@ MADE = {
         r"IRIG\.lr_decay \+ regularization_decay = 1\.0 .*below 1, so that Σ γ_k λ_k is infinite",
     ),
     "b ≤ 0": (lambda: fb.FISM(regularization_decay=0.0), r"FISM\.regularization_decay = 0\.0 .*so that λ_k → 0"),
-    "b ≤ 0, accelerated": (lambda: fb.BiFISTA(regularization_decay=-1.0), r"BiFISTA\.regularization_decay = -1\.0"),
-    "a that is none": (lambda: fb.FISM(lr_decay="fast"), r"FISM\.lr_decay = 'fast' .*a number"),
-    "γ ≤ 0": (lambda: fb.FISM(lr=0.0), r"FISM\.lr = 0\.0 .*positive"),
-    "λ ≤ 0": (lambda: fb.IRG(regularization=-1.0), r"IRG\.regularization = -1\.0 .*positive"),
     "a tolerance of 1": (lambda: fb.FISM(tolerance=1.0), r"FISM\.tolerance = 1\.0 .*strictly between 0 and 1"),
     "a tolerance and late replies": (
         lambda: fb.Asynchronous(fb.FISM(tolerance=1e-3), wait_for=2),
         r"FISM cannot be Asynchronous",
     ),
-    "half a step": (lambda: fb.FISM(local_steps=0.5), r"FISM\.local_steps = 0\.5 .*positive integer"),
     "refresh": (lambda: fb.FISM(refresh=1), r"FISM\.refresh = 1 .*True or False"),
-    "IR-IG with an old 𝓗": (lambda: fb.IRIG(refresh=False), "unknown field of IRIG 'refresh'"),
     "steps of constant size that decay": (lambda: fb.BiFISTA(lr_decay=0.6), "unknown field of BiFISTA 'lr_decay'"),
     "small momentum": (lambda: fb.BiFISTA(momentum=3.0), r"BiFISTA\.momentum = 3\.0 .*above 3"),
-    "half a batch": (lambda: fb.IRG(batch_size=0), r"IRG\.batch_size = 0 .*positive integer"),
     "H that is none": (lambda: problem(outer=3), r"SimpleBilevel\.outer = 3 .*a function"),
-    "f that is none": (lambda: problem(inner=None), r"SimpleBilevel\.inner = None .*a function"),
     "X that is none": (lambda: problem(project=None), r"SimpleBilevel\.project = None .*a function"),
     "μ = 0": (lambda: problem(strong_convexity=0.0), r"SimpleBilevel\.strong_convexity = 0\.0 .*positive and finite"),
-    "an empty client": (lambda: fb.Clients([ROWS[0], ROWS[1][:0]]), r"Clients\.outer: client 1 is empty"),
-    "NaN in a sample": (
-        lambda: fb.Clients([ROWS[0], ROWS[1] * np.nan]),
-        r"Clients\.outer.*NaN.*first in sample 0 of client 1",
-    ),
 }
 SOLVED = {
     "γ₁λ₁μ > 2": (
@@ -74,21 +60,17 @@ SOLVED = {
         r"FISM: lr·regularization·μ = (3\.0|2\.9)\d* .*at most 2, with H's strong convexity μ = 1",
     ),
     "H linear": (lambda: solved(outer=jnp.sum), r"SimpleBilevel\.outer is not .*strongly convex.*½‖x‖² added"),
-    "H's norm alone": (lambda: solved(outer=lambda x: jnp.sum(jnp.abs(x))), "outer is not strongly convex"),
-    "H not convex": (lambda: solved(outer=lambda x: jnp.sum(jnp.cos(3 * x))), "outer is not strongly convex"),
     "H less convex": (
         lambda: solved(outer=lambda x: half_square(x) / 2, strong_convexity=1.0),
         r"outer is not strongly convex with μ = 1: .* curvature is 0\.5",
     ),
     "H's kink of no slope": (lambda: solved(outer=lambda x: half_square(x) + jnp.sqrt(jnp.sum(x))), "finite there"),
     "H of many values": (lambda: solved(outer=lambda x: x), "outer loss must return one real number"),
-    "f of many values": (lambda: solved(inner=lambda x, batch: batch @ x), "inner loss must return one real number"),
     "X scaled": (lambda: solved(project=lambda x: x / 2), r"SimpleBilevel\.project leaves X"),
     "X not convex": (
         lambda: solved(project=lambda x: x / jnp.linalg.norm(x + 1e-9)),
         r"SimpleBilevel\.project is no projection onto a convex set",
     ),
-    "X of another shape": (lambda: solved(project=lambda x: x[:1]), r"SimpleBilevel\.project: what it makes of x0"),
     "X empty": (
         lambda: solved(
             project=fb.projections.intersection(fb.projections.box(1, 2), fb.projections.half_space(1, 1), max_steps=50)
@@ -98,10 +80,6 @@ SOLVED = {
     "H unknown": (lambda: solved(outer=None), r"SimpleBilevel\.outer = None .*a function \(x\) where the server is"),
     "y0": (lambda: solved(y0=jnp.zeros(2)), r"y0 = .*None, as SimpleBilevel problems have no inner variable"),
     "IR-IG of two": (lambda: solved(fb.IRIG()), r"IRIG: clients = 2 .*1, which holds all samples: clients\.pooled\(\)"),
-    "another method": (
-        lambda: solved(fb.SimFBO()),
-        "SimFBO solves Bilevel problems, not SimpleBilevel; methods that do: BiFISTA, FISM, IRG, IRIG",
-    ),
     "another problem": (
         lambda: solved(given=fb.Bilevel(lambda x, y, batch: loss(y, batch), lambda x, y, batch: loss(y, batch))),
         r"FISM solves SimpleBilevel problems, not Bilevel; methods that do: .*SimFBO",

@@ -27,7 +27,7 @@ def length_of(word, rng):
     return int(rng.integers(1, 4)) if word == "_" else int(count or 1) * SIZES[group]
 
 
-@pytest.fixture(params=range(4))
+@pytest.fixture(params=range(2))
 def case(request):
     """Random x and y of arrays with 0 to 3 axes, their structure, and some units of each group."""
     rng = np.random.default_rng(request.param)
@@ -97,22 +97,6 @@ def test_importance_is_what_leaves_with_a_unit(case):
             np.testing.assert_allclose(found[group][unit], lost, rtol=1e-13)
 
 
-def test_many_clients_of_one_capacity_at_once():
-    """`vmap` over units gives each client's own arrays, there and back."""
-    tree = {"weight": np.arange(24.0).reshape(6, 4), "bias": np.arange(4.0)}
-    structure = fb.Structure({"weight": "2*in out", "bias": "out"})
-    unit_layout = UnitLayout.of(structure, tree, None)
-    units = {"in": jnp.array([[0, 1], [0, 2], [1, 2]]), "out": jnp.array([[0], [3], [1]])}
-    cut = jax.vmap(lambda chosen: unit_layout.cut("x", tree, chosen))(units)
-    put = jax.vmap(lambda part, chosen: unit_layout.put("x", part, chosen))(cut, units)
-    for i in range(3):
-        rows = [*units["in"][i], *(units["in"][i] + 3)]
-        at = np.ix_([int(row) for row in rows], [int(units["out"][i, 0])])
-        np.testing.assert_array_equal(cut["weight"][i], tree["weight"][at])
-        assert float(jnp.sum(put["weight"][i])) == tree["weight"][at].sum()
-        np.testing.assert_array_equal(put["weight"][i][at], tree["weight"][at])
-
-
 def test_kept_is_rounded_to_the_nearest():
     unit_layout = UnitLayout.of(fb.Structure({"w": "five eight"}), {"w": np.zeros((5, 8))}, None)
     assert unit_layout.kept(1.0) == {"eight": 8, "five": 5}
@@ -136,27 +120,15 @@ def test_a_group_of_x_and_y_is_pruned_with_both_alone(pruned, left):
     assert cut["w"].shape == (1 if "in" in left else 3, 1 if "shared" in left else 4)
 
 
-def test_without_words_nothing_is_cut():
-    x, y = [np.ones((2, 3)), 1.0], {"w": np.ones(4)}
-    unit_layout = UnitLayout.of(fb.Structure(y={"w": "units"}), x, y)
-    assert dict(unit_layout.sizes) == {"units": 4}
-    np.testing.assert_array_equal(unit_layout.cut("x", x, {"units": jnp.arange(2)})[0], x[0])
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         ({"w": "_ h"}, r"no tree like x: it lacks \[\"\['b'\]\"\] and has \[\]"),
         ({"w": "_ h", "b": "h", "c": "_"}, r"no tree like x: it lacks \[\] and has \[\"\['c'\]\"\]"),
-        (["_ h", "h"], "no tree like x"),
         ({"w": "_", "b": "h"}, r"Structure.x\['w'\] = '_' .* of 2 words, one for each axis of \(6, 4\)"),
-        ({"w": "_ h h", "b": "h"}, r"Structure.x\['w'\] .* of 2 words"),
         ({"w": "h _", "b": "h"}, r"Structure.x\['w'\], axis 0: 6 units of group 'h', but Structure.x\['b'\] has 4"),
         ({"w": "4*h _", "b": "_"}, r"Structure.x\['w'\], axis 0 = '4\*h _' .* a factor that divides the axis's 6 entr"),
         ({"w": "0*h _", "b": "_"}, r"Structure.x\['w'\] .* names with a factor"),
-        ({"w": "*h _", "b": "_"}, "names with a factor"),
-        ({"w": "h*2 _", "b": "_"}, "names with a factor"),
-        ({"w": "2*_ h", "b": "1.5*h"}, "names with a factor"),
         ({"w": "a-b h", "b": "h"}, "names with a factor"),
         ({"w": 2, "b": "h"}, r"Structure.x\['w'\] = 2 .* a string with a word for each axis"),
     ],
@@ -180,10 +152,9 @@ def losses(network):
     return jax.value_and_grad(lambda pair: networks.cross_entropy(network.logits(*pair, images), labels))
 
 
-@pytest.mark.parametrize("make", [networks.mlp, networks.cnn])
-def test_a_cut_network_is_the_whole_one_with_its_other_units_at_zero(make):
+def test_a_cut_network_is_the_whole_one_with_its_other_units_at_zero():
     """Without a normalisation: a unit all of whose weights are 0 gives 0 to the next layer. Gradients agree too."""
-    network = make((4, 4), (6, 8, 7), 4)
+    network = networks.cnn((4, 4), (6, 8, 7), 4)
     x, y = jax.tree.map(lambda leaf: leaf + 0.1, jax.jit(network.init)(jax.random.key(1)))  # biases that are not 0
     unit_layout, rng = UnitLayout.of(network.structure, x, y), np.random.default_rng(2)
     units = {g: jnp.sort(jnp.asarray(rng.permutation(n)[: n // 2])) for g, n in unit_layout.sizes.items()}

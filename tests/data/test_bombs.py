@@ -60,11 +60,10 @@ def test_tables() -> None:
     refused(lambda: loaders.parse_libsvm(path, 3, 4, 2), r"a9a\.bz2 expands to more than 512 bytes")
 
 
-@pytest.mark.parametrize("line", [b"\n", b"1\n"])
-def test_lines_of_a_byte_are_counted_before_they_are_parted(line: bytes) -> None:
+def test_lines_of_a_byte_are_counted_before_they_are_parted() -> None:
     rows = 20_000
     limit = rows * 4 * loaders.LIBSVM_PAIR
-    path = put("libsvm", "a9a.bz2", content=bz2.compress(line * (limit // len(line)), 1))
+    path = put("libsvm", "a9a.bz2", content=bz2.compress(b"\n" * limit, 1))
     tracemalloc.start()
     try:
         with pytest.raises(data.DataError, match=r"a9a\.bz2 has [\d,]+ lines; expected 20,000"):
@@ -80,10 +79,9 @@ def test_idx() -> None:
 
 
 @pytest.mark.parametrize("packed", [gzip.compress, partial(lzma.compress, preset=0)])
-@pytest.mark.parametrize("kind", [tarfile.REGTYPE, tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME])
-def test_a_cifar_archive(packed: Callable[[bytes], bytes], kind: bytes) -> None:
+def test_a_cifar_archive(packed: Callable[[bytes], bytes]) -> None:
     member = tarfile.TarInfo("cifar-10-batches-bin/batches.meta.txt")
-    member.size, member.type = BIG, kind
+    member.size, member.type = BIG, tarfile.XHDTYPE
     content = packed(member.tobuf() + ZEROS)
     refused(lambda: loaders.parse_cifar(content, "file"), "file expands to more than 300,000 bytes")
 
@@ -93,7 +91,6 @@ def test_a_cifar_archive(packed: Callable[[bytes], bytes], kind: bytes) -> None:
     [
         (zipfile.ZIP_DEFLATED, BIG, "has 50,000,000 bytes; expected at most 100,000"),
         (zipfile.ZIP_DEFLATED, 90_000, "0709_01.png in .* cannot be unpacked: Bad CRC-32"),
-        (zipfile.ZIP_BZIP2, BIG, "compressed in a rare way"),
         (zipfile.ZIP_LZMA, 90_000, "compressed in a rare way"),
     ],
 )

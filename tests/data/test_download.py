@@ -7,9 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import numpy as np
 import pytest
 
-import hospital_files
 from fedbilevel import data
-from fedbilevel.data import files, loaders
+from fedbilevel.data import files
 
 CONTENT = np.random.default_rng(0).bytes(700_000)  # more than two chunks
 FILE = files.File("thing.gz", len(CONTENT), hashlib.sha256(CONTENT).hexdigest())
@@ -125,21 +124,6 @@ def test_load_downloads_once_into_the_cache(server, cifar_archive, tmp_path, mon
     assert (tmp_path / "fedbilevel" / "data" / "cifar-10" / file.name).stat().st_size == file.size
     assert (server.asked, seen[-1]) == (1, (file.size, file.size))
     np.testing.assert_array_equal(first.train_images, second.train_images)
-
-
-def test_a_hospitals_file_is_downloaded_from_its_home_and_no_other(server, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("FEDBILEVEL_DATA", raising=False)
-    server.content = "".join(f"{line}\n" for line in hospital_files.lines("va")).encode()
-    file = files.File("processed.va.data", len(server.content), hashlib.sha256(server.content).hexdigest())
-    monkeypatch.setitem(files.SOURCES, "heart", files.DataSource(f"{server.url}good/", (file,)))
-    monkeypatch.setitem(loaders.HOSPITALS, "va", loaders.Counts(26, 24, 17))
-    seen = []
-    first = data.load_heart("va", progress=lambda *args: seen.append(args))
-    second = data.load_heart("va")
-    assert [path.name for path in (tmp_path / "fedbilevel" / "data" / "heart").iterdir()] == [file.name]
-    assert (server.asked, seen[-1]) == (1, (file.size, file.size))
-    np.testing.assert_array_equal(first.rows, second.rows)
 
 
 def test_the_bar_is_silent_off_a_terminal_and_ends_its_line_on_one(capsys, monkeypatch):

@@ -41,12 +41,9 @@ def test_columns_are_kept_or_made_into_indicators(folder, hospital):
     [
         (lambda text: text[: text.index("\n") + 1], "1 patients; expected 18"),
         (lambda text: text.replace(",?,", ",", 1), "line 1: expected 14 numbers"),
-        (lambda text: text.replace(",?,", ",none,", 1), "line 1: expected 14 numbers"),
         (lambda text: text.replace(",?,", ",inf,", 1), "line 1: expected 14 numbers"),
-        (lambda text: text.replace(",?,", ",1e5,", 1), "line 1: expected 14 numbers"),
         (lambda text: "?" + text[text.index(",") :], "15 patients without a missing value, 1[45] of them diseased"),
         (lambda text: text.replace(",0\n", ",1\n"), "16 patients without a missing value, 16 of them"),
-        (lambda text: "", "0 patients; expected 18"),
     ],
 )
 def test_other_content_is_refused(folder, change, words):

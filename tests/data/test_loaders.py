@@ -1,6 +1,5 @@
 """Are the images and labels that `load` returns the published ones, and is anything else refused?"""
 
-import contextlib
 import gzip
 import hashlib
 import os
@@ -73,24 +72,16 @@ def test_the_cache_serves_what_the_own_folder_lacks_and_the_own_folder_goes_firs
 
 
 @pytest.mark.parametrize("which", range(4))
-def test_a_truncated_file_is_refused_with_its_path_and_sizes(tiny, which):
+def test_a_truncated_or_altered_file_is_refused_with_its_path_and_what_was_expected(tiny, which):
     path = tiny[1][which]
     whole = path.read_bytes()
-    path.write_bytes(whole[:-1])
-    with pytest.raises(data.DataError) as error:
-        data.load("mnist")
-    assert all(word in str(error.value) for word in (str(path), f"{len(whole) - 1} bytes", str(len(whole))))
-
-
-def test_an_altered_file_is_refused_with_both_checksums(tiny):
-    path = tiny[1][0]
-    whole = path.read_bytes()
-    altered = bytes([whole[-1] ^ 1])
-    path.write_bytes(whole[:-1] + altered)
-    with pytest.raises(data.DataError) as error:
-        data.load("mnist")
-    found = hashlib.sha256(whole[:-1] + altered).hexdigest()
-    assert all(word in str(error.value) for word in (str(path), found, hashlib.sha256(whole).hexdigest()))
+    altered = whole[:-1] + bytes([whole[-1] ^ 1])
+    sums = [hashlib.sha256(content).hexdigest() for content in (altered, whole)]
+    for content, words in ((whole[:-1], (f"{len(whole) - 1} bytes", str(len(whole)))), (altered, sums)):
+        path.write_bytes(content)
+        with pytest.raises(data.DataError) as error:
+            data.load("mnist")
+        assert all(word in str(error.value) for word in (str(path), *words))
 
 
 GOOD = bytes((0, 0, 8, 1)) + struct.pack(">i", 3) + b"abc"
@@ -101,12 +92,9 @@ GOOD = bytes((0, 0, 8, 1)) + struct.pack(">i", 3) + b"abc"
     [
         (b"no gzip", "gzip"),
         (squeezed(GOOD)[:-3], "gzip"),
-        (squeezed(GOOD)[:10] + b"\xff" + squeezed(GOOD)[11:], "gzip"),
         (squeezed(b""), "expected 00 00 08 01"),
         (squeezed(b"\0\0\x0d\x01" + GOOD[4:]), "00 00 0d 01"),
-        (squeezed(b"\0\0\x08\x03" + GOOD[4:]), "00 00 08 03"),
         (squeezed(GOOD + b"d"), "4 entries, expected 3"),
-        (squeezed(GOOD[:-1]), "2 entries, expected 3"),
         (squeezed(GOOD[:4] + struct.pack(">i", -3)), "shape"),
     ],
 )
@@ -132,7 +120,6 @@ def test_repacked_cifar_is_read_with_channels_last(cifar_archive, monkeypatch, t
     [
         ({"skip": "data_batch_3.bin"}, "lacks data_batch_3.bin"),
         ({"extra": b"x"}, "30,731 bytes, expected 30,730"),
-        ({"labels": bytes(range(9)) + b"\0"}, "images per class"),
         ({"labels": bytes(range(1, 11))}, "images per class"),
     ],
 )
@@ -148,16 +135,6 @@ def test_a_truncated_cifar_archive_is_refused(cifar_archive):
             loaders.parse_cifar(whole[:end], "file")
 
 
-@pytest.mark.parametrize("packed", ["xz", "gz", "bz2"])
-def test_an_altered_cifar_archive_never_fails_otherwise(cifar_archive, packed):
-    whole = cifar_archive(packed=packed)
-    for place in range(20, len(whole), len(whole) // 40):
-        altered = bytes([*whole[:place], whole[place] ^ 0xFF, *whole[place + 1 :]])
-        # A changed checksum at the very end may go unread; anything else is refused, and as a DataError.
-        with contextlib.suppress(data.DataError):
-            loaders.parse_cifar(altered, "file")
-
-
 def test_digits_are_all_there_split_by_class_and_always_the_same():
     digits, again = data.load("digits"), data.load("digits")
     assert digits.train_images.shape == (1442, 8, 8)
@@ -167,6 +144,8 @@ def test_digits_are_all_there_split_by_class_and_always_the_same():
         train, test = np.sum(digits.train_labels == label), np.sum(digits.test_labels == label)
         assert test == (train + test) // 5
     np.testing.assert_array_equal(digits.test_images, again.test_images)
+    pixels = digits.train_images.astype(np.float64)  # the constants are given to four digits
+    assert (pixels.mean(), pixels.std()) == pytest.approx((*digits.mean, *digits.std), abs=0.5e-4)
     whole = pytest.importorskip("sklearn.datasets").load_digits()
     both = np.concatenate([digits.train_images, digits.test_images]).reshape(-1, 64) * 16
     assert sorted(map(tuple, both)) == sorted(map(tuple, whole.data))
@@ -175,14 +154,6 @@ def test_digits_are_all_there_split_by_class_and_always_the_same():
     labels = {tuple(image): label for image, label in zip(whole.data, whole.target, strict=True)}
     for image, label in zip(digits.test_images, digits.test_labels, strict=True):
         assert labels[tuple(image.ravel() * 16)] == label
-
-
-def test_digits_constants_are_those_of_its_training_pixels():
-    digits = data.load("digits")
-    pixels = digits.train_images.astype(np.float64)
-    # The constants are given to four digits.
-    assert abs(pixels.mean() - digits.mean[0]) <= 0.5e-4
-    assert abs(pixels.std() - digits.std[0]) <= 0.5e-4
 
 
 def test_without_scikit_learn_the_error_says_what_to_install(monkeypatch):
@@ -197,11 +168,6 @@ def test_digits_are_the_same_through_scikit_learn_itself(monkeypatch):
     imported = data.load("digits")
     for field in ("train_images", "train_labels", "test_images", "test_labels"):
         np.testing.assert_array_equal(getattr(direct, field), getattr(imported, field))
-
-
-def test_an_unknown_name_gets_the_nearest_one_and_the_list():
-    with pytest.raises(data.DataError, match=r"'mnits'.*'mnist'.*cifar-10, digits, fashion-mnist, mnist"):
-        data.load("mnits")
 
 
 def test_standardise_is_the_formula_for_bytes_floats_and_channels():
@@ -241,23 +207,3 @@ def test_the_real_files_have_the_published_sizes_and_constants(name):
         assert abs(exact - mean) <= 0.5e-4
         # 1e-6: a re-packed CIFAR-10 may hold a few re-coded images, and 0.24348 is published as 0.2435.
         assert abs(np.sqrt(share @ (value - exact) ** 2) - std) <= 0.5e-4 + 1e-6
-
-
-@real_files
-def test_the_first_images_of_mnist_are_the_known_digits():
-    if not (Path(os.environ["FEDBILEVEL_DATA"]) / "mnist").is_dir():
-        pytest.skip("no folder mnist")
-    mnist = data.load("mnist")
-    assert mnist.train_labels[:10].tolist() == [5, 0, 4, 1, 9, 2, 1, 3, 1, 4]
-    assert np.bincount(mnist.train_labels).tolist() == [
-        5923,
-        6742,
-        5958,
-        6131,
-        5842,
-        5421,
-        5918,
-        6265,
-        5851,
-        5949,
-    ]

@@ -139,28 +139,6 @@ def test_the_generated_set_is_the_same_everywhere(made) -> None:
     np.testing.assert_array_equal(np.bincount(made.train.alphabet), np.full(10, 20))
 
 
-def test_drawings_of_a_character_are_nearer_to_each_other_than_to_another(made) -> None:
-    """By pixels alone a test drawing's nearest of 5 characters, one drawing of each, is its own more often than the
-    20 % of chance, but far from always: over 500 such choices the standard error is 2 %."""
-    rng = np.random.default_rng(0)
-    images = made.test.images / 255.0
-    right = []
-    for _ in range(500):
-        chosen = rng.permutation(100)[:5]
-        support, query = images[chosen, 0], images[chosen[0], 1]
-        right.append(np.sum((support - query) ** 2, axis=(1, 2)).argmin() == 0)
-    assert 0.3 < np.mean(right) < 0.8
-
-
-def test_seed_and_sizes_say_what_is_generated() -> None:
-    sizes = {"alphabets": (2, 1), "characters": 3, "drawings": 4}
-    one, other = characters.strokes(**sizes), characters.strokes(**sizes, seed=1)
-    assert one.train.images.shape == (6, 4, 28, 28)
-    assert one.test.alphabets == ("test 1",)
-    assert np.any(one.train.images != other.train.images)
-    assert np.all(one.train.images.max(axis=(2, 3)) > 100)  # there is ink in every drawing
-
-
 def test_alphabets_are_dealt_out_whole_and_all() -> None:
     alphabet = np.repeat(np.arange(7, dtype=np.int32), [1, 2, 3, 4, 5, 6, 7])
     held = characters.by_alphabet(alphabet, 3, seed=0)
@@ -170,8 +148,3 @@ def test_alphabets_are_dealt_out_whole_and_all() -> None:
     assert sum(map(len, owners)) == 7
     with pytest.raises(data.DataError, match="clients is 8; allowed: 1 to 7, the number of alphabets"):
         characters.by_alphabet(alphabet, 8, seed=0)
-
-
-def test_an_unknown_set_is_refused_with_the_nearest_name() -> None:
-    with pytest.raises(data.DataError, match=r"'stroke' is unknown. Did you mean 'strokes'"):
-        data.load_characters("stroke")

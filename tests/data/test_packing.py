@@ -46,9 +46,7 @@ def test_client_rows_are_where_start_and_size_say(packed):
         ({"a": LABELS}, [], "no clients"),
         ({"a": LABELS}, [[0], []], "client 1 has 0 samples"),
         ({"a": LABELS}, [[0], [7]], "client 1 names rows 7 to 7; allowed: 0 to 6"),
-        ({"a": LABELS}, [[-1, 2]], "client 0 names rows -1"),
         ({"a": LABELS, "b": LABELS[1:]}, [[0]], "same length"),
-        ({}, [[0]], "at least one array"),
         ({"a": np.array(3)}, [[0]], "at least one array"),
     ],
 )
@@ -66,16 +64,14 @@ def test_a_population_on_disk_comes_back_as_it_was(packed, folder):
         np.testing.assert_array_equal(found.arrays[name], array)
         assert found.arrays[name].dtype == array.dtype
         assert isinstance(found.arrays[name], np.memmap)
-
-
-def test_a_population_on_disk_cannot_be_written_to(folder):
-    found = data.open_clients(folder)
+        np.testing.assert_array_equal(np.load(folder / f"{name}.npy"), array)  # it is plain files
     with pytest.raises(ValueError, match="read-only"):
         found.arrays["label"][0] = 1
-
-
-def test_it_is_plain_npy_files(packed, folder):
-    np.testing.assert_array_equal(np.load(folder / "image.npy"), packed.arrays["image"])
+    with pytest.raises(data.DataError, match="exists"):
+        data.write_clients(folder, packed.size, clients(packed))
+    np.save(folder / "size.npy", np.array([2, 1, 4]))
+    with pytest.raises(data.DataError, match="6 rows of 'image', expected 7"):
+        data.open_clients(folder)
 
 
 @pytest.mark.parametrize("name", ["image.npy", "label.npy", "size.npy"])
@@ -96,14 +92,12 @@ def edit(folder, **changes):
     ("changes", "words"),
     [
         ({"version": 2}, "version 1: format is 'fedbilevel-clients' 2"),
-        ({"format": "other"}, "not a manifest"),
         ({"arrays": 3}, "not a manifest"),
         ({"arrays": {"../label": {"shape": [6], "dtype": "<i4", "bytes": 152}}}, "array name '../label'"),
         (
             {"arrays": {"label": {"shape": [7], "dtype": "<i4", "bytes": 152}}},
             r"holds \(6,\) <i4, expected \[7\]",
         ),
-        ({"arrays": {"label": {"shape": [6], "dtype": "<f4", "bytes": 152}}}, "expected .* <f4"),
         ({"arrays": {"label": {"shape": [6], "dtype": "<i4", "bytes": 152}}, "size": 1}, "not a manifest"),
     ],
 )
@@ -126,12 +120,6 @@ def test_a_folder_without_a_manifest_a_broken_one_and_altered_entries_are_refuse
         data.open_clients(folder)
 
 
-def test_rows_must_add_up_to_the_sizes(folder):
-    np.save(folder / "size.npy", np.array([2, 1, 4]))
-    with pytest.raises(data.DataError, match="6 rows of 'image', expected 7"):
-        data.open_clients(folder)
-
-
 A = {"a": np.zeros((1, 2))}
 
 
@@ -142,28 +130,17 @@ A = {"a": np.zeros((1, 2))}
         ([1], [A, A], "client 1 has .*; allowed: no such client"),
         ([1, 2], [A, A], r"client 1 has \[\(1,\)\] rows .*; allowed: 2 rows"),
         ([1, 1], [A, {"a": np.zeros((1, 3))}], "client 1"),
-        ([1, 1], [A, {"a": np.zeros((1, 2), int)}], "client 1"),
         ([1, 1], [A, {"b": np.zeros((1, 2))}], "client 1"),
-        ([1, 1], [A, {"a": A["a"], "b": A["a"]}], "client 1"),
         ([1], [{"a": np.array([None])}], "object; allowed: numbers"),
         ([1], [{"../a": A["a"]}], r"'\.\./a'"),
         ([1], [{"size": A["a"]}], "other than 'size'"),
         ([1], [{}], "client 0"),
-        ([0], [A], "client 0 has 0 samples"),
-        ([], [], "no clients"),
     ],
 )
 def test_a_client_that_does_not_fit_leaves_nothing(tmp_path, size, given, words):
     with pytest.raises(data.DataError, match=words):
         data.write_clients(tmp_path / "population", size, iter(given))
     assert list(tmp_path.iterdir()) == []
-
-
-def test_an_existing_folder_is_not_touched(packed, folder):
-    before = {path.name: path.stat().st_mtime_ns for path in folder.iterdir()}
-    with pytest.raises(data.DataError, match="exists"):
-        data.write_clients(folder, packed.size, clients(packed))
-    assert {path.name: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
 def test_an_error_of_the_writer_leaves_nothing_and_is_not_hidden(tmp_path):

@@ -1,7 +1,5 @@
 """Is every sample used once, and does each partition follow its definition?"""
 
-import inspect
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -66,8 +64,6 @@ def test_the_order_within_a_client_is_shuffled(name):
     for part in make(name, clients=10):
         if len(part) > 10:  # 10! orders: a shuffle that happens to sort does not occur
             assert not np.all(np.diff(part) > 0)
-            kinds = LABELS[part]
-            assert len(set(kinds)) == 1 or np.any(np.diff(kinds) < 0)
 
 
 def test_iid_and_one_label_sizes_are_equal_to_within_one():
@@ -97,15 +93,6 @@ def test_shards_are_runs_of_the_sorted_labels():
     assert sorted(np.concatenate([which for which, _ in shards])) == list(range(40))
 
 
-@pytest.mark.parametrize("per_client", [1, 2, 5])
-def test_shards_bound_the_labels_of_a_client(per_client):
-    clients = 100 // per_client  # shards of 10, of one label each
-    for part in make("shards", clients=clients, per_client=per_client):
-        kinds, counts = np.unique(LABELS[part], return_counts=True)
-        assert len(kinds) <= per_client
-        assert np.all(counts % 10 == 0)
-
-
 def test_shards_are_drawn_at_random():
     # Client 0 holds 2 of 40 shards, 4 of each label: both of one label with probability 3/39.
     draws, chance = 2000, 3 / 39
@@ -121,7 +108,7 @@ def beta_moments(a: float, b: float) -> tuple[float, float, float]:
     return a / s, variance, (3 + excess) * variance**2
 
 
-@pytest.mark.parametrize("alpha", [0.1, 0.5, 5.0])
+@pytest.mark.parametrize("alpha", [0.1, 5.0])
 @pytest.mark.parametrize("name", ["dirichlet", "quantity"])
 def test_shares_have_the_moments_of_the_dirichlet_law(name, alpha):
     clients, draws, each = 5, 400, 1000
@@ -141,15 +128,6 @@ def test_shares_have_the_moments_of_the_dirichlet_law(name, alpha):
     assert abs(spread - variance) <= 5 * np.sqrt((fourth - variance**2) / n) + 2 / each * np.sqrt(variance)
 
 
-def test_dirichlet_becomes_iid_for_large_alpha_and_one_client_per_class_for_small():
-    for part in make("dirichlet", clients=7, alpha=1e9):
-        assert set(np.bincount(LABELS[part], minlength=10)) <= {14, 15}  # 100 / 7
-    assert {len(part) for part in make("quantity", clients=8, alpha=1e9)} == {125}
-    for kind in range(10):
-        held = [np.sum(LABELS[part] == kind) for part in make("dirichlet", alpha=1e-9, minimum=0)]
-        assert sorted(held)[-1] == 100
-
-
 def test_minimum_is_kept_by_redrawing_and_refused_when_hopeless(monkeypatch):
     plain = make("dirichlet", clients=10, alpha=0.1, minimum=0, seed=5)
     assert min(map(len, plain)) < 20
@@ -166,27 +144,17 @@ def test_minimum_is_kept_by_redrawing_and_refused_when_hopeless(monkeypatch):
     ("name", "options", "words"),
     [
         ("iid", {"clients": 1001}, "clients is 1001; allowed: 1 to 1000"),
-        ("iid", {"clients": 0}, "clients is 0"),
         ("iid", {"seed": None}, "seed is None"),
-        ("iid", {"seed": -1}, "seed is -1"),
         ("iid", {"labels": np.zeros((2, 2), int)}, r"shape \(2, 2\)"),
-        ("iid", {"labels": np.zeros(30)}, "float64"),
         ("shards", {"clients": 501}, "per_client is 2; allowed: a whole number from 1 to 1 for 501 clients"),
-        ("shards", {"per_client": 0}, "per_client is 0"),
         ("dirichlet", {"alpha": 0}, "alpha is 0"),
-        ("dirichlet", {"alpha": -1.0}, "alpha is -1"),
         ("dirichlet", {"alpha": "x"}, "alpha is 'x'; allowed: a number above 0"),
-        ("dirichlet", {"alpha": True}, "alpha is True; allowed: a number above 0"),
         ("dirichlet", {"minimum": 1.5}, "minimum is 1.5; allowed: a whole number"),
-        ("shards", {"per_client": 1.5}, "per_client is 1.5; allowed: a whole number"),
-        ("dirichlet", {"alpha": np.nan}, "alpha is nan"),
         ("quantity", {"alpha": np.inf}, "alpha is inf"),
         ("dirichlet", {"minimum": 51}, "minimum is 51; allowed: a whole number from 0 to 50"),
-        ("dirichlet", {"minimum": -1}, "minimum is -1"),
         ("one_label", {"clients": 9}, "clients is 9; allowed: at least one per label, 10"),
         ("one_label", {"labels": [0, 1, 1, 1], "clients": 3}, "2 of them share the 1 samples of label 0"),
         ("dirichlet", {"alhpa": 1}, "'alhpa' is unknown. Did you mean 'alpha'"),
-        ("iid", {"alpha": 1}, "Allowed: none"),
     ],
 )
 def test_a_value_that_cannot_be_honoured_is_named(name, options, words):
@@ -202,14 +170,6 @@ def test_an_unknown_partition_and_a_missing_option_are_named():
         data.partition("dirichlet", LABELS, 10, seed=0)
 
 
-def test_every_option_without_a_default_has_an_example_that_is_allowed():
-    for name, function in data.PARTITIONS.items():
-        parameters = list(inspect.signature(function).parameters.values())[2:]
-        needed = [one.name for one in parameters if one.default is one.empty and one.name != "seed"]
-        examples = {key: all_clients.REQUIRED[key][1] for key in needed}
-        assert len(data.partition(name, LABELS, 10, seed=0, **examples)) == 10
-
-
 @pytest.mark.parametrize(
     ("held", "fraction", "training"), [(10, 0.5, 5), (10, 0.8, 8), (3, 0.01, 1), (3, 0.99, 2), (2, 0.5, 1)]
 )
@@ -218,20 +178,18 @@ def test_split_gives_the_fraction_and_never_an_empty_side(held, fraction, traini
     assert (len(inner), len(outer)) == (training, held - training)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "fraction", "words"),
+    [([5], 0, "fraction is"), ([5], np.nan, "fraction is"), ([5, 1], 0.5, "client 1 holds 1")],
+)
+def test_a_split_that_cannot_be_is_refused(sizes, fraction, words):
+    with pytest.raises(data.DataError, match=words):
+        data.split(list(map(np.arange, sizes)), fraction, seed=0)
+
+
 def test_split_is_random_and_independent_of_a_partition_with_the_same_seed():
     part = np.arange(1000)
     (inner,), _ = data.split([part], seed=0)
     assert not np.array_equal(np.sort(inner), part[:500])
     assert not np.array_equal(inner, make("iid", np.zeros(1000, int), 1)[0][:500])
     assert same(data.split([part], seed=0)[0], [inner])
-
-
-@pytest.mark.parametrize("fraction", [0, 1, -0.5, np.nan])
-def test_split_refuses_a_fraction_outside_the_interval(fraction):
-    with pytest.raises(data.DataError, match="fraction is"):
-        data.split([np.arange(5)], fraction, seed=0)
-
-
-def test_split_names_the_client_that_is_too_small():
-    with pytest.raises(data.DataError, match="client 1 holds 1 samples"):
-        data.split([np.arange(5), np.arange(1)], seed=0)

@@ -47,22 +47,14 @@ def test_libsvm_files_are_read(folder):
     ("content", "words"),
     [
         (bz2.compress(LINES)[:-4], "not a bz2 file"),
-        (LINES, "not a bz2 file"),
         (bz2.compress(b"\n" + LINES.replace(b"1e-3", b"one")), "in libsvm's format"),
-        (bz2.compress(LINES.replace(b"1e-3", b"nan")), "not finite in float32"),
         (bz2.compress(LINES.replace(b"1e-3", b"1e400")), "not finite in float32"),
-        (bz2.compress(LINES.replace(b"1e-3", b"-1e39")), "not finite in float32"),
         (bz2.compress(LINES.replace(b"2:1e-3", b"1.5:2")), "in libsvm's format"),
-        (bz2.compress(LINES.replace(b"3:-2", b"1:-2")), "sorted and unique"),
         (bz2.compress(LINES.replace(b"-1\n", b"nan\n")), "2 with the label 1 and 1 with -1"),
-        (bz2.compress(LINES.replace(b"-1\n", b"0\n")), "2 with the label 1 and 1 with -1"),
         (bz2.compress(LINES.replace(b"3:-2", b"2:1 3:1 3:2")), "sorted and unique"),
-        (bz2.compress(b"1\n-1\n1\n1\n"), "3 with the label 1"),  # no entries at all
         (bz2.compress(LINES + b"-1 1:1\n"), "5 rows"),
-        (bz2.compress(LINES.replace(b"3:4", b"3:4 5")), "in libsvm's format"),
         (bz2.compress(LINES.replace(b"-1\n", b"1\n")), "3 with the label 1"),
         (bz2.compress(LINES.replace(b"3:4", b"4:4")), "in libsvm's format"),
-        (bz2.compress(LINES.replace(b"3:4", b"0:4")), "in libsvm's format"),
     ],
 )
 def test_other_content_is_refused(folder, content, words):

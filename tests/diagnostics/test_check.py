@@ -20,7 +20,7 @@ from fedbilevel.tasks.quadratic import RIDGE, quadratic
 from fedbilevel.tasks.saddle import saddle
 
 EPS = np.finfo(np.float64).eps
-CONDITION, TERMS, STEP, DRAWS = 10.0, 6, 0.9, 400
+CONDITION, TERMS, STEP, DRAWS = 10.0, 6, 0.9, 100
 ROUNDING = 1000 * CONDITION * EPS  # two linear solves, and sums over clients, of numbers of order one
 
 
@@ -109,7 +109,6 @@ def checked(task, point):
     given = {
         "right": lambda x, y: jnp.asarray(exact),
         "sign of v": lambda x, y: whole.hypergradient(-np.linalg.inv(h)),
-        "ascent": lambda x, y: -exact,
         "(2I − ηH)": lambda x, y: whole.hypergradient(STEP * sum(wrong)),
         "y moves": lambda x, y: (
             jnp.asarray(exact) + 0 * x if np.allclose(y, best_response(task.clients, x)) else x * np.inf
@@ -128,12 +127,11 @@ def checked(task, point):
         step=STEP,
         draws=DRAWS,
     )
-    flipped = whole.hypergradient(-np.linalg.inv(h))
     local = sum(p * m.hypergradient(np.linalg.inv(m.hessian)) for p, m in zip(task.clients.weights, own, strict=True))
     predicted = {
         "series": whole.hypergradient(STEP * sum(powers)),
         "local": local,
-        "sign of v": flipped,
+        "sign of v": whole.hypergradient(-np.linalg.inv(h)),
         "(2I − ηH)": whole.hypergradient(STEP * sum(wrong)),
     }
     return report, exact, predicted
@@ -176,12 +174,6 @@ def test_errors_are_those_that_the_closed_form_predicts(checked, name):
     assert report[name].cosine == pytest.approx(cosine, rel=1e-9)
 
 
-def test_a_wrong_sign_shows_in_the_cosine(checked):
-    report, _, _ = checked
-    assert report["ascent"].cosine == pytest.approx(-1, abs=1e-12)
-    assert report["ascent"].relative_error == pytest.approx(2, rel=1e-9)
-
-
 def test_an_algorithm_is_played_and_its_noise_measured(checked):
     """Unbiased, with 4 independent normal entries of deviation ½: the mean of n draws is off by √(4/n)/2 on average.
 
@@ -199,7 +191,7 @@ def test_the_table_names_every_row(checked):
     report, _, _ = checked
     text = str(report)
     assert all(row.name in text for row in report.rows)
-    assert len(report.rows) == 11
+    assert len(report.rows) == 10
     with pytest.raises(ConfigurationError, match="did you mean 'series'"):
         report["serie"]
 
@@ -289,44 +281,25 @@ def test_clients_of_a_minimax_problem_invert_no_hessian():
     assert "∇y F vanishes" in report["local"].note
 
 
-class TestRefusals:
-    def check(self, task, x=None, y=None, **options):
-        x, y = (task.x0 if x is None else x), (task.y0 if y is None else y)
-        return check_hypergradient(task.problem, task.clients, x, y, **options)
-
-    def test_nan(self, task):
-        with pytest.raises(ConfigurationError, match="finite in every leaf"):
-            self.check(task, x=np.array([0, np.nan, 0, 0]))
-
-    def test_shapes_that_the_losses_do_not_take(self, task):
-        with pytest.raises(ConfigurationError, match=r"it was given x: leaf \(3,\); y: leaf \(5,\)"):
-            self.check(task, x=np.zeros(3))
-
-    def test_a_problem_of_one_level_is_named_by_its_kind(self, task):
-        one_level = SingleLevel(lambda x, batch: x @ x)
-        with pytest.raises(ConfigurationError, match=r"problem = 'SingleLevel' .*Bilevel, Minimax or Compositional"):
-            check_hypergradient(one_level, task.clients, task.x0, task.y0)
-
-    def test_counts(self, task):
-        with pytest.raises(ConfigurationError, match="terms = 0"):
-            self.check(task, terms=0)
-        with pytest.raises(ConfigurationError, match="step = -1"):
-            self.check(task, step=-1)
-
-    def test_a_name_that_is_taken(self, task):
-        with pytest.raises(ConfigurationError, match="'cg' is not allowed"):
-            self.check(task, estimators={"cg": lambda x, y: x}, solve_inner=False, steps=1, terms=1)
-
-    @pytest.mark.parametrize(
-        ("given", "raised", "match"),
-        [
-            (lambda x, y: x[:2], ConfigurationError, r"\(2,\).*like x, \(4,\)"),
-            (lambda x, y: {"x": x}, ConfigurationError, "like x"),
-            (lambda x, y: x * np.nan, NonFiniteError, "'mine' holds NaN"),
-            (3.0, ConfigurationError, "a function"),
-            (Noisy, ConfigurationError, "a function"),
-        ],
-    )
-    def test_estimates(self, task, given, raised, match):
-        with pytest.raises(raised, match=match):
-            self.check(task, estimators={"mine": given}, solve_inner=False, steps=1, terms=1)
+@pytest.mark.parametrize(
+    ("options", "raised", "match"),
+    [
+        ({"x": np.array([0, np.nan, 0, 0])}, ConfigurationError, "finite in every leaf"),
+        ({"x": np.zeros(3)}, ConfigurationError, r"it was given x: leaf \(3,\); y: leaf \(5,\)"),
+        (
+            {"problem": SingleLevel(lambda x, batch: x @ x)},
+            ConfigurationError,
+            "'SingleLevel' .*Bilevel, Minimax or",
+        ),
+        ({"terms": 0}, ConfigurationError, "terms = 0"),
+        ({"step": -1}, ConfigurationError, "step = -1"),
+        ({"estimators": {"cg": lambda x, y: x}}, ConfigurationError, "'cg' is not allowed"),
+        ({"estimators": {"mine": lambda x, y: x[:2]}}, ConfigurationError, r"\(2,\).*like x, \(4,\)"),
+        ({"estimators": {"mine": lambda x, y: x * np.nan}}, NonFiniteError, "'mine' holds NaN"),
+        ({"estimators": {"mine": Noisy}}, ConfigurationError, "a function"),
+    ],
+)
+def test_wrong_input_is_refused(task, options, raised, match):
+    given = {"problem": task.problem, "clients": task.clients, "x": task.x0, "y": task.y0, "solve_inner": False}
+    with pytest.raises(raised, match=match):
+        check_hypergradient(**{**given, "steps": 1, "terms": 1, **options})

@@ -7,7 +7,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.submodel import UnitLayout
-from fedbilevel.tasks import classification, hyper_cleaning, hyper_representation, loss_tuning, networks
+from fedbilevel.tasks import classification, loss_tuning, networks
 from fedbilevel.tasks.networks import BACKBONES, normed, residual
 
 SIDE = 8
@@ -52,7 +52,7 @@ def test_every_network_says_its_units(name):
 
 def test_single_precision():
     """Where x and y are in float32, so is the tolerance."""
-    network, x, y, batch = made("conv4")
+    network, x, y, batch = made("mlp")
     x, y, batch = jax.tree.map(
         lambda leaf: leaf.astype(jnp.float32) if leaf.dtype == jnp.float64 else leaf, (x, y, batch)
     )
@@ -71,11 +71,6 @@ def small(**changed):
     x = {"weight": rng.normal(size=(3, 4)), "bias": np.zeros(4), "head": rng.normal(size=(8, 5))}
     batch = {"image": jnp.asarray(rng.normal(size=(6, 2, 3))), "label": jnp.arange(6) % 5}
     return fb.SingleLevel(loss, structure=fb.Structure(words)), x, batch
-
-
-def test_a_right_structure_of_one_level():
-    problem, x, batch = small()
-    fb.check_structure(problem, x, None, batch, batch)
 
 
 @pytest.mark.parametrize(
@@ -134,9 +129,7 @@ def test_a_branch_whose_units_are_not_the_shortcuts():
     assert "'inner'" not in str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "make", [lambda: hyper_representation(clients=2), loss_tuning, lambda: hyper_cleaning(network="mlp", hidden=(8,))]
-)
+@pytest.mark.parametrize("make", [loss_tuning, lambda: classification(hidden=(8,))])
 def test_the_tasks_hand_the_structure_on(make):
     task = make()
     outer, inner = (
@@ -147,15 +140,9 @@ def test_the_tasks_hand_the_structure_on(make):
     fb.check_structure(task.problem, task.x0, task.y0, outer, inner)
 
 
-def test_a_task_of_one_level_hands_its_structure_on():
-    task = classification(hidden=(8, 6))
-    batch = {name: jnp.asarray(values[:5]) for name, values in task.clients.outer.row(0).items()}
-    assert UnitLayout.of(task.problem.structure, task.x0, None).sizes == {"hidden1": 8, "hidden2": 6}
-    fb.check_structure(task.problem, task.x0, None, batch, batch)
-
-
 def test_refusals():
     problem, x, batch = small()
+    fb.check_structure(problem, x, None, batch, batch)
     none = fb.SingleLevel(lambda x, batch: jnp.zeros(()))
     with pytest.raises(fb.errors.ConfigurationError, match="nothing to check"):
         fb.check_structure(none, x, None, batch, batch)

@@ -8,23 +8,17 @@ import numpy as np
 import optax
 import pytest
 
-import fedbilevel as fb
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.data import DataError, load_characters
 from fedbilevel.data.characters import strokes
+from fedbilevel.diagnostics.check import local_hypergradient
+from fedbilevel.oracles.population import Population
 from fedbilevel.tasks import few_shot
 from fedbilevel.tasks.few_shot import draw_episodes, fitted_head, held_out_characters
+from implicit import implicit_gradient
 
-SMALL = {
-    "network": "mlp",
-    "hidden": (4,),
-    "clients": 5,
-    "tasks": 5,
-    "way": 3,
-    "shot": 2,
-    "queries": 4,
-    "test_episodes": 12,
-}
+SIZES = {"clients": 5, "tasks": 5, "way": 3, "shot": 2, "queries": 4, "test_episodes": 12}
+SMALL = {"network": "mlp", "hidden": (4,), **SIZES}
 LR, STEPS = 0.3, 2
 MAML = {"adaptation_lr": LR, "adaptation_steps": STEPS}
 
@@ -157,22 +151,15 @@ def test_own_hypergradients_are_those_of_the_federation_if_no_head_is_shared(tas
     the federation's, at any y. All tasks in each batch, exact to the tolerance of conjugate gradient; with y's of one
     head for all, clients would differ."""
     task = tasks["bilevel"]
-    y = jax.tree.map(lambda leaf: leaf / 5, heads_of(4, 25, 3))
-    fields = {"batch_size": None, "inner": fb.parts.LocalSGD(local_steps=1, lr=1e-300), "outer_lr": 1.0}
-    ends = [
-        fb.solve(
-            fb.FedNestSGD(hypergradient=kind(solver=fb.parts.CG(max_steps=200, tolerance=1e-12)), **fields),
-            task.problem, task.clients, task.x0, y, rounds=1, key=0,
-        ).x
-        for kind in (fb.parts.LocalImplicit, fb.parts.Implicit)
-    ]  # fmt: skip
-    steps = [optax.tree.sub(end, task.x0) for end in ends]
+    y, p = jax.tree.map(lambda leaf: leaf / 5, heads_of(4, 25, 3)), jnp.asarray(task.clients.weights)
+    own, failed = local_hypergradient(Population.each(task.problem, task.clients, range(5)), p, task.x0, y)
+    whole = implicit_gradient(task.problem, task.clients, task.x0, y).hypergradient
+    assert failed == 0
     direct = jax.grad(
         lambda x: sum(task.problem.outer(x, y, rows(task, i, 5)[0]) for i in range(5)) / 5
     )(task.x0)  # fmt: skip
-    gap = optax.tree.norm(optax.tree.sub(*steps))
-    assert gap < 1e-9 * optax.tree.norm(steps[0])
-    assert optax.tree.norm(optax.tree.add(steps[0], direct)) > 0.01 * optax.tree.norm(direct)  # H matters
+    assert optax.tree.norm(optax.tree.sub(own, whole)) < 1e-9 * optax.tree.norm(whole)
+    assert optax.tree.norm(optax.tree.sub(whole, direct)) > 0.01 * optax.tree.norm(direct)  # H matters
 
 
 def test_protonet_is_the_softmax_of_squared_distances_to_means(tasks, characters) -> None:
@@ -316,33 +303,6 @@ def test_an_adapted_accuracy_is_that_of_the_adapted_network(tasks, characters) -
     assert abs(task.metrics["test_accuracy"](x, None) - np.mean(right)) < 1e-12
 
 
-def test_a_round_of_simfbo_moves_x_and_y_by_finite_steps(tasks) -> None:
-    task = tasks["bilevel"]
-    method = fb.SimFBO(local_steps=2, batch_size=2, client_lr=fb.XYV(x=0.1, y=0.1, v=0.1))
-    result = fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=2, key=0)
-    for now, before in ((result.x, task.x0), (result.y, task.y0)):
-        assert 0 < optax.tree.norm(optax.tree.sub(now, before)) < np.inf
-
-
-def test_a_head_moves_by_its_clients_step_over_the_holders_of_an_entry() -> None:
-    """Of the units 0 to 3 of 5 clients, those of capacity 1, three, hold all and the two others the first two. A head's
-    entries move by server_lr/holders of the step that its own client makes; nobody else moves them."""
-    task = few_shot(**SMALL, capacities=(1.0, 0.5))
-    rabo = fb.RABO(
-        inner=fb.parts.LocalSGD(local_steps=1, lr=0.1, server_lr=3.0),
-        hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(step=0.01), paired=True),
-        batch_size=None,
-        outer_lr=1e-300,
-    )
-    method = fb.Submodels(rabo, policy="static")
-    end = fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=1, key=0)
-    own = jax.grad(task.problem.inner, 1)(task.x0, task.y0, rows(task, 0, 5)[1])
-    share = 3 / np.array([5, 5, 3, 3])
-    np.testing.assert_allclose(end.y["weight"][:5], -0.1 * share[:, None] * own["weight"][:5], rtol=1e-10)
-    np.testing.assert_allclose(end.y["bias"][:5], -0.1 * 3 / 5 * own["bias"][:5], rtol=1e-10)
-    assert np.all(np.any(np.asarray(end.y["weight"][:5]) != 0, axis=(0, 2)))  # of each unit, some entry
-
-
 def test_units_are_the_backbones_and_the_head_shares_its_last_ones() -> None:
     task = few_shot(hidden=(2,), clients=2, way=2, queries=2, test_episodes=1)
     assert task.problem.structure.x[0] == {"weight": "_ _ _ block1", "gain": "block1", "bias": "block1"}
@@ -355,28 +315,17 @@ def test_units_are_the_backbones_and_the_head_shares_its_last_ones() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"data": "omniglott"}, "'omniglott' is unknown. Did you mean 'omniglot'"),
         ({"way": 11}, "way = 11 .* at most 10, the characters of the client"),
-        ({"way": 1}, "way = 1 .* at least 2"),
-        ({"tasks": 0}, "tasks = 0"),
         ({"shot": 8}, "shot = 8 .* at most 7"),
         ({"queries": 7}, "queries = 7 .* at most 6"),
         ({"objective": "protonets"}, "unknown objective 'protonets'; did you mean 'protonet'"),
-        ({"network": "conv5"}, "unknown network 'conv5'; did you mean 'conv4'"),
-        ({"partition_by": "alphabet"}, "unknown partition_by 'alphabet'; did you mean 'alphabets'"),
         ({"partition_by": "alphabets", "clients": 6}, "clients = 6 .* at most 5, the training alphabets"),
-        ({"ridge": 0.0}, "ridge = 0.0 .* positive"),
         ({"adaptation_lr": "x"}, "adaptation_lr = 'x' .* a positive number"),
         ({"hidden": 4}, "hidden = 4 .* a list of widths"),
-        ({"hidden": (4.5,)}, "hidden = .4.5,.* positive width"),
         ({"capacities": ["half"]}, "capacities = .'half'.* above 0 and at most 1"),
-        ({"capacities": [True, 0.5]}, "capacities = .True, 0.5.* above 0 and at most 1"),
     ],
 )
 def test_wrong_input_is_refused_by_field(options, message) -> None:
-    with pytest.raises(ConfigurationError, match=message):
+    with pytest.raises((ConfigurationError, DataError), match=message):
         few_shot(**SMALL | options)
-
-
-def test_missing_data_is_refused() -> None:
-    with pytest.raises(DataError, match=r"'omniglott' is unknown. Did you mean 'omniglot'"):
-        few_shot(**SMALL | {"data": "omniglott"})

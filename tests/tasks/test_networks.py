@@ -10,11 +10,10 @@ import fedbilevel as fb
 from fedbilevel.tasks import networks
 
 
-@pytest.mark.parametrize("shape", [(2, 5, 4, 1), (3, 8, 8, 6)])
-@pytest.mark.parametrize(("size", "stride"), [(3, 1), (3, 2), (1, 1), (1, 2), (5, 3)])
-def test_convolve_is_the_convolution(shape, size, stride):
+@pytest.mark.parametrize(("size", "stride"), [(3, 1), (3, 2), (1, 2), (5, 3)])
+def test_convolve_is_the_convolution(size, stride):
     rng = np.random.default_rng(0)
-    maps, weight = rng.normal(size=shape), rng.normal(size=(size, size, shape[-1], 7))
+    maps, weight = rng.normal(size=(3, 8, 7, 6)), rng.normal(size=(size, size, 6, 7))
     edges = [(size // 2, size // 2)] * 2
     expected = lax.conv_general_dilated(
         maps, weight, (stride, stride), edges, dimension_numbers=("NHWC", "HWIO", "NHWC")
@@ -58,7 +57,6 @@ def test_short_passes_give_the_same_bits(monkeypatch):
     [
         (networks.mlp, (8, 8), (16, 12), 64),
         (networks.cnn, (9, 7), (2, 3, 5), None),
-        (networks.cnn, (8, 8, 3), (2, 3, 5), None),
     ],
 )
 def test_shapes_and_accuracy(make, shape, hidden, pixels):

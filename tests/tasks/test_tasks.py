@@ -11,7 +11,7 @@ from fedbilevel.tasks.quadratic import TiedUnits, solution
 from implicit import implicit_gradient
 
 
-@pytest.mark.parametrize("condition", [1.0, 10.0, 1e4])
+@pytest.mark.parametrize("condition", [10.0, 1e4])
 @pytest.mark.parametrize("weights", [None, "other"])
 def test_the_closed_form_is_stationary(condition, weights):
     """At x*, y*: ∇y G = 0, the dense hypergradient is 0 and v* is the closed form's, for any weights.
@@ -90,7 +90,7 @@ def test_a_holdout_takes_training_images_and_never_the_test_set():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, pytest.param({"network": "cnn", "hidden": (4, 8, 16)}, marks=pytest.mark.slow), {"hidden": (32, 16)}],
+    [{"hidden": (32, 16)}, pytest.param({"network": "cnn", "hidden": (4, 8, 16)}, marks=pytest.mark.slow)],
 )
 def test_a_few_rounds_learn(options):
     """Thirty exchanges bring the digits from chance (10 %) to well above it."""
@@ -120,10 +120,8 @@ def test_seeds_reproduce():
     ("task", "options", "words"),
     [
         ("quadratic", {"condition": 0.5}, "condition = 0.5"),
-        ("quadratic", {"clients": 0}, "clients = 0"),
         ("quadratic", {"samples": (3, 2)}, "samples"),
         ("hyper_representation", {"network": "resnet"}, "network = 'resnet'"),
-        ("hyper_representation", {"holdout": 1.0}, "holdout = 1.0"),
         ("hyper_representation", {"validation": 0.0}, "validation = 0.0"),
         ("hyper_representation", {"ridge": -1.0}, "ridge = -1.0"),
     ],
