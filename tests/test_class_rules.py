@@ -135,11 +135,6 @@ def test_a_field_is_explained_where_it_is_declared_or_nearer() -> None:
         Needs: nothing.
         """
 
-    class Bare(Base):
-        """Another."""
-
     assert inspect.getdoc(Near) == (
         "A part.\n\nArgs:\n    lr: a step,\n        of any size.\n    decay: nearer.\n\nNeeds: nothing."
     )
-    args = "Args:\n    lr: a step,\n        of any size.\n    decay: a factor."
-    assert inspect.getdoc(Bare) == f"Another.\n\n{args}"

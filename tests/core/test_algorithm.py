@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import jax
 import jax.numpy as jnp
 import pytest
 
@@ -55,6 +54,12 @@ def test_anything_else_is_refused(function, named):
         Keeps().phase_name(function)
 
 
+def test_a_method_without_the_mark_is_refused_though_it_is_the_algorithms():
+    algorithm = Keeps()
+    with pytest.raises(ConfigurationError, match="got unmarked"):
+        algorithm.phase_name(algorithm.unmarked)
+
+
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
 def test_a_round_that_sends_code_is_stopped_in_every_engine(engine):
     class SendsCode(fb.SimFBO):
@@ -67,11 +72,6 @@ def test_a_round_that_sends_code_is_stopped_in_every_engine(engine):
     clients = fb.Clients([jnp.ones(2).__array__()], [jnp.ones(2).__array__()])
     with pytest.raises(ConfigurationError, match="SendsCode: an exchange takes one of its phases"):
         fb.solve(SendsCode(), fb.Bilevel(loss, loss), clients, jnp.ones(()), jnp.ones(()), rounds=1, engine=engine)
-
-
-def test_clients_keep_what_the_algorithm_says():
-    assert fb.SimFBO().init_client(jnp.zeros(2), jnp.zeros(3)) is None
-    assert jax.tree.map(int, Keeps().init_client(jnp.zeros(2), jnp.zeros(3))) == {"seen": 0}
 
 
 def test_a_method_without_a_round_is_no_algorithm():
@@ -105,16 +105,3 @@ def test_a_name_is_taken_once():
     ):
         made("simfbo")
     assert before == ALGORITHMS
-
-
-def test_every_hook_has_a_default():
-    """What engines ask of an algorithm that says nothing of it."""
-    method = Keeps()
-    assert (method.asks, method.allows) == (authoring.Asks(), authoring.Allows())
-    said = method.asks.asynchronous, method.asks.cohorts, method.estimates_hypergradient()
-    assert said == (False, True, False)
-    state = method.init(jnp.zeros(2), jnp.zeros(3))
-    assert (method.finished(state), method.findings(state)) == (False, authoring.Findings())
-    assert [bool(entry) for entry in method.allows] == [False, False, True, False]
-    with pytest.raises(ConfigurationError, match="Keeps estimates no hypergradient"):
-        method.hypergradient_at(None, state.x, state.y, None)

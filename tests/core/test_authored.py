@@ -150,18 +150,6 @@ def test_a_phase_that_takes_no_key_is_refused_where_it_is_written():
                 return Reply(message.y)
 
 
-def test_a_method_of_ones_own_without_the_mark():
-    class Mine(Descent):
-        def plain(self, client, message, key):
-            return Reply(message.y)
-
-        def round(self, fed, state, key):
-            return State(state.x, fed.mean(self.plain, state, key))
-
-    with pytest.raises(fb.errors.ConfigurationError, match=r"phases \['gradient'\], got plain: mark it with @phase"):
-        solved(Mine)
-
-
 def test_a_value_without_annotation_is_no_silent_constant():
     with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.decay = 0\.9 has no annotation, .*decay: float ="):
         type("Mine", (Descent,), {"decay": 0.9})

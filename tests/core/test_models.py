@@ -80,22 +80,6 @@ def test_equinox_modules(plain):
     assert result.x(jnp.ones(3)).shape == (4,)  # a module still
 
 
-def test_flax_linen_parameters(plain):
-    nn = pytest.importorskip("flax.linen")
-    layers = {"x": nn.Dense(4, param_dtype=float), "y": nn.Dense(1, param_dtype=float)}
-
-    def params(tree):
-        return {"params": {"kernel": jnp.asarray(tree["w"].T), "bias": jnp.asarray(tree["b"])}}
-
-    x0, y0, expected = plain
-    x, y = params(x0), params(y0)
-    assert jax.tree.structure(x) == jax.tree.structure(layers["x"].init(jax.random.key(0), jnp.ones(3)))
-    result = run(lambda x, u: jnp.tanh(layers["x"].apply(x, u)), layers["y"].apply, x, y)
-    assert jax.tree.structure((result.x, result.y)) == jax.tree.structure((x, y))
-    for got, plain_tree in ((result.x, expected.x), (result.y, expected.y)):
-        agree([got["params"]["kernel"].T, got["params"]["bias"]], [plain_tree["w"], plain_tree["b"]])
-
-
 def test_flax_nnx_states(plain):
     nnx = pytest.importorskip("flax.nnx")
 

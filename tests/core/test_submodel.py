@@ -138,13 +138,6 @@ def test_a_structure_that_does_not_fit(words, message):
         UnitLayout.of(fb.Structure(words), {"w": np.zeros((6, 4)), "b": np.zeros(4)}, None)
 
 
-def test_sizes_agree_between_x_and_y():
-    with pytest.raises(
-        fb.errors.ConfigurationError, match=r"Structure.y\['w'\], axis 0: 4 units .* Structure.x\['w'\] has 3"
-    ):
-        UnitLayout.of(fb.Structure({"w": "h"}, {"w": "h"}), {"w": np.zeros(3)}, {"w": np.zeros(4)})
-
-
 def losses(network):
     """Cross-entropy as a function of (x, y) alone, and with its gradients."""
     images = jnp.asarray(network.prepare(np.random.default_rng(0).normal(size=(64, 4, 4))))

@@ -171,11 +171,3 @@ def test_a_killed_writer_leaves_no_population(tmp_path):
     done = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "population")], check=False)
     assert done.returncode == -signal.SIGKILL
     assert not (tmp_path / "population").exists()
-
-
-def test_a_hundred_thousand_clients_stream_through(tmp_path):
-    size = np.random.default_rng(0).integers(1, 4, 100_000)
-    data.write_clients(tmp_path / "many", size, ({"id": np.full(n, i)} for i, n in enumerate(size)))
-    found = data.open_clients(tmp_path / "many")
-    np.testing.assert_array_equal(found.arrays["id"], np.repeat(np.arange(len(size)), size))
-    assert set(found.client(77_777)["id"]) == {77_777}

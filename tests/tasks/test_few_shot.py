@@ -96,15 +96,6 @@ def test_tasks_are_of_different_characters_of_one_client_with_other_queries(task
     np.testing.assert_array_equal(joint["query"], clients.outer.values["image"])
 
 
-def test_alphabets_stay_whole(characters) -> None:
-    clients = few_shot(**SMALL | {"partition_by": "alphabets", "clients": 3}).clients
-    found = [whose(characters, clients.outer.row(i)["image"]) for i in range(3)]
-    owners = [set(characters.train.alphabet[one.ravel()]) for one in found]
-    assert sorted(map(len, owners)) == [1, 2, 2]
-    assert set.union(*owners) == set(range(5))
-    assert sum(map(len, owners)) == 5
-
-
 def test_capacities_are_dealt_out_in_turn() -> None:
     clients = few_shot(**SMALL, capacities=(1.0, 0.5, 0.25)).clients
     np.testing.assert_array_equal(clients.capacity, [1, 0.5, 0.25, 1, 0.5])

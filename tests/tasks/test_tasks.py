@@ -102,13 +102,6 @@ def test_a_few_rounds_learn(options):
     assert result.history["test_accuracy"][-1] > 0.5
 
 
-def test_partitions_reach_the_task():
-    task = hyper_representation(clients=10, partition_by="one_label")
-    for i in range(10):
-        labels = {*task.clients.inner.row(i)["label"].tolist(), *task.clients.outer.row(i)["label"].tolist()}
-        assert len(labels) == 1
-
-
 def test_seeds_reproduce():
     a, b, c = (hyper_representation(seed=seed) for seed in (3, 3, 4))
     assert jax.tree.all(jax.tree.map(jnp.array_equal, a.x0, b.x0))
