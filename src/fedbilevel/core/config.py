@@ -81,10 +81,8 @@ def positive(*, default: float) -> Any:
 
 def fraction(*, default: float) -> Any:
     """A field that must be a number strictly between 0 and 1, or a schedule."""
-
-    def prepare(name: str, value: Any) -> Any:
-        return _prepare_number(name, value, below=1.0, allowed="a number strictly between 0 and 1, or a schedule")
-
+    allowed = "a number strictly between 0 and 1, or a schedule"
+    prepare = functools.partial(_prepare_number, below=1.0, allowed=allowed)
     return dataclasses.field(default=default, metadata={"prepare": prepare})
 
 

@@ -52,14 +52,9 @@ class Problem:
     ) -> None:
         known = structure is None or isinstance(structure, Structure)
         require(known, f"{type(self).__name__}.structure", structure, "a Structure, or None where nothing can be cut")
-        object.__setattr__(self, "outer", outer)
-        object.__setattr__(self, "inner", inner)
-        object.__setattr__(self, "structure", structure)
         if local not in (None, "x"):
             raise unknown(f"{type(self).__name__}.local", local, ["x"])
-        object.__setattr__(self, "local", local)
-        object.__setattr__(self, "takes_padded", False)
-        object.__setattr__(self, "key", None)
+        vars(self).update(outer=outer, inner=inner, structure=structure, local=local, takes_padded=False, key=None)
 
     def with_losses(self, change: Callable[[Loss], Loss], inner: Callable[[Loss], Loss] | None = None) -> Self:
         """A copy of this problem whose losses are `change` of these; of the inner loss `inner`, if that is given."""
@@ -104,7 +99,7 @@ class Problem:
         found = hash_of(*programs.values(), *with_rules)
         key = found and (type(self), str(plain), found, shapes_of(jax.tree.leaves((x, y, examples))))
         changed = copy.copy(self)
-        object.__setattr__(changed, "key", key)
+        vars(changed).update(key=key)
         return changed
 
     def over_batches(self) -> Self:
@@ -114,7 +109,7 @@ class Problem:
         return self.with_losses(_mean_over, None if self.inner_is_mean else lambda loss: loss)._padded()
 
     def _padded(self) -> Self:
-        object.__setattr__(self, "takes_padded", True)
+        vars(self).update(takes_padded=True)
         return self
 
 
@@ -266,10 +261,7 @@ class SimpleBilevel(Problem):
         mu = strong_convexity
         fits = mu is None or (is_number(mu) and mu > 0)
         require(fits, "SimpleBilevel.strong_convexity", mu, "positive and finite, or None")
-        object.__setattr__(self, "project", project)
-        object.__setattr__(self, "subgradient", subgradient)
-        object.__setattr__(self, "strong_convexity", mu)
-        object.__setattr__(self, "known", outer is not None)
+        vars(self).update(project=project, subgradient=subgradient, strong_convexity=mu, known=outer is not None)
 
         def h(x: PyTree, y: PyTree, batch: PyTree) -> Array:
             return jnp.zeros(()) if outer is None else outer(x)
@@ -277,10 +269,8 @@ class SimpleBilevel(Problem):
         self._set(h, lambda x, y, batch: inner(x, batch))
 
     def prepared(self) -> Self:
-        changed = super().prepared()
-        object.__setattr__(changed, "project", _jitted(self.project))
-        if self.subgradient is not None:
-            object.__setattr__(changed, "subgradient", _jitted(self.subgradient))
+        changed, subgradient = super().prepared(), self.subgradient and _jitted(self.subgradient)
+        vars(changed).update(project=_jitted(self.project), subgradient=subgradient)
         return changed
 
     def traced(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> dict[str, ClosedJaxpr]:

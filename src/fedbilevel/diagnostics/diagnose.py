@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -85,15 +86,13 @@ def scales_of(m: Measurements, dim_y: int, batch_size: int | None, weight: float
         smoothness *= weight
     phi, late = m.response.curvature, m.response.lag
     mu = min(m.here.inner.smallest, m.there.inner.smallest) + m.delta
-    curved, delayed = (phi.smallest, phi.largest), (late.smallest, late.largest)
-    steepest = max(m.here.outer_gradient, m.there.outer_gradient)
     return Scales(
         mu=max(float(mu), smoothness * 1e-12),
         smoothness=smoothness,
-        phi_mu=float(curved[0]),
-        phi_smoothness=float(np.abs(curved).max()),
-        lag=float(np.abs(delayed).max()),
-        outer_gradient=steepest,
+        phi_mu=float(phi.smallest),
+        phi_smoothness=float(max(abs(phi.smallest), abs(phi.largest))),
+        lag=float(max(abs(late.smallest), abs(late.largest))),
+        outer_gradient=max(m.here.outer_gradient, m.there.outer_gradient),
         dim_y=dim_y,
         noisy=noisy,
     )
@@ -145,9 +144,8 @@ def solver(s: Scales) -> Neumann | CG:
     return CG(max_steps=min(enough, 2 * s.dim_y), tolerance=CG_TOLERANCE)
 
 
-def nested_plainly(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
-    """Fields of FedNestSGD: FedNest's, with plain local steps on y."""
-    return nested(s, batch_size, work, LocalSGD)
+nested_plainly = partial(nested, inner=LocalSGD)
+"""Fields of FedNestSGD: FedNest's, with plain local steps on y."""
 
 
 def recursive(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
@@ -331,7 +329,7 @@ class Diagnosis(Shown):
 
     def report(self, algorithms: Sequence[str]) -> str:
         """The fields of methods, given by their command-line names, or why there are none; then what was measured."""
-        found = [*self._inner(), *self._clients()]
+        found = self._inner()
         if self.measurements.response.negative_curvature:
             return "\n".join([f"fields: none for any method. {UNDEFINED}", "", *found])
         fields = [*self._fields(algorithms), ""] if algorithms else []
@@ -370,14 +368,10 @@ class Diagnosis(Shown):
                 f"  directions with curvature below L/rounds = {self.smoothness / self.rounds:.2g} cannot be learnt in "
                 f"{self.rounds} rounds; the fields above leave them out (δ = {m.delta:.2g}) and are for no more rounds"
             )
-        lines.append(
-            f"outer loss in y: curvature up to {self.outer_smoothness:.3g}, ‖∇y F‖ = {m.here.outer_gradient:.3g}"
-        )
-        return lines
-
-    def _clients(self) -> list[str]:
-        s = self.measurements.spread
+        s = m.spread
         return [
+            *lines,
+            f"outer loss in y: curvature up to {self.outer_smoothness:.3g}, ‖∇y F‖ = {m.here.outer_gradient:.3g}",
             f"clients differ: ∇y g_i by {s.inner:.3g} about their mean ({s.inner_share:.0%} of their mean square), "
             f"∇x f_i by {s.outer:.3g} ({s.outer_share:.0%}); "
             f"largest curvature of g_i from {min(s.tops):.3g} to {max(s.tops):.3g}",

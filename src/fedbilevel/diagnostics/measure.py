@@ -90,13 +90,16 @@ def measure(
     report_stage("measuring how much clients differ")
     apart = spread(problem, clients, x, y, max_samples, seed)
     report_stage("measuring single samples")
+    total = Population.of(problem, clients, SAMPLES).inner
+    alone = jax.tree.map(lambda a: a.reshape(-1, 1, 1, *a.shape[2:]), total.samples)
+    each = Total(alone, jnp.ones((total.weights.size, 1, 1)), total.loss)
     return Measurements(
         delta=delta,
         here=here,
         there=there,
         response=found,
         spread=apart,
-        sample=single_sample(Population.of(problem, clients, SAMPLES).inner, x, y, seed),
+        sample=max(tops(each, x, y, seed)),
         samples=population.counts,
         response_samples=few.counts,
     )
@@ -115,12 +118,6 @@ def spread(problem: Any, clients: Clients, x: PyTree, y: PyTree, max_samples: in
     p = clients.weights[ids] / clients.weights[ids].sum()
     inner, outer = _gradients(each, x, y)
     return Spread(*_dissimilarity(p, inner), *_dissimilarity(p, outer), tops(each.inner, x, y, seed))
-
-
-def single_sample(total: Total, x: PyTree, y: PyTree, seed: int) -> float:
-    """The largest curvature that a sample has by itself."""
-    apart = jax.tree.map(lambda a: a.reshape(-1, 1, 1, *a.shape[2:]), total.samples)
-    return max(tops(Total(apart, jnp.ones((total.weights.size, 1, 1)), total.loss), x, y, seed))
 
 
 def tops(each: Total, x: PyTree, y: PyTree, seed: int) -> list[float]:
@@ -212,16 +209,16 @@ def _solve(population: Population, x: PyTree, y: PyTree, delta: Array, b: PyTree
     return found.v, found.negative_curvature >= 0
 
 
-def fields(population: Population, at: XYV) -> XYV:
-    """h, ∇y G and s."""
-    h, s = population.hypergradient(*at)
-    return XYV(h, population.inner.gradients(at.x, at.y)[1], s)
-
-
 @jax.jit
 def _moved(population: Population, x: PyTree, y: PyTree, v: PyTree, dx: PyTree, dy: PyTree) -> XYV:
     """The derivatives of h, ∇y G and s along (dx, dy, 0)."""
-    return jax.jvp(lambda x, y: fields(population, XYV(x, y, v)), (x, y), (dx, dy))[1]
+
+    def fields(x: PyTree, y: PyTree) -> XYV:
+        h, s = population.hypergradient(x, y, v)
+        return XYV(h, population.inner.gradients(x, y)[1], s)
+
+    moved: XYV = jax.jvp(fields, (x, y), (dx, dy))[1]
+    return moved
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from jax import Array
 
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.submodel import Axis, UnitLayout
+from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, epsilon, split
 
 MOVE = 0.1  # of an array's root mean square: how far its entries are moved at random, so that no two are equal
@@ -66,10 +66,7 @@ def check_structure(
 
 
 def _moved(leaf: Array, rng: np.random.Generator) -> Array:
-    """Floating arrays near this one, all of whose entries differ; others as they are."""
-    leaf = jnp.asarray(leaf)
-    if not jnp.issubdtype(leaf.dtype, jnp.floating):
-        return leaf
+    """An array near this one, all of whose entries differ."""
     size = float(jnp.sqrt(jnp.mean(jnp.square(leaf)))) or 1.0
     return leaf + jnp.asarray(MOVE * size * rng.standard_normal(leaf.shape), leaf.dtype)
 
@@ -85,13 +82,10 @@ def _derangement(units: int, rng: np.random.Generator) -> np.ndarray:
 def _permuted(unit_layout: UnitLayout, part: str, tree: PyTree, group: str, order: np.ndarray) -> PyTree:
     """x or y with the units of the group in that order."""
     leaves, shape = jax.tree.flatten(tree)
-    pairs = zip(leaves, unit_layout.axes[part], strict=True)
-    return jax.tree.unflatten(shape, [_reordered(leaf, axes, group, order) for leaf, axes in pairs])
-
-
-def _reordered(leaf: Array, axes: tuple[Axis, ...], group: str, order: np.ndarray) -> Array:
-    for place, axis in enumerate(axes):
-        if axis.group == group:
-            runs = leaf.reshape(*leaf.shape[:place], axis.times, len(order), *leaf.shape[place + 1 :])
-            leaf = jnp.take(runs, order, axis=place + 1).reshape(leaf.shape)
-    return leaf
+    for number, axes in enumerate(unit_layout.axes[part]):
+        for place, axis in enumerate(axes):
+            if axis.group == group:
+                leaf = leaves[number]
+                runs = leaf.reshape(*leaf.shape[:place], axis.times, len(order), *leaf.shape[place + 1 :])
+                leaves[number] = jnp.take(runs, order, axis=place + 1).reshape(leaf.shape)
+    return jax.tree.unflatten(shape, leaves)

@@ -124,8 +124,9 @@ def few_shot(
         test=draw_episodes(found.test.images, test_episodes, way, shot, asked, seed),
     )
     problem, x0, y0, accuracy = OBJECTIVES[objective](setting)
-    drawn = _draw_tasks(found.train.images, held, tasks, way, shot, asked, seed)
-    outer, inner = drawn if objective == "bilevel" else (_together(*drawn), None)
+    query, support = _draw_tasks(found.train.images, held, tasks, way, shot, asked, seed)
+    both = {"query": query.values["image"], "support": support.values["image"], "task": query.values["task"]}
+    outer, inner = (query, support) if objective == "bilevel" else (replace(query, values=both), None)
     return Task(
         name="few_shot",
         problem=problem,
@@ -173,8 +174,7 @@ def _bilevel(setting: Setting) -> Made:
         return heads_loss(setting.features, x, heads, batch["image"]) + _penalty(setting, heads)
 
     problem = Bilevel(outer, inner, structure=Structure(setting.structure.x, setting.structure_of_heads))
-    accuracy = _accuracy_of_new_heads(setting)
-    return problem, setting.backbone, setting.heads, lambda x, y: accuracy(x)
+    return problem, setting.backbone, setting.heads, _accuracy_of_new_heads(setting)
 
 
 def _joint(setting: Setting) -> Made:
@@ -185,7 +185,7 @@ def _joint(setting: Setting) -> Made:
 
     problem = SingleLevel(loss, structure=Structure(x=(setting.structure.x, setting.structure_of_heads)))
     accuracy = _accuracy_of_new_heads(setting)
-    return problem, (setting.backbone, setting.heads), None, lambda x, y: accuracy(x[0])
+    return problem, (setting.backbone, setting.heads), None, lambda x, y: accuracy(x[0], y)
 
 
 def _of_tasks(y: PyTree, batch: dict[str, Array]) -> PyTree:
@@ -198,7 +198,7 @@ def _penalty(setting: Setting, heads: PyTree) -> Array:
     return setting.ridge * optax.tree.vdot(heads, heads) / len(jax.tree.leaves(heads)[0])
 
 
-def _accuracy_of_new_heads(setting: Setting) -> Callable[[PyTree], Array]:
+def _accuracy_of_new_heads(setting: Setting) -> Callable[[PyTree, PyTree], Array]:
     def logits(x: PyTree, support: Array, query: Array) -> Array:
         head = fitted_head(support, setting.ridge)
         return query.reshape(-1, query.shape[-1]) @ head["weight"] + head["bias"]
@@ -215,7 +215,7 @@ def _protonet(setting: Setting) -> Made:
 
     problem = SingleLevel(loss, structure=Structure(x=setting.structure.x))
     accuracy = episode_accuracy(setting.test, lambda x, *parts: prototype_logits(*parts), setting.features)
-    return problem, setting.backbone, None, lambda x, y: accuracy(x)
+    return problem, setting.backbone, None, accuracy
 
 
 def _maml(setting: Setting) -> Made:
@@ -229,8 +229,7 @@ def _maml(setting: Setting) -> Made:
         return plain_logits(setting.features, setting.adapt(x, support), query)
 
     problem = SingleLevel(loss, structure=Structure(x=(setting.structure.x, setting.structure.y)))
-    accuracy = episode_accuracy(setting.test, logits)
-    return problem, (setting.backbone, setting.head), None, lambda x, y: accuracy(x)
+    return problem, (setting.backbone, setting.head), None, episode_accuracy(setting.test, logits)
 
 
 OBJECTIVES: dict[str, Callable[[Setting], Made]] = {
@@ -293,11 +292,6 @@ def _deal(rng: np.random.Generator, own: np.ndarray, tasks: int, way: int) -> np
     each = len(own) // way
     packs = [rng.permutation(own)[: each * way].reshape(each, way) for _ in range(-(-tasks // each))]
     return np.concatenate(packs)[:tasks]
-
-
-def _together(query: Ragged, support: Ragged) -> Ragged:
-    images = {"query": query.values["image"], "support": support.values["image"], "task": query.values["task"]}
-    return replace(query, values=images)
 
 
 HEAD_STEPS = 300  # when a head is fitted to the support of a test episode
@@ -418,8 +412,8 @@ def fitted_head(support: Array, ridge: float) -> dict[str, Array]:
 
 def episode_accuracy(
     episodes: Episodes, logits: Callable[[PyTree, Array, Array], Array], features: Features | None = None
-) -> Callable[[PyTree], Array]:
-    """Return x -> the share of the query images that `logits` gets right.
+) -> Callable[[PyTree, PyTree], Array]:
+    """Return (x, y) -> the share of the query images that `logits` gets right.
 
     logits: (x, support, query) -> (way·queries, way); its support and query are images, or, with `features`, theirs.
     Features are computed once for each image, however many episodes it is in.
@@ -427,7 +421,7 @@ def episode_accuracy(
     images, support, query = (jnp.asarray(leaf) for leaf in episodes)
     labels = labels_of(*query.shape[1:])
 
-    def measure(x: PyTree) -> Array:
+    def measure(x: PyTree, y: PyTree) -> Array:
         found = images if features is None else in_passes(lambda image: features(x, image[None])[0], images)
 
         def correct(places: tuple[Array, Array]) -> Array:

@@ -77,6 +77,7 @@ def hyper_cleaning(
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
     samples = spoiled(images.rows(train), images.data.classes, corruption, seed)
 
+    capacity = in_turn(capacities, clients)
     model = images.model  # alone: losses, which a series keeps, hold no images
 
     def outer(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
@@ -90,9 +91,7 @@ def hyper_cleaning(
     return Task(
         name="hyper_cleaning",
         problem=Bilevel(outer, inner, structure=Structure(y=model.whole_structure), local=local),
-        clients=Clients(
-            outer=images.rows(valid), inner=samples, local_steps=local_steps, capacity=in_turn(capacities, clients)
-        ),
+        clients=Clients(images.rows(valid), samples, local_steps=local_steps, capacity=capacity),
         x0=jnp.zeros((clients, int(samples.size.max()))),
         y0=model.init(jax.random.key(seed)),
         metrics={f"{images.part}_accuracy": lambda x, y: measured(*y), **_cleaning_metrics(samples)},

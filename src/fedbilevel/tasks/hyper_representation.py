@@ -75,17 +75,13 @@ def hyper_representation(
     def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         return outer(x, y, batch) + ridge * optax.tree.vdot(y, y)
 
+    capacity = in_turn(capacities, clients)
     x0, y0 = model.init(jax.random.key(seed))
     trained = {"train_accuracy": images.training_accuracy(train_samples, seed)} if train_samples is not None else {}
     return Task(
         name="hyper_representation",
         problem=Bilevel(outer, inner, structure=model.structure),
-        clients=Clients(
-            outer=images.rows(valid),
-            inner=images.rows(train),
-            local_steps=local_steps,
-            capacity=in_turn(capacities, clients),
-        ),
+        clients=Clients(images.rows(valid), images.rows(train), local_steps=local_steps, capacity=capacity),
         x0=x0,
         y0=y0,
         metrics={f"{images.part}_accuracy": images.accuracy(), **trained},

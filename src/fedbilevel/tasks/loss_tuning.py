@@ -72,12 +72,8 @@ def loss_tuning(
     model = images.model  # alone: losses, which a series keeps, hold no images
     parts = images.dealt(clients, partition_by, partition_options, seed)
     train, valid = complete_halves(parts, images.data.train_labels, images.data.classes, validation, seed)
-    population = Clients(
-        outer=images.rows(valid),
-        inner=images.rows(train),
-        local_steps=local_steps,
-        capacity=in_turn(capacities, clients),
-    )
+    capacity = in_turn(capacities, clients)
+    population = Clients(images.rows(valid), images.rows(train), local_steps=local_steps, capacity=capacity)
     balance = jnp.asarray(balancing_weights(population, images.data.classes))
 
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:

@@ -151,12 +151,8 @@ def quadratic(
         drawn = common[name] + heterogeneity * rng.normal(size=common[name].shape)
         return drawn * NORMS[name] / np.linalg.norm(drawn, 2) if name in NORMS else drawn
 
-    common = {
-        "B": rng.normal(size=(dim_y, dim_x)),
-        "E": rng.normal(size=(dim_x, dim_y)),
-        "c": rng.normal(size=dim_y),
-        "t": rng.normal(size=dim_y),
-    }
+    shapes = {"B": (dim_y, dim_x), "E": (dim_x, dim_y), "c": (dim_y,), "t": (dim_y,)}
+    common = {name: rng.normal(size=shape) for name, shape in shapes.items()}
     axes = np.linalg.qr(rng.normal(size=(dim_y, dim_y)))[0]
     members = []
     for _ in range(clients):

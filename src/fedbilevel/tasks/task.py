@@ -69,11 +69,7 @@ def in_turn(capacities: Sequence[float], clients: int) -> list[float] | None:
     require(several, "capacities", capacities, "a list of numbers above 0 and at most 1")
     if not len(capacities):
         return None
-    require(
-        all(is_number(capacity) and 0 < capacity <= 1 for capacity in capacities),
-        "capacities",
-        capacities,
-        "above 0 and at most 1, each",
-    )
+    shares = all(is_number(capacity) and 0 < capacity <= 1 for capacity in capacities)
+    require(shares, "capacities", capacities, "above 0 and at most 1, each")
     require(len(capacities) <= clients, "capacities", capacities, f"at most {clients}, the number of clients")
     return [capacities[i % len(capacities)] for i in range(clients)]
