@@ -157,11 +157,10 @@ def check_hypergradient(
             require(name not in taken, "the name of an estimator", name, f"none of {sorted(taken)}")
             report_stage(f"drawing estimates of {name}")
             if isinstance(given, Algorithm):
-                drawn = sample(
-                    given, at.problem, clients, at.x, found.inner.y, draws=draws, cohort=cohort, engine=engine, key=key
-                )
-                spent = f"{drawn.exchanges:g} exchange{'s' * (drawn.exchanges != 1)}"
-                rows.add_given(name, drawn.mean, spent, f"mean of {draws} draws", drawn.standard_error)
+                options = {"cohort": cohort, "engine": engine, "key": key}
+                mean, error, exchanges = sample(given, at.problem, clients, at.x, found.inner.y, draws, **options)
+                spent = f"{exchanges:g} exchange{'s' * (exchanges != 1)}"
+                rows.add_given(name, mean, spent, f"mean of {draws} draws", error)
             else:
                 function = callable(given) and not isinstance(given, type)
                 require(function, f"estimators[{name!r}]", given, "a function (x, y) -> tree, or an algorithm")
@@ -380,38 +379,22 @@ class ProbeState(NamedTuple):
     draws: Array
 
 
-class Sample(NamedTuple):
-    """The mean of independent estimates, its standard error, and the exchanges of an estimate."""
-
-    mean: PyTree
-    standard_error: float  # of the mean: √(trace of the covariance / draws)
-    exchanges: float  # per estimate
-
-
 def sample(
-    given: Any,
-    problem: Any,
-    clients: Clients,
-    x: PyTree,
-    y: PyTree,
-    *,
-    draws: int,
-    cohort: int | None,
-    engine: Engine | None,
-    key: int | Array,
-) -> Sample:
-    """Ask `given.hypergradient_at(fed, x, y, key)` for an estimate in each round; schedules stay at round 0."""
+    given: Any, problem: Any, clients: Clients, x: PyTree, y: PyTree, draws: int, **options: Any
+) -> tuple[PyTree, float, float]:
+    """Ask `given.hypergradient_at(fed, x, y, key)` for an estimate in each round; schedules stay at round 0.
+
+    The mean of the estimates, its standard error, √(trace of the covariance / draws), and the exchanges of an estimate.
+    """
     check_algorithm(given)
     wanted = "an algorithm with a method hypergradient_at(fed, x, y, key)"
     require(type(given).estimates_hypergradient(), "estimator", given, wanted)
     given = at(given, 0)
     cls: Any = type(given)
-    result = solve(
-        _probe(cls)(**field_values(given)), problem, clients, x, y, rounds=draws, cohort=cohort, engine=engine, key=key
-    )
+    result = solve(_probe(cls)(**field_values(given)), problem, clients, x, y, rounds=draws, **options)
     spread = sum(float(jnp.sum(leaf)) for leaf in jax.tree.leaves(result.state.squares))
     error = (spread / (draws - 1) / draws) ** 0.5 if draws > 1 else float("nan")
-    return Sample(result.state.mean, error, result.ledger.exchanges / draws)
+    return result.state.mean, error, result.ledger.exchanges / draws
 
 
 @functools.cache

@@ -87,18 +87,16 @@ def few_shot(
         local_steps: see Clients.
         seed: of the partition, the tasks, the starting point and the test episodes.
     """
-    require_count("tasks", tasks)
+    counts = {"tasks": tasks, "shot": shot, "adaptation_steps": adaptation_steps, "test_episodes": test_episodes}
+    for name, count in {**counts, "clients": clients}.items():
+        require_count(name, count)
     require(is_count(way) and way >= 2, "way", way, "a whole number, at least 2")
-    require_count("shot", shot)
-    require_count("adaptation_steps", adaptation_steps)
-    require_count("test_episodes", test_episodes)
     for field, value in (("adaptation_lr", adaptation_lr), ("ridge", ridge)):
         require(is_number(value) and value > 0, field, value, "a positive number")
     require(isinstance(hidden, Sequence), "hidden", hidden, "a list of widths, e.g. [16]")
     for field, got, allowed in (("network", network, NETWORKS), ("objective", objective, OBJECTIVES)):
         if got not in allowed:
             raise unknown(field, got, allowed)
-    require_count("clients", clients)
     require(is_number(holdout) and 0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
     found = held_out_characters(load_characters(data), holdout, seed) if holdout else load_characters(data)
     part = "validation" if holdout else "test"
