@@ -181,5 +181,4 @@ def test_work_falls_with_the_square_of_the_capacity():
     assert total > 6 * 64 * 512**2 * 0.95
     for capacity in (1 / 2, 1 / 4, 1 / 8):
         share = flops(capacity) / total
-        print(f"capacity {capacity:g}: {share:.4f} of the whole's work")
         assert capacity**2 * 0.95 < share <= capacity**2 + 0.04 * capacity + 0.01

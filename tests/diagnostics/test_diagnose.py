@@ -139,7 +139,6 @@ def converges(name, task, found):
     algorithm, rounds = authoring.ALGORITHMS[name](**found.fields(name)), int(2 * needed) + 50
     result = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=rounds, **options)
     assert result.history.rows[-1]["relative_error"] <= 1e-3
-    return result.round, result.ledger.exchanges
 
 
 @pytest.mark.parametrize("seed", [7, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(20) if seed != 7)])
@@ -153,8 +152,8 @@ def test_what_it_suggests_converges(seed):
     assert heterogeneity or exact == pytest.approx(condition, rel=1e-9)
     found = diagnose(task.problem, task.clients, task.x0, task.y0)
     assert found.condition == pytest.approx(exact, rel=1e-6)
-    took = {name: converges(name, task, found) for name in ("fednest", "simfbo")}
-    print(f"κ of clients {condition:.0f}, heterogeneity {heterogeneity}, κ {exact:.1f}: (rounds, exchanges) {took}")
+    for name in ("fednest", "simfbo"):
+        converges(name, task, found)
 
 
 @pytest.mark.parametrize("name", OTHERS)
