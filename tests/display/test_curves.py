@@ -1,12 +1,25 @@
-"""A metric against its cost: the numbers of a curve, and what is drawn of it."""
+"""A metric against its cost: the numbers of a curve, what is drawn of it, the panels of a run and of a comparison."""
 
 from __future__ import annotations
+
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.display.curves import Curve, curve, draw_history, draw_panel, new_figure
+from fedbilevel.display.curves import (
+    COSTS,
+    Curve,
+    comparison_figure,
+    curve,
+    draw_history,
+    draw_panel,
+    encoded,
+    new_figure,
+    run_figure,
+)
 from fedbilevel.engines.history import History
 
 COST = {"exchanges": 1, "bytes_down": 10, "bytes_up": 20, "gradients": 3, "hvps": 4, "seconds": 0.5}
@@ -90,7 +103,6 @@ def test_a_history_is_drawn_against_the_cost_that_was_asked_for() -> None:
         ({"metrics": []}, "one or more columns"),
         ({"panel": "exchange"}, "unknown panel 'exchange'; did you mean 'exchanges'"),
         ({"panel": "gflop"}, "no panel of gflop: it was not counted in e"),
-        ({"size": (3.3, 0)}, "a width and a height in inches"),
         ({"size": 3.3}, "a width and a height in inches"),
         ({"size": (3.3, 2), "axes": 1}, "None where there are axes"),
     ],
@@ -99,3 +111,42 @@ def test_what_a_history_cannot_be_drawn_against_is_refused(asked, words) -> None
     with pytest.raises(ConfigurationError) as error:
         draw_history(**{"history": history(3, 2, 1, ef=1), "metrics": "e", **asked})
     assert words in str(error.value)
+
+
+@pytest.mark.parametrize(("inner", "labels"), [(3.0, ["e", "loss"]), (0.1, ["e", "outer loss", "inner loss"])])
+def test_each_curve_of_a_run_is_drawn_once_and_losses_of_unequal_size_apart(inner, labels) -> None:
+    figure = run_figure(history(2, 2, average_e=3.0, outer_loss=14.0, inner_loss=inner), "e", "")
+    assert [panel.get_ylabel() for panel in figure.axes] == labels
+    assert {panel.get_xlabel() for panel in figure.axes} == {"exchanges"}
+    drawn = [one.get_label() for panel in figure.axes for one in panel.lines]
+    assert drawn == ["e", "average e", "outer loss", "inner loss"]
+    assert figure.get_supxlabel() == "in all: 1 exchanges · 1 MB · 0.0 s in rounds"
+
+
+def several(number: int) -> list[Curve]:
+    costs = {name: np.array([0.0, 1.0]) for name in COSTS}
+    return [Curve(f"method number {i}", costs, np.array([1.0, 0.5 + i])) for i in range(number)]
+
+
+@pytest.mark.parametrize(("panels", "cells"), [(1, 1), (3, 3), (4, 4), (5, 6)])
+def test_every_curve_is_named_in_the_picture(panels, cells) -> None:
+    for size in (None, (3.3, 2.6)):
+        figure = comparison_figure(several(9), "e", "title", list(COSTS)[:panels], size)
+        assert [axes.get_xlabel() != "" for axes in figure.axes] == [i < panels for i in range(cells)]
+        (legend,) = figure.legends or [figure.axes[panels].get_legend()]
+        assert len(legend.get_texts()) == 9
+        assert legend.get_window_extent().width <= figure.bbox.width
+        assert figure.get_suptitle() == ("title" if size is None else "")
+
+
+@pytest.mark.parametrize(("name", "start"), [("c.png", b"\x89PNG"), ("c.pdf", b"%PDF-"), ("C.SVG", b"<?xml")])
+def test_the_suffix_decides_the_format_and_the_bytes_can_be_had_again(name, start) -> None:
+    figures = [comparison_figure(several(2), "e", "", ["exchanges"], (3.3, 2.4)) for _ in range(2)]
+    written = [encoded(figure, Path(name)) for figure in figures]
+    assert written[0].startswith(start)
+    assert written[0] == written[1]
+    if name == "c.pdf":  # of 3.3 by 2.4 inches of 72 points, in TrueType
+        assert re.search(rb"/MediaBox \[ ?0 0 237\.6 172\.8 ?\]", written[0])
+        assert b"/Type3" not in written[0]
+    with pytest.raises(ConfigurationError, match=r"ends in \.png, \.pdf, \.svg"):
+        encoded(figures[0], Path("png"))

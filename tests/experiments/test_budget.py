@@ -54,6 +54,8 @@ def test_an_interrupted_run_ends_at_the_same_bits(random_length, tmp_path) -> No
 
     with pytest.raises(KeyboardInterrupt):
         experiments.run(spec, tmp_path / "run", plot=False, callbacks=[interrupt])
+    with pytest.raises(ConfigurationError, match="ends after 60 exchanges, not after rounds"):
+        experiments.resume(tmp_path / "run", rounds=99, plot=False)
     experiments.resume(tmp_path / "run", plot=False)
     assert outcome(tmp_path / "run") == outcome(folder)
 
@@ -86,6 +88,10 @@ def test_rounds_and_a_budget_take_each_others_place() -> None:
         (["exchanges=50", "rounds=7"], "give one, not rounds = 7 and exchanges = 50"),
         (["rounds=none"], "give one, not neither"),
         (["exchanges=0"], "run.exchanges = 0 is not allowed"),
+        (["bytes=inf"], "run.bytes = inf is not allowed: it must be a positive number of bytes"),
+        (["run.time=0"], "run.time = 0 is not allowed: it must be a positive number of seconds"),
+        (["run.time=9", "rounds=3"], "give one, not rounds = 3 and time = 9"),
+        (["run.time=9", "clock.network=0"], "no time passes"),
         (["eval_every=none"], "run.eval_every = None is not allowed"),
         (["pooled=true", "cohort=3"], "run.cohort = 3 is not allowed: it must be none or 1 with run.pooled"),
     ],
@@ -104,9 +110,3 @@ def test_bytes_are_a_budget_too(tmp_path) -> None:
     sent = result.history["bytes_down"] + result.history["bytes_up"]
     assert sent[-2] < 20000 <= sent[-1]
     assert experiments.load_run(tmp_path / "run").summary["stopped"] == "0.02 MB sent"
-
-
-@pytest.mark.parametrize("value", ["0", "-1.5", "inf"])
-def test_a_budget_of_bytes_is_positive(value) -> None:
-    with pytest.raises(ConfigurationError, match=r"run\.bytes = .* must be a positive number of bytes"):
-        experiments.configure(task="quadratic", settings=[f"run.bytes={value}"])

@@ -39,41 +39,18 @@ def test_capacities_that_cannot_be_dealt_out_are_refused() -> None:
         tasks.hyper_cleaning(capacities=[0.5])
 
 
-SMALL = ["--rounds", 1, "--set", "clients=3", "--cohort", 3, "--set", "hidden=[4]"]
-
-
 def test_a_run_says_who_held_what_and_a_method_without_submodels_warns_once(run, tmp_path) -> None:
-    capacities = ["--set", "capacities=[1, 0.5, 0.5]"]
-    code, shown, error = run(
-        "run",
-        "classification",
-        "--algorithm",
-        "fedavg",
-        "--set",
-        "algorithm.local_steps=1",
-        *SMALL,
-        *capacities,
-        "--out",
-        tmp_path / "a",
-    )
+    small = ["--rounds", 1, "--cohort", 3]
+    for setting in ("clients=3", "hidden=[4]", "capacities=[1, 0.5, 0.5]"):
+        small += ["--set", setting]
+    fedavg = ["classification", "--algorithm", "fedavg", "--set", "algorithm.local_steps=1"]
+    code, shown, error = run("run", *fedavg, *small, "--out", tmp_path / "a")
     assert (code, error) == (0, "")
     lines = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in shown.splitlines() if "│" in line}
     assert lines["clients per entry"] == "at least 1 (x)"  # two of four units are with the first client alone
     assert float(lines["GFLOP"]) > 0
-    code, _, error = run(
-        "run",
-        "--algorithm",
-        "fedmbo",
-        "--set",
-        "inner.local_steps=1",
-        "--set",
-        "hypergradient.solver=cg",
-        *SMALL,
-        *capacities,
-        "--quiet",
-        "--out",
-        tmp_path / "b",
-    )
+    fedmbo = ["--algorithm", "fedmbo", "--set", "inner.local_steps=1", "--set", "hypergradient.solver=cg"]
+    code, _, error = run("run", *fedmbo, *small, "--quiet", "--out", tmp_path / "b")
     assert code == 0
     why = "means of products over unequal holders are not symmetric, as CG needs; use a Neumann series"
     said = f"fedbilevel: warning: FedMBO trains whole models, on 2 clients of a capacity below 1 too: {why}"

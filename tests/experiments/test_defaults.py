@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
 import math
 
 import pytest
-from rich.console import Console
+from made_up import made_up_run
 
 from fedbilevel.experiments import configure
-from fedbilevel.experiments.compare import comparison_table, doubts, load_groups
+from fedbilevel.experiments.compare import RunGroup, comparison_table, doubts
 from fedbilevel.experiments.spec import said_of_several
 
 METHOD = """
@@ -47,14 +46,9 @@ def test_a_comparison_says_which_rows_have_presets(mine) -> None:
     assert said_of_several([configure(task="quadratic")]) == "presets for quadratic: simfbo"
 
 
-def test_compare_prints_it(mine, run) -> None:
-    quick = ["quadratic", "--set", "task.clients=2", "--set", "task.samples=[2, 2]", "--rounds", 1]
-    code, shown, error = run("compare", *quick, "--algorithms", "method.py:Mine,fedbio", "--out", "two")
-    assert (code, error) == (0, "")
-    assert "presets for quadratic: fedbio; at the defaults of their classes: method.py:Mine\n" in shown
-
-
 def test_rows_that_went_wrong_are_told_in_words() -> None:
+    wild = comparison_table([RunGroup("wild", [made_up_run("wild", 0, [1.0, 3.0])])])
+    assert "wild ends worse than it began, 3 after 1" in str(wild.caption)
     ends = {"good": (1.0, 1e-4), "far": (1.0, 0.2), "near": (1.0, 0.05), "worse": (1.0, 3.0)}
     assert doubts("error", ends, larger_is_better=False) == [
         "far ends at 0.2, more than 1,000 times the best: other steps may help, or the method is biased on this "
@@ -64,12 +58,3 @@ def test_rows_that_went_wrong_are_told_in_words() -> None:
     accuracies = {"good": (0.1, 0.9), "poor": (0.1, 0.0005), "worse": (0.5, 0.4)}
     assert [line.split()[0] for line in doubts("accuracy", accuracies, larger_is_better=True)] == ["poor", "worse"]
     assert doubts("error", {"unknown": (math.nan, 1.0), "exact": (1.0, 0.0), "rest": (1.0, 1e-9)}, False) == []
-
-
-def test_the_caption_of_a_comparison_has_them(mine, run) -> None:
-    quick = ["quadratic", "--set", "task.clients=2", "--set", "task.samples=[2, 2]", "--rounds", 30]
-    large = ["--set", "server_lr=2.5", "--set", "client_lr=0.01"]
-    assert run("run", *quick, *large, "--out", "wild")[0] == 0
-    text = io.StringIO()
-    Console(file=text, width=200).print(comparison_table(load_groups(["wild"])))
-    assert "wild ends worse than it began" in text.getvalue()

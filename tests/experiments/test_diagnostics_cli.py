@@ -61,25 +61,14 @@ def assert_near(got: object, wanted: object) -> None:
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["check", "quadratik"], "did you mean 'quadratic'"),
-        (["check", "quadratic", "--algorithm", "fednst"], "did you mean 'fednest'"),
-        (["check", "quadratic", "--algorithm", "simfbo"], "simfbo makes no estimate of the hypergradient; these do: "),
-        (
-            ["check", "quadratic", "--algorithm", "fedbio"],
-            "your own has one if it defines hypergradient_at",
-        ),
-        (["check", "quadratic", "--algorithm", "irg"], "`fedbilevel check quadratic` checks the task's hypergradient"),
-        (["check", "nowhere.py:task"], "there is no file"),
-        (
-            ["diagnose", "quadratic", "--algorithm", "lfednest"],
-            "no fields are suggested for lfednest: they average",
-        ),
-        (["diagnose", "quadratic", "--set", "clinets=3"], "did you mean 'clients'"),
-        (["diagnose", "quadratic", "--set", "clients=0"], "clients = 0 is not allowed"),
+        (["check", "--algorithm", "simfbo"], "simfbo makes no estimate of the hypergradient; these do: "),
+        (["check", "--algorithm", "irg"], "`fedbilevel check quadratic` checks the task's hypergradient alone"),
+        (["diagnose", "--algorithm", "lfednest"], "no fields are suggested for lfednest: they average"),
+        (["diagnose", "--set", "clinets=3"], "did you mean 'clients'"),
+        (["diagnose", "--set", "clients=0"], "clients = 0 is not allowed"),
     ],
 )
 def test_wrong_input_is_explained(arguments: list[str], words: str, run) -> None:
-    code, shown, error = run(*arguments)
-    assert (code, shown) == (2, "")
+    code, shown, error = run(arguments[0], "quadratic", *arguments[1:])
+    assert (code, shown, len(error.splitlines())) == (2, "", 1)
     assert words in error
-    assert len(error.splitlines()) == 1

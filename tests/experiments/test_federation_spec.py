@@ -62,20 +62,6 @@ def test_a_spec_gives_the_same_numbers_as_a_simulation(spec, tmp_path):
     assert sum(line["bytes_down"] for line in exchanges) == a.ledger["bytes_down"]
 
 
-def test_four_hospitals_give_the_same_numbers_as_a_simulation(tmp_path, monkeypatch):
-    """Clients' programs differ from the simulation's, in which four clients are one batch: float64 rounding apart."""
-    hospital_files.write(tmp_path, monkeypatch)
-    spec = configure(task="hospitals", algorithm="simfbo", settings=["run.rounds=3", "run.eval_every=3"])
-    federation.serve(spec, InProcess(federation.client_app(spec), 4), {"out": str(tmp_path / "a")})
-    run(spec, tmp_path / "b")
-    assert_same_result(tmp_path / "a", tmp_path / "b", 1e-12)
-    last = [load_run(tmp_path / name).history.rows[-1] for name in "ab"]
-    assert {name: last[0][name] for name in last[0] if "test" in name} == pytest.approx(
-        {name: last[1][name] for name in last[1] if "test" in name}, rel=1e-12
-    )
-    assert "test_accuracy.va" in last[0]
-
-
 @pytest.mark.parametrize(
     ("given", "task", "clients", "rounds"),
     [
@@ -164,12 +150,9 @@ def test_clients_read_their_own_folders_and_the_server_none(hospitals, tmp_path,
         ({**NODE, "samples": "many"}, "task.samples"),
     ],
 )
-def test_a_wrong_node_configuration_is_told_what_is_wrong(spec, node, message):
+def test_node_configuration_says_what_a_site_allows_or_is_told_what_is_wrong(spec, node, message, tmp_path):
     with pytest.raises(fb.errors.ConfigurationError, match=message):
         federation.site(spec, {}, node)
-
-
-def test_node_configuration_says_what_a_site_allows(spec, tmp_path):
     limits = {"max-local-steps": 7, "max-batch-size": 9, "max-seconds": 5, "max-bytes": 100}
     privacy = {"clip": 2, "noise-multiplier": 3.0, "delta": 1e-5, "epsilon": 4.0, "state-folder": str(tmp_path)}
     site = federation.site(spec, {}, {**NODE, **limits, **privacy})
@@ -214,41 +197,23 @@ def test_the_app_of_a_task_of_ours(tmp_path, capsys):
     assert "not empty" in capsys.readouterr().err
 
 
-def test_the_app_of_a_file_has_the_file(hospitals, tmp_path, monkeypatch):
-    monkeypatch.chdir(hospitals)
-    write_app(read_spec("spec.toml"), tmp_path / "penalties")
-    inside = tmp_path / "penalties" / "penalties"
-    assert (inside / "problem.py").read_text() == (EXAMPLE / "problem.py").read_text()
-    monkeypatch.syspath_prepend(tmp_path / "penalties")
-    assert read_spec(inside / "spec.toml").task.name == "penalties.problem:penalties"
-
-
-def test_a_file_that_needs_its_neighbours_is_refused(tmp_path):
+def test_a_file_that_needs_its_neighbours_and_a_name_that_is_no_package_are_refused(spec, tmp_path):
     (tmp_path / "neighbour_of_it.py").write_text("A = 1\n")
     (tmp_path / "mine.py").write_text("import neighbour_of_it\nfrom fedbilevel.tasks import quadratic as task\n")
-    spec = configure(task=f"{tmp_path / 'mine.py'}:task")
-    with pytest.raises(fb.errors.ConfigurationError, match="an installed package"):
-        write_app(spec, tmp_path / "app")
-    assert not (tmp_path / "app").exists()
-
-
-def test_a_name_that_is_no_package_is_refused(spec, tmp_path):
-    with pytest.raises(fb.errors.ConfigurationError, match="begins with a letter"):
-        write_app(spec, tmp_path / "3-apps")
-    assert not (tmp_path / "3-apps").exists()
+    of_two = configure(task=f"{tmp_path / 'mine.py'}:task")
+    for made, name, words in ((of_two, "app", "an installed package"), (spec, "3-apps", "begins with a letter")):
+        with pytest.raises(fb.errors.ConfigurationError, match=words):
+            write_app(made, tmp_path / name)
+        assert not (tmp_path / name).exists()
 
 
 def test_keys_are_made_once(tmp_path, capsys):
     command = ["flower", "keys", str(tmp_path / "keys"), "--clients", "2", "--host", "server.example.org"]
     assert main(command) == 0
     assert {file.name for file in (tmp_path / "keys").iterdir()} >= {"ca.crt", "server.key", "client-0", "client-1.pub"}
-    assert main(command) == 2
-    assert "would be overwritten" in capsys.readouterr().err
-
-
-def test_without_a_command_flower_says_which_there_are(capsys):
-    assert main(["flower"]) == 2
-    assert "new, keys, status or demo" in capsys.readouterr().err
+    for again, words in ((command, "would be overwritten"), (["flower"], "new, keys, status or demo")):
+        assert main(again) == 2
+        assert words in capsys.readouterr().err
 
 
 def test_of_bounds_on_norms_0_is_none():

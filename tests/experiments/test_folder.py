@@ -73,10 +73,9 @@ KEPT = {
 def test_what_anybody_could_want_is_refused_and_not_touched(dead, case) -> None:
     KEPT[case](dead)
     before = content(dead.path)
-    with pytest.raises(ConfigurationError, match="dead: that folder is not empty"):
-        experiments.run(SPEC, dead.path, plot=False)
-    with pytest.raises(ConfigurationError, match="dead: that folder is not empty"):
-        dead.claim(SPEC)
+    for begin in (lambda: experiments.run(SPEC, dead.path, plot=False), lambda: dead.claim(SPEC)):
+        with pytest.raises(ConfigurationError, match="dead: that folder is not empty"):
+            begin()
     assert content(dead.path) == before
 
 
@@ -97,17 +96,15 @@ def test_a_run_in_progress_is_named(tmp_path) -> None:
         experiments.run(SPEC, place.path, plot=False)
 
 
-def test_the_spec_that_is_asked_for_is_no_loss(dead) -> None:
-    dead.environment.unlink()  # killed between the two
-    with pytest.warns(CheckpointWarning, match=r"exchanges\.jsonl, spec\.toml"):
-        dead.claim(SPEC)
-
-
-def test_an_empty_folder_is_taken_without_a_word(tmp_path, recwarn) -> None:
-    place = Folder(tmp_path)
+def test_an_empty_folder_is_taken_without_a_word_and_so_is_the_spec_that_is_asked_for(dead, tmp_path, recwarn) -> None:
+    place = Folder(tmp_path / "empty")
+    place.path.mkdir()
     place.lock.touch()
     place.claim(SPEC)
     assert not recwarn.list
+    dead.environment.unlink()  # killed between the two
+    with pytest.warns(CheckpointWarning, match=r"exchanges\.jsonl, spec\.toml"):
+        dead.claim(SPEC)
 
 
 def test_a_run_that_cannot_start_leaves_nothing(dead, monkeypatch) -> None:
@@ -148,23 +145,25 @@ def test_an_environment_names_the_commit_of_the_code(tmp_path: Path, monkeypatch
     code.write_text("first\n")
     monkeypatch.setattr(runner, "__file__", str(code))
     monkeypatch.setattr(runner, "_commit", runner._commit.__wrapped__)
-    assert runner.environment_of(SPEC)["commit"] is None  # installed, or unpacked from an archive
 
     def git(*words: str) -> str:
         by = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
         return subprocess.run(["git", *by, *words], cwd=tmp_path, check=True, capture_output=True, text=True).stdout
 
+    def commit() -> str | None:
+        return runner.environment_of(SPEC)["commit"]
+
+    assert commit() is None  # installed, or unpacked from an archive
     git("init")
-    assert runner.environment_of(SPEC)["commit"] is None  # nothing is committed yet
     git("add", ".")
+    assert commit() is None  # nothing is committed yet
     git("commit", "-m", "one")
     git("tag", "v1")
-    commit = git("rev-parse", "HEAD")[:12]
-    assert runner.environment_of(SPEC)["commit"] == commit
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "elsewhere"))
-    assert runner.environment_of(SPEC)["commit"] == commit
+    of_code = commit()
     monkeypatch.delenv("GIT_DIR")
+    assert of_code == git("rev-parse", "HEAD")[:12]
     code.write_text("second\n")
-    assert runner.environment_of(SPEC)["commit"] == f"{commit}-dirty"
+    assert commit() == f"{of_code}-dirty"
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert runner.environment_of(SPEC)["commit"] is None  # a machine without git
+    assert commit() is None  # a machine without git

@@ -7,7 +7,6 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -30,12 +29,10 @@ def one_sentence(outcome: tuple[int, str, str], code: int, *words: str) -> None:
 SPECS = {
     'task.name = ["quadratic"]': "task.name = ['quadratic'] is not allowed: it must be text",
     "task = 3": "task = 3 is not allowed: it must be a table: [task]",
-    "algorithm.name = {a = 1}": "algorithm.name = {'a': 1} is not allowed: it must be text",
     "task.data = [1]": "task.data = [1] is not allowed",
     'task.network = ["mlp"]': "task.network = ['mlp'] is not allowed",
     f"run.rounds = {RAW[DIGITS]}": "is not TOML",
     f"run.rounds = {10**400}": "'run' has an integer of more than 64 bits",
-    f"run.rounds = {RAW[DEEP]}": "is not TOML",
     f"run.rounds = {'[' * 50 + ']' * 50}": "has lists and tables in each other to a depth of more than 10",
     "run.seed = 1979-05-27": "'1979-05-27', a date or a time",
     'task.name = "a\\u0000/b.py:make"': "is not the name of a file",
@@ -56,63 +53,35 @@ def test_specs(content: str, run: Run, tmp_path: Path) -> None:
         one_sentence(run("compare", folder), 2, SPECS[content], "spec.toml")
 
 
-FOUND = {"[]": "a list", "3": "a number", "null": "null", '"text"': "a text"}
-
-
-@pytest.mark.parametrize("content", ["[]", "3", "null", "{}", '"text"', RAW[DEEP], RAW[DIGITS], "\0", '{"round": 1}'])
-@pytest.mark.parametrize("name", ["history.jsonl", "summary.json", "ledger.json"])
-def test_runs(name: str, content: str, run: Run, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", ["[]", "null", "{}", RAW[DEEP], "\0"])
+def test_runs(content: str, run: Run, tmp_path: Path) -> None:
+    """What else may be wrong in them tests/test_hostile_files.py tries."""
     folder = write_run(tmp_path / "run", experiments.configure(task="quadratic", settings=["rounds=20"]))
-    (folder / name).write_text(content)
-    if (name, content) != ("ledger.json", "{}"):  # which is one of a run without exchanges
-        found = ["a JSON object with ", f"is expected, {FOUND[content]} was found"] if content in FOUND else []
-        one_sentence(run("compare", folder), 2, f"{folder / name} is damaged", *found)
+    found = {"[]": "a list was found", "null": "null was found"}.get(content, "")
+    for name in ("history.jsonl", "summary.json"):
+        whole = (folder / name).read_text()
+        (folder / name).write_text(content)
+        one_sentence(run("compare", folder), 2, f"{folder / name} is damaged", found)
+        (folder / name).write_text(whole)
 
 
-@pytest.fixture(scope="module")
-def played(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    place = tmp_path_factory.mktemp("runs") / "played"
-    experiments.run(experiments.configure(task="quadratic", settings=["rounds=10"]), place, plot=False)
-    (place / "checkpoint.previous.npz").unlink(missing_ok=True)  # a resumption would go on from it
-    return place / "checkpoint.npz"
-
-
-METAS: dict[str, Any] = {
-    "fingerprint": 3,
-    "history": [{"round": "one"}],
-    "ledger": {"rounds": "one"},
-    "seconds": None,
-    "losses": {"outer_loss": 3},
-}
-
-
-@pytest.mark.parametrize("name", METAS)
-def test_checkpoints(name: str, played: Path, run: Run) -> None:
-    with np.load(played) as stored:
-        arrays = {key: stored[key] for key in stored.files}
-    header = json.loads(arrays["__meta__"].tobytes())
-    header["meta"][name] = METAS[name]
-    arrays["__meta__"] = np.frombuffer(json.dumps(header).encode(), np.uint8)
-    whole = played.read_bytes()
-    try:
-        np.savez(played, **arrays)
-        spoilt = played.read_bytes()
-        outcome = run("run", "--resume", played.parent, "--rounds", 20, "--quiet")
-        one_sentence(outcome, 4, "checkpoint.npz is not a readable checkpoint")
-        assert played.read_bytes() == spoilt
-    finally:
-        played.write_bytes(whole)
-
-
-def test_a_compressed_checkpoint(played: Path, run: Run, tmp_path: Path) -> None:
-    with np.load(played) as stored:
-        np.savez_compressed(tmp_path / "bomb.npz", **{**stored, "more": np.zeros(10_000_000)})
-    whole = played.read_bytes()
-    try:
-        played.write_bytes((tmp_path / "bomb.npz").read_bytes())
-        one_sentence(run("run", "--resume", played.parent, "--rounds", 20), 4, "its arrays are compressed")
-    finally:
-        played.write_bytes(whole)
+@pytest.mark.parametrize("damage", ["meta", "compressed"])
+def test_checkpoints(damage: str, run: Run, tmp_path: Path) -> None:
+    place = tmp_path / "run" / "checkpoint.npz"
+    experiments.run(experiments.configure(task="quadratic", settings=["rounds=10"]), place.parent, plot=False)
+    place.with_name("checkpoint.previous.npz").unlink(missing_ok=True)  # a resumption would go on from it
+    with np.load(place) as stored:
+        arrays = dict(stored)
+    if damage == "meta":
+        header = json.loads(arrays["__meta__"].tobytes())
+        header["meta"]["fingerprint"] = 3
+        np.savez(place, **{**arrays, "__meta__": np.frombuffer(json.dumps(header).encode(), np.uint8)})
+    else:
+        np.savez_compressed(place, **{**arrays, "more": np.zeros(10_000_000)})
+    spoilt = place.read_bytes()
+    words = "checkpoint.npz is not a readable checkpoint" if damage == "meta" else "its arrays are compressed"
+    one_sentence(run("run", "--resume", place.parent, "--rounds", 20, "--quiet"), 4, words)
+    assert place.read_bytes() == spoilt
 
 
 def test_a_host_that_no_certificate_can_name(run: Run, tmp_path: Path) -> None:

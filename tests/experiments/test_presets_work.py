@@ -1,7 +1,7 @@
-"""Does every bilevel method start, and learn, with its presets and nothing else said?
+"""Does every method start, and learn, with its presets and nothing else said?
 
-That it starts is asked of every method in seconds: `solve` makes all its checks, and no round is played. That it learns
-is asked on images held out of training, which presets may be chosen on, and against the quadratic's closed form.
+That it starts is asked of every bilevel method in seconds: `solve` makes all its checks, and no round is played. That
+it learns is asked on digits, by one command each, and against the quadratic's closed form.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ import os
 from functools import cache
 
 import pytest
+from agreement import listed
 
 import fedbilevel as fb
+from fedbilevel import experiments
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.experiments.presets import OWN_HYPERGRADIENTS
 from fedbilevel.experiments.runner import build, task_of
@@ -36,15 +38,8 @@ class Gate:
 
 
 @cache
-def task_with_presets(task: str, data: str | None, *settings: str) -> Task:
-    return task_of(configure(task=task, data=data, settings=settings))
-
-
-def starts(task: str, data: str | None, algorithm: str) -> None:
-    """Refused by its own preset, it raises something else."""
-    spec, shared = configure(task=task, algorithm=algorithm, data=data), task_with_presets(task, data)
-    with pytest.raises(Started):
-        solved(spec, shared, engine=Gate())
+def task_with_presets(task: str, data: str | None) -> Task:
+    return task_of(configure(task=task, data=data))
 
 
 def solved(spec: Spec, task: Task, **fields: object) -> fb.Result:
@@ -53,35 +48,41 @@ def solved(spec: Spec, task: Task, **fields: object) -> fb.Result:
     return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, **plan)
 
 
-def test_there_are_bilevel_methods() -> None:
-    """An empty table would pass all that follows."""
+@pytest.mark.parametrize(
+    ("task", "data"),
+    [
+        ("quadratic", None),
+        ("hyper_representation", "digits"),
+        *(
+            pytest.param("hyper_representation", data, marks=[real_images, pytest.mark.slow])
+            for data in ("mnist", "fashion-mnist", "cifar-10")
+        ),
+    ],
+)
+def test_no_preset_is_refused(task, data) -> None:
+    """Refused by its own preset, a method raises something else."""
     assert {"adbo", "sdbo", "afbo", "fednest", "simfbo"} < set(BILEVEL)
-
-
-@pytest.mark.parametrize(("task", "data"), [("quadratic", None), ("hyper_representation", "digits")])
-@pytest.mark.parametrize("algorithm", BILEVEL)
-def test_no_preset_is_refused(task, data, algorithm) -> None:
-    starts(task, data, algorithm)
-
-
-@real_images
-@pytest.mark.slow
-@pytest.mark.parametrize("data", ["mnist", "fashion-mnist", "cifar-10"])
-@pytest.mark.parametrize("algorithm", BILEVEL)
-def test_no_preset_for_real_images_is_refused(data, algorithm) -> None:
-    starts("hyper_representation", data, algorithm)
+    for algorithm in BILEVEL:
+        with pytest.raises(Started):
+            solved(configure(task=task, algorithm=algorithm, data=data), task_with_presets(task, data), engine=Gate())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", BILEVEL)
-def test_presets_learn_the_digits(algorithm) -> None:
-    """Ten classes: chance is 0.1."""
-    settings = ("task.holdout=0.2", "run.rounds=60")
-    spec = configure(task="hyper_representation", algorithm=algorithm, data="digits", settings=settings)
-    task = task_with_presets("hyper_representation", "digits", "task.holdout=0.2")
-    accuracy = solved(spec, task).history["validation_accuracy"]
-    assert accuracy[0] < 0.3
-    assert accuracy[-1] > 0.6
+@pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
+def test_one_command_learns_the_digits(algorithm, run, tmp_path) -> None:
+    """Each on the kind of problem it is for. 90 % is a floor under methods that do not run, and presets that crawl or
+    diverge: SimFBO with a hundredth of its steps ends at 72 %. A head on an untrained representation passes it (96 %);
+    that methods find the outer variable is shown on closed forms, in tests/algorithms."""
+    task = listed("LEARNS").get(ALGORITHMS[algorithm], "hyper_representation")
+    chosen = [] if task == "hyper_representation" else [task]  # which is the task where none is named
+    code, _, error = run("run", *chosen, "--algorithm", algorithm, "--quiet", "--out", tmp_path / "run")
+    assert (code, error) == (0, "")
+    found = experiments.load_run(tmp_path / "run")
+    assert (found.spec.task.name, found.spec.algorithm.name, found.spec.data) == (task, algorithm, "digits")
+    assert (found.metric, found.summary["stopped"]) == ("test_accuracy", "")
+    accuracy = found.history["test_accuracy"]
+    assert accuracy[0] < 0.5  # the start knows nothing, so that what is there at the end was learnt
+    assert found.summary["final"] == accuracy[-1] > 0.9
 
 
 @pytest.mark.slow

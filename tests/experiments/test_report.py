@@ -15,7 +15,7 @@ import pytest
 from fedbilevel import experiments
 from fedbilevel.cli import main
 from fedbilevel.engines.checkpoint import write_json
-from fedbilevel.experiments.report import ROWS, write
+from fedbilevel.experiments.report import write
 from run_folders import write_run
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e"
@@ -53,11 +53,11 @@ class Elements(HTMLParser):
         return [" ".join(said.split()) for (one, _), said in zip(self.found, self.texts, strict=True) if one == tag]
 
 
-def keep_runs(out: Path, *algorithms: str, rounds: int = 20) -> Path:
+def keep_runs(out: Path, *algorithms: str) -> Path:
     """A folder with two runs of each algorithm."""
     for algorithm in algorithms:
         for seed in (0, 1):
-            settings = [f"rounds={rounds}", f"run.seed={seed}"]
+            settings = ["rounds=20", f"run.seed={seed}"]
             spec = experiments.configure(task="quadratic", algorithm=algorithm, settings=settings)
             write_json(write_run(out / algorithm / f"seed-{seed}", spec) / "environment.json", {"jax": "0.10.2"})
     return out
@@ -107,13 +107,10 @@ def test_a_runs_page_has_its_history_spec_and_ledger(written: dict[str, str]) ->
 
 
 def test_a_long_history_is_thinned_and_says_so(tmp_path: Path) -> None:
-    runs = keep_runs(tmp_path, "simfbo", rounds=1000)
-    file = runs / "simfbo" / "seed-0" / "history.jsonl"
-    row = json.loads(file.read_text().splitlines()[-1])
-    file.write_text("".join(json.dumps({**row, "round": k}) + "\n" for k in range(401)))
-    page = Elements(write([runs / "simfbo" / "seed-0"]).read_text())
-    assert "134 of 401 rows" in page.text("caption")
-    assert ROWS == 200
+    place = keep_runs(tmp_path, "simfbo") / "simfbo" / "seed-0"
+    row = json.loads((place / "history.jsonl").read_text().splitlines()[-1])
+    (place / "history.jsonl").write_text("".join(json.dumps({**row, "round": k}) + "\n" for k in range(401)))
+    assert "134 of 401 rows" in Elements(write([place]).read_text()).text("caption")
 
 
 def test_strangers_names_are_text(tmp_path: Path) -> None:
@@ -149,13 +146,7 @@ def test_the_command_writes_pages_beside_what_they_show(tmp_path: Path, capsys: 
     ("arguments", "message"),
     [(["empty"], "it must be the folder of a run"), (["empty", "--out", "x.png"], "ends in .html")],
 )
-def test_wrong_folders_are_named(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    arguments: list[str],
-    message: str,
-) -> None:
+def test_wrong_folders_are_named(arguments, message, tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     assert main(["report", *arguments]) == 2

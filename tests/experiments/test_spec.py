@@ -16,7 +16,7 @@ from fedbilevel.core.config import at, static
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tables import optimizer
 from fedbilevel.core.tree import XYV
-from fedbilevel.experiments import Spec, configure, read_spec, resolve, toml
+from fedbilevel.experiments import configure, read_spec, resolve, toml
 from fedbilevel.experiments.presets import PRESETS
 from fedbilevel.experiments.runner import algorithm_of
 from fedbilevel.tasks import TASKS
@@ -24,15 +24,14 @@ from fedbilevel.tasks import TASKS
 COSINE = '{schedule = "cosine_decay_schedule", init_value = 0.1, decay_steps = 500, alpha = 0.1}'
 
 
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("task", TASKS)
-def test_every_default_spec_is_complete_and_survives_writing(task: str, algorithm: str, tmp_path) -> None:
-    spec = resolve({"task": task, "algorithm": algorithm})
-    file = tmp_path / "spec.toml"
-    file.write_text(spec.to_toml())
-    assert read_spec(file) == spec
-    assert resolve(tomllib.loads(spec.to_toml())) == spec
-    algorithm_of(spec)
+def test_every_default_spec_is_complete_and_survives_writing(task: str, tmp_path) -> None:
+    for algorithm in ALGORITHMS:
+        spec = resolve({"task": task, "algorithm": algorithm})
+        assert resolve(tomllib.loads(spec.to_toml())) == spec
+        algorithm_of(spec)
+    (tmp_path / "spec.toml").write_text(spec.to_toml())
+    assert read_spec(tmp_path / "spec.toml") == spec
 
 
 @pytest.mark.parametrize(("task", "data"), PRESETS)
@@ -46,13 +45,10 @@ def test_presets_name_fields_that_exist(task: str, data: str | None) -> None:
         resolve({"task": {"name": task, **preset.task}, "algorithm": chosen, "run": preset.of_run(algorithm)})
 
 
-def test_a_task_that_the_default_method_is_not_for_has_its_own() -> None:
+def test_a_task_may_have_its_own_method_and_a_method_a_single_client() -> None:
     assert resolve({"task": "selection"}).algorithm.name == configure(task="location").algorithm.name == "fism"
     assert resolve({"task": "quadratic"}).algorithm.name == "simfbo"
     assert configure(task="location", algorithm="irg").algorithm.name == "irg"
-
-
-def test_a_method_for_a_single_client_has_one_by_its_preset() -> None:
     assert resolve({"task": "selection", "algorithm": "irig"}).run.pooled
     assert not resolve({"task": "selection", "algorithm": "fism"}).run.pooled
     assert not configure(task="location", algorithm="irig", settings=["run.pooled=false"]).run.pooled
@@ -139,11 +135,7 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
         (["client_lr.z=2"], ["'z'", "algorithm.client_lr"]),
         (["client_lr.x=fast"], ["algorithm.client_lr.x", "'fast'", "positive number"]),
         (["server_lr=0"], ["algorithm.server_lr.x", "0", "positive number"]),
-        (["server_lr.y=-0.1"], ["algorithm.server_lr.y", "-0.1", "positive number"]),
-        (
-            ["client_lr.x={schedule = 'linear_schedul', steps = 5}"],
-            ["client_lr.x: ", "mean 'linear_schedule'"],
-        ),
+        (["client_lr.x={schedule = 'linear_schedul', steps = 5}"], ["client_lr.x: ", "mean 'linear_schedule'"]),
         (["client_lr.x={schedule = 'cosine_decay_schedule', init_value = 0.1}"], ["client_lr.x: ", "'decay_steps'"]),
         (
             ["client_lr.x={schedule = 'linear_schedule', init_valu = 1}"],
@@ -151,10 +143,7 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
         ),
         (["client_lr.x={schedule = 'constant_schedule', value = nan}"], ["client_lr.x: value at round 0 = nan"]),
         (["client_lr.x={schedule = 'constant_schedule', value = 'x'}"], ["client_lr.x: value at round 0 = 'x'"]),
-        (
-            ["client_lr.x={schedule = 'inject_hyperparams'}"],
-            ["schedule of Optax 'inject_hyperparams' (allowed: constant"],
-        ),
+        (["client_lr.x={schedule = 'inject_hyperparams'}"], ["schedule of Optax 'inject_hyperparams' (allowed: const"]),
         (["client_lr.x={schedule = 3}"], ["algorithm.client_lr.x.schedule = 3", "a name of Optax"]),
         (["local_optimizer=momentun"], ["did you mean 'momentum'"]),
         (["local_optimizer=3"], ["algorithm.local_optimizer", "a table"]),
@@ -170,7 +159,6 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
         (["task.data=3"], ["task.data = 3", "str"]),
         (["ridge=nan"], ["task.ridge"]),
         (["task.seed=-1"], ["task.seed"]),
-        (["rounds=0"], ["run.rounds = 0", "positive"]),
         (["run.eval_every=0"], ["run.eval_every = 0", "positive"]),
     ],
 )
@@ -182,37 +170,10 @@ def test_a_wrong_setting_is_explained(settings: list[str], words: list[str]) -> 
     assert "\n" not in message
 
 
-@pytest.mark.parametrize(
-    ("tables", "words"),
-    [
-        ({"task": {"name": "quadratik"}}, ["unknown task", "did you mean 'quadratic'"]),
-        ({"algorithm": "simfob"}, ["unknown algorithm", "did you mean 'simfbo'"]),
-        ({"tasks": {}}, ["section", "did you mean 'task'"]),
-        ({"run": 3}, ["run = 3", "a table"]),
-        ({"run": {"round": 3}}, ["field of run", "did you mean 'rounds'"]),
-    ],
-)
-def test_a_wrong_table_is_explained(tables: dict, words: list[str]) -> None:
-    with pytest.raises(ConfigurationError) as error:
-        resolve(tables)
-    assert all(word in str(error.value) for word in words), str(error.value)
-
-
-@pytest.mark.parametrize(
-    "value",
-    [3, -0.5, 1e-8, 1e300, math.inf, True, "a \"b\" \\ \n é \x7f", [1, [2.0, "x"]], {"a b": {"c": 1}}, [], {}],
-)  # fmt: skip
-def test_values_survive_being_written_as_toml(value: object) -> None:
-    assert tomllib.loads(toml.dumps({"section": {"field": value}}))["section"]["field"] == value
-
-
-def test_a_replaced_spec_is_checked() -> None:
-    spec: Spec = resolve({})
-    assert spec.replace(run={"rounds": 5}).run.rounds == 5
-    with pytest.raises(ConfigurationError, match="rounds"):
-        spec.replace(run={"rounds": "x"})
-    assert isinstance(spec.algorithm.fields["client_lr"], dict)
-    assert resolve({"algorithm": {"client_lr": XYV(1, 2, 3)}}).algorithm.fields["client_lr"] == {"x": 1, "y": 2, "v": 3}
+def test_values_survive_being_written_as_toml() -> None:
+    text = 'a "b" \\ \n é \x7f'
+    for value in (3, -0.5, 1e-8, 1e300, math.inf, True, text, [1, [2.0, "x"]], {"a b": {"c": 1}}, [], {}):
+        assert tomllib.loads(toml.dumps({"section": {"field": value}}))["section"]["field"] == value
 
 
 def test_mistakes_of_all_sections_are_said_at_once() -> None:
@@ -293,6 +254,9 @@ def test_a_file_that_cannot_be_loaded_is_said_once(tmp_path) -> None:
 def test_settings_may_be_values_of_python() -> None:
     values = {"server_lr.x": 0.05, "clients": 7, "rounds": 9}
     assert configure(values=values) == configure(settings=["server_lr.x=0.05", "clients=7", "rounds=9"])
+    assert resolve({"algorithm": {"client_lr": XYV(1, 2, 3)}}).algorithm.fields["client_lr"] == {"x": 1, "y": 2, "v": 3}
+    with pytest.raises(ConfigurationError, match="rounds"):
+        resolve({}).replace(run={"rounds": "x"})
 
 
 def test_the_field_of_a_part_is_not_taken_for_that_of_a_task() -> None:

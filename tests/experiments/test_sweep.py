@@ -178,16 +178,6 @@ def test_two_processes_share_the_runs_and_one_survives_the_other(tmp_path, start
     assert contents(tmp_path / "part") == contents(tmp_path / "whole")
 
 
-@pytest.mark.slow
-def test_a_killed_sweep_goes_on_to_the_same_files(folder, tmp_path, start) -> None:
-    process = start("sweep", *SMALL, *GRID, "--out", tmp_path / "part")
-    wait_for(place(tmp_path / "part", 0.1, 0) / "spec.toml", process)
-    process.kill()
-    process.communicate()
-    assert swept(*SMALL, *GRID, "--out", tmp_path / "part") == 0
-    assert contents(tmp_path / "part") == contents(folder)
-
-
 def test_another_setting_in_the_folder_is_named_and_nothing_is_played(copy, run, monkeypatch) -> None:
     monkeypatch.setattr(runner, "solve", None)
     code, _, error = run("sweep", *SMALL[:-1], 5, *GRID, "--out", copy)
@@ -195,37 +185,11 @@ def test_another_setting_in_the_folder_is_named_and_nothing_is_played(copy, run,
     assert "seed-0 holds another run (run.rounds: 4 there, 5 now): choose another folder" in error
 
 
-def test_another_text_of_ones_own_task_is_another_sweep(tmp_path, run) -> None:
-    """Runs of before and after the change would stand in one table."""
-    own, text = tmp_path / "own.py", "from fedbilevel.tasks import quadratic\ndef mine(): return quadratic(clients=3)\n"
-    own.write_text(text)
-    arguments = [f"{own}:mine", "--rounds", "1", "--grid", "server_lr.x=0.05,0.1", "--out", tmp_path / "sweep"]
-    assert swept(*arguments) == 0
-    assert swept(*arguments) == 0
-    own.write_text(text.replace("clients=3", "clients=4"))
-    code, _, error = run("sweep", *arguments)
-    assert code == 2
-    assert "holds another run (own.py has changed since): choose another" in error
-
-
-def test_compare_draws_the_points_of_a_sweep(folder, tmp_path, run, monkeypatch) -> None:
-    monkeypatch.setenv("COLUMNS", "200")  # names are folded where they are wider than a narrow terminal allows
-    code, printed, error = run("compare", folder, "--out", tmp_path / "sweep.png")
-    assert code == 0, error
-    assert all(f"server_lr.x-{x}-cohort-2 (2 seeds)" in printed for x in (0.05, 0.1))
-    assert (tmp_path / "sweep.png").is_file()
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--grid", "sever_lr.x=0.1"], "unknown field 'sever_lr'; did you mean 'server_lr'"),
-        (["--grid", "algorithm.sever_lr.x=0.1"], "unknown field of algorithm 'sever_lr'; did you mean 'server_lr'"),
-        (
-            ["--grid", "server_lr.x=0.1,abc"],
-            "algorithm.server_lr.x = 'abc' is not allowed: it must be a positive number",
-        ),
-        (["--grid", "server_lr.x=0.1,-1"], "algorithm.server_lr.x = -1 is not allowed"),
+        (["--grid", "server_lr.x=0.1,abc"], "server_lr.x = 'abc' is not allowed: it must be a positive number"),
         (
             ["--grid", "server_lr.x=0.1,nan", "--grid", "local_steps=1,-5"],
             "algorithm.local_steps = -5 is not allowed: it must be a positive integer\nalgorithm.server_lr.x = nan is",
@@ -234,18 +198,14 @@ def test_compare_draws_the_points_of_a_sweep(folder, tmp_path, run, monkeypatch)
             ["--grid", "server_lr.x="],
             "--grid = 'server_lr.x=' is not allowed: it must be of the form FIELD=VALUE,VALUE",
         ),
-        (["--grid", "server_lr.x"], "--grid = 'server_lr.x' is not allowed"),
         (["--grid", "server_lr.x=0.1,,0.2"], "'' is not a TOML value"),
         (["--grid", "server_lr.x=0.1,0.10"], "grid of server_lr.x: 0.1 is there twice"),
         (["--grid", "cohort=1", "--grid", "cohort=2"], "--grid cohort is given twice"),
         (["--grid", "server_lr.x=0.1", "--grid", "server_lr=0.2"], "server_lr.x is a part of server_lr"),
-        (["--set", "local_steps=5", "--grid", "local_steps=1,8"], "local_steps=5 is set for all points, and swept"),
         (["--rounds", "4", "--grid", "rounds=4,8"], "run.rounds=4 is set for all points, and swept"),
         (["--grid", "run.seed=0,1"], "run.seed cannot be swept: no seed is better than another"),
         ([], "a sweep needs a field and its values: --grid FIELD=VALUE"),
         (["--grid", "cohort=1,2", "--select", "relativ_error"], "'relativ_error'; did you mean 'relative_error'"),
-        (["--grid", "cohort=1,2", "--select", "test_accuracy"], "unknown metric to select on 'test_accuracy'"),
-        (["--grid", "cohort=1,2", "--rounds", "-4"], "'-4' is not a whole number of at least 1"),
         (["--grid", "cohort=1,2", "--bytes", "-4"], "'-4' is not a positive number of bytes"),
         (["--grid", "cohort=9,10", "--set", "clients=3"], "cohort = 9 is not allowed"),
     ],
@@ -266,18 +226,17 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(run, tmp_path) -> None:
     assert (tmp_path / "file").read_text() == "mine"
 
 
-TEXTS = {
-    "0.01,0.1": [0.01, 0.1],
-    "cg, neumann": ["cg", "neumann"],
-    "[1, 0.5],[1]": [[1, 0.5], [1]],
-    '{name = "adam", b1 = 0.5},sgd': [{"name": "adam", "b1": 0.5}, "sgd"],
-    "'a,b',none": ["a,b", "none"],
-}
-
-
-@pytest.mark.parametrize("text", TEXTS)
-def test_commas_within_a_value_do_not_end_it(text) -> None:
-    assert parse_values(text) == TEXTS[text]
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("cg, neumann", ["cg", "neumann"]),
+        ("[1, 0.5],[1]", [[1, 0.5], [1]]),
+        ('{name = "adam", b1 = 0.5},sgd', [{"name": "adam", "b1": 0.5}, "sgd"]),
+        ("'a,b',none", ["a,b", "none"]),
+    ],
+)
+def test_commas_within_a_value_do_not_end_it(text, values) -> None:
+    assert parse_values(text) == values
 
 
 @pytest.mark.parametrize("text", ["[1, 2", "0.1;0.2", "{a = 1", "0.1,"])
@@ -330,9 +289,8 @@ def test_only_a_holdout_decides_unless_that_is_said() -> None:
 
 @pytest.mark.parametrize("seeds", [(0,), (0, 1)])
 def test_no_number_of_the_table_is_cut(seeds) -> None:
-    points = product(
-        {"algorithm.server_lr.x": [0.000123, 0.1], "hypergradient.solver": ["cg", "neumann"], "cohort": [3]}
-    )
+    grid = {"algorithm.server_lr.x": [0.000123, 0.1], "hypergradient.solver": ["cg", "neumann"], "cohort": [3]}
+    points = product(grid)
 
     def history(number: int, seed: int) -> History:
         if number == 3:

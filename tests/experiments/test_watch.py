@@ -64,20 +64,8 @@ def test_a_pipe_is_shown_rows_alone(run, tmp_path, monkeypatch) -> None:
     assert [line.partition("  ")[0] for line in out.splitlines()[:3]] == ["round 0/20", "round 10/20", "round 20/20"]
 
 
-@pytest.mark.parametrize(
-    ("command", "phases"),
-    [
-        (["diagnose"], ["measuring curvature at the start", "measuring how y*(x) and Φ respond"]),
-        pytest.param(
-            ["check", "--algorithm", "fednest", "--draws", "2"],
-            ["comparing hypergradients", "drawing estimates of fednest"],
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_a_terminal_is_shown_what_is_measured(tmp_path, monkeypatch, command, phases) -> None:
+def test_a_terminal_is_shown_what_is_measured(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
-    code, text = on_a_terminal(monkeypatch, command[0], "quadratic", *command[1:], "--set", "clients=3")
+    code, text = on_a_terminal(monkeypatch, "diagnose", "quadratic", "--set", "clients=3")
     assert code == 0
-    places = [text.index(phase) for phase in phases]
-    assert places == sorted(places)
+    assert 0 < text.index("measuring curvature at the start") < text.index("measuring how y*(x) and Φ respond")

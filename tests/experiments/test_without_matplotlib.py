@@ -57,12 +57,9 @@ def test_seeds_are_played_and_read_again(run, here) -> None:
 def test_methods_are_compared(run, here) -> None:
     code, shown, error = run("compare", *SMALL, "--algorithms", "simfbo,fedbio", "--out", "both", "--csv")
     assert (code, error, "plot" in shown) == (0, SAID, False)
+    assert "presets for quadratic: simfbo, fedbio\n" in shown
     assert {path.name for path in (here / "both").iterdir()} >= {"simfbo", "fedbio", "comparison.csv"}
-    assert pictures(here) == []
-
-
-def test_runs_are_compared(run, here, finished) -> None:
-    code, shown, error = run("compare", finished)
+    code, shown, error = run("compare", "both")
     assert (code, error, "plot" in shown) == (0, SAID, False)
     assert "relative_error" in shown
     assert pictures(here) == []
@@ -74,17 +71,12 @@ def test_a_picture_that_is_asked_for_is_refused(option, run, here, finished) -> 
     assert [path.name for path in here.iterdir()] == ["finished"]
 
 
-def test_fields_are_swept(run, here) -> None:
-    code, shown, error = run("sweep", *SMALL, "--grid", "server_lr.x=0.1", "--out", "swept", "--quiet")
-    assert (code, error, "plot" in shown) == (0, "", False)
-    assert (here / "swept" / "chosen.toml").is_file()
-    assert pictures(here) == []
-
-
-def test_a_page_is_refused(run, here, finished) -> None:
+def test_a_page_and_a_run_in_python_that_is_to_be_drawn_are_refused(run, here, finished) -> None:
     assert run("report", finished, "--out", "page.html") == (2, "", REFUSED)
     with pytest.raises(ConfigurationError, match="plots need matplotlib"):
         write([finished])
+    with pytest.raises(ConfigurationError, match="plots need matplotlib"):
+        experiments.run(experiments.configure(task="quadratic"), here / "one")
     assert [path.name for path in here.iterdir()] == ["finished"]
 
 
@@ -94,9 +86,3 @@ def test_a_federation_is_played(here, capsys) -> None:
     assert SAID in capsys.readouterr().err
     assert load_run("played").summary["rounds"] == 2
     assert pictures(here) == []
-
-
-def test_a_run_in_python_says_so_before_it_begins(here) -> None:
-    with pytest.raises(ConfigurationError, match="plots need matplotlib"):
-        experiments.run(experiments.configure(task="quadratic"), here / "one")
-    assert list(here.iterdir()) == []

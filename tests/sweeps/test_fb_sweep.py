@@ -43,10 +43,7 @@ def two_by_two() -> Sweep:
 
 def test_its_runs_are_those_of_solve(two_by_two) -> None:
     assert [(row["server_lr.x"], row["seed"]) for row in two_by_two.trials] == [
-        (0.05, 0),
-        (0.05, 3),
-        (0.1, 0),
-        (0.1, 3),
+        (x, s) for x in (0.05, 0.1) for s in (0, 3)
     ]
     assert two_by_two.trials[3] == {"server_lr.x": 0.1, "seed": 3, "error": "", **solved(0.1, 3)}
 
@@ -153,28 +150,23 @@ def test_a_run_that_another_process_plays_is_looked_at_again() -> None:
     [
         ({"grid": {}}, r"grid = {} is not allowed: it must be lists of values by the dotted paths of fields"),
         ({"grid": {"server_lr.x": []}}, r"grid of server_lr\.x = \[\] is not allowed"),
-        ({"grid": {"server_lr.x": 0.1}}, r"grid of server_lr\.x = 0\.1 is not allowed"),
         ({"grid": {"server_lr.x": "0.1"}}, r"grid of server_lr\.x = '0\.1' is not allowed"),
         ({"grid": {"server_lr.x": [0.1, 0.10]}}, r"grid of server_lr\.x: 0\.1 is there twice"),
         (
             {"grid": {"server_lr.x": [0.1, 0.2], "server_lr": [fb.XYV(0.5, 0.5, 0.5)]}},
             r"server_lr\.x is a part of server_lr, whose values would replace its own",
         ),
-        ({"grid": {"server_lr.x": np.array([0.1, 0.1])}}, r"grid of server_lr\.x: 0\.1 is there twice"),
         ({"grid": {"server_lr.x": jnp.array([0.5, 0.5])}}, r"grid of server_lr\.x: 0\.5 is there twice"),
         ({"grid": {"local_steps": [5, np.int64(5)]}}, r"grid of local_steps: 5 is there twice"),
         ({"grid": {"sever_lr.x": [0.1]}}, r"unknown field of SimFBO 'sever_lr'; did you mean 'server_lr'"),
         ({"grid": {"server_lr.z": [0.1]}}, r"unknown part of SimFBO\.server_lr 'z'"),
-        ({"grid": {"local_steps.x": [1]}}, r"SimFBO\.local_steps = \{'x': 1\} is not allowed"),
         ({"grid": {"server_lr.x": [0.1, "abc"]}}, r"SimFBO\.server_lr\.x = 'abc' is not allowed"),
         ({"metrics": ["relative_error"]}, r"metrics = \['relative_error'\] is not allowed"),
         ({"select": "relativ_error"}, r"unknown metric .* 'relativ_error'; did you mean 'relative_error'"),
         ({"select": "test_accuracy"}, r"test_accuracy is measured on test data.*select_on_test=True"),
         ({"rounds": -5}, r"rounds = -5 is not allowed"),
-        ({"rounds": None}, r"rounds = None is not allowed: it must be a positive integer"),
         ({"roundz": 5}, r"unknown argument of fedbilevel\.sweep 'roundz'; did you mean 'rounds'"),
         ({"resume": True}, r"unknown argument of fedbilevel\.sweep 'resume'"),
-        ({"metrics_per_client": 5}, r"metrics_per_client = 5 is not allowed"),
         ({"seeds": []}, r"seeds = \[\] is not allowed"),
         ({"seeds": [1, 1]}, r"seeds = \[1, 1\] is not allowed"),
         ({"algorithm": 7}, r"algorithm = 7 is not allowed"),
@@ -223,10 +215,8 @@ def made_up(values, seeds=(0,), larger: bool = False) -> Sweep:
     return played(points, points, seeds, "fit", history)
 
 
-@pytest.mark.parametrize(("larger", "best"), [(False, 1), (True, 2)])
-def test_which_value_is_better_is_as_the_metric_says(larger, best) -> None:
-    found = made_up([[2.0], [1.0], [3.0]], larger=larger)
-    assert (found.best, found.algorithm) == ({"a": best}, {"a": best})
+def test_which_value_is_better_is_as_the_metric_says() -> None:
+    assert [made_up([[2.0], [1.0], [3.0]], larger=larger).best for larger in (False, True)] == [{"a": 1}, {"a": 2}]
 
 
 def test_a_failed_point_is_a_row_that_says_why_and_stands_last() -> None:
@@ -235,9 +225,6 @@ def test_a_failed_point_is_a_row_that_says_why_and_stands_last() -> None:
     assert [row["error"] for row in found.rows] == ["", "seed 1: it diverged", "seeds 0, 1: fit is nan"]
     assert [row["fit"] for row in found.rows] == [5.5, None, None]
     assert "6 runs (3 points × 2 seeds), 3 failed" in repr(found)
-
-
-def test_where_all_fail_there_is_no_best() -> None:
     found = made_up([["no"], ["no"]])
     assert (found.best, found.algorithm) == (None, None)
     assert "every point failed" in repr(found)
@@ -265,19 +252,6 @@ def test_an_unlucky_combination_is_a_row_and_a_value_that_never_fits_is_refused(
         made(points, make)
 
 
-def test_an_unlucky_point_of_an_algorithm_is_a_row() -> None:
-    """Each value fits beside the other's first."""
-    grid = {"steps": [1, 9], "size": [1, 2]}
-
-    def method(steps, size):
-        if steps * size > 9:
-            raise ConfigurationError("too much work")
-        return fb.SimFBO(local_steps=steps)
-
-    found = swept(method, grid=grid, rounds=1)
-    assert [row["error"] for row in found.rows] == ["", "", "", "too much work"]
-
-
 def test_fields_of_parts_are_replaced_by_their_paths() -> None:
     whole = with_values(
         fb.FedNest(), {"hypergradient.solver": fb.parts.CG(), "hypergradient.solver.max_steps": 7, "inner.lr": 0.2}
@@ -299,11 +273,10 @@ def test_the_example_of_a_search_of_ones_own_searches(monkeypatch) -> None:
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
     example = importlib.import_module("search_with_optuna")
     study = example.search(trials=6)
-    best = study.best_trial
-    task, method = example.TASK, fb.SimFBO(**best.params)
-    alone = fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=example.ROUNDS, metrics=task.metrics)
+    task, best = example.TASK, study.best_trial
+    given = {"rounds": example.ROUNDS, "metrics": task.metrics}
+    alone = fb.solve(fb.SimFBO(**best.params), task.problem, task.clients, task.x0, task.y0, **given)
     assert study.best_value == alone.history.rows[-1][example.METRIC]
-    ended = (optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED)
-    assert len(study.trials) == 6
-    assert all(trial.state in ended for trial in study.trials)
     assert best.intermediate_values.keys() == set(range(10, 91, 10))
+    ended = {optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED}
+    assert (len(study.trials), {trial.state for trial in study.trials} - ended) == (6, set())
