@@ -15,7 +15,7 @@ import pytest
 from fedbilevel import experiments
 from fedbilevel.cli import main
 from fedbilevel.engines.checkpoint import write_json
-from fedbilevel.experiments.report import write
+from fedbilevel.experiments.export import write_page
 from run_folders import write_run
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>\"'&\u202e"
@@ -67,7 +67,7 @@ def keep_runs(out: Path, *algorithms: str) -> Path:
 def written(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     runs = keep_runs(tmp_path_factory.mktemp("pages") / "runs", "simfbo", "fedbio")
     pages = {"comparison": [runs], "run": [runs / "simfbo" / "seed-0"]}
-    return {kind: write(folders).read_text() for kind, folders in pages.items()}
+    return {kind: write_page(folders).read_text() for kind, folders in pages.items()}
 
 
 @pytest.mark.parametrize("kind", ["comparison", "run"])
@@ -110,7 +110,7 @@ def test_a_long_history_is_thinned_and_says_so(tmp_path: Path) -> None:
     place = keep_runs(tmp_path, "simfbo") / "simfbo" / "seed-0"
     row = json.loads((place / "history.jsonl").read_text().splitlines()[-1])
     (place / "history.jsonl").write_text("".join(json.dumps({**row, "round": k}) + "\n" for k in range(401)))
-    assert "134 of 401 rows" in Elements(write([place]).read_text()).text("caption")
+    assert "134 of 401 rows" in Elements(write_page([place]).read_text()).text("caption")
 
 
 def test_strangers_names_are_text(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_strangers_names_are_text(tmp_path: Path) -> None:
                 (place / name).read_text().replace("relative_error", "<script>$\\\\frac$ \\u202e")
             )
     for folders in (places[:1], [runs]):
-        html = write(folders).read_text()
+        html = write_page(folders).read_text()
         page = Elements(html)
         assert page.all("script") == []
         assert len(page.all("img")) == 1

@@ -10,7 +10,7 @@ import pytest
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments import federation, load_run
-from fedbilevel.experiments.report import write
+from fedbilevel.experiments.export import write_page
 from fedbilevel.flower.launch.in_process import InProcess
 from run_folders import write_run
 
@@ -74,7 +74,7 @@ def test_a_picture_that_is_asked_for_is_refused(option, run, here, finished) -> 
 def test_a_page_and_a_run_in_python_that_is_to_be_drawn_are_refused(run, here, finished) -> None:
     assert run("report", finished, "--out", "page.html") == (2, "", REFUSED)
     with pytest.raises(ConfigurationError, match="plots need matplotlib"):
-        write([finished])
+        write_page([finished])
     with pytest.raises(ConfigurationError, match="plots need matplotlib"):
         experiments.run(experiments.configure(task="quadratic"), here / "one")
     assert [path.name for path in here.iterdir()] == ["finished"]

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedbilevel import __version__
-from fedbilevel.cli import comparison, diagnostics, federation, run, sweep
+from fedbilevel.cli import comparison, diagnostics, run
 from fedbilevel.cli.shared import BAD_INPUT, OK, Add, check_names, exit_code, fail, sentence
 
 
@@ -47,11 +47,9 @@ def parser() -> argparse.ArgumentParser:
     add = Add(commands)
     run.add_to(add)
     comparison.add_to(add)
-    sweep.add_to(add)
     diagnostics.add_to(add)
     for kind, function in (("algorithm", _algorithms), ("task", _tasks)):
         add(f"{kind}s", function).add_argument("name", nargs="?", metavar="NAME", help=f"of the {kind} to show")
-    federation.add_to(add)
     return whole
 
 
