@@ -11,8 +11,8 @@ from command_line import wait_for
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError, NumericalError
 from fedbilevel.engines.history import History
-from fedbilevel.experiments import configure, search, sweep
-from fedbilevel.experiments.search import Range, search_specs
+from fedbilevel.experiments import configure, sweep
+from fedbilevel.experiments.sweep import Range, search_specs
 
 optuna = pytest.importorskip("optuna")
 SPACE = {"server_lr.x": Range(0.001, 1, log=True), "local_steps": Range(1, 8), "batch_size": ["none", 4]}
@@ -107,20 +107,11 @@ def test_what_a_run_could_not_read_is_no_fault_of_the_study(monkeypatch, tmp_pat
         searched(tmp_path, 1)
 
 
-def test_a_database_without_its_driver_is_refused_and_leaves_nothing(run, monkeypatch, tmp_path) -> None:
-    for name in ("psycopg", "psycopg2"):
-        monkeypatch.setitem(sys.modules, name, None)
-    given = ["--search", "cohort=1:2", "--trials", "3", "--storage", "postgresql://me@host/db"]
-    code, _, error = run("sweep", "quadratic", *given, "--out", tmp_path / "out")
-    assert (code, "its driver, the Python package psycopg" in error) == (2, True)
-    assert not (tmp_path / "out").exists()
-
-
 def test_the_trial_of_a_process_that_was_killed_is_no_loss(played, tmp_path) -> None:
     """Another point is drawn in its place."""
     searched(tmp_path, 2)
-    storage = search.storage_at(str(tmp_path / search.JOURNAL))
-    optuna.load_study(study_name=search.STUDY, storage=storage).ask()
+    storage = sweep.storage_at(str(tmp_path / sweep.JOURNAL))
+    optuna.load_study(study_name=sweep.STUDY, storage=storage).ask()
     found = searched(tmp_path, 4)
     assert len(found.rows) == 4
     assert len(set(played)) == 4
@@ -128,17 +119,17 @@ def test_the_trial_of_a_process_that_was_killed_is_no_loss(played, tmp_path) -> 
 
 def test_a_torn_line_of_the_journal_is_cut_off(played, tmp_path) -> None:
     searched(tmp_path, 3)
-    file = tmp_path / search.JOURNAL
+    file = tmp_path / sweep.JOURNAL
     file.write_bytes(file.read_bytes()[:-30])
     assert len(searched(tmp_path, 4).rows) == 4
 
 
 def test_the_point_of_a_worker_that_a_database_misses_is_played_by_another(played, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(search, "BEAT", 1)
-    monkeypatch.setattr(search, "GRACE", 1)
+    monkeypatch.setattr(sweep, "BEAT", 1)
+    monkeypatch.setattr(sweep, "GRACE", 1)
     place = f"sqlite:///{tmp_path}/shared.db"
     searched(tmp_path / "a", 1, storage=place)
-    study = optuna.load_study(study_name=search.STUDY, storage=search.storage_at(place))
+    study = optuna.load_study(study_name=sweep.STUDY, storage=sweep.storage_at(place))
     lost = study.ask()
     lost.suggest_float("server_lr.x", 0.001, 1, log=True)
     monkeypatch.setattr(
@@ -191,7 +182,6 @@ def test_what_is_no_range_is_refused(text) -> None:
         (["--search", "sever_lr.x=0.1:1", "--trials", "3"], "unknown field 'sever_lr'; did you mean 'server_lr'"),
         (["--search", "server_lr.x=-1:1", "--trials", "3"], "algorithm.server_lr.x = -1 is not allowed"),
         (["--search", "server_lr.x=0.1:1", "--grid", "server_lr.x=1"], "--grid server_lr.x is given twice"),
-        (["--search", "run.seed=1:9", "--trials", "3"], "run.seed cannot be swept"),
         (["--search", "cohort=1:2", "--trials", "3", "--storage", "nonsense://x"], "nonsense://x cannot be used"),
         (["--search", "cohort=1:2", "--trials", "3", "--storage", "."], "the study in . cannot be used"),
         (["--search", "cohort=1:2", "--trials", "3", "--select", "nothing"], "unknown metric to select on 'nothing'"),
@@ -207,22 +197,33 @@ def test_wrong_input_is_a_sentence(arguments, message, run, tmp_path, monkeypatc
 
 def test_a_damaged_journal_is_refused(run, tmp_path) -> None:
     for text in ("{", "{}\n", "[]\n", "\xff\n"):
-        (tmp_path / search.JOURNAL).write_text(text + "\n")
+        (tmp_path / sweep.JOURNAL).write_text(text + "\n")
         code, _, error = run("sweep", "quadratic", "--search", "cohort=1:2", "--trials", "3", "--out", tmp_path)
         assert (code, "study.journal cannot be used" in error) == (2, True)
 
 
 def test_no_password_is_shown() -> None:
-    shown = search.without_password("the study in postgresql+psycopg://me:se:cret@host/db cannot be used: me@host")
+    shown = sweep.without_password("the study in postgresql+psycopg://me:se:cret@host/db cannot be used: me@host")
     assert shown == "the study in postgresql+psycopg://me:***@host/db cannot be used: me@host"
 
 
-def test_without_optuna_the_command_that_installs_it_is_named(run, monkeypatch, tmp_path) -> None:
-    monkeypatch.setitem(sys.modules, "optuna", None)
-    code, _, error = run("sweep", "quadratic", "--search", "cohort=1:2", "--trials", "3", "--out", tmp_path / "out")
-    assert code == 2
-    assert error.strip().endswith('--search needs optuna, which is not installed: '
-                                  'in a clone of the repository, pip install ".[sweep]"')  # fmt: skip
+@pytest.mark.parametrize(
+    ("lacking", "more", "words"),
+    [
+        (
+            ["optuna"],
+            [],
+            '--search needs optuna, which is not installed: in a clone of the repository, pip install ".[',
+        ),
+        (["psycopg", "psycopg2"], ["--storage", "postgresql://me@host/db"], "its driver, the Python package psycopg"),
+    ],
+)
+def test_what_is_not_installed_is_named_and_nothing_is_left(lacking, more, words, run, monkeypatch, tmp_path) -> None:
+    for name in lacking:
+        monkeypatch.setitem(sys.modules, name, None)
+    given = ["--search", "cohort=1:2", "--trials", "3", *more]
+    code, _, error = run("sweep", "quadratic", *given, "--out", tmp_path / "out")
+    assert (code, words in error) == (2, True)
     assert not (tmp_path / "out").exists()
 
 

@@ -249,8 +249,7 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _swept(options: argparse.Namespace, folder: Path) -> Sweep:
-    from fedbilevel.experiments.search import Range, search_specs
-    from fedbilevel.experiments.sweep import parse_values, sweep_specs
+    from fedbilevel.experiments.sweep import Range, parse_values, search_specs, sweep_specs
 
     fields = _fields(options)
     grid = {name: parse_values(text) for name, (option, text) in fields.items() if option == "--grid"}
@@ -270,11 +269,11 @@ def _swept(options: argparse.Namespace, folder: Path) -> Sweep:
 
 def _fields(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
     """The fields that are swept, each with the option that names it and its text."""
-    from fedbilevel.experiments.sweep import parse_field
-
     fields: dict[str, tuple[str, str]] = {}
     for option in ("--search", "--grid"):
-        for name, text in (parse_field(option, one) for one in getattr(options, option[2:])):
+        for given in getattr(options, option[2:]):
+            name, _, text = (part.strip() for part in given.partition("="))
+            require(bool(name and text), option, given, "of the form FIELD=VALUE,VALUE,…")
             if name in fields:
                 raise ConfigurationError(f"{option} {name} is given twice: name all its values at once")
             fields[name] = option, text

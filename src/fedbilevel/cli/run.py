@@ -90,7 +90,10 @@ def _run(options: argparse.Namespace) -> int:
 
 def _run_together(options: argparse.Namespace) -> int:
     """This process's part of a run by several; an error ends it without waiting for the others."""
-    _check_together(options)
+    number = (options.processes is not None, options.process is not None)
+    if options.coordinator is None or not (all(number) or options.coordinator == "auto"):
+        raise ConfigurationError("--coordinator, --processes and --process are given together")
+    require(not options.seeds, "--seeds", options.seeds, "left out with --coordinator: one run at a time")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "4")  # what JAX's runtime prints when it ends a process; we say it
     shared.prepare_jax()
     from fedbilevel.engines.multihost import current_group, join
@@ -114,14 +117,6 @@ def _reported(error: BaseException, debug: bool) -> int:
     if code is None or debug:
         traceback.print_exception(error)
     return 1 if code is None else shared.fail(code, shared.sentence(error))
-
-
-def _check_together(options: argparse.Namespace) -> None:
-    number = (options.processes is not None, options.process is not None)
-    whole = options.coordinator is not None and (all(number) or options.coordinator == "auto")
-    if not whole:
-        raise ConfigurationError("--coordinator, --processes and --process are given together")
-    require(not options.seeds, "--seeds", options.seeds, "left out with --coordinator: one run at a time")
 
 
 def _play(options: argparse.Namespace) -> int:

@@ -55,14 +55,8 @@ def add_options(command: argparse._ActionsContainer, *names: str, **helps: str) 
 
 
 def add_length(command: argparse.ArgumentParser) -> None:
-    length = command.add_mutually_exclusive_group()
-    length.add_argument("--rounds", **OPTIONS["rounds"])
-    length.add_argument("--exchanges", type=count, metavar="N", help="instead: end once N messages went down and up")
-    for name, unit, text in (
-        ("bytes", "bytes", "end once N bytes went down and up, e.g. 2e9"),
-        ("time", "seconds", "end once N seconds of the clock have passed"),
-    ):
-        length.add_argument(f"--{name}", type=partial(positive, unit=unit), metavar="N", help=f"instead: {text}")
+    """Add the options that say how long a run is, of which one is given."""
+    add_options(command.add_mutually_exclusive_group(), "rounds", "exchanges", "bytes", "time")
 
 
 def fail(code: int, sentence: str) -> int:
@@ -129,6 +123,10 @@ def seeds(text: str) -> list[int]:
     return found
 
 
+def _budget(unit: str, ends: str) -> dict[str, Any]:
+    return {"type": partial(positive, unit=unit), "metavar": "N", "help": f"instead: end once N {ends}"}
+
+
 OPTIONS: dict[str, dict[str, Any]] = {
     "algorithm": {"metavar": "NAME", "help": ALGORITHM_HELP},
     "data": {"metavar": "NAME", "help": "the task's data set"},
@@ -136,6 +134,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "spec": {"metavar": "FILE", "help": "a spec in TOML; the other options change it"},
     "cohort": {"type": count, "metavar": "N", "help": "clients per round"},
     "rounds": {"type": count, "metavar": "N", "help": "rounds in total"},
+    "exchanges": {"type": count, "metavar": "N", "help": "instead: end once N messages went down and up"},
+    "bytes": _budget("bytes", "bytes went down and up, e.g. 2e9"),
+    "time": _budget("seconds", "seconds of the clock have passed"),
     "seed": {"type": seed, "metavar": "N"},
     "seeds": {"type": seeds, "metavar": "N,N,…"},
     "out": {"type": Path, "metavar": "DIR"},
@@ -204,15 +205,14 @@ def exit_code(error: BaseException) -> int | None:
     """The exit code for an error that is explained in one sentence; None for one that is a fault of ours."""
     from fedbilevel.data.files import DataError
 
-    if isinstance(error, KeyboardInterrupt):
-        return INTERRUPTED
-    if isinstance(error, NumericalError):
-        return NUMBERS_FAIL
-    if isinstance(error, ExchangeError):
-        return NOT_ANSWERED
-    if isinstance(error, CheckpointError | OSError):
-        return NOT_WRITTEN
-    return BAD_INPUT if isinstance(error, FedbilevelError | DataError) else None
+    codes: dict[Any, int] = {
+        KeyboardInterrupt: INTERRUPTED,
+        NumericalError: NUMBERS_FAIL,
+        ExchangeError: NOT_ANSWERED,
+        (CheckpointError, OSError): NOT_WRITTEN,
+        (FedbilevelError, DataError): BAD_INPUT,
+    }
+    return next((code for kinds, code in codes.items() if isinstance(error, kinds)), None)
 
 
 def sentence(error: BaseException) -> str:

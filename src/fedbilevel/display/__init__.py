@@ -34,30 +34,22 @@ class Display(Protocol):
 
 
 def chosen(progress: bool | Display | None) -> Display:
-    """The display for True, False or None; a display of one's own is taken as it is."""
-    if progress is False:
-        return Silent()
-    if progress is None or progress is True:
-        return _notebook() or _terminal() or (Lines() if progress else Silent())
-    return progress
+    """The display for True, False or None; a display of one's own is taken as it is.
 
-
-def _notebook() -> Display | None:
-    """tqdm's bar, in a notebook where tqdm is installed."""
+    In a notebook it is tqdm's bar, where tqdm is installed; on a terminal rich's. Nothing goes into pipes and files,
+    not even by one stream, unless it is asked for.
+    """
+    if progress is not None and not isinstance(progress, bool):
+        return progress
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    tqdm = _installed("tqdm.auto") if hasattr(shell, "kernel") else None
-    return None if tqdm is None else Notebook(tqdm.tqdm)
+    if progress is not False and hasattr(shell, "kernel") and (tqdm := _installed("tqdm.auto")):
+        return Notebook(tqdm.tqdm)
+    streams = (sys.stdout, sys.stderr)
+    if progress is not False and all(one is not None and one.isatty() for one in streams) and _installed("rich"):
+        from rich.console import Console
 
-
-def _terminal() -> Display | None:
-    """rich's bar, on a terminal where rich is installed; nothing goes into pipes and files, not even by one stream."""
-    if not all(stream is not None and stream.isatty() for stream in (sys.stdout, sys.stderr)):
-        return None
-    if _installed("rich") is None:
-        return None
-    from rich.console import Console
-
-    return Bar(Console(file=sys.stderr, force_terminal=True))
+        return Bar(Console(file=sys.stderr, force_terminal=True))
+    return Lines() if progress else Silent()
 
 
 def _installed(name: str) -> Any:
@@ -77,7 +69,7 @@ class Silent:
     def close(self) -> None: ...
 
 
-class Lines:
+class Lines(Silent):
     """Plain lines on standard error, for log files: each stage, and the rounds every few seconds."""
 
     def __init__(self) -> None:
@@ -93,8 +85,6 @@ class Lines:
             parts = (f"fedbilevel: round {round}/{rounds}", self.speed.text(rounds))
             print("  ".join(filter(None, parts)), file=sys.stderr, flush=True)
             self.due = time.monotonic() + LINE_INTERVAL
-
-    def close(self) -> None: ...
 
 
 class Notebook:

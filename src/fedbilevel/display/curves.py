@@ -400,12 +400,9 @@ def require_size(size: object) -> None:
 def new_figure(size: tuple[float, float]) -> Any:
     """An empty Matplotlib figure of that width and height in inches, outside pyplot."""
     require_matplotlib()
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(size[0], size[1]), layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    return Figure(figsize=(size[0], size[1]), layout="constrained")
 
 
 def typography(size: tuple[float, float] | None) -> Any:

@@ -18,20 +18,16 @@ if TYPE_CHECKING:
     from fedbilevel.display.curves import COLOURS, COSTS, Curve, costs_of, curve, draw_panel
     from fedbilevel.experiments.compare import comparison_table, load_groups
     from fedbilevel.experiments.folder import Folder, LoadedRun, load_run
-    from fedbilevel.experiments.runner import Experiment, build, complete, resume, run, run_of
+    from fedbilevel.experiments.runner import build, complete, resume, run, run_of
     from fedbilevel.experiments.series import TaskCache, compare_algorithms, seeded
-    from fedbilevel.experiments.spec import Component, EnginePlan, RunPlan, Spec, configure, read_spec, resolve
+    from fedbilevel.experiments.spec import Spec, configure, read_spec, resolve
 
 __all__ = [
     "COLOURS",
     "COSTS",
-    "Component",
     "Curve",
-    "EnginePlan",
-    "Experiment",
     "Folder",
     "LoadedRun",
-    "RunPlan",
     "Spec",
     "TaskCache",
     "build",
@@ -53,19 +49,13 @@ __all__ = [
     "seeded",
 ]
 
-_MODULES = {
-    "core.metrics": ("in_percent",),
-    "display.curves": ("COLOURS", "COSTS", "Curve", "costs_of", "curve", "draw_panel"),
-    "experiments.compare": ("comparison_table", "load_groups"),
-    "experiments.folder": ("Folder", "LoadedRun", "load_run"),
-    "experiments.runner": ("Experiment", "build", "complete", "resume", "run", "run_of"),
-    "experiments.series": ("TaskCache", "compare_algorithms", "seeded"),
-}
-"""Where the names above are that are not in `experiments.spec`."""
+_MODULES = ("display.curves", *(f"experiments.{one}" for one in ("spec", "folder", "runner", "compare", "series")))
+"""Where the names above are, in the order in which they are looked for."""
 
 
 def __getattr__(name: str) -> Any:
-    if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    module = next((module for module, names in _MODULES.items() if name in names), "experiments.spec")
-    return getattr(import_module(f"fedbilevel.{module}"), name)
+    if name in __all__:
+        for module in _MODULES:
+            if hasattr(found := import_module(f"fedbilevel.{module}"), name):
+                return getattr(found, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

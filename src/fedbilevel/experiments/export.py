@@ -176,15 +176,6 @@ def write(groups: Sequence[RunGroup], picture: Path, formats: Collection[str]) -
 
 FILE = "report.html"
 ROWS = 200  # of a history, at most
-PAGE = """\
-<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><title>{title}</title>
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; img-src data:; style-src 'unsafe-inline'">
-<meta name="viewport" content="width=device-width, initial-scale=1"><style>{style}</style></head>
-<body><main><h1>{title}</h1>
-{content}
-</main><footer><p>Written by fedbilevel {version}. This file asks the network for nothing.</p></footer></body></html>
-"""
 
 
 def write_page(folders: Sequence[Path], out: Path | None = None) -> Path:
@@ -211,8 +202,11 @@ def write_page(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
     """The page of some groups of runs, as HTML."""
-    metric, runs = groups[0].metric, [(group, run) for group in groups for run in group.runs]
+    metric, runs, seeds = groups[0].metric, _runs(groups), common_seeds(groups)
     first, single = groups[0].runs[0], len(runs) == 1
+    band = (
+        f"Means over {seeds} seeds; the band is one standard deviation." if seeds > 1 else "One line for each method."
+    )
     title = f"{tasks_of(groups)}: {words(metric)}"
     if single:
         title = f"{tasks_of(groups)} · {groups[0].algorithm}"
@@ -227,7 +221,7 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
     content = [
         *(f"<p>{visible(one)}</p>" for one in (_best(groups), *notes)),
         _image(figure, f"{title}: curves against costs; the numbers are in the tables."),
-        *([] if single else [f"<p>{visible(_band(groups))}</p>"]),
+        *([] if single else [f"<p>{band}</p>"]),
         page_table(comparison(groups)),
         *([_history(first), page_table(_pairs("Ledger", first.ledger))] if single else []),
         "<h2>Run it again</h2>",
@@ -236,9 +230,10 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
         page_table(Table("Folders", places)),
         *(page_table(_pairs(f"Versions and machine of {places}", made)) for made, places in _environments(runs)),
     ]
-    style = (resources.files("fedbilevel.experiments") / "report.css").read_text(encoding="utf-8")
+    files = [resources.files("fedbilevel.experiments") / name for name in ("report.html", "report.css")]
+    template, style = (file.read_text(encoding="utf-8") for file in files)
     version = metadata.version("fedbilevel")
-    return PAGE.format(title=visible(title), style=style, version=version, content="\n".join(content))
+    return template.format(title=visible(title), style=style, version=version, content="\n".join(content))
 
 
 def _best(groups: Sequence[RunGroup]) -> str:
@@ -253,13 +248,6 @@ def _best(groups: Sequence[RunGroup]) -> str:
     ]
     by = f", by {' and '.join(level)}" if len(ends) > 1 else ""
     return f"Best {words(metric)} at the end: {Cell(values=best, kind=metric)}{by}."
-
-
-def _band(groups: Sequence[RunGroup]) -> str:
-    seeds = common_seeds(groups)
-    return (
-        f"Means over {seeds} seeds; the band is one standard deviation." if seeds > 1 else "One line for each method."
-    )
 
 
 def _image(figure: Any, alt: str) -> str:

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -76,14 +77,18 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
     task = seen_by(spec, "server")
     metric = first_metric(task)
     place = Folder(Path(config["out"])) if config.get("out") else Folder.new(spec)
-    require_same(spec, place)
+    changed = place.difference(spec) if place.begun or place.finished else ""
+    if changed:
+        raise ConfigurationError(f"the run in {place.path} differs in {changed}; give this run another folder as out")
+    if place.finished:
+        print(f"the run in {place.path} is finished already", flush=True)
     name = run_name(place)
     keys = config.get("client-keys") or None
     engine = Flower(grid=grid, terms=terms(config), name=name, log=place.exchanges, keys=keys)
 
     def note_name(result: Result, row: Row | None) -> None:
-        if not _name_file(place).exists():
-            write_text(_name_file(place), name)
+        if not place.name_in_federation.exists():
+            write_text(place.name_in_federation, name)
 
     watch = Watch(Console(width=160, force_terminal=False), metric, spec.run.budget, spec.timed)
     experiment = Experiment(task, algorithm_of(spec), engine)
@@ -111,6 +116,9 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     require(alone or client < len(clients), "node configuration: partition-id", client, f"below {len(clients)}")
     row = 0 if alone else client
     shared = clients.inner is clients.outer
+    private = _fields(PRIVACY, node_config)
+    if lacking := [name for name in ("clip", "noise_multiplier", "delta") if private and name not in private]:
+        require(False, "node configuration", f"{', '.join(private)} alone", f"given with {', '.join(lacking)} too")
     return Site(
         id=client,
         algorithm=algorithm_of(spec),
@@ -122,7 +130,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         works=clients.local_steps is not None,
         capacity=None if clients.capacity is None else float(clients.capacity[row]),
         limits=Limits(**_fields(LIMITS, node_config)),
-        privacy=_privacy(Privacy, _fields(PRIVACY, node_config)),
+        privacy=Privacy(**private) if private else None,
         metrics_per_client=task.metrics_per_client if spec.run.metrics_per_client else {},
         tells_metrics=node.get("tell_metrics", False),
         folder=Path(node["state_folder"]).expanduser() if "state_folder" in node else None,
@@ -177,25 +185,15 @@ def seen_by(spec: Spec, party: str | int) -> Task:
     return replace(task, clients=RemoteClients.of(task.population)) if party == "server" else task
 
 
-def require_same(spec: Spec, place: Folder) -> None:
-    """Refuse to go on in a folder with a run of another spec."""
-    if not place.begun and not place.finished:
-        return
-    if changed := place.difference(spec):
-        raise ConfigurationError(f"the run in {place.path} differs in {changed}; give this run another folder as out")
-    if place.finished:
-        print(f"the run in {place.path} is finished already", flush=True)
-
-
 def run_name(place: Folder) -> str:
     """Return the name of the run in a folder, under which clients keep their state; a new name for a run that
     begins."""
-    if not _name_file(place).is_file():
+    if not place.name_in_federation.is_file():
         return secrets.token_hex(16)
     from fedbilevel.flower.wire import is_run
 
-    name = _name_file(place).read_text(errors="replace").strip()
-    require(is_run(name), f"the name in {_name_file(place)}", name[:200], "8 to 64 hexadecimal digits")
+    name = place.name_in_federation.read_text(errors="replace").strip()
+    require(is_run(name), f"the name in {place.name_in_federation}", name[:200], "8 to 64 hexadecimal digits")
     return name
 
 
@@ -228,10 +226,6 @@ def status(place: Folder) -> list[str]:
     return said
 
 
-def _name_file(place: Folder) -> Path:
-    return place.path / "federation"
-
-
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -243,84 +237,6 @@ def _fields(kinds: Mapping[str, type], config: Mapping[str, Any]) -> dict[str, A
         require(type(value) is kinds[name], name, value, WORDS[kinds[name]])
         found[name.replace("-", "_")] = value
     return found
-
-
-def _privacy(made: Any, given: Mapping[str, float]) -> Any:
-    """Make Privacy where anything of it is given; then all but the budget has to be."""
-    if not given:
-        return None
-    missing = [name for name in ("clip", "noise_multiplier", "delta") if name not in given]
-    require(not missing, "node configuration", f"{', '.join(given)} alone", f"given with {', '.join(missing)} too")
-    return made(**given)
-
-
-APP = '''\
-"""The {party} of a federation: see spec.toml."""
-
-from pathlib import Path
-
-from fedbilevel.experiments import federation, read_spec
-
-app = federation.{function}(read_spec(Path(__file__).with_name("spec.toml")))
-'''
-
-PROJECT = """\
-[build-system]
-requires = ["hatchling"]
-build-backend = "hatchling.build"
-
-[project]
-name = "{name}"
-version = "1.0.0"
-description = "{title}"
-license = "Apache-2.0"
-# fedbilevel {version} is installed beforehand, from a clone of its repository: pip install ".[cli,flower]". It is on no
-# package index; named here, it would be fetched from one, where anybody may register the name.
-dependencies = []
-
-[tool.hatch.build.targets.wheel]
-packages = ["."]
-
-[tool.flwr.app]
-publisher = "fedbilevel"
-
-[tool.flwr.app.components]
-serverapp = "{package}.server_app:app"
-clientapp = "{package}.client_app:app"
-
-# flwr run . CONNECTION --run-config 'settings="run.rounds=50 algorithm.local_steps=3" quorum=0.8'
-[tool.flwr.app.config]
-settings = ""     # FIELD=VALUE, with spaces between: changes spec.toml for this run, as --set of fedbilevel run
-out = ""          # the server's run folder; an unfinished run in it is continued. Empty: runs/… where the server runs
-client-keys = ""  # a folder of the server's: client-0.pub, …: who registered with that key is client 0. Empty: anybody
-quorum = 0.5      # share of a cohort that must reply
-deadline = 120.0  # seconds that a client has for a reply
-attempts = 3      # how often those who did not reply are asked, before the run stops
-join = 60.0       # seconds to wait for clients that are not online
-poll = 0.5        # seconds between two looks for replies, at most
-norm-factor = 1e4  # how many times as long as usual an update may be; 0: any
-message-factor = 10.0  # how many times as long as the message it may be, though norm-factor would refuse it
-norm-bound = 0.0  # largest norm of an update that counts; 0: any
-"""
-
-README = """\
-# {name}
-
-{title}, as a Flower app. `{package}/spec.toml` says what is computed; both sides read it.
-
-Simulated, on one machine, in two terminals:
-
-    flower-superlink --insecure --simulation --host 127.0.0.1 --port 8000 --disable-runtime-dependency-installation
-    flwr run . simulation --federation-config 'num-supernodes={clients} client-resources-num-cpus=1' --stream
-
-with this in `~/.flwr/config.toml`:
-
-    [superlink.simulation]
-    address = "127.0.0.1:8000"
-    insecure = true
-
-For real, with TLS and a key for every client: docs/how-to/federation.md of fedbilevel.
-"""
 
 
 def write_app(spec: Spec, folder: Path) -> None:
@@ -341,10 +257,14 @@ def write_app(spec: Spec, folder: Path) -> None:
     names = {"package": package, "name": package.replace("_", "-"), "title": spec.title, "version": __version__}
     write_text(inside / "__init__.py", "")
     write_text(inside / "spec.toml", spec.to_toml())
-    write_text(inside / "server_app.py", APP.format(party="server", function="server_app"))
-    write_text(inside / "client_app.py", APP.format(party="clients", function="client_app"))
-    write_text(folder / "pyproject.toml", PROJECT.format(**names))
-    write_text(folder / "README.md", README.format(**names, clients=spec.task.fields.get("clients", "N")))
+    project, readme, party = (
+        (resources.files("fedbilevel.experiments") / f"app_{file}.txt").read_text(encoding="utf-8")
+        for file in ("project", "readme", "party")
+    )
+    write_text(inside / "server_app.py", party.format(party="server", function="server_app"))
+    write_text(inside / "client_app.py", party.format(party="clients", function="client_app"))
+    write_text(folder / "pyproject.toml", project.format(**names))
+    write_text(folder / "README.md", readme.format(**names, clients=spec.task.fields.get("clients", "N")))
 
 
 def _with_files(spec: Spec, package: Path) -> Spec:

@@ -87,6 +87,7 @@ class Folder:
     plot = _File("plot.png")
     exchanges = _File("exchanges.jsonl")
     failed = _File("failed.txt")
+    name_in_federation = _File("federation")
     lock = _File(".lock")
 
     @classmethod
@@ -161,16 +162,13 @@ class Folder:
         """Make a free folder empty for a run, but for its lock, and say so; a spec that somebody may have written or
         changed by hand is not thrown away."""
         self._require_remains()
-        if self.spec.exists() and not self._written() and self.difference(spec):
-            require_free(self.path)
+        if self.spec.exists() and self.difference(spec):
+            begun = self.environment.stat().st_mtime if self.environment.exists() else 0.0  # after it wrote the spec
+            if self.spec.stat().st_mtime > begun:
+                require_free(self.path)
         if names := sorted(file.name for file in self.clear() if not file.name.startswith(".")):
             text = f"{self.path}: cleared what a run left there that ended before its first checkpoint"
             warnings.warn(CheckpointWarning(f"{text} ({', '.join(names)})"), stacklevel=2)
-
-    def _written(self) -> bool:
-        """Whether the spec is as a run wrote it, which then wrote the environment."""
-        complete = self.environment.exists()
-        return complete and self.spec.stat().st_mtime <= self.environment.stat().st_mtime
 
     def clear(self) -> list[Path]:
         """Remove the remains of a run, if the folder has no other file; the paths that were removed."""

@@ -117,15 +117,13 @@ def _found(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         raise unknown(kind, name, known)
     module = _module(place)
     if attribute not in vars(module):
-        raise unknown(
-            f"{kind} in {place}", attribute, [one for one, value in vars(module).items() if _own(value, module)]
-        )
+        defined = [  # there, and not imported by it
+            one
+            for one, value in vars(module).items()
+            if isinstance(value, Task) or getattr(value, "__module__", "") == module.__name__
+        ]
+        raise unknown(f"{kind} in {place}", attribute, defined)
     return vars(module)[attribute]
-
-
-def _own(value: Any, module: ModuleType) -> bool:
-    """Tell whether a module defines that itself, and did not import it."""
-    return isinstance(value, Task) or getattr(value, "__module__", "") == module.__name__
 
 
 FOLDER: list[Path] = []
@@ -171,23 +169,17 @@ def shown(kind: str, name: str) -> str:
     Raises:
         ConfigurationError: there is none of that name.
     """
-    return _algorithm(name) if kind == "algorithm" else _task(name)
-
-
-def _algorithm(name: str) -> str:
+    if kind == "task":
+        function = task_maker(name)
+        about = None if is_own(name) else inspect.getdoc(inspect.getmodule(function))
+        given = {one: value for one, value in parameters_of(function).items() if value is not inspect.Parameter.empty}
+        return "\n\n".join(filter(None, [about, inspect.getdoc(function), _section("task", name, given)]))
     cls = algorithm_class(name)
     problems = f"Problems: {', '.join(problem.__name__ for problem in cls.solves)}."
     fields = {one.name: one.default for one in dataclasses.fields(cls) if one.default is not dataclasses.MISSING}
     kinds = dict.fromkeys(_kinds(cls, ""))
     parts = "\n".join(["parts:", *kinds]) if kinds else None
     return "\n\n".join(filter(None, [inspect.getdoc(cls), problems, _section("algorithm", name, fields), parts]))
-
-
-def _task(name: str) -> str:
-    function = task_maker(name)
-    about = None if is_own(name) else inspect.getdoc(inspect.getmodule(function))
-    fields = {one: value for one, value in parameters_of(function).items() if value is not inspect.Parameter.empty}
-    return "\n\n".join(filter(None, [about, inspect.getdoc(function), _section("task", name, fields)]))
 
 
 def _section(kind: str, name: str, fields: Fields) -> str:

@@ -44,9 +44,8 @@ class Preset:
         return dict(self.asynchronous.get(algorithm, {}))
 
     def of_run(self, algorithm: str) -> dict[str, Any]:
-        return (
-            {**self.run, **RUNS.get(algorithm, {})} if self.run else {}
-        )  # a user's own task says by itself who is asked
+        """What is set of [run]; a user's own task says by itself who is asked."""
+        return {**self.run, **RUNS.get(algorithm, {})} if self.run else {}
 
 
 def each(algorithms: Iterable[str], fields: Fields) -> dict[str, Fields]:
@@ -295,7 +294,6 @@ TUNING: dict[str, Fields] = {
     **each(SINGLE_LOOP, {"client_lr": xyv(0.05, 0.05, 0.02), "server_lr": xyv(0.1, 0.1, 0.02), "radius": 10.0}),
     **each(FEDBIO, {"client_lr": xyv(0.05, 0.05, 0.01)}),
 }
-TUNING_MNIST = {**TUNING, **each(HESSIAN_INVERTING, merged(TUNING_NESTED, inner(lr=2.0)))}
 
 FAIR: dict[str, Fields] = {
     "fedavg-s": {"inner_lr": 1.0, "outer_lr": 0.3},
@@ -313,12 +311,11 @@ CLASSIFICATION_STEPS = {**local_steps(5), "batch_size": 32}
 # features steps on y and Neumann steps must be shorter. In a batch of five tasks it counts for a fifth, or more where
 # one is drawn again.
 FEW_SHOT_NESTED = {**inner(lr=12.0, server_lr=10.0), "outer_lr": 0.5, **neumann(terms=10, step=0.6)}
-FEW_SHOT_PAIRED = merged(FEW_SHOT_NESTED, {"hypergradient": {"paired": True}})
 FEW_SHOT_STEPS = {"local_steps": 2, "client_lr": xyv(0.6, 0.6, 0.6), "server_lr": xyv(0.5, 10.0, 10.0), "radius": 10.0}
 FEW_SHOT: dict[str, Fields] = {
     **each(SINGLE_LOOP, FEW_SHOT_STEPS),
     **each(HESSIAN_INVERTING, merged(FEW_SHOT_NESTED, neumann(step=6.0))),
-    **each(OWN_HYPERGRADIENTS, FEW_SHOT_PAIRED),
+    **each(OWN_HYPERGRADIENTS, merged(FEW_SHOT_NESTED, {"hypergradient": {"paired": True}})),
     "fedavg": {"local_steps": 5, "outer_lr": 0.5, "batch_size": 2},
 }
 
@@ -407,7 +404,7 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
     ("loss_tuning", "mnist"): Preset(
         task={"ratio": 0.01, "hidden": [200, 100], "clients": 100},
         shared={**local_steps(20), "batch_size": 50},
-        algorithms=TUNING_MNIST,
+        algorithms={**TUNING, **each(HESSIAN_INVERTING, merged(TUNING_NESTED, inner(lr=2.0)))},
         run={"rounds": 120, "cohort": 10, "eval_every": 10},
     ),
     ("classification", None): Preset(

@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -457,7 +457,7 @@ def environment_of(spec: Spec) -> dict[str, Any]:
         "fedbilevel": __version__,
         "commit": _commit(Path(__file__).parents[3]),
         "python": platform.python_version(),
-        **{name: _version(name) for name in PACKAGES},
+        **{name: next((one.version for one in distributions(name=name)), None) for name in PACKAGES},
         "system": platform.system(),
         "machine": platform.machine(),
         "cpus": os.cpu_count(),
@@ -484,10 +484,3 @@ def _commit(checkout: Path) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return said.stdout.strip() if said.returncode == 0 else None
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None

@@ -16,7 +16,6 @@ from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.display.curves import require_matplotlib
 from fedbilevel.engines.checkpoint import write_json
-from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.experiments.compare import (
     ORDER,
     PER_CLIENT,
@@ -34,8 +33,6 @@ from fedbilevel.experiments.runner import build, complete, task_of
 from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Spec, configure, fields_of, unknown_setting
 from fedbilevel.tasks import Task
 
-Series = Mapping[Path, Spec]
-
 
 def seeded(spec: Spec, seed: int) -> Spec:
     """Give a spec that seed, for the run, the clock and, where it has a seed, the task."""
@@ -43,7 +40,7 @@ def seeded(spec: Spec, seed: int) -> Spec:
     return spec.replace(run={"seed": seed}, task=task, clock={"seed": seed})
 
 
-def require_series(folder: Path, series: Series, *, besides: Sequence[str] = ()) -> None:
+def require_series(folder: Path, series: Mapping[Path, Spec], *, besides: Sequence[str] = ()) -> None:
     """Refuse a folder with anything but some of these runs (and files of the names in `besides`)."""
     if folder.exists() and not folder.is_dir():
         require_free(folder)
@@ -53,16 +50,11 @@ def require_series(folder: Path, series: Series, *, besides: Sequence[str] = ())
             if path not in series and path not in above and not (parent == folder and path.name in besides):
                 raise ConfigurationError(f"cannot write these runs to {folder}: {path} is there and none of them")
     for place, spec in series.items():
-        _require_run(folder, place, spec)
-
-
-def _require_run(folder: Path, place: Path, spec: Spec) -> None:
-    found = Folder(place)
-    if not found.begun and not found.finished:
-        found.require_free()
-        return
-    if changed := found.difference(spec):
-        raise ConfigurationError(f"cannot continue the runs in {folder}: {found.spec} differs in {changed}")
+        found = Folder(place)
+        if not found.begun and not found.finished:
+            found.require_free()
+        elif changed := found.difference(spec):
+            raise ConfigurationError(f"cannot continue the runs in {folder}: {found.spec} differs in {changed}")
 
 
 CENTRALISED = "centralised"
@@ -140,7 +132,11 @@ def play_all(
     for place in missing[: len(specs)]:
         build(series[place], tasks(series[place]))  # all fit the task, or nothing begins
     for place in missing:
-        (play or _silently)(series[place], place, tasks(series[place]))
+        spec, made = series[place], tasks(series[place])
+        if play is None:
+            complete(spec, place, experiment=build(spec, made), plot=False)
+        else:
+            play(spec, place, made)
     done = [place for place in series if Folder(place).finished]
     if not done:
         raise ConfigurationError(f"none of the runs in {folder} reached its end: there is nothing to compare")
@@ -179,21 +175,15 @@ def comparison_specs(
             raise ConfigurationError(f"{label(name)}: {error}") from error
     if centralised:
         first = specs[keys[0]]
-        single = {"wait_for": 1}  # of all clients
+        single = {"wait_for": 1}  # of all clients; it is no straggler, always there, and as fast as they are on average
+        pace = {name: float(np.mean(getattr(first.clock, name))) for name in ("compute", "network")}
         specs[CENTRALISED] = first.replace(
             run={"pooled": True},
-            clock=_of_a_single_client(first.clock),
+            clock={**pace, "stragglers": 0, "availability": 1.0},
             algorithm=single if "wait_for" in first.algorithm.fields else {},
             asynchronous={} if first.asynchronous.wait_for is None else single,
         )
     return specs
-
-
-def _of_a_single_client(clock: Clock) -> dict[str, Any]:
-    """The fields of the clock that change for a single client: it is no straggler and always available, and its pace is
-    the mean of the clients'."""
-    means = {name: float(np.mean(getattr(clock, name))) for name in ("compute", "network")}
-    return {**means, "stragglers": 0, "availability": 1.0}
 
 
 def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Sequence[str]) -> dict[str, list[str]]:
@@ -247,7 +237,3 @@ class TaskCache:
         if spec.run.pooled not in made:
             made[spec.run.pooled] = task_of(spec)
         return made[spec.run.pooled]
-
-
-def _silently(spec: Spec, place: Path, task: Task) -> None:
-    complete(spec, place, experiment=build(spec, task), plot=False)

@@ -163,7 +163,10 @@ def terminal(table: Table, width: int | None = None) -> rich.table.Table:
     shown, hidden = table.shown, list[str]()
 
     def fits(least: int) -> bool:
-        return width is None or _least_width(shown, least) <= width
+        """Whether there is room if only texts are folded, and none to less than `least`."""
+        narrow = titled("")
+        _add_columns(narrow, shown, least)
+        return width is None or Console(width=10_000).measure(narrow).minimum <= width
 
     for column in sorted((one for one in shown if one.goes is not None), key=lambda one: one.goes or 0):
         if not fits(READABLE):
@@ -194,13 +197,6 @@ def _add_columns(table: rich.table.Table, columns: Sequence[Column], least: int 
             min_width=kept,
             overflow="fold",
         )
-
-
-def _least_width(columns: Sequence[Column], least: int) -> int:
-    """The width of a table with these columns in which only texts are folded, and none to less than `least`."""
-    table = titled("")
-    _add_columns(table, columns, least)
-    return Console(width=10_000).measure(table).minimum
 
 
 def summary_table(summary: dict[str, Any]) -> rich.table.Table:
