@@ -103,7 +103,6 @@ def test_a_history_is_drawn_against_the_cost_that_was_asked_for() -> None:
         ({"metrics": []}, "one or more columns"),
         ({"panel": "exchange"}, "unknown panel 'exchange'; did you mean 'exchanges'"),
         ({"panel": "gflop"}, "no panel of gflop: it was not counted in e"),
-        ({"size": 3.3}, "a width and a height in inches"),
         ({"size": (3.3, 2), "axes": 1}, "None where there are axes"),
     ],
 )

@@ -79,12 +79,13 @@ def test_too_few_for_an_asynchronous_method_are_refused_before_anything_runs() -
 
 
 def test_a_federation_has_no_clock_of_ours(tmp_path) -> None:
-    spec = configure(task="quadratic", settings=CLOCK)
-    with pytest.raises(ConfigurationError, match=r"\[clock\] is for simulations"):
-        write_app(spec, tmp_path / "app")
+    for make in (
+        lambda: write_app(configure(task="quadratic", settings=CLOCK), tmp_path / "app"),
+        lambda: configured(configure(task="quadratic"), {"settings": "clock.stragglers=1"}),
+    ):
+        with pytest.raises(ConfigurationError, match=r"\[clock\] is for simulations"):
+            make()
     assert not (tmp_path / "app").exists()
-    with pytest.raises(ConfigurationError, match=r"\[clock\] is for simulations"):
-        configured(configure(task="quadratic"), {"settings": "clock.stragglers=1"})
 
 
 def test_the_level_without_a_federation_has_no_stragglers() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import re
 import shutil
 
 import pytest
-from rich.console import Console
 
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError
@@ -95,32 +93,23 @@ def test_files_for_a_paper_stand_beside_the_picture(runs, tmp_path, run) -> None
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--out", "c.jpg"], "cannot draw c.jpg: the name of a picture ends in .png, .pdf, .svg"),
-        (["--out", "c"], "the name of a picture ends in"),
-        (["--panel", "exchange"], "unknown panel 'exchange'; did you mean 'exchanges'"),
-        (["--size", "3"], "is not of the form 3.3x2.6"),
-        (["--size", "0x3"], "a width and a height in inches"),
-        (["--algorithms", "simfbo", "--panel", "exchange"], "unknown panel"),
-        (["--algorithms", "simfbo", "--out", "c.pdf"], "with --algorithms that is the folder of the runs"),
+        ("quadratic --out c.jpg", "cannot draw c.jpg: the name of a picture ends in .png, .pdf, .svg"),
+        ("quadratic --panel exchange", "unknown panel 'exchange'; did you mean 'exchanges'"),
+        ("quadratic --size 3", "is not of the form 3.3x2.6"),
+        ("quadratic --size 0x3", "a width and a height in inches"),
+        ("quadratic --algorithms simfbo --panel exchange", "unknown panel"),
+        ("quadratic --algorithms simfbo --out c.pdf", "with --algorithms that is the folder of the runs"),
+        ("quadratic hyper_representation --algorithms simfbo", "a single task"),
+        ("quadratic", "quadratic is a task: say what to run on it with --algorithms"),
+        ("runs --seeds 0 --centralised", "--seeds, --centralised: only together with --algorithms"),
+        ("", "one or more run folders"),
     ],
 )
-def test_a_picture_that_cannot_be_drawn_is_refused_before_anything_runs(arguments, words, run, monkeypatch, tmp_path):
+def test_wrong_arguments_are_refused_before_anything_runs(arguments, words, run, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    code, _, error = run("compare", "quadratic", *arguments)
+    code, _, error = run("compare", *arguments.split())
     assert (code, words in error) == (2, True)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_narrow_table_keeps_what_matters(runs) -> None:
-    groups = load_groups([runs / "sim", runs / "shro"])
-    console = Console(width=80, record=True, file=io.StringIO())
-    console.print(comparison_table(groups, 80))
-    lines = console.export_text().splitlines()
-    assert sum("sim (3 seeds)" in line for line in lines) == 1
-    assert any("final" in line for line in lines)
-    assert any("on a wider terminal also: hvps" in line for line in lines)
-    wide = comparison_table(groups)
-    assert len(wide.columns) > len(comparison_table(groups, 80).columns)
 
 
 def test_operations_are_shown_where_every_run_knows_them(runs, tmp_path) -> None:
@@ -151,14 +140,16 @@ def test_milestones_and_the_exchanges_to_them(runs) -> None:
     assert str(tables.Cell(values=[0.9, 0.92], kind="accuracy")) == "91.00 ± 1.41 %"
 
 
-def test_runs_that_measure_different_things_are_refused(runs, tmp_path) -> None:
-    other = tmp_path / "other"
-    shutil.copytree(runs / "shro" / "seed-0", other)
-    for name in ("summary.json", "history.jsonl"):
-        file = other / name
-        file.write_text(file.read_text().replace('"relative_error"', '"test_accuracy"'))
-    with pytest.raises(ConfigurationError, match=r"measure different things: relative_error .*, test_accuracy"):
-        load_groups([runs / "sim", other])
+def test_runs_that_measure_different_things_or_disagree_on_the_better_way_are_refused(tmp_path) -> None:
+    spec = experiments.configure(task="quadratic", settings=["rounds=20"])
+    write_run(tmp_path / "a", spec, larger=True)
+    other = write_run(tmp_path / "b", spec.replace(run={"seed": 1}), larger=False)
+    with pytest.raises(ConfigurationError, match=r"relative_error, better when larger .*, relative_error \("):
+        load_groups([tmp_path])
+    for file in (other / "summary.json", other / "history.jsonl"):
+        file.write_text(file.read_text().replace('"relative_error"', '"test_loss"'))
+    with pytest.raises(ConfigurationError, match=r"measure different things: relative_error.*, test_loss"):
+        load_groups([tmp_path])
 
 
 @pytest.mark.parametrize("declared", [True, False])
@@ -174,14 +165,6 @@ def test_the_better_way_is_what_was_declared_when_the_run_was_made(declared, tmp
     assert row.startswith("short" if declared else "long")
     assert row.count(r"$\mathbf{") == 2  # final and best
     assert bool(common_targets(groups, "relative_error")) is not declared
-
-
-def test_runs_that_disagree_on_the_better_way_are_refused(tmp_path) -> None:
-    spec = experiments.configure(task="quadratic", settings=["rounds=20"])
-    write_run(tmp_path / "a", spec, larger=True)
-    write_run(tmp_path / "b", spec.replace(run={"seed": 1}), larger=False)
-    with pytest.raises(ConfigurationError, match=r"relative_error, better when larger .*, relative_error \("):
-        load_groups([tmp_path])
 
 
 def test_a_summary_may_say_no_better_way_and_then_the_names_is_taken_but_not_a_wrong_one(tmp_path) -> None:

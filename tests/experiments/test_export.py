@@ -19,10 +19,6 @@ from fedbilevel.experiments.tables import escaped, latex, markdown, number
 STRANGE = ["50% of_a & b", 'a, "b"', "$x^2$ {#1} ~\\end", "[a] 1 < 2", "*star\nline"]
 
 
-def latex_of(groups: list[RunGroup]) -> str:
-    return latex(comparison(groups))
-
-
 def read(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text, newline="")))
 
@@ -80,13 +76,13 @@ def test_the_numbers_of_the_json_file_are_finite() -> None:
 
 def test_a_tabular_says_when_its_letters_are_beyond_pdflatex() -> None:
     """pdfLaTeX sets é and · as they are; of ε it says that it is not set up for it."""
-    first = [latex_of(made_up_groups([name, "b"], 1)).splitlines()[0] for name in ("é · b_1", "ε日")]
+    first = [latex(comparison(made_up_groups([name, "b"], 1))).splitlines()[0] for name in ("é · b_1", "ε日")]
     assert ["LuaLaTeX" in line for line in first] == [False, True]
     assert "for ε 日 LuaLaTeX" in first[1]
 
 
 def test_a_tabular_has_as_many_cells_in_each_row_and_the_best_in_bold() -> None:
-    table = latex_of(made_up_groups(STRANGE, 2))
+    table = latex(comparison(made_up_groups(STRANGE, 2)))
     head, *rows = cells(table)
     assert table.splitlines()[1] == rf"\begin{{tabular}}{{l{'r' * (len(head) - 1)}}}"
     assert {len(row) for row in rows} == {len(head)}
@@ -113,7 +109,8 @@ def test_accuracies_are_in_per_cent_and_a_level_is_never_the_best() -> None:
         run.spec.run = dataclasses.replace(run.spec.run, pooled=pooled)
         return RunGroup(name, [run])
 
-    head, *rows = cells(latex_of([group("a", 0.9123), group("b", 0.91231), group("all", 0.99, pooled=True)]))
+    groups = [group("a", 0.9123), group("b", 0.91231), group("all", 0.99, pooled=True)]
+    head, *rows = cells(latex(comparison(groups)))
     column = head.index(r"final test accuracy (\%)")
     assert [row[column] for row in rows] == [r"$\mathbf{91.23}$", r"$\mathbf{91.23}$", "$99.00$"]
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from fedbilevel import experiments
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError
 from fedbilevel.engines import lock
 from fedbilevel.experiments import runner
-from fedbilevel.experiments.folder import Folder, require_free
+from fedbilevel.experiments.folder import Folder
 
 SPEC = experiments.configure(task="quadratic", settings=["rounds=3"])
 
@@ -74,26 +73,10 @@ def test_what_anybody_could_want_is_refused_and_not_touched(dead, case) -> None:
     KEPT[case](dead)
     before = content(dead.path)
     for begin in (lambda: experiments.run(SPEC, dead.path, plot=False), lambda: dead.claim(SPEC)):
-        with pytest.raises(ConfigurationError, match="dead: that folder is not empty"):
+        with pytest.raises(ConfigurationError, match="dead: that folder is not empty") as error:
             begin()
+        assert ("; fedbilevel run --resume" in str(error.value)) == (case == "a checkpoint")
     assert content(dead.path) == before
-
-
-def test_a_run_in_progress_is_named(tmp_path) -> None:
-    """Its folder is not empty either, but there is somebody to ask."""
-    place, said = Folder(tmp_path / "run"), []
-
-    def second(result, row) -> None:
-        with pytest.raises(CheckpointError) as refused:
-            experiments.run(SPEC, place.path, plot=False)
-        said.append(str(refused.value))
-
-    experiments.run(SPEC, place.path, plot=False, callbacks=[second])
-    who = f"{place.path} is in use by process {os.getpid()} on {socket.gethostname()}, since 20"
-    assert said
-    assert all(text.startswith(who) for text in said)
-    with pytest.raises(ConfigurationError, match="run: that folder is not empty"):  # when it is over
-        experiments.run(SPEC, place.path, plot=False)
 
 
 def test_an_empty_folder_is_taken_without_a_word_and_so_is_the_spec_that_is_asked_for(dead, tmp_path, recwarn) -> None:
@@ -129,14 +112,6 @@ def test_a_folder_in_use_is_refused_by_the_name_of_its_holder(dead, run) -> None
             assert f"{dead.path} is in use by process {os.getpid()} on " in error
             assert len(error.splitlines()) == 1
         assert dead.spec.is_file()
-
-
-def test_a_folder_with_a_run_to_go_on_with_says_how(tmp_path):
-    """A killed run leaves its checkpoint and no lock."""
-    (tmp_path / "killed").mkdir()
-    (tmp_path / "killed" / "checkpoint.npz").touch()
-    with pytest.raises(ConfigurationError, match=r"not empty; fedbilevel run --resume \S*killed goes on"):
-        require_free(tmp_path / "killed")
 
 
 def test_an_environment_names_the_commit_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

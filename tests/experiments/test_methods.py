@@ -153,29 +153,12 @@ def test_settings_reach_the_algorithms_they_are_for() -> None:
         (TWO, ["rdius=3"], "unknown field 'rdius'; did you mean 'radius'"),
         (TWO, ["shrofbo.rdius=3"], "shrofbo: unknown field of algorithm 'rdius'; did you mean 'radius'"),
         (TWO, ["lfednest.inner.lr=3"], "for one of the algorithms that are compared: simfbo, shrofbo"),
-        (TWO, ["simfbo=3"], "for one of the algorithms that are compared"),
-        (TWO, ["radius"], "of the form field=value"),
     ],
 )
 def test_wrong_input_is_explained(algorithms, settings, words) -> None:
     with pytest.raises(ConfigurationError) as error:
         comparison_specs("quadratic", algorithms, settings=settings)
     assert words in str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["quadratic", "hyper_representation", "--algorithms", "simfbo"], "a single task"),
-        (["quadratic"], "quadratic is a task: say what to run on it with --algorithms"),
-        (["runs", "--seeds", "0", "--centralised"], "--seeds, --centralised: only together with --algorithms"),
-        ([], "one or more run folders"),
-    ],
-)
-def test_the_two_ways_are_not_mixed(arguments, words, run) -> None:
-    code, _, error = run("compare", *arguments)
-    assert code == 2
-    assert words in error
 
 
 def test_one_client_that_holds_everything_is_the_same_problem() -> None:

@@ -204,8 +204,9 @@ def test_playing_a_spec_says_whose_code_it_runs(arguments, foreign, here, run) -
 METHOD = """
 from __future__ import annotations
 
+from collections import namedtuple
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar
 
 import jax
 import fedbilevel as fb
@@ -215,9 +216,7 @@ from fedbilevel.authoring import positive, static
 Path(__file__).with_name("method_executed").touch()
 
 
-class State(NamedTuple):
-    x: Any
-    y: Any
+State = namedtuple("State", "x y")
 
 
 class Damped(authoring.Algorithm):

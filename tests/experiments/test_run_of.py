@@ -36,12 +36,6 @@ def test_it_is_started_continued_and_read(tmp_path) -> None:
     assert rows(run_of(SPEC, tmp_path / "part", never)) == whole
 
 
-def test_another_setting_is_named(tmp_path) -> None:
-    run_of(SPEC, tmp_path, task_of)
-    with pytest.raises(CheckpointError, match=r"holds another run \(run\.rounds: 6 there, 8 now\)"):
-        run_of(SPEC.replace(run={"rounds": 8}), tmp_path, never)
-
-
 def test_a_damaged_environment_is_refused(tmp_path) -> None:
     run_of(SPEC, tmp_path, task_of)
     for damage in ("{", "[]", '{"code": 3}'):

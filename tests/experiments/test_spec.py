@@ -124,12 +124,10 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
     ("settings", "words"),
     [
         (["local_stesp=3"], ["'local_stesp'", "did you mean 'local_steps'"]),
-        (["algorithm.local_stesp=3"], ["field of algorithm", "did you mean 'local_steps'"]),
         (["algoritm.local_steps=3"], ["'algoritm'"]),
         (["seed=3"], ["task.seed or run.seed"]),
         (["local_steps"], ["field=value"]),
         (["local_steps=many"], ["algorithm.local_steps", "'many'", "a positive integer"]),
-        (["local_steps=2.5"], ["algorithm.local_steps", "2.5"]),
         (["local_steps=true"], ["algorithm.local_steps", "True"]),
         (["local_steps.x=2"], ["algorithm.local_steps = {'x': 2", "a positive integer"]),
         (["client_lr.z=2"], ["'z'", "algorithm.client_lr"]),
@@ -146,7 +144,6 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
         (["client_lr.x={schedule = 'inject_hyperparams'}"], ["schedule of Optax 'inject_hyperparams' (allowed: const"]),
         (["client_lr.x={schedule = 3}"], ["algorithm.client_lr.x.schedule = 3", "a name of Optax"]),
         (["local_optimizer=momentun"], ["did you mean 'momentum'"]),
-        (["local_optimizer=3"], ["algorithm.local_optimizer", "a table"]),
         (["server_optimizer=adamm"], ["did you mean 'adam'"]),
         (["server_optimizer=3"], ["algorithm.server_optimizer = 3", "a name of Optax"]),
         (["server_optimizer={name = 'adam', b = 1}"], ["algorithm.server_optimizer: ", "'b'; did you mean 'b"]),
@@ -155,10 +152,8 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
         (["server_optimizer=chain"], ["unknown optimizer of Optax 'chain'"]),
         (["hidden=64"], ["task.hidden = 64", "Sequence[int]"]),
         (["hidden=[a]"], ["not a TOML value"]),
-        (["hidden=['a']"], ["task.hidden = ['a']", "Sequence[int]"]),
         (["task.data=3"], ["task.data = 3", "str"]),
         (["ridge=nan"], ["task.ridge"]),
-        (["task.seed=-1"], ["task.seed"]),
         (["run.eval_every=0"], ["run.eval_every = 0", "positive"]),
     ],
 )
@@ -203,32 +198,23 @@ def test_mistakes_of_all_sections_are_said_at_once() -> None:
     assert str(caught.value).splitlines() == [str(one) for one in caught.value.wrong]
 
 
-def test_mistakes_of_all_three_step_sizes_are_said_at_once() -> None:
-    for sizes, paths in [
-        ({"x": "a", "y": -1}, ["algorithm.server_lr.x", "algorithm.server_lr.y"]),
-        ({"z": 1, "q": 1}, ["part of algorithm.server_lr"] * 2),
-        (0, ["algorithm.server_lr.x"]),
-    ]:
-        with pytest.raises(ConfigurationError) as caught:
-            resolve({"algorithm": {"server_lr": sizes}})
-        assert [one.path for one in caught.value.wrong] == paths
-
-
-def test_rules_of_several_fields_are_said_with_the_rest() -> None:
+@pytest.mark.parametrize(
+    ("tables", "paths"),
+    [
+        ({"algorithm": {"server_lr": {"x": "a", "y": -1}}}, ["algorithm.server_lr.x", "algorithm.server_lr.y"]),
+        ({"algorithm": {"server_lr": {"z": 1, "q": 1}}}, ["part of algorithm.server_lr"] * 2),
+        ({"algorithm": {"server_lr": 0}}, ["algorithm.server_lr.x"]),
+        (
+            {"run": {"rounds": 3, "bytes": 10}, "clock": {"spread": -1}, "asynchronous": {"max_staleness": 2}},
+            ["asynchronous.max_staleness", "", "Clock.spread"],
+        ),
+        ({"run": 3, "clock": {"sped": 3}, "tasks": {}}, ["run", "section of a spec", "field of clock"]),
+    ],
+)
+def test_mistakes_of_step_sizes_and_rules_of_several_fields_are_said_at_once(tables, paths) -> None:
     with pytest.raises(ConfigurationError) as caught:
-        resolve({"run": {"rounds": 3, "bytes": 10}, "clock": {"spread": -1}, "asynchronous": {"max_staleness": 2}})
-    said = str(caught.value).splitlines()
-    assert [line.split()[0] for line in said] == ["asynchronous.max_staleness", "a", "Clock.spread"]
-
-
-def test_mistakes_in_settings_are_said_at_once() -> None:
-    with pytest.raises(ConfigurationError) as caught:
-        configure(settings=["local_stesp=3", "clinets=2", "rounds=0"])
-    assert [(one.path, one.got, one.near) for one in caught.value.wrong] == [
-        ("field", "local_stesp", "local_steps"),
-        ("field", "clinets", "clients"),
-        ("run.rounds", 0, ""),
-    ]
+        resolve(tables)
+    assert [one.path for one in caught.value.wrong] == paths
 
 
 def test_a_misspelt_section_or_name_hides_no_other_mistake() -> None:
@@ -242,6 +228,13 @@ def test_a_misspelt_section_or_name_hides_no_other_mistake() -> None:
     with pytest.raises(ConfigurationError) as caught:
         resolve({"engne": {}, "task": "quadratik", "algorithm": "simfob"})
     assert [one.got for one in caught.value.wrong] == ["engne", "quadratik", "simfob"]
+    with pytest.raises(ConfigurationError) as caught:
+        configure(settings=["local_stesp=3", "clinets=2", "rounds=0"])
+    assert [(one.got, one.near) for one in caught.value.wrong] == [
+        ("local_stesp", "local_steps"),
+        ("clinets", "clients"),
+        (0, ""),
+    ]
 
 
 def test_a_file_that_cannot_be_loaded_is_said_once(tmp_path) -> None:

@@ -12,8 +12,6 @@ import pytest
 import fedbilevel as fb
 from fedbilevel import cli
 
-QUADRATIC = ["run", "quadratic", "--rounds", "20", "--eval-every", "10", "--set", "clients=3"]
-
 
 def on_a_terminal(monkeypatch, *arguments: str) -> tuple[int, str]:
     """Run the command line with its output on a pseudo-terminal: exit code, and what the terminal was sent."""
@@ -52,16 +50,6 @@ def test_a_terminal_is_shown_each_phase_and_then_the_rounds(tmp_path, monkeypatc
     assert places == sorted(places)
     assert re.search(r"20/20 (rounds|exchanges)", text)
     assert "relative_error" in text
-
-
-def test_a_pipe_is_shown_rows_alone(run, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("FORCE_COLOR", "1")
-    code, out, err = run(*QUADRATIC, "--out", "two")
-    assert (code, err) == (0, "")
-    assert "\x1b" not in out
-    assert "compiling" not in out.partition("quadratic · simfbo")[0]
-    assert [line.partition("  ")[0] for line in out.splitlines()[:3]] == ["round 0/20", "round 10/20", "round 20/20"]
 
 
 def test_a_terminal_is_shown_what_is_measured(tmp_path, monkeypatch) -> None:

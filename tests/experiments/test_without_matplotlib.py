@@ -37,21 +37,16 @@ def pictures(folder: Path) -> list[Path]:
     return [path for suffix in ("png", "pdf", "svg") for path in folder.rglob(f"*.{suffix}")]
 
 
-def test_a_run_is_played_and_continued(run, here) -> None:
-    code, shown, error = run("run", *SMALL, "--out", "one")
-    assert (code, error, "plot" in shown) == (0, SAID, False)
-    code, shown, error = run("run", "--resume", "one", "--rounds", 3)
-    assert (code, error, "plot" in shown) == (0, SAID, False)
+def test_runs_are_played_continued_and_read_again(run, here) -> None:
+    first = ["run", *SMALL, "--out", "one"]
+    again = ["run", "--resume", "one", "--rounds", 3]
+    seeds = ["run", *SMALL, "--seeds", "0,1", "--out", "seeds"]
+    for command in (first, again, seeds, seeds):
+        code, shown, error = run(*command)
+        assert (code, error, "plot" in shown, "mean ± sd" in shown) == (0, SAID, False, command == seeds)
     assert load_run("one").summary["rounds"] == 3
-    assert pictures(here) == []
-
-
-def test_seeds_are_played_and_read_again(run, here) -> None:
-    for _ in range(2):
-        code, shown, error = run("run", *SMALL, "--seeds", "0,1", "--out", "seeds")
-        assert (code, error, "plot" in shown) == (0, SAID, False)
-        assert "mean ± sd" in shown
     assert sorted(path.name for path in (here / "seeds").iterdir()) == ["seed-0", "seed-1"]
+    assert pictures(here) == []
 
 
 def test_methods_are_compared(run, here) -> None:
