@@ -117,8 +117,8 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     row = 0 if alone else client
     shared = clients.inner is clients.outer
     private = _fields(PRIVACY, node_config)
-    if lacking := [name for name in ("clip", "noise_multiplier", "delta") if private and name not in private]:
-        require(False, "node configuration", f"{', '.join(private)} alone", f"given with {', '.join(lacking)} too")
+    lacking = [name for name in ("clip", "noise_multiplier", "delta") if private and name not in private]
+    require(not lacking, "node configuration", f"{', '.join(private)} alone", f"given with {', '.join(lacking)} too")
     return Site(
         id=client,
         algorithm=algorithm_of(spec),

@@ -162,10 +162,9 @@ class Folder:
         """Make a free folder empty for a run, but for its lock, and say so; a spec that somebody may have written or
         changed by hand is not thrown away."""
         self._require_remains()
-        if self.spec.exists() and self.difference(spec):
-            begun = self.environment.stat().st_mtime if self.environment.exists() else 0.0  # after it wrote the spec
-            if self.spec.stat().st_mtime > begun:
-                require_free(self.path)
+        begun = self.environment.stat().st_mtime if self.environment.exists() else 0.0  # a run writes its spec before
+        if self.spec.exists() and self.spec.stat().st_mtime > begun and self.difference(spec):
+            require_free(self.path)
         if names := sorted(file.name for file in self.clear() if not file.name.startswith(".")):
             text = f"{self.path}: cleared what a run left there that ended before its first checkpoint"
             warnings.warn(CheckpointWarning(f"{text} ({', '.join(names)})"), stacklevel=2)
