@@ -5,8 +5,7 @@ marked with `phase`: see docs/how-to/own-method.md. To run published methods, `f
 """
 
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.algorithms.parts.hypergradients import Implicit
-from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
+from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalOptimizer, Plain, descend
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client

@@ -6,10 +6,9 @@ FedNest(inner=parts.SVRG(rounds=3), hypergradient=parts.Implicit(solver=parts.CG
 from fedbilevel.algorithms.adbo import Lagrangian, LinearizedADMM
 from fedbilevel.algorithms.afbo import MeanGradient, SystemSteps
 from fedbilevel.algorithms.fednest import SVRG
-from fedbilevel.algorithms.parts.hypergradients import Exact, Implicit
+from fedbilevel.algorithms.parts.hypergradients import Exact, Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
-from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import Momentum, Plain, Proximal
 from fedbilevel.algorithms.rabo import Coordinates, PrintedSlopes
 from fedbilevel.oracles.differences import Differences

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.algorithms.cutting_planes import FREE, Cut, Planes, combined, products
+from fedbilevel.algorithms.adbo import FREE, Cut, Planes, combined, products
 
 CAPACITY = 3
 X, Z = {"u": jnp.array([1.0, -2.0]), "w": jnp.array([[0.5]])}, jnp.array([3.0, 0.0, -1.0])

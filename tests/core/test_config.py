@@ -11,8 +11,8 @@ import pytest
 import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.algorithms.afbo import AFBO
+from fedbilevel.algorithms.parts.hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.linear_solvers import Neumann
-from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import Momentum, Proximal
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.core.config import Schedule, at, config, fraction, hyperparameters, positive, static, step_sizes

@@ -46,9 +46,8 @@ import jax
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.hypergradients import Hypergradient
+from fedbilevel.algorithms.parts.hypergradients import Hypergradient, LocalImplicit
 from fedbilevel.algorithms.parts.inner import InnerRounds
-from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import mean_gradient
 from fedbilevel.algorithms.parts.nested import Nested, State
 from fedbilevel.core.algorithm import phase

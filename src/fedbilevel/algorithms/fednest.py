@@ -22,7 +22,7 @@ With full batches and one step on x, LFedNest is RABO on whole models, and FedNe
 in which nobody drifts: the same numbers to rounding.
 
 FedInn is `SVRG` below; FedIHGP, with h, is `Implicit.estimate` of parts/hypergradients.py, and what LFedNest's clients
-do alone `LocalImplicit.own` of parts/local_hypergradients.py.
+do alone `LocalImplicit.own` of parts/hypergradients.py.
 
 Departures from the paper:
 1. Server and clients exchange changes, Σ p̃_i (y_{i,τ} − y) with p̃_i = (M/P) p_i, which for equal weights or full
@@ -44,10 +44,9 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.hypergradients import Implicit
+from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.inner import InnerSteps, LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
-from fedbilevel.algorithms.parts.local_hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.local_steps import corrected_drift
 from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
 from fedbilevel.core.algorithm import phase
