@@ -1,14 +1,14 @@
-"""The quadratic task without noise as NumPy matrices, for methods written out by hand."""
+"""The quadratic task as NumPy matrices, for methods written out by hand and for where they end."""
 
 import numpy as np
 
 
 def members(task):
-    """[(weight, f's coefficients D, E, t, g's A, B, c)] of a task drawn with noise=0."""
+    """[(weight, f's coefficients D, E, t, g's A, B, c)]; within a client the samples differ in c and t alone."""
     clients = task.clients
-    rows = [[{k: m[0] for k, m in data.row(i).items()} for data in (clients.outer, clients.inner)] for i in
-            range(len(clients))]  # fmt: skip
-    return [(p, f, g) for p, (f, g) in zip(clients.weights, rows, strict=True)]
+    rows = zip(*([data.row(i) for i in range(len(clients))] for data in (clients.outer, clients.inner)), strict=True)
+    means = [[{name: leaf.mean(0) for name, leaf in row.items()} for row in both] for both in rows]
+    return [(p, f, g) for p, (f, g) in zip(clients.weights, means, strict=True)]
 
 
 def mean_matrices(task):
@@ -48,12 +48,31 @@ def fedavg_on_y(task, x, y, work, lr):
     return end
 
 
-def end_with_series(task, step, terms):
-    """x at rest, y = y*(x), of a method with v = step Σ_{k<terms} (I − step·H)^k ∇y F."""
+def neumann(matrix, step, terms):
+    """The series step Σ_{n<terms} (I − step·matrix)^n, for its inverse."""
+    shrink = np.eye(len(matrix)) - step * matrix
+    return step * sum(np.linalg.matrix_power(shrink, n) for n in range(terms))
+
+
+def rest(task, parts):
+    """x where Σ p [x + E y + BᵀP(D y − Dt + Eᵀx)] = 0 at y = y*(x), over `parts` of (p, matrices, P)."""
     m = mean_matrices(task)
     to_y, offset = np.linalg.solve(m["A"], m["B"]), np.linalg.solve(m["A"], m["c"])
-    shrink = np.eye(len(m["A"])) - step * m["A"]
-    inverse = step * sum(np.linalg.matrix_power(shrink, k) for k in range(terms))
-    back = m["B"].T @ inverse
-    hessian = np.eye(len(m["E"])) + m["E"] @ to_y + back @ (m["D"] @ to_y + m["E"].T)
-    return np.linalg.solve(hessian, -(m["E"] @ offset + back @ (m["D"] @ offset - m["Dt"])))
+    left, right = 0, 0
+    for p, own, inverse in parts:
+        back = own["B"].T @ inverse
+        left = left + p * (np.eye(len(back)) + own["E"] @ to_y + back @ (own["D"] @ to_y + own["E"].T))
+        right = right - p * (own["E"] @ offset + back @ (own["D"] @ offset - own["Dt"]))
+    return np.linalg.solve(left, right)
+
+
+def end_with_series(task, step, terms):
+    """x at rest of a method with v = step Σ_{k<terms} (I − step·H)^k ∇y F."""
+    m = mean_matrices(task)
+    return rest(task, [(1.0, m, neumann(m["A"], step, terms))])
+
+
+def end_of_own(task, inverse=lambda i, hessian: np.linalg.inv(hessian)):
+    """x at rest of a method that follows the mean of clients' own hypergradients, each with an inverse of its own."""
+    own = [(p, {**f, **g, "Dt": f["D"] @ f["t"]}) for p, f, g in members(task)]
+    return rest(task, [(p, m, inverse(i, m["A"])) for i, (p, m) in enumerate(own)])

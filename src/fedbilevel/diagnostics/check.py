@@ -342,7 +342,7 @@ def estimates(population: Population, x: PyTree, start: PyTree, plan: SamplingPl
 @partial(jax.jit, static_argnames="terms")
 def _series(population: Population, x: PyTree, y: PyTree, step: Array, *, terms: int) -> PyTree:
     b = population.outer.gradients(x, y)[1]
-    v = neumann(lambda v: population.inner.hess_v(x, y, v), b, terms=terms, step=step).v
+    v = neumann(lambda v: population.inner.hess_v(x, y, v), b, terms=terms, step=step)
     return implicit_with(population, x, y, v).hypergradient
 
 

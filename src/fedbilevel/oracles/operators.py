@@ -31,21 +31,18 @@ class Solution(NamedTuple):
     negative_curvature: Array  # first iteration whose direction p had pᵀHp ≤ 0, or -1: then H is not definite
 
 
-def neumann(operator: Operator, b: PyTree, *, terms: int, step: float | Array) -> Solution:
+def neumann(operator: Operator, b: PyTree, *, terms: int, step: float | Array) -> PyTree:
     """Return v = step · Σ_{n < terms} (I − step·H)ⁿ b, the truncated Neumann series.
 
-    Converges to H⁻¹b for 0 < step < 2/λ_max(H), with error (1 − step·λ_min)^terms. Curvature is not looked at.
+    Converges to H⁻¹b for 0 < step < 2/λ_max(H), with error (1 − step·λ_min)^terms.
     """
-    require(terms >= 1, "neumann terms", terms, "at least 1")
+    require_count("neumann terms", terms)
 
     def add_term(_: int, sums: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
-        power, total = sums
-        power = optax.tree.add_scale(power, -step, operator(power))
-        return power, optax.tree.add(total, power)
+        power = optax.tree.add_scale(sums[0], -step, operator(sums[0]))
+        return power, optax.tree.add(sums[1], power)
 
-    _, total = lax.fori_loop(0, terms - 1, add_term, (b, b))
-    v = optax.tree.scale(step, total)
-    return Solution(v, _relative_residual(operator, v, b), jnp.asarray(terms - 1), jnp.asarray(-1))
+    return optax.tree.scale(step, lax.fori_loop(0, terms - 1, add_term, (b, b))[1])
 
 
 class Iteration(NamedTuple):
