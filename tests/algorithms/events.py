@@ -4,7 +4,7 @@ Written from the words of `Fed.sum_first`, for clients that always take the same
 """
 
 import numpy as np
-from matrices import hypergradient, inner_gradient, members, outer_gradient
+from matrices import directions, hypergradient, inner_gradient, members, neumann, outer_gradient
 
 import fedbilevel as fb
 
@@ -91,9 +91,8 @@ def afbo(task, algorithm, rounds, n, times, work, absent=()):
     local = isinstance(algorithm.hypergradient, fb.parts.LocalImplicit)
 
     def series(matrix, b, i):
-        s, terms = algorithm.hypergradient.solver.step, algorithm.hypergradient.solver.terms
-        terms = np.broadcast_to(terms, len(times))[i]
-        return s * sum(np.linalg.matrix_power(np.eye(len(b)) - s * matrix, k) @ b for k in range(terms))
+        solver = algorithm.hypergradient.solver
+        return neumann(matrix, solver.step, np.broadcast_to(solver.terms, len(times))[i]) @ b
 
     for _ in range(rounds):
         for _ in range(algorithm.inner.rounds):
@@ -131,8 +130,7 @@ def simfbo(task, algorithm, rounds, n, times, work, robust=False):
             x, y, v = start
             total = [0.0, 0.0, 0.0]
             for _ in range(work[i]):
-                dx = hypergradient(f, g, x, y, v)
-                dy, dv = inner_gradient(g, x, y), g["A"] @ v - outer_gradient(f, x, y)
+                dx, dy, dv = directions(f, g, x, y, v)
                 total = [t + d for t, d in zip(total, (dx, dy, dv), strict=True)]
                 x, y, v = x - eta.x * dx, y - eta.y * dy, v - eta.v * dv
             return [*(t / work[i] for t in total), work[i]] if robust else [*total, 1.0]

@@ -15,11 +15,16 @@ ANCHOR, START = np.array([1.5, -1.0, 1.0, -2.0]), np.full(DIM, 0.5)
 SHARE = np.concatenate([np.full(n, p / n) for n, p in zip(SIZES, WEIGHTS / WEIGHTS.sum(), strict=True)])  # p_i/n_i
 EVERY_ROW, EVERY_TARGET = np.concatenate(ROWS), np.concatenate(TARGETS)
 
-PROBLEM = fb.SimpleBilevel(
-    lambda x: jnp.sum((x - ANCHOR) ** 2) / 2,
-    lambda x, batch: jnp.mean((batch["a"] @ x - batch["b"]) ** 2) / 2,
-    fb.projections.box(-BOUND, BOUND),
-)
+
+def within(bound):
+    return fb.SimpleBilevel(
+        lambda x: jnp.sum((x - ANCHOR) ** 2) / 2,
+        lambda x, batch: jnp.mean((batch["a"] @ x - batch["b"]) ** 2) / 2,
+        fb.projections.box(-bound, bound),
+    )
+
+
+PROBLEM = within(BOUND)
 CLIENTS = fb.Clients([{"a": a, "b": b} for a, b in zip(ROWS, TARGETS, strict=True)], weights=WEIGHTS)
 
 
@@ -48,11 +53,11 @@ def on_path(penalty):
     return optimize.lsq_linear(rows, targets, (-BOUND, BOUND), method="bvls", tol=1e-14).x
 
 
-def solved(algorithm, rounds, *, clients=CLIENTS, every=None, **more):
+def solved(algorithm, rounds, every):
     """The run from START, with the distance of x and of the average from x*."""
     exact = solution()
     metrics = {
         "error": lambda x, y: jnp.linalg.norm(x - exact),
         "average_error": lambda x, y: jnp.linalg.norm(y - exact),
     }
-    return fb.solve(algorithm, PROBLEM, clients, START, rounds=rounds, eval_every=every, metrics=metrics, **more)
+    return fb.solve(algorithm, PROBLEM, CLIENTS, START, rounds=rounds, eval_every=every, metrics=metrics)

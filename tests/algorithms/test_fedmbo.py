@@ -102,11 +102,6 @@ def test_the_series_ends_where_its_truncated_inverse_puts_it():
     assert result.ledger.exchanges == 1_000 * (3 + terms + 1)
 
 
-def test_local_hypergradients_are_another_method():
-    with pytest.raises(fb.errors.ConfigurationError, match=r"FedMBO.hypergradient = LocalImplicit.* Implicit"):
-        fb.FedMBO(hypergradient=fb.parts.LocalImplicit())
-
-
 def test_a_client_draws_its_length_apart_from_its_samples():
     """g = ½y² − xy and f = y: h = v = N s (1 − s)^N', which tells N'. By one key N' would be the place of the sample
     modulo N in each of 12 rounds, and is so in all of them with a chance of 4⁻¹² otherwise."""

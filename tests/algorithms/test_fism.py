@@ -63,35 +63,37 @@ def slope(x):
     return x + 0.3 * np.sign(x - CENTER)
 
 
-def written_out(visits, refresh=False, shares=None, penalty_over=1):
-    """Algorithm 1 line by line, with f = |⟨a, x⟩ − b|: (x_{K+1}, x̂_K) and how often the projection had to act.
+def written_out(visits, refresh=False, shares=None):
+    """Algorithm 1 line by line, with f = |⟨a, x⟩ − b|: (x_{K+1}, x̂_K); its λ/m is λ here.
 
     visits[k][i]: the samples of client i's walk in round k, in order. Answers are weighted by `shares`, by p_i/n_i
-    where that is None. The paper's λ is divided by m: `penalty_over`.
+    where that is None.
     """
     x, total, steps, acted = START.copy(), np.zeros(DIM), 0.0, 0
     for k, walks in enumerate(visits, start=1):
-        gamma, penalty = LR / k**A, REGULARIZATION * (sum(SIZES) / penalty_over) / k**B
+        gamma, penalty = LR / k**A, REGULARIZATION / k**B
         h, ends = slope(x), []
         for walk in walks:
             z = x.copy()
             for j in walk:
                 g = np.sign(EVERY["a"][j] @ z - EVERY["b"][j]) * EVERY["a"][j]
-                free = z - gamma * g - gamma * penalty / sum(SIZES) * (slope(z) if refresh else h)
-                z = np.minimum(np.maximum(free, LOW), HIGH)
+                free = z - gamma * (g + penalty * (slope(z) if refresh else h))
+                z = np.clip(free, LOW, HIGH)
                 acted += np.any(z != free)
             ends.append(z)
         total, steps = total + gamma * x, steps + gamma
-        weights = (
-            np.array([p / len(walk) for p, walk in zip(WEIGHTS, walks, strict=True)]) if shares is None else shares
-        )
-        x = np.tensordot(weights / weights.sum(), ends, 1)
+        weights = WEIGHTS / [len(walk) for walk in walks] if shares is None else shares
+        x = np.average(ends, axis=0, weights=weights)
     assert acted > 2
     return x, total / steps
 
 
-def in_order(parts, rounds=ROUNDS):
-    return [[list(part) for part in parts]] * rounds
+ALL = fb.Clients(CLIENTS, weights=WEIGHTS)
+IN_ORDER = [NUMBERS] * ROUNDS
+
+
+def run(algorithm, clients=ALL, problem=PROBLEM, **options):
+    return fb.solve(algorithm, problem, clients, tree(START), **{"rounds": ROUNDS, **options})
 
 
 def same(result, expected):
@@ -115,7 +117,7 @@ def noting():
 def visited(algorithm, clients):
     """The run of the reference engine, and which samples each client's walk went through."""
     problem, seen = noting()
-    result = fb.solve(algorithm, problem, clients, tree(START), rounds=ROUNDS, engine=fb.Reference(), key=3)
+    result = run(algorithm, clients, problem, engine=fb.Reference(), key=3)
     owner = np.repeat(np.arange(len(SIZES)), SIZES)
     walks, changes = [], np.flatnonzero(np.diff(owner[seen])) + 1
     for walk in np.split(np.array(seen), changes):
@@ -123,34 +125,34 @@ def visited(algorithm, clients):
     return result, [walks[k : k + len(SIZES)] for k in range(0, len(walks), len(SIZES))]
 
 
-def test_as_written():
-    """Unequal clients of unequal weights, kinks in f and in H, a box whose sides are met, x a tree."""
-    clients = fb.Clients(CLIENTS, weights=WEIGHTS)
-    result = fb.solve(fb.FISM(**FIELDS), PROBLEM, clients, tree(START), rounds=ROUNDS)
-    same(result, written_out(in_order(NUMBERS)))
+@pytest.mark.parametrize("wrapped", [False, True])
+def test_as_written(wrapped):
+    """Unequal clients of unequal weights, kinks in f and in H, a box whose sides are met, x a tree. Asynchronous, where
+    nobody is late, the mean is summed up from differences, four of size 1 here."""
+    algorithm = fb.FISM(**FIELDS)
+    result = run(fb.Asynchronous(algorithm, wait_for=3) if wrapped else algorithm)
+    same(result, written_out(IN_ORDER))
     assert result.ledger.gradients == ROUNDS * sum(SIZES)
 
 
 def test_walks_compute_no_losses():
     """F, which no step needs, is measured where somebody asks for it."""
-    clients = fb.Clients(CLIENTS, weights=WEIGHTS)
     loss = fb.PerClient(lambda x, y, batch: absolute_loss(x, batch), "inner")
-    result = fb.solve(fb.FISM(**FIELDS), PROBLEM, clients, tree(START), rounds=2, metrics_per_client={"loss": loss})
+    result = run(fb.FISM(**FIELDS), metrics_per_client={"loss": loss})
     assert "inner_loss" not in result.history.columns
     own = [np.mean(np.abs(one["a"] @ flattened(result.x) - one["b"])) for one in DATA]
-    assert result.history["loss.mean"][-1] == pytest.approx(WEIGHTS @ own / WEIGHTS.sum(), rel=1e-12)
+    assert result.history["loss.mean"][-1] == pytest.approx(np.average(own, weights=WEIGHTS), rel=1e-12)
 
 
 def test_weights_by_size_are_the_papers_plain_mean():
     """And λ its own over m: for p_i in proportion to n_i all p_i/n_i are equal."""
-    clients = fb.Clients(CLIENTS, weights="size")
-    result = fb.solve(fb.FISM(**FIELDS), PROBLEM, clients, tree(START), rounds=ROUNDS, engine=fb.Reference())
-    same(result, written_out(in_order(NUMBERS), shares=np.ones(3)))
+    result = run(fb.FISM(**FIELDS), fb.Clients(CLIENTS, weights="size"))
+    same(result, written_out(IN_ORDER, shares=np.ones(3)))
 
 
 def test_random_order():
     """Every sample once in every round, in an order that is none of before; the numbers are those of that order."""
-    result, visits = visited(fb.FISM(order="random", **FIELDS), fb.Clients(CLIENTS, weights=WEIGHTS))
+    result, visits = visited(fb.FISM(order="random", **FIELDS), ALL)
     assert len(visits) == ROUNDS
     for walks in visits:
         assert [sorted(walk) for walk in walks] == [part.tolist() for part in NUMBERS]
@@ -176,21 +178,14 @@ def test_drawn_samples(algorithm, population, lengths):
 
 def test_fresh_subgradients_with_one_client_are_ir_ig():
     """Equation (1): 𝓗 is taken at every step's own z. With one client FISM without that is another method."""
-    pooled = fb.Clients(CLIENTS).pooled()
-    expected = written_out(in_order([np.arange(sum(SIZES))]), refresh=True, shares=np.ones(1))
+    visits = [[np.arange(sum(SIZES))]] * ROUNDS
+    expected = written_out(visits, refresh=True, shares=np.ones(1))
     for algorithm in (fb.IRIG(**FIELDS), fb.FISM(refresh=True, **FIELDS)):
-        result = fb.solve(algorithm, PROBLEM, pooled, tree(START), rounds=ROUNDS)
+        result = run(algorithm, fb.Clients(CLIENTS).pooled())
         same(result, expected)
         assert result.ledger.gradients == 2 * ROUNDS * sum(SIZES)
-    other, _ = written_out(in_order([np.arange(sum(SIZES))]), shares=np.ones(1))
+    other, _ = written_out(visits, shares=np.ones(1))
     assert np.linalg.norm(other - expected[0]) > 1e-3
-
-
-def test_all_answers_without_delay_are_no_answers_missed():
-    """Asynchronous, the mean is summed up from differences, four of size 1 here."""
-    clients = fb.Clients(CLIENTS, weights=WEIGHTS)
-    result = fb.solve(fb.Asynchronous(fb.FISM(**FIELDS), wait_for=3), PROBLEM, clients, tree(START), rounds=ROUNDS)
-    same(result, written_out(in_order(NUMBERS)))
 
 
 def test_weights_decide_where_it_rests():
@@ -202,15 +197,11 @@ def test_weights_decide_where_it_rests():
         right = flat.EVERY_ROW.T @ (share * flat.EVERY_TARGET) + REGULARIZATION * flat.ANCHOR
         return np.linalg.solve(hessian, right)
 
-    problem = fb.SimpleBilevel(
-        lambda x: jnp.sum((x - flat.ANCHOR) ** 2) / 2,
-        lambda x, batch: jnp.mean((batch["a"] @ x - batch["b"]) ** 2) / 2,
-        fb.projections.box(-100, 100),
-    )
+    problem = flat.within(100)
 
     def moved(start, lr):
         algorithm = fb.FISM(lr=lr, regularization=REGULARIZATION)
-        result = fb.solve(algorithm, problem, flat.CLIENTS, start, rounds=1, engine=fb.Reference())
+        result = fb.solve(algorithm, problem, flat.CLIENTS, start, rounds=1)
         return float(np.linalg.norm(result.x - start))
 
     own, plain = minimiser(flat.SHARE), minimiser(np.full(sum(flat.SIZES), 1 / sum(flat.SIZES)))
@@ -341,10 +332,7 @@ def test_cohorts():
     """Two of three clients in each round, weighted by p_i M/P/n_i over the mean of these sums in the rounds so far, for
     no cohort's own sum would leave the mean over cohorts that of everyone."""
     problem, seen = noting()
-    clients = fb.Clients(CLIENTS, weights=WEIGHTS)
-    result = fb.solve(
-        fb.FISM(**FIELDS), problem, clients, tree(START), rounds=ROUNDS, cohort=2, engine=fb.Reference(), key=0
-    )
+    result = run(fb.FISM(**FIELDS), problem=problem, cohort=2, engine=fb.Reference(), key=0)
     owner, cohorts = np.repeat(np.arange(len(SIZES)), SIZES), []
     while seen:
         cohorts.append(int(owner[seen[0]]))

@@ -1,8 +1,5 @@
 """Clients of unequal length in cohorts, schedules that touch 0, where a run may start, subgradients of one's own."""
 
-import gc
-import weakref
-
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -53,13 +50,6 @@ def test_a_step_may_begin_or_end_at_0(steps):
     assert float(found.y) == pytest.approx(weighted / total, abs=1e-7)
 
 
-def test_numbers_of_any_kind_are_numbers():
-    """A count from NumPy is a count."""
-    one, other = (solved(fb.FISM(local_steps=count), 3, key=1) for count in (2, np.int64(2)))
-    assert float(one.x) == float(other.x)
-    assert one.ledger.gradients == other.ledger.gradients == 3 * (1 + 2)
-
-
 def test_what_cannot_be_told_is_refused():
     with pytest.raises(fb.errors.ConfigurationError, match=r"cohort = 1 is not allowed: .* FISM needs all clients"):
         solved(fb.FISM(tolerance=1e-3), 2, cohort=1)
@@ -83,13 +73,3 @@ def test_a_subgradient_of_ones_own():
         assert float(found.x) == pytest.approx(-0.1 * slope)
     with pytest.raises(fb.errors.ConfigurationError, match=r"SimpleBilevel\.subgradient .* None where outer is"):
         problem(None, subgradient=lambda x: x)
-
-
-def test_a_problem_goes_with_its_run():
-    """Programs keep what shapes them, but no losses, which may hold a data set."""
-    mine = problem()
-    gone = weakref.ref(mine.inner)
-    solved(fb.FISM(), 1, problem=mine)
-    del mine
-    gc.collect()
-    assert gone() is None

@@ -50,15 +50,6 @@ def test_mean_weight_and_delay_are_those_of_the_table():
         assert int(memory.exchanges) == t + 1
 
 
-def test_a_first_answer_is_not_too_short():
-    """One client of weight 0.01 has answered: the mean is its answer, not a hundredth of it."""
-    memory = LastReplies.none(jnp.zeros(SIZE))
-    change, _ = ReplyDelta.since(LastReply.none(memory.total), jnp.array([1.0, -2.0, 3.0]), jnp.asarray(0))
-    memory = memory.after(jax.tree.map(lambda leaf: 0.01 * leaf, change))
-    np.testing.assert_allclose(memory.mean, [1.0, -2.0, 3.0], rtol=1e-15)
-    np.testing.assert_allclose(memory.delay, 0.99, rtol=1e-15)  # the others are one exchange behind
-
-
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
 def test_what_rounding_leaves_in_the_sum(dtype):
     """5,000 exchanges of one answer each, uniform in [−1, 1]. Rounding of a difference, of its weighing and of the sum:

@@ -1,7 +1,5 @@
 """Do SimFBO and ShroFBO, made asynchronous, go by everyone's last replies, and end where the synchronous ones do?"""
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from agreement import Case
@@ -49,21 +47,6 @@ def test_equals_the_events_written_out(method):
     np.testing.assert_allclose(result.history["delay"][-1], told[-1, 0], rtol=1e-12)
     np.testing.assert_allclose(result.history["time"][-1], told[-1, 1], rtol=1e-9)
     assert told[-1, 0] > 1
-
-
-@pytest.mark.parametrize("method", [fb.SimFBO, pytest.param(fb.ShroFBO, marks=pytest.mark.slow)])
-def test_with_everyone_first_it_is_the_synchronous_method(method):
-    """Drawn samples, unequal work, a projection and momentum: the same draws, as everyone answers the same message."""
-    fields = {"batch_size": 2, "radius": 0.5, "local_optimizer": fb.parts.Momentum(decay=0.5)}
-    task = drawn(local_steps=WORK)
-    a, b = (run(one, task, 6) for one in (method(**fields), fb.Asynchronous(method(**fields), wait_for=5)))
-    for one, other in zip(jax.tree.leaves((a.x, a.y)), jax.tree.leaves((b.x, b.y)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
-    assert b.history["delay"][-1] == pytest.approx(0, abs=1e-12)
-    assert "delay" not in a.history.rows[-1]
-    assert float(jnp.linalg.norm(b.x)) > 1e-3
-    assert b.ledger.bytes_down == a.ledger.bytes_down + 6 * 5 * 4  # the number of the exchange
-    assert b.ledger.bytes_up == a.ledger.bytes_up + 6 * 5 * 2 * 8  # the memory's two numbers
 
 
 def test_reaches_the_solution_from_late_replies():

@@ -1,68 +1,65 @@
-"""Is the dense implicit gradient that of Φ(x) = F(x, y*(x))?"""
+"""Are the implicit gradient, unrolling and finite differences what calculus says of Φ(x) = F(x, y*(x))?"""
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from matrices import hypergradient, mean_matrices
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.problem import Bilevel
-from fedbilevel.tasks.quadratic import RIDGE, quadratic, solution
-from implicit import implicit_gradient
+from fedbilevel.oracles.exact import dense_implicit, slopes, solve_inner, unrolled_gradient
+from fedbilevel.oracles.population import Population
+from fedbilevel.tasks.quadratic import quadratic, solution
 
 EPS = np.finfo(np.float64).eps
-CONDITION = 10.0
+CONDITION, STEPS, LR = 10.0, 7, 0.8
 # 4 clients of at most 5 samples of 5-by-4 blocks: sums of ≤ 10² terms, amplified once by the linear solve
 ROUNDING = 100 * CONDITION * EPS
+ONE = Clients(outer=[np.ones(1)], inner=[np.ones(1)])
+X = np.random.default_rng(0).normal(size=4)
 
 
 @pytest.fixture(scope="module")
-def drawn():
+def task():
     return quadratic(clients=4, dim_x=4, dim_y=5, condition=CONDITION, samples=(2, 5), seed=3)
 
 
-def implicit(problem, clients, x, y):
-    return jax.jit(lambda x, y: implicit_gradient(problem, clients, x, y))(x, y)
+@pytest.fixture(scope="module")
+def population(task):
+    return Population.of(task.problem, task.clients)
 
 
-def means(clients):
-    """Weighted means over clients of the coefficients of the quadratic task, and of D·t."""
-    out: dict[str, np.ndarray] = {}
-    for i, p in enumerate(clients.weights):
-        own = {**clients.outer.row(i), **clients.inner.row(i)}
-        own["Dt"] = np.einsum("nij,nj->ni", own["D"], own["t"])
-        own["tDt"] = np.einsum("ni,ni->n", own["t"], own["Dt"])
-        for name, value in own.items():
-            out[name] = out.get(name, 0) + p * value.mean(0)
-    return out
+@pytest.fixture(scope="module")
+def m(task):
+    return mean_matrices(task)
 
 
-def test_it_vanishes_at_the_closed_form_solution(drawn):
-    exact = solution(drawn.clients)
-    got = implicit(drawn.problem, drawn.clients, jnp.asarray(exact.x), jnp.asarray(exact.y))
+def outer_gradient(m, x, y):
+    return m["D"] @ y - m["Dt"] + m["E"].T @ x
+
+
+def test_the_implicit_gradient_vanishes_at_the_closed_form_solution(task, population):
+    exact = solution(task.clients)
+    got = dense_implicit(population, jnp.asarray(exact.x), jnp.asarray(exact.y))
     size = np.linalg.norm(exact.x) + np.linalg.norm(exact.y)
     assert np.linalg.norm(got.hypergradient) <= ROUNDING * size
     assert np.linalg.norm(got.inner_gradient) <= ROUNDING * size
     np.testing.assert_allclose(got.v, exact.v, rtol=0, atol=ROUNDING * np.linalg.norm(exact.v))
 
 
-def test_it_is_the_slope_of_the_objective_of_the_quadratic(drawn):
+def test_it_and_slopes_of_the_quadratic_are_exact(population, m):
     """Φ is quadratic: central differences have rounding errors alone, whatever the width."""
-    m = means(drawn.clients)
-
-    def best(x):
-        return np.linalg.solve(m["A"], m["B"] @ x + m["c"])
-
-    def objective(x):
-        y = best(x)
-        return 0.5 * y @ m["D"] @ y - y @ m["Dt"] + 0.5 * m["tDt"] + x @ m["E"] @ y + 0.5 * RIDGE * x @ x
-
-    x = np.random.default_rng(0).normal(size=4)
-    slope = np.array([(objective(x + e) - objective(x - e)) / 2 for e in np.eye(4)])
-    got = implicit(drawn.problem, drawn.clients, jnp.asarray(x), jnp.asarray(best(x)))
-    largest = max(abs(objective(x + s * e)) for e in np.eye(4) for s in (1, -1))
-    np.testing.assert_allclose(got.hypergradient, slope, rtol=0, atol=ROUNDING * largest)
-    assert np.linalg.norm(slope) > 0.1
+    y, width = np.linalg.solve(m["A"], m["B"] @ X + m["c"]), 1e-2
+    exact = hypergradient(m, m, X, y, np.linalg.solve(m["A"], outer_gradient(m, X, y)))
+    phi = max(1, abs(float(population.outer.value(X, y))))
+    got = dense_implicit(population, jnp.asarray(X), jnp.asarray(y))
+    np.testing.assert_allclose(got.hypergradient, exact, rtol=0, atol=ROUNDING * phi)
+    assert np.linalg.norm(exact) > 0.1
+    along = slopes(population, X, np.zeros(5), 0, directions=6, width=width)
+    np.testing.assert_allclose(np.linalg.norm(along.directions, axis=1), 1, rtol=10 * EPS)
+    np.testing.assert_allclose(along.values, along.directions @ exact, rtol=0, atol=ROUNDING * phi / width)
+    assert np.linalg.matrix_rank(along.directions) == 4  # six directions in four dimensions: they differ
 
 
 def test_it_is_the_slope_of_the_objective_of_tuned_ridge_regression():
@@ -81,7 +78,7 @@ def test_it_is_the_slope_of_the_objective_of_tuned_ridge_regression():
 
     weights = np.array([0.2, 0.5, 0.3])
     data = {name: [samples(n) for n in sizes] for name, sizes in {"outer": (4, 2, 6), "inner": (5, 9, 7)}.items()}
-    clients = Clients(**data, weights=weights)
+    population = Population.of(Bilevel(outer, inner), Clients(**data, weights=weights))
 
     def best(log):
         normal = sum(p * s["u"].T @ s["u"] / len(s["t"]) for p, s in zip(weights, data["inner"], strict=True))
@@ -97,7 +94,7 @@ def test_it_is_the_slope_of_the_objective_of_tuned_ridge_regression():
         return np.array([(objective(log + h * e) - objective(log - h * e)) / (2 * h) for e in np.eye(3)])
 
     log = np.log([0.3, 0.7, 1.5])
-    got = implicit(Bilevel(outer, inner), clients, {"log": jnp.asarray(log)}, {"slope": jnp.asarray(best(log))})
+    got = dense_implicit(population, {"log": jnp.asarray(log)}, {"slope": jnp.asarray(best(log))})
     # Richardson: (4 d(h/2) − d(h))/3 has error O(h⁴); how far it moves when h is halved again bounds that, 15-fold
     h = 2.0**-6
     coarse, fine = ((4 * difference(w / 2) - difference(w)) / 3 for w in (h, h / 2))
@@ -105,3 +102,64 @@ def test_it_is_the_slope_of_the_objective_of_tuned_ridge_regression():
     assert np.all(np.abs(np.asarray(got.hypergradient["log"]) - fine) <= bound)
     assert np.all(bound <= 1e-6 * np.linalg.norm(fine))
     assert jax.tree.structure(got.v) == jax.tree.structure({"slope": 0})
+
+
+def test_unrolling_is_the_derivative_of_the_iteration(population, m):
+    """y_N = (I − αA)^N y_0 + α Σ (I − αA)^n (Bx + c), hence dy_N/dx = α Σ (I − αA)^n B, wherever y_0 is."""
+    start = np.arange(5.0)
+    powers = [np.linalg.matrix_power(np.eye(5) - LR * m["A"], n) for n in range(STEPS + 1)]
+    inverse = LR * sum(powers[:STEPS])
+    end = powers[STEPS] @ start + inverse @ (m["B"] @ X + m["c"])
+    exact = hypergradient(m, m, X, end, inverse @ outer_gradient(m, X, end))
+    got = unrolled_gradient(population, X, start, steps=STEPS, lr=LR)
+    np.testing.assert_allclose(got.y, end, rtol=0, atol=ROUNDING * np.linalg.norm(start))
+    np.testing.assert_allclose(got.hypergradient, exact, rtol=0, atol=ROUNDING * np.linalg.norm(start))
+
+
+def test_newton_reaches_the_minimum_and_the_pulled_minimum(population, m):
+    """With pull s: (A + sI) y = Bx + c + s·start."""
+    start, ends = np.arange(5.0), []
+    for pull in (0.0, 0.3):
+        exact = np.linalg.solve(m["A"] + pull * np.eye(5), m["B"] @ X + m["c"] + pull * start)
+        got = solve_inner(population, X, start, pull=pull)
+        np.testing.assert_allclose(got.y, exact, rtol=0, atol=ROUNDING * np.linalg.norm(exact))
+        assert not got.negative_curvature
+        ends.append(exact)
+    assert np.linalg.norm(ends[1] - ends[0]) > 0.1  # the pull did something
+
+
+def test_slopes_of_a_cubic_have_no_error_of_the_second_order():
+    """x³'s central difference is off by h² wherever it is taken, which two widths together take out: h⁴ has no part."""
+    problem = Bilevel(lambda x, y, b: jnp.mean(b) * (jnp.sum(x**3) + 0 * y), lambda x, y, b: jnp.mean(b) * y**2)
+    x = jnp.array([0.5, -1.0])
+    got = slopes(Population.of(problem, ONE), x, jnp.zeros(()), 0, directions=2, width=0.1)
+    np.testing.assert_allclose(got.values, got.directions @ np.array([0.75, 3.0]), rtol=1e-12)
+    assert np.all(got.errors > 1e-4)  # ¾ h² Σ d³
+
+
+def newton(inner, start):
+    """Newton's method from there, on a g that is a function of y alone."""
+    problem = Bilevel(lambda x, y, b: jnp.mean(b) * y[0], lambda x, y, b: jnp.mean(b) * inner(y - x))
+    return solve_inner(Population.of(problem, ONE), jnp.zeros(1), jnp.array(start))
+
+
+def test_newton_survives_where_full_steps_diverge():
+    """g = log cosh: from |y| > 1.09 undamped Newton runs off to infinity; halved steps arrive."""
+    got = newton(lambda y: jnp.log(jnp.cosh(y[0])), [3.0])
+    assert abs(got.y[0]) <= 4 * EPS
+    assert got.gradient_norm <= 4 * EPS
+
+
+@pytest.mark.parametrize(
+    ("inner", "start"),
+    [
+        (lambda y: jnp.cos(y[0]), [0.1]),
+        # Curvature 1 and, from |y| < 0.58, below 0: conjugate gradient's second direction meets it. The step that its
+        # first makes ends at 0.88, where a second step of Newton's would see nothing of it.
+        (lambda y: y[0] ** 2 / 2 + y[1] ** 4 / 4 - y[1] ** 2 / 2, [3.0, 0.5]),
+    ],
+)
+def test_newton_says_where_the_hessian_is_indefinite(inner, start):
+    got = newton(inner, start)
+    assert got.negative_curvature
+    assert got.iterations == 1

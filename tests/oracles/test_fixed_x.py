@@ -57,10 +57,9 @@ def client(loss, size=SIZE):
     return Client(problem, samples, samples, jnp.asarray(0), jnp.asarray(1.0), None, None)
 
 
-@pytest.mark.parametrize("size", [SIZE, LONGEST])
-@pytest.mark.parametrize("batch_size", [None, 4])
+@pytest.mark.parametrize(("size", "batch_size"), [(SIZE, None), (LONGEST, None), (SIZE, 4)])
 @pytest.mark.parametrize("name", sorted(LOSSES))
-def test_it_is_the_loss_on_the_same_draws(name, batch_size, size):
+def test_it_is_the_loss_on_the_same_draws(name, size, batch_size):
     """Sums of a few dozen terms of size 1, in another order: 1e-12 is ample."""
     who = client(LOSSES[name], size)
     given = inner_loss_at(who, X, jnp.zeros_like(Y), batch_size, steps=6)

@@ -23,10 +23,12 @@ def clients():
     return Clients(**{name: [draw(n) for n in sizes] for name, sizes in SIZES.items()}, weights=WEIGHTS)
 
 
+NAMES = ("outer", "inner")
+
+
 @pytest.fixture(scope="module", params=[256, 5], ids=["one chunk", "chunks with padding"])
 def sums(request, instance, clients):
-    """All of the population's functions and the same by a loop, as two dicts of trees."""
-    x, y, v = instance.iterate
+    """All of the population's functions, and those of clients 2 and 0 alone."""
     before, module.CHUNK = module.CHUNK, request.param
     try:
         population = Population.of(instance.problem, clients)
@@ -35,31 +37,31 @@ def sums(request, instance, clients):
         module.CHUNK = before
 
     def fast(population, x, y, v):
-        named = {}
-        for name in ("outer", "inner"):
-            total = getattr(population, name)
-            named[name] = (total.value(x, y), total.gradients(x, y), total.products(x, y, v), total.hess_v(x, y, v))
-        return named
+        totals = [getattr(population, name) for name in NAMES]
+        return [(t.value(x, y), t.gradients(x, y), t.products(x, y, v), t.hess_v(x, y, v)) for t in totals]
 
-    def slow(problem, ids, weights, x, y, v):
+    point = instance.iterate
+    return jax.jit(fast)(population, *point), jax.jit(jax.vmap(fast, (0, None, None, None)))(single, *point)
+
+
+@pytest.fixture(scope="module")
+def loops(instance, clients):
+    """The same by a loop over clients: of all of them, and of clients 2 and 0 alone."""
+
+    def slow(ids, weights, x, y, v):
         def mean(name):
-            loss, rows = getattr(problem, name), getattr(clients, name)
+            loss, rows = getattr(instance.problem, name), getattr(clients, name)
             return lambda x, y: sum(p * loss(x, y, rows.row(i)) for i, p in zip(ids, weights, strict=True))
 
         def second(f):
             zero = jax.tree.map(jnp.zeros_like, x)
             return jax.jvp(jax.grad(f, (0, 1)), (x, y), (zero, v))[1]
 
-        return {
-            name: (f(x, y), jax.grad(f, (0, 1))(x, y), second(f), second(f)[1])
-            for name, f in ((name, mean(name)) for name in ("outer", "inner"))
-        }
+        return [(f(x, y), jax.grad(f, (0, 1))(x, y), second(f), second(f)[1]) for f in map(mean, NAMES)]
 
-    point = (x, y, v)
-    own = jax.jit(jax.vmap(fast, (0, None, None, None)))(single, *point)
-    every = jax.jit(lambda *p: slow(instance.problem, range(4), WEIGHTS, *p))(*point)
-    alone = jax.jit(lambda *p: [slow(instance.problem, [i], [1.0], *p) for i in (2, 0)])(*point)
-    return jax.jit(fast)(population, *point), every, own, alone
+    parts = [(range(4), WEIGHTS), ([2], [1.0]), ([0], [1.0])]
+    everyone, *alone = jax.jit(lambda *point: [slow(*part, *point) for part in parts])(*instance.iterate)
+    return everyone, alone
 
 
 def close(a, b):
@@ -70,15 +72,13 @@ def close(a, b):
     assert len(jax.tree.leaves(same)) == 0
 
 
-def test_totals_are_those_of_a_loop_over_clients(sums):
-    fast, slow, _, _ = sums
-    close(fast, slow)
+def test_sums_are_those_of_a_loop_over_clients(sums, loops):
+    close(sums[0], loops[0])
 
 
-def test_single_clients_are_themselves(sums):
-    _, _, own, alone = sums
+def test_single_clients_are_themselves(sums, loops):
     for place in range(2):
-        close(jax.tree.map(lambda leaf, place=place: leaf[place], own), alone[place])
+        close(jax.tree.map(lambda leaf, place=place: leaf[place], sums[1]), loops[1][place])
 
 
 def test_one_program_serves_other_data(instance, clients):

@@ -13,7 +13,6 @@ from fedbilevel.core.tree import XYV
 from fedbilevel.oracles.products import cross_v, directions, hess_v, independent_directions
 
 ROUNDING = 1e-12  # relative; the sums below have fewer than 10³ terms of size ≤ 10³·result, each off by 2⁻⁵³
-EPS = np.finfo(np.float64).eps
 
 joint_directions = jax.jit(directions, static_argnums=0)
 independent = jax.jit(independent_directions, static_argnums=0)
@@ -82,44 +81,6 @@ def test_independent_directions_use_each_batch_where_it_belongs(instance):
     close(got.step.x, exact[3]["f_x"] - exact[4]["xy"] @ v)
     assert float(got.outer_loss) == pytest.approx(exact[3]["f"], rel=ROUNDING)
     assert float(got.inner_loss) == pytest.approx(exact[0]["g"], rel=ROUNDING)
-
-
-def test_independent_directions_on_one_batch_are_the_joint_ones(instance):
-    batch = instance.batches[0]
-    joint = joint_directions(instance.problem, instance.iterate, batch, batch)
-    apart = independent(instance.problem, instance.iterate, batch, (batch, batch), (batch, batch))
-    for one, other in zip(joint.step, apart.step, strict=True):
-        close(one, flat(other))
-
-
-@pytest.mark.parametrize("variable", ["x", "y"])
-def test_products_are_the_slopes_of_gradients(instance, variable):
-    """Central differences of ∇g along v in y: error h²/6·‖∇⁴-type term‖ and rounding of ∇g divided by h."""
-    (x, y, v), batch = instance.iterate, instance.batches[0]
-    index = "xy".index(variable)
-    product = {"x": cross_v, "y": hess_v}[variable]
-
-    @jax.jit
-    def slope(h):
-        """∇g at y + h v: a vector that depends on one number."""
-        moved = jax.tree.map(lambda a, b: a + h * b, y, v)
-        return ravel_pytree(jax.grad(instance.problem.inner, index)(x, moved, batch))[0]
-
-    third = jax.jit(jax.jacfwd(jax.jacfwd(jax.jacfwd(slope))))
-    h = EPS ** (1 / 3)
-    difference = np.asarray(slope(h) - slope(-h)) / (2 * h)
-    truncation = h**2 / 6 * max(float(jnp.linalg.norm(third(t))) for t in np.linspace(-h, h, 5))
-    # a gradient is a sum over 6 samples and 2 + 3 + 4 units of terms about as large as itself
-    rounding = 64 * EPS * float(jnp.linalg.norm(slope(0.0))) / h
-    exact = flat(jax.jit(product, static_argnums=0)(instance.problem, x, y, v, batch))
-    assert np.linalg.norm(difference - exact) <= 2 * truncation + rounding
-    assert truncation + rounding <= 1e-6 * np.linalg.norm(exact)  # the bound says something
-
-    def error(h):
-        return np.linalg.norm(np.asarray(slope(h) - slope(-h)) / (2 * h) - exact)
-
-    # quartering of the error: second order, hence the same derivative; its own error is O(h²) again
-    assert error(1e-2) / error(5e-3) == pytest.approx(4, rel=0.05)
 
 
 def mlp_instance():

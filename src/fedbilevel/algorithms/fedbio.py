@@ -29,7 +29,7 @@ Departures from the paper:
 4. A single draw of inner and of outer samples serves all three directions (`independent_batches` draws for each).
 5. v is not projected on a ball.
 
-Checked in tests/algorithms/test_fedbio.py (closed forms, the recursion, its variance) and
+Checked in tests/algorithms/test_fedbio.py (closed forms, the recursion) and
 tests/engines/test_agreement.py.
 """
 
