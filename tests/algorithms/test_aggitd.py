@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from compiled_losses import with_compiled_losses
 from matrices import end_with_series, fedavg_on_y, hypergradient, inner_gradient, mean_matrices, members, outer_gradient
 
 import fedbilevel as fb
@@ -29,8 +30,8 @@ X0, Y0 = np.linspace(-1, 1, 5), np.linspace(2, 0, 8)
 
 
 def run(algorithm, task, rounds, problem=None, x0=X0, y0=Y0, engine=None, **options):
-    engine = engine or fb.Reference()
-    return fb.solve(algorithm, problem or task.problem, task.clients, x0, y0, rounds=rounds, engine=engine, **options)
+    engine, problem = engine or fb.Reference(), with_compiled_losses(problem or task.problem)
+    return fb.solve(algorithm, problem, task.clients, x0, y0, rounds=rounds, engine=engine, **options)
 
 
 def method(sampling=None, **inner):

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from agreement import Case
+from compiled_losses import with_compiled_losses
 from matrices import end_with_series, fedavg_on_y, hypergradient, mean_matrices, members, outer_gradient
 
 import fedbilevel as fb
@@ -31,8 +32,8 @@ X0, Y0 = np.linspace(-1, 1, 5), np.linspace(2, 0, 8)
 
 
 def run(algorithm, task, rounds, engine=None):
-    engine = engine or fb.Reference()
-    return fb.solve(algorithm, task.problem, task.clients, X0, Y0, rounds=rounds, engine=engine)
+    engine, problem = engine or fb.Reference(), with_compiled_losses(task.problem)
+    return fb.solve(algorithm, problem, task.clients, X0, Y0, rounds=rounds, engine=engine)
 
 
 def method(terms, sampling="random_per_client", **inner):

@@ -244,7 +244,6 @@ def test_problems_that_need_no_inverse():
         (lambda: fb.RABO(hypergradient=fb.parts.Coordinates()), "RABO.hypergradient = Coordinates("),
         (lambda: fb.RAFBO(hypergradient=fb.parts.LocalImplicit()), "RAFBO.hypergradient.second_order = Exact() is not"),
         (lambda: fb.RAFBO(hypergradient=fb.parts.Implicit()), "it must be LocalImplicit(…) or Coordinates(…) or"),
-        (lambda: fb.parts.Coordinates(count=0), "Coordinates.count = 0"),
         (lambda: fb.parts.PrintedSlopes(paired=True), "unknown field of PrintedSlopes 'paired'"),
         (lambda: fb.parts.Implicit(paired=True), "unknown field of Implicit 'paired'"),
         (lambda: fb.parts.Differences(perturbation=0.0), "Differences.perturbation = 0.0"),
