@@ -19,8 +19,7 @@ import time
 from pathlib import Path
 
 from fedbilevel.flower.launch import children
-from fedbilevel.flower.launch.console import Console
-from fedbilevel.flower.launch.processes import Federation, flower_command, free_ports
+from fedbilevel.flower.launch.processes import Console, Federation, flower_command, free_ports
 from fedbilevel.flower.launch.supernode import environment
 
 PROJECT = """

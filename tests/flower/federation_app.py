@@ -21,8 +21,7 @@ from fedbilevel.engines.result import Result
 from fedbilevel.experiments import federation, read_spec
 from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.spec import resolve
-from fedbilevel.flower.launch.console import Console
-from fedbilevel.flower.launch.processes import CONNECTION, Federation
+from fedbilevel.flower.launch.processes import CONNECTION, Console, Federation
 
 CLIENTS, ROUNDS, EXCHANGES = 4, 2, 2  # exchanges of a round
 FORGETFUL = 3  # the client that has no folder for its state, and starts clean where Flower forgets it

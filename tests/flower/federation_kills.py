@@ -27,7 +27,7 @@ COMMANDS = {
     "server": "flwr-serverapp",
     "SuperLink": "flower-superlink",
     "SuperNode": "fedbilevel.flower.launch.supernode serve",
-    "worker": "fedbilevel.flower.launch.worker",
+    "worker": "fedbilevel.flower.launch.private",
 }
 
 

@@ -12,8 +12,7 @@ import pytest
 from fedbilevel.experiments import configure, run
 from fedbilevel.experiments.federation import write_app
 from fedbilevel.flower.launch import children
-from fedbilevel.flower.launch.console import Console
-from fedbilevel.flower.launch.processes import Federation, flower_command, free_ports
+from fedbilevel.flower.launch.processes import Console, Federation, flower_command, free_ports
 from fedbilevel.flower.launch.supernode import environment
 
 pytestmark = pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.flower import versions
-from fedbilevel.flower.launch import supernode, worker
+from fedbilevel.flower.launch import private, supernode
 
 
 def app(message: Any, context: Any) -> Any:
@@ -27,7 +27,6 @@ def app(message: Any, context: Any) -> Any:
 
 def served(names: list[str], apps: Callable, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
     """What a worker replies, by name, and what it says has failed."""
-    from fedbilevel.flower.launch import private
 
     def opened(request: list[bytes]) -> tuple[Any, Any, Any, Any]:
         name = request[0].decode()
@@ -42,7 +41,7 @@ def served(names: list[str], apps: Callable, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(private, "answer", lambda reply, context, failure: [reply.name.encode(), failure.encode()])
     ours, theirs = Pipe()
     left = threading.Event()
-    thread = threading.Thread(target=worker.serve, args=(theirs, apps, left.set))
+    thread = threading.Thread(target=private.work, args=(theirs, apps, left.set))
     thread.start()
     assert private.receive(ours) == []
     found = []
@@ -57,8 +56,8 @@ def served(names: list[str], apps: Callable, monkeypatch: pytest.MonkeyPatch) ->
     return found
 
 
-def installed(load: Callable) -> worker.InstalledApps:
-    return worker.InstalledApps(load)
+def installed(load: Callable) -> private.InstalledApps:
+    return private.InstalledApps(load)
 
 
 def test_an_exception_and_a_missing_reply_become_error_replies_and_the_worker_goes_on(
@@ -99,7 +98,7 @@ def test_another_version_of_an_app_takes_the_place_of_the_first(
 
         return lambda: an_app_of_the_test.VERSION, directory
 
-    apps = worker.InstalledApps(load)
+    apps = private.InstalledApps(load)
     got = [apps("run", SimpleNamespace(hash_str=version))() for version in ("1", "1", "2", "1")]
     assert got == [1, 1, 2, 1]
 
@@ -166,13 +165,13 @@ def test_the_server_learns_only_the_kind_of_a_clients_error() -> None:
 def test_a_pinned_app_answers_whatever_app_a_run_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_app_of_the_site.py").write_text("def app(message, context):\n    return message\nnumber = 3\n")
     monkeypatch.chdir(tmp_path)
-    apps = worker.pinned("own_app_of_the_site:app")
+    apps = private.pinned("own_app_of_the_site:app")
     assert [name for name, _ in served(["a", "b"], apps, monkeypatch)] == ["a", "b"]
     for reference in ("own_app_of_the_site", "own_app_of_the_site:none", "no_such_module_here:app", ":app"):
         with pytest.raises(ConfigurationError, match="--app"):
-            worker.pinned(reference)
+            private.pinned(reference)
     with pytest.raises(ConfigurationError, match="name of a ClientApp"):
-        worker.pinned("own_app_of_the_site:number")
+        private.pinned("own_app_of_the_site:number")
 
 
 def test_a_pinned_app_is_never_given_up_for_the_stock_supernode() -> None:

@@ -1,6 +1,7 @@
 """A whole federation as real processes on this machine: a SuperLink, a SuperNode per client, all stopped at the end.
 
-For trials, tests and demonstrations of what runs on several machines otherwise: the same commands, TLS and keys.
+For trials, tests and demonstrations of what runs on several machines otherwise: the same commands, TLS and keys. `flwr`
+commands are processes, too.
 """
 
 from __future__ import annotations
@@ -17,12 +18,67 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from fedbilevel.core.errors import ExchangeError, require, require_count
 from fedbilevel.flower.launch import children, credentials
-from fedbilevel.flower.launch.console import CommandError, Console
 from fedbilevel.flower.launch.supernode import environment, flower_command
 from fedbilevel.flower.versions import require_flower
+
+
+class CommandError(ExchangeError):
+    """A `flwr` command failed; the message has its output."""
+
+
+class Console:
+    """Gives commands to `flwr`, one after the other."""
+
+    def __init__(self, env: Mapping[str, str], directory: Path) -> None:
+        self.env, self.directory = dict(env), directory
+        self.process: subprocess.Popen[str] | None = None
+
+    def __call__(self, *words: str) -> str:
+        """Return the output of `flwr WORDS…`; CommandError if it failed."""
+        return "".join(self.lines(*words, timeout=60.0))
+
+    def read(self, *words: str) -> Any:
+        """Read what a command says in JSON, whatever it warns of before."""
+        text = self(*words, "--format", "json")
+        return json.JSONDecoder().raw_decode(text, text.index("{"))[0]
+
+    def lines(self, *words: str, timeout: float) -> Iterator[str]:
+        """Yield the output of `flwr WORDS…`, line by line as it comes.
+
+        Raises:
+            CommandError: it failed, or took longer than `timeout` seconds.
+        """
+        flwr = str(Path(sys.executable).parent / "flwr")
+        command = [sys.executable, "-m", "fedbilevel.flower.launch.children", str(os.getpid()), flwr, *words]
+        kinds: Any = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        self.process = process = subprocess.Popen(
+            command, text=True, env=self.env, cwd=self.directory, start_new_session=True, **kinds
+        )
+        watchdog = threading.Timer(timeout, process.kill)
+        watchdog.start()
+        printed: list[str] = []
+        try:
+            for line in process.stdout or []:
+                printed.append(line)
+                yield line
+            if process.wait():
+                raise CommandError(
+                    f"flwr {' '.join(words)} failed, or took longer than {timeout:.0f} s:\n{''.join(printed)}"
+                )
+        finally:
+            watchdog.cancel()
+            self.close()
+
+    def close(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process = None
+
 
 CONNECTION = "federation"
 TAIL = 20  # lines of a log shown in an error
