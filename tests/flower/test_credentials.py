@@ -1,11 +1,8 @@
 """Throw-away credentials: what they certify, who can read them, that nothing is overwritten."""
 
-from __future__ import annotations
-
 import socket
 import ssl
 import threading
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,7 @@ from fedbilevel.flower.launch import credentials
 pytest.importorskip("cryptography")
 
 
-def test_private_files_are_their_owners_alone(tmp_path: Path) -> None:
+def test_private_files_are_their_owners_alone(tmp_path):
     made = credentials.make(tmp_path / "new", clients=2)
     modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "new").iterdir()}
     private = {"server.key", "client-0", "client-1"}
@@ -26,7 +23,7 @@ def test_private_files_are_their_owners_alone(tmp_path: Path) -> None:
         assert (b"PRIVATE" in path.read_bytes()) == (path.name in private)
 
 
-def test_nothing_is_overwritten(tmp_path: Path) -> None:
+def test_nothing_is_overwritten(tmp_path):
     credentials.make(tmp_path, clients=1)
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(ConfigurationError, match=r"client-0, client-0\.pub would be overwritten"):
@@ -35,13 +32,13 @@ def test_nothing_is_overwritten(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a..b", "-a", "a" * 64, "host:9092", "a\0"])
-def test_what_no_certificate_can_name_is_refused_and_nothing_written(tmp_path: Path, name: str) -> None:
+def test_what_no_certificate_can_name_is_refused_and_nothing_written(tmp_path, name):
     with pytest.raises(ConfigurationError, match="a server cannot have one of the names localhost, "):
         credentials.make(tmp_path / "new", clients=1, names=["localhost", name])
     assert not (tmp_path / "new").exists()
 
 
-def test_a_clients_halves_belong_together_and_no_two_clients_share_a_key(tmp_path: Path) -> None:
+def test_a_clients_halves_belong_together_and_no_two_clients_share_a_key(tmp_path):
     from cryptography.hazmat.primitives.serialization import load_ssh_private_key, load_ssh_public_key
 
     made = credentials.make(tmp_path, clients=3)
@@ -50,17 +47,17 @@ def test_a_clients_halves_belong_together_and_no_two_clients_share_a_key(tmp_pat
         public = load_ssh_public_key(made.public(client).read_bytes())
         assert load_ssh_private_key(path.read_bytes(), None).public_key() == public
         assert public.curve.name == "secp384r1"  # as said, and as Flower makes by itself
-        numbers.append(public.public_numbers())  # type: ignore[union-attr]
+        numbers.append(public.public_numbers())
     assert len(set(numbers)) == 3
 
 
-def handshake(made: credentials.Credentials, trust: Path, name: str) -> None:
+def handshake(made, trust, name):
     """A TLS connection over a pair of sockets: server with `made`, client that trusts `trust` and wants `name`."""
     server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context(cafile=str(trust))
     server.load_cert_chain(made.certificate, made.key)
     ours, theirs = socket.socketpair()
 
-    def serve() -> None:
+    def serve():
         try:
             server.wrap_socket(theirs, server_side=True).close()
         except (ssl.SSLError, OSError):
@@ -75,7 +72,7 @@ def handshake(made: credentials.Credentials, trust: Path, name: str) -> None:
         thread.join()
 
 
-def test_the_server_is_believed_under_its_names_only_and_by_its_authority_only(tmp_path: Path) -> None:
+def test_the_server_is_believed_under_its_names_only_and_by_its_authority_only(tmp_path):
     made = credentials.make(tmp_path / "a", clients=0, names=["example.org", "127.0.0.1", "::1"])
     other = credentials.make(tmp_path / "b", clients=0)
     for name in ("example.org", "127.0.0.1", "::1"):
@@ -86,7 +83,7 @@ def test_the_server_is_believed_under_its_names_only_and_by_its_authority_only(t
 
 
 @pytest.mark.parametrize("wrong", [{"clients": -1}, {"clients": 1, "names": []}, {"clients": 1, "days": 0}])
-def test_wrong_arguments_are_named(tmp_path: Path, wrong: dict) -> None:
+def test_wrong_arguments_are_named(tmp_path, wrong):
     with pytest.raises(ConfigurationError, match=str(next(reversed(wrong)))):
         credentials.make(tmp_path, **wrong)
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from federations import memory
-from test_site import request
+from test_site import asked, greeted, request
 
 import fedbilevel as fb
 from fedbilevel import authoring
@@ -18,7 +18,6 @@ from fedbilevel.core.errors import CheckpointError, ConfigurationError, FloorErr
 from fedbilevel.flower.client.limits import Limits, RequestCounts
 from fedbilevel.flower.client.site import ClientRuntime, _samples
 from fedbilevel.flower.client.store import FolderStore
-from fedbilevel.flower.wire import RequestMessage
 
 STEPS = federations.Steps()
 
@@ -35,9 +34,8 @@ def test_small_batches_are_refused_at_the_greeting(batch_size, refused):
     task = federations.quadratic(clients=2, dim_x=2, dim_y=3, samples=(9, 9))
     site = federations.site(federations.Steps(batch_size=batch_size), 0, task, limits=Limits())
     runtime = ClientRuntime(site)
-    greeting = RequestMessage(run=federations.NAME, contract=runtime.contract.text)
     expected = f"batch_size = {batch_size} is below this client's floor of 8" if refused else ""
-    assert runtime.respond(greeting, memory()).refused == expected
+    assert greeted(runtime, runtime.contract.text).refused == expected
 
 
 class Sly(federations.Steps):
@@ -53,13 +51,10 @@ class Sly(federations.Steps):
 
 def test_the_floor_is_where_samples_are_drawn():
     """Whatever an algorithm calls the size of its batches, nothing is computed on fewer samples."""
-    runtime = ClientRuntime(
-        federations.site(Sly(batch_size=None), 0, limits=replace(federations.FREE, min_batch_size=4))
-    )
-    assert (
-        runtime.respond(request(runtime), memory()).refused == "a draw of 3 samples is below this client's floor of 4"
-    )
-    assert runtime.respond(request(runtime, "x_gradient"), memory()).refused == ""
+    limits = replace(federations.FREE, min_batch_size=4)
+    runtime = ClientRuntime(federations.site(Sly(batch_size=None), 0, limits=limits))
+    assert asked(runtime).refused == "a draw of 3 samples is below this client's floor of 4"
+    assert asked(runtime, "x_gradient").refused == ""
 
 
 def test_walks_sample_by_sample_have_the_floor_too():
@@ -78,16 +73,15 @@ def test_requests_of_a_round_and_of_all_runs(tmp_path):
     limits = replace(federations.FREE, max_requests_per_round=2, max_requests=5)
     site = federations.site(STEPS, 0, limits=limits, folder=tmp_path)
     runtime = ClientRuntime(site)
-    assert runtime.respond(request(runtime, payload=b"1"), memory()).refused  # what is not computed is not counted
-    assert [runtime.respond(request(runtime, round=1), memory()).refused for _ in range(2)] == ["", ""]
-    assert runtime.respond(request(runtime, round=1), memory()).code == "limit"
-    assert runtime.respond(request(runtime, round=0), memory()).code == "limit"  # nor by going back
-    assert runtime.respond(request(runtime, round=2), memory()).refused == ""
+    assert asked(runtime, payload=b"1").refused  # what is not computed is not counted
+    assert [asked(runtime, round=1).refused for _ in range(2)] == ["", ""]
+    assert asked(runtime, round=1).code == "limit"
+    assert asked(runtime, round=0).code == "limit"  # nor by going back
+    assert asked(runtime, round=2).refused == ""
     runtime = ClientRuntime(site)  # another process
     other = "f" * 16  # and another run
-    assert runtime.respond(request(runtime, run=other), memory()).refused == ""
-    assert runtime.respond(request(runtime, run=other), memory()).refused == ""
-    assert "5 requests in all" in runtime.respond(request(runtime, run=other, round=9), memory()).refused
+    assert [asked(runtime, run=other).refused for _ in range(2)] == ["", ""]
+    assert "5 requests in all" in asked(runtime, run=other, round=9).refused
     assert FolderStore(tmp_path, 0).request_counts() == RequestCounts(5, other, 2, 2)
 
 
@@ -103,7 +97,7 @@ def test_nobody_else_counts_between_reading_a_count_and_writing_it(tmp_path, mon
 
     monkeypatch.setattr(FolderStore, "save_request_counts", noted)
     runtime = ClientRuntime(federations.site(STEPS, 0, folder=tmp_path))
-    assert [runtime.respond(request(runtime, round=round), memory()).refused for round in (1, 2)] == ["", ""]
+    assert [asked(runtime, round=round).refused for round in (1, 2)] == ["", ""]
     assert tries == [1, 2]
 
 
@@ -114,7 +108,7 @@ def test_a_damaged_count_is_no_new_beginning(tmp_path, damaged):
     with pytest.raises(CheckpointError, match=r"client-0-requests\.json is damaged"):
         store.request_counts()
     runtime = ClientRuntime(federations.site(STEPS, 0, folder=tmp_path))
-    assert runtime.respond(request(runtime), memory()).refused == "CheckpointError; the client's log says more"
+    assert asked(runtime).refused == "CheckpointError; the client's log says more"
 
 
 def test_a_count_without_a_folder_stays_with_flower():

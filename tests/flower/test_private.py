@@ -3,8 +3,6 @@
 A Flower that fails here is none for `versions.TESTED`.
 """
 
-from __future__ import annotations
-
 import ast
 import hashlib
 import importlib
@@ -15,32 +13,27 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
+import httpx
 import pytest
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.supercore.inflatable import inflatable_utils
+from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
+from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.run import Run, RunNotRunningException
+from flwr.supercore.task_identity import TaskIdentity
+from flwr.supernode import start_client_internal as loop
+from flwr.supernode.nodestate import NodeStateFactory
 
 import fedbilevel.flower
-
-flwr = pytest.importorskip("flwr")
-httpx = pytest.importorskip("httpx")
-
-from flwr.app import ConfigRecord, Context, Message, RecordDict  # noqa: E402
-from flwr.supercore.inflatable import inflatable_utils  # noqa: E402
-from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree  # noqa: E402
-from flwr.supercore.object_store import ObjectStoreFactory  # noqa: E402
-from flwr.supercore.run import Run, RunNotRunningException  # noqa: E402
-from flwr.supercore.task_identity import TaskIdentity  # noqa: E402
-from flwr.supernode import start_client_internal as loop  # noqa: E402
-from flwr.supernode.nodestate import NodeStateFactory  # noqa: E402
-
-from fedbilevel.flower import versions  # noqa: E402
-from fedbilevel.flower.launch import private  # noqa: E402
+from fedbilevel.flower import versions
+from fedbilevel.flower.launch import private
 
 PUBLIC = {"flwr.app", "flwr.clientapp", "flwr.serverapp", "flwr.simulation"}
 ROOM = Path(fedbilevel.flower.__file__).parent
 
 
-def imports(file: Path) -> set[tuple[str, str]]:
+def imports(file):
     """(module, name) of all that a file imports of Flower."""
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -54,7 +47,7 @@ def imports(file: Path) -> set[tuple[str, str]]:
 # The names
 
 
-def test_two_files_import_what_flower_does_not_promise() -> None:
+def test_two_files_import_what_flower_does_not_promise():
     files = {
         str(file.relative_to(ROOM))
         for file in ROOM.rglob("*.py")
@@ -67,7 +60,7 @@ def test_two_files_import_what_flower_does_not_promise() -> None:
 @pytest.mark.parametrize(
     ("module", "name"), sorted(imports(ROOM / "launch/private.py") | imports(ROOM / "versions.py"))
 )
-def test_a_name_is_there(module: str, name: str) -> None:
+def test_a_name_is_there(module, name):
     there = importlib.import_module(module)
     assert not name or hasattr(there, name) or importlib.import_module(f"{module}.{name}")
 
@@ -100,9 +93,9 @@ SIGNATURES = {
 
 
 @pytest.mark.parametrize("place", SIGNATURES)
-def test_a_function_takes_what_it_is_given(place: str) -> None:
+def test_a_function_takes_what_it_is_given(place):
     module, _, path = place.partition(":")
-    function: Any = importlib.import_module(module)
+    function = importlib.import_module(module)
     for name in path.split("."):
         function = getattr(function, name)
     known, told = inspect.signature(function).parameters, SIGNATURES[place].split()
@@ -112,7 +105,7 @@ def test_a_function_takes_what_it_is_given(place: str) -> None:
         assert [name for name in required if name not in told] == []
 
 
-def test_the_command_calls_the_loop_that_is_replaced_with_its_parts_by_name() -> None:
+def test_the_command_calls_the_loop_that_is_replaced_with_its_parts_by_name():
     source = inspect.getsource(sys.modules["flwr.supernode.cli.flower_supernode"])
     (call,) = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and ast.unparse(n.func) == LOOP]
     assert (len(call.args), all(word.arg for word in call.keywords)) == (0, True)
@@ -121,7 +114,7 @@ def test_the_command_calls_the_loop_that_is_replaced_with_its_parts_by_name() ->
 LOOP = "start_client_internal"
 
 
-def test_fields_that_are_read_or_written_are_there() -> None:
+def test_fields_that_are_read_or_written_are_there():
     state = NodeStateFactory(objectstore_factory=ObjectStoreFactory()).state()
     assert hasattr(state, "msg_store")
     assert {"max_time", "initial_backoff"} <= set(inflatable_utils.pull_objects.__kwdefaults__ or {})
@@ -133,184 +126,162 @@ def test_fields_that_are_read_or_written_are_there() -> None:
 # What is made of them: a SuperNode's loop, with Flower's own steps and state, and a SuperLink made of functions
 
 OLD, NEW = 11, 22  # runs
-
-
-class Link:
-    """A SuperLink: messages of runs, some of which are over; of some it never has the objects."""
-
-    def __init__(self) -> None:
-        versions.be_server()
-        factory = ObjectStoreFactory()
-        self.state = NodeStateFactory(objectstore_factory=factory).state()
-        self.store = factory.store()
-        self.state.set_node_id(5)
-        for run in (OLD, NEW):
-            known = Run.create_empty(run)
-            known.series_id = run
-            self.state.store_run(known)
-        self.queue: list[Any] = []
-        self.objects: dict[str, bytes] = {}
-        self.over: set[int] = set()
-        self.complete = True
-
-    def message(self, run: int) -> Any:
-        message = Message(RecordDict(), 5, "query.fedbilevel", ttl=0.05)
-        message.metadata.__dict__["_run_id"] = run
-        message.metadata.__dict__["_message_id"] = message.object_id
-        self.objects |= {number: part.deflate() for number, part in get_all_nested_objects(message).items()}
-        return message
-
-    def pull_object(self, run: int, number: str) -> bytes:
-        if run in self.over:
-            raise RunNotRunningException
-        if not self.complete:
-            raise inflatable_utils.ObjectUnavailableError(number)
-        return self.objects[number]
-
-    def get_run(self, run: int) -> None:
-        if run in self.over:
-            raise RunNotRunningException
-
-    def parts(self) -> dict[str, Any]:
-        """What the loop passes to its first step."""
-        queue = self.queue
-        return {
-            "state": self.state, "object_store": self.store, "node_config": {}, "trusted_entities": None,
-            "receive": lambda: (queue[0], get_object_tree(queue.pop(0))) if queue else None,
-            "get_run": self.get_run, "get_fab": None, "pull_object": self.pull_object,
-            "confirm_message_received": lambda run, number: None,
-        }  # fmt: skip
-
-
 NOTHING = hashlib.sha256(b"").hexdigest()
+FAB = private.Fab(NOTHING, b"", {})
 
 
 class Over(BaseException):
     """The test has seen enough."""
 
 
-def play(link: Link, replying: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """The replies that the loop sends until the SuperLink has no more messages."""
-    sent: list[Any] = []
+class Link:
+    """A SuperLink: messages of runs, some of which are over; of some it never has the objects."""
 
-    def send(message: Any, tree: Any, seconds: float) -> tuple[set[str], str]:
-        sent.append(message)
+    def __init__(self):
+        versions.be_server()
+        factory = ObjectStoreFactory()
+        self.state, self.store = NodeStateFactory(objectstore_factory=factory).state(), factory.store()
+        self.state.set_node_id(5)
+        for run in (OLD, NEW):
+            known = Run.create_empty(run)
+            known.series_id, known.fab_hash = run, NOTHING
+            self.state.store_run(known)
+            self.state.set_run_series_context(run, Context(run, 5, {}, RecordDict(), {}))
+        self.state.store_fab(FAB)
+        self.queue, self.objects, self.over, self.complete, self.sent = [], {}, set(), True, []
+
+    def asks(self, *runs):
+        """Queue a message of each run; returns their ids."""
+        for run in runs:
+            message = Message(RecordDict(), 5, "query.fedbilevel", ttl=0.05)
+            message.metadata.__dict__["_run_id"] = run
+            message.metadata.__dict__["_message_id"] = message.object_id
+            self.objects |= {number: part.deflate() for number, part in get_all_nested_objects(message).items()}
+            self.queue.append(message)
+        return [message.metadata.message_id for message in self.queue]
+
+    def receive(self):
+        return (self.queue[0], get_object_tree(self.queue.pop(0))) if self.queue else None
+
+    def send(self, message, tree, seconds):
+        self.sent.append(message)
         return set(), "session"
 
-    @contextmanager
-    def connection(**given: Any) -> Any:
-        parts = link.parts()
-        yield (
-            5, parts["receive"], send, link.get_run, lambda fab, run: private.Fab(NOTHING, b"", {}),
-            link.pull_object, lambda *_: None, parts["confirm_message_received"],
-        )  # fmt: skip
+    def get_run(self, run):
+        if run in self.over:
+            raise RunNotRunningException
 
-    def interval(quiet: float) -> float:
-        if not link.queue:
+    def pull_object(self, run, number):
+        if run in self.over:
+            raise RunNotRunningException
+        if not self.complete:
+            raise inflatable_utils.ObjectUnavailableError(number)
+        return self.objects[number]
+
+    @contextmanager
+    def connection(self, **given):
+        nothing = lambda *_: None  # noqa: E731
+        yield (5, self.receive, self.send, self.get_run, lambda fab, run: FAB, self.pull_object, nothing, nothing)
+
+    def interval(self, quiet):
+        if not self.queue:
             raise Over
         return 0.0
 
-    monkeypatch.setattr(private, "register_signal_handlers", lambda **_: None)
-    monkeypatch.setattr(loop, "_init_connection", connection)
-    factory = SimpleNamespace(state=lambda: link.state, objectstore_factory=SimpleNamespace(store=lambda: link.store))
-    given = dict.fromkeys(private.CONNECTION) | {"node_config": {}, "trusted_entities": None, "state_factory": factory}
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        with pytest.raises(Over):
-            private.serve(loop, replying, interval, **given)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    return sent
-
-
-class Answering:
-    """In the place of a worker: does that and replies."""
-
-    def __init__(self, do: Any = lambda goes_on: None) -> None:
-        self.do, self.runs = do, []
-
-    def reply(self, request: Any, goes_on: Any) -> Any:
-        message, context, run, _ = private.opened(request)
-        self.runs.append(run.run_id)
-        self.do(goes_on)
-        return private.answer(Message(RecordDict(), reply_to=message), context, "")
-
-    def stop(self) -> None:
-        pass
-
 
 @pytest.fixture
-def known(monkeypatch: pytest.MonkeyPatch) -> Link:
+def link(monkeypatch):
+    """Its replies after `play` are those that the loop sends until it has no more messages."""
     link = Link()
-    for run in (OLD, NEW):
-        context = Context(run, 5, {}, RecordDict(), {})
-        link.state.set_run_series_context(run, context)
-        link.state.get_run(run).fab_hash = NOTHING
-    link.state.store_fab(private.Fab(NOTHING, b"", {}))
-    return link
+    monkeypatch.setattr(private, "register_signal_handlers", lambda **_: None)
+    monkeypatch.setattr(loop, "_init_connection", link.connection)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield link
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
-def test_a_message_is_replied_to_and_nothing_of_it_is_left(known: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    known.queue = [known.message(OLD), known.message(NEW)]
-    asked = [message.metadata.message_id for message in known.queue]
-    answering = Answering()
-    sent = play(known, answering, monkeypatch)
+def play(link, do=lambda goes_on: None):
+    """Runs of the messages that came to the worker, which does that and replies, and the replies that were sent."""
+    runs = []
+
+    class Answering:
+        def reply(self, request, goes_on):
+            message, context, run, _ = private.opened(request)
+            runs.append(run.run_id)
+            do(goes_on)
+            return private.answer(Message(RecordDict(), reply_to=message), context, "")
+
+        def stop(self):
+            pass
+
+    factory = SimpleNamespace(state=lambda: link.state, objectstore_factory=SimpleNamespace(store=lambda: link.store))
+    given = dict.fromkeys(private.CONNECTION) | {"node_config": {}, "trusted_entities": None, "state_factory": factory}
+    with pytest.raises(Over):
+        private.serve(loop, Answering(), link.interval, **given)
+    return runs, link.sent
+
+
+def test_a_message_is_replied_to_and_nothing_of_it_is_left(link):
+    asked = link.asks(OLD, NEW)
+    runs, sent = play(link)
     assert [message.metadata.reply_to_message_id for message in sent] == asked
-    assert answering.runs == [OLD, NEW]
-    assert (len(known.store), len(known.state.msg_store)) == (0, 0)
-    assert known.state.get_tasks(statuses=["pending", "starting", "running"]) == []
+    assert runs == [OLD, NEW]
+    assert (len(link.store), len(link.state.msg_store)) == (0, 0)
+    assert link.state.get_tasks(statuses=["pending", "starting", "running"]) == []
 
 
-def test_a_run_that_ends_while_its_message_comes_leaves_nothing_for_the_worker(
-    known: Link, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    known.queue, known.over = [known.message(OLD), known.message(NEW)], {OLD}
-    answering = Answering()
-    assert len(play(known, answering, monkeypatch)) == 1
-    assert answering.runs == [NEW]
+def test_a_run_that_ends_while_its_message_comes_leaves_nothing_for_the_worker(link):
+    link.asks(OLD, NEW)
+    link.over = {OLD}
+    runs, sent = play(link)
+    assert (runs, len(sent)) == ([NEW], 1)
 
 
-def test_a_worker_that_computes_for_a_run_that_is_over_is_let_go(known: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    def ended(goes_on: Any) -> None:
-        known.over = {OLD}
+def test_a_worker_that_computes_for_a_run_that_is_over_is_let_go(link):
+    def ended(goes_on):
+        link.over = {OLD}
         goes_on()
 
-    known.queue = [known.message(OLD), known.message(NEW)]
-    assert [message.metadata.run_id for message in play(known, Answering(ended), monkeypatch)] == [NEW]
+    link.asks(OLD, NEW)
+    assert [message.metadata.run_id for message in play(link, ended)[1]] == [NEW]
 
 
-def test_a_superlink_that_gives_no_answer_ends_no_task(known: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    def silent(run: int) -> None:
+def test_a_superlink_that_gives_no_answer_ends_no_task(link):
+    def silent(run):
         raise httpx.ReadTimeout("slow")
 
-    known.queue = [known.message(OLD)]
-    known.get_run = silent  # type: ignore[method-assign]
-    assert len(play(known, Answering(lambda goes_on: goes_on()), monkeypatch)) == 1
+    link.asks(OLD)
+    link.get_run = silent
+    assert len(play(link, lambda goes_on: goes_on())[1]) == 1
 
 
-def test_a_worker_that_has_gone_is_an_error_at_once(known: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    def die(goes_on: Any) -> None:
+def test_a_worker_that_has_gone_is_an_error_at_once(link):
+    def die(goes_on):
         raise EOFError
 
-    known.queue = [known.message(OLD)]
-    (reply,) = play(known, Answering(die), monkeypatch)
+    link.asks(OLD)
+    (reply,) = play(link, die)[1]
     assert reply.error.code == 8
 
 
-def test_a_message_whose_objects_never_come_is_given_up_when_it_is_worthless(
-    known: Link, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = dict(inflatable_utils.pull_objects.__kwdefaults__ or {})
-    known.queue, known.complete = [known.message(NEW)], False
-    try:
-        assert play(known, Answering(), monkeypatch) == []
-        assert (inflatable_utils.pull_objects.__kwdefaults__ or {})["max_time"] == 0.05  # its time to live
-        versions.quick_pulls(1e9)
-        assert (inflatable_utils.pull_objects.__kwdefaults__ or {})["max_time"] == versions.LONGEST_PULL
-    finally:
-        inflatable_utils.pull_objects.__kwdefaults__ = before  # type: ignore[assignment]
-    assert len(known.store) == 0
+def test_a_message_whose_objects_never_come_is_given_up_when_it_is_worthless(link, monkeypatch):
+    defaults = dict(inflatable_utils.pull_objects.__kwdefaults__)
+    monkeypatch.setattr(inflatable_utils.pull_objects, "__kwdefaults__", defaults)
+    link.asks(NEW)
+    link.complete = False
+    assert play(link) == ([], [])
+    assert defaults["max_time"] == 0.05  # its time to live
+    versions.quick_pulls(1e9)
+    assert defaults["max_time"] == versions.LONGEST_PULL
+    assert len(link.store) == 0
+
+
+def packed(content, kept):
+    """A message to a worker, whose client's memory is `kept`."""
+    message = Message(content, 5, "query.fedbilevel", ttl=50.0)
+    objects = {name: part.deflate() for name, part in get_all_nested_objects(message).items()}
+    return private.request_of(message.object_id, objects, Context(NEW, 5, {}, kept, {}), Run.create_empty(NEW), FAB)
 
 
 APP = """
@@ -324,25 +295,18 @@ def app(message, context):
 """
 
 
-def test_a_real_worker_stays_and_one_that_dies_is_started_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_real_worker_stays_and_one_that_dies_is_started_again(tmp_path, monkeypatch):
     (tmp_path / "an_app_on_a_pipe.py").write_text(APP)
     monkeypatch.chdir(tmp_path)
     versions.be_server()
     piped, kept, pids = private.PipedWorker("an_app_on_a_pipe:app"), RecordDict(), []
 
-    def ask(content: RecordDict) -> int:
-        message = Message(content, 5, "query.fedbilevel", ttl=50.0)
-        number, objects = message.object_id, get_all_nested_objects(message)
-        contents = {name: part.deflate() for name, part in objects.items()}
-        about = Context(NEW, 5, {}, kept, {}), Run.create_empty(NEW), private.Fab(NOTHING, b"", {})
-        parts = piped.reply(private.request_of(number, contents, *about), lambda: None)
-        _, tree, state, failure, *contents = parts
+    def ask(content):
+        _, tree, state, failure, *contents = piped.reply(packed(content, kept), lambda: None)
         assert failure == b""
         kept.update(private.context_from_proto(private.ContextProto.FromString(state)).state)
         root = private.ObjectTree.FromString(tree).object_id
-        reply: Any = private.inflate_object_from_contents(root, private.by_name(contents))
+        reply = private.inflate_object_from_contents(root, private.by_name(contents))
         return int(reply.content["c"]["pid"])
 
     try:
@@ -357,11 +321,11 @@ def test_a_real_worker_stays_and_one_that_dies_is_started_again(
     assert not Path(f"/proc/{pids[2]}").exists()
 
 
-def test_the_pipe_unpickles_nothing() -> None:
+def test_the_pipe_unpickles_nothing():
     """An app is the server's code: what it sends must not be code for the process that holds the client's key."""
 
     class Code:
-        def __reduce__(self) -> Any:
+        def __reduce__(self):
             return print, ("this was run",)
 
     ours, theirs = Pipe()
@@ -370,7 +334,7 @@ def test_the_pipe_unpickles_nothing() -> None:
         private.receive(ours)
 
 
-def test_a_worker_ends_with_its_supernode_whatever_it_computes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_worker_ends_with_its_supernode_whatever_it_computes(tmp_path, monkeypatch):
     """One that went on could write its client's state after the next one's worker did."""
     begun = tmp_path / "begun"
     lines = f"import os, time\ndef app(message, context):\n    open({str(begun)!r}, 'w').write(str(os.getpid()))\n"
@@ -379,10 +343,7 @@ def test_a_worker_ends_with_its_supernode_whatever_it_computes(tmp_path: Path, m
     versions.be_server()
     lasting = private.PipedWorker("an_app_that_lasts:app")
     pipe = lasting.start()
-    message = Message(RecordDict(), 5, "query.fedbilevel", ttl=50.0)
-    objects = {name: part.deflate() for name, part in get_all_nested_objects(message).items()}
-    about = Context(NEW, 5, {}, RecordDict(), {}), Run.create_empty(NEW), private.Fab(NOTHING, b"", {})
-    private.send(pipe, private.request_of(message.object_id, objects, *about))
+    private.send(pipe, packed(RecordDict(), RecordDict()))
     while not begun.exists():
         assert lasting.process is not None
         assert lasting.process.poll() is None
@@ -390,26 +351,26 @@ def test_a_worker_ends_with_its_supernode_whatever_it_computes(tmp_path: Path, m
     assert lasting.process.wait(30) == 0
 
 
-def test_an_app_that_is_not_there_is_told_at_the_start(capfd: pytest.CaptureFixture, monkeypatch: Any) -> None:
+def test_an_app_that_is_not_there_is_told_at_the_start(capfd, monkeypatch):
     with pytest.raises(SystemExit, match="2"):
         private.run_supernode(["--insecure"], lambda quiet: 0.0, "no_such_module_here:app")
     assert "--app no_such_module_here:app cannot be loaded" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("error", [None, RuntimeError("the SuperLink says 500")])
-def test_a_loop_that_has_ended_ends_the_process(error: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_loop_that_has_ended_ends_the_process(error, monkeypatch):
     """Flower logs an error of the loop and returns; the thread that serves its API would keep the process."""
     module = sys.modules["flwr.supernode.cli.flower_supernode"]
     monkeypatch.setattr(module, "start_client_internal", module.start_client_internal)  # to be put back
     monkeypatch.setattr(sys, "argv", [])
-    seen: list[str] = []
+    seen = []
 
-    def command() -> None:
+    def command():
         seen.append(module.start_client_internal.__module__)
         if error:
             raise error
 
-    def leave(status: int) -> None:
+    def leave(status):
         raise SystemExit(status)
 
     command.__module__ = module.__name__

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from federations import memory
 from flwr.app import RecordDict
+from test_site import request
 from two_phase import TwoPhase
 
 import fedbilevel as fb
@@ -76,8 +77,8 @@ def test_only_names_of_runs_are_names_of_files(tmp_path):
     for name in ("../../etc/passwd", "", "abc", "0123456789ABCDEF", "g" * 16, "a" * 65, "0123456789abcdef\n"):
         for runtime in runtimes:
             for phase in ("", "inner_gradient"):
-                request = RequestMessage(run=name, contract=runtime.contract.text, phase=phase)
-                assert runtime.respond(request, memory()).refused == f"{name!r} is not the name of a run"
+                asked = RequestMessage(run=name, contract=runtime.contract.text, phase=phase)
+                assert runtime.respond(asked, memory()).refused == f"{name!r} is not the name of a run"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -91,7 +92,7 @@ def test_clients_may_share_a_folder(tmp_path):
 
 def test_only_the_latest_runs_are_kept(tmp_path):
     """A server that names a new run in every message does not fill the disk, nor forget what is in use."""
-    neighbour, store = FolderStore(tmp_path, 10), FolderStore(tmp_path, 1)
+    neighbour, store = FolderStore(tmp_path, 10), FolderStore(tmp_path, 1)  # whose names begin alike
     neighbour.save(federations.NAME, KEPT)
     names = [f"{number:08x}" for number in range(25)]
     for time, name in enumerate(names):
@@ -134,15 +135,12 @@ def calls(runtime, store, round, exchange, counted=None):
     start = (round - 1, 2) if round else (-1, -1)
     counted = counted or ((round, exchange - 1) if exchange else start)
     phase, message = ("correction", np.zeros(())) if exchange == 2 else ("inner_gradient", np.ones(5))
-    call = next(call for call in runtime.contract.calls.values() if call.phase == phase)
-    request = RequestMessage(run=federations.NAME, contract=runtime.contract.digest, round=round, exchange=exchange,
-              phase=phase,
-              counted_round=counted[0], counted_exchange=counted[1], call=call.name, key=bytes(8),
-              key_kind="threefry2x32", payload=message.tobytes())  # fmt: skip
-    response = runtime.respond(request, store)
+    places = {"round": round, "exchange": exchange, "counted_round": counted[0], "counted_exchange": counted[1]}
+    asked = request(runtime, phase, **places, payload=message.tobytes())
+    response = runtime.respond(asked, store)
     if response.refused:
         return response.refused
-    kept = store.load(request.run, runtime.contract.state)
+    kept = store.load(federations.NAME, runtime.contract.state)
     return response.payload, int(kept.states[-1]["calls"])
 
 

@@ -1,15 +1,10 @@
 """The worker on its pipe: whatever one message does, the next one is answered."""
 
-from __future__ import annotations
-
 import sys
 import threading
-import time
-from collections.abc import Callable
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
@@ -18,22 +13,22 @@ from fedbilevel.flower import versions
 from fedbilevel.flower.launch import private, supernode
 
 
-def app(message: Any, context: Any) -> Any:
+def app(message, context):
     """Echo, unless the message's name asks for a fault."""
     if message.name == "raises":
         raise ValueError("no")
     return None if message.name == "none" else SimpleNamespace(name=message.name, metadata=None)
 
 
-def served(names: list[str], apps: Callable, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+def served(names, apps, monkeypatch):
     """What a worker replies, by name, and what it says has failed."""
 
-    def opened(request: list[bytes]) -> tuple[Any, Any, Any, Any]:
+    def opened(request):
         name = request[0].decode()
         message = SimpleNamespace(metadata=SimpleNamespace(message_type=f"query.{name}"), name=name)
         return message, "context", "run", SimpleNamespace(hash_str="hash")
 
-    def error_reply(message: Any, error: Exception) -> Any:
+    def error_reply(message, error):
         return SimpleNamespace(name=f"{message.name}: {type(error).__name__}")
 
     monkeypatch.setattr(private, "opened", opened)
@@ -56,45 +51,38 @@ def served(names: list[str], apps: Callable, monkeypatch: pytest.MonkeyPatch) ->
     return found
 
 
-def installed(load: Callable) -> private.InstalledApps:
-    return private.InstalledApps(load)
-
-
-def test_an_exception_and_a_missing_reply_become_error_replies_and_the_worker_goes_on(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    found = served(["a", "raises", "none", "b"], installed(lambda run, fab: (app, Path("/nowhere"))), monkeypatch)
+def test_an_exception_and_a_missing_reply_become_error_replies_and_the_worker_goes_on(monkeypatch):
+    apps = private.InstalledApps(lambda run, fab: (app, Path("/nowhere")))
+    found = served(["a", "raises", "none", "b"], apps, monkeypatch)
     assert [name for name, _ in found] == ["a", "raises: ValueError", "none: TypeError", "b"]
     assert [bool(failure) for _, failure in found] == [False, True, True, False]
     assert "NoneType for a 'query.none' message" in found[2][1]
 
 
-def test_an_app_is_loaded_once_also_after_it_could_not_be_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
-    loads: list[int] = []
+def test_an_app_is_loaded_once_also_after_it_could_not_be_loaded(monkeypatch):
+    loads = []
 
-    def load(run: Any, fab: Any) -> tuple[Callable, Path]:
+    def load(run, fab):
         loads.append(1)
         if len(loads) == 1:
             raise ImportError("not yet")
         return app, Path("/nowhere")
 
-    found = served(["a", "b", "c"], installed(load), monkeypatch)
+    found = served(["a", "b", "c"], private.InstalledApps(load), monkeypatch)
     assert [name for name, _ in found] == ["a: ImportError", "b", "c"]
     assert len(loads) == 2
 
 
-def test_another_version_of_an_app_takes_the_place_of_the_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_another_version_of_an_app_takes_the_place_of_the_first(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     for version in ("1", "2"):
         (tmp_path / version).mkdir()
         (tmp_path / version / "an_app_of_the_test.py").write_text(f"VERSION = {version}")
 
-    def load(run: Any, fab: Any) -> tuple[Callable, Path]:
+    def load(run, fab):
         directory = tmp_path / fab.hash_str
         sys.path.insert(0, str(directory))
-        import an_app_of_the_test  # type: ignore[import-not-found]
+        import an_app_of_the_test
 
         return lambda: an_app_of_the_test.VERSION, directory
 
@@ -103,13 +91,13 @@ def test_another_version_of_an_app_takes_the_place_of_the_first(
     assert got == [1, 1, 2, 1]
 
 
-def test_the_interval_grows_with_the_quiet_time_between_its_bounds() -> None:
+def test_the_interval_grows_with_the_quiet_time_between_its_bounds():
     assert supernode.interval(0.0, 0.05, 2.0) == 0.05
     assert supernode.interval(10.0, 0.05, 2.0) == 1.0
     assert supernode.interval(1000.0, 0.05, 2.0) == 2.0
 
 
-def test_a_version_that_was_not_tried_gets_the_stock_supernode(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_version_that_was_not_tried_gets_the_stock_supernode(caplog):
     arguments = ["--superlink", "h:1", "--insecure", "--port", "9100", "--fastest", "0.1"]
     words = supernode.command(arguments, "1.41.3")
     assert words[2:7] == ["fedbilevel.flower.launch.supernode", "serve", "0.1", "2.0", ""]
@@ -121,48 +109,32 @@ def test_a_version_that_was_not_tried_gets_the_stock_supernode(caplog: pytest.Lo
     assert "1.50.0 was not tried" in caplog.text
 
 
-def test_without_flower_the_message_says_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_flower_the_message_says_what_installs_it(monkeypatch):
     monkeypatch.setattr(versions, "installed", lambda: None)
     with pytest.raises(ConfigurationError, match=r'in a clone of the repository, pip install "\.\[flower\]"'):
         versions.require_flower()
 
 
-def test_what_is_started_sends_no_news_and_keeps_compiled_programs() -> None:
+def test_what_is_started_sends_no_news_and_keeps_compiled_programs():
     env = supernode.environment({"FLWR_HOME": "/data/client", "PATH": "/bin"})
     assert (env["FLWR_TELEMETRY_ENABLED"], env["FLWR_DISABLE_UPDATE_CHECK"]) == ("0", "1")
     assert env["JAX_COMPILATION_CACHE_DIR"] == "/data/client/jax-compilation-cache"
     assert supernode.environment({"JAX_COMPILATION_CACHE_DIR": "/mine"})["JAX_COMPILATION_CACHE_DIR"] == "/mine"
 
 
-def test_an_upload_that_is_never_complete_is_given_up_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What Flower's own call does by default is bounded."""
-    from flwr.supercore.inflatable import inflatable_utils
-
-    def missing(object_id: str) -> bytes:
-        raise inflatable_utils.ObjectUnavailableError(object_id)
-
-    defaults = dict(inflatable_utils.pull_objects.__kwdefaults__)
-    monkeypatch.setattr(inflatable_utils.pull_objects, "__kwdefaults__", defaults)
-    versions.quick_pulls(0.1)
-    began = time.monotonic()
-    with pytest.raises(inflatable_utils.ObjectPullError):
-        inflatable_utils.pull_objects(["0" * 64], missing)
-    assert 0.1 <= time.monotonic() - began < 5.0  # tries after 0.02, 0.06 and 0.14 s; the rest is a slow machine's
-
-
-def test_the_server_learns_only_the_kind_of_a_clients_error() -> None:
+def test_the_server_learns_only_the_kind_of_a_clients_error():
     from flwr.app import Message, RecordDict
 
     from fedbilevel.flower.launch import private
     from fedbilevel.flower.launch.in_process import InProcess
 
-    InProcess(None, 0)  # type: ignore[arg-type]  # Flower's messages want to know of which task they are
+    InProcess(None, 0)  # Flower's messages want to know of which task they are
     message = Message(RecordDict(), 1, "query.fedbilevel")
     reply = private.error_reply(message, FileNotFoundError("/home/ward-7/patients.csv"))
     assert (reply.error.code, reply.error.reason) == (2, "FileNotFoundError")
 
 
-def test_a_pinned_app_answers_whatever_app_a_run_brings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pinned_app_answers_whatever_app_a_run_brings(tmp_path, monkeypatch):
     (tmp_path / "own_app_of_the_site.py").write_text("def app(message, context):\n    return message\nnumber = 3\n")
     monkeypatch.chdir(tmp_path)
     apps = private.pinned("own_app_of_the_site:app")
@@ -174,7 +146,7 @@ def test_a_pinned_app_answers_whatever_app_a_run_brings(tmp_path: Path, monkeypa
         private.pinned("own_app_of_the_site:number")
 
 
-def test_a_pinned_app_is_never_given_up_for_the_stock_supernode() -> None:
+def test_a_pinned_app_is_never_given_up_for_the_stock_supernode():
     for version in versions.TESTED:
         assert "a:b" in supernode.command(["--app", "a:b"], version)
     with pytest.raises(ConfigurationError, match="would run any app"):
