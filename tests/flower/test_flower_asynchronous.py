@@ -119,16 +119,8 @@ CASES = {
     ),
     "ties, a mean": (Differences(n=1, max_staleness=1, probe=0), fb.Clock(network=[1, 2, 1, 3, 1, 7]), 4, UNITS),
     "AFBO": (AFBO, fb.Clock(compute=0.2, **SPREAD, seed=3), 3, {"inner.gradients": 2, "outer_directions": 3}),
-    "SimFBO": (
-        fb.Asynchronous(fb.SimFBO(local_steps=2, batch_size=4), wait_for=2, max_staleness=3),
-        fb.Clock(**SPREAD, seed=5),
-        1,
-        {},
-    ),
 }  # fmt: skip
-
-
-SLOW = {"AFBO", "SimFBO", "ties, a mean"}
+SLOW = {"AFBO", "ties, a mean"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])

@@ -17,6 +17,7 @@ STEPS = federations.Steps()
 CLIENTS = federations.app(STEPS)
 COHORTS = federations.cohorts()
 TERMS = Terms(deadline=100.0, join=5.0)
+ERROR = httpx.HTTPStatusError("503", request=None, response=httpx.Response(503))
 
 
 @pytest.fixture(scope="module")
@@ -28,14 +29,17 @@ def whole():
 class Failing(InProcess):
     """Its calls raise when told so; what a failed pull would have brought is gone, as with Flower's own."""
 
-    junk: set  # of (client, round, exchange) whose answer cannot be unpacked
-    broken: dict  # call -> how often it still fails
     alone = 0  # pulls for one message
 
-    def fail(self, call):
+    def __init__(self, junk=(), **broken):
+        super().__init__(CLIENTS, 6)
+        self.junk = set(junk)  # (client, round, exchange) whose answer cannot be unpacked
+        self.broken = broken  # call -> how often it still fails
+
+    def fail(self, call, error=ERROR):
         if self.broken.get(call, 0):
             self.broken[call] -= 1
-            raise httpx.HTTPStatusError("503", request=None, response=httpx.Response(503))
+            raise error
 
     def get_node_ids(self):
         self.fail("nodes")
@@ -51,7 +55,7 @@ class Failing(InProcess):
         message_ids = list(message_ids)
         self.alone += len(message_ids) == 1
         self.fail("pull")
-        self.unreachable()
+        self.fail("connection", httpx.ConnectError("refused"))
         found = super().pull_messages(message_ids)
         for message in found:
             if not message.has_error() and "fields" in message.content:
@@ -60,23 +64,12 @@ class Failing(InProcess):
                     raise DecodeError("Error parsing message")
         return found
 
-    def unreachable(self):
-        if self.broken.get("connection", 0):
-            self.broken["connection"] -= 1
-            raise httpx.ConnectError("refused")
-
-
-def failing(junk=(), **broken):
-    grid = Failing(CLIENTS, 6)
-    grid.junk, grid.broken = set(junk), broken
-    return grid
-
 
 @pytest.mark.parametrize("broken", [{"push": 1}, {"pull": 9}, {"connection": 20}, {"nodes": 2}, {"push": 2, "pull": 3}],
                          ids=lambda broken: "+".join(broken))  # fmt: skip
 def test_errors_of_flower_that_pass_change_nothing(broken, whole):
     """A request that was not taken is asked again, an answer that was not fetched is fetched later."""
-    grid = failing()
+    grid = Failing()
     note = lambda result, row: grid.broken.update(broken) if result.round == 1 else None  # noqa: E731
     result = federations.solve(STEPS, grid, terms=TERMS, callbacks=[note])
     federations.same(result, whole)
@@ -88,7 +81,7 @@ def test_an_answer_that_cannot_be_unpacked_is_left_out(monkeypatch):
     """It takes along the answers of the same pull, once; from then on each is pulled alone, and only it is lost."""
     first, second = COHORTS[1][:2], COHORTS[2][0]
     faults = {(first[0], 1, 0), (second, 2, 0)}
-    result = federations.solve(STEPS, failing(faults), terms=replace(TERMS, attempts=5))
+    result = federations.solve(STEPS, Failing(faults), terms=replace(TERMS, attempts=5))
     missing = {(first[0], 1, 0), (first[0], 1, 1), (second, 2, 0), (second, 2, 1)}
     federations.same(result, federations.without(monkeypatch, STEPS, missing))
 
