@@ -23,10 +23,10 @@ os.environ |= {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
 TESTS = Path(__file__).resolve().parent.parent / "tests"
 sys.path[:0] = [str(TESTS / "flower"), str(TESTS / "engines")]
 
-import federation_kills as kills  # noqa: E402
 from federation_app import SAME, Hang, Trial  # noqa: E402
 from federation_faults import FAULTS  # noqa: E402
 
+import flower_kills as kills  # noqa: E402
 from fedbilevel.flower.launch import children  # noqa: E402
 
 BUSY = "import os\nfor _ in range(os.cpu_count() - 1):\n    if os.fork() == 0:\n        break\nwhile True:\n    pass"

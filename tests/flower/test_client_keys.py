@@ -2,6 +2,7 @@
 
 import federations
 import pytest
+from cryptography.hazmat.primitives.serialization import load_ssh_public_key
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.supercore.primitives.asymmetric import public_key_to_bytes
 
@@ -19,8 +20,6 @@ class Registered(InProcess):
     """A grid that knows which key each node has registered with, in the form in which Flower keeps it."""
 
     def __init__(self, folder, numbers):
-        from cryptography.hazmat.primitives.serialization import load_ssh_public_key
-
         super().__init__(ONLINE, 6)
         read = [load_ssh_public_key((folder / f"client-{number}.pub").read_bytes()) for number in numbers]
         self.public = dict(enumerate(map(public_key_to_bytes, read), start=1))
@@ -66,9 +65,8 @@ def test_nodes_without_keys_are_nobody(keys):
 
 
 def test_keys_that_cannot_be_used_are_refused_before_the_first_message(keys, tmp_path):
-    with pytest.raises(
-        fb.errors.ConfigurationError, match=r"client 0 of 6 has no public key: .*client-0\.pub: No such file"
-    ):
+    said = r"client 0 of 6 has no public key: .*client-0\.pub: No such file"
+    with pytest.raises(fb.errors.ConfigurationError, match=said):
         solve(InProcess(ONLINE, 6), tmp_path)
     for client in range(6):
         (tmp_path / f"client-{client}.pub").write_bytes((keys / f"client-{client}.pub").read_bytes())

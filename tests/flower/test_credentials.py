@@ -1,15 +1,14 @@
 """Throw-away credentials: what they certify, who can read them, that nothing is overwritten."""
 
+import contextlib
 import socket
 import ssl
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.flower.launch import credentials
-
-pytest.importorskip("cryptography")
 
 
 def test_private_files_are_their_owners_alone(tmp_path):
@@ -58,18 +57,12 @@ def handshake(made, trust, name):
     ours, theirs = socket.socketpair()
 
     def serve():
-        try:
+        with contextlib.suppress(ssl.SSLError, OSError), theirs:  # the client refuses: it says why
             server.wrap_socket(theirs, server_side=True).close()
-        except (ssl.SSLError, OSError):
-            theirs.close()  # the client refused: it says why
 
-    thread = threading.Thread(target=serve)
-    thread.start()
-    try:
+    with ours, ThreadPoolExecutor() as pool:
+        pool.submit(serve)
         client.wrap_socket(ours, server_hostname=name).close()
-    finally:
-        ours.close()
-        thread.join()
 
 
 def test_the_server_is_believed_under_its_names_only_and_by_its_authority_only(tmp_path):

@@ -1,6 +1,5 @@
 """Faults of a federation's processes: the result is that of the run in which the faulty were absent, and no more."""
 
-import federation_kills as kills
 import pytest
 from federation_app import SAME, Trial
 from federation_faults import FAULTS, answered_wrongly
@@ -27,12 +26,3 @@ def test_a_fault_costs_no_more_than_the_answers_it_takes(fault, trial):
 def test_an_answer_that_does_not_count_leaves_no_trace_in_what_its_client_keeps(trial):
     """The answer is spoiled on its way: the client has changed its state by then, and is not told to take that back."""
     assert answered_wrongly(trial, "nan", "not finite", algorithm="two-phase") <= SAME
-
-
-def test_a_run_goes_on_to_the_same_numbers_after_each_of_its_processes_was_killed(tmp_path):
-    with Trial(tmp_path, ports=24300, forgetful=None) as trial:
-        expected, typical = kills.undisturbed(trial)
-        (moments,) = kills.plan(len(kills.VICTIMS), seed=0, longest=typical)
-        _, difference = kills.play(trial, moments, expected)
-        assert difference <= SAME
-    assert trial.left() == []

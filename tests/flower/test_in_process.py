@@ -2,12 +2,11 @@
 
 import math
 
-import pytest
 from flwr.app import ConfigRecord, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 
-from fedbilevel.flower.launch.in_process import InProcess, VirtualClock
+from fedbilevel.flower.launch.in_process import InProcess
 
 QUERY = "query.echo"
 
@@ -48,13 +47,8 @@ def test_it_is_a_grid_and_clients_keep_their_state():
     assert [(m.content["a"]["client"], m.content["a"]["seen"]) for m in answers] == [(1, 1), (1, 2), (0, 1)]
     assert "seen" not in asked[0].content["a"]
     assert grid.pull_messages([]) == []
-
-
-def test_an_error_is_an_answer():
-    grid = InProcess(echo(), 1)
-    (response,) = grid.send_and_receive([message(1, "fail")])
-    assert response.error.code == 2
-    assert "no" in response.error.reason
+    (failed,) = grid.send_and_receive([message(1, "fail")])
+    assert (failed.error.code, failed.error.reason) == (2, "ValueError: no")
 
 
 def test_answers_come_in_the_order_of_the_clock():
@@ -99,17 +93,3 @@ def test_clients_come_and_go():
     assert [grid.client(node) for node in (1, 3, 4)] == [0, 1, 1]
     (response,) = grid.send_and_receive([message(3)])
     assert response.content["a"]["seen"] == 1  # nothing is left of before
-
-
-def test_a_virtual_clock():
-    clock = VirtualClock()
-    clock.sleep(2.5)
-    assert clock.time() == 2.5
-
-
-def test_there_is_no_superlink():
-    grid = InProcess(echo(), 1)
-    with pytest.raises(NotImplementedError):
-        _ = grid.run
-    with pytest.raises(NotImplementedError):
-        grid.set_run(None)

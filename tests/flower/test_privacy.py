@@ -6,9 +6,9 @@ Random claims are made of fixed secrets, so that each test gives one result, and
 import math
 import stat
 import struct
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -20,10 +20,11 @@ from scipy.special import ndtr
 
 from fedbilevel import authoring
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError
-from fedbilevel.flower.privacy import BudgetSpentError, Privacy, PrivacyAccount, clipped, flat, gaussian, load_secret
+from fedbilevel.flower.privacy import BudgetSpentError, Privacy, PrivacyAccount, clipped, gaussian, load_secret
 
 SECRET = bytes(range(32))
 ASKED = ("a run", 3, 1, "local")
+UNIT = Privacy(1.0, 1.0, 1e-5)
 FEW = 1e-12  # a noise multiplier under which a reply shows what was clipped: noise is at most 9.42·zC
 
 
@@ -55,19 +56,16 @@ def test_all_leaves_together_are_scaled_to_the_bound():
     assert sent["b"] == pytest.approx(0.8, abs=10 * FEW)
 
 
-@pytest.mark.parametrize("size", [1e-150, 1e-3, 1.0, 1e3, 1e200, 1e307])
-def test_no_norm_is_over_the_bound(size):
+@pytest.mark.parametrize("bound", [1e-200, 2.5, 1e200])
+@pytest.mark.parametrize("size", [1e-150, 1.0, 1e307])
+def test_no_norm_is_over_the_bound(size, bound):
     """Rounding: d squares and sums, roots, quotients and products, each within 2⁻⁵³ relatively. The norm of the whole
     is size·(that of size 1), which need not be representable."""
     direction = np.clip(np.random.default_rng(0).normal(size=1000), -1, 1)
-    norm = np.linalg.norm(clipped(size * direction, 2.5))
-    assert norm == pytest.approx(min(2.5, size * float(np.linalg.norm(direction))), rel=1000 * 2.0**-53, abs=0)
-
-
-@pytest.mark.parametrize("bound", [1e-200, 1e200])
-def test_extreme_bounds_hold(bound):
-    """(3, 4)·bound is scaled to (0.6, 0.8)·bound, although its squares are 0 or infinite."""
-    np.testing.assert_allclose(clipped(np.array([3.0, 4.0]) * bound, bound) / bound, [0.6, 0.8], rtol=1e-15)
+    vector = clipped(size * direction, bound)
+    largest = np.max(np.abs(vector))  # whose square may be 0 or infinite
+    norm = largest * np.linalg.norm(vector / largest)
+    assert norm == pytest.approx(min(bound, size * float(np.linalg.norm(direction))), rel=1000 * 2.0**-53, abs=0)
 
 
 def test_under_the_bound_nothing_changes_to_the_last_bit():
@@ -90,10 +88,10 @@ def test_a_leaf_keeps_its_dtype_and_is_rounded_once(dtype):
 
 def test_structure_and_shapes_are_kept():
     update = {"x": (jnp.ones((2, 3)), None), "y": [np.zeros(()), 0.5, np.zeros((0, 4))]}
-    sent = protected(update, Privacy(1.0, 1.0, 1e-5))
+    sent = protected(update, UNIT)
     assert jax.tree.structure(sent) == jax.tree.structure(update)
     assert [leaf.shape for leaf in jax.tree.leaves(sent)] == [(2, 3), (), (), (0, 4)]
-    assert protected({}, Privacy(1.0, 1.0, 1e-5)) == {}
+    assert protected({}, UNIT) == {}
 
 
 def test_what_is_public_stays_as_it_is_and_what_is_withheld_says_nothing():
@@ -147,8 +145,7 @@ ZEROS = np.zeros(N)
 
 
 def test_all_the_same_gives_the_same_bits():
-    privacy = Privacy(1.0, 1.0, 1e-5)
-    np.testing.assert_array_equal(protected(ZEROS, privacy), protected(ZEROS.copy(), privacy))
+    np.testing.assert_array_equal(protected(ZEROS, UNIT), protected(ZEROS.copy(), UNIT))
 
 
 @pytest.mark.parametrize(
@@ -156,10 +153,7 @@ def test_all_the_same_gives_the_same_bits():
     [
         {"secret": bytes(32)},
         {"spent": PrivacyAccount({1.0: 1})},  # the same request again: another noise, and one more reply in the account
-        {"asked": ("another run", 3, 1, "local")},
         {"asked": ("a run", 4, 1, "local")},
-        {"asked": ("a run", 3, 2, "local")},
-        {"asked": ("a run", 3, 1, "product")},
         {"asked": ("a run", "3", 1, "local")},
         {"asked": ("a run, 3", 1, "local")},
         {"update": np.full(N, 1e-300)},
@@ -167,8 +161,7 @@ def test_all_the_same_gives_the_same_bits():
     ids=lambda other: next(iter(other)),
 )
 def test_anything_else_gives_independent_noise(other):
-    first = protected(ZEROS, Privacy(1.0, 1.0, 1e-5))
-    second = protected(other.pop("update", ZEROS), Privacy(1.0, 1.0, 1e-5), **other)
+    first, second = protected(ZEROS, UNIT), protected(**{"update": ZEROS, "privacy": UNIT, **other})
     assert abs(np.mean(first * second)) < 4 / math.sqrt(N)
 
 
@@ -184,40 +177,33 @@ def test_another_scale_has_another_noise():
 @pytest.mark.parametrize("leaf", [jnp.arange(3), np.array([True]), 3, np.array([1j]), jax.random.key(0)], ids=str)
 def test_a_leaf_that_is_not_floating_is_refused_by_name(leaf):
     with pytest.raises(ConfigurationError, match=r"update\['seen'\].*must be floating"):
-        protected({"x": np.zeros(2), "seen": leaf}, Privacy(1.0, 1.0, 1e-5))
+        protected({"x": np.zeros(2), "seen": leaf}, UNIT)
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_a_number_that_is_not_finite_is_refused_by_name(bad):
     with pytest.raises(NonFiniteError, match=r"\['y'\]"):
-        protected({"x": np.zeros(2), "y": np.array([1.0, bad])}, Privacy(1.0, 1.0, 1e-5))
+        protected({"x": np.zeros(2), "y": np.array([1.0, bad])}, UNIT)
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("clip", 0.0),
-        ("clip", math.inf),
-        ("clip", "1"),
-        ("clip", True),
-        ("noise_multiplier", 0.0),
-        ("noise_multiplier", -1.0),
-        ("noise_multiplier", math.nan),
-        ("delta", 0.0),
-        ("delta", 1.0),
-        ("epsilon", 0.0),
-        ("epsilon", math.inf),
-    ],
-)
+WRONG = {
+    "clip": (0.0, math.inf, "1", True),
+    "noise_multiplier": (-1.0, math.nan),
+    "delta": (0.0, 1.0),
+    "epsilon": (0.0,),
+}
+
+
+@pytest.mark.parametrize(("field", "value"), [(field, value) for field in WRONG for value in WRONG[field]])
 def test_wrong_fields_are_named(field, value):
     with pytest.raises(ConfigurationError, match=f"Privacy.{field} = "):
-        Privacy(**{"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5, field: value})
+        replace(UNIT, **{field: value})
 
 
 @pytest.mark.parametrize("secret", [b"short", "x" * 32, None])
 def test_a_wrong_secret_is_refused_and_not_shown(secret):
     with pytest.raises(ConfigurationError, match="32 bytes") as caught:
-        protected(ZEROS, Privacy(1.0, 1.0, 1e-5), secret=secret)
+        protected(ZEROS, UNIT, secret=secret)
     assert "short" not in str(caught.value)
     assert "xx" not in str(caught.value)
 
@@ -225,7 +211,7 @@ def test_a_wrong_secret_is_refused_and_not_shown(secret):
 @pytest.mark.parametrize("context", ["a run", (1.5,), (b"run",)])
 def test_a_wrong_context_is_refused(context):
     with pytest.raises(ConfigurationError, match="context"):
-        protected(ZEROS, Privacy(1.0, 1.0, 1e-5), asked=context)
+        protected(ZEROS, UNIT, asked=context)
 
 
 # The account
@@ -234,7 +220,7 @@ MIXED = PrivacyAccount({1.0: 3, 4.0: 20})
 
 
 @pytest.mark.parametrize("delta", [1e-5, 1e-8])
-@pytest.mark.parametrize(("noise_multiplier", "replies"), [(1.0, 1), (2.0, 10), (5.0, 1), (5.0, 100), (20.0, 10)])
+@pytest.mark.parametrize(("noise_multiplier", "replies"), [(1.0, 1), (5.0, 100), (20.0, 10)])
 def test_epsilon_is_an_upper_bound_of_the_exact_one(noise_multiplier, replies, delta):
     """Exact: n replies of sensitivity 2C and noise zC are μ-GDP, μ = 2√n/z. Above: Mironov's conversion, optimal over
     real orders, μ²/2 + μ√(2·ln(1/δ)); the accountant converts more tightly, at a grid of orders. Its figure was seen
@@ -251,7 +237,7 @@ def test_replies_under_different_noise_are_composed():
     exact = exact_epsilon(mu, 1e-5)
     assert MIXED.total == 23
     assert exact < MIXED.epsilon(1e-5) < 1.12 * exact
-    assert PrivacyAccount().epsilon(1e-5) == Privacy(1.0, 1.0, 1e-5).epsilon_after(0) == 0.0
+    assert PrivacyAccount().epsilon(1e-5) == UNIT.epsilon_after(0) == 0.0
 
 
 def test_the_worst_two_data_sets_are_as_far_apart_as_the_account_says():
@@ -294,9 +280,7 @@ def test_an_account_is_read_back_as_it_was_written(account):
     assert PrivacyAccount.from_json(account.to_json()) == account
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{", "[]", "null", '{"1.0": 0}', '{"1.0": 1.5}', '{"-1": 2}', '{"NaN": 2}', '{"a": 2}']
-)
+@pytest.mark.parametrize("text", ["", "[]", "null", '{"1.0": 0}', '{"1.0": 1.5}', '{"NaN": 2}', '{"a": 2}'])
 def test_a_damaged_account_is_never_an_empty_one(text):
     with pytest.raises(ConfigurationError, match="not a stored privacy account"):
         PrivacyAccount.from_json(text)
@@ -305,12 +289,7 @@ def test_a_damaged_account_is_never_an_empty_one(text):
 def test_without_dp_accounting_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     with pytest.raises(ConfigurationError, match=r'in a clone of the repository, pip install "\.\[flower\]"'):
-        Privacy(1.0, 1.0, 1e-5).epsilon_after(1)
-
-
-def test_dp_accounting_is_loaded_only_when_asked():
-    program = "import sys, fedbilevel.flower.privacy; print('dp_accounting' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout == b"False\n"
+        UNIT.epsilon_after(1)
 
 
 # The secret
@@ -327,20 +306,11 @@ def test_a_secret_is_made_once_for_its_owner_alone(tmp_path):
     assert load_secret(str(tmp_path / "another")) not in found
 
 
-def test_a_secret_that_others_can_read_is_refused(tmp_path):
-    path = tmp_path / "secret"
-    load_secret(path)
-    path.chmod(0o640)
-    with pytest.raises(ConfigurationError, match=r"0o640.*0o600"):
-        load_secret(path)
-
-
-def test_a_secret_of_another_length_is_refused(tmp_path):
+def test_a_secret_that_is_short_or_that_others_can_read_is_refused(tmp_path):
     path = tmp_path / "secret"
     path.touch(mode=0o600)
     with pytest.raises(ConfigurationError, match="32 bytes"):
         load_secret(path)
-
-
-def test_flat_goes_through_the_leaves_in_order():
-    np.testing.assert_array_equal(flat({"b": np.arange(2.0), "a": np.float32(5)}), [5, 0, 1])
+    path.chmod(0o640)
+    with pytest.raises(ConfigurationError, match=r"0o640.*0o600"):
+        load_secret(path)

@@ -82,10 +82,9 @@ def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_
 def test_where_nobody_takes_part_the_error_has_the_reasons_by_client():
     with pytest.raises(ExchangeError) as raised:
         federations.solve(STEPS, InProcess(app(only=True), 6), terms=TERMS, cohort=6)
-    assert "0 clients are here where 3 of 6 are needed (clients 0, 1, 2, 3, 5: this client has fewer" in str(
-        raised.value
-    )
-    assert "client 4: ConfigurationError; the client's log says more (the site can mend it" in str(raised.value)
+    said = str(raised.value)
+    assert "0 clients are here where 3 of 6 are needed (clients 0, 1, 2, 3, 5: this client has fewer" in said
+    assert "client 4: ConfigurationError; the client's log says more (the site can mend it" in said
 
 
 def test_words_of_a_message_decide_nothing_and_give_no_advice():

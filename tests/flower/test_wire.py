@@ -4,6 +4,7 @@ import dataclasses
 import json
 
 import federations
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -62,21 +63,13 @@ def test_there_and_back(name):
     data = to_bytes(tree)
     back = from_bytes(data, like)
     assert layout(back) == layout(tree) == layout(like)
-    for a, b in zip(_leaves(tree), _leaves(back), strict=True):
+    assert jax.tree.structure(back) == jax.tree.structure(tree)
+    for a, b in zip(jax.tree.leaves(tree), jax.tree.leaves(back), strict=True):
         assert np.array_equal(np.asarray(a), b)
         assert not b.flags.writeable
-    assert [leaf is None for leaf in _nones(tree)] == [leaf is None for leaf in _nones(back)]
     for wrong in {data + b"\0", data[:-1]} - {data}:
         with pytest.raises(Refusal, match=f"{len(wrong)} bytes came where {len(data)} were expected"):
             from_bytes(wrong, like)
-
-
-def _leaves(tree):
-    return federations.jax.tree.leaves(tree)
-
-
-def _nones(tree):
-    return federations.jax.tree.leaves(tree, is_leaf=lambda leaf: leaf is None)
 
 
 def test_a_flag_is_0_or_1():
@@ -121,11 +114,9 @@ def test_a_message_comes_back_field_by_field(said):
 @pytest.mark.parametrize("others", [
     {},
     {FIELDS: ConfigRecord()},
-    {FIELDS: ConfigRecord(), LEAVES: ConfigRecord()},
     {FIELDS: MetricRecord(), LEAVES: ArrayRecord()},
     {FIELDS: ConfigRecord(), LEAVES: ArrayRecord()},
     {FIELDS: ConfigRecord(), LEAVES: ArrayRecord({RAW: Array(np.ones(2))})},
-    {FIELDS: ConfigRecord(), LEAVES: ArrayRecord({RAW: Array(np.ones(2)), "b": Array(np.ones(2))})},
     {FIELDS: ConfigRecord(), LEAVES: ArrayRecord({RAW: Array(np.ones(2))}), "c": ConfigRecord()},
 ])  # fmt: skip
 @pytest.mark.parametrize("kind", [RequestMessage, ResponseMessage])
@@ -170,23 +161,19 @@ def runtime():
     return ClientRuntime(federations.site(federations.Steps(), 0))
 
 
-def requests():
-    """One as the client expects it, but for the names of contract and call, which `runtime` fills in."""
-    return RequestMessage(run=federations.NAME, contract="", round=0, phase="y_gradient", key=bytes(8),
-                   key_kind="threefry2x32",
-               payload=np.zeros(5).tobytes())  # fmt: skip
+GOOD = RequestMessage(run=federations.NAME, contract="", phase="y_gradient", key=bytes(8), key_kind="threefry2x32",
+                      payload=np.zeros(5).tobytes())  # fmt: skip
+"""A request as the client expects it, but for the names of contract and call, which the test fills in."""
 
 
-@settings(max_examples=300, deadline=None)
-@given(fields=of(RequestMessage, requests()), right=st.booleans())
+@settings(max_examples=100, deadline=None)
+@given(fields=of(RequestMessage, GOOD), right=st.booleans())
 def test_a_desk_answers_whatever_it_is_asked(runtime, fields, right):
     """Garbage is refused; what is not raises nothing, and is an answer with a finite update."""
     payload = fields.pop("payload")
     if right:
-        fields["contract"], fields["call"] = (
-            runtime.contract.digest,
-            next(c for c in runtime.contract.calls if c[0] == "y"),
-        )
+        fields["contract"] = runtime.contract.digest
+        fields["call"] = next(call for call in runtime.contract.calls if call[0] == "y")
     try:
         request = read(RequestMessage, fields, payload)
     except Refusal:
@@ -197,7 +184,7 @@ def test_a_desk_answers_whatever_it_is_asked(runtime, fields, right):
     Message(encode(response), 1, MESSAGE_TYPE)  # it can be sent
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(fields=of(ResponseMessage, ResponseMessage(run="r", round=1, exchange=0, client=2, layout=["value float64[3]"],
                                 metrics='{"inner": 1.0}', payload=np.ones(3).tobytes())))  # fmt: skip
 def test_a_server_counts_or_refuses_whatever_is_answered(runtime, fields):
@@ -226,7 +213,7 @@ def contracts(text):
     return st.sampled_from(sorted(terms)).flatmap(changed).map(json.dumps) | st.just(text) | st.text()
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(data=st.data(), client=st.just(2) | SIZES, refused=st.just("") | st.text())
 def test_a_server_admits_or_refuses_whoever_answers(runtime, data, client, refused):
     text = data.draw(contracts(runtime.contract.text))
