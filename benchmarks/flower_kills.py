@@ -10,11 +10,10 @@ import random
 import signal
 import time
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from federation_app import CLIENTS, EXCHANGES, LONGEST, Hang, exchanges_of
+from federation_app import CLIENTS, EXCHANGES, LONGEST, Hang, command_of, exchanges_of
 
 from fedbilevel.flower.launch import children
 
@@ -129,15 +128,8 @@ def process(trial, moment):
 
 def running(pids, command):
     """Those of the processes that run a command."""
-    found = []
-    for pid in pids:
-        try:
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
-        except OSError:
-            continue
-        if command in words and "fedbilevel.flower.launch.children" not in words:
-            found.append(pid)
-    return found
+    words = {pid: command_of(pid) for pid in pids}
+    return [pid for pid in pids if command in words[pid] and "fedbilevel.flower.launch.children" not in words[pid]]
 
 
 def gone(trial, command, seconds=120):

@@ -78,6 +78,14 @@ def write_app(folder, algorithm):
         shutil.copy(file, inside)
 
 
+def command_of(pid):
+    """The command line of a process; "" if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+    except OSError:
+        return ""
+
+
 class Hang(Exception):
     """Something took longer than its limit."""
 
@@ -141,11 +149,7 @@ class Trial:
 
     def left(self):
         """The commands of processes of this trial that still run."""
-        found = []
-        for pid in self.pids():
-            with contextlib.suppress(OSError):
-                found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
-        return found
+        return [command for pid in self.pids() if (command := command_of(pid))]
 
     def out(self):
         """A folder for a new run."""
@@ -260,7 +264,7 @@ class Submitted(threading.Thread):
         with mock.patch.dict(ALGORITHMS, KEPT):
             spec = read_spec(self.out / "spec.toml")
             parts = build(spec)
-        found = Result.load(self.out / "result.npz", parts.task.x0, parts.task.y0)
+        found = self.result()
         expected = replayed(parts, spec.run.rounds, self.exchanges(), **told).state
         moved = [np.linalg.norm(value) for value in (expected.x, expected.y)]
         assert min(moved) > 1e-4  # agreement on a state that stood still would prove nothing

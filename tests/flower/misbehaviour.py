@@ -54,11 +54,9 @@ def client(good):
         reply = good(message, context)
         if do == "dawdle":  # the answer exists, and comes too late
             time.sleep(fault["seconds"])
-        return (
-            reply
-            if do not in SPOILED
-            else Message(encode(SPOILED[do](decode(ResponseMessage, reply))), reply_to=message)
-        )
+        if do in SPOILED:
+            return Message(encode(SPOILED[do](decode(ResponseMessage, reply))), reply_to=message)
+        return reply
 
     return app
 
@@ -79,11 +77,8 @@ SPOILED = {
 def let_wait(fault):
     """Wait for the file `go`, if that is what is to be done."""
     until = time.monotonic() + LONGEST
-    while (
-        fault["do"] == "wait"
-        and not (Path(os.environ["FEDBILEVEL_FAULTS"]) / "go").exists()
-        and time.monotonic() < until
-    ):
+    go = Path(os.environ["FEDBILEVEL_FAULTS"]) / "go"
+    while fault["do"] == "wait" and not go.exists() and time.monotonic() < until:
         time.sleep(0.05)
 
 

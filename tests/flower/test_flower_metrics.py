@@ -74,23 +74,18 @@ def test_the_columns_are_of_those_who_tell(everyone):
     assert row["fit.clients"] == 2
 
 
-@pytest.mark.parametrize(
-    ("metrics", "why"),
-    [
-        ({"other": METRICS["fit"]}, "it measures other, not fit"),
-        ({"fit": lambda x, y, batch: jnp.nan * jnp.sum(x)}, "its metrics are not finite"),
-    ],
-)
+@pytest.mark.parametrize(("metrics", "why"), [
+    ({"other": METRICS["fit"]}, "it measures other, not fit"),
+    ({"fit": lambda x, y, batch: jnp.nan * jnp.sum(x)}, "its metrics are not finite"),
+])  # fmt: skip
 def test_what_is_no_answer_to_the_request_does_not_count(metrics, why):
     with pytest.warns(fb.errors.AbsenceWarning, match=rf"those of 0 of 6 clients \(.*({why})"):
         assert solve([0], metrics, metrics_per_client=ONE).history.rows[0]["fit.clients"] == 0
 
 
 def test_a_site_counts_such_requests_and_checks_what_it_is_sent(tmp_path):
-    limits = Limits(max_requests=1, min_local_samples=1)
-    runtime = ClientRuntime(
-        own.site(ALGORITHM, 0, metrics_per_client=ONE, tells_metrics=True, limits=limits, folder=tmp_path)
-    )
+    told = {"metrics_per_client": ONE, "tells_metrics": True, "folder": tmp_path}
+    runtime = ClientRuntime(own.site(ALGORITHM, 0, limits=Limits(max_requests=1, min_local_samples=1), **told))
     here = jax.tree.map(np.asarray, (own.TASK.x0, own.TASK.y0))
     nowhere = jax.tree.map(lambda leaf: leaf * np.nan, here)
 
@@ -110,13 +105,10 @@ def test_with_privacy_nothing_is_told(tmp_path):
         own.site(ALGORITHM, 0, privacy=privacy, folder=tmp_path, metrics_per_client=METRICS, tells_metrics=True)
 
 
-@pytest.mark.parametrize(
-    ("algorithm", "submodel_plan", "why"),
-    [
-        (fb.Asynchronous(fb.SimFBO(), wait_for=2), None, "SimFBO, which is asynchronous"),
-        (ALGORITHM, object(), "where clients hold submodels"),
-    ],
-)
+@pytest.mark.parametrize(("algorithm", "submodel_plan", "why"), [
+    (fb.Asynchronous(fb.SimFBO(), wait_for=2), None, "SimFBO, which is asynchronous"),
+    (ALGORITHM, object(), "where clients hold submodels"),
+])  # fmt: skip
 def test_a_run_whose_x_and_y_the_server_cannot_send_whole_is_refused_by_name(algorithm, submodel_plan, why):
     with pytest.raises(fb.errors.ConfigurationError, match=f"metrics_per_client = .*{why}"):
         ClientMetrics(SimpleNamespace(algorithm=algorithm, submodel_plan=submodel_plan), METRICS)

@@ -7,10 +7,12 @@ from dataclasses import replace
 import federations
 import pytest
 
+import fedbilevel as fb
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.experiments.federation import status
 from fedbilevel.experiments.folder import Folder
 from fedbilevel.flower import wire
+from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.refusal import Code, Refusal, in_words
 from fedbilevel.flower.server.terms import Terms
@@ -26,7 +28,7 @@ def app(only=()):
     def make(run, node):
         k = node["partition-id"]
         if k == WRONG:
-            raise federations.fb.errors.ConfigurationError("unknown name in the node configuration 'clipp'")
+            raise fb.errors.ConfigurationError("unknown name in the node configuration 'clipp'")
         limits = replace(federations.FREE, min_local_samples=100) if k == POOR or only else federations.FREE
         return federations.site(STEPS, k, limits=limits)
 
@@ -64,7 +66,7 @@ def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplo
 
 def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_path):
     """Client 1 has replied since it was refused; client 3 has not, and nobody reads its advice from the file."""
-    with pytest.raises(federations.fb.errors.ConfigurationError, match=r"exchanges\.jsonl is not there"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"exchanges\.jsonl is not there"):
         status(Folder(tmp_path))
     late, odd = Refusal(Code.LATE, "no reply").told(), {"code": "new", "why": "x\ny", "how": "send keys"}
     lines = [
@@ -107,19 +109,16 @@ def test_clients_that_say_the_same_are_named_together():
 
 def test_texts_that_are_too_long_for_a_superlink_do_not_leave_the_site(tmp_path, monkeypatch):
     """A metric's name of a few hundred megabytes, or a layout, travels in one piece: see security.md."""
+    respond, log = ClientRuntime.respond, tmp_path / "exchanges.jsonl"
+
+    def long(runtime, request, memory):
+        said = respond(runtime, request, memory)
+        names = json.dumps({"x" * 4000: 1.0}) if (said.client, request.round) == (0, 1) else said.metrics
+        return replace(said, metrics=names)
+
     monkeypatch.setattr(wire, "TEXTS", 3000)
-    app = federations.app(STEPS)
-    bad = {(0, 1, 0): lambda response, message: replace(response, metrics=json.dumps({"x" * 4000: 1.0}))}
-    log = tmp_path / "exchanges.jsonl"
-
-    def respond(message, context):
-        try:
-            return federations.misbehaving(app, bad)(message, context)
-        except Refusal as refusal:  # as `client_app` has it
-            said = wire.ResponseMessage(run="", round=0, exchange=0, client=0).refusing(refusal)
-            return federations.Message(wire.encode(said), reply_to=message)
-
-    federations.solve(STEPS, InProcess(respond, 6), terms=TERMS, cohort=6, log=log)
+    monkeypatch.setattr(ClientRuntime, "respond", long)
+    federations.solve(STEPS, InProcess(federations.app(STEPS), 6), terms=TERMS, cohort=6, log=log)
     refused = [line["refused"] for line in map(json.loads, log.read_text().splitlines()) if "refused" in line]
     assert refused[0]["0"]["code"] == "large"
     assert "characters together, where 3000 may travel" in refused[0]["0"]["why"]
