@@ -33,16 +33,16 @@ def answered_wrongly(trial, do, code, algorithm="lfednest"):
     return run.difference()
 
 
-def sleeps(trial, do="sleep", algorithm="lfednest"):
+def sleeps(trial):
     """Client 2 takes longer than the deadline; the next round finds it at work still, and waits for it."""
     deadline = 30.0
-    run = trial.play(algorithm, [(*PLACE, do, {"seconds": deadline + 2})], deadline=deadline)
+    run = trial.play("lfednest", [(*PLACE, "sleep", {"seconds": deadline + 2})], deadline=deadline)
     assert run.absent() == ABSENT
     assert "late" in run.refusals()
     return run.difference()
 
 
-def client_killed(trial, algorithm="lfednest", client=PLACE[0], forgets=False):
+def client_killed(trial, algorithm="two-phase", client=PLACE[0]):
     """kill -9 for all processes of a client in an exchange; they come back while the server waits between rounds."""
     place = (client, *PLACE[1:])
     faults = [(*place, "kill all"), ("server", 1, 0, "wait")]
@@ -54,12 +54,12 @@ def client_killed(trial, algorithm="lfednest", client=PLACE[0], forgets=False):
     trial.go()
     run.finish()
     assert run.absent() == rest_of(*place)
-    return run.difference(forgets=[(client, 1)] if forgets else [])
+    return run.difference()
 
 
-def node_restarted(trial, algorithm="two-phase", client=PLACE[0], forgets=False):
+def node_restarted(trial, client=FORGETFUL):
     """A SuperNode is stopped between two rounds, as an operator does it, and another one is started."""
-    run = trial.submit(algorithm, [("server", 1, 0, "wait")], trial.out())
+    run = trial.submit("two-phase", [("server", 1, 0, "wait")], trial.out())
     run.until("server", 1, 0, "wait")
     child = trial.federation.nodes.pop(client)
     signal_group(child, signal.SIGTERM)
@@ -68,28 +68,28 @@ def node_restarted(trial, algorithm="two-phase", client=PLACE[0], forgets=False)
     trial.go()
     run.finish()
     assert run.absent() <= rest_of(client, 1)
-    return powerful(run, [(client, 1)] if forgets else [])
+    return powerful(run, [(client, 1)])
 
 
-def server_killed(trial, algorithm="two-phase"):
+def server_killed(trial):
     """kill -9 for the ServerApp when clients have answered and it has not heard: the round is played again.
 
     No message counts twice: the result is that of the unbroken run, but for a client without a folder.
     """
-    return resubmitted(trial, algorithm, "kill", lambda: None)
+    return resubmitted(trial, "kill", lambda: None)
 
 
-def superlink_killed(trial, algorithm="two-phase"):
+def superlink_killed(trial):
     """kill -9 for the SuperLink and all it started, in mid round; it comes back with its database.
 
     Flower calls the run failed, and knows the nodes, which connect again. The run, submitted again, goes on.
     """
-    return resubmitted(trial, algorithm, "wait", lambda: restart_superlink(trial))
 
+    def restart():
+        stop([trial.federation.superlink], grace=0)
+        trial.federation.restart_superlink()
 
-def restart_superlink(trial):
-    stop([trial.federation.superlink], grace=0)
-    trial.federation.restart_superlink()
+    return resubmitted(trial, "wait", restart)
 
 
 def restart_node(trial, client):
@@ -99,7 +99,7 @@ def restart_node(trial, client):
     trial.federation.wait_online(1, 150, within=0.0)
 
 
-def resubmitted(trial, algorithm, do, then):
+def resubmitted(trial, do, then, algorithm="two-phase"):
     """A run whose server ends in the middle of round 1, submitted again."""
     out = trial.out()
     run = trial.submit(algorithm, [(*LATE, do)], out)
@@ -109,13 +109,12 @@ def resubmitted(trial, algorithm, do, then):
     assert not (out / "summary.json").exists()
     again = trial.play(algorithm, [], out)
     assert again.absent() == set()
-    return powerful(again, [(FORGETFUL, 1)] if algorithm == "two-phase" else [])
+    return powerful(again, [(FORGETFUL, 1)])
 
 
 def powerful(run, forgets):
-    """The run's difference; where somebody forgets what it kept, that is to be seen in the result."""
-    if forgets:
-        assert run.difference() > 1e3 * SAME
+    """The run's difference; that somebody forgets what it kept is to be seen in the result."""
+    assert run.difference() > 1e3 * SAME
     return run.difference(forgets=forgets)
 
 
@@ -130,11 +129,9 @@ FAULTS = {
     "worker killed": partial(answered_wrongly, do="kill", code="flower"),
     "sleeps past the deadline": sleeps,
     "client killed": client_killed,
-    "SuperNode restarted": node_restarted,
-    "SuperNode restarted, no folder": partial(node_restarted, client=FORGETFUL, forgets=True),
+    "SuperNode restarted, no folder": node_restarted,
     "SuperLink restarted": superlink_killed,
     "server killed": server_killed,
-    "server killed, no client state": partial(server_killed, algorithm="lfednest"),
 }
 """By name; each takes a trial and returns the largest difference of x and y from what they should be."""
 

@@ -55,18 +55,10 @@ def site(algorithm, k, task=TASK, problem=None, limits=FREE, **more):
     clients = task.clients
     problem = problem or task.problem
     one = clients.inner is clients.outer or isinstance(problem, fb.Minimax)
-    return Site(
-        id=k,
-        algorithm=algorithm,
-        problem=problem,
-        x0=task.x0,
-        y0=None if isinstance(problem, fb.SingleLevel) else task.y0,
-        outer=clients.outer.row(k),
-        inner=None if one else clients.inner.row(k),
-        works=clients.local_steps is not None,
-        limits=limits,
-        **more,
-    )
+    own = {"outer": clients.outer.row(k), "inner": None if one else clients.inner.row(k), "limits": limits, **more}
+    y0 = None if isinstance(problem, fb.SingleLevel) else task.y0
+    works = clients.local_steps is not None
+    return Site(id=k, algorithm=algorithm, problem=problem, x0=task.x0, y0=y0, works=works, **own)
 
 
 def memory():
@@ -81,11 +73,9 @@ def app(algorithm, task=TASK, problem=None, **more):
 
 def solve(algorithm, grid, *, task=TASK, terms=None, log=None, name=NAME, rounds=3, cohort=4, key=1, **more):
     """The run over a grid."""
-    engine = Flower(grid=grid, name=name, log=log, terms=terms or Terms())
-    clients = fb.RemoteClients.of(task.clients)
-    return fb.solve(
-        algorithm, task.problem, clients, task.x0, task.y0, rounds=rounds, cohort=cohort, key=key, engine=engine, **more
-    )
+    engine, known = Flower(grid=grid, name=name, log=log, terms=terms or Terms()), fb.RemoteClients.of(task.clients)
+    more |= {"rounds": rounds, "cohort": cohort, "key": key}
+    return fb.solve(algorithm, task.problem, known, task.x0, task.y0, engine=engine, **more)
 
 
 def without(monkeypatch, algorithm, absent, *, task=TASK, rounds=3, cohort=4, key=1):
@@ -122,13 +112,10 @@ def misbehaving(good, faults):
     def respond(message, context):
         reply = good(message, context)
         request: RequestMessage = decode(RequestMessage, message)
-        fault = (
-            faults.get((context.node_config["partition-id"], request.round, request.exchange))
-            if request.phase
-            else None
-        )
-        if fault is None:
+        place = context.node_config["partition-id"], request.round, request.exchange
+        if not request.phase or place not in faults:
             return reply
+        fault = faults[place]
         changed = fault(decode(ResponseMessage, reply), message)
         return Message(encode(changed), reply_to=message) if isinstance(changed, ResponseMessage) else changed
 

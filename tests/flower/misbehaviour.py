@@ -52,8 +52,6 @@ def client(good):
         if do == "sleep":
             time.sleep(fault["seconds"])
         reply = good(message, context)
-        if do == "dawdle":  # the answer exists, and comes too late
-            time.sleep(fault["seconds"])
         if do in SPOILED:
             return Message(encode(SPOILED[do](decode(ResponseMessage, reply))), reply_to=message)
         return reply

@@ -1,5 +1,6 @@
 """`fedbilevel flower demo` as a person starts it, and stops it."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -22,12 +23,10 @@ def started_in(folder):
     """Processes whose command or environment names the folder."""
     mine = []
     for entry in Path("/proc").glob("[0-9]*"):
-        try:
+        with contextlib.suppress(OSError):
             said = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
-        except OSError:
-            continue
-        if str(folder).encode() in said and int(entry.name) != os.getpid() and children.identity(int(entry.name)):
-            mine.append(int(entry.name))
+            if str(folder).encode() in said and int(entry.name) != os.getpid() and children.identity(int(entry.name)):
+                mine.append(int(entry.name))
     return mine
 
 

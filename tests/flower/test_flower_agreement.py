@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from agreement import MINIMAX, SINGLE_LEVEL
 from two_phase import TwoPhase
 
 import fedbilevel as fb
@@ -16,12 +17,10 @@ from fedbilevel.core.tree import split
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.wire import RequestMessage, decode
-from fedbilevel.tasks.quadratic import outer, quadratic
+from fedbilevel.tasks.quadratic import quadratic
 
 ROUNDS, COHORT = 3, 3
 SIZES = {"equal": (6, 6), "ragged": (3, 4)}  # of two sizes: few programs
-SINGLE_LEVEL = fb.SingleLevel(lambda x, batch: outer(x, jnp.tile(x, 2)[:3], batch))
-MINIMAX = fb.Minimax(lambda x, y, batch: outer(x, y, batch) - 2 * jnp.vdot(y, y))
 CASES = {
     "ShroFBO, ragged full batches, random work, a schedule": (
         fb.ShroFBO(batch_size=None, server_lr=optax.exponential_decay(0.02, 2, 0.5)), "ragged", (1, 4), None
@@ -46,7 +45,7 @@ def both(case, log):
     task = quadratic(clients=5, dim_x=2, dim_y=3, samples=SIZES[sizes], local_steps=work)
     problem = problem or task.problem
     y0 = None if isinstance(problem, fb.SingleLevel) else task.y0
-    one = isinstance(problem, fb.Minimax)
+    one = problem is MINIMAX
     clients = fb.Clients(task.clients.outer, weights=task.clients.weights, local_steps=work) if one else task.clients
     second = lambda client, message: float(bool(decode(RequestMessage, message).phase))  # noqa: E731  as Local's clock has it
     grid = InProcess(federations.app(algorithm, task, problem), len(task.clients), delay=second)

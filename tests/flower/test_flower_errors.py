@@ -8,8 +8,8 @@ import pytest
 from flwr.app import Error, Message
 from google.protobuf.message import DecodeError
 
+from fedbilevel.flower import wire
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.server import roster
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import RequestMessage, ResponseMessage, decode
 
@@ -111,7 +111,7 @@ def test_a_greeting_that_cannot_be_read_refuses_one_node_only(monkeypatch, caplo
     def unlucky(mine, theirs):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(roster, "difference", unlucky)
+    monkeypatch.setattr(wire, "difference", unlucky)
     result = federations.solve(STEPS, InProcess(respond, 6), terms=TERMS, cohort=6)
     missing = {(broken, round, exchange) for round in range(3) for exchange in range(2)}
     federations.same(result, federations.without(monkeypatch, STEPS, missing, cohort=6))

@@ -271,15 +271,6 @@ def test_two_nodes_for_one_client(tmp_path, whole, caplog):
     assert f"node 7 does not take part: it calls itself client {client}, which node {client + 1} is" in caplog.text
 
 
-def test_a_place_that_becomes_free_is_taken_at_once(whole):
-    """The first node goes between two rounds, without any time passing: the second one is greeted again there."""
-    client = next(iter(set(COHORTS[1])))
-    grid = InProcess(CLIENTS, 6)
-    grid.join(client)
-    leave = lambda result, row: grid.leave(client) if result.round == 1 else None  # noqa: E731
-    federations.same(federations.solve(STEPS, grid, terms=TERMS, callbacks=[leave]), whole)
-
-
 @pytest.mark.parametrize("response", ["", None, "left out"])
 def test_a_message_that_flower_does_not_take(response, tmp_path, absent):
     """Grids say so in different ways."""
@@ -330,12 +321,9 @@ def test_names_and_logs_are_checked_before_anything_is_sent(tmp_path):
             federations.solve(STEPS, grid, name=name)
     with pytest.raises(fb.errors.CheckpointError, match=re.escape(f"could not write {tmp_path}: Is a directory")):
         federations.solve(STEPS, grid, log=tmp_path)
-
-
-def test_a_log_that_cannot_be_written_any_more_is_named(tmp_path):
     log = tmp_path / "new" / "exchanges.jsonl"
 
-    def replace(result, row):
+    def replace(result, row):  # from now on it cannot be written any more
         if result.round == 1:
             log.unlink()
             log.mkdir()

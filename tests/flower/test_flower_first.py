@@ -148,16 +148,6 @@ def test_time_does_not_drift():
     assert result.ledger.ticks == 5
 
 
-def test_everyone_at_once_is_a_mean():
-    """Weights sum to 1, so the sum over all is the mean over the population: y → t̄, by a factor 1 − LR a round."""
-    result, trace = run(Async(n=6))
-    mean = P @ TARGETS
-    for round, (_, y) in enumerate(trace, 1):
-        np.testing.assert_allclose(y, mean * (1 - (1 - LR) ** round), rtol=0, atol=1e-12)
-    assert [row["staleness"] for row in result.history.rows[1:]] == [0.0] * ROUNDS
-    assert result.ledger.bytes_down == result.ledger.bytes_up == ROUNDS * 6 * 24
-
-
 @pytest.mark.parametrize(("algorithm", "options", "said"), [
     (Async(), {"cohort": 4}, "cohort = 4 is not allowed: it must be None: Async needs all clients"),
     (Overdue(max_staleness=0), {}, "fed.sum_first: max_staleness = 0"),

@@ -37,10 +37,10 @@ def received(grid, sent):
 
 
 def test_it_is_a_grid_and_clients_keep_their_state():
-    grid = InProcess(echo(), 3, node_config={"colour": "red"}, run_config={"rounds": 3})
+    grid = InProcess(echo(), 3, run_config={"rounds": 3})
     assert isinstance(grid, Grid)
     assert grid.get_node_ids() == [1, 2, 3]
-    assert grid.contexts[3].node_config == {"colour": "red", "partition-id": 2, "num-partitions": 3}
+    assert grid.contexts[3].node_config == {"partition-id": 2, "num-partitions": 3}
     assert grid.contexts[3].run_config == {"rounds": 3}
     asked = [message(2), message(2), message(1)]
     answers = grid.send_and_receive(asked)

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from dataclasses import replace
 
 import federations
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedbilevel as fb
-from fedbilevel.flower.client.site import ClientRuntime, client_app
+from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import Flower, FlowerRun
 
@@ -40,20 +41,16 @@ def played(monkeypatch):
 
     problem, clients = fb.Bilevel(outer, inner), fb.Clients(samples, samples.copy())
     algorithm, start = federations.Steps(batch_size=2), (jnp.zeros(2), jnp.zeros(3))
-
-    def site(run, node):
-        client = node["partition-id"]
-        own = {"outer": clients.outer.row(client), "inner": clients.inner.row(client), "limits": federations.FREE}
-        return fb.flower.Site(id=client, algorithm=algorithm, problem=problem, x0=start[0], y0=start[1], **own)
-
+    task = replace(federations.TASK, problem=problem, clients=clients, x0=start[0], y0=start[1])
+    app = federations.app(algorithm, task)
     with monkeypatch.context() as patched:
         for kind in (ClientRuntime, FlowerRun):
             patched.setattr(kind, "__init__", noted(kind))
-        grid = InProcess(client_app(site), 2)
+        grid = InProcess(app, 2)
         engine, known = Flower(grid=grid), fb.RemoteClients.of(clients)
         result = fb.solve(algorithm, problem, known, *start, rounds=1, engine=engine, metrics={"size": size})
     given = {"problem": problem, "outer": outer, "inner": inner, "metric": size, "clients": clients, "result": result}
-    given |= {"a constant": scale, "samples": clients.inner.values, "grid": grid, "engine": engine, "site": site}
+    given |= {"a constant": scale, "samples": clients.inner.values, "grid": grid, "engine": engine, "app": app}
     return {name: weakref.ref(thing) for name, thing in given.items()} | made
 
 

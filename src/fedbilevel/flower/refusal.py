@@ -38,11 +38,7 @@ class Code(Enum):
     LATE = "late", EITHER, "raise deadline, or ask for less work"
     BOUND = "bound", OPERATOR, "look at this client's data; norm-factor, message-factor and norm-bound say what counts"
     LARGE = "large", EITHER, "send less: metrics and layouts have to be short"
-    MALFORMED = (
-        "malformed",
-        EITHER,
-        "site and server speak different protocols: compare apps and versions of fedbilevel",
-    )
+    MALFORMED = "malformed", EITHER, "compare the apps and the versions of fedbilevel: the two protocols differ"
     FLOWER = "flower", SITE, "its worker or SuperNode has failed; its log says more"
     OTHER = "other", SITE, "its log says more"  # a code that this version does not know
 

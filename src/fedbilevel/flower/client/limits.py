@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from queue import SimpleQueue
 from typing import TypeVar
 
@@ -33,8 +33,7 @@ class RequestCounts:
     in_round: int = 0
 
     def __post_init__(self) -> None:
-        kinds = [type(self.total), type(self.run), type(self.round), type(self.in_round)]
-        if kinds != [int, str, int, int]:
+        if [type(value) for value in astuple(self)] != [int, str, int, int]:
             raise TypeError(f"{self} is no count of requests")
 
     def next(self, run: str, round: int) -> RequestCounts:

@@ -28,35 +28,12 @@ from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluation, as_per_client, check_per_client
 from fedbilevel.engines.machine import keep_on_disk_if_possible
 from fedbilevel.engines.submodels import SubmodelPlan
+from fedbilevel.flower import privacy, wire
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.store import ContextStore, FolderStore, Store, Versions
-from fedbilevel.flower.privacy import (
-    BudgetSpentError,
-    NoiseError,
-    Privacy,
-    PrivacyGuard,
-    check_noise,
-    released,
-    without_replies,
-)
+from fedbilevel.flower.privacy import Privacy, PrivacyGuard
 from fedbilevel.flower.refusal import OPERATOR, Code, Refusal
-from fedbilevel.flower.wire import (
-    ACTION,
-    METRICS,
-    CallSignature,
-    Contract,
-    RequestMessage,
-    ResponseMessage,
-    decode,
-    difference,
-    draw_up,
-    encode,
-    from_bytes,
-    is_run,
-    layout,
-    shapes,
-    to_bytes,
-)
+from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage, ResponseMessage
 
 T = TypeVar("T")
 log = logging.getLogger("fedbilevel.client")
@@ -108,7 +85,7 @@ class Site:
         share = self.capacity is None or 0 < self.capacity <= 1
         require(share, "Site.capacity", self.capacity, "None, or above 0 and at most 1")
         if self.privacy is not None:
-            check_noise(self.algorithm)
+            privacy.check_noise(self.algorithm)
         hidden = self.privacy is None or not self.tells_metrics
         require(hidden, "Site.tells_metrics", True, "False, with privacy: its own metrics would leave it without noise")
         kept = self.privacy is None or self.folder is not None
@@ -126,7 +103,7 @@ class ClientRuntime:
         inner = outer if site.inner is None else Ragged.listed("inner", [site.inner])
         examples = outer.example(), inner.example()
         check_losses(self.problem, self.x, self.y, *examples)
-        self.general: Contract = draw_up(site.algorithm, self.problem, self.x, self.y, examples, site.works)
+        self.general: Contract = wire.draw_up(site.algorithm, self.problem, self.x, self.y, examples, site.works)
         self.contract = self.cut(examples)  # the general contract, as it is for this client
         self.measured: PerClientEvaluation | None = None
         if site.tells_metrics:
@@ -149,11 +126,9 @@ class ClientRuntime:
         capacity = None if self.site.capacity is None else [self.site.capacity]
         alone = RemoteClients(1, *examples, capacity=capacity)
         submodel_plan = SubmodelPlan.of(self.site.algorithm, self.problem, alone, self.x, self.y)
-        return (
-            self.general
-            if submodel_plan is None
-            else self.general.cut(submodel_plan.unit_layout, submodel_plan.kept[0])
-        )
+        if submodel_plan is None:
+            return self.general
+        return self.general.cut(submodel_plan.unit_layout, submodel_plan.kept[0])
 
     def respond(self, request: RequestMessage, memory: Store) -> ResponseMessage:
         """Respond to a request. An error is logged and becomes a refusal in the response; nothing is raised.
@@ -165,31 +140,30 @@ class ClientRuntime:
         what = f"run {request.run[:8]!r} round {request.round} exchange {request.exchange} phase {request.phase[:40]!r}"
         blank = ResponseMessage(run=request.run, round=request.round, exchange=request.exchange, client=self.site.id)
         try:
-            if not is_run(request.run):
+            if not wire.is_run(request.run):
                 raise Refusal(Code.MALFORMED, f"{request.run[:80]!r} is not the name of a run")
             self.site.limits.check_algorithm(self.site.algorithm)
             self.site.limits.check_samples(min(self.outer.longest, self.inner.longest))
             store = self.store or memory
-            if request.phase == METRICS:
+            if not request.phase:  # a greeting
+                if request.contract != (mine := self.general.text):
+                    raise Refusal(Code.CONTRACT, f"we do not agree: {wire.difference(mine, request.contract)}")
+                response = replace(blank, contract=self.contract.text)
+            elif request.phase == wire.METRICS:
                 response = self.tell(request, store, blank)
             else:
-                response = self.reply(request, store, blank) if request.phase else self.greet(request, blank)
+                response = self.reply(request, store, blank)
             log.info("%s: replied in %.3f s, %d bytes", what, time.perf_counter() - began, len(response.payload))
         except Exception as error:  # noqa: BLE001  said and sent
             response = blank.refusing(refusal_of(error, what))
         return response
-
-    def greet(self, request: RequestMessage, blank: ResponseMessage) -> ResponseMessage:
-        if request.contract != self.general.text:
-            raise Refusal(Code.CONTRACT, f"we do not agree: {difference(self.general.text, request.contract)}")
-        return replace(blank, contract=self.contract.text)
 
     def tell(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
         """Respond to a request for this client's own metrics, at the x and y of the message."""
         if self.measured is None:
             raise Refusal(Code.SETTINGS, "this client does not tell its own metrics")
         self.check_contract(request)
-        x, y = self.arrays(request, 0, shapes(self.at))
+        x, y = self.arrays(request, 0, wire.shapes(self.at))
         self.count(request, store)
         measured = self.measured
         numbers = self.within_limit(lambda: {name: float(value) for name, (value,) in measured.each(x, y).items()})
@@ -210,26 +184,24 @@ class ClientRuntime:
         call = self.call(request)
         message = self.message(call, request)
         self.count(request, store)
-        kept = Versions() if request.fresh else self.states(request, store)
+        kept = Versions()  # the client's own states that the server may go back to; this request has to see the latest
+        if not request.fresh and self.contract.state is not None:
+            counted = request.counted_round, request.counted_exchange
+            kept = store.load(request.run, self.contract.state).up_to(counted, request.round)
         before = kept.states[-1] if kept.states else None if request.fresh else self.first
-        seen = before if self.guard is None else without_replies(before)
+        seen = before if self.guard is None else privacy.without_replies(before)
         reply = self.played(call.phase, message, request, seen)
-        response = replace(blank, layout=layout(reply.update))
+        response = replace(blank, layout=wire.layout(reply.update))
         if self.guard is not None:  # metrics and counts of work tell of the data, too
-            sent, epsilon = self.guard.protect(
-                reply.update, [request.run, request.round, request.exchange, request.phase]
-            )
-            sent, state = released(sent, before, reply.state)
+            context: list[int | str] = [request.run, request.round, request.exchange, request.phase]
+            sent, epsilon = self.guard.protect(reply.update, context)
+            sent, state = privacy.released(sent, before, reply.state)
             reply = reply._replace(state=state)
-            response = replace(response, payload=to_bytes(sent), epsilon=epsilon, delta=self.guard.privacy.delta)
+            response = replace(response, payload=wire.to_bytes(sent), epsilon=epsilon, delta=self.guard.privacy.delta)
         else:
-            response = replace(
-                response,
-                payload=to_bytes(reply.update),
-                gradients=int(reply.gradients),
-                hvps=int(reply.hvps),
-                metrics=json.dumps({name: float(value) for name, value in (reply.metrics or {}).items()}),
-            )
+            metrics = json.dumps({name: float(value) for name, value in (reply.metrics or {}).items()})
+            response = replace(response, payload=wire.to_bytes(reply.update), metrics=metrics)
+            response = replace(response, gradients=int(reply.gradients), hvps=int(reply.hvps))
         if reply.state is not None and not request.fresh:  # last: what is refused must leave no trace
             now = jax.tree.map(np.asarray, reply.state)
             store.save(request.run, kept.then((request.round, request.exchange), now))
@@ -241,13 +213,6 @@ class ClientRuntime:
             request_counts = store.request_counts().next(request.run, request.round)
             self.site.limits.check_request_counts(request_counts)
             store.save_request_counts(request_counts)
-
-    def states(self, request: RequestMessage, store: Store) -> Versions:
-        """Load the client's own states that the server may go back to; this request has to see the latest."""
-        if self.contract.state is None:
-            return Versions()
-        kept = store.load(request.run, self.contract.state)
-        return kept.up_to((request.counted_round, request.counted_exchange), request.round)
 
     def played(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:
         """Run the phase within the time limit; its reply must be finite. Under privacy no error depends on data."""
@@ -303,14 +268,13 @@ class ClientRuntime:
         if not 0 < request.weight <= 1 or not 0 <= request.round < 2**31 or request.exchange < 0:
             text = f"weight {request.weight}, round {request.round}, exchange {request.exchange} make no sense"
             raise Refusal(Code.MALFORMED, text)
-        return jax.tree.map(
-            lambda leaf, like: leaf.item() if like.weak_type and not leaf.ndim else leaf, message, call.message
-        )
+        number = lambda leaf, like: leaf.item() if like.weak_type and not leaf.ndim else leaf  # noqa: E731
+        return jax.tree.map(number, message, call.message)
 
     def arrays(self, request: RequestMessage, work: int, like: PyTree) -> PyTree:
         """Read the arrays of a request of so many local steps, within this client's limits and finite."""
         self.site.limits.check_message(work, len(request.payload))
-        found = from_bytes(request.payload, like)
+        found = wire.from_bytes(request.payload, like)
         if bad := nonfinite_leaves(found):
             raise Refusal(Code.NUMBERS, f"the message is not finite in {', '.join(bad)}")
         return found
@@ -340,7 +304,11 @@ def program(problem: Problem) -> Any:
     return PROGRAMS[problem]
 
 
-MEANT: dict[type[Exception], Code] = {BudgetSpentError: Code.BUDGET, FloorError: Code.FLOOR, NoiseError: Code.METHOD}
+MEANT: dict[type[Exception], Code] = {
+    privacy.BudgetSpentError: Code.BUDGET,
+    FloorError: Code.FLOOR,
+    privacy.NoiseError: Code.METHOD,
+}
 """Errors whose text is meant for servers, too."""
 
 
@@ -373,21 +341,21 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
     app = ClientApp()
     runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> its latest runtime, and what it was made for
 
-    @app.query(ACTION)
+    @app.query(wire.ACTION)
     def respond(message: Message, context: Context) -> Message:
         try:
-            request: RequestMessage = decode(RequestMessage, message)
+            request: RequestMessage = wire.decode(RequestMessage, message)
             wanted = context.run_id, context.run_config, context.node_config
             made, runtime = runtimes.get(context.node_id, (None, None))
             if runtime is None or made != wanted:
                 runtime = ClientRuntime(make(context.run_config, context.node_config))
                 runtimes[context.node_id] = wanted, runtime
-            said = encode(runtime.respond(request, ContextStore(context.state)))
+            said = wire.encode(runtime.respond(request, ContextStore(context.state)))
         except Exception as error:  # noqa: BLE001  said and sent
             number = context.node_config.get("partition-id")
             client = number if type(number) is int else -1
             blank = ResponseMessage(run="", round=0, exchange=0, client=client)
-            said = encode(blank.refusing(refusal_of(error, "no reply")))
+            said = wire.encode(blank.refusing(refusal_of(error, "no reply")))
         return Message(said, reply_to=message)
 
     return app

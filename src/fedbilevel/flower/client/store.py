@@ -123,9 +123,9 @@ class ContextStore:
         tag, tree = self.records.get(self.FIELDS), self.records.get(self.TREE)
         if not isinstance(tag, ConfigRecord) or not isinstance(tree, ArrayRecord) or tag["run"] != run:
             return Versions()
-        rounds: Any = tag["rounds"]  # as `save` wrote them
-        exchanges: Any = tag["exchanges"]
-        tags = tuple((int(round), int(exchange)) for round, exchange in zip(rounds, exchanges, strict=True))
+        fields: Any = tag  # as `save` wrote them
+        places = zip(fields["rounds"], fields["exchanges"], strict=True)
+        tags = tuple((int(round), int(exchange)) for round, exchange in places)
         shapes = (like,) * len(tags)
         if tag["layout"] != layout(shapes):
             raise Refusal(Code.STATE, "this client's state of the run is of another algorithm or model")

@@ -15,6 +15,8 @@ from pathlib import Path
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.flower.versions import require_flower
 
+DAYS = 30  # that the server's certificate is valid
+
 
 @dataclass(frozen=True)
 class Credentials:
@@ -33,15 +35,12 @@ class Credentials:
         return self.clients[client].with_suffix(".pub")
 
 
-def make(
-    directory: Path, clients: int, names: Sequence[str] = ("localhost", "127.0.0.1"), days: int = 30
-) -> Credentials:
+def make(directory: Path, clients: int, names: Sequence[str] = ("localhost", "127.0.0.1")) -> Credentials:
     """Write credentials to `directory`: ca.crt, server.pem, server.key, client-0, client-0.pub, …
 
     Args:
         clients: how many client keys (NIST P-384, OpenSSH format, as Flower wants them).
         names: host names and addresses under which the server is reached.
-        days: how long the server's certificate is valid.
 
     Raises:
         ConfigurationError: one of the files exists, or an argument is wrong; nothing was written.
@@ -50,7 +49,6 @@ def make(
     require_flower()  # which is installed with `cryptography` and `trustme`
     require(clients >= 0, "clients", clients, "at least 0")
     require(len(names) > 0, "names", names, "at least one host name or address")
-    require(days >= 1, "days", days, "at least 1")
     found = Credentials(
         directory / "ca.crt",
         directory / "server.pem",
@@ -64,7 +62,7 @@ def make(
 
     authority = trustme.CA(path_length=0)
     try:
-        server = authority.issue_cert(*names, not_after=datetime.now(UTC) + timedelta(days=days))
+        server = authority.issue_cert(*names, not_after=datetime.now(UTC) + timedelta(days=DAYS))
     except ValueError as error:
         raise ConfigurationError(f"a server cannot have one of the names {', '.join(names)}: {error}") from error
     directory.mkdir(parents=True, exist_ok=True, mode=0o700)

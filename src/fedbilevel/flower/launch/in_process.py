@@ -44,7 +44,6 @@ class InProcess(Grid):
         client_app: the ClientApp of all clients.
         clients: how many; they get the node configurations partition-id = 0, 1, … and the nodes 1, 2, ….
         run_config: what `flwr run` would pass on.
-        node_config: more of each client's node configuration.
         delay: (client, message) -> seconds from the message to its reply, on the clock; infinite loses it. None: 0.
     """
 
@@ -54,11 +53,10 @@ class InProcess(Grid):
         clients: int,
         *,
         run_config: Mapping[str, Any] | None = None,
-        node_config: Mapping[str, Any] | None = None,
         delay: Delay | None = None,
     ) -> None:
         self.client_app, self.clients, self.delay, self.clock = client_app, clients, delay, VirtualClock()
-        self.run_config, self.node_config = dict(run_config or {}), dict(node_config or {})
+        self.run_config = dict(run_config or {})
         self.contexts: dict[int, Context] = {}  # node -> what Flower keeps for it
         self.free: dict[int, float] = {}  # node -> when it can start on its next message
         self.replies: dict[str, Message] = {}  # message -> its reply, not pulled yet
@@ -70,7 +68,7 @@ class InProcess(Grid):
     def join(self, client: int) -> None:
         """Let a client come, as a new node that Flower knows nothing of yet."""
         node = next(self.nodes)
-        config = {**self.node_config, "partition-id": client, "num-partitions": self.clients}
+        config: dict[str, Any] = {"partition-id": client, "num-partitions": self.clients}
         self.contexts[node] = Context(1, node, config, RecordDict(), self.run_config)
         self.free[node] = self.clock.time()
 

@@ -358,20 +358,15 @@ class InstalledApps:
         """Import the ClientApp of `run`, unless the message before had the same app."""
         if self.app is not None and fab.hash_str == self.hash:
             return self.app
-        if self.app is not None:
-            forget(self.directory)
+        if self.app is not None:  # another of the same name can then be imported
+            for name, module in list(sys.modules.items()):
+                if (file := getattr(module, "__file__", None)) and Path(file).is_relative_to(self.directory):
+                    del sys.modules[name]
+            sys.path[:] = [entry for entry in sys.path if entry != str(self.directory)]
         self.app = None  # also when the next line fails
         self.app, self.directory = self.load(run, fab)
         self.hash = fab.hash_str
         return self.app
-
-
-def forget(directory: Path) -> None:
-    """Drop the modules imported from `directory`, so that another app's of the same name can be imported."""
-    for name, module in list(sys.modules.items()):
-        if (file := getattr(module, "__file__", None)) and Path(file).is_relative_to(directory):
-            del sys.modules[name]
-    sys.path[:] = [entry for entry in sys.path if entry != str(directory)]
 
 
 def work(pipe: Connection, apps: AppSource, leave: Callable[[], object]) -> None:

@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -91,20 +92,14 @@ class StartError(ExchangeError):
 def free_ports(count: int, first: int | None = None) -> list[int]:
     """Find ports of the loopback that nobody listens on: any, or the first from `first` upwards."""
     found: list[int] = []
-    sockets = []
     candidate = first or 0
-    while len(found) < count:
-        listener = socket.socket()
-        try:
-            listener.bind(("127.0.0.1", candidate))
-        except OSError:
-            listener.close()
-        else:
-            sockets.append(listener)
-            found.append(listener.getsockname()[1])
-        candidate += bool(first)
-    for listener in sockets:
-        listener.close()
+    with ExitStack() as bound:  # all at once: none is found twice
+        while len(found) < count:
+            listener = bound.enter_context(socket.socket())
+            with suppress(OSError):
+                listener.bind(("127.0.0.1", candidate))
+                found.append(listener.getsockname()[1])
+            candidate += bool(first)
     return found
 
 
@@ -119,7 +114,7 @@ def tail(log: Path) -> str:
 
 
 class Federation:
-    """A SuperLink and its SuperNodes; within `with`, all clients are online.
+    """A SuperLink and its SuperNodes, with TLS and a key each; within `with`, all clients are online.
 
         with Federation(Path("trial"), clients=4) as federation:
             for line in federation.run(Path("my-app"), "rounds=3"):
@@ -132,7 +127,6 @@ class Federation:
     Args:
         directory: for logs/, credentials/, and a Flower home per process. Credentials there are not replaced.
         clients: number of SuperNodes.
-        tls: TLS, with a throw-away authority, and keys that the SuperLink knows its nodes by; otherwise neither.
         persistent: workers that stay (`flower.launch.supernode`); otherwise Flower's, one process per message.
         node_configs: per client, what `--node-config` says; "partition-id=k num-partitions=clients" by default.
         database: file in which the SuperLink keeps its state, for a SuperLink that is restarted; otherwise in memory.
@@ -149,7 +143,6 @@ class Federation:
         directory: Path,
         clients: int,
         *,
-        tls: bool = True,
         persistent: bool = True,
         node_configs: Sequence[str] | None = None,
         database: Path | None = None,
@@ -161,7 +154,7 @@ class Federation:
         require_count("clients", clients)
         self.node_configs = node_configs or [f"partition-id={k} num-partitions={clients}" for k in range(clients)]
         require(len(self.node_configs) == clients, "node_configs", len(self.node_configs), f"{clients} entries")
-        self.directory, self.clients, self.tls, self.persistent = directory.absolute(), clients, tls, persistent
+        self.directory, self.clients, self.persistent = directory.absolute(), clients, persistent
         self.database, self.deadline = database, deadline
         self.port, *self.node_ports = free_ports(clients + 1, first_port)
         self.env = {**os.environ, **(env or {})}
@@ -205,13 +198,14 @@ class Federation:
     def start(self) -> None:
         """Start everything and wait until all clients are online."""
         until = time.monotonic() + self.deadline
-        if self.tls:
-            self.credentials = credentials.make(self.directory / "credentials", self.clients)
-        self.write_connection()
+        self.credentials = credentials.make(self.directory / "credentials", self.clients)
+        trust = json.dumps(str(self.credentials.ca))
+        where = f'[superlink.{CONNECTION}]\naddress = "{self.address}"\nroot-certificates = {trust}\n'
+        config = f'[superlink]\ndefault = "{CONNECTION}"\n\n{where}'  # tells `flwr` where the SuperLink is
+        (self.directory / "operator" / "config.toml").write_text(config)
         self.restart_superlink(until - time.monotonic())
-        if self.tls:
-            for client in range(self.clients):
-                self.console("supernode", "register", str(self.credentials.public(client)), CONNECTION)
+        for client in range(self.clients):
+            self.register(client)
         for client in range(self.clients):
             self.start_node(client)
         self.wait_online(self.clients, until - time.monotonic())
@@ -227,21 +221,15 @@ class Federation:
                 signal.signal(signal.SIGTERM, self.previous)
                 del self.previous
 
-    def write_connection(self) -> None:
-        """Tell `flwr`, through its config file, where the SuperLink is."""
-        trust = f"root-certificates = {json.dumps(str(self.credentials.ca))}" if self.tls else "insecure = true"
-        config = (
-            f'[superlink]\ndefault = "{CONNECTION}"\n\n[superlink.{CONNECTION}]\naddress = "{self.address}"\n{trust}\n'
-        )
-        (self.directory / "operator" / "config.toml").write_text(config)
+    def register(self, client: int) -> None:
+        """Tell the SuperLink a client's public key."""
+        self.console("supernode", "register", str(self.credentials.public(client)), CONNECTION)
 
     def superlink_command(self) -> list[str]:
         command = [*flower_command("flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--disable-runtime-dependency-installation"]
         if self.database:
             command += ["--database", str(self.database.absolute())]
-        if not self.tls:
-            return [*command, "--insecure"]
         secrets = self.credentials
         files = {"ca-certfile": secrets.ca, "certfile": secrets.certificate, "keyfile": secrets.key}
         return [*command, "--enable-supernode-auth", *(w for k, v in files.items() for w in (f"--ssl-{k}", str(v)))]
@@ -252,8 +240,6 @@ class Federation:
             command = [sys.executable, "-m", "fedbilevel.flower.launch.supernode"]
         command += ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(self.node_ports[client])]
         command += ["--node-config", self.node_configs[client]]
-        if not self.tls:
-            return [*command, "--insecure"]
         key = self.credentials.clients[client]
         return [*command, "--root-certificates", str(self.credentials.ca), "--auth-supernode-private-key", str(key)]
 

@@ -3,7 +3,7 @@
     python -m fedbilevel.flower.launch.supernode --superlink HOST:PORT --root-certificates ca.crt \\
         --auth-supernode-private-key client.key --node-config "partition-id=0"
 
-All options are those of `flower-supernode`, except `--fastest`, `--slowest` and `--app`. Where Flower is of a version
+All options are those of `flower-supernode`, except `--app`. Where Flower is of a version
 that was not tried, `flower-supernode` itself is started: one process per message, slower, same numbers.
 """
 
@@ -24,20 +24,20 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.flower.launch import children
 from fedbilevel.flower.versions import TESTED, require_flower, tested
 
-FASTEST, SLOWEST = 0.02, 2.0
+FASTEST, SLOWEST = 0.02, 2.0  # seconds between two looks for a message
 BACKOFF = (1.0, 10.0)
 STEADY = 60.0  # seconds after which a process counts as having come up
 
 logger = logging.getLogger("fedbilevel.supernode")
 
 
-def interval(quiet: float, fastest: float = FASTEST, slowest: float = SLOWEST) -> float:
+def interval(quiet: float) -> float:
     """Return the seconds to wait before the SuperLink is asked again, `quiet` seconds after the last message.
 
     A tenth of the quiet time, within limits: a message waits at most a tenth longer than it took to come, and the
     number of looks grows with the logarithm of the time.
     """
-    return min(max(quiet / 10, fastest), slowest)
+    return min(max(quiet / 10, FASTEST), SLOWEST)
 
 
 def flower_command(name: str) -> list[str]:
@@ -106,14 +106,8 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description="A SuperNode with a worker that stays. Further options are those of `flower-supernode`.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--fastest", type=float, default=FASTEST, help="seconds between two looks for a message after a message"
-    )
-    parser.add_argument("--slowest", type=float, default=SLOWEST, help="seconds between two looks in quiet times")
     parser.add_argument("--app", metavar="MODULE:NAME", help="reply with this app, whatever app a run brings")
     options, passed = parser.parse_known_args(arguments)
-    if not 0 < options.fastest <= options.slowest:
-        parser.error("it must be 0 < --fastest <= --slowest")
     if any(name.split("=")[0] == "--isolation" for name in passed):
         parser.error("--isolation is chosen here")
     return options, passed
@@ -123,8 +117,7 @@ def command(arguments: list[str], version: str) -> list[str]:
     """Return the SuperNode's command: our own, or `flower-supernode`."""
     options, passed = parse(arguments)
     if tested(version):
-        polling = [str(options.fastest), str(options.slowest)]
-        return [sys.executable, "-m", __spec__.name, "serve", *polling, options.app or "", *passed]
+        return [sys.executable, "-m", __spec__.name, "serve", options.app or "", *passed]
     tried = ", ".join(TESTED)
     if options.app:
         raise ConfigurationError(f"--app needs a Flower that was tried ({tried}); {version} would run any app")
@@ -137,8 +130,8 @@ def main() -> None:
     if sys.argv[1:2] == ["serve"]:
         from fedbilevel.flower.launch import private
 
-        fastest, slowest, app, *passed = sys.argv[2:]
-        private.run_supernode(passed, partial(interval, fastest=float(fastest), slowest=float(slowest)), app or None)
+        app, *passed = sys.argv[2:]
+        private.run_supernode(passed, interval, app or None)
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:

@@ -38,7 +38,7 @@ from fedbilevel.flower.refusal import Code, Refusal, in_words, named
 from fedbilevel.flower.server.fed import FlowerFed
 from fedbilevel.flower.server.session import Session, SpoiledError, Take
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire import METRICS, RequestMessage, ResponseMessage, is_run, reading, to_bytes
+from fedbilevel.flower.wire import METRICS, RequestMessage, is_run, reading, to_bytes
 
 log = logging.getLogger("fedbilevel.server")
 
@@ -75,8 +75,7 @@ class Flower:
         known = isinstance(clients, RemoteClients)
         require(known, "clients", type(clients).__name__, "RemoteClients: what a server knows of them")
         check_everyone(algorithm, len(clients), cohort)
-        own = self.grid, self.terms, self.name, self.log, self.keys
-        return FlowerRun(Session(*own, algorithm, problem, clients, cohort, carry), key)
+        return FlowerRun(Session(self, algorithm, problem, clients, cohort, carry), key)
 
 
 class FlowerRun:
@@ -89,7 +88,21 @@ class FlowerRun:
         self.seconds = 0.0  # that the rounds so far took
         self.before: Take | None = None  # the latest round that this process has played
         report_stage(AWAITING)
-        await_clients(session)
+        self.await_clients()
+
+    def await_clients(self) -> None:
+        """Wait until the population is online; go on with a quorum of it after `Terms.join` seconds.
+
+        Raises:
+            ExchangeError: fewer clients are online.
+        """
+        roster, count = self.session.roster, len(self.session.clients)
+        needed = self.session.terms.needed(count)
+        roster.wait(range(count), count, needed)
+        if (here := len(roster.nodes)) < needed:
+            reasons = in_words(roster.refusals.values(), 3)
+            because = f" ({reasons})" if reasons else ""
+            raise ExchangeError(f"{here} clients are here where {needed} of {count} are needed{because}")
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         """Play one round; again, where the server's own sum is not finite; and the round before with it, where most of
@@ -117,7 +130,7 @@ class FlowerRun:
                 this, again = Take(carry), None
             undone = add_costs(undone, fed.round_costs._replace(metrics={}))
         before, self.seconds = self.seconds, self.seconds + session.clock.time() - began
-        ticks = round_ticks(self.seconds) - round_ticks(before)  # of the totals: they do not drift
+        ticks = round(self.seconds / TICK) - round(before / TICK)  # of the totals: they do not drift
         costs = stack_costs([add_costs(undone, fed.total_costs())])
         return Stretch(carry, 1, costs._replace(privacy=fed.privacy, time=split_ticks(ticks)[None]))
 
@@ -183,25 +196,6 @@ class FlowerRun:
         trim_heap()
 
 
-def await_clients(session: Session) -> None:
-    """Wait until the population is online; go on with a quorum of it after `Terms.join` seconds.
-
-    Raises:
-        ExchangeError: fewer clients are online.
-    """
-    everyone, roster = list(range(len(session.clients))), session.roster
-    needed = session.terms.needed(len(everyone))
-    roster.wait(everyone, len(everyone), needed)
-    if (here := len(roster.nodes)) < needed:
-        reasons = in_words(roster.refusals.values(), 3)
-        because = f" ({reasons})" if reasons else ""
-        raise ExchangeError(f"{here} clients are here where {needed} of {len(everyone)} are needed{because}")
-
-
-def round_ticks(seconds: float) -> int:
-    return round(seconds / TICK)
-
-
 def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
     """Make a ServerApp whose main is `main`(grid, run configuration), which ends in `solve(…,
     engine=Flower(grid=grid))`."""
@@ -244,7 +238,8 @@ class ClientMetrics:
             row[f"{name}.clients"] = len(shared)
             if shared:
                 values = np.array([numbers[name] for numbers in shared.values()])
-                row |= spread(name, values, self.session.weights[list(shared)], self.metrics[name].larger_is_better)
+                weights = self.session.clients.weights[list(shared)]
+                row |= spread(name, values, weights, self.metrics[name].larger_is_better)
         return row
 
     def collect(self, round: int, payload: bytes) -> tuple[dict[int, dict[str, float]], dict[int, Refusal]]:
@@ -257,7 +252,7 @@ class ClientMetrics:
                 contract=roster.contract_of(client).digest,
                 round=round,
                 phase=METRICS,
-                weight=float(self.session.weights[client]),
+                weight=float(self.session.clients.weights[client]),
                 payload=payload,
             )
             for client in range(len(self.session.clients))
@@ -270,21 +265,13 @@ class ClientMetrics:
             roster.ready.remove(reply)
             try:
                 with reading(reply.client):
-                    shared[reply.client] = self.checked(reply.response())
+                    numbers = reply.response().numbers()
+                    if sorted(numbers) != self.names:
+                        told, asked = ", ".join(sorted(numbers)) or "nothing", ", ".join(self.names)
+                        raise Refusal(Code.CONTRACT, f"it measures {told}, not {asked}")
+                    if not all(map(math.isfinite, numbers.values())):
+                        raise Refusal(Code.NUMBERS, "its metrics are not finite")
+                    shared[reply.client] = numbers
             except Refusal as refusal:
                 silent[reply.client] = refusal
         return dict(sorted(shared.items())), silent
-
-    def checked(self, response: ResponseMessage) -> dict[str, float]:
-        """Read the metrics in a response.
-
-        Raises:
-            Refusal: they are not those that were asked for.
-        """
-        numbers = response.numbers()
-        if sorted(numbers) != self.names:
-            text = f"it measures {', '.join(sorted(numbers)) or 'nothing'}, not {', '.join(self.names)}"
-            raise Refusal(Code.CONTRACT, text)
-        if not all(map(math.isfinite, numbers.values())):
-            raise Refusal(Code.NUMBERS, "its metrics are not finite")
-        return numbers

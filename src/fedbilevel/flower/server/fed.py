@@ -19,32 +19,16 @@ from fedbilevel.core.errors import ConfigurationError, ExchangeError, require, r
 from fedbilevel.core.fed import Phase, Reply
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.costs import (
-    ExchangeCount,
-    ExchangeKind,
-    RoundCosts,
-    Sums,
-    add_costs,
-    empty_costs,
-    normalise,
-    weigh,
-)
+from fedbilevel.engines import costs
+from fedbilevel.engines.costs import ExchangeCount, ExchangeKind, RoundCosts, Sums
 from fedbilevel.engines.engine import RoundKeys, draw_cohort, repeated, work_of
 from fedbilevel.engines.submodels import RoundSubmodels, covered
+from fedbilevel.flower import wire
 from fedbilevel.flower.refusal import Refusal, in_words
 from fedbilevel.flower.server.roster import ClientReply
 from fedbilevel.flower.server.session import CountedReply, Session, SpoiledError
 from fedbilevel.flower.server.terms import CheckedReply, check_response, euclidean
-from fedbilevel.flower.wire import (
-    CallSignature,
-    Contract,
-    RequestMessage,
-    from_bytes,
-    layout,
-    reading,
-    shapes,
-    to_bytes,
-)
+from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage
 
 
 class EncodedMessage(NamedTuple):
@@ -69,11 +53,9 @@ class ExchangeSpec:
 
     def concerns(self, request: RequestMessage) -> bool:
         """Tell whether this exchange waits for a reply to `request`."""
-        return (
-            request.phase == self.phase
-            if self.first
-            else (request.round, request.exchange) == (self.round, self.number)
-        )
+        if self.first:
+            return request.phase == self.phase
+        return (request.round, request.exchange) == (self.round, self.number)
 
 
 class Exchange:
@@ -126,7 +108,10 @@ class Exchange:
                 session.take.hear(norms)
                 return sorted(self.replies, key=lambda reply: places[reply.client])
         spoiled = 2 * sum(why.code.of_state for why in reasons.values()) >= len(self.works)
-        raise (SpoiledError if spoiled else ExchangeError)(self.complaint(reasons))
+        times = "" if session.terms.attempts == 1 else f" after {session.terms.attempts} attempts"
+        said = f"round {self.spec.round}, phase {self.spec.phase}: {len(self.replies)} clients replied where "
+        said += f"{self.needed} are needed{times} ({in_words(why for _, why in sorted(reasons.items()))})"
+        raise (SpoiledError if spoiled else ExchangeError)(said)
 
     def attempt(self, left: list[int]) -> list[RequestMessage]:
         """Ask each of these clients once; wait until enough replies count or no more can come.
@@ -184,9 +169,8 @@ class Exchange:
             return reply.client in self.overdue, asked[reply.client], reply.client
 
         arrived = [(reply, self.checked(reply)) for reply in sorted(self.session.roster.ready, key=order)]
-        here = [reply.checked.norm for reply in self.replies] + [
-            c.norm for _, c in arrived if isinstance(c, CheckedReply)
-        ]
+        here = [reply.checked.norm for reply in self.replies]
+        here += [checked.norm for _, checked in arrived if isinstance(checked, CheckedReply)]
         for reply, opened in arrived:
             if self.enough():
                 return
@@ -199,7 +183,7 @@ class Exchange:
         """Check a reply, as far as no other reply is needed; the refusal where it fails."""
         session = self.session
         try:
-            with reading(reply.client):
+            with wire.reading(reply.client):
                 call = session.roster.contract_of(reply.client).calls[reply.request.call]
                 return check_response(reply.response(), call, session.terms, len(session.clients))
         except Refusal as refusal:
@@ -217,14 +201,11 @@ class Exchange:
         try:
             if isinstance(counted, Refusal):
                 raise counted
-            call = counted.call
-            session.norms.check(
-                request.phase, counted.norm, here, lambda: euclidean(from_bytes(request.payload, call.message))
-            )
+            sent = partial(wire.from_bytes, request.payload, counted.call.message)
+            session.norms.check(request.phase, counted.norm, here, lambda: euclidean(sent()))
         except Refusal as refusal:
             if not self.spec.concerns(request):
-                why = f"round {request.round}, phase {request.phase}: {refusal.why}"
-                refusal = Refusal(refusal.code, why)
+                refusal = Refusal(refusal.code, f"round {request.round}, phase {request.phase}: {refusal.why}")
             refusal.client, self.failed[client] = client, refusal
             session.backoff.failed(client, self.spec.round)
             return None
@@ -248,20 +229,12 @@ class Exchange:
             call=call.name,
             key=np.asarray(jax.random.key_data(spec.key)).tobytes(),
             key_kind=str(jax.random.key_impl(spec.key)),
-            weight=float(session.weights[client]),
+            weight=float(session.clients.weights[client]),
             work=-1 if work is None else work,
             fresh=spec.fresh,
             counted_round=int(session.counted[client, 0]),
             counted_exchange=int(session.counted[client, 1]),
             payload=payload,
-        )
-
-    def complaint(self, reasons: dict[int, Refusal]) -> str:
-        attempts = self.session.terms.attempts
-        times = "" if attempts == 1 else f" after {attempts} attempts"
-        return (
-            f"round {self.spec.round}, phase {self.spec.phase}: {len(self.replies)} clients replied "
-            f"where {self.needed} are needed{times} ({in_words(why for _, why in sorted(reasons.items()))})"
         )
 
 
@@ -291,7 +264,7 @@ class FlowerFed:
         self.own = self.cohort(keys)
         self.replied: set[int] = set()  # clients of the round's own cohort that have replied
         self.session.roster.refresh()
-        self.round_costs = empty_costs()
+        self.round_costs = costs.empty_costs()
         self.exchanges = 0
         self.privacy: tuple[float, float] | None = None  # the largest ε and δ that a client of this round has spent
         self.units: Callable[[int], Units] = cache(self.units_of)
@@ -308,7 +281,7 @@ class FlowerFed:
         replies = exchange.gather()
         sums = self.total(spec.phase, replies)
         self.record(exchange, sums, self.measured(replies))
-        mean = normalise(sums, len(self.session.clients), unbiased)
+        mean = costs.normalise(sums, len(self.session.clients), unbiased)
         return jax.tree.map(jnp.asarray, mean)
 
     def sum_first(
@@ -333,7 +306,7 @@ class FlowerFed:
         exchange = Exchange(session, spec, self.own, n if before is None else n - int(before.responders), overdue)
         replies = exchange.gather()
         sums, _ = self.early(name, replies)
-        stale = sum(session.weights[reply.client] * (now - reply.asked) for reply in replies)
+        stale = sum(session.clients.weights[reply.client] * (now - reply.asked) for reply in replies)
         stale += 0.0 if before is None else now * before.weight - asked
         queues.exchanges[name] += 1
         queues.resumed.pop(name, None)
@@ -347,7 +320,7 @@ class FlowerFed:
         new = [self.total(phase, replies)] if replies else []
         parts = new if sums is None else [sums._replace(metrics={}), *new]
         return reduce(partial(jax.tree.map, np.add), parts), asked + sum(
-            self.session.weights[reply.client] * reply.asked for reply in replies
+            self.session.clients.weights[reply.client] * reply.asked for reply in replies
         )
 
     repeat = repeated
@@ -391,19 +364,19 @@ class FlowerFed:
         """Return a phase as the function of its class, for which programs are compiled once, whatever the round's
         fields."""
         method: Any = self.algorithm.phases[phase]
-        function: Phase = method.__func__
-        return function
+        return method.__func__
 
     def encode(self, contract: Contract, phase: str, message: PyTree) -> EncodedMessage:
         """Encode the message, for the call of the contract that has its shapes."""
         message = jax.tree.map(np.asarray, message)
-        name = CallSignature(phase, shapes(message), None, ()).name
+        name = CallSignature(phase, wire.shapes(message), None, ()).name
         if name not in contract.calls:
+            asked = ", ".join(wire.layout(message)) or "nothing"
             raise ConfigurationError(
-                f"round {self.round} asks phase {phase} with {', '.join(layout(message)) or 'nothing'}, which tracing "
-                "a round did not find: the shapes and dtypes of messages must be the same in every round"
+                f"round {self.round} asks phase {phase} with {asked}, which tracing a round did not find: "
+                "the shapes and dtypes of messages must be the same in every round"
             )
-        return EncodedMessage(contract, contract.calls[name], to_bytes(message))
+        return EncodedMessage(contract, contract.calls[name], wire.to_bytes(message))
 
     def total(self, phase: str, replies: list[CountedReply]) -> Sums:
         """Sum replies with their weights, in the shapes of the whole model: all that the algorithm sees. Secure
@@ -429,34 +402,32 @@ class FlowerFed:
         if response.epsilon > 0:
             epsilon, delta = self.privacy or (0.0, 0.0)
             self.privacy = max(epsilon, response.epsilon), max(delta, response.delta)
-        weight: Any = np.asarray(self.session.weights[reply.client], real)
+        weight: Any = np.asarray(self.session.clients.weights[reply.client], real)
         count: Any = np.ones((), real)
         content = Reply(reply.checked.update, gradients=response.gradients, hvps=response.hvps)
-        return weigh(content, weight, count)
+        return costs.weigh(content, weight, count)
 
     def measured(self, replies: list[CountedReply]) -> Metrics:
         """Sum each metric, weighted, over the clients that sent it; a client under privacy sends none."""
         real = jnp.result_type(float)
         found: Metrics = {}
         for reply in replies:
-            weight = self.session.weights[reply.client]
+            weight = self.session.clients.weights[reply.client]
             for name, value in reply.checked.metrics.items():
                 values, weights = found.get(name, (0.0, 0.0))
                 found[name] = values + weight * value, weights + weight
-        return {
-            name: (np.asarray(values, real), np.asarray(weights, real)) for name, (values, weights) in found.items()
-        }
+        return {name: (np.asarray(sums[0], real), np.asarray(sums[1], real)) for name, sums in found.items()}
 
     def record(self, exchange: Exchange, sums: Sums, metrics: Metrics) -> None:
         """Add the costs and metrics of an exchange to those of the round."""
         spec = exchange.spec
-        entry = empty_costs()._replace(
+        entry = costs.empty_costs()._replace(
             calls=message_counts(exchange, int(sums.responders)),
             gradients=sums.gradients,
             hvps=sums.hvps,
             metrics={(spec.phase, name): pair for name, pair in metrics.items()},
         )
-        self.round_costs = add_costs(self.round_costs, entry)
+        self.round_costs = costs.add_costs(self.round_costs, entry)
         if not spec.fresh:
             self.replied |= {reply.client for reply in exchange.replies}
 
@@ -466,10 +437,9 @@ class FlowerFed:
         if self.submodels is None:
             return self.round_costs
         alike = Counter(map(self.representative, sorted(self.replied or self.own)))
-        holders = [
-            self.submodels.holders(self.units(client), jnp.asarray(float(number))) for client, number in alike.items()
-        ]
-        return covered(self.round_costs, holders)
+        holders = self.submodels.holders
+        held = [holders(self.units(client), jnp.asarray(float(number))) for client, number in alike.items()]
+        return covered(self.round_costs, held)
 
 
 def message_counts(exchange: Exchange, responders: int) -> dict[ExchangeKind, ExchangeCount]:
@@ -480,10 +450,8 @@ def message_counts(exchange: Exchange, responders: int) -> dict[ExchangeKind, Ex
         responders: number of replies in the exchange's sums, resumed ones included.
     """
     sizes = [exchange.spec.encoded(client).call.size for client in exchange.asked or list(exchange.works)[:1]]
-    asked, replied = (
-        Counter(sizes[: len(exchange.asked)]),
-        Counter(reply.checked.call.size for reply in exchange.replies),
-    )
+    asked = Counter(sizes[: len(exchange.asked)])
+    replied = Counter(reply.checked.call.size for reply in exchange.replies)
     replied[sizes[0]] += responders - len(exchange.replies)
     return {
         size: ExchangeCount(*np.array([number == 0, asked[size], replied[size]], np.int32))

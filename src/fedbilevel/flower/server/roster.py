@@ -15,17 +15,10 @@ from flwr.app import Message
 from flwr.serverapp import Grid
 
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.flower import wire
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.server.terms import Terms
-from fedbilevel.flower.wire import (
-    Contract,
-    RequestMessage,
-    ResponseMessage,
-    decode,
-    difference,
-    reading,
-    request_message,
-)
+from fedbilevel.flower.wire import Contract, RequestMessage, ResponseMessage
 
 log = logging.getLogger("fedbilevel.server")
 
@@ -158,7 +151,11 @@ class Roster:
 
     def refresh(self) -> None:
         """Take note of nodes that have come or gone, and greet new ones."""
-        online = self.look_around()
+        try:
+            self.online = set(self.grid.get_node_ids())
+        except Exception:
+            log.warning("Flower does not say who is online", exc_info=True)
+        online = self.online
         for client, node in list(self.nodes.items()):
             if node not in online:
                 log.warning("client %d has gone (node %d)", client, node)
@@ -175,8 +172,8 @@ class Roster:
         for number, message in self.pull(self.greetings).items():
             node = self.greetings.pop(number)
             try:
-                with reading():
-                    self.admit(node, decode(ResponseMessage, message))
+                with wire.reading():
+                    self.admit(node, wire.decode(ResponseMessage, message))
             except Refusal as refusal:
                 if node not in self.refusals or self.refusals[node].line != refusal.line:
                     log.warning("node %d does not take part: %s", node, refusal.line)
@@ -187,7 +184,7 @@ class Roster:
         now, deadline = self.clock.time(), self.terms.deadline
         due = sorted(node for node in nodes if now - self.greeted.get(node, -math.inf) >= deadline)
         request = RequestMessage(run=self.run, contract=self.contract.text)
-        sent = self.push([request_message(node, request, deadline) for node in due]) if due else []
+        sent = self.push([wire.request_message(node, request, deadline) for node in due]) if due else []
         self.greetings = {message: node for message, node in self.greetings.items() if node not in due}
         self.greetings.update((message, node) for message, node in zip(sent, due, strict=True) if message)
         self.greeted.update((node, now) for message, node in zip(sent, due, strict=True) if message)
@@ -199,12 +196,12 @@ class Roster:
             Refusal: the node cannot be that client.
         """
         client = response.client
-        with reading(client if 0 <= client < self.population else None):
+        with wire.reading(client if 0 <= client < self.population else None):
             response.check()
             if not 0 <= client < self.population:
                 raise Refusal(Code.PLACE, f"it calls itself client {client}, of a population of {self.population}")
             if response.contract != (expected := self.contract_of(client).text):
-                raise Refusal(Code.CONTRACT, f"we do not agree: {difference(expected, response.contract)}")
+                raise Refusal(Code.CONTRACT, f"we do not agree: {wire.difference(expected, response.contract)}")
             if self.keys and der_of(self.registered().get(node, b"")) != self.keys.get(client):
                 raise Refusal(Code.KEY, f"it calls itself client {client}, who has another key")
             if (holder := self.nodes.get(client, node)) != node:
@@ -217,14 +214,6 @@ class Roster:
         """Say why a client has no node that counts: what was refused of a node that says it is this client."""
         said = [refusal for refusal in self.refusals.values() if refusal.client == client]
         return said[-1] if said else Refusal(Code.ABSENT, "it is not online", client)
-
-    def look_around(self) -> set[int]:
-        """Ask which nodes are online."""
-        try:
-            self.online = set(self.grid.get_node_ids())
-        except Exception:
-            log.warning("Flower does not say who is online", exc_info=True)
-        return self.online
 
     def registered(self) -> dict[int, bytes]:
         """Ask for the public key with which each online node has registered, as Flower has it; without a key, b""."""
@@ -289,7 +278,7 @@ class Roster:
         failed = {client: self.why_absent(client) for client in requests if client not in nodes}
         going = [client for client in requests if client in nodes]
         end = self.clock.time() + self.terms.deadline
-        messages = [request_message(nodes[client], requests[client], self.terms.deadline) for client in going]
+        messages = [wire.request_message(nodes[client], requests[client], self.terms.deadline) for client in going]
         for client, sent in zip(going, self.push(messages), strict=True):
             if sent:
                 self.under_way[client] = (sent, requests[client], end)
@@ -317,19 +306,14 @@ class Roster:
         now = self.clock.time()  # before a pull that may take long: what came meanwhile is looked for once more
         for number, message in self.pull(senders).items():
             client = senders[number]
-            self.ready.append(ClientReply(client, self.under_way.pop(client)[1], opened(message, client)))
+            try:
+                with wire.reading(client):
+                    outcome: Outcome = wire.decode(ResponseMessage, message)
+            except Refusal as refusal:
+                outcome = refusal
+            self.ready.append(ClientReply(client, self.under_way.pop(client)[1], outcome))
         for client in [c for c, (_, _, end) in self.under_way.items() if now >= end]:
             request = self.under_way.pop(client)[1]
             late = Refusal(Code.LATE, f"no reply within {self.terms.deadline:g} s", client)
             self.ready.append(ClientReply(client, request, late))
         return len(self.ready) > before
-
-
-def opened(message: Message, client: int) -> Outcome:
-    """Read the response of a client in a message, or a refusal that says why there is none."""
-    try:
-        with reading(client):
-            response: ResponseMessage = decode(ResponseMessage, message)
-            return response
-    except Refusal as refusal:
-        return refusal

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
+import math
+import statistics
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +14,6 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from flwr.serverapp import Grid
 
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.client import RemoteClients
@@ -28,7 +29,7 @@ from fedbilevel.engines.in_flight import InFlight
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower.refusal import Refusal
 from fedbilevel.flower.server.roster import Roster, ServerClock, WallClock, public_keys
-from fedbilevel.flower.server.terms import Backoff, CheckedReply, NormBounds, Terms, ratios
+from fedbilevel.flower.server.terms import Backoff, CheckedReply, NormBounds, Terms
 from fedbilevel.flower.versions import quick_pulls, require_flower, tested
 from fedbilevel.flower.wire import Contract, RequestMessage, ResponseMessage, draw_up
 
@@ -161,8 +162,10 @@ class Take:
 
     def hear(self, norms: dict[int, float]) -> None:
         """Note the replies of an exchange, by their norms."""
-        for client, ratio in ratios(norms).items():
-            self.ratios[client] = max(ratio, self.ratios.get(client, 0.0))
+        some = [norm for norm in norms.values() if norm > 0]
+        usual = statistics.median_low(some) if some else math.inf
+        for client, norm in norms.items():
+            self.ratios[client] = max(norm / usual, self.ratios.get(client, 0.0))
 
     def leave_out(self, cohort: int, terms: Terms) -> int | None:
         """Leave out a further client and return which; None if there must be no fewer."""
@@ -193,7 +196,7 @@ class Session:
     """A run on the server: its clients, the connections to them, and what their replies have left behind.
 
     Args:
-        grid, terms, name, log, keys: see `Flower`.
+        flower: a `Flower`, whose file imports this one.
         algorithm, problem: as given to `solve`; the fields of the algorithm are not those of a round.
         clients: the population, M clients.
         cohort: how many clients a round draws.
@@ -208,44 +211,25 @@ class Session:
     """
 
     def __init__(
-        self,
-        grid: Grid,
-        terms: Terms,
-        name: str,
-        log: str | Path | None,
-        keys: str | Path | None,
-        algorithm: Algorithm,
-        problem: Problem,
-        clients: RemoteClients,
-        cohort: int,
-        carry: Carry,
+        self, flower: Any, algorithm: Algorithm, problem: Problem, clients: RemoteClients, cohort: int, carry: Carry
     ) -> None:
-        self.name, self.terms = name, terms
+        self.name, self.terms = flower.name, flower.terms
         self.algorithm, self.problem, self.clients, self.cohort = algorithm, problem, clients, cohort
         start = carry.state.x if carry.local_x is None else carry.local_x, carry.state.y
         contract = draw_up(algorithm, problem, *start, clients.examples(), clients.local_steps is not None)
         self.submodel_plan = SubmodelPlan.of(algorithm, problem, clients, *start)
-        if self.submodel_plan is not None:
-            self.submodel_programs = SubmodelPrograms(self.submodel_plan.unit_layout)
-        self.clock: ServerClock = getattr(grid, "clock", None) or WallClock()
+        own: dict[int, Contract] = {}  # of clients who hold submodels
+        if (plan := self.submodel_plan) is not None:
+            self.submodel_programs = SubmodelPrograms(plan.unit_layout)
+            by_class = [contract.cut(plan.unit_layout, kept) for kept in plan.kept]
+            own = {client: by_class[number] for client, number in enumerate(plan.number.tolist())}
+        self.clock: ServerClock = getattr(flower.grid, "clock", None) or WallClock()
         if isinstance(self.clock, WallClock) and tested(require_flower()):
-            quick_pulls(terms.deadline)
-        own = {} if self.submodel_plan is None else contracts(contract, self.submodel_plan)
-        public = {} if keys is None else public_keys(Path(keys), len(clients))
-        self.roster = Roster(grid, contract, name, len(clients), terms, self.clock, own, public)
-        self.backoff, self.norms = Backoff(), NormBounds(terms)
-        self.exchange_log = ExchangeLog(None if log is None else Path(log))
+            quick_pulls(self.terms.deadline)
+        public = {} if flower.keys is None else public_keys(Path(flower.keys), len(clients))
+        self.roster = Roster(flower.grid, contract, self.name, len(clients), self.terms, self.clock, own, public)
+        self.backoff, self.norms = Backoff(), NormBounds(self.terms)
+        self.exchange_log = ExchangeLog(None if flower.log is None else Path(flower.log))
         self.take = Take(carry)
         self.phase_queues = PhaseQueues.of(carry.queues)
         self.counted = np.array(carry.clients)
-
-    @property
-    def weights(self) -> np.ndarray:
-        """(M,) the weight p_i of each client; their sum is 1."""
-        return self.clients.weights
-
-
-def contracts(general: Contract, submodel_plan: SubmodelPlan) -> dict[int, Contract]:
-    """Make client -> the contract with it, from `general`, that of the whole model."""
-    by_class = [general.cut(submodel_plan.unit_layout, kept) for kept in submodel_plan.kept]
-    return {client: by_class[number] for client, number in enumerate(submodel_plan.number.tolist())}

@@ -119,10 +119,8 @@ def check_response(response: ResponseMessage, call: CallSignature, terms: Terms,
     if not (0 <= response.gradients <= most and 0 <= response.hvps <= most):
         text = f"its counts ({response.gradients}, {response.hvps}) are not between 0 and {most}"
         raise Refusal(Code.MALFORMED, text)
-    if not 0 <= response.epsilon < math.inf:
-        raise Refusal(Code.MALFORMED, f"it cannot have spent ε = {response.epsilon}")
-    if not 0 <= response.delta < 1:
-        raise Refusal(Code.MALFORMED, f"it cannot have spent δ = {response.delta}")
+    if not (0 <= response.epsilon < math.inf and 0 <= response.delta < 1):
+        raise Refusal(Code.MALFORMED, f"it cannot have spent ε = {response.epsilon} at δ = {response.delta}")
     return CheckedReply(response, call, update, norm, metrics)
 
 
@@ -217,10 +215,3 @@ class NormBounds:
                 *(phase, some, len(here), "is" if some == 1 else "are", FEWEST),
             )
             self.warned = True
-
-
-def ratios(norms: dict[int, float]) -> dict[int, float]:
-    """Return how many times as long as usual each client's update is, among those of an exchange."""
-    some = [norm for norm in norms.values() if norm > 0]
-    usual = statistics.median_low(some) if some else math.inf
-    return {client: norm / usual for client, norm in norms.items()}
