@@ -30,8 +30,40 @@ WRITTEN = sorted(
 )
 
 
-LONGEST = 2450
-"""How many words a page of docs/ may have."""
+LIMITS = {
+    "docs/architecture.md": 1300,
+    "docs/decisions.md": 1600,
+    "docs/explanation/engines.md": 1150,
+    "docs/explanation/exchanges.md": 1050,
+    "docs/explanation/privacy.md": 1100,
+    "docs/explanation/security.md": 1350,
+    "docs/glossary.md": 1000,
+    "docs/how-to/asynchronous.md": 1300,
+    "docs/how-to/choosing.md": 1500,
+    "docs/how-to/comparing.md": 950,
+    "docs/how-to/diagnostics.md": 1050,
+    "docs/how-to/federation.md": 2100,
+    "docs/how-to/own-method.md": 2450,
+    "docs/how-to/several-hosts.md": 800,
+    "docs/how-to/simple-bilevel.md": 1350,
+    "docs/how-to/submodels.md": 1700,
+    "docs/how-to/sweep.md": 800,
+    "docs/reference/algorithms/README.md": 1150,
+    "docs/reference/algorithms/adbo.md": 1400,
+    "docs/reference/algorithms/afbo.md": 900,
+    "docs/reference/algorithms/aggitd.md": 650,
+    "docs/reference/algorithms/fedbio.md": 750,
+    "docs/reference/algorithms/fednest.md": 1100,
+    "docs/reference/algorithms/fism.md": 900,
+    "docs/reference/algorithms/rabo.md": 1000,
+    "docs/reference/algorithms/simfbo.md": 1400,
+    "docs/reference/benchmarks.md": 900,
+    "docs/reference/data.md": 1000,
+    "docs/reference/tasks.md": 2450,
+    "docs/tutorials/hospitals.md": 1000,
+    "docs/tutorials/your-own-problem.md": 1750,
+}
+"""How many words the long pages of docs/ may have; the others have at most 600."""
 
 
 def prose(page: Path) -> str:
@@ -123,10 +155,11 @@ def test_the_readme_is_short_and_its_first_command_comes_soon(tmp_path):
     assert 0 < words(before) <= 100
 
 
-def test_no_page_is_longer_than_a_reader_bears():
+def test_no_page_is_longer_than_its_limit():
     """In words, with code and tables."""
-    pages = {str(page): len(page.read_text("utf-8").split()) for page in (ROOT / "docs").rglob("*.md")}
-    assert {name: count for name, count in pages.items() if count > LONGEST} == {}
+    names = {page.relative_to(ROOT).as_posix(): page for page in (ROOT / "docs").rglob("*.md")}
+    pages = {name: len(page.read_text("utf-8").split()) for name, page in names.items() if "/papers/" not in name}
+    assert {name: count for name, count in pages.items() if count > LIMITS.get(name, 600)} == {}
 
 
 def test_all_pages_together_are_no_more_than_a_small_book():

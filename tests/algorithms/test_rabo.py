@@ -223,6 +223,14 @@ def test_on_whole_models_methods_of_other_papers_are_the_same(task):
     assert off(*ends) > 1e-3  # the clients differ
 
 
+def test_with_products_that_are_means_over_all_it_is_fedmbo_draw_by_draw():
+    drawn = quadratic(clients=5, dim_x=3, dim_y=4, condition=CONDITION, samples=(2, 4), local_steps=(1, 3))
+    fields = {"hypergradient": fb.parts.Implicit(solver=SHORT), "batch_size": 2}
+    rabo, fedmbo = (run(method(**fields), drawn, 3, cohort=3) for method in (fb.RABO, fb.FedMBO))
+    assert np.array_equal(rabo.x, fedmbo.x)
+    assert np.array_equal(rabo.y, fedmbo.y)
+
+
 def test_problems_that_need_no_inverse():
     """Compositional ones, where v = ∇y f: "coordinate" takes it, too."""
     task = compositional(clients=4)

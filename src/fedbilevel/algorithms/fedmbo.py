@@ -28,15 +28,22 @@ v and h are `Implicit.estimate` of parts/hypergradients.py, whose products `Neum
 Checked in tests/algorithms/test_fedmbo.py (closed forms, variance, exchanges) and tests/engines/test_agreement.py.
 """
 
+import jax
+from jax import Array
+
 from fedbilevel.algorithms.parts.hypergradients import Implicit
-from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, OneStep
-from fedbilevel.core.facts import Facts
+from fedbilevel.algorithms.parts.inner import LocalSGD
+from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
+from fedbilevel.core.facts import Allows, Facts
+from fedbilevel.core.fed import Fed
+from fedbilevel.core.tree import scaled
 
 
-class FedMBO(OneStep):
+class FedMBO(Nested):
     """FedAvg on y, one global hypergradient step on x.
 
     Args:
+        inner: the rounds on y: FedAvg's local steps.
         hypergradient: how the hypergradient is found, by products that are means over all clients.
     """
 
@@ -53,4 +60,15 @@ class FedMBO(OneStep):
         bias="truncation; drift of y where τ > 1",
     )
 
+    inner: LocalSGD = LocalSGD()
     hypergradient: Implicit = Implicit()
+
+    @property
+    def allows(self) -> Allows:
+        return allowed_by(self)
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        inner_key, outer_key = jax.random.split(key)
+        y = self.inner.descend(fed, state.x, state.y, inner_key)
+        h, info = self.hypergradient.estimate(fed, state.x, y, outer_key)  # v, then h
+        return self.next_state(state, scaled(-self.outer_lr, h), y, info)

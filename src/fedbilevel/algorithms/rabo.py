@@ -49,14 +49,15 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.parts.hypergradients import Estimate, Exact, Hypergradient, Implicit, LocalImplicit
+from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo, check_neumann_step
 from fedbilevel.algorithms.parts.local_steps import local_descent
-from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, OneStep
+from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import at, positive, positive_integer
 from fedbilevel.core.errors import require
-from fedbilevel.core.facts import Facts, No
+from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, scaled
@@ -166,7 +167,27 @@ class PrintedSlopes(CoordinateSlopes):
         return 1.0
 
 
-class RABO(OneStep):
+class DualPruning(Nested):
+    """RABO and RAFBO: rounds on y, then one step on x, of which every client sees the units that it holds.
+
+    Args:
+        inner: the rounds on y: FedAvg's local steps.
+    """
+
+    inner: LocalSGD = LocalSGD()
+
+    @property
+    def allows(self) -> Allows:
+        return allowed_by(self)
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        inner_key, outer_key = jax.random.split(key)
+        y = self.inner.descend(fed, state.x, state.y, inner_key)  # (5), (6)
+        h, info = self.hypergradient.estimate(fed, state.x, y, outer_key)  # (7)
+        return self.next_state(state, scaled(-self.outer_lr, h), y, info)  # (8)
+
+
+class RABO(DualPruning):
     """Submodels for clients of limited capacity, with products of second derivatives.
 
     Args:
@@ -195,7 +216,7 @@ class RABO(OneStep):
         require(not why, "RABO.hypergradient", self.hypergradient, f"a hypergradient for submodels: {why}")
 
 
-class RAFBO(OneStep):
+class RAFBO(DualPruning):
     """Submodels for clients of limited capacity, without second derivatives.
 
     Args:

@@ -6,7 +6,6 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, RemoteClients
@@ -14,7 +13,7 @@ from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.facts import Allows, Asks, Findings
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, Problem
-from fedbilevel.core.tree import PyTree, scaled
+from fedbilevel.core.tree import PyTree
 
 ALL_BILEVEL = Bilevel, Minimax, Compositional
 """Kinds of problem that differ in how v is found alone, which `Implicit` and `LocalImplicit` know."""
@@ -71,23 +70,3 @@ def allowed_by(method: Nested) -> Allows:
     """Return what the hypergradient of a method allows; if replies to it may be late, those to all phases may."""
     allows: Allows = method.hypergradient.allows
     return allows._replace(late=allows.late and tuple(sorted(method.phases)))
-
-
-class OneStep(Nested):
-    """Base of methods whose round is FedAvg on y, then one step on x.
-
-    Args:
-        inner: the rounds on y: FedAvg's local steps.
-    """
-
-    inner: LocalSGD = LocalSGD()
-
-    @property
-    def allows(self) -> Allows:
-        return allowed_by(self)
-
-    def round(self, fed: Fed, state: State, key: Array) -> State:
-        inner_key, outer_key = jax.random.split(key)
-        y = self.inner.descend(fed, state.x, state.y, inner_key)
-        h, info = self.hypergradient.estimate(fed, state.x, y, outer_key)
-        return self.next_state(state, scaled(-self.outer_lr, h), y, info)
