@@ -30,7 +30,7 @@ import fedbilevel as fb
 import machine
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.engines import submodels
-from fedbilevel.engines.flops import known_flops
+from fedbilevel.engines.recorder import known_flops
 from fedbilevel.tasks import Task, few_shot, hyper_representation
 
 SPREAD = (1.0, 0.5, 0.25, 0.125, 0.0625)

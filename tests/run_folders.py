@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from fedbilevel.engines.costs import Ledger
-from fedbilevel.engines.history import History
-from fedbilevel.engines.result import Result
+from fedbilevel.engines.history import History, Result
 from fedbilevel.experiments import Folder, Spec
 from fedbilevel.experiments.runner import finish
 

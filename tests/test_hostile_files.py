@@ -29,7 +29,7 @@ from fedbilevel.core.errors import FedbilevelError
 from fedbilevel.data import characters, loaders
 from fedbilevel.data.files import folders
 from fedbilevel.engines import checkpoint
-from fedbilevel.engines.result import rounds_done
+from fedbilevel.engines.history import rounds_done
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.compare import comparison_table, load_groups
 from mutations import of_bytes, of_json, text, with_raw

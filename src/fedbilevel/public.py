@@ -13,10 +13,10 @@ from fedbilevel.diagnostics.check import check_hypergradient
 from fedbilevel.diagnostics.diagnose import diagnose
 from fedbilevel.diagnostics.structure import check_structure
 from fedbilevel.engines.evaluation import PerClient
+from fedbilevel.engines.history import Result, stop_when, stop_without_progress
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.machine import tune_cpu
 from fedbilevel.engines.reference import Reference
-from fedbilevel.engines.result import Result, stop_when, stop_without_progress
 from fedbilevel.engines.solve import solve
 from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.sweeps import sweep

@@ -13,7 +13,7 @@ from matrices import end_of_own, fedavg_on_y, hypergradient, members, neumann, o
 
 import fedbilevel as fb
 from fedbilevel.algorithms.rabo import CoordinateSlopes
-from fedbilevel.engines.flops import count
+from fedbilevel.engines.recorder import count
 from fedbilevel.tasks.compositional import compositional
 from fedbilevel.tasks.quadratic import quadratic, solution
 

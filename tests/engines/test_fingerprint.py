@@ -17,7 +17,7 @@ from fedbilevel.core.client import Ragged
 from fedbilevel.core.problem import check_losses
 from fedbilevel.engines import fingerprint
 from fedbilevel.engines.multihost import current_group
-from fedbilevel.machinery import hashes
+from fedbilevel.machinery import kept
 
 RNG = np.random.default_rng(0)
 SAMPLES = [{"a": RNG.normal(size=(n, 2)), "b": RNG.normal(size=n)} for n in (3, 5, 4, 2, 6, 3)]
@@ -192,7 +192,7 @@ def test_of_a_large_array_in_memory_every_number_counts(monkeypatch, dtype):
 def test_the_type_and_the_shape_of_an_array_count():
     """Of the same bytes: four zeros as a row, as a column, and as the bits of whole numbers."""
     row, column, whole = np.zeros((1, 4)), np.zeros((4, 1)), np.zeros((1, 4), np.int64)
-    assert len({hashes.of_array(array) for array in (row, column, whole)}) == 3
+    assert len({kept.of_array(array) for array in (row, column, whole)}) == 3
 
 
 def test_of_a_large_mapped_array_evenly_spaced_samples_are_read(monkeypatch, tmp_path):

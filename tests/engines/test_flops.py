@@ -13,7 +13,7 @@ from fedbilevel.core.config import static
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.submodel import Structure, UnitLayout
 from fedbilevel.core.tree import XY
-from fedbilevel.engines.flops import count, flops_of_calls, known_flops
+from fedbilevel.engines.recorder import count, flops_of_calls, known_flops
 
 
 def shape(*dims):

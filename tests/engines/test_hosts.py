@@ -23,9 +23,7 @@ import pytest
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.loop import Loop
-from fedbilevel.engines.multihost import LostProcess, ProcessGroup, join
-from fedbilevel.engines.multihost.group import PIECE, check_reachable
-from fedbilevel.engines.multihost.joining import LOST
+from fedbilevel.engines.multihost import LOST, PIECE, LostProcess, ProcessGroup, check_reachable, join
 
 SECONDS = 480  # after which a process that hangs is ended
 PORTS = iter(range(21000 + os.getpid() % 900, 22000))

@@ -17,7 +17,7 @@ import fedbilevel as fb
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.engines import reference
 from fedbilevel.engines.engine import first_carry
-from fedbilevel.engines.result import Result
+from fedbilevel.engines.history import Result
 from fedbilevel.experiments import federation, read_spec
 from fedbilevel.experiments.runner import build
 from fedbilevel.experiments.spec import resolve

@@ -23,7 +23,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.multihost import ProcessGroup
-from fedbilevel.machinery.hashes import BLOCKS, ROWS, WHOLE, bytes_of, description, of_array, of_program, short
+from fedbilevel.machinery.kept import BLOCKS, ROWS, WHOLE, bytes_of, description, of_array, of_program, short
 
 VERSIONS = f"jax {jax.__version__}, optax {optax.__version__}, Python {sys.version_info[0]}.{sys.version_info[1]}"
 LIBRARIES = ("fedbilevel", "optax", "jax", "jaxlib", "chex", "numpy", "builtins")

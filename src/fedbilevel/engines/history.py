@@ -1,18 +1,27 @@
-"""The history of a run: its measurements, row by row."""
+"""The history of a run, its measurements row by row; its result; and what ends it early: conditions on what it has
+found, and budgets.
+
+A budget is of rounds, exchanges, bytes or time. Costs are looked at where the history has a row. Rows fall on fixed
+rounds, so where a run ends depends on the numbers alone, not on speed or interruptions.
+"""
+
+from __future__ import annotations
 
 import json
+import math
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedbilevel.core.card import Card, Shown, counted, listed, span
-from fedbilevel.core.errors import ConfigurationError, require, unknown
-from fedbilevel.core.metrics import best, larger_is_better, metric_of, text
+from fedbilevel.core.card import Card, Shown, counted, described, listed, span
+from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
+from fedbilevel.core.metrics import best, larger_is_better, metric_of, require_direction, text
+from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.display.curves import draw_history
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.costs import Ledger
@@ -137,7 +146,7 @@ class History(Shown):
         return text
 
     @classmethod
-    def from_jsonl(cls, source: str | Path) -> "History":
+    def from_jsonl(cls, source: str | Path) -> History:
         """Read the history that `to_jsonl` wrote: from its text, or from the file at a `Path`.
 
         Raises:
@@ -147,7 +156,7 @@ class History(Shown):
         return cls.of([json.loads(line) for line in text.splitlines() if line.strip()])
 
     @classmethod
-    def of(cls, rows: Any, directions: Any = None) -> "History":
+    def of(cls, rows: Any, directions: Any = None) -> History:
         """Make the history whose rows and directions JSON holds.
 
         Raises:
@@ -169,3 +178,212 @@ class History(Shown):
 def is_number(value: Any) -> bool:
     """Tell whether a value that JSON held is a number; an integer must be no larger than a float can be."""
     return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
+
+
+ENDLESS = 2**31 - 1  # rounds, for runs that end otherwise
+Budget = tuple[str, float]
+"""What is counted, and how much of it: ("rounds", 300), ("exchanges", 500), ("bytes", 1e9) or ("time", 200.0)."""
+
+
+@dataclass(repr=False)
+class Result(Shown):
+    """The state of a run at its end; callbacks get it at each evaluation.
+
+    Args:
+        x: the outer variable, like x0.
+        y: the inner variable, like y0; of a simple bilevel problem the average of x over the rounds.
+        round: how many rounds are done.
+        rounds: how many rounds were asked for.
+        history: losses and metrics, a row for each evaluation.
+        ledger: what the run has cost so far: exchanges, bytes, gradients, time.
+        compile_seconds: seconds that went into compiling, which no row of the history counts.
+        stopped: why the run ended early; empty where it did not.
+        state: the server's state, as the method keeps it; None in a result that was read from a file.
+    """
+
+    x: PyTree
+    y: PyTree
+    round: int
+    rounds: int
+    history: History
+    ledger: Ledger
+    compile_seconds: float = 0.0
+    stopped: str = ""
+    state: Any = None
+
+    def card(self) -> Card:
+        lines = {"x": described(self.x), "y": described(self.y), "last row": self.history.last_in_words()}
+        return Card(
+            self._title(), lines | {"costs": self.ledger.in_short(), "more": "summary(), plot(), history, ledger"}
+        )
+
+    def summary(self) -> Card:
+        """Sum up each loss and metric from its first value to its last, and every cost, to print or for a notebook."""
+        seconds = self.history.rows[-1].get("seconds", 0.0) if self.history.rows else 0.0
+        spent = {"seconds": f"{seconds:,.1f} in rounds, {self.compile_seconds:,.1f} compiling"}
+        return Card(self._title(), self.history.in_words() | dict(self.ledger.card().lines) | spent)
+
+    def plot(
+        self,
+        metrics: str | Sequence[str] | None = None,
+        *,
+        panel: str = "exchanges",
+        size: tuple[float, float] | None = None,
+        axes: Any = None,
+    ) -> Any:
+        """Draw columns of the history against what they cost: see `History.plot`."""
+        return self.history.plot(metrics, panel=panel, size=size, axes=axes)
+
+    def _title(self) -> str:
+        why = f", stopped: {self.stopped}" if self.stopped else ""
+        return f"Result: {self.round:,} of {self.rounds:,} rounds{why}"
+
+    @classmethod
+    def load(cls, path: str | Path, x0: PyTree, y0: PyTree) -> Result:
+        """Read what `save` wrote; x0 and y0 give the structures of x and y (their values do not matter)."""
+        tree, meta = checkpoint.load(Path(path), _variables(x0, y0))
+        x, y = join(tree["x"], split(x0)[1]), join(tree["y"], split(y0)[1])
+        with checkpoint.as_checkpoint_error(Path(path)):
+            return cls(
+                x,
+                y,
+                round=int(meta["round"]),
+                rounds=int(meta["rounds"]),
+                history=History.of(meta["history"], meta.get("larger_is_better")),
+                ledger=Ledger.of(meta["ledger"]),
+                compile_seconds=float(meta["compile_seconds"]),
+                stopped=str(meta["stopped"]),
+            )
+
+    def save(self, path: str | Path) -> None:
+        """Write x, y, history and ledger to a .npz file, atomically; `Result.load` reads it back."""
+        meta = {
+            "history": self.history.rows,
+            "larger_is_better": self.history.directions,
+            "ledger": asdict(self.ledger),
+            "round": self.round,
+            "rounds": self.rounds,
+            "compile_seconds": self.compile_seconds,
+            "stopped": self.stopped,
+        }
+        checkpoint.save(Path(path), _variables(self.x, self.y), meta)
+
+
+Callback = Callable[[Result, Row | None], str | None]
+"""(result so far, the row just measured or None between rows) -> a reason to stop, or None to go on."""
+
+
+def stop_when(metric: str, *, above: float | None = None, below: float | None = None) -> Callback:
+    """Make a callback that ends the run once `metric` of a row reaches a value."""
+
+    require(above is not None or below is not None, "stop_when", "neither above nor below", "given a value to reach")
+
+    def check(result: Result, row: Row | None) -> str | None:
+        if row is None or not _has(row, metric):
+            return None
+        if above is not None and row[metric] >= above:
+            return f"{metric} reached {above}"
+        if below is not None and row[metric] <= below:
+            return f"{metric} fell to {below}"
+        return None
+
+    return check
+
+
+def stop_without_progress(metric: str, *, rows: int, larger_is_better: bool | None = None) -> Callback:
+    """Make a callback that ends the run when `metric` has not improved for `rows` rows.
+
+    Args:
+        metric: a column of the history.
+        rows: how many rows in a row without a better value.
+        larger_is_better: None goes by the metric, as tables do: by its declaration (`fedbilevel.Metric`), or else
+            accuracies are to grow and all else is to fall.
+    """
+    require_count("rows", rows)
+    require_direction("larger_is_better", larger_is_better, optional=True)
+
+    def check(result: Result, row: Row | None) -> str | None:
+        if row is None or not _has(row, metric):
+            return None
+        larger = result.history.larger_is_better(metric) if larger_is_better is None else larger_is_better
+        values = [r[metric] for r in result.history.rows if metric in r]
+        since = len(values) - 1 - values.index(best(values, larger))
+        return f"{metric} has not improved for {rows} evaluations" if since >= rows else None
+
+    return check
+
+
+def _has(row: Row, metric: str) -> bool:
+    """Tell whether a row holds a metric; the first row lacks those of the rounds, all others must have it."""
+    if metric not in row and row["round"] > 0:
+        raise unknown("metric", metric, row)
+    return metric in row
+
+
+def _variables(x: PyTree, y: PyTree) -> dict[str, PyTree]:
+    return {"x": split(x)[0], "y": split(y)[0]}
+
+
+def cost(row: Row, name: str) -> float:
+    """Look up what had been spent up to a row: "rounds", "bytes", down and up together, or a column of the history."""
+    if name == "rounds":
+        return row["round"]
+    return row["bytes_down"] + row["bytes_up"] if name == "bytes" else row[name]
+
+
+def stop_after(budget: Budget) -> Callback:
+    """Make a callback that ends a run at the first row that has spent the budget."""
+
+    def check(result: Result, row: Row | None) -> str | None:
+        return reason(budget) if row is not None and spent(row, budget) else None
+
+    return check
+
+
+def spent(row: Row, budget: Budget) -> bool:
+    """Tell whether a row has reached the budget."""
+    name, amount = budget
+    return cost(row, name) >= amount
+
+
+def in_words(budget: Budget) -> str:
+    """Say an amount for people: "500 exchanges", "12.5 MB", "200 seconds of the clock"."""
+    name, amount = budget
+    if name == "bytes":
+        return f"{amount / 1e6:,.6g} MB"
+    return f"{amount:g} seconds of the clock" if name == "time" else f"{amount:.10g} {name}"
+
+
+def reason(budget: Budget) -> str:
+    """Say why a run with a budget ended."""
+    ended = {"bytes": "sent", "time": "passed"}.get(budget[0], "done")
+    return f"{in_words(budget)} {ended}"
+
+
+def rounds_at_most(budget: Budget) -> int:
+    """Count the rounds after which the budget is spent for sure: a round makes at least one exchange, but may take no
+    time at all."""
+    name, amount = budget
+    return math.ceil(amount) if name == "exchanges" else ENDLESS
+
+
+def last_row(path: Path) -> Row:
+    """Read the last row of the history in the checkpoint at `path`; empty where it has none.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with checkpoint.as_checkpoint_error(path):
+        rows = History.of(checkpoint.load_meta(checkpoint.newest(path))["history"]).rows
+        return rows[-1] if rows else {}
+
+
+def rounds_done(path: Path, budget: Budget) -> int | None:
+    """Read the number of rounds of the checkpoint at `path`, if it has spent the budget already; else None.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    with checkpoint.as_checkpoint_error(path):
+        row = last_row(path)
+        return int(row["round"]) if row and spent(row, budget) else None

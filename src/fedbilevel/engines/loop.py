@@ -35,10 +35,9 @@ from fedbilevel.engines.costs import ExchangeKind, Ledger
 from fedbilevel.engines.engine import Carry, Run
 from fedbilevel.engines.evaluation import Evaluation, PerClientRow
 from fedbilevel.engines.fingerprint import Fingerprint
-from fedbilevel.engines.history import History, Row
+from fedbilevel.engines.history import Callback, History, Result, Row
 from fedbilevel.engines.local.samples import local
 from fedbilevel.engines.multihost import LostProcess, ProcessGroup, current_group
-from fedbilevel.engines.result import Callback, Result
 from fedbilevel.wording import require_object
 
 STRETCH_SECONDS = 0.5  # of rounds between two looks at callbacks and Ctrl-C

@@ -1,28 +1,36 @@
-"""What a round asks of clients, found by tracing a round abstractly."""
+"""What a round asks of clients, found by tracing a round abstractly; and the floating-point operations that it costs
+them, counted on what JAX traces of its phases.
+
+XLA's own analysis of operations needs a compiled program, and counts the body of a loop once however often it runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+import math
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.interpreters.partial_eval import dce_jaxpr
 
-from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.client import Client, Samples
+from fedbilevel.core.algorithm import Algorithm, takes_and_gives
+from fedbilevel.core.client import Client, Clients, Ragged, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import LoopBody, Phase, Reply
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree, is_floating
-from fedbilevel.engines.costs import Sums, normalise, weigh
+from fedbilevel.core.submodel import UnitLayout
+from fedbilevel.core.tree import PyTree, is_floating, nbytes
+from fedbilevel.engines.costs import ExchangeKind, Sums, normalise, weigh
 from fedbilevel.engines.fingerprint import method_key
-from fedbilevel.machinery.hashes import of_array
-from fedbilevel.machinery.kept import kept, shapes_of
+from fedbilevel.machinery.kept import kept, of_array, shapes_of
 
 
 class RecordedExchange(NamedTuple):
@@ -135,3 +143,218 @@ def check_plain(what: str, tree: PyTree) -> None:
             raise ConfigurationError(
                 f"{what}: {place} is a PRNG key; use the key that a phase gets, or send jax.random.key_data of it"
             )
+
+
+CapacityClass = tuple[UnitLayout, Mapping[str, int]]
+"""A capacity: where models can be cut, and how many units of each group are kept."""
+
+
+def _names(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+CALLS = _names("checkpoint closed_call core_call custom_jvp_call custom_vjp_call jit pjit remat2 shard_map")
+LOOPS_AND_BRANCHES = _names("cond scan while")
+MOVES = _names(
+    "broadcast_in_dim concatenate convert_element_type copy dynamic_slice dynamic_update_slice gather "
+    "optimization_barrier pad pcast pvary reduce_precision reshape rev scatter slice split squeeze stop_gradient "
+    "transpose"
+)
+REDUCTIONS = _names(
+    "argmax argmin cumlogsumexp cummax cummin cumprod cumsum psum reduce_max reduce_min reduce_prod reduce_sum"
+)
+SCATTERS = _names("scatter-add scatter-max scatter-min scatter-mul scatter-sub")
+WINDOWS = _names("reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add")
+EXPENSIVE = _names("cholesky fft householder_product io_callback pure_callback sort triangular_solve")
+"""More than an operation per entry, although what they take and give may have the same shape."""
+
+
+def flops_of_calls(
+    algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
+) -> dict[ExchangeKind, int | None]:
+    """Count what a client computes to reply to each exchange of a round, in the operations of `count`; None: not known.
+
+    Each phase is traced as the round asks it, nothing is computed. Full batches count as many samples as the client
+    with the most has, since so long are those that engines compute on. Local steps that differ between clients are
+    loops of unknown length.
+
+    Args:
+        x, y: the variables where the run starts; only shapes matter.
+        cut: of clients who hold submodels, every capacity. An exchange then has an entry for each, by the bytes of
+            its smaller messages. Exchanges of a phase that cost different operations but the same bytes have the
+            larger number.
+    """
+    steps, costs = clients.local_steps, dict[ExchangeKind, int | None]()
+    differ = steps is not None and np.min(steps) != np.max(steps)
+    unknown = jax.ShapeDtypeStruct((), jnp.int32) if differ else None
+    rows, over_batches = (clients.outer, clients.inner), problem.over_batches()
+    given = np.int32(0), tuple(map(_longest, rows)), jax.random.key(0), unknown
+
+    def phase(
+        name: str, message: PyTree, state: PyTree, round: Array, values: tuple[PyTree, PyTree], key: Array, work: Any
+    ) -> Reply:
+        outer, inner = (_whole(own, leaves) for own, leaves in zip(rows, values, strict=True))
+        work = np.int32(np.max(steps)) if work is None and steps is not None else work  # known where all have the same
+        client = Client(over_batches, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state, work)
+        return at(algorithm, round).run_phase(name, client, message, key)
+
+    def enter(name: str, message: PyTree, state: PyTree) -> None:
+        traced, reply = jax.make_jaxpr(partial(phase, name), return_shape=True)(message, state, *given)
+        call, cost = (name, nbytes(message), nbytes(reply.update)), count(traced.jaxpr)
+        before = costs.get(call, 0)
+        costs[call] = None if cost is None or before is None else max(cost, before)
+
+    for exchange in exchanges_of(algorithm, problem, x, y, clients.examples(), steps is not None):
+        name, message = exchange.phase, exchange.message
+        if not cut:
+            enter(name, message, exchange.state)
+        for unit_layout, sizes in cut:
+            takes, _ = takes_and_gives(algorithm.phases[name])
+            units = {group: jax.ShapeDtypeStruct((size,), jnp.int32) for group, size in sizes.items()}
+            enter(name, jax.eval_shape(partial(unit_layout.cut, takes), message, units), exchange.state)
+    return costs
+
+
+def known_flops(
+    algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
+) -> dict[ExchangeKind, int] | None:
+    """Call `flops_of_calls`; return None where an operation is not known, and for clients elsewhere."""
+    if not isinstance(clients, Clients):
+        return None
+
+    def counted() -> dict[ExchangeKind, int] | None:
+        try:
+            costs = flops_of_calls(algorithm, problem, clients, x, y, cut)
+        except jax.errors.JAXTypeError:  # it branches on values: for the engine that plays round by round, uncompiled
+            return None
+        known = {call: cost for call, cost in costs.items() if cost is not None}
+        return known if len(known) == len(costs) else None
+
+    return kept(None if cut else _key(algorithm, problem, clients, x, y), counted)
+
+
+def _key(algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> Hashable | None:
+    """Say all that operations on whole models depend on."""
+    rows, steps = (clients.outer, clients.inner), clients.local_steps
+    sizes = [(int(own.size.max()), bool(np.all(own.size == own.size[0]))) for own in rows]
+    work = None if steps is None else (int(np.min(steps)), int(np.max(steps)))
+    return key_of_round(algorithm, problem, x, y, "operations", *sizes, work)
+
+
+def _longest(rows: Ragged) -> PyTree:
+    """Return the shapes of the samples of the client with the most."""
+    longest = int(rows.size.max())
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((longest, *leaf.shape[1:]), leaf.dtype), rows.example())
+
+
+def _whole(rows: Ragged, values: PyTree) -> Samples:
+    """Return all samples of the client with the most, as an engine has them."""
+    longest, equal = int(rows.size.max()), bool(np.all(rows.size == rows.size[0]))
+    return Samples(values, jnp.asarray(0), jnp.asarray(longest), longest, equal)
+
+
+def count(jaxpr: Jaxpr) -> int | None:
+    """Count the floating-point operations of a program; None where the cost of a part of it is not known.
+
+    A product of matrices (m, n) and (n, k) costs 2·m·n·k, a convolution 2 for each product of an entry and a weight,
+    padding left out. Operations by entry cost 1 per entry of the result, exp as much as +; reductions 1 per entry of
+    the operand, over windows 1 per entry of each window. Moving data, drawing random bits and integers cost nothing,
+    nor does what no result depends on. A loop costs its length times its body, a branch as much as its most expensive
+    alternative.
+
+    Not known: loops that end by a condition or whose length is data, sorting of floating numbers, decompositions of
+    matrices, calls out of JAX. What is computed twice counts twice, also where XLA would notice.
+    """
+    return _of_program(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0])
+
+
+def _of_program(jaxpr: Jaxpr) -> int | None:
+    return _sum(_of_equation(equation) for equation in jaxpr.eqns)
+
+
+def _sum(costs: Iterable[int | None]) -> int | None:
+    total = 0
+    for cost in costs:
+        if cost is None:
+            return None
+        total += cost
+    return total
+
+
+def _of_equation(equation: JaxprEqn) -> int | None:
+    name = equation.primitive.name
+    if name in CALLS or name in LOOPS_AND_BRANCHES:
+        return _of_inner(name, equation.params)
+    operands, results = equation.invars, equation.outvars
+    if name in MOVES or not any(_is_inexact(v) for v in (*operands, *results)):
+        return 0
+    if name in REDUCTIONS:
+        return sum(map(_size, operands))
+    if name in SCATTERS:
+        return _size(operands[2])  # after the array and the indices: what changes it
+    if name in WINDOWS:
+        return math.prod(equation.params["window_dimensions"]) * _size(results[0])
+    if name == "select_and_scatter_add":
+        return math.prod(equation.params["window_dimensions"]) * _size(operands[0])
+    if name == "dot_general":
+        (contracted, _), _ = equation.params["dimension_numbers"]
+        return 2 * _size(results[0]) * math.prod(_shape(operands[0])[axis] for axis in contracted)
+    if name == "conv_general_dilated":
+        return _of_convolution(equation)
+    known = name not in EXPENSIVE and not _programs(equation.params) and _is_by_entry(equation)
+    return _size(results[0]) if known else None
+
+
+def _of_inner(name: str, params: dict[str, Any]) -> int | None:
+    """Count what a call, a loop or a branch costs, by the programs among its parameters."""
+    costs = [_of_program(program) for program in _programs(params)]
+    total = _sum(costs)
+    if total is None or (name == "while" and total > 0):
+        return None
+    if name == "cond":
+        return max(cost for cost in costs if cost is not None)
+    return int(params["length"]) * total if name == "scan" else total
+
+
+def _of_convolution(equation: JaxprEqn) -> int:
+    """Count 2 × batch × features out × features in (of a group) × pairs of a place and a weight, axis by axis."""
+    params = equation.params
+    numbers = params["dimension_numbers"]
+    places, kernel, out = numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]
+    image, weights, result = (_shape(v) for v in (*equation.invars, equation.outvars[0]))
+    pairs = 1
+    for axis, stride in enumerate(params["window_strides"]):
+        spread, apart = params["lhs_dilation"][axis], params["rhs_dilation"][axis]
+        first = np.arange(result[out[axis]]) * stride - params["padding"][axis][0]
+        place = first[:, None] + np.arange(weights[kernel[axis]]) * apart
+        inside = (place >= 0) & (place <= (image[places[axis]] - 1) * spread)
+        pairs *= int(np.sum(inside & (place % spread == 0)))  # a dilated image has nothing between its entries
+    return 2 * result[numbers.out_spec[0]] * result[numbers.out_spec[1]] * weights[numbers.rhs_spec[1]] * pairs
+
+
+def _programs(params: dict[str, Any]) -> list[Jaxpr]:
+    items = [item for value in params.values() for item in (value if isinstance(value, tuple) else (value,))]
+    programs = [item.jaxpr if isinstance(item, ClosedJaxpr) else item for item in items]
+    return [program for program in programs if isinstance(program, Jaxpr)]
+
+
+def _is_by_entry(equation: JaxprEqn) -> bool:
+    """Tell whether there is one result, and every operand has its shape or is broadcast along axes of length 1."""
+    shape = _shape(equation.outvars[0])
+
+    def fits(of: tuple[int, ...]) -> bool:
+        return of == () or (len(of) == len(shape) and all(n in (1, m) for n, m in zip(of, shape, strict=True)))
+
+    return len(equation.outvars) == 1 and all(fits(_shape(v)) for v in equation.invars)
+
+
+def _is_inexact(v: Any) -> bool:
+    return bool(jnp.issubdtype(v.aval.dtype, jnp.inexact))
+
+
+def _shape(v: Any) -> tuple[int, ...]:
+    return tuple(v.aval.shape)
+
+
+def _size(v: Any) -> int:
+    return math.prod(_shape(v))

@@ -29,13 +29,12 @@ from fedbilevel.engines import fingerprint, lock, submodels
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.engine import Engine, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Measure, PerClient, as_per_client, check_per_client
-from fedbilevel.engines.flops import known_flops
-from fedbilevel.engines.history import History
+from fedbilevel.engines.history import Callback, History, Result
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import TRACING, require_progress, showing
-from fedbilevel.engines.result import Callback, Result
+from fedbilevel.engines.recorder import known_flops
 from fedbilevel.machinery.kept import kept
 
 Resume = bool | Literal["auto", "force"]
@@ -89,7 +88,7 @@ def solve(
         resume: True continues from `checkpoint`, to the same bits as an unbroken run; "auto" does where the file
             exists, and else starts; "force" is True, and goes on where arguments are others than those that the run was
             begun with, with a warning that names them.
-        count_flops: trace a round once more for what it costs the clients in operations (see flops.py): 0.2 to 1 s.
+        count_flops: trace a round once more for what it costs the clients in operations (see recorder.py): 0.2 to 1 s.
         progress: show what is being done (tracing, compiling), and the rounds with their speed and the time left. None:
             on a terminal with `rich`, in a notebook with `tqdm`, where these are installed; nothing goes into pipes
             and files. True: there, too, in plain lines on standard error. False: never. Or an object with methods

@@ -31,8 +31,7 @@ from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.checkpoint import write_text
-from fedbilevel.engines.history import Row
-from fedbilevel.engines.result import Result
+from fedbilevel.engines.history import Result, Row
 from fedbilevel.experiments.folder import Folder, LoadedRun, default_path, load_run, require_free
 from fedbilevel.experiments.loader import own_file, task_maker
 from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, first_metric, task_of

@@ -44,11 +44,21 @@ from fedbilevel.display.curves import encoded, require_matplotlib, run_figure
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.checkpoint import write_bytes, write_json, write_text, writing
 from fedbilevel.engines.engine import Engine, check_cohort, check_everyone
-from fedbilevel.engines.history import History, Row
+from fedbilevel.engines.history import (
+    Callback,
+    History,
+    Result,
+    Row,
+    cost,
+    in_words,
+    reason,
+    rounds_at_most,
+    rounds_done,
+    stop_after,
+)
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import MEASURING, WRITING, report_stage, showing
-from fedbilevel.engines.result import Callback, Result, cost, in_words, reason, rounds_at_most, rounds_done, stop_after
 from fedbilevel.engines.solve import Resume, solve
 from fedbilevel.experiments.folder import Folder, load_run, own_code
 from fedbilevel.experiments.loader import label, task_maker

@@ -45,9 +45,8 @@ from fedbilevel.data import DataError
 from fedbilevel.display import Display
 from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import write_text
-from fedbilevel.engines.history import History, Row
+from fedbilevel.engines.history import History, Result, Row
 from fedbilevel.engines.progress import showing
-from fedbilevel.engines.result import Result
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.export import csv_text
 from fedbilevel.experiments.folder import Folder, own_code, path_word

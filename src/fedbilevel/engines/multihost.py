@@ -1,4 +1,5 @@
-"""The processes that run one simulation together, as an object; by default this process alone.
+"""The processes that run one simulation, on one or more hosts: how a process joins them, what they say to each other,
+and how it leaves, after an error or aborted by JAX's runtime since another process was lost.
 
 Sums over clients go through XLA's collectives. Everything else (the spec, how many rounds come next, whether anybody
 pressed Ctrl-C, the bytes of a checkpoint) goes through the key-value store of JAX's coordination service, which
@@ -7,16 +8,23 @@ process 0 hosts.
 
 from __future__ import annotations
 
+import atexit
+import ctypes
 import ipaddress
 import json
 import os
+import signal
 import socket
 import sys
 import tempfile
+import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
+from types import TracebackType
 from typing import Any, NoReturn
 
 import jax
@@ -31,6 +39,8 @@ from fedbilevel.core.errors import (
     FedbilevelError,
     NonFiniteError,
     NumericalError,
+    require,
+    require_count,
 )
 
 LISTEN_MILLISECONDS = 2000  # between two looks at Ctrl-C while waiting for another process
@@ -314,3 +324,212 @@ def _resolved(name: str) -> str:
 
 def _is_loopback(address: str) -> bool:
     return bool(address) and ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+HEARTBEAT_SECONDS = 10  # without a sign of life after which JAX takes a process for lost
+END_SECONDS = 60  # that a process at its end waits for the others to come to theirs
+WORD_SECONDS = 2  # of waiting for the others to come, before it says so
+TOPOLOGY_MINUTES = 24 * 60  # JAX's deadlines for the first use of a device, which may come after a long download
+AUTO = "auto"
+LOST = 5  # exit code
+INTERRUPTED = 130  # exit code
+
+
+def join(
+    coordinator: str, processes: int | None = None, process: int | None = None, *, patience: float = 300.0
+) -> ProcessGroup:
+    """Make this process a member of a group that runs one simulation together; before JAX computes anything.
+
+    Args:
+        coordinator: HOST:PORT where process 0 listens, the same on every process; or "auto": all three from the
+            environment of a launcher that JAX knows (Slurm, Open MPI, Kubernetes, Cloud TPU).
+        processes: how many there are.
+        process: the number of this process, 0 … processes − 1.
+        patience: seconds to wait for the others.
+
+    Returns:
+        The group of these processes, which `current_group` also returns from now on.
+
+    Raises:
+        ConfigurationError: an argument is not allowed, JAX is already in use, nobody answers, or the processes have
+            different versions.
+
+    From then on an error that nobody catches ends this process at once (`sys.excepthook` is extended; functions
+    registered with `atexit` are not called), and the others learn of it. A process that is lost ends the others with
+    exit code 5 and a sentence that says so.
+    """
+    group = current_group()
+    require(group.service is None, "join", "a second call", "called once")
+    require(patience >= 1, "patience", patience, "at least 1 second")
+    auto = coordinator == AUTO
+    if auto:
+        given = [name for name, value in (("processes", processes), ("process", process)) if value is not None]
+        require(not given, " and ".join(given), "a number", f"left out with coordinator = {AUTO!r}")
+    others = f"the {processes or 'other'} processes"
+    with _patiently(f"waiting up to {patience:.0f} s for {others} to come to {coordinator}"):
+        if not auto:
+            check_place(coordinator, processes, process, patience)
+        undo = explain_abort(group)
+        try:
+            with (
+                group.meanwhile(f"{others} did not all come to {coordinator} within {patience:.0f} s"),
+                _interrupt_at_once(),
+            ):
+                _initialize(group, coordinator, processes, process, int(patience))
+        except ConfigurationError:
+            undo()
+            raise
+    leave_when_failing(group)
+    versions = {name: version(name) for name in ("fedbilevel", "jax", "jaxlib")}
+    group.require_same({"processes": group.processes} | versions)
+    return group
+
+
+def _initialize(
+    group: ProcessGroup, coordinator: str, processes: int | None, process: int | None, patience: int
+) -> None:
+    from jax._src import distributed  # the only way to the store; jax.distributed itself only starts and ends it
+
+    auto = coordinator == AUTO
+    jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
+    try:
+        for which in ("local", "global"):
+            jax.config.update(f"jax_cpu_get_{which}_topology_timeout_minutes", TOPOLOGY_MINUTES)
+    except RuntimeError as error:
+        raise ConfigurationError("join must be called before JAX computes anything or looks at its devices") from error
+    try:
+        jax.distributed.initialize(
+            None if auto else coordinator,
+            processes,
+            process,
+            cluster_detection_method=None if auto else "deactivate",
+            coordinator_bind_address=None if auto else os.environ.get("JAX_COORDINATOR_BIND_ADDRESS", coordinator),
+            initialization_timeout=patience,
+            heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
+            shutdown_timeout_seconds=END_SECONDS,
+        )
+    except (RuntimeError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        if auto and "be defined" in reason:
+            reason = "no launcher that JAX knows was found; give HOST:PORT, processes and process"
+        raise ConfigurationError(f"coordinator = {coordinator!r}: {reason}") from error
+    state = distributed.global_state
+    group.service, group.coordinator = state.client, str(state.coordinator_address)
+    group.processes, group.process = int(state.num_processes), int(state.process_id)
+
+
+def check_place(coordinator: str, processes: int | None, process: int | None, patience: float) -> None:
+    """Refuse what cannot work; process 0 makes sure that the port is free, the others that somebody answers there.
+
+    Raises:
+        ConfigurationError: no HOST:PORT, no such process, a port in use, a name that nobody knows, or nobody answers
+            within `patience` seconds.
+    """
+    host, port = host_and_port(coordinator)
+    good = bool(host) and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16
+    require(good, "coordinator", coordinator, f"HOST:PORT, where process 0 listens, or {AUTO}")
+    require_count("processes", processes)
+    assert processes is not None
+    inside = isinstance(process, int) and 0 <= process < processes
+    require(inside, "process", process, f"0 to {processes - 1}, a different number for each of the {processes}")
+    address = (host, int(port))
+    if process == 0 and "JAX_COORDINATOR_BIND_ADDRESS" not in os.environ:
+        _check_free(coordinator, address)
+    elif process != 0:
+        _await_answer(coordinator, address, patience)
+
+
+def _check_free(coordinator: str, address: tuple[str, int]) -> None:
+    try:
+        with socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET):
+            pass
+    except OSError as error:
+        raise ConfigurationError(f"process 0 cannot listen at coordinator = {coordinator!r}: {error}") from error
+
+
+def _await_answer(coordinator: str, address: tuple[str, int], patience: float) -> None:
+    end = time.monotonic() + patience
+    while True:
+        try:
+            socket.create_connection(address, timeout=2).close()
+            return
+        except socket.gaierror as error:
+            said = f"coordinator = {coordinator!r}: the name {address[0]!r} is not known"
+            raise ConfigurationError(f"{said}: {error.strerror}") from error
+        except OSError as error:
+            if time.monotonic() > end:
+                said = f"coordinator = {coordinator!r} does not answer in {patience:.0f} s: {error}"
+                raise ConfigurationError(f"{said}; is process 0 running?") from error
+        time.sleep(0.2)
+
+
+@contextmanager
+def _patiently(sentence: str) -> Iterator[None]:
+    """Say what is waited for, if it takes long."""
+    timer = threading.Timer(WORD_SECONDS, print, [f"fedbilevel: {sentence}"], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
+@contextmanager
+def _interrupt_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process while JAX waits for others, which it does without looking at Python's signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def explain_abort(group: ProcessGroup) -> Callable[[], None]:
+    """Have the C library's abort() say `sentence` and end with its exit code; a function that undoes it.
+
+    When a process is lost, JAX's runtime ends the others from a thread of its own, with abort(), wherever they are. It
+    has a callback for that, which cannot be a Python function in jaxlib 0.10 (std::bad_cast); Python's own signal
+    handlers would run in the main thread, later than abort() allows. Hence a handler of the C library.
+    """
+    if os.name != "posix":
+        return lambda: None
+
+    def end(number: int) -> None:
+        if group.ending is not None:  # what it still waits for would come through this very thread
+            os._exit(group.ending)
+        if group.reported:  # the main thread is saying it
+            time.sleep(PARTING_SECONDS)
+        else:
+            group.reported = True
+            unknown = f"ended by JAX's runtime or crashed; most likely {group.lost()}"
+            said = group.sentence(group.trouble or unknown) if group.service else group.trouble
+            os.write(2, f"fedbilevel: {said}\n".encode())
+        os._exit(LOST)
+
+    handler = ctypes.CFUNCTYPE(None, ctypes.c_int)(end)
+    handlers.append(handler)
+    library = ctypes.CDLL(None)
+    library.signal.argtypes, library.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    before = library.signal(signal.SIGABRT, ctypes.cast(handler, ctypes.c_void_p))
+    return lambda: library.signal(signal.SIGABRT, before) and None
+
+
+handlers: list[Any] = []
+"""The C library's handlers, kept from being collected."""
+
+
+def leave_when_failing(group: ProcessGroup) -> None:
+    """Have an error that nobody catches end this process: JAX's own end would wait for the others first."""
+    before = sys.excepthook
+
+    def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        before(kind, error, trace)
+        code = LOST if isinstance(error, LostProcess) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        group.part(code, f"{kind.__name__}: {error}")
+
+    sys.excepthook = leave
+    atexit.register(group.end)  # before JAX's own, which waits
