@@ -27,7 +27,7 @@ class Case(NamedTuple):
     """A method on eight clients of the quadratic task.
 
     Attributes:
-        algorithm: the method; on each engine it makes three rounds.
+        algorithm: the method; on each engine it makes two rounds.
         work: local steps of each client, or the bounds of random ones; None: the method's own.
         problem: where it is not the task's, one on the task's samples, whatever their dimensions.
         clock: of asynchronous methods.
@@ -76,10 +76,10 @@ def cases(name: str = "") -> dict[str, Case]:
     return {TWO_PHASES: Case(TwoPhase())} | listed("AGREEMENT", name)
 
 
-def three_rounds(case: str, engine: Any) -> tuple[Any, Any]:
-    """What the next round begins with after three rounds, and their costs."""
+def two_rounds(case: str, engine: Any) -> tuple[Any, Any]:
+    """What the next round begins with after two rounds, and their costs."""
     algorithm, work, problem, clock, _ = cases(case)[case]
-    task = quadratic(clients=8, samples=(3, 9), local_steps=work)
+    task = quadratic(clients=8, samples=(3, 5), local_steps=work)
     problem = problem or task.problem
     y0 = None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else task.y0
     carry = first_carry(algorithm, problem, task.clients, task.x0, y0)
@@ -89,8 +89,8 @@ def three_rounds(case: str, engine: Any) -> tuple[Any, Any]:
         problem = with_compiled_losses(problem)
     run = engine.start(algorithm, problem, task.clients, cohort, jax.random.key(1), carry)
     costs = []
-    while int(carry.round) < 3:
-        carry, _, round_costs = run.advance(carry, 3 - int(carry.round))
+    while int(carry.round) < 2:
+        carry, _, round_costs = run.advance(carry, 2 - int(carry.round))
         costs.append(round_costs)
     run.close()
     return carry, jax.tree.map(lambda *leaves: np.concatenate(leaves), *costs)

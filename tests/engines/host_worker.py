@@ -20,11 +20,11 @@ seen = []
 
 
 def agreement(case, engine):
-    """State, clients' states and costs after three rounds of a case of tests/algorithms/agreement.py."""
+    """State, clients' states and costs after two rounds of a case of tests/algorithms/agreement.py."""
     sys.path.append(str(Path(__file__).parents[1] / "algorithms"))
-    from agreement import three_rounds
+    from agreement import two_rounds
 
-    return three_rounds(case, fb.Local(**engine))
+    return two_rounds(case, fb.Local(**engine))
 
 
 def solved(rounds, checkpoint, resume=False, server_lr=0.1, stop_at=None, differ=False, fail_at=None, **engine):

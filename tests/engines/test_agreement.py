@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from agreement import COHORT, TWO_PHASES, cases, three_rounds, unwrapped
+from agreement import COHORT, TWO_PHASES, cases, two_rounds, unwrapped
 from two_phase import TwoPhase
 
 import fedbilevel as fb
@@ -40,7 +40,7 @@ def reference():
 
     def result(case):
         if case not in done:
-            done[case] = three_rounds(case, fb.Reference())
+            done[case] = two_rounds(case, fb.Reference())
         return done[case]
 
     return result
@@ -60,7 +60,7 @@ def test_agrees_with_the_reference(case, engine, reference, monkeypatch):
         fb.Local.forget()
         draw = rounds_module.draw_cohort
         monkeypatch.setattr(rounds_module, "draw_cohort", lambda *arguments: draw(*arguments)[::-1])
-    expected, computed = reference(case), three_rounds(case, ENGINES[engine])
+    expected, computed = reference(case), two_rounds(case, ENGINES[engine])
     if permuted:
         fb.Local.forget()
     assert jax.tree.structure(expected) == jax.tree.structure(computed)

@@ -105,14 +105,14 @@ def assert_agree(computed, expected):
 
 AGREEMENT = [
     ["state", "agreement", {"case": "two phases, a loop, client state", "engine": {"devices": 2, "stream": True}}],
-    ["fresh", "agreement", {"case": "FedNest, random lengths, fresh cohorts", "engine": {}}],
+    ["length", "agreement", {"case": "FedMBO, fresh cohorts", "engine": {"chunk": 2}}],
 ]
 MORE = [
     ["work", "agreement", {"case": "SimFBO, work of each client", "engine": {}}],
     ["resident", "agreement", {"case": "two phases, a loop, client state", "engine": {"devices": 2}}],
     ["streamed", "agreement", {"case": "FedNest, random lengths, fresh cohorts", "engine": {"stream": True}}],
     ["random", "agreement", {"case": "ShroFBO, ragged full batches, random work", "engine": {"chunk": 2}}],
-    ["length", "agreement", {"case": "FedMBO, fresh cohorts", "engine": {"devices": 2, "chunk": 2}}],
+    ["fresh", "agreement", {"case": "FedNest, random lengths, fresh cohorts", "engine": {"devices": 2}}],
 ]
 DIVERGES = {"rounds": 4, "checkpoint": None, "server_lr": 1e200}
 
@@ -370,11 +370,11 @@ def test_joining_comes_before_jax_is_used():
 
 
 def test_processes_that_do_not_come_are_a_sentence(tmp_path):
-    code = f"from fedbilevel.engines.multihost import join; join('127.0.0.1:{free_port()}', 2, 0, patience=2)"
+    code = f"from fedbilevel.engines.multihost import join; join('127.0.0.1:{free_port()}', 2, 0, patience=1)"
     environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "4"}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert done.returncode == LOST
     assert "the 2 processes did not all come to 127.0.0.1" in done.stderr
-    assert "fedbilevel: waiting up to 2 s for the 2 processes to come to 127.0.0.1" in done.stderr
+    assert "fedbilevel: waiting up to 1 s for the 2 processes to come to 127.0.0.1" in done.stderr

@@ -65,9 +65,7 @@ def test_nothing_is_kept(engine):
     assert [name for name, thing in kept.items() if thing() is not None] == []
 
 
-@pytest.mark.parametrize(
-    "algorithm", [fb.FedNest(), fb.LFedNest(), fb.AggITD(), fb.RABO()], ids=lambda one: type(one).__name__
-)
+@pytest.mark.parametrize("algorithm", [fb.FedNest(), fb.RABO()], ids=lambda one: type(one).__name__)
 def test_checks_of_steps_keep_no_losses(algorithm):
     """The largest eigenvalues of the inner Hessians are taken before the first round."""
     kept = solved(fb.Local(), algorithm)
