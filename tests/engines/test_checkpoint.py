@@ -63,15 +63,13 @@ def test_what_was_saved_comes_back_bit_for_bit(saved):
     assert jax.random.uniform(got["rbg"]) == jax.random.uniform(tree()["rbg"])
 
 
-@pytest.mark.parametrize("empty", [None, {}, [], {"a": None}])
-def test_an_empty_tree_comes_back(tmp_path, empty):
-    checkpoint.save(tmp_path / "e.npz", empty, {"note": "µ", "rows": [1.5, {"x": None}]})
-    assert checkpoint.load(tmp_path / "e.npz", empty) == (empty, {"note": "µ", "rows": [1.5, {"x": None}]})
-
-
-def test_a_bare_array_comes_back(tmp_path):
-    checkpoint.save(tmp_path / "bare.npz", jnp.arange(3), {})
-    assert checkpoint.load(tmp_path / "bare.npz", jnp.zeros(3, int))[0].tolist() == [0, 1, 2]
+@pytest.mark.parametrize("bare", [None, {}, [], {"a": None}, np.arange(3)])
+def test_a_bare_or_empty_tree_comes_back(tmp_path, bare):
+    meta = {"note": "µ", "rows": [1.5, {"x": None}]}
+    checkpoint.save(tmp_path / "bare.npz", bare, meta)
+    got, said = checkpoint.load(tmp_path / "bare.npz", bare)
+    np.testing.assert_equal(got, bare)
+    assert said == meta
 
 
 def test_missing_folders_are_made(tmp_path):
@@ -88,10 +86,6 @@ OTHERS = {
     "another shape": (changed(small=jnp.zeros(3, jnp.int8)), r"\['small'\] is int8\[2\] there, int8\[3\] here"),
     "another dtype": (changed(small=jnp.zeros(2, jnp.int16)), r"\['small'\] is int8\[2\] there, int16\[2\] here"),
     "bytes of another kind": (changed(flag=jnp.asarray(0, jnp.int8)), r"\['flag'\] is bool\[\] there, int8\[\] here"),
-    "another half": (
-        changed(state=State({**tree()["state"].weights, "half": jnp.zeros(4, jnp.float16)}, jnp.asarray(0))),
-        "half",
-    ),
     "another eighth": (changed(eighth=jnp.zeros(2, jnp.float8_e5m2)), "float8_e4m3fn.* there, float8_e5m2"),
     "another kind of key": (changed(key=jax.random.key(0, impl="rbg")), r"\['key'\] is uint32\[2\] there"),
     "more keys": (changed(keys=jax.random.split(jax.random.key(0), 4)), r"\['keys'\] is uint32\[3, 2\] there"),
@@ -108,74 +102,34 @@ def test_another_model_is_refused_and_the_leaf_named(saved, case):
         checkpoint.load(saved, like)
 
 
-def not_an_archive(path):
-    path.write_text("rounds = 3\n")
-
-
-def nothing_in_it(path):
-    path.write_bytes(b"")
-
-
-def a_folder(path):
-    path.unlink()
-    path.mkdir()
-
-
-def a_pickle(path):
-    path.write_bytes(pickle.dumps({"x": 1}))
-
-
-def one_array(path):
-    with open(path, "wb") as file:
-        np.save(file, np.ones(3))
-
-
-def another_archive(path):
-    np.savez(path, x=np.ones(3))
-
-
-def no_json(path):
-    np.savez(path, __meta__=np.frombuffer(b"{round: 3", np.uint8))
-
-
-def other_json(path):
-    np.savez(path, __meta__=np.frombuffer(b"[3]", np.uint8))
-
-
-def no_text(path):
-    np.savez(path, __meta__=np.frombuffer(b"\xff\xfe", np.uint8))
-
-
 def test_a_missing_file_is_said_to_be_missing(saved):
     saved.unlink()
     with pytest.raises(CheckpointError, match=r"there is no file .*run\.npz to resume from"):
         checkpoint.load(saved, tree())
 
 
-@pytest.mark.parametrize(
-    "spoil",
-    [
-        not_an_archive,
-        nothing_in_it,
-        a_folder,
-        a_pickle,
-        one_array,
-        another_archive,
-        no_json,
-        other_json,
-        no_text,
-    ],
-    ids=lambda spoil: spoil.__name__,
-)
-def test_other_files_are_refused(saved, spoil):
-    spoil(saved)
+SPOILT = {
+    "not an archive": lambda path: path.write_text("rounds = 3\n"),
+    "nothing in it": lambda path: path.write_bytes(b""),
+    "a folder": lambda path: (path.unlink(), path.mkdir()),
+    "a pickle": lambda path: path.write_bytes(pickle.dumps({"x": 1})),
+    "another archive": lambda path: np.savez(path, x=np.ones(3)),
+    "no JSON": lambda path: np.savez(path, __meta__=np.frombuffer(b"{round: 3", np.uint8)),
+    "other JSON": lambda path: np.savez(path, __meta__=np.frombuffer(b"[3]", np.uint8)),
+    "no text": lambda path: np.savez(path, __meta__=np.frombuffer(b"\xff\xfe", np.uint8)),
+}
+
+
+@pytest.mark.parametrize("case", SPOILT)
+def test_other_files_are_refused(saved, case):
+    SPOILT[case](saved)
     with pytest.raises(CheckpointError, match=r"run\.npz is not a"):
         checkpoint.load(saved, tree())
 
 
 def test_a_truncated_file_is_refused_wherever_it_ends(saved):
     whole = saved.read_bytes()
-    for length in np.linspace(1, len(whole) - 1, 40).astype(int):
+    for length in np.linspace(1, len(whole) - 1, 15).astype(int):
         saved.write_bytes(whole[:length])
         with pytest.raises(CheckpointError, match="not a readable checkpoint"):
             checkpoint.load(saved, tree())
@@ -197,7 +151,7 @@ def test_a_damaged_file_never_gives_other_numbers(saved):
     """Any flipped byte is either refused or, where the format does not look, harmless."""
     whole = saved.read_bytes()
     refused = 0
-    for position in np.random.default_rng(0).integers(0, len(whole), 300):
+    for position in np.random.default_rng(0).integers(0, len(whole), 100):
         damaged = bytearray(whole)
         damaged[position] ^= 0xFF
         saved.write_bytes(damaged)
@@ -205,7 +159,7 @@ def test_a_damaged_file_never_gives_other_numbers(saved):
             same(checkpoint.load(saved, tree())[0], tree())
         except CheckpointError:
             refused += 1
-    assert refused > 100
+    assert refused > 30
 
 
 class Bomb:
@@ -222,33 +176,27 @@ def test_nothing_is_unpickled(saved, tmp_path, monkeypatch):
     assert not (tmp_path / "exploded").exists()
 
 
-def full(*_):
-    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+def raises(error):
+    def fail(*_, **arrays):
+        raise error
+
+    return fail
 
 
-def half(file, **arrays):
-    file.write(b"PK half of it")
-    full()
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-@pytest.mark.parametrize(("owner", "name", "fails"), [(os, "fsync", full), (os, "replace", full), (np, "savez", half)])
-def test_a_full_disk_leaves_the_old_file_and_no_other(saved, monkeypatch, owner, name, fails):
+@pytest.mark.parametrize(
+    ("owner", "name", "error"),
+    [(os, "fsync", FULL), (os, "replace", FULL), (np, "savez", FULL), (os, "fsync", KeyboardInterrupt())],
+)
+def test_a_full_disk_or_an_interruption_leaves_the_old_file_and_no_other(saved, monkeypatch, owner, name, error):
     before = saved.read_bytes()
-    monkeypatch.setattr(owner, name, fails)
-    with pytest.raises(CheckpointError, match=r"could not write .*run\.npz: No space left on device; nothing was chan"):
+    monkeypatch.setattr(owner, name, raises(error))
+    with pytest.raises((CheckpointError, KeyboardInterrupt)) as caught:
         checkpoint.save(saved, tree(seed=1), {})
-    assert saved.read_bytes() == before
-    assert [file.name for file in saved.parent.iterdir()] == ["run.npz"]
-
-
-def test_an_interruption_while_writing_leaves_the_old_file_and_no_other(saved, monkeypatch):
-    def interrupted(_):
-        raise KeyboardInterrupt
-
-    before = saved.read_bytes()
-    monkeypatch.setattr(os, "fsync", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        checkpoint.save(saved, tree(seed=1), {})
+    if error is FULL:
+        assert "run.npz: No space left on device; nothing was changed" in str(caught.value)
     assert saved.read_bytes() == before
     assert [file.name for file in saved.parent.iterdir()] == ["run.npz"]
 
@@ -272,13 +220,6 @@ def test_a_folder_without_permission(saved):
     assert saved.read_bytes() == before
 
 
-def test_a_folder_of_that_name_stays(tmp_path):
-    (tmp_path / "run.npz").mkdir()
-    with pytest.raises(CheckpointError, match="could not write"):
-        checkpoint.save(tmp_path / "run.npz", {"x": jnp.ones(1)}, {})
-    assert [file.name for file in tmp_path.iterdir()] == ["run.npz"]
-
-
 def stands(path):
     """The round of what is at a path, and of what was there before."""
     before = checkpoint.previous(path)
@@ -289,20 +230,13 @@ def save_round(path, round, **options):
     checkpoint.save(path, tree(), {"round": round}, **options)
 
 
-def no_links(*_):
-    raise OSError(errno.EPERM, os.strerror(errno.EPERM))
-
-
 @pytest.mark.parametrize("links", [True, False])
 def test_the_checkpoint_before_is_kept(saved, monkeypatch, links):
     if not links:
-        monkeypatch.setattr(os, "link", no_links)
-    save_round(saved, 4, keep=True)
-    assert stands(saved) == [4, 3]
-    save_round(saved, 5, keep=True)
-    assert stands(saved) == [5, 4]
-    save_round(saved, 6)
-    assert stands(saved) == [6, 4]
+        monkeypatch.setattr(os, "link", raises(OSError(errno.EPERM, os.strerror(errno.EPERM))))
+    for round, keep, found in [(4, True, [4, 3]), (5, True, [5, 4]), (6, False, [6, 4])]:
+        save_round(saved, round, keep=keep)
+        assert stands(saved) == found
     assert sorted(file.name for file in saved.parent.iterdir()) == ["run.npz", "run.previous.npz"]
 
 

@@ -49,18 +49,25 @@ def told(callback, values, metric="m"):
     return said
 
 
-def test_stop_when_above():
-    callback = fb.stop_when("m", above=0.9)
-    assert told(callback, [0.5, None, 0.899, 0.9, 0.95]) == [None, None, None, "m reached 0.9", "m reached 0.9"]
+FELL = "m has not improved for 1 evaluations"
 
 
-def test_stop_when_below():
-    assert told(fb.stop_when("m", below=1e-3), [1.0, 2e-3, 1e-3]) == [None, None, "m fell to 0.001"]
-
-
-def test_stop_when_between_two_limits():
-    callback = fb.stop_when("m", above=2, below=0)
-    assert told(callback, [1, 2, -1]) == [None, "m reached 2", "m fell to 0"]
+@pytest.mark.parametrize(
+    ("callback", "values", "said"),
+    [
+        (fb.stop_when("m", above=0.9), [0.5, None, 0.899, 0.9, 0.95], 3 * [None] + 2 * ["m reached 0.9"]),
+        (fb.stop_when("m", below=1e-3), [1.0, 2e-3, 1e-3], [None, None, "m fell to 0.001"]),
+        (fb.stop_when("m", above=2, below=0), [1, 2, -1], [None, "m reached 2", "m fell to 0"]),
+        (
+            fb.stop_without_progress("m", rows=2, larger_is_better=True),
+            [1, 2, None, 2, 3, 1, 3],
+            6 * [None] + ["m has not improved for 2 evaluations"],
+        ),
+        (fb.stop_without_progress("m", rows=1, larger_is_better=False), [3, 2, 1, 1], 3 * [None] + [FELL]),
+    ],
+)
+def test_a_callback_stops_when_it_says(callback, values, said):
+    assert told(callback, values) == said
 
 
 @pytest.mark.parametrize("callback", [fb.stop_when("m", above=0), fb.stop_without_progress("m", rows=1)])
@@ -68,14 +75,3 @@ def test_a_misspelt_metric_is_refused_once_there_are_rounds(callback):
     """Row 0 lacks the losses of the rounds; any later row must have the metric."""
     with pytest.raises(fb.errors.ConfigurationError, match=r"unknown metric 'm'.*other"):
         told(callback, [1, 2, 3], metric="other")
-
-
-def test_stop_without_progress():
-    callback = fb.stop_without_progress("m", rows=2, larger_is_better=True)
-    why = "m has not improved for 2 evaluations"
-    assert told(callback, [1, 2, None, 2, 3, 1, 3]) == [None, None, None, None, None, None, why]
-
-
-def test_stop_without_progress_where_less_is_better():
-    callback = fb.stop_without_progress("m", rows=1, larger_is_better=False)
-    assert told(callback, [3, 2, 1, 1]) == [None, None, None, "m has not improved for 1 evaluations"]
