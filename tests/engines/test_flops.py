@@ -116,7 +116,6 @@ def test_gradient_and_product_agree_with_xla(loss, arguments):
 
     theirs = jax.jit(both).lower(x, y, x, batch).compile().cost_analysis()["flops"]
     mine = cost(both, x, y, x, batch)
-    print(f"{loss.__name__}: {mine} / {theirs:.0f} = {mine / theirs:.4f}")
     assert mine == pytest.approx(theirs, rel=0.03)
 
 
@@ -180,11 +179,7 @@ def seen(samples):
 def test_each_exchange_of_a_round_has_its_bytes_and_its_cost():
     costs = flops_of_calls(Twice(), PROBLEM, clients([6, 6]), X, Y)
     assert costs == {("seen", (24 + 16) * 8, 24 * 8): seen(6), ("steps", 16 * 8, 16 * 8): 4 * STEP}
-    assert seen(7) > seen(6)
-
-
-def test_full_batches_count_the_longest_client():
-    assert by_phase(flops_of_calls(Twice(), PROBLEM, clients([2, 9]), X, Y))["seen"] == seen(9)
+    assert by_phase(flops_of_calls(Twice(), PROBLEM, clients([2, 9]), X, Y))["seen"] == seen(9) > seen(6)
 
 
 def test_local_steps_of_the_population_are_known_where_they_are_everyones():
@@ -206,17 +201,9 @@ def test_submodels_have_an_entry_for_each_capacity():
     assert len(costs) == 6
 
 
-def test_a_million_clients_cost_nothing():
-    many = fb.Clients(np.broadcast_to(np.float32(0), (10**6, 2, 3)))
-    assert by_phase(flops_of_calls(Twice(), PROBLEM, many, X, Y))["steps"] == 4 * STEP
-
-
 def test_one_unknown_cost_leaves_all_unknown():
     assert known_flops(Twice(), PROBLEM, clients([2, 2], local_steps=[1, 3]), X, Y) is None
     assert known_flops(Twice(), PROBLEM, clients([2, 2]), X, Y) is not None
-
-
-def test_of_clients_elsewhere_they_are_not_known():
     assert known_flops(Twice(), PROBLEM, RemoteClients(2, np.ones((1, 3))), X, Y) is None
 
 
@@ -230,6 +217,7 @@ def test_a_phase_that_branches_on_values_runs_on_the_reference_all_the_same():
         Debugged(), PROBLEM, clients([2, 2]), X / 100, Y / 100, rounds=1, engine=fb.Reference(), count_flops=True
     )
     assert result.ledger.flops is None
+    assert "flops" not in result.history.columns
 
 
 def test_a_run_counts_them(tmp_path):
@@ -242,11 +230,3 @@ def test_a_run_counts_them(tmp_path):
     assert result.history["flops"].tolist() == [0, first.ledger.flops, result.ledger.flops]
     reference = fb.solve(*given, rounds=2, cohort=2, engine=fb.Reference(), count_flops=True)
     assert reference.ledger.flops == result.ledger.flops
-
-
-def test_where_they_are_not_known_the_history_has_no_column():
-    result = fb.solve(
-        Twice(), PROBLEM, clients([2, 2], local_steps=[1, 2]), X / 100, Y / 100, rounds=1, count_flops=True
-    )
-    assert result.ledger.flops is None
-    assert "flops" not in result.history.columns

@@ -38,20 +38,14 @@ def test_bytes_are_counted_per_client_and_exchange():
     assert (ledger.replies, ledger.gradients, ledger.hvps) == (60, 6, 6)
     assert ledger.exchanges_by_phase == {"ask": 3, "tell": 3}
     assert ledger.gradients_per_client == ledger.hvps_per_client == 0.1
+    assert Ledger().gradients_per_client == 0  # and nothing is divided by nothing
 
 
 def test_those_who_do_not_answer_are_sent_to_but_send_nothing():
     ledger = Ledger()
-    ledger.add(a_book({("ask", 100, 7): np.array([1, 2])}, cohort=10, lost=4), rounds=2)
-    assert (ledger.exchanges, ledger.replies) == (3, 3 * 6)
-    assert (ledger.bytes_down, ledger.bytes_up) == (3 * 10 * 100, 3 * 6 * 7)
-
-
-def test_one_phase_with_two_kinds_of_message_is_one_line():
-    ledger = Ledger()
-    ledger.add(a_book({("ask", 8, 8): 2, ("ask", 16, 8): 1}, cohort=3), rounds=1)
-    assert ledger.exchanges_by_phase == {"ask": 3}
-    assert ledger.bytes_down == 3 * (2 * 8 + 16)
+    ledger.add(a_book({("ask", 100, 7): np.array([1, 2]), ("ask", 16, 7): 1}, cohort=10, lost=4), rounds=2)
+    assert (ledger.exchanges, ledger.replies, ledger.exchanges_by_phase) == (4, 4 * 6, {"ask": 4})
+    assert (ledger.bytes_down, ledger.bytes_up) == (10 * (3 * 100 + 16), 4 * 6 * 7)
 
 
 def test_flops_are_those_of_answers():
@@ -99,10 +93,6 @@ def test_totals_do_not_overflow():
     assert isinstance(ledger.bytes_up, int)
 
 
-def test_a_fresh_ledger_divides_by_nothing():
-    assert Ledger().gradients_per_client == 0
-
-
 def test_a_place_that_only_pads_the_cohort_counts_for_nothing():
     reply = Reply({"u": jnp.array([1.0, 2.0])}, metrics={"loss": jnp.asarray(3.0)}, gradients=4, hvps=5)
     for counts in (1.0, 0.0):
@@ -121,15 +111,12 @@ def test_the_time_of_a_long_round_fits():
     assert ledger.time == 1000 * 2**28 * 1e-4
 
 
-def test_the_two_means():
-    sums = Sums(jnp.asarray(3.0), jnp.asarray(0.2), {}, *[jnp.asarray(2)] * 3)
-    assert float(normalise(sums, population=10, unbiased=True)) == 15.0
-    assert float(normalise(sums, population=10, unbiased=False)) == 3.0 / 0.2
-
-
-def test_the_two_means_over_those_who_hold_an_entry():
+def test_the_two_means_of_all_and_over_those_who_hold_an_entry():
     """Entries that both of two clients hold, the one of weight ¼ alone, and nobody; the unbiased mean of a cohort of
     weight 0.4 among ten clients is 10/2·0.4 = 2 times the other."""
+    whole = Sums(jnp.asarray(3.0), jnp.asarray(0.2), {}, *[jnp.asarray(2)] * 3)
+    assert float(normalise(whole, population=10, unbiased=True)) == 15.0
+    assert float(normalise(whole, population=10, unbiased=False)) == 3.0 / 0.2
     held = jnp.array([0.4, 0.25, 0.0])
     sums = Sums(jnp.array([0.8, 0.75, 0.0]), jnp.asarray(0.4), {}, *[jnp.asarray(2)] * 3, held)
     np.testing.assert_allclose(normalise(sums, population=10, unbiased=False), [2.0, 3.0, 0.0], rtol=1e-15)

@@ -18,27 +18,16 @@ MANY = {f"{EVIL}{i}": jnp.asarray(np.ones((3, i + 1))) for i in range(200)}  # c
 
 def history(rows=300):
     first = [{"round": 0, "exchanges": 0, "seconds": 0.0, EVIL: 0.5, "test_accuracy": 0.1}]
-    later = [
-        {"round": i, "exchanges": 2 * i, "seconds": 0.1 * i, EVIL: 1 / i, "test_accuracy": 1 - 1 / i}
-        for i in range(1, rows)
-    ]
-    return authoring.History(
-        first + later + [{"round": rows, "test_accuracy": 0.5} | {f"column_{i}": 1.0 for i in range(200)}]
-    )
+    later = [{"round": i, "exchanges": 2 * i, "seconds": 0.1 * i, EVIL: 1 / i} for i in range(1, rows)]
+    last = {"round": rows, "test_accuracy": 0.5} | {f"column_{i}": 1.0 for i in range(200)}
+    return authoring.History([*first, *later, last])
 
 
 def ledger():
     phases = {f"phase_{EVIL}_{i}": 10**9 for i in range(100)}
-    round_costs = {
-        "rounds": 10**9,
-        "exchanges": 10**12,
-        "bytes_down": 10**18,
-        "bytes_up": 10**18,
-        "exchanges_by_phase": phases,
-    }
-    return authoring.Ledger(
-        **round_costs, replies=1, gradients=10**15, hvps=10**15, flops=10**20, epsilon=1.0, delta=1e-5
-    )
+    sent = {"rounds": 10**9, "exchanges": 10**12, "bytes_down": 10**18, "bytes_up": 10**18, "replies": 1}
+    work = {"gradients": 10**15, "hvps": 10**15, "flops": 10**20, "epsilon": 1.0, "delta": 1e-5}
+    return authoring.Ledger(**sent, **work, exchanges_by_phase=phases)
 
 
 def clients():
@@ -125,20 +114,15 @@ def test_what_is_shown_is_true():
     ]
 
 
-def test_pandas_gets_the_rows(monkeypatch):
+def test_pandas_gets_the_rows_and_is_named_where_it_is_missing(monkeypatch):
     """Stands in for pandas.DataFrame, which takes rows as dicts and fills what they lack with NaN."""
-    given = {}
-    frame = SimpleNamespace(DataFrame=lambda rows, columns: given.update(rows=rows, columns=columns) or "frame")
+    frame = SimpleNamespace(DataFrame=lambda rows, columns: (rows, columns))
     monkeypatch.setitem(sys.modules, "pandas", frame)
     made = authoring.History([{"round": 0}, {"round": 1, "loss": 2.0}])
-    assert made.to_pandas() == "frame"
-    assert given == {"rows": made.rows, "columns": ["round", "loss"]}
-
-
-def test_without_pandas_it_says_what_to_install(monkeypatch):
+    assert made.to_pandas() == (made.rows, ["round", "loss"])
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(fb.errors.ConfigurationError, match="pip install pandas"):
-        authoring.History().to_pandas()
+        made.to_pandas()
 
 
 def told(name, *values):
@@ -146,17 +130,9 @@ def told(name, *values):
     cost = {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "hvps": 0, "seconds": 0.0}
     rows = []
     for i, value in enumerate(values):
-        deciles = {f"{name}.p{10 * k}": value + 0.1 * (k - 5) for k in range(1, 10)} | {f"{name}.worst": value + 0.5}
-        rows.append(
-            {
-                "round": i,
-                "exchanges": 3 * i,
-                **cost,
-                f"{name}.mean": value + 0.01,
-                **deciles,
-                f"{name}.worst": value + 0.5,
-            }
-        )
+        deciles = {f"{name}.p{10 * k}": value + 0.1 * (k - 5) for k in range(1, 10)}
+        own = {f"{name}.mean": value + 0.01, **deciles, f"{name}.worst": value + 0.5}
+        rows.append({"round": i, "exchanges": 3 * i, **cost, **own})
     return authoring.History(rows)
 
 
@@ -193,11 +169,8 @@ def test_a_plot_has_the_panel_the_size_and_the_axes_that_are_asked_for(pyplot):
     assert (axes.get_xlabel(), axes.get_ylabel()) == ("rounds", "fit accuracy, p10 (%)")
     assert history.plot(["fit_accuracy", "fit_accuracy.p20"], axes=axes) is axes
     assert axes.get_ylabel() == "fit accuracy (%)"
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [
-        "fit accuracy, p10",
-        "fit accuracy",
-        "fit accuracy, p20",
-    ]
+    legend = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert legend == ["fit accuracy, p10", "fit accuracy", "fit accuracy, p20"]
 
 
 @pytest.mark.parametrize(

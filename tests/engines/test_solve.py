@@ -137,17 +137,17 @@ def test_divergence_names_round_and_quantity(alike):
 
 
 @pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()])
-def test_a_bad_client_is_named_with_its_phase(task, engine):
+def test_a_bad_client_is_named_with_its_phase(alike, engine):
     """√(1 − s‖y‖²) is finite at the start, y = 0, and not once y has moved, at the one client whose s is huge."""
 
     def inner(x, y, batch):
-        return task.problem.inner(x, y, batch) + jnp.mean(jnp.sqrt(1 - batch["s"] * jnp.vdot(y, y)))
+        return alike.problem.inner(x, y, batch) + jnp.mean(jnp.sqrt(1 - batch["s"] * jnp.vdot(y, y)))
 
-    rows = [{**task.clients.inner.row(i), "s": np.full(task.clients.inner.size[i], 1e9 * (i == 2))} for i in range(6)]
-    clients = fb.Clients(outer=task.clients.outer, inner=rows)
+    rows = [{**alike.clients.inner.row(i), "s": np.full(alike.clients.inner.size[i], 1e9 * (i == 2))} for i in range(6)]
+    clients = fb.Clients(outer=alike.clients.outer, inner=rows)
     with pytest.raises(fb.errors.NonFiniteError, match=r"round 1, phase local_updates, client 2: .* is not finite"):
         fb.solve(
-            fb.SimFBO(local_steps=1), fb.Bilevel(task.problem.outer, inner), clients, task.x0, task.y0,
+            fb.SimFBO(local_steps=1), fb.Bilevel(alike.problem.outer, inner), clients, alike.x0, alike.y0,
             rounds=9, engine=engine,
         )  # fmt: skip
 
