@@ -36,18 +36,9 @@ def test_every_subset_is_equally_likely(path, population, size, monkeypatch):
     assert ((counts - expected) ** 2 / expected).sum() <= freedom + 5 * np.sqrt(2 * freedom)
 
 
-@pytest.mark.parametrize("path", ["floyd", "permutation"])
-def test_each_client_takes_part_with_probability_p_over_m(path, monkeypatch):
-    population, size, count = 40, 12, 5000
-    drawn = draw(path, population, size, monkeypatch, count)
-    share = size / population
-    taken = np.bincount(drawn.ravel(), minlength=population) / count
-    assert np.all(np.abs(taken - share) <= 5 * np.sqrt(share * (1 - share) / count))
-
-
 @pytest.mark.parametrize(
     ("population", "size"),
-    [(1, 1), (10, 10), (10, 9), (1000, 1), (10**6, 50), (2**31 - 1, 20), (4000, 3000), (3000, 3000)],
+    [(1, 1), (10, 9), (2**31 - 1, 20), (4000, 3000), (3000, 3000)],
 )
 def test_a_cohort_has_distinct_valid_clients(population, size):
     ids = np.asarray(draw_cohort(jax.random.key(3), population, size))
@@ -56,10 +47,7 @@ def test_a_cohort_has_distinct_valid_clients(population, size):
     assert len(np.unique(ids)) == size
     assert ids.min() >= 0
     assert ids.max() < population
-
-
-def test_full_participation_is_everyone_in_order():
-    assert draw_cohort(jax.random.key(0), 7, 7).tolist() == list(range(7))
+    assert size < population or ids.tolist() == list(range(population))  # everyone comes in order
 
 
 def test_large_cohorts_are_permutations_and_small_ones_are_not():

@@ -102,11 +102,6 @@ def test_a_run_that_has_ended_is_not_taken_up_again(local, tmp_path):
     assert whole.history["round"].tolist() == again.history["round"].tolist()
 
 
-def test_without_a_tolerance_it_never_ends():
-    result = fb.solve(fb.FISM(), TASK.problem, TASK.clients, TASK.x0, rounds=3, engine=fb.Reference())
-    assert (result.round, result.stopped) == (3, "")
-
-
 @pytest.mark.parametrize(
     ("decides", "start", "slope", "preference", "lr"),
     [("x", -8.0, 0.01, 0.01, 1.0), ("F", -8.0, 1.0, 0.01, 0.01), ("H", 0.2, 1.0, 50.0, 0.1)],

@@ -37,12 +37,6 @@ def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
     assert programs(tmp_path, 100) == first
 
 
-@pytest.mark.parametrize("given", [0, -1, 1.5, "10"])
-def test_a_bound_that_is_none_is_refused(given, tmp_path):
-    with pytest.raises(fb.errors.ConfigurationError, match="megabytes"):
-        fb.Local.keep_on_disk(tmp_path, megabytes=given)
-
-
 @pytest.fixture
 def settings():
     """JAX's settings of its cache, put back after the test."""
@@ -73,10 +67,15 @@ def test_a_folder_that_cannot_be_written_is_refused_and_changes_nothing(tmp_path
     assert settings() == before
 
 
-def test_a_full_disk_is_refused(tmp_path, monkeypatch, settings):
+def test_a_full_disk_no_space_and_a_missing_package_are_refused(tmp_path, monkeypatch, settings):
     monkeypatch.setattr(machine.tempfile, "TemporaryFile", lambda dir: open("/dev/full", "wb"))  # noqa: SIM115
     with pytest.raises(fb.errors.ConfigurationError, match="No space left on device"):
         fb.Local.keep_on_disk(tmp_path)
+    with pytest.raises(fb.errors.ConfigurationError, match="megabytes"):
+        fb.Local.keep_on_disk(tmp_path, megabytes=0)
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(fb.errors.ConfigurationError, match=r'filelock.*pip install "\.\[cli\]"'):
+        fb.Local.keep_on_disk()
 
 
 @pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "JAX_COMPILATION_CACHE_DIR"])
@@ -99,12 +98,6 @@ def test_what_jax_is_told_by_the_environment_comes_first_and_its_bound_stays(mon
     assert fb.Local.keep_on_disk(megabytes=7) == tmp_path
     assert jax.config.jax_compilation_cache_dir == str(tmp_path)
     assert jax.config.jax_compilation_cache_max_size == bound
-
-
-def test_the_missing_package_is_named_with_what_brings_it(monkeypatch):
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(fb.errors.ConfigurationError, match=r'filelock.*pip install "\.\[cli\]"'):
-        fb.Local.keep_on_disk()
 
 
 def test_what_a_killed_process_left_half_written_is_removed(tmp_path, monkeypatch):

@@ -38,7 +38,6 @@ WRONG = {
         {"y0": {"w": jnp.zeros(5), "b": jnp.zeros(())}},
         r"the outer loss fails \(TypeError: .*y: .*\['w'\] \(5,\); batch: \['t'\] \(1,\), \['u'\] \(1, 3\)$",
     ),
-    "y0 of another structure": ({"y0": jnp.zeros(3)}, r"the outer loss fails \(.*y: leaf \(3,\)"),
     "other samples": (
         {"clients": fb.Clients(entries(4), entries())},
         r"the outer loss fails \(.*" + GIVEN + r"\(1, 4\)$",
@@ -51,7 +50,6 @@ WRONG = {
         {"metrics": {"m": lambda x: 0.0}},
         r"metrics\['m'\] takes \(x\); .* a function \(x, y\)",
     ),
-    "a metric of three": ({"metrics": {"m": outer}}, r"metrics\['m'\] takes \(x, y, batch\); .* a function \(x, y\)"),
     "a metric that fails": (
         {"metrics": {"m": lambda x, y: y["q"]}, "engine": fb.Reference()},
         r"metrics\['m'\] fails \(KeyError: 'q'\); it was given x: leaf \(3,\); y: ",
@@ -71,8 +69,9 @@ def run(**changed):
 @pytest.mark.parametrize("case", WRONG)
 def test_what_does_not_fit_is_refused_with_what_was_given(case):
     changed, words = WRONG[case]
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words) as raised:
         run(**changed)
+    assert isinstance(raised.value.__cause__, TypeError) or "TypeError" not in words  # the user's own error
 
 
 @pytest.mark.parametrize(
@@ -101,21 +100,6 @@ def test_losses_may_take_their_arguments_in_any_way():
     """They are called by position: whatever Python lets that do is allowed, and what shows no signature."""
     for loss in (lambda *a: 0.0, jax.jit(outer), lambda x, y, batch, scale=2.0: 0.0, np.hypot):
         fb.Bilevel(loss, loss)
-
-
-def test_the_users_own_error_is_the_cause():
-    with pytest.raises(fb.errors.ConfigurationError) as raised:
-        run(x0=jnp.zeros(2))
-    assert isinstance(raised.value.__cause__, TypeError)
-
-
-def test_a_missing_and_a_damaged_checkpoint_are_named(tmp_path):
-    missing, damaged = tmp_path / "none.npz", tmp_path / "bad.npz"
-    damaged.write_bytes(b"PK\x03\x04 and no more")
-    with pytest.raises(fb.errors.CheckpointError, match=f"^there is no file {missing} to resume from"):
-        run(checkpoint=missing, resume=True)
-    with pytest.raises(fb.errors.CheckpointError, match=f"^{damaged} is not a readable checkpoint: "):
-        run(checkpoint=damaged, resume=True)
 
 
 class Wrong(Algorithm):

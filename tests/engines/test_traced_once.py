@@ -83,15 +83,11 @@ def test_a_function_is_called_once_for_arguments_of_the_same_shapes(case, monkey
     assert calls(algorithm, monkeypatch) == expected
 
 
-def test_counting_operations_calls_them_for_shapes_of_its_own_alone(monkeypatch):
-    """Of all a client's samples: whole batches are counted as long as the longest, sample by sample."""
-    assert calls(fb.SimFBO(batch_size=2), monkeypatch, count_flops=True) == BATCHES
-
-
-def test_each_run_calls_them_anew(monkeypatch):
-    """What they read may have changed, which JAX, who remembers by the function, would not see."""
-    algorithm = fb.SimFBO(batch_size=2)
-    assert [calls(algorithm, monkeypatch) for _ in range(2)] == [BATCHES, BATCHES]
+def test_each_run_calls_them_anew_and_counting_operations_for_shapes_of_its_own_alone(monkeypatch):
+    """What they read may have changed, which JAX, who remembers by the function, would not see. Operations are of all a
+    client's samples: whole batches are counted as long as the longest, sample by sample."""
+    for options in ({}, {}, {"count_flops": True}):
+        assert calls(fb.SimFBO(batch_size=2), monkeypatch, **options) == BATCHES
 
 
 @pytest.mark.parametrize("length", ["--exchanges", "--rounds"])

@@ -1,7 +1,5 @@
 """Does virtual time pass as the clock says?"""
 
-import warnings
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -27,24 +25,28 @@ IDS = jnp.arange(1000)
 
 def times(algorithm, clock, rounds=4, cohort=None, task=TASK, engine=fb.Local):
     problem = with_compiled_losses(task.problem) if engine is fb.Reference else task.problem
-    result = fb.solve(algorithm, problem, task.clients, task.x0, task.y0, rounds=rounds, cohort=cohort,
-                      engine=engine(clock=clock), eval_every=1)  # fmt: skip
-    return result.history["time"]
+    options = {"rounds": rounds, "cohort": cohort, "engine": engine(clock=clock), "eval_every": 1}
+    return fb.solve(algorithm, problem, task.clients, task.x0, task.y0, **options).history["time"]
+
+
+def solve(algorithm, clock=None, stream=None, **options):
+    engine = fb.Local(clock=clock or fb.Clock(), stream=stream)
+    return fb.solve(algorithm, TASK.problem, TASK.clients, TASK.x0, TASK.y0, engine=engine, **options)
 
 
 def test_by_default_time_counts_exchanges():
-    result = fb.solve(Early(n=6), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=4, eval_every=1)
+    result = solve(Early(n=6), rounds=4, eval_every=1)
     assert result.history["time"].tolist() == result.history["exchanges"].tolist() == [0, 3, 6, 9, 12]
 
 
 def test_an_exchange_costs_the_slowest_of_its_cohort():
-    """SimFBO with τ steps spends 2τ gradients and 2τ products; client i then takes c_i·4τ + w_i."""
+    """SimFBO with one step spends 2 gradients and 2 products; client i then takes 4 c_i + w_i."""
     compute, network = np.array([0.1, 0.2, 0.3, 0.1, 0.1, 0.5]), np.array([5, 1, 1, 9, 1, 0.5])
     clock = fb.Clock(compute=compute.tolist(), network=network.tolist())
-    slowest = max(compute * 4 * 3 + network)
+    slowest = max(compute * 4 + network)
     for engine in (fb.Local, fb.Reference):
         np.testing.assert_allclose(
-            times(fb.SimFBO(local_steps=3), clock, engine=engine, rounds=2), slowest * np.arange(3), atol=TICK
+            times(fb.SimFBO(local_steps=1), clock, engine=engine, rounds=2), slowest * np.arange(3), atol=TICK
         )
 
 
@@ -123,14 +125,12 @@ def test_who_is_never_there_is_told_and_left_out():
     simfbo = fb.SimFBO(local_steps=1, batch_size=None)
     for algorithm in (simfbo, fb.Asynchronous(simfbo, wait_for=4)):
         with pytest.warns(fb.errors.AbsenceWarning, match=r"2 of 6 clients are never available.*: 2, 4$"):
-            found.append(fb.solve(algorithm, TASK.problem, TASK.clients,
-                                  TASK.x0, TASK.y0, rounds=3, engine=fb.Local(clock=clock)))  # fmt: skip
+            found.append(solve(algorithm, rounds=3, clock=clock))
     assert found[0].ledger.replies == found[1].ledger.replies == 3 * 4
     np.testing.assert_allclose(found[0].y, found[1].y, rtol=1e-12, atol=1e-12)
     assert np.linalg.norm(found[0].y) > 1e-3
     with pytest.raises(fb.errors.ConfigurationError, match="a cohort of 2 may have nobody else"):
-        fb.solve(fb.SimFBO(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=3, cohort=2,
-                 engine=fb.Local(clock=clock))  # fmt: skip
+        solve(fb.SimFBO(), rounds=3, cohort=2, clock=clock)
 
 
 @pytest.fixture(scope="module")
@@ -140,21 +140,16 @@ def busy():
 
 def test_an_asynchronous_run_resumes_to_the_bit(busy, tmp_path):
     def run(rounds, path, resume=False):
-        return fb.solve(Early(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=rounds, eval_every=2,
-                        engine=fb.Local(clock=busy), checkpoint=path, resume=resume)  # fmt: skip
+        return solve(Early(), rounds=rounds, eval_every=2, clock=busy, checkpoint=path, resume=resume)
 
     whole = run(6, tmp_path / "whole.npz")
     run(4, tmp_path / "parts.npz")
     parts = run(6, tmp_path / "parts.npz", resume=True)
-    assert all(
-        np.array_equal(a, b) for a, b in zip(jax.tree.leaves(whole.state), jax.tree.leaves(parts.state), strict=True)
-    )
-    skip = {"seconds"}
+    jax.tree.map(np.testing.assert_array_equal, whole.state, parts.state)
     for a, b in zip(whole.history.rows, parts.history.rows, strict=True):
-        assert {k: v for k, v in a.items() if k not in skip} == {k: v for k, v in b.items() if k not in skip}
+        assert a | {"seconds": 0} == b | {"seconds": 0}
     with pytest.raises(fb.errors.CheckpointError, match="clock"):
-        fb.solve(Early(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=8, eval_every=2,
-                 checkpoint=tmp_path / "parts.npz", resume=True)  # fmt: skip
+        solve(Early(), rounds=8, eval_every=2, checkpoint=tmp_path / "parts.npz", resume=True)
 
 
 @pytest.mark.slow
@@ -183,7 +178,6 @@ def test_a_nan_of_a_client_stops_an_asynchronous_run_and_is_named(busy):
         ({"compute": [1.0, float("nan")]}, "Clock.compute"),
         ({"availability": 1.5}, "from 0 to 1"),
         ({"slowdown": 0}, "Clock.slowdown"),
-        ({"stragglers": -1}, "Clock.stragglers"),
         ({"stragglers": 2.5}, "Clock.stragglers"),
         ({"period": 0.0}, "Clock.period"),
         ({"spread": "much"}, "Clock.spread"),
@@ -212,12 +206,5 @@ def test_wrong_fields_are_refused(fields, words):
 )  # fmt: skip
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.AbsenceWarning")
 def test_what_could_never_end_is_refused(algorithm, options, words):
-    cohort, engine = options.pop("cohort", None), fb.Local(**options)
     with pytest.raises(fb.errors.ConfigurationError, match=words):
-        fb.solve(algorithm, TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=1, cohort=cohort, engine=engine)
-
-
-def test_nobody_is_told_of_clients_that_are_there():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        times(fb.SimFBO(local_steps=1), fb.Clock(availability=0.5), rounds=1)
+        solve(algorithm, rounds=1, **options)
