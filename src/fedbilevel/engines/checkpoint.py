@@ -14,6 +14,7 @@ import numpy as np
 
 from fedbilevel.core.errors import CheckpointError, FedbilevelError
 from fedbilevel.core.tree import PyTree
+from fedbilevel.machinery.kept import is_key
 from fedbilevel.wording import in_a_line
 
 META = "__meta__"
@@ -87,7 +88,7 @@ def load(path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
 
     def restore(place: Any, leaf: Any) -> Any:
         restored = jnp.asarray(arrays[_name(place)])
-        return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(leaf)) if _is_key(leaf) else restored
+        return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(leaf)) if is_key(leaf) else restored
 
     return jax.tree_util.tree_map_with_path(restore, like), meta
 
@@ -228,8 +229,4 @@ def _name(path: Any) -> str:
 
 
 def _plain(leaf: Any) -> Any:
-    return jax.random.key_data(leaf) if _is_key(leaf) else leaf
-
-
-def _is_key(leaf: Any) -> bool:
-    return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(leaf) if is_key(leaf) else leaf

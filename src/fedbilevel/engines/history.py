@@ -367,17 +367,6 @@ def rounds_at_most(budget: Budget) -> int:
     return math.ceil(amount) if name == "exchanges" else ENDLESS
 
 
-def last_row(path: Path) -> Row:
-    """Read the last row of the history in the checkpoint at `path`; empty where it has none.
-
-    Raises:
-        CheckpointError: it cannot be read.
-    """
-    with checkpoint.as_checkpoint_error(path):
-        rows = History.of(checkpoint.load_meta(checkpoint.newest(path))["history"]).rows
-        return rows[-1] if rows else {}
-
-
 def rounds_done(path: Path, budget: Budget) -> int | None:
     """Read the number of rounds of the checkpoint at `path`, if it has spent the budget already; else None.
 
@@ -385,5 +374,5 @@ def rounds_done(path: Path, budget: Budget) -> int | None:
         CheckpointError: it cannot be read.
     """
     with checkpoint.as_checkpoint_error(path):
-        row = last_row(path)
-        return int(row["round"]) if row and spent(row, budget) else None
+        rows = History.of(checkpoint.load_meta(checkpoint.newest(path))["history"]).rows
+        return int(rows[-1]["round"]) if rows and spent(rows[-1], budget) else None

@@ -206,17 +206,13 @@ class Loop:
         self.history.rows.append(row)
         return row
 
-    def call_back(self, result: Result, row: Row | None) -> str:
-        """Call every callback, and return the first reason to stop, or ""."""
-        reasons = [callback(result, row) for callback in self.callbacks]
-        return next((str(reason) for reason in reasons if reason), "")
-
     def agree(self, result: Result, row: Row | None, interrupted: bool, speed: float) -> tuple[str, bool, float, bool]:
         """Agree among all processes on (reason to stop, whether to stop now, rounds per second, whether to save):
         process 0 decides, and anybody's Ctrl-C stops all."""
 
         def here() -> tuple[str, float, bool]:
-            return self.call_back(result, row), speed, self.save_due(result.round)
+            reasons = [callback(result, row) for callback in self.callbacks]  # every one is called
+            return next((str(reason) for reason in reasons if reason), ""), speed, self.save_due(result.round)
 
         reason, speed, due = self.group.decide(here)
         return reason, any(self.group.gather(interrupted)), speed, due

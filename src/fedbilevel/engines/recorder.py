@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn
+from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
@@ -301,13 +301,13 @@ def _of_equation(equation: JaxprEqn) -> int | None:
         return 2 * _size(results[0]) * math.prod(_shape(operands[0])[axis] for axis in contracted)
     if name == "conv_general_dilated":
         return _of_convolution(equation)
-    known = name not in EXPENSIVE and not _programs(equation.params) and _is_by_entry(equation)
+    known = name not in EXPENSIVE and not any(jaxprs_in_params(equation.params)) and _is_by_entry(equation)
     return _size(results[0]) if known else None
 
 
 def _of_inner(name: str, params: dict[str, Any]) -> int | None:
     """Count what a call, a loop or a branch costs, by the programs among its parameters."""
-    costs = [_of_program(program) for program in _programs(params)]
+    costs = [_of_program(program) for program in jaxprs_in_params(params)]
     total = _sum(costs)
     if total is None or (name == "while" and total > 0):
         return None
@@ -330,12 +330,6 @@ def _of_convolution(equation: JaxprEqn) -> int:
         inside = (place >= 0) & (place <= (image[places[axis]] - 1) * spread)
         pairs *= int(np.sum(inside & (place % spread == 0)))  # a dilated image has nothing between its entries
     return 2 * result[numbers.out_spec[0]] * result[numbers.out_spec[1]] * weights[numbers.rhs_spec[1]] * pairs
-
-
-def _programs(params: dict[str, Any]) -> list[Jaxpr]:
-    items = [item for value in params.values() for item in (value if isinstance(value, tuple) else (value,))]
-    programs = [item.jaxpr if isinstance(item, ClosedJaxpr) else item for item in items]
-    return [program for program in programs if isinstance(program, Jaxpr)]
 
 
 def _is_by_entry(equation: JaxprEqn) -> bool:

@@ -193,7 +193,7 @@ def of_program(program: ClosedJaxpr) -> str:
 
 def of_array(leaf: Any) -> str:
     """A hash of an array's type, shape and content: of a large memory-mapped one, of rows evenly spaced."""
-    array = np.asarray(jax.random.key_data(leaf) if _is_key(leaf) else leaf)
+    array = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
     some, large = array, array.nbytes > WHOLE
     if mapped := large and isinstance(leaf, np.memmap):
         some = array[np.linspace(0, len(array) - 1, min(len(array), BLOCKS * ROWS)).astype(np.int64)]
@@ -209,7 +209,8 @@ def bytes_of(array: np.ndarray, quickly: bool) -> bytes:
     return zlib.crc32(content.reshape(-1).view(np.uint8).data).to_bytes(4) if quickly else content.tobytes()
 
 
-def _is_key(leaf: Any) -> bool:
+def is_key(leaf: Any) -> bool:
+    """Tell whether a leaf is a PRNG key, or several."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
