@@ -104,6 +104,7 @@ MORE = [
     ["random", "agreement", {"case": "ShroFBO, ragged full batches, random work", "engine": {"chunk": 2}}],
     ["fresh", "agreement", {"case": "FedNest, random lengths, fresh cohorts", "engine": {"devices": 2}}],
 ]
+REFUSED = {"function": "solved", "rounds": 8}
 DIVERGES = {"rounds": 4, "checkpoint": None, "server_lr": 1e200}
 
 
@@ -117,14 +118,10 @@ def two(tmp_path_factory):
         ["said", "said", {"file": str(folder / "long"), "size": 3 * PIECE + 5}],
         ["stop", "solved", {"rounds": 8, "checkpoint": str(folder / "of-two.npz"), "stop_at": 4}],
         ["resume", "solved", {"rounds": 8, "checkpoint": str(folder / "of-one.npz"), "resume": True}],
-        [
-            "failed",
-            "refused",
-            {"function": "solved", "rounds": 8, "checkpoint": str(folder / "failed.npz"), "fail_at": 4},
-        ],
-        ["differ", "refused", {"function": "solved", "rounds": 8, "checkpoint": None, "differ": True}],
-        ["taken", "refused", {"function": "solved", "rounds": 8, "checkpoint": str(folder / "of-two.npz")}],
-        ["unwritten", "refused", {"function": "solved", "rounds": 8, "checkpoint": str(folder / "long" / "no.npz")}],
+        ["failed", "refused", {**REFUSED, "checkpoint": str(folder / "failed.npz"), "fail_at": 4}],
+        ["differ", "refused", {**REFUSED, "checkpoint": None, "differ": True}],
+        ["taken", "refused", {**REFUSED, "checkpoint": str(folder / "of-two.npz")}],
+        ["unwritten", "refused", {**REFUSED, "checkpoint": str(folder / "long" / "no.npz")}],
     ]
     return folder, play(2, folder, jobs)
 

@@ -15,7 +15,6 @@ from fedbilevel.tasks.quadratic import quadratic
 
 ALGORITHM = fb.SimFBO(local_steps=2, batch_size=4)
 SERVER_DIVERGED = r"round 0, server update: \.iterate\.y is not finite; smaller steps may help, fb\.diagnose suggests"
-DIVERGING = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e300, 1e-3))
 
 
 @pytest.fixture(scope="module")
@@ -155,24 +154,13 @@ def test_a_bad_client_is_named_with_its_phase(alike, engine):
 def test_a_loss_that_is_not_finite_is_not_masked(task):
     """log of a negative number is NaN while its gradient is finite: the iterates alone would not show it."""
     outer = lambda x, y, batch: task.problem.outer(x, y, batch) + jnp.log(0.5 - jnp.vdot(y, y))  # noqa: E731
-    with pytest.raises(
-        fb.errors.NonFiniteError, match=r"round \d, phase local_updates, client \d: outer_loss is not finite"
-    ):
+    with pytest.raises(fb.errors.NonFiniteError, match=r"round \d, .*, client \d: outer_loss is not finite"):
         fb.solve(ALGORITHM, fb.Bilevel(outer, task.problem.inner), task.clients, task.x0, task.y0 + 0.4, rounds=9)
 
 
 def test_a_metric_that_is_not_finite_is_not_masked(task):
     with pytest.raises(fb.errors.NonFiniteError, match="round 0, evaluation: odd is nan"):
         run(task, metrics={"odd": lambda x, y: jnp.log(-1.0 + 0 * jnp.sum(x))})
-
-
-def test_the_last_good_checkpoint_stays(alike, tmp_path):
-    path = tmp_path / "run.npz"
-    with pytest.raises(fb.errors.NonFiniteError):
-        run(alike, DIVERGING, rounds=50, checkpoint=path, checkpoint_every=1)
-    again = run(alike, DIVERGING, rounds=1, checkpoint=path, resume=True)
-    assert again.round == 1
-    assert np.all(np.isfinite(again.y))
 
 
 LATER = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e60, 1e-3))
@@ -360,18 +348,7 @@ def test_streaming_under_a_scoped_float64_setting(task):
     """The setting of the caller's thread reaches the one that reads ahead."""
     with jax.enable_x64(False):
         start = (jnp.zeros(5, jnp.float32), jnp.zeros(8, jnp.float32))
-        single = [
-            fb.solve(
-                ALGORITHM, task.problem, task.clients, *start, rounds=2, cohort=3, engine=fb.Local(stream=flag)
-            ).state
-            for flag in (False, True)
-        ]
+        given, options = (ALGORITHM, task.problem, task.clients, *start), {"rounds": 2, "cohort": 3}
+        single = [fb.solve(*given, **options, engine=fb.Local(stream=flag)).state for flag in (False, True)]
     assert {leaf.dtype for leaf in jax.tree.leaves(single)} == {jnp.dtype("float32")}
     assert same_bits(*single)
-
-
-def test_resuming_with_more_rounds_equals_the_longer_run(task, tmp_path):
-    path = tmp_path / "run.npz"
-    run(task, rounds=5, checkpoint=path)
-    longer = run(task, rounds=11, checkpoint=path, resume=True)
-    assert same_bits(longer.state, run(task, rounds=11).state)

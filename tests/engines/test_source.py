@@ -53,8 +53,10 @@ def layout(clients):
     )
 
 
-def client_samples(data, start, size, longest):
-    return Samples(data, jnp.asarray(start), jnp.asarray(size), longest, False)
+def window(data, rows, name, longest, at):
+    """The samples of the client in a row of a table."""
+    start, size = (jnp.asarray(getattr(rows, f"{name}_{what}")[at]) for what in ("start", "size"))
+    return Samples(getattr(data, name), start, size, longest, False)
 
 
 @pytest.mark.parametrize("local_steps", [None, [3, 1, 4, 1, 5, 9]])
@@ -77,15 +79,9 @@ def test_streamed_members_have_the_samples_of_resident_ones(local_steps):
                     mine, theirs = getattr(members, name), getattr(table, name)
                     assert mine is theirs is None or mine[place] == theirs[i]
                 for name, longest in (("outer", 5), ("inner", 6)):
-                    starts, sizes = f"{name}_start", f"{name}_size"
-                    here = client_samples(
-                        getattr(data, name), getattr(members, starts)[place], getattr(members, sizes)[place], longest
-                    )
-                    there = client_samples(
-                        getattr(all_data, name), getattr(table, starts)[i], getattr(table, sizes)[i], longest
-                    )
+                    both = window(data, members, name, longest, place), window(all_data, table, name, longest, i)
                     for batch_size in (7, None):
-                        draws = [samples.batch(jax.random.key(round), batch_size) for samples in (here, there)]
+                        draws = [samples.batch(jax.random.key(round), batch_size) for samples in both]
                         jax.tree.map(np.testing.assert_array_equal, *draws)
     finally:
         streamed.close()
