@@ -1,0 +1,227 @@
+"""One exchange over Flower: which clients it asks and when, which replies end it, and how it treats failures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax import Array
+
+from fedbilevel.core.errors import ExchangeError
+from fedbilevel.flower import wire
+from fedbilevel.flower.refusal import Refusal, in_words
+from fedbilevel.flower.server.roster import ClientReply
+from fedbilevel.flower.server.session import CountedReply, Session, SpoiledError
+from fedbilevel.flower.server.terms import CheckedReply, check_response, euclidean
+from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage
+
+
+class EncodedMessage(NamedTuple):
+    """A message as bytes, with the contract and the call that a client knows it by."""
+
+    contract: Contract
+    call: CallSignature
+    payload: bytes
+
+
+@dataclass(frozen=True)
+class ExchangeSpec:
+    """The phase, message and key of one exchange."""
+
+    phase: str
+    round: int
+    number: int  # of the exchange, within its round
+    encoded: Callable[[int], EncodedMessage]  # for each client
+    key: Array
+    fresh: bool
+    first: bool  # it ends with the first replies, to earlier requests of the phase too
+
+    def concerns(self, request: RequestMessage) -> bool:
+        """Tell whether this exchange waits for a reply to `request`."""
+        if self.first:
+            return request.phase == self.phase
+        return (request.round, request.exchange) == (self.round, self.number)
+
+
+class Exchange:
+    """An exchange in progress.
+
+    A client works on one request at a time: an idle client is asked at once, any other as soon as it is idle. A reply
+    to an earlier request of another phase is kept for the next exchange of that phase.
+
+    Args:
+        works: the local steps of each client that is to be asked.
+        needed: how many replies have to count.
+        overdue: clients that `sum_first` waits for in any case.
+    """
+
+    def __init__(
+        self, session: Session, spec: ExchangeSpec, works: dict[int, int | None], needed: int, overdue: set[int]
+    ) -> None:
+        self.session, self.spec, self.works, self.needed, self.overdue = session, spec, works, needed, overdue
+        self.replies: list[CountedReply] = session.phase_queues.kept.pop(spec.phase, []) if spec.first else []
+        self.done: set[int] = set()  # clients that have replied since the exchange began
+        self.asked: list[int] = []  # the client of each message sent
+        self.failed: dict[int, Refusal] = {}  # client -> why, in this attempt
+
+    def gather(self) -> list[CountedReply]:
+        """Gather the replies that count, in the order of `works`. Where too few clients reply they are asked again.
+
+        Raises:
+            ExchangeError: too few replies count.
+            SpoiledError: too few replies count, and most clients report numbers that are not finite.
+        """
+        session, logged = self.session, 0
+        reasons: dict[int, Refusal] = {}
+        places = {client: place for place, client in enumerate(self.works)}
+        for attempt in range(session.terms.attempts):
+            here = [client for client in self.works if client not in session.take.without]
+            rested = [c for c in here if attempt or not session.backoff.resting(c, self.spec.round)]
+            left = [client for client in rested if client not in self.done]
+            if attempt:
+                session.roster.wait(left, missing := self.needed - len(self.replies), missing)
+            place = self.spec.round, self.spec.number, self.spec.phase, attempt
+            began, sent = session.clock.time(), self.attempt(left)
+            responses = [reply.checked.response for reply in self.replies[logged:]]
+            seconds = session.clock.time() - began
+            session.exchange_log(place, seconds, sent, responses, self.failed)
+            reasons |= self.failed
+            logged = len(self.replies)
+            if len(self.replies) >= self.needed:
+                norms = {reply.client: reply.checked.norm for reply in self.replies}
+                session.norms.note(self.spec.phase, list(norms.values()))
+                session.take.hear(norms)
+                return sorted(self.replies, key=lambda reply: places[reply.client])
+        spoiled = 2 * sum(why.code.of_state for why in reasons.values()) >= len(self.works)
+        times = "" if session.terms.attempts == 1 else f" after {session.terms.attempts} attempts"
+        said = f"round {self.spec.round}, phase {self.spec.phase}: {len(self.replies)} clients replied where "
+        said += f"{self.needed} are needed{times} ({in_words(why for _, why in sorted(reasons.items()))})"
+        raise (SpoiledError if spoiled else ExchangeError)(said)
+
+    def attempt(self, left: list[int]) -> list[RequestMessage]:
+        """Ask each of these clients once; wait until enough replies count or no more can come.
+
+        Returns:
+            the requests sent.
+        """
+        roster, began, sent = self.session.roster, self.session.clock.time(), []
+        self.failed, wanted = {}, set(left)
+        self.overdue &= wanted | {client for client, _ in roster.unsettled()}
+        roster.collect()
+        while True:
+            self.keep_others()
+            sent += self.send(left)
+            hope = any(self.spec.concerns(request) or client in wanted for client, request in roster.requests())
+            if self.spec.first or not hope:  # all of them at once, where all are waited for
+                self.count()
+            if self.enough() or not hope:
+                return sent
+            roster.look(began)
+
+    def enough(self) -> bool:
+        return self.spec.first and len(self.replies) >= self.needed and not self.overdue
+
+    def keep_others(self) -> None:
+        """Keep replies to requests of other phases for their exchanges: their clients are idle."""
+        for reply in [reply for reply in self.session.roster.ready if not self.spec.concerns(reply.request)]:
+            kept, opened = self.session.phase_queues.kept[reply.request.phase], self.checked(reply)
+            own = [opened.norm] if isinstance(opened, CheckedReply) else []
+            if counted := self.accept(reply, opened, [*own, *(other.checked.norm for other in kept)]):
+                kept.append(counted)
+
+    def send(self, left: list[int]) -> list[RequestMessage]:
+        """Send requests to the clients that are idle and were not asked yet."""
+        session = self.session
+        busy = {client for client, _ in session.roster.unsettled()}
+        requests = {c: self.request(c) for c in left if c not in self.failed and c not in self.done and c not in busy}
+        failed = session.roster.send(requests)
+        self.asked += [client for client in requests if client not in failed]
+        self.failed |= failed
+        self.overdue -= failed.keys()
+        if self.spec.first:
+            now = session.phase_queues.exchanges[self.spec.phase]
+            session.phase_queues.since[self.spec.phase] |= {client: now for client in requests if client not in failed}
+        return [request for client, request in requests.items() if client not in failed]
+
+    def count(self) -> None:
+        """Take what has come, as much as is needed: of what came together older requests first, then lower ids.
+
+        Where a reply came that the exchange waits for in any case, all count that came with it.
+        """
+        asked = self.session.phase_queues.since[self.spec.phase]
+
+        def order(reply: ClientReply) -> tuple[bool, int, int]:
+            return reply.client in self.overdue, asked[reply.client], reply.client
+
+        arrived = [(reply, self.checked(reply)) for reply in sorted(self.session.roster.ready, key=order)]
+        here = [reply.checked.norm for reply in self.replies]
+        here += [checked.norm for _, checked in arrived if isinstance(checked, CheckedReply)]
+        for reply, opened in arrived:
+            if self.enough():
+                return
+            if counted := self.accept(reply, opened, here):
+                self.replies.append(counted)
+                self.done.add(reply.client)
+            self.overdue.discard(reply.client)
+
+    def checked(self, reply: ClientReply) -> CheckedReply | Refusal:
+        """Check a reply, as far as no other reply is needed; the refusal where it fails."""
+        session = self.session
+        try:
+            with wire.reading(reply.client):
+                call = session.roster.contract_of(reply.client).calls[reply.request.call]
+                return check_response(reply.response(), call, session.terms, len(session.clients))
+        except Refusal as refusal:
+            return refusal
+
+    def accept(self, reply: ClientReply, counted: CheckedReply | Refusal, here: Sequence[float]) -> CountedReply | None:
+        """Count a reply that passed its checks, if its norm is usual; else note why not. `here`: see
+        `NormBounds.check`.
+
+        From now on messages to its client say that it counts, and what the client keeps depends on that, though the
+        reply may be used only later.
+        """
+        session, (client, request, _) = self.session, reply
+        session.roster.ready.remove(reply)
+        try:
+            if isinstance(counted, Refusal):
+                raise counted
+            sent = partial(wire.from_bytes, request.payload, counted.call.message)
+            session.norms.check(request.phase, counted.norm, here, lambda: euclidean(sent()))
+        except Refusal as refusal:
+            if not self.spec.concerns(request):
+                refusal = Refusal(refusal.code, f"round {request.round}, phase {request.phase}: {refusal.why}")
+            refusal.client, self.failed[client] = client, refusal
+            session.backoff.failed(client, self.spec.round)
+            return None
+        session.backoff.replied(client)
+        if not request.fresh:
+            session.counted[client] = request.round, request.exchange
+        since, now = session.phase_queues.since[request.phase], session.phase_queues.exchanges[request.phase]
+        asked, since[client] = since[client], now
+        return CountedReply(client, counted, asked)
+
+    def request(self, client: int) -> RequestMessage:
+        """Make the request as a client gets it."""
+        session, spec, work = self.session, self.spec, self.works[client]
+        contract, call, payload = spec.encoded(client)
+        return RequestMessage(
+            run=session.name,
+            contract=contract.digest,
+            round=spec.round,
+            exchange=spec.number,
+            phase=spec.phase,
+            call=call.name,
+            key=np.asarray(jax.random.key_data(spec.key)).tobytes(),
+            key_kind=str(jax.random.key_impl(spec.key)),
+            weight=float(session.clients.weights[client]),
+            work=-1 if work is None else work,
+            fresh=spec.fresh,
+            counted_round=int(session.counted[client, 0]),
+            counted_exchange=int(session.counted[client, 1]),
+            payload=payload,
+        )
