@@ -70,7 +70,7 @@ def draws(method: str, epochs: int) -> dict[str, np.ndarray]:
 
 def batch(key):
     """Indices of one draw."""
-    from fedbilevel.core.client import uniform_below
+    from fedbilevel.machinery.threefry import uniform_below
 
     return uniform_below(key, SAMPLES, (BATCH,))
 
@@ -87,7 +87,7 @@ def fednest_draws(client, inner, outer) -> dict:
     import jax
     from jax.random import fold_in, split
 
-    from fedbilevel.core.client import uniform_below
+    from fedbilevel.machinery.threefry import uniform_below
 
     anchor, descent = split(inner)
     start, system, last = split(split(outer)[0], 3)
@@ -108,7 +108,7 @@ def lfednest_draws(client, inner, outer) -> dict:
     """A client's share of an epoch of LFedNest: two exchanges, in the second everything for x."""
     from jax.random import fold_in, split
 
-    from fedbilevel.core.client import uniform_below
+    from fedbilevel.machinery.threefry import uniform_below
 
     hyper_outer, system, hyper_inner = split(fold_in(fold_in(outer, client), 0), 3)
     length, products = split(system)

@@ -65,8 +65,8 @@ def write_problem(path: Path, rounds: int) -> None:
     """The same start, data and draws as the engine's, for the peer."""
     import jax
 
-    from fedbilevel.core.client import uniform_below
     from fedbilevel.engines.engine import draw_cohort, round_keys
+    from fedbilevel.machinery.threefry import uniform_below
 
     _, _, clients, x0, y0 = build()
     cohorts, draws = [], {"outer": [], "inner": []}

@@ -9,7 +9,7 @@ from fedbilevel.algorithms.fednest import SVRG
 from fedbilevel.algorithms.parts.hypergradients import Exact, Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
-from fedbilevel.algorithms.parts.local_steps import Momentum, Plain, Proximal
+from fedbilevel.algorithms.parts.local_steps import Mixed, Momentum, Plain, Proximal
 from fedbilevel.algorithms.rabo import Coordinates, PrintedSlopes
 from fedbilevel.oracles.differences import Differences
 
@@ -25,6 +25,7 @@ __all__ = [
     "LocalImplicit",
     "LocalSGD",
     "MeanGradient",
+    "Mixed",
     "Momentum",
     "Neumann",
     "Plain",

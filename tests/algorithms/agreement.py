@@ -32,6 +32,7 @@ class Case(NamedTuple):
         problem: where it is not the task's, one on the task's samples, whatever their dimensions.
         clock: of asynchronous methods.
         slow: compiling takes more than some seconds.
+        own: clients' own numbers but their local steps.
     """
 
     algorithm: Algorithm
@@ -39,6 +40,7 @@ class Case(NamedTuple):
     problem: fb.Bilevel | fb.SingleLevel | fb.SimpleBilevel | None = None
     clock: fb.Clock = fb.Clock()
     slow: bool = False
+    own: Any = None
 
 
 TWO_PHASES = "two phases, a loop, client state"
@@ -78,16 +80,18 @@ def cases(name: str = "") -> dict[str, Case]:
 
 def two_rounds(case: str, engine: Any) -> tuple[Any, Any]:
     """What the next round begins with after two rounds, and their costs."""
-    algorithm, work, problem, clock, _ = cases(case)[case]
-    task = quadratic(clients=8, samples=(3, 5), local_steps=work)
+    algorithm, work, problem, clock, _, own = cases(case)[case]
+    task = quadratic(clients=8, samples=(3, 5))
+    rows, weights = (task.clients.outer, task.clients.inner), task.clients.weights
+    clients = fb.Clients(*rows, weights=weights, local_steps=work, own=own)
     problem = problem or task.problem
     y0 = None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else task.y0
-    carry = first_carry(algorithm, problem, task.clients, task.x0, y0)
-    cohort = COHORT if algorithm.asks.cohorts else len(task.clients)
+    carry = first_carry(algorithm, problem, clients, task.x0, y0)
+    cohort = COHORT if algorithm.asks.cohorts else len(clients)
     engine = replace(engine, clock=clock)
     if isinstance(engine, fb.Reference) and case != TWO_PHASES:  # that one computes every operation by itself
         problem = with_compiled_losses(problem)
-    run = engine.start(algorithm, problem, task.clients, cohort, jax.random.key(1), carry)
+    run = engine.start(algorithm, problem, clients, cohort, jax.random.key(1), carry)
     costs = []
     while int(carry.round) < 2:
         carry, _, round_costs = run.advance(carry, 2 - int(carry.round))

@@ -12,4 +12,4 @@ def client_alone(problem, outer, inner, id=0, batch_size=None):
     sizes = [len(jax.tree.leaves(part)[0]) for part in rows]
     samples = [Samples(part, jnp.asarray(0), jnp.asarray(n), n, True) for part, n in zip(rows, sizes, strict=True)]
     weight = jnp.asarray(1.0)
-    return Client(problem.over_batches(), *samples, jnp.asarray(id), weight, None, None, batch_size=batch_size)
+    return Client(problem.over_batches(), *samples, jnp.asarray(id), weight, None, batch_size=batch_size)

@@ -189,21 +189,12 @@ def test_weights_are_normalised():
     assert Clients(data, data, weights=[1, 1, 4, 2]).weights.tolist() == [0.125, 0.125, 0.5, 0.25]
 
 
-def test_local_steps_have_three_forms():
-    data = entries()
-    assert Clients(data, data).local_steps is None
-    assert Clients(data, data, local_steps=(2, 5)).local_steps == (2, 5)
-    each = Clients(data, data, local_steps=[1, 2, 3, 9]).local_steps
-    assert each.dtype == np.int32
-    assert each.tolist() == [1, 2, 3, 9]
-
-
 def test_clients_local_steps_are_the_populations_or_else_the_algorithms():
-    make = lambda work: Client(  # noqa: E731
-        Bilevel(loss, loss), SimpleNamespace(), SimpleNamespace(), jnp.asarray(0), jnp.asarray(1.0), None, work
+    make = lambda own: Client(  # noqa: E731
+        Bilevel(loss, loss), SimpleNamespace(), SimpleNamespace(), jnp.asarray(0), jnp.asarray(1.0), None, own
     )
-    assert make(None).local_steps(7) == 7
-    assert int(make(jnp.asarray(3)).local_steps(7)) == 3
+    assert make({}).local_steps(7) == 7
+    assert int(make({"local_steps": jnp.asarray(3)}).local_steps(7)) == 3
 
 
 @pytest.mark.parametrize("field", ["weights", "capacity"])

@@ -106,10 +106,10 @@ def test_bad_weights_are_refused(weights, words):
 
 @pytest.mark.parametrize(
     "steps",
-    [5, (3, 2), (0, 2), (1.5, 3), [1, 2], [1, 2, 0], "3", [True, True, True]],
+    [0, (3, 2), (0, 2), (1.5, 3), [1, 2], [1, 2, 0], [1.0, 2.0, 3.0], "3", [True, True, True], lambda round: 1],
 )
 def test_bad_local_steps_are_refused(steps):
-    with pytest.raises(ConfigurationError, match=r"Clients\.local_steps = .*pair \(low, high\).* or 3 positive"):
+    with pytest.raises(ConfigurationError, match=r"Clients\.local_steps = "):
         Clients(GOOD, GOOD, local_steps=steps)
 
 

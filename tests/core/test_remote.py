@@ -12,7 +12,7 @@ def test_of_clients_keeps_what_a_server_may_know():
     task = quadratic(clients=3, samples=(3, 9), local_steps=(1, 4))
     remote = fb.RemoteClients.of(task.clients)
     assert len(remote) == 3
-    assert remote.local_steps == (1, 4)
+    assert remote.own == task.clients.own
     np.testing.assert_array_equal(remote.weights, task.clients.weights)
     for mine, theirs in zip(remote.examples(), (task.clients.outer, task.clients.inner), strict=True):
         row = theirs.row(1)

@@ -10,7 +10,7 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 
 from fedbilevel.engines import engine
-from fedbilevel.engines.engine import draw_cohort, round_keys, work_of
+from fedbilevel.engines.engine import draw_cohort, round_keys
 
 DRAWS = 20_000
 
@@ -85,31 +85,7 @@ def test_the_key_decides():
 
 def test_rounds_have_streams_of_their_own():
     key = jax.random.key(7)
-    streams = [tuple(jax.random.key_data(k).tolist()) for r in range(5) for k in round_keys(key, r)]
+    streams = [tuple(jax.random.key_data(k).tolist()) for r in range(5) for k in round_keys(key, r)[:3]]
     assert len(set(streams)) == 15
     again = jax.jit(round_keys)(key, jnp.asarray(3))
-    assert [tuple(jax.random.key_data(k).tolist()) for k in again] == streams[9:12]
-
-
-@pytest.mark.parametrize("bounds", [(1, 10), (3, 3), (5, 6)])
-def test_work_is_uniform_between_its_bounds(bounds):
-    low, high = bounds
-    work = np.asarray(work_of(jax.random.key(1), jnp.arange(DRAWS), bounds))
-    assert work.dtype == np.int32
-    counts = np.bincount(work - low, minlength=high - low + 1)
-    assert len(counts) == high - low + 1  # nothing outside; bincount refuses what is negative
-    share = 1 / len(counts)
-    assert np.all(np.abs(counts / DRAWS - share) <= 5 * np.sqrt(share * (1 - share) / DRAWS))
-
-
-def test_work_depends_on_the_client_not_on_its_place():
-    key, ids = jax.random.key(1), jnp.array([5, 2, 9, 0])
-    work = work_of(key, ids, (1, 100))
-    assert work_of(key, ids[::-1], (1, 100)).tolist() == work[::-1].tolist()
-    assert work_of(key, ids[1:2], (1, 100)).tolist() == work[1:2].tolist()
-
-
-def test_work_of_a_cohort_follows_the_population():
-    key, ids = jax.random.key(1), jnp.array([2, 0])
-    assert work_of(key, ids, None) is None
-    assert work_of(key, ids, np.array([4, 5, 6])).tolist() == [6, 4]
+    assert [tuple(jax.random.key_data(k).tolist()) for k in again[:3]] == streams[9:12]

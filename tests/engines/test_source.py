@@ -44,7 +44,6 @@ def layout(clients):
         outer_equal=False,
         inner_longest=int(INNER.max()),
         inner_equal=False,
-        local_steps=clients.local_steps if isinstance(clients.local_steps, tuple) else None,
         chunk=COHORT,
         axis=None,
         available=len(clients),
@@ -59,9 +58,8 @@ def window(data, rows, name, longest, at):
     return Samples(getattr(data, name), start, size, longest, False)
 
 
-@pytest.mark.parametrize("local_steps", [None, [3, 1, 4, 1, 5, 9]])
-def test_streamed_members_have_the_samples_of_resident_ones(local_steps):
-    clients = population(local_steps=local_steps)
+def test_streamed_members_have_the_samples_of_resident_ones():
+    clients = population()
     resident = Resident(clients, layout(clients), KEY, None, 1)
     streamed = Streamed(clients, layout(clients), KEY, None, 2)
     try:
@@ -75,7 +73,7 @@ def test_streamed_members_have_the_samples_of_resident_ones(local_steps):
             assert members.id.tolist() == ids.tolist()
             ids, members = jax.tree.map(np.ravel, (ids, members))
             for place, i in enumerate(ids.tolist()):
-                for name in ("weight", "outer_size", "inner_size", "work", "counts"):
+                for name in ("weight", "outer_size", "inner_size", "counts"):
                     mine, theirs = getattr(members, name), getattr(table, name)
                     assert mine is theirs is None or mine[place] == theirs[i]
                 for name, longest in (("outer", 5), ("inner", 6)):

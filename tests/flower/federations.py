@@ -57,8 +57,7 @@ def site(algorithm, k, task=TASK, problem=None, limits=FREE, **more):
     one = clients.inner is clients.outer or isinstance(problem, fb.Minimax)
     own = {"outer": clients.outer.row(k), "inner": None if one else clients.inner.row(k), "limits": limits, **more}
     y0 = None if isinstance(problem, fb.SingleLevel) else task.y0
-    works = clients.local_steps is not None
-    return Site(id=k, algorithm=algorithm, problem=problem, x0=task.x0, y0=y0, works=works, **own)
+    return Site(id=k, algorithm=algorithm, problem=problem, x0=task.x0, y0=y0, **own)
 
 
 def memory():
@@ -86,9 +85,9 @@ def without(monkeypatch, algorithm, absent, *, task=TASK, rounds=3, cohort=4, ke
 
         def mean(self, *arguments, **options):
             number, self.exchanges = self.exchanges, self.exchanges + 1
-            whole = ids, works = self.own
+            whole = ids, own = self.own
             there = np.array([(i, self.round, number) not in absent for i in ids.tolist()])
-            self.own = ids[there], None if works is None else works[there]
+            self.own = ids[there], [numbers for numbers, here in zip(own, there, strict=True) if here]
             try:
                 return super().mean(*arguments, **options)
             finally:

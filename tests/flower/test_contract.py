@@ -26,8 +26,8 @@ TASK = federations.TASK
 EXAMPLES = TASK.clients.examples()
 
 
-def contract(algorithm, problem=TASK.problem, y=TASK.y0, x=TASK.x0, has_client_steps=False):
-    return draw_up(algorithm, problem, x, y, EXAMPLES, has_client_steps)
+def contract(algorithm, problem=TASK.problem, y=TASK.y0, x=TASK.x0):
+    return draw_up(algorithm, problem, x, y, EXAMPLES)
 
 
 def problem_for(cls):
@@ -44,7 +44,7 @@ def test_every_call_of_a_round_is_in_it(name):
     """Two rounds are traced, with a fed that plays every loop twice and looks each message up by its own layout."""
     algorithm = ALGORITHMS[name]()
     problem, y = problem_for(type(algorithm))
-    made = contract(algorithm, problem, y, has_client_steps=True)
+    made = contract(algorithm, problem, y)
     found = set()
 
     class Noting:
@@ -91,8 +91,6 @@ OTHERS = {
     "another method": (fb.ShroFBO(batch_size=4), {}, "algorithm is ShroFBO there and SimFBO here"),
     "a schedule": (fb.SimFBO(batch_size=4, client_lr=optax.constant_schedule(0.1)), {}, "hyperparameters.client_lr"),
     "other dtypes": (fb.SimFBO(batch_size=4), {"x": jnp.zeros(2, jnp.float32)}, "calls.local_updates:"),
-    "work from the server": (
-        fb.SimFBO(batch_size=4), {"has_client_steps": True}, "local steps from the server is True there"),
 }  # fmt: skip
 
 

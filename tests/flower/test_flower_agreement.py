@@ -25,6 +25,16 @@ CASES = {
     "ShroFBO, ragged full batches, random work, a schedule": (
         fb.ShroFBO(batch_size=None, server_lr=optax.exponential_decay(0.02, 2, 0.5)), "ragged", (1, 4), None
     ),
+    "SimFBO, numbers of each client": (
+        fb.SimFBO(batch_size=4, local_optimizer=fb.parts.Mixed()),
+        "equal",
+        {
+            "client_lr.x": [0.01, 0.02, 0.03, 0.04, 0.05],
+            "local_optimizer.decay": (0.0, 0.5),
+            "local_steps": lambda round, client, key: 1 + (round + client) % 3,
+        },
+        None,
+    ),
     "FedMBO, fresh cohorts": (
         fb.FedMBO(
             inner=fb.parts.LocalSGD(rounds=2),
@@ -42,11 +52,13 @@ SLOW = ("FedMBO, fresh cohorts",)
 def both(case, log):
     """The case over Flower and on this machine."""
     algorithm, sizes, work, problem = CASES[case]
-    task = quadratic(clients=5, dim_x=2, dim_y=3, samples=SIZES[sizes], local_steps=work)
+    own = work if isinstance(work, dict) else {} if work is None else {"local_steps": work}
+    task = quadratic(clients=5, dim_x=2, dim_y=3, samples=SIZES[sizes])
     problem = problem or task.problem
     y0 = None if isinstance(problem, fb.SingleLevel) else task.y0
     one = problem is MINIMAX
-    clients = fb.Clients(task.clients.outer, weights=task.clients.weights, local_steps=work) if one else task.clients
+    inner = None if one else task.clients.inner
+    clients = fb.Clients(task.clients.outer, inner, weights=task.clients.weights, own=own)
     second = lambda client, message: float(bool(decode(RequestMessage, message).phase))  # noqa: E731  as Local's clock has it
     grid = InProcess(federations.app(algorithm, task, problem), len(task.clients), delay=second)
     same = {"rounds": ROUNDS, "cohort": COHORT, "key": 1, "eval_every": 2, "metrics": {"norm": lambda x, y: x @ x}}

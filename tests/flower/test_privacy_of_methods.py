@@ -200,4 +200,4 @@ def test_noise_does_not_add_up_over_differences(tmp_path):
 
 
 def reference_client(runtime):
-    return Client(runtime.problem, runtime.outer, runtime.inner, jnp.asarray(0), jnp.asarray(0.25), None, None)
+    return Client(runtime.problem, runtime.outer, runtime.inner, jnp.asarray(0), jnp.asarray(0.25), None)

@@ -102,7 +102,10 @@ REFUSED = {
     "another call": ({"call": "y_gradient:0"}, "contract"),
     "another shape": ({"payload": np.ones(6).tobytes()}, "malformed"),
     "a NaN": ({"payload": np.array([1, np.nan, 1, 1, 1]).tobytes()}, "numbers"),
-    "work that is not said here": ({"work": 3}, "contract"),
+    "a number for no field": ({"own": '{"outer_steps": 3}'}, "contract"),
+    "a count that is none": ({"own": '{"local_steps": 0}'}, "contract"),
+    "own numbers that are none": ({"own": '{"local_steps": "3"}'}, "malformed"),
+    "own numbers without names": ({"own": "[3]"}, "malformed"),
     "no weight": ({"weight": 0.0}, "malformed"),
     "a weight of NaN": ({"weight": float("nan")}, "malformed"),
     "a round before the first": ({"round": -1}, "malformed"),
@@ -168,13 +171,22 @@ class Rounds(federations.Steps):
     inner_rounds: int = static(default=3)
 
 
-def test_local_steps_that_the_server_says(ran):
-    task = federations.quadratic(clients=2, dim_x=2, dim_y=3, samples=(6, 6), local_steps=(1, 5))
-    runtime = ClientRuntime(federations.site(STEPS, 0, task, limits=replace(federations.FREE, max_local_steps=4)))
-    assert asked(runtime, work=5).refused == "5 local steps are above this client's limit of 4"
-    assert asked(runtime).refused == "local steps = -1 came; this client expects some"
+def test_numbers_that_the_server_says_and_those_of_the_site(ran):
+    """The server's count is bounded by the site's limit; what the site states of itself goes before it."""
+    method, limits = fb.FedNestSGD(batch_size=4), replace(federations.FREE, max_local_steps=20)
+
+    def answer(steps, **own):
+        client = ClientRuntime(federations.site(method, 0, limits=limits, **own))
+        said = f'{{"local_steps": {steps}}}'
+        return client.respond(request(client, of="inner.descent", own=said), memory())
+
+    assert answer(21).refused == "local_steps = 21 is above this client's limit of 20 steps"
     assert ran == []
-    assert asked(runtime, work=4).refused == ""
+    two, four, stated = answer(2), answer(4), answer(4, own={"local_steps": 2})
+    assert (two.gradients, four.gradients, stated.gradients) == (2, 4, 2)
+    assert stated.payload == two.payload != four.payload
+    with pytest.raises(fb.errors.ConfigurationError, match=r"unknown number of a client's own .*'loca_steps'"):
+        federations.site(method, 0, own={"loca_steps": 2})
 
 
 def test_a_phase_that_takes_too_long():

@@ -54,7 +54,7 @@ def client(loss, size=SIZE):
     stored = {"image": rng.normal(size=(20, PIXELS)), "target": rng.normal(size=(20, 2))}
     samples = Samples(stored, jnp.asarray(3), jnp.asarray(size), LONGEST, size == LONGEST)
     problem = fb.Bilevel(outer=loss, inner=loss).over_batches()
-    return Client(problem, samples, samples, jnp.asarray(0), jnp.asarray(1.0), None, None)
+    return Client(problem, samples, samples, jnp.asarray(0), jnp.asarray(1.0), None)
 
 
 @pytest.mark.parametrize(("size", "batch_size"), [(SIZE, None), (LONGEST, None), (SIZE, 4)])

@@ -178,7 +178,7 @@ def test_a_client_reads_its_own_file_alone(folder, tmp_path, monkeypatch):
     (tmp_path / "heart" / own).write_bytes((folder / own).read_bytes())
     alone = hospitals(folds=FOLDS, local_steps=[1, 2, 3, 4], party=2)
     assert len(alone.clients) == 1
-    assert alone.clients.local_steps.tolist() == [3]
+    assert alone.clients.own["local_steps"].values.tolist() == [3]
     for name, array in alone.clients.inner.row(0).items():
         np.testing.assert_array_equal(array, whole.clients.inner.row(2)[name])
     assert jax.tree.map(jnp.shape, (alone.x0, alone.y0)) == jax.tree.map(jnp.shape, (whole.x0, whole.y0))

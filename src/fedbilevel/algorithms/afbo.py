@@ -69,7 +69,7 @@ class MeanGradient(InnerRounds):
 
     kind: ClassVar[str] = "mean-gradient"
 
-    client_lr: float = positive(default=0.01)
+    client_lr: float = positive(default=0.01, own=True)
     lr: float = positive(default=0.5)
 
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:

@@ -43,7 +43,7 @@ from fedbilevel.algorithms.parts.hypergradients import Exact, hypergradient_give
 from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import check_neumann_step
 from fedbilevel.core.algorithm import Algorithm, phase
-from fedbilevel.core.client import Client, Clients, RemoteClients, uniform_below
+from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import at as at_round
 from fedbilevel.core.config import positive, positive_integer, static
 from fedbilevel.core.errors import unknown
@@ -52,6 +52,7 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, PyTree, move, scaled
+from fedbilevel.machinery.threefry import uniform_below
 from fedbilevel.oracles.products import hess_v
 
 

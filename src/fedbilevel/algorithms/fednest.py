@@ -10,8 +10,8 @@ An epoch is T times FedInn, then FedOut.
              y ← mean_i y_{i,τ_i}                                                                      one exchange
     FedIHGP  v = (N/ℓ) (I − H/ℓ)^N' ∇y F, N' uniform on {0..N−1}, every factor from fresh clients      1 + N'
     FedOut   h = mean_i [∇x f_i(x, y; ξ_i) − ∇²xy g_i(x, y; ζ_i) v]                                    one exchange
-             x_{i,ν+1} = x_{i,ν} − (α/τ) [∇x f_i(x_{i,ν}, y; ξ_ν) − ∇x f_i(x, y; ξ_ν) + h]
-             x ← mean_i x_{i,τ}                                                                        one exchange
+             x_{i,ν+1} = x_{i,ν} − (α/τ_i) [∇x f_i(x_{i,ν}, y; ξ_ν) − ∇x f_i(x, y; ξ_ν) + h]
+             x ← mean_i x_{i,τ_i}                                                                      one exchange
 
 FedNest-SGD takes FedAvg's local steps on y, without q and the correction. LFedNest does so too, and its clients step
 on x along their own hypergradients, with their own Hessians, which saves all exchanges of FedIHGP and is biased where
@@ -94,12 +94,12 @@ class Epochs(Nested):
     Args:
         inner: the rounds on y.
         hypergradient: how h is found: by products that are means over all clients, or by each client alone.
-        outer_lr: α; a client's step on x is α/τ.
-        outer_steps: τ, a client's local steps on x in a round.
+        outer_lr: α; a client's step on x is α/τ_i.
+        outer_steps: τ_i, a client's local steps on x in a round, which may be its own (`Clients.own`).
     """
 
     inner: Any
-    outer_steps: int = positive_integer(default=1)
+    outer_steps: int = positive_integer(default=1, own=True)
 
     @property
     def allows(self) -> Allows:
@@ -115,7 +115,7 @@ class Epochs(Nested):
 
     @phase(takes=("x", "y", "x"), gives="x")
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of x by τ corrected steps (FedOut), less −αh, which all clients have in common."""
+        """Reply with the change of x by τ_i corrected steps (FedOut), less −αh, which all clients have in common."""
         x, y, h = at
 
         def gradient(x: PyTree, key: Array) -> PyTree:
@@ -171,8 +171,8 @@ class LFedNest(Nested):
     Args:
         inner: the rounds on y: FedAvg's local steps.
         hypergradient: how each client finds its own.
-        outer_lr: α; a client's step on x is α/τ.
-        outer_steps: τ, a client's local steps on x in a round.
+        outer_lr: α; a client's step on x is α/τ_i.
+        outer_steps: τ_i, a client's local steps on x in a round, which may be its own (`Clients.own`).
     """
 
     name = "lfednest"
@@ -190,7 +190,7 @@ class LFedNest(Nested):
 
     inner: LocalSGD = LocalSGD()
     hypergradient: LocalImplicit = LocalImplicit()
-    outer_steps: int = positive_integer(default=1)
+    outer_steps: int = positive_integer(default=1, own=True)
 
     @property
     def allows(self) -> Allows:
@@ -204,7 +204,7 @@ class LFedNest(Nested):
 
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of x by τ steps, each along the client's own hypergradient where the step begins."""
+        """Reply with the change of x by τ_i steps, each along the client's own hypergradient where the step begins."""
         x, y = at
 
         def step(k: Array, carry: tuple[PyTree, Array, Withheld, Array, Array]) -> tuple[Any, ...]:

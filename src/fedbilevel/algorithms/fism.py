@@ -91,7 +91,7 @@ class Incremental(DecreasingSteps):
         problem: Any = client.problem
         known = not self.anew or problem.known
         require(known, "SimpleBilevel.outer", None, "a function (x) on clients too, which take 𝓗 anew at every step")
-        steps = self.local_steps if client.work is None else client.work
+        steps = client.local_steps(self.local_steps)
         drawn = self.order == "random" or steps is not None
         sample, bound, n = client.inner.in_turn(key if drawn else None, steps)
         full = client.inner.equal and not isinstance(steps, Array)  # everyone takes as many

@@ -10,9 +10,10 @@ The server sends (x, y, v). Client i makes τ_i steps on all three at once, alon
 
     d_x = ∇x f_i − ∇²xy g_i v        d_y = ∇y g_i        d_v = ∇²yy g_i v − ∇y f_i
 
-by plain steps (x, y, v) ← (x, y, v) − (η_x d_x, η_y d_y, η_v d_v), by heavy ball or by FedProx (`local_optimizer`), and
-replies with q_i = Σ_k a_k (d_x, d_y, d_v) = (start − end)/η. a_k is the weight of the k-th of its τ_i directions, 1 for
-plain steps, and ‖a_i‖₁ = Σ_k a_k. The server, with proj_r the projection on the ball of radius r about 0,
+by plain steps (x, y, v) ← (x, y, v) − (η_x d_x, η_y d_y, η_v d_v), by heavy ball, by FedProx (`local_optimizer`), or
+each client by its own (`Mixed`), and replies with q_i = Σ_k a_k (d_x, d_y, d_v) = (start − end)/η. a_k is the weight of
+the k-th of its τ_i directions, 1 for plain steps, and ‖a_i‖₁ = Σ_k a_k. The server, with proj_r the projection on the
+ball of radius r about 0,
 
     SimFBO    (x, y, v) ← (x − γ_x q_x, y − γ_y q_y, proj_r(v − γ_v q_v)),   q = Σ_{i∈C} (M/P) p_i q_i          (4), (5)
     ShroFBO   the same with ρ h for q:   h = Σ_{i∈C} (M/P) p_i q_i / ‖a_i‖₁,   ρ = Σ_j p_j ‖a_j‖₁               (6)-(8)
@@ -49,6 +50,7 @@ from fedbilevel.algorithms.parts.local_steps import (
     LIKE_XYV,
     LocalDirections,
     LocalOptimizer,
+    Mixed,
     Momentum,
     Plain,
     Proximal,
@@ -89,13 +91,14 @@ class SingleLoop(LocalDirections):
             drift apart.
         radius: r, the radius of the ball that v is projected on, in the norm of y; r = L_f/μ_g in theory; infinity does
             not project.
-        local_optimizer: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`).
+        local_optimizer: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`), or
+            each client's own (`Mixed`).
         server_optimizer: an optax optimizer of learning rate 1, fed with q; its updates are scaled by γ.
     """
 
     server_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1))
     radius: float = positive(default=float("inf"))
-    local_optimizer: Plain | Momentum | Proximal | LocalOptimizer = Plain()
+    local_optimizer: Plain | Momentum | Proximal | Mixed | LocalOptimizer = Plain()
     server_optimizer: optax.GradientTransformation = static(default=optimizer("sgd"))
 
     def start(self, x: PyTree, y: PyTree) -> tuple[XYV, optax.OptState]:

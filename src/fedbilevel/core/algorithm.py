@@ -21,6 +21,7 @@ from fedbilevel.core.config import (
     fraction,
     positive,
     positive_integer,
+    share,
     static,
     step_sizes,
     wrapped,
@@ -28,6 +29,7 @@ from fedbilevel.core.config import (
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
 from fedbilevel.core.fed import Fed, Phase, Reply
+from fedbilevel.core.own import check_own, with_own
 from fedbilevel.core.problem import Bilevel, Problem
 from fedbilevel.core.tree import PyTree
 
@@ -80,7 +82,7 @@ def takes_and_gives(function: Any) -> tuple[PyTree, PyTree]:
 @dataclass_transform(
     kw_only_default=True,
     frozen_default=True,
-    field_specifiers=(static, wrapped, positive_integer, counts, step_sizes, positive, fraction),
+    field_specifiers=(static, wrapped, positive_integer, counts, step_sizes, positive, fraction, share),
 )
 class Part(ABC):
     """A configuration with phases, that can be a field of a method: a linear solver, the steps on y, a method itself.
@@ -251,7 +253,7 @@ class Algorithm(Part):
         """
         if name not in self.phases:
             raise unknown(f"phase of {self.label}", name, self.phases)
-        phase, client = self.phases[name], replace(client, batch_size=self.batch_size)
+        phase, client = with_own(self, client.own).phases[name], replace(client, batch_size=self.batch_size)
         checked = partial(reply_of, f"{self.label}.{name}", phase)
         if client.problem.local is None:
             return checked(client, message, key)
@@ -299,6 +301,7 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
 
 def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
     """Let the algorithm refuse a problem, or clients, that its fields do not fit."""
+    check_own(algorithm, clients.own)
     if problem.local is not None:
         refuse_unless_allowed(
             algorithm, "local_x", f"cannot leave x to its clients (Bilevel.local = {problem.local!r})"

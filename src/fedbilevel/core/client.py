@@ -16,9 +16,10 @@ from jax import Array
 from fedbilevel.core.card import Card, Shown, counted, listed, named_shape, span
 from fedbilevel.core.errors import ConfigurationError, FloorError, require, require_count
 from fedbilevel.core.inputs import arrays_of, require_alike
+from fedbilevel.core.own import LOCAL_STEPS, Given, Values, check, read
 from fedbilevel.core.problem import Minimax, Padded, Problem
 from fedbilevel.core.tree import PyTree, rows_at, shapes
-from fedbilevel.machinery.threefry import computed_once
+from fedbilevel.machinery.threefry import computed_once, uniform_below
 
 
 @dataclass(frozen=True, repr=False)
@@ -135,9 +136,13 @@ class Clients(Shown):
         weights: p_i > 0, normalised to sum 1; None gives 1/M each, "size" gives inner samples over their total.
         outer_sizes: (M,) true numbers of samples in `outer`, where its arrays are stacked and padded at the end.
         inner_sizes: (M,) true numbers of samples in `inner`, where its arrays are stacked and padded at the end.
-        local_steps: how many local steps a client makes: None (the algorithm's own number), (M,) integers, one per
-            client, or (low, high), or {"low": …, "high": …}: drawn uniformly, both included, for each client and round.
-        capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1; None: all.
+        local_steps: how many local steps a client makes: None (the algorithm's own number), a number, (M,) numbers, one
+            for each client, (T, M), one for each round and client, (low, high), or {"low": …, "high": …}: drawn
+            uniformly, both included, for each client and round; or a function (round, client, key) of JAX's operations.
+        own: other numbers of the method that are a client's own, by the path of the method's field, each in one of
+            these forms: `{"outer_steps": [1, 5], "client_lr.x": (0.01, 0.1)}`.
+        capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1, or (T, M), for
+            each round and client; None: all.
 
     Raises:
         ConfigurationError: an empty client, NaN or infinite samples, leaves whose leading axes disagree, clients whose
@@ -147,7 +152,7 @@ class Clients(Shown):
     outer: Ragged
     inner: Ragged
     weights: np.ndarray
-    local_steps: np.ndarray | tuple[int, int] | None
+    own: Mapping[str, Values]
     capacity: np.ndarray | None
 
     def __init__(
@@ -159,6 +164,7 @@ class Clients(Shown):
         outer_sizes: Any = None,
         inner_sizes: Any = None,
         local_steps: Any = None,
+        own: Mapping[str, Any] | None = None,
         capacity: Any = None,
     ) -> None:
         outer_rows = _rows("outer", outer, outer_sizes)
@@ -173,8 +179,8 @@ class Clients(Shown):
         object.__setattr__(self, "inner", inner_rows)
         weights = inner_rows.size if isinstance(weights, str) and weights == "size" else weights
         object.__setattr__(self, "weights", checked_weights("Clients.weights", weights, count, "None, 'size'"))
-        object.__setattr__(self, "local_steps", checked_local_steps("Clients.local_steps", local_steps, count))
-        object.__setattr__(self, "capacity", checked_capacity("Clients.capacity", capacity, count))
+        object.__setattr__(self, "own", _own("Clients", count, local_steps, own))
+        object.__setattr__(self, "capacity", _capacity("Clients.capacity", count, capacity))
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -208,15 +214,16 @@ class RemoteClients(Shown):
         inner: an example of a client's samples of the inner loss, in the same form; None where both losses read the
             same samples.
         weights: p_i > 0, (M,), normalised to sum 1; None gives 1/M each.
-        local_steps: how many local steps a client makes: None (the algorithm's own number), (M,) integers, or
-            (low, high): drawn uniformly, both included, for each client and round.
-        capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1; None: all.
+        local_steps: how many local steps a client makes, in one of the forms of `Clients`.
+        own: other numbers of the method that are a client's own, in these forms, by the path of the method's field.
+        capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1, or (T, M), for
+            each round and client; None: all.
     """
 
     outer: PyTree
     inner: PyTree
     weights: np.ndarray
-    local_steps: np.ndarray | tuple[int, int] | None
+    own: Mapping[str, Values]
     capacity: np.ndarray | None
 
     def __init__(
@@ -227,6 +234,7 @@ class RemoteClients(Shown):
         *,
         weights: Any = None,
         local_steps: Any = None,
+        own: Mapping[str, Any] | None = None,
         capacity: Any = None,
     ) -> None:
         require_count("RemoteClients.count", count)
@@ -234,17 +242,17 @@ class RemoteClients(Shown):
         object.__setattr__(self, "outer", example)
         object.__setattr__(self, "inner", example if inner is None else jax.tree.map(_one_sample, inner))
         object.__setattr__(self, "weights", checked_weights("RemoteClients.weights", weights, count))
-        object.__setattr__(self, "local_steps", checked_local_steps("RemoteClients.local_steps", local_steps, count))
-        object.__setattr__(self, "capacity", checked_capacity("RemoteClients.capacity", capacity, count))
+        object.__setattr__(self, "own", _own("RemoteClients", count, local_steps, own))
+        object.__setattr__(self, "capacity", _capacity("RemoteClients.capacity", count, capacity))
 
     @classmethod
     def of(cls, clients: Clients) -> RemoteClients:
-        """A `RemoteClients` with the count, shapes, weights, local steps and capacities of simulated clients."""
+        """A `RemoteClients` with the count, shapes, weights, own numbers and capacities of simulated clients."""
         outer, inner = clients.examples()
         one = clients.inner is clients.outer
-        known = {"local_steps": clients.local_steps, "capacity": clients.capacity}
-        made = cls(len(clients), outer, None if one else inner, **known)
+        made = cls(len(clients), outer, None if one else inner, capacity=clients.capacity)
         object.__setattr__(made, "weights", clients.weights)  # to the last bit
+        object.__setattr__(made, "own", clients.own)
         return made
 
     def __len__(self) -> int:
@@ -270,14 +278,12 @@ def _one_sample(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def terms_in_words(clients: Any) -> dict[str, str]:
-    """Weights, local work and capacity of `Clients` or `RemoteClients`, for people."""
-    steps = clients.local_steps
-    work = "as the algorithm says" if steps is None else f"{span(steps)}, one number per client"
-    if isinstance(steps, tuple):
-        work = f"{span(steps)}, drawn for each client and round"
+    """Weights, own numbers and capacity of `Clients` or `RemoteClients`, for people."""
+    others = [f"{name} {values}" for name, values in clients.own.items() if name != LOCAL_STEPS]
+    work = str(clients.own.get(LOCAL_STEPS, "as the algorithm says"))
     return {
         "weights": span(clients.weights, ".3g"),
-        "local steps": work,
+        "local steps": "; ".join([work, *others]),
         "capacity": "the whole model" if clients.capacity is None else f"{span(clients.capacity, '.3g')} of its units",
     }
 
@@ -309,32 +315,31 @@ def _numbers(field: str, given: Any, allowed: str) -> np.ndarray:
         raise ConfigurationError(path=field, got=given, allowed=allowed) from error
 
 
-def checked_local_steps(field: str, steps: Any, count: int) -> np.ndarray | tuple[int, int] | None:
-    """Local steps of `count` clients: see `Clients`."""
-    if steps is None:
-        return None
-    allowed = f"None, a pair (low, high) with 1 ≤ low ≤ high, or {count} positive integers"
-    if isinstance(steps, Mapping):
-        require(set(steps) == {"low", "high"}, field, steps, "{low = …, high = …}, a list, or none")
-        steps = steps["low"], steps["high"]
-    if isinstance(steps, tuple):
-        whole = len(steps) == 2 and all(isinstance(step, int | np.integer) for step in steps)
-        require(whole and 1 <= steps[0] <= steps[1], field, steps, allowed)
-        return int(steps[0]), int(steps[1])
-    array = np.asarray(steps)
-    fits = array.shape == (count,) and np.issubdtype(array.dtype, np.integer) and bool(np.all(array >= 1))
-    require(fits, field, steps, allowed)
-    return array.astype(np.int32)
+def _own(where: str, count: int, local_steps: Any, own: Mapping[str, Any] | None) -> dict[str, Values]:
+    """Read the clients' own numbers, that of local steps among them: see `Clients`."""
+    given = {} if own is None else own
+    require(isinstance(given, Mapping), f"{where}.own", own, "numbers by name, {name: numbers}")
+    said = {f"{where}.own[{name!r}]": (name, numbers) for name, numbers in given.items()}
+    if local_steps is not None:
+        require(LOCAL_STEPS not in given, f"{where}.own", LOCAL_STEPS, f"left to {where}.local_steps, which is given")
+        said[f"{where}.local_steps"] = LOCAL_STEPS, local_steps
+    numbers = {name: read(path, numbers, count) for path, (name, numbers) in said.items()}
+    if LOCAL_STEPS in numbers:
+        check(f"{where}.local_steps", numbers[LOCAL_STEPS], require_count)
+    return numbers
 
 
-def checked_capacity(field: str, capacity: Any, count: int) -> np.ndarray | None:
-    """Capacities of `count` clients: see `Clients`."""
+def _capacity(where: str, count: int, capacity: Any) -> np.ndarray | None:
+    """Read what clients can hold: (M,) or (T, M) numbers."""
     if capacity is None:
         return None
-    allowed = f"None or {count} numbers, one for each client, above 0 and at most 1"
-    c = _numbers(field, capacity, allowed)
-    require(c.shape == (count,) and bool(np.all((c > 0) & (c <= 1))), field, capacity, allowed)
-    return c
+    allowed = f"None or {count} numbers, one for each client, above 0 and at most 1; or a row of them for each round"
+    require(not callable(capacity) and not isinstance(capacity, Mapping), where, capacity, allowed)
+    values = read(where, list(capacity) if isinstance(capacity, tuple) else capacity, count, allowed)
+    assert isinstance(values, Given)
+    c = np.asarray(values.values, float)
+    require(bool(np.all((c > 0) & (c <= 1))), where, capacity, allowed)
+    return np.full(count, c) if c.ndim == 0 else c
 
 
 def _length(what: str, tree: PyTree) -> int:
@@ -441,16 +446,6 @@ class Samples:
         return Padded(jax.tree.map(lambda a: jnp.asarray(a)[chosen], self.values), offset < self.size)
 
 
-def uniform_below(key: Array, bound: Array | int, shape: tuple[int, ...] = ()) -> Array:
-    """Integers uniform on 0..bound − 1, int32.
-
-    One hash where jax.random.randint takes three, which a third of a small program's compilation would go to; the
-    probabilities differ by less than 2⁻³² from each other.
-    """
-    drawn = jax.random.bits(key, shape, jnp.uint32)
-    return jax.lax.rem(drawn, jnp.full_like(drawn, bound)).astype(jnp.int32)
-
-
 class Default(Enum):
     """The value of an argument that is left out."""
 
@@ -472,7 +467,7 @@ class Client:
         id: its number, 0..M − 1.
         weight: p_i; the engine applies it, a phase rarely needs it.
         state: what it keeps between rounds, as `init_client` made it; the engine keeps it, and it is never sent.
-        work: its number of local steps in this round; None where the clients bring none of their own.
+        own: its own numbers in this round, by the path of the method's field; the phase finds them there.
         batch_size: samples per draw, the method's field of that name; None: all.
     """
 
@@ -482,7 +477,7 @@ class Client:
     id: Array
     weight: Array
     state: PyTree
-    work: Array | None
+    own: Mapping[str, Array] = field(default_factory=dict)
     batch_size: int | None = field(default=None, metadata={"static": True})
 
     def outer_batch(self, key: Array, batch_size: int | Default | None = DEFAULT) -> PyTree:
@@ -493,6 +488,6 @@ class Client:
         """Samples for the inner loss: `batch_size` draws with replacement, all if None, the method's if left out."""
         return self.inner.batch(key, self.batch_size if isinstance(batch_size, Default) else batch_size)
 
-    def local_steps(self, default: int) -> int | Array:
+    def local_steps(self, default: Any) -> Any:
         """How many local steps to make: the client's own number where it has one, else `default`, the method's."""
-        return default if self.work is None else self.work
+        return self.own.get(LOCAL_STEPS, default)

@@ -51,17 +51,20 @@ def static(*, default: Any = dataclasses.MISSING) -> Any:
 
 def wrapped(kw_only: bool) -> Any:
     """The field of the configuration that a wrapper changes; it has to be given, and if not `kw_only` needs no name."""
-    return dataclasses.field(kw_only=kw_only)
+    return dataclasses.field(kw_only=kw_only, metadata={"wrapped": True})
 
 
-def positive_integer(*, default: Any = dataclasses.MISSING, optional: bool = False) -> Any:
-    """A static field that must be a positive integer, or, if `optional`, None; without a default it has to be given."""
+def positive_integer(*, default: Any = dataclasses.MISSING, optional: bool = False, own: bool = False) -> Any:
+    """A static field that must be a positive integer, or, if `optional`, None; without a default it has to be given.
+
+    `own`, here and below: it may be a number of a client's own (`Clients.own`), which phases find in its place.
+    """
 
     def prepare(name: str, value: Any) -> Any:
         require_count(name, value, optional)
         return value
 
-    return dataclasses.field(default=default, metadata={"static": True, "prepare": prepare})
+    return dataclasses.field(default=default, metadata={"static": True, "prepare": prepare, "own": own})
 
 
 def counts(*, default: int) -> Any:
@@ -69,27 +72,36 @@ def counts(*, default: int) -> Any:
     return dataclasses.field(default=default, metadata={"static": True, "prepare": _prepare_counts})
 
 
-def step_sizes(*, default: XYV) -> Any:
+def step_sizes(*, default: XYV, own: bool = False) -> Any:
     """A field of three step sizes; a single number or schedule given for it serves all three."""
-    return dataclasses.field(default=default, metadata={"prepare": _prepare_step_sizes})
+    return dataclasses.field(default=default, metadata={"prepare": _prepare_step_sizes, "own": own})
 
 
-def positive(*, default: float) -> Any:
+def positive(*, default: float, own: bool = False) -> Any:
     """A field that must be a positive number or a schedule; infinity is allowed."""
-    return dataclasses.field(default=default, metadata={"prepare": _prepare_number})
+    return dataclasses.field(default=default, metadata={"prepare": _prepare_number, "own": own})
 
 
-def fraction(*, default: float) -> Any:
+def fraction(*, default: float, own: bool = False) -> Any:
     """A field that must be a number strictly between 0 and 1, or a schedule."""
     allowed = "a number strictly between 0 and 1, or a schedule"
     prepare = functools.partial(_prepare_number, below=1.0, allowed=allowed)
-    return dataclasses.field(default=default, metadata={"prepare": prepare})
+    return dataclasses.field(default=default, metadata={"prepare": prepare, "own": own})
+
+
+def share(*, default: float, own: bool = False) -> Any:
+    """A field that must be a number from 0 to below 1."""
+
+    def prepare(name: str, value: Any) -> Any:
+        return value if _is_zero(value) else _prepare_number(name, value, 1.0, "at least 0 and below 1, or a schedule")
+
+    return dataclasses.field(default=default, metadata={"prepare": prepare, "own": own})
 
 
 @dataclass_transform(
     kw_only_default=True,
     frozen_default=True,
-    field_specifiers=(static, wrapped, positive_integer, counts, step_sizes, positive, fraction),
+    field_specifiers=(static, wrapped, positive_integer, counts, step_sizes, positive, fraction, share),
 )
 def config(cls: T) -> T:
     """Make a class a configuration: frozen keyword-only dataclass and pytree, its fields checked when built.
@@ -221,6 +233,10 @@ def _prepare_number(
         numbers = np.asarray(value, float)
         require(bool(np.all(numbers > 0) and (below == math.inf or np.all(numbers < below))), name, value, allowed)
     return value
+
+
+def _is_zero(value: Any) -> bool:
+    return isinstance(value, int | float | np.number) and not isinstance(value, bool) and value == 0
 
 
 def _refuse_no_number(name: str, value: Any, allowed: str) -> None:

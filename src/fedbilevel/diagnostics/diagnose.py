@@ -449,6 +449,6 @@ def diagnose(
         dim = sum(leaf.size for leaf in jax.tree.leaves(at.y))
     high = found.here.inner.largest
     require(bool(np.isfinite(high)) and high > 0, "the largest curvature of the inner loss in y", high, "positive")
-    steps = clients.local_steps
-    work = None if steps is None else int(np.max(steps))
+    ends = clients.own["local_steps"].ends if "local_steps" in clients.own else ()
+    work = int(ends[-1]) if ends else None
     return Diagnosis(found, rounds, dim, len(clients), float(len(clients) * clients.weights.max()), work)

@@ -17,7 +17,7 @@ from jax import Array, lax
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_init
-from fedbilevel.core.client import Clients, RemoteClients, uniform_below
+from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
 from fedbilevel.core.fed import Fed, LoopBody
 from fedbilevel.core.local_x import server_x
@@ -29,6 +29,7 @@ from fedbilevel.engines.in_flight import InFlight, early_replies, nothing_in_fli
 from fedbilevel.engines.recorder import key_of_round
 from fedbilevel.engines.virtual_time import Clock, ClockState
 from fedbilevel.machinery.kept import compiled
+from fedbilevel.machinery.threefry import uniform_below
 
 FLOYD_LIMIT = 2048  # Floyd's algorithm compares P²/2 pairs; beyond this a permutation of all M is quicker
 
@@ -97,7 +98,7 @@ def first_carry(
     remote, population = isinstance(clients, RemoteClients), len(clients)
     found = None
     if algorithm.asks.asynchronous:
-        found = early_replies(algorithm, problem, x, y, clients.examples(), clients.local_steps is not None)
+        found = early_replies(algorithm, problem, x, y, clients.examples())
 
     def begin(algorithm: Algorithm, x: PyTree, y: PyTree) -> tuple[Any, ...]:
         state = checked_init(algorithm, server_x(problem, x), y)
@@ -106,7 +107,7 @@ def first_carry(
         queues = None if found is None else nothing_in_flight(found, population, remote)
         return jnp.zeros((), jnp.int32), state, states, ClockState.start(), queues
 
-    key = key_of_round(algorithm, problem, x, y, population, remote, clients.local_steps is not None)
+    key = key_of_round(algorithm, problem, x, y, population, remote)
     round, state, states, now, queues = compiled(begin, algorithm, x, y, key=key)(algorithm, x, y)
     if remote:
         states = jnp.full((population, 2), -1, jnp.int32)
@@ -179,20 +180,22 @@ def check_cohort(cohort: int | None, population: int) -> int:
 
 
 class RoundKeys(NamedTuple):
-    """The independent random streams of a round."""
+    """The independent random streams of a round, and its number."""
 
     cohort: Array
-    work: Array
+    own: Array  # for clients' own numbers
     algorithm: Array
+    round: Array | int
 
     def of_fresh(self, number: Array | int) -> RoundKeys:
         """Derive the streams of the round's fresh cohort of that number; the algorithm's stream stays the round's."""
-        return self._replace(cohort=jax.random.fold_in(self.cohort, number), work=jax.random.fold_in(self.work, number))
+        return self._replace(cohort=jax.random.fold_in(self.cohort, number), own=jax.random.fold_in(self.own, number))
 
 
 def round_keys(key: Array, round: Array | int) -> RoundKeys:
     """Derive the streams of round `round` from the run's key: resuming needs only the number of the round."""
-    return RoundKeys(*jax.random.split(jax.random.fold_in(key, round), 3))
+    cohort, own, algorithm = jax.random.split(jax.random.fold_in(key, round), 3)
+    return RoundKeys(cohort, own, algorithm, round)
 
 
 @partial(jax.jit, static_argnums=(1, 2))
@@ -214,14 +217,3 @@ def draw_cohort(key: Array, population: int, size: int) -> Array:
         return chosen.at[j].set(jnp.where(jnp.any(chosen == draw), top, draw))
 
     return lax.fori_loop(0, size, add, jnp.full(size, -1, jnp.int32))
-
-
-def work_of(key: Array, ids: Array, local_steps: np.ndarray | Array | tuple[int, int] | None) -> Array | None:
-    """Say how many local steps each client of a cohort makes under `Clients.local_steps`, (P,) int32; between two
-    bounds, both included, they are drawn uniformly. None leaves the number to the algorithm."""
-    if local_steps is None:
-        return None
-    if isinstance(local_steps, tuple):
-        low, high = local_steps
-        return jax.vmap(lambda i: low + uniform_below(jax.random.fold_in(key, i), high + 1 - low))(ids)
-    return jnp.asarray(local_steps)[ids]

@@ -19,6 +19,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, Ragged, RemoteClients
 from fedbilevel.core.config import Schedule, field_values, hyperparameters
 from fedbilevel.core.metrics import directions
+from fedbilevel.core.own import Computed, Values
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.engines.local.placement import Shares
@@ -80,19 +81,30 @@ def take(
             that they give JAX for derivatives do not.
     """
     said, functions = of_method(algorithm)
-    functions = {name: of_program(program) for name, program in programs.items()} | functions
+    functions = {name: of_program(program) for name, program in programs.items()} | functions | of_rules(clients.own)
     hashed = {
         "x0": of_tree(x),
         "y0": of_tree(y),
         "clients' weights": of_tree(clients.weights),
-        "clients' local steps": of_tree(clients.local_steps),
         "clients' capacities": of_tree(clients.capacity),
+        **{f"clients' {name.replace('_', ' ')}": of_tree(values) for name, values in clients.own.items()},
         "samples' shapes and types": short(*_shapes(clients.examples())),
     }
     if isinstance(clients, Clients):
         hashed["clients' numbers of samples"] = of_tree((clients.outer.size, clients.inner.size))
     stated = {**said, "problem": type(problem).__name__, "clients": len(clients), **stated}
     return Fingerprint(stated, hashed, functions)
+
+
+def of_rules(own: Mapping[str, Values]) -> Hashes:
+    """Hash what each rule for clients' own numbers computes now, by name."""
+    rules = {name: values for name, values in own.items() if isinstance(values, Computed)}
+    return {
+        f"clients' rule for {name}": of_program(
+            jax.make_jaxpr(lambda *given, rule=rule: rule.at(*given))(0, 0, jax.random.key(0))
+        )
+        for name, rule in rules.items()
+    }
 
 
 def of_method(algorithm: Algorithm) -> tuple[dict[str, Any], Hashes]:

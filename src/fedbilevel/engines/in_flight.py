@@ -70,7 +70,6 @@ def early_replies(
     x: PyTree,
     y: PyTree,
     examples: tuple[PyTree, PyTree],
-    has_client_steps: bool,
 ) -> dict[str, Sums]:
     """Trace what a client contributes to each exchange that does not wait for everyone, by phase, as shapes.
 
@@ -79,7 +78,7 @@ def early_replies(
     """
     found: dict[str, Sums] = {}
 
-    for exchange in exchanges_of(algorithm, problem, x, y, examples, has_client_steps):
+    for exchange in exchanges_of(algorithm, problem, x, y, examples):
         if exchange.early:
             scalar = jax.ShapeDtypeStruct((), jnp.result_type(float))
             shapes = jax.eval_shape(weigh, exchange.reply, scalar, scalar)

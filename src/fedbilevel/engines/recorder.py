@@ -49,14 +49,12 @@ def exchanges_of(
     x: PyTree,
     y: PyTree,
     examples: tuple[PyTree, PyTree],
-    has_client_steps: bool,
 ) -> list[RecordedExchange]:
     """Find the exchanges of a round, by tracing a round.
 
     Args:
         x, y: the variables where the run starts; only shapes matter.
         examples: one sample of each loss, as `RemoteClients.examples` gives them.
-        has_client_steps: whether the population says how many local steps a client makes.
     """
 
     def traced() -> list[RecordedExchange]:
@@ -64,13 +62,13 @@ def exchanges_of(
 
         def round(number: Array, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
             now, state = at(algorithm, number), algorithm.client_state(problem, x, y)
-            fed = Recorder(now, problem, has_client_steps, state, examples, exchanges)
+            fed = Recorder(now, problem, state, examples, exchanges)
             return now.round(fed, now.init(server_x(problem, x), y), key)
 
         jax.eval_shape(round, np.int32(0), x, y, examples, jax.random.key(0))
         return exchanges
 
-    return list(kept(key_of_round(algorithm, problem, x, y, "exchanges", has_client_steps), traced))
+    return list(kept(key_of_round(algorithm, problem, x, y, "exchanges"), traced))
 
 
 def key_of_round(algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, *more: Hashable) -> Hashable | None:
@@ -99,7 +97,6 @@ class Recorder:
 
     algorithm: Algorithm
     problem: Problem
-    has_client_steps: bool
     state: PyTree
     examples: tuple[PyTree, PyTree]
     exchanges: list[RecordedExchange]
@@ -131,8 +128,7 @@ class Recorder:
 
     def client(self, state: PyTree) -> Client:
         outer, inner = (Samples(sample, jnp.asarray(0), jnp.asarray(1), 1, True) for sample in self.examples)
-        work = jnp.asarray(1, jnp.int32) if self.has_client_steps else None
-        return Client(self.problem, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state, work)
+        return Client(self.problem, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state)
 
 
 def check_plain(what: str, tree: PyTree) -> None:
@@ -184,18 +180,16 @@ def flops_of_calls(
             its smaller messages. Exchanges of a phase that cost different operations but the same bytes have the
             larger number.
     """
-    steps, costs = clients.local_steps, dict[ExchangeKind, int | None]()
-    differ = steps is not None and np.min(steps) != np.max(steps)
-    unknown = jax.ShapeDtypeStruct((), jnp.int32) if differ else None
+    costs, same = dict[ExchangeKind, int | None](), _same(clients)
+    unknown = {name: jax.ShapeDtypeStruct((), jnp.int32) for name in clients.own if name not in same}
     rows, over_batches = (clients.outer, clients.inner), problem.over_batches()
     given = np.int32(0), tuple(map(_longest, rows)), jax.random.key(0), unknown
 
     def phase(
-        name: str, message: PyTree, state: PyTree, round: Array, values: tuple[PyTree, PyTree], key: Array, work: Any
+        name: str, message: PyTree, state: PyTree, round: Array, values: tuple[PyTree, PyTree], key: Array, own: Any
     ) -> Reply:
-        outer, inner = (_whole(own, leaves) for own, leaves in zip(rows, values, strict=True))
-        work = np.int32(np.max(steps)) if work is None and steps is not None else work  # known where all have the same
-        client = Client(over_batches, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state, work)
+        outer, inner = (_whole(each, leaves) for each, leaves in zip(rows, values, strict=True))
+        client = Client(over_batches, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state, own | same)
         return at(algorithm, round).run_phase(name, client, message, key)
 
     def enter(name: str, message: PyTree, state: PyTree) -> None:
@@ -204,7 +198,7 @@ def flops_of_calls(
         before = costs.get(call, 0)
         costs[call] = None if cost is None or before is None else max(cost, before)
 
-    for exchange in exchanges_of(algorithm, problem, x, y, clients.examples(), steps is not None):
+    for exchange in exchanges_of(algorithm, problem, x, y, clients.examples()):
         name, message = exchange.phase, exchange.message
         if not cut:
             enter(name, message, exchange.state)
@@ -235,10 +229,15 @@ def known_flops(
 
 def _key(algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> Hashable | None:
     """Say all that operations on whole models depend on."""
-    rows, steps = (clients.outer, clients.inner), clients.local_steps
+    rows = clients.outer, clients.inner
     sizes = [(int(own.size.max()), bool(np.all(own.size == own.size[0]))) for own in rows]
-    work = None if steps is None else (int(np.min(steps)), int(np.max(steps)))
-    return key_of_round(algorithm, problem, x, y, "operations", *sizes, work)
+    return key_of_round(algorithm, problem, x, y, "operations", *sizes, *sorted(clients.own), repr(_same(clients)))
+
+
+def _same(clients: Clients) -> dict[str, Any]:
+    """Return the own numbers that are the same for all clients and rounds, so that loops are of known length."""
+    ends = {name: values.ends for name, values in clients.own.items() if values.ends}
+    return {name: low for name, (low, high) in ends.items() if low == high}
 
 
 def _longest(rows: Ragged) -> PyTree:

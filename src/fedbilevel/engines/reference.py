@@ -18,6 +18,7 @@ from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finit
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
 from fedbilevel.core.fed import Phase, Reply
+from fedbilevel.core.own import numbers_of
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
@@ -44,14 +45,13 @@ from fedbilevel.engines.engine import (
     draw_cohort,
     repeated,
     round_keys,
-    work_of,
 )
 from fedbilevel.engines.evaluation import PerClient, PerClientEvaluation, PerClientRow
 from fedbilevel.engines.machine import trim_heap
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, covered, put_back
 from fedbilevel.engines.virtual_time import Clock
 
-AskClient = Callable[[int, Array | None], tuple[Sums, Reply]]
+AskClient = Callable[[int, dict[str, Array]], tuple[Sums, Reply]]
 PutBack = Callable[[Sums], Sums]
 
 
@@ -81,7 +81,7 @@ class ReferenceFed:
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
-        ids, works = self.own if fresh is None else self.cohort(self.keys.of_fresh(fresh))
+        ids, own = self.own if fresh is None else self.cohort(self.keys.of_fresh(fresh))
         totals, spent = [], []
         asked: list[int] = []
         for place, i in enumerate(ids.tolist()):
@@ -89,7 +89,7 @@ class ReferenceFed:
                 continue
             part, whole = self.portion(phase, message, i)
             name, ask = self.question(phase, part, key, fresh)
-            sums = self.reply(ask, name, i, None if works is None else works[place], fresh is None)
+            sums = self.reply(ask, name, i, own[place], fresh is None)
             costs = exchange_costs(name, part, sums, 1, exchanges=int(not asked))
             self.round_costs = add_costs(self.round_costs, costs)
             spent.append(sums.gradients + sums.hvps)
@@ -119,16 +119,16 @@ class ReferenceFed:
         available = count - self.run.clock.never_available(count).size
         queues = check_first(n, available, max_staleness, self.queues)
         name, ask = self.question(phase, message, key, None)
-        _, works = self.own
+        _, own = self.own
         number, table = queues.number(name), queues.by_phase[name].replies
         units = jnp.zeros(count, jnp.int32)
         if self.run.pace.compute is not None:
             idle = [i for i in range(count) if queues.kind[i] != number]
-            spent = {i: ask(i, None if works is None else works[i])[0] for i in idle}
+            spent = {i: ask(i, own[i])[0] for i in idle}
             units = jnp.array([spent[i].gradients + spent[i].hvps if i in spent else 0 for i in range(count)])
         plan = in_flight.first(queues, self.run.pace, self.now, name, n, units, max_staleness)
         for i in np.flatnonzero(plan.asked).tolist():
-            sums = self.reply(ask, name, i, None if works is None else works[i], True)
+            sums = self.reply(ask, name, i, own[i], True)
             table = jax.tree.map(lambda rows, new, i=i: rows.at[i].set(new), table, sums)
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, total_of)
         self.queues, total, age = in_flight.counted(queues, plan, name, total_of)
@@ -138,20 +138,20 @@ class ReferenceFed:
         return total.update
 
     def question(self, phase: Phase, message: PyTree, key: Array, fresh: Any) -> tuple[str, AskClient]:
-        """Return a phase's name, and the function (client, local steps or None) -> (weighted sums, reply) to run it."""
+        """Return a phase's name, and the function (client, its own numbers) -> (weighted sums, reply) to run it."""
         name = self.algorithm.phase_name(phase)
 
-        def ask(i: int, work: Array | None) -> tuple[Sums, Reply]:
+        def ask(i: int, own: dict[str, Array]) -> tuple[Sums, Reply]:
             state = None if fresh is not None else jax.tree.map(lambda leaf: leaf[i], self.states)
-            client = self.client(i, work, state)
+            client = self.client(i, own, state)
             reply = self.algorithm.run_phase(name, client, message, jax.random.fold_in(key, i))
             return weigh(reply, client.weight, jnp.ones(())), reply
 
         return name, ask
 
-    def reply(self, ask: AskClient, name: str, i: int, work: Array | None, keep: bool) -> Sums:
+    def reply(self, ask: AskClient, name: str, i: int, own: dict[str, Array], keep: bool) -> Sums:
         """Get the reply of client i, weighted and checked, and keep its own new state."""
-        sums, reply = ask(i, work)
+        sums, reply = ask(i, own)
         losses = [metric for metric, value in (reply.metrics or {}).items() if not np.isfinite(value)]
         if bad := nonfinite_leaves(reply.update) + losses:
             raise diverged(f"round {self.round}, phase {name}, client {i}: ", ", ".join(bad))
@@ -181,13 +181,14 @@ class ReferenceFed:
         holders = [submodels.holders(self.units(submodels, i), counts) for i, counts in available]
         return covered(self.round_costs, holders)
 
-    def cohort(self, keys: RoundKeys) -> tuple[Array, Array | None]:
-        """Draw the ids of a cohort, (P,), and how many local steps each member makes, (P,) or None."""
+    def cohort(self, keys: RoundKeys) -> tuple[Array, list[dict[str, Array]]]:
+        """Draw the ids of a cohort, (P,), and each member's own numbers in the round."""
         with jax.disable_jit(False):
             ids = draw_cohort(keys.cohort, len(self.run.clients), self.run.cohort)
-            return ids, work_of(keys.work, ids, self.run.clients.local_steps)
+            numbers = numbers_of(self.run.clients.own, keys.own, keys.round, ids)
+        return ids, [{name: column[place] for name, column in numbers.items()} for place in range(len(ids))]
 
-    def client(self, i: int, work: Array | None, state: PyTree) -> Client:
+    def client(self, i: int, own: dict[str, Array], state: PyTree) -> Client:
         clients = self.run.clients
         return Client(
             problem=self.run.problem,
@@ -196,7 +197,7 @@ class ReferenceFed:
             id=jnp.asarray(i),
             weight=jnp.asarray(clients.weights[i], float),
             state=state,
-            work=work,
+            own=own,
         )
 
 

@@ -126,7 +126,6 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         y0=task.y0,
         outer=clients.outer.row(row),
         inner=None if shared else clients.inner.row(row),
-        works=clients.local_steps is not None,
         capacity=None if clients.capacity is None else float(clients.capacity[row]),
         limits=Limits(**_fields(LIMITS, node_config)),
         privacy=Privacy(**private) if private else None,

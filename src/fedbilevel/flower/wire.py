@@ -32,7 +32,7 @@ from fedbilevel.engines.costs import ExchangeKind
 from fedbilevel.engines.recorder import check_plain, exchanges_of
 from fedbilevel.flower.refusal import Code, Refusal
 
-PROTOCOL = 3
+PROTOCOL = 4
 PROBES = (0, 1, 10, 100, 1000)
 """Rounds at which schedules are compared."""
 MISSING = ("missing",)  # equal to nothing that JSON can hold
@@ -114,7 +114,7 @@ class RequestMessage:
     key: bytes = b""  # the exchange's
     key_kind: str = ""
     weight: float = 1.0
-    work: int = -1  # local steps, where the population has a word in it; else -1
+    own: str = "{}"  # JSON: the client's own numbers in this round, by the path of the method's field
     fresh: bool = False  # a fresh cohort: clients are asked without what they keep
     counted_round: int = -1  # of this client's last reply that counted and could change what it keeps; -1: none did
     counted_exchange: int = -1
@@ -150,11 +150,18 @@ class ResponseMessage:
             raise Refusal(Code.of(self.code), self.refused)
 
     def numbers(self) -> dict[str, float]:
-        try:
-            found = json.loads(self.metrics)
-            return {name: float(value) for name, value in found.items()}
-        except (ValueError, TypeError, AttributeError, OverflowError, RecursionError):
-            raise Refusal(Code.MALFORMED, "its metrics are not numbers by name") from None
+        return {name: float(value) for name, value in numbers_in("metrics", self.metrics).items()}
+
+
+def numbers_in(what: str, text: str) -> dict[str, int | float]:
+    """Read numbers by name from JSON, and refuse all else; `what` names them."""
+    try:
+        found = json.loads(text)
+        if all(type(value) in (int, float) and float(value) is not None for value in found.values()):
+            return dict(found)
+    except (ValueError, AttributeError, OverflowError, RecursionError):
+        pass
+    raise Refusal(Code.MALFORMED, f"its {what} are not numbers by name")
 
 
 def read(kind: type[Any], fields: Mapping[str, Any], payload: bytes) -> Any:
@@ -284,7 +291,6 @@ class Contract:
     algorithm: Algorithm
     calls: dict[str, CallSignature]
     state: PyTree  # shapes of what a client keeps between rounds, or None
-    has_client_steps: bool  # whether the server says how many local steps a client makes
     units: Mapping[str, int] | None = None  # of a client who holds a submodel: how many of each group
 
     @cached_property
@@ -297,7 +303,6 @@ class Contract:
             "algorithm": self.algorithm.label,
             "hyperparameters": hyperparameters(self.algorithm),
             "schedules": self.schedules(),
-            "local steps from the server": self.has_client_steps,
             "calls": calls,
             "state": layout(self.state),
         }
@@ -341,7 +346,6 @@ def draw_up(
     x: PyTree,
     y: PyTree,
     examples: tuple[PyTree, PyTree],
-    has_client_steps: bool,
 ) -> Contract:
     """Draw up the contract of a run; for the arguments see `engines.recorder.exchanges_of`.
 
@@ -353,7 +357,7 @@ def draw_up(
     first: dict[str, PyTree] = {}  # what is asked by fed.sum_first, and the updates' shapes
     calls: dict[str, CallSignature] = {}
 
-    for phase, message, reply, early, _ in exchanges_of(algorithm, problem, x, y, examples, has_client_steps):
+    for phase, message, reply, early, _ in exchanges_of(algorithm, problem, x, y, examples):
         check_plain(f"the message of phase {phase}", message)
         if early and not algorithm.asks.asynchronous:
             name = algorithm.label
@@ -363,7 +367,7 @@ def draw_up(
         call = CallSignature(phase, shapes(message), shapes(reply.update), tuple(sorted(reply.metrics or {})))
         calls[call.name] = call
     kept = None if state is None else shapes(jax.tree.map(jnp.asarray, state))
-    return Contract(algorithm, calls, kept, has_client_steps)
+    return Contract(algorithm, calls, kept)
 
 
 def difference(mine: str, theirs: str) -> str:

@@ -20,7 +20,7 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.linear_solvers import CG, InClient, Neumann, Product, SolveInfo, check_neumann_step
 from fedbilevel.core.algorithm import Part, phase
-from fedbilevel.core.client import Client, Clients, RemoteClients, uniform_below
+from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import at, static
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.facts import Allows, Findings, No
@@ -28,6 +28,7 @@ from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tree import PyTree
+from fedbilevel.machinery.threefry import uniform_below
 from fedbilevel.oracles import products
 from fedbilevel.oracles.differences import Differences
 from fedbilevel.oracles.fixed_x import inner_loss_at, inner_loss_on

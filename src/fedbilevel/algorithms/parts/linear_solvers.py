@@ -24,7 +24,7 @@ import optax
 from jax import Array
 
 from fedbilevel.core.algorithm import Part
-from fedbilevel.core.client import Client, Clients, RemoteClients, uniform_below
+from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import counts, positive, positive_integer, static
 from fedbilevel.core.errors import NumericalWarning, require, unknown
 from fedbilevel.core.facts import Findings
@@ -32,6 +32,7 @@ from fedbilevel.core.fed import Withheld
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.machinery.kept import compiled
+from fedbilevel.machinery.threefry import uniform_below
 from fedbilevel.oracles.operators import Iteration, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, Total, hess_v
 

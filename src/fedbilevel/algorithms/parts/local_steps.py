@@ -21,7 +21,7 @@ from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, Part
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import fraction, positive_integer, static, step_sizes
+from fedbilevel.core.config import fraction, positive_integer, share, static, step_sizes
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import Directions, directions, independent_directions
@@ -109,7 +109,7 @@ class Momentum(LocalOptimizer):
 
     kind: ClassVar[str] = "momentum"
 
-    decay: float = fraction(default=0.9)
+    decay: float = fraction(default=0.9, own=True)
 
     def begin(self, like: PyTree) -> PyTree:
         """Return the momentum m before the first step: zeros in the shapes of `like`."""
@@ -130,11 +130,37 @@ class Proximal(LocalOptimizer):
 
     kind: ClassVar[str] = "proximal"
 
-    pull: float = fraction(default=0.1)
+    pull: float = fraction(default=0.1, own=True)
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
         """Return ((1 − α) q + d, no memory): the next sum of steps after the gradient d."""
         return optax.tree.add(scaled(1 - self.pull, q), d), None
+
+
+class Mixed(LocalOptimizer):
+    """Clients with local optimizers of their own, from one rule: m ← μm + d, z ← z − ηm − α(z − z_0).
+
+    With both numbers 0 a client makes plain steps, with μ alone heavy ball's, with α alone FedProx's; each client by
+    its own: `Clients(own={"local_optimizer.decay": [0, 0.9], "local_optimizer.pull": [0.1, 0]})`.
+
+    Args:
+        decay: μ, the factor of the earlier directions in each step, at least 0 and below 1.
+        pull: α, the part of the way back to z_0 in each step, at least 0 and below 1.
+    """
+
+    kind: ClassVar[str] = "mixed"
+
+    decay: float = share(default=0.0, own=True)
+    pull: float = share(default=0.0, own=True)
+
+    def begin(self, like: PyTree) -> PyTree:
+        """Return the momentum m before the first step: zeros in the shapes of `like`."""
+        return optax.tree.zeros_like(like)
+
+    def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+        """Return ((1 − α) q + m, m) with m = μ·memory + d: the next sum of steps, and the momentum after d."""
+        m = move(d, self.decay, memory)
+        return optax.tree.add(scaled(1 - self.pull, q), m), m
 
 
 def added_up(optimizer: LocalOptimizer, tau: Count) -> Array:
@@ -166,7 +192,7 @@ class LocalDirections(Algorithm):
 
     local_steps: int = positive_integer(default=5)
     batch_size: int | None = positive_integer(default=32, optional=True)
-    client_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1))
+    client_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1), own=True)
     independent_batches: bool = static(default=False)
 
     def local_sum(

@@ -15,11 +15,11 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError, diverged, require, require_count
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree, is_floating, nbytes
+from fedbilevel.core.tree import PyTree, is_floating, nbytes, on_device
 from fedbilevel.engines.costs import unpacked
 from fedbilevel.engines.engine import Carry, Stretch, available_population, check_availability, check_simulated
 from fedbilevel.engines.evaluation import PerClient, PerClientEvaluation, PerClientRow
-from fedbilevel.engines.fingerprint import method_key
+from fedbilevel.engines.fingerprint import method_key, of_rules
 from fedbilevel.engines.in_flight import nonfinite_replies
 from fedbilevel.engines.local.fed import AXIS, HOST, ProgramLayout
 from fedbilevel.engines.local.placement import Shares
@@ -85,7 +85,6 @@ class Local:
             outer_equal=bool(np.all(clients.outer.size == clients.outer.size[0])),
             inner_longest=longest_in_steps(clients.inner.size),
             inner_equal=bool(np.all(clients.inner.size == clients.inner.size[0])),
-            local_steps=clients.local_steps if isinstance(clients.local_steps, tuple) else None,
             chunk=chunk,
             axis=(HOST, AXIS) if shares else AXIS if mesh else None,
             available=len(clients) - len(away),
@@ -140,7 +139,7 @@ def default_chunk(state: PyTree, clients: Clients, share: int, lumpy: bool) -> i
         return share
     if jax.default_backend() == "cpu":
         return 1
-    return share if clients.local_steps is None else -(-share // 4)  # a chunk lasts as long as its slowest client
+    return share if not clients.own else -(-share // 4)  # a chunk lasts as long as its slowest client
 
 
 @dataclass(eq=False)
@@ -160,13 +159,14 @@ class LocalRun:
     compile_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        self.pace = self.clock.pace(len(self.clients))
+        self.pace, self.own = self.clock.pace(len(self.clients)), on_device(self.clients.own)
         if self.layout.shares:
-            self.algorithm, self.key, self.pace = replicate((self.algorithm, self.key, self.pace), self.mesh)
+            everywhere = self.algorithm, self.key, self.pace, self.own
+            self.algorithm, self.key, self.pace, self.own = replicate(everywhere, self.mesh)
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         data, table, ids = self.source.inputs(int(carry.round))
-        inputs = ProgramInputs(self.algorithm, data, table, ids, self.key, self.pace)
+        inputs = ProgramInputs(self.algorithm, data, table, ids, self.key, self.pace, self.own)
         if self.layout.shares:
             carry = replicate(carry, self.mesh)
         if self.program is None:
@@ -189,8 +189,8 @@ class LocalRun:
         method = method_key(self.algorithm)
         if self.problem.key is None or method is None or self.layout.shares:
             return None
-        shapes = shapes_of(jax.tree.leaves((carry, inputs))), str(jax.tree.structure((inputs.ids, self.pace)))
-        return self.problem.key, method, self.layout, self.mesh, shapes
+        shapes = shapes_of(jax.tree.leaves((carry, inputs))), str(jax.tree.structure((inputs.ids, self.pace, self.own)))
+        return self.problem.key, method, self.layout, self.mesh, shapes, *of_rules(self.own).values()
 
     def compile(self, carry: Carry, inputs: ProgramInputs) -> Program:
         began = time.perf_counter()

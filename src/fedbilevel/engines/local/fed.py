@@ -46,10 +46,10 @@ class Members(NamedTuple):
     outer_size: Any
     inner_start: Any
     inner_size: Any
-    work: Any
     counts: Any  # of a cohort: 1, or 0 for a place that only pads it to a multiple of the chunk
     number: Any = None  # where clients have capacities: the client's class (see SubmodelPlan)
     rank: Any = None  # likewise: its rank in the class
+    own: Any = None  # of a cohort: its own numbers in the round, by name
 
 
 class SampleArrays(NamedTuple):
@@ -70,7 +70,6 @@ class ProgramLayout:
     outer_equal: bool
     inner_longest: int
     inner_equal: bool
-    local_steps: tuple[int, int] | None  # the bounds between which each client's local steps are drawn in each round
     chunk: int  # clients vectorised together
     axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is spread over devices
     available: int  # clients that ever are
@@ -328,7 +327,7 @@ class LocalFed:
             id=member.id,
             weight=member.weight,
             state=state,
-            work=member.work,
+            own=member.own or {},
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -16,10 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_round
 from fedbilevel.core.config import at
+from fedbilevel.core.own import Values, numbers_of
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, rows_at
 from fedbilevel.engines.costs import RoundCosts, packed
-from fedbilevel.engines.engine import Carry, RoundKeys, draw_cohort, round_keys, work_of
+from fedbilevel.engines.engine import Carry, RoundKeys, draw_cohort, round_keys
 from fedbilevel.engines.fingerprint import method_key
 from fedbilevel.engines.in_flight import with_tables
 from fedbilevel.engines.local.fed import HOST, ExchangeState, LocalFed, Members, ProgramLayout, SampleArrays, chunk_of
@@ -39,6 +40,7 @@ class ProgramInputs(NamedTuple):
     ids: Array | None  # the cohorts (1 + fresh, P), when streaming; else they are drawn inside
     key: Array
     pace: Pace
+    own: Mapping[str, Values]  # clients' own numbers
 
 
 def parted(carry: Carry) -> tuple[tuple[Any, PyTree], Carry]:
@@ -168,12 +170,11 @@ class Rounds:
             underway: ExchangeState,
             algorithm: Algorithm,
             state: Any,
-            now: tuple[Array, RoundKeys],
+            keys: RoundKeys,
             inputs: ProgramInputs,
         ) -> Any:
-            round, keys = now
             plan, x, y, draw = self.layout.submodel_plan, state.x, state.y, partial(self.fresh, keys, inputs)
-            submodels = None if plan is None else RoundSubmodels(plan, algorithm, inputs.key, round, x, y)
+            submodels = None if plan is None else RoundSubmodels(plan, algorithm, inputs.key, keys.round, x, y)
             fed = LocalFed(
                 self.layout, self.problem, algorithm, inputs.data, inputs.pace, members, underway, draw, submodels
             )
@@ -183,7 +184,7 @@ class Rounds:
         if self.mesh:
             spread, same = PartitionSpec(self.layout.axis), PartitionSpec()
             held: Any = PartitionSpec(HOST) if self.layout.shares else same  # the samples
-            inputs_are: Any = ProgramInputs._make((same, held, same, same, same, same))
+            inputs_are: Any = ProgramInputs._make((same, held, same, same, same, same, same))
             desk_is = with_tables(
                 jax.tree.map(lambda _: same, carry.queues), lambda table: jax.tree.map(lambda _: spread, table)
             )
@@ -195,7 +196,7 @@ class Rounds:
                 out_specs=(same, underway_is, same),
                 check_vma=False,
             )
-        state, underway, round_costs = play(members, underway, algorithm, carry.state, (carry.round, keys), inputs)
+        state, underway, round_costs = play(members, underway, algorithm, carry.state, keys, inputs)
         # the places that pad the cohort are dropped here
         if inputs.algorithm.asks.asynchronous:
             cut = partial(jax.tree.map, lambda leaf: leaf[: self.layout.population])
@@ -235,12 +236,12 @@ class Rounds:
             members = inputs.table if size == self.layout.population else rows_at(inputs.table, ids)
         else:  # the cohort at `place` of those that the source gathered
             ids, members = jax.tree.map(lambda column: column[place], (inputs.ids, inputs.table))
-        if self.layout.local_steps is not None:
-            members = members._replace(work=work_of(keys.work, ids, self.layout.local_steps))
+        members = members._replace(own=numbers_of(inputs.own, keys.own, keys.round, ids) or None)
         everyone = jnp.ones(size, jnp.result_type(float))  # where nobody is masked a constant: nothing is multiplied
         members = members._replace(counts=everyone * inputs.pace.ever_available(ids))
-        if members.work is not None and not inputs.algorithm.asks.asynchronous:
-            order = jnp.argsort(members.work)  # chunks of like work: a chunk lasts as long as its slowest
+        counts = [n for n in jax.tree.leaves(members.own) if jnp.issubdtype(n.dtype, jnp.integer)]
+        if counts and not inputs.algorithm.asks.asynchronous:
+            order = jnp.argsort(sum(counts))  # chunks of like work: a chunk lasts as long as its slowest
             ids, members = ids[order], jax.tree.map(lambda column: column[order], members)
         if shares := self.layout.shares:
             where, member, taken = shares.place(ids, shares.places(size, self.layout.chunk))

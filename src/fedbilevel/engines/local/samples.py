@@ -134,7 +134,6 @@ def members(
     submodel_plan: SubmodelPlan | None,
 ) -> Members:
     """Make the table of the clients `ids`, whose windows begin at the given starts."""
-    per_client = clients.local_steps if isinstance(clients.local_steps, np.ndarray) else None
     return Members(
         id=ids.astype(np.int32),
         weight=np.asarray(clients.weights[ids], jnp.result_type(float)),
@@ -142,7 +141,6 @@ def members(
         outer_size=clients.outer.size[ids].astype(np.int32),
         inner_start=inner_start.astype(np.int32),
         inner_size=clients.inner.size[ids].astype(np.int32),
-        work=None if per_client is None else per_client[ids],
         counts=None,
         number=None if submodel_plan is None else submodel_plan.number[ids],
         rank=None if submodel_plan is None else submodel_plan.rank[ids],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, fields, replace
 from queue import SimpleQueue
 from typing import TypeVar
@@ -109,10 +109,15 @@ class Limits:
         if request_counts.total > self.max_requests:
             raise Refusal(Code.LIMIT, f"this client replies to {self.max_requests} requests in all, and no more")
 
-    def check_message(self, work: int, size: int) -> None:
-        """Refuse a number of local steps, or of bytes, that is too large."""
-        if work > self.max_local_steps:
-            raise Refusal(Code.LIMIT, f"{work} local steps are above this client's limit of {self.max_local_steps}")
+    def check_own(self, numbers: Mapping[str, int | float]) -> None:
+        """Refuse counts of the client's own that are too large."""
+        for name, number in numbers.items():
+            if isinstance(number, int) and number > self.max_local_steps:
+                why = f"{name} = {number} is above this client's limit of {self.max_local_steps} steps"
+                raise Refusal(Code.LIMIT, why)
+
+    def check_message(self, size: int) -> None:
+        """Refuse a number of bytes that is too large."""
         if size > self.max_bytes:
             raise Refusal(Code.LIMIT, f"{size} bytes are above this client's limit of {self.max_bytes}")
 

@@ -23,6 +23,7 @@ from fedbilevel.core.client import Client, Clients, Ragged, RemoteClients, Sampl
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, FloorError, require
 from fedbilevel.core.fed import Reply
+from fedbilevel.core.own import Given, OwnNumbers, check_own, read
 from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluation, as_per_client, check_per_client
@@ -50,7 +51,8 @@ class Site:
             blocks of x where the problem is local in x.
         outer: its own samples of the outer loss: a pytree with leaves (samples, ...).
         inner: its own samples of the inner loss, in the same form; None where both losses read the same samples.
-        works: whether the server says how many local steps this client makes (`RemoteClients.local_steps`).
+        own: its own numbers of the method, by the path of the method's field, and "local_steps"; they go before what
+            the server says of it (`RemoteClients.own`).
         capacity: the share of the model's units that it can hold, as the server has it (`RemoteClients.capacity`). It
             then serves messages of that size alone; None: of the whole model.
         limits: what it lets a server ask.
@@ -70,7 +72,7 @@ class Site:
     y0: PyTree = None
     outer: PyTree
     inner: PyTree = None
-    works: bool = False
+    own: OwnNumbers = field(default_factory=dict)
     capacity: float | None = None
     limits: Limits = field(default_factory=Limits)
     privacy: Privacy | None = None
@@ -81,6 +83,7 @@ class Site:
     def __post_init__(self) -> None:
         check_algorithm(self.algorithm)
         check_solves(self.algorithm, self.problem)
+        check_own(self.algorithm, {name: read(f"Site.own[{name!r}]", number, 1) for name, number in self.own.items()})
         require(self.id >= 0, "Site.id", self.id, "0 or more")
         share = self.capacity is None or 0 < self.capacity <= 1
         require(share, "Site.capacity", self.capacity, "None, or above 0 and at most 1")
@@ -103,7 +106,7 @@ class ClientRuntime:
         inner = outer if site.inner is None else Ragged.listed("inner", [site.inner])
         examples = outer.example(), inner.example()
         check_losses(self.problem, self.x, self.y, *examples)
-        self.general: Contract = wire.draw_up(site.algorithm, self.problem, self.x, self.y, examples, site.works)
+        self.general: Contract = wire.draw_up(site.algorithm, self.problem, self.x, self.y, examples)
         self.contract = self.cut(examples)  # the general contract, as it is for this client
         self.measured: PerClientEvaluation | None = None
         if site.tells_metrics:
@@ -163,7 +166,7 @@ class ClientRuntime:
         if self.measured is None:
             raise Refusal(Code.SETTINGS, "this client does not tell its own metrics")
         self.check_contract(request)
-        x, y = self.arrays(request, 0, wire.shapes(self.at))
+        x, y = self.arrays(request, wire.shapes(self.at))
         self.count(request, store)
         measured = self.measured
         numbers = self.within_limit(lambda: {name: float(value) for name, (value,) in measured.each(x, y).items()})
@@ -238,7 +241,7 @@ class ClientRuntime:
             id=jnp.asarray(self.site.id, jnp.int32),
             weight=jnp.asarray(request.weight, float),
             state=state,
-            work=jnp.asarray(request.work, jnp.int32) if self.site.works else None,
+            own=self.own(request),
         )
         round = jnp.asarray(request.round, jnp.int32)
         reply: Reply = program(self.problem)(phase, self.site.algorithm, round, client, message, key)
@@ -252,10 +255,18 @@ class ClientRuntime:
         call = self.contract.calls.get(request.call)
         if call is None or call.phase != request.phase:
             raise Refusal(Code.CONTRACT, f"phase {request.phase} is not asked with such a message in this run")
-        if (request.work >= 1) != self.site.works:
-            expected = "some" if self.site.works else "none"
-            raise Refusal(Code.CONTRACT, f"local steps = {request.work} came; this client expects {expected}")
         return call
+
+    def own(self, request: RequestMessage) -> dict[str, Any]:
+        """Read the client's own numbers in the round: the server's, and over them the site's; refuse what is none."""
+        sent = wire.numbers_in("own numbers", request.own)
+        try:
+            check_own(self.site.algorithm, {name: Given(np.asarray(number)) for name, number in sent.items()})
+        except ConfigurationError as error:
+            raise Refusal(Code.CONTRACT, f"own numbers: {error}") from None
+        numbers = {**sent, **self.site.own}
+        self.site.limits.check_own(numbers)
+        return {name: jnp.asarray(n, jnp.int32 if isinstance(n, int) else float) for name, n in numbers.items()}
 
     def check_contract(self, request: RequestMessage) -> None:
         if request.contract != self.contract.digest:
@@ -264,16 +275,16 @@ class ClientRuntime:
 
     def message(self, call: CallSignature, request: RequestMessage) -> PyTree:
         """Read the arrays of the request, with Python numbers where the server's algorithm sends Python numbers."""
-        message = self.arrays(request, request.work, call.message)
+        message = self.arrays(request, call.message)
         if not 0 < request.weight <= 1 or not 0 <= request.round < 2**31 or request.exchange < 0:
             text = f"weight {request.weight}, round {request.round}, exchange {request.exchange} make no sense"
             raise Refusal(Code.MALFORMED, text)
         number = lambda leaf, like: leaf.item() if like.weak_type and not leaf.ndim else leaf  # noqa: E731
         return jax.tree.map(number, message, call.message)
 
-    def arrays(self, request: RequestMessage, work: int, like: PyTree) -> PyTree:
-        """Read the arrays of a request of so many local steps, within this client's limits and finite."""
-        self.site.limits.check_message(work, len(request.payload))
+    def arrays(self, request: RequestMessage, like: PyTree) -> PyTree:
+        """Read the arrays of a request, within this client's limits and finite."""
+        self.site.limits.check_message(len(request.payload))
         found = wire.from_bytes(request.payload, like)
         if bad := nonfinite_leaves(found):
             raise Refusal(Code.NUMBERS, f"the message is not finite in {', '.join(bad)}")

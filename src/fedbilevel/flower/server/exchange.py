@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -12,6 +13,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.errors import ExchangeError
+from fedbilevel.core.own import OwnNumbers
 from fedbilevel.flower import wire
 from fedbilevel.flower.refusal import Refusal, in_words
 from fedbilevel.flower.server.roster import ClientReply
@@ -54,22 +56,22 @@ class Exchange:
     to an earlier request of another phase is kept for the next exchange of that phase.
 
     Args:
-        works: the local steps of each client that is to be asked.
+        own: the own numbers of each client that is to be asked.
         needed: how many replies have to count.
         overdue: clients that `sum_first` waits for in any case.
     """
 
     def __init__(
-        self, session: Session, spec: ExchangeSpec, works: dict[int, int | None], needed: int, overdue: set[int]
+        self, session: Session, spec: ExchangeSpec, own: dict[int, OwnNumbers], needed: int, overdue: set[int]
     ) -> None:
-        self.session, self.spec, self.works, self.needed, self.overdue = session, spec, works, needed, overdue
+        self.session, self.spec, self.own, self.needed, self.overdue = session, spec, own, needed, overdue
         self.replies: list[CountedReply] = session.phase_queues.kept.pop(spec.phase, []) if spec.first else []
         self.done: set[int] = set()  # clients that have replied since the exchange began
         self.asked: list[int] = []  # the client of each message sent
         self.failed: dict[int, Refusal] = {}  # client -> why, in this attempt
 
     def gather(self) -> list[CountedReply]:
-        """Gather the replies that count, in the order of `works`. Where too few clients reply they are asked again.
+        """Gather the replies that count, in the order of `own`. Where too few clients reply they are asked again.
 
         Raises:
             ExchangeError: too few replies count.
@@ -77,9 +79,9 @@ class Exchange:
         """
         session, logged = self.session, 0
         reasons: dict[int, Refusal] = {}
-        places = {client: place for place, client in enumerate(self.works)}
+        places = {client: place for place, client in enumerate(self.own)}
         for attempt in range(session.terms.attempts):
-            here = [client for client in self.works if client not in session.take.without]
+            here = [client for client in self.own if client not in session.take.without]
             rested = [c for c in here if attempt or not session.backoff.resting(c, self.spec.round)]
             left = [client for client in rested if client not in self.done]
             if attempt:
@@ -96,7 +98,7 @@ class Exchange:
                 session.norms.note(self.spec.phase, list(norms.values()))
                 session.take.hear(norms)
                 return sorted(self.replies, key=lambda reply: places[reply.client])
-        spoiled = 2 * sum(why.code.of_state for why in reasons.values()) >= len(self.works)
+        spoiled = 2 * sum(why.code.of_state for why in reasons.values()) >= len(self.own)
         times = "" if session.terms.attempts == 1 else f" after {session.terms.attempts} attempts"
         said = f"round {self.spec.round}, phase {self.spec.phase}: {len(self.replies)} clients replied where "
         said += f"{self.needed} are needed{times} ({in_words(why for _, why in sorted(reasons.items()))})"
@@ -207,7 +209,7 @@ class Exchange:
 
     def request(self, client: int) -> RequestMessage:
         """Make the request as a client gets it."""
-        session, spec, work = self.session, self.spec, self.works[client]
+        session, spec = self.session, self.spec
         contract, call, payload = spec.encoded(client)
         return RequestMessage(
             run=session.name,
@@ -219,7 +221,7 @@ class Exchange:
             key=np.asarray(jax.random.key_data(spec.key)).tobytes(),
             key_kind=str(jax.random.key_impl(spec.key)),
             weight=float(session.clients.weights[client]),
-            work=-1 if work is None else work,
+            own=json.dumps(self.own[client]),
             fresh=spec.fresh,
             counted_round=int(session.counted[client, 0]),
             counted_exchange=int(session.counted[client, 1]),

@@ -15,11 +15,12 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.fed import Phase, Reply
+from fedbilevel.core.own import OwnNumbers, numbers_of
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import costs
 from fedbilevel.engines.costs import ExchangeCount, ExchangeKind, RoundCosts, Sums
-from fedbilevel.engines.engine import RoundKeys, draw_cohort, repeated, work_of
+from fedbilevel.engines.engine import RoundKeys, draw_cohort, repeated
 from fedbilevel.engines.submodels import RoundSubmodels, covered
 from fedbilevel.flower import wire
 from fedbilevel.flower.server.exchange import EncodedMessage, Exchange, ExchangeSpec
@@ -113,13 +114,14 @@ class FlowerFed:
 
     repeat = repeated
 
-    def cohort(self, keys: RoundKeys) -> dict[int, int | None]:
-        """Draw clients by `keys` -> their numbers of local steps, None where the server does not set them."""
+    def cohort(self, keys: RoundKeys) -> dict[int, OwnNumbers]:
+        """Draw clients by `keys` -> their own numbers in the round."""
         clients = self.session.clients
         ids = draw_cohort(keys.cohort, len(clients), self.session.cohort)
-        works = work_of(keys.work, ids, clients.local_steps)
-        amounts = [None] * len(ids) if works is None else works.tolist()
-        return dict(zip(ids.tolist(), amounts, strict=True))
+        own = {name: column.tolist() for name, column in numbers_of(clients.own, keys.own, keys.round, ids).items()}
+        return {
+            client: {name: column[place] for name, column in own.items()} for place, client in enumerate(ids.tolist())
+        }
 
     def representative(self, client: int) -> int:
         """Return the lowest id among the clients that hold the same units as this client."""
@@ -237,7 +239,7 @@ def message_counts(exchange: Exchange, responders: int) -> dict[ExchangeKind, Ex
     Args:
         responders: number of replies in the exchange's sums, resumed ones included.
     """
-    sizes = [exchange.spec.encoded(client).call.size for client in exchange.asked or list(exchange.works)[:1]]
+    sizes = [exchange.spec.encoded(client).call.size for client in exchange.asked or list(exchange.own)[:1]]
     asked = Counter(sizes[: len(exchange.asked)])
     replied = Counter(reply.checked.call.size for reply in exchange.replies)
     replied[sizes[0]] += responders - len(exchange.replies)

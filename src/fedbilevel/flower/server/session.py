@@ -216,7 +216,7 @@ class Session:
         self.name, self.terms = flower.name, flower.terms
         self.algorithm, self.problem, self.clients, self.cohort = algorithm, problem, clients, cohort
         start = carry.state.x if carry.local_x is None else carry.local_x, carry.state.y
-        contract = draw_up(algorithm, problem, *start, clients.examples(), clients.local_steps is not None)
+        contract = draw_up(algorithm, problem, *start, clients.examples())
         self.submodel_plan = SubmodelPlan.of(algorithm, problem, clients, *start)
         own: dict[int, Contract] = {}  # of clients who hold submodels
         if (plan := self.submodel_plan) is not None:

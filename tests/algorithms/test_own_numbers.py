@@ -1,0 +1,169 @@
+"""Clients that differ, from each other and from round to round: what the papers' boxes say of τ_i, α_i and a_i.
+
+Written out in NumPy on the quadratic task, whose clients differ in everything and have unequal weights.
+"""
+
+import agreement
+import jax
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.parts import CG, SVRG, Implicit, LocalImplicit, LocalSGD, Mixed
+from fedbilevel.tasks.quadratic import quadratic, solution
+
+STEPS = [1, 2, 3, 5]
+OPTIMIZERS = {"decay": [0.0, 0.6, 0.0, 0.5], "pull": [0.0, 0.0, 0.2, 0.1]}
+"""Plain steps, heavy ball, FedProx, and both at once."""
+OWN_OPTIMIZERS = {f"local_optimizer.{name}": numbers for name, numbers in OPTIMIZERS.items()}
+EIGHT = {name: numbers * 2 for name, numbers in OWN_OPTIMIZERS.items()}
+AGREEMENT = {
+    "FedNest, clients' own steps on x": agreement.Case(
+        fb.FedNest(hypergradient=LocalImplicit(), outer_steps=2, batch_size=4), own={"outer_steps": (1, 4)}
+    ),
+    "SimFBO, clients' own optimizers and step sizes, steps by round": agreement.Case(
+        fb.SimFBO(local_optimizer=Mixed(), batch_size=4),
+        work=lambda round, client, key: 1 + (round + client) % 3,
+        own=EIGHT | {"client_lr.y": (0.05, 0.1)},
+        slow=True,
+    ),
+    "ShroFBO, a table of steps": agreement.Case(
+        fb.ShroFBO(batch_size=4), work=np.arange(16).reshape(2, 8) % 4 + 1, slow=True
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def task():
+    return quadratic(clients=4, condition=5)
+
+
+def with_own(task, **own):
+    clients = task.clients
+    return fb.Clients(clients.outer, clients.inner, weights=clients.weights, **own)
+
+
+def means(task):
+    """Each client's matrices of f and g, the means over its samples."""
+    rows = task.clients.outer, task.clients.inner
+    return [[{k: m.mean(0) for k, m in of.row(i).items()} for i in range(len(task.clients))] for of in rows]
+
+
+def test_fedout_is_algorithm_2_with_unequal_steps(task):
+    """x_{i,ν+1} = x_{i,ν} − (α/τ_i)[∇x f_i(x_{i,ν}) − ∇x f_i(x) + h], x ← Σ p_i x_{i,τ_i}; ∇x f_i = x + E_i y."""
+    alpha, p, (f, g) = 0.3, task.clients.weights, means(task)
+    method = fb.FedNest(
+        inner=SVRG(local_steps=1, lr=0.1),
+        hypergradient=Implicit(solver=CG(max_steps=16, tolerance=1e-13)),
+        outer_lr=alpha,
+        batch_size=None,
+    )
+    own = with_own(task, own={"outer_steps": STEPS})
+    result = fb.solve(method, task.problem, own, task.x0, task.y0, rounds=2)
+    x, y = np.array(task.x0), np.array(task.y0)
+    mean = lambda of, name: sum(w * client[name] for w, client in zip(p, of, strict=True))  # noqa: E731
+    hessian, cross, linear = (mean(g, name) for name in "ABc")
+    for _ in range(2):
+        y = y - 0.1 * (hessian @ y - cross @ x - linear)
+        f_y = sum(w * (c["D"] @ (y - c["t"]) + c["E"].T @ x) for w, c in zip(p, f, strict=True))
+        v = np.linalg.solve(hessian, f_y)
+        h = x + mean(f, "E") @ y + cross.T @ v  # ∇²xy g = −B
+        ends = []
+        for tau in STEPS:
+            z = x
+            for _ in range(tau):
+                z = z - alpha / tau * (z - x + h)
+            ends.append(z)
+        x = sum(w * end for w, end in zip(p, ends, strict=True))
+    np.testing.assert_allclose(result.x, x, rtol=1e-10)
+    np.testing.assert_allclose(result.y, y, rtol=1e-10)
+    assert not np.allclose(ends[0], ends[-1], rtol=1e-3)
+
+
+def test_what_unequal_steps_on_x_cost_is_counted_exactly(task):
+    """A corrected step costs two gradients, but the first, which is along h; a step of LFedNest one, and N products."""
+    own = with_own(task, own={"outer_steps": STEPS})
+    phases = {}
+    for method in (fb.FedNest(batch_size=None), fb.LFedNest(batch_size=None)):
+        steps = [fb.solve(method, task.problem, c, task.x0, task.y0, rounds=1).ledger for c in (task.clients, own)]
+        phases[type(method)] = steps[1].gradients - steps[0].gradients, steps[1].hvps - steps[0].hvps
+    more = sum(STEPS) - len(STEPS)
+    assert phases[fb.FedNest] == (2 * more, 0)
+    gradients, hvps = phases[fb.LFedNest]
+    assert (gradients, hvps) == (more, 20 * more)
+
+
+def test_theorem_2_with_mixed_optimizers(task):
+    """Drift vanishes with the local steps: SimFBO's weights are p_i‖a_i‖₁, ShroFBO's p_i. The a_i written out."""
+    norms = []
+    for tau, mu, alpha in zip(STEPS, *OPTIMIZERS.values(), strict=True):
+        q = m = 0.0
+        for _ in range(tau):  # all directions 1
+            m = mu * m + 1
+            q = (1 - alpha) * q + m
+        norms.append(q)
+    assert norms[1] == pytest.approx(sum((1 - 0.6**k) / 0.4 for k in (1, 2)))  # heavy ball
+    assert norms[2] == pytest.approx(sum(0.8**k for k in range(3)))  # FedProx
+    own = with_own(task, local_steps=STEPS, own=OWN_OPTIMIZERS)
+    w = task.clients.weights * np.array(norms)
+    reweighted, posed = solution(task.clients, w / w.sum()).x, solution(task.clients).x
+    assert np.linalg.norm(reweighted - posed) > 1e-2 * np.linalg.norm(posed)
+    server = fb.XYV(*(lr / max(norms) for lr in (0.04, 1.0, 1.0)))
+    for method, limit in ((fb.SimFBO, reweighted), (fb.ShroFBO, posed)):
+        algorithm = method(batch_size=None, client_lr=1e-13, server_lr=server, local_optimizer=Mixed())
+        found = fb.solve(algorithm, task.problem, own, task.x0, task.y0, rounds=1_600).x
+        assert np.linalg.norm(found - limit) < 1e-8 * np.linalg.norm(limit)
+
+
+def test_step_sizes_of_clients_are_those_of_their_own_loops(task):
+    """LFedNest's rounds on y with two local steps, and AFBO's client steps, are those of each client alone."""
+    _, g = means(task)
+    lr, x, y = [0.01, 0.05, 0.1, 0.2], np.array(task.x0), np.array(task.y0)
+    method = fb.AFBO(inner=fb.parts.MeanGradient(local_steps=2, lr=1.0), batch_size=None)
+    own = with_own(task, own={"inner.client_lr": lr})
+    found = fb.solve(method, task.problem, own, x, y, rounds=1).y
+    change = 0
+    for p, eta, c in zip(task.clients.weights, lr, g, strict=True):
+        gradient = lambda y, c=c: c["A"] @ y - c["B"] @ x - c["c"]  # noqa: E731
+        change = change + p * (gradient(y) + gradient(y - eta * gradient(y))) / 2
+    np.testing.assert_allclose(found, y - change, rtol=1e-12)
+
+
+def test_a_table_of_steps_is_followed_round_by_round(task):
+    """Two rounds are one with the first row, and one with the second from where that ended."""
+    method = fb.FedAvg(outer_lr=0.1, batch_size=None)
+    problem = fb.SingleLevel(lambda x, batch: task.problem.outer(x, task.y0, batch))
+    table = np.array([STEPS, STEPS[::-1]])
+
+    def after(x, steps, rounds):
+        clients = fb.Clients(task.clients.outer, weights=task.clients.weights, local_steps=steps)
+        return fb.solve(method, problem, clients, x, rounds=rounds)
+
+    both = after(task.x0, table, 2)
+    first = after(task.x0, table[0], 1)
+    second = after(first.x, table[1], 1)
+    np.testing.assert_allclose(both.x, second.x, rtol=1e-12)
+    assert both.ledger.gradients == first.ledger.gradients + second.ledger.gradients
+
+
+def test_a_resumed_run_draws_the_same_numbers(task, tmp_path):
+    own = with_own(task, local_steps=(1, 4), own={"client_lr.x": lambda r, c, key: 0.1 * jax.random.uniform(key)})
+    arguments = fb.SimFBO(batch_size=4), task.problem, own, task.x0, task.y0
+    whole = fb.solve(*arguments, rounds=6)
+    for rounds in (3, 6):
+        resumed = fb.solve(*arguments, rounds=rounds, checkpoint=tmp_path / "c.npz", resume="auto")
+    np.testing.assert_array_equal(resumed.x, whole.x)
+    other = with_own(task, local_steps=(1, 4), own={"client_lr.x": lambda r, c, key: 0.2 * jax.random.uniform(key)})
+    with pytest.raises(fb.errors.CheckpointError, match=r"rule for client_lr\.x"):
+        fb.solve(*arguments[:2], other, *arguments[3:], rounds=7, checkpoint=tmp_path / "c.npz", resume=True)
+
+
+def test_local_sgd_and_svrg_take_clients_local_steps(task):
+    """τ_i of y are `local_steps`, whatever x's are: both kinds of inner rounds count them."""
+    for inner, each in ((LocalSGD(), 1), (SVRG(), 2)):
+        method = fb.FedNest(inner=inner, batch_size=None) if each == 2 else fb.FedNestSGD(inner=inner, batch_size=None)
+        few, many = (
+            fb.solve(method, task.problem, with_own(task, local_steps=n), task.x0, task.y0, rounds=1).ledger.gradients
+            for n in (2, 5)
+        )
+        assert many - few == 3 * each * len(task.clients)

@@ -1,0 +1,137 @@
+"""A client's own numbers: each form gives what it says, phases find them in their fields, all else is refused."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.own import check_own, numbers_of, own_fields, read, with_own
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.parts import MeanGradient, Mixed
+from fedbilevel.tasks.quadratic import quadratic
+
+CLIENTS = 3
+IDS = jnp.array([2, 0])
+KEY = jax.random.key(0)
+ROWS = {"outer": np.ones((CLIENTS, 4, 2)), "inner": np.ones((CLIENTS, 4, 2))}
+
+
+def numbers(given, round=1, key=KEY):
+    return np.asarray(numbers_of({"n": read("n", given, CLIENTS)}, key, jnp.asarray(round), IDS)["n"])
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (4, [4, 4]),
+        (0.5, [0.5, 0.5]),
+        ([5, 6, 7], [7, 5]),
+        (np.array([[1, 2, 3], [5, 6, 7]]), [7, 5]),
+        (lambda round, client, key: 10 * round + client, [12, 10]),
+    ],
+)
+def test_each_form_gives_what_it_says(given, expected):
+    np.testing.assert_array_equal(numbers(given), expected)
+
+
+@pytest.mark.parametrize("bounds", [(1, 10), (3, 3), (5, 6)])
+def test_a_range_is_uniform_between_its_bounds(bounds):
+    """Shares of 20,000 draws are within five standard deviations."""
+    (low, high), draws = bounds, 20_000
+    drawn = numbers_of({"n": read("n", bounds, CLIENTS)}, KEY, jnp.asarray(0), jnp.arange(draws))["n"]
+    assert drawn.dtype == np.int32
+    found = np.bincount(np.asarray(drawn) - low, minlength=high - low + 1)
+    assert len(found) == high - low + 1  # nothing outside; bincount refuses what is negative
+    share = 1 / len(found)
+    assert np.all(np.abs(found / draws - share) <= 5 * np.sqrt(share * (1 - share) / draws))
+
+
+def test_what_is_drawn_depends_on_the_client_not_on_its_place():
+    own, ids = {"n": read("n", {"low": 0.5, "high": 0.6}, CLIENTS)}, jnp.array([5, 2, 9, 0])
+    draw = lambda ids: numbers_of(own, KEY, jnp.asarray(0), ids)["n"].tolist()  # noqa: E731
+    assert draw(ids[::-1]) == draw(ids)[::-1]
+    assert draw(ids[1:2]) == draw(ids)[1:2]
+    assert len(set(draw(ids))) == 4
+    assert all(0.5 <= number <= 0.6 for number in draw(ids))
+
+
+def test_two_names_are_drawn_apart():
+    own = {name: read(name, (0.0, 1.0), CLIENTS) for name in ("a", "b", "local_steps")}
+    found = numbers_of(own, KEY, jnp.asarray(0), IDS)
+    assert len({float(column[0]) for column in found.values()}) == 3
+
+
+def test_a_method_has_the_numbers_in_its_fields():
+    changed = with_own(fb.SimFBO(local_optimizer=Mixed()), {"client_lr.y": 0.3, "local_optimizer.pull": 0.2})
+    assert (changed.client_lr.y, changed.client_lr.x, changed.local_optimizer.pull) == (0.3, 0.01, 0.2)
+    assert "inner.client_lr" in dict(own_fields(fb.Asynchronous(fb.AFBO(inner=MeanGradient()), wait_for=2)))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            [1, 2],
+            r"own\['n'\] = \[1, 2\] is not allowed: it must be of shape \(\), \(3,\) or \(rounds, 3\), got \(2,\)",
+        ),
+        ([1, np.nan, 2], "a number, one for each client"),
+        ("much", "a number, one for each client"),
+        ((4, 2), r"low ≤ high"),
+        ((1, 2, 3), r"a pair \(low, high\)"),
+        ({"low": 1}, "{low = …, high = …}"),
+        (lambda round: 1, r"a function \(round, client, key\)"),
+        (lambda round, client, key: jnp.ones(2), r"a function \(round, client, key\) that gives a number"),
+    ],
+)
+def test_what_is_none_of_the_forms_is_refused(given, words):
+    with pytest.raises(ConfigurationError, match=words):
+        fb.Clients(**ROWS, own={"n": given})
+
+
+@pytest.mark.parametrize(
+    ("method", "own", "words"),
+    [
+        (fb.SimFBO(), {"client_lr.z": 1}, "unknown number of a client's own in SimFBO 'client_lr.z'; did you mean"),
+        (fb.SimFBO(), {"client_lr.x": [0, 1, 2]}, r"own\['client_lr.x'\] = 0 is not allowed: it must be a positive"),
+        (fb.FedNest(), {"outer_steps": [1, 2, 0]}, r"own\['outer_steps'\] = 0 .* a positive integer"),
+        (fb.FedNest(), {"outer_steps": 1.5}, r"own\['outer_steps'\] = 1.5 .* a positive integer"),
+        (fb.SimFBO(local_optimizer=Mixed()), {"local_optimizer.decay": [0, 0.5, 1]}, "at least 0 and below 1"),
+    ],
+)
+def test_a_method_refuses_what_its_field_would(method, own, words):
+    with pytest.raises(ConfigurationError, match=words):
+        check_own(method, fb.Clients(**ROWS, own=own).own)
+
+
+def test_all_that_is_wrong_is_said_at_once():
+    own = fb.Clients(**ROWS, own={"client_lr.x": -1.0, "outer_steps": 2}).own
+    with pytest.raises(ConfigurationError, match=r"(?s)client_lr.x.*outer_steps") as refused:
+        check_own(fb.SimFBO(), own)
+    assert len(refused.value.wrong) == 2
+
+
+def test_local_steps_are_counts_and_given_once():
+    with pytest.raises(ConfigurationError, match=r"Clients.local_steps = 0 .* a positive integer"):
+        fb.Clients(**ROWS, local_steps=[0, 1, 1])
+    with pytest.raises(ConfigurationError, match=r"left to Clients.local_steps, which is given"):
+        fb.Clients(**ROWS, local_steps=2, own={"local_steps": 2})
+
+
+def test_a_run_is_no_longer_than_its_table():
+    problem = fb.Bilevel(lambda x, y, b: jnp.sum(y**2), lambda x, y, b: jnp.sum((y - x) ** 2))
+    clients = fb.Clients(**ROWS, local_steps=np.ones((2, CLIENTS), int))
+    with pytest.raises(ConfigurationError, match=r"rounds = 3 .* at most 2: for so many rounds clients' local_steps"):
+        fb.solve(fb.SimFBO(), problem, clients, np.ones(2), np.ones(2), rounds=3)
+
+
+def test_a_rule_that_reads_something_changed_is_noticed():
+    """A program is found by what its rules compute, not by their names."""
+    task = quadratic(clients=CLIENTS)
+    steps = [1]
+    outcomes = []
+    for number in (1, 3):
+        steps[0] = number
+        clients = fb.Clients(task.clients.outer, task.clients.inner, local_steps=lambda r, c, k: jnp.asarray(steps[0]))
+        outcomes.append(fb.solve(fb.SimFBO(), task.problem, clients, task.x0, task.y0, rounds=1).ledger.gradients)
+    assert outcomes[1] == 3 * outcomes[0]
