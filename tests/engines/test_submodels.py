@@ -386,3 +386,31 @@ class TestPolicies:
     def test_misspelt_or_meaningless_fields_are_refused(self, fields, said):
         with pytest.raises(fb.errors.ConfigurationError, match=said):
             UnitPolicy(**fields)
+
+
+SWAPPED = np.stack([CAPACITY, CAPACITY[::-1]])
+"""Capacities of two rounds: who could hold much holds little in the second."""
+
+
+def test_capacities_by_round_are_those_of_the_rounds():
+    """Two rounds are one with the first row, and one with the second from where that ended; engines agree on it."""
+    method = fb.RABO(batch_size=None)
+    both = solved(method, clients=population(SWAPPED))
+    first = solved(method, clients=population(SWAPPED[0]), rounds=1)
+    second = fb.solve(method, BILEVEL, population(SWAPPED[1]), first.x, first.y, rounds=1)
+    for mine, theirs in zip(everything(both), everything(second), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-12)
+    assert both.ledger.bytes_up == first.ledger.bytes_up + second.ledger.bytes_up
+    other = solved(method, clients=population(SWAPPED), engine=fb.Reference())
+    for mine, theirs in zip(everything(both), everything(other), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-12)
+    with pytest.raises(fb.errors.ConfigurationError, match=r"rounds = 3 .* at most 2: .* clients' capacity"):
+        solved(method, clients=population(SWAPPED), rounds=3)
+
+
+def test_units_are_dealt_anew_to_those_who_share_a_capacity_in_a_round():
+    """Of "covered" units each is held by two of the four clients of one half in either round, whoever they are."""
+    half = np.array([[1, 1, 1, 0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 1, 1, 0.5, 1, 0.5]])
+    method = fb.Submodels(fb.RABO(batch_size=None), policy="covered", min_coverage=2)
+    row = solved(method, clients=population(half), engine=fb.Local(chunk=2), cohort=None)
+    assert row.history["coverage_y"][1:].tolist() == [3 + 2, 3 + 2]

@@ -110,7 +110,8 @@ class ReferenceFed:
     def units(self, submodels: RoundSubmodels, i: int) -> Units:
         """List the units that client i holds in this round."""
         plan = submodels.submodel_plan
-        return submodels.units(int(plan.number[i]), i, int(plan.rank[i]))
+        number, rank = plan.member(self.round, i)
+        return submodels.units(number, i, rank)
 
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None

@@ -128,9 +128,12 @@ def solve(
         require(known, "SimpleBilevel.outer", None, "a function (x) where the server is: it alone asks for H")
     else:
         _check_start("y0", y0, y)
-    for name, values in clients.own.items():
-        enough = values.rounds is None or rounds <= values.rounds
-        require(enough, "rounds", rounds, f"at most {values.rounds}: for so many rounds clients' {name} are given")
+    given = {name: values.rounds for name, values in clients.own.items()}
+    if clients.capacity is not None and clients.capacity.ndim == 2:
+        given["capacity"] = len(clients.capacity)
+    for name, most in given.items():
+        enough = most is None or rounds <= most
+        require(enough, "rounds", rounds, f"at most {most}: for so many rounds clients' {name} are given")
     chosen: Engine = engine or Local()
     problem = problem.with_fixed(x_fixed, y_fixed).prepared()
     y_fixed = x_fixed if isinstance(problem, SimpleBilevel) else y_fixed  # its results' y is an average of x

@@ -35,10 +35,15 @@ class SubmodelPlan:
 
     unit_layout: UnitLayout
     kept: tuple[dict[str, int], ...]  # of each class, how many units of each group
-    places: tuple[int, ...]  # of each class, how many clients it has
-    peers: tuple[int, ...]  # and how many of these are ever available
-    number: np.ndarray  # (M,) the class of each client
-    rank: np.ndarray  # (M,) its number among its peers
+    places: tuple[int, ...]  # of each class, how many clients it has, at most in any round
+    peers: tuple[int, ...]  # and how many of these are ever available, at least in every round
+    number: np.ndarray  # (M,) the class of each client, or (T, M), in each round
+    rank: np.ndarray  # its number among its peers, of the same shape
+
+    def member(self, round: int, client: int) -> tuple[int, int]:
+        """Return the class of a client in a round, and its number among its peers."""
+        place = client if self.number.ndim == 1 else (round, client)
+        return int(self.number[place]), int(self.rank[place])
 
     @cached_property
     def traced(self) -> str:
@@ -87,18 +92,22 @@ class SubmodelPlan:
             reach = "" if policy.pruned == "both" else f", as pruned = {policy.pruned!r} leaves it"
             text = "Clients.capacity is given, but the structure has no group of units to cut"
             raise ConfigurationError(text + reach)
-        capacities, number, places = np.unique(-clients.capacity, return_inverse=True, return_counts=True)
+        capacities, number = np.unique(-clients.capacity, return_inverse=True)
+        number = number.reshape(clients.capacity.shape).astype(np.int32)
         available = ~np.isin(np.arange(len(clients)), never_available)
-        rank, peers = np.zeros(len(clients), np.int32), []
+        rank, peers, places = np.zeros_like(number), [], []
         for of_class in range(len(capacities)):
-            present = (number == of_class) & available
-            rank[present] = np.arange(np.sum(present))
-            peers.append(max(1, int(np.sum(present))))
+            members = number == of_class
+            present = members & available
+            before = np.cumsum(present, axis=-1) - 1
+            rank[present] = before[present]
+            places.append(int(np.max(np.sum(members, axis=-1))))
+            peers.append(max(1, int(np.min(np.sum(present, axis=-1)))))
         sizes = tuple(unit_layout.kept(-float(capacity)) for capacity in capacities)
         for capacity, units in zip(-capacities, sizes, strict=True):
             check = partial(_check_cut, unit_layout, units, float(capacity), problem, clients, x, y)
             kept(problem.key and ("cut", problem.key, repr((unit_layout, units))), check)
-        return cls(unit_layout, sizes, tuple(map(int, places)), tuple(peers), number.astype(np.int32), rank)
+        return cls(unit_layout, sizes, tuple(places), tuple(peers), number, rank)
 
 
 def _check_cut(

@@ -160,13 +160,15 @@ class LocalRun:
 
     def __post_init__(self) -> None:
         self.pace, self.own = self.clock.pace(len(self.clients)), on_device(self.clients.own)
+        plan = self.layout.submodel_plan
+        self.classes = None if plan is None else on_device((plan.number, plan.rank))
         if self.layout.shares:
             everywhere = self.algorithm, self.key, self.pace, self.own
             self.algorithm, self.key, self.pace, self.own = replicate(everywhere, self.mesh)
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         data, table, ids = self.source.inputs(int(carry.round))
-        inputs = ProgramInputs(self.algorithm, data, table, ids, self.key, self.pace, self.own)
+        inputs = ProgramInputs(self.algorithm, data, table, ids, self.key, self.pace, self.own, self.classes)
         if self.layout.shares:
             carry = replicate(carry, self.mesh)
         if self.program is None:
@@ -189,7 +191,10 @@ class LocalRun:
         method = method_key(self.algorithm)
         if self.problem.key is None or method is None or self.layout.shares:
             return None
-        shapes = shapes_of(jax.tree.leaves((carry, inputs))), str(jax.tree.structure((inputs.ids, self.pace, self.own)))
+        shapes = (
+            shapes_of(jax.tree.leaves((carry, inputs))),
+            str(jax.tree.structure((inputs.ids, self.pace, self.own, self.classes))),
+        )
         return self.problem.key, method, self.layout, self.mesh, shapes, *of_rules(self.own).values()
 
     def compile(self, carry: Carry, inputs: ProgramInputs) -> Program:

@@ -47,7 +47,7 @@ class Members(NamedTuple):
     inner_start: Any
     inner_size: Any
     counts: Any  # of a cohort: 1, or 0 for a place that only pads it to a multiple of the chunk
-    number: Any = None  # where clients have capacities: the client's class (see SubmodelPlan)
+    number: Any = None  # of a cohort whose clients have capacities: the client's class (see SubmodelPlan)
     rank: Any = None  # likewise: its rank in the class
     own: Any = None  # of a cohort: its own numbers in the round, by name
 

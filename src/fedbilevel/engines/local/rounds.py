@@ -41,6 +41,7 @@ class ProgramInputs(NamedTuple):
     key: Array
     pace: Pace
     own: Mapping[str, Values]  # clients' own numbers
+    classes: tuple[Array, Array] | None  # of clients who hold submodels: (M,) or (T, M), see SubmodelPlan
 
 
 def parted(carry: Carry) -> tuple[tuple[Any, PyTree], Carry]:
@@ -184,7 +185,7 @@ class Rounds:
         if self.mesh:
             spread, same = PartitionSpec(self.layout.axis), PartitionSpec()
             held: Any = PartitionSpec(HOST) if self.layout.shares else same  # the samples
-            inputs_are: Any = ProgramInputs._make((same, held, same, same, same, same, same))
+            inputs_are: Any = ProgramInputs._make((same, held, same, same, same, same, same, same))
             desk_is = with_tables(
                 jax.tree.map(lambda _: same, carry.queues), lambda table: jax.tree.map(lambda _: spread, table)
             )
@@ -243,6 +244,10 @@ class Rounds:
         if counts and not inputs.algorithm.asks.asynchronous:
             order = jnp.argsort(sum(counts))  # chunks of like work: a chunk lasts as long as its slowest
             ids, members = ids[order], jax.tree.map(lambda column: column[order], members)
+        if inputs.classes is not None:
+            now = [column if column.ndim == 1 else column[keys.round] for column in inputs.classes]
+            number, rank = rows_at(now, ids)
+            members = members._replace(number=number, rank=rank)
         if shares := self.layout.shares:
             where, member, taken = shares.place(ids, shares.places(size, self.layout.chunk))
             members = jax.tree.map(lambda column: column[member], members)

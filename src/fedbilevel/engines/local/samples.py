@@ -16,7 +16,6 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.engine import draw_cohort, round_keys
 from fedbilevel.engines.local.fed import HOST, Members, ProgramLayout, SampleArrays
-from fedbilevel.engines.submodels import SubmodelPlan
 
 SMALL = 2**24  # bytes
 
@@ -33,7 +32,7 @@ class Resident:
         same = clients.inner is clients.outer
         inner, inner_start = (outer, outer_start) if same else self.hold("inner", clients.inner, layout, mesh)
         every = np.arange(len(clients), dtype=np.int32)
-        table = replicate(members(clients, every, outer_start, inner_start, layout.submodel_plan), mesh)
+        table = replicate(members(clients, every, outer_start, inner_start), mesh)
         self.round: RoundInputs = (SampleArrays(outer, inner), table, None)
 
     def hold(self, name: str, rows: Ragged, layout: ProgramLayout, mesh: Mesh | None) -> tuple[PyTree, np.ndarray]:
@@ -97,7 +96,7 @@ class Streamed:
             same = clients.inner is clients.outer
             inner = outer if same else padded("inner", clients.inner, here, layout.inner_longest)
             starts = place * layout.outer_longest, place * layout.inner_longest
-            table = members(clients, flat, *starts, layout.submodel_plan)
+            table = members(clients, flat, *starts)
             table = jax.tree.map(lambda column: column.reshape(ids.shape), table)
             table, device_ids = replicate((table, ids), self.mesh)
             data = SampleArrays(outer, inner)
@@ -126,13 +125,7 @@ class Streamed:
         self.thread.shutdown(cancel_futures=True)
 
 
-def members(
-    clients: Clients,
-    ids: np.ndarray,
-    outer_start: np.ndarray,
-    inner_start: np.ndarray,
-    submodel_plan: SubmodelPlan | None,
-) -> Members:
+def members(clients: Clients, ids: np.ndarray, outer_start: np.ndarray, inner_start: np.ndarray) -> Members:
     """Make the table of the clients `ids`, whose windows begin at the given starts."""
     return Members(
         id=ids.astype(np.int32),
@@ -142,8 +135,6 @@ def members(
         inner_start=inner_start.astype(np.int32),
         inner_size=clients.inner.size[ids].astype(np.int32),
         counts=None,
-        number=None if submodel_plan is None else submodel_plan.number[ids],
-        rank=None if submodel_plan is None else submodel_plan.rank[ids],
     )
 
 

@@ -132,7 +132,8 @@ class FlowerFed:
         """Return the units that a client holds in this round."""
         assert self.submodels is not None
         plan = self.submodels.submodel_plan
-        return self.submodels.units(int(plan.number[client]), client, int(plan.rank[client]))
+        number, rank = plan.member(self.round, client)
+        return self.submodels.units(number, client, rank)
 
     def spec(self, phase: Phase, message: PyTree, key: Array, *, fresh: bool, first: bool) -> ExchangeSpec:
         """Describe the next exchange of the round. Its message is encoded once for all clients that hold the same
