@@ -1,5 +1,7 @@
 """Are FISM and IR-IG what the paper writes, and do they end where its theorems say?"""
 
+import warnings
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,13 +65,13 @@ def slope(x):
     return x + 0.3 * np.sign(x - CENTER)
 
 
-def written_out(visits, refresh=False, shares=None):
+def written_out(visits, refresh=False, shares=None, start=START):
     """Algorithm 1 line by line, with f = |⟨a, x⟩ − b|: (x_{K+1}, x̂_K); its λ/m is λ here.
 
     visits[k][i]: the samples of client i's walk in round k, in order. Answers are weighted by `shares`, by p_i/n_i
     where that is None.
     """
-    x, total, steps, acted = START.copy(), np.zeros(DIM), 0.0, 0
+    x, total, steps, acted = start.copy(), np.zeros(DIM), 0.0, 0
     for k, walks in enumerate(visits, start=1):
         gamma, penalty = LR / k**A, REGULARIZATION / k**B
         h, ends = slope(x), []
@@ -123,6 +125,21 @@ def visited(algorithm, clients):
     for walk in np.split(np.array(seen), changes):
         walks.append(walk.tolist())
     return result, [walks[k : k + len(SIZES)] for k in range(0, len(walks), len(SIZES))]
+
+
+def test_it_may_begin_anywhere():
+    """As the paper's x_1: the first projection brings it into X, and x̂ has the start among its terms."""
+    outside = START + 2 * (HIGH - LOW)
+    found = fb.solve(fb.FISM(**FIELDS), PROBLEM, ALL, tree(outside), rounds=ROUNDS)
+    same(found, written_out(IN_ORDER, start=outside))
+
+
+def test_weights_that_are_not_the_papers_are_said():
+    with pytest.warns(fb.errors.NumericalWarning, match=r"by p_i/n_i, .* Clients\(weights='size'\)"):
+        run(fb.FISM(**FIELDS), rounds=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", fb.errors.NumericalWarning)
+        run(fb.FISM(**FIELDS), fb.Clients(CLIENTS, weights="size"), rounds=1)
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

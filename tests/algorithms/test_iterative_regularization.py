@@ -54,7 +54,7 @@ def test_what_cannot_be_told_is_refused():
     with pytest.raises(fb.errors.ConfigurationError, match=r"cohort = 1 is not allowed: .* FISM needs all clients"):
         solved(fb.FISM(tolerance=1e-3), 2, cohort=1)
     with pytest.raises(fb.errors.ConfigurationError, match=r"x0 = '1 away from X' is not allowed: it must be in X"):
-        solved(fb.FISM(), 2, 6.0)
+        solved(fb.IRG(), 2, 6.0)
     with pytest.raises(
         fb.errors.ConfigurationError, match=r"lr·regularization·μ = [23]\.[09]\d* is not allowed: .* at most 2"
     ):

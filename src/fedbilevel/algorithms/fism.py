@@ -25,7 +25,8 @@ Departures from the paper:
    clients' means, as everywhere in this library: x_{k+1} = x_k + Σ p̃_i (z_i − x_k)/n_i over the mean of Σ p̃_i/n_i in
    the rounds so far, p̃_i = (M/P) p_i for cohorts of P out of M, which leaves no bias; where everyone is asked, over
    that of the round. With p_i in proportion to n_i,
-   Clients(weights="size"), that is the plain mean, and every sample counts alike, as in the paper.
+   Clients(weights="size"), that is the plain mean, and every sample counts alike, as in the paper; where it is not, a
+   warning at the start says so.
 3. Beyond the paper: a walk may be over fewer samples, drawn anew in every round (`local_steps`). Clients reply with
    (z_i − x)/γ_k, so that replies of earlier rounds count with the step of this one, and the server may go on with the
    first replies: see `Asynchronous`.
@@ -35,11 +36,13 @@ Checked in tests/algorithms/test_fism.py (against the formulas in NumPy, solutio
 rate of Theorem 11) and tests/engines/test_agreement.py.
 """
 
+import warnings
 from abc import abstractmethod
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array, lax
 
@@ -47,7 +50,7 @@ from fedbilevel.algorithms.parts.iterative_regularization import DecreasingSteps
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive_integer, static
-from fedbilevel.core.errors import require, unknown
+from fedbilevel.core.errors import NumericalWarning, require, unknown
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
@@ -152,7 +155,13 @@ class FISM(Incremental):
         return self.allows_with("walk")._replace(noise=SHARES)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        self.check_convexity(problem, x)
+        self.check_convexity(problem, x, anywhere=True)
+        if (
+            isinstance(clients, Clients)
+            and np.ptp(shares := clients.inner.size / clients.weights) > 1e-9 * shares.max()
+        ):
+            text = "FISM weighs a client's walk by p_i/n_i, where its paper takes the plain mean of all walks: that is "
+            warnings.warn(NumericalWarning(f"{text}Clients(weights='size')"), stacklevel=4)
 
 
 class IRIG(Incremental):
@@ -185,4 +194,4 @@ class IRIG(Incremental):
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         pooled = "1, which holds all samples: clients.pooled(), on the command line run.pooled=true"
         require(len(clients) == 1, "IRIG: clients", len(clients), pooled)
-        self.check_convexity(problem, x)
+        self.check_convexity(problem, x, anywhere=True)

@@ -33,7 +33,9 @@ Departures from the paper:
 4. The paper's (3) multiplies the k-th step by a_k, of all τ_i steps: under momentum the largest step comes first, under
    a proximal pull last. That is heavy ball or FedProx, whose a_k these are, for vanishing η only. Here clients make the
    steps of heavy ball and FedProx: q_i is Σ_k a_k d_k as in the paper, with d_k at the points that these come to.
-5. Clients of limited capacity step on submodels; every entry of q is then the mean over the clients that hold it.
+5. The default radius, infinity, leaves out the projection of (5), whose r = L_f/μ_g nobody knows beforehand; `diagnose`
+   measures one.
+6. Clients of limited capacity step on submodels; every entry of q is then the mean over the clients that hold it.
 
 Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_asynchronous.py, test_local_x.py and
 tests/engines/test_agreement.py.

@@ -112,8 +112,9 @@ class IterativeRegularization(Algorithm):
             submodels=No("the projection on X and the preference H are of the whole x"),
         )
 
-    def check_convexity(self, problem: Problem, x: PyTree) -> None:
-        """Refuse a projection that is none, an H that is not strongly convex, and steps too long for it."""
+    def check_convexity(self, problem: Problem, x: PyTree, anywhere: bool = False) -> None:
+        """Refuse a projection that is none, an H that is not strongly convex, and steps too long for it; and, unless a
+        start may be `anywhere`, one outside of X."""
         assert isinstance(problem, SimpleBilevel)
         size = sum(leaf.size for leaf in jax.tree.leaves(x))
         count = max(2, min(POINTS, ENTRIES // (2 * size)))
@@ -122,7 +123,7 @@ class IterativeRegularization(Algorithm):
         images = check_projection("SimpleBilevel.project", problem.project, x, points)
         start = as_rows(points)[0]  # x
         away = float(np.linalg.norm(as_rows(images)[0] - start))
-        inside = away <= INEXACT * (1 + float(np.linalg.norm(start)))
+        inside = anywhere or away <= INEXACT * (1 + float(np.linalg.norm(start)))
         require(inside, "x0", f"{away:.3g} away from X", "in X, as SimpleBilevel.project(x0) is")
         mu = strong_convexity(problem, images)
         if not isinstance(self.lr, Schedule) and not isinstance(self.regularization, Schedule):
