@@ -18,7 +18,7 @@ from fedbilevel.core.tables import optimizer
 from fedbilevel.core.tree import XYV
 from fedbilevel.experiments import configure, read_spec, resolve, toml
 from fedbilevel.experiments.presets import PRESETS
-from fedbilevel.experiments.runner import algorithm_of
+from fedbilevel.experiments.runner import algorithm_of, task_of
 from fedbilevel.tasks import TASKS
 
 COSINE = '{schedule = "cosine_decay_schedule", init_value = 0.1, decay_steps = 500, alpha = 0.1}'
@@ -169,6 +169,22 @@ def test_values_survive_being_written_as_toml() -> None:
     text = 'a "b" \\ \n é \x7f'
     for value in (3, -0.5, 1e-8, 1e300, math.inf, True, text, [1, [2.0, "x"]], {"a b": {"c": 1}}, [], {}):
         assert tomllib.loads(toml.dumps({"section": {"field": value}}))["section"]["field"] == value
+
+
+def test_clients_have_numbers_of_their_own() -> None:
+    settings = ["task.clients=3", "clients.outer_steps=[1, 2, 3]", "clients.local_steps={low = 1, high = 4}"]
+    spec = configure({"task": "quadratic", "algorithm": "fednest"}, settings=settings)
+    again = resolve(tomllib.loads(spec.to_toml()))
+    assert again.clients == spec.clients == {"outer_steps": [1, 2, 3], "local_steps": {"low": 1, "high": 4}}
+    own = task_of(again).clients.own
+    assert [str(own[name]) for name in ("outer_steps", "local_steps")] == [
+        "1 to 3, one for each client",
+        "1 to 4, drawn for each client and round",
+    ]
+    wrong = {"client_lr": {"z": 1}, "outer_steps": 2}
+    with pytest.raises(ConfigurationError) as refused:
+        resolve({"task": "quadratic", "algorithm": "simfbo", "clients": wrong, "run": {"rounds": 0}})
+    assert [mistake.got for mistake in refused.value.wrong] == [0, "client_lr.z", "outer_steps"]
 
 
 def test_mistakes_of_all_sections_are_said_at_once() -> None:

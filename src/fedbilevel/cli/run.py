@@ -61,7 +61,8 @@ def _run(options: argparse.Namespace) -> int:
                                                               fields, which may be parts again, follow after a dot
         hypergradient.solver=cg hypergradient.solver.max_steps=10
         server_optimizer='{name = "adam", b1 = 0.9}'
-        task.local_steps='{low = 1, high = 10}'               drawn for each client and round
+        clients.local_steps='{low = 1, high = 10}'            a client's own numbers: drawn for each client and round,
+        clients.outer_steps='[1, 5, 2]'                       or given for each client; any field that allows it
         capacities='[1, 0.5, 0.25]'                           shares of the model that clients hold, dealt out in turn
         run.exchanges=500                                     a budget of messages, in place of run.rounds
         run.bytes=2e9 run.time=200                            a budget of traffic, or of virtual seconds, likewise

@@ -28,6 +28,7 @@ import jax
 from fedbilevel import __version__
 from fedbilevel.algorithms.parts.wrappers import Asynchronous, Submodels
 from fedbilevel.core.algorithm import Algorithm, check_solves
+from fedbilevel.core.client import with_own
 from fedbilevel.core.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -139,7 +140,10 @@ def task_of(spec: Spec, **party: str | int) -> Task:
         raise
     except (ValueError, TypeError, IndexError, OverflowError) as error:  # NumPy's, about sizes that make no sense
         raise ConfigurationError(f"task {label(name)} cannot be made with these values: {error}") from error
-    return replace(task, clients=task.population.pooled()) if spec.run.pooled else task
+    if spec.run.pooled:
+        return replace(task, clients=task.population.pooled())
+    of_a_site = isinstance(party.get("party"), int)  # the server sends it its numbers
+    return task if of_a_site or not spec.clients else replace(task, clients=with_own(task.clients, spec.clients))
 
 
 HISTORY_SECONDS = 1.0  # at least, between two writes of the history on the way

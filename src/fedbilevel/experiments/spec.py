@@ -1,14 +1,15 @@
 """The typed spec: everything that determines a run, read from and written to TOML.
 
-[task] and [algorithm] have a name and the fields of what it names; [asynchronous], [submodels], [run] and [engine] are
-below; [clock] has the fields of `fedbilevel.Clock`. A spec is always complete: `resolve` takes the fields that are not
+[task] and [algorithm] have a name and the fields of what it names; [clients] has numbers of the algorithm that are a
+client's own, as `fedbilevel.Clients(own=…)` takes them; [asynchronous], [submodels], [run] and [engine] are below;
+[clock] has the fields of `fedbilevel.Clock`. A spec is always complete: `resolve` takes the fields that are not
 given from the presets, and else from the defaults. These layers are merged as tables before anything is read.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
@@ -20,6 +21,7 @@ from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import config, positive_integer
 from fedbilevel.core.errors import ConfigurationError, is_number, nearest, refuse_together, require, unknown
+from fedbilevel.core.own import LOCAL_STEPS, own_fields
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tables import (
     Fields,
@@ -159,6 +161,7 @@ class Spec:
 
     task: Component
     algorithm: Component
+    clients: Mapping[str, Any]
     asynchronous: AsynchronousPlan
     submodels: UnitPolicy
     run: RunPlan
@@ -170,6 +173,7 @@ class Spec:
         return {
             "task": {"name": self.task.name, **self.task.fields},
             "algorithm": {"name": self.algorithm.name, **self.algorithm.fields},
+            "clients": reduce(merged, (nested(path.split("."), value) for path, value in self.clients.items()), {}),
             **{section: plain(getattr(self, section)) for section in PLANS},
         }
 
@@ -233,6 +237,7 @@ def _completed(given: Mapping[str, Fields], names: tuple[str, str], wrong: Wrong
         "algorithm": Component(algorithm, changed(cls, whole["algorithm"], "algorithm", wrong)),
         **{name: changed(plan(), whole[name], name, wrong) for name, plan in PLANS.items()},
     }
+    made["clients"] = _own_numbers(whole["clients"], made["algorithm"].value, wrong)
     refuse_together(wrong)
     spec = Spec(**made)
     if spec.run.time is not None:
@@ -240,6 +245,25 @@ def _completed(given: Mapping[str, Fields], names: tuple[str, str], wrong: Wrong
         allowed = "none where the clock's compute and network are 0: no time passes"
         require(bool(passes), "run.time", spec.run.time, allowed)
     return spec
+
+
+def _own_numbers(table: Fields, algorithm: Any, wrong: Wrong) -> dict[str, Any]:
+    """Return the entries of [clients] by the path of the algorithm's field that they are for; `wrong` gets what is for
+    none, where there is an algorithm."""
+    found = dict(_by_path(table))
+    if isinstance(algorithm, Algorithm):
+        known = [LOCAL_STEPS, *(path for path, _ in own_fields(algorithm))]
+        kind = f"number of a client's own in {algorithm.label}"
+        wrong += [unknown(kind, name, known) for name in found if name not in known]
+    return found
+
+
+def _by_path(table: Fields, within: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in table.items():
+        if isinstance(value, Mapping) and set(value) != {"low", "high"}:
+            yield from _by_path(value, f"{within}{name}.")
+        else:
+            yield f"{within}{name}", value
 
 
 def sections(tables: Fields, wrong: Wrong) -> dict[str, dict[str, Any]]:
@@ -400,7 +424,7 @@ def _parsed(setting: str) -> tuple[str, Any]:
 def fields_of(task: str, algorithm: str) -> dict[str, list[str]]:
     """Return the names of the fields of each section, for this task and this algorithm."""
     own = {"task": [*parameters_of(task_maker(task))], "algorithm": names_of(algorithm_class(algorithm))}
-    return {**own, **{section: names_of(plan) for section, plan in PLANS.items()}}
+    return {**own, "clients": [], **{section: names_of(plan) for section, plan in PLANS.items()}}
 
 
 def located(name: str, task: str, algorithm: str) -> list[str]:
@@ -466,7 +490,7 @@ def read_finished(path: Path) -> Spec:
     if wrong:
         raise _of_file(path, wrong)
     named = Component(task, _as_it_stands(given["task"])), Component(algorithm, _as_it_stands(given["algorithm"]))
-    return Spec(*named, **plans)
+    return Spec(*named, clients=dict(_by_path(given["clients"])), **plans)
 
 
 def _as_it_stands(table: Fields) -> dict[str, Any]:
