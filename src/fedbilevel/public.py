@@ -12,6 +12,7 @@ from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.check import check_hypergradient
 from fedbilevel.diagnostics.diagnose import diagnose
 from fedbilevel.diagnostics.structure import check_structure
+from fedbilevel.engines.engine import Cohort
 from fedbilevel.engines.evaluation import PerClient
 from fedbilevel.engines.history import Result, stop_when, stop_without_progress
 from fedbilevel.engines.local.engine import Local
@@ -27,6 +28,7 @@ __all__ = [
     "Bilevel",
     "Clients",
     "Clock",
+    "Cohort",
     "Compositional",
     "Local",
     "Metric",

@@ -8,11 +8,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from two_phase import TwoPhase
 
+import fedbilevel as fb
 from fedbilevel.engines import engine
 from fedbilevel.engines.engine import draw_cohort, round_keys
+from fedbilevel.tasks.quadratic import quadratic
 
 DRAWS = 20_000
+TASK = quadratic(clients=3)
 
 
 def draw(path, population, size, monkeypatch, count=DRAWS):
@@ -89,3 +93,64 @@ def test_rounds_have_streams_of_their_own():
     assert len(set(streams)) == 15
     again = jax.jit(round_keys)(key, jnp.asarray(3))
     assert [tuple(jax.random.key_data(k).tolist()) for k in again[:3]] == streams[9:12]
+
+
+POPULATION, SIZE = 5, 3
+VALUES = np.array([1.0, -2.0, 0.5, 3.0, -1.0])
+WEIGHTS = np.array([1.0, 2.0, 3.0, 1.0, 2.0]) / 9
+LINEAR = fb.SingleLevel(lambda x, batch: x * jnp.mean(batch["u"]))
+DRAWN_AGAIN = fb.Cohort(SIZE, replacement=True)
+
+
+def step(cohort, engine=None, key=0, rows=VALUES[:, None], batch_size=None, **options):
+    """A step of size 1 along minus the mean that FedAvg's server takes, from 0: Σ (M/P) p_i u_i over the draws."""
+    clients = fb.Clients({"u": rows}, weights=WEIGHTS[: len(rows)])
+    method = fb.FedAvg(local_steps=1, outer_lr=1.0, batch_size=batch_size)
+    return fb.solve(method, LINEAR, clients, jnp.zeros(()), rounds=1, cohort=cohort, key=key, engine=engine, **options)
+
+
+@pytest.mark.parametrize("engine", [fb.Reference(), fb.Local(), fb.Local(chunk=2, devices=2), fb.Local(stream=True)])
+def test_draws_with_replacement_are_replies_of_their_own(engine):
+    """The mean is over the draws, a client drawn twice counts twice, in bytes too."""
+    for key in range(3):
+        ids = np.asarray(DRAWN_AGAIN.draw(round_keys(jax.random.key(key), 0).cohort, POPULATION))
+        result = step(DRAWN_AGAIN, engine, key)
+        expected = -POPULATION / SIZE * np.sum(WEIGHTS[ids] * VALUES[ids])
+        assert float(result.x) == pytest.approx(expected, rel=1e-12)
+        assert result.ledger.gradients == SIZE
+    assert len(set(ids.tolist())) < SIZE  # the last of them draws somebody twice
+
+
+def test_with_replacement_the_variance_is_that_of_independent_draws():
+    """Of z_i = M p_i u_i, uniform over clients, with variance s²: s²/P with replacement, s²/P·(M − P)/(M − 1) without.
+
+    The mean of squares of n draws has a standard deviation of at most (max |z − μ|)²/√n: five of these are allowed."""
+    z, count = POPULATION * WEIGHTS * VALUES, 60_000
+    keys = jax.random.split(jax.random.key(0), count)
+    for cohort, shrink in ((DRAWN_AGAIN, 1.0), (fb.Cohort(SIZE), (POPULATION - SIZE) / (POPULATION - 1))):
+        ids = np.asarray(jax.vmap(lambda key, cohort=cohort: cohort.draw(key, POPULATION))(keys))
+        means = z[ids].mean(1)
+        spread = 5 * np.max(np.abs(z - z.mean())) ** 2 / np.sqrt(count)
+        assert abs(means.mean() - z.mean()) < 5 * np.sqrt(z.var() / SIZE / count)
+        assert abs(np.mean((means - z.mean()) ** 2) - z.var() / SIZE * shrink) < spread
+        assert spread < 0.2 * z.var() / SIZE
+
+
+@pytest.mark.parametrize("engine", [fb.Reference(), fb.Local()])
+def test_each_draw_has_its_own_batch(engine):
+    """One client of many samples, drawn thrice, gives three samples: their mean is none of the samples."""
+    rows = 2.0 ** np.arange(40)[None]
+    cohort = fb.Cohort(3, replacement=True)
+    drawn = -3 * float(step(cohort, engine, rows=rows, batch_size=1).x)  # a sum of three powers of two
+    assert bin(round(drawn)).count("1") == 3
+    assert float(step(cohort, fb.Local(), rows=rows, batch_size=1).x) == -drawn / 3
+
+
+def test_clients_that_keep_something_are_not_drawn_twice():
+    kept = r"Cohort.replacement = True .* clients keep something between rounds"
+    again = fb.Cohort(2, replacement=True)
+    with pytest.raises(fb.errors.ConfigurationError, match=kept):
+        fb.solve(TwoPhase(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=1, cohort=again)
+    with pytest.raises(fb.errors.ConfigurationError, match=r"cohort = 6 .* 1 to 5"):
+        step(6)
+    assert float(step(fb.Cohort(6, replacement=True)).x) != 0

@@ -39,6 +39,7 @@ def layout(clients):
     return ProgramLayout(
         population=len(clients),
         cohort=COHORT,
+        replacement=False,
         fresh=FRESH,
         outer_longest=int(OUTER.max()),
         outer_equal=False,

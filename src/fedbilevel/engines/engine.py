@@ -85,7 +85,9 @@ class Engine(Protocol):
         """How long exchanges take, in virtual time; None where time is that of the world."""
         ...
 
-    def start(self, algorithm: Algorithm, problem: Problem, clients: Any, cohort: int, key: Array, carry: Carry) -> Run:
+    def start(
+        self, algorithm: Algorithm, problem: Problem, clients: Any, cohort: Cohort, key: Array, carry: Carry
+    ) -> Run:
         """Prepare a run on `Clients` or `RemoteClients`; `carry` gives shapes and dtypes."""
         ...
 
@@ -131,13 +133,47 @@ def check_simulated(clients: Any) -> None:
     require(here, "clients", type(clients).__name__, "Clients, unless the engine reaches them elsewhere")
 
 
-def check_everyone(algorithm: Algorithm, population: int, cohort: int, field: str = "cohort") -> None:
+class Cohort(NamedTuple):
+    """How many clients take part in a round, and how they are drawn: uniformly.
+
+    Args:
+        size: how many draws there are.
+        replacement: whether a client may be drawn several times in a round. Each draw is then a reply of its own, with
+            its own batch, weight and bytes.
+    """
+
+    size: int
+    replacement: bool = False
+
+    @classmethod
+    def of(cls, cohort: int | Cohort) -> Cohort:
+        """Return the cohort; a number is one without replacement."""
+        return cohort if isinstance(cohort, Cohort) else cls(cohort)
+
+    def some(self, population: int) -> bool:
+        """Say whether a round may leave out some of so many clients."""
+        return self.replacement or self.size < population
+
+    def draw(self, key: Array, population: int) -> Array:
+        """Draw the clients of a round, (size,) int32, in no special order; everyone in order, where that is all."""
+        if self.replacement:
+            return uniform_below(key, population, (self.size,))
+        return draw_cohort(key, population, self.size)
+
+
+def check_everyone(algorithm: Algorithm, population: int, cohort: Cohort, field: str = "cohort") -> None:
     """Refuse a cohort of some clients for a method that needs all in every round."""
-    whole = algorithm.asks.cohorts or cohort == population
-    require(whole, field, cohort, f"None: {algorithm.label} needs all clients in every round")
+    whole = algorithm.asks.cohorts or not cohort.some(population)
+    require(whole, field, cohort.size, f"None: {algorithm.label} needs all clients in every round")
 
 
-def check_availability(clock: Clock, algorithm: Algorithm, population: int, cohort: int) -> None:
+def check_drawn_again(cohort: Cohort, carry: Carry) -> None:
+    """Refuse to draw a client twice in a round where clients keep something between rounds: of which draw?"""
+    kept = cohort.replacement and bool(jax.tree.leaves(carry.clients))
+    require(not kept, "Cohort.replacement", True, "False for a method whose clients keep something between rounds")
+
+
+def check_availability(clock: Clock, algorithm: Algorithm, population: int, cohort: Cohort) -> None:
     """Refuse a cohort that the method does not allow, or that may consist of clients that are never available; warn of
     these.
 
@@ -149,7 +185,8 @@ def check_availability(clock: Clock, algorithm: Algorithm, population: int, coho
     if not absent.size:
         return
     some = "Clock.availability", f"0 for {absent.size} of {population} clients"
-    require(cohort > absent.size, *some, f"positive for more of them: a cohort of {cohort} may have nobody else")
+    enough = cohort.size > absent.size and not cohort.replacement
+    require(enough, *some, f"positive for more of them: a cohort of {cohort.size} may have nobody else")
     named = ", ".join(map(str, absent[:10])) + (", …" if absent.size > 10 else "")
     text = f"{absent.size} of {population} clients are never available, and the run goes on without them: {named}"
     warnings.warn(AbsenceWarning(text), stacklevel=4)
@@ -171,12 +208,13 @@ def check_first(n: int, available: int, max_staleness: int | None, queues: InFli
     return queues
 
 
-def check_cohort(cohort: int | None, population: int) -> int:
+def check_cohort(cohort: int | Cohort | None, population: int) -> Cohort:
     """Check the size of the cohort, and return it: everyone when it is None."""
-    if cohort is None:
-        return population
-    require(is_count(cohort) and cohort <= population, "cohort", cohort, f"1 to {population} (all clients)")
-    return int(cohort)
+    given = Cohort.of(population if cohort is None else cohort)
+    most = f"1 to {population} (all clients)"
+    fits = is_count(given.size) and (given.replacement or given.size <= population)
+    require(fits, "cohort", given.size, "a positive integer" if given.replacement else most)
+    return given._replace(size=int(given.size))
 
 
 class RoundKeys(NamedTuple):

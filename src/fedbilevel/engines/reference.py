@@ -36,13 +36,14 @@ from fedbilevel.engines.costs import (
 )
 from fedbilevel.engines.engine import (
     Carry,
+    Cohort,
     RoundKeys,
     Stretch,
     available_population,
     check_availability,
+    check_drawn_again,
     check_first,
     check_simulated,
-    draw_cohort,
     repeated,
     round_keys,
 )
@@ -74,7 +75,7 @@ class ReferenceFed:
         self.run, self.algorithm, self.keys = run, algorithm, keys
         self.round, self.states, self.now, self.queues = int(carry.round), carry.clients, carry.now, carry.queues
         self.problem = run.problem
-        self.sampled = run.cohort < len(run.clients)
+        self.sampled = run.cohort.some(len(run.clients))
         self.own = self.cohort(keys)
         self.round_costs = empty_costs()
 
@@ -88,7 +89,8 @@ class ReferenceFed:
             if not self.run.pace.ever_available(i):
                 continue
             part, whole = self.portion(phase, message, i)
-            name, ask = self.question(phase, part, key, fresh)
+            again = jax.random.fold_in(key, place) if self.run.cohort.replacement else key
+            name, ask = self.question(phase, part, again, fresh)
             sums = self.reply(ask, name, i, own[place], fresh is None)
             costs = exchange_costs(name, part, sums, 1, exchanges=int(not asked))
             self.round_costs = add_costs(self.round_costs, costs)
@@ -185,7 +187,7 @@ class ReferenceFed:
     def cohort(self, keys: RoundKeys) -> tuple[Array, list[dict[str, Array]]]:
         """Draw the ids of a cohort, (P,), and each member's own numbers in the round."""
         with jax.disable_jit(False):
-            ids = draw_cohort(keys.cohort, len(self.run.clients), self.run.cohort)
+            ids = self.run.cohort.draw(keys.cohort, len(self.run.clients))
             numbers = numbers_of(self.run.clients.own, keys.own, keys.round, ids)
         return ids, [{name: column[place] for name, column in numbers.items()} for place in range(len(ids))]
 
@@ -207,7 +209,7 @@ class ReferenceRun:
     algorithm: Algorithm
     problem: Problem
     clients: Clients
-    cohort: int
+    cohort: Cohort
     key: Array
     clock: Clock
     submodel_plan: SubmodelPlan | None = None
@@ -254,11 +256,13 @@ class Reference:
     clock: Clock = field(default_factory=Clock)
 
     def start(
-        self, algorithm: Algorithm, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
+        self, algorithm: Algorithm, problem: Problem, clients: Clients, cohort: int | Cohort, key: Array, carry: Carry
     ) -> ReferenceRun:
         """Prepare a run of the algorithm on simulated clients; `carry` gives shapes and dtypes of all states."""
         check_simulated(clients)
+        cohort = Cohort.of(cohort)
         check_availability(self.clock, algorithm, len(clients), cohort)
+        check_drawn_again(cohort, carry)
         away = self.clock.never_available(len(clients))
         submodel_plan = SubmodelPlan.of(algorithm, problem, clients, carry.state.x, carry.state.y, away)
         return ReferenceRun(algorithm, problem, clients, cohort, key, self.clock, submodel_plan)

@@ -27,7 +27,7 @@ from fedbilevel.display import Display
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import fingerprint, lock, submodels
 from fedbilevel.engines.costs import Ledger
-from fedbilevel.engines.engine import Engine, check_cohort, first_carry
+from fedbilevel.engines.engine import Cohort, Engine, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Measure, PerClient, as_per_client, check_per_client
 from fedbilevel.engines.history import Callback, History, Result
 from fedbilevel.engines.local.engine import Local
@@ -49,7 +49,7 @@ def solve(
     y0: PyTree = None,
     *,
     rounds: int,
-    cohort: int | None = None,
+    cohort: int | Cohort | None = None,
     key: int | Array = 0,
     engine: Engine | None = None,
     eval_every: int | None = None,
@@ -70,7 +70,8 @@ def solve(
         clients: each client's samples; or, for an engine that reaches clients elsewhere, what is known of them.
         x0, y0: where to start; any pytrees (their floating arrays are the variables); a single-level problem has no y0.
         rounds: how many rounds in total, those before a resumption included; fewer where the algorithm has finished.
-        cohort: clients per round, drawn uniformly without replacement; None takes everyone.
+        cohort: clients per round, drawn uniformly without replacement; None takes everyone. `fedbilevel.Cohort(10,
+            replacement=True)` draws with replacement.
         key: a seed or a JAX key; with the arguments above it determines the numbers, whatever the engine.
         engine: Local() by default.
         eval_every: rounds between rows of the history; None writes the first and the last row only.
@@ -153,7 +154,8 @@ def solve(
         fits = algorithm.client_state(problem, x, y) is None
         allowed = f"1 or None: the clients of {algorithm.label} keep a state, which goes back by one round alone"
         require(fits, "checkpoint_every", checkpoint_every, allowed)
-    stated = {"cohort": cohort, "key": np.asarray(jax.random.key_data(key)).tolist()}
+    drawn = {"cohort": cohort.size, **({"replacement": True} if cohort.replacement else {})}
+    stated = {**drawn, "key": np.asarray(jax.random.key_data(key)).tolist()}
     if chosen.clock is not None:
         words = repr(chosen.clock)
         stated["clock"] = words if len(words) < 500 else hashlib.sha256(words.encode()).hexdigest()

@@ -44,7 +44,7 @@ from fedbilevel.display import Display
 from fedbilevel.display.curves import encoded, require_matplotlib, run_figure
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.checkpoint import write_bytes, write_json, write_text, writing
-from fedbilevel.engines.engine import Engine, check_cohort, check_everyone
+from fedbilevel.engines.engine import Cohort, Engine, check_cohort, check_everyone
 from fedbilevel.engines.history import (
     Callback,
     History,
@@ -77,7 +77,7 @@ class Experiment(NamedTuple):
     def solve(self, plan: RunPlan, **given: Any) -> Result:
         """Solve the task's problem with the plan's cohort and seed; `given` are further arguments of `solve`."""
         problem = self.task.problem, self.task.clients, self.task.x0, self.task.y0
-        return solve(self.algorithm, *problem, cohort=plan.cohort, key=plan.seed, engine=self.engine, **given)
+        return solve(self.algorithm, *problem, cohort=_cohort(plan), key=plan.seed, engine=self.engine, **given)
 
 
 def build(spec: Spec, task: Task | None = None) -> Experiment:
@@ -109,9 +109,13 @@ def first_metric(task: Task) -> str:
     return next(iter(task.metrics))
 
 
+def _cohort(plan: RunPlan) -> int | Cohort | None:
+    return Cohort(plan.cohort, plan.replacement) if plan.cohort is not None and plan.replacement else plan.cohort
+
+
 def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> None:
     """Refuse a cohort, a clock or a number of awaited replies that does not fit the number of clients."""
-    cohort = check_cohort(spec.run.cohort, population)
+    cohort = check_cohort(_cohort(spec.run), population)
     spec.clock.pace(population)  # refuses tables of another number of clients
     available = population - spec.clock.never_available(population).size
     check_everyone(algorithm, population, cohort, "run.cohort")

@@ -109,6 +109,7 @@ class RunPlan:
         bytes: a budget in place of rounds: the bytes of all messages, down and up together, of the whole cohort.
         time: a budget in place of rounds, in seconds of the clock.
         cohort: clients per round; None takes everyone.
+        replacement: draw them with replacement: a client may take part several times in a round.
         pooled: give every sample to a single client: the same problem without a federation.
         seed: of the cohorts and of all samples drawn (the task has a seed of its own).
         eval_every: rounds between two rows of the history; None, with a budget, makes about fifty rows of it.
@@ -122,6 +123,7 @@ class RunPlan:
     bytes: float | None = _budget("bytes")
     time: float | None = _budget("seconds")
     cohort: int | None = positive_integer(default=None, optional=True)
+    replacement: bool = False
     pooled: bool = False
     seed: int = 0
     eval_every: int | None = positive_integer(default=10, optional=True)
@@ -138,6 +140,8 @@ class RunPlan:
             )
         allowed = "a positive integer, unless run.exchanges, run.bytes or run.time is given"
         require(self.rounds is None or self.eval_every is not None, "run.eval_every", None, allowed)
+        drawn = not self.replacement or self.cohort is not None
+        require(drawn, "run.replacement", True, "false where everyone takes part: give run.cohort")
         require(not self.pooled or self.cohort in (None, 1), "run.cohort", self.cohort, "none or 1 with run.pooled")
 
     @property

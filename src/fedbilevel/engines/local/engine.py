@@ -17,7 +17,15 @@ from fedbilevel.core.errors import ConfigurationError, NonFiniteError, diverged,
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, nbytes, on_device
 from fedbilevel.engines.costs import unpacked
-from fedbilevel.engines.engine import Carry, Stretch, available_population, check_availability, check_simulated
+from fedbilevel.engines.engine import (
+    Carry,
+    Cohort,
+    Stretch,
+    available_population,
+    check_availability,
+    check_drawn_again,
+    check_simulated,
+)
 from fedbilevel.engines.evaluation import PerClient, PerClientEvaluation, PerClientRow
 from fedbilevel.engines.fingerprint import method_key, of_rules
 from fedbilevel.engines.in_flight import nonfinite_replies
@@ -63,23 +71,26 @@ class Local:
         require_count("Local.prefetch", self.prefetch)
 
     def start(
-        self, algorithm: Algorithm, problem: Problem, clients: Clients, cohort: int, key: Array, carry: Carry
+        self, algorithm: Algorithm, problem: Problem, clients: Clients, cohort: int | Cohort, key: Array, carry: Carry
     ) -> LocalRun:
         """Prepare a run of the algorithm on simulated clients; `carry` gives shapes and dtypes of all states."""
         check_simulated(clients)
+        cohort = Cohort.of(cohort)
         check_availability(self.clock, algorithm, len(clients), cohort)
+        check_drawn_again(cohort, carry)
         group = current_group()
         mesh, processes = self.mesh(group), group.processes
         shares = Shares(len(clients), processes, group.process, self.devices) if processes > 1 else None
-        share = -(-cohort // (self.devices * processes))  # clients per device, rounded up
-        lumpy = shares is not None and cohort < len(clients)
+        share = -(-cohort.size // (self.devices * processes))  # clients per device, rounded up
+        lumpy = shares is not None and cohort.some(len(clients))
         chunk = min(self.chunk or default_chunk(carry.state, clients, share, lumpy), share)
         away = self.clock.never_available(len(clients))
         stream = is_memory_mapped(clients) if self.stream is None else self.stream
         make: type[Streamed | Resident] = Streamed if stream else Resident
         layout = ProgramLayout(
             population=len(clients),
-            cohort=cohort,
+            cohort=cohort.size,
+            replacement=cohort.replacement,
             fresh=algorithm.asks.fresh_cohorts,
             outer_longest=longest_in_steps(clients.outer.size),
             outer_equal=bool(np.all(clients.outer.size == clients.outer.size[0])),
@@ -94,6 +105,7 @@ class Local:
             submodel_plan=SubmodelPlan.of(algorithm, problem, clients, carry.state.x, carry.state.y, away),
         )
         require(not (shares and layout.submodel_plan), "Clients.capacity", "given", "None with several processes")
+        require(not (shares and cohort.replacement), "Cohort.replacement", True, "False with several processes")
         together = not algorithm.asks.asynchronous or not (stream or shares)
         how = "streamed samples" if stream else "several processes"
         require(together, "algorithm", algorithm.label, f"a method that waits for all clients, with {how}")
@@ -221,7 +233,7 @@ class LocalRun:
             bad += "".join(f"; {name}" for name in nonfinite_replies(carry.queues))
         else:
             clock, submodel_plan = self.clock, self.layout.submodel_plan
-            replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, clock, submodel_plan)
+            replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.draws, key, clock, submodel_plan)
             replay.advance(carry, 1)  # raises, unless the compiler's rounding alone overflowed
         raise diverged(f"round {round}, ", bad)
 

@@ -27,7 +27,7 @@ from fedbilevel.engines.costs import (
     split_ticks,
     weigh,
 )
-from fedbilevel.engines.engine import check_first
+from fedbilevel.engines.engine import Cohort, check_first
 from fedbilevel.engines.in_flight import InFlight
 from fedbilevel.engines.local.placement import DeviceRows, Shares, vectorised
 from fedbilevel.engines.submodels import Holders, RoundSubmodels, SubmodelPlan, covered, put_back
@@ -50,6 +50,7 @@ class Members(NamedTuple):
     number: Any = None  # of a cohort whose clients have capacities: the client's class (see SubmodelPlan)
     rank: Any = None  # likewise: its rank in the class
     own: Any = None  # of a cohort: its own numbers in the round, by name
+    place: Any = None  # of a cohort with replacement: the number of the draw
 
 
 class SampleArrays(NamedTuple):
@@ -65,6 +66,7 @@ class ProgramLayout:
 
     population: int
     cohort: int
+    replacement: bool  # whether a client may be drawn several times
     fresh: int  # fresh cohorts per round
     outer_longest: int
     outer_equal: bool
@@ -77,6 +79,11 @@ class ProgramLayout:
     rounds_per_call: int  # how many rounds' costs a call can hold
     shares: Shares | None = None  # of several processes
     submodel_plan: SubmodelPlan | None = None  # where clients hold submodels
+
+    @property
+    def draws(self) -> Cohort:
+        """How a round's clients are drawn."""
+        return Cohort(self.cohort, self.replacement)
 
 
 DrawMembers = Callable[[Array | int], tuple[Members, ...]]
@@ -114,7 +121,7 @@ class LocalFed:
     submodels: RoundSubmodels | None
 
     def __post_init__(self) -> None:
-        self.sampled = self.layout.cohort < self.layout.population
+        self.sampled = self.layout.draws.some(self.layout.population)
         self.round_costs = empty_costs()
 
     def mean(
@@ -187,7 +194,7 @@ class LocalFed:
         """Whether whole chunks of places may be empty: of a class of capacity, or of a process's share of a cohort."""
         if self.submodels is None:
             return self.layout.shares is not None
-        return self.layout.cohort < self.layout.population
+        return self.layout.draws.some(self.layout.population)
 
     @property
     def everyone(self) -> Members:
@@ -218,7 +225,8 @@ class LocalFed:
         name = self.algorithm.phase_name(phase)
 
         def respond(member: Members, state: PyTree) -> tuple[Sums, PyTree]:
-            own = self.client(member, state), message, jax.random.fold_in(key, member.id)
+            again = key if member.place is None else jax.random.fold_in(key, member.place)
+            own = self.client(member, state), message, jax.random.fold_in(again, member.id)
             reply = self.algorithm.run_phase(name, *own)
             kept = state if reply.state is None else reply.state
             replied = weigh(reply, member.weight, member.counts), kept

@@ -20,7 +20,7 @@ from fedbilevel.core.own import Values, numbers_of
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, rows_at
 from fedbilevel.engines.costs import RoundCosts, packed
-from fedbilevel.engines.engine import Carry, RoundKeys, draw_cohort, round_keys
+from fedbilevel.engines.engine import Carry, RoundKeys, round_keys
 from fedbilevel.engines.fingerprint import method_key
 from fedbilevel.engines.in_flight import with_tables
 from fedbilevel.engines.local.fed import HOST, ExchangeState, LocalFed, Members, ProgramLayout, SampleArrays, chunk_of
@@ -233,11 +233,14 @@ class Rounds:
         """
         size = self.layout.cohort
         if inputs.ids is None:
-            ids = draw_cohort(keys.cohort, self.layout.population, size)
-            members = inputs.table if size == self.layout.population else rows_at(inputs.table, ids)
+            draws = self.layout.draws
+            ids = draws.draw(keys.cohort, self.layout.population)
+            members = rows_at(inputs.table, ids) if draws.some(self.layout.population) else inputs.table
         else:  # the cohort at `place` of those that the source gathered
             ids, members = jax.tree.map(lambda column: column[place], (inputs.ids, inputs.table))
         members = members._replace(own=numbers_of(inputs.own, keys.own, keys.round, ids) or None)
+        if self.layout.replacement:
+            members = members._replace(place=jnp.arange(size))
         everyone = jnp.ones(size, jnp.result_type(float))  # where nobody is masked a constant: nothing is multiplied
         members = members._replace(counts=everyone * inputs.pace.ever_available(ids))
         counts = [n for n in jax.tree.leaves(members.own) if jnp.issubdtype(n.dtype, jnp.integer)]
@@ -260,7 +263,8 @@ class Rounds:
     def of_class(self, members: Members, number: int) -> Members:
         """Make places for as many members as a class of capacity can have in a cohort; members fill the first."""
         assert self.layout.submodel_plan is not None
-        places = min(self.layout.cohort, self.layout.submodel_plan.places[number])
+        of_class = self.layout.cohort if self.layout.replacement else self.layout.submodel_plan.places[number]
+        places = min(self.layout.cohort, of_class)
         order = jnp.argsort(members.number != number, stable=True)[:places]
         members = jax.tree.map(lambda column: column[order], members)
         members = members._replace(counts=members.counts * (members.number == number))

@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.engine import draw_cohort, round_keys
+from fedbilevel.engines.engine import round_keys
 from fedbilevel.engines.local.fed import HOST, Members, ProgramLayout, SampleArrays
 
 SMALL = 2**24  # bytes
@@ -119,7 +119,7 @@ class Streamed:
         """Draw the ids of the round's own cohort and of its fresh cohorts, (1 + fresh, P)."""
         own = round_keys(self.key, round)
         keys = [own, *(own.of_fresh(number) for number in range(self.layout.fresh))]
-        return np.stack([draw_cohort(k.cohort, len(self.clients), self.layout.cohort) for k in keys])
+        return np.stack([self.layout.draws.draw(k.cohort, len(self.clients)) for k in keys])
 
     def close(self) -> None:
         self.thread.shutdown(cancel_futures=True)

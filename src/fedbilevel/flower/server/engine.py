@@ -26,7 +26,7 @@ from fedbilevel.core.errors import AbsenceWarning, ExchangeError, NonFiniteError
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines.costs import add_costs, empty_costs, split_ticks, stack_costs
-from fedbilevel.engines.engine import Carry, Stretch, check_everyone, round_keys
+from fedbilevel.engines.engine import Carry, Cohort, Stretch, check_everyone, round_keys
 from fedbilevel.engines.evaluation import PerClient, spread
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.in_flight import InFlight, PhaseQueue
@@ -70,12 +70,20 @@ class Flower:
         require(is_run(self.name), "Flower.name", self.name, "8 to 64 hexadecimal digits, in lower case")
 
     def start(
-        self, algorithm: Algorithm, problem: Problem, clients: RemoteClients, cohort: int, key: Array, carry: Carry
+        self,
+        algorithm: Algorithm,
+        problem: Problem,
+        clients: RemoteClients,
+        cohort: int | Cohort,
+        key: Array,
+        carry: Carry,
     ) -> FlowerRun:
         known = isinstance(clients, RemoteClients)
         require(known, "clients", type(clients).__name__, "RemoteClients: what a server knows of them")
+        cohort = Cohort.of(cohort)
         check_everyone(algorithm, len(clients), cohort)
-        return FlowerRun(Session(self, algorithm, problem, clients, cohort, carry), key)
+        require(not cohort.replacement, "Cohort.replacement", True, "False: a site works on one request at a time")
+        return FlowerRun(Session(self, algorithm, problem, clients, cohort.size, carry), key)
 
 
 class FlowerRun:
