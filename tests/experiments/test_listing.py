@@ -9,12 +9,18 @@ import subprocess
 import sys
 import tomllib
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.cli import main, parser
+from fedbilevel.cli.shared import check_names
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.facts import No
+from fedbilevel.core.submodel import Policy
 from fedbilevel.experiments import loader, names, resolve
+from fedbilevel.experiments.series import comparison_specs
 from fedbilevel.tasks import TASKS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,6 +44,9 @@ HEAVY = {"jax", "jaxlib", "optax", "numpy", "matplotlib", "sklearn", "flwr"}
         (["run", "--roundz", "3"], 2, HEAVY | {"rich"}),
         (["algorithms"], 0, HEAVY),
         (["tasks"], 0, HEAVY),
+        (["algorithms", "dual", "pruning"], 0, HEAVY),
+        (["algorithms", "fiarse"], 0, HEAVY),
+        (["tasks", "protonet"], 0, HEAVY),
         (["algorithms", "simfob"], 2, HEAVY - {"numpy"}),
         (["run", "quadratik"], 2, HEAVY - {"numpy"}),
         (["compare", "quadratic", "--algorithms", "simfbo,simfob"], 2, HEAVY - {"numpy"}),
@@ -60,7 +69,7 @@ def test_text_and_misspelt_names_do_not_wait_for_jax(arguments: list[str], code:
 
 @pytest.mark.parametrize(("kind", "known"), [("algorithm", ALGORITHMS), ("task", TASKS)])
 def test_a_list_has_every_name_and_its_first_line(kind: str, known: dict) -> None:
-    found = names.library(kind)
+    found = {name: entry.title for name, entry in names.library(kind).items()}
     assert found.keys() == {name for name, one in known.items() if one.__module__.startswith("fedbilevel.")}
     assert all(found.values())
     lines = names.listed(kind).splitlines()
@@ -68,6 +77,108 @@ def test_a_list_has_every_name_and_its_first_line(kind: str, known: dict) -> Non
     if kind == "algorithm":
         for name, text in found.items():
             assert ALGORITHMS[name].__doc__.startswith(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "first", "rest"),
+    [
+        ("anarchic", "afbo", 0),
+        ("APHE", "afbo", 0),
+        ("dual pruning", "rabo", 1),  # and rafbo, of the same file
+        ("pruning Dual", "rabo", 1),
+        ("FedIHGP", "fednest", 2),  # its two relatives; it stands in what FedNest itself costs
+        ("fiarse", "submodels.policy=importance", 0),
+        ("heterofl", "submodels.policy=static", 0),
+        ("fedrolex", "submodels.policy=rolling", 0),
+        ("hypergradient", "fedmbo", None),  # in its first line, as in that of fednest, which comes later
+        ("minimax", "fedavg-s", 3),
+        ("straggler", "adbo", 1),
+        ("accelerated", "bi-fista", None),  # a word of its first line
+        ("arXiv:2302.04969", "aggitd", 0),
+        ("SimFBO: Towards Simple, Flexible", "simfbo", 1),
+        ("meta-learning", "few_shot", 0),  # no method says it, a task does
+    ],
+)
+def test_words_find_methods_best_first(words: str, first: str, rest: int | None, capsys) -> None:
+    assert main(["algorithms", *words.split()]) == 0
+    lines = capsys.readouterr().out.partition("\n\n")[0].splitlines()
+    assert lines[0].split()[0] == first
+    assert rest is None or len(lines) == 1 + rest
+
+
+@pytest.mark.parametrize("words", ["protonet", "meta-learning", "few shot"])
+def test_words_find_tasks(words: str, capsys) -> None:
+    assert main(["tasks", *words.split()]) == 0
+    line, _, more = capsys.readouterr().out.splitlines()[-3:]
+    assert re.fullmatch(r"few_shot +Few-shot learning: .* \(Li et al\. 2025, section V-A\)", line)
+    assert more == "more about each: fedbilevel tasks NAME"
+
+
+@pytest.mark.parametrize("words", ["simfob", "hypergradient simfob", "∇"])
+def test_words_that_nothing_has_are_refused_with_the_nearest_name(words: str, capsys) -> None:
+    assert main(["algorithms", words]) == 2
+    error = capsys.readouterr().err
+    assert f"unknown algorithm {words!r}" in error
+    assert "did you mean 'simfbo'?" in error or words != "simfob"
+
+
+def test_what_is_said_of_policies_holds_for_every_method(capsys) -> None:
+    assert main(["algorithms", "fedrolex"]) == 0
+    said = capsys.readouterr().out.splitlines()[-1]
+    without = re.search("these policies but (.*?):", said)[1]
+    unable = {name for name in names.library("algorithm") if isinstance(ALGORITHMS[name]().allows.submodels, No)}
+    assert {names.known("algorithm", word) for word in re.split(", | and ", without)} == unable
+    found = re.findall(r"^submodels\.policy=(\w+) ", names.found("algorithm", "policy"), re.MULTILINE)
+    assert set(found) == set(get_args(Policy))
+
+
+@pytest.mark.parametrize(
+    ("kind", "written", "name"),
+    [
+        ("algorithm", "SimFBO", "simfbo"),
+        ("algorithm", "RABO", "rabo"),
+        ("algorithm", "IR-IG", "irig"),
+        ("algorithm", "FBO-AggITD", "aggitd"),
+        ("algorithm", "FedNestSGD", "fednest-sgd"),
+        ("algorithm", "FEDNEST", "fednest"),
+        ("algorithm", "lfednest", "lfednest"),
+        ("algorithm", "BiFISTA", "bi-fista"),
+        ("algorithm", "mine.py:RABO", "mine.py:RABO"),
+        ("task", "Hyper-Cleaning", "hyper_cleaning"),
+        ("task", "few-shot", "few_shot"),
+        ("task", "Location", "location"),  # whose method is FISM unless one is named
+    ],
+)
+def test_names_are_taken_in_any_spelling(kind: str, written: str, name: str) -> None:
+    assert names.known(kind, written) == name
+    if not names.is_own(name):
+        spec = resolve({kind: written})
+        assert getattr(spec, kind).name == name
+        assert spec == resolve({kind: name})  # with the same presets
+
+
+@pytest.mark.parametrize(
+    ("arguments", "taken"),
+    [
+        ("run Quadratic --algorithm FBO-AggITD", {"task": "quadratic", "algorithm": "aggitd"}),
+        ("check Quadratic --algorithm FedNest", {"task": "quadratic", "algorithm": ["fednest"]}),
+        ("sweep Quadratic --algorithm FedNest", {"algorithm": "fednest"}),  # its task may be a spec
+        ("flower demo --task Quadratic --algorithm FedNest", {"task": "quadratic", "algorithm": "fednest"}),
+        ("compare Quadratic --algorithms SimFBO,IR-IG", {"what": ["quadratic"], "algorithms": ["simfbo", "irig"]}),
+        ("compare FedNest", {"what": ["FedNest"]}),  # the folder of a run
+    ],
+)
+def test_commands_take_any_spelling(arguments: str, taken: dict) -> None:
+    options = parser().parse_args(arguments.split())
+    check_names(options)
+    assert {place: getattr(options, place) for place in taken} == taken
+
+
+def test_a_comparison_takes_any_spelling_in_its_settings() -> None:
+    with_spelling = ["FBO-AggITD.outer_lr=0.5"]
+    specs = comparison_specs("Quadratic", ["SimFBO", "FBO-AggITD"], settings=with_spelling)
+    assert list(specs) == ["simfbo", "aggitd"]
+    assert specs["aggitd"].algorithm.value.outer_lr == 0.5
 
 
 @pytest.mark.parametrize(("kind", "known"), [("algorithm", ALGORITHMS), ("task", TASKS)])

@@ -478,7 +478,7 @@ class ADBO(CuttingPlanes):
     """Cutting planes for the inner problem, in steps that wait for the first replies.
 
     Args:
-        wait_for: S, how many replies a step waits for; with 1 the server moves at every reply.
+        wait_for: S, how many replies a step waits for, and not for stragglers; with 1 the server moves at every reply.
         max_staleness: τ; a step also waits for every client that was asked so many steps ago, or more; None: no bound.
     """
 

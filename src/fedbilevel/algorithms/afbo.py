@@ -111,7 +111,7 @@ class AFBO(Nested):
     facts = Facts(
         paper="Anonymous 2024",
         needs="g strongly convex in y, with `LocalImplicit` g_i for every client",
-        good_for="clients of very different speed, where no round should wait for the slowest",
+        good_for="clients of very different speed, where no round should wait for stragglers",
         exchanges="K + 1",
         up="1 like x, K like y",
         hvps="N; 2 with `SystemSteps`",

@@ -1,4 +1,4 @@
-"""FedAvg-S: local descent on x and ascent on y at once, for min over x of max over y of F(x, y).
+"""FedAvg-S: local descent on x and ascent on y at once, for minimax problems, min over x of max over y of F(x, y).
 
 Charlie Hou, Kiran K. Thekumparampil, Giulia Fanti, Sewoong Oh. "Efficient Algorithms for Federated Saddle Point
 Optimization". 2021, arXiv:2102.06333. The baseline there, and of FedNest's paper: federated averaging carried over to

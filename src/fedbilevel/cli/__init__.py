@@ -49,27 +49,28 @@ def parser() -> argparse.ArgumentParser:
     comparison.add_to(add)
     diagnostics.add_to(add)
     for kind, function in (("algorithm", _algorithms), ("task", _tasks)):
-        add(f"{kind}s", function).add_argument("name", nargs="?", metavar="NAME", help=f"of the {kind} to show")
+        what = f"of the {kind} to show; or what to look for in names, docstrings and papers"
+        add(f"{kind}s", function).add_argument("words", nargs="*", metavar="NAME|WORD", help=what)
     return whole
 
 
 def _algorithms(options: argparse.Namespace) -> int:
-    """List the algorithms, or the fields and defaults of a single algorithm."""
-    return _list("algorithm", options.name)
+    """List the algorithms, those with some words, or the fields and defaults of a single algorithm."""
+    return _list("algorithm", " ".join(options.words))
 
 
 def _tasks(options: argparse.Namespace) -> int:
-    """List the tasks, or the fields and defaults of a single task."""
-    return _list("task", options.name)
+    """List the tasks, those with some words, or the fields and defaults of a single task."""
+    return _list("task", " ".join(options.words))
 
 
-def _list(kind: str, name: str | None) -> int:
+def _list(kind: str, words: str) -> int:
     from fedbilevel.experiments import names
 
-    if name is None:
-        print(names.listed(kind))
+    name = names.spelled(kind, words)
+    if not names.is_own(name) and name not in names.library(kind):
+        print(names.found(kind, words) if words else names.listed(kind))
         return OK
-    names.require_known(kind, name)
     from fedbilevel.experiments.loader import shown
 
     print(shown(kind, name))

@@ -136,12 +136,13 @@ def _command(options: argparse.Namespace, algorithm: str, fields: Mapping[str, A
     """The command that runs the task with these fields."""
     from fedbilevel.algorithms import ALGORITHMS
     from fedbilevel.experiments import toml
+    from fedbilevel.experiments.names import spelled
 
     words = ["fedbilevel", "run", *([options.task] if options.task else []), "--algorithm", algorithm]
     for name in ("data", "seed", "cohort", "rounds"):
         if getattr(options, name, None) is not None:
             words += [f"--{name}", str(getattr(options, name))]
-    given = [setting for setting in options.set if setting.partition(".")[0] not in ALGORITHMS]
+    given = [setting for setting in options.set if spelled("algorithm", setting.partition(".")[0]) not in ALGORITHMS]
     values = {name: toml.value(_rounded(value)).strip('"') for name, value in fields.items()}
     found = [f"algorithm.{name}={value}" for name, value in values.items()]
     return " \\\n    ".join([shlex.join(words), *(f"--set {shlex.quote(one)}" for one in [*given, *found])])

@@ -146,13 +146,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 def check_names(options: argparse.Namespace) -> None:
-    """Refuse names that are neither the library's nor a user's own, before anything heavy is imported."""
-    from fedbilevel.experiments.names import require_known
+    """Spell names as the library does, and refuse those that are neither its own nor a user's, before anything heavy
+    is imported."""
+    from fedbilevel.experiments.names import known
 
-    one, several = getattr(options, "algorithm", None), getattr(options, "algorithms", None)
-    for algorithm in several or (one if isinstance(one, list) else [one]):
-        require_known("algorithm", algorithm)
-    require_known("task", options.what[0] if several and options.what else getattr(options, "task", None))
+    for place in ("algorithm", "algorithms", "task", "what"):
+        given, kind = getattr(options, place, None), "algorithm" if place.startswith("algorithm") else "task"
+        if given and (place != "what" or options.algorithms):  # else these are folders of runs
+            found = [known(kind, name) for name in given] if isinstance(given, list) else known(kind, given)
+            setattr(options, place, found)
 
 
 def settings(options: argparse.Namespace) -> list[str]:

@@ -11,6 +11,9 @@ random       drawn anew by each client in each round; `fixed`: once
 covered      the units in segments of as many as a client holds, dealt out to the clients of a capacity, so that each
              unit is held by as many of them as possible (the coverage of Zhou et al., NeurIPS 2023); each round deals
              every group of units anew, so that in time every weight between two groups is held; `fixed`: once
+
+Every method takes these policies but ADBO, SDBO, FISM, IR-IG, IRG and BiFISTA: `Submodels(method, policy=…)`, --set
+submodels.policy=…; see docs/how-to/submodels.md.
 """
 
 from __future__ import annotations

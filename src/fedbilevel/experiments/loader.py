@@ -24,15 +24,18 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, unknown
 from fedbilevel.core.tables import Fields, hints_of, names_of, parameters_of, parts_of, plain
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.names import is_file, is_own
+from fedbilevel.experiments.names import is_file, is_own, spelled
 from fedbilevel.tasks import TASKS, Task
 from fedbilevel.wording import in_a_line
 
 
-def full_name(name: str) -> str:
-    """Return the name as a spec records it: files by their absolute path, to resume a run from anywhere."""
+def full_name(kind: str, name: str) -> str:
+    """Return the name as a spec records it: the library's in its own spelling; files by their absolute path, to resume
+    a run from anywhere."""
     place, _, attribute = name.rpartition(":")
-    return f"{absolute(place)}:{attribute}" if is_file(place) else name
+    if is_file(place):
+        return f"{absolute(place)}:{attribute}"
+    return name if name in (ALGORITHMS if kind == "algorithm" else TASKS) else spelled(kind, name)
 
 
 def label(name: str) -> str:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import functools
+import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedbilevel.core.errors import unknown
 
@@ -20,48 +22,124 @@ def is_file(place: str) -> bool:
 
 def is_own(name: str) -> bool:
     """Tell whether a name is that of a user's own task or algorithm: module:NAME, or in a file."""
-    return ":" in name or is_file(name)
+    return is_file(name) or re.search(r":(?![ \d])", name) is not None  # no title of a paper, nor arXiv:1234.56789
 
 
 def is_task(name: str) -> bool:
     """Tell whether a name is that of a task of the library, or may be that of a user's own."""
-    return ":" in name or name in library("task")
+    return ":" in name or spelled("task", name) in library("task")
 
 
-def require_known(kind: str, name: str | None) -> None:
-    """Refuse the name of a task or algorithm that is neither the library's nor a user's own."""
-    if name is not None and not is_own(name) and name not in library(kind):
+def spelled(kind: str, name: str) -> str:
+    """Return the library's spelling of a name, simfbo of SimFBO; what is no name of the library's as it is."""
+    return name if is_own(name) else _spellings(kind).get(_bare(name), name)
+
+
+def known(kind: str, name: str) -> str:
+    """Return the library's spelling of a name; refuse one that is neither the library's nor a user's own."""
+    found = spelled(kind, name)
+    if not is_own(found) and found not in library(kind):
         raise unknown(kind, name, library(kind))
+    return found
 
 
 @functools.cache
-def library(kind: str) -> dict[str, str]:
-    """Return the names of all algorithms, or of all tasks, each with the first line of its docstring."""
+def _spellings(kind: str) -> dict[str, str]:
+    """The names without hyphens and capitals, and the words by which papers call the only method of a file."""
+    titles = {entry.file.partition(":")[0]: name for name, entry in library(kind).items()}
+    words = {title: name for title, name in titles.items() if " " not in title}
+    return {_bare(word): name for word, name in [*words.items(), *((name, name) for name in library(kind))]}
+
+
+def _bare(name: str) -> str:
+    return re.sub("[-_]", "", name.lower())
+
+
+class Entry(NamedTuple):
+    """What the library's files say of an algorithm or task."""
+
+    title: str  # the first line of its docstring
+    paper: str
+    own: str  # its docstring and facts
+    file: str  # what its file says of all that is in it
+
+
+@functools.cache
+def library(kind: str) -> dict[str, Entry]:
+    """Return all algorithms, or all tasks, by their names."""
     files = sorted((ROOT / f"{kind}s").glob("[!_]*.py"))
     read = _algorithms if kind == "algorithm" else _task
     return dict(sorted(item for file in files for item in read(file.stem, ast.parse(file.read_text("utf-8")))))
 
 
-def _algorithms(file: str, module: ast.Module) -> Iterator[tuple[str, str]]:
+def _algorithms(file: str, module: ast.Module) -> Iterator[tuple[str, Entry]]:
     """Find the classes of a file that have a name."""
     for cls in module.body:
         for node in cls.body if isinstance(cls, ast.ClassDef) else []:
             match node:
                 case ast.Assign(targets=[ast.Name(id="name")], value=ast.Constant(value=str(name))):
-                    yield name, _first_line(cls)
+                    yield name, _entry(cls, cls, module)
 
 
-def _task(file: str, module: ast.Module) -> Iterator[tuple[str, str]]:
+def _task(file: str, module: ast.Module) -> Iterator[tuple[str, Entry]]:
     """Find the function that has the file's name; its module says what the task is."""
-    if any(isinstance(node, ast.FunctionDef) and node.name == file for node in module.body):
-        yield file, _first_line(module)
+    for node in module.body:
+        if isinstance(node, ast.FunctionDef) and node.name == file:
+            yield file, _entry(module, node, module)
 
 
-def _first_line(node: Any) -> str:
-    return (ast.get_docstring(node) or "").partition("\n")[0].rstrip(".")
+def _entry(titled: Any, node: Any, module: ast.Module) -> Entry:
+    own, file = _said(node), _said(module)
+    papers = [ast.literal_eval(one.value) for one in own + file if isinstance(one, ast.keyword) and one.arg == "paper"]
+    papers += re.findall(r"\(([^()]* et al[^()]*)\)", _text(file))  # of tasks, which have no facts
+    title = (ast.get_docstring(titled) or "").partition("\n")[0].rstrip(".")
+    return Entry(title, " ".join(papers[0].split()) if papers else "", _text(own), _text(file))
+
+
+def _said(node: Any) -> list[ast.AST]:
+    """What stands in a class, function or file itself: its docstring, its facts."""
+    return [part for one in node.body if isinstance(one, ast.Expr | ast.Assign) for part in ast.walk(one)]
+
+
+def _text(nodes: list[ast.AST]) -> str:
+    return " ".join(one.value for one in nodes if isinstance(one, ast.Constant) and isinstance(one.value, str))
 
 
 def listed(kind: str) -> str:
     """Return a line for each algorithm or task."""
-    lines = [f"{name:<20} {text}" for name, text in library(kind).items()]
+    lines = [f"{name:<20} {entry.title}" for name, entry in library(kind).items()]
     return "\n".join([*lines, "", f"more about each: fedbilevel {kind}s NAME"])
+
+
+def found(kind: str, words: str) -> str:
+    """Return a line for each algorithm or task with all of the words, best first; of the other kind where none has.
+
+    Raises:
+        ConfigurationError: neither has. The error says the nearest name.
+    """
+    wanted = [re.compile(rf"(?<![^\W_]){word}", re.IGNORECASE) for word in re.findall(r"[^\W_]+", words)]
+    policies, about = _policies()
+    for one in (kind, "task" if kind == "algorithm" else "algorithm"):
+        entries = library(one) if one == "task" else {**library(one), **policies}
+        ranks = {name: _rank(wanted, name, entry) for name, entry in entries.items()}
+        best = sorted((name for name in ranks if ranks[name] < math.inf), key=lambda name: (ranks[name], name))
+        lines = [f"{name:<20} {entries[name].title} ({entries[name].paper})".removesuffix(" ()") for name in best]
+        more = {about if name in policies else f"more about each: fedbilevel {one}s NAME" for name in best}
+        if lines:
+            return "\n".join([*lines, "", *sorted(more, reverse=True)])
+    raise unknown(kind, words, library(kind))
+
+
+def _rank(wanted: list[re.Pattern[str]], name: str, entry: Entry) -> float:
+    """How far from its name the words stand, in all: in title or paper, docstring or file; infinite without one."""
+    texts = name, f"{entry.title} {entry.paper}", entry.own, entry.file
+    places = [next((place for place, text in enumerate(texts) if word.search(text)), math.inf) for word in wanted]
+    return sum(places) if places else math.inf
+
+
+def _policies() -> tuple[dict[str, Entry], str]:
+    """The policies of submodels, as settings, and which methods take them."""
+    said = ast.get_docstring(ast.parse((ROOT / "core" / "submodel.py").read_text("utf-8"))) or ""
+    pairs = re.findall(r"^(\w+) {2,}(.*(?:\n {2,}.*)*)", said, re.MULTILINE)
+    entries = {f"submodels.policy={name}": Entry(" ".join(text.split()), "", "", "") for name, text in pairs}
+    return entries, " ".join(said.rpartition("\n\n")[2].split())

@@ -29,6 +29,7 @@ from fedbilevel.experiments.compare import (
 from fedbilevel.experiments.export import names
 from fedbilevel.experiments.folder import Folder, default_path, path_word, require_free
 from fedbilevel.experiments.loader import algorithm_class, full_name, label
+from fedbilevel.experiments.names import spelled
 from fedbilevel.experiments.runner import build, complete, task_of
 from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Spec, configure, fields_of, unknown_setting
 from fedbilevel.tasks import Task
@@ -162,6 +163,7 @@ def comparison_specs(
     The name of a folder is that of the algorithm; for the arguments see `compare_algorithms`.
     """
     require(len(algorithms) > 0, "algorithms", list(algorithms), "one or more names")
+    algorithms = [name if name in ALGORITHMS else spelled("algorithm", name) for name in algorithms]
     for name in algorithms:
         algorithm_class(name)
     keys = [path_word(label(name)) for name in algorithms]
@@ -188,13 +190,16 @@ def comparison_specs(
 
 def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Sequence[str]) -> dict[str, list[str]]:
     """The settings for each algorithm, in the form of `configure`."""
-    known = {name: fields_of(full_name(task or DEFAULT_TASK), full_name(name)) for name in algorithms}
+    known = {
+        name: fields_of(full_name("task", task or DEFAULT_TASK), full_name("algorithm", name)) for name in algorithms
+    }
     every = {field for sections in known.values() for fields in sections.values() for field in fields}
     each: dict[str, list[str]] = {name: [] for name in algorithms}
     named = {name.rpartition(":")[2]: name for name in algorithms}  # of a user's own, the class's name
     for setting in settings:
         path, equals, text = setting.partition("=")
         head, _, rest = path.strip().partition(".")
+        head = head if head in named or head in ALGORITHMS else spelled("algorithm", head)
         if head in ALGORITHMS or head in named:
             allowed = f"for one of the algorithms that are compared: {', '.join(algorithms)}"
             require(head in named and bool(rest), "--set", setting, allowed)

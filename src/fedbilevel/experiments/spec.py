@@ -294,9 +294,10 @@ def _names(given: Mapping[str, Fields]) -> tuple[str, str]:
     """Return the names of task and algorithm, or their defaults."""
     task = given.get("task", {}).get("name", DEFAULT_TASK)
     require(isinstance(task, str), "task.name", task, "text")
+    task = full_name("task", task)
     algorithm = given.get("algorithm", {}).get("name", METHODS.get(task, DEFAULT_ALGORITHM))
     require(isinstance(algorithm, str), "algorithm.name", algorithm, "text")
-    return full_name(task), full_name(algorithm)
+    return task, full_name("algorithm", algorithm)
 
 
 def _loaded_names(given: Mapping[str, Fields], wrong: Wrong) -> tuple[str, str]:

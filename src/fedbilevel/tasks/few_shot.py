@@ -3,12 +3,13 @@
     f_i(x, y) = mean_j CE(φ(x)·y_j) on the query images of task j,
     g_i(x, y) = mean_j [CE(φ(x)·y_j) on its support images + ridge·‖y_j‖²],   j over the tasks of client i.
 
-A task tells N = `way` of a client's characters apart. RABO's few-shot problem (Li et al., section V-A), with a head for
-each task: the paper prints one y for all of them, whose columns mean other characters in each task, so that no y would
-fit. (One head with a column for each of all characters was tried: no column came near its minimiser.) As no two tasks
-share a head, ∇²yy g is block diagonal, client by client and task by task: where all hold the whole model and invert
-exactly, clients' own hypergradients have the federation's as their mean. φ = z/√(1 + mean z²), z being what the
-backbone gives: that would grow as x learns, and with it the curvature of g in y, until no step size holds.
+A task tells N = `way` of a client's characters apart: meta-learning. RABO's few-shot problem (Li et al. 2025, section
+V-A), with a head for each task: the paper prints one y for all of them, whose columns mean other characters in each
+task, so that no y would fit. (One head with a column for each of all characters was tried: no column came near its
+minimiser.) As no two tasks share a head, ∇²yy g is block diagonal, client by client and task by task: where all hold
+the whole model and invert exactly, clients' own hypergradients have the federation's as their mean. φ = z/√(1 + mean
+z²), z being what the backbone gives: that would grow as x learns, and with it the curvature of g in y, until no step
+size holds.
 
 Images of B tasks are (B, way, n, 28, 28) uint8; `Features` takes them so.
 """

@@ -1,8 +1,8 @@
 """Data hyper-cleaning: some training labels are wrong, and x learns how far to trust each training sample.
 
-Stochastic bilevel papers since Ji, Yang, Liang (ICML 2021), in federated form Jiao et al., "Asynchronous Distributed
-Bilevel Optimization" (ICLR 2023): 18 clients. With z(y) the logits of training sample j of client i, whose label c may
-be wrong, and of a validation sample, whose label is right,
+Stochastic bilevel papers since Ji, Yang, Liang (ICML 2021), in federated form "Asynchronous Distributed Bilevel
+Optimization" (Jiao et al., ICLR 2023): 18 clients. With z(y) the logits of training sample j of client i, whose label c
+may be wrong, and of a validation sample, whose label is right,
 
     g_i = mean_j sigmoid(x_ij)·CE(z(y), c_ij) + ridge·‖y‖²        f_i = mean CE(z(y), c)        x = 0 at the start
 

@@ -1,7 +1,7 @@
 """Location: of all places at the least total distance from some balls, the place nearest to an anchor.
 
-Boontawee, Prangprakhon, Nimana, "Federated Incremental Subgradient Method for Convex Bilevel Optimization Problems"
-(2025), section III.B. With balls of center c_j and radius r_j and an anchor a in R^n
+"Federated Incremental Subgradient Method for Convex Bilevel Optimization Problems" (Boontawee et al.
+2025), section III.B. With balls of center c_j and radius r_j and an anchor a in R^n
 
     F(x) = mean_j max(‖x − c_j‖ − r_j, 0)        H(x) = ½‖x − a‖²        X = [−10, 10]ⁿ
 

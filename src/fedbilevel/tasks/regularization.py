@@ -1,6 +1,6 @@
 """Regularization coefficients: a ridge of its own for each feature, found on validation samples.
 
-Jiao et al., "Asynchronous Distributed Bilevel Optimization" (ICLR 2023), after Chen et al., "Decentralized Stochastic
+"Asynchronous Distributed Bilevel Optimization" (Jiao et al., ICLR 2023), after Chen et al., "Decentralized Stochastic
 Bilevel Optimization with Improved Per-Iteration Complexity" (2022): logistic regression on Covertype and ijcnn1. With
 z(y) the logits Wᵀa of a row a, whose last entry is 1, and j counting its features,
 

@@ -1,7 +1,7 @@
 """Selection: of all classifiers that fit the training samples best, a sparse classifier of least norm.
 
-Boontawee, Prangprakhon, Nimana, "Federated Incremental Subgradient Method for Convex Bilevel Optimization Problems"
-(2025), section III.A: MNIST's zeros and ones. With rows a and classes b = ±1
+"Federated Incremental Subgradient Method for Convex Bilevel Optimization Problems" (Boontawee et al.
+2025), section III.A: MNIST's zeros and ones. With rows a and classes b = ±1
 
     F(x) = mean log(1 + exp(−b⟨a, x⟩))        H(x) = ‖x‖₁ + ½‖x‖²        X = [−bound, bound]ⁿ
 
