@@ -167,3 +167,30 @@ def test_local_sgd_and_svrg_take_clients_local_steps(task):
             for n in (2, 5)
         )
         assert many - few == 3 * each * len(task.clients)
+
+
+@pytest.mark.parametrize("engine", [fb.Reference(), fb.Local(), fb.Local(devices=2)])
+def test_inner_rounds_by_round_are_those_of_runs_with_each_number(task, engine):
+    """AFBO's K^t, FedNest's T: three rounds with 1, 2 and 3 inner rounds, and then one step on x each."""
+    fixed = lambda count: fb.AFBO(inner=fb.parts.MeanGradient(rounds=count, lr=0.2), batch_size=None)  # noqa: E731
+    found = fb.solve(fixed(lambda k: 1 + k), task.problem, task.clients, task.x0, task.y0, rounds=3, engine=engine)
+    x, y = task.x0, task.y0
+    for count in (1, 2, 3):
+        step = fb.solve(fixed(count), task.problem, task.clients, x, y, rounds=1)
+        x, y = step.x, step.y
+    np.testing.assert_allclose(found.x, x, rtol=1e-12)
+    np.testing.assert_allclose(found.y, y, rtol=1e-12)
+    assert found.ledger.exchanges == (1 + 2 + 3) + 3
+
+
+def test_inner_rounds_are_whole_numbers_and_a_schedule_is_part_of_a_run(task, tmp_path):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"LocalSGD.rounds = .* a function of the round"):
+        LocalSGD(rounds=lambda k: 0.5 * k)
+    with pytest.raises(fb.errors.ConfigurationError, match=r"AggITD.inner.rounds = "):
+        fb.AggITD(inner=LocalSGD(rounds=lambda k: 1 + k))
+    run = lambda rule, **more: fb.solve(  # noqa: E731
+        fb.FedNest(inner=SVRG(rounds=rule), batch_size=None), task.problem, task.clients, task.x0, task.y0, **more
+    )
+    run(lambda k: 1 + k, rounds=1, checkpoint=tmp_path / "c.npz")
+    with pytest.raises(fb.errors.CheckpointError, match=r"schedule inner\.rounds"):
+        run(lambda k: 2 + k, rounds=2, checkpoint=tmp_path / "c.npz", resume=True)

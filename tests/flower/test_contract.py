@@ -105,7 +105,7 @@ def test_a_difference_is_found_and_named(other):
 def test_schedules_that_differ_later_are_found():
     a, b = (fb.SimFBO(client_lr=optax.piecewise_constant_schedule(0.1, {50: scale})) for scale in (0.5, 0.1))
     mine, theirs = contract(a), contract(b)
-    assert "schedules..client_lr.v is ['0.1', '0.1', '0.1', '0.01', '0.01']" in difference(mine.text, theirs.text)
+    assert "schedules.client_lr.v is ['0.1', '0.1', '0.1', '0.01', '0.01']" in difference(mine.text, theirs.text)
     assert contract(a).digest == mine.digest
 
 

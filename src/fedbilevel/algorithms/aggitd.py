@@ -46,7 +46,7 @@ from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import at as at_round
 from fedbilevel.core.config import positive, positive_integer, static
-from fedbilevel.core.errors import unknown
+from fedbilevel.core.errors import require_count, unknown
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
@@ -100,6 +100,7 @@ class AggITD(Algorithm):
     def validate(self) -> None:
         if self.sampling not in (None, "random"):
             raise unknown("AggITD.sampling", self.sampling, ["random"])
+        require_count("AggITD.inner.rounds", self.inner.rounds)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         """Refuse a λ at which r would grow; y alone could bear a larger λ, taken in several local steps."""

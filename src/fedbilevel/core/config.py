@@ -14,7 +14,7 @@ import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, dataclass_transform
 
 import jax
@@ -54,13 +54,18 @@ def wrapped(kw_only: bool) -> Any:
     return dataclasses.field(kw_only=kw_only, metadata={"wrapped": True})
 
 
-def positive_integer(*, default: Any = dataclasses.MISSING, optional: bool = False, own: bool = False) -> Any:
+def positive_integer(
+    *, default: Any = dataclasses.MISSING, optional: bool = False, own: bool = False, scheduled: bool = False
+) -> Any:
     """A static field that must be a positive integer, or, if `optional`, None; without a default it has to be given.
 
     `own`, here and below: it may be a number of a client's own (`Clients.own`), which phases find in its place.
+    `scheduled`: it may be a function of the round.
     """
 
     def prepare(name: str, value: Any) -> Any:
+        if scheduled and (callable(value) or isinstance(value, Schedule)):
+            return _scheduled(name, value, np.integer, "a positive integer, or a function of the round that gives one")
         require_count(name, value, optional)
         return value
 
@@ -153,6 +158,15 @@ def at(configuration: Any, round: Array | int) -> Any:
     return changed
 
 
+def schedules(configuration: Any, within: str = "") -> Iterator[tuple[str, Schedule]]:
+    """List the schedules of a configuration and of those in its fields, by path."""
+    for name, value in field_values(configuration).items():
+        sizes = {f".{part}": size for part, size in value._asdict().items()} if isinstance(value, XYV) else {"": value}
+        yield from ((f"{within}{name}{part}", size) for part, size in sizes.items() if isinstance(size, Schedule))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
+            yield from schedules(value, f"{within}{name}.")
+
+
 def field_values(configuration: Any) -> dict[str, Any]:
     """The fields of a configuration by name."""
     return {field.name: getattr(configuration, field.name) for field in dataclasses.fields(configuration)}
@@ -217,22 +231,26 @@ def _explain_misspelt(cls: type) -> None:
 def _prepare_number(
     name: str, value: Any, below: float = math.inf, allowed: str = "a positive number or a schedule"
 ) -> Any:
-    if isinstance(value, Schedule):
-        return value
-    if callable(value):
-        try:
-            shape = jax.eval_shape(lambda round: value(round), jax.ShapeDtypeStruct((), np.int32)).shape
-        except Exception as error:  # whatever a function of the user raises
-            text = f"it cannot be called with a round: {error}"
-            raise ConfigurationError(text, path=name, got=value, allowed=allowed) from error
-        require(shape == (), name, value, allowed)
-        return Schedule(value)
+    if callable(value) or isinstance(value, Schedule):
+        return _scheduled(name, value, np.number, allowed)
     _refuse_no_number(name, value, allowed)
     concrete = isinstance(value, int | float | np.number | np.ndarray | Array) and not isinstance(value, Tracer)
     if concrete:  # what remains is a tracer or a placeholder in a tree map
         numbers = np.asarray(value, float)
         require(bool(np.all(numbers > 0) and (below == math.inf or np.all(numbers < below))), name, value, allowed)
     return value
+
+
+def _scheduled(name: str, value: Any, kind: type, allowed: str) -> Schedule:
+    if isinstance(value, Schedule):
+        return value
+    try:
+        found = jax.eval_shape(lambda round: jax.numpy.asarray(value(round)), jax.ShapeDtypeStruct((), np.int32))
+    except Exception as error:  # whatever a function of the user raises
+        text = f"it cannot be called with a round: {error}"
+        raise ConfigurationError(text, path=name, got=value, allowed=allowed) from error
+    require(found.shape == () and np.issubdtype(found.dtype, kind), name, value, allowed)
+    return Schedule(value)
 
 
 def _is_zero(value: Any) -> bool:

@@ -17,7 +17,7 @@ from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, Ragged, RemoteClients
-from fedbilevel.core.config import Schedule, field_values, hyperparameters
+from fedbilevel.core.config import Schedule, field_values, hyperparameters, schedules
 from fedbilevel.core.metrics import directions
 from fedbilevel.core.own import Computed, Values
 from fedbilevel.core.problem import Problem
@@ -109,11 +109,8 @@ def of_rules(own: Mapping[str, Values]) -> Hashes:
 
 def of_method(algorithm: Algorithm) -> tuple[dict[str, Any], Hashes]:
     """Return (the method's name, its parts' names and its numbers; hashes of its schedules and optimizers, by name)."""
-    functions, parts = {}, field_values(algorithm)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(algorithm, is_leaf=lambda node: isinstance(node, Schedule)):
-        if isinstance(leaf, Schedule):
-            name = jax.tree_util.keystr(path).lstrip(".")
-            functions[f"schedule {name}"] = _of_number(leaf)
+    parts = field_values(algorithm)
+    functions = {f"schedule {path}": _of_number(schedule) for path, schedule in schedules(algorithm)}
     for name, part in parts.items():
         if isinstance(part, optax.GradientTransformation):
             functions[name] = short(*_made_of(part))

@@ -23,7 +23,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
-from fedbilevel.core.config import Schedule, hyperparameters
+from fedbilevel.core.config import hyperparameters, schedules
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitLayout
@@ -334,10 +334,11 @@ class Contract:
     def schedules(self) -> dict[str, list[str]]:
         """Return each schedule's values at the rounds PROBES, to five digits, since two machines may round
         differently."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.algorithm, is_leaf=lambda leaf: isinstance(leaf, Schedule))
-        found = {jax.tree_util.keystr(path): leaf.function for path, leaf in leaves if isinstance(leaf, Schedule)}
         rounds = [jnp.asarray(round, jnp.int32) for round in PROBES]
-        return {name: [f"{float(function(round)):.5g}" for round in rounds] for name, function in found.items()}
+        return {
+            path: [f"{float(schedule.function(round)):.5g}" for round in rounds]
+            for path, schedule in schedules(self.algorithm)
+        }
 
 
 def draw_up(

@@ -20,12 +20,13 @@ class InnerRounds(Part):
     """Rounds of local steps on y, each with exchanges of its own.
 
     Args:
-        rounds: T, rounds of steps on y for each step on x.
+        rounds: T, rounds of steps on y for each step on x; a number, or a function of the round, such as
+            `lambda k: 1 + k // 100`.
         local_steps: τ_i, a client's local steps in each of these rounds; a number that the clients bring themselves
             (`Clients.local_steps`) takes precedence.
     """
 
-    rounds: int = positive_integer(default=1)
+    rounds: int = positive_integer(default=1, scheduled=True)
     local_steps: int = positive_integer(default=5)
 
     @abstractmethod

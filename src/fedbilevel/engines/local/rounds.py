@@ -164,16 +164,15 @@ class Rounds:
         else:
             states = rows_at(carry.clients, members[0].id)
         underway = ExchangeState(states, carry.now, queues)
-        algorithm = at(inputs.algorithm, carry.round)
 
         def play(
             members: Any,
             underway: ExchangeState,
-            algorithm: Algorithm,
             state: Any,
             keys: RoundKeys,
             inputs: ProgramInputs,
         ) -> Any:
+            algorithm = at(inputs.algorithm, keys.round)
             plan, x, y, draw = self.layout.submodel_plan, state.x, state.y, partial(self.fresh, keys, inputs)
             submodels = None if plan is None else RoundSubmodels(plan, algorithm, inputs.key, keys.round, x, y)
             fed = LocalFed(
@@ -193,11 +192,11 @@ class Rounds:
             play = jax.shard_map(  # check_vma=False: what phases compute stays per device, without annotations
                 play,
                 mesh=self.mesh,
-                in_specs=(spread, underway_is, same, same, same, inputs_are),
+                in_specs=(spread, underway_is, same, same, inputs_are),
                 out_specs=(same, underway_is, same),
                 check_vma=False,
             )
-        state, underway, round_costs = play(members, underway, algorithm, carry.state, keys, inputs)
+        state, underway, round_costs = play(members, underway, carry.state, keys, inputs)
         # the places that pad the cohort are dropped here
         if inputs.algorithm.asks.asynchronous:
             cut = partial(jax.tree.map, lambda leaf: leaf[: self.layout.population])
