@@ -12,6 +12,7 @@ from fedbilevel import authoring
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 OTHERS = {"ALGORITHMS", "Diagnosis", "History", "HypergradientReport", "Ledger"}
 """The registry of methods, and types of what the library returns: no helpers of a method."""
+STATE = re.compile(r"\*right\*: \[(\w+)\]\(([\w./]+\.py)\)|\*departs\*: .+|\*missing\*(: no test)?")
 
 
 def page(name: str) -> str:
@@ -49,3 +50,18 @@ def test_the_hospitals_page_says_what_its_splits_gave() -> None:
         halves = 2.7764 * read.std(axis=0, ddof=1) / 5**0.5
         pairs = zip(read.mean(axis=0), halves, strict=True)
         assert cells.strip().split(" | ") == [f"{mean:.3f} ± {half:.3f}" for mean, half in pairs], name
+
+
+def test_the_page_on_the_papers_names_code_and_tests_that_exist() -> None:
+    """Each state is one of three, and the file that a right one links to has the test."""
+    tables = re.findall(r"^\|(?!item|-)(.+)\|$", page("reference/to-the-letter.md"), re.MULTILINE)
+    files = (DOCS.parent / "src").rglob("*.py")
+    code = {name for file in files for name in re.findall(r"\w+", file.read_text("utf-8"))}
+    assert len(tables) > 70
+    for item, _, where, state in (row.split("|") for row in tables):
+        found = STATE.fullmatch(state)
+        assert found, (item, state)
+        assert set(re.findall(r"\w+", where)) <= code, item
+        if test := found[1]:
+            file = DOCS / "reference" / found[2]
+            assert re.search(rf"^ *def {test}\(", file.read_text("utf-8"), re.MULTILINE), item
