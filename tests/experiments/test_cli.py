@@ -109,45 +109,6 @@ def test_a_pipe_gets_no_colours_and_its_own_width(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["--data", "minst"], "Did you mean 'mnist'"),
-        (["hyper_cleaning", "--data", "covtype"], '"covtype" is a table, not an image set: it is for the task regular'),
-        (["--set", "algorithm.wait_for=3"], "unknown field of algorithm 'wait_for', a field of adbo"),
-        (["quadratic", "--set", "momentum=0.5"], "'momentum', a field of bi-fista (allowed: simfbo: batch_size, "),
-        (["quadratic", "--set", "radus=3"], "unknown field 'radus'; did you mean 'radius'? (allowed: simfbo: "),
-        (["quadratic", "--set", "dim_x=-1"], "dim_x = -1 is not allowed"),
-        (["quadratic", "--set", "devices=64"], "devices = 64"),
-        (["quadratic", "--cohort", "11"], "cohort = 11"),
-        (["quadratic", "--rounds", "0"], "'0' is not a whole number of at least 1"),
-        (["quadratic", "--time", "-1"], "'-1' is not a positive number of seconds"),
-        (["quadratic", "--seeds", "1,1"], "a seed twice"),
-        (["quadratic", "--spec", "nowhere.toml"], "no file nowhere.toml"),
-        (["--spec", "binary.toml"], "binary.toml is not TOML"),
-        (["--spec", "full"], "cannot read full"),
-        (["quadratic", "--out", "full"], "cannot write a run to full: that folder is not empty"),
-        (["quadratic", "--seeds", "0,1", "--out", "full"], "cannot write these runs to full: full/precious is there"),
-        (["quadratic", "--seeds", "0,1", "--out", "binary.toml"], "cannot write a run to binary.toml: it is a file"),
-        (["quadratic", "--out", "binary.toml"], "cannot write a run to binary.toml: it is a file"),
-        (["--resume", "nowhere"], "no spec.toml"),
-        (["quadratic", "--resume", "full"], "task cannot be given with it"),
-        (["quadratic", "--force"], "--force goes with --resume"),
-    ],
-)
-def test_wrong_input_gets_one_sentence_and_leaves_nothing(arguments, words, run, here) -> None:
-    (here / "binary.toml").write_bytes(b"\xff\xfe\x00")
-    (here / "full").mkdir()
-    (here / "full" / "precious").write_text("x")
-    before = sorted(here.rglob("*"))
-    code, shown, error = run("run", "--quiet", *arguments)
-    assert (code, shown) == (2, "")
-    assert words in error.splitlines()[-1]
-    assert error.startswith(("fedbilevel: ", "usage: "))
-    assert "Traceback" not in error
-    assert sorted(here.rglob("*")) == before
-
-
-@pytest.mark.parametrize(
     ("damage", "code", "words"),
     [
         ("truncated", 4, "checkpoint.npz is not a readable checkpoint: "),

@@ -146,6 +146,3 @@ def test_the_command_line_shows_time_and_who_is_never_there(run, tmp_path, monke
     assert lines[0].startswith("round 0  clock 0.0/17.5 s  relative_error 1")
     assert lines[-1].startswith("round 3  clock 21.0/17.5 s  outer_loss")
     assert "21.0 s" in shown.split("exchanges")[1]
-    code, _, error = run("run", "quadratic", "--time", "-1")
-    assert code == 2
-    assert "'-1' is not a positive number of seconds" in error

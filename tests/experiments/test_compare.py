@@ -90,28 +90,6 @@ def test_files_for_a_paper_stand_beside_the_picture(runs, tmp_path, run) -> None
     assert (tmp_path / "fig.pdf").read_bytes().startswith(b"%PDF-")
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        ("quadratic --out c.jpg", "cannot draw c.jpg: the name of a picture ends in .png, .pdf, .svg"),
-        ("quadratic --panel exchange", "unknown panel 'exchange'; did you mean 'exchanges'"),
-        ("quadratic --size 3", "is not of the form 3.3x2.6"),
-        ("quadratic --size 0x3", "a width and a height in inches"),
-        ("quadratic --algorithms simfbo --panel exchange", "unknown panel"),
-        ("quadratic --algorithms simfbo --out c.pdf", "with --algorithms that is the folder of the runs"),
-        ("quadratic hyper_representation --algorithms simfbo", "a single task"),
-        ("quadratic", "quadratic is a task: say what to run on it with --algorithms"),
-        ("runs --seeds 0 --centralised", "--seeds, --centralised: only together with --algorithms"),
-        ("", "one or more run folders"),
-    ],
-)
-def test_wrong_arguments_are_refused_before_anything_runs(arguments, words, run, monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    code, _, error = run("compare", *arguments.split())
-    assert (code, words in error) == (2, True)
-    assert list(tmp_path.iterdir()) == []
-
-
 def test_operations_are_shown_where_every_run_knows_them(runs, tmp_path) -> None:
     for name, new in (("sim", "sim"), ("shro", "older")):
         shutil.copytree(runs / name / "seed-0", tmp_path / new)

@@ -56,19 +56,3 @@ def assert_near(got: object, wanted: object) -> None:
             assert_near(got[name], value)
     else:
         assert got == (pytest.approx(wanted, rel=5.1e-3) if isinstance(wanted, float) else wanted)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (["check", "--algorithm", "simfbo"], "simfbo makes no estimate of the hypergradient; these do: "),
-        (["check", "--algorithm", "irg"], "`fedbilevel check quadratic` checks the task's hypergradient alone"),
-        (["diagnose", "--algorithm", "lfednest"], "no fields are suggested for lfednest: they average"),
-        (["diagnose", "--set", "clinets=3"], "did you mean 'clients'"),
-        (["diagnose", "--set", "clients=0"], "clients = 0 is not allowed"),
-    ],
-)
-def test_wrong_input_is_explained(arguments: list[str], words: str, run) -> None:
-    code, shown, error = run(arguments[0], "quadratic", *arguments[1:])
-    assert (code, shown, len(error.splitlines())) == (2, "", 1)
-    assert words in error

@@ -11,24 +11,7 @@ import numpy as np
 import pytest
 from command_line import wait_for
 
-from fedbilevel.cli import main
-
 PORTS = iter(range(21900 - os.getpid() % 400, 22000))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ("--coordinator 127.0.0.1:1 --process 0", "--coordinator, --processes and --process are given together"),
-        ("--coordinator here --processes 2 --process 0", "it must be HOST:PORT"),
-        ("--coordinator 127.0.0.1:1 --processes 2 --process 2", "it must be 0 to 1"),
-        ("--coordinator 127.0.0.1:1 --processes 2 --process 0 --seeds 1,2", "one run at a time"),
-    ],
-)
-def test_options_that_do_not_fit_are_refused(options, message, capsys, monkeypatch):
-    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "1")
-    assert main(["run", "quadratic", *options.split()]) == 2
-    assert message in capsys.readouterr().err
 
 
 def commands(folder, *options, other=None):

@@ -140,14 +140,3 @@ def test_the_command_writes_pages_beside_what_they_show(tmp_path: Path, capsys: 
     printed = [line.split()[-1] for line in capsys.readouterr().out.splitlines()]
     names = ["runs/report.html", "runs/simfbo/seed-0/report.html", "new/mine.html"]
     assert printed == [str(tmp_path / name) for name in names]
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["empty"], "it must be the folder of a run"), (["empty", "--out", "x.png"], "ends in .html")],
-)
-def test_wrong_folders_are_named(arguments, message, tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "empty").mkdir()
-    assert main(["report", *arguments]) == 2
-    assert message in capsys.readouterr().err

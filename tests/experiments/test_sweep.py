@@ -180,39 +180,6 @@ def test_another_setting_in_the_folder_is_named_and_nothing_is_played(copy, run,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--grid", "sever_lr.x=0.1"], "unknown field 'sever_lr'; did you mean 'server_lr'"),
-        (["--grid", "server_lr.x=0.1,abc"], "server_lr.x = 'abc' is not allowed: it must be a positive number"),
-        (
-            ["--grid", "server_lr.x=0.1,nan", "--grid", "local_steps=1,-5"],
-            "algorithm.local_steps = -5 is not allowed: it must be a positive integer\nalgorithm.server_lr.x = nan is",
-        ),
-        (
-            ["--grid", "server_lr.x="],
-            "--grid = 'server_lr.x=' is not allowed: it must be of the form FIELD=VALUE,VALUE",
-        ),
-        (["--grid", "server_lr.x=0.1,,0.2"], "'' is not a TOML value"),
-        (["--grid", "server_lr.x=0.1,0.10"], "grid of server_lr.x: 0.1 is there twice"),
-        (["--grid", "cohort=1", "--grid", "cohort=2"], "--grid cohort is given twice"),
-        (["--grid", "server_lr.x=0.1", "--grid", "server_lr=0.2"], "server_lr.x is a part of server_lr"),
-        (["--rounds", "4", "--grid", "rounds=4,8"], "run.rounds=4 is set for all points, and swept"),
-        (["--grid", "run.seed=0,1"], "run.seed cannot be swept: no seed is better than another"),
-        ([], "a sweep needs a field and its values: --grid FIELD=VALUE"),
-        (["--grid", "cohort=1,2", "--select", "relativ_error"], "'relativ_error'; did you mean 'relative_error'"),
-        (["--grid", "cohort=1,2", "--bytes", "-4"], "'-4' is not a positive number of bytes"),
-        (["--grid", "cohort=9,10", "--set", "clients=3"], "cohort = 9 is not allowed"),
-    ],
-)
-def test_wrong_input_is_a_sentence_and_nothing_is_written(arguments, message, run, tmp_path, monkeypatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    code, _, error = run("sweep", "quadratic", *arguments)
-    assert code == 2
-    assert message in error
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
     ("text", "values"),
     [
         ("cg, neumann", ["cg", "neumann"]),

@@ -1,0 +1,104 @@
+"""Commands with a mistake in them: exit code 2, a sentence that names the mistake, and nothing is written."""
+
+from __future__ import annotations
+
+import pytest
+
+RUN = {
+    "--data minst": "Did you mean 'mnist'",
+    "hyper_cleaning --data covtype": '"covtype" is a table, not an image set: it is for the task regular',
+    "--set algorithm.wait_for=3": "unknown field of algorithm 'wait_for', a field of adbo",
+    "quadratic --set momentum=0.5": "'momentum', a field of bi-fista (allowed: simfbo: batch_size, ",
+    "quadratic --set radus=3": "unknown field 'radus'; did you mean 'radius'? (allowed: simfbo: ",
+    "quadratic --set dim_x=-1": "dim_x = -1 is not allowed",
+    "quadratic --set devices=64": "devices = 64",
+    "quadratic --cohort 11": "cohort = 11",
+    "quadratic --rounds 0": "'0' is not a whole number of at least 1",
+    "quadratic --time -1": "'-1' is not a positive number of seconds",
+    "quadratic --seeds 1,1": "a seed twice",
+    "quadratic --spec nowhere.toml": "no file nowhere.toml",
+    "--spec binary.toml": "binary.toml is not TOML",
+    "--spec full": "cannot read full",
+    "quadratic --out full": "cannot write a run to full: that folder is not empty",
+    "quadratic --seeds 0,1 --out full": "cannot write these runs to full: full/precious is there",
+    "quadratic --seeds 0,1 --out binary.toml": "cannot write a run to binary.toml: it is a file",
+    "quadratic --out binary.toml": "cannot write a run to binary.toml: it is a file",
+    "--resume nowhere": "no spec.toml",
+    "quadratic --resume full": "task cannot be given with it",
+    "quadratic --force": "--force goes with --resume",
+    "quadratic --coordinator 127.0.0.1:1 --process 0": "--coordinator, --processes and --process are given together",
+    "quadratic --coordinator here --processes 2 --process 0": "it must be HOST:PORT",
+    "quadratic --coordinator 127.0.0.1:1 --processes 2 --process 2": "it must be 0 to 1",
+    "quadratic --coordinator 127.0.0.1:1 --processes 2 --process 0 --seeds 1,2": "one run at a time",
+}
+SWEEP = {
+    "--grid sever_lr.x=0.1": "unknown field 'sever_lr'; did you mean 'server_lr'",
+    "--grid server_lr.x=0.1,abc": "server_lr.x = 'abc' is not allowed: it must be a positive number",
+    "--grid server_lr.x=0.1,nan --grid local_steps=1,-5": "algorithm.local_steps = -5 is not allowed: it must be a "
+    "positive integer\nalgorithm.server_lr.x = nan is",
+    "--grid server_lr.x=": "--grid = 'server_lr.x=' is not allowed: it must be of the form FIELD=VALUE,VALUE",
+    "--grid server_lr.x=0.1,,0.2": "'' is not a TOML value",
+    "--grid server_lr.x=0.1,0.10": "grid of server_lr.x: 0.1 is there twice",
+    "--grid cohort=1 --grid cohort=2": "--grid cohort is given twice",
+    "--grid server_lr.x=0.1 --grid server_lr=0.2": "server_lr.x is a part of server_lr",
+    "--rounds 4 --grid rounds=4,8": "run.rounds=4 is set for all points, and swept",
+    "--grid run.seed=0,1": "run.seed cannot be swept: no seed is better than another",
+    "": "a sweep needs a field and its values: --grid FIELD=VALUE",
+    "--grid cohort=1,2 --select relativ_error": "'relativ_error'; did you mean 'relative_error'",
+    "--grid cohort=1,2 --bytes -4": "'-4' is not a positive number of bytes",
+    "--grid cohort=9,10 --set clients=3 --quiet": "cohort = 9 is not allowed",
+}
+SEARCH = {
+    "--search server_lr.x=0.1:1": "--trials = None is not allowed: it must be given with --search",
+    "--grid server_lr.x=0.1 --trials 3": "--trials = 3 is not allowed: it must be left out without",
+    "--search sever_lr.x=0.1:1 --trials 3": "unknown field 'sever_lr'; did you mean 'server_lr'",
+    "--search server_lr.x=-1:1 --trials 3": "algorithm.server_lr.x = -1 is not allowed",
+    "--search server_lr.x=0.1:1 --grid server_lr.x=1": "--grid server_lr.x is given twice",
+    "--search cohort=1:2 --trials 3 --storage nonsense://x": "nonsense://x cannot be used",
+    "--search cohort=1:2 --trials 3 --select nothing": "unknown metric to select on 'nothing'",
+}
+COMPARE = {
+    "quadratic --out c.jpg": "cannot draw c.jpg: the name of a picture ends in .png, .pdf, .svg",
+    "quadratic --panel exchange": "unknown panel 'exchange'; did you mean 'exchanges'",
+    "quadratic --size 3": "is not of the form 3.3x2.6",
+    "quadratic --size 0x3": "a width and a height in inches",
+    "quadratic --algorithms simfbo --panel exchange": "unknown panel",
+    "quadratic --algorithms simfbo --out c.pdf": "with --algorithms that is the folder of the runs",
+    "quadratic hyper_representation --algorithms simfbo": "a single task",
+    "quadratic": "quadratic is a task: say what to run on it with --algorithms",
+    "runs --seeds 0 --centralised": "--seeds, --centralised: only together with --algorithms",
+    "": "one or more run folders",
+}
+OTHERS = {
+    "report empty": "it must be the folder of a run",
+    "report empty --out x.png": "ends in .html",
+    "check quadratic --algorithm simfbo": "simfbo makes no estimate of the hypergradient; these do: ",
+    "check quadratic --algorithm irg": "`fedbilevel check quadratic` checks the task's hypergradient alone",
+    "diagnose quadratic --algorithm lfednest": "no fields are suggested for lfednest: they average",
+    "diagnose quadratic --set clinets=3": "did you mean 'clients'",
+    "diagnose quadratic --set clients=0": "clients = 0 is not allowed",
+    "flower": "new, keys, status or demo",
+}
+CASES = OTHERS | {
+    f"{command} {arguments}": words
+    for command, cases in {"run": RUN, "sweep quadratic": SWEEP | SEARCH, "compare": COMPARE}.items()
+    for arguments, words in cases.items()
+}
+
+
+@pytest.mark.parametrize("command", CASES)
+def test_it_is_told_what_is_wrong(command, run, tmp_path, monkeypatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TF_CPP_MIN_LOG_LEVEL", "4")  # as a command for several processes leaves it
+    if "--search" in command:
+        pytest.importorskip("optuna")
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe\x00")
+    for name in ("empty", "full"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "full" / "precious").write_text("x")
+    before, words = sorted(tmp_path.rglob("*")), CASES[command]
+    code, shown, error = run(*command.split())
+    assert (code, shown) == (2, "")
+    assert words in error
+    assert error.startswith("usage: ") or (error[:12], error.count("\n")) == ("fedbilevel: ", 1 + words.count("\n"))
+    assert sorted(tmp_path.rglob("*")) == before
