@@ -21,6 +21,15 @@ def wait_for(path: Path, process: subprocess.Popen, seconds: float = 120) -> Non
         time.sleep(0.01)
 
 
+def survived(first: subprocess.Popen, second: subprocess.Popen, sign: Path) -> None:
+    """Kill the first of two processes when a file is there; the second ends well."""
+    wait_for(sign, first)
+    first.kill()
+    first.communicate()
+    _, said = second.communicate(timeout=300)
+    assert second.returncode == 0, said
+
+
 def outcome(folder: Path) -> tuple[dict, list, dict]:
     """All that a run found, but for wall-clock times: arrays as bytes, rows, ledger."""
     with np.load(folder / "result.npz") as stored:

@@ -107,40 +107,34 @@ def test_a_task_may_be_ready_and_a_module_is_found_from_here(here, monkeypatch) 
     assert (spec.task.name, len(task_of(spec).clients)) == ("mine:make", 2)
 
 
-@pytest.mark.parametrize(
-    ("task", "words"),
-    [
-        ("sub/mine.py:mkae", "unknown task in sub/mine.py 'mkae'; did you mean 'make'? (allowed: loss, make, ready, "),
-        ("sub/neighbour.py:make", "unknown task in sub/neighbour.py 'make'"),
-        ("sub/mine.py", "task 'sub/mine.py' needs a name in that file: sub/mine.py:NAME"),
-        ("sub/mine.py:number", "mine.py:number is of type int; it must be a Task, or a function that returns one"),
-        ("sub/mine.py:wrong", "mine.py:wrong returned int; it must return a Task"),
-        ("sub/nine.py:make", "there is no file "),
-        ("sub/mine.py:unmeasured", "Task.metrics = {} is not allowed: it must be one function (x, y) -> number by"),
-        ("my.own.py:make", "my.own.py cannot be imported: give the file a name without dots"),
-        ("broken.py:make", "broken.py cannot be imported: invalid syntax"),
-        ("nomodule:make", "module 'nomodule' cannot be imported: No module named 'nomodule'"),
-        (":make", "module '' cannot be imported"),
-        ("json.py:make", "json.py: Python has another module json: give the file another"),
-        ("sub/mine.py:ready --set task.data=mnist", "task.data cannot be set: this task has no fields"),
-        ("sub/mine.py:make --set task.shfit=2", "unknown field of task 'shfit'; did you mean 'shift'"),
-        ("sub/mine.py:make --set shift=far", "task.shift = 'far' is not allowed: it must be float"),
-        ("quadratic --algorithm sub/method.py:Dampd", "in sub/method.py 'Dampd'; did you mean 'Damped'?"),
-        (
-            "quadratic --algorithm sub/method.py:number",
-            "method.py:number is not a subclass of fedbilevel.authoring.Algo",
-        ),
-        ("quadratic --algorithm sub/method.py:State", "method.py:State is not a subclass of fedbilevel.authoring.Algo"),
-        (
-            "quadratic --algorithm sub/method.py:Half",
-            "method.py:Half does not define round, which every algorithm has to",
-        ),
-    ],
-)
-def test_what_is_no_task_or_algorithm_is_explained(task: str, words: str, run, here, method) -> None:
+WRONG = {
+    "sub/mine.py:mkae": "unknown task in sub/mine.py 'mkae'; did you mean 'make'? (allowed: loss, make, ready, ",
+    "sub/neighbour.py:make": "unknown task in sub/neighbour.py 'make'",
+    "sub/mine.py": "task 'sub/mine.py' needs a name in that file: sub/mine.py:NAME",
+    "sub/mine.py:number": "mine.py:number is of type int; it must be a Task, or a function that returns one",
+    "sub/mine.py:wrong": "mine.py:wrong returned int; it must return a Task",
+    "sub/nine.py:make": "there is no file ",
+    "sub/mine.py:unmeasured": "Task.metrics = {} is not allowed: it must be one function (x, y) -> number by",
+    "my.own.py:make": "my.own.py cannot be imported: give the file a name without dots",
+    "broken.py:make": "broken.py cannot be imported: invalid syntax",
+    "nomodule:make": "module 'nomodule' cannot be imported: No module named 'nomodule'",
+    ":make": "module '' cannot be imported",
+    "json.py:make": "json.py: Python has another module json: give the file another",
+    "sub/mine.py:ready --set task.data=mnist": "task.data cannot be set: this task has no fields",
+    "sub/mine.py:make --set task.shfit=2": "unknown field of task 'shfit'; did you mean 'shift'",
+    "sub/mine.py:make --set shift=far": "task.shift = 'far' is not allowed: it must be float",
+    "quadratic --algorithm sub/method.py:Dampd": "in sub/method.py 'Dampd'; did you mean 'Damped'?",
+    "quadratic --algorithm sub/method.py:number": "method.py:number is not a subclass of fedbilevel.authoring.Algo",
+    "quadratic --algorithm sub/method.py:State": "method.py:State is not a subclass of fedbilevel.authoring.Algo",
+    "quadratic --algorithm sub/method.py:Half": "method.py:Half does not define round, which every algorithm has to",
+}
+
+
+@pytest.mark.parametrize("task", WRONG)
+def test_what_is_no_task_or_algorithm_is_explained(task: str, run, here, method) -> None:
     code, shown, error = run("run", *task.split(), "--quiet")
     assert (code, shown) == (2, "")
-    assert words in error.replace(f"{here}/", "")
+    assert WRONG[task] in error.replace(f"{here}/", "")
     assert len(error.splitlines()) == 1
     assert not (here / "runs").exists()
 
@@ -189,16 +183,6 @@ def test_reading_a_run_executes_nothing(foreign, here, run) -> None:
     code, _, error = run("compare", "quadratic", "--algorithms", "simfbo", "--out", here / "series")
     assert (code, "differs in task.name: 'sub.spy:make' there" in error) == (2, True)
     assert not (here / "sub" / "executed").exists()
-
-
-@pytest.mark.parametrize("arguments", [["run", "--spec", "foreign/spec.toml"], ["run", "--resume", "foreign"]])
-def test_playing_a_spec_says_whose_code_it_runs(arguments, foreign, here, run) -> None:
-    checkpoint.save(foreign / "checkpoint.npz", {}, {"history": []})
-    code, _, error = run(*arguments)
-    said, wrong = error.splitlines()
-    assert said == "fedbilevel: foreign/spec.toml names a task of your own: this runs the code of sub/spy.py"
-    assert (code, "unknown field of task 'extra'" in wrong) == (2, True)
-    assert (here / "sub" / "executed").exists()
 
 
 METHOD = """
@@ -283,18 +267,30 @@ def test_a_comparison_has_a_row_for_an_algorithm_of_ones_own(run, here, method) 
     assert (code, "names that are all different" in error) == (2, True)
 
 
-def test_reading_a_run_of_ones_own_algorithm_executes_nothing(run, here, method) -> None:
-    spec = experiments.configure(task="quadratic", settings=["rounds=20"])
-    folder = write_run(here / "foreign", spec)
-    (folder / "spec.toml").write_text(toml.dumps(spec.tables() | {"algorithm": {"name": DAMPED, "extra": "none"}}))
-    assert experiments.load_run(folder).spec.algorithm.fields == {"extra": None}
-    assert run("compare", folder)[0] == 0
-    assert not (here / "sub" / "method_executed").exists()
-    code, _, error = run("run", "--spec", folder / "spec.toml")
+@pytest.mark.parametrize(
+    ("arguments", "kind", "file", "trace"),
+    [
+        ("run --spec foreign/spec.toml", "a task", "spy", "executed"),
+        ("run --resume foreign", "a task", "spy", "executed"),
+        ("run --spec foreign/spec.toml", "an algorithm", "method", "method_executed"),
+    ],
+)
+def test_playing_a_spec_says_whose_code_it_runs_and_reading_it_runs_none(
+    arguments, kind, file, trace, foreign, here, method, run
+) -> None:
+    if file == "method":
+        tables = toml.read(foreign / "spec.toml") | {"task": {"name": "quadratic"}}
+        tables["algorithm"] = {"name": DAMPED, "extra": "none"}
+        (foreign / "spec.toml").write_text(toml.dumps(tables))
+        assert experiments.load_run(foreign).spec.algorithm.fields == {"extra": None}
+        assert run("compare", foreign)[0] == 0
+        assert not (here / "sub" / trace).exists()
+    checkpoint.save(foreign / "checkpoint.npz", {}, {"history": []})
+    code, _, error = run(*arguments.split())
     said, wrong = error.splitlines()
-    assert said.endswith("spec.toml names an algorithm of your own: this runs the code of sub/method.py")
-    assert (code, "unknown field of algorithm 'extra'" in wrong) == (2, True)
-    assert (here / "sub" / "method_executed").exists()
+    assert said == f"fedbilevel: foreign/spec.toml names {kind} of your own: this runs the code of sub/{file}.py"
+    assert (code, f"unknown field of {kind.split()[1]} 'extra'" in wrong) == (2, True)
+    assert (here / "sub" / trace).exists()
 
 
 def test_an_app_has_a_copy_of_ones_own_algorithm(here, method) -> None:

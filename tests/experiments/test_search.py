@@ -6,7 +6,7 @@ import csv
 import sys
 
 import pytest
-from command_line import wait_for
+from command_line import survived
 
 from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError, NumericalError
@@ -228,12 +228,7 @@ def test_a_trial_is_a_run_and_the_chosen_spec_is_its(tmp_path, run) -> None:
 @pytest.mark.slow
 def test_two_processes_end_a_search_though_one_is_killed(tmp_path, start) -> None:
     given = ["sweep", *SMALL, *STEPS, "--seeds", "0,1", "--trials", "8", "--out", tmp_path]
-    first, second = start(*given), start(*given)
-    wait_for(tmp_path / "trial-002" / "seed-0", first)
-    first.kill()
-    first.communicate()
-    _, said = second.communicate(timeout=300)
-    assert second.returncode == 0, said
+    survived(start(*given), start(*given), tmp_path / "trial-002" / "seed-0")
     with open(tmp_path / "sweep.csv", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     assert len({row["server_lr.x"] for row in rows}) == len(rows) / 2 >= 8

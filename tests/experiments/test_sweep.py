@@ -8,7 +8,7 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from command_line import outcome, wait_for
+from command_line import outcome, survived
 from test_printed_tables import WIDTHS, holds, shown
 
 from fedbilevel import cli, experiments
@@ -164,11 +164,7 @@ def test_two_processes_share_the_runs_and_one_survives_the_other(tmp_path, start
     _, said = whole.communicate(timeout=300)
     assert whole.returncode == 0, said
     first, second = (start("sweep", *given, "--out", tmp_path / "part") for _ in range(2))
-    wait_for(tmp_path / "part" / "server_lr.x-0.003" / "seed-0" / "checkpoint.npz", first)
-    first.kill()
-    first.communicate()
-    _, said = second.communicate(timeout=300)
-    assert second.returncode == 0, said
+    survived(first, second, tmp_path / "part" / "server_lr.x-0.003" / "seed-0" / "checkpoint.npz")
     assert contents(tmp_path / "part") == contents(tmp_path / "whole")
 
 
