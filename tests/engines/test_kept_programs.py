@@ -240,15 +240,6 @@ def test_a_loss_of_one_sample_finds_its_program():
         run(fb.FedAvg(batch_size=1), fb.SingleLevel(lambda x, batch: jnp.sum(batch.reshape(1, 3)) * x @ x))
 
 
-@pytest.mark.parametrize(
-    ("name", "value"), [("STRENGTH", 5.0), ("outer", lambda x, y, batch: jnp.mean((batch @ y - 2 * jnp.sum(x)) ** 2))]
-)
-def test_what_a_module_holds_is_noticed_where_it_changes(name, value, monkeypatch):
-    solved()
-    monkeypatch.setitem(globals(), name, value)
-    assert is_fresh()
-
-
 class Settings:
     strength = 1.0
 
@@ -288,12 +279,6 @@ def test_what_a_loss_reads_is_noticed_where_it_changes(make):
     assert is_fresh(problem=problem)
 
 
-def test_what_a_method_of_ones_own_reads_is_noticed(monkeypatch):
-    solved(Own())
-    monkeypatch.setitem(globals(), "FACTOR", 2.0)
-    assert is_fresh(Own())
-
-
 def rate(round):
     return 0.1 * FACTOR
 
@@ -305,19 +290,23 @@ class Rate:
         return rate(round)
 
 
-@pytest.mark.parametrize(
-    "fields",
-    [
-        {"server_lr": partial(rate)},
-        {"server_optimizer": optax.chain(optax.scale_by_schedule(rate), optax.scale(-1.0))},
-        {"server_optimizer": optax.sgd(Rate().at)},
-    ],
-    ids=["a schedule", "a chain", "a method"],
-)
-def test_what_a_schedule_reads_is_noticed(fields, monkeypatch):
-    solved(simfbo(**fields))
-    monkeypatch.setitem(globals(), "FACTOR", 2.0)
-    assert is_fresh(simfbo(**fields))
+CHAIN = optax.chain(optax.scale_by_schedule(rate), optax.scale(-1.0))
+READ = {
+    "a number that a loss reads": (simfbo(), "STRENGTH", 5.0),
+    "a loss": (simfbo(), "outer", lambda x, y, batch: jnp.mean((batch @ y - 2 * jnp.sum(x)) ** 2)),
+    "what a method of one's own reads": (Own(), "FACTOR", 2.0),
+    "what a schedule reads": (simfbo(server_lr=partial(rate)), "FACTOR", 2.0),
+    "what an optimizer's schedule reads": (simfbo(server_optimizer=CHAIN), "FACTOR", 2.0),
+    "what a schedule of an object reads": (simfbo(server_optimizer=optax.sgd(Rate().at)), "FACTOR", 2.0),
+}
+
+
+@pytest.mark.parametrize("case", READ)
+def test_what_a_module_holds_is_noticed_where_it_changes(case, monkeypatch):
+    algorithm, name, value = READ[case]
+    solved(algorithm)
+    monkeypatch.setitem(globals(), name, value)
+    assert is_fresh(algorithm)
 
 
 def with_a_rule_inside_a_rule(factor):

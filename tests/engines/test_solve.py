@@ -36,9 +36,15 @@ def same_bits(a, b):
     return all(np.array_equal(p, q) for p, q in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
-def timeless(history):
-    """Its rows, but for the seconds of this machine."""
-    return [{name: value for name, value in row.items() if name != "seconds"} for row in history.rows]
+def same_run(a, b):
+    """Whether state, rows and costs are the same, but for the seconds of this machine."""
+    rows = [[{name: one for name, one in row.items() if name != "seconds"} for row in x.history.rows] for x in (a, b)]
+    return same_bits(a.state, b.state) and rows[0] == rows[1] and a.ledger == b.ledger
+
+
+def at(round, do):
+    """A callback that does something when that round is over."""
+    return lambda result, row: do() if result.round == round else None
 
 
 def test_rows_come_at_the_start_at_every_multiple_and_at_the_end(task):
@@ -151,14 +157,11 @@ def test_a_bad_client_is_named_with_its_phase(alike, engine):
         )  # fmt: skip
 
 
-def test_a_loss_that_is_not_finite_is_not_masked(task):
+def test_a_loss_or_metric_that_is_not_finite_is_not_masked(task):
     """log of a negative number is NaN while its gradient is finite: the iterates alone would not show it."""
     outer = lambda x, y, batch: task.problem.outer(x, y, batch) + jnp.log(0.5 - jnp.vdot(y, y))  # noqa: E731
     with pytest.raises(fb.errors.NonFiniteError, match=r"round \d, .*, client \d: outer_loss is not finite"):
         fb.solve(ALGORITHM, fb.Bilevel(outer, task.problem.inner), task.clients, task.x0, task.y0 + 0.4, rounds=9)
-
-
-def test_a_metric_that_is_not_finite_is_not_masked(task):
     with pytest.raises(fb.errors.NonFiniteError, match="round 0, evaluation: odd is nan"):
         run(task, metrics={"odd": lambda x, y: jnp.log(-1.0 + 0 * jnp.sum(x))})
 
@@ -187,27 +190,20 @@ def test_a_round_that_is_saved_again_does_not_push_out_the_one_before(alike, tmp
     assert [files.load_meta(file)["ledger"]["rounds"] for file in (files.previous(path), path)] == [2, 3]
 
 
+def explode():
+    raise ValueError("no space for the picture")
+
+
 def test_a_run_whose_callback_raises_is_saved_first(task, tmp_path, monkeypatch):
     """With the row that the callback was given, if any; the callback is not called for it again."""
     monkeypatch.setattr(module, "SAVE_SECONDS", 1e9)
     path, whole, seen = tmp_path / "run.npz", run(task, rounds=9, eval_every=2), []
-
-    def fail(result, row):
-        if result.round == 4:
-            raise ValueError("no space for the picture")
-
     with pytest.raises(ValueError, match="no space for the picture"):
-        run(task, rounds=9, eval_every=2, checkpoint=path, callbacks=[fail])
+        run(task, rounds=9, eval_every=2, checkpoint=path, callbacks=[at(4, explode)])
     resumed = run(task, rounds=9, eval_every=2, checkpoint=path, resume=True,
                   callbacks=[lambda result, row: seen.append(result.round)])  # fmt: skip
-    assert same_bits(whole.state, resumed.state)
-    assert timeless(resumed.history) == timeless(whole.history)
+    assert same_run(whole, resumed)
     assert min(seen) > 4
-
-
-def explode(result, row):
-    if result.round:
-        raise ValueError("no space for the picture")
 
 
 def no_space_later(monkeypatch):
@@ -228,7 +224,10 @@ def test_an_error_is_not_hidden_by_a_disk_that_is_full_when_it_is_saved(alike, t
     """Neither a callback's error nor that of a run that diverges; a warning says that its state was not saved."""
     monkeypatch.setattr(module, "SAVE_SECONDS", 1e9)  # a busy machine saves on the way, too
     path = tmp_path / "run.npz"
-    for changes, error in [({"callbacks": [explode]}, ValueError), ({"algorithm": LATER}, fb.errors.NonFiniteError)]:
+    for changes, error in [
+        ({"callbacks": [at(1, explode)]}, ValueError),
+        ({"algorithm": LATER}, fb.errors.NonFiniteError),
+    ]:
         with monkeypatch.context() as context:
             calls = no_space_later(context)
             with pytest.raises(error), pytest.warns(fb.errors.CheckpointWarning, match="saving it failed.*No space"):
@@ -241,6 +240,10 @@ class Killed(BaseException):
     """Ends a run as `kill -9` would: nothing more is saved."""
 
 
+def kill():
+    raise Killed
+
+
 @pytest.mark.parametrize("kill_at", [1, 5])
 def test_a_run_that_was_killed_goes_on_from_where_the_clock_had_it_saved(task, tmp_path, monkeypatch, kill_at):
     """Here after every round; there are no rows between the first and the last."""
@@ -248,18 +251,11 @@ def test_a_run_that_was_killed_goes_on_from_where_the_clock_had_it_saved(task, t
     monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
     monkeypatch.setattr(module, "SAVE_SHARE", np.inf)
     path, whole = tmp_path / "run.npz", run(task, cohort=4)
-
-    def kill(result, row):
-        if result.round == kill_at:
-            raise Killed
-
     with pytest.raises(Killed):
-        run(task, cohort=4, checkpoint=path, callbacks=[kill])
+        run(task, cohort=4, checkpoint=path, callbacks=[at(kill_at, kill)])
     assert files.load_meta(path)["ledger"]["rounds"] == kill_at - 1
     resumed = run(task, cohort=4, checkpoint=path, resume=True)
-    assert same_bits(whole.state, resumed.state)
-    assert timeless(resumed.history) == timeless(whole.history)
-    assert resumed.ledger == whole.ledger
+    assert same_run(whole, resumed)
 
 
 @pytest.mark.parametrize(
@@ -314,17 +310,11 @@ def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
 def test_ctrl_c_saves_and_resuming_ends_with_the_same_bits(task, tmp_path):
     path = tmp_path / "run.npz"
     whole = run(task, rounds=9, eval_every=4)
-
-    def press(result, row):
-        if result.round == 4:
-            os.kill(os.getpid(), signal.SIGINT)
-
+    press = at(4, lambda: os.kill(os.getpid(), signal.SIGINT))
     with pytest.raises(KeyboardInterrupt, match=f"saved after round [48] of 9 to {path}; .* with resume=True goes on"):
         run(task, rounds=9, eval_every=4, checkpoint=path, checkpoint_every=100, callbacks=[press])
     resumed = run(task, rounds=9, eval_every=4, checkpoint=path, resume=True)
-    assert same_bits(whole.state, resumed.state)
-    assert timeless(resumed.history) == timeless(whole.history)
-    assert resumed.ledger == whole.ledger
+    assert same_run(whole, resumed)
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_stays(task, tmp_path):

@@ -1,34 +1,28 @@
 """Clients who hold submodels: the same on every engine, the mean over those who hold an entry, smaller messages."""
 
 from dataclasses import replace
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import two_layers
 from compiled_losses import with_compiled_losses
+from two_layers import HIDDEN, OUTPUTS, STRUCTURE, inner, outer
+from two_layers import PROBLEM as BILEVEL
 
 import fedbilevel as fb
 from fedbilevel.core.submodel import ClientSlot, UnitLayout, UnitPolicy
 from fedbilevel.engines.recorder import known_flops
 from fedbilevel.engines.submodels import classes
 
-CLIENTS, INPUTS, HIDDEN, OUTPUTS = 7, 5, 8, 2
+CLIENTS, INPUTS = 7, 5
 CAPACITY = np.array([1, 0.5, 0.25, 0.5, 0.25, 0.5, 0.25])
 KEPT = (CAPACITY * HIDDEN).astype(int)
-STRUCTURE = fb.Structure(x={"weight": "_ hidden", "bias": "hidden"}, y={"weight": "hidden _"})
+start = partial(two_layers.start, INPUTS)
 
 
-def outer(x, y, batch):
-    hidden = jnp.tanh(batch["input"] @ x["weight"] + x["bias"])
-    return jnp.mean((hidden @ y["weight"] - batch["target"]) ** 2)
-
-
-def inner(x, y, batch):
-    return outer(x, y, batch) + 0.1 * jnp.sum(y["weight"] ** 2)
-
-
-BILEVEL = fb.Bilevel(outer, inner, structure=STRUCTURE)
 SINGLE = fb.SingleLevel(lambda x, batch: outer(x[0], x[1], batch), structure=fb.Structure(x=(STRUCTURE.x, STRUCTURE.y)))
 
 
@@ -56,12 +50,6 @@ ROWS = [
 ]
 
 
-def start():
-    rng = np.random.default_rng(1)
-    x = {"weight": jnp.asarray(rng.normal(size=(INPUTS, HIDDEN))), "bias": jnp.asarray(rng.normal(size=HIDDEN))}
-    return x, {"weight": jnp.asarray(rng.normal(size=(HIDDEN, OUTPUTS)))}
-
-
 def solved(algorithm, *, clients=None, engine=None, problem=BILEVEL, rounds=2, cohort=None):
     x, y = start()
     single = isinstance(problem, fb.SingleLevel)
@@ -83,6 +71,10 @@ def solved(algorithm, *, clients=None, engine=None, problem=BILEVEL, rounds=2, c
 
 def everything(result):
     return jax.tree.leaves((result.x, result.y))
+
+
+def same_numbers(a, b):
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-12, atol=1e-12), everything(a), everything(b))
 
 
 MOMENTUM = fb.parts.Momentum(decay=0.5)
@@ -116,8 +108,7 @@ def test_engines_agree(case):
     want = solved(algorithm, clients=clients, engine=fb.Reference(), problem=problem, cohort=cohort)
     engine = fb.Local(devices=2, chunk=2, stream=True)
     have = solved(algorithm, clients=clients, engine=engine, problem=problem, cohort=cohort)
-    for a, b in zip(everything(have), everything(want), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    same_numbers(have, want)
     assert replace(have.ledger, flops=want.ledger.flops) == want.ledger
     columns = [name for name in want.history.columns if name != "seconds"]
     assert {"coverage_x", "uncovered_x", "mask_noise_x"} <= set(columns)
@@ -169,10 +160,14 @@ def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
         assert np.max(np.abs(held[0] - rest[0])) > 1e-6
 
 
+ONE_STEP = fb.SimFBO(local_steps=1, batch_size=None)
+STATIC = fb.Submodels(ONE_STEP, policy="static")
+
+
 @pytest.fixture(scope="module")
 def one_round():
     """SimFBO on the first units, full batches, one local step: a round that can be done by hand."""
-    return solved(fb.Submodels(fb.SimFBO(local_steps=1, batch_size=None), policy="static"), rounds=1)
+    return solved(STATIC, rounds=1)
 
 
 def test_an_entry_moves_by_the_mean_over_those_who_hold_it(one_round):
@@ -198,14 +193,12 @@ def test_an_entry_moves_by_the_mean_over_those_who_hold_it(one_round):
 
 def test_one_variable_alone_can_be_cut():
     """With "x" the group within x: of 5 units 5, 3 (2.5 rounded up), 1; "y" has no group of its own here."""
-    fields = {"local_steps": 1, "batch_size": None}
-    bytes_up = solved(
-        fb.Submodels(fb.SimFBO(**fields), policy="static", pruned="x"), problem=DEEP, rounds=1
-    ).ledger.bytes_up
+    of_x, of_y = (fb.Submodels(ONE_STEP, policy="static", pruned=name) for name in "xy")
+    bytes_up = solved(of_x, problem=DEEP, rounds=1).ledger.bytes_up
     kept = [{1: 5, 0.5: 3, 0.25: 1}[c] for c in CAPACITY]
     assert bytes_up == 8 * sum(INPUTS * k + k * HIDDEN + HIDDEN + 2 * HIDDEN * OUTPUTS for k in kept)
     with pytest.raises(fb.errors.ConfigurationError, match="no group of units to cut, as pruned = 'y' leaves it"):
-        solved(fb.Submodels(fb.SimFBO(**fields), policy="static", pruned="y"), problem=DEEP, rounds=1)
+        solved(of_y, problem=DEEP, rounds=1)
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.AbsenceWarning")
@@ -213,7 +206,7 @@ def test_nothing_is_dealt_to_those_who_are_never_there():
     """Seven clients of ½, two of them away: 2 segments among 5 clients, the second to exactly min_coverage = 2 of them.
     A count of everyone would deal some of it to those who are away."""
     clock = fb.Clock(availability=[1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
-    algorithm = fb.Submodels(fb.SimFBO(local_steps=1, batch_size=None), policy="covered", min_coverage=2, fixed=True)
+    algorithm = fb.Submodels(ONE_STEP, policy="covered", min_coverage=2, fixed=True)
     results = [
         solved(algorithm, clients=population(np.full(CLIENTS, 0.5)), engine=engine(clock=clock), rounds=1)
         for engine in (fb.Local, fb.Reference)
@@ -221,14 +214,12 @@ def test_nothing_is_dealt_to_those_who_are_never_there():
     for result in results:
         last = result.history.rows[-1]
         assert (last["coverage_x"], last["uncovered_x"]) == (2, 0)
-    for a, b in zip(*map(everything, results), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    same_numbers(*results)
 
 
 def test_operations_fall_with_the_submodels():
     """A client of k units costs k times one of one unit, but for what is done to targets and single numbers."""
-    algorithm = fb.Submodels(fb.SimFBO(local_steps=1, batch_size=None), policy="static")
-    given = algorithm, BILEVEL, population(np.where(np.arange(CLIENTS) < 3, 1.0, 0.5)), *start()
+    given = STATIC, BILEVEL, population(np.where(np.arange(CLIENTS) < 3, 1.0, 0.5)), *start()
     half, whole = sorted(known_flops(*given, classes(*given)).values())
     assert 0.5 < half / whole < 0.6
     assert fb.solve(*given, rounds=1, count_flops=True).ledger.flops == 3 * whole + 4 * half
@@ -270,11 +261,7 @@ def test_mask_noise_is_that_of_the_cohort_and_none_of_a_model_that_is_zero():
 
 def test_what_nobody_holds_stays_and_is_counted():
     x, y = start()
-    result = solved(
-        fb.Submodels(fb.SimFBO(local_steps=1, batch_size=None), policy="static"),
-        clients=population(np.full(CLIENTS, 0.25)),
-        rounds=1,
-    )
+    result = solved(STATIC, clients=population(np.full(CLIENTS, 0.25)), rounds=1)
     np.testing.assert_array_equal(result.x["weight"][:, 2:], x["weight"][:, 2:])
     np.testing.assert_array_equal(result.y["weight"][2:], y["weight"][2:])
     assert float(jnp.min(jnp.abs(result.x["weight"][:, :2] - x["weight"][:, :2]))) > 0
@@ -287,8 +274,7 @@ def test_with_all_capacities_1_it_is_the_method_itself():
     """The same sums, but each divided by what they are multiplied with again."""
     algorithm = fb.SimFBO(batch_size=3)
     whole, full = solved(algorithm, clients=population(None)), solved(algorithm, clients=population(np.ones(CLIENTS)))
-    for a, b in zip(everything(whole), everything(full), strict=True):
-        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    same_numbers(whole, full)
     assert whole.ledger.bytes_up == full.ledger.bytes_up
     assert "coverage_x" not in whole.history.columns
 
@@ -300,6 +286,10 @@ def test_a_method_without_submodels_says_that_it_trains_whole_models():
         solved(method, rounds=1)
 
 
+COVERED_TWICE = fb.Submodels(fb.RABO(), policy="covered", min_coverage=2)
+UNCUT_BIAS = fb.Bilevel(outer, inner, structure=fb.Structure(x={"weight": "_ hidden", "bias": "_"}))
+
+
 @pytest.mark.parametrize(
     ("clients", "algorithm", "problem", "said"),
     [
@@ -308,16 +298,11 @@ def test_a_method_without_submodels_says_that_it_trains_whole_models():
         (population(), fb.Asynchronous(fb.SimFBO(), wait_for=2), BILEVEL, "keeps whole models on clients"),
         (
             population(),
-            fb.Submodels(fb.RABO(), policy="covered", min_coverage=2),
+            COVERED_TWICE,
             BILEVEL,
-            "min_coverage = 2 is not allowed: it must be at most 1: 3 clients share 2 segments",
+            "min_coverage = 2 is not allowed: it must be at most 1: 3 clients share",
         ),
-        (
-            population(),
-            fb.RABO(),
-            fb.Bilevel(outer, inner, structure=fb.Structure(x={"weight": "_ hidden", "bias": "_"})),
-            "the losses do not take the submodel of capacity 0.5",
-        ),
+        (population(), fb.RABO(), UNCUT_BIAS, "the losses do not take the submodel of capacity 0.5"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(clients, algorithm, problem, said):

@@ -4,14 +4,16 @@ import gc
 import json
 import weakref
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import federations
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import two_layers
 from test_site import asked
+from two_layers import HIDDEN, OUTPUTS, PROBLEM, inner, outer
 
 import fedbilevel as fb
 from fedbilevel.core.submodel import UnitLayout
@@ -25,7 +27,7 @@ from fedbilevel.flower.server.session import SubmodelPrograms
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import RequestMessage, decode, layout
 
-INPUTS, HIDDEN, OUTPUTS = 3, 8, 2
+INPUTS = 3
 CAPACITY = (1.0, 0.5, 0.25, 0.5, 0.25)
 UNITS = [int(share * HIDDEN) for share in CAPACITY]
 ROUNDS = 2
@@ -36,19 +38,7 @@ RABO = fb.RABO(
     batch_size=3,
 )
 RANDOM = fb.Submodels(RABO, policy="random")
-STRUCTURE = fb.Structure(x={"weight": "_ hidden", "bias": "hidden"}, y={"weight": "hidden _"})
-
-
-def outer(x, y, batch):
-    hidden = jnp.tanh(batch["input"] @ x["weight"] + x["bias"])
-    return jnp.mean((hidden @ y["weight"] - batch["target"]) ** 2)
-
-
-def inner(x, y, batch):
-    return outer(x, y, batch) + 0.1 * jnp.sum(y["weight"] ** 2)
-
-
-PROBLEM = fb.Bilevel(outer, inner, structure=STRUCTURE)
+start = partial(two_layers.start, INPUTS)
 
 
 @cache
@@ -57,12 +47,6 @@ def population():
     rng = np.random.default_rng(0)
     rows = [{"input": rng.normal(size=(6, INPUTS)), "target": rng.normal(size=(6, OUTPUTS))} for _ in range(10)]
     return fb.Clients(rows[:5], rows[5:], weights=np.arange(1, 6), capacity=CAPACITY)
-
-
-def start():
-    rng = np.random.default_rng(1)
-    x = {"weight": jnp.asarray(rng.normal(size=(INPUTS, HIDDEN))), "bias": jnp.asarray(rng.normal(size=HIDDEN))}
-    return x, {"weight": jnp.asarray(rng.normal(size=(HIDDEN, OUTPUTS)))}
 
 
 def numbers_of(units):
