@@ -38,7 +38,7 @@ def free_port():
     raise AssertionError("no free port")
 
 
-def start(processes, folder, jobs, **options):
+def start(processes, folder, jobs):
     """The processes, started."""
     environment = {
         **os.environ,
@@ -53,7 +53,6 @@ def start(processes, folder, jobs, **options):
             env=environment,
             start_new_session=True,
             **PIPES,
-            **options,
         )
         for k in range(processes)
     ]

@@ -86,11 +86,8 @@ def test_a_demo_plays_the_task_that_is_asked_for(given, task, clients, rounds, s
 def test_an_unfinished_run_goes_on_under_its_name(spec, tmp_path):
     config = {"out": str(tmp_path / "a"), "attempts": 1, "join": 0.1}
     grid = InProcess(federation.client_app(spec), 3)
-    lost = InProcess(federation.client_app(spec), 3, delay=lambda client, message: later(message))
-
-    def later(message):
-        return float("inf") if message.content["fields"]["round"] == 2 else 0.0
-
+    late = lambda client, message: np.inf if message.content["fields"]["round"] == 2 else 0.0  # noqa: E731
+    lost = InProcess(federation.client_app(spec), 3, delay=late)
     with pytest.raises(fb.errors.ExchangeError, match="round 2"):
         federation.serve(spec, lost, config)
     name = (tmp_path / "a" / "federation").read_text()
@@ -165,6 +162,8 @@ def test_node_configuration_says_what_a_site_allows_or_is_told_what_is_wrong(spe
         ({"settings": "task.name=saddle"}, "unknown|own task"),
         ({"settings": "algorithm.name=shrofbo"}, "unknown|own task"),
         ({"quorum": 2}, "Terms.quorum"),
+        ({"norm-factor": 0.5}, r"Terms\.norm_factor = 0\.5 .* 1 or more, or None"),
+        ({"message-factor": 0.0}, r"Terms\.message_factor = 0\.0 .* a positive number"),
     ],
 )
 def test_a_wrong_run_configuration_is_told_what_is_wrong(spec, config, message, tmp_path):
@@ -178,16 +177,12 @@ def test_the_app_of_a_task_of_ours(tmp_path, capsys):
     assert main(["flower", "new", str(folder), "--task", "quadratic", "--clients", "3", "--rounds", "7"]) == 0
     project = tomllib.loads((folder / "pyproject.toml").read_text())
     assert project["project"]["dependencies"] == []  # a name that is on no index is not to be fetched from one
-    assert project["tool"]["flwr"]["app"]["components"] == {
-        "serverapp": "my_app.server_app:app",
-        "clientapp": "my_app.client_app:app",
-    }
-    known = {"settings", "out", "client-keys", *federation.SERVER}
-    assert set(project["tool"]["flwr"]["app"]["config"]) == known
+    app = project["tool"]["flwr"]["app"]
+    assert app["components"] == {f"{name}app": f"my_app.{name}_app:app" for name in ("server", "client")}
+    assert set(app["config"]) == {"settings", "out", "client-keys", *federation.SERVER}
     made = read_spec(folder / "my_app" / "spec.toml")
     assert (made.run.rounds, made.task.fields["clients"]) == (7, 3)
-    again = main(["flower", "new", str(folder), "--task", "quadratic"])
-    assert again == 2
+    assert main(["flower", "new", str(folder), "--task", "quadratic"]) == 2
     assert "not empty" in capsys.readouterr().err
 
 
@@ -214,8 +209,4 @@ def test_of_bounds_on_norms_0_is_none():
     assert federation.terms({"norm-factor": 0.0}) == Terms(norm_factor=None)
     assert federation.terms({"norm-factor": 50.0, "norm-bound": 0.0}) == Terms(norm_factor=50.0)
     assert federation.terms({"norm-bound": 3.0}) == Terms(norm_bound=3.0)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"Terms\.norm_factor = 0\.5 .* 1 or more, or None"):
-        federation.terms({"norm-factor": 0.5})
     assert federation.terms({"message-factor": 2.0}) == Terms(message_factor=2.0)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"Terms\.message_factor = 0\.0 .* a positive number"):
-        federation.terms({"message-factor": 0.0})

@@ -37,12 +37,9 @@ def test_every_run_has_its_folder(compared) -> None:
     found = sorted(str(path.parent.relative_to(compared)) for path in compared.rglob("summary.json"))
     assert found == [f"{name}/seed-{seed}" for name in ("centralised", "shrofbo", "simfbo") for seed in (0, 1)]
     assert (compared / "comparison.png").read_bytes().startswith(b"\x89PNG")
-    specs = [experiments.load_run(compared / name / "seed-1").spec for name in ("simfbo", "shrofbo", "centralised")]
-    assert [(spec.algorithm.name, spec.run.pooled) for spec in specs] == [
-        ("simfbo", False),
-        ("shrofbo", False),
-        ("simfbo", True),
-    ]
+    specs = [experiments.load_run(compared / name / "seed-1").spec for name in (*TWO, "centralised")]
+    assert [spec.algorithm.name for spec in specs] == [*TWO, "simfbo"]
+    assert [spec.run.pooled for spec in specs] == [False, False, True]
     assert {(spec.run.seed, spec.task.fields["seed"], spec.run.rounds) for spec in specs} == {(1, 1, 20)}
 
 

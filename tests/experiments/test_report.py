@@ -120,9 +120,8 @@ def test_strangers_names_are_text(tmp_path: Path) -> None:
     for place in places:
         (place / "environment.json").write_text(json.dumps({HOSTILE: HOSTILE}))
         for name in ("summary.json", "history.jsonl"):
-            (place / name).write_text(
-                (place / name).read_text().replace("relative_error", "<script>$\\\\frac$ \\u202e")
-            )
+            text = (place / name).read_text()
+            (place / name).write_text(text.replace("relative_error", "<script>$\\\\frac$ \\u202e"))
     for folders in (places[:1], [runs]):
         html = write_page(folders).read_text()
         page = Elements(html)

@@ -77,14 +77,11 @@ def test_a_search_goes_on_with_its_study_and_draws_on_as_it_would_have(played, t
     part = searched(tmp_path / "part", 6)
     assert part.rows == whole.rows
     assert len(played) == 12
-    with pytest.raises(
-        ConfigurationError, match=r"study\.journal has another search: seeds is \[0\] there, and \[1\] here"
-    ):
+    said = r"study\.journal has another search: seeds is \[0\] there, and \[1\] here"
+    with pytest.raises(ConfigurationError, match=said):
         searched(tmp_path / "part", 6, seeds=[1])
-    with pytest.raises(
-        ConfigurationError,
-        match=r"--search server_lr\.x is '0\.001:1:log' there, and '0\.001:2:log' here; choose another --out$",
-    ):
+    said = r"--search server_lr\.x is '0\.001:1:log' there, and '0\.001:2:log' here; choose another --out$"
+    with pytest.raises(ConfigurationError, match=said):
         searched(tmp_path / "part", 6, {**SPACE, "server_lr.x": Range(0.001, 2, log=True)})
 
 
@@ -189,16 +186,13 @@ def test_no_password_is_shown() -> None:
     assert shown == "the study in postgresql+psycopg://me:***@host/db cannot be used: me@host"
 
 
+OPTUNA = '--search needs optuna, which is not installed: in a clone of the repository, pip install ".['
+DRIVER = "its driver, the Python package psycopg"
+
+
 @pytest.mark.parametrize(
     ("lacking", "more", "words"),
-    [
-        (
-            ["optuna"],
-            [],
-            '--search needs optuna, which is not installed: in a clone of the repository, pip install ".[',
-        ),
-        (["psycopg", "psycopg2"], ["--storage", "postgresql://me@host/db"], "its driver, the Python package psycopg"),
-    ],
+    [(["optuna"], [], OPTUNA), (["psycopg", "psycopg2"], ["--storage", "postgresql://me@host/db"], DRIVER)],
 )
 def test_what_is_not_installed_is_named_and_nothing_is_left(lacking, more, words, run, monkeypatch, tmp_path) -> None:
     for name in lacking:

@@ -230,9 +230,8 @@ def test_only_a_holdout_decides_unless_that_is_said() -> None:
             metric_of(select)
     with pytest.raises(ConfigurationError, match=r"does not measure validation_accuracy: --set task\.holdout=0\.2"):
         metric_of("validation_accuracy")
-    with pytest.raises(
-        ConfigurationError, match=r"holds no data out; it can be chosen by client_accuracy\.mean or .*outer"
-    ):
+    said = r"holds no data out; it can be chosen by client_accuracy\.mean or .*outer"
+    with pytest.raises(ConfigurationError, match=said):
         metric_of("test_accuracy", holdout=None)
 
 

@@ -96,7 +96,6 @@ class Trial:
 
     folder: Path
     ports: int | None  # the first; None: any
-    forgetful: int | None = FORGETFUL
     federation: Federation = field(init=False)
     console: Console = field(init=False)  # for runs; the federation's own stays free
     runs: int = 0
@@ -128,7 +127,7 @@ class Trial:
 
     def node_config(self, client):
         """What a client's SuperNode is told: all but one have a folder for what they keep."""
-        kept = "" if client == self.forgetful else f" state-folder='{self.folder / 'states' / str(client)}'"
+        kept = "" if client == FORGETFUL else f" state-folder='{self.folder / 'states' / str(client)}'"
         return f"partition-id={client} num-partitions={CLIENTS} min-batch-size=4 min-local-samples=6{kept}"
 
     def renew(self):
@@ -202,9 +201,9 @@ class Submitted(threading.Thread):
         """The run's log so far."""
         return "".join(self.lines)
 
-    def until(self, *fault, seconds=120):
+    def until(self, *fault):
         """Wait until a party does what it was told."""
-        self.wait(lambda: " ".join(map(str, fault[:4])) in self.done(), f"{fault} does not happen", seconds)
+        self.wait(lambda: " ".join(map(str, fault)) in self.done(), f"{fault} does not happen", 120)
 
     def wait(self, reached, complaint, seconds):
         """Wait for something to happen in this run."""
@@ -240,8 +239,15 @@ class Submitted(threading.Thread):
             raise Hang("the log of a run whose reader was killed goes on")
 
     def exchanges(self):
-        """Of each exchange that counts its number, phase, and who answered; a round that was begun again, once."""
-        return exchanges(self.out / "exchanges.jsonl")
+        """(round, exchange) → (phase, clients that answered, in any attempt), of the last time that each was played."""
+        found = {}
+        for line in exchanges_of(self.out / "exchanges.jsonl"):
+            place = line["round"], line["exchange"]
+            if line["exchange"] == 0 and line["attempt"] == 0:  # a round begins, maybe again
+                found = {key: value for key, value in found.items() if key < place}
+            phase, before = found.get(place, (line["phase"], set()))
+            found[place] = phase, before | set(line["answered"])
+        return found
 
     def absent(self):
         """(client, round, exchange) of all answers that did not count."""
@@ -275,18 +281,6 @@ class Submitted(threading.Thread):
 def exchanges_of(log):
     """The lines of a run's log of exchanges."""
     return [json.loads(line) for line in log.read_text().splitlines()]
-
-
-def exchanges(log):
-    """(round, exchange) → (phase, clients that answered, in any attempt), of the last time that a round was played."""
-    found = {}
-    for line in exchanges_of(log):
-        place = line["round"], line["exchange"]
-        if line["exchange"] == 0 and line["attempt"] == 0:  # a round begins, maybe again
-            found = {key: value for key, value in found.items() if key < place}
-        phase, before = found.get(place, (line["phase"], set()))
-        found[place] = phase, before | set(line["answered"])
-    return found
 
 
 def replayed(parts, rounds, log, forgets=()):

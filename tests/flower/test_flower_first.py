@@ -3,6 +3,7 @@
 import heapq
 import json
 import re
+from functools import partial
 
 import federations
 import jax.numpy as jnp
@@ -116,28 +117,29 @@ def run(algorithm, delays=None, stop=None, lost=lambda client, request: False, *
     return federations.solve(algorithm, grid, **more), trace[1:]  # after round 0 there is nothing to see
 
 
+def followed(expected, *given, **options):
+    """A run's result and what was expected of it, which is what came."""
+    result, trace = run(*given, **options)
+    near = partial(np.testing.assert_allclose, rtol=0, atol=1e-12)
+    near([x for x, _ in trace], [entry[0] for entry in expected])
+    near([y for _, y in trace], [entry[1] for entry in expected])
+    near(result.history["staleness"][1:], [entry[2] for entry in expected])
+    return result, expected
+
+
 @pytest.mark.parametrize("both", [False, True], ids=["alone", "with a mean after it"])
 @pytest.mark.parametrize("n", [2, 5])
 def test_the_order_of_events(n, both):
     """Weights are below 1, so 8 rounds amplify no rounding: 1e-12."""
-    result, trace = run(Async(n=n, both=both), DELAYS)
-    expected = simulated(n, DELAYS, both)
-    assert len(trace) == len(expected) == ROUNDS
-    for (x, y), (x_expected, y_expected, *_) in zip(trace, expected, strict=True):
-        np.testing.assert_allclose(y, y_expected, rtol=0, atol=1e-12)
-        np.testing.assert_allclose(x, x_expected, rtol=0, atol=1e-12)
-    stale = [row["staleness"] for row in result.history.rows[1:]]
-    np.testing.assert_allclose(stale, [entry[2] for entry in expected], rtol=0, atol=1e-12)
-    assert n == 5 or both or max(stale) > 1  # there was something to see
+    result, expected = followed(simulated(n, DELAYS, both), Async(n=n, both=both), DELAYS)
+    assert n == 5 or both or max(result.history["staleness"][1:]) > 1  # there was something to see
     assert result.ledger.gradients == sum(entry[3] for entry in expected)
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["alone", "with a mean after it"])
 def test_a_run_that_was_stopped_goes_on_without_what_was_under_way(both, tmp_path):
-    result, trace = run(Async(n=2, both=both), DELAYS, stop=4, checkpoint=tmp_path / "run.npz")
     expected = simulated(2, DELAYS, both, stop=4)
-    np.testing.assert_allclose([y for _, y in trace], [entry[1] for entry in expected], rtol=0, atol=1e-12)
-    np.testing.assert_allclose(result.history["staleness"][1:], [entry[2] for entry in expected], rtol=0, atol=1e-12)
+    followed(expected, Async(n=2, both=both), DELAYS, stop=4, checkpoint=tmp_path / "run.npz")
     changed = np.max(np.abs(expected[-1][1] - simulated(2, DELAYS, both)[-1][1]))
     assert changed == 0 if both else changed > 1e-6  # after a mean nothing is under way
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from multiprocessing import Pipe
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import httpx
 import pytest
@@ -65,6 +66,7 @@ def test_a_name_is_there(module, name):
     assert not name or hasattr(there, name) or importlib.import_module(f"{module}.{name}")
 
 
+COMMAND = importlib.import_module("flwr.supernode.cli.flower_supernode")
 STATE = "flwr.supernode.nodestate.in_memory_nodestate:InMemoryNodeState"
 STEPS = "flwr.supernode.start_client_internal"
 SIGNATURES = {
@@ -106,12 +108,9 @@ def test_a_function_takes_what_it_is_given(place):
 
 
 def test_the_command_calls_the_loop_that_is_replaced_with_its_parts_by_name():
-    source = inspect.getsource(sys.modules["flwr.supernode.cli.flower_supernode"])
-    (call,) = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Call) and ast.unparse(n.func) == LOOP]
+    calls = [n for n in ast.walk(ast.parse(inspect.getsource(COMMAND))) if isinstance(n, ast.Call)]
+    (call,) = [call for call in calls if ast.unparse(call.func) == "start_client_internal"]
     assert (len(call.args), all(word.arg for word in call.keywords)) == (0, True)
-
-
-LOOP = "start_client_internal"
 
 
 def test_fields_that_are_read_or_written_are_there():
@@ -119,8 +118,7 @@ def test_fields_that_are_read_or_written_are_there():
     assert hasattr(state, "msg_store")
     assert {"max_time", "initial_backoff"} <= set(inflatable_utils.pull_objects.__kwdefaults__ or {})
     versions.be_server()
-    identity = TaskIdentity
-    assert (identity.task_id, identity.run_id, identity.node_id) == (1, 1, 0)
+    assert (TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id) == (1, 1, 0)
 
 
 # What is made of them: a SuperNode's loop, with Flower's own steps and state, and a SuperLink made of functions
@@ -231,38 +229,24 @@ def test_a_message_is_replied_to_and_nothing_of_it_is_left(link):
     assert link.state.get_tasks(statuses=["pending", "starting", "running"]) == []
 
 
-def test_a_run_that_ends_while_its_message_comes_leaves_nothing_for_the_worker(link):
-    link.asks(OLD, NEW)
-    link.over = {OLD}
-    runs, sent = play(link)
-    assert (runs, len(sent)) == ([NEW], 1)
-
-
-def test_a_worker_that_computes_for_a_run_that_is_over_is_let_go(link):
+@pytest.mark.parametrize("reached", [[NEW], [OLD, NEW]], ids=["while its message comes", "while the worker computes"])
+def test_a_run_that_ends_is_not_replied_to(reached, link):
     def ended(goes_on):
         link.over = {OLD}
         goes_on()
 
     link.asks(OLD, NEW)
-    assert [message.metadata.run_id for message in play(link, ended)[1]] == [NEW]
+    link.over = {OLD} - set(reached)
+    runs, sent = play(link, ended)
+    assert (runs, [message.metadata.run_id for message in sent]) == (reached, [NEW])
 
 
-def test_a_superlink_that_gives_no_answer_ends_no_task(link):
-    def silent(run):
-        raise httpx.ReadTimeout("slow")
-
+def test_a_superlink_that_gives_no_answer_ends_no_task_and_a_worker_that_has_gone_is_an_error(link):
     link.asks(OLD)
-    link.get_run = silent
-    assert len(play(link, lambda goes_on: goes_on())[1]) == 1
-
-
-def test_a_worker_that_has_gone_is_an_error_at_once(link):
-    def die(goes_on):
-        raise EOFError
-
+    link.get_run = Mock(side_effect=httpx.ReadTimeout("slow"))
+    assert not play(link, lambda goes_on: goes_on())[1][0].has_error()
     link.asks(OLD)
-    (reply,) = play(link, die)[1]
-    assert reply.error.code == 8
+    assert play(link, Mock(side_effect=EOFError))[1][-1].error.code == 8
 
 
 def test_a_message_whose_objects_never_come_is_given_up_when_it_is_worthless(link, monkeypatch):
@@ -360,22 +344,18 @@ def test_an_app_that_is_not_there_is_told_at_the_start(capfd, monkeypatch):
 @pytest.mark.parametrize("error", [None, RuntimeError("the SuperLink says 500")])
 def test_a_loop_that_has_ended_ends_the_process(error, monkeypatch):
     """Flower logs an error of the loop and returns; the thread that serves its API would keep the process."""
-    module = sys.modules["flwr.supernode.cli.flower_supernode"]
-    monkeypatch.setattr(module, "start_client_internal", module.start_client_internal)  # to be put back
+    monkeypatch.setattr(COMMAND, "start_client_internal", COMMAND.start_client_internal)  # to be put back
     monkeypatch.setattr(sys, "argv", [])
     seen = []
 
     def command():
-        seen.append(module.start_client_internal.__module__)
+        seen.append(COMMAND.start_client_internal.__module__)
         if error:
             raise error
 
-    def leave(status):
-        raise SystemExit(status)
-
-    command.__module__ = module.__name__
+    command.__module__ = COMMAND.__name__
     monkeypatch.setattr("flwr.supernode.cli.flower_supernode", command)
-    monkeypatch.setattr(private.os, "_exit", leave)
+    monkeypatch.setattr(private.os, "_exit", sys.exit)
     monkeypatch.setattr(private.PipedWorker, "start", lambda self: None)
     with pytest.raises(SystemExit, match="1"):
         private.run_supernode(["--insecure"], lambda quiet: 0.0)
