@@ -8,7 +8,6 @@ import gc
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any
 
 from fedbilevel import __version__
 from fedbilevel.cli import comparison, diagnostics, run
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(given)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda said, *_, **__: print(f"fedbilevel: warning: {said}", file=sys.stderr)
             check_names(options)
             return int(options.command(options))
     except (Exception, KeyboardInterrupt) as error:
@@ -35,16 +34,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(code, sentence(error))
 
 
-def _show_warning(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
-    print(f"fedbilevel: warning: {message}", file=sys.stderr)
-
-
 def parser() -> argparse.ArgumentParser:
     """All commands and their options."""
     whole = argparse.ArgumentParser(prog="fedbilevel", description="Federated bilevel optimization.")
     whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
-    commands = whole.add_subparsers(title="commands", required=True, metavar="COMMAND")
-    add = Add(commands)
+    add = Add(whole.add_subparsers(title="commands", required=True, metavar="COMMAND"))
     run.add_to(add)
     comparison.add_to(add)
     diagnostics.add_to(add)

@@ -277,8 +277,7 @@ def _how_to_resume(place: Folder, series: Path | None, first: bool) -> str:
 
 
 def _add_flower(add: shared.Add) -> None:
-    flower = add("flower", _help)
-    commands = flower.add_subparsers(title="commands", metavar="COMMAND")
+    commands = add("flower", _help).add_subparsers(title="commands", metavar="COMMAND")
     inside = shared.Add(commands)
     new = inside("new", _new)
     new.add_argument("folder", type=Path, metavar="DIR", help="where to: new or empty")

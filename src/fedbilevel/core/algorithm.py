@@ -161,7 +161,12 @@ class Algorithm(Part):
         if "facts" in vars(cls):
             cls.__doc__ = f"{cls.__doc__}\n\n{cls.facts}"
         if "name" in vars(cls):
-            _register(cls)
+            # the same class defined again, as in a notebook's cell, replaces the earlier
+            holder = ALGORITHMS.setdefault(cls.name, cls)
+            same = (holder.__module__, holder.__qualname__) == (cls.__module__, cls.__qualname__)
+            has_it = f"another name: {holder.__module__}.{holder.__qualname__} has it"
+            require(same, f"{cls.__name__}.name", cls.name, has_it)
+            ALGORITHMS[cls.name] = cls
 
     @abstractmethod
     def init(self, x: PyTree, y: PyTree) -> Any:
@@ -263,14 +268,6 @@ class Algorithm(Part):
     def estimates_hypergradient(cls) -> bool:
         """Say whether the class defines `hypergradient_at`."""
         return cls.hypergradient_at is not Algorithm.hypergradient_at
-
-
-def _register(cls: type[Algorithm]) -> None:
-    """Enter a class in `ALGORITHMS`. The same class defined again, as in a notebook's cell, replaces the earlier."""
-    holder = ALGORITHMS.setdefault(cls.name, cls)
-    same = (holder.__module__, holder.__qualname__) == (cls.__module__, cls.__qualname__)
-    require(same, f"{cls.__name__}.name", cls.name, f"another name: {holder.__module__}.{holder.__qualname__} has it")
-    ALGORITHMS[cls.name] = cls
 
 
 def refuse_unless_allowed(algorithm: Algorithm, entry: str, cannot: str) -> None:

@@ -200,8 +200,7 @@ class Clients(Shown):
 
         Each sample counts once, so the two agree exactly where weights are proportional to clients' sizes.
         """
-        outer = self.outer.joined()
-        return Clients(outer, None if self.inner is self.outer else self.inner.joined())
+        return Clients(self.outer.joined(), None if self.inner is self.outer else self.inner.joined())
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -397,8 +396,7 @@ class Samples:
     def batch(self, key: Array, batch_size: int | None) -> PyTree:
         """`batch_size` samples drawn uniformly with replacement, or every sample once when it is None."""
         if batch_size is not None:
-            chosen = self.start + self.drawn(key, batch_size)
-            return rows_at(self.values, chosen)
+            return rows_at(self.values, self.start + self.drawn(key, batch_size))
         whole = self.everything()
         return whole.samples if self.equal else whole
 

@@ -61,9 +61,6 @@ class LoopPlan:
         stops = [every - round % every for every in (self.eval_every, self.save_every) if every]
         return min(self.rounds - round, *stops)
 
-    def row_due(self, round: int) -> bool:
-        return round % self.eval_every == 0 or round == self.rounds
-
 
 @dataclass
 class Loop:
@@ -111,7 +108,8 @@ class Loop:
                 result = self.result(run, carry)
                 self.display.advance(result.round, self.plan.rounds)
                 end = self.ending(result)
-                row = self.add_row(result) if end or self.plan.row_due(result.round) else None
+                row_due = result.round % self.plan.eval_every == 0 or result.round == self.plan.rounds
+                row = self.add_row(result) if end or row_due else None
                 try:
                     reason, stop, speed, due = self.agree(result, row, interrupted.is_set(), speed)
                 except LostProcess:

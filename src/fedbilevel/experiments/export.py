@@ -218,9 +218,12 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
         Column("seed", [Cell(str(run.summary["seed"])) for _, run in runs]),
         text_column("folder", [run.folder.path for _, run in runs]),
     ]
+    alt = f"{title}: curves against costs; the numbers are in the tables."
+    image = base64.b64encode(encoded(figure, Path("image.svg"))).decode()
     content = [
         *(f"<p>{visible(one)}</p>" for one in (_best(groups), *notes)),
-        _image(figure, f"{title}: curves against costs; the numbers are in the tables."),
+        # in an image no script runs, and nothing is loaded
+        f'<img alt="{visible(alt)}" src="data:image/svg+xml;base64,{image}">',
         *([] if single else [f"<p>{band}</p>"]),
         page_table(comparison(groups)),
         *([_history(first), page_table(_pairs("Ledger", first.ledger))] if single else []),
@@ -248,12 +251,6 @@ def _best(groups: Sequence[RunGroup]) -> str:
     ]
     by = f", by {' and '.join(level)}" if len(ends) > 1 else ""
     return f"Best {words(metric)} at the end: {Cell(values=best, kind=metric)}{by}."
-
-
-def _image(figure: Any, alt: str) -> str:
-    """A figure as an image within the page; in an image no script runs, and nothing is loaded."""
-    data = base64.b64encode(encoded(figure, Path("image.svg"))).decode()
-    return f'<img alt="{visible(alt)}" src="data:image/svg+xml;base64,{data}">'
 
 
 def _history(run: LoadedRun) -> str:

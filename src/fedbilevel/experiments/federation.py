@@ -91,8 +91,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
 
     watch = Watch(Console(width=160, force_terminal=False), metric, spec.run.budget, spec.timed)
     experiment = Experiment(task, algorithm_of(spec), engine)
-    drawn = can_draw()
-    complete(spec, place.path, callbacks=[note_name, watch], plot=drawn, experiment=experiment, progress=watch)
+    complete(spec, place.path, callbacks=[note_name, watch], plot=can_draw(), experiment=experiment, progress=watch)
     print(f"run   {place.path.resolve()}", flush=True)
 
 
@@ -114,7 +113,6 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     alone = len(clients) == 1
     require(alone or client < len(clients), "node configuration: partition-id", client, f"below {len(clients)}")
     row = 0 if alone else client
-    shared = clients.inner is clients.outer
     private = _fields(PRIVACY, node_config)
     lacking = [name for name in ("clip", "noise_multiplier", "delta") if private and name not in private]
     require(not lacking, "node configuration", f"{', '.join(private)} alone", f"given with {', '.join(lacking)} too")
@@ -125,7 +123,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         x0=task.x0,
         y0=task.y0,
         outer=clients.outer.row(row),
-        inner=None if shared else clients.inner.row(row),
+        inner=None if clients.inner is clients.outer else clients.inner.row(row),
         capacity=None if clients.capacity is None else float(clients.capacity[row]),
         limits=Limits(**_fields(LIMITS, node_config)),
         privacy=Privacy(**private) if private else None,

@@ -40,9 +40,6 @@ class Preset:
     def of(self, algorithm: str) -> dict[str, Any]:
         return merged(self.shared, self.algorithms.get(algorithm, {}))
 
-    def of_asynchronous(self, algorithm: str) -> dict[str, Any]:
-        return dict(self.asynchronous.get(algorithm, {}))
-
     def of_run(self, algorithm: str) -> dict[str, Any]:
         """What is set of [run]; a user's own task says by itself who is asked."""
         return {**self.run, **RUNS.get(algorithm, {})} if self.run else {}

@@ -341,7 +341,7 @@ def _presets(given: Mapping[str, Fields], task: str, algorithm: str) -> dict[str
         "task": values.of_task(given["task"].get("network")),
         "algorithm": merged(shared, _own_presets(cls, label(algorithm), label(task))),
         "run": {**values.of_run(algorithm), **rounds, **everyone},
-        "asynchronous": values.of_asynchronous(algorithm),
+        "asynchronous": dict(values.asynchronous.get(algorithm, {})),
     }
 
 

@@ -125,17 +125,13 @@ def shapes_of(given: Any) -> Hashable:
     structure holds its nodes: where these are a user's, give the leaves alone.
     """
     leaves, structure = jax.tree.flatten(given)
-    return structure, str(structure), tuple(map(_of_leaf, leaves)), _settings()
+    kinds = tuple((aval.shape, str(aval.dtype), aval.weak_type) for aval in map(jax.typeof, leaves))
+    return structure, str(structure), kinds, _placement(leaves), _settings()
 
 
 def _placement(leaves: list[Any]) -> Hashable:
     """Where arrays lie; nothing of others."""
     return tuple(leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves)
-
-
-def _of_leaf(leaf: Any) -> Hashable:
-    aval = jax.typeof(leaf)
-    return aval.shape, str(aval.dtype), aval.weak_type, leaf.sharding if isinstance(leaf, jax.Array) else None
 
 
 def _every(program: ClosedJaxpr | Jaxpr) -> Iterator[ClosedJaxpr | Jaxpr]:

@@ -83,7 +83,8 @@ def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> OnBa
 
     def features(x: PyTree) -> tuple[PyTree, PyTree]:
         fixed = parts.fixed(x)
-        return split((fixed, parts.of_sample(fixed, batch)), _differentiable)
+        both = fixed, parts.of_sample(fixed, batch)
+        return split(both, lambda a: bool(jnp.issubdtype(a.dtype, jnp.inexact)))  # complex ones too
 
     def of_y(numbers: PyTree, y: PyTree) -> Array:
         fixed, sample = join(numbers, others)
@@ -91,10 +92,6 @@ def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> OnBa
 
     numbers, pull, others = jax.vjp(features, x, has_aux=True)
     return OnBatch(of_y, numbers, lambda slope: pull(slope)[0])
-
-
-def _differentiable(a: Array) -> bool:
-    return bool(jnp.issubdtype(a.dtype, jnp.inexact))  # complex ones too
 
 
 class Parts(NamedTuple):

@@ -97,13 +97,10 @@ def conjugate_gradient(operator: Operator, b: PyTree, *, tolerance: float = 1e-6
         lambda it: it.advanced(operator(it.p)),
         Iteration.start(b, tolerance),
     )
-    return Solution(end.v, _relative_residual(operator, end.v, b), end.spent, end.negative)
-
-
-def _relative_residual(operator: Operator, v: PyTree, b: PyTree) -> Array:
     size = optax.tree.norm(b)
     zero = size == 0
-    return jnp.where(zero, 0, optax.tree.norm(optax.tree.sub(operator(v), b)) / jnp.where(zero, 1, size))
+    residual = optax.tree.norm(optax.tree.sub(operator(end.v), b)) / jnp.where(zero, 1, size)
+    return Solution(end.v, jnp.where(zero, 0, residual), end.spent, end.negative)
 
 
 class Extremes(NamedTuple):

@@ -90,8 +90,7 @@ class Shares:
             start: (M,) int64.
         """
         ends = np.concatenate([[0], np.cumsum(rows.size)])
-        clients = np.arange(self.population)
-        start = ends[:-1] - ends[self.bounds[self.owner(clients)]]
+        start = ends[:-1] - ends[self.bounds[self.owner(np.arange(self.population))]]
         longest = int(np.diff(ends[self.bounds]).max())
         own = slice(*self.bounds[self.mine : self.mine + 2])
         mine = Ragged(rows.values, rows.start[own], rows.size[own]).joined().values

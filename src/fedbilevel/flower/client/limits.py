@@ -116,11 +116,6 @@ class Limits:
                 why = f"{name} = {number} is above this client's limit of {self.max_local_steps} steps"
                 raise Refusal(Code.LIMIT, why)
 
-    def check_message(self, size: int) -> None:
-        """Refuse a number of bytes that is too large."""
-        if size > self.max_bytes:
-            raise Refusal(Code.LIMIT, f"{size} bytes are above this client's limit of {self.max_bytes}")
-
 
 T = TypeVar("T")
 Tasks = SimpleQueue[Callable[[], None] | None]

@@ -284,7 +284,8 @@ class ClientRuntime:
 
     def arrays(self, request: RequestMessage, like: PyTree) -> PyTree:
         """Read the arrays of a request, within this client's limits and finite."""
-        self.site.limits.check_message(len(request.payload))
+        if (size := len(request.payload)) > (limit := self.site.limits.max_bytes):
+            raise Refusal(Code.LIMIT, f"{size} bytes are above this client's limit of {limit}")
         found = wire.from_bytes(request.payload, like)
         if bad := nonfinite_leaves(found):
             raise Refusal(Code.NUMBERS, f"the message is not finite in {', '.join(bad)}")

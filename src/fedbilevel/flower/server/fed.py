@@ -70,8 +70,7 @@ class FlowerFed:
         replies = exchange.gather()
         sums = self.total(spec.phase, replies)
         self.record(exchange, sums, self.measured(replies))
-        mean = costs.normalise(sums, len(self.session.clients), unbiased)
-        return jax.tree.map(jnp.asarray, mean)
+        return jax.tree.map(jnp.asarray, costs.normalise(sums, len(self.session.clients), unbiased))
 
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
