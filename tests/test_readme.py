@@ -53,7 +53,7 @@ LIMITS = {
     "docs/reference/algorithms/afbo.md": 900,
     "docs/reference/algorithms/aggitd.md": 650,
     "docs/reference/algorithms/fedbio.md": 750,
-    "docs/reference/algorithms/fednest.md": 1100,
+    "docs/reference/algorithms/fednest.md": 1200,
     "docs/reference/algorithms/fism.md": 900,
     "docs/reference/algorithms/rabo.md": 1000,
     "docs/reference/algorithms/simfbo.md": 1400,

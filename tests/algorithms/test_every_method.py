@@ -75,6 +75,16 @@ TABLE = {
         inner=T + (N - 1) + 1,
     ),
     "LFedNest": Row(fb.LFedNest(hypergradient=OWN, outer_steps=2, **NESTED), outer=2, inner=T + 2 * (N - 1 + 1)),
+    # y: FedNest's; joint steps on y and x: the same draws, asked by fewer exchanges
+    "LFedNest, SVRG": Row(
+        fb.LFedNest(inner=SVRG(local_steps=T), hypergradient=OWN, **DRAWS), outer=1, inner=1 + (T - 1) + (N - 1 + 1)
+    ),
+    "LFedNest, joint": Row(fb.LFedNest(hypergradient=OWN, joint=True, **NESTED), outer=1, inner=T + (N - 1 + 1)),
+    "LFedNest, SVRG, joint": Row(
+        fb.LFedNest(inner=SVRG(local_steps=T), hypergradient=OWN, joint=True, **DRAWS),
+        outer=1,
+        inner=1 + (T - 1) + (N - 1 + 1),
+    ),
     # support and query are pairs: one draw for f, all products and the cross derivative
     "LFedNest, pairs": Row(
         fb.LFedNest(hypergradient=LocalImplicit(solver=SERIES, paired=True), outer_steps=2, **NESTED),

@@ -3,6 +3,7 @@
 The quadratic task is heterogeneous, weighted and has cross terms of no symmetry. Float64 (conftest.py).
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import agreement
@@ -10,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from matrices import end_of_own, hypergradient, inner_gradient, mean_matrices, members, neumann
+from matrices import end_of_own, hypergradient, inner_gradient, mean_matrices, members, neumann, outer_gradient
 
 import fedbilevel as fb
 from fedbilevel.authoring import Findings
@@ -36,6 +37,13 @@ AGREEMENT = {
         ),
         work=(1, 4),
         slow=True,
+    ),
+    "LFedNest, SVRG": agreement.Case(
+        fb.LFedNest(inner=fb.parts.SVRG(rounds=2, lr=0.1), batch_size=4, outer_steps=2), work=agreement.WORK, slow=True
+    ),
+    "LFedNest, joint": agreement.Case(fb.LFedNest(batch_size=4, joint=True), work=agreement.WORK, slow=True),
+    "LFedNest, SVRG, joint": agreement.Case(
+        fb.LFedNest(inner=fb.parts.SVRG(lr=0.1), batch_size=4, joint=True), work=(1, 4)
     ),
 }
 NEVER_LATE = {
@@ -82,14 +90,90 @@ def test_reaches_the_closed_form(name, task):
     assert relative_error(result.y, exact.y) < 1e-6
 
 
-@pytest.mark.parametrize(("method", "inner"), [(fb.LFedNest, fb.parts.LocalSGD), (fb.FedNest, fb.parts.SVRG)])
-def test_local_hypergradients_end_where_their_mean_vanishes(method, inner):
-    task = quadratic(condition=5, noise=0.0)
+def end_of_own_at(task, beta):
+    """x where Σ p_i h_i(x, y_i) = 0, y_i being a step β from y*(x) along a client's own ∇y g_i; affine in x."""
+    m = mean_matrices(task)
+
+    def slope(x):
+        y, total = np.linalg.solve(m["A"], m["B"] @ x + m["c"]), 0
+        for p, f, g in members(task):
+            own = y - beta * inner_gradient(g, x, y)
+            total = total + p * hypergradient(f, g, x, own, np.linalg.solve(g["A"], outer_gradient(f, x, own)))
+        return total
+
+    at_zero = slope(np.zeros(5))
+    return np.linalg.solve(np.stack([slope(e) - at_zero for e in np.eye(5)], axis=1), -at_zero)
+
+
+SVRG3 = fb.parts.SVRG(local_steps=3, lr=1.0)
+SGD1 = fb.parts.LocalSGD(local_steps=1, lr=1.0)
+LIGHT = {
+    "LFedNest": (fb.LFedNest, {"inner": replace(SGD1, rounds=5)}, 0),
+    "FedNest, local": (fb.FedNest, {"inner": replace(SVRG3, rounds=5)}, 0),
+    "LFedNest, SVRG": (fb.LFedNest, {"inner": replace(SVRG3, rounds=5)}, 0),
+    "LFedNest, SVRG, joint": (fb.LFedNest, {"inner": SVRG3, "joint": True}, 0),
+    "LFedNest, joint": (fb.LFedNest, {"inner": SGD1, "joint": True}, 1.0),
+}
+
+
+@pytest.mark.parametrize("name", LIGHT)
+def test_local_hypergradients_end_where_their_mean_vanishes(name):
+    """SVRG's steps, which are zero at y*(x), leave each client there, for any τ; one plain step β = 1 does not."""
+    task, (method, fields, beta) = quadratic(condition=5, noise=0.0), LIGHT[name]
     local = fb.parts.LocalImplicit(solver=fb.parts.CG(tolerance=1e-12))
-    result = run(method(inner=inner(rounds=5, local_steps=1, lr=1.0), hypergradient=local, **STEPS), task, 120)
-    predicted = end_of_own(task)
+    result = run(method(hypergradient=local, **fields, **STEPS), task, 120)
+    predicted = end_of_own_at(task, beta)
     assert relative_error(result.x, predicted) < 1e-6
     assert relative_error(solution(task.clients).x, predicted) > 0.1  # another point than x*
+    assert (relative_error(end_of_own(task), predicted) < 1e-12) == (beta == 0)
+    assert beta == 0 or relative_error(end_of_own(task), predicted) > 0.1
+
+
+@pytest.mark.parametrize(
+    ("inner", "joint", "exchanges"),
+    [
+        (fb.parts.LocalSGD, False, 2 + 1),
+        (fb.parts.SVRG, False, 2 * 2 + 1),
+        (fb.parts.LocalSGD, True, 1),
+        (fb.parts.SVRG, True, 2),
+    ],
+)
+def test_light_variants_equal_their_equations_written_out(inner, joint, exchanges, task):
+    """Three rounds in NumPy: clients unequal in data, weights and work on y, then two steps on x along own h_i."""
+    beta, alpha, s, terms, rounds = 0.6, 0.3, 0.7, 4, 1 if joint else 2
+    algorithm = fb.LFedNest(
+        inner=inner(rounds=rounds, local_steps=3, lr=beta),
+        hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=terms, step=s)),
+        outer_lr=alpha,
+        outer_steps=2,
+        joint=joint,
+        batch_size=None,
+    )
+    m = mean_matrices(task)
+    x, y = np.zeros(5), np.zeros(8)
+    for _ in range(3):
+        for _ in range(rounds):
+            ends = []
+            for (_, _, g), tau in zip(members(task), WORK, strict=True):
+                z = y
+                correction = inner_gradient(m, x, y) - inner_gradient(g, x, y) if inner is fb.parts.SVRG else 0
+                for _ in range(tau):
+                    z = z - beta / tau * (inner_gradient(g, x, z) + correction)
+                ends.append(z)
+            y = sum(p * end for (p, _, _), end in zip(members(task), ends, strict=True))
+        change = 0
+        for (p, f, g), end in zip(members(task), ends, strict=True):
+            z, at = x, end if joint else y
+            for _ in range(2):
+                v = neumann(g["A"], s, terms) @ outer_gradient(f, z, at)
+                z = z - alpha / 2 * hypergradient(f, g, z, at, v)
+            change = change + p * (z - x)
+        x = x + change
+    result = run(algorithm, task, 3)
+    np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
+    assert result.ledger.exchanges == 3 * exchanges
+    assert set(algorithm.allows.late) == set(result.ledger.exchanges_by_phase)
 
 
 def test_equals_algorithms_1_to_4_written_out(task):
@@ -280,6 +364,10 @@ def test_conjugate_gradient_that_runs_out_of_iterations_says_so():
         (lambda: fb.FedNest(hypergradient="local"), r"FedNest\.hypergradient = 'local' .* Implicit.* LocalImplicit"),
         (lambda: fb.LFedNest(hypergradient=fb.parts.Implicit()), r"LFedNest.hypergradient = Implicit.* LocalImplicit"),
         (lambda: fb.FedMBO(hypergradient=fb.parts.LocalImplicit()), r"FedMBO.hypergradient = LocalImplicit.* Implicit"),
+        (
+            lambda: fb.LFedNest(inner=fb.parts.SVRG(rounds=2), joint=True),
+            r"LFedNest\.inner\.rounds = 2 is not allowed.* 1 where joint = True",
+        ),
         (lambda: fb.FedNest(inner=fb.parts.LocalSGD()), r"FedNest\.inner = LocalSGD\(.* SVRG"),
         (lambda: fb.parts.Implicit(solver=fb.parts.Plain()), r"Implicit\.solver = Plain\(.* Neumann.* CG"),
         (lambda: fb.parts.Neumann(sampling="randm"), r"unknown Neumann\.sampling 'randm'; did you mean 'random'"),

@@ -15,8 +15,21 @@ An epoch is T times FedInn, then FedOut.
 
 FedNest-SGD takes FedAvg's local steps on y, without q and the correction. LFedNest does so too, and its clients step
 on x along their own hypergradients, with their own Hessians, which saves all exchanges of FedIHGP and is biased where
-clients differ. On a `Minimax` problem ∇y F = 0 at y*(x) and FedIHGP is left out; on a `Compositional` one H = I, so
-that v = ∇y F, and T = 1 with β = 1 and τ = 1 gives y = mean_i r_i(x).
+clients differ. Appendix A has four variants. In the joint ones, to which the paper's experiments compare alternating
+steps, a client begins its steps on x at its own y_{i,τ_i}, and one exchange averages x and y:
+
+    variant                 call                                  steps on x            on y    exchanges
+    FedNest                 FedNest()                             FedOut                SVRG    2T + N + 2
+    FedNest_SGD             FedNestSGD()                          FedOut                SGD     T + N + 2
+    LFedNest                LFedNest()                            own hypergradients    SGD     T + 1
+    LFedNest_SVRG           LFedNest(inner=SVRG())                own hypergradients    SVRG    2T + 1
+    LFedNest, joint         LFedNest(joint=True)                  from their own y      SGD     1
+    LFedNest_SVRG, joint    LFedNest(joint=True, inner=SVRG())    from their own y      SVRG    2
+
+FedNest(hypergradient=LocalImplicit()) is none of these: FedOut, h being the mean of own hypergradients.
+
+On a `Minimax` problem ∇y F = 0 at y*(x) and FedIHGP is left out; on a `Compositional` one H = I, so that v = ∇y F, and
+T = 1 with β = 1 and τ = 1 gives y = mean_i r_i(x).
 
 With full batches and one step on x, LFedNest is RABO on whole models, and FedNest-SGD is FedMBO with an exchange more,
 in which nobody drifts: the same numbers to rounding.
@@ -33,6 +46,8 @@ Departures from the paper:
 3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F: N exchanges, and none
    of the variance, which grows with N. Neumann(sampling="random") is the paper's; v may also be found by conjugate
    gradient, or locally (LocalImplicit).
+4. Joint steps are what the authors' code makes of them, for T = 1. Changes y_{i,τ} − y are then averaged whole, by
+   p̃_i, and q is Σ p_i ∇y g_i / Σ p_i over the cohort: what they have in common sums to −β Σ p̃_i ∇y g_i all the same.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """
@@ -51,7 +66,8 @@ from fedbilevel.algorithms.parts.local_steps import corrected_drift
 from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import positive_integer
+from fedbilevel.core.config import positive_integer, static
+from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Facts
 from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.submodel import NUMBER
@@ -169,10 +185,11 @@ class LFedNest(Nested):
     """FedNest made light: FedAvg's steps on y, local hypergradients on x.
 
     Args:
-        inner: the rounds on y: FedAvg's local steps.
+        inner: the rounds on y: FedAvg's local steps, or corrected ones.
         hypergradient: how each client finds its own.
         outer_lr: α; a client's step on x is α/τ_i.
         outer_steps: τ_i, a client's local steps on x in a round, which may be its own (`Clients.own`).
+        joint: whether clients begin their steps on x at their own y, in the exchange that averages y too; T is 1 then.
     """
 
     name = "lfednest"
@@ -181,26 +198,55 @@ class LFedNest(Nested):
         paper="Tarzanagh et al. 2022, arXiv:2205.02215",
         needs="g_i strongly convex in y for every client",
         good_for="clients that are alike, where exchanges are expensive; biased where clients differ",
-        exchanges="T + 1",
-        up="1 like x, T like y",
+        exchanges="T + 1; with `SVRG` 2T + 1; joint one less",
+        up="1 like x, T like y; with `SVRG` 2T like y",
         hvps="N for each of its steps on x",
         cost="a gradient of g; on x a gradient of f and the products with the client's own ∇²g",
-        bias="clients' own hypergradients, which no step size mends; drift of y",
+        bias="clients' own hypergradients, which no step size mends; drift of y (not with `SVRG`)",
     )
 
-    inner: LocalSGD = LocalSGD()
+    inner: LocalSGD | SVRG = LocalSGD()
     hypergradient: LocalImplicit = LocalImplicit()
     outer_steps: int = positive_integer(default=1, own=True)
+    joint: bool = static(default=False)
+
+    def validate(self) -> None:
+        """Refuse several rounds on y between two on x where both move at once."""
+        rounds = self.inner.rounds
+        require(not self.joint or rounds == 1, "LFedNest.inner.rounds", rounds, "1 where joint = True")
 
     @property
     def allows(self) -> Allows:
-        return self.hypergradient.allows._replace(late=("inner.descent", "outer_descent"))
+        q = ("inner.gradient",) if isinstance(self.inner, SVRG) else ()
+        steps = "inner.corrected_descent" if q else "inner.descent"
+        asked = (*q, "joint_descent") if self.joint else (*q, steps, "outer_descent")
+        return self.hypergradient.allows._replace(late=asked)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
-        y = self.inner.descend(fed, state.x, state.y, inner_key)
-        change, means = fed.mean(self.outer_descent, (state.x, y), outer_key, unbiased=True)
+        x, y = state.x, state.y
+        if self.joint:
+            q = fed.mean(self.inner.gradient, (x, y), inner_key) if isinstance(self.inner, SVRG) else None
+            moved, (change, means) = fed.mean(self.joint_descent, (x, y, q), outer_key, unbiased=True)
+            y = move(y, self.inner.server_lr, moved)
+        else:
+            y = self.inner.descend(fed, x, y, inner_key)
+            change, means = fed.mean(self.outer_descent, (x, y), outer_key, unbiased=True)
         return self.next_state(state, change, y, SolveInfo.of_clients(means))
+
+    @phase(takes=("x", "y", "y"), gives=("y", ("x", Withheld((NUMBER, NUMBER)))))
+    def joint_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
+        """Reply with the changes of y by τ_i steps, and of x by steps that begin where those end."""
+        x, y, q = at
+        inner_key, outer_key = jax.random.split(key)
+        if isinstance(self.inner, SVRG):
+            inner = self.inner.corrected_descent(client, at, inner_key)
+            moved = move(inner.update, -self.inner.lr, q)
+        else:
+            inner = self.inner.descent(client, (x, y), inner_key)
+            moved = inner.update
+        outer = self.outer_descent(client, (x, optax.tree.add(y, moved)), outer_key)
+        return outer._replace(update=(moved, outer.update), gradients=inner.gradients + outer.gradients)
 
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
