@@ -21,7 +21,7 @@ WITH_FIELDS = {
     fb.FedNest: Case(fb.FedNest(batch_size=None, hypergradient=LOCAL, outer_steps=2)),
     fb.FedNestSGD: Case(fb.FedNestSGD(batch_size=None, hypergradient=LOCAL, outer_steps=2)),
     fb.LFedNest: Case(fb.LFedNest(batch_size=None, hypergradient=LOCAL)),
-    fb.RAFBO: Case(fb.RAFBO(batch_size=None, hypergradient=fb.parts.PrintedSlopes(perturbation=1e8))),
+    fb.RAFBO: Case(fb.RAFBO(batch_size=None, hypergradient=fb.parts.PrintedSlopes(perturbation=1.0))),
 }
 """Methods that can be late with other fields than the defaults, or that compile sooner so."""
 COMPILED_BEFORE = (fb.AFBO, fb.FISM, fb.ShroFBO, fb.RABO, fb.FedNest, fb.FedNestSGD)

@@ -26,6 +26,7 @@ from fedbilevel.parts import (
     LocalSGD,
     MeanGradient,
     Neumann,
+    PrintedSlopes,
     SystemSteps,
 )
 
@@ -107,6 +108,8 @@ TABLE = {
     ),
     # slopes along all coordinates of x compare responses to the same N batches
     "RAFBO, coordinates": Row(fb.RAFBO(hypergradient=Coordinates(terms=N, step=0.1), **NESTED), outer=1, inner=T + N),
+    # all of (10) on one draw
+    "RAFBO, printed": Row(fb.RAFBO(hypergradient=PrintedSlopes(), **NESTED), outer=1, inner=T + 1),
     # N exchanges: y in each, ∇y F in each, a product in each but the first; at last f and the cross derivative
     "AggITD": Row(
         fb.AggITD(inner=LocalSGD(rounds=N, local_steps=T, lr=0.1), **DRAWS),

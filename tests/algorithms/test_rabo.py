@@ -3,6 +3,8 @@
 The quadratic task is heterogeneous, weighted and has cross terms of no symmetry. Float64 (conftest.py).
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,13 +32,14 @@ AGREEMENT = {
         fb.RABO(
             batch_size=4,
             hypergradient=fb.parts.Implicit(
-                solver=fb.parts.Neumann(terms=2, sampling="random"), second_order=fb.parts.Differences(perturbation=1e5)
+                solver=fb.parts.Neumann(terms=2, sampling="random"), second_order=fb.parts.Differences(perturbation=0.5)
             ),
         ),
         slow=True,
     ),
+    "RAFBO, printed": Case(fb.RAFBO(batch_size=4, hypergradient=fb.parts.PrintedSlopes(count=2, perturbation=1.0))),
     "RAFBO, drawn coordinates": Case(
-        fb.RAFBO(batch_size=4, hypergradient=fb.parts.Coordinates(count=2, terms=2, perturbation=1e8)),
+        fb.RAFBO(batch_size=4, hypergradient=fb.parts.Coordinates(count=2, terms=2, perturbation=1.0)),
         work=WORK,
         slow=True,
     ),
@@ -177,6 +180,36 @@ def test_drawn_coordinates_are_unbiased(task):
     np.testing.assert_allclose(drawn, chosen * 3 / count * rest, atol=1e-6)
     share = count / 3
     assert np.all(np.abs(chosen.mean(0) - share) < 5 * np.sqrt(share * (1 - share) / len(drawn)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "sign"),
+    [(fb.parts.PrintedSlopes(), -1), (fb.parts.Coordinates(terms=1, step=1.0), 1)],
+    ids=["printed", "coordinates"],
+)
+def test_lemma_3_the_squared_error_goes_as_the_square_of_the_perturbation(kind, sign):
+    """∇y g_i = y − c_i x²/2, entry by entry, is not linear in x. (10) is −c_i (x + μ/2), and one step s = 1 from y, to
+    c_i x²/2, moves by c_i (x + μ/2). After a round on y to y = c̄x²/2 and with w_i = ∇y f_i = y − t_i the round's h is
+    ±Σ p_i c_i w_i (x + μ/2): its squared error is μ²/4 Σ_p (Σ_i p_i c_ip w_ip)². Lemma 3 bounds it by
+    2|P| ℓ² μ² ‖∇y f‖²/4, ℓ being the Lipschitz constant of ∇²xy g."""
+
+    def inner(x, y, batch):
+        return y @ y / 2 - y @ (jnp.mean(batch["c"], axis=0) * x**2) / 2
+
+    problem = fb.Bilevel(lambda x, y, b: jnp.sum((y - jnp.mean(b["t"], axis=0)) ** 2) / 2, inner)
+    rng, p = np.random.default_rng(0), np.array([0.5, 0.2, 0.3])
+    t, c = rng.normal(size=(2, 3, 3))
+    clients = fb.Clients({"t": t[:, None]}, {"c": c[:, None]}, weights=p)
+
+    def h(mu):
+        method = fb.RAFBO(hypergradient=replace(kind, perturbation=mu), **STEPS)
+        return (X - fb.solve(method, problem, clients, X, np.zeros(3), rounds=1).x) / method.outer_lr
+
+    w = (p @ c) * X**2 / 2 - t
+    for mu in (0.1, 0.2):
+        error = h(mu) - sign * (p @ (c * w)) * X
+        np.testing.assert_allclose(error @ error, mu**2 / 4 * np.sum((p @ (c * w)) ** 2), rtol=1e-9)
+        assert error @ error <= 2 * 3 * np.max(c**2) * mu**2 * np.max(np.sum(w**2, axis=1)) / 4
 
 
 def test_equals_the_equations_written_out(task):

@@ -71,11 +71,11 @@ class CoordinateSlopes(Hypergradient):
     Args:
         count: |P|, how many coordinates of x a client draws anew in every round, of those that it holds; all of them
             where it holds fewer. None: all.
-        perturbation: the length of differences, in units of (ε(1 + ‖x‖))^½, ε being the precision of the numbers.
+        perturbation: μ, the length of differences; None: (ε(1 + ‖x‖))^½, ε being the precision of the numbers.
     """
 
     count: int | None = positive_integer(default=None, optional=True)
-    perturbation: float = positive(default=1.0)
+    perturbation: float | None = positive(default=None, optional=True)
 
     @property
     @abstractmethod

@@ -82,9 +82,14 @@ def step_sizes(*, default: XYV, own: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"prepare": _prepare_step_sizes, "own": own})
 
 
-def positive(*, default: float, own: bool = False) -> Any:
-    """A field that must be a positive number or a schedule; infinity is allowed."""
-    return dataclasses.field(default=default, metadata={"prepare": _prepare_number, "own": own})
+def positive(*, default: float | None, optional: bool = False, own: bool = False) -> Any:
+    """A field that must be a positive number or a schedule, or, if `optional`, None; infinity is allowed."""
+
+    def prepare(name: str, value: Any) -> Any:
+        allowed = "a positive number, a schedule or None" if optional else "a positive number or a schedule"
+        return None if optional and value is None else _prepare_number(name, value, allowed=allowed)
+
+    return dataclasses.field(default=default, metadata={"prepare": prepare, "own": own})
 
 
 def fraction(*, default: float, own: bool = False) -> Any:

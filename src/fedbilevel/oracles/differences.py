@@ -29,13 +29,13 @@ class Differences(Part):
     short ones are off by rounding.
 
     Args:
-        perturbation: the length of differences, ‖μv‖ to either side, in units of the length that balances truncation
-            and rounding, (ε(1 + ‖y‖))^⅓.
+        perturbation: the length of differences, ‖μv‖ to either side; None: the length that balances truncation and
+            rounding, (ε(1 + ‖y‖))^⅓.
     """
 
     kind: ClassVar[str] = "differences"
 
-    perturbation: float = positive(default=1.0)
+    perturbation: float | None = positive(default=None, optional=True)
 
     def counted(self, reply: Reply) -> Reply:
         """Count what the reply's products cost: two gradients each."""
@@ -74,12 +74,12 @@ class Differences(Part):
     def step(self, y: PyTree, v: PyTree) -> Array:
         """Return μ; along v = 0 the difference is 0 by itself. Only y differs: its precision is what is rounded to."""
         size = optax.tree.norm(v)
-        length = self.perturbation * jnp.cbrt(epsilon(y) * (1 + optax.tree.norm(y)))
-        return length / jnp.where(size > 0, size, 1)
+        length = jnp.cbrt(epsilon(y) * (1 + optax.tree.norm(y)))
+        return (length if self.perturbation is None else self.perturbation) / jnp.where(size > 0, size, 1)
 
 
 def coordinate_slopes(
-    function: Callable[[PyTree], PyTree], x: PyTree, weight: PyTree, places: Array, perturbation: float | Array = 1.0
+    function: Callable[[PyTree], PyTree], x: PyTree, weight: PyTree, places: Array, mu: float | Array | None = None
 ) -> PyTree:
     """Return Σ_p ⟨δ_p, weight⟩ e_p over places p, δ_p = [function(x + μ e_p) − function(x)]/μ: like x, 0 elsewhere.
 
@@ -87,15 +87,15 @@ def coordinate_slopes(
 
     Args:
         places: (n,) different indices into the flattened x.
-        perturbation: μ in units of (ε(1 + ‖x‖))^½.
+        mu: μ; None: the length that balances truncation and rounding, (ε(1 + ‖x‖))^½.
     """
     flat, unravel = ravel_pytree(x)
     here = function(x)
-    mu = perturbation * jnp.sqrt(epsilon(x, here) * (1 + jnp.linalg.norm(flat)))
+    length = jnp.sqrt(epsilon(x, here) * (1 + jnp.linalg.norm(flat))) if mu is None else jnp.asarray(mu)
 
     def slope(place: Array) -> Array:
-        there = function(unravel(flat.at[place].add(mu.astype(flat.dtype))))
-        return optax.tree.vdot(optax.tree.sub(there, here), weight) / mu
+        there = function(unravel(flat.at[place].add(length.astype(flat.dtype))))
+        return optax.tree.vdot(optax.tree.sub(there, here), weight) / length
 
     slopes = lax.map(slope, places)
     along: PyTree = unravel(jnp.zeros_like(flat).at[places].set(slopes.astype(flat.dtype)))
