@@ -56,9 +56,10 @@ def head_of(width: int, columns: int):
 
 
 def features(x, characters, images) -> np.ndarray:
-    """(..., 28, 28) uint8 -> (..., 4): standardise, one dense layer, ReLU."""
+    """(..., 28, 28) uint8 -> (..., 4): standardise, one dense layer, ReLU; then divided as the task's text says."""
     pixels = (images.reshape(*images.shape[:-2], -1) / 255 - characters.mean) / characters.std
-    return np.maximum(pixels @ np.asarray(x[0]["weight"]) + np.asarray(x[0]["bias"]), 0)
+    found = np.maximum(pixels @ np.asarray(x[0]["weight"]) + np.asarray(x[0]["bias"]), 0)
+    return found / np.sqrt(1 + np.mean(found**2, axis=-1, keepdims=True))
 
 
 def cross_entropy(logits: np.ndarray, label: int) -> float:
@@ -107,12 +108,8 @@ def heads_of(width: int, tasks: int, way: int):
     return {"weight": rng.normal(size=(tasks, width, way)), "bias": rng.normal(size=(tasks, way))}
 
 
-def bounded(found: np.ndarray) -> np.ndarray:
-    return found / np.sqrt(1 + np.mean(found**2, axis=-1, keepdims=True))
-
-
-@pytest.mark.parametrize(("objective", "scaled"), [("bilevel", bounded), ("joint", lambda found: found)])
-def test_the_losses_are_those_of_two_tasks_by_hand(objective, scaled, tasks, characters) -> None:
+@pytest.mark.parametrize("objective", ["bilevel", "joint"])
+def test_the_losses_are_those_of_two_tasks_by_hand(objective, tasks, characters) -> None:
     """f and g of tasks 16 and 17, the second and third of client 3; on a joint sample (f + g)/2."""
     x, y = tasks["bilevel"].x0, heads_of(4, 25, 3)
     outer, inner = (jax.tree.map(lambda leaf: leaf[1:], part) for part in rows(tasks["bilevel"], 3, 3))
@@ -120,7 +117,7 @@ def test_the_losses_are_those_of_two_tasks_by_hand(objective, scaled, tasks, cha
     for name, batch in (("outer", outer), ("inner", inner)):
         values = []
         for task, images in zip((16, 17), batch["image"], strict=True):
-            for label, drawings in enumerate(scaled(features(x, characters, images))):
+            for label, drawings in enumerate(features(x, characters, images)):
                 values += [cross_entropy(z @ y["weight"][task] + y["bias"][task], label) for z in drawings]
         expected[name] = np.mean(values)
     squares = [np.sum(y["weight"][task] ** 2) + np.sum(y["bias"][task] ** 2) for task in (16, 17)]
@@ -176,7 +173,9 @@ def maml_point(tasks):
 @jax.value_and_grad
 def of_pixels(x, pixels, label):
     (layer,), head = x
-    z = jax.nn.relu(pixels @ layer["weight"] + layer["bias"]) @ head["weight"] + head["bias"]
+    found = jax.nn.relu(pixels @ layer["weight"] + layer["bias"])
+    found = found / jnp.sqrt(1 + jnp.mean(found**2, axis=1, keepdims=True))
+    z = found @ head["weight"] + head["bias"]
     return jnp.mean(jax.nn.logsumexp(z, axis=1) - z[np.arange(len(label)), label])
 
 

@@ -9,7 +9,7 @@ task, so that no y would fit. (One head with a column for each of all characters
 minimiser.) As no two tasks share a head, ∇²yy g is block diagonal, client by client and task by task: where all hold
 the whole model and invert exactly, clients' own hypergradients have the federation's as their mean. φ = z/√(1 + mean
 z²), z being what the backbone gives: that would grow as x learns, and with it the curvature of g in y, until no step
-size holds.
+size holds. Single-level objectives have the same φ, so that methods differ in nothing else.
 
 Images of B tasks are (B, way, n, 28, 28) uint8; `Features` takes them so.
 """
@@ -111,7 +111,7 @@ def few_shot(
 
     net = NETWORKS[network](found.train.images.shape[2:], tuple(hidden), way)
     backbone, head = net.init(jax.random.key(seed))
-    features = _standardising(net, found)
+    features = bounded(_standardising(net, found))
     setting = Setting(
         features=features,
         ridge=ridge,
@@ -163,8 +163,6 @@ Made = tuple[Problem, PyTree, PyTree, Callable[[PyTree, PyTree], Array]]
 
 
 def _bilevel(setting: Setting) -> Made:
-    setting = setting._replace(features=bounded(setting.features))
-
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         return heads_loss(setting.features, x, _of_tasks(y, batch), batch["image"])
 
