@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from papers.arms import besides
 from papers.figure import PAPERS, Claim, Figure, files, load
 from papers.numbers import POINTS, text
 
@@ -46,10 +47,26 @@ def written() -> Iterator[tuple[Path, str]]:
         head = (page.read_text("utf-8") if page.is_file() else f"# {folder.name}\n\n").partition(MARK)[0]
         yield page, f"{head}{MARK}\n" + "\n".join(line for figure in own for line in section(figure, kept(figure)))
         rows.append(row(folder.name, head, own))
-    for page, prefix in ((PAPERS / "README.md", ""), (PAPERS.parent / "README.md", "papers/")):
-        before, begin, rest = page.read_text("utf-8").partition("<!-- papers -->\n")
-        _, end, after = rest.partition("<!-- -->\n")
-        yield page, "".join([before, begin, "\n".join(rows).replace("](", f"]({prefix}"), "\n", end, after])
+    of_papers, of_all = PAPERS / "README.md", PAPERS.parent / "README.md"
+    yield of_papers, filled(filled(of_papers.read_text("utf-8"), "papers", rows), "arms", arms(figures))
+    yield of_all, filled(of_all.read_text("utf-8"), "papers", [line.replace("](", "](papers/") for line in rows])
+
+
+def filled(text: str, mark: str, lines: Sequence[str]) -> str:
+    """A text with these lines after its mark."""
+    before, begin, rest = text.partition(f"<!-- {mark} -->\n")
+    _, end, after = rest.partition("<!-- -->\n")
+    return "".join([before, begin, "\n".join(lines), "\n", end, after])
+
+
+def arms(figures: Sequence[Figure]) -> list[str]:
+    """The table of what differs between the arms of each figure."""
+    rows = []
+    for one in figures:
+        found = kept(one)
+        of = besides(one, None if state_of(one, found) == STALE else found)
+        rows.append(f"| {one.id} | {'; '.join(of) or 'nothing'} |")
+    return ["| entry | what differs besides the method |\n|---|---|", *rows]
 
 
 def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
@@ -70,8 +87,10 @@ def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
         yield f"{SIGNS[state]} {state}: `python -m papers {figure.id}` plays it.\n"
         return
     count, of = holding(found)
-    hold = f", {count} of {of} hold" if of > 1 else ""
+    hold = f", {count} of {of} hold" if of > 1 and state != STALE else ""
     yield f"Here: {SIGNS[state]} **{state}**{hold}. {figure.found}\n"
+    if state == STALE:  # it decides nothing
+        return
     yield f"![{figure.title}]({figure.id}.png)\n"
     yield from table(figure, found)
     notes = dict.fromkeys(one["note"] for one in found["findings"] if one["note"] and played(found, one))

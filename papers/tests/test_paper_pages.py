@@ -10,7 +10,7 @@ from papers import page
 from papers.figure import PAPERS, files, load
 from papers.leaderboard import __main__ as leaderboard
 
-BOUND = 8600  # words of all pages
+BOUND = 9600  # words of all pages, of which the table of what differs between arms has 800
 
 
 def test_what_is_generated_is_what_is_written() -> None:
@@ -30,8 +30,9 @@ def test_a_first_figure_of_your_own_gets_a_page(tmp_path: Path, monkeypatch: pyt
     assert f"| [{tmp_path.name}]({tmp_path.name}/README.md) | 1 | 0 of 0 |  |" in written[PAPERS / "README.md"]
 
 
-def test_no_kept_outcome_is_stale() -> None:
-    assert [file.stem for file in files() if page.state_of(load(file), page.kept(load(file))) == page.STALE] == []
+def test_a_kept_outcome_that_is_stale_is_said_to_be_of_unequal_arms() -> None:
+    stale = [figure for figure in map(load, files()) if page.state_of(figure, page.kept(figure)) == page.STALE]
+    assert [figure.id for figure in stale if "unequal arms" not in figure.found] == []
 
 
 def test_the_leaderboards_page_is_what_is_written() -> None:
@@ -60,7 +61,8 @@ def test_a_page_says_what_is_stale_or_was_not_played() -> None:
     found = page.kept(figure)
     assert found is not None
     lines = list(page.section(figure, {**found, "played_for": "another"}))
-    assert "! **stale: play it again**" in lines[2]
+    assert lines[2:] == [f"Here: ! **stale: play it again**. {figure.found}\n"]  # no table, and nothing holds
+    lines = list(page.section(figure, {**found, "played_for": figure.fingerprint("quick")}))
     assert "Open, as not played at this scale: 5-way 5-shot; 20-way 1-shot; 20-way 5-shot.\n" in lines
     assert "`python -m papers rabo-2` plays it" in list(page.section(figure, None))[2]
 

@@ -1,0 +1,73 @@
+"""What differs between the arms of a claim besides the method."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from papers.arms import besides, whole
+from papers.figure import PAPERS, load
+from small_figure import CONTENT, UNTUNED, made_up
+
+
+def arms(first: dict[str, Any], second: dict[str, Any]) -> list[str]:
+    methods = {
+        "FedNest": {"algorithm": {"name": "fednest", **first.pop("algorithm", {})}, **first},
+        "SimFBO": {"algorithm": {"name": "simfbo", **second.pop("algorithm", {})}, **second},
+    }
+    claims = [{"says": "-", "better": "SimFBO", "than": ["FedNest"]}]
+    return besides(made_up(**{**UNTUNED, "methods": methods, "claims": claims}), None)
+
+
+def test_methods_differ_by_what_they_are_given() -> None:
+    """Not by step sizes, which are the methods' own, nor by fields that one of them has not."""
+    assert arms({}, {}) == []
+    assert arms({"algorithm": {"outer_lr": 0.5}}, {"algorithm": {"server_lr": 0.1}}) == []
+    assert arms({"algorithm": {"batch_size": 7}}, {"algorithm": {"batch_size": 9}}) == ["batch 9, 7 (FedNest)"]
+    assert arms({"algorithm": {"inner": {"local_steps": 3}}}, {"algorithm": {"local_steps": 4}}) == [
+        "local steps 4, 3 (FedNest)"
+    ]
+    assert arms({"task": {"clients": 3}}, {"task": {"clients": 5}}) == ["clients 5, 3 (FedNest)"]
+
+
+def test_values_that_are_tried_are_compared_where_both_have_the_field() -> None:
+    grids = ({"outer_lr": [0.1, 0.2]}, {"outer_lr": [0.1, 0.3]})
+    methods = {
+        name: {"algorithm": {"name": name}, "grid": grid}
+        for name, grid in zip(("fednest", "lfednest"), grids, strict=True)
+    }
+    claims = [{"says": "-", "better": "fednest", "than": ["lfednest"]}]
+    figure = made_up(**{**CONTENT, "methods": methods, "claims": claims})
+    assert besides(figure, None) == ["values tried of outer_lr"]
+
+
+def test_what_arms_spent_is_read_off_the_outcome() -> None:
+    found = {
+        "panels": {
+            "all": {
+                "SimFBO": {"costs": {"exchanges": 4, "evaluations": 30}},
+                "FedBiO": {"costs": {"exchanges": 12, "evaluations": 31}},
+            }
+        }
+    }
+    assert besides(made_up(), found) == ["up to 3 times as many exchanges"]  # 31/30 is alike
+
+
+@pytest.mark.parametrize("name", ["rabo-4"])
+def test_what_pruning_saves_is_seen_on_one_method(name: str) -> None:
+    """Its arms differ in what clients can hold and in nothing else, at both scales."""
+    figure = load(PAPERS / "rabo" / f"{name}.toml")
+    pruning = [claim for claim in figure.claims if claim.than == [f"{claim.better}, whole"]]
+    assert len(pruning) == 4
+    for claim in pruning:
+        for scale in ("quick", "full"):
+            pruned, other = (whole(figure, "a round", method, scale) for method in (claim.better, *claim.than))
+            assert pruned.pop("task.capacities") != other.pop("task.capacities")
+            assert pruned == other
+
+
+def test_methods_on_submodels_are_given_the_same() -> None:
+    """As many local steps on the same samples, and the same part of the model: how it is chosen is the method."""
+    figure = load(PAPERS / "rabo" / "rabo-2.toml")
+    differing = {line.split(" ")[0] for line in besides(figure, None)}
+    assert differing == {"objective", "policy"}
