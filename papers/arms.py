@@ -13,6 +13,7 @@ WORDS = {
     "algorithm.local_steps": "local steps",
     "algorithm.inner.local_steps": "local steps",
     "algorithm.inner.rounds": "inner rounds",
+    "algorithm.inner.server_lr": "server step on y",
     "algorithm.outer_steps": "steps on x",
     "algorithm.hypergradient.solver.terms": "terms",
     "algorithm.hypergradient.solver.step": "Neumann step",
@@ -100,7 +101,7 @@ def with_values(path: str, values: Mapping[str, Sequence[str]]) -> str:
     if path.startswith("values tried"):
         return path
     first, *others = sorted(values, key=lambda value: -len(values[value]))
-    return f"{in_words(path)} {first}" + "".join(f", {value} ({', '.join(values[value])})" for value in others)
+    return f"{in_words(path)} {first}" + "".join(f", {value} ({' / '.join(values[value])})" for value in others)
 
 
 def in_words(path: str) -> str:

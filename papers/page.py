@@ -61,11 +61,12 @@ def filled(text: str, mark: str, lines: Sequence[str]) -> str:
 
 def arms(figures: Sequence[Figure]) -> list[str]:
     """The table of what differs between the arms of each figure."""
-    rows = []
+    entries: dict[str, list[str]] = {}
     for one in figures:
         found = kept(one)
         of = besides(one, None if state_of(one, found) == STALE else found)
-        rows.append(f"| {one.id} | {'; '.join(of) or 'nothing'} |")
+        entries.setdefault("; ".join(of) or "nothing", []).append(one.id)
+    rows = [f"| {', '.join(ids)} | {of} |" for of, ids in entries.items()]
     return ["| entry | what differs besides the method |\n|---|---|", *rows]
 
 
