@@ -311,7 +311,13 @@ def hypergradient_program(part, pixels, batch_size):
     images = jnp.ones((6, pixels))
     client = client_alone(fb.Bilevel(loss, loss), images, images, batch_size=batch_size)
     x, y = jnp.ones((pixels, 4)), jnp.ones(4)
-    return jax.make_jaxpr(lambda key: part.own(client, x, y, key).h)(jax.random.key(0)).jaxpr
+
+    def own(key):
+        if isinstance(part, CoordinateSlopes):
+            return part.slopes(client, (x, y), key).update
+        return part.own(client, x, y, key).h
+
+    return jax.make_jaxpr(own)(jax.random.key(0)).jaxpr
 
 
 def loops(jaxpr):
@@ -371,14 +377,38 @@ def test_a_pairs_step_is_checked_against_a_batch():
         once(2, paired=True)
 
 
+def passes(part, pixels=10_000):
+    """What a client's hypergradient costs, in products of a batch's 2 samples with x or with a slope of 4 features."""
+    return count(hypergradient_program(part, pixels, 2)) / (2 * 2 * pixels * 4)
+
+
 @pytest.mark.parametrize("part", [PAIRED, PAIRED_BY_DIFFERENCES], ids=["exact", "differences"])
 def test_a_pair_sees_its_samples_once(part):
     """Of what has pixels, for f and g each: features, and ∇x by going back through them once, 2·pixels·4 operations
     for each of a batch's 2 samples. What else has the shape of x counts once for each entry."""
+    assert 2 * 2 <= passes(part) < 5  # the rest: ∇x f − ∇²xy g v and the like
 
-    pixels = 10_000
-    passes = count(hypergradient_program(part, pixels, 2)) / (2 * 2 * pixels * 4)
-    assert 2 * 2 <= passes < 5  # the rest: ∇x f − ∇²xy g v and the like
+
+def test_each_printed_slope_takes_a_pass_of_its_own():
+    """Two for f, and for g one at x and one beside it for each of |P|, where (7) takes two: no fewer in all. By
+    differences (7) takes what it takes exactly, but for its products on 4 features of 10,000 pixels."""
+    one, nine = (passes(fb.parts.PrintedSlopes(count=count)) for count in (1, 9))
+    assert nine - one == pytest.approx(8, rel=0.01)
+    assert 2 + 1 + 1 <= one < 5.5  # the rest: ‖x‖, h and the like, a quarter for each entry of x
+    assert one > passes(PAIRED)
+    assert passes(PAIRED_BY_DIFFERENCES) == pytest.approx(passes(PAIRED), rel=5e-3)
+
+
+def test_both_ends_of_a_difference_see_the_samples_once():
+    """N = 2: the product has a batch of its own, of which features are made for it, once for both ends. Exactly: two
+    passes for f and two for g's ∇²xy, and one for the product."""
+    twice = fb.parts.Neumann(terms=2)
+    exact, differences = (
+        passes(fb.parts.LocalImplicit(solver=twice, second_order=kind))
+        for kind in (fb.parts.LocalImplicit().second_order, fb.parts.Differences())
+    )
+    assert 2 + 2 + 1 <= exact < 6
+    assert differences == pytest.approx(exact, rel=5e-3)
 
 
 def test_each_hypergradient_is_asked_for_by_itself(task):

@@ -33,6 +33,9 @@ Departures from the paper:
 4. (7) averages clients' own hypergradients, which is biased where clients differ. With `Implicit` (RABO) every
    product is a mean over clients. Entry by entry over other holders each, such a mean of products is no symmetric
    operator, which conjugate gradient needs: it is for `LocalImplicit` alone.
+5. The paper has RAFBO at two thirds of RABO's operations, and does not say what it counts. Here both take nearly the
+   same where x is layers: a pass over samples makes features for both gradients of a product, as for an exact one, and
+   ∇f and the way back to x are left. (10) needs ∇f too, and for g 1 + |P| passes: no third less with any P.
 
 Checked in tests/algorithms/test_rabo.py (closed forms, dense hypergradients, drawn coordinates), test_rabo_submodels.py
 (sliced problems), tests/oracles/test_differences.py, tests/engines/test_agreement.py and test_submodels.py.
