@@ -41,7 +41,7 @@ def holding(found: Outcome) -> tuple[int, int]:
 def written() -> Iterator[tuple[Path, str]]:
     """(file, its text) of everything that is generated from figures and the outcomes beside them."""
     figures = [load(file) for file in files()]
-    rows = ["| paper | played | claims that hold | in short |\n|---|---|---:|---|"]
+    rows = ["| paper | entries | claims that hold | in short |\n|---|---|---:|---|"]
     for folder in dict.fromkeys(figure.file.parent for figure in figures):
         own, page = [figure for figure in figures if figure.file.parent == folder], folder / "README.md"
         head = (page.read_text("utf-8") if page.is_file() else f"# {folder.name}\n\n").partition(MARK)[0]

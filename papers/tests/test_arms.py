@@ -53,7 +53,7 @@ def test_what_arms_spent_is_read_off_the_outcome() -> None:
     assert besides(made_up(), found) == ["up to 3 times as many exchanges"]  # 31/30 is alike
 
 
-@pytest.mark.parametrize("name", ["rabo-4"])
+@pytest.mark.parametrize("name", ["rabo-4", "rabo-6"])
 def test_what_pruning_saves_is_seen_on_one_method(name: str) -> None:
     """Its arms differ in what clients can hold and in nothing else, at both scales."""
     figure = load(PAPERS / "rabo" / f"{name}.toml")
