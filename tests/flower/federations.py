@@ -10,6 +10,7 @@ from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.tree import XY
 from fedbilevel.engines import reference
+from fedbilevel.engines.engine import draw_cohort
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.client.site import Site, client_app
 from fedbilevel.flower.client.store import ContextStore
@@ -102,7 +103,7 @@ def without(monkeypatch, algorithm, absent, *, task=TASK, rounds=3, cohort=4, ke
 def cohorts(rounds=3, cohort=4, population=6, key=1):
     """Who is drawn in each round."""
     keys = [reference.round_keys(jax.random.key(key), round) for round in range(rounds)]
-    return [reference.draw_cohort(one.cohort, population, cohort).tolist() for one in keys]
+    return [draw_cohort(one.cohort, population, cohort).tolist() for one in keys]
 
 
 def misbehaving(good, faults):
