@@ -195,3 +195,38 @@ def test_inner_rounds_are_whole_numbers_and_a_schedule_is_part_of_a_run(task, tm
     run(lambda k: 1 + k, rounds=1, checkpoint=tmp_path / "c.npz")
     with pytest.raises(fb.errors.CheckpointError, match=r"schedule inner\.rounds"):
         run(lambda k: 2 + k, rounds=2, checkpoint=tmp_path / "c.npz", resume=True)
+
+
+def test_steps_by_round_are_those_of_runs_with_each(task):
+    """α and β by round, of the method and of its part: two rounds are one with each pair of values."""
+    start = task.problem, task.clients, task.x0, task.y0
+    by_round = lambda a, b: lambda k: jax.numpy.where(k < 1, a, b)  # noqa: E731
+    method = lambda alpha, beta: fb.FedNest(inner=SVRG(lr=beta), outer_lr=alpha, batch_size=None)  # noqa: E731
+    both = fb.solve(method(by_round(0.1, 0.3), by_round(0.4, 0.05)), *start, rounds=2)
+    x, y = task.x0, task.y0
+    for alpha, beta in ((0.1, 0.4), (0.3, 0.05)):
+        step = fb.solve(method(alpha, beta), task.problem, task.clients, x, y, rounds=1)
+        x, y = step.x, step.y
+    np.testing.assert_allclose(both.x, x, rtol=1e-12)
+    np.testing.assert_allclose(both.y, y, rtol=1e-12)
+
+
+def test_each_schedule_of_a_count_has_its_own_program(task):
+    """A second one in the same process, and one that reads something changed."""
+    count = [1]
+
+    def ran(rule):
+        method = fb.FedNestSGD(inner=LocalSGD(rounds=rule), batch_size=None)
+        return fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=2).ledger.exchanges
+
+    reads = lambda k: jax.numpy.asarray(count[0])  # noqa: E731
+    found = [ran(lambda k: 1 + 0 * k), ran(lambda k: 3 + 0 * k), ran(reads)]
+    count[0] = 4
+    assert np.diff([*found, ran(reads)]).tolist() == [2 * 2, -2 * 2, 2 * 3]
+
+
+def test_pooled_clients_keep_single_numbers_and_refuse_others(task):
+    pooled = with_own(task, local_steps=2, own={"client_lr.x": 0.5}).pooled()
+    assert [float(pooled.own[name].values) for name in ("local_steps", "client_lr.x")] == [2, 0.5]
+    with pytest.raises(fb.errors.ConfigurationError, match=r"\['local_steps'\] .* single numbers, where all"):
+        with_own(task, local_steps=STEPS).pooled()

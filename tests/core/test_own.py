@@ -76,6 +76,7 @@ def test_a_method_has_the_numbers_in_its_fields():
             r"own\['n'\] = \[1, 2\] is not allowed: it must be of shape \(\), \(3,\) or \(rounds, 3\), got \(2,\)",
         ),
         ([1, np.nan, 2], "a number, one for each client"),
+        ([1, 2**32 + 2, 1], "a number, one for each client"),
         ("much", "a number, one for each client"),
         ((4, 2), r"low ≤ high"),
         ((1, 2, 3), r"a pair \(low, high\)"),
@@ -97,11 +98,18 @@ def test_what_is_none_of_the_forms_is_refused(given, words):
         (fb.FedNest(), {"outer_steps": [1, 2, 0]}, r"own\['outer_steps'\] = 0 .* a positive integer"),
         (fb.FedNest(), {"outer_steps": 1.5}, r"own\['outer_steps'\] = 1.5 .* a positive integer"),
         (fb.SimFBO(local_optimizer=Mixed()), {"local_optimizer.decay": [0, 0.5, 1]}, "at least 0 and below 1"),
+        (
+            fb.SimFBO(),
+            {"local_steps": lambda round, client, key: 2 - client},
+            r"round 0, of client 2 = 0 .* integer",
+        ),
+        (fb.SimFBO(), {"local_steps": lambda round, client, key: 1.5 + client}, r"= 1.5 .* a positive integer"),
+        (fb.SimFBO(), {"client_lr.x": lambda round, client, key: 0.1 - 0.01 * round}, r"in round 10, of client 0"),
     ],
 )
 def test_a_method_refuses_what_its_field_would(method, own, words):
     with pytest.raises(ConfigurationError, match=words):
-        check_own(method, fb.Clients(**ROWS, own=own).own)
+        check_own(method, fb.Clients(**ROWS, own=own).own, CLIENTS)
 
 
 def test_all_that_is_wrong_is_said_at_once():

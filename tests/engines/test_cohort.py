@@ -153,4 +153,6 @@ def test_clients_that_keep_something_are_not_drawn_twice():
         fb.solve(TwoPhase(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=1, cohort=again)
     with pytest.raises(fb.errors.ConfigurationError, match=r"cohort = 6 .* 1 to 5"):
         step(6)
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Cohort.replacement = 'no' .* True or False"):
+        step(fb.Cohort(2, replacement="no"))
     assert float(step(fb.Cohort(6, replacement=True)).x) != 0

@@ -181,10 +181,10 @@ def test_clients_have_numbers_of_their_own() -> None:
         "1 to 3, one for each client",
         "1 to 4, drawn for each client and round",
     ]
-    wrong = {"client_lr": {"z": 1}, "outer_steps": 2}
+    wrong = {"client_lr": {"z": 1, "x": -1.0}, "outer_steps": 2, "local_steps": [1, 0, 1]}
     with pytest.raises(ConfigurationError) as refused:
         resolve({"task": "quadratic", "algorithm": "simfbo", "clients": wrong, "run": {"rounds": 0}})
-    assert [mistake.got for mistake in refused.value.wrong] == [0, "client_lr.z", "outer_steps"]
+    assert [mistake.got for mistake in refused.value.wrong] == [0, "client_lr.z", -1.0, "outer_steps", 0]
 
 
 def test_mistakes_of_all_sections_are_said_at_once() -> None:

@@ -187,6 +187,12 @@ def test_numbers_that_the_server_says_and_those_of_the_site(ran):
     assert stated.payload == two.payload != four.payload
     with pytest.raises(fb.errors.ConfigurationError, match=r"unknown number of a client's own .*'loca_steps'"):
         federations.site(method, 0, own={"loca_steps": 2})
+    for wrong, words in (
+        ([1], "numbers by name"),
+        ({"local_steps": (1, 5)}, r"Site.own\['local_steps'\] = .* plain number"),
+    ):
+        with pytest.raises(fb.errors.ConfigurationError, match=words):
+            federations.site(method, 0, own=wrong)
 
 
 def test_a_phase_that_takes_too_long():

@@ -298,7 +298,7 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
 
 def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
     """Let the algorithm refuse a problem, or clients, that its fields do not fit."""
-    check_own(algorithm, clients.own)
+    check_own(algorithm, clients.own, len(clients))
     if problem.local is not None:
         refuse_unless_allowed(
             algorithm, "local_x", f"cannot leave x to its clients (Bilevel.local = {problem.local!r})"

@@ -200,7 +200,14 @@ class Clients(Shown):
 
         Each sample counts once, so the two agree exactly where weights are proportional to clients' sizes.
         """
-        return Clients(self.outer.joined(), None if self.inner is self.outer else self.inner.joined())
+        own = {
+            name: values for name, values in self.own.items() if isinstance(values, Given) and not values.values.ndim
+        }
+        lost = sorted(self.own.keys() - own.keys())
+        require(not lost, "Clients.own", lost, "single numbers, where all samples go to one client")
+        pooled = Clients(self.outer.joined(), None if self.inner is self.outer else self.inner.joined())
+        object.__setattr__(pooled, "own", own)
+        return pooled
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -216,8 +223,7 @@ class RemoteClients(Shown):
         weights: p_i > 0, (M,), normalised to sum 1; None gives 1/M each.
         local_steps: how many local steps a client makes, in one of the forms of `Clients`.
         own: other numbers of the method that are a client's own, in these forms, by the path of the method's field.
-        capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1, or (T, M), for
-            each round and client; None: all.
+        capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1; None: all.
     """
 
     outer: PyTree

@@ -5,7 +5,8 @@ They differ from client to client, from round to round, or both. Each is given a
     a number                              the same for every client and round
     (M,) numbers                          one for each client
     (T, M) numbers                        one for each round and client; a run then has at most T rounds
-    (low, high) or {"low": …, "high": …}  drawn uniformly for each client and round, both included
+    (low, high) or {"low": …, "high": …}  drawn uniformly for each client and round, both included; of two whole
+                                          numbers whole ones
     a function (round, client, key)       of JAX's operations, compiled with the rounds; the key is that client's own
 
 A method's field may be a client's own where its maker says so: `positive(default=0.1, own=True)`. A phase then finds
@@ -33,6 +34,9 @@ from fedbilevel.machinery.threefry import uniform_below
 LOCAL_STEPS = "local_steps"
 OwnNumbers = Mapping[str, int | float]
 """A client's own numbers in a round, by the path of the method's field."""
+LARGEST = 2.0**31
+PROBES = 0, 1, 10, 100
+"""Rounds in which rules are looked at before a run."""
 FORMS = "a number, one for each client, one for each round and client, (low, high), or a function"
 
 
@@ -110,7 +114,7 @@ Values = Given | Drawn | Computed
 def read(path: str, given: Any, count: int, allowed: str = FORMS) -> Values:
     """Read one of the forms of numbers for `count` clients; `path` and `allowed` are for messages.
 
-    Which numbers are allowed is for the field to say that they are for: see `check_own`.
+    The method's field decides which numbers are allowed: see `check_own`.
     """
     if callable(given):
         return _rule(path, given)
@@ -122,7 +126,7 @@ def read(path: str, given: Any, count: int, allowed: str = FORMS) -> Values:
     except (TypeError, ValueError) as error:
         raise ConfigurationError(path=path, got=given, allowed=allowed) from error
     whole = np.issubdtype(numbers.dtype, np.integer)
-    fits = (whole or np.issubdtype(numbers.dtype, np.floating)) and bool(np.all(np.isfinite(numbers)))
+    fits = (whole or np.issubdtype(numbers.dtype, np.floating)) and bool(np.all(np.abs(numbers) < LARGEST))
     require(fits, path, given, allowed)
     numbers = numbers.astype(np.int32 if whole else np.float64)
     if isinstance(given, tuple):
@@ -139,16 +143,25 @@ def _rule(path: str, function: Callable[..., Any]) -> Computed:
     try:
         found = jax.eval_shape(lambda *arguments: jnp.asarray(function(*arguments)), index, index, jax.random.key(0))
     except Exception as error:  # whatever a function of the user raises
-        raise ConfigurationError(f"calling it: {error}", path=path, got=function, allowed=allowed) from error
-    require(found.shape == () and jnp.issubdtype(found.dtype, jnp.number), path, found, allowed)
+        raise ConfigurationError(
+            f"calling it: {str(error).partition(chr(10))[0]}", path=path, got=function, allowed=allowed
+        ) from error
+    real = jnp.issubdtype(found.dtype, jnp.integer) or jnp.issubdtype(found.dtype, jnp.floating)
+    require(found.shape == () and real, path, found, allowed)
     return Computed(function)
 
 
-def check(path: str, values: Values, accept: Callable[[str, Any], Any]) -> None:
-    """Refuse numbers of which the smallest or the largest is none that `accept(path, number)` takes; rules are not
-    looked into."""
+def check(path: str, values: Values, accept: Callable[[str, Any], Any], clients: int = 1) -> None:
+    """Refuse numbers of which `accept(path, number)` does not take the smallest or the largest: of all that are given,
+    and of those that a rule computes for all clients in the rounds PROBES."""
     for number in values.ends:
         accept(path, number.item())
+    if isinstance(values, Computed):
+        ids, keys = jnp.arange(clients), jax.random.split(jax.random.key(0), clients)
+        for round in PROBES:
+            found = np.asarray(jax.vmap(values.at, (None, 0, 0))(jnp.asarray(round), ids, keys))
+            for client in (np.argmin(found), np.argmax(found)):
+                accept(f"{path} in round {round}, of client {client}", found[client].item())
 
 
 def numbers_of(own: Mapping[str, Values], key: Array, round: Array | int, ids: Array) -> dict[str, Array]:
@@ -178,15 +191,15 @@ def positive_number(path: str, number: Any) -> None:
     require(number > 0, path, number, "a positive number")
 
 
-def check_own(method: Any, own: Mapping[str, Values]) -> None:
-    """Refuse own numbers for what is no such field of the method, or that the field does not take; all at once."""
+def check_own(method: Any, own: Mapping[str, Values], clients: int = 1, where: str = "Clients.own") -> None:
+    """Refuse numbers that are for no field of the method, and numbers that the field does not allow; all at once."""
     known, wrong = {LOCAL_STEPS: require_count, **dict(own_fields(method))}, list[ConfigurationError]()
     for name, values in own.items():
         if name not in known:
             wrong.append(unknown(f"number of a client's own in {type(method).__name__}", name, known))
             continue
         try:
-            check(f"Clients.own[{name!r}]", values, known[name])
+            check(f"{where}[{name!r}]", values, known[name], clients)
         except ConfigurationError as error:
             wrong.append(error)
     refuse_together(wrong)

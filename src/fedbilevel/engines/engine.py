@@ -212,6 +212,7 @@ def check_cohort(cohort: int | Cohort | None, population: int) -> Cohort:
     """Check the size of the cohort, and return it: everyone when it is None."""
     given = Cohort.of(population if cohort is None else cohort)
     most = f"1 to {population} (all clients)"
+    require(isinstance(given.replacement, bool), "Cohort.replacement", given.replacement, "True or False")
     fits = is_count(given.size) and (given.replacement or given.size <= population)
     require(fits, "cohort", given.size, "a positive integer" if given.replacement else most)
     return given._replace(size=int(given.size))

@@ -138,11 +138,13 @@ def method_key(algorithm: Algorithm) -> Hashable | None:
     for part in parts:
         for entry in fields(part):
             value = getattr(part, entry.name)
-            if entry.metadata.get("static"):
+            if isinstance(value, Schedule):
+                said += [entry.name, _of_number(value)]
+            elif entry.metadata.get("static"):
                 if _of_a_user(value):
                     return None
                 said += [entry.name, *_made_of(value)]
-            elif isinstance(value, Schedule | XYV):
+            elif isinstance(value, XYV):
                 said += map(_of_number, jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, Schedule)))
     return short(*said), *map(type, parts)
 

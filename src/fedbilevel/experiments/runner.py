@@ -144,10 +144,9 @@ def task_of(spec: Spec, **party: str | int) -> Task:
         raise
     except (ValueError, TypeError, IndexError, OverflowError) as error:  # NumPy's, about sizes that make no sense
         raise ConfigurationError(f"task {label(name)} cannot be made with these values: {error}") from error
-    if spec.run.pooled:
-        return replace(task, clients=task.population.pooled())
     of_a_site = isinstance(party.get("party"), int)  # the server sends it its numbers
-    return task if of_a_site or not spec.clients else replace(task, clients=with_own(task.clients, spec.clients))
+    task = task if of_a_site or not spec.clients else replace(task, clients=with_own(task.clients, spec.clients))
+    return replace(task, clients=task.population.pooled()) if spec.run.pooled else task
 
 
 HISTORY_SECONDS = 1.0  # at least, between two writes of the history on the way

@@ -20,8 +20,16 @@ import numpy as np
 from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import config, positive_integer
-from fedbilevel.core.errors import ConfigurationError, is_number, nearest, refuse_together, require, unknown
-from fedbilevel.core.own import LOCAL_STEPS, own_fields
+from fedbilevel.core.errors import (
+    ConfigurationError,
+    is_number,
+    nearest,
+    refuse_together,
+    require,
+    require_count,
+    unknown,
+)
+from fedbilevel.core.own import LOCAL_STEPS, check, own_fields, read
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tables import (
     Fields,
@@ -256,9 +264,16 @@ def _own_numbers(table: Fields, algorithm: Any, wrong: Wrong) -> dict[str, Any]:
     none, where there is an algorithm."""
     found = dict(_by_path(table))
     if isinstance(algorithm, Algorithm):
-        known = [LOCAL_STEPS, *(path for path, _ in own_fields(algorithm))]
+        known = {LOCAL_STEPS: require_count, **dict(own_fields(algorithm))}
         kind = f"number of a client's own in {algorithm.label}"
-        wrong += [unknown(kind, name, known) for name in found if name not in known]
+        for name, value in found.items():
+            clients = len(value[0] if isinstance(value[0], list) else value) if isinstance(value, list) and value else 1
+            try:
+                if name not in known:
+                    raise unknown(kind, name, known)
+                check(f"clients.{name}", read(f"clients.{name}", value, clients), known[name])
+            except ConfigurationError as error:
+                wrong += error.wrong
     return found
 
 

@@ -205,9 +205,10 @@ class LocalRun:
             return None
         shapes = (
             shapes_of(jax.tree.leaves((carry, inputs))),
-            str(jax.tree.structure((inputs.ids, self.pace, self.own, self.classes))),
+            str(jax.tree.structure((inputs.ids, self.pace, self.classes))),
         )
-        return self.problem.key, method, self.layout, self.mesh, shapes, *of_rules(self.own).values()
+        kinds = [(name, type(values)) for name, values in sorted(self.own.items())]
+        return self.problem.key, method, self.layout, self.mesh, shapes, *kinds, *of_rules(self.own).values()
 
     def compile(self, carry: Carry, inputs: ProgramInputs) -> Program:
         began = time.perf_counter()

@@ -23,7 +23,7 @@ from fedbilevel.core.client import Client, Clients, Ragged, RemoteClients, Sampl
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, FloorError, require
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.own import Given, OwnNumbers, check_own, read
+from fedbilevel.core.own import Given, OwnNumbers, check_own
 from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluation, as_per_client, check_per_client
@@ -83,7 +83,10 @@ class Site:
     def __post_init__(self) -> None:
         check_algorithm(self.algorithm)
         check_solves(self.algorithm, self.problem)
-        check_own(self.algorithm, {name: read(f"Site.own[{name!r}]", number, 1) for name, number in self.own.items()})
+        require(isinstance(self.own, Mapping), "Site.own", self.own, "numbers by name")
+        for name, number in self.own.items():
+            require(type(number) in (int, float), f"Site.own[{name!r}]", number, "a plain number")
+        check_own(self.algorithm, {name: Given(np.asarray(number)) for name, number in self.own.items()}, 1, "Site.own")
         require(self.id >= 0, "Site.id", self.id, "0 or more")
         share = self.capacity is None or 0 < self.capacity <= 1
         require(share, "Site.capacity", self.capacity, "None, or above 0 and at most 1")
