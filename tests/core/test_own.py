@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.core.own import check_own, numbers_of, own_fields, read, with_own
+from fedbilevel.core.own import as_client, check_own, numbers_of, own_fields, read
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.parts import MeanGradient, Mixed
 from fedbilevel.tasks.quadratic import quadratic
@@ -63,7 +63,7 @@ def test_two_names_are_drawn_apart():
 
 
 def test_a_method_has_the_numbers_in_its_fields():
-    changed = with_own(fb.SimFBO(local_optimizer=Mixed()), {"client_lr.y": 0.3, "local_optimizer.pull": 0.2})
+    changed = as_client(fb.SimFBO(local_optimizer=Mixed()), {"client_lr.y": 0.3, "local_optimizer.pull": 0.2})
     assert (changed.client_lr.y, changed.client_lr.x, changed.local_optimizer.pull) == (0.3, 0.01, 0.2)
     assert "inner.client_lr" in dict(own_fields(fb.Asynchronous(fb.AFBO(inner=MeanGradient()), wait_for=2)))
 

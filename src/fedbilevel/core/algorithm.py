@@ -29,7 +29,7 @@ from fedbilevel.core.config import (
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
 from fedbilevel.core.fed import Fed, Phase, Reply
-from fedbilevel.core.own import check_own, with_own
+from fedbilevel.core.own import as_client, check_own
 from fedbilevel.core.problem import Bilevel, Problem
 from fedbilevel.core.tree import PyTree
 
@@ -258,7 +258,7 @@ class Algorithm(Part):
         """
         if name not in self.phases:
             raise unknown(f"phase of {self.label}", name, self.phases)
-        phase, client = with_own(self, client.own).phases[name], replace(client, batch_size=self.batch_size)
+        phase, client = as_client(self, client.own).phases[name], replace(client, batch_size=self.batch_size)
         checked = partial(reply_of, f"{self.label}.{name}", phase)
         if client.problem.local is None:
             return checked(client, message, key)

@@ -151,17 +151,19 @@ def _rule(path: str, function: Callable[..., Any]) -> Computed:
     return Computed(function)
 
 
-def check(path: str, values: Values, accept: Callable[[str, Any], Any], clients: int = 1) -> None:
-    """Refuse numbers of which `accept(path, number)` does not take the smallest or the largest: of all that are given,
-    and of those that a rule computes for all clients in the rounds PROBES."""
+def check(path: str, values: Values, accept: Callable[[str, Any], Any]) -> None:
+    """Refuse numbers that are given of which `accept(path, number)` does not take the smallest or the largest."""
     for number in values.ends:
         accept(path, number.item())
-    if isinstance(values, Computed):
-        ids, keys = jnp.arange(clients), jax.random.split(jax.random.key(0), clients)
-        for round in PROBES:
-            found = np.asarray(jax.vmap(values.at, (None, 0, 0))(jnp.asarray(round), ids, keys))
-            for client in (np.argmin(found), np.argmax(found)):
-                accept(f"{path} in round {round}, of client {client}", found[client].item())
+
+
+def check_rule(path: str, rule: Computed, accept: Callable[[str, Any], Any], clients: int) -> None:
+    """Refuse a rule that gives some of so many clients, in a round of PROBES, a number that `accept` does not take."""
+    rounds, ids, keys = jnp.array(PROBES), jnp.arange(clients), jax.random.split(jax.random.key(0), clients)
+    found = np.asarray(jax.vmap(jax.vmap(rule.at, (None, 0, 0)), (0, None, None))(rounds, ids, keys))
+    for round, row in zip(PROBES, found, strict=True):
+        for client in (np.argmin(row), np.argmax(row)):
+            accept(f"{path} in round {round}, of client {client}", row[client].item())
 
 
 def numbers_of(own: Mapping[str, Values], key: Array, round: Array | int, ids: Array) -> dict[str, Array]:
@@ -191,21 +193,32 @@ def positive_number(path: str, number: Any) -> None:
     require(number > 0, path, number, "a positive number")
 
 
-def check_own(method: Any, own: Mapping[str, Values], clients: int = 1, where: str = "Clients.own") -> None:
-    """Refuse numbers that are for no field of the method, and numbers that the field does not allow; all at once."""
+def in_python(name: str) -> str:
+    """Name an own number in messages as Python has it."""
+    return f"Clients.own[{name!r}]"
+
+
+def check_own(
+    method: Any, own: Mapping[str, Values], clients: int = 1, path_of: Callable[[str], str] = in_python
+) -> None:
+    """Refuse numbers that are for no field of the method, and numbers that the field does not allow; all at once.
+
+    `path_of` names a number in messages.
+    """
     known, wrong = {LOCAL_STEPS: require_count, **dict(own_fields(method))}, list[ConfigurationError]()
     for name, values in own.items():
-        if name not in known:
-            wrong.append(unknown(f"number of a client's own in {type(method).__name__}", name, known))
-            continue
         try:
-            check(f"{where}[{name!r}]", values, known[name], clients)
+            if name not in known:
+                raise unknown(f"number of a client's own in {type(method).__name__}", name, known)
+            check(path_of(name), values, known[name])
+            if isinstance(values, Computed):
+                check_rule(path_of(name), values, known[name], clients)
         except ConfigurationError as error:
             wrong.append(error)
     refuse_together(wrong)
 
 
-def with_own(method: Any, own: Mapping[str, Array]) -> Any:
+def as_client(method: Any, own: Mapping[str, Array]) -> Any:
     """Return the method as a client has it: with its own numbers in the fields that they are for."""
     for path, number in own.items():
         if path != LOCAL_STEPS:

@@ -26,10 +26,9 @@ from fedbilevel.core.errors import (
     nearest,
     refuse_together,
     require,
-    require_count,
     unknown,
 )
-from fedbilevel.core.own import LOCAL_STEPS, check, own_fields, read
+from fedbilevel.core.own import Values, check_own, read
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tables import (
     Fields,
@@ -260,20 +259,20 @@ def _completed(given: Mapping[str, Fields], names: tuple[str, str], wrong: Wrong
 
 
 def _own_numbers(table: Fields, algorithm: Any, wrong: Wrong) -> dict[str, Any]:
-    """Return the entries of [clients] by the path of the algorithm's field that they are for; `wrong` gets what is for
-    none, where there is an algorithm."""
-    found = dict(_by_path(table))
+    """Return the entries of [clients] by the path of the algorithm's field that they are for; `wrong` gets what it does
+    not allow, where there is an algorithm. How many clients there are only the task knows."""
+    found, numbers, path_of = dict(_by_path(table)), dict[str, Values](), "clients.{}".format
+    for name, value in found.items():
+        clients = len(value[0] if isinstance(value[0], list) else value) if isinstance(value, list) and value else 1
+        try:
+            numbers[name] = read(path_of(name), value, clients)
+        except ConfigurationError as error:
+            wrong.append(error)
     if isinstance(algorithm, Algorithm):
-        known = {LOCAL_STEPS: require_count, **dict(own_fields(algorithm))}
-        kind = f"number of a client's own in {algorithm.label}"
-        for name, value in found.items():
-            clients = len(value[0] if isinstance(value[0], list) else value) if isinstance(value, list) and value else 1
-            try:
-                if name not in known:
-                    raise unknown(kind, name, known)
-                check(f"clients.{name}", read(f"clients.{name}", value, clients), known[name])
-            except ConfigurationError as error:
-                wrong += error.wrong
+        try:
+            check_own(algorithm, numbers, path_of=path_of)
+        except ConfigurationError as error:
+            wrong += error.wrong
     return found
 
 

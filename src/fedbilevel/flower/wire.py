@@ -157,7 +157,8 @@ def numbers_in(what: str, text: str) -> dict[str, int | float]:
     """Read numbers by name from JSON, and refuse all else; `what` names them."""
     try:
         found = json.loads(text)
-        if all(type(value) in (int, float) and float(value) is not None for value in found.values()):
+        floats = [float(value) for value in found.values() if type(value) in (int, float)]  # or too large for one
+        if len(floats) == len(found):
             return dict(found)
     except (ValueError, AttributeError, OverflowError, RecursionError):
         pass

@@ -84,9 +84,11 @@ class Site:
         check_algorithm(self.algorithm)
         check_solves(self.algorithm, self.problem)
         require(isinstance(self.own, Mapping), "Site.own", self.own, "numbers by name")
+        path_of = "Site.own[{!r}]".format
         for name, number in self.own.items():
-            require(type(number) in (int, float), f"Site.own[{name!r}]", number, "a plain number")
-        check_own(self.algorithm, {name: Given(np.asarray(number)) for name, number in self.own.items()}, 1, "Site.own")
+            require(type(number) in (int, float), path_of(name), number, "a plain number")
+        own = {name: Given(np.asarray(number)) for name, number in self.own.items()}
+        check_own(self.algorithm, own, path_of=path_of)
         require(self.id >= 0, "Site.id", self.id, "0 or more")
         share = self.capacity is None or 0 < self.capacity <= 1
         require(share, "Site.capacity", self.capacity, "None, or above 0 and at most 1")
