@@ -29,7 +29,7 @@ def main() -> None:
     found = error(limit(plain, task, 6000), solution(task.clients).x)
     print(f"τ = 1, full batches, all clients: relative error of x   {found:.1e}   (to reach: 1e-8)")
 
-    task = quadratic(clients=8, local_steps=WORK, condition=5)
+    task = quadratic(clients=8, condition=5).with_own(local_steps=WORK)
     w = task.clients.weights * WORK
     targets = {"re-weighted": solution(task.clients, w / w.sum()).x, "true": solution(task.clients).x}
     apart = error(targets["re-weighted"], targets["true"])

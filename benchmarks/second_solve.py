@@ -46,7 +46,7 @@ def tiny(problem: fb.Bilevel | None = None, key: int = 0, scale: float = 1.0, **
 
 def capacities(seed: int, **fields: Any) -> Solve:
     """Five rounds of RABO where half of the clients hold half of the model."""
-    task = quadratic(clients=4, samples=(5, 5), units=4, capacities=(0.5, 1.0), seed=seed)
+    task = quadratic(clients=4, samples=(5, 5), units=4, seed=seed).with_own(capacity=[0.5, 1, 0.5, 1])
     return lambda: fb.solve(fb.RABO(**fields), task.problem, task.clients, task.x0, task.y0, rounds=5, key=seed)
 
 

@@ -33,7 +33,7 @@ from fedbilevel.engines import submodels
 from fedbilevel.engines.recorder import known_flops
 from fedbilevel.tasks import Task, few_shot, hyper_representation
 
-SPREAD = (1.0, 0.5, 0.25, 0.125, 0.0625)
+SPREAD = 2 * (1.0, 0.5, 0.25, 0.125, 0.0625)
 ROUNDS, TERMS = 200, 5
 
 
@@ -85,13 +85,15 @@ PAIRED: Methods = {
 
 
 def digits(capacities: tuple[float, ...], seed: int = 0, hidden: tuple[int, ...] = (64,)) -> Task:
-    return hyper_representation(data="digits", hidden=hidden, clients=10, capacities=capacities, seed=seed)
+    task = hyper_representation(data="digits", hidden=hidden, clients=10, seed=seed)
+    return task.with_own(capacity=capacities or None)
 
 
 def strokes(
     capacities: tuple[float, ...], network: str = "conv4", hidden: tuple[int, ...] = (16,), shot: int = 1
 ) -> Task:
-    return few_shot(network=network, hidden=hidden, clients=10, capacities=capacities, shot=shot, test_episodes=1)
+    task = few_shot(network=network, hidden=hidden, clients=10, shot=shot, test_episodes=1)
+    return task.with_own(capacity=capacities or None)
 
 
 def play(task: Task, algorithm: Any, rounds: int, *, measured: bool = False, key: int = 0) -> fb.Result:

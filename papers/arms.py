@@ -20,7 +20,7 @@ WORDS = {
     "algorithm.hypergradient.paired": "paired samples",
 }
 """Of the fields of a method those that say how much it is given; all others are the method."""
-UNSAID = ("task.local_steps", "asynchronous.wait_for")
+UNSAID = ("asynchronous.wait_for",)
 """Fields that leave it to the method where they are None."""
 COUNTED = {"exchanges": "exchanges", "evaluations": "gradients and products"}
 
@@ -47,8 +47,9 @@ def besides(figure: Figure, found: Mapping[str, Any] | None, scale: Scale = "qui
 
 def whole(figure: Figure, panel: str, method: str, scale: Scale) -> dict[str, Any]:
     """All fields of an arm, by their paths."""
-    own = dict(flat(experiments.resolve(figure.tables(panel, method, scale)).tables()))
-    return {path: value for path, value in own.items() if value is not None or path not in UNSAID}
+    own = {"clients.capacity": 1.0} | dict(flat(experiments.resolve(figure.tables(panel, method, scale)).tables()))
+    said = {path: value for path, value in own.items() if value is not None or path not in UNSAID}
+    return {path: in_turn(value) if path.startswith("clients.") else value for path, value in said.items()}
 
 
 def fields(figure: Figure, panel: str, method: str, scale: Scale) -> dict[str, Any]:
@@ -58,7 +59,7 @@ def fields(figure: Figure, panel: str, method: str, scale: Scale) -> dict[str, A
         own = {"algorithm.hypergradient.paired": False} | own
     if own.get("algorithm.batch_size", "") is None:  # all samples, which are always the same
         own.pop("algorithm.hypergradient.paired", None)
-    if not own.get("task.capacities"):
+    if own["clients.capacity"] == 1.0:
         own = {path: value for path, value in own.items() if not path.startswith("submodels.")}
     kept = {path: value for path, value in own.items() if not path.startswith("algorithm.") or path in WORDS}
     points = figure.points(panel, method)
@@ -107,6 +108,14 @@ def with_values(path: str, values: Mapping[str, Sequence[str]]) -> str:
 def in_words(path: str) -> str:
     """A field without the section of a spec that it stands in."""
     return path.partition(".")[2].replace("_", " ") or path
+
+
+def in_turn(numbers: Any) -> Any:
+    """Of numbers that are dealt out to clients in turn, those that repeat."""
+    if not isinstance(numbers, list):
+        return numbers
+    count = len(numbers)
+    return next(numbers[:n] for n in range(1, count + 1) if (count * numbers[:n])[:count] == numbers)
 
 
 def shown(value: Any) -> str:

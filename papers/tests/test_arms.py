@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from papers.arms import besides, whole
+from papers.arms import besides, in_turn, whole
 from papers.figure import PAPERS, load
 from small_figure import CONTENT, UNTUNED, made_up
 
@@ -53,6 +53,10 @@ def test_what_arms_spent_is_read_off_the_outcome() -> None:
     assert besides(made_up(), found) == ["up to 3 times as many exchanges"]  # 31/30 is alike
 
 
+def test_numbers_that_are_dealt_out_in_turn_are_said_once() -> None:
+    assert [in_turn([1, 0.5, 1]), in_turn([1, 1]), in_turn([1, 1, 2]), in_turn(0.5)] == [[1, 0.5], [1], [1, 1, 2], 0.5]
+
+
 @pytest.mark.parametrize("name", ["rabo-4", "rabo-6"])
 def test_what_pruning_saves_is_seen_on_one_method(name: str) -> None:
     """Its arms differ in what clients can hold and in nothing else, at both scales."""
@@ -62,7 +66,7 @@ def test_what_pruning_saves_is_seen_on_one_method(name: str) -> None:
     for claim in pruning:
         for scale in ("quick", "full"):
             pruned, other = (whole(figure, "a round", method, scale) for method in (claim.better, *claim.than))
-            assert pruned.pop("task.capacities") != other.pop("task.capacities")
+            assert pruned.pop("clients.capacity") != other.pop("clients.capacity")
             assert pruned == other
 
 

@@ -82,7 +82,7 @@ CASES = {  # algorithm, rounds, clients that are never there
 
 @pytest.fixture(scope="module")
 def task():
-    return quadratic(clients=5, dim_x=3, dim_y=4, condition=5, noise=0.0, samples=(2, 4), local_steps=WORK)
+    return quadratic(clients=5, dim_x=3, dim_y=4, condition=5, noise=0.0, samples=(2, 4)).with_own(local_steps=WORK)
 
 
 def run(algorithm, task, rounds, **options):

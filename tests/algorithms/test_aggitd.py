@@ -104,7 +104,7 @@ def written_out(task, lengths):
 def test_two_rounds_written_out(monkeypatch):
     """And what they cost: N exchanges of τ_i gradients each, ∇y f once (in the series N times), a product in each
     exchange after Q, and the last exchange with one of both."""
-    task = quadratic(clients=3, noise=0.0, local_steps=WORK)
+    task = quadratic(clients=3, noise=0.0).with_own(local_steps=WORK)
     lengths = (0, 1)
     draw(monkeypatch, *lengths)
     for sampling, qs in {"random": lengths, None: (None,) * 2}.items():

@@ -29,7 +29,7 @@ COMPILED_BEFORE = (fb.AFBO, fb.FISM, fb.ShroFBO, fb.RABO, fb.FedNest, fb.FedNest
 
 
 def outcome(algorithm, problem, rounds=4):
-    task = quadratic(clients=4, dim_x=2, dim_y=3, samples=(2, 4), local_steps=WORK)
+    task = quadratic(clients=4, dim_x=2, dim_y=3, samples=(2, 4)).with_own(local_steps=WORK)
     clients, y0 = task.clients, task.y0
     if isinstance(problem, fb.Minimax):
         clients = fb.Clients(clients.outer, weights=clients.weights, local_steps=WORK)

@@ -29,7 +29,7 @@ def flat(tree):
 
 def test_fedbio_is_simfbo_whose_server_takes_the_mean():
     """γ = η, plain coefficients, no ball: z − η Σ p̃_i q_i, mini-batches, cohorts and unequal work included."""
-    task = quadratic(clients=4, local_steps=WORK)
+    task = quadratic(clients=4).with_own(local_steps=WORK)
     common = {"batch_size": 2, "client_lr": LR, "independent_batches": True}
     fedbio = run(fb.FedBiO(**common), task, 3, cohort=3)
     simfbo = run(fb.SimFBO(server_lr=LR, **common), task, 3, cohort=3)
@@ -51,7 +51,7 @@ def test_fedbioacc_reaches_the_closed_form():
 
 def test_fedbioacc_written_out():
     """Three rounds of the recursion in NumPy: unequal work, fading steps, t over rounds counted by the common τ."""
-    task = quadratic(clients=4, local_steps=WORK, noise=0.0)
+    task = quadratic(clients=4, noise=0.0).with_own(local_steps=WORK)
     a, u, tau = 0.3, 7.0, 2
     algorithm = fb.FedBiOAcc(local_steps=tau, batch_size=None, client_lr=LR, forgetting=a, horizon=u)
     result = run(algorithm, task, 3)

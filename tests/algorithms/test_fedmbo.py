@@ -50,7 +50,7 @@ def draw(monkeypatch, *lengths):
 
 def test_a_round_written_out(monkeypatch):
     """T = 2 rounds on y, v = Σ p_i N s (I − sH)^{N'_i} ∇y f_i, one step on x; T + N + 1 exchanges."""
-    task = quadratic(clients=3, noise=0.0, local_steps=WORK)
+    task = quadratic(clients=3, noise=0.0).with_own(local_steps=WORK)
     terms, lengths = 3, (2, 0, 1)
     draw(monkeypatch, *lengths)
     result = run(method(terms, rounds=2), task, 1)

@@ -77,7 +77,7 @@ EXACT = {
 
 @pytest.fixture(scope="module")
 def task():
-    return quadratic(clients=8, condition=5, local_steps=WORK)
+    return quadratic(clients=8, condition=5).with_own(local_steps=WORK)
 
 
 @pytest.mark.parametrize("name", sorted(EXACT))

@@ -257,7 +257,7 @@ def test_on_whole_models_methods_of_other_papers_are_the_same(task):
 
 
 def test_with_products_that_are_means_over_all_it_is_fedmbo_draw_by_draw():
-    drawn = quadratic(clients=5, dim_x=3, dim_y=4, condition=CONDITION, samples=(2, 4), local_steps=(1, 3))
+    drawn = quadratic(clients=5, dim_x=3, dim_y=4, condition=CONDITION, samples=(2, 4)).with_own(local_steps=(1, 3))
     fields = {"hypergradient": fb.parts.Implicit(solver=SHORT), "batch_size": 2}
     rabo, fedmbo = (run(method(**fields), drawn, 3, cohort=3) for method in (fb.RABO, fb.FedMBO))
     assert np.array_equal(rabo.x, fedmbo.x)

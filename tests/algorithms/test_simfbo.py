@@ -115,7 +115,7 @@ def test_reaches_the_closed_form():
 def test_theorems_1_and_2(name):
     """Unequal work, local steps so short that drift vanishes: SimFBO solves the problem with weights
     w_i ∝ p_i‖a_i‖₁, ShroFBO the one that was asked."""
-    task = quadratic(clients=8, local_steps=WORK, condition=5)
+    task = quadratic(clients=8, condition=5).with_own(local_steps=WORK)
     coefficients = COEFFICIENTS[name]
     norms = np.array([a.sum() for a in weights_of(coefficients, WORK)])
     w = task.clients.weights * norms
@@ -141,7 +141,7 @@ def test_equal_work_makes_the_two_coincide_with_cohorts_and_unequal_weights_too(
 )
 def test_equals_local_loops_written_out(method, name):
     """Three rounds against local loops and (4)-(8) in NumPy, with matrices in place of differentiation."""
-    task = quadratic(clients=8, local_steps=WORK, noise=0.0)
+    task = quadratic(clients=8, noise=0.0).with_own(local_steps=WORK)
     eta, gamma, radius = fb.XYV(0.03, 0.2, 0.1), fb.XYV(0.05, 0.1, 0.2), 0.4
     algorithm = method(
         batch_size=None, client_lr=eta, server_lr=gamma, radius=radius, local_optimizer=COEFFICIENTS[name]
@@ -172,7 +172,7 @@ def written_out(task, coefficients, eta, gamma, radius, normalised, rounds=3):
 
 def test_local_loops_of_drawn_length():
     """One client with τ drawn from 1..4 in each round: ρ is the mean of the ‖a‖₁ before, its own in round 0."""
-    task, coefficients = quadratic(clients=1, local_steps=(1, 4), noise=0.0), COEFFICIENTS["momentum"]
+    task, coefficients = quadratic(clients=1, noise=0.0).with_own(local_steps=(1, 4)), COEFFICIENTS["momentum"]
     eta, gamma = fb.XYV(0.03, 0.2, 0.1), fb.XYV(0.05, 0.1, 0.2)
     algorithm = fb.ShroFBO(batch_size=None, client_lr=eta, server_lr=gamma, local_optimizer=coefficients)
     result = run(algorithm, task, 8, eval_every=1)
@@ -196,7 +196,7 @@ def test_cohorts_are_unbiased(method, monkeypatch):
     From a state in the middle of a run, with unequal work and weights; the state is affine in the cohort's sum, so
     states average as sums do. (ShroFBO would fail this with ρ estimated from the same cohort, by some 10 %.)
     """
-    task = quadratic(clients=4, local_steps=np.array([1, 4, 2, 3]))
+    task = quadratic(clients=4).with_own(local_steps=np.array([1, 4, 2, 3]))
     algorithm = method(batch_size=None)
     middle = run(algorithm, task, 2)
 
@@ -215,7 +215,7 @@ def test_cohorts_are_unbiased(method, monkeypatch):
 
 def test_independent_batches_have_the_same_mean():
     """Drawn separately or not, full batches are the same numbers; apart, ∇f is taken for x and for v."""
-    task = quadratic(clients=8, local_steps=WORK)
+    task = quadratic(clients=8).with_own(local_steps=WORK)
     a, b = (run(fb.SimFBO(batch_size=None, independent_batches=flag), task, 3) for flag in (False, True))
     for left, right in zip(jax.tree.leaves(a.state), jax.tree.leaves(b.state), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-12)
@@ -274,7 +274,7 @@ def test_projection():
 
 
 def test_ledger_counts_one_exchange_and_the_local_work():
-    task = quadratic(clients=8, local_steps=WORK)
+    task = quadratic(clients=8).with_own(local_steps=WORK)
     result = run(fb.ShroFBO(batch_size=None), task, 3)
     numbers = 5 + 8 + 8  # x, y, v in float64
     assert result.ledger.exchanges == 3

@@ -39,7 +39,7 @@ def run(algorithm, task, rounds, clock=CLOCK):
 @pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO])
 def test_equals_the_events_written_out(method):
     """Fifteen rounds against tests/algorithms/events.py, clients working unequally."""
-    task, algorithm = drawn(local_steps=WORK), fb.Asynchronous(method(**STEPS), wait_for=2)
+    task, algorithm = drawn().with_own(local_steps=WORK), fb.Asynchronous(method(**STEPS), wait_for=2)
     result = run(algorithm, task, 15)
     wanted, told = simfbo(task, algorithm.algorithm, 15, 2, CLOCK.network, WORK, robust=method is fb.ShroFBO)
     for found, exact in zip(result.state.inside.iterate, wanted, strict=True):

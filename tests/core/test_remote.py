@@ -9,7 +9,7 @@ from fedbilevel.tasks.quadratic import quadratic
 
 
 def test_of_clients_keeps_what_a_server_may_know():
-    task = quadratic(clients=3, samples=(3, 9), local_steps=(1, 4))
+    task = quadratic(clients=3, samples=(3, 9)).with_own(local_steps=(1, 4))
     remote = fb.RemoteClients.of(task.clients)
     assert len(remote) == 3
     assert remote.own == task.clients.own

@@ -164,7 +164,7 @@ def test_what_it_suggests_for_other_methods_converges(name, drawn):
 
 def test_work_that_the_population_gives_is_planned_for():
     """Unequal local work: ShroFBO's short local steps leave a drift far below 1e-2."""
-    task = quadratic(condition=5, clients=4, local_steps=np.array([1, 4, 2, 3]))
+    task = quadratic(condition=5, clients=4).with_own(local_steps=np.array([1, 4, 2, 3]))
     found = diagnose(task.problem, task.clients, task.x0, task.y0)
     fields = found.fields("shrofbo")
     assert fields["local_steps"] == 4

@@ -30,7 +30,7 @@ def agreement(case, engine):
 def solved(rounds, checkpoint, resume=False, server_lr=0.1, stop_at=None, differ=False, fail_at=None, **engine):
     """x, y and losses of a run of SimFBO with cohorts, unequal work and rows."""
     seen.clear()
-    task = quadratic(clients=8, samples=(3, 9), local_steps=(1, 4))
+    task = quadratic(clients=8, samples=(3, 9)).with_own(local_steps=(1, 4))
     result = fb.solve(
         fb.SimFBO(batch_size=4, server_lr=server_lr),
         task.problem,

@@ -211,7 +211,7 @@ def test_the_same_code_defined_again_compiles_nothing_and_is_called_once_by_each
 
 def test_submodels_of_other_seeds_share_a_program():
     for seed, run in enumerate((solved, found)):
-        task = quadratic(clients=4, samples=(5, 5), units=4, capacities=(0.5, 1.0), seed=seed)
+        task = quadratic(clients=4, samples=(5, 5), units=4, seed=seed).with_own(capacity=[0.5, 1, 0.5, 1])
         run(None, task.problem, task.clients, (task.x0, task.y0))
 
 

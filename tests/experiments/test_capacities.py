@@ -1,4 +1,4 @@
-"""Clients of limited capacity: the option of the tasks, and what a run of them shows."""
+"""Clients of limited capacity: what the tasks' losses take, and what a run of them shows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from fedbilevel import tasks
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines import submodels
 from fedbilevel.experiments import tables
-from fedbilevel.tasks.task import in_turn
 
 TASKS = {
     "hyper_representation": fb.RABO(),
@@ -20,28 +19,21 @@ TASKS = {
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_task_deals_capacities_out_and_its_losses_take_the_submodels(name) -> None:
-    sizes = {"network": "mlp", "hidden": (8,), "clients": 5}
-    task = tasks.TASKS[name](**sizes, capacities=(1, 0.5, 0.25))
-    assert task.clients.capacity.tolist() == [1, 0.5, 0.25, 1, 0.5]
+def test_the_losses_of_a_task_take_submodels(name) -> None:
+    task = tasks.TASKS[name](network="mlp", hidden=(8,), clients=5).with_own(capacity=[1, 0.5, 0.25, 1, 0.5])
     cut = submodels.classes(TASKS[name], task.problem, task.clients, task.x0, task.y0)
     assert [list(kept.values()) for _, kept in cut] == [[8], [4], [2]]
-    assert tasks.TASKS[name](**sizes).clients.capacity is None
 
 
-def test_capacities_that_cannot_be_dealt_out_are_refused() -> None:
-    assert in_turn([1, 0.5, 0.25, 0.125, 0.0625], 10)[5:] == [1, 0.5, 0.25, 0.125, 0.0625]
-    with pytest.raises(ConfigurationError, match=r"capacities = \[1, 0\] is not allowed: it must be above 0"):
-        in_turn([1, 0], 2)
-    with pytest.raises(ConfigurationError, match="at most 2, the number of clients"):
-        in_turn([1, 0.5, 0.25], 2)
-    with pytest.raises(ConfigurationError, match="empty with network = 'linear'"):
-        tasks.hyper_cleaning(capacities=[0.5])
+def test_a_network_without_units_is_not_cut() -> None:
+    task = tasks.hyper_cleaning().with_own(capacity=0.5)
+    with pytest.raises(ConfigurationError, match="the structure has no group of units to cut"):
+        fb.solve(fb.SimFBO(), task.problem, task.clients, task.x0, task.y0, rounds=1)
 
 
 def test_a_run_says_who_held_what_and_a_method_without_submodels_warns_once(run, tmp_path) -> None:
     small = ["--rounds", 1, "--cohort", 3]
-    for setting in ("clients=3", "hidden=[4]", "capacities=[1, 0.5, 0.5]"):
+    for setting in ("clients=3", "hidden=[4]", "capacity=[1, 0.5, 0.5]"):
         small += ["--set", setting]
     fedavg = ["classification", "--algorithm", "fedavg", "--set", "algorithm.local_steps=1"]
     code, shown, error = run("run", *fedavg, *small, "--out", tmp_path / "a")

@@ -64,7 +64,7 @@ def test_ctrl_c_leaves_a_checkpoint_and_says_how_to_go_on(unbroken, tmp_path, ru
 
 def test_a_run_is_repeated_from_its_spec(tmp_path, run) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
-    more = ["--set", "task.local_steps={low = 1, high = 4}", "--set", "server_optimizer=adam"]
+    more = ["--set", "clients.local_steps={low = 1, high = 4}", "--set", "server_optimizer=adam"]
     assert run(*QUADRATIC, "--rounds", 30, "--seed", 5, *more, "--out", first)[0] == 0
     assert run("run", "--spec", first / "spec.toml", "--quiet", "--out", second)[0] == 0
     assert outcome(first) == outcome(second)

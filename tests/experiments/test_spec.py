@@ -58,7 +58,7 @@ def test_settings_reach_their_fields() -> None:
     spec = configure(
         settings=[
             "local_steps=10",
-            "task.local_steps={low = 1, high = 4}",
+            "clients.local_steps={low = 1, high = 4}",
             "clients=50",
             "server_lr.x=0.05",
             f"client_lr={{x = {COSINE}, y = 0.2, v = 0.3}}",
@@ -71,7 +71,7 @@ def test_settings_reach_their_fields() -> None:
         ]
     )
     assert spec.algorithm.fields["local_steps"] == 10
-    assert spec.task.fields["local_steps"] == {"low": 1, "high": 4}
+    assert spec.clients["local_steps"] == {"low": 1, "high": 4}
     assert spec.task.fields["clients"] == 50
     assert spec.algorithm.fields["server_lr"] == {"x": 0.05, "y": 0.1, "v": 0.1}
     assert spec.algorithm.fields["server_optimizer"] == {"name": "adam"}
@@ -173,18 +173,23 @@ def test_values_survive_being_written_as_toml() -> None:
 
 def test_clients_have_numbers_of_their_own() -> None:
     settings = ["task.clients=3", "clients.outer_steps=[1, 2, 3]", "clients.local_steps={low = 1, high = 4}"]
+    settings += ["task.units=4", "capacity=[1, 0.5, 0.25]"]
     spec = configure({"task": "quadratic", "algorithm": "fednest"}, settings=settings)
     again = resolve(tomllib.loads(spec.to_toml()))
-    assert again.clients == spec.clients == {"outer_steps": [1, 2, 3], "local_steps": {"low": 1, "high": 4}}
-    own = task_of(again).clients.own
+    said = {"outer_steps": [1, 2, 3], "local_steps": {"low": 1, "high": 4}, "capacity": [1, 0.5, 0.25]}
+    assert again.clients == spec.clients == said
+    clients = task_of(again).clients
+    assert clients.capacity.tolist() == [1, 0.5, 0.25]
+    own = clients.own
     assert [str(own[name]) for name in ("outer_steps", "local_steps")] == [
         "1 to 3, one for each client",
         "1 to 4, drawn for each client and round",
     ]
-    wrong = {"client_lr": {"z": 1, "x": -1.0}, "outer_steps": 2, "local_steps": [1, 0, 1]}
+    wrong = {"client_lr": {"z": 1, "x": -1.0}, "outer_steps": 2, "local_steps": [1, 0, 1], "capacity": [1, 0]}
     with pytest.raises(ConfigurationError) as refused:
         resolve({"task": "quadratic", "algorithm": "simfbo", "clients": wrong, "run": {"rounds": 0}})
-    assert [mistake.got for mistake in refused.value.wrong] == [0, "client_lr.z", -1.0, "outer_steps", 0]
+    assert [mistake.got for mistake in refused.value.wrong] == [0, [1, 0], "client_lr.z", -1.0, "outer_steps", 0]
+    assert task_of(spec.replace(clients={"capacity": "none"})).clients.capacity is None
 
 
 def test_mistakes_of_all_sections_are_said_at_once() -> None:
@@ -260,7 +265,7 @@ def test_settings_may_be_values_of_python() -> None:
 
 def test_the_field_of_a_part_is_not_taken_for_that_of_a_task() -> None:
     assert configure(task="quadratic", algorithm="fednest", settings=["rounds=9"]).run.rounds == 9
-    with pytest.raises(ConfigurationError, match=r"write inner.local_steps or task\.local_steps"):
+    with pytest.raises(ConfigurationError, match=r"write inner.local_steps or clients\.local_steps"):
         configure(task="quadratic", algorithm="fednest", settings=["local_steps=9"])
 
 

@@ -158,7 +158,7 @@ def test_what_cannot_be_cut_is_refused_by_both_sides(algorithm, problem, said):
 @pytest.mark.slow
 def test_capacities_of_a_spec_reach_both_sides(tmp_path):
     """A single-level problem, in float32: numbers of size 1 and fewer, some hundred terms, one round."""
-    settings = ["clients=3", "cohort=3", "hidden=[4]", "capacities=[1, 0.5, 0.25]", "rounds=1"]
+    settings = ["clients=3", "cohort=3", "hidden=[4]", "capacity=[1, 0.5, 0.25]", "rounds=1"]
     spec = configure(task="classification", algorithm="fedavg", settings=settings)
     assert federation.site(spec, {}, {"partition-id": 2}).capacity == 0.25
     federation.serve(spec, InProcess(federation.client_app(spec), 3), {"out": str(tmp_path / "a")})

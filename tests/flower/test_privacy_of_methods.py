@@ -80,7 +80,7 @@ def kept_in(folder, number):
 def played(case, folder=None, privacy=None):
     """The run of a case; the second client is the slowest, where that matters."""
     algorithm, problem = CASES[case]
-    task = quadratic(clients=CLIENTS, dim_x=2, dim_y=3, samples=(4, 4), local_steps=[1, 2, 3])
+    task = quadratic(clients=CLIENTS, dim_x=2, dim_y=3, samples=(4, 4)).with_own(local_steps=[1, 2, 3])
     if isinstance(problem, fb.SimpleBilevel | fb.SingleLevel):
         task = replace(task, x0=0.1 * jnp.ones(2), y0=None)
     if problem is SPLIT:

@@ -97,12 +97,6 @@ def test_tasks_are_of_different_characters_of_one_client_with_other_queries(task
     np.testing.assert_array_equal(joint["query"], clients.outer.values["image"])
 
 
-def test_capacities_are_dealt_out_in_turn() -> None:
-    clients = few_shot(**SMALL, capacities=(1.0, 0.5, 0.25)).clients
-    np.testing.assert_array_equal(clients.capacity, [1, 0.5, 0.25, 1, 0.5])
-    assert few_shot(**SMALL).clients.capacity is None
-
-
 def heads_of(width: int, tasks: int, way: int):
     rng = np.random.default_rng(5)
     return {"weight": rng.normal(size=(tasks, width, way)), "bias": rng.normal(size=(tasks, way))}
@@ -313,7 +307,6 @@ def test_units_are_the_backbones_and_the_head_shares_its_last_ones() -> None:
         ({"partition_by": "alphabets", "clients": 6}, "clients = 6 .* at most 5, the training alphabets"),
         ({"adaptation_lr": "x"}, "adaptation_lr = 'x' .* a positive number"),
         ({"hidden": 4}, "hidden = 4 .* a list of widths"),
-        ({"capacities": ["half"]}, "capacities = .'half'.* above 0 and at most 1"),
     ],
 )
 def test_wrong_input_is_refused_by_field(options, message) -> None:

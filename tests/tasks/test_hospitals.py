@@ -168,17 +168,16 @@ def test_a_holdout_takes_training_patients_and_no_others():
 
 def test_a_client_reads_its_own_file_alone(folder, tmp_path, monkeypatch):
     """The arrays are those of the whole task, so that a federation has the numbers of a simulation."""
-    whole = hospitals(folds=FOLDS, local_steps=[1, 2, 3, 4])
-    server = hospitals(folds=FOLDS, local_steps=[1, 2, 3, 4], party="server")
+    whole = hospitals(folds=FOLDS)
+    server = hospitals(folds=FOLDS, party="server")
     assert isinstance(server.clients, RemoteClients)
     np.testing.assert_array_equal(server.clients.weights, whole.clients.weights)
     monkeypatch.setenv("FEDBILEVEL_DATA", str(tmp_path))
     (tmp_path / "heart").mkdir()
     own = "processed.switzerland.data"
     (tmp_path / "heart" / own).write_bytes((folder / own).read_bytes())
-    alone = hospitals(folds=FOLDS, local_steps=[1, 2, 3, 4], party=2)
+    alone = hospitals(folds=FOLDS, party=2)
     assert len(alone.clients) == 1
-    assert alone.clients.own["local_steps"].values.tolist() == [3]
     for name, array in alone.clients.inner.row(0).items():
         np.testing.assert_array_equal(array, whole.clients.inner.row(2)[name])
     assert jax.tree.map(jnp.shape, (alone.x0, alone.y0)) == jax.tree.map(jnp.shape, (whole.x0, whole.y0))

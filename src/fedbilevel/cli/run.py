@@ -52,9 +52,9 @@ def _run(options: argparse.Namespace) -> int:
 
     fields for --set:
       Dotted names: algorithm.local_steps=10, task.clients=50, algorithm.server_lr.x=0.05, run.rounds=300,
-      engine.chunk=4, clock.spread=0.3. Without its section, a name means the algorithm's field if there is one
-      (local_steps is also a field of tasks: write task.local_steps), else the only field of that name. Values are TOML,
-      bare words are text, none is no value. `fedbilevel tasks` and `fedbilevel algorithms` list what there is.
+      engine.chunk=4, clock.spread=0.3. Without its section, a name means the algorithm's field if there is one,
+      else the only field of that name. Values are TOML, bare words are text, none is no value. `fedbilevel tasks` and
+      `fedbilevel algorithms` list what there is.
         client_lr='{x = {schedule = "cosine_decay_schedule", init_value = 0.1, decay_steps = 500}, y = 0.1, v = 0.1}'
         schedules and server optimizers are Optax's, by their names and arguments there
         local_optimizer=momentum local_optimizer.decay=0.9    a part: its name takes that part's defaults, and its
@@ -63,7 +63,7 @@ def _run(options: argparse.Namespace) -> int:
         server_optimizer='{name = "adam", b1 = 0.9}'
         clients.local_steps='{low = 1, high = 10}'            a client's own numbers: drawn for each client and round,
         clients.outer_steps='[1, 5, 2]'                       or given for each client; any field that allows it
-        capacities='[1, 0.5, 0.25]'                           shares of the model that clients hold, dealt out in turn
+        clients.capacity='[1, 0.5, 0.25]'                     the share of the model that each client can hold
         run.exchanges=500                                     a budget of messages, in place of run.rounds
         run.bytes=2e9 run.time=200                            a budget of traffic, or of virtual seconds, likewise
         clock.network=1.0 clock.compute=0.1                   seconds for a message, and for a gradient or product

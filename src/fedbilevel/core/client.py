@@ -142,8 +142,8 @@ class Clients(Shown):
             uniformly, both included, for each client and round; or a function (round, client, key) of JAX's operations.
         own: other numbers of the method that are a client's own, by the path of the method's field, each in one of
             these forms: `{"outer_steps": [1, 5], "client_lr.x": (0.01, 0.1)}`.
-        capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1, or (T, M), for
-            each round and client; None: all.
+        capacity: the share of the model's units that clients can hold, above 0 and up to 1: a number, (M,), one for
+            each client, or (T, M), for each round and client; None: all.
 
     Raises:
         ConfigurationError: an empty client, NaN or infinite samples, leaves whose leading axes disagree, clients whose
@@ -181,7 +181,7 @@ class Clients(Shown):
         weights = inner_rows.size if isinstance(weights, str) and weights == "size" else weights
         object.__setattr__(self, "weights", checked_weights("Clients.weights", weights, count, "None, 'size'"))
         object.__setattr__(self, "own", _own("Clients", count, local_steps, own))
-        object.__setattr__(self, "capacity", _capacity("Clients.capacity", count, capacity))
+        object.__setattr__(self, "capacity", read_capacity("Clients.capacity", count, capacity))
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -223,7 +223,8 @@ class RemoteClients(Shown):
         weights: p_i > 0, (M,), normalised to sum 1; None gives 1/M each.
         local_steps: how many local steps a client makes, in one of the forms of `Clients`.
         own: other numbers of the method that are a client's own, in these forms, by the path of the method's field.
-        capacity: (M,) the share of the model's units that each client can hold, above 0 and up to 1; None: all.
+        capacity: the share of the model's units that clients can hold, above 0 and up to 1: a number, or (M,), one for
+            each client; None: all.
     """
 
     outer: PyTree
@@ -249,7 +250,7 @@ class RemoteClients(Shown):
         object.__setattr__(self, "inner", example if inner is None else jax.tree.map(_one_sample, inner))
         object.__setattr__(self, "weights", checked_weights("RemoteClients.weights", weights, count))
         object.__setattr__(self, "own", _own("RemoteClients", count, local_steps, own))
-        object.__setattr__(self, "capacity", _capacity("RemoteClients.capacity", count, capacity))
+        object.__setattr__(self, "capacity", read_capacity("RemoteClients.capacity", count, capacity))
 
     @classmethod
     def of(cls, clients: Clients) -> RemoteClients:
@@ -273,11 +274,17 @@ class RemoteClients(Shown):
         return self.outer, self.inner
 
 
-def with_own(clients: Clients | RemoteClients, own: Mapping[str, Any]) -> Any:
-    """Return the same clients with these own numbers over those that they have: see `Clients`."""
-    changed = copy.copy(clients)
-    numbers = _own(type(clients).__name__, len(clients), None, own)
-    object.__setattr__(changed, "own", {**clients.own, **numbers})
+def with_own(
+    clients: Clients | RemoteClients,
+    local_steps: Any = None,
+    own: Mapping[str, Any] | None = None,
+    capacity: Any = None,
+) -> Any:
+    """Return the same clients with these numbers over those that they have: see `Clients`."""
+    changed, where = copy.copy(clients), type(clients).__name__
+    object.__setattr__(changed, "own", {**clients.own, **_own(where, len(clients), local_steps, own)})
+    if capacity is not None:
+        object.__setattr__(changed, "capacity", read_capacity(f"{where}.capacity", len(clients), capacity))
     return changed
 
 
@@ -343,7 +350,7 @@ def _own(where: str, count: int, local_steps: Any, own: Mapping[str, Any] | None
     return numbers
 
 
-def _capacity(where: str, count: int, capacity: Any) -> np.ndarray | None:
+def read_capacity(where: str, count: int, capacity: Any) -> np.ndarray | None:
     """Read what clients can hold: (M,) or (T, M) numbers."""
     if capacity is None:
         return None

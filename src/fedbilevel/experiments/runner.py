@@ -28,7 +28,6 @@ import jax
 from fedbilevel import __version__
 from fedbilevel.algorithms.parts.wrappers import Asynchronous, Submodels
 from fedbilevel.core.algorithm import Algorithm, check_solves
-from fedbilevel.core.client import with_own
 from fedbilevel.core.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -144,8 +143,11 @@ def task_of(spec: Spec, **party: str | int) -> Task:
         raise
     except (ValueError, TypeError, IndexError, OverflowError) as error:  # NumPy's, about sizes that make no sense
         raise ConfigurationError(f"task {label(name)} cannot be made with these values: {error}") from error
-    of_a_site = isinstance(party.get("party"), int)  # the server sends it its numbers
-    task = task if of_a_site or not spec.clients else replace(task, clients=with_own(task.clients, spec.clients))
+    numbers, site = dict(spec.clients), party.get("party")
+    capacity = numbers.pop("capacity", None)
+    if isinstance(site, int):  # the server sends it its numbers, but for what it can hold
+        numbers, capacity = {}, capacity[site : site + 1] if isinstance(capacity, list) else capacity
+    task = task.with_own(own=numbers, capacity=capacity)
     return replace(task, clients=task.population.pooled()) if spec.run.pooled else task
 
 

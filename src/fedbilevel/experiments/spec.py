@@ -1,9 +1,10 @@
 """The typed spec: everything that determines a run, read from and written to TOML.
 
-[task] and [algorithm] have a name and the fields of what it names; [clients] has numbers of the algorithm that are a
-client's own, as `fedbilevel.Clients(own=…)` takes them; [asynchronous], [submodels], [run] and [engine] are below;
-[clock] has the fields of `fedbilevel.Clock`. A spec is always complete: `resolve` takes the fields that are not
-given from the presets, and else from the defaults. These layers are merged as tables before anything is read.
+[task] and [algorithm] have a name and the fields of what it names; [clients] has what is a client's own, as
+`fedbilevel.Clients` takes it: local_steps, capacity, and fields of the algorithm, by their paths; [asynchronous],
+[submodels], [run] and [engine] are below; [clock] has the fields of `fedbilevel.Clock`. A spec is always complete:
+`resolve` takes the fields that are not given from the presets, and else from the defaults. These layers are merged as
+tables before anything is read.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import numpy as np
 
 from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.client import read_capacity
 from fedbilevel.core.config import config, positive_integer
 from fedbilevel.core.errors import (
     ConfigurationError,
@@ -28,7 +30,7 @@ from fedbilevel.core.errors import (
     require,
     unknown,
 )
-from fedbilevel.core.own import Values, check_own, read
+from fedbilevel.core.own import LOCAL_STEPS, Values, check_own, read
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tables import (
     Fields,
@@ -223,6 +225,7 @@ PLANS: dict[str, Any] = {
 """The sections that have no name, in the order of a spec."""
 SECTIONS = [section.name for section in dataclasses.fields(Spec)]
 DEFAULT_TASK, DEFAULT_ALGORITHM = "hyper_representation", "simfbo"
+CAPACITY = "capacity"
 NOTHING = (None, "none", False)
 
 
@@ -261,11 +264,15 @@ def _completed(given: Mapping[str, Fields], names: tuple[str, str], wrong: Wrong
 def _own_numbers(table: Fields, algorithm: Any, wrong: Wrong) -> dict[str, Any]:
     """Return the entries of [clients] by the path of the algorithm's field that they are for; `wrong` gets what it does
     not allow, where there is an algorithm. How many clients there are only the task knows."""
-    found, numbers, path_of = dict(_by_path(table)), dict[str, Values](), "clients.{}".format
+    found = {name: value for name, value in _by_path(table) if value not in (None, "none")}
+    numbers, path_of = dict[str, Values](), "clients.{}".format
     for name, value in found.items():
         clients = len(value[0] if isinstance(value[0], list) else value) if isinstance(value, list) and value else 1
         try:
-            numbers[name] = read(path_of(name), value, clients)
+            if name == CAPACITY:
+                read_capacity(path_of(name), clients, value)
+            else:
+                numbers[name] = read(path_of(name), value, clients)
         except ConfigurationError as error:
             wrong.append(error)
     if isinstance(algorithm, Algorithm):
@@ -443,7 +450,7 @@ def _parsed(setting: str) -> tuple[str, Any]:
 def fields_of(task: str, algorithm: str) -> dict[str, list[str]]:
     """Return the names of the fields of each section, for this task and this algorithm."""
     own = {"task": [*parameters_of(task_maker(task))], "algorithm": names_of(algorithm_class(algorithm))}
-    return {**own, "clients": [], **{section: names_of(plan) for section, plan in PLANS.items()}}
+    return {**own, "clients": [LOCAL_STEPS, CAPACITY], **{section: names_of(plan) for section, plan in PLANS.items()}}
 
 
 def located(name: str, task: str, algorithm: str) -> list[str]:

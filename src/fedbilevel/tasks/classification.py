@@ -17,7 +17,7 @@ from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
-from fedbilevel.tasks.task import LocalSteps, Task, in_turn
+from fedbilevel.tasks.task import Task
 
 
 def classification(
@@ -31,8 +31,6 @@ def classification(
     partition_options: Mapping[str, Any] | None = None,
     holdout: float = 0.0,
     ridge: float = 0.0,
-    capacities: Sequence[float] = (),
-    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Split a labelled image set over clients; x is the whole network, as (body, head).
@@ -40,8 +38,7 @@ def classification(
     Args:
         ratio: below 1, the training images are thinned to a long tail, see loss_tuning.
         ridge: the loss has ridge·‖x‖² added.
-        data, network, hidden, clients, partition_by, partition_options, holdout, capacities, local_steps, seed: see
-            hyper_representation.
+        data, network, hidden, clients, partition_by, partition_options, holdout, seed: see hyper_representation.
     """
     require(ridge >= 0, "ridge", ridge, "at least 0")
     images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
@@ -57,7 +54,7 @@ def classification(
     return Task(
         name="classification",
         problem=SingleLevel(loss, structure=Structure(x=model.whole_structure)),
-        clients=Clients(outer=samples, local_steps=local_steps, capacity=in_turn(capacities, clients)),
+        clients=Clients(outer=samples),
         x0=model.init(jax.random.key(seed)),
         y0=None,
         metrics={f"{images.part}_accuracy": lambda x, y: measured(*x)},

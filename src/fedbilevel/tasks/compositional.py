@@ -15,7 +15,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Compositional
-from fedbilevel.tasks.task import Floats, LocalSteps, Task, client_means, scattered
+from fedbilevel.tasks.task import Floats, Task, client_means, scattered
 
 
 def outer(y: Array, batch: dict[str, Array]) -> Array:
@@ -37,7 +37,6 @@ def compositional(
     noise: float = 0.1,
     samples: tuple[int, int] = (5, 10),
     weighted: bool = True,
-    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Draw a problem.
@@ -49,7 +48,6 @@ def compositional(
         noise: standard deviation of a sample's c and t about those of its client.
         samples: fewest and most samples per client and loss.
         weighted: unequal client weights; else 1/M each.
-        local_steps: see Clients.
         seed: of the draw.
     """
     require_count("clients", clients)
@@ -74,7 +72,6 @@ def compositional(
         outer=outside,
         inner=inside,
         weights=rng.uniform(0.5, 2.0, size=clients) if weighted else None,
-        local_steps=local_steps,
     )
     exact = solution(population)
     size = float(np.linalg.norm(exact))

@@ -19,7 +19,7 @@ from fedbilevel.core.problem import Minimax
 from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
-from fedbilevel.tasks.task import LocalSteps, Task
+from fedbilevel.tasks.task import Task
 
 
 def fair_classification(
@@ -33,7 +33,6 @@ def fair_classification(
     partition_options: Mapping[str, Any] | None = None,
     holdout: float = 0.0,
     concavity: float = 0.1,
-    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Split a labelled image set over clients; x is the whole network, as (body, head).
@@ -41,8 +40,7 @@ def fair_classification(
     Args:
         ratio: below 1, the training images are thinned to a long tail, see loss_tuning.
         concavity: ρ; the smaller, the more a class's weight follows its loss.
-        data, network, hidden, clients, partition_by, partition_options, holdout, local_steps, seed: see
-            hyper_representation.
+        data, network, hidden, clients, partition_by, partition_options, holdout, seed: see hyper_representation.
     """
     require(concavity > 0, "concavity", concavity, "positive")
     images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
@@ -58,7 +56,7 @@ def fair_classification(
     return Task(
         name="fair_classification",
         problem=Minimax(loss),
-        clients=Clients(outer=samples, local_steps=local_steps),
+        clients=Clients(outer=samples),
         x0=model.init(jax.random.key(seed)),
         y0=jnp.zeros(images.data.classes),
         metrics={

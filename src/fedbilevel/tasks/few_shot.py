@@ -36,7 +36,7 @@ from fedbilevel.data.characters import by_alphabet
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import NETWORKS
 from fedbilevel.tasks.networks import EVALUATION_BATCH, cross_entropy, in_passes
-from fedbilevel.tasks.task import LocalSteps, Task, in_turn
+from fedbilevel.tasks.task import Task
 
 Objective = Literal["bilevel", "joint", "protonet", "maml", "fomaml"]
 
@@ -57,9 +57,7 @@ def few_shot(
     ridge: float = 0.01,
     adaptation_steps: int = 1,
     adaptation_lr: float = 0.4,
-    capacities: Sequence[float] = (),
     test_episodes: int = 200,
-    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Deal characters out to clients, who make tasks of them; a sample is a task. Measured on other alphabets.
@@ -81,11 +79,8 @@ def few_shot(
             columns, adapted to a task's support before its queries count (Finn et al. 2017).
         ridge: as above; the larger, the easier is the inner problem and the more does a head look like class means.
         adaptation_steps, adaptation_lr: of "maml" and "fomaml", which leaves out second derivatives.
-        capacities: the shares of the model that clients can hold, dealt out in turn; empty: every client holds the
-            whole model.
         test_episodes: how many new tasks "test_accuracy" is a mean over, the same at each evaluation. On their support
             a new head is fitted, prototypes are taken or x is adapted, as the objective has it.
-        local_steps: see Clients.
         seed: of the partition, the tasks, the starting point and the test episodes.
     """
     counts = {"tasks": tasks, "shot": shot, "adaptation_steps": adaptation_steps, "test_episodes": test_episodes}
@@ -129,7 +124,7 @@ def few_shot(
     return Task(
         name="few_shot",
         problem=problem,
-        clients=Clients(outer=outer, inner=inner, local_steps=local_steps, capacity=in_turn(capacities, clients)),
+        clients=Clients(outer=outer, inner=inner),
         x0=x0,
         y0=y0,
         metrics={f"{part}_accuracy": accuracy},

@@ -29,7 +29,7 @@ from fedbilevel.core.problem import Bilevel, SingleLevel
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import load_heart
 from fedbilevel.data.loaders import FLAMBY, HOSPITALS, TRAINING, stratified
-from fedbilevel.tasks.task import Floats, LocalSteps, Task
+from fedbilevel.tasks.task import Floats, Task
 
 Weighting = Literal["size", "equal"]
 Batch = Mapping[str, Array]
@@ -44,7 +44,6 @@ def hospitals(
     ridge: float = 0.01,
     weighting: Weighting = "size",
     holdout: float = 0.0,
-    local_steps: LocalSteps = None,
     seed: int = 0,
     party: int | str = "all",
 ) -> Task:
@@ -60,7 +59,6 @@ def hospitals(
         ridge: every penalty at the start.
         weighting: p_i, in both losses: by training patients ("size"), or "equal".
         holdout: the share of each hospital's training patients that is measured in place of its test patients.
-        local_steps: see Clients.
         seed: of the split into training and test, 0 being FLamby's own, of the holdout and of the folds.
         party: in a federation, the number of a client: its task has its own patients alone, from its own file.
 
@@ -79,12 +77,11 @@ def hospitals(
     numbers = list(range(len(names)))
     if not isinstance(party, str):
         require(party in numbers, "party", party, f"one of 0 to {len(names) - 1}, the hospitals")
-        numbers, local_steps = [party], [local_steps[party]] if isinstance(local_steps, list) else local_steps
+        numbers = [party]
     wards = [_ward(names[i], i, len(names) if offsets else 0, folds, holdout, seed) for i in numbers]
     clients = Clients(
         [ward.training for ward in wards],
         weights="size" if weighting == "size" else None,
-        local_steps=local_steps,
     )
     features = wards[0].training["row"].shape[1]
     problem, x0, y0, model = _tuned(len(names), features, folds, ridge) if tuned else _single(features, ridge)

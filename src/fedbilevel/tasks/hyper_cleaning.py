@@ -31,7 +31,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import WITH_LINEAR, load_images
-from fedbilevel.tasks.task import LocalSteps, Task, in_turn
+from fedbilevel.tasks.task import Task
 
 
 def hyper_cleaning(
@@ -46,9 +46,7 @@ def hyper_cleaning(
     validation: float = 0.5,
     holdout: float = 0.0,
     ridge: float = 1e-3,
-    capacities: Sequence[float] = (),
     local: Literal["x"] | None = None,
-    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Split a labelled image set over clients, their shares into training and validation, and spoil training labels.
@@ -62,8 +60,7 @@ def hyper_cleaning(
         ridge: the inner loss has ridge·‖y‖² added.
         local: "x" has each client keep its own row of x, so that neither x nor a gradient in x is in any message, with
             methods that can do so (see `Bilevel`).
-        capacities: of clients, as in hyper_representation; not with network = "linear", which has no units.
-        data, hidden, clients, partition_by, partition_options, holdout, local_steps, seed: see hyper_representation.
+        data, hidden, clients, partition_by, partition_options, holdout, seed: see hyper_representation.
 
     Measured: accuracy; `auc`, the probability that a clean training sample has a larger weight than a corrupted
     sample, ties counting half; the mean weights of both. Where no label is wrong, or every label, accuracy alone.
@@ -71,13 +68,10 @@ def hyper_cleaning(
     require(0 <= corruption < 1, "corruption", corruption, "at least 0 and below 1")
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
     require(0 <= ridge < np.inf, "ridge", ridge, "at least 0 and finite")
-    none = "empty with network = 'linear', of which no unit can be left out"
-    require(network != "linear" or not len(capacities), "capacities", capacities, none)
     images = load_images(data, network, hidden, holdout=holdout, seed=seed, known=WITH_LINEAR)
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
     samples = spoiled(images.rows(train), images.data.classes, corruption, seed)
 
-    capacity = in_turn(capacities, clients)
     model = images.model  # alone: losses, which a series keeps, hold no images
 
     def outer(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
@@ -91,7 +85,7 @@ def hyper_cleaning(
     return Task(
         name="hyper_cleaning",
         problem=Bilevel(outer, inner, structure=Structure(y=model.whole_structure), local=local),
-        clients=Clients(images.rows(valid), samples, local_steps=local_steps, capacity=capacity),
+        clients=Clients(images.rows(valid), samples),
         x0=jnp.zeros((clients, int(samples.size.max()))),
         y0=model.init(jax.random.key(seed)),
         metrics={f"{images.part}_accuracy": lambda x, y: measured(*y), **_cleaning_metrics(samples)},

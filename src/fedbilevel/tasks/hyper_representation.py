@@ -21,7 +21,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
-from fedbilevel.tasks.task import LocalSteps, Task, in_turn
+from fedbilevel.tasks.task import Task
 
 
 def hyper_representation(
@@ -36,8 +36,6 @@ def hyper_representation(
     holdout: float = 0.0,
     ridge: float = 5e-4,
     train_samples: int | None = None,
-    capacities: Sequence[float] = (),
-    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Split a labelled image set over clients, and each client's share into training and validation.
@@ -58,9 +56,6 @@ def hyper_representation(
         ridge: the inner loss has ridge·‖y‖² added.
         train_samples: the number of training images, drawn once, on which "train_accuracy" is measured; None: it is not
             measured.
-        capacities: the shares of the network that clients can hold, dealt out to them in turn; empty: every client
-            holds the whole network.
-        local_steps: see Clients.
         seed: of the partition, the splits and the starting point.
     """
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
@@ -75,13 +70,12 @@ def hyper_representation(
     def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         return outer(x, y, batch) + ridge * optax.tree.vdot(y, y)
 
-    capacity = in_turn(capacities, clients)
     x0, y0 = model.init(jax.random.key(seed))
     trained = {"train_accuracy": images.training_accuracy(train_samples, seed)} if train_samples is not None else {}
     return Task(
         name="hyper_representation",
         problem=Bilevel(outer, inner, structure=model.structure),
-        clients=Clients(images.rows(valid), images.rows(train), local_steps=local_steps, capacity=capacity),
+        clients=Clients(images.rows(valid), images.rows(train)),
         x0=x0,
         y0=y0,
         metrics={f"{images.part}_accuracy": images.accuracy(), **trained},

@@ -22,7 +22,7 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
 from fedbilevel.core.problem import SimpleBilevel
 from fedbilevel.data import iid
-from fedbilevel.tasks.task import Floats, LocalSteps, Task
+from fedbilevel.tasks.task import Floats, Task
 
 HALF_WIDTH = 10.0
 LAYOUTS = ("overlapping", "scattered")
@@ -35,7 +35,6 @@ def location(
     targets: int = 40,
     clients: int = 8,
     layout: str = "overlapping",
-    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Draw balls, an anchor and a start, and deal the balls out to clients; all balls have the same weight.
@@ -44,7 +43,7 @@ def location(
         dim: n.
         targets: m, the number of balls.
         layout: "overlapping" or "scattered", see above.
-        clients, local_steps, seed: see hyper_representation.
+        clients, seed: see hyper_representation.
 
     Measured: where balls overlap the distances of x and of the average iterate from the solution; F, and H.
     """
@@ -84,7 +83,7 @@ def location(
     return Task(
         name="location",
         problem=SimpleBilevel(preference, distances, projections.box(-HALF_WIDTH, HALF_WIDTH), strong_convexity=1.0),
-        clients=Clients(parts, weights="size", local_steps=local_steps),
+        clients=Clients(parts, weights="size"),
         x0=jnp.asarray(start),
         y0=None,
         metrics=metrics,

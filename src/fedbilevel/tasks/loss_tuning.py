@@ -30,7 +30,7 @@ from fedbilevel.data import split
 from fedbilevel.data.clients import Indices
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
-from fedbilevel.tasks.task import LocalSteps, Task, in_turn
+from fedbilevel.tasks.task import Task
 
 ATTEMPTS = 100  # splits drawn before a class counts as too small to be split
 
@@ -48,8 +48,6 @@ def loss_tuning(
     holdout: float = 0.0,
     ridge: float = 5e-4,
     class_weights: bool = False,
-    capacities: Sequence[float] = (),
-    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Thin a labelled image set to a long tail, split it over clients, and their shares into training and validation.
@@ -60,8 +58,7 @@ def loss_tuning(
         validation: the share of each client's samples that goes to the outer loss.
         ridge: the inner loss has ridge·‖y‖² added.
         class_weights: give x a weight of each class, too: C·softmax(x["weight"]), which start at 1 and have mean 1.
-        data, network, hidden, clients, partition_by, partition_options, holdout, capacities, local_steps, seed: see
-            hyper_representation.
+        data, network, hidden, clients, partition_by, partition_options, holdout, seed: see hyper_representation.
 
     Raises:
         ConfigurationError: some class is too small to have training and validation samples.
@@ -72,8 +69,7 @@ def loss_tuning(
     model = images.model  # alone: losses, which a series keeps, hold no images
     parts = images.dealt(clients, partition_by, partition_options, seed)
     train, valid = complete_halves(parts, images.data.train_labels, images.data.classes, validation, seed)
-    capacity = in_turn(capacities, clients)
-    population = Clients(images.rows(valid), images.rows(train), local_steps=local_steps, capacity=capacity)
+    population = Clients(images.rows(valid), images.rows(train))
     balance = jnp.asarray(balancing_weights(population, images.data.classes))
 
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:

@@ -23,7 +23,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Compositional
-from fedbilevel.tasks.task import Floats, LocalSteps, Task
+from fedbilevel.tasks.task import Floats, Task
 
 FACTORS = ((0.6, 4.0), (0.2, 2.0), (0.2, 1.5))  # mean and standard deviation of each, percent a month
 RESIDUAL = (2.0, 5.0)  # range of the standard deviation of an asset's own part, percent a month
@@ -55,7 +55,6 @@ def portfolio(
     risk_aversion: float = 0.1,
     months: tuple[int, int] = (60, 240),
     heterogeneity: float = 1.0,
-    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Draw the markets' returns.
@@ -66,7 +65,6 @@ def portfolio(
         risk_aversion: λ, per percent.
         months: fewest and most in a market.
         heterogeneity: how far markets' loadings, premia and volatilities differ (0: only by chance).
-        local_steps: see Clients.
         seed: of the draw.
     """
     require(clients >= 1, "clients", clients, "positive")
@@ -90,7 +88,7 @@ def portfolio(
     def risk(y: Array, batch: dict[str, Array]) -> Array:
         return -y[0] + risk_aversion / 2 * (y[1] - y[0] ** 2)
 
-    population = Clients(outer=[market() for _ in range(clients)], weights="size", local_steps=local_steps)
+    population = Clients(outer=[market() for _ in range(clients)], weights="size")
     over_all = moments(population)
     best = solution(over_all, risk_aversion)
     distance = float(np.linalg.norm(best - 1 / assets))

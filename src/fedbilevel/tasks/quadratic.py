@@ -15,7 +15,7 @@ u = 1..U, each with these losses for itself, c_i and t_i being s times as large 
 so that a client that lacks units is wrong about the core by what κ times these are. Without ties it is right.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -28,7 +28,7 @@ from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
-from fedbilevel.tasks.task import Floats, LocalSteps, Task, client_means, in_turn, scattered
+from fedbilevel.tasks.task import Floats, Task, client_means, scattered
 
 RIDGE = 1.0  # ρ
 NORMS = {"B": 1.0, "E": 0.5}  # spectral; ‖E‖² < ρ·λ_min(D) makes Φ strongly convex: ∇²Φ ⪰ ρ − ‖E‖²/λ_min(D) = ¾
@@ -109,11 +109,9 @@ def quadratic(
     noise: float = 0.1,
     samples: tuple[int, int] = (5, 10),
     weighted: bool = True,
-    local_steps: LocalSteps = None,
     units: int = 0,
     unit_scale: float = 1.0,
     tie: float = 0.0,
-    capacities: Sequence[float] = (),
     seed: int = 0,
 ) -> Task:
     """Draw a problem.
@@ -126,11 +124,9 @@ def quadratic(
         noise: standard deviation of a sample's c and t about those of its client.
         samples: fewest and most samples per client and loss.
         weighted: unequal client weights; else 1/M each.
-        local_steps: see Clients.
         units: U, beside the core, what clients of limited capacity may lack; 0: x and y are plain vectors.
         unit_scale: s, how large a unit's c and t are beside the core's.
         tie: κ, of units to the core.
-        capacities: the shares of the units that clients can hold, dealt out in turn; none given: all hold everything.
         seed: of the draw.
     """
     require(clients >= 1, "clients", clients, "positive")
@@ -144,7 +140,7 @@ def quadratic(
     require(unit_scale > 0, "unit_scale", unit_scale, "positive")
     most = min(1 / condition, 0.5) / max(units, 1) ** 0.5
     require(0 <= tie < most, "tie", tie, f"from 0 to below {most:.4g}, so that the losses stay convex")
-    require(units > 0 or (tie == 0 and not len(capacities)), "units", units, "1 or more, with a tie or capacities")
+    require(units > 0 or tie == 0, "units", units, "1 or more, with a tie")
     rng = np.random.default_rng(seed)
 
     def scatter(name: str) -> np.ndarray:
@@ -171,8 +167,6 @@ def quadratic(
         outer=[draw(own, "D", "E", vector="t") for own in members],
         inner=[draw(own, "A", "B", vector="c") for own in members],
         weights=rng.uniform(0.5, 2.0, size=clients) if weighted else None,
-        local_steps=local_steps,
-        capacity=in_turn(capacities, clients),
     )
     parts = TiedUnits(units, unit_scale, tie)
     exact = solution(population, units=parts)

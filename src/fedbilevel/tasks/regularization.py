@@ -24,7 +24,7 @@ from fedbilevel.core.problem import Bilevel
 from fedbilevel.data import pack_arrays, partition, split
 from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.networks import cross_entropy
-from fedbilevel.tasks.task import LocalSteps, Task
+from fedbilevel.tasks.task import Task
 
 
 def regularization(
@@ -36,7 +36,6 @@ def regularization(
     validation: float = 0.5,
     holdout: float = 0.0,
     ridge: float = 0.01,
-    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Split a table, or a set of images as a table of pixels, over clients, their shares into training and validation.
@@ -45,7 +44,7 @@ def regularization(
         data: "digits" (embedded), "covtype", "a9a", "ijcnn1", or an image set. Features are standardised.
         validation: the share of each client's samples that goes to the outer loss.
         ridge: every coefficient at the start.
-        clients, partition_by, partition_options, holdout, local_steps, seed: see hyper_representation.
+        clients, partition_by, partition_options, holdout, seed: see hyper_representation.
 
     Measured: accuracy, and the mean loss, on test rows.
     """
@@ -67,7 +66,7 @@ def regularization(
     return Task(
         name="regularization",
         problem=Bilevel(outer=outer, inner=inner),
-        clients=Clients(outer=valid, inner=train, local_steps=local_steps),
+        clients=Clients(outer=valid, inner=train),
         x0=jnp.full(features, jnp.log(ridge)),
         y0=jnp.zeros((features, 1 if found.classes == 2 else found.classes)),
         metrics={

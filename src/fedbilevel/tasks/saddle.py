@@ -21,7 +21,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Minimax
-from fedbilevel.tasks.task import Floats, LocalSteps, Task, client_means
+from fedbilevel.tasks.task import Floats, Task, client_means
 
 COUPLING = 0.1  # the largest t_i
 
@@ -48,7 +48,6 @@ def saddle(
     centred: bool = True,
     weighted: bool = False,
     general: bool = False,
-    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Draw a problem; every client has one sample, its coefficients.
@@ -61,7 +60,6 @@ def saddle(
         centred: subtract the clients' plain mean from b_i, as the paper does; else b_i has mean 1 in every entry.
         weighted: unequal client weights; else 1/M each.
         general: A_i dense with normal entries of variance 1/d, the diagonals of P_i and C_i uniform on (½, 3/2).
-        local_steps: see Clients.
         seed: of the draw and of the starting point, which is normal.
     """
     require_count("clients", clients)
@@ -82,7 +80,6 @@ def saddle(
     population = Clients(
         outer={name: array[:, None] for name, array in samples.items()},
         weights=rng.uniform(0.5, 2.0, size=clients) if weighted else None,
-        local_steps=local_steps,
     )
     exact = solution(population)
     metrics = {

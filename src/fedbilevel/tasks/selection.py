@@ -23,7 +23,7 @@ from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import SimpleBilevel
 from fedbilevel.data import pack_arrays, partition
 from fedbilevel.tasks.images import load_rows
-from fedbilevel.tasks.task import LocalSteps, Task
+from fedbilevel.tasks.task import Task
 
 SMALL = 1e-3  # of the largest entry: what is no larger counts as zero
 
@@ -39,7 +39,6 @@ def selection(
     holdout: float = 0.0,
     bound: float = 100.0,
     start: float = 0.0,
-    local_steps: LocalSteps = None,
     seed: int = 0,
 ) -> Task:
     """Take two classes of a data set, and split their rows over clients; all rows have the same weight.
@@ -50,7 +49,7 @@ def selection(
         samples: how many training rows, the same number of each class; None: all.
         bound: of the entries of x.
         start: half the width of the box in which x starts.
-        clients, partition_by, partition_options, holdout, local_steps, seed: see hyper_representation.
+        clients, partition_by, partition_options, holdout, seed: see hyper_representation.
 
     Measured: accuracy of x, and of the average iterate; F on all training rows, and H; the share of entries of x no
     larger than 0.001 of the largest.
@@ -82,9 +81,7 @@ def selection(
     return Task(
         name="selection",
         problem=SimpleBilevel(preference, loss, projections.box(-bound, bound), strong_convexity=1.0),
-        clients=Clients(
-            Ragged(*pack_arrays({"row": rows, "sign": signs}, parts)), weights="size", local_steps=local_steps
-        ),
+        clients=Clients(Ragged(*pack_arrays({"row": rows, "sign": signs}, parts)), weights="size"),
         x0=jnp.asarray(start * np.random.default_rng([seed, 2]).uniform(-1, 1, rows.shape[1]), float),
         y0=None,
         metrics={

@@ -1,22 +1,21 @@
 """The type of all tasks."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from fedbilevel.core.client import Clients, RemoteClients
-from fedbilevel.core.errors import ConfigurationError, is_number, require
+from fedbilevel.core.client import Clients, RemoteClients, with_own
+from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
 Floats = np.ndarray[Any, np.dtype[Any]]
 """Floating-point arrays of NumPy. Docstrings give the shapes."""
-
-LocalSteps = Mapping[str, int] | Sequence[int] | None
-"""How many local steps clients make: a number for each client, or {"low": …, "high": …} to draw from; see `Clients`."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +44,10 @@ class Task:
             )
         return self.clients
 
+    def with_own(self, **numbers: Any) -> Task:
+        """Return the same task whose clients have these `local_steps`, `own` and `capacity`: see `Clients`."""
+        return replace(self, clients=with_own(self.clients, **numbers))
+
 
 def scattered(
     rng: np.random.Generator, coefficients: Mapping[str, Floats], vector: str, count: int, noise: float
@@ -58,18 +61,3 @@ def client_means(clients: Clients) -> dict[str, Floats]:
     """Average each array of samples, by its name, over each client's samples, in double precision: (clients, …)."""
     rows = [clients.outer.row(i) | clients.inner.row(i) for i in range(len(clients))]
     return {name: np.array([np.mean(row[name], axis=0, dtype=float) for row in rows]) for name in rows[0]}
-
-
-def in_turn(capacities: Sequence[float], clients: int) -> list[float] | None:
-    """Deal the capacities out to the clients in turn, as `Clients` takes them. None, the whole model, if none is given.
-
-    ConfigurationError where a capacity is not above 0 and at most 1, or there are more capacities than clients.
-    """
-    several = isinstance(capacities, Sequence) and not isinstance(capacities, str)
-    require(several, "capacities", capacities, "a list of numbers above 0 and at most 1")
-    if not len(capacities):
-        return None
-    shares = all(is_number(capacity) and 0 < capacity <= 1 for capacity in capacities)
-    require(shares, "capacities", capacities, "above 0 and at most 1, each")
-    require(len(capacities) <= clients, "capacities", capacities, f"at most {clients}, the number of clients")
-    return [capacities[i % len(capacities)] for i in range(clients)]
