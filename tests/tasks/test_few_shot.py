@@ -9,12 +9,20 @@ import optax
 import pytest
 
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.data import DataError, load_characters
 from fedbilevel.data.characters import strokes
 from fedbilevel.diagnostics.check import local_hypergradient
 from fedbilevel.oracles.population import Population
 from fedbilevel.tasks import few_shot
-from fedbilevel.tasks.few_shot import draw_episodes, fitted_head, held_out_characters
+from fedbilevel.tasks.few_shot import (
+    descended_head,
+    draw_episodes,
+    fitted_head,
+    head_logits,
+    held_out_characters,
+    support_loss,
+)
 from implicit import implicit_gradient
 
 SIZES = {"clients": 5, "tasks": 5, "way": 3, "shot": 2, "queries": 4, "test_episodes": 12}
@@ -128,6 +136,109 @@ def test_the_losses_are_those_of_two_tasks_by_hand(objective, tasks, characters)
         assert abs(value - expected[name]) < 1e-12 * expected[name], name
 
 
+DEEP = {**SMALL, "head_hidden": (6, 5)}
+
+
+def drawn_like(tree):
+    rng = np.random.default_rng(5)
+    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape), tree)
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_the_losses_of_heads_with_hidden_layers_by_hand(shared, characters) -> None:
+    """f and g of tasks 16 and 17, under heads of 4 → 6 → 5 → 3 of their own or one of both."""
+    task = few_shot(**DEEP, shared=shared)
+    y = drawn_like(task.y0)
+    outer, inner = (jax.tree.map(lambda leaf: leaf[1:], part) for part in rows(task, 3, 3))
+    heads = [y, y] if shared else [jax.tree.map(lambda leaf, j=j: leaf[j], y) for j in (16, 17)]
+    expected = []
+    for batch in (outer, inner):
+        values = []
+        for head, images in zip(heads, batch["image"], strict=True):
+            for label, z in enumerate(features(task.x0, characters, images)):
+                for layer in head["hidden"]:
+                    z = np.maximum(z @ layer["weight"] + layer["bias"], 0)
+                values += [cross_entropy(one, label) for one in z @ head["weight"] + head["bias"]]
+        expected.append(np.mean(values))
+    expected[1] += 0.01 * np.mean([sum(np.sum(leaf**2) for leaf in jax.tree.leaves(head)) for head in heads])
+    found = [task.problem.outer(task.x0, y, outer), task.problem.inner(task.x0, y, inner)]
+    np.testing.assert_allclose(found, expected, rtol=1e-12)
+
+
+def test_hidden_units_of_heads_are_cut_too() -> None:
+    """With half of the 4 features and of 6 and 5 hidden units; with these alone cut, what is left gives the same loss
+    as the whole with zeros elsewhere. (Fewer features have another mean square in φ.)"""
+    for shared in (False, True):
+        task = few_shot(**DEEP, shared=shared)
+        both, layout = (UnitLayout.of(task.problem.structure, task.x0, task.y0, pruned) for pruned in ("both", "y"))
+        assert both.kept(0.5) == {"head1": 3, "head2": 3, "hidden1": 2}
+        units = {"head1": jnp.array([0, 2, 5]), "head2": jnp.array([1, 2, 3])}
+        y, (outer, _) = drawn_like(task.y0), rows(task, 3, 3)
+        part = layout.cut("y", y, units)
+        assert part["hidden"][1]["weight"].shape[-2:] == (3, 3)
+        whole, padded, cut = (
+            task.problem.outer(task.x0, heads, outer) for heads in (y, layout.put("y", part, units), part)
+        )
+        assert abs(padded - cut) < 1e-12 * cut
+        assert abs(whole - cut) > 0.01
+
+
+def test_a_head_with_hidden_layers_cannot_begin_at_zero() -> None:
+    """A saddle: with as many images of each character no entry has a slope at 0, the loss is log 3, and along a fitted
+    head it is lower nearby. From the start it falls below 0.1, which the 10 features of 6 images leave room for."""
+    support = jnp.asarray(np.random.default_rng(1).normal(size=(3, 2, 10)))
+    start = {"hidden": [{"weight": jnp.asarray(head_of(10, 8)["weight"]) / 5**0.5, "bias": jnp.zeros(8)}]}
+    start |= {"weight": jnp.zeros((8, 3)), "bias": jnp.zeros(3)}
+    zero = jax.tree.map(jnp.zeros_like, start)
+    loss = support_loss(support, 1e-4)
+    stuck, head = (descended_head(support, begin, 1e-4) for begin in (zero, start))
+    assert optax.tree.norm(stuck) < 1e-12
+    assert abs(loss(stuck) - np.log(3)) < 1e-12
+    assert loss(optax.tree.scale(0.3, head)) < np.log(3) - 0.01
+    assert loss(head) < 0.1
+    assert optax.tree.norm(few_shot(**DEEP).y0["hidden"]) > 1
+
+
+def test_accuracy_with_hidden_layers_is_that_of_heads_descended_from_the_start(characters) -> None:
+    task = few_shot(**DEEP)
+    start = jax.tree.map(lambda leaf: leaf[0], task.y0)
+    drawn = draw_episodes(characters.test.images, 12, 3, 2, 4, seed=0)
+    found, right = features(task.x0, characters, drawn.images), []
+    for support, query in zip(found[drawn.support], found[drawn.query], strict=True):
+        logits = head_logits(descended_head(jnp.asarray(support), start, 0.01), query)
+        right.append(logits.argmax(axis=-1) == np.arange(3)[:, None])
+    assert abs(task.metrics["test_accuracy"](task.x0, None) - np.mean(right)) < 1e-12
+
+
+def test_a_shared_head_cannot_tell_characters_apart_but_learns_labels_by_heart(characters) -> None:
+    """200 tasks give n = 600 characters labels in an order of chance, and their best head on 16 features should stay at
+    a loss of log 3 on others. Of these labels it fits the noise: maximum likelihood gains half a χ² of (3 − 1)·16 in
+    all, 16 ± 4, on their support, and no more on their queries; so at most (16 + 3·4)/n below log 3. Fitted one by one,
+    heads are far below. With one task in all the shared head is that task's own."""
+    options = {**SMALL, "hidden": (16,), "tasks": 40, "ridge": 0.1}
+    one, own = few_shot(**options, shared=True), few_shot(**options)
+    outer, inner = (
+        jax.tree.map(lambda *leaves: np.concatenate(leaves), *(part.row(i) for i in range(5)))
+        for part in (own.clients.outer, own.clients.inner)
+    )
+    found = jnp.asarray(features(own.x0, characters, inner["image"]))  # (tasks, way, shot, width)
+    zero = jax.tree.map(jnp.zeros_like, one.y0)
+    best = fitted_head(jnp.moveaxis(found, 0, 1).reshape(3, -1, 16), zero, 0.1)
+    slope = jax.grad(one.problem.inner, 1)(one.x0, best, inner)
+    assert optax.tree.norm(slope) < 1e-6
+    shared = one.problem.outer(one.x0, best, outer)
+    apart = own.problem.outer(own.x0, jax.vmap(lambda z: fitted_head(z, zero, 0.1))(found), outer)
+    assert np.log(3) - (16 + 3 * 4) / 600 < shared < np.log(3) + 3 * 4 / 600
+    assert apart < 0.8
+    alone = [few_shot(**{**SMALL, "clients": 1, "tasks": 1}, shared=shared) for shared in (True, False)]
+    y = drawn_like(alone[0].y0)
+    first, second = (
+        task.problem.inner(task.x0, head, task.clients.inner.row(0))
+        for task, head in zip(alone, (y, jax.tree.map(lambda leaf: leaf[None], y)), strict=True)
+    )
+    assert abs(first - second) < 1e-12 * first
+
+
 def test_own_hypergradients_are_those_of_the_federation_if_no_head_is_shared(tasks) -> None:
     """∇²yy g is block diagonal and a client's p_i cancels in H⁻¹b, so that the mean of clients' own hypergradients is
     the federation's, at any y. All tasks in each batch, exact to the tolerance of conjugate gradient; with y's of one
@@ -219,8 +330,8 @@ def test_a_new_head_is_the_minimiser(tasks) -> None:
         off = off / off.sum(1, keepdims=True) - np.eye(5)
         return support[:, 0].T @ off / 5 + 2 * ridge * head["weight"], off.mean(0) + 2 * ridge * head["bias"]
 
-    head = jax.tree.map(np.asarray, fitted_head(jnp.asarray(support), ridge))
-    zero = jax.tree.map(np.zeros_like, head)
+    zero = {"weight": np.zeros((25, 5)), "bias": np.zeros(5)}
+    head = jax.tree.map(np.asarray, fitted_head(jnp.asarray(support), zero, ridge))
     norms = [np.sqrt(sum(np.sum(part**2) for part in gradient(at))) for at in (head, zero)]
     assert norms[0] < 1e-3 * norms[1]
 
@@ -307,6 +418,11 @@ def test_units_are_the_backbones_and_the_head_shares_its_last_ones() -> None:
         ({"partition_by": "alphabets", "clients": 6}, "clients = 6 .* at most 5, the training alphabets"),
         ({"adaptation_lr": "x"}, "adaptation_lr = 'x' .* a positive number"),
         ({"hidden": 4}, "hidden = 4 .* a list of widths"),
+        ({"head_hidden": 4}, "head_hidden = 4 .* a list of widths"),
+        ({"head_hidden": (4, 0)}, r"head_hidden = \(4, 0\) .* positive widths"),
+        ({"head_hidden": (4,), "objective": "protonet"}, r"head_hidden = \(4,\) .* 'protonet' has no head"),
+        ({"shared": 1}, "shared = 1 .* True or False"),
+        ({"shared": True, "objective": "maml"}, "shared = True .* for 'bilevel' and 'joint' alone"),
     ],
 )
 def test_wrong_input_is_refused_by_field(options, message) -> None:

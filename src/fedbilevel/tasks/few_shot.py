@@ -1,12 +1,13 @@
-"""Few-shot learning: x is a backbone, y the linear heads of all clients' tasks.
+"""Few-shot learning: x is a backbone, y the heads of all clients' tasks.
 
-    f_i(x, y) = mean_j CE(φ(x)·y_j) on the query images of task j,
-    g_i(x, y) = mean_j [CE(φ(x)·y_j) on its support images + ridge·‖y_j‖²],   j over the tasks of client i.
+    f_i(x, y) = mean_j CE(y_j(φ(x))) on the query images of task j,
+    g_i(x, y) = mean_j [CE(y_j(φ(x))) on its support images + ridge·‖y_j‖²],   j over the tasks of client i.
 
 A task tells N = `way` of a client's characters apart: meta-learning. RABO's few-shot problem (Li et al. 2025, section
-V-A), with a head for each task: the paper prints one y for all of them, whose columns mean other characters in each
-task, so that no y would fit. (One head with a column for each of all characters was tried: no column came near its
-minimiser.) As no two tasks share a head, ∇²yy g is block diagonal, client by client and task by task: where all hold
+V-A), with a linear head y_j for each task; the paper's one MLP for all is `shared` and `head_hidden`. A shared y's
+columns mean other characters in each task: beyond what it learns by heart, its f is no less than chance's, log N. (One
+head with a column for each of all characters was tried: no column came near its minimiser.) With hidden layers g is not
+convex in y. As no two tasks share a head, ∇²yy g is block diagonal, client by client and task by task: where all hold
 the whole model and invert exactly, clients' own hypergradients have the federation's as their mean. φ = z/√(1 + mean
 z²), z being what the backbone gives: that would grow as x learns, and with it the curvature of g in y, until no step
 size holds. Single-level objectives have the same φ, so that methods differ in nothing else.
@@ -16,6 +17,7 @@ Images of B tasks are (B, way, n, 28, 28) uint8; `Features` takes them so.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
@@ -46,6 +48,8 @@ def few_shot(
     data: str = "strokes",
     network: str = "conv4",
     hidden: Sequence[int] = (32,),
+    head_hidden: Sequence[int] = (),
+    shared: bool = False,
     clients: int = 10,
     partition_by: Literal["iid", "alphabets"] = "iid",
     tasks: int = 20,
@@ -65,6 +69,8 @@ def few_shot(
     Args:
         data: "strokes" (generated) or "omniglot".
         network, hidden: "conv4" with its channels, a number or four; or another network of hyper_representation.
+        head_hidden: the widths of each head's hidden layers, with ReLU, whose units submodels cut too; empty: linear.
+        shared: one head for all tasks, as RABO's paper prints it.
         clients: M.
         partition_by: "iid", or "alphabets", which stay whole.
         tasks: the number of tasks of each client. They are dealt from its shuffled characters, which are shuffled anew
@@ -80,7 +86,8 @@ def few_shot(
         ridge: as above; the larger, the easier is the inner problem and the more does a head look like class means.
         adaptation_steps, adaptation_lr: of "maml" and "fomaml", which leaves out second derivatives.
         test_episodes: how many new tasks "test_accuracy" is a mean over, the same at each evaluation. On their support
-            a new head is fitted, prototypes are taken or x is adapted, as the objective has it.
+            a new head is fitted (shared or not: y is of training tasks), prototypes are taken or x is adapted, as the
+            objective has it.
         seed: of the partition, the tasks, the starting point and the test episodes.
     """
     counts = {"tasks": tasks, "shot": shot, "adaptation_steps": adaptation_steps, "test_episodes": test_episodes}
@@ -89,10 +96,15 @@ def few_shot(
     require(is_count(way) and way >= 2, "way", way, "a whole number, at least 2")
     for field, value in (("adaptation_lr", adaptation_lr), ("ridge", ridge)):
         require(is_number(value) and value > 0, field, value, "a positive number")
-    require(isinstance(hidden, Sequence), "hidden", hidden, "a list of widths, e.g. [16]")
+    for field, widths in (("hidden", hidden), ("head_hidden", head_hidden)):
+        require(isinstance(widths, Sequence), field, widths, "a list of widths, e.g. [16]")
+    require(all(map(is_count, head_hidden)), "head_hidden", head_hidden, "positive widths, or empty for linear heads")
     for field, got, allowed in (("network", network, NETWORKS), ("objective", objective, OBJECTIVES)):
         if got not in allowed:
             raise unknown(field, got, allowed)
+    require(not head_hidden or objective != "protonet", "head_hidden", head_hidden, "empty: 'protonet' has no head")
+    require(isinstance(shared, bool), "shared", shared, "True or False")
+    require(not shared or objective in ("bilevel", "joint"), "shared", shared, "for 'bilevel' and 'joint' alone")
     require(is_number(holdout) and 0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
     found = held_out_characters(load_characters(data), holdout, seed) if holdout else load_characters(data)
     part = "validation" if holdout else "test"
@@ -105,16 +117,17 @@ def few_shot(
     require(way <= len(found.test.images), "way", way, f"at most {len(found.test.images)}, the {part} characters")
 
     net = NETWORKS[network](found.train.images.shape[2:], tuple(hidden), way)
-    backbone, head = net.init(jax.random.key(seed))
+    backbone, last = net.init(jax.random.key(seed))
+    head, head_structure = head_of(last, net.structure.y, head_hidden, seed)
     features = bounded(_standardising(net, found))
     setting = Setting(
         features=features,
         ridge=ridge,
-        tasks=clients * tasks,
+        tasks=None if shared else clients * tasks,
         adapt=adapted(features, adaptation_lr, adaptation_steps, objective == "fomaml"),
-        structure=net.structure,
+        structure=Structure(net.structure.x, head_structure),
         backbone=backbone,
-        head=jax.tree.map(jnp.zeros_like, head),
+        head=head,
         test=draw_episodes(found.test.images, test_episodes, way, shot, asked, seed),
     )
     problem, x0, y0, accuracy = OBJECTIVES[objective](setting)
@@ -136,21 +149,26 @@ class Setting(NamedTuple):
 
     features: Features
     ridge: float
-    tasks: int  # of all clients
+    tasks: int | None  # of all clients; None: they share a head
     adapt: Adapt
     structure: Structure  # of the backbone and one head
     backbone: PyTree
-    head: PyTree  # of zeros
+    head: PyTree  # where every head begins
     test: Episodes
 
     @property
     def heads(self) -> PyTree:
-        """Return a head for each task: leaves (tasks, …)."""
-        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (self.tasks, *leaf.shape)), self.head)
+        """Return a head for each task, leaves (tasks, …), or the one that they share."""
+        ahead = () if self.tasks is None else (self.tasks,)
+        return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*ahead, *leaf.shape)), self.head)
 
     @property
     def structure_of_heads(self) -> PyTree:
-        return jax.tree.map(lambda words: f"_ {words}", self.structure.y)
+        return jax.tree.map(lambda words: words if self.tasks is None else f"_ {words}", self.structure.y)
+
+    def of_tasks(self, y: PyTree, batch: dict[str, Array]) -> PyTree:
+        """Return the heads of a batch's tasks, leaves (B, …), or, with leaves (1, …), the one that they share."""
+        return jax.tree.map(lambda leaf: leaf[None] if self.tasks is None else leaf[batch["task"]], y)
 
 
 Made = tuple[Problem, PyTree, PyTree, Callable[[PyTree, PyTree], Array]]
@@ -159,10 +177,10 @@ Made = tuple[Problem, PyTree, PyTree, Callable[[PyTree, PyTree], Array]]
 
 def _bilevel(setting: Setting) -> Made:
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
-        return heads_loss(setting.features, x, _of_tasks(y, batch), batch["image"])
+        return heads_loss(setting.features, x, setting.of_tasks(y, batch), batch["image"])
 
     def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
-        heads = _of_tasks(y, batch)
+        heads = setting.of_tasks(y, batch)
         return heads_loss(setting.features, x, heads, batch["image"]) + _penalty(setting, heads)
 
     problem = Bilevel(outer, inner, structure=Structure(setting.structure.x, setting.structure_of_heads))
@@ -171,18 +189,13 @@ def _bilevel(setting: Setting) -> Made:
 
 def _joint(setting: Setting) -> Made:
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
-        heads = _of_tasks(x[1], batch)
+        heads = setting.of_tasks(x[1], batch)
         outer, inner = (heads_loss(setting.features, x[0], heads, batch[part]) for part in ("query", "support"))
         return (outer + inner + _penalty(setting, heads)) / 2
 
     problem = SingleLevel(loss, structure=Structure(x=(setting.structure.x, setting.structure_of_heads)))
     accuracy = _accuracy_of_new_heads(setting)
     return problem, (setting.backbone, setting.heads), None, lambda x, y: accuracy(x[0], y)
-
-
-def _of_tasks(y: PyTree, batch: dict[str, Array]) -> PyTree:
-    """Return the heads of a batch's tasks: leaves (B, …)."""
-    return jax.tree.map(lambda leaf: leaf[batch["task"]], y)
 
 
 def _penalty(setting: Setting, heads: PyTree) -> Array:
@@ -192,8 +205,8 @@ def _penalty(setting: Setting, heads: PyTree) -> Array:
 
 def _accuracy_of_new_heads(setting: Setting) -> Callable[[PyTree, PyTree], Array]:
     def logits(x: PyTree, support: Array, query: Array) -> Array:
-        head = fitted_head(support, setting.ridge)
-        return query.reshape(-1, query.shape[-1]) @ head["weight"] + head["bias"]
+        fit = descended_head if "hidden" in setting.head else fitted_head
+        return head_logits(fit(support, setting.head, setting.ridge), query.reshape(-1, query.shape[-1]))
 
     return episode_accuracy(setting.test, logits, setting.features)
 
@@ -329,11 +342,34 @@ def labels_of(way: int, each: int) -> Array:
     return jnp.repeat(jnp.arange(way), each)
 
 
+def head_of(last: PyTree, words: PyTree, hidden: Sequence[int], seed: int) -> tuple[PyTree, PyTree]:
+    """Return where a head begins and its structure: drawn hidden layers below a last one of zeros.
+
+    With zeros in all layers only the last bias would have a gradient: a saddle, which no descent leaves.
+    """
+    widths = [last["weight"].shape[0], *hidden]
+    groups = [words["weight"].split()[0], *(f"head{i + 1}" for i in range(len(hidden)))]
+    head: dict[str, Any] = {"weight": jnp.zeros((widths[-1], len(last["bias"]))), "bias": jnp.zeros_like(last["bias"])}
+    structure = networks.head(groups[-1])
+    if hidden:
+        keys = jax.random.split(jax.random.fold_in(jax.random.key(seed), 1), len(hidden))
+        sides = zip(keys, itertools.pairwise(widths), strict=True)
+        head["hidden"] = [networks.dense(key, into, out) for key, (into, out) in sides]
+        structure["hidden"] = [{"weight": f"{into} {out}", "bias": out} for into, out in itertools.pairwise(groups)]
+    return head, structure
+
+
+def head_logits(head: PyTree, found: Array) -> Array:
+    """Compute the logits of features, (…, n, width), under a head; under B heads, with leaves (B, …), if … is B."""
+    for layer in head.get("hidden", ()):
+        found = jax.nn.relu(found @ layer["weight"] + layer["bias"][..., None, :])
+    return found @ head["weight"] + head["bias"][..., None, :]
+
+
 def heads_loss(features: Features, x: PyTree, heads: PyTree, images: Array) -> Array:
-    """Compute the mean cross entropy of B tasks under their heads, {"weight": (B, width, way), "bias": (B, way)}."""
+    """Compute the mean cross entropy of B tasks under their heads, leaves (B, …), or under one with leaves (1, …)."""
     tasks, way, each = images.shape[:3]
-    found = features(x, images).reshape(tasks, way * each, -1)
-    logits = found @ heads["weight"] + heads["bias"][:, None]
+    logits = head_logits(heads, features(x, images).reshape(tasks, way * each, -1))
     return cross_entropy(logits.reshape(-1, way), jnp.tile(labels_of(way, each), tasks))
 
 
@@ -354,8 +390,7 @@ def plain_loss(features: Features, x: tuple[PyTree, PyTree], images: Array) -> A
 def plain_logits(features: Features, x: tuple[PyTree, PyTree], images: Array) -> Array:
     """Compute the logits of an episode's images under the head in x, (way·n, way)."""
     backbone, head = x
-    found = features(backbone, images.reshape(-1, *images.shape[2:]))
-    return found @ head["weight"] + head["bias"]
+    return head_logits(head, features(backbone, images.reshape(-1, *images.shape[2:])))
 
 
 def adapted(features: Features, lr: float, steps: int, first_order: bool) -> Adapt:
@@ -378,28 +413,48 @@ def adapted(features: Features, lr: float, steps: int, first_order: bool) -> Ada
     return adapt
 
 
-def fitted_head(support: Array, ridge: float) -> dict[str, Array]:
-    """Fit the head on (way, shot, width) features that minimises mean cross entropy + ridge·‖head‖².
+def fitted_head(support: Array, start: PyTree, ridge: float) -> PyTree:
+    """Fit the linear head on (way, shot, width) features that minimises mean cross entropy + ridge·‖head‖².
 
-    By accelerated gradient steps from 0 (Nesterov's for strong convexity μ = 2·ridge and smoothness L, of which
+    By accelerated gradient steps (Nesterov's for strong convexity μ = 2·ridge and smoothness L, of which
     ½‖[φ 1][φ 1]ᵀ‖/n + 2·ridge is a bound: softmax's Hessian is at most ½).
     """
-    way, shot, width = support.shape
-    flat, labels = support.reshape(-1, width), labels_of(way, shot)
+    flat = support.reshape(-1, support.shape[-1])
     smoothness = 0.5 * jnp.linalg.norm(flat @ flat.T + 1) / len(flat) + 2 * ridge
     root = jnp.sqrt(2 * ridge / smoothness)
     momentum = (1 - root) / (1 + root)
-
-    def loss(head: dict[str, Array]) -> Array:
-        return cross_entropy(flat @ head["weight"] + head["bias"], labels) + ridge * optax.tree.vdot(head, head)
+    loss = support_loss(support, ridge)
 
     def step(_: int, pair: Any) -> Any:
         head, ahead = pair
         new = optax.tree.add_scale(ahead, -1 / smoothness, jax.grad(loss)(ahead))
         return new, optax.tree.add_scale(new, momentum, optax.tree.sub(new, head))
 
-    zero = {"weight": jnp.zeros((width, way), flat.dtype), "bias": jnp.zeros(way, flat.dtype)}
-    return lax.fori_loop(0, HEAD_STEPS, step, (zero, zero))[0]
+    return lax.fori_loop(0, HEAD_STEPS, step, (start, start))[0]
+
+
+def descended_head(support: Array, start: PyTree, ridge: float) -> PyTree:
+    """Lower the same loss of a head with hidden layers by gradient steps from `start`.
+
+    A step that lowers it by half of what its slope promises, or more, is taken, and the next is half as long again; any
+    other is not, and the next is half as long.
+    """
+    loss = support_loss(support, ridge)
+
+    def step(_: int, pair: Any) -> Any:
+        head, size = pair
+        value, slope = jax.value_and_grad(loss)(head)
+        new = optax.tree.add_scale(head, -size, slope)
+        lower = loss(new) <= value - size / 2 * optax.tree.vdot(slope, slope)
+        return jax.tree.map(lambda a, b: jnp.where(lower, a, b), (new, 1.5 * size), (head, size / 2))
+
+    return lax.fori_loop(0, HEAD_STEPS, step, (start, jnp.ones((), support.dtype)))[0]
+
+
+def support_loss(support: Array, ridge: float) -> Callable[[PyTree], Array]:
+    """Return the mean cross entropy on (way, shot, width) features + ridge·‖head‖², of a head."""
+    flat, labels = support.reshape(-1, support.shape[-1]), labels_of(*support.shape[:2])
+    return lambda head: cross_entropy(head_logits(head, flat), labels) + ridge * optax.tree.vdot(head, head)
 
 
 def episode_accuracy(
