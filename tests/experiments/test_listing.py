@@ -87,7 +87,7 @@ def test_a_list_has_every_name_and_its_first_line(kind: str, known: dict) -> Non
         ("dual pruning", "rabo", 1),  # and rafbo, of the same file
         ("pruning Dual", "rabo", 1),
         ("FedIHGP", "fednest", 2),  # its two relatives; it stands in what FedNest itself costs
-        ("fiarse", "submodels.policy=importance", 0),
+        ("fiarse", "submodels.policy=weights", 0),
         ("heterofl", "submodels.policy=static", 0),
         ("fedrolex", "submodels.policy=rolling", 0),
         ("hypergradient", "fedmbo", None),  # in its first line, as in that of fednest, which comes later

@@ -38,6 +38,7 @@ RABO = fb.RABO(
     batch_size=3,
 )
 RANDOM = fb.Submodels(RABO, policy="random")
+WEIGHTS = fb.Submodels(RABO, policy="weights")
 start = partial(two_layers.start, INPUTS)
 
 
@@ -76,8 +77,8 @@ def over(response, log=None, **terms):
 
 @pytest.mark.parametrize(
     ("algorithm", "cohort"),
-    [(IMPORTANCE, None), pytest.param(RANDOM, 4, marks=pytest.mark.slow)],
-    ids=["importance", "random units"],
+    [(IMPORTANCE, None), *(pytest.param(method, 4, marks=pytest.mark.slow) for method in (RANDOM, WEIGHTS))],
+    ids=["importance", "random units", "weights"],
 )
 def test_agrees_with_local(algorithm, cohort, tmp_path):
     """In float64, 1e-12: see tests/engines/test_agreement.py. Coverage and bytes are columns of the history."""

@@ -32,6 +32,7 @@ from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.own import as_client, check_own
 from fedbilevel.core.problem import Bilevel, Problem
 from fedbilevel.core.tree import PyTree
+from fedbilevel.core.weights import PlacedWeights
 
 F = TypeVar("F", bound=Callable[..., Any])
 ALGORITHMS: dict[str, type[Algorithm]] = {}
@@ -260,6 +261,8 @@ class Algorithm(Part):
             raise unknown(f"phase of {self.label}", name, self.phases)
         phase, client = as_client(self, client.own).phases[name], replace(client, batch_size=self.batch_size)
         checked = partial(reply_of, f"{self.label}.{name}", phase)
+        if isinstance(message, PlacedWeights):
+            client, message = replace(client, problem=message.on_whole_models(client.problem)), message.content
         if client.problem.local is None:
             return checked(client, message, key)
         return local_x.run(checked, takes_and_gives(phase), self.allows.local_x, client, message, key)

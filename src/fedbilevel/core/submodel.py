@@ -3,14 +3,21 @@
 A unit is what can leave a model as a whole: a hidden neuron, or a channel, with all its weights. A `Structure` says
 which axes of which arrays of x and y run over the units of which group. A policy chooses the units that a client holds:
 
-importance   the units that weigh most: the largest sums of squares of all that would leave with a unit (RABO; after
-             FIARSE, Wu et al., NeurIPS 2024, which does so weight by weight)
-static       the first units, always the same (HeteroFL: Diao, Ding, Tarokh, ICLR 2021)
-rolling      a window that moves on by one unit each round (FedRolex: Alam et al., NeurIPS 2022)
+importance   the units that weigh most: the largest sums of squares of all that would leave with a unit (RABO)
+weights      no units, but the single weights of largest magnitude, the others being 0 (FIARSE: Wu et al., NeurIPS 2024;
+             what departs: core/weights.py)
+static       the first units, always the same (HeteroFL: Diao, Ding, Tarokh, ICLR 2021; without its division of features
+             by the capacity, its static batch normalisation and its masked cross-entropy)
+rolling      a window that moves on by one unit each round and wraps around (FedRolex: Alam et al., NeurIPS 2022; its
+             program has these three additions too)
 random       drawn anew by each client in each round; `fixed`: once
 covered      the units in segments of as many as a client holds, dealt out to the clients of a capacity, so that each
-             unit is held by as many of them as possible (the coverage of Zhou et al., NeurIPS 2023); each round deals
-             every group of units anew, so that in time every weight between two groups is held; `fixed`: once
+             unit is held by as many of them as possible; each round deals every group of units anew, so that in time
+             every weight between two groups is held; `fixed`: once. A choice of ours for OAP (Zhou et al., NeurIPS
+             2023), whose theorems are for arbitrary masks and the least coverage; not a mask of its experiments
+
+Numbers of units are rounded to the nearest, where HeteroFL and FedRolex round up; means are by p_i, where HeteroFL
+counts clients alike.
 
 Every method takes these policies but ADBO, SDBO, FISM, IR-IG, IRG and BiFISTA: `Submodels(method, policy=…)`, --set
 submodels.policy=…; see docs/how-to/submodels.md.
@@ -34,9 +41,9 @@ from fedbilevel.core.tree import PyTree
 
 WHOLE, NUMBER = "whole", "number"
 Pruned = Literal["both", "x", "y"]
-Units = Mapping[str, Array]
-"""By group, the units that a client holds: (kept,) indices, ascending."""
-Policy = Literal["importance", "static", "rolling", "random", "covered"]
+Units = Mapping[str, Any]
+"""By group, the units that a client holds: (kept,) indices, ascending; with the policy "weights", `HeldWeights`."""
+Policy = Literal["importance", "weights", "static", "rolling", "random", "covered"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,6 +72,13 @@ class ClientSlot(NamedTuple):
     id: Array | int
     rank: Array | int  # its number among the clients of its capacity
     peers: int  # how many these are
+
+
+class HeldWeights(NamedTuple):
+    """The weights that a client holds of x, or of y."""
+
+    places: Array  # (kept,) ascending, among all that can be cut
+    least: Array  # the least magnitude of these
 
 
 class Axis(NamedTuple):
@@ -115,6 +129,14 @@ class UnitLayout:
                     f"{0.5 / size:.3g}, or the layer wider"
                 )
         return kept
+
+    def shapes_of(self, kept: Mapping[str, int]) -> Units:
+        """Make the shapes of the units of a client that holds so many of each group."""
+        return {group: jax.ShapeDtypeStruct((count,), jnp.int32) for group, count in kept.items()}
+
+    def sent(self, kinds: PyTree, message: PyTree, units: Units) -> PyTree:
+        """Cut a message, which has besides what the client must know of its units, if anything."""
+        return self.cut(kinds, message, units)
 
     def cut(self, kinds: PyTree, tree: PyTree, units: Units) -> PyTree:
         """Cut the submodel's part out of `tree`; `kinds`, a prefix of it, says what is like x, like y, or whole."""
@@ -229,9 +251,10 @@ class UnitPolicy:
     """How units are chosen; of no effect where the clients have no capacities.
 
     Args:
-        policy: "importance" keeps the units of largest weights, "static" the first ones, "rolling" a window that moves
-            on by one unit each round, "random" units that each client draws for itself. "covered" deals the units out
-            in segments, so that as many clients as possible hold each.
+        policy: "importance" keeps the units of largest weights, "weights" the largest weights whatever their unit,
+            "static" the first units, "rolling" a window that moves on by one unit each round, "random" units that each
+            client draws for itself. "covered" deals the units out in segments, so that as many clients as possible
+            hold each.
         pruned: "both", "x" or "y": whose units may be left out; with "x" groups of units that reach into y stay whole.
         fixed: of "random" and "covered": the same units in every round.
         min_coverage: of "covered": deal each segment but the first to exactly so many clients of a capacity, and the
@@ -259,17 +282,17 @@ class UnitPolicy:
     @property
     def alike(self) -> bool:
         """Whether all clients of the same capacity hold the same units."""
-        return self.policy in ("importance", "static", "rolling")
+        return self.policy in ("importance", "weights", "static", "rolling")
 
     def units(
         self, unit_layout: UnitLayout, kept: Mapping[str, int], importance: Mapping[str, Array], holder: ClientSlot
     ) -> Units:
         """Choose the units that a client holds, `kept` of them in each group."""
         key = holder.key if self.fixed else jax.random.fold_in(holder.key, holder.round)
-        chosen = {}
+        chosen: dict[str, Any] = {}
         for number, (group, count) in enumerate(sorted(kept.items())):
             own_key, size = jax.random.fold_in(key, number), unit_layout.sizes[group]
-            if self.policy == "importance":
+            if self.policy in ("importance", "weights"):
                 some = jnp.argsort(-importance[group], stable=True)[:count]
             elif self.policy == "static":
                 some = jnp.arange(count)
@@ -280,6 +303,8 @@ class UnitPolicy:
             else:
                 some = self.segment(size, count, own_key, holder)
             chosen[group] = jnp.sort(some.astype(jnp.int32))
+            if self.policy == "weights":
+                chosen[group] = HeldWeights(chosen[group], importance[group][some[-1]])
         return chosen
 
     def segment(self, size: int, count: int, key: Array, holder: ClientSlot) -> Array:

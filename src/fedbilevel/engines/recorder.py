@@ -204,8 +204,8 @@ def flops_of_calls(
             enter(name, message, exchange.state)
         for unit_layout, sizes in cut:
             takes, _ = takes_and_gives(algorithm.phases[name])
-            units = {group: jax.ShapeDtypeStruct((size,), jnp.int32) for group, size in sizes.items()}
-            enter(name, jax.eval_shape(partial(unit_layout.cut, takes), message, units), exchange.state)
+            units = unit_layout.shapes_of(sizes)
+            enter(name, jax.eval_shape(partial(unit_layout.sent, takes), message, units), exchange.state)
     return costs
 
 

@@ -107,7 +107,7 @@ class ReferenceFed:
             return message, lambda sums: sums
         (takes, gives), layout = takes_and_gives(phase), self.submodels.unit_layout
         units = self.units(self.submodels, i)
-        return layout.cut(takes, message, units), lambda sums: put_back(layout, gives, sums, units)
+        return layout.sent(takes, message, units), lambda sums: put_back(layout, gives, sums, units)
 
     def units(self, submodels: RoundSubmodels, i: int) -> Units:
         """List the units that client i holds in this round."""

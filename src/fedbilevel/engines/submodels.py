@@ -17,9 +17,10 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require
 from fedbilevel.core.facts import No
-from fedbilevel.core.problem import Problem, check_losses
+from fedbilevel.core.problem import Problem, SingleLevel, check_losses
 from fedbilevel.core.submodel import ClientSlot, UnitLayout, Units
 from fedbilevel.core.tree import PyTree
+from fedbilevel.core.weights import WeightLayout
 from fedbilevel.engines.costs import RoundCosts, Sums
 from fedbilevel.machinery.kept import kept
 
@@ -88,6 +89,8 @@ class SubmodelPlan:
         stateless = not algorithm.asks.asynchronous and algorithm.client_state(problem, x, y) is None
         require(stateless, "Clients.capacity", "given", f"None: with these fields {name} keeps whole models on clients")
         unit_layout = UnitLayout.of(problem.structure, x, y, policy.pruned)
+        if policy.policy == "weights":
+            unit_layout = WeightLayout.over(unit_layout, x, y, biased=isinstance(problem, SingleLevel))
         if weak and not unit_layout.sizes:
             reach = "" if policy.pruned == "both" else f", as pruned = {policy.pruned!r} leaves it"
             text = "Clients.capacity is given, but the structure has no group of units to cut"
@@ -120,7 +123,9 @@ def _check_cut(
     y: PyTree,
 ) -> None:
     """Trace both losses on a submodel: a structure that says too little leaves arrays that do not fit together."""
-    units = {group: jax.ShapeDtypeStruct((count,), jnp.int32) for group, count in of_class.items()}
+    if isinstance(unit_layout, WeightLayout):  # its losses are those of the whole model
+        return
+    units = unit_layout.shapes_of(of_class)
     small_x, small_y = jax.eval_shape(partial(unit_layout.cut, ("x", "y")), (x, y), units)
     try:
         check_losses(problem, small_x, small_y, *clients.examples())

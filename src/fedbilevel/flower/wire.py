@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -320,15 +320,14 @@ class Contract:
         units."""
         if kept == unit_layout.sizes:
             return self
-        units = {group: jnp.arange(count, dtype=jnp.int32) for group, count in kept.items()}
-
-        def small(kinds: PyTree, tree: PyTree) -> PyTree:
-            return shapes(jax.eval_shape(lambda tree: unit_layout.cut(kinds, tree, units), tree))
+        units = unit_layout.shapes_of(kept)
 
         calls: dict[str, CallSignature] = {}
         for call in self.calls.values():
             takes, gives = takes_and_gives(self.algorithm.phases[call.phase])
-            call = call._replace(message=small(takes, call.message), update=small(gives, call.update))
+            message = shapes(jax.eval_shape(partial(unit_layout.sent, takes), call.message, units))
+            update = shapes(jax.eval_shape(partial(unit_layout.cut, gives), call.update, units))
+            call = call._replace(message=message, update=update)
             calls[call.name] = call
         return replace(self, calls=calls, units=kept)
 

@@ -162,7 +162,7 @@ class LocalFed:
         if submodels is not None:
             takes, gives = takes_and_gives(phase)
             same = submodels.units(number)
-            small = submodels.unit_layout.cut(takes, message, same) if submodels.alike else None
+            small = submodels.unit_layout.sent(takes, message, same) if submodels.alike else None
 
         def contribute(member: Members, state: PyTree) -> tuple[Sums, tuple[PyTree, Any]]:
             if submodels is None:
@@ -171,7 +171,7 @@ class LocalFed:
                 part = small
             else:
                 units = submodels.units(number, member.id, member.rank)
-                part = submodels.unit_layout.cut(takes, message, units)
+                part = submodels.unit_layout.sent(takes, message, units)
             sums, kept = self.question(phase, part, key)[1](member, state)
             if submodels is not None:
                 shapes[:] = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (part, sums.update))

@@ -183,7 +183,7 @@ class SubmodelPrograms:
 
     def __init__(self, unit_layout: UnitLayout) -> None:
         def cut(phase: Phase, message: PyTree, units: Units) -> PyTree:
-            return unit_layout.cut(takes_and_gives(phase)[0], message, units)
+            return unit_layout.sent(takes_and_gives(phase)[0], message, units)
 
         def put_back(phase: Phase, sums: Sums, units: Units) -> Sums:
             return submodels.put_back(unit_layout, takes_and_gives(phase)[1], sums, units)
