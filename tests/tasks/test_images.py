@@ -123,6 +123,27 @@ def test_weights_of_classes_are_a_softmax_over_the_training_loss():
     assert float(moved) == pytest.approx(by_hand, rel=1e-12)
 
 
+def test_the_printed_loss_of_both_levels():
+    """RABO's section V-B: f is g's loss on other samples, each class's cross-entropies times a weight that is x's own.
+    At the same y f is t times itself where all weights are multiplied by t, and falls with them below 0."""
+    task = loss_tuning(class_weights=True, normalised=False, outer="vs")
+    batch, raw = task.clients.outer.row(0), np.linspace(0.5, 2, 10)
+    x = {"scale": np.linspace(-2, 2, 10), "shift": np.linspace(1, -1, 10), "weight": raw}
+    logits = network(*task.y0, batch["image"]) / (1 + np.exp(-x["scale"])) + x["shift"]
+    by_hand = np.mean(raw[batch["label"]] * cross_entropies(logits, batch["label"]))
+    f = task.problem.outer
+    assert float(f(x, task.y0, batch)) == pytest.approx(by_hand, rel=1e-12)
+    for factor in (0.5, 0.0, -1.0):
+        assert float(f({**x, "weight": factor * raw}, task.y0, batch)) == pytest.approx(factor * by_hand, rel=1e-12)
+    plain = loss_tuning(outer="vs")  # weights start at 1
+    at_start = [float(one.problem.outer(one.x0, one.y0, batch)) for one in (task, plain)]
+    assert at_start[0] == pytest.approx(at_start[1], rel=1e-12)
+    with pytest.raises(fb.errors.ConfigurationError, match=r"normalised = False .* True without class_weights"):
+        loss_tuning(normalised=False)
+    with pytest.raises(fb.errors.ConfigurationError, match="did you mean 'balanced'"):
+        loss_tuning(outer="balance")
+
+
 def test_training_accuracy_is_measured_on_drawn_training_images():
     """All training digits: the count of NumPy; fewer: the same ones at every call; held-out ones are none of it."""
     digits = load("digits").standardised()

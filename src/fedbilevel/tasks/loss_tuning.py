@@ -7,13 +7,16 @@ an image of class c, the clients' training and validation samples see
 
 The first is the vector-scaling loss (Kini et al., NeurIPS 2021): Δ scales logits by factors in (0, 1), ℓ moves them. It
 starts as plain cross-entropy of halved logits, sigmoid(0) being ½, which is the loss "without tuning": to train with
-that alone, give x a vanishing step size. RABO's loss (Li et al., section V-B) has a weight of each class besides; here
-the weights are a softmax, since any loss could be made small by small weights. f does not depend on x directly; its
-weights make it the mean over classes of their validation losses.
+that alone, give x a vanishing step size. f does not depend on x directly; its weights make it the mean over classes of
+their validation losses.
+
+RABO (Li et al., section V-B) has g's loss as f too, with free weights of classes in both: `outer="vs"`,
+`class_weights=True`, `normalised=False`. This f is linear in the weights: at the same y it vanishes with them, and has
+no least value. The printed e^(Δz) + ℓ is read as e^(Δz + ℓ), sigmoid(Δ) for Δ.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +25,7 @@ import optax
 from jax import Array
 
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
@@ -32,6 +35,7 @@ from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import load_images
 from fedbilevel.tasks.task import Task
 
+OuterLoss = Literal["balanced", "vs"]
 ATTEMPTS = 100  # splits drawn before a class counts as too small to be split
 
 
@@ -48,6 +52,8 @@ def loss_tuning(
     holdout: float = 0.0,
     ridge: float = 5e-4,
     class_weights: bool = False,
+    normalised: bool = True,
+    outer: OuterLoss = "balanced",
     seed: int = 0,
 ) -> Task:
     """Thin a labelled image set to a long tail, split it over clients, and their shares into training and validation.
@@ -58,6 +64,8 @@ def loss_tuning(
         validation: the share of each client's samples that goes to the outer loss.
         ridge: the inner loss has ridge·‖y‖² added.
         class_weights: give x a weight of each class, too: C·softmax(x["weight"]), which start at 1 and have mean 1.
+        normalised: False makes x["weight"] itself the weights; they start at 1.
+        outer: the validation samples' loss: "balanced", or "vs", the inner one without its ridge, which sees x.
         data, network, hidden, clients, partition_by, partition_options, holdout, seed: see hyper_representation.
 
     Raises:
@@ -65,6 +73,9 @@ def loss_tuning(
     """
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
     require(ridge >= 0, "ridge", ridge, "at least 0")
+    require(class_weights or normalised, "normalised", normalised, "True without class_weights")
+    if outer not in get_args(OuterLoss):
+        raise unknown("outer", outer, get_args(OuterLoss))
     images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
     model = images.model  # alone: losses, which a series keeps, hold no images
     parts = images.dealt(clients, partition_by, partition_options, seed)
@@ -72,23 +83,30 @@ def loss_tuning(
     population = Clients(images.rows(valid), images.rows(train))
     balance = jnp.asarray(balancing_weights(population, images.data.classes))
 
-    def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
+    def balanced(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         label = batch["label"]
         return networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), label, balance[label])
 
-    def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
+    def shaped(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         logits = model.logits(y[0], y[1], batch["image"]) * jax.nn.sigmoid(x["scale"]) + x["shift"]
-        weight = classes * jax.nn.softmax(x["weight"])[batch["label"]] if class_weights else 1.0
-        return networks.cross_entropy(logits, batch["label"], weight) + ridge * optax.tree.vdot(y, y)
+        weights = jnp.ones(classes)
+        if class_weights:
+            weights = classes * jax.nn.softmax(x["weight"]) if normalised else x["weight"]
+        return networks.cross_entropy(logits, batch["label"], weights[batch["label"]])
+
+    def inner(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
+        return shaped(x, y, batch) + ridge * optax.tree.vdot(y, y)
 
     each_class = images.class_accuracies()
     classes = images.data.classes
     none = jnp.zeros(classes)
     return Task(
         name="loss_tuning",
-        problem=Bilevel(outer=outer, inner=inner, structure=Structure(y=model.whole_structure)),
+        problem=Bilevel(
+            outer=shaped if outer == "vs" else balanced, inner=inner, structure=Structure(y=model.whole_structure)
+        ),
         clients=population,
-        x0={"scale": none, "shift": none, **({"weight": none} if class_weights else {})},
+        x0={"scale": none, "shift": none, **({"weight": none if normalised else none + 1} if class_weights else {})},
         y0=model.init(jax.random.key(seed)),
         metrics={f"balanced_{images.part}_accuracy": lambda x, y: jnp.mean(each_class(*y))},
         metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(y[0], y[1], batch)},
