@@ -135,6 +135,14 @@ ON_A_SLICE = {
 }
 
 
+def saddle(x, y, batch):
+    return outer(x, y, batch) - jnp.sum(y["weight"] ** 2)
+
+
+def magnitudes(*leaves):
+    return np.sort(np.abs(np.concatenate([np.ravel(leaf) for leaf in leaves])))[::-1]
+
+
 @pytest.mark.parametrize("name", first_alone(ON_A_SLICE))
 def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
     """Everyone holds the first half of the units: their part is that of the sliced problem, trained whole, and no
@@ -142,7 +150,7 @@ def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
     half, algorithm, (x, y) = HIDDEN // 2, ON_A_SLICE[name], start()
     problem = BILEVEL
     if name == "FedAvgS":
-        problem = fb.Minimax(lambda x, y, batch: outer(x, y, batch) - jnp.sum(y["weight"] ** 2), structure=STRUCTURE)
+        problem = fb.Minimax(saddle, structure=STRUCTURE)
     rows = [{"input": rows["input"][:4], "target": rows["target"][:4]} for rows in ROWS]
     both = (rows,) if name == "FedAvgS" else (rows, rows)
 
@@ -160,6 +168,33 @@ def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
         np.testing.assert_allclose(held[0], whole[key], rtol=1e-12, atol=1e-14)
         np.testing.assert_array_equal(held[1], rest[1])
         assert np.max(np.abs(held[0] - rest[0])) > 1e-6
+
+
+@pytest.mark.parametrize("name", first_alone(ON_A_SLICE))
+def test_where_all_hold_the_same_weights_it_is_the_method_on_the_masked_problem(name):
+    """A round on whole arrays, of losses that see them masked, from where the masks leave what is held."""
+    algorithm, (x, y) = ON_A_SLICE[name], start()
+    halves = magnitudes(*x.values())[23], magnitudes(*y.values())[7]
+    m, n = (
+        {leaf: jnp.abs(value) >= least for leaf, value in part.items()}
+        for part, least in zip((x, y), halves, strict=True)
+    )
+
+    def masked(loss):
+        return lambda x, y, batch: loss(jax.tree.map(jnp.multiply, x, m), jax.tree.map(jnp.multiply, y, n), batch)
+
+    def problem(change):
+        if name == "FedAvgS":
+            return fb.Minimax(change(saddle), structure=STRUCTURE)
+        return fb.Bilevel(change(outer), change(inner), structure=STRUCTURE)
+
+    both = (ROWS,) if name == "FedAvgS" else (ROWS, ROWS)
+    half, whole = (fb.Clients(*both, weights=(1, 2, 3), capacity=capacity) for capacity in (np.full(3, 0.5), None))
+    cut = fb.solve(fb.Submodels(algorithm, policy="weights"), problem(lambda loss: loss), half, x, y, rounds=1)
+    want = fb.solve(algorithm, problem(masked), whole, x, y, rounds=1)
+    for got, wanted, before in zip(everything(cut), everything(want), jax.tree.leaves((x, y)), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-12, atol=1e-14)
+        assert np.max(np.abs(got - before)) > 1e-6
 
 
 ONE_STEP = fb.SimFBO(local_steps=1, batch_size=None)
@@ -191,10 +226,6 @@ def test_an_entry_moves_by_the_mean_over_those_who_hold_it(one_round):
     ):
         for name in into:
             np.testing.assert_allclose(got[name], before[name] - lr * into[name] / count[name], rtol=1e-12)
-
-
-def magnitudes(*leaves):
-    return np.sort(np.abs(np.concatenate([np.ravel(leaf) for leaf in leaves])))[::-1]
 
 
 def test_fiarse_is_its_algorithm_1():
