@@ -1,10 +1,11 @@
 """Submodels weight by weight: of all that can be cut a client holds the weights of largest magnitude, the others being
 zero for it (FIARSE: Wu et al., NeurIPS 2024, arXiv:2407.19389, algorithm 1).
 
-The threshold θ is that of all of x together, and of all of y: on a single-level problem the whole model's, which is the
-paper's default (a layer's own is its variant). What a client gets of x is the vector of the weights that it holds, with
-a bit for each weight of the whole, held or not, and θ; it replies with such a vector. Bytes count these. Operations are
-those of the whole model, since zeros make no dense product faster.
+A capacity is a share of the weights, where with units, of which both ends of a weight must be held, it is about its
+square in deep networks. The threshold θ is that of all of x together, and of all of y: on a single-level problem the
+whole model's, which is the paper's default (a layer's own is its variant). What a client gets of x is the vector of the
+weights that it holds, with a bit for each weight of the whole, held or not, and θ; it replies with such a vector. Bytes
+count these. Operations are those of the whole model, since zeros make no dense product faster.
 
 On a single-level problem a client's gradient is the paper's threshold-controlled biased one (TCB-GD),
 

@@ -36,7 +36,7 @@ class FlowerFed:
     absent from that exchange.
 
     With submodels each client is sent its part of the message, and an entry is averaged over the clients that hold it.
-    The server alone knows which units these are: a client sees arrays of its own size.
+    The server alone knows which units these are: a client sees arrays of its own size; of single weights, their places.
 
     Args:
         algorithm: with the hyperparameters of this round.
