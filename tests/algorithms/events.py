@@ -60,16 +60,17 @@ class Federation:
             table[i] = queue[i][1:]
             self.handed_in[kind, i] = number
             del self.at_work[i]
-        self.now, self.exchanges[kind] = end, number + 1
+        self.now = end
+        return self.mean(kind, number, table, answer(0))
+
+    def mean(self, kind, number, table, like):
+        """Of everyone's last answers, 0 before the first; and their mean delay."""
+        self.exchanges[kind] = number + 1
         weight = {i: self.members[i][0] for i in range(len(self.times))}
-        known = sum(weight[i] for i in table)
-        mean = [sum(weight[i] * u[k] for i, (_, u) in table.items()) / known for k in range(len(u_of(table)))]
+        known = sum(weight[i] for i in table) or 1.0
+        mean = [sum((weight[i] * u[k] for i, (_, u) in table.items()), 0 * of) / known for k, of in enumerate(like)]
         delay = sum(p * (number - (table[i][0] if i in table else -1)) for i, p in weight.items())
         return mean, delay
-
-
-def u_of(table):
-    return next(iter(table.values()))[1]
 
 
 def mean_of_local_gradients(g, x, y, steps, lr):
@@ -82,7 +83,7 @@ def mean_of_local_gradients(g, x, y, steps, lr):
 
 
 def afbo(task, algorithm, rounds, n, times, work, absent=()):
-    """(x, y, v) after so many rounds, and the delays and the time after each."""
+    """(x, y, v) after so many rounds, and the delays and the time after each; `work`: E_i, or E_i^{t,k}."""
     fed, told = Federation(task, times, absent), []
     x, y, v = np.zeros(task.x0.shape), np.zeros(task.y0.shape), np.zeros(task.y0.shape)
     c, wait = 0.0, None
@@ -94,14 +95,17 @@ def afbo(task, algorithm, rounds, n, times, work, absent=()):
         solver = algorithm.hypergradient.solver
         return neumann(matrix, solver.step, np.broadcast_to(solver.terms, len(times))[i]) @ b
 
-    for _ in range(rounds):
-        for _ in range(algorithm.inner.rounds):
+    inner_rounds = algorithm.inner.rounds
+    work = np.broadcast_to(work, (rounds, inner_rounds, len(times)))
+    beta = np.broadcast_to(algorithm.inner.lr, inner_rounds)
+    for t in range(rounds):
+        for k in range(inner_rounds):
 
-            def inner(i, x=x, y=y):
-                return [mean_of_local_gradients(fed.members[i][2], x, y, work[i], algorithm.inner.client_lr)]
+            def inner(i, x=x, y=y, steps=work[t, k]):
+                return [mean_of_local_gradients(fed.members[i][2], x, y, steps[i], algorithm.inner.client_lr)]
 
             (g,), inner_delay = fed.sum_first(n, "inner", inner, wait)
-            y = y - algorithm.inner.lr / (1 + c * inner_delay) * g
+            y = y - beta[k] / (1 + c * inner_delay) * g
 
         def outer(i, x=x, y=y, v=v):
             _, f, g = fed.members[i]

@@ -4,6 +4,7 @@ On the quadratic task: heterogeneous, weighted, full batches unless said otherwi
 """
 
 import warnings
+from dataclasses import replace
 
 import agreement
 import jax
@@ -43,6 +44,14 @@ AGREEMENT = {
         clock=fb.Clock(network=[1.0, 2.0, 0.5, 0.7, 3.0, 1.0, 1.0, 9.0], drift=0.5, period=4.0, availability=0.6),
         slow=True,
     ),
+    "AFBO, E and β by inner round": agreement.Case(
+        fb.Asynchronous(
+            fb.AFBO(batch_size=4, inner=fb.parts.MeanGradient(rounds=2, lr=(0.5, 0.2))), wait_for=3, max_staleness=2
+        ),
+        work=np.random.default_rng(0).integers(1, 5, (2, 2, 8)),
+        own={"inner.client_lr": lambda round, client, key, k: 0.01 * (1 + k) + 0.1 * jax.random.uniform(key)},
+        clock=fb.Clock(spread=0.7, stragglers=2),
+    ),
     "AFBO, waiting for all": agreement.Case(
         fb.AFBO(
             batch_size=4,
@@ -55,6 +64,7 @@ AGREEMENT = {
 
 WORK = np.array([1, 2, 3, 1, 2])
 TIMES = (1.0137, 1.7291, 0.6113, 7.3471, 2.1193)  # seconds from question to answer
+BY_K = np.random.default_rng(0).integers(1, 4, (12, 2, 5))  # E_i^{t,k}
 STEP = 0.6  # of Neumann series
 TERMS = (4, 1, 7, 2, 3)  # N_i
 
@@ -69,7 +79,7 @@ def series(terms=4, **fields):
 
 
 LOCAL, GLOBAL = method(series()), method(fb.parts.SystemSteps(lr=0.4))
-CASES = {  # algorithm, rounds, clients that are never there
+CASES = {  # algorithm, clients that are never there; E
     "local": (fb.Asynchronous(LOCAL, wait_for=2), ()),
     "local, each its own N_i": (fb.Asynchronous(method(series(TERMS)), wait_for=2), ()),
     "global, penalty, bounded": (fb.Asynchronous(GLOBAL, wait_for=1, max_staleness=3, delay_penalty=0.5), ()),
@@ -77,6 +87,7 @@ CASES = {  # algorithm, rounds, clients that are never there
     "local, waiting for all": (LOCAL, ()),
     "local, all are first": (fb.Asynchronous(LOCAL, wait_for=5), ()),
     "global, waiting for all": (GLOBAL, ()),
+    "local, E and β by k": (fb.Asynchronous(method(series(), lr=(0.7, 0.3)), wait_for=2), (), BY_K),
 }
 
 
@@ -101,14 +112,15 @@ SLOW = {"local", "global, one never there", "local, waiting for all", "global, w
 )
 def test_equals_the_events_written_out(name, task):
     """Twelve rounds against tests/algorithms/events.py: iterates, delays and time."""
-    algorithm, absent = CASES[name]
+    algorithm, absent, work = (*CASES[name], WORK)[:3]
+    own = fb.Clients(task.clients.outer, task.clients.inner, weights=task.clients.weights, local_steps=work)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fb.errors.AbsenceWarning)
-        result = run(algorithm, task, 12, engine=fb.Local(clock=clock(absent)), eval_every=1)
+        result = run(algorithm, replace(task, clients=own), 12, engine=fb.Local(clock=clock(absent)), eval_every=1)
     n = algorithm.asks.first or len(TIMES)
     inside = algorithm.algorithm if algorithm.asks.asynchronous else algorithm
     state = result.state.inside if algorithm.asks.asynchronous else result.state
-    (x, y, v), told = afbo(task, algorithm, 12, n, TIMES, WORK, absent)
+    (x, y, v), told = afbo(task, algorithm, 12, n, TIMES, work, absent)
     np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
     if isinstance(inside.hypergradient, fb.parts.SystemSteps):
@@ -122,6 +134,15 @@ def test_equals_the_events_written_out(name, task):
         assert not any(name.startswith("delay") for name in result.history.rows[-1])
     if absent:  # who never answers grows older by 1 each exchange, and all else has a bounded age
         assert delays[-1, 1] - delays[-7, 1] == pytest.approx(6 * sum(task.clients.weights[i] for i in absent), abs=1.5)
+
+
+def test_local_steps_by_inner_round_are_counted_exactly(task):
+    """Beside the local steps nothing depends on them."""
+    steps, spent = [np.ones_like(BY_K), BY_K], []
+    for work in steps:
+        clients = fb.Clients(task.clients.outer, task.clients.inner, local_steps=work)
+        spent.append(run(LOCAL, replace(task, clients=clients), 12).ledger.gradients)
+    assert spent[1] - spent[0] == BY_K.sum() - BY_K.size
 
 
 @pytest.fixture(scope="module")
@@ -181,6 +202,12 @@ def test_the_random_length_gives_the_series_on_average(task):
     ("make", "words"),
     [
         (lambda: fb.AFBO(hypergradient=fb.parts.Implicit()), "it must be LocalImplicit(…) or SystemSteps(…)"),
+        (
+            lambda: fb.parts.MeanGradient(rounds=2, lr=[0.1, 0.2, 0.3]),
+            "MeanGradient.lr = (0.1, 0.2, 0.3) is not allowed: it must be a number, or 2 of them, one for each inner",
+        ),
+        (lambda: fb.parts.MeanGradient(rounds=2, lr=[0.1, 0]), "MeanGradient.lr[1] = 0 is not allowed"),
+        (lambda: fb.parts.MeanGradient(rounds=lambda t: 1, lr=[0.1]), "a number, since `rounds` is a function"),
         (lambda: series([3, 0]), "Neumann.terms = [3, 0] is not allowed: it must be a positive integer, or one for"),
         (lambda: series([]), "Neumann.terms = []"),
         (
@@ -206,3 +233,15 @@ def test_wrong_fields(make, words):
 def test_what_does_not_fit_the_clients(algorithm, words, task):
     with pytest.raises(fb.errors.ConfigurationError, match=words):
         run(algorithm, task, 1)
+
+
+def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):
+    """β_{t,k}: a schedule for each k gives what the same steps give as numbers, in each of three rounds."""
+    by_both = method(series(), lr=(0.7, lambda round: 0.1 + 0.2 * round))
+    at_once = run(by_both, task, 3)
+    x, y = task.x0, task.y0
+    for t in range(3):
+        one = run(method(series(), lr=(0.7, 0.1 + 0.2 * t)), replace(task, x0=x, y0=y), 1)
+        x, y = one.x, one.y
+    np.testing.assert_allclose(at_once.y, y, rtol=1e-12)
+    np.testing.assert_allclose(at_once.x, x, rtol=1e-12)

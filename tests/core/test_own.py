@@ -29,6 +29,9 @@ def numbers(given, round=1, key=KEY):
         ([5, 6, 7], [7, 5]),
         (np.array([[1, 2, 3], [5, 6, 7]]), [7, 5]),
         (lambda round, client, key: 10 * round + client, [12, 10]),
+        (np.arange(12).reshape(2, 2, 3), [8, 6]),
+        (lambda round, client, key, k: 100 * k + 10 * round + client, [12, 10]),
+        (lambda round, client, key, shift=100: shift + client, [102, 100]),
     ],
 )
 def test_each_form_gives_what_it_says(given, expected):
@@ -62,6 +65,16 @@ def test_two_names_are_drawn_apart():
     assert len({float(column[0]) for column in found.values()}) == 3
 
 
+def test_numbers_of_inner_rounds_are_apart():
+    """Of the second of two rounds: tables give the row of k, and keys differ with k, the client and the round."""
+    table, draw = np.arange(12).reshape(2, 2, 3), lambda round, client, key, k: jax.random.uniform(key)
+    own, drawn = {"n": read("n", table, CLIENTS)}, {"n": read("n", draw, CLIENTS)}
+    for k in (0, 1):
+        assert numbers_of(own, KEY, jnp.asarray(1), IDS, k)["n"].tolist() == table[1, k, IDS].tolist()
+    found = [numbers_of(drawn, KEY, jnp.asarray(1), IDS, k)["n"].tolist() for k in (0, 1)]
+    assert len({*found[0], *found[1]}) == 4
+
+
 def test_a_method_has_the_numbers_in_its_fields():
     changed = as_client(fb.SimFBO(local_optimizer=Mixed()), {"client_lr.y": 0.3, "local_optimizer.pull": 0.2})
     assert (changed.client_lr.y, changed.client_lr.x, changed.local_optimizer.pull) == (0.3, 0.01, 0.2)
@@ -73,7 +86,8 @@ def test_a_method_has_the_numbers_in_its_fields():
     [
         (
             [1, 2],
-            r"own\['n'\] = \[1, 2\] is not allowed: it must be of shape \(\), \(3,\) or \(rounds, 3\), got \(2,\)",
+            r"own\['n'\] = \[1, 2\] is not allowed: it must be of shape \(\), \(3,\), \(rounds, 3\) or "
+            r"\(rounds, inner rounds, 3\), got \(2,\)",
         ),
         ([1, np.nan, 2], "a number, one for each client"),
         ([1, 2**32 + 2, 1], "a number, one for each client"),
@@ -105,6 +119,22 @@ def test_what_is_none_of_the_forms_is_refused(given, words):
         ),
         (fb.SimFBO(), {"local_steps": lambda round, client, key: 1.5 + client}, r"= 1.5 .* a positive integer"),
         (fb.SimFBO(), {"client_lr.x": lambda round, client, key: 0.1 - 0.01 * round}, r"in round 10, of client 0"),
+        (
+            fb.Asynchronous(fb.AFBO(inner=MeanGradient(rounds=4)), wait_for=2),
+            {"local_steps": lambda round, client, key, k: 3 - k},
+            r"round 0, inner round 3, of client 0 = 0",
+        ),
+        (fb.SimFBO(), {"local_steps": np.ones((1, 2, 3), int)}, r"SimFBO has no `inner.rounds`"),
+        (
+            fb.Asynchronous(fb.AFBO(inner=MeanGradient(rounds=4)), wait_for=2),
+            {"local_steps": np.ones((5, 2, 3), int)},
+            r"'local_steps'\] = 'of shape \(5, 2, 3\)' .* \(5, 4, M\): Asynchronous makes 4 inner rounds in a round",
+        ),
+        (
+            fb.AFBO(inner=MeanGradient(rounds=lambda round: 1 + round // 2)),
+            {"local_steps": np.ones((5, 2, 3), int)},
+            r"\(5, 3, M\)",
+        ),
     ],
 )
 def test_a_method_refuses_what_its_field_would(method, own, words):

@@ -49,7 +49,7 @@ def test_every_call_of_a_round_is_in_it(name):
 
     class Noting:
         def __init__(self):
-            self.problem, self.sampled = problem, False
+            self.problem, self.sampled, self.repetition = problem, False, 0
 
         def mean(self, phase, message, key, *, unbiased=False, fresh=None):
             asked = now.phase_name(phase), layout(jax.tree.map(jnp.asarray, message))

@@ -35,6 +35,12 @@ CASES = {
         },
         None,
     ),
+    "AFBO, steps by inner round": (
+        fb.AFBO(batch_size=4, inner=fb.parts.MeanGradient(rounds=2, lr=(0.5, 0.2))),
+        "equal",
+        {"local_steps": np.arange(30).reshape(3, 2, 5) % 4 + 1},
+        None,
+    ),
     "FedMBO, fresh cohorts": (
         fb.FedMBO(
             inner=fb.parts.LocalSGD(rounds=2),

@@ -43,6 +43,7 @@ test_local_x.py and tests/engines/test_agreement.py.
 from typing import ClassVar
 
 import jax
+import jax.numpy as jnp
 import optax
 from jax import Array
 
@@ -53,6 +54,7 @@ from fedbilevel.algorithms.parts.nested import Nested, State
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive
+from fedbilevel.core.errors import is_count, require
 from fedbilevel.core.facts import Allows, Facts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
@@ -64,16 +66,23 @@ class MeanGradient(InnerRounds):
 
     Args:
         client_lr: η, a client's step.
-        lr: β, the server's step.
+        lr: β, the server's step; a number, or one for each of the inner rounds.
     """
 
     kind: ClassVar[str] = "mean-gradient"
 
     client_lr: float = positive(default=0.01, own=True)
-    lr: float = positive(default=0.5)
+    lr: float | tuple[float, ...] = positive(default=0.5, several=True)
+
+    def validate(self) -> None:
+        if isinstance(self.lr, tuple):
+            each = f"or {self.rounds} of them, one for each inner round"
+            allowed = f"a number, {each if is_count(self.rounds) else 'since `rounds` is a function'}"
+            require(len(self.lr) == self.rounds, "MeanGradient.lr", self.lr, allowed)
 
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        return move(y, -self.lr, fed.mean(self.gradients, (x, y), key, unbiased=True))
+        lr = jnp.asarray(self.lr)[fed.repetition] if isinstance(self.lr, tuple) else self.lr
+        return move(y, -lr, fed.mean(self.gradients, (x, y), key, unbiased=True))
 
     @phase(takes=("x", "y"), gives="y")
     def gradients(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:

@@ -138,8 +138,9 @@ class Clients(Shown):
         outer_sizes: (M,) true numbers of samples in `outer`, where its arrays are stacked and padded at the end.
         inner_sizes: (M,) true numbers of samples in `inner`, where its arrays are stacked and padded at the end.
         local_steps: how many local steps a client makes: None (the algorithm's own number), a number, (M,) numbers, one
-            for each client, (T, M), one for each round and client, (low, high), or {"low": …, "high": …}: drawn
-            uniformly, both included, for each client and round; or a function (round, client, key) of JAX's operations.
+            for each client, (T, M), one for each round and client, (T, K, M), one for each inner round, too, (low,
+            high), or {"low": …, "high": …}: drawn uniformly, both included, for each client and round; or a function
+            (round, client, key) of JAX's operations, or (round, client, key, k) with the number of the inner round.
         own: other numbers of the method that are a client's own, by the path of the method's field, each in one of
             these forms: `{"outer_steps": [1, 5], "client_lr.x": (0.01, 0.1)}`.
         capacity: the share of the model's units that clients can hold, above 0 and up to 1: a number, (M,), one for
@@ -359,7 +360,7 @@ def read_capacity(where: str, count: int, capacity: Any) -> np.ndarray | None:
     values = read(where, list(capacity) if isinstance(capacity, tuple) else capacity, count, allowed)
     assert isinstance(values, Given)
     c = np.asarray(values.values, float)
-    require(bool(np.all((c > 0) & (c <= 1))), where, capacity, allowed)
+    require(c.ndim <= 2 and bool(np.all((c > 0) & (c <= 1))), where, capacity, allowed)
     return np.full(count, c) if c.ndim == 0 else c
 
 

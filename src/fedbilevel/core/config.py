@@ -82,10 +82,16 @@ def step_sizes(*, default: XYV, own: bool = False) -> Any:
     return dataclasses.field(default=default, metadata={"prepare": _prepare_step_sizes, "own": own})
 
 
-def positive(*, default: float | None, optional: bool = False, own: bool = False) -> Any:
-    """A field that must be a positive number or a schedule, or, if `optional`, None; infinity is allowed."""
+def positive(*, default: float | None, optional: bool = False, own: bool = False, several: bool = False) -> Any:
+    """A field that must be a positive number or a schedule, or, if `optional`, None; infinity is allowed.
+
+    `several`: it may be a list of these, kept as a tuple.
+    """
 
     def prepare(name: str, value: Any) -> Any:
+        value = value.tolist() if several and isinstance(value, np.ndarray) else value
+        if several and isinstance(value, list | tuple) and value:
+            return tuple(_prepare_number(f"{name}[{place}]", one) for place, one in enumerate(value))
         allowed = "a positive number, a schedule or None" if optional else "a positive number or a schedule"
         return None if optional and value is None else _prepare_number(name, value, allowed=allowed)
 
@@ -155,6 +161,8 @@ def at(configuration: Any, round: Array | int) -> Any:
             return value.function(round)
         if isinstance(value, XYV):
             return XYV(*map(value_at, value))
+        if type(value) is tuple:
+            return tuple(map(value_at, value))
         return at(value, round) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
 
     changed = copy.copy(configuration)
@@ -167,6 +175,8 @@ def schedules(configuration: Any, within: str = "") -> Iterator[tuple[str, Sched
     """List the schedules of a configuration and of those in its fields, by path."""
     for name, value in field_values(configuration).items():
         sizes = {f".{part}": size for part, size in value._asdict().items()} if isinstance(value, XYV) else {"": value}
+        if type(value) is tuple:
+            sizes = {f"[{place}]": size for place, size in enumerate(value)}
         yield from ((f"{within}{name}{part}", size) for part, size in sizes.items() if isinstance(size, Schedule))
         if dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
             yield from schedules(value, f"{within}{name}.")

@@ -53,6 +53,11 @@ class Fed(Protocol):
     sampled: bool
     """Whether a round asks a cohort that is drawn, and not everyone."""
 
+    @property
+    def repetition(self) -> int | Array:
+        """Return the number of the repetition within the innermost `repeat`; outside 0."""
+        ...
+
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:

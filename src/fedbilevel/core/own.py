@@ -5,9 +5,13 @@ They differ from client to client, from round to round, or both. Each is given a
     a number                              the same for every client and round
     (M,) numbers                          one for each client
     (T, M) numbers                        one for each round and client; a run then has at most T rounds
+    (T, K, M) numbers                     one for each round, inner round and client
     (low, high) or {"low": …, "high": …}  drawn uniformly for each client and round, both included; of two whole
                                           numbers whole ones
     a function (round, client, key)       of JAX's operations, compiled with the rounds; the key is that client's own
+    a function (round, client, key, k)    the same for each inner round k, with keys of their own
+
+Inner rounds are counted within `Fed.repeat`; outside k is 0.
 
 A method's field may be a client's own where its maker says so: `positive(default=0.1, own=True)`. A phase then finds
 the client's number in the method's field, and knows no table.
@@ -16,6 +20,7 @@ the client's number in the method's field, and knows no table.
 from __future__ import annotations
 
 import copy
+import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
@@ -27,6 +32,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.card import span
+from fedbilevel.core.config import Schedule
 from fedbilevel.core.errors import ConfigurationError, refuse_together, require, require_count, unknown
 from fedbilevel.core.tree import XYV
 from fedbilevel.machinery.threefry import uniform_below
@@ -38,19 +44,26 @@ LARGEST = 2.0**31
 PROBES = 0, 1, 10, 100
 """Rounds in which rules are looked at before a run."""
 FORMS = "a number, one for each client, one for each round and client, (low, high), or a function"
+AXES = "", ", one for each client", ", one for each round and client", ", one for each round, inner round and client"
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Given:
-    """Numbers that were given: of shape (), (M,) or (T, M)."""
+    """Numbers that were given: of shape (), (M,), (T, M) or (T, K, M)."""
 
     values: Any
 
-    def at(self, round: Array | int, client: Array | int, key: Array) -> Array:
+    def at(self, round: Array | int, client: Array | int, key: Array, k: Array | int = 0) -> Array:
         """Look up the number of a client in a round."""
         values = jnp.asarray(self.values)
-        return values[(round, client)[2 - values.ndim :]] if values.ndim else values
+        places = (round, k, client) if self.by_k else (round, client)[2 - values.ndim :]
+        return values[places] if values.ndim else values
+
+    @property
+    def by_k(self) -> bool:
+        """Whether they differ between the inner rounds of a round."""
+        return np.ndim(self.values) == 3
 
     @property
     def ends(self) -> tuple[Any, ...]:
@@ -60,11 +73,10 @@ class Given:
     @property
     def rounds(self) -> int | None:
         """For how many rounds there are numbers; None: for any."""
-        return len(self.values) if np.ndim(self.values) == 2 else None
+        return len(self.values) if np.ndim(self.values) >= 2 else None
 
     def __str__(self) -> str:
-        per = ("", ", one for each client", ", one for each round and client")
-        return span(self.values, ",.4g") + per[np.ndim(self.values)]
+        return span(self.values, ",.4g") + AXES[np.ndim(self.values)]
 
 
 @jax.tree_util.register_dataclass
@@ -75,14 +87,14 @@ class Drawn:
     low: Any
     high: Any
 
-    rounds = None
+    rounds, by_k = None, False
 
     @property
     def ends(self) -> tuple[Any, ...]:
         """The smallest and the largest number."""
         return self.low, self.high
 
-    def at(self, round: Array | int, client: Array | int, key: Array) -> Array:
+    def at(self, round: Array | int, client: Array | int, key: Array, k: Array | int = 0) -> Array:
         """Draw the number of a client in a round."""
         if jnp.issubdtype(jnp.result_type(self.low), jnp.integer):
             return self.low + uniform_below(key, self.high + 1 - self.low)
@@ -97,12 +109,22 @@ class Drawn:
 class Computed:
     """Numbers that a function computes."""
 
-    function: Callable[[Any, Any, Any], Any] = field(metadata={"static": True})
+    function: Callable[..., Any] = field(metadata={"static": True})
     rounds, ends = None, ()
 
-    def at(self, round: Array | int, client: Array | int, key: Array) -> Array:
+    def at(self, round: Array | int, client: Array | int, key: Array, k: Array | int = 0) -> Array:
         """Compute the number of a client in a round."""
-        return jnp.asarray(self.function(round, client, key))
+        return jnp.asarray(self.function(round, client, key, k) if self.by_k else self.function(round, client, key))
+
+    @property
+    def by_k(self) -> bool:
+        """Whether the function asks for the inner round: a fourth argument without a default."""
+        try:
+            arguments = inspect.signature(self.function).parameters.values()
+        except (TypeError, ValueError):  # of a function that is not written in Python
+            return False
+        in_order = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return sum(one.kind in in_order and one.default is one.empty for one in arguments) == 4
 
     def __str__(self) -> str:
         return f"as {getattr(self.function, '__name__', 'a function')} says"
@@ -133,22 +155,24 @@ def read(path: str, given: Any, count: int, allowed: str = FORMS) -> Values:
         pair = numbers.shape == (2,) and numbers[0] <= numbers[1]
         require(pair, path, given, "a pair (low, high) with low ≤ high; other numbers come in a list or an array")
         return Drawn(numbers[0], numbers[1])
-    shaped = numbers.ndim <= 2 and numbers.size > 0 and (numbers.ndim == 0 or numbers.shape[-1] == count)
-    require(shaped, path, given, f"of shape (), ({count},) or (rounds, {count}), got {numbers.shape}")
+    shaped = numbers.ndim <= 3 and numbers.size > 0 and (numbers.ndim == 0 or numbers.shape[-1] == count)
+    shapes = f"(), ({count},), (rounds, {count}) or (rounds, inner rounds, {count})"
+    require(shaped, path, given, f"of shape {shapes}, got {numbers.shape}")
     return Given(numbers)
 
 
 def _rule(path: str, function: Callable[..., Any]) -> Computed:
-    index, allowed = jax.ShapeDtypeStruct((), jnp.int32), "a function (round, client, key) that gives a number"
+    index, rule = jax.ShapeDtypeStruct((), jnp.int32), Computed(function)
+    allowed = "a function (round, client, key) that gives a number, or one (round, client, key, k)"
     try:
-        found = jax.eval_shape(lambda *arguments: jnp.asarray(function(*arguments)), index, index, jax.random.key(0))
+        found = jax.eval_shape(rule.at, index, index, jax.random.key(0), index)
     except Exception as error:  # whatever a function of the user raises
         raise ConfigurationError(
             f"calling it: {str(error).partition(chr(10))[0]}", path=path, got=function, allowed=allowed
         ) from error
     real = jnp.issubdtype(found.dtype, jnp.integer) or jnp.issubdtype(found.dtype, jnp.floating)
     require(found.shape == () and real, path, found, allowed)
-    return Computed(function)
+    return rule
 
 
 def check(path: str, values: Values, accept: Callable[[str, Any], Any]) -> None:
@@ -157,21 +181,51 @@ def check(path: str, values: Values, accept: Callable[[str, Any], Any]) -> None:
         accept(path, number.item())
 
 
-def check_rule(path: str, rule: Computed, accept: Callable[[str, Any], Any], clients: int) -> None:
-    """Refuse a rule that gives some of so many clients, in a round of PROBES, a number that `accept` does not take."""
+def check_rule(path: str, rule: Computed, accept: Callable[[str, Any], Any], clients: int, last: int = 0) -> None:
+    """Refuse a rule that gives some of so many clients, in a round of PROBES and its first or `last` inner round, a
+    number that `accept` does not take."""
     rounds, ids, keys = jnp.array(PROBES), jnp.arange(clients), jax.random.split(jax.random.key(0), clients)
-    found = np.asarray(jax.vmap(jax.vmap(rule.at, (None, 0, 0)), (0, None, None))(rounds, ids, keys))
-    for round, row in zip(PROBES, found, strict=True):
-        for client in (np.argmin(row), np.argmax(row)):
-            accept(f"{path} in round {round}, of client {client}", row[client].item())
+    probed = jax.vmap(jax.vmap(rule.at, (None, 0, 0, None)), (0, None, None, None))
+    for k in dict.fromkeys((0, last)) if rule.by_k else (0,):
+        within = f", inner round {k}" if rule.by_k else ""
+        for round, row in zip(PROBES, np.asarray(probed(rounds, ids, keys, k)), strict=True):
+            for client in (np.argmin(row), np.argmax(row)):
+                accept(f"{path} in round {round}{within}, of client {client}", row[client].item())
 
 
-def numbers_of(own: Mapping[str, Values], key: Array, round: Array | int, ids: Array) -> dict[str, Array]:
+def check_inner_rounds(path: str, values: Given, method: Any, most: int | None) -> None:
+    """Refuse a table by inner round that does not fit the number of these; None: the method has none."""
+    rounds, has, _ = np.shape(values.values)
+    got, name = f"of shape {np.shape(values.values)}", type(method).__name__
+    require(most is not None, path, got, f"one for each round and client: {name} has no `inner.rounds`")
+    require(has == most, path, got, f"of shape ({rounds}, {most}, M): {name} makes {most} inner rounds in a round")
+
+
+def inner_rounds(method: Any, rounds: int = 1) -> int | None:
+    """Return how many inner rounds some of so many rounds have at most; None of a method that has none."""
+    inside = [getattr(method, entry.name) for entry in fields(method) if entry.metadata.get("wrapped")]
+    if inside:
+        return inner_rounds(inside[0], rounds)
+    number: Any = getattr(getattr(method, "inner", None), "rounds", None)
+    if isinstance(number, Schedule):
+        number = np.max(jax.vmap(lambda round: jnp.asarray(number.function(round)))(jnp.arange(rounds)))
+    return None if number is None else int(number)
+
+
+def changing(own: Mapping[str, Values]) -> dict[str, Values]:
+    """Return those own numbers that differ between the inner rounds of a round."""
+    return {name: values for name, values in own.items() if values.by_k}
+
+
+def numbers_of(
+    own: Mapping[str, Values], key: Array, round: Array | int, ids: Array, k: Array | int = 0
+) -> dict[str, Array]:
     """Return the own numbers of some clients in a round, (P,) each, by name; `key` is the round's stream for them."""
 
     def each(name: str, values: Values) -> Array:
         stream = key if name == LOCAL_STEPS else jax.random.fold_in(key, zlib.crc32(name.encode()))
-        return jax.vmap(lambda id: values.at(round, id, jax.random.fold_in(stream, id)))(ids)
+        stream = jax.random.fold_in(stream, k) if values.by_k else stream
+        return jax.vmap(lambda id: values.at(round, id, jax.random.fold_in(stream, id), k))(ids)
 
     return {name: each(name, values) for name, values in own.items()}
 
@@ -212,7 +266,9 @@ def check_own(
                 raise unknown(f"number of a client's own in {type(method).__name__}", name, known)
             check(path_of(name), values, known[name])
             if isinstance(values, Computed):
-                check_rule(path_of(name), values, known[name], clients)
+                check_rule(path_of(name), values, known[name], clients, (inner_rounds(method) or 1) - 1)
+            elif isinstance(values, Given) and values.by_k:
+                check_inner_rounds(path_of(name), values, method, inner_rounds(method, len(values.values)))
         except ConfigurationError as error:
             wrong.append(error)
     refuse_together(wrong)

@@ -138,12 +138,14 @@ def _read(of: Any, value: Any, path: str, base: Any, wrong: Wrong) -> Any:
     if isinstance(value, Mapping):
         if dataclasses.is_dataclass(base) and not isinstance(base, type):  # of a class that no spec can name
             return changed(base, value, path, wrong)
-        if "schedule" in value and of in (float, XYV, Any):
+        if "schedule" in value and (of in (XYV, Any) or float in _options(of)):
             return _by_name(OptaxSchedule, "schedule", value, path)
         if of is XYV:
             return _step_sizes(value, path, base, wrong)
     if inspect.isclass(of) and issubclass(of, optax.GradientTransformation):
         return _optimizer(value, path, base)
+    if isinstance(value, list) and float in _options(of):
+        return tuple(_read(float, one, f"{path}[{place}]", None, wrong) for place, one in enumerate(value))
     return _tuples(value)
 
 

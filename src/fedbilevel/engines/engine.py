@@ -19,7 +19,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_init
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
-from fedbilevel.core.fed import Fed, LoopBody
+from fedbilevel.core.fed import LoopBody
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
@@ -117,13 +117,17 @@ def first_carry(
 
 
 def repeated(
-    fed: Fed, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
+    fed: Any, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
 ) -> PyTree:
-    """Run `Fed.repeat` in Python, for engines whose rounds are not compiled."""
+    """Run `Fed.repeat` in Python, for engines whose rounds are not compiled: clients get the repetition's numbers."""
+    outside = fed.repetition, fed.own
     for i in range(int(n)):
         if until is not None and until(carry):
             break
+        fed.repetition = i
+        fed.own = fed.cohort(fed.keys) if fed.renumbers else fed.own
         carry = body(fed, carry, jax.random.fold_in(key, i))
+    fed.repetition, fed.own = outside
     return carry
 
 

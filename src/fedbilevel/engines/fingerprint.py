@@ -21,7 +21,7 @@ from fedbilevel.core.config import Schedule, field_values, hyperparameters, sche
 from fedbilevel.core.metrics import directions
 from fedbilevel.core.own import Computed, Values
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import XYV, PyTree
+from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.multihost import ProcessGroup
 from fedbilevel.machinery.kept import BLOCKS, ROWS, WHOLE, bytes_of, description, of_array, of_program, short
@@ -101,7 +101,7 @@ def of_rules(own: Mapping[str, Values]) -> Hashes:
     rules = {name: values for name, values in own.items() if isinstance(values, Computed)}
     return {
         f"clients' rule for {name}": of_program(
-            jax.make_jaxpr(lambda *given, rule=rule: rule.at(*given))(0, 0, jax.random.key(0))
+            jax.make_jaxpr(lambda *given, rule=rule: rule.at(*given))(0, 0, jax.random.key(0), *[0] * rule.by_k)
         )
         for name, rule in rules.items()
     }
@@ -144,7 +144,7 @@ def method_key(algorithm: Algorithm) -> Hashable | None:
                 if _of_a_user(value):
                     return None
                 said += [entry.name, *_made_of(value)]
-            elif isinstance(value, XYV):
+            elif isinstance(value, tuple):
                 said += map(_of_number, jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, Schedule)))
     return short(*said), *map(type, parts)
 

@@ -101,6 +101,7 @@ class Recorder:
     examples: tuple[PyTree, PyTree]
     exchanges: list[RecordedExchange]
     sampled: bool = False
+    repetition: int = 0
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None

@@ -18,7 +18,7 @@ from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finit
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
 from fedbilevel.core.fed import Phase, Reply
-from fedbilevel.core.own import numbers_of
+from fedbilevel.core.own import changing, numbers_of
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
@@ -76,6 +76,7 @@ class ReferenceFed:
         self.round, self.states, self.now, self.queues = int(carry.round), carry.clients, carry.now, carry.queues
         self.problem = run.problem
         self.sampled = run.cohort.some(len(run.clients))
+        self.repetition, self.renumbers = 0, bool(changing(run.clients.own))
         self.own = self.cohort(keys)
         self.round_costs = empty_costs()
 
@@ -185,10 +186,10 @@ class ReferenceFed:
         return covered(self.round_costs, holders)
 
     def cohort(self, keys: RoundKeys) -> tuple[Array, list[dict[str, Array]]]:
-        """Draw the ids of a cohort, (P,), and each member's own numbers in the round."""
+        """Draw the ids of a cohort, (P,), and each member's own numbers in the repetition."""
         with jax.disable_jit(False):
             ids = self.run.cohort.draw(keys.cohort, len(self.run.clients))
-            numbers = numbers_of(self.run.clients.own, keys.own, keys.round, ids)
+            numbers = numbers_of(self.run.clients.own, keys.own, keys.round, ids, self.repetition)
         return ids, [{name: column[place] for name, column in numbers.items()} for place in range(len(ids))]
 
     def client(self, i: int, own: dict[str, Array], state: PyTree) -> Client:

@@ -267,7 +267,10 @@ def _own_numbers(table: Fields, algorithm: Any, wrong: Wrong) -> dict[str, Any]:
     found = {name: value for name, value in _by_path(table) if value not in (None, "none")}
     numbers, path_of = dict[str, Values](), "clients.{}".format
     for name, value in found.items():
-        clients = len(value[0] if isinstance(value[0], list) else value) if isinstance(value, list) and value else 1
+        row = value
+        while isinstance(row, list) and row and isinstance(row[0], list):
+            row = row[0]
+        clients = len(row) if isinstance(row, list) and row else 1
         try:
             if name == CAPACITY:
                 read_capacity(path_of(name), clients, value)

@@ -262,7 +262,7 @@ class LastRepliesFed:
 
     def __init__(self, fed: Fed, wrapper: Asynchronous, replies: dict[str, LastReplies]) -> None:
         self.fed, self.wrapper, self.replies = fed, wrapper, replies
-        self.problem, self.sampled = fed.problem, False
+        self.problem, self.sampled, self.repetition = fed.problem, False, fed.repetition
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None

@@ -86,9 +86,11 @@ class ProgramLayout:
         return Cohort(self.cohort, self.replacement)
 
 
-DrawMembers = Callable[[Array | int], tuple[Members, ...]]
-"""The number of a fresh cohort -> its members on this device, by class of capacity."""
+DrawMembers = Callable[[Array | int, Array | int], tuple[Members, ...]]
+"""The number of a fresh cohort, and of the repetition -> its members on this device, by class of capacity."""
 
+Renumber = Callable[[tuple[Members, ...], Array], tuple[Members, ...]]
+"""(members, the number of the repetition) -> the same with their own numbers in it."""
 
 ClientFunction = Callable[[Members, PyTree], tuple[Sums, PyTree]]
 """(a client, its state) -> its weighted reply and its next state."""
@@ -119,6 +121,8 @@ class LocalFed:
     underway: ExchangeState
     draw: DrawMembers
     submodels: RoundSubmodels | None
+    renumber: Renumber
+    repetition: Array | int = 0
 
     def __post_init__(self) -> None:
         self.sampled = self.layout.draws.some(self.layout.population)
@@ -127,7 +131,7 @@ class LocalFed:
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
-        classes = self.members if fresh is None else self.draw(fresh)
+        classes = self.members if fresh is None else self.draw(fresh, self.repetition)
         name = self.algorithm.phase_name(phase)
         sums, units, entries = [], [], []
         for number, members in enumerate(classes):
@@ -278,8 +282,8 @@ class LocalFed:
         self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
     ) -> PyTree:
         @partial(jax.jit, inline=True)  # traced once, for its costs' shapes; the loop takes up what that gives
-        def once(i: Array | int, carry: PyTree, underway: ExchangeState) -> tuple[PyTree, ExchangeState, RoundCosts]:
-            fed = replace(self, underway=underway)
+        def once(i: Array, carry: PyTree, underway: ExchangeState) -> tuple[PyTree, ExchangeState, RoundCosts]:
+            fed = replace(self, underway=underway, repetition=i, members=self.renumber(self.members, i))
             carry = body(fed, carry, jax.random.fold_in(key, i))
             return carry, fed.underway, fed.round_costs
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_round
 from fedbilevel.core.config import at
-from fedbilevel.core.own import Values, numbers_of
+from fedbilevel.core.own import Values, changing, numbers_of
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, rows_at
 from fedbilevel.engines.costs import RoundCosts, packed
@@ -175,8 +175,9 @@ class Rounds:
             algorithm = at(inputs.algorithm, keys.round)
             plan, x, y, draw = self.layout.submodel_plan, state.x, state.y, partial(self.fresh, keys, inputs)
             submodels = None if plan is None else RoundSubmodels(plan, algorithm, inputs.key, keys.round, x, y)
+            renumber, data, pace = partial(renumbered, keys, inputs), inputs.data, inputs.pace
             fed = LocalFed(
-                self.layout, self.problem, algorithm, inputs.data, inputs.pace, members, underway, draw, submodels
+                self.layout, self.problem, algorithm, data, pace, members, underway, draw, submodels, renumber
             )
             state = checked_round(algorithm, fed, state, keys.algorithm)
             return state, fed.underway, fed.total_costs()
@@ -208,9 +209,9 @@ class Rounds:
         carry = Carry(carry.round + 1, state, clients, underway.now, queues, carry.local_x)
         return carry, round_costs, jnp.stack(flags)
 
-    def fresh(self, keys: RoundKeys, inputs: ProgramInputs, number: Array | int) -> tuple[Members, ...]:
-        """Draw this device's share of the round's fresh cohort of that number."""
-        *_, members = self.cohort(keys.of_fresh(number), inputs, number + 1)
+    def fresh(self, keys: RoundKeys, inputs: ProgramInputs, number: Array | int, k: Array | int) -> tuple[Members, ...]:
+        """Draw this device's share of the round's fresh cohort of that number, in the k-th repetition."""
+        *_, members = self.cohort(keys.of_fresh(number), inputs, number + 1, k)
         if self.mesh is None:
             return members
         devices, mine = self.mesh.size, lax.axis_index(self.layout.axis)
@@ -222,7 +223,7 @@ class Rounds:
         return jax.tree.map(of_this_device, members)
 
     def cohort(
-        self, keys: RoundKeys, inputs: ProgramInputs, place: Array | int = 0
+        self, keys: RoundKeys, inputs: ProgramInputs, place: Array | int = 0, k: Array | int = 0
     ) -> tuple[Array, Any, tuple[Members, ...]]:
         """Draw a cohort.
 
@@ -237,7 +238,7 @@ class Rounds:
             members = rows_at(inputs.table, ids) if draws.some(self.layout.population) else inputs.table
         else:  # the cohort at `place` of those that the source gathered
             ids, members = jax.tree.map(lambda column: column[place], (inputs.ids, inputs.table))
-        members = members._replace(own=numbers_of(inputs.own, keys.own, keys.round, ids) or None)
+        members = members._replace(own=numbers_of(inputs.own, keys.own, keys.round, ids, k) or None)
         if self.layout.replacement:
             members = members._replace(place=jnp.arange(size))
         everyone = jnp.ones(size, jnp.result_type(float))  # where nobody is masked a constant: nothing is multiplied
@@ -278,6 +279,14 @@ class Rounds:
         taken = np.minimum(places, size - 1)  # gathered: XLA's partitioner loses track of concatenations
         members = jax.tree.map(lambda column: column[taken], members)
         return members._replace(counts=members.counts * (places < size))
+
+
+def renumbered(keys: RoundKeys, inputs: ProgramInputs, members: tuple[Members, ...], k: Array) -> tuple[Members, ...]:
+    """Give the members of the round's own cohort their own numbers in the k-th repetition."""
+    if not (own := changing(inputs.own)):
+        return members
+    now = [numbers_of(own, keys.own, keys.round, of_class.id, k) for of_class in members]
+    return tuple(of_class._replace(own=of_class.own | new) for of_class, new in zip(members, now, strict=True))
 
 
 def padded(tree: PyTree, extra: int) -> PyTree:

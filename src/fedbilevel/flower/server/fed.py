@@ -15,7 +15,7 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.fed import Phase, Reply
-from fedbilevel.core.own import OwnNumbers, numbers_of
+from fedbilevel.core.own import OwnNumbers, changing, numbers_of
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import costs
@@ -50,6 +50,7 @@ class FlowerFed:
         self.session, self.algorithm, self.round, self.keys, self.submodels = session, algorithm, round, keys, submodels
         self.problem, clients = session.problem, session.clients
         self.sampled = session.cohort < len(clients)
+        self.repetition, self.renumbers = 0, bool(changing(clients.own))
         self.own = self.cohort(keys)
         self.replied: set[int] = set()  # clients of the round's own cohort that have replied
         self.session.roster.refresh()
@@ -114,10 +115,11 @@ class FlowerFed:
     repeat = repeated
 
     def cohort(self, keys: RoundKeys) -> dict[int, OwnNumbers]:
-        """Draw clients by `keys` -> their own numbers in the round."""
+        """Draw clients by `keys` -> their own numbers in the repetition."""
         clients = self.session.clients
         ids = draw_cohort(keys.cohort, len(clients), self.session.cohort)
-        own = {name: column.tolist() for name, column in numbers_of(clients.own, keys.own, keys.round, ids).items()}
+        numbers = numbers_of(clients.own, keys.own, keys.round, ids, self.repetition)
+        own = {name: column.tolist() for name, column in numbers.items()}
         return {
             client: {name: column[place] for name, column in own.items()} for place, client in enumerate(ids.tolist())
         }
