@@ -14,7 +14,9 @@ TICK = 1e-4  # seconds: times are whole numbers of these, so that no rounding de
 class Federation:
     """Who works on what, and when it is done. Kinds of question are words; an answer is computed when it is asked."""
 
-    def __init__(self, task, times, absent=()):
+    def __init__(self, task, times, absent=(), arrivals=None):
+        """`arrivals`: rows of booleans, who answers in each exchange of any kind, each of which takes times[0]."""
+        self.arrivals, self.begun = arrivals, 0  # how many exchanges of any kind
         self.members, self.times = members(task), [round(t / TICK) for t in times]
         self.there = [i for i in range(len(times)) if i not in absent]
         self.now, self.at_work, self.early = 0, {}, []  # at_work: client -> (arrival, exchange, kind, answer)
@@ -29,6 +31,9 @@ class Federation:
         for _, i, when, u in [one for one in self.early if one[0] == kind]:
             table[i] = when, u
         self.early = [one for one in self.early if one[0] != kind]
+        if self.arrivals is not None:
+            self.deliver(kind, number, answer, table)
+            return self.mean(kind, number, table, answer(0))
         queue = {}  # who answers this question, or an earlier one of its kind: client -> (arrival, exchange, answer)
         fresh = {}  # who would be asked now or, done with another kind, later: client -> when
         for i in self.there:
@@ -63,6 +68,19 @@ class Federation:
         self.now = end
         return self.mean(kind, number, table, answer(0))
 
+    def deliver(self, kind, number, answer, table):
+        """Ask whoever is idle; whom the schedule names hands in what it works on, for its own kind."""
+        for i in set(self.there) - self.at_work.keys():
+            self.at_work[i] = None, number, kind, answer(i)
+        named, self.begun = self.arrivals[self.begun % len(self.arrivals)], self.begun + 1
+        for i in np.flatnonzero(named).tolist():
+            _, when, of, u = self.at_work.pop(i)
+            if of == kind:
+                table[i] = when, u
+            else:
+                self.early.append((of, i, when, u))
+        self.now += self.times[0]
+
     def mean(self, kind, number, table, like):
         """Of everyone's last answers, 0 before the first; and their mean delay."""
         self.exchanges[kind] = number + 1
@@ -82,9 +100,9 @@ def mean_of_local_gradients(g, x, y, steps, lr):
     return total / steps
 
 
-def afbo(task, algorithm, rounds, n, times, work, absent=()):
+def afbo(task, algorithm, rounds, n, times, work, absent=(), arrivals=None):
     """(x, y, v) after so many rounds, and the delays and the time after each; `work`: E_i, or E_i^{t,k}."""
-    fed, told = Federation(task, times, absent), []
+    fed, told = Federation(task, times, absent, arrivals), []
     x, y, v = np.zeros(task.x0.shape), np.zeros(task.y0.shape), np.zeros(task.y0.shape)
     c, wait = 0.0, None
     if isinstance(algorithm, fb.Asynchronous):

@@ -52,6 +52,10 @@ AGREEMENT = {
         own={"inner.client_lr": lambda round, client, key, k: 0.01 * (1 + k) + 0.1 * jax.random.uniform(key)},
         clock=fb.Clock(spread=0.7, stragglers=2),
     ),
+    "AFBO, arrivals drawn": agreement.Case(
+        fb.Asynchronous(fb.AFBO(batch_size=4, hypergradient=fb.parts.SystemSteps()), wait_for=1),
+        clock=fb.Clock(arrivals=lambda exchange, client, key: jax.random.bernoulli(key, 0.6)),
+    ),
     "AFBO, waiting for all": agreement.Case(
         fb.AFBO(
             batch_size=4,
@@ -65,6 +69,8 @@ AGREEMENT = {
 WORK = np.array([1, 2, 3, 1, 2])
 TIMES = (1.0137, 1.7291, 0.6113, 7.3471, 2.1193)  # seconds from question to answer
 BY_K = np.random.default_rng(0).integers(1, 4, (12, 2, 5))  # E_i^{t,k}
+ARRIVALS = np.random.default_rng(1).random((7, 5)) < 0.4  # of 7 exchanges, after which it begins again
+ARRIVALS[0] = False
 STEP = 0.6  # of Neumann series
 TERMS = (4, 1, 7, 2, 3)  # N_i
 
@@ -79,7 +85,7 @@ def series(terms=4, **fields):
 
 
 LOCAL, GLOBAL = method(series()), method(fb.parts.SystemSteps(lr=0.4))
-CASES = {  # algorithm, clients that are never there; E
+CASES = {  # algorithm, clients that are never there; E, who arrives
     "local": (fb.Asynchronous(LOCAL, wait_for=2), ()),
     "local, each its own N_i": (fb.Asynchronous(method(series(TERMS)), wait_for=2), ()),
     "global, penalty, bounded": (fb.Asynchronous(GLOBAL, wait_for=1, max_staleness=3, delay_penalty=0.5), ()),
@@ -87,7 +93,19 @@ CASES = {  # algorithm, clients that are never there; E
     "local, waiting for all": (LOCAL, ()),
     "local, all are first": (fb.Asynchronous(LOCAL, wait_for=5), ()),
     "global, waiting for all": (GLOBAL, ()),
+    "global, K = 1, by a schedule": (
+        fb.Asynchronous(method(fb.parts.SystemSteps(lr=0.4), rounds=1), wait_for=1),
+        (),
+        WORK,
+        ARRIVALS,
+    ),
     "local, E and β by k": (fb.Asynchronous(method(series(), lr=(0.7, 0.3)), wait_for=2), (), BY_K),
+    "global, E and β by k, by a schedule": (
+        fb.Asynchronous(method(fb.parts.SystemSteps(lr=0.4), lr=(0.7, 0.3)), wait_for=1, delay_penalty=0.1),
+        (),
+        BY_K,
+        ARRIVALS,
+    ),
 }
 
 
@@ -112,15 +130,16 @@ SLOW = {"local", "global, one never there", "local, waiting for all", "global, w
 )
 def test_equals_the_events_written_out(name, task):
     """Twelve rounds against tests/algorithms/events.py: iterates, delays and time."""
-    algorithm, absent, work = (*CASES[name], WORK)[:3]
+    algorithm, absent, work, arrivals = (*CASES[name], *(WORK, None)[len(CASES[name]) - 2 :])
+    there = clock(absent) if arrivals is None else fb.Clock(arrivals=arrivals, network=TIMES[0])
     own = fb.Clients(task.clients.outer, task.clients.inner, weights=task.clients.weights, local_steps=work)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fb.errors.AbsenceWarning)
-        result = run(algorithm, replace(task, clients=own), 12, engine=fb.Local(clock=clock(absent)), eval_every=1)
+        result = run(algorithm, replace(task, clients=own), 12, engine=fb.Local(clock=there), eval_every=1)
     n = algorithm.asks.first or len(TIMES)
     inside = algorithm.algorithm if algorithm.asks.asynchronous else algorithm
     state = result.state.inside if algorithm.asks.asynchronous else result.state
-    (x, y, v), told = afbo(task, algorithm, 12, n, TIMES, work, absent)
+    (x, y, v), told = afbo(task, algorithm, 12, n, TIMES, work, absent, arrivals)
     np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
     if isinstance(inside.hypergradient, fb.parts.SystemSteps):
@@ -233,6 +252,21 @@ def test_wrong_fields(make, words):
 def test_what_does_not_fit_the_clients(algorithm, words, task):
     with pytest.raises(fb.errors.ConfigurationError, match=words):
         run(algorithm, task, 1)
+
+
+@pytest.mark.parametrize("engine", [fb.Local, fb.Reference])
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        (fb.Asynchronous(GLOBAL, wait_for=2), "wait_for = 2 is not allowed: it must be 1 where Clock.arrivals"),
+        (fb.Asynchronous(GLOBAL, wait_for=1, max_staleness=3), "max_staleness = 3 .* None where Clock.arrivals"),
+        (GLOBAL, r"Clock.arrivals .* None with AFBO, which waits for everyone: for Asynchronous"),
+        (fb.ADBO(wait_for=1), r"Clock.arrivals .* waits for everyone in a phase"),
+    ],
+)
+def test_a_schedule_of_arrivals_refuses_what_contradicts_it(engine, algorithm, words, task):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
+        run(algorithm, task, 1, engine=engine(clock=fb.Clock(arrivals=ARRIVALS)))
 
 
 def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):

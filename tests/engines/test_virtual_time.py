@@ -71,6 +71,56 @@ def test_factors_are_log_normal_with_mean_one():
     assert abs(np.corrcoef(ticks, again)[0, 1]) < 4 / np.sqrt(1000)  # drawn anew for each exchange
 
 
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"arrivals": [[1, 0]]}, "Clock.arrivals = .* rows of booleans"),
+        ({"arrivals": [[True], [True, False]]}, "Clock.arrivals = .* rows of booleans"),
+        ({"arrivals": [[True, False]]}, r"Clock.arrivals = 'rows of 2' .* in rows of 3"),
+        ({"arrivals": lambda exchange, client, key: 1.0}, r"a function \(exchange, client, key\) that gives a boolean"),
+        ({"arrivals": [[True] * 3], "stragglers": 1}, "Clock.stragglers = 1 .* 0 with arrivals"),
+        ({"arrivals": [[True] * 3], "network": [1, 1, 2]}, "Clock.network = .* one number with arrivals"),
+    ],
+)
+def test_a_schedule_of_arrivals_that_cannot_be_is_refused(fields, words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
+        fb.Clock(**fields).pace(3)
+
+
+def test_arrivals_that_read_something_changed_are_noticed():
+    """A program is found by what its schedule computes; nobody's reply has been counted where nobody arrives."""
+    late, sent = [True], []
+    algorithm = fb.Asynchronous(fb.SimFBO(batch_size=None, local_steps=1), wait_for=1)
+    for late[0] in (True, False):
+        clock = fb.Clock(arrivals=lambda exchange, client, key: jnp.asarray(late[0]))
+        task = quadratic(clients=3)
+        run = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=2, engine=fb.Local(clock=clock))
+        sent.append(run.ledger.bytes_up)
+    assert sent[0] > 0 == sent[1]
+
+
+@pytest.mark.parametrize(
+    ("arrivals", "other", "words"),
+    [
+        ([[True, False, True], [False, True, False]], [[True, True, True]], "clock's arrivals"),
+        (lambda e, i, key: jax.random.bernoulli(key), lambda e, i, key: e % 3 == i, "different now: Clock.arrivals"),
+    ],
+)
+def test_a_run_by_a_schedule_goes_on_by_it_and_by_no_other(arrivals, other, words, tmp_path):
+    algorithm = fb.Asynchronous(fb.SimFBO(batch_size=None, local_steps=1), wait_for=1)
+    task = quadratic(clients=3)
+
+    def run(arrivals, rounds, **options):
+        start, engine = (task.x0, task.y0), fb.Local(clock=fb.Clock(arrivals=arrivals))
+        return fb.solve(algorithm, task.problem, task.clients, *start, rounds=rounds, engine=engine, **options)
+
+    file = tmp_path / "run"
+    run(arrivals, 3, checkpoint=file)
+    with pytest.raises(fb.errors.CheckpointError, match=words):
+        run(other, 6, checkpoint=file, resume=True)
+    np.testing.assert_array_equal(run(arrivals, 6, checkpoint=file, resume=True).x, run(arrivals, 6).x)
+
+
 def test_drift_lasts_for_a_period():
     pace = fb.Clock(drift=0.5, period=10.0).pace(1000)
     start = ClockState.start()

@@ -44,6 +44,14 @@ def test_a_spec_holds_the_clock(tmp_path) -> None:
     assert not spec.replace(clock=resolve({}).tables()["clock"] | {"seed": 3}).timed  # no draws: any seed is the same
 
 
+def test_a_spec_holds_a_schedule_of_arrivals() -> None:
+    settings = [*SMALL, "clock.arrivals=[[true, false, true, false], [false, true, true, false]]", "wait_for=1"]
+    spec = configure(task="quadratic", settings=settings)
+    assert spec.clock.arrivals == ((True, False, True, False), (False, True, True, False))
+    assert resolve(tomllib.loads(spec.to_toml())) == spec
+    assert build(spec).engine.clock == spec.clock
+
+
 def test_the_clock_reaches_the_engine_and_the_seed_the_clock() -> None:
     spec = seeded(configure(task="quadratic", settings=[*SMALL, *CLOCK]), 5)
     assert (spec.clock.seed, spec.run.seed, spec.task.fields["seed"]) == (5, 5, 5)

@@ -44,6 +44,7 @@ LARGEST = 2.0**31
 PROBES = 0, 1, 10, 100
 """Rounds in which rules are looked at before a run."""
 FORMS = "a number, one for each client, one for each round and client, (low, high), or a function"
+RULES = "a function (round, client, key) that gives a number, or one (round, client, key, k)"
 AXES = "", ", one for each client", ", one for each round and client", ", one for each round, inner round and client"
 
 
@@ -139,7 +140,7 @@ def read(path: str, given: Any, count: int, allowed: str = FORMS) -> Values:
     The method's field decides which numbers are allowed: see `check_own`.
     """
     if callable(given):
-        return _rule(path, given)
+        return read_rule(path, given)
     if isinstance(given, Mapping):
         require(set(given) == {"low", "high"}, path, given, "{low = …, high = …}, a list, or a number")
         given = given["low"], given["high"]
@@ -161,17 +162,18 @@ def read(path: str, given: Any, count: int, allowed: str = FORMS) -> Values:
     return Given(numbers)
 
 
-def _rule(path: str, function: Callable[..., Any]) -> Computed:
+def read_rule(path: str, function: Callable[..., Any], allowed: str = RULES, truths: bool = False) -> Computed:
+    """Read a function that gives numbers or, if so, `truths`; `path` and `allowed` are for messages."""
     index, rule = jax.ShapeDtypeStruct((), jnp.int32), Computed(function)
-    allowed = "a function (round, client, key) that gives a number, or one (round, client, key, k)"
     try:
         found = jax.eval_shape(rule.at, index, index, jax.random.key(0), index)
     except Exception as error:  # whatever a function of the user raises
         raise ConfigurationError(
             f"calling it: {str(error).partition(chr(10))[0]}", path=path, got=function, allowed=allowed
         ) from error
-    real = jnp.issubdtype(found.dtype, jnp.integer) or jnp.issubdtype(found.dtype, jnp.floating)
-    require(found.shape == () and real, path, found, allowed)
+    kinds = (jnp.bool_,) if truths else (jnp.integer, jnp.floating)
+    fits = found.shape == () and any(jnp.issubdtype(found.dtype, kind) for kind in kinds)
+    require(fits, path, found, allowed)
     return rule
 
 

@@ -27,7 +27,7 @@ from fedbilevel.engines.costs import RoundCosts
 from fedbilevel.engines.evaluation import PerClient, PerClientRow
 from fedbilevel.engines.in_flight import InFlight, early_replies, nothing_in_flight
 from fedbilevel.engines.recorder import key_of_round
-from fedbilevel.engines.virtual_time import Clock, ClockState
+from fedbilevel.engines.virtual_time import Clock, ClockState, Pace
 from fedbilevel.machinery.kept import compiled
 from fedbilevel.machinery.threefry import uniform_below
 
@@ -185,6 +185,9 @@ def check_availability(clock: Clock, algorithm: Algorithm, population: int, coho
         ConfigurationError: `cohort`, or `Clock.availability`, does not allow a round.
     """
     check_everyone(algorithm, population, cohort)
+    late = clock.arrivals is None or algorithm.asks.asynchronous
+    allowed = f"None with {algorithm.label}, which waits for everyone: for Asynchronous(…, wait_for=1)"
+    require(late, "Clock.arrivals", "a schedule", allowed)
     absent = clock.never_available(population)
     if not absent.size:
         return
@@ -202,13 +205,17 @@ def available_population(clock: Clock, clients: Clients) -> float:
     return len(clients) if len(weights) == len(clients) else len(weights) / float(weights.sum())
 
 
-def check_first(n: int, available: int, max_staleness: int | None, queues: InFlight | None) -> InFlight:
+def check_first(n: int, available: int, max_staleness: int | None, queues: InFlight | None, pace: Pace) -> InFlight:
     """Refuse an exchange that could never end, or of an algorithm that does not say that it is asynchronous."""
     if queues is None:
         raise ConfigurationError("a round asks fed.sum_first: its algorithm has to say asks = Asks(first=…)")
     allowed = f"1 to {available}, the number of clients that are ever available"
     require(1 <= n <= available, "fed.sum_first: n", n, allowed)
     require_count("fed.sum_first: max_staleness", max_staleness, optional=True)
+    if pace.arrivals is not None:
+        said = "where Clock.arrivals say who ends an exchange"
+        require(n == 1, "wait_for", n, f"1 {said}")
+        require(max_staleness is None, "max_staleness", max_staleness, f"None {said}")
     return queues
 
 

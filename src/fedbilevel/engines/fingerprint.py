@@ -96,7 +96,7 @@ def take(
     return Fingerprint(stated, hashed, functions)
 
 
-def of_rules(own: Mapping[str, Values]) -> Hashes:
+def of_rules(own: Mapping[str, Values | None]) -> Hashes:
     """Hash what each rule for clients' own numbers computes now, by name."""
     rules = {name: values for name, values in own.items() if isinstance(values, Computed)}
     return {

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import Sums, weigh
@@ -113,6 +113,8 @@ def first(
     queue, number = queues.by_phase[phase], queues.number(phase)
     ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
     here = queues.kind == number
+    if pace.arrivals is not None:
+        return _scheduled(queues, number, pace.arriving(now, ids), pace.durations(now, ids, units))
     free = ~here & pace.ever_available(ids)
     start = queues.left + pace.waits(now, ids, queues.left)
     arrival = jnp.where(free, start + pace.durations(now, ids, units), jnp.where(here, queues.left, NEVER))
@@ -139,8 +141,19 @@ def first(
     return ExchangePlan(sent, arriving, jnp.where(done, queues.kind, IDLE), ticks, kind, left)
 
 
+def _scheduled(queues: InFlight, number: int, delivers: Array, ticks: Any) -> ExchangePlan:
+    """Plan an exchange at whose end those deliver who are named, to whichever phase they were asked."""
+    asked = queues.kind == IDLE
+    at_work = jnp.where(asked, number, queues.kind)
+    over = jnp.where(delivers & (at_work != number), at_work, IDLE)
+    kind = jnp.where(delivers, IDLE, at_work)
+    return ExchangePlan(asked, delivers & (at_work == number), over, jnp.asarray(ticks), kind, jnp.zeros_like(kind))
+
+
 def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> ExchangePlan:
     """Plan an exchange that waits for all clients that are ever available."""
+    scheduled = pace.arrivals is not None
+    require(not scheduled, "Clock.arrivals", "a schedule", "None with a method that waits for everyone in a phase")
     ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
     able = jnp.broadcast_to(pace.ever_available(ids), ids.shape)
     start = queues.left + pace.waits(now, ids, queues.left)

@@ -133,8 +133,9 @@ class Loop:
         self.seconds += elapsed
         self.ledger.add(round_costs, done, self.costs)
         for (_, name), (total, weight) in round_costs.metrics.items():
-            means = np.asarray(total, float) / np.asarray(weight, float)
-            self.losses.setdefault(name, []).extend(means.tolist())
+            if (told := np.asarray(weight) > 0).any():  # by a schedule nobody may have replied
+                means = np.asarray(total, float)[told] / np.asarray(weight, float)[told]
+                self.losses.setdefault(name, []).extend(means.tolist())
         return carry, done / max(elapsed, 1e-9)
 
     def back_to(self, carry: Carry, round: int) -> Carry:

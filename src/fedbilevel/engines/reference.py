@@ -121,7 +121,7 @@ class ReferenceFed:
     ) -> PyTree:
         count = len(self.run.clients)
         available = count - self.run.clock.never_available(count).size
-        queues = check_first(n, available, max_staleness, self.queues)
+        queues = check_first(n, available, max_staleness, self.queues, self.run.pace)
         name, ask = self.question(phase, message, key, None)
         _, own = self.own
         number, table = queues.number(name), queues.by_phase[name].replies

@@ -159,6 +159,10 @@ def solve(
     if chosen.clock is not None:
         words = repr(chosen.clock)
         stated["clock"] = words if len(words) < 500 else hashlib.sha256(words.encode()).hexdigest()
+        if callable(arrivals := chosen.clock.arrivals):
+            programs = {**programs, "Clock.arrivals": jax.make_jaxpr(arrivals)(0, 0, key)}
+        elif arrivals is not None:
+            stated["clock's arrivals"] = hashlib.sha256(repr(arrivals).encode()).hexdigest()
     group = current_group()
     begun = fingerprint.Fingerprint({}, {}, {})
     if path is not None or group.processes > 1:  # else nobody compares it

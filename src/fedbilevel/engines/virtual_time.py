@@ -5,8 +5,8 @@ Times are whole numbers of ticks, so that engines which add up in another order 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.errors import require
+from fedbilevel.core.own import Computed, Given, numbers_of, read_rule
 
 TICK = 1e-4  # virtual seconds
 LONGEST = 2**27  # ticks, 3.7 hours: more is cut off any single piece of work, or its way
@@ -44,6 +45,11 @@ class Clock:
             one number, or a number per client. A client that is not available finishes its work, but gets no new
             message before it is available again. A client with 0 never gets a message.
         seed: of all these draws.
+        arrivals: who replies when, in place of times: (E, M) booleans, whether client i delivers the reply that it
+            works on at the end of exchange e, beginning again after E exchanges; or a function (exchange, client, key)
+            of JAX's operations. Exchanges are counted over all phases and rounds, and take `network` seconds each; a
+            client that has replied gets its next message when the next exchange begins. For asynchronous methods with
+            `wait_for=1`: an exchange takes place even if nobody replies.
     """
 
     compute: float | Sequence[float] = 0.0
@@ -55,6 +61,7 @@ class Clock:
     period: float = 100.0
     availability: float | Sequence[float] = 1.0
     seed: int = 0
+    arrivals: Sequence[Sequence[bool]] | Callable[[Any, Any, Any], Any] | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         longest = LONGEST * TICK
@@ -73,6 +80,26 @@ class Clock:
         for name in ("compute", "network", "spread", "slowdown", "drift", "period", "availability"):  # to be compared
             numbers = np.asarray(getattr(self, name), float)
             object.__setattr__(self, name, tuple(numbers.tolist()) if numbers.ndim else float(numbers))
+        if self.arrivals is not None:
+            self._check_arrivals()
+
+    def _check_arrivals(self) -> None:
+        """Keep a table as tuples; refuse times beside it, which would say who replies when, too."""
+        for name in ("compute", "spread", "stragglers", "drift", "availability"):
+            got, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            require(got == default, f"Clock.{name}", got, f"{default} with arrivals, which say who replies when")
+        require(isinstance(self.network, float), "Clock.network", self.network, "one number with arrivals")
+        if callable(self.arrivals):
+            gives = "a function (exchange, client, key) that gives a boolean"
+            read_rule("Clock.arrivals", self.arrivals, gives, truths=True)
+        else:
+            try:
+                table = np.asarray(self.arrivals)
+            except ValueError:  # rows of unequal length
+                table = np.asarray(None)
+            fits = table.dtype == bool and table.ndim == 2 and table.size > 0
+            require(fits, "Clock.arrivals", self.arrivals, "None, a function, or rows of booleans, one for each client")
+            object.__setattr__(self, "arrivals", tuple(map(tuple, table.tolist())))
 
     def pace(self, clients: int) -> Pace:
         """Make the tables of a population of this size."""
@@ -98,7 +125,18 @@ class Clock:
             drift=_factors(self.drift),
             period=np.int32(period),
             key=jax.random.key(self.seed),
+            arrivals=self.schedule(clients),
         )
+
+    def schedule(self, clients: int) -> Given | Computed | None:
+        """Return `arrivals` in the form of numbers of a client's own: 1 for who replies, else 0."""
+        if self.arrivals is None:
+            return None
+        if callable(self.arrivals):
+            return Computed(self.arrivals)
+        table = np.asarray(self.arrivals)
+        require(table.shape[1] == clients, "Clock.arrivals", f"rows of {table.shape[1]}", f"in rows of {clients}")
+        return Given(table)
 
     def never_available(self, clients: int) -> np.ndarray:
         """List the ids of the clients that are never available."""
@@ -135,6 +173,7 @@ class Pace(NamedTuple):
     drift: Any  # (QUANTILES,) factors
     period: Any
     key: Any
+    arrivals: Any = None  # `Given` or `Computed`: whether a client delivers at the end of an exchange
 
     def durations(self, now: ClockState, ids: Array, units: Any) -> Any:
         """Compute the ticks that each client `ids` (P,) takes to reply in this exchange: (P,), or one number for all.
@@ -166,6 +205,12 @@ class Pace(NamedTuple):
         within = (now.moment + after % self.period - jnp.asarray(self.begins)[ids]) % self.period
         return jnp.where(within < jnp.asarray(self.lasts)[ids], 0, self.period - within)
 
+    def arriving(self, now: ClockState, ids: Array) -> Array:
+        """Tell whether each of these clients delivers at the end of this exchange, where arrivals are given."""
+        row = now.exchanges % self.arrivals.rounds if self.arrivals.rounds else now.exchanges
+        key = jax.random.fold_in(self.key, now.exchanges)
+        return numbers_of({"arrivals": self.arrivals}, key, row, ids)["arrivals"] != 0
+
     def ever_available(self, ids: Array) -> Any:
         """Tell whether each of these clients is ever available."""
         return True if self.lasts is None else jnp.asarray(self.lasts)[ids] > 0
@@ -185,7 +230,8 @@ class ClockState(NamedTuple):
     def later(self, pace: Pace, ticks: Any) -> ClockState:
         """Move on past an exchange that took so long; where nothing goes by the moment, exchanges alone are counted."""
         if pace.begins is None and pace.drift is None:
-            return self if pace.spread is None else self._replace(exchanges=self.exchanges + 1)
+            counted = pace.spread is not None or pace.arrivals is not None
+            return self._replace(exchanges=self.exchanges + 1) if counted else self
         moment = self.moment + ticks % pace.period
         return ClockState(
             self.exchanges + 1, self.periods + ticks // pace.period + moment // pace.period, moment % pace.period

@@ -181,7 +181,7 @@ def comparison_specs(
         pace = {name: float(np.mean(getattr(first.clock, name))) for name in ("compute", "network")}
         specs[CENTRALISED] = first.replace(
             run={"pooled": True},
-            clock={**pace, "stragglers": 0, "availability": 1.0},
+            clock={**pace, "stragglers": 0, "availability": 1.0, "arrivals": None},
             algorithm=single if "wait_for" in first.algorithm.fields else {},
             asynchronous={} if first.asynchronous.wait_for is None else single,
         )

@@ -148,8 +148,9 @@ class LastReplies(NamedTuple):
 
     @property
     def mean(self) -> PyTree:
-        """Σ p_i u_i / Σ p_i over the clients that have ever replied; for after the first exchange."""
-        return jax.tree.map(lambda leaf: leaf / self.weight.astype(leaf.dtype), self.total)
+        """Σ p_i u_i / Σ p_i over the clients that have ever replied; 0 where nobody has."""
+        weight = jnp.where(self.weight > 0, self.weight, 1)
+        return jax.tree.map(lambda leaf: leaf / weight.astype(leaf.dtype), self.total)
 
     @property
     def delay(self) -> Array:

@@ -208,7 +208,8 @@ class LocalRun:
             str(jax.tree.structure((inputs.ids, self.pace, self.classes))),
         )
         kinds = [(name, type(values)) for name, values in sorted(self.own.items())]
-        return self.problem.key, method, self.layout, self.mesh, shapes, *kinds, *of_rules(self.own).values()
+        rules = of_rules(self.own | {"arrivals": self.pace.arrivals}).values()
+        return self.problem.key, method, self.layout, self.mesh, shapes, *kinds, *rules
 
     def compile(self, carry: Carry, inputs: ProgramInputs) -> Program:
         began = time.perf_counter()

@@ -209,9 +209,9 @@ class LocalFed:
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
     ) -> PyTree:
-        queues = check_first(n, self.layout.available, max_staleness, self.underway.queues)
+        queues = check_first(n, self.layout.available, max_staleness, self.underway.queues, self.pace)
         name, respond = self.question(phase, message, key)
-        rows = self.rows(n)
+        rows = self.rows(n if self.pace.arrivals is None else self.layout.population)
         units = self.units(respond) if self.pace.compute is not None else 0
         plan = in_flight.first(queues, self.pace, self.underway.now, name, n, units, max_staleness)
         table, states = rows.update(
