@@ -104,3 +104,57 @@ def test_fism_remark_3_a_round_takes_the_longest_walk_and_a_message():
     assert fism == pytest.approx(c * sizes.max() + message, rel=1e-3)
     assert irig == pytest.approx(2 * c * sizes.sum() + message, rel=1e-3)
     assert fism <= irig + message
+
+
+def afbo_on_cosines(outer, inner, beta, hold=0):
+    """Mean sin² x over ROUNDS rounds from x = 1 and y = y*(1), with K = 1, and the age of H in each.
+
+    With `hold` all keep outer messages for so many rounds, then answer an inner one; the first is answered at once."""
+    solver = fb.parts.Neumann(terms=1, step=1.0)  # exact: ∇²yy g = 1
+    inner_rounds, own = fb.parts.MeanGradient(lr=beta, local_steps=1), fb.parts.LocalImplicit(solver=solver)
+    method = fb.AFBO(batch_size=None, outer_lr=ETA, inner=inner_rounds, hypergradient=own)
+    rows, y, clock = np.ones((M, 1, 1)), np.ones(1), fb.Clock()
+    if hold:
+        place = lambda exchange: exchange % (2 * hold)  # noqa: E731
+        arrivals = lambda e, i, key: (place(e) == 0) | (place(e) == 2 * hold - 1) | (e == 1)  # noqa: E731
+        method, y, clock = fb.Asynchronous(method, wait_for=1), np.zeros(1), fb.Clock(arrivals=arrivals)
+    options = {"rounds": ROUNDS, "eval_every": 1, "metrics": {"square": lambda x, y: jnp.sin(x[0]) ** 2}}
+    problem, engine = fb.Bilevel(outer, inner), fb.Local(clock=clock)
+    history = fb.solve(method, problem, fb.Clients(rows, rows), np.ones(1), y, engine=engine, **options).history
+    ages = history["delay.hypergradient.local_hypergradient"][1:] if hold else np.zeros(ROUNDS)
+    return np.mean(history["square"][:ROUNDS]), ages
+
+
+ETA, ROUNDS, M = 0.05, 1_000, 16
+START = 2 * (1 - np.cos(1.0)) / (ETA * ROUNDS)
+"""2Φ(x₀)/(ηT), of Φ(x) = 1 − cos x"""
+
+
+@pytest.mark.parametrize("hold", [1, 6, 30])
+def test_afbo_theorem_1_delays_do_not_average_out_over_clients(hold):
+    """Theorem 1's term in the delays, 3 L_f η τ̄ D̂_f/m with τ̄ = Σ τ_i/m, is wrong by its 1/m.
+
+    All m clients have f = 1 − cos x and g = ½y², no noise, and y = y* = 0, which stays with any β: L_f = 1, D̂_f =
+    sup H² = 1, b = 0, M_f and all variances are as small as one likes, a_1 = ½. What is left of the bound is
+    2Φ(x₀)/(ηT) + 3ητ̄/m + 12η/m². A reply that is asked every P rounds and comes P − 1 later is P − 1 to 2P − 2 rounds
+    old. Where ηP is 1.5 it pushes x past its minimum, again and again, by however many clients it is sent. Without the
+    delays' 1/m the bound holds here. For any weights the descent lemma gives 2Φ(x₀)/(ηT) + mean ‖∇Φ(x) − H‖², where
+    ‖∇Φ(x) − H‖ ≤ L_f η τ √D̂_f."""
+    found, ages = afbo_on_cosines(lambda x, y, b: 1 - jnp.cos(x[0]), lambda x, y, b: y @ y / 2, 0.5, hold)
+    t = np.arange(ROUNDS)
+    np.testing.assert_allclose(ages, t - hold * np.maximum(0, (t + 1 - hold) // hold), atol=1e-9)
+    tau, own = np.mean(ages), 12 * ETA / M**2
+    assert found < START + 3 * ETA * tau + own
+    assert found < START + ETA**2 * np.mean(ages**2)
+    assert (found > START + 3 * ETA * tau / M + own) == (hold == 30)  # as printed
+    assert (found > START + 15 * ETA / M) == (hold == 30)  # as the paper has it for τ = 1, whatever τ is
+
+
+@pytest.mark.parametrize(("beta", "holds"), [(1e-6, False), (0.25, True)])
+def test_afbo_theorem_1_needs_a_step_on_y_that_is_not_small(beta, holds):
+    """β < a_2 η/T lets β be nothing: y then stays, and x runs away along H = sin y₀. With β = a_2 η/K, the number of
+    inner rounds in T's place, the bound holds here.
+
+    f = 1 − cos y, g = ½(y − x)²: L_f = M_f = L_y = 1, L_yx = 0, a_1 = 1/6, a_2 = 5; it is 2Φ(x₀)/(ηT) + 15η/m."""
+    found, _ = afbo_on_cosines(lambda x, y, b: 1 - jnp.cos(y[0]), lambda x, y, b: (y - x) @ (y - x) / 2, beta)
+    assert (found < START + 15 * ETA / M) == holds
