@@ -158,3 +158,131 @@ def test_afbo_theorem_1_needs_a_step_on_y_that_is_not_small(beta, holds):
     f = 1 − cos y, g = ½(y − x)²: L_f = M_f = L_y = 1, L_yx = 0, a_1 = 1/6, a_2 = 5; it is 2Φ(x₀)/(ηT) + 15η/m."""
     found, _ = afbo_on_cosines(lambda x, y, b: 1 - jnp.cos(y[0]), lambda x, y, b: (y - x) @ (y - x) / 2, beta)
     assert (found < START + 15 * ETA / M) == holds
+
+
+DIM = 1_000
+"""Coordinates, each with samples of its own, over which an expectation is measured: the mean of a square of so many
+nearly normal ones is off by √(2/1,000) = 4 % at any moment, and by less over many rounds."""
+
+
+def tracking(clients, apart, x_pull=0.0, **kinds):
+    """f_i = ½‖y − ξ‖² + (r/2)‖x‖², g = ½‖y − x‖²: y*(x) = x, ∇Φ = x − E ξ + r x; clients' E ξ are `apart`, ξ by 5."""
+    rng = np.random.default_rng(0)
+    rows = 5 * rng.normal(size=(clients, 50, DIM))
+    rows += apart * rng.normal(size=(clients, 1, DIM)) - rows.mean(1, keepdims=True)
+
+    def outer(x, y, batch):
+        return jnp.sum((y - jnp.mean(batch, 0)) ** 2) / 2 + x_pull * jnp.sum(x**2) / 2
+
+    return fb.Bilevel(outer, lambda x, y, batch: jnp.sum((y - x) ** 2) / 2 + 0 * jnp.sum(batch), **kinds), rows
+
+
+def measured(square, method, problem, clients, start, rounds, **options):
+    """The mean of a square over the points of rounds 0 to T − 1, for each coordinate; and the result."""
+    metrics = {"square": lambda x, y: jnp.mean(square(x) ** 2)}
+    start = jnp.asarray(start)
+    found = fb.solve(method, problem, clients, start, start, rounds=rounds, eval_every=1, metrics=metrics, **options)
+    return np.mean(found.history["square"][:rounds]), found
+
+
+def expected(slope, start, noise, rounds):
+    """The same mean of E z₀² for z ← z − slope z + noise of this covariance."""
+    moments, step, values = np.outer(start, start), np.eye(len(start)) - slope, []
+    for _ in range(rounds):
+        values.append(moments[0, 0])
+        moments = step @ moments @ step.T + noise
+    return np.mean(values)
+
+
+def lyapunov(k, q):
+    """P with K P + P Kᵀ = Q."""
+    eye = np.eye(len(k))
+    return np.linalg.solve(np.kron(k, eye) + np.kron(eye, k), q.ravel()).reshape(q.shape)
+
+
+CASES = {"few": (2, 100, None), "more clients and rounds": (8, 400, None), "cohorts": (8, 400, 4)}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO])
+def test_rates_of_simfbo_theorem_1_and_shrofbo_theorem_2(method, case):
+    """(9), (10): 1/√(P τ̄ T) with noise, a linear speed-up in clients; 1/T without.
+
+    With steps α (¼, 1, 1) along the mean of unit directions, z = (x, y, v) − its end obeys z ← z − α(K z + noise in v),
+    K z = (v/4, y − x, v − y), and ‖∇Φ‖² is x². To first order in α its mean over T rounds is at most z₀ᵀRz₀/(αT)
+    + α s² P_xx, KᵀR + RK = e_x e_xᵀ and KP + PKᵀ = e_v e_vᵀ. s² is Σ w_i² σ²/τ_i by single samples, the w_i ∝ τ_i in
+    SimFBO, 1/n in ShroFBO, whose minimisers are the ends. P out of n clients of equal τ, whose means have a variance of
+    V, make σ²/(Pτ) + V (n − P)/(P (n − 1)) of it. So with α = c √(P τ̄/T) the bound is a constant over √(P τ̄ T),
+    but for 5 % that are left to what is beyond first order in α ≤ 0.1."""
+    (n, rounds, cohort), c, z = CASES[case], 0.5, np.array([1.0, 1.0, 0.0])
+    k = np.array([[0, 0, 0.25], [-1, 1, 0], [0, -1, 1]])
+    left = z @ lyapunov(k.T, np.diag([1.0, 0, 0])) @ z
+    spread = lyapunov(k, np.diag([0, 0, 1.0]))[0, 0]
+    taus = np.full(n, 2) if cohort else np.resize([1, 3], n)
+    problem, rows = tracking(n, 3.0)
+    p = cohort or n
+    weights = taus / taus.sum() if method is fb.SimFBO else np.full(n, 1 / n)
+    goal, alpha = weights @ rows.mean(1), c * np.sqrt(p * 2 / rounds)
+    clients = fb.Clients(rows, local_steps=taus)
+    steps = lambda alpha: fb.XYV(*(np.array([0.25, 1, 1]) * alpha / 2))  # noqa: E731 (the mean direction is τ̄ units)
+    noisy = method(client_lr=1e-13, server_lr=steps(alpha), batch_size=1)
+    found, _ = measured(lambda x: x - goal, noisy, problem, clients, goal + 1, rounds, cohort=cohort)
+    apart = rows.mean(1).var(0).mean() * (n - p) / (p * (n - 1))
+    s2 = np.sum(weights**2 / taus) * rows.var(1).mean() * n / p + apart
+    exact = expected(alpha * k, z, alpha**2 * s2 * np.diag([0, 0, 1.0]), rounds)
+    assert found == pytest.approx(exact, rel=0.08)
+    assert found * np.sqrt(p * 2 * rounds) <= 1.05 * (left / c + c * spread * s2 * p * 2)
+    if not cohort:
+        still = replace(noisy, batch_size=None, server_lr=steps(0.1))
+        found, _ = measured(lambda x: x - goal, still, problem, clients, goal + 1, rounds)
+        assert found == pytest.approx(expected(0.1 * k, z, 0, rounds), rel=1e-6)
+        assert found * rounds <= 1.05 * left / 0.1
+
+
+@pytest.mark.parametrize(("terms", "rounds"), [(2, 100), (2, 400), (5, 400)])
+def test_rate_of_fednest_theorem_31(terms, rounds):
+    """Of K rounds with α = ᾱ/√K the mean of ‖∇f‖² is O((ᾱσ² + 1/ᾱ)/√K + b²), b falling as (1 − s)^N.
+
+    The series makes φ = 1 − (1 − s)^N of v, and y is y*(x): x ← x − α(x + φ(x − E ξ) + φ noise). So with E ξ = 1
+    everywhere ∇f = 2x − 1 tends to −b, b = (1 − φ)/(1 + φ), by ∇f ← ∇f − c(∇f + b) + 2αφ noise, c = α(1 + φ), the noise
+    having s² = Σ p_i²σ_i². To first order in α the mean of ‖∇f‖² is at most b² + [(∇f₀ + b)²/2 − 2b(∇f₀ + b)]/(cK)
+    + 2αφ²s²/(1 + φ): b² and constants over √K."""
+    bar, p = 0.8, np.array([0.4, 0.3, 0.2, 0.1])
+    problem, rows = tracking(4, 0.0, x_pull=1.0)
+    rows += 1
+    phi, alpha = 1 - 0.5**terms, bar / np.sqrt(rounds)
+    b, c = (1 - phi) / (1 + phi), alpha * (1 + phi)
+    series = fb.parts.Implicit(solver=fb.parts.Neumann(terms=terms, step=0.5))
+    inner = fb.parts.SVRG(local_steps=1, lr=1.0)
+    method = fb.FedNest(inner=inner, hypergradient=series, outer_lr=alpha, batch_size=1)
+    clients, start = fb.Clients(rows, weights=p), np.full(DIM, 1.5)  # ∇f₀ = 2
+    found, _ = measured(lambda x: 2 * x - 1, method, problem, clients, start, rounds)
+    s2 = np.sum(p**2 * rows.var(1).mean(1))
+    noise = np.diag([(2 * alpha * phi) ** 2 * s2, 0])
+    exact = expected(np.array([[c, c * b], [0, 0]]), np.array([2.0, 1.0]), noise, rounds)
+    assert found == pytest.approx(exact, rel=0.08)
+    left, right = ((2 + b) ** 2 / 2 - 2 * b * (2 + b)) / (1 + phi) / bar, 2 * bar * phi**2 * s2 / (1 + phi)
+    assert (found - b**2) * np.sqrt(rounds) <= (left + right) / (1 - c / 2)
+
+
+@pytest.mark.parametrize(
+    ("method", "holders"),
+    [(fb.RABO, 2), (fb.RABO, 8), (fb.RAFBO, 2), pytest.param(fb.RAFBO, 8, marks=pytest.mark.slow)],
+)
+def test_rates_of_rabo_theorems_1_and_2(method, holders):
+    """O(1/√(C_x* Q)): entry by entry x ← x − α(x + noise/√C), C of 8 clients holding each, as y = y*(x) and the losses
+    are sums over entries, which no mask bends. To first order in α the mean of x² over Q rounds is at most x₀²/(2αQ)
+    + ασ²/(2C): with α = c √(C/Q) it is (x₀²/c + cσ²)/2 over √(CQ)."""
+    c, rounds = 0.8, 400
+    problem, rows = tracking(8, 0.0, structure=fb.Structure(x="units _", y="units _"))
+    alpha, sigma2 = c * np.sqrt(holders / rounds), rows.var(1).mean()
+    inner, exactly = fb.parts.LocalSGD(local_steps=1, lr=1.0), fb.parts.Neumann(terms=1, step=1.0)  # ∇²yy g = I
+    algorithm = method(inner=inner, outer_lr=alpha, batch_size=1)
+    algorithm = replace(algorithm, hypergradient=replace(algorithm.hypergradient, solver=exactly))
+    submodels = fb.Submodels(algorithm, policy="covered")
+    clients = fb.Clients(rows, capacity=np.full(8, holders / 8))
+    found, result = measured(lambda x: x, submodels, problem, clients, np.ones((4, DIM)), rounds)
+    assert holders == 8 or set(result.history["coverage_x"][1:]) == {holders}
+    exact = expected(np.array([[alpha]]), np.ones(1), alpha**2 * sigma2 / holders, rounds)
+    assert found == pytest.approx(exact, rel=0.08)
+    assert found * np.sqrt(holders * rounds) <= (1 / c + c * sigma2) / 2 / (1 - alpha / 2)
