@@ -9,13 +9,14 @@ from fedbilevel.algorithms.fednest import SVRG
 from fedbilevel.algorithms.parts.hypergradients import Exact, Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
-from fedbilevel.algorithms.parts.local_steps import Mixed, Momentum, Plain, Proximal
+from fedbilevel.algorithms.parts.local_steps import Anchored, Mixed, Momentum, Plain, Proximal
 from fedbilevel.algorithms.rabo import Coordinates, PrintedSlopes
 from fedbilevel.oracles.differences import Differences
 
 __all__ = [
     "CG",
     "SVRG",
+    "Anchored",
     "Coordinates",
     "Differences",
     "Exact",

@@ -29,6 +29,9 @@ AGREEMENT = {
         work=agreement.WORK,
         slow=True,
     ),
+    "SimFBO, local variance reduction": agreement.Case(
+        fb.SimFBO(batch_size=4, local_optimizer=fb.parts.Anchored()), work=agreement.WORK, slow=True
+    ),
     "ShroFBO, ragged full batches, random work": agreement.Case(
         fb.ShroFBO(
             batch_size=None,
@@ -281,6 +284,36 @@ def test_ledger_counts_one_exchange_and_the_local_work():
     assert result.ledger.bytes_down == 3 * 8 * numbers * 8
     assert result.ledger.bytes_up == 3 * 8 * (numbers + 2) * 8  # and ‖a_i‖₁, and 1
     assert result.ledger.gradients == result.ledger.hvps == 3 * 2 * WORK.sum()
+
+
+@pytest.mark.parametrize(("method", "apart"), [(fb.SimFBO, False), (fb.ShroFBO, True)])
+def test_local_variance_reduction_is_full_batches_where_samples_differ_by_a_constant(method, apart):
+    """Samples differ in c and t alone: what a draw adds to a direction is the same at z_k and z_0, and leaves with it.
+    Of each client 2τ_i directions on a draw and one on all samples."""
+    task = quadratic(clients=8, local_steps=WORK, noise=1.0)
+    common = {"client_lr": fb.XYV(0.03, 0.2, 0.1), "independent_batches": apart}
+    anchored, drawn, whole = (
+        run(method(local_optimizer=optimizer, batch_size=size, **common), task, 4)
+        for optimizer, size in [(fb.parts.Anchored(), 2), (fb.parts.Plain(), 2), (fb.parts.Plain(), None)]
+    )
+    np.testing.assert_allclose(*map(np.concatenate, (anchored.state.iterate, whole.state.iterate)), rtol=1e-11)
+    assert relative_error(drawn.x, whole.x) > 1e-2
+    assert anchored.ledger.hvps == 4 * 2 * (2 * WORK + 1).sum()
+    assert anchored.ledger.gradients == anchored.ledger.hvps * (3 if apart else 2) / 2
+
+
+def test_v_may_begin_anywhere_in_the_ball():
+    """`init` of a subclass: from x*, y* and v* nothing moves."""
+    task = quadratic(clients=4, local_steps=np.ones(4, int))
+    exact = solution(task.clients)
+
+    class Warm(fb.SimFBO):
+        def init(self, x, y):
+            return super().init(x, y)._replace(iterate=fb.XYV(x, y, jnp.asarray(exact.v)))
+
+    for method, still in [(Warm, True), (fb.SimFBO, False)]:
+        x = fb.solve(method(batch_size=None), task.problem, task.clients, exact.x, exact.y, rounds=3).x
+        assert (relative_error(x, exact.x) < 1e-12) == still
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ The server sends (x, y, v). Client i makes τ_i steps on all three at once, alon
     d_x = ∇x f_i − ∇²xy g_i v        d_y = ∇y g_i        d_v = ∇²yy g_i v − ∇y f_i
 
 by plain steps (x, y, v) ← (x, y, v) − (η_x d_x, η_y d_y, η_v d_v), by heavy ball, by FedProx (`local_optimizer`), or
-each client by its own (`Mixed`), and replies with q_i = Σ_k a_k (d_x, d_y, d_v) = (start − end)/η. a_k is the weight of
-the k-th of its τ_i directions, 1 for plain steps, and ‖a_i‖₁ = Σ_k a_k. The server, with proj_r the projection on the
-ball of radius r about 0,
+each client by its own (`Mixed`), or with local variance reduction (`Anchored`), and replies with
+q_i = Σ_k a_k (d_x, d_y, d_v) = (start − end)/η. a_k is the weight of the k-th of its τ_i directions, 1 for plain steps,
+and ‖a_i‖₁ = Σ_k a_k. The server, with proj_r the projection on the ball of radius r about 0,
 
     SimFBO    (x, y, v) ← (x − γ_x q_x, y − γ_y q_y, proj_r(v − γ_v q_v)),   q = Σ_{i∈C} (M/P) p_i q_i          (4), (5)
     ShroFBO   the same with ρ h for q:   h = Σ_{i∈C} (M/P) p_i q_i / ‖a_i‖₁,   ρ = Σ_j p_j ‖a_j‖₁               (6)-(8)
@@ -36,6 +36,8 @@ Departures from the paper:
 5. The default radius, infinity, leaves out the projection of (5), whose r = L_f/μ_g nobody knows beforehand; `diagnose`
    measures one.
 6. Clients of limited capacity step on submodels; every entry of q is then the mean over the clients that hold it.
+7. v⁽⁰⁾ is 0, of all that the paper allows; a subclass's `init` can begin elsewhere.
+8. (3) takes directions at the z_k alone, whose combinations only average noise: `Anchored` takes some at z_0 too.
 
 Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_asynchronous.py, test_local_x.py and
 tests/engines/test_agreement.py.
@@ -50,6 +52,7 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.local_steps import (
     LIKE_XYV,
+    Anchored,
     LocalDirections,
     LocalOptimizer,
     Mixed,
@@ -94,13 +97,13 @@ class SingleLoop(LocalDirections):
         radius: r, the radius of the ball that v is projected on, in the norm of y; r = L_f/μ_g in theory; infinity does
             not project.
         local_optimizer: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`), or
-            each client's own (`Mixed`).
+            each client's own (`Mixed`); or plain ones with local variance reduction (`Anchored`).
         server_optimizer: an optax optimizer of learning rate 1, fed with q; its updates are scaled by γ.
     """
 
     server_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1))
     radius: float = positive(default=float("inf"))
-    local_optimizer: Plain | Momentum | Proximal | Mixed | LocalOptimizer = Plain()
+    local_optimizer: Plain | Momentum | Proximal | Mixed | Anchored | LocalOptimizer = Plain()
     server_optimizer: optax.GradientTransformation = static(default=optimizer("sgd"))
 
     def start(self, x: PyTree, y: PyTree) -> tuple[XYV, optax.OptState]:
@@ -111,7 +114,8 @@ class SingleLoop(LocalDirections):
     def own_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         """Reply with q_i, the sum of a client's directions over its τ_i local steps from `start`."""
         tau = client.local_steps(self.local_steps)
-        return self.counted(self.local_sum(client, start, tau, key, self.local_optimizer), tau)
+        total, anchored = self.local_sum(client, start, tau, key, self.local_optimizer), self.local_optimizer.anchored
+        return self.counted(total, tau, evaluations=1 + anchored, more=int(anchored))
 
     def server_update(self, iterate: XYV, optimizer: optax.OptState, q: XYV) -> tuple[XYV, optax.OptState]:
         """Take the server's step (5), line 14, bring v back into its ball; return iterate and optimizer's state."""

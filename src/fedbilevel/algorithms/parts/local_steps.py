@@ -12,6 +12,7 @@ depends on τ alone, whatever η and the gradients are; q/‖a‖₁ is a weight
 
 from abc import abstractmethod
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import jax
@@ -73,6 +74,9 @@ def mean_gradient(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, 
 class LocalOptimizer(Part):
     """A local optimizer whose iterate is z_0 − ηq, q = Σ a_k d_k with a_k ≥ 0; write your own as a subclass."""
 
+    anchored: ClassVar[bool] = False
+    """Whether d_k is d(z_k; ζ_k) − d(z_0; ζ_k) + d(z_0), the last on all samples, in place of d(z_k; ζ_k)."""
+
     def begin(self, like: PyTree) -> PyTree:
         """Return the optimizer's memory before the first step, here none; q and d have the shapes of `like`."""
         return None
@@ -98,6 +102,17 @@ class Plain(LocalOptimizer):
     def total(self, tau: Count) -> Array:
         """Return ‖a‖₁ = τ, the sum of the coefficients of τ steps."""
         return jnp.asarray(tau, float)
+
+
+class Anchored(LocalOptimizer):
+    """Local variance reduction, SVRG's: plain steps, d_k = d(z_k; ζ_k) − d(z_0; ζ_k) + d(z_0) on all samples."""
+
+    kind: ClassVar[str] = "anchored"
+    anchored: ClassVar[bool] = True
+
+    def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
+        """Return q + d, and no memory: the next sum of corrected directions."""
+        return optax.tree.add(q, d), None
 
 
 class Momentum(LocalOptimizer):
@@ -207,10 +222,14 @@ class LocalDirections(Algorithm):
             total, memory = carry
             local = descend(start, self.client_lr, total.step)
             now = self.directions(client, local, jax.random.fold_in(key, k))
+            if anchor is not None:
+                there = self.directions(client, start, jax.random.fold_in(key, k))
+                now = now._replace(step=optax.tree.add(optax.tree.sub(now.step, there.step), anchor.step))
             q, memory = local_optimizer.step(total.step, memory, now.step)
             return Directions(q, total.outer_loss + now.outer_loss, total.inner_loss + now.inner_loss), memory
 
-        nothing = self.no_directions(client, start, key)
+        nothing, whole = self.no_directions(client, start, key), replace(client, batch_size=None)
+        anchor = self.directions(whole, start, key) if local_optimizer.anchored else None
         total, _ = jax.lax.fori_loop(0, tau, step, (nothing, local_optimizer.begin(nothing.step)))
         return total
 
@@ -230,11 +249,11 @@ class LocalDirections(Algorithm):
         shapes = jax.eval_shape(lambda key: self.directions(client, like, key), key)
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
-    def counted(self, total: Directions, tau: int | Array, evaluations: int = 1) -> Reply:
-        """Make the reply with `total.step`, mean losses, and the costs of `evaluations` times τ directions."""
+    def counted(self, total: Directions, tau: int | Array, evaluations: int = 1, more: int = 0) -> Reply:
+        """Make the reply with `total.step`, mean losses, and the costs of evaluations·τ directions and `more`."""
         metrics = {"outer_loss": total.outer_loss / tau, "inner_loss": total.inner_loss / tau}
         gradients = 3 if self.independent_batches else 2
-        work = evaluations * tau
+        work = evaluations * tau + more
         return Reply(total.step, metrics=metrics, gradients=gradients * work, hvps=2 * work)
 
 
