@@ -230,7 +230,7 @@ class Draws(fb.FedNest):
         return state._replace(total=state.total + h, squares=state.squares + h**2)
 
 
-def deviation(fresh, sampling, draws=6000, terms=4, step=0.9):
+def deviation(fresh, sampling, draws=24_000, terms=6, step=1.5):
     """The largest distance, in standard errors, of the mean of draws from ∇x F + B̄ᵀ s Σ_{n<N} (I − sĀ)ⁿ ∇y F.
 
     Cohorts of 2 out of 6 unequal clients, mini-batches of 2.
@@ -252,7 +252,9 @@ def deviation(fresh, sampling, draws=6000, terms=4, step=0.9):
 
 @pytest.mark.parametrize("sampling", ["random", "random_per_client", None])
 def test_in_expectation_the_product_is_the_truncated_neumann_inverse(sampling):
-    """Lemma 2.2. With factors from one cohort the expectation of a product is another: that would be seen here."""
+    """Lemma 2.2. With factors from one cohort the expectation of a product is another: that would be seen here, also if
+    all products with the Hessian, but neither ∇y F nor the last one, shared a cohort: off by 7 to 11 standard errors,
+    for which the products have to be this many, the step this long and the draws 24,000."""
     assert deviation(True, sampling) < 5
     if sampling is None:
         assert deviation(False, sampling) > 10
