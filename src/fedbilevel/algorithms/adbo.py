@@ -68,6 +68,7 @@ from fedbilevel.core.config import positive, positive_integer, step_sizes
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
 from fedbilevel.core.fed import Fed, Public, Reply
+from fedbilevel.core.own import refuse_local_steps
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 
@@ -220,8 +221,8 @@ class LinearizedADMM(Part):
     kind: ClassVar[str] = "admm"
 
     steps: int = positive_integer(default=10)
-    lr: float = positive(default=0.5)
-    penalty: float = positive(default=0.3)
+    lr: float = positive(default=0.5, own=True)
+    penalty: float = positive(default=0.3, own=True)
 
     def step(
         self, client: Client, x: PyTree, z: PyTree, start: Point, k: Array | int, key: Array
@@ -268,7 +269,7 @@ class CuttingPlanes(Algorithm):
 
     batch_size: int | None = positive_integer(default=32, optional=True)
     iterations: int = positive_integer(default=10)
-    client_lr: XYV = step_sizes(default=XYV(x=0.1, y=0.1, v=0.1))
+    client_lr: XYV = step_sizes(default=XYV(x=0.1, y=0.1, v=0.1), own=True)
     server_lr: XYV = step_sizes(default=XYV(x=0.05, y=0.05, v=0.5))
     lagrangian: Lagrangian = Lagrangian()
     estimate: LinearizedADMM = LinearizedADMM()
@@ -301,6 +302,9 @@ class CuttingPlanes(Algorithm):
             "problem does not hold for them: this method needs all clients in every round"
         )
         return Findings(warning=apart if float(state.totals.excluded) else "", columns=columns)
+
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
+        refuse_local_steps(self.label, clients.own, "its steps are `iterations`, each an exchange")
 
     @phase
     def consensus_step(self, client: Client, at: tuple[PyTree, PyTree, Array], key: Array) -> Reply:
@@ -498,6 +502,7 @@ class ADBO(CuttingPlanes):
         return Asks(first=self.wait_for)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
+        super().check(problem, clients, x, y)
         few = f"at most {len(clients)}, the number of clients"
         require(self.wait_for <= len(clients), "ADBO.wait_for", self.wait_for, few)
 

@@ -138,8 +138,9 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", "y", "y"), gives="x")
     def hypergradient(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with ∇x f_i − ∇²xy g_i v."""
-        return hypergradient_given(client, at, key, Exact())
+        """Reply with ∇x f_i − ∇²xy g_i v, v = β r, by the client's own β."""
+        x, y, r = at
+        return hypergradient_given(client, (x, y, scaled(self.inner.lr, r)), key, Exact())
 
     def round(self, fed: Fed, state: XY, key: Array) -> XY:
         draw_key, before_key, at_key, after_key, last_key = jax.random.split(key, 5)
@@ -157,6 +158,6 @@ class AggITD(Algorithm):
             return optax.tree.add(inner, fed.mean(ask, (x, inner), key, unbiased=True))
 
         inner = fed.repeat(terms - 1 - begin, once, inner, after_key)
-        v = scaled(self.inner.lr if series else terms * self.inner.lr, inner.r)
-        h = fed.mean(self.hypergradient, (x, inner.y, v), last_key, unbiased=True)
+        r = inner.r if series else scaled(terms, inner.r)
+        h = fed.mean(self.hypergradient, (x, inner.y, r), last_key, unbiased=True)
         return XY(move(x, -self.outer_lr, h), inner.y)

@@ -59,8 +59,8 @@ class FedAvgS(Algorithm):
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
 
     local_steps: int = positive_integer(default=5)
-    outer_lr: float = positive(default=0.1)
-    inner_lr: float = positive(default=0.1)
+    outer_lr: float = positive(default=0.1, own=True)
+    inner_lr: float = positive(default=0.1, own=True)
     batch_size: int | None = positive_integer(default=32, optional=True)
 
     def init(self, x: PyTree, y: PyTree) -> XY:

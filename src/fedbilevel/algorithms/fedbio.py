@@ -124,8 +124,8 @@ class FedBiOAcc(LocalDirections):
         submodels=UnitPolicy(),
     )
 
-    forgetting: float = fraction(default=0.1)
-    horizon: float = positive(default=float("inf"))
+    forgetting: float = fraction(default=0.1, own=True)
+    horizon: float = positive(default=float("inf"), own=True)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         start = XYV(x, y, optax.tree.zeros_like(y))

@@ -66,7 +66,7 @@ from fedbilevel.algorithms.parts.local_steps import corrected_drift
 from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import positive_integer, static
+from fedbilevel.core.config import positive, positive_integer, static
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Facts
 from fedbilevel.core.fed import Fed, Reply, Withheld
@@ -207,6 +207,7 @@ class LFedNest(Nested):
 
     inner: LocalSGD | SVRG = LocalSGD()
     hypergradient: LocalImplicit = LocalImplicit()
+    outer_lr: float = positive(default=0.1, own=True)
     outer_steps: int = positive_integer(default=1, own=True)
     joint: bool = static(default=False)
 

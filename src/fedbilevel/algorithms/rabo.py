@@ -128,7 +128,7 @@ class Coordinates(CoordinateSlopes):
     kind: ClassVar[str] = "coordinates"
 
     terms: int = positive_integer(default=20)
-    step: float = positive(default=0.1)
+    step: float = positive(default=0.1, own=True)
 
     def check(
         self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree, batch_size: int | None

@@ -37,6 +37,7 @@ from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.errors import is_number, require
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.own import refuse_local_steps
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move
 
@@ -51,6 +52,7 @@ class WholeSubgradient(IterativeRegularization):
     batch_size: int | None = positive_integer(default=None, optional=True)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
+        refuse_local_steps(self.label, clients.own, "its server makes one step in a round")
         self.check_convexity(problem, x)
 
     @property

@@ -123,6 +123,8 @@ class FedAvg(LocalDescent):
     )
     allows = Allows(late=("outer_descent",), submodels=UnitPolicy())
 
+    outer_lr: float = positive(default=0.1, own=True)
+
     @phase(takes="x", gives="x")
     def outer_descent(self, client: Client, x: PyTree, key: Array) -> Reply:
         """Reply with the change of x by τ_i plain steps."""

@@ -276,6 +276,12 @@ def check_own(
     refuse_together(wrong)
 
 
+def refuse_local_steps(name: str, own: Mapping[str, Values], instead: str) -> None:
+    """Refuse clients' own local steps for a method that makes none; `instead` says what it has."""
+    steps = own.get(LOCAL_STEPS)
+    require(steps is None, "Clients.local_steps", str(steps), f"left out: {name} makes none; {instead}")
+
+
 def as_client(method: Any, own: Mapping[str, Array]) -> Any:
     """Return the method as a client has it: with its own numbers in the fields that they are for."""
     for path, number in own.items():

@@ -64,6 +64,8 @@ class LocalSGD(InnerSteps):
 
     kind: ClassVar[str] = "sgd"
 
+    lr: float = positive(default=0.5, own=True)
+
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         return move(y, self.server_lr, fed.mean(self.descent, (x, y), key, unbiased=True))
 
