@@ -110,12 +110,8 @@ CASES = {  # algorithm, clients that are never there; E, who arrives
 
 
 @pytest.fixture(scope="module")
-def task():
-    return alike().with_own(local_steps=WORK)
-
-
-def alike():
-    return quadratic(clients=5, dim_x=3, dim_y=4, condition=5, noise=0.0, samples=(2, 4))
+def task(alike):
+    return alike.with_own(local_steps=WORK)
 
 
 def run(algorithm, task, rounds, **options):
@@ -268,9 +264,9 @@ def test_what_does_not_fit_the_clients(algorithm, words, task):
         (fb.ADBO(wait_for=1), r"Clock.arrivals .* waits for everyone in a phase"),
     ],
 )
-def test_a_schedule_of_arrivals_refuses_what_contradicts_it(engine, algorithm, words):
+def test_a_schedule_of_arrivals_refuses_what_contradicts_it(engine, algorithm, words, alike):
     with pytest.raises(fb.errors.ConfigurationError, match=words):
-        run(algorithm, alike(), 1, engine=engine(clock=fb.Clock(arrivals=ARRIVALS)))
+        run(algorithm, alike, 1, engine=engine(clock=fb.Clock(arrivals=ARRIVALS)))
 
 
 def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):

@@ -119,6 +119,7 @@ def test_what_is_none_of_the_forms_is_refused(given, words):
         ),
         (fb.SimFBO(), {"local_steps": lambda round, client, key: 1.5 + client}, r"= 1.5 .* a positive integer"),
         (fb.SimFBO(), {"client_lr.x": lambda round, client, key: 0.1 - 0.01 * round}, r"in round 10, of client 0"),
+        (fb.FedNest(), {"outer_steps": lambda round, client, key: 17 - round}, r"in round 17, of client 0 = 0"),
         (
             fb.Asynchronous(fb.AFBO(inner=MeanGradient(rounds=4)), wait_for=2),
             {"local_steps": lambda round, client, key, k: 3 - k},
@@ -139,7 +140,7 @@ def test_what_is_none_of_the_forms_is_refused(given, words):
 )
 def test_a_method_refuses_what_its_field_would(method, own, words):
     with pytest.raises(ConfigurationError, match=words):
-        check_own(method, fb.Clients(**ROWS, own=own).own, CLIENTS)
+        check_own(method, fb.Clients(**ROWS, own=own).own, CLIENTS, rounds=18)
 
 
 def test_all_that_is_wrong_is_said_at_once():

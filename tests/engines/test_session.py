@@ -103,13 +103,15 @@ def test_what_is_shown_is_true():
     assert "1.500 MB down, 0.500 MB up" in summary
     assert re.search(r"^ *virtual time +0\.7 seconds$", summary, re.MULTILINE)
     assert re.search(r"^ *time +0\.7 seconds$", repr(authoring.Ledger(ticks=7_000, virtual=False)), re.MULTILINE)
-    population = fb.Clients([np.ones((2, 4)), np.ones((3, 4))], weights="size", local_steps=(1, 5))
+    own = {"client_lr.x": [0.1, 0.2]}
+    population = fb.Clients([np.ones((2, 4)), np.ones((3, 4))], weights="size", local_steps=(1, 5), own=own)
     assert repr(population).splitlines() == [
         "2 clients",
         "  outer samples  5, 2 to 3 a client, each (4,) float64",
         "  inner samples  the same",
         "  weights        0.4 to 0.6",
         "  local steps    1 to 5, drawn for each client and round",
+        "  client_lr.x    0.1 to 0.2, one for each client",
         "  capacity       the whole model",
     ]
 

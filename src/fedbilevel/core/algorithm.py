@@ -299,9 +299,9 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
     )
 
 
-def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
+def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, rounds: int) -> None:
     """Let the algorithm refuse a problem, or clients, that its fields do not fit."""
-    check_own(algorithm, clients.own, len(clients))
+    check_own(algorithm, clients.own, len(clients), rounds)
     if problem.local is not None:
         refuse_unless_allowed(
             algorithm, "local_x", f"cannot leave x to its clients (Bilevel.local = {problem.local!r})"

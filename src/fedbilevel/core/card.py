@@ -38,11 +38,11 @@ class Card:
 
 
 class Shown(ABC):
-    """Something whose repr is its card: at most six lines, whatever it holds."""
+    """Something whose repr is its card: at most six lines, and one for each own number of clients."""
 
     @abstractmethod
     def card(self) -> Card:
-        """A title and at most five named lines that describe this object, for `repr` and notebooks."""
+        """A title and a few named lines that describe this object, for `repr` and notebooks."""
 
     def __repr__(self) -> str:
         return repr(self.card())

@@ -301,11 +301,11 @@ def _one_sample(leaf: Any) -> jax.ShapeDtypeStruct:
 
 def terms_in_words(clients: Any) -> dict[str, str]:
     """Weights, own numbers and capacity of `Clients` or `RemoteClients`, for people."""
-    others = [f"{name} {values}" for name, values in clients.own.items() if name != LOCAL_STEPS]
-    work = str(clients.own.get(LOCAL_STEPS, "as the algorithm says"))
+    own = {name: str(values) for name, values in clients.own.items() if name != LOCAL_STEPS}
     return {
         "weights": span(clients.weights, ".3g"),
-        "local steps": "; ".join([work, *others]),
+        "local steps": str(clients.own.get(LOCAL_STEPS, "as the algorithm says")),
+        **own,
         "capacity": "the whole model" if clients.capacity is None else f"{span(clients.capacity, '.3g')} of its units",
     }
 

@@ -41,8 +41,8 @@ LOCAL_STEPS = "local_steps"
 OwnNumbers = Mapping[str, int | float]
 """A client's own numbers in a round, by the path of the method's field."""
 LARGEST = 2.0**31
-PROBES = 0, 1, 10, 100
-"""Rounds in which rules are looked at before a run."""
+PROBES = 10**6
+"""As many numbers of a rule are looked at before a run: those of all rounds, or of some, from the first to the last."""
 FORMS = "a number, one for each client, one for each round and client, (low, high), or a function"
 RULES = "a function (round, client, key) that gives a number, or one (round, client, key, k)"
 AXES = "", ", one for each client", ", one for each round and client", ", one for each round, inner round and client"
@@ -183,14 +183,17 @@ def check(path: str, values: Values, accept: Callable[[str, Any], Any]) -> None:
         accept(path, number.item())
 
 
-def check_rule(path: str, rule: Computed, accept: Callable[[str, Any], Any], clients: int, last: int = 0) -> None:
-    """Refuse a rule that gives some of so many clients, in a round of PROBES and its first or `last` inner round, a
-    number that `accept` does not take."""
-    rounds, ids, keys = jnp.array(PROBES), jnp.arange(clients), jax.random.split(jax.random.key(0), clients)
+def check_rule(
+    path: str, rule: Computed, accept: Callable[[str, Any], Any], clients: int, rounds: int, last: int = 0
+) -> None:
+    """Refuse a rule that gives some of so many clients, in one of so many rounds and its first or `last` inner round,
+    a number that `accept` does not take: see PROBES."""
+    probes = np.unique(np.linspace(0, rounds - 1, min(rounds, max(4, PROBES // clients))).astype(int))
+    ids, keys = jnp.arange(clients), jax.random.split(jax.random.key(0), clients)
     probed = jax.vmap(jax.vmap(rule.at, (None, 0, 0, None)), (0, None, None, None))
     for k in dict.fromkeys((0, last)) if rule.by_k else (0,):
         within = f", inner round {k}" if rule.by_k else ""
-        for round, row in zip(PROBES, np.asarray(probed(rounds, ids, keys, k)), strict=True):
+        for round, row in zip(probes, np.asarray(probed(jnp.asarray(probes), ids, keys, k)), strict=True):
             for client in (np.argmin(row), np.argmax(row)):
                 accept(f"{path} in round {round}{within}, of client {client}", row[client].item())
 
@@ -255,7 +258,11 @@ def in_python(name: str) -> str:
 
 
 def check_own(
-    method: Any, own: Mapping[str, Values], clients: int = 1, path_of: Callable[[str], str] = in_python
+    method: Any,
+    own: Mapping[str, Values],
+    clients: int = 1,
+    rounds: int = 1,
+    path_of: Callable[[str], str] = in_python,
 ) -> None:
     """Refuse numbers that are for no field of the method, and numbers that the field does not allow; all at once.
 
@@ -268,7 +275,7 @@ def check_own(
                 raise unknown(f"number of a client's own in {type(method).__name__}", name, known)
             check(path_of(name), values, known[name])
             if isinstance(values, Computed):
-                check_rule(path_of(name), values, known[name], clients, (inner_rounds(method) or 1) - 1)
+                check_rule(path_of(name), values, known[name], clients, rounds, (inner_rounds(method, rounds) or 1) - 1)
             elif isinstance(values, Given) and values.by_k:
                 check_inner_rounds(path_of(name), values, method, inner_rounds(method, len(values.values)))
         except ConfigurationError as error:

@@ -144,7 +144,7 @@ def solve(
     if why := kept(problem.key and ("vanishes", problem.key), lambda: why_it_vanishes(problem, x, y, *examples)):
         text = f"x will not move by derivatives: {why} (stop_gradient, rounding and comparisons let none pass)"
         warnings.warn(InfluenceWarning(text), stacklevel=2)
-    check_fields(algorithm, problem, clients, x, y)
+    check_fields(algorithm, problem, clients, x, y, rounds)
     own = as_per_client(metrics_per_client)
     measured = check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, examples)
     evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.card import span
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require
 from fedbilevel.core.facts import No
@@ -87,7 +88,12 @@ class SubmodelPlan:
         if problem.structure is None:
             raise ConfigurationError("Clients.capacity is given, but the problem has no structure to cut by")
         stateless = not algorithm.asks.asynchronous and algorithm.client_state(problem, x, y) is None
-        require(stateless, "Clients.capacity", "given", f"None: with these fields {name} keeps whole models on clients")
+        require(
+            stateless,
+            "Clients.capacity",
+            span(clients.capacity, ".3g"),
+            f"None: with these fields {name} keeps whole models on clients",
+        )
         unit_layout = UnitLayout.of(problem.structure, x, y, policy.pruned)
         if policy.policy == "weights":
             unit_layout = WeightLayout.over(unit_layout, x, y, biased=isinstance(problem, SingleLevel))

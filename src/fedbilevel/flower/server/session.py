@@ -16,6 +16,7 @@ import jax
 import numpy as np
 
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
+from fedbilevel.core.card import span
 from fedbilevel.core.client import RemoteClients
 from fedbilevel.core.errors import CheckpointError, ExchangeError, require
 from fedbilevel.core.fed import Phase
@@ -221,7 +222,7 @@ class Session:
         own: dict[int, Contract] = {}  # of clients who hold submodels
         if (plan := self.submodel_plan) is not None:
             once = "a number for each client: a site serves messages of one size"
-            require(plan.number.ndim == 1, "RemoteClients.capacity", "numbers by round", once)
+            require(plan.number.ndim == 1, "RemoteClients.capacity", f"{span(clients.capacity, '.3g')}, by round", once)
             self.submodel_programs = SubmodelPrograms(plan.unit_layout)
             by_class = [contract.cut(plan.unit_layout, kept) for kept in plan.kept]
             own = {client: by_class[number] for client, number in enumerate(plan.number.tolist())}
