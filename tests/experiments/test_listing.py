@@ -106,7 +106,7 @@ def test_words_find_methods_best_first(words: str, first: str, rest: int | None,
     assert rest is None or len(lines) == 1 + rest
 
 
-@pytest.mark.parametrize("words", ["protonet", "meta-learning", "few shot"])
+@pytest.mark.parametrize("words", ["protonet", "meta-learning"])
 def test_words_find_tasks(words: str, capsys) -> None:
     assert main(["tasks", *words.split()]) == 0
     line, _, more = capsys.readouterr().out.splitlines()[-3:]
@@ -221,3 +221,9 @@ def test_ones_own_algorithm_is_shown_from_its_code(tmp_path) -> None:
     assert "\nlocal_steps = 17\n" in text
     with pytest.raises(ConfigurationError, match=r"own\.py 'Yours' \(allowed: Mine\)"):
         loader.shown("algorithm", f"{tmp_path}/own.py:Yours")
+
+
+def test_several_names_are_shown_and_a_name_may_have_spaces(run) -> None:
+    shown = [run("algorithms", name)[1] for name in ("simfbo", "afbo")]
+    assert run("algorithms", "simfbo", "AFBO")[:2] == (0, "\n".join(shown))
+    assert run("algorithms", "Fed", "Nest") == run("algorithms", "fednest")

@@ -49,23 +49,24 @@ def parser() -> argparse.ArgumentParser:
 
 
 def _algorithms(options: argparse.Namespace) -> int:
-    """List the algorithms, those with some words, or the fields and defaults of a single algorithm."""
+    """List the algorithms, those with some words, or the fields and defaults of those that are named."""
     return _list("algorithm", " ".join(options.words))
 
 
 def _tasks(options: argparse.Namespace) -> int:
-    """List the tasks, those with some words, or the fields and defaults of a single task."""
+    """List the tasks, those with some words, or the fields and defaults of those that are named."""
     return _list("task", " ".join(options.words))
 
 
 def _list(kind: str, words: str) -> int:
     from fedbilevel.experiments import names
 
-    name = names.spelled(kind, words)
-    if not names.is_own(name) and name not in names.library(kind):
-        print(names.found(kind, words) if words else names.listed(kind))
-        return OK
-    from fedbilevel.experiments.loader import shown
+    for asked in ([words], ["-".join(words.split())], words.split()):  # a name, one with spaces, several
+        chosen = [names.spelled(kind, name) for name in asked]
+        if chosen and (set(chosen) <= set(names.library(kind)) or (asked == [words] and names.is_own(words))):
+            from fedbilevel.experiments.loader import shown
 
-    print(shown(kind, name))
+            print("\n\n".join(shown(kind, name) for name in chosen))
+            return OK
+    print(names.found(kind, words) if words else names.listed(kind))
     return OK
