@@ -164,6 +164,23 @@ def test_a_run_is_no_longer_than_its_table():
         fb.solve(fb.SimFBO(), problem, clients, np.ones(2), np.ones(2), rounds=3)
 
 
+def test_a_longer_table_is_no_other_run(tmp_path):
+    """Rows may be added; those of rounds that are done may not change."""
+    task, table = quadratic(clients=CLIENTS), np.ones((4, CLIENTS), int)
+
+    def run(rounds, table, **resume):
+        clients = task.with_own(local_steps=table).clients
+        given = task.problem, clients, task.x0, task.y0
+        return fb.solve(fb.SimFBO(), *given, rounds=rounds, checkpoint=tmp_path / "run.npz", **resume)
+
+    run(2, table[:2])
+    assert run(4, table, resume=True).round == 4
+    with pytest.raises(fb.errors.CheckpointError, match="different now: clients' local steps"):
+        run(4, 2 * table, resume=True)
+    with pytest.raises(fb.errors.CheckpointError, match="different now: clients' local steps"):
+        run(4, table[0], resume=True)
+
+
 def test_a_rule_that_reads_something_changed_is_noticed():
     """A program is found by what its rules compute, not by their names."""
     task = quadratic(clients=CLIENTS)

@@ -14,7 +14,7 @@ from command_line import outcome
 from fedbilevel import experiments, solve
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError
 from fedbilevel.experiments.runner import build, task_of
-from fedbilevel.experiments.series import comparison_specs
+from fedbilevel.experiments.series import TaskCache, comparison_specs
 
 TWO = ["simfbo", "shrofbo"]
 SETTINGS = ["clients=4", "samples=[3, 3]", "run.rounds=20", "run.eval_every=5"]
@@ -135,6 +135,17 @@ def test_settings_reach_the_algorithms_they_are_for() -> None:
     assert sim["local_steps"] == 7 != nest["inner"]["local_steps"]
     assert (sim["batch_size"], nest["batch_size"], nest["inner"]["lr"]) == (4, 4, 0.25)
     assert {spec.run.rounds for spec in specs.values()} == {9}
+
+
+def test_own_numbers_of_one_method_of_a_comparison() -> None:
+    """Their runs do not share a population, though they share a task."""
+    settings = ["clients=3", "lfednest.clients.outer_steps=[1, 2, 5]", "simfbo.clients.local_steps=[4, 1, 1]"]
+    specs = comparison_specs("quadratic", ["simfbo", "lfednest"], settings=settings)
+    assert [dict(spec.clients) for spec in specs.values()] == [{"local_steps": [4, 1, 1]}, {"outer_steps": [1, 2, 5]}]
+    tasks = TaskCache()
+    assert [list(tasks(spec).clients.own) for spec in specs.values()] == [["local_steps"], ["outer_steps"]]
+    with pytest.raises(ConfigurationError, match=r"simfbo: unknown number of a client's own in SimFBO 'outer_steps'"):
+        comparison_specs("quadratic", ["simfbo", "lfednest"], settings=["simfbo.clients.outer_steps=3"])
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,8 @@ class Fingerprint:
     stated: dict[str, Any]  # algorithm, hyperparameters, key, …
     hashed: Hashes  # the start, and the population but for its samples
     functions: Hashes  # losses, schedules, …
+    by_round: dict[str, list[str]] = field(default_factory=dict)
+    """By name, of numbers that are given for each round, of each round: later rounds may be added."""
     samples: dict[str, list[str | None]] = field(default_factory=dict)
     """By loss, of each block of clients, if they were read; None where no process has all of a block."""
     metrics: Hashes = field(default_factory=dict)
@@ -52,6 +54,10 @@ class Fingerprint:
         old, new = before.stated, self.stated
         said = [f"its {name} is {old.get(name)}, not {new.get(name)}" for name in _changed(old, new)]
         hashes = _changed(before.hashed, self.hashed)
+        for name in sorted(before.by_round.keys() | self.by_round.keys()):
+            was, now = before.by_round.get(name), self.by_round.get(name)
+            rows = [] if was is None or now is None else [a == b for a, b in zip(was, now, strict=False)]
+            hashes += [] if rows and all(rows) else [name]
         if before.versions == self.versions:
             hashes += _changed(before.functions, self.functions)
             both = before.metrics.keys() & self.metrics.keys()
@@ -82,18 +88,23 @@ def take(
     """
     said, functions = of_method(algorithm)
     functions = {name: of_program(program) for name, program in programs.items()} | functions | of_rules(clients.own)
+    given: dict[str, Any] = {f"clients' {name.replace('_', ' ')}": values for name, values in clients.own.items()}
+    tables = {name: values.values for name, values in given.items() if values.rounds is not None}
+    given["clients' capacities"] = clients.capacity
+    if clients.capacity is not None and clients.capacity.ndim == 2:
+        tables["clients' capacities"] = clients.capacity
+    by_round = {name: [of_array(row) for row in table] for name, table in tables.items()}
     hashed = {
         "x0": of_tree(x),
         "y0": of_tree(y),
         "clients' weights": of_tree(clients.weights),
-        "clients' capacities": of_tree(clients.capacity),
-        **{f"clients' {name.replace('_', ' ')}": of_tree(values) for name, values in clients.own.items()},
+        **{name: of_tree(values) for name, values in given.items() if name not in by_round},
         "samples' shapes and types": short(*_shapes(clients.examples())),
     }
     if isinstance(clients, Clients):
         hashed["clients' numbers of samples"] = of_tree((clients.outer.size, clients.inner.size))
     stated = {**said, "problem": type(problem).__name__, "clients": len(clients), **stated}
-    return Fingerprint(stated, hashed, functions)
+    return Fingerprint(stated, hashed, functions, by_round)
 
 
 def of_rules(own: Mapping[str, Values | None]) -> Hashes:

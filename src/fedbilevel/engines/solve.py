@@ -215,6 +215,7 @@ def _in_common(
     return {
         **plan.begun.stated,
         **plan.begun.hashed,
+        **{name: str(hashes) for name, hashes in plan.begun.by_round.items()},
         **plan.begun.functions,
         "engine": repr(engine),
         "resume": str(resume),

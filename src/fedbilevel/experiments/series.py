@@ -188,6 +188,10 @@ def comparison_specs(
     return specs
 
 
+OF_A_METHOD = "clients", "submodels", "asynchronous"
+"""Sections that may be given for one method of a comparison: NAME.clients.local_steps=3."""
+
+
 def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Sequence[str]) -> dict[str, list[str]]:
     """The settings for each algorithm, in the form of `configure`."""
     known = {
@@ -203,7 +207,8 @@ def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Seq
         if head in ALGORITHMS or head in named:
             allowed = f"for one of the algorithms that are compared: {', '.join(algorithms)}"
             require(head in named and bool(rest), "--set", setting, allowed)
-            each[named[head]].append(f"algorithm.{rest}{equals}{text}")
+            section = "" if rest.partition(".")[0] in OF_A_METHOD else "algorithm."
+            each[named[head]].append(f"{section}{rest}{equals}{text}")
             continue
         holders: Sequence[str] = algorithms
         if head == "algorithm" or head not in SECTIONS:
@@ -236,7 +241,7 @@ class TaskCache:
         self.made: dict[str, dict[bool, Task]] = {}
 
     def __call__(self, spec: Spec) -> Task:
-        made = self.made.setdefault(repr(spec.task), {})
+        made = self.made.setdefault(repr((spec.task, spec.clients)), {})
         if len(self.made) > self.keep:
             del self.made[next(iter(self.made))]
         if spec.run.pooled not in made:
