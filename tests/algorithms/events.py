@@ -142,7 +142,7 @@ def afbo(task, algorithm, rounds, n, times, work, absent=(), arrivals=None):
 
 def simfbo(task, algorithm, rounds, n, times, work, robust=False):
     """(x, y, v) of SimFBO or, `robust`, ShroFBO with plain coefficients, and the delay and the time of each round."""
-    fed, told, rhos = Federation(task, times), [], []
+    fed, told = Federation(task, times), []
     x, y, v = np.zeros(task.x0.shape), np.zeros(task.y0.shape), np.zeros(task.y0.shape)
     eta, gamma = algorithm.client_lr, algorithm.server_lr
     for _ in range(rounds):
@@ -158,9 +158,7 @@ def simfbo(task, algorithm, rounds, n, times, work, robust=False):
             return [*(t / work[i] for t in total), work[i]] if robust else [*total, 1.0]
 
         (qx, qy, qv, ease), delay = fed.sum_first(n, "q", q)
-        rho = np.mean(rhos) if rhos else ease
-        rhos.append(ease)
-        rho = rho if robust else 1.0
+        rho = ease if robust else 1.0
         x, y, v = x - gamma.x * rho * qx, y - gamma.y * rho * qy, v - gamma.v * rho * qv
         told.append((delay, fed.now * TICK))
     return (x, y, v), np.array(told)

@@ -26,7 +26,7 @@ Messages: the server sends x, y and v, and clients reply with vectors of these t
 Departures from the paper:
 1. A single draw of inner and of outer samples serves all three directions of a local step, each direction being
    unbiased by itself; the paper's analysis draws separately for each, as `independent_batches` does.
-2. ρ sums over all clients, of which a round sees a cohort. ShroFBO takes the mean, over the rounds before, of
+2. ρ sums over all clients. Where a round sees a cohort, ShroFBO takes the mean, over the rounds before, of
    Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i (round 0: its own). The estimate of the same round would multiply h by something
    that is large exactly when hard-working clients are in it, and so bring back the bias that h is free of.
 3. The server's step is an optax transformation of q, scaled by γ; the paper's is the default, plain descent.
@@ -211,7 +211,9 @@ class ShroFBO(SingleLoop):
     def round(self, fed: Fed, state: RobustState, key: Array) -> RobustState:
         h, work, share = fed.mean(self.normalised_updates, state.iterate, key, unbiased=True)  # with (6)'s factor M/P
         now = work.public / share.public
-        rho = jnp.where(state.rounds > 0, state.work / jnp.maximum(state.rounds, 1), now)
+        rho = now
+        if fed.sampled:  # Σ_j p_j‖a_j‖₁ of everyone: the mean over the cohorts of earlier rounds
+            rho = jnp.where(state.rounds > 0, state.work / jnp.maximum(state.rounds, 1), now)
         moved, optimizer = self.server_update(state.iterate, state.optimizer, optax.tree.scale(rho, h))
         return RobustState(moved, optimizer, state.work + now, state.rounds + 1)
 
