@@ -269,6 +269,20 @@ def test_a_schedule_of_arrivals_refuses_what_contradicts_it(engine, algorithm, w
         run(algorithm, alike, 1, engine=engine(clock=fb.Clock(arrivals=ARRIVALS)))
 
 
+def test_who_never_arrives_is_named(alike):
+    never = np.ones((2, 5), bool)
+    never[:, 1] = False
+    method = fb.Asynchronous(GLOBAL, wait_for=1)
+    with pytest.warns(fb.errors.AbsenceWarning, match=r"by Clock.arrivals clients \[1\] never reply"):
+        run(method, alike, 1, engine=fb.Local(clock=fb.Clock(arrivals=never)))
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Clock.arrivals .* True for some client"):
+        run(method, alike, 1, engine=fb.Local(clock=fb.Clock(arrivals=~np.ones((2, 5), bool))))
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"a function \(exchange, client, key\) that"
+    ):
+        fb.Clock(arrivals=lambda exchange, client, key, k: True)
+
+
 def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):
     """β_{t,k}: a schedule for each k gives what the same steps give as numbers, in each of three rounds."""
     by_both = method(series(), lr=(0.7, lambda round: 0.1 + 0.2 * round))

@@ -126,6 +126,9 @@ def test_what_is_none_of_the_forms_is_refused(given, words):
             r"round 0, inner round 3, of client 0 = 0",
         ),
         (fb.SimFBO(), {"local_steps": np.ones((1, 2, 3), int)}, r"SimFBO has no `inner.rounds`"),
+        (fb.SimFBO(), {"local_steps": lambda round, client, key, k: 1 + k}, r"SimFBO has no `inner.rounds`"),
+        (fb.FedNest(), {"outer_steps": lambda round, client, key, k: 1 + k}, r"asked outside of the inner rounds"),
+        (fb.LFedNest(), {"outer_steps": np.ones((5, 1, 3), int)}, r"asked outside of the inner rounds"),
         (
             fb.Asynchronous(fb.AFBO(inner=MeanGradient(rounds=4)), wait_for=2),
             {"local_steps": np.ones((5, 2, 3), int)},

@@ -18,7 +18,7 @@ def parts(rng):
 
 
 def laid_out(x, y, capacity, pruned="both"):
-    weight_layout = WeightLayout.over(UnitLayout.of(STRUCTURE, x, y, pruned), x, y, biased=False)
+    weight_layout = WeightLayout.over(UnitLayout.of(STRUCTURE, x, y), x, y, pruned, biased=False)
     kept, importance = weight_layout.kept(capacity), weight_layout.importance(x, y)
     return weight_layout, UnitPolicy(policy="weights").units(weight_layout, kept, importance, SLOT)
 
@@ -60,12 +60,19 @@ def test_what_is_sent_says_which_weights_it_has():
     """x has 12 weights, and so two bytes of flags, the first flag the highest bit; y is not cut with pruned = "x"."""
     structure_of_x = fb.Structure({"bias": "_", "weight": "_ hidden"})
     x, y = {"bias": np.zeros(3), "weight": np.array([[9.0, 0, 0, 8], [7, 0, 0, 0], [0, 0, 0, 6]])}, np.zeros(2)
-    weight_layout = WeightLayout.over(UnitLayout.of(structure_of_x, x, y, "x"), x, y, biased=True)
+    weight_layout = WeightLayout.over(UnitLayout.of(structure_of_x, x, y), x, y, "x", biased=True)
     units = UnitPolicy(policy="weights").units(weight_layout, {"x": 4}, weight_layout.importance(x, y), SLOT)
     sent = weight_layout.sent(("x", "y"), (x, y), units)
     assert sent.bits["x"].tolist() == [0b10011000, 0b00010000]
     assert (sent.content[0]["held"].tolist(), float(sent.least["x"])) == ([9.0, 8.0, 7.0, 6.0], 6.0)
     assert sent.content[1] is y
+
+
+def test_weights_of_one_variable_are_its_own():
+    """The only group reaches into y: of units neither could be cut alone, of weights either can."""
+    x, y = parts(np.random.default_rng(1))
+    assert [dict(laid_out(x, y, 0.5, pruned)[0].sizes) for pruned in ("x", "y")] == [{"x": 12}, {"y": 4}]
+    assert UnitLayout.of(STRUCTURE, x, y, "x").sizes == {}
 
 
 def test_slopes_are_those_of_threshold_controlled_descent():

@@ -140,6 +140,8 @@ def test_the_printed_loss_of_both_levels():
     assert at_start[0] == pytest.approx(at_start[1], rel=1e-12)
     with pytest.raises(fb.errors.ConfigurationError, match=r"normalised = False .* True without class_weights"):
         loss_tuning(normalised=False)
+    with pytest.raises(fb.errors.ConfigurationError, match=r"normalised = 'no' .* True or False"):
+        loss_tuning(class_weights=True, normalised="no")
     with pytest.raises(fb.errors.ConfigurationError, match="did you mean 'balanced'"):
         loss_tuning(outer="balance")
 

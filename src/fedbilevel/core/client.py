@@ -352,11 +352,13 @@ def _own(where: str, count: int, local_steps: Any, own: Mapping[str, Any] | None
 
 
 def read_capacity(where: str, count: int, capacity: Any) -> np.ndarray | None:
-    """Read what clients can hold: (M,) or (T, M) numbers."""
+    """Read what clients can hold: (M,) or (T, M) numbers; each makes a program of its own, so that all are known."""
     if capacity is None:
         return None
     allowed = f"None or {count} numbers, one for each client, above 0 and at most 1; or a row of them for each round"
-    require(not callable(capacity) and not isinstance(capacity, Mapping), where, capacity, allowed)
+    drawn = callable(capacity) or isinstance(capacity, Mapping)
+    require(not drawn, where, capacity, f"{allowed}: neither a rule nor drawn, as each is a model of another shape")
+    require(np.ndim(capacity) <= 2, where, capacity, allowed)
     values = read(where, list(capacity) if isinstance(capacity, tuple) else capacity, count, allowed)
     assert isinstance(values, Given)
     c = np.asarray(values.values, float)

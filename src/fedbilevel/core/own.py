@@ -198,12 +198,18 @@ def check_rule(
                 accept(f"{path} in round {round}{within}, of client {client}", row[client].item())
 
 
-def check_inner_rounds(path: str, values: Given, method: Any, most: int | None) -> None:
-    """Refuse a table by inner round that does not fit the number of these; None: the method has none."""
-    rounds, has, _ = np.shape(values.values)
-    got, name = f"of shape {np.shape(values.values)}", type(method).__name__
-    require(most is not None, path, got, f"one for each round and client: {name} has no `inner.rounds`")
-    require(has == most, path, got, f"of shape ({rounds}, {most}, M): {name} makes {most} inner rounds in a round")
+def check_inner_rounds(path: str, name: str, values: Values, method: Any, rounds: int) -> None:
+    """Refuse numbers by inner round that nothing would ask by it, and tables that do not fit the number of these."""
+    whose = type(method).__name__
+    got = f"of shape {np.shape(values.values)}" if isinstance(values, Given) else str(values)
+    most = inner_rounds(method, len(values.values) if isinstance(values, Given) else rounds)
+    inside = name == LOCAL_STEPS or name.startswith("inner.")
+    why = f"{whose} has no `inner.rounds`" if most is None else "it is asked outside of the inner rounds"
+    require(most is not None and inside, path, got, f"the same in all inner rounds: {why}")
+    if isinstance(values, Given):
+        has = np.shape(values.values)[1]
+        allowed = f"of shape ({len(values.values)}, {most}, M): {whose} makes {most} inner rounds in a round"
+        require(has == most, path, got, allowed)
 
 
 def inner_rounds(method: Any, rounds: int = 1) -> int | None:
@@ -274,10 +280,10 @@ def check_own(
             if name not in known:
                 raise unknown(f"number of a client's own in {type(method).__name__}", name, known)
             check(path_of(name), values, known[name])
+            if values.by_k:
+                check_inner_rounds(path_of(name), name, values, method, rounds)
             if isinstance(values, Computed):
                 check_rule(path_of(name), values, known[name], clients, rounds, (inner_rounds(method, rounds) or 1) - 1)
-            elif isinstance(values, Given) and values.by_k:
-                check_inner_rounds(path_of(name), values, method, inner_rounds(method, len(values.values)))
         except ConfigurationError as error:
             wrong.append(error)
     refuse_together(wrong)

@@ -30,7 +30,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from fedbilevel.core.problem import Loss, Problem
-from fedbilevel.core.submodel import HeldWeights, UnitLayout, Units
+from fedbilevel.core.submodel import HeldWeights, Pruned, UnitLayout, Units
 from fedbilevel.core.tree import PyTree
 
 
@@ -46,11 +46,14 @@ class WeightLayout(UnitLayout):
     biased: bool  # whether gradients are TCB-GD's
 
     @classmethod
-    def over(cls, unit_layout: UnitLayout, x: PyTree, y: PyTree, *, biased: bool) -> WeightLayout:
-        """Lay out the weights of all arrays that `unit_layout` can cut."""
+    def over(cls, unit_layout: UnitLayout, x: PyTree, y: PyTree, pruned: Pruned, *, biased: bool) -> WeightLayout:
+        """Lay out the weights of all arrays that `unit_layout` can cut, of `pruned` alone: they have no partners."""
         like = dict(zip("xy", jax.eval_shape(lambda *trees: trees, x, y), strict=True))
         masked = {
-            part: tuple(any(axis.group in unit_layout.sizes for axis in of_leaf) for of_leaf in of_part)
+            part: tuple(
+                pruned in ("both", part) and any(axis.group in unit_layout.sizes for axis in of_leaf)
+                for of_leaf in of_part
+            )
             for part, of_part in unit_layout.axes.items()
         }
         sizes = {

@@ -188,6 +188,11 @@ def check_availability(clock: Clock, algorithm: Algorithm, population: int, coho
     late = clock.arrivals is None or algorithm.asks.asynchronous
     allowed = f"None with {algorithm.label}, which waits for everyone: for Asynchronous(…, wait_for=1)"
     require(late, "Clock.arrivals", "a schedule", allowed)
+    if isinstance(clock.arrivals, tuple):
+        never = [i for i, column in enumerate(zip(*clock.arrivals, strict=True)) if not any(column)]
+        require(len(never) < population, "Clock.arrivals", "False in all rows", "True for some client")
+        if never:
+            warnings.warn(AbsenceWarning(f"by Clock.arrivals clients {never[:10]} never reply"), stacklevel=4)
     absent = clock.never_available(population)
     if not absent.size:
         return

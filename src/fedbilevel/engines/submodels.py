@@ -94,9 +94,11 @@ class SubmodelPlan:
             span(clients.capacity, ".3g"),
             f"None: with these fields {name} keeps whole models on clients",
         )
-        unit_layout = UnitLayout.of(problem.structure, x, y, policy.pruned)
-        if policy.policy == "weights":
-            unit_layout = WeightLayout.over(unit_layout, x, y, biased=isinstance(problem, SingleLevel))
+        by_weight = policy.policy == "weights"
+        unit_layout = UnitLayout.of(problem.structure, x, y, "both" if by_weight else policy.pruned)
+        if by_weight:
+            biased = isinstance(problem, SingleLevel)
+            unit_layout = WeightLayout.over(unit_layout, x, y, policy.pruned, biased=biased)
         if weak and not unit_layout.sizes:
             reach = "" if policy.pruned == "both" else f", as pruned = {policy.pruned!r} leaves it"
             text = "Clients.capacity is given, but the structure has no group of units to cut"

@@ -91,7 +91,8 @@ class Clock:
         require(isinstance(self.network, float), "Clock.network", self.network, "one number with arrivals")
         if callable(self.arrivals):
             gives = "a function (exchange, client, key) that gives a boolean"
-            read_rule("Clock.arrivals", self.arrivals, gives, truths=True)
+            by_k = read_rule("Clock.arrivals", self.arrivals, gives, truths=True).by_k
+            require(not by_k, "Clock.arrivals", self.arrivals, gives)
         else:
             try:
                 table = np.asarray(self.arrivals)

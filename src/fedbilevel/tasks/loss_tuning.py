@@ -73,6 +73,8 @@ def loss_tuning(
     """
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
     require(ridge >= 0, "ridge", ridge, "at least 0")
+    for name, flag in {"class_weights": class_weights, "normalised": normalised}.items():
+        require(isinstance(flag, bool), name, flag, "True or False")
     require(class_weights or normalised, "normalised", normalised, "True without class_weights")
     if outer not in get_args(OuterLoss):
         raise unknown("outer", outer, get_args(OuterLoss))
