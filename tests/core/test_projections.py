@@ -10,7 +10,7 @@ from scipy import optimize
 
 import fedbilevel as fb
 from fedbilevel import projections
-from fedbilevel.algorithms.parts.iterative_regularization import check_projection, points_around
+from fedbilevel.core.projections import check_projection, points_around
 
 RNG = np.random.default_rng(0)
 POINTS = [2 * RNG.normal(size=6) for _ in range(8)]

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.algorithms.parts.iterative_regularization import points_around, strong_convexity
+from fedbilevel.algorithms.parts.iterative_regularization import strong_convexity
+from fedbilevel.core.projections import points_around
 
 ROWS = [np.array([[1.0, 2.0], [0.5, -1.0]]), np.array([[0.0, 1.0]])]
 BOX = fb.projections.box(-1.0, 1.0)

@@ -1,9 +1,11 @@
-"""Projections onto convex sets, for `SimpleBilevel`: functions x -> the point of the set that is nearest to x.
+"""Projections onto convex sets, for x of any problem: functions x -> the point of the set that is nearest to x.
 
 Optax has the formulas; here bounds are checked, the sets can lie anywhere, and two of them can be intersected. Of a
 model its floating arrays are the point; results have their types.
 """
 
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -17,6 +19,9 @@ from optax import projections
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.problem import Project
 from fedbilevel.core.tree import PyTree, epsilon, is_floating, join, nonfinite_leaves, split
+from fedbilevel.machinery.kept import compiled
+
+INEXACT = 1e-6  # relative; what users' own projections may err by, where they are iterative
 
 
 def box(lower: Any, upper: Any) -> Project:
@@ -97,6 +102,57 @@ def intersection(first: Project, second: Project, *, max_steps: int = 10_000) ->
         return jax.tree.map(lambda leaf: jnp.where(change <= small, leaf, jnp.nan), point)
 
     return _on_arrays(both)
+
+
+def check_projection(field: str, project: Project, x: PyTree, points: PyTree) -> PyTree:
+    """Refuse what is no projection onto a convex set, as seen on `points`, leaves (count, ...); return their images.
+
+    Nearest points p of u have P(p) = p, and ⟨u − p, q − p⟩ ≤ 0 for all points q of the set. The first point must have
+    a nearest point, or X is empty. Others without are left out: far away an intersection may take too many steps.
+    """
+    shapes = [jax.eval_shape(function, x) for function in (lambda x: x, project)]
+    mine, its = (jax.tree.map(lambda a: (a.shape, str(a.dtype)), tree) for tree in shapes)
+    require(mine == its, f"{field}: what it makes of x0", its, f"of x0's shapes and types, {mine}")
+    images = of_each(project, points)
+    found = np.all(np.isfinite(as_rows(images)), axis=1)
+    if not found[0]:
+        raise ConfigurationError(f"{field}: what it makes of x0 is not finite; X may be empty (disjoint sets?)")
+    points, images = (jax.tree.map(lambda leaf: leaf[found], tree) for tree in (points, images))
+    u, p, again = map(as_rows, (points, images, of_each(project, images)))
+    scale = 1 + np.linalg.norm(u, axis=1)
+    slack = max(INEXACT, 1e3 * epsilon(x)) * scale
+    moved = np.linalg.norm(again - p, axis=1)
+    if np.any(moved > slack):
+        raise ConfigurationError(f"{field} leaves X: a projected point moves by {moved.max():.3g} when projected again")
+    reach = (u - p) @ p.T - np.sum((u - p) * p, axis=1)[:, None]
+    if np.any(reach > (slack * scale)[:, None]):
+        raise ConfigurationError(
+            f"{field} is no projection onto a convex set: another point of X is nearer to what was projected"
+        )
+    return images
+
+
+def points_around(x: PyTree, count: int) -> PyTree:
+    """Draw `count` points at distances from a tenth to 1,000 from x in every entry, always the same; x is the first."""
+    leaves, structure = jax.tree.flatten(x)
+    rng, away = np.random.default_rng(0), 10.0 ** (np.arange(count) % 5 - 1)
+
+    def around(leaf: Any) -> np.ndarray:
+        moves = rng.normal(size=(count, *np.shape(leaf))) * away.reshape(-1, *[1] * np.ndim(leaf))
+        return (np.concatenate([np.zeros((1, *np.shape(leaf))), moves]) + np.asarray(leaf)).astype(leaf.dtype)
+
+    return jax.tree.unflatten(structure, [around(leaf) for leaf in leaves])
+
+
+def of_each(function: Callable[[PyTree], PyTree], points: PyTree) -> PyTree:
+    """Apply the function to each point, leaves (count, ...)."""
+    return jax.tree.map(np.asarray, compiled(partial(lax.map, function), points)(points))
+
+
+def as_rows(points: PyTree) -> np.ndarray:
+    """Write points with leaves (count, ...) as rows, float64."""
+    leaves = [np.asarray(leaf).astype(np.float64) for leaf in jax.tree.leaves(points)]
+    return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
 
 
 def _on_arrays(project: Project) -> Project:

@@ -7,28 +7,26 @@ sum over m samples, as papers have it, with their λ is F with λ/m.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax import Array, lax
+from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import Schedule, positive, static
 from fedbilevel.core.errors import ConfigurationError, is_number, require
 from fedbilevel.core.facts import Allows, Asks, No
-from fedbilevel.core.problem import Problem, Project, SimpleBilevel
+from fedbilevel.core.problem import Problem, SimpleBilevel
+from fedbilevel.core.projections import INEXACT, as_rows, check_projection, of_each, points_around
 from fedbilevel.core.tree import PyTree, epsilon, move
-from fedbilevel.machinery.kept import compiled
 
 POINTS = 20  # random ones around each of x0 and 0, on which X and H are looked at
 ENTRIES = 10_000_000  # of all these points together, where x is large: then they are fewer
-INEXACT = 1e-6  # relative; what users' own projections may err by, where they are iterative
 
 
 class Standstill(NamedTuple):
@@ -185,57 +183,6 @@ class DecreasingSteps(IterativeRegularization):
 
     def step_size(self, k: Array) -> Array:
         return self.lr / k**self.lr_decay
-
-
-def check_projection(field: str, project: Project, x: PyTree, points: PyTree) -> PyTree:
-    """Refuse what is no projection onto a convex set, as seen on `points`, leaves (count, ...); return their images.
-
-    Nearest points p of u have P(p) = p, and ⟨u − p, q − p⟩ ≤ 0 for all points q of the set. The first point must have
-    a nearest point, or X is empty. Others without are left out: far away an intersection may take too many steps.
-    """
-    shapes = [jax.eval_shape(function, x) for function in (lambda x: x, project)]
-    mine, its = (jax.tree.map(lambda a: (a.shape, str(a.dtype)), tree) for tree in shapes)
-    require(mine == its, f"{field}: what it makes of x0", its, f"of x0's shapes and types, {mine}")
-    images = of_each(project, points)
-    found = np.all(np.isfinite(as_rows(images)), axis=1)
-    if not found[0]:
-        raise ConfigurationError(f"{field}: what it makes of x0 is not finite; X may be empty (disjoint sets?)")
-    points, images = (jax.tree.map(lambda leaf: leaf[found], tree) for tree in (points, images))
-    u, p, again = map(as_rows, (points, images, of_each(project, images)))
-    scale = 1 + np.linalg.norm(u, axis=1)
-    slack = max(INEXACT, 1e3 * epsilon(x)) * scale
-    moved = np.linalg.norm(again - p, axis=1)
-    if np.any(moved > slack):
-        raise ConfigurationError(f"{field} leaves X: a projected point moves by {moved.max():.3g} when projected again")
-    reach = (u - p) @ p.T - np.sum((u - p) * p, axis=1)[:, None]
-    if np.any(reach > (slack * scale)[:, None]):
-        raise ConfigurationError(
-            f"{field} is no projection onto a convex set: another point of X is nearer to what was projected"
-        )
-    return images
-
-
-def points_around(x: PyTree, count: int) -> PyTree:
-    """Draw `count` points at distances from a tenth to 1,000 from x in every entry, always the same; x is the first."""
-    leaves, structure = jax.tree.flatten(x)
-    rng, away = np.random.default_rng(0), 10.0 ** (np.arange(count) % 5 - 1)
-
-    def around(leaf: Any) -> np.ndarray:
-        moves = rng.normal(size=(count, *np.shape(leaf))) * away.reshape(-1, *[1] * np.ndim(leaf))
-        return (np.concatenate([np.zeros((1, *np.shape(leaf))), moves]) + np.asarray(leaf)).astype(leaf.dtype)
-
-    return jax.tree.unflatten(structure, [around(leaf) for leaf in leaves])
-
-
-def of_each(function: Callable[[PyTree], PyTree], points: PyTree) -> PyTree:
-    """Apply the function to each point, leaves (count, ...)."""
-    return jax.tree.map(np.asarray, compiled(partial(lax.map, function), points)(points))
-
-
-def as_rows(points: PyTree) -> np.ndarray:
-    """Write points with leaves (count, ...) as rows, float64."""
-    leaves = [np.asarray(leaf).astype(np.float64) for leaf in jax.tree.leaves(points)]
-    return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
 
 
 def strong_convexity(problem: SimpleBilevel, points: PyTree) -> float:
