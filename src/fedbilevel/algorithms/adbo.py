@@ -74,6 +74,7 @@ from fedbilevel.core.tree import XYV, PyTree, move, scaled
 
 FREE = -1  # no plane
 WHOLE = No("each client keeps an x, a y and planes of its own between rounds, of all units")
+APART = No("each client moves an x of its own, and planes are made at points outside of the set, too")
 
 
 class Cut(NamedTuple):
@@ -467,7 +468,9 @@ class SDBO(CuttingPlanes):
         good_for="comparison with ADBO, which computes the same where no client is late",
     )
     allows = Allows(
-        late=No("it is there to compare ADBO with, which is the same without waiting for everyone"), submodels=WHOLE
+        late=No("it is there to compare ADBO with, which is the same without waiting for everyone"),
+        submodels=WHOLE,
+        project_x=APART,
     )
     asks = Asks(everyone=True)
 
@@ -491,6 +494,7 @@ class ADBO(CuttingPlanes):
     allows = Allows(
         late=No("it goes on with the first replies by itself: set its own field wait_for"),
         submodels=WHOLE,
+        project_x=APART,
         noise=No("its clients send how θ_i and b_i·y_i have changed, and noise would add up; SDBO's send them whole"),
     )
 

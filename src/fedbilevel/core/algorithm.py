@@ -31,6 +31,7 @@ from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
 from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.own import as_client, check_own
 from fedbilevel.core.problem import Bilevel, Problem
+from fedbilevel.core.projections import check_set
 from fedbilevel.core.tree import PyTree
 from fedbilevel.core.weights import PlacedWeights
 
@@ -308,6 +309,9 @@ def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree
         )
         if isinstance(clients, Clients):
             local_x.check_split(clients, x)
+    if problem.project_x is not None:
+        refuse_unless_allowed(algorithm, "project_x", f"cannot keep x in a set ({type(problem).__name__}.project_x)")
+        check_set(f"{type(problem).__name__}.project_x", problem.project_x, x)
     algorithm.check(problem, clients, x, y)
 
 

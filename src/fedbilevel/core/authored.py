@@ -76,7 +76,20 @@ def checked_round(algorithm: Server, fed: Fed, state: Any, key: Array) -> Any:
         new = algorithm.round(fed, state, key)
     if wrong := difference(new, state):
         raise ConfigurationError(f"{where} must return a state like that which it got, as init made it: {wrong}")
-    return new
+    return new if fed.problem.project_x is None else with_x(algorithm, new, fed.problem.project_x(new.x))
+
+
+def with_x(algorithm: Server, state: Any, x: PyTree) -> Any:
+    """Return the server's state with this x in place of its own.
+
+    Raises:
+        ConfigurationError: the x of the state is computed, and none of its leaves.
+    """
+    new = {id(old): leaf for old, leaf in zip(jax.tree.leaves(state.x), jax.tree.leaves(x), strict=True)}
+    changed = jax.tree.map(lambda leaf: new.get(id(leaf), leaf), state)
+    if any(a is not b for a, b in zip(jax.tree.leaves(changed.x), jax.tree.leaves(x), strict=True)):
+        raise ConfigurationError(f"{algorithm.label}: with a project_x the state's x must be among its leaves")
+    return changed
 
 
 def reply_of(where: str, phase: Phase, client: Client, message: PyTree, key: Array) -> Reply:

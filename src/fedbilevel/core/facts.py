@@ -86,12 +86,14 @@ class Allows(NamedTuple):
         noise: whether replies may be clipped and noised.
         local_x: the size of the server's step on x along the x of a reply, for problems whose clients keep x and make
             that step themselves. Every phase then says what it takes and gives.
+        project_x: whether x may be projected onto a set at the end of a round.
     """
 
     late: tuple[str, ...] | No = No("it does not say which of its phases may be late")
     submodels: UnitPolicy | No = No("it does not say that clients may train parts of the model")
     noise: Literal[True] | No = True
     local_x: Any = No("it needs x on the server")
+    project_x: Literal[True] | No = True
 
 
 class Asks(NamedTuple):

@@ -27,6 +27,8 @@ Loss = Callable[[PyTree, PyTree, PyTree], Array]
 F = TypeVar("F", bound=Callable[..., Any])
 ImplicitTerm = Literal["inverse", "identity", "none"]
 LocalVariable = Literal["x"]
+Project = Callable[[PyTree], PyTree]
+"""x -> the point of a closed convex set that is nearest to x."""
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -42,24 +44,48 @@ class Problem:
     inner: Loss
     structure: Structure | None
     local: LocalVariable | None
+    project_x: Project | None
     implicit_term: ClassVar[ImplicitTerm]
     inner_is_mean: ClassVar[bool] = True
     takes_padded: bool  # whether its losses take a `Padded` batch
     key: Hashable | None  # by which what was compiled of it is found, see `keyed`
 
     def _set(
-        self, outer: Loss, inner: Loss, structure: Structure | None = None, local: LocalVariable | None = None
+        self,
+        outer: Loss,
+        inner: Loss,
+        structure: Structure | None = None,
+        local: LocalVariable | None = None,
+        project_x: Project | None = None,
     ) -> None:
         known = structure is None or isinstance(structure, Structure)
         require(known, f"{type(self).__name__}.structure", structure, "a Structure, or None where nothing can be cut")
         if local not in (None, "x"):
             raise unknown(f"{type(self).__name__}.local", local, ["x"])
-        vars(self).update(outer=outer, inner=inner, structure=structure, local=local, takes_padded=False, key=None)
+        if project_x is not None:
+            require_function(f"{type(self).__name__}.project_x", project_x, "x", " -> the nearest point of a set")
+            allowed = "None with local = 'x': the server, which would project x, does not have it"
+            require(local is None, f"{type(self).__name__}.project_x", project_x, allowed)
+        vars(self).update(
+            outer=outer,
+            inner=inner,
+            structure=structure,
+            local=local,
+            project_x=project_x,
+            takes_padded=False,
+            key=None,
+        )
+
+    def with_x_in(self, project_x: Project | None) -> Self:
+        """A copy of this problem whose x stays in the set that `project_x` projects onto; None: anywhere."""
+        changed = copy.copy(self)
+        changed._set(self.outer, self.inner, self.structure, self.local, project_x)
+        return changed
 
     def with_losses(self, change: Callable[[Loss], Loss], inner: Callable[[Loss], Loss] | None = None) -> Self:
         """A copy of this problem whose losses are `change` of these; of the inner loss `inner`, if that is given."""
         changed = copy.copy(self)
-        changed._set(change(self.outer), (inner or change)(self.inner), self.structure, self.local)
+        changed._set(change(self.outer), (inner or change)(self.inner), self.structure, self.local, self.project_x)
         return changed
 
     def with_fixed(self, x_fixed: PyTree, y_fixed: PyTree) -> Self:
@@ -70,7 +96,8 @@ class Problem:
 
     def prepared(self) -> Self:
         """A copy for one run: JAX traces its functions once for arguments of the same shapes."""
-        return self.with_losses(_jitted).over_batches().with_losses(_jitted)._padded()
+        made = self.with_losses(_jitted).over_batches().with_losses(_jitted)._padded()
+        return made if made.project_x is None else made.with_x_in(_jitted(made.project_x))._padded()
 
     def traced(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> dict[str, ClosedJaxpr]:
         """Check the losses as `check_losses` does, and return by name what all functions of the problem are traced to:
@@ -79,9 +106,10 @@ class Problem:
         `examples`: one sample of each loss.
         """
         two = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape[1:]), leaf.dtype), examples)
+        sets = {} if self.project_x is None else {"projection": jax.make_jaxpr(self.project_x)(x)}
         with suppress(Exception):  # whatever a user's function raises
-            return check_losses(self, x, y, *two)
-        return check_losses(self, x, y, *examples)
+            return check_losses(self, x, y, *two) | sets
+        return check_losses(self, x, y, *examples) | sets
 
     def keyed(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], programs: Mapping[str, ClosedJaxpr]) -> Self:
         """A copy that knows the key of all that is compiled of it; problems of the same key share programs.
@@ -139,16 +167,25 @@ class Bilevel(Problem):
         local: "x" where x is split by client: its leaves are (M, ...), and a client's losses read its own block alone,
             which they are given as (1, ...). Each client then keeps its block: nothing of x is in any message, and a
             server elsewhere never sees it. None: the server has x.
+        project_x: x -> the nearest point of a closed convex set, in which x stays; `fedbilevel.projections` has some,
+            such as `projections.box(-8, 4)`. The server projects x at the end of every round. Of a model it is given
+            the floating arrays, with None in place of everything else. None: x may go anywhere.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "inverse"
 
     def __init__(
-        self, outer: Loss, inner: Loss, *, structure: Structure | None = None, local: LocalVariable | None = None
+        self,
+        outer: Loss,
+        inner: Loss,
+        *,
+        structure: Structure | None = None,
+        local: LocalVariable | None = None,
+        project_x: Project | None = None,
     ) -> None:
         require_function("Bilevel.outer", outer, "x, y, batch")
         require_function("Bilevel.inner", inner, "x, y, batch")
-        self._set(outer, inner, structure, local)
+        self._set(outer, inner, structure, local, project_x)
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -158,13 +195,14 @@ class Minimax(Bilevel):
     Args:
         loss: f(x, y, batch) -> scalar, a mean over the samples of the batch; strongly concave in y.
         structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
+        project_x: the set in which x stays, see `Bilevel`.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "none"
 
-    def __init__(self, loss: Loss, *, structure: Structure | None = None) -> None:
+    def __init__(self, loss: Loss, *, structure: Structure | None = None, project_x: Project | None = None) -> None:
         require_function("Minimax.loss", loss, "x, y, batch")
-        self._set(loss, lambda x, y, batch: -loss(x, y, batch), structure)
+        self._set(loss, lambda x, y, batch: -loss(x, y, batch), structure, project_x=project_x)
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -175,6 +213,7 @@ class Compositional(Bilevel):
         outer: f(y, batch) -> scalar, a mean over the samples of the batch.
         inner: r(x, batch) -> a pytree like y, a mean over the samples of the batch.
         structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
+        project_x: the set in which x stays, see `Bilevel`.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "identity"
@@ -186,6 +225,7 @@ class Compositional(Bilevel):
         inner: Callable[[PyTree, PyTree], PyTree],
         *,
         structure: Structure | None = None,
+        project_x: Project | None = None,
     ) -> None:
         require_function("Compositional.outer", outer, "y, batch")
         require_function("Compositional.inner", inner, "x, batch")
@@ -196,7 +236,7 @@ class Compositional(Bilevel):
             gap = optax.tree.sub(y, mean_inner(x, batch))
             return optax.tree.vdot(gap, gap) / 2
 
-        self._set(lambda x, y, batch: outer(y, batch), distance, structure)
+        self._set(lambda x, y, batch: outer(y, batch), distance, structure, project_x=project_x)
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -206,17 +246,20 @@ class SingleLevel(Problem):
     Args:
         loss: f(x, batch) -> scalar, a mean over the samples of the batch.
         structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
+        project_x: the set in which x stays, see `Bilevel`.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "none"
 
-    def __init__(self, loss: Callable[[PyTree, PyTree], Array], *, structure: Structure | None = None) -> None:
+    def __init__(
+        self,
+        loss: Callable[[PyTree, PyTree], Array],
+        *,
+        structure: Structure | None = None,
+        project_x: Project | None = None,
+    ) -> None:
         require_function("SingleLevel.loss", loss, "x, batch")
-        self._set(lambda x, y, batch: loss(x, batch), lambda x, y, batch: jnp.zeros(()), structure)
-
-
-Project = Callable[[PyTree], PyTree]
-"""x -> the point of a closed convex set that is nearest to x."""
+        self._set(lambda x, y, batch: loss(x, batch), lambda x, y, batch: jnp.zeros(()), structure, project_x=project_x)
 
 
 @dataclass(frozen=True, init=False, eq=False)

@@ -21,6 +21,8 @@ from fedbilevel.core.problem import Project
 from fedbilevel.core.tree import PyTree, epsilon, is_floating, join, nonfinite_leaves, split
 from fedbilevel.machinery.kept import compiled
 
+POINTS = 20  # random ones around each of x0 and 0, on which a set is looked at
+ENTRIES = 10_000_000  # of all these points together, where x is large: then they are fewer
 INEXACT = 1e-6  # relative; what users' own projections may err by, where they are iterative
 
 
@@ -102,6 +104,23 @@ def intersection(first: Project, second: Project, *, max_steps: int = 10_000) ->
         return jax.tree.map(lambda leaf: jnp.where(change <= small, leaf, jnp.nan), point)
 
     return _on_arrays(both)
+
+
+def check_set(field: str, project: Project, x: PyTree, anywhere: bool = False) -> PyTree:
+    """Refuse what is no projection onto a convex set, and, unless x0 may be `anywhere`, an x0 outside of it.
+
+    Returns points of the set, leaves (count, ...).
+    """
+    size = sum(leaf.size for leaf in jax.tree.leaves(x))
+    count = max(2, min(POINTS, ENTRIES // (2 * size)))
+    around = [points_around(center, count) for center in (x, jax.tree.map(np.zeros_like, x))]
+    points = jax.tree.map(lambda *leaves: np.concatenate(leaves), *around)
+    images = check_projection(field, project, x, points)
+    start = as_rows(points)[0]  # x
+    away = float(np.linalg.norm(as_rows(images)[0] - start))
+    inside = anywhere or away <= INEXACT * (1 + float(np.linalg.norm(start)))
+    require(inside, "x0", f"{away:.3g} away from the set", f"in the set, as {field}(x0) is")
+    return images
 
 
 def check_projection(field: str, project: Project, x: PyTree, points: PyTree) -> PyTree:

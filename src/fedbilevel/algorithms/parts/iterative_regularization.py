@@ -10,7 +10,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any, ClassVar, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -22,11 +21,8 @@ from fedbilevel.core.config import Schedule, positive, static
 from fedbilevel.core.errors import ConfigurationError, is_number, require
 from fedbilevel.core.facts import Allows, Asks, No
 from fedbilevel.core.problem import Problem, SimpleBilevel
-from fedbilevel.core.projections import INEXACT, as_rows, check_projection, of_each, points_around
+from fedbilevel.core.projections import INEXACT, as_rows, check_set, of_each
 from fedbilevel.core.tree import PyTree, epsilon, move
-
-POINTS = 20  # random ones around each of x0 and 0, on which X and H are looked at
-ENTRIES = 10_000_000  # of all these points together, where x is large: then they are fewer
 
 
 class Standstill(NamedTuple):
@@ -114,15 +110,7 @@ class IterativeRegularization(Algorithm):
         """Refuse a projection that is none, an H that is not strongly convex, and steps too long for it; and, unless a
         start may be `anywhere`, one outside of X."""
         assert isinstance(problem, SimpleBilevel)
-        size = sum(leaf.size for leaf in jax.tree.leaves(x))
-        count = max(2, min(POINTS, ENTRIES // (2 * size)))
-        around = [points_around(center, count) for center in (x, jax.tree.map(np.zeros_like, x))]
-        points = jax.tree.map(lambda *leaves: np.concatenate(leaves), *around)
-        images = check_projection("SimpleBilevel.project", problem.project, x, points)
-        start = as_rows(points)[0]  # x
-        away = float(np.linalg.norm(as_rows(images)[0] - start))
-        inside = anywhere or away <= INEXACT * (1 + float(np.linalg.norm(start)))
-        require(inside, "x0", f"{away:.3g} away from X", "in X, as SimpleBilevel.project(x0) is")
+        images = check_set("SimpleBilevel.project", problem.project, x, anywhere)
         mu = strong_convexity(problem, images)
         if not isinstance(self.lr, Schedule) and not isinstance(self.regularization, Schedule):
             product = float(np.max(np.asarray(self.lr) * np.asarray(self.regularization))) * mu
