@@ -1,11 +1,13 @@
 """x stays in the set that a problem has for it, with every method that has x on the server."""
 
-import jax
+from typing import Any, NamedTuple
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.authoring import Algorithm
 from fedbilevel.core.algorithm import ALGORITHMS
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, SingleLevel
 from fedbilevel.errors import ConfigurationError
@@ -14,9 +16,9 @@ CENTERS = jnp.array([[1.0, -2.0, 0.5], [3.0, 0.0, 0.0], [0.0, -1.0, 1.0]])
 TARGETS = jnp.array([[4.0, 1.0, 2.0], [2.0, -3.0, 0.0], [0.0, -1.0, -2.0]])
 WEIGHTS = np.array([0.5, 0.3, 0.2])
 BEST = WEIGHTS @ np.asarray(TARGETS - CENTERS)
-"""g_i = ½‖y − x − b_i‖² has y* = x + b̄, f_i = ½‖y − t_i‖² then Φ = ½‖x + b̄ − t̄‖² + a constant: x* = t̄ − b̄ = (1, .1, −.2)
-up to what the weights make of it, and in a convex set the point nearest to x*. All Hessians are the identity, so that
-no method is off by drift or by clients' own hypergradients."""
+"""g_i = ½‖y − x − b_i‖² has y* = x + b̄; with f_i = ½‖y − t_i‖², Φ = ½‖x + b̄ − t̄‖² + a constant: x* = t̄ − b̄, and in a
+convex set the point nearest to it. All Hessians are the identity, so that no method is off by drift or by clients' own
+hypergradients."""
 SETS = {
     "box": (fb.projections.box(-0.1, jnp.array([0.7, 5.0, 0.1])), lambda x: np.clip(x, -0.1, [0.7, 5.0, 0.1])),
     "ball": (fb.projections.ball(0.5), lambda x: x * min(1, 0.5 / np.linalg.norm(x))),
@@ -34,6 +36,75 @@ def problem(project_x=None):
 def population():
     outer = [{"target": np.asarray(row)[None]} for row in TARGETS]
     return fb.Clients(outer, [{"center": np.asarray(row)[None]} for row in CENTERS], weights=WEIGHTS)
+
+
+def test_engines_and_wrappers_agree():
+    """To 1e-12, as everywhere; with all three replies waited for, Asynchronous is the method itself."""
+    inside = problem(SETS["box"][0]), population(), jnp.zeros(3), jnp.zeros(3)
+    method = fb.SimFBO(local_steps=2, batch_size=None, server_lr=0.2)
+    found = [
+        fb.solve(one, *inside, rounds=8, engine=engine).x
+        for one, engine in ((method, fb.Reference()), (method, fb.Local()), (fb.Asynchronous(method, wait_for=3), None))
+    ]
+    np.testing.assert_allclose(found[1:], [found[0]] * 2, atol=1e-12)
+    assert np.max(found[0]) == 0.7  # at a bound
+
+
+@pytest.mark.parametrize(
+    ("made", "start", "limit"),
+    [
+        (Minimax(lambda x, y, batch: jnp.sum(x * y - y**2 / 2) - jnp.sum(x)), jnp.ones(3), 0.5),
+        (Compositional(lambda y, batch: jnp.sum(y**2) / 2 - jnp.sum(y), lambda x, batch: x), jnp.ones(3), 0.5),
+        (SingleLevel(lambda x, batch: jnp.sum((x - 1) ** 2) / 2), None, 0.5),
+    ],
+    ids=["Minimax", "Compositional", "SingleLevel"],
+)
+def test_other_kinds_of_problem(made, start, limit):
+    """Each is ½‖x‖² − Σ x in x, or ½‖x − 1‖², whose minimiser is 1: out of the box of ½."""
+    method = fb.FedAvg(batch_size=None) if start is None else fb.FedNest(batch_size=None)
+    clients = population() if isinstance(made, Compositional) else fb.Clients(population().outer, weights=WEIGHTS)
+    inside = made.with_x_in(fb.projections.box(-limit, limit))
+    result = fb.solve(method, inside, clients, jnp.zeros(3), start, rounds=300)
+    np.testing.assert_allclose(result.x, limit, atol=1e-12)
+
+
+@pytest.mark.parametrize("changed", [{"project_x": lambda x: 2 * x}, {"project_x": lambda x: x[:2]}])
+def test_what_is_no_projection_is_refused(changed):
+    with pytest.raises(ConfigurationError, match=r"Bilevel\.project_x"):
+        fb.solve(fb.SimFBO(), problem(**changed), population(), jnp.ones(3), jnp.zeros(3), rounds=1)
+
+
+def test_refusals_name_what_to_mend():
+    box = problem(SETS["box"][0])
+    with pytest.raises(ConfigurationError, match=r"x0 = '3\.\d+ away from the set'"):
+        fb.solve(fb.SimFBO(), box, population(), -2 * jnp.ones(3), jnp.zeros(3), rounds=1)
+    with pytest.raises(ConfigurationError, match=r"ADBO cannot keep x in a set .*; methods that can: .*SimFBO"):
+        fb.solve(fb.ADBO(), box, population(), jnp.zeros(3), jnp.zeros(3), rounds=1)
+    with pytest.raises(ConfigurationError, match=r"Bilevel\.project_x .* None with local = 'x'"):
+        fb.Bilevel(box.outer, box.inner, local="x", project_x=box.project_x)
+
+
+class Computed(Algorithm):
+    """Its state's x is the sum of two leaves."""
+
+    class State(NamedTuple):
+        half: Any
+        y: Any
+
+        @property
+        def x(self):
+            return 2 * self.half
+
+    def init(self, x, y):
+        return self.State(x / 2, y)
+
+    def round(self, fed, state, key):
+        return state
+
+
+def test_a_state_whose_x_is_computed_is_refused():
+    with pytest.raises(ConfigurationError, match="Computed: with a project_x the state's x must be among its leaves"):
+        fb.solve(Computed(), problem(SETS["box"][0]), population(), jnp.zeros(3), jnp.zeros(3), rounds=1)
 
 
 def able():

@@ -18,7 +18,7 @@ from fedbilevel.core.tables import optimizer
 from fedbilevel.core.tree import XYV
 from fedbilevel.experiments import configure, read_spec, resolve, toml
 from fedbilevel.experiments.presets import PRESETS
-from fedbilevel.experiments.runner import algorithm_of, task_of
+from fedbilevel.experiments.runner import algorithm_of, build, task_of
 from fedbilevel.tasks import TASKS
 
 COSINE = '{schedule = "cosine_decay_schedule", init_value = 0.1, decay_steps = 500, alpha = 0.1}'
@@ -278,3 +278,20 @@ def test_a_class_may_have_an_optimizer_without_a_name(monkeypatch) -> None:
     assert spec.algorithm.fields["server_optimizer"] == {"name": "default"}
     assert resolve(tomllib.loads(spec.to_toml())) == spec
     assert algorithm_of(spec).server_optimizer is Mine().server_optimizer
+
+
+@pytest.mark.parametrize("bounds", [[-3, -4], [], [1], [1, 2, 3], "low", {"penalty": [2, 1]}, [0, None]])
+def test_bounds_of_x_that_are_none_are_refused(bounds):
+    with pytest.raises(ConfigurationError, match=r"run\.x_bounds"):
+        resolve({"run": {"x_bounds": bounds}})
+
+
+def test_x_stays_between_the_bounds_of_a_spec():
+    """The first steps of this preset take some penalties of digits below the start, log(0.01) = −4.605."""
+    spec = resolve({"task": "regularization", "run": {"rounds": 3, "x_bounds": [-4.61, -4.6]}})
+    made = build(spec)
+    x = made.solve(spec.run, rounds=3).x
+    assert np.min(x) == -4.61
+    assert np.max(x) <= -4.6
+    with pytest.raises(ConfigurationError, match=r"unknown part of x in run.x_bounds 'penalty'"):
+        build(spec.replace(run={"x_bounds": {"penalty": [-5, -4]}}))

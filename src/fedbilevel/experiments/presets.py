@@ -176,12 +176,15 @@ COVERTYPE: dict[str, Fields] = {
 }
 HALF: dict[str, Fields] = {"afbo": {"wait_for": 9}}  # of 18 clients
 LINEAR_RUN = {"rounds": 300, "cohort": None, "eval_every": 10}
+LOG_PENALTY = [-12.0, 0.0]
+"""The range of x where it is the logarithm of a penalty on standardised features: beyond 1 a model is all penalty."""
+PENALTIES_RUN = {**LINEAR_RUN, "x_bounds": LOG_PENALTY}
 
 
-def linear(algorithms: Mapping[str, Fields]) -> Preset:
+def linear(algorithms: Mapping[str, Fields], run: Fields = LINEAR_RUN) -> Preset:
     """What two of these tasks share."""
     shared = {**local_steps(5), "batch_size": 32, **TERMS}
-    return Preset(shared=shared, algorithms=randomly(algorithms), asynchronous=HALF, run=LINEAR_RUN)
+    return Preset(shared=shared, algorithms=randomly(algorithms), asynchronous=HALF, run=run)
 
 
 CLEANING_CUTTING: Fields = {
@@ -354,10 +357,10 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
     ("hospitals", None): Preset(
         shared={**local_steps(5), "batch_size": None},
         algorithms=HOSPITALS,
-        run={"rounds": 300, "cohort": None, "eval_every": 30},
+        run={"rounds": 300, "cohort": None, "eval_every": 30, "x_bounds": {"penalty": LOG_PENALTY}},
     ),
-    ("regularization", None): linear(REGULARIZATION),
-    ("regularization", "covtype"): linear(COVERTYPE),
+    ("regularization", None): linear(REGULARIZATION, PENALTIES_RUN),
+    ("regularization", "covtype"): linear(COVERTYPE, PENALTIES_RUN),
     ("hyper_cleaning", None): linear(CLEANING_ON_DIGITS),
     ("hyper_cleaning", "mnist"): Preset(
         task={"validation": 0.2},

@@ -10,12 +10,13 @@ rounds, so where that is depends on the numbers alone, not on speed or interrupt
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import platform
 import subprocess
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import cache
@@ -35,9 +36,13 @@ from fedbilevel.core.errors import (
     FedbilevelError,
     NumericalError,
     require,
+    unknown,
 )
 from fedbilevel.core.metrics import best
+from fedbilevel.core.problem import Project
+from fedbilevel.core.projections import box
 from fedbilevel.core.submodel import UnitPolicy
+from fedbilevel.core.tree import PyTree
 from fedbilevel.data import DataError
 from fedbilevel.display import Display
 from fedbilevel.display.curves import encoded, require_matplotlib, run_figure
@@ -148,7 +153,25 @@ def task_of(spec: Spec, **party: str | int) -> Task:
     if isinstance(site, int):  # the server sends it its numbers, but for what it can hold
         numbers, capacity = {}, capacity[site : site + 1] if isinstance(capacity, list) else capacity
     task = task.with_own(own=numbers, capacity=capacity)
+    if spec.run.x_bounds is not None:
+        task = replace(task, problem=task.problem.with_x_in(_box(task.x0, spec.run.x_bounds)))
     return replace(task, clients=task.population.pooled()) if spec.run.pooled else task
+
+
+def _box(x0: PyTree, bounds: Sequence[float] | Mapping[str, Any]) -> Project:
+    """Make the projection onto the box of `run.x_bounds`."""
+    if not isinstance(bounds, Mapping):
+        return box(*bounds)
+    named = x0 if isinstance(x0, Mapping) else {}
+    for name in bounds:
+        if name not in named:
+            raise unknown("part of x in run.x_bounds", name, named)
+
+    def side(end: int, open_: float) -> PyTree:
+        pairs = [(name, bounds[name][end] if name in bounds else open_) for name in named]
+        return {name: jax.tree.map(lambda _, bound=bound: bound, named[name]) for name, bound in pairs}
+
+    return box(side(0, -math.inf), side(1, math.inf))
 
 
 HISTORY_SECONDS = 1.0  # at least, between two writes of the history on the way

@@ -241,7 +241,7 @@ class TaskCache:
         self.made: dict[str, dict[bool, Task]] = {}
 
     def __call__(self, spec: Spec) -> Task:
-        made = self.made.setdefault(repr((spec.task, spec.clients)), {})
+        made = self.made.setdefault(repr((spec.task, spec.clients, spec.run.x_bounds)), {})
         if len(self.made) > self.keep:
             del self.made[next(iter(self.made))]
         if spec.run.pooled not in made:

@@ -125,6 +125,8 @@ class RunPlan:
         checkpoint_every: rounds between checkpoints; None writes one a second, less often where that takes long; in a
             federation one a round.
         metrics_per_client: measure the task's per-client metrics, too, for each row.
+        x_bounds: [low, high], between which every entry of x stays; or such a pair for some parts of x, by their names;
+            None leaves that to the task.
     """
 
     rounds: int | None = positive_integer(default=300, optional=True)
@@ -138,6 +140,7 @@ class RunPlan:
     eval_every: int | None = positive_integer(default=10, optional=True)
     checkpoint_every: int | None = positive_integer(default=None, optional=True)
     metrics_per_client: bool = False
+    x_bounds: Sequence[float] | Mapping[str, Any] | None = None
 
     def validate(self) -> None:
         lengths = {name: getattr(self, name) for name in ("rounds", *BUDGETS)}
@@ -152,6 +155,15 @@ class RunPlan:
         drawn = not self.replacement or self.cohort is not None
         require(drawn, "run.replacement", True, "false where everyone takes part: give run.cohort")
         require(not self.pooled or self.cohort in (None, 1), "run.cohort", self.cohort, "none or 1 with run.pooled")
+        pairs = (
+            self.x_bounds
+            if isinstance(self.x_bounds, Mapping)
+            else {"": (0, 1) if self.x_bounds is None else self.x_bounds}
+        )
+        for name, pair in pairs.items():
+            listed = isinstance(pair, list | tuple) and len(pair) == 2 and all(map(is_number, pair))
+            path = f"run.x_bounds.{name}".rstrip(".")
+            require(listed and pair[0] < pair[1], path, pair, "[low, high], two numbers with low < high")
 
     @property
     def budget(self) -> tuple[str, float]:
