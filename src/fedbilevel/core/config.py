@@ -171,6 +171,24 @@ def at(configuration: Any, round: Array | int) -> Any:
     return changed
 
 
+def halved(configuration: Any) -> Any:
+    """The configuration with every step size halved: what is called lr, step, or something_lr, in its parts too."""
+
+    def half(name: str, value: Any) -> Any:
+        if isinstance(value, XYV):
+            return XYV(*(half(name, size) for size in value))
+        if dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
+            return halved(value)
+        if name not in ("lr", "step") and not name.endswith("_lr"):
+            return value
+        return Schedule(lambda round: value.function(round) / 2) if isinstance(value, Schedule) else value / 2
+
+    changed = copy.copy(configuration)
+    for field in dataclasses.fields(changed):
+        object.__setattr__(changed, field.name, half(field.name, getattr(changed, field.name)))
+    return changed
+
+
 def schedules(configuration: Any, within: str = "") -> Iterator[tuple[str, Schedule]]:
     """List the schedules of a configuration and of those in its fields, by path."""
     for name, value in field_values(configuration).items():

@@ -4,6 +4,7 @@ import difflib
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
+from typing import Any
 
 __all__ = [
     "AbsenceWarning",
@@ -77,6 +78,8 @@ class NonFiniteError(NumericalError):
     """A NaN or an infinity appeared; the message names the round, the phase and the quantity."""
 
     carry: object = None  # that of the run before the round, where the engine still has it: `solve` saves it
+    result: Any = None
+    """What `solve` would have returned before that round, where it is still known: x and y are finite."""
 
 
 class NumericalWarning(UserWarning):

@@ -43,6 +43,7 @@ class Carry(NamedTuple):
     now: ClockState  # of the clock, for engines that have a clock
     queues: InFlight | None = None  # replies in flight, for asynchronous algorithms
     local_x: PyTree = None  # where clients keep x: what it was at the start, leaves (M, ...)
+    best: PyTree = None  # in checkpoints alone: x and y of the best row so far
 
 
 class Stretch(NamedTuple):

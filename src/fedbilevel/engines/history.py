@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -65,7 +65,7 @@ class History(Shown):
     @property
     def measured(self) -> list[str]:
         """The columns that are no costs: losses, coverage and metrics."""
-        return [name for name in self.columns if name not in ("round", "seconds", *Ledger.COLUMNS)]
+        return [name for name in self.columns if name not in ("round", "seconds", "halvings", *Ledger.COLUMNS)]
 
     @property
     def per_client(self) -> list[str]:
@@ -185,6 +185,16 @@ Budget = tuple[str, float]
 """What is counted, and how much of it: ("rounds", 300), ("exchanges", 500), ("bytes", 1e9) or ("time", 200.0)."""
 
 
+class Best(NamedTuple):
+    """The x and y of the row of the history with the best value in a column."""
+
+    x: PyTree
+    y: PyTree
+    round: int
+    column: str
+    value: float
+
+
 @dataclass(repr=False)
 class Result(Shown):
     """The state of a run at its end; callbacks get it at each evaluation.
@@ -198,6 +208,7 @@ class Result(Shown):
         ledger: what the run has cost so far: exchanges, bytes, gradients, time.
         compile_seconds: seconds that went into compiling, which no row of the history counts.
         stopped: why the run ended early; empty where it did not.
+        best: x and y of the best row of the history, by the column that `best_by` of `solve` says; None without one.
         state: the server's state, as the method keeps it; None in a result that was read from a file.
     """
 
@@ -209,10 +220,14 @@ class Result(Shown):
     ledger: Ledger
     compile_seconds: float = 0.0
     stopped: str = ""
+    best: Best | None = None
     state: Any = None
 
     def card(self) -> Card:
         lines = {"x": described(self.x), "y": described(self.y), "last row": self.history.last_in_words()}
+        if self.best is not None:
+            value = text(self.best.column, self.best.value)
+            lines["best"] = f"{self.best.column} {value} at round {self.best.round:,}"
         return Card(
             self._title(), lines | {"costs": self.ledger.in_short(), "more": "summary(), plot(), history, ledger"}
         )
@@ -241,9 +256,18 @@ class Result(Shown):
     @classmethod
     def load(cls, path: str | Path, x0: PyTree, y0: PyTree) -> Result:
         """Read what `save` wrote; x0 and y0 give the structures of x and y (their values do not matter)."""
-        tree, meta = checkpoint.load(Path(path), _variables(x0, y0))
-        x, y = join(tree["x"], split(x0)[1]), join(tree["y"], split(y0)[1])
+        like, best = _variables(x0, y0), None
+        noted = checkpoint.load_meta(Path(path)).get("best")
+        tree, meta = checkpoint.load(Path(path), like | ({"best": like} if noted else {}))
+
+        def whole(part: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
+            return join(part["x"], split(x0)[1]), join(part["y"], split(y0)[1])
+
+        x, y = whole(tree)
         with checkpoint.as_checkpoint_error(Path(path)):
+            if noted:
+                round, column, value = noted
+                best = Best(*whole(tree["best"]), int(round), str(column), float(value))
             return cls(
                 x,
                 y,
@@ -253,6 +277,7 @@ class Result(Shown):
                 ledger=Ledger.of(meta["ledger"]),
                 compile_seconds=float(meta["compile_seconds"]),
                 stopped=str(meta["stopped"]),
+                best=best,
             )
 
     def save(self, path: str | Path) -> None:
@@ -265,8 +290,10 @@ class Result(Shown):
             "rounds": self.rounds,
             "compile_seconds": self.compile_seconds,
             "stopped": self.stopped,
+            "best": self.best and self.best[2:],
         }
-        checkpoint.save(Path(path), _variables(self.x, self.y), meta)
+        best = {} if self.best is None else {"best": _variables(self.best.x, self.best.y)}
+        checkpoint.save(Path(path), _variables(self.x, self.y) | best, meta)
 
 
 Callback = Callable[[Result, Row | None], str | None]
@@ -279,7 +306,7 @@ def stop_when(metric: str, *, above: float | None = None, below: float | None = 
     require(above is not None or below is not None, "stop_when", "neither above nor below", "given a value to reach")
 
     def check(result: Result, row: Row | None) -> str | None:
-        if row is None or not _has(row, metric):
+        if row is None or not has(row, metric):
             return None
         if above is not None and row[metric] >= above:
             return f"{metric} reached {above}"
@@ -303,7 +330,7 @@ def stop_without_progress(metric: str, *, rows: int, larger_is_better: bool | No
     require_direction("larger_is_better", larger_is_better, optional=True)
 
     def check(result: Result, row: Row | None) -> str | None:
-        if row is None or not _has(row, metric):
+        if row is None or not has(row, metric):
             return None
         larger = result.history.larger_is_better(metric) if larger_is_better is None else larger_is_better
         values = [r[metric] for r in result.history.rows if metric in r]
@@ -313,7 +340,7 @@ def stop_without_progress(metric: str, *, rows: int, larger_is_better: bool | No
     return check
 
 
-def _has(row: Row, metric: str) -> bool:
+def has(row: Row, metric: str) -> bool:
     """Tell whether a row holds a metric; the first row lacks those of the rounds, all others must have it."""
     if metric not in row and row["round"] > 0:
         raise unknown("metric", metric, row)

@@ -7,16 +7,18 @@ import signal
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.config import halved
 from fedbilevel.core.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -28,6 +30,7 @@ from fedbilevel.core.errors import (
     require,
 )
 from fedbilevel.core.local_x import gather_x
+from fedbilevel.core.metrics import best
 from fedbilevel.core.tree import join, nonfinite_leaves, split
 from fedbilevel.display import Display, Silent
 from fedbilevel.engines import checkpoint as files
@@ -35,7 +38,7 @@ from fedbilevel.engines.costs import ExchangeKind, Ledger
 from fedbilevel.engines.engine import Carry, Run
 from fedbilevel.engines.evaluation import Evaluation, PerClientRow
 from fedbilevel.engines.fingerprint import Fingerprint
-from fedbilevel.engines.history import Callback, History, Result, Row
+from fedbilevel.engines.history import Best, Callback, History, Result, Row, has
 from fedbilevel.engines.local.samples import local
 from fedbilevel.engines.multihost import LostProcess, ProcessGroup, current_group
 from fedbilevel.wording import require_object
@@ -62,6 +65,25 @@ class LoopPlan:
         return min(self.rounds - round, *stops)
 
 
+Begin = Callable[[Algorithm, Carry], Run]
+"""Starts a run of a method from a carry."""
+
+
+class Started:
+    """A run that was started, and may be started again with another method."""
+
+    def __init__(self, begin: Begin, algorithm: Algorithm, carry: Carry) -> None:
+        self.begin = begin
+        self.run = begin(algorithm, carry)
+
+    def again(self, algorithm: Algorithm, carry: Carry) -> None:
+        self.run.close()
+        self.run = self.begin(algorithm, carry)
+
+    def close(self) -> None:
+        self.run.close()
+
+
 @dataclass
 class Loop:
     """A run in progress, on the host's side."""
@@ -82,8 +104,19 @@ class Loop:
     display: Display = field(default_factory=Silent)  # to whom it tells how far it is
     per_client: PerClientRow | None = None
     costs: Mapping[ExchangeKind, int] | None = None  # of a client's reply, in flops, where they are known
+    best_by: str | None = None
+    best: Best | None = None
+    halvings: int = 0  # of the steps, so far
+    halvings_at_most: int = 0
+    safe: Carry | None = None  # of the best row, to go back to
 
-    def play(self, run: Run, carry: Carry) -> Result:
+    def play(self, begin: Begin, carry: Carry) -> Result:
+        """Play the rounds of a run that `begin` starts, and starts again with smaller steps where it diverges."""
+        with closing(Started(begin, self.algorithm, carry)) as started:
+            return self.play_on(started, carry)
+
+    def play_on(self, started: Started, carry: Carry) -> Result:
+        run = started.run
         result, stop = self.result(run, carry), False
         reason = self.ending(result)  # of a run that is resumed after its end
         speed = 0.0  # rounds per second; not known before the first stretch
@@ -91,25 +124,37 @@ class Loop:
         with hold_interrupt() as interrupted:
             if not self.history.rows:
                 first = self.add_row(result)
+                self.keep_safe(carry, first)
                 self.save(carry)  # from now on there is something to resume
                 given, stop, *_ = self.agree(result, first, interrupted.is_set(), speed)
                 reason = reason or given
             while result.round < self.plan.rounds and not reason and not stop:
                 stretch = min(max(1, int(speed * STRETCH_SECONDS)), self.plan.until_next_stop(result.round))
                 try:
-                    carry, speed = self.advance(run, carry, stretch)
+                    carry, speed = self.advance(started.run, carry, stretch)
+                    result = self.result(started.run, carry)
+                    self.display.advance(result.round, self.plan.rounds)
+                    end = self.ending(result)
+                    row_due = result.round % self.plan.eval_every == 0 or result.round == self.plan.rounds
+                    row = self.add_row(result) if end or row_due else None
                 except LostProcess:
                     raise  # what the carry held went into the stretch
                 except (ExchangeError, NonFiniteError) as error:
+                    if isinstance(error, NonFiniteError) and self.halvings < self.halvings_at_most:
+                        result, carry = self.shrink(error, started, result)
+                        continue
                     good = getattr(error, "carry", None) or (carry if isinstance(error, ExchangeError) else None)
+                    if good is not None:
+                        result = self.result(started.run, good)
+                    if isinstance(error, NonFiniteError):
+                        error.result, good = (
+                            replace(result, history=replace(self.history, rows=[*self.history.rows])),
+                            self.safe or good,
+                        )
                     if good is not None:
                         self.save_before(error, self.back_to(good, result.round))
                     raise
-                result = self.result(run, carry)
-                self.display.advance(result.round, self.plan.rounds)
-                end = self.ending(result)
-                row_due = result.round % self.plan.eval_every == 0 or result.round == self.plan.rounds
-                row = self.add_row(result) if end or row_due else None
+                self.keep_safe(carry, row)
                 try:
                     reason, stop, speed, due = self.agree(result, row, interrupted.is_set(), speed)
                 except LostProcess:
@@ -123,6 +168,27 @@ class Loop:
         if stop:
             raise KeyboardInterrupt(self.left_off(result.round))
         return replace(result, stopped=reason)
+
+    def keep_safe(self, carry: Carry, row: Row | None) -> None:
+        """Keep a copy of the carry of the best row, from which a run that diverges can be gone on.
+
+        Not where clients keep something, unless it is asked for: it may be large.
+        """
+        light = self.simulated and not jax.tree.leaves((carry.clients, carry.queues))
+        wanted = self.halvings_at_most or (light and self.plan.path is not None)
+        if wanted and row is not None and (self.best is None or self.best.round == row["round"]):
+            self.safe = jax.tree.map(jnp.copy, carry)
+
+    def shrink(self, error: NonFiniteError, started: Started, result: Result) -> tuple[Result, Carry]:
+        """Go back to the best row with half the steps; return the result and the carry there."""
+        assert self.safe is not None
+        self.halvings += 1
+        round, self.algorithm = int(self.safe.round), halved(self.algorithm)
+        text = f"{error}; back to round {round} with half the steps, {self.halvings} of {self.halvings_at_most} times"
+        warnings.warn(NumericalWarning(text), stacklevel=5)
+        carry = self.back_to(jax.tree.map(jnp.copy, self.safe), result.round)
+        started.again(self.algorithm, carry)
+        return self.result(started.run, carry), carry
 
     def advance(self, run: Run, carry: Carry, rounds: int) -> tuple[Carry, float]:
         """Play some rounds, note their costs and losses, and return the speed that they had."""
@@ -185,6 +251,7 @@ class Loop:
             history=self.history,
             ledger=self.ledger,
             compile_seconds=run.compile_seconds,
+            best=self.best,
             state=state,
         )
 
@@ -201,8 +268,16 @@ class Loop:
             require(new, "metrics", name, "named otherwise: the history has a column of that name")
             row[name] = value
         row |= {name: float(value) for name, value in own.items()}
+        if self.halvings_at_most:
+            row["halvings"] = self.halvings
         self.losses.clear()
         self.history.rows.append(row)
+        column = self.best_by or "outer_loss"
+        if column in row if self.best_by is None else has(row, column):
+            larger = self.history.larger_is_better(column)
+            if self.best is None or best((row[column], self.best.value), larger) != self.best.value:
+                self.best = Best(result.x, result.y, result.round, column, row[column])
+        result.best = self.best
         return row
 
     def agree(self, result: Result, row: Row | None, interrupted: bool, speed: float) -> tuple[str, bool, float, bool]:
@@ -233,8 +308,12 @@ class Loop:
             "ledger": asdict(self.ledger),
             "seconds": self.seconds,
             "losses": self.losses,
+            "halvings": self.halvings,
+            "best": self.best and self.best[2:],
         }
         round = int(carry.round)
+        if self.best is not None:
+            carry = carry._replace(best=(split(self.best.x)[0], split(self.best.y)[0]))
         self.group.decide(lambda: files.save(path, carry, meta, keep=self.saved not in (None, round)))
         self.saved = round
         self.group.saved = str(path)
@@ -257,7 +336,7 @@ class Loop:
             carry, meta = self.state_of(copy, carry)
         with files.as_checkpoint_error(newest):
             self.compare(meta, force)
-            self.continue_from(meta)
+            carry = self.continue_from(meta, carry)
         if newest == path:
             self.saved = int(carry.round)
         elif self.group.is_first:
@@ -269,8 +348,10 @@ class Loop:
 
     def state_of(self, copy: Path, carry: Carry) -> tuple[Carry, dict[str, Any]]:
         """Load what the checkpoint holds; if it does not fit, and is of another algorithm, the error names both."""
+        x = carry.state.x if carry.local_x is None else carry.local_x
         try:
-            return files.load(copy, carry)
+            best = (x, carry.state.y) if files.load_meta(copy).get("best") else None
+            return files.load(copy, carry._replace(best=best))
         except CheckpointError as error:
             before = files.load_meta(copy).get("fingerprint", {}).get("stated", {}).get("algorithm")
             now = self.plan.begun.stated["algorithm"]
@@ -279,12 +360,19 @@ class Loop:
             text = f"{self.plan.path} holds the state of a run of {before}, which {now} cannot go on from"
             raise CheckpointError(f'{text}, also not with resume="force" (--force): start anew elsewhere') from error
 
-    def continue_from(self, meta: dict[str, Any]) -> None:
-        """Take up what was measured so far."""
+    def continue_from(self, meta: dict[str, Any], carry: Carry) -> Carry:
+        """Take up what was measured so far; return the carry without it."""
         self.history = History.of(meta["history"], self.history.directions)
         self.ledger = Ledger.of(meta["ledger"])
         self.seconds = float(meta["seconds"])
         self.losses = {str(name): [float(value) for value in values] for name, values in meta["losses"].items()}
+        if carry.best is not None:
+            round, column, value = meta["best"]
+            x, y = (join(part, fixed) for part, fixed in zip(carry.best, self.evaluation.fixed, strict=True))
+            self.best = Best(x, y, int(round), str(column), float(value))
+        for _ in range(int(meta.get("halvings", 0))):
+            self.halvings, self.algorithm = self.halvings + 1, halved(self.algorithm)
+        return carry._replace(best=None)
 
     def compare(self, meta: dict[str, Any], force: bool) -> None:
         """Refuse the checkpoint of another run, naming what differs; or warn of it."""

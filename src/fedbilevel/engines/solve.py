@@ -27,7 +27,7 @@ from fedbilevel.display import Display
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import fingerprint, lock, submodels
 from fedbilevel.engines.costs import Ledger
-from fedbilevel.engines.engine import Cohort, Engine, check_cohort, first_carry
+from fedbilevel.engines.engine import Carry, Cohort, Engine, Run, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Measure, PerClient, as_per_client, check_per_client
 from fedbilevel.engines.history import Callback, History, Result
 from fedbilevel.engines.local.engine import Local
@@ -39,6 +39,8 @@ from fedbilevel.machinery.kept import kept
 
 Resume = bool | Literal["auto", "force"]
 RESUME = (False, True, "auto", "force")
+OnDivergence = Literal["stop", "shrink"]
+HALVINGS = 3  # of all steps in a run, at most
 
 
 def solve(
@@ -55,6 +57,8 @@ def solve(
     eval_every: int | None = None,
     metrics: Mapping[str, MetricFunction] | None = None,
     metrics_per_client: Mapping[str, Measure | PerClient] | None = None,
+    best_by: str | None = None,
+    on_divergence: OnDivergence = "stop",
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
     checkpoint_every: int | None = None,
@@ -79,6 +83,11 @@ def solve(
         metrics_per_client: functions (x, y, batch) -> number by name, means over the samples of the batch, computed for
             every row on all outer samples of each client (`PerClient(function, "inner")`: the inner ones). The history
             gets NAME.mean, by the clients' weights, NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
+        best_by: the column of the history by whose best row `result.best` is chosen, such as a metric on validation
+            samples; None: "outer_loss", the validation loss in the rounds before the row, where the method tells it.
+        on_divergence: where an iterate is not finite, "stop" raises NonFiniteError, whose `result` has the last finite
+            x and y; "shrink" goes back to the best row, and on from there with half of every step size, with a warning,
+            3 times at most. The history then has a column "halvings"; what was spent stays counted.
         callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.multihost). A
             callback that returns a reason stops the run. Where a callback raises, the run is saved first; no callback
             is called again for the rounds before, and what others returned then is lost.
@@ -116,6 +125,11 @@ def solve(
     require(not resume or checkpoint is not None, "resume", resume, "used together with checkpoint")
     cohort = check_cohort(cohort, len(clients))
     require(metrics is None or isinstance(metrics, Mapping), "metrics", metrics, "functions (x, y) -> number by name")
+    require(best_by is None or isinstance(best_by, str), "best_by", best_by, "the name of a column of the history")
+    shrinks = on_divergence == "shrink"
+    require(shrinks or on_divergence == "stop", "on_divergence", on_divergence, "'stop' or 'shrink'")
+    here = not isinstance(clients, RemoteClients) and current_group().processes == 1
+    require(here or not shrinks, "on_divergence", on_divergence, "'stop' where other processes know the steps")
     for i, callback in enumerate(callbacks):
         require_function(f"callbacks[{i}]", callback, "result, row", " -> a reason to stop, or None")
     require_progress(progress)
@@ -176,7 +190,16 @@ def solve(
         group.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))
     history = History(directions=directions({**own, **(metrics or {})}))
     loop = Loop(
-        plan, evaluation, callbacks, algorithm, history, Ledger(virtual=not remote), simulated=not remote, group=group
+        plan,
+        evaluation,
+        callbacks,
+        algorithm,
+        history,
+        Ledger(virtual=not remote),
+        simulated=not remote,
+        group=group,
+        best_by=best_by,
+        halvings_at_most=HALVINGS * shrinks,
     )
     locked = nullcontext() if path is None else lock.exclusive(path.with_name(f".{path.name}.lock"), path, group)
     with locked, showing(progress) as display:
@@ -191,13 +214,13 @@ def solve(
         if going_on:
             carry = loop.restore(carry, force=resume == "force")
         loop.display = display
-        run = chosen.start(algorithm, problem, clients, cohort, key, carry)
-        try:
-            if own:
-                loop.per_client = run.per_client(own, (x_fixed, y_fixed))
-            return loop.play(run, carry)
-        finally:
-            run.close()
+
+        def begin(algorithm: Algorithm, carry: Carry) -> Run:
+            run = chosen.start(algorithm, problem, clients, cohort, key, carry)
+            loop.per_client = run.per_client(own, (x_fixed, y_fixed)) if own else None
+            return run
+
+        return loop.play(begin, carry)
 
 
 def _goes_on(path: Path | None, resume: Resume) -> bool:

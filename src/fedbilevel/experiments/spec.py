@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -125,6 +125,7 @@ class RunPlan:
         checkpoint_every: rounds between checkpoints; None writes one a second, less often where that takes long; in a
             federation one a round.
         metrics_per_client: measure the task's per-client metrics, too, for each row.
+        best_by, on_divergence: see `fedbilevel.solve`.
         x_bounds: [low, high], between which every entry of x stays; or such a pair for some parts of x, by their names;
             None leaves that to the task.
     """
@@ -140,6 +141,8 @@ class RunPlan:
     eval_every: int | None = positive_integer(default=10, optional=True)
     checkpoint_every: int | None = positive_integer(default=None, optional=True)
     metrics_per_client: bool = False
+    best_by: str | None = None
+    on_divergence: Literal["stop", "shrink"] = "stop"
     x_bounds: Sequence[float] | Mapping[str, Any] | None = None
 
     def validate(self) -> None:

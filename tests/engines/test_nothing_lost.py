@@ -1,0 +1,123 @@
+"""What is kept of a run: the best row, the last finite x and y where it diverges, and half the steps from there on."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.errors import ConfigurationError, NonFiniteError, NumericalWarning
+
+START = jnp.full(3, -1.0), jnp.zeros(3)
+STEPS = fb.XYV(x=0.8, y=0.2, v=0.2)
+"""f prefers y = 0, so that every penalty 10^x grows, until 2·10^x is more than 2/0.2 and the steps on y diverge."""
+
+
+def problem():
+    def inner(x, y, batch):
+        return jnp.mean((batch["a"] @ y - batch["b"]) ** 2) / 2 + jnp.sum(10**x * y**2)
+
+    return fb.Bilevel(lambda x, y, batch: jnp.sum(y**2) + jnp.mean(batch["b"] ** 2), inner)
+
+
+def population():
+    rng = np.random.default_rng(0)
+    return fb.Clients([{"a": rng.normal(size=(20, 3)), "b": rng.normal(size=20)} for _ in range(3)])
+
+
+def solve(rounds, method=None, **given):
+    method = method or fb.SimFBO(local_steps=2, batch_size=None, server_lr=STEPS)
+    return fb.solve(method, problem(), population(), *START, rounds=rounds, eval_every=5, **given)
+
+
+def same(a, b):
+    np.testing.assert_array_equal(a.x, b.x)
+    np.testing.assert_array_equal(a.y, b.y)
+
+
+def diverged(**given):
+    with pytest.raises(NonFiniteError) as error:
+        solve(500, **given)
+    return error.value.result
+
+
+def test_an_error_has_the_last_finite_state_and_the_best():
+    last = diverged()
+    assert 5 < last.round < 500
+    same(last, solve(last.round))
+    same(last.best, solve(last.best.round))
+    assert last.best.value == np.nanmin(last.history["outer_loss"])
+
+
+def test_the_best_row_is_chosen_by_the_column_that_is_told():
+    metrics = {"size_accuracy": lambda x, y: jnp.sum(y**2)}  # by its name, the larger the better
+    result = solve(10, metrics=metrics, best_by="size_accuracy")
+    rows = result.history["size_accuracy"]
+    assert result.best.column == "size_accuracy"
+    assert result.best.value == np.max(rows)
+    assert result.best.round == result.history["round"][np.argmax(rows)] != 10
+    assert f"size_accuracy {100 * np.max(rows):.2f} % at round {result.best.round}" in str(result)
+
+
+def test_half_the_steps_from_the_best_row_on(tmp_path):
+    """As a run goes that ends at that row, and is gone on from with half the steps."""
+    last = diverged()
+    best, rounds = last.best.round, last.round + 5
+    with pytest.warns(NumericalWarning, match=rf"back to round {best} with half the steps, 1 of 3 times"):
+        shrunk = solve(rounds, on_divergence="shrink")
+    assert list(shrunk.history["halvings"][-2:]) == [1, 1]
+    solve(best, checkpoint=tmp_path / "run.npz")
+    halves = {"client_lr": fb.XYV(x=0.005, y=0.05, v=0.05), "server_lr": fb.XYV(x=0.4, y=0.1, v=0.1)}
+    half = fb.SimFBO(local_steps=2, batch_size=None, **halves)
+    with pytest.warns(fb.errors.CheckpointWarning):
+        same(shrunk, solve(rounds, half, checkpoint=tmp_path / "run.npz", resume="force"))
+
+
+def test_what_was_halved_is_halved_after_a_resumption(tmp_path):
+    given = {"on_divergence": "shrink", "checkpoint": tmp_path / "run.npz"}
+    with pytest.warns(NumericalWarning, match="half the steps"):
+        whole = solve(200, on_divergence="shrink")
+    with pytest.warns(NumericalWarning, match="half the steps"):
+        solve(100, **given)
+    again = solve(200, resume=True, **given)
+    same(again, whole)
+    same(again.best, whole.best)
+    assert again.history["halvings"][-1] == whole.history["halvings"][-1] > 0
+    assert again.ledger.exchanges == whole.ledger.exchanges > 200  # what was undone stays counted
+
+
+def test_a_checkpoint_of_a_diverged_run_can_be_gone_on_from(tmp_path):
+    path = tmp_path / "run.npz"
+    last = diverged(checkpoint=path)
+    smaller = fb.SimFBO(local_steps=2, batch_size=None, server_lr=fb.XYV(x=0.01, y=0.01, v=0.01))
+    with pytest.warns(fb.errors.CheckpointWarning):
+        on = solve(last.round + 5, smaller, checkpoint=path, resume="force")
+    assert on.round == last.round + 5
+    assert np.all(np.isfinite(on.x))
+
+
+def test_a_run_that_diverges_again_and_again_ends():
+    """Steps that are 8 times too large after three halvings."""
+    wild = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(x=0.1, y=1e3, v=0.1))
+    with pytest.warns(NumericalWarning, match="3 of 3 times"), pytest.raises(NonFiniteError):
+        solve(500, wild, on_divergence="shrink")
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        ({"on_divergence": "half"}, "on_divergence = 'half' is not allowed: it must be 'stop' or 'shrink'"),
+        ({"best_by": 3}, "best_by = 3"),
+        ({"best_by": "outer_los"}, "unknown metric 'outer_los'; did you mean 'outer_loss'"),
+    ],
+)
+def test_wrong_choices_are_refused(given, match):
+    with pytest.raises(ConfigurationError, match=match):
+        solve(5, **given)
+
+
+def test_the_best_is_in_the_file_of_a_result(tmp_path):
+    result = solve(10)
+    result.save(tmp_path / "result.npz")
+    read = fb.Result.load(tmp_path / "result.npz", *START)
+    same(read.best, result.best)
+    assert read.best[2:] == result.best[2:]
