@@ -170,8 +170,7 @@ LATER = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e60, 1
 """y becomes some 1e60 times as long in each round: at the start of round 3 its square in the losses is infinite."""
 
 
-def test_of_a_run_that_diverges_the_state_of_the_best_row_is_saved(alike, tmp_path, monkeypatch):
-    """Its losses grow, so that the first row that has one, of round 2, is the best."""
+def test_of_a_run_that_diverges_the_state_before_that_round_is_saved(alike, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "SAVE_SECONDS", 1e9)
     path, good = tmp_path / "run.npz", run(alike, LATER, rounds=3)
     with pytest.raises(fb.errors.NonFiniteError, match="round 3, phase local_updates, client 0"):
@@ -179,7 +178,7 @@ def test_of_a_run_that_diverges_the_state_of_the_best_row_is_saved(alike, tmp_pa
     assert [row["round"] for row in files.load_meta(path)["history"]] == [0, 2]
     again = run(alike, LATER, rounds=3, checkpoint=path, resume=True)
     assert same_bits(again.state, good.state)
-    assert again.ledger.exchanges == good.ledger.exchanges + 1  # of round 2, played twice
+    assert again.ledger == good.ledger
 
 
 def test_a_round_that_is_saved_again_does_not_push_out_the_one_before(alike, tmp_path):

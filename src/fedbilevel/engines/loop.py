@@ -31,7 +31,7 @@ from fedbilevel.core.errors import (
 )
 from fedbilevel.core.local_x import gather_x
 from fedbilevel.core.metrics import best
-from fedbilevel.core.tree import join, nonfinite_leaves, split
+from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.display import Display, Silent
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.costs import ExchangeKind, Ledger
@@ -92,6 +92,7 @@ class Loop:
     evaluation: Evaluation
     callbacks: Sequence[Callback]
     algorithm: Algorithm
+    first: Callable[[PyTree, PyTree], Carry]  # the carry before round 0 of a run from x and y
     history: History = field(default_factory=History)
     ledger: Ledger = field(default_factory=Ledger)
     seconds: float = 0.0  # in rounds, without compilation and evaluation
@@ -108,7 +109,9 @@ class Loop:
     best: Best | None = None
     halvings: int = 0  # of the steps, so far
     halvings_at_most: int = 0
-    safe: Carry | None = None  # of the best row, to go back to
+    diverged: bool = False
+    latest: Carry | None = None  # a copy of that of the last row
+    safe: Carry | None = None  # a copy to go back to
 
     def play(self, begin: Begin, carry: Carry) -> Result:
         """Play the rounds of a run that `begin` starts, and starts again with smaller steps where it diverges."""
@@ -144,13 +147,9 @@ class Loop:
                         result, carry = self.shrink(error, started, result)
                         continue
                     good = getattr(error, "carry", None) or (carry if isinstance(error, ExchangeError) else None)
-                    if good is not None:
-                        result = self.result(started.run, good)
                     if isinstance(error, NonFiniteError):
-                        error.result, good = (
-                            replace(result, history=replace(self.history, rows=[*self.history.rows])),
-                            self.safe or good,
-                        )
+                        error.result = result if good is None else self.result(started.run, good)
+                        self.diverged = True
                     if good is not None:
                         self.save_before(error, self.back_to(good, result.round))
                     raise
@@ -170,23 +169,24 @@ class Loop:
         return replace(result, stopped=reason)
 
     def keep_safe(self, carry: Carry, row: Row | None) -> None:
-        """Keep a copy of the carry of the best row, from which a run that diverges can be gone on.
+        """Keep a copy of the carry from which the best row was reached, if a run that diverges is to go on from it.
 
-        Not where clients keep something, unless it is asked for: it may be large.
+        The carry of that row itself may be on its way already: losses are those of the rounds before it.
         """
-        light = self.simulated and not jax.tree.leaves((carry.clients, carry.queues))
-        wanted = self.halvings_at_most or (light and self.plan.path is not None)
-        if wanted and row is not None and (self.best is None or self.best.round == row["round"]):
-            self.safe = jax.tree.map(jnp.copy, carry)
+        if self.halvings_at_most and row is not None:
+            if self.best is not None and self.best.round == row["round"]:
+                self.safe = self.latest
+            self.latest = jax.tree.map(jnp.copy, carry)
+            self.safe = self.safe or self.latest
 
     def shrink(self, error: NonFiniteError, started: Started, result: Result) -> tuple[Result, Carry]:
-        """Go back to the best row with half the steps; return the result and the carry there."""
+        """Go back to the row before the best with half the steps; return the result and the carry there."""
         assert self.safe is not None
         self.halvings += 1
         round, self.algorithm = int(self.safe.round), halved(self.algorithm)
         text = f"{error}; back to round {round} with half the steps, {self.halvings} of {self.halvings_at_most} times"
         warnings.warn(NumericalWarning(text), stacklevel=5)
-        carry = self.back_to(jax.tree.map(jnp.copy, self.safe), result.round)
+        carry, self.latest = self.back_to(jax.tree.map(jnp.copy, self.safe), result.round), self.safe
         started.again(self.algorithm, carry)
         return self.result(started.run, carry), carry
 
@@ -309,6 +309,7 @@ class Loop:
             "seconds": self.seconds,
             "losses": self.losses,
             "halvings": self.halvings,
+            "diverged": self.diverged,
             "best": self.best and self.best[2:],
         }
         round = int(carry.round)
@@ -337,6 +338,8 @@ class Loop:
         with files.as_checkpoint_error(newest):
             self.compare(meta, force)
             carry = self.continue_from(meta, carry)
+        if force and meta.get("diverged") and self.best is not None and self.simulated:
+            carry = self.anew(self.best, carry)
         if newest == path:
             self.saved = int(carry.round)
         elif self.group.is_first:
@@ -345,6 +348,14 @@ class Loop:
         require(done <= self.plan.rounds, "rounds", self.plan.rounds, f"at least {done}, which the checkpoint has done")
         self.group.saved = str(self.plan.path)
         return carry
+
+    def anew(self, best: Best, carry: Carry) -> Carry:
+        """Begin the method again at the best row's x and y: the state of a run that diverged is no place to go on."""
+        _warn(self.group, f"the run diverged: going on from x and y of its best row, of round {best.round}")
+        begun = self.first(split(best.x)[0], split(best.y)[0])
+        return self.back_to(
+            begun._replace(round=jnp.full_like(carry.round, best.round), now=carry.now), int(carry.round)
+        )
 
     def state_of(self, copy: Path, carry: Carry) -> tuple[Carry, dict[str, Any]]:
         """Load what the checkpoint holds; if it does not fit, and is of another algorithm, the error names both."""

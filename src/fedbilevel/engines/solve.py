@@ -86,7 +86,7 @@ def solve(
         best_by: the column of the history by whose best row `result.best` is chosen, such as a metric on validation
             samples; None: "outer_loss", the validation loss in the rounds before the row, where the method tells it.
         on_divergence: where an iterate is not finite, "stop" raises NonFiniteError, whose `result` has the last finite
-            x and y; "shrink" goes back to the best row, and on from there with half of every step size, with a warning,
+            x and y; "shrink" goes back to the row before the best, and on with half of every step size, with a warning,
             3 times at most. The history then has a column "halvings"; what was spent stays counted.
         callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.multihost). A
             callback that returns a reason stops the run. Where a callback raises, the run is saved first; no callback
@@ -194,6 +194,7 @@ def solve(
         evaluation,
         callbacks,
         algorithm,
+        lambda x, own_y: first_carry(algorithm, problem, clients, x, own_y if jax.tree.leaves(y) else y),
         history,
         Ledger(virtual=not remote),
         simulated=not remote,

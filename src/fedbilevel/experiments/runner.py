@@ -81,8 +81,16 @@ class Experiment(NamedTuple):
     def solve(self, plan: RunPlan, **given: Any) -> Result:
         """Solve the task's problem with the plan's cohort and seed; `given` are further arguments of `solve`."""
         problem = self.task.problem, self.task.clients, self.task.x0, self.task.y0
-        told: dict[str, Any] = {"best_by": plan.best_by, "on_divergence": plan.on_divergence}
-        return solve(self.algorithm, *problem, cohort=_cohort(plan), key=plan.seed, engine=self.engine, **told, **given)
+        return solve(
+            self.algorithm,
+            *problem,
+            cohort=_cohort(plan),
+            key=plan.seed,
+            engine=self.engine,
+            best_by=plan.best_by,
+            on_divergence=plan.on_divergence,
+            **given,
+        )
 
 
 def build(spec: Spec, task: Task | None = None) -> Experiment:
