@@ -6,7 +6,7 @@ from fedbilevel.algorithms.parts.wrappers import Asynchronous, Submodels
 from fedbilevel.core import projections
 from fedbilevel.core.client import Clients, Ragged, RemoteClients
 from fedbilevel.core.metrics import Metric
-from fedbilevel.core.problem import Bilevel, Compositional, Minimax, SimpleBilevel, SingleLevel
+from fedbilevel.core.problem import Bilevel, Compositional, Minimax, SimpleBilevel, SingleLevel, WholeLoss
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.check import check_hypergradient
@@ -42,6 +42,7 @@ __all__ = [
     "SingleLevel",
     "Structure",
     "Submodels",
+    "WholeLoss",
     "check_hypergradient",
     "check_structure",
     "diagnose",

@@ -312,6 +312,9 @@ def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree
     if problem.project_x is not None:
         refuse_unless_allowed(algorithm, "project_x", f"cannot keep x in a set ({type(problem).__name__}.project_x)")
         check_set(f"{type(problem).__name__}.project_x", problem.project_x, x)
+    if problem.whole:
+        allowed = f"None: the {' and the '.join(problem.whole)} loss takes all of a client's samples (WholeLoss)"
+        require(algorithm.batch_size is None, f"{algorithm.label}.batch_size", algorithm.batch_size, allowed)
     algorithm.check(problem, clients, x, y)
 
 

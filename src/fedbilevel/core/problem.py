@@ -31,6 +31,28 @@ Project = Callable[[PyTree], PyTree]
 """x -> the point of a closed convex set that is nearest to x."""
 
 
+class WholeLoss:
+    """A loss that is no mean of samples, and takes all of a client's: a partial likelihood, an AUC, a table's penalty.
+
+    `Bilevel(outer, WholeLoss(inner))`: methods then take no batches (`batch_size=None`). F and G are the weighted means
+    over clients as ever.
+
+    Args:
+        function: (x, y, samples, valid) -> scalar. Samples have a leading axis of the same length for all clients;
+            `valid`, of booleans, says which are the client's own. The others are copies, to be masked out:
+            `jnp.sum(jnp.where(valid, each, 0)) / jnp.sum(valid)` is a mean.
+    """
+
+    def __init__(self, function: Callable[[PyTree, PyTree, PyTree, Array], Array]) -> None:
+        require_function("WholeLoss.function", function, "x, y, samples, valid")
+        self.function = function
+
+    def __call__(self, x: PyTree, y: PyTree, batch: PyTree) -> Array:
+        if not isinstance(batch, Padded):
+            batch = Padded(batch, jnp.ones(len(jax.tree.leaves(batch)[0]), bool))
+        return self.function(x, y, batch.samples, batch.mask)
+
+
 @dataclass(frozen=True, init=False, eq=False)
 class Problem:
     """Base of every kind of problem: an outer and an inner loss of (x, y, batch).
@@ -47,6 +69,7 @@ class Problem:
     project_x: Project | None
     implicit_term: ClassVar[ImplicitTerm]
     inner_is_mean: ClassVar[bool] = True
+    whole: tuple[str, ...]  # "outer", "inner": which losses take all of a client's samples
     takes_padded: bool  # whether its losses take a `Padded` batch
     key: Hashable | None  # by which what was compiled of it is found, see `keyed`
 
@@ -72,6 +95,7 @@ class Problem:
             structure=structure,
             local=local,
             project_x=project_x,
+            whole=tuple(name for name, loss in {"outer": outer, "inner": inner}.items() if isinstance(loss, WholeLoss)),
             takes_padded=False,
             key=None,
         )
@@ -80,12 +104,15 @@ class Problem:
         """A copy of this problem whose x stays in the set that `project_x` projects onto; None: anywhere."""
         changed = copy.copy(self)
         changed._set(self.outer, self.inner, self.structure, self.local, project_x)
+        vars(changed).update(whole=self.whole)
         return changed
 
     def with_losses(self, change: Callable[[Loss], Loss], inner: Callable[[Loss], Loss] | None = None) -> Self:
         """A copy of this problem whose losses are `change` of these; of the inner loss `inner`, if that is given."""
         changed = copy.copy(self)
-        changed._set(change(self.outer), (inner or change)(self.inner), self.structure, self.local, self.project_x)
+        vars(changed).update(
+            outer=change(self.outer), inner=(inner or change)(self.inner), takes_padded=False, key=None
+        )
         return changed
 
     def with_fixed(self, x_fixed: PyTree, y_fixed: PyTree) -> Self:
@@ -134,7 +161,9 @@ class Problem:
         """A copy of this problem whose losses take a `Padded` batch too, and give the mean over its valid samples."""
         if self.takes_padded:
             return self
-        return self.with_losses(_mean_over, None if self.inner_is_mean else lambda loss: loss)._padded()
+        as_it_is, mean = (lambda loss: loss), self.inner_is_mean and "inner" not in self.whole
+        outer = as_it_is if "outer" in self.whole else _mean_over
+        return self.with_losses(outer, _mean_over if mean else as_it_is)._padded()
 
     def _padded(self) -> Self:
         vars(self).update(takes_padded=True)
@@ -203,6 +232,7 @@ class Minimax(Bilevel):
     def __init__(self, loss: Loss, *, structure: Structure | None = None, project_x: Project | None = None) -> None:
         require_function("Minimax.loss", loss, "x, y, batch")
         self._set(loss, lambda x, y, batch: -loss(x, y, batch), structure, project_x=project_x)
+        vars(self).update(whole=("outer", "inner") if self.whole else ())
 
 
 @dataclass(frozen=True, init=False, eq=False)

@@ -19,7 +19,7 @@ from jax import Array, lax
 
 from fedbilevel.core.client import Clients, Ragged, check_finite
 from fedbilevel.core.errors import require, require_count
-from fedbilevel.core.problem import Loss, Problem
+from fedbilevel.core.problem import Loss, Padded, Problem
 from fedbilevel.core.tree import PyTree, is_floating, on_device
 
 CHUNK = 256  # samples that are vectorised together
@@ -104,12 +104,13 @@ class Population:
         require_count("max_samples", max_samples, optional=True)
         every = np.arange(len(clients))
 
-        def total(loss: Loss, rows: Ragged) -> Total:
+        def total(name: str) -> Total:
+            loss, rows = _loss_and_samples(problem, clients, name)
             index, weights = chosen(rows, every, clients.weights, max_samples)
             samples, share = on_device(_chunked(rows, index, weights))
             return Total(samples, share, loss)
 
-        return cls(total(problem.outer, clients.outer), total(problem.inner, clients.inner))
+        return cls(total("outer"), total("inner"))
 
     @classmethod
     def each(cls, problem: Problem, clients: Clients, ids: Sequence[int], max_samples: int | None = None) -> Population:
@@ -120,22 +121,24 @@ class Population:
         require(len(ids) > 0, "ids", ids, "at least one client")
         share = None if max_samples is None else max(1, max_samples // len(ids))
 
-        def total(loss: Loss, rows: Ragged) -> Total:
+        def total(name: str) -> Total:
+            loss, rows = _loss_and_samples(problem, clients, name)
             longest = int(rows.size[list(ids)].max()) if share is None else min(share, int(rows.size[list(ids)].max()))
             return _stacked(loss, rows, [chosen(rows, np.array([i]), np.ones(1), share) for i in ids], longest)
 
-        return cls(total(problem.outer, clients.outer), total(problem.inner, clients.inner))
+        return cls(total("outer"), total("inner"))
 
     @classmethod
     def batches(cls, problem: Problem, clients: Clients, ids: Sequence[int], size: int, seed: int) -> Population:
         """Stack the losses of single clients as `each` does, on a batch of each, drawn as clients draw theirs."""
 
-        def total(loss: Loss, rows: Ragged) -> Total:
+        def total(name: str) -> Total:
+            loss, rows = _loss_and_samples(problem, clients, name)
             rng = np.random.default_rng(seed)
             places = [rows.start[i] + rng.integers(rows.size[i], size=size) for i in ids]
             return _stacked(loss, rows, [(index, np.full(size, 1 / size)) for index in places], size)
 
-        return cls(total(problem.outer, clients.outer), total(problem.inner, clients.inner))
+        return cls(total("outer"), total("inner"))
 
     @property
     def counts(self) -> tuple[int, int]:
@@ -189,3 +192,16 @@ def _chunked(
         return np.asarray(taken).reshape(chunks, size, *leaf.shape[1:])
 
     return jax.tree_util.tree_map_with_path(take, rows.values), weights.reshape(chunks, size)
+
+
+def _loss_and_samples(problem: Problem, clients: Clients, name: str) -> tuple[Loss, Ragged]:
+    """Return a loss and its samples; of a loss that takes all of a client's samples, these together as one sample."""
+    loss: Loss = getattr(problem, name)
+    rows: Ragged = getattr(clients, name)
+    if name not in problem.whole:
+        return loss, rows
+    offset, count = np.arange(rows.size.max()), len(rows.size)
+    places = rows.start[:, None] + np.minimum(offset, rows.size[:, None] - 1)
+    tables = Padded(jax.tree.map(lambda leaf: leaf[places], rows.values), jnp.asarray(offset < rows.size[:, None]))
+    one_each = Ragged(tables, np.arange(count), np.ones(count, np.int64))
+    return (lambda x, y, batch: loss(x, y, jax.tree.map(lambda leaf: leaf[0], batch))), one_each
