@@ -27,7 +27,7 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "oracles": {"core"},
     "algorithms": {"machinery", "oracles", "core"},
     "display": {"core", "wording"},
-    "engines": {"machinery", "core", "display", "wording"},
+    "engines": {"machinery", "core", "oracles", "display", "wording"},
     "diagnostics": {"core", "oracles", "engines", "algorithms"},
     "flower": {"root", "core", "engines", "wording"},
     "sweeps": {"core", "display", "engines", "wording"},

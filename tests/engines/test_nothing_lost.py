@@ -48,6 +48,22 @@ def test_an_error_has_the_last_finite_state_and_the_best():
     assert last.best.value == np.nanmin(last.history["outer_loss"])
 
 
+def test_the_error_says_how_far_x_had_gone_and_what_steps_on_y_it_allowed():
+    """∇²yy G = Σ_i p_i A_iᵀA_i/n_i + 2 diag(10^x), of which the largest eigenvalue is L."""
+    with pytest.raises(NonFiniteError) as error:
+        solve(500)
+    x, data = error.value.result.x, np.concatenate([population().outer.row(i)["a"] for i in range(3)])
+
+    def largest(x):
+        return np.linalg.eigvalsh(data.T @ data / 60 + 2 * np.diag(10 ** np.asarray(x)))[-1]
+
+    assert (
+        f"x had moved by up to {np.max(x + 1):.3g}, and the largest curvature of the inner loss in y was "
+        f"L = {largest(x):.3g}, {largest(START[0]):.3g} at the start: there a step on y must be below 2/L = "
+        f"{2 / largest(x):.3g}; bounds on x"
+    ) in str(error.value)
+
+
 def test_the_best_row_is_chosen_by_the_column_that_is_told():
     metrics = {"size_accuracy": lambda x, y: jnp.sum(y**2)}  # by its name, the larger the better
     result = solve(10, metrics=metrics, best_by="size_accuracy")

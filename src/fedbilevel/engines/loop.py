@@ -93,6 +93,7 @@ class Loop:
     callbacks: Sequence[Callback]
     algorithm: Algorithm
     first: Callable[[PyTree, PyTree], Carry]  # the carry before round 0 of a run from x and y
+    met: Callable[[PyTree, PyTree], str]  # what is known of a run that diverged, by its last finite x and y
     history: History = field(default_factory=History)
     ledger: Ledger = field(default_factory=Ledger)
     seconds: float = 0.0  # in rounds, without compilation and evaluation
@@ -150,6 +151,8 @@ class Loop:
                     if isinstance(error, NonFiniteError):
                         error.result = result if good is None else self.result(started.run, good)
                         self.diverged = True
+                        if more := self.met(error.result.x, error.result.y):
+                            error.args = (f"{error}; {more}",)
                     if good is not None:
                         self.save_before(error, self.back_to(good, result.round))
                     raise

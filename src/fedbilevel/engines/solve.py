@@ -27,6 +27,7 @@ from fedbilevel.display import Display
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import fingerprint, lock, submodels
 from fedbilevel.engines.costs import Ledger
+from fedbilevel.engines.divergence import what_was_met
 from fedbilevel.engines.engine import Carry, Cohort, Engine, Run, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Measure, PerClient, as_per_client, check_per_client
 from fedbilevel.engines.history import Callback, History, Result
@@ -189,12 +190,19 @@ def solve(
     if group.processes > 1:
         group.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))
     history = History(directions=directions({**own, **(metrics or {})}))
+
+    def met(last_x: PyTree, last_y: PyTree) -> str:
+        if not isinstance(clients, Clients) or group.processes > 1:
+            return ""
+        return what_was_met(problem, clients, (x, y), (split(last_x)[0], split(last_y)[0]))
+
     loop = Loop(
         plan,
         evaluation,
         callbacks,
         algorithm,
         lambda x, own_y: first_carry(algorithm, problem, clients, x, own_y if jax.tree.leaves(y) else y),
+        met,
         history,
         Ledger(virtual=not remote),
         simulated=not remote,
