@@ -277,9 +277,7 @@ def test_who_never_arrives_is_named(alike):
         run(method, alike, 1, engine=fb.Local(clock=fb.Clock(arrivals=never)))
     with pytest.raises(fb.errors.ConfigurationError, match=r"Clock.arrivals .* True for some client"):
         run(method, alike, 1, engine=fb.Local(clock=fb.Clock(arrivals=~np.ones((2, 5), bool))))
-    with pytest.raises(
-        fb.errors.ConfigurationError, match=r"a function \(exchange, client, key\) that"
-    ):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"a function \(exchange, client, key\) that"):
         fb.Clock(arrivals=lambda exchange, client, key, k: True)
 
 
