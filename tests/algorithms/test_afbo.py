@@ -282,12 +282,12 @@ def test_who_never_arrives_is_named(alike):
 
 
 def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):
-    """β_{t,k}: a schedule for each k gives what the same steps give as numbers, in each of three rounds."""
-    by_both = method(series(), lr=(0.7, lambda round: 0.1 + 0.2 * round))
+    """η_t, β_{t,k}: schedules, of β one for each k, give what the same numbers give, in each of three rounds."""
+    by_both = method(series(), lambda round: 0.05 + 0.1 * round, lr=(0.7, lambda round: 0.1 + 0.2 * round))
     at_once = run(by_both, task, 3)
     x, y = task.x0, task.y0
     for t in range(3):
-        one = run(method(series(), lr=(0.7, 0.1 + 0.2 * t)), replace(task, x0=x, y0=y), 1)
+        one = run(method(series(), 0.05 + 0.1 * t, lr=(0.7, 0.1 + 0.2 * t)), replace(task, x0=x, y0=y), 1)
         x, y = one.x, one.y
     np.testing.assert_allclose(at_once.y, y, rtol=1e-12)
     np.testing.assert_allclose(at_once.x, x, rtol=1e-12)

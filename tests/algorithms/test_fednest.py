@@ -176,12 +176,15 @@ def test_light_variants_equal_their_equations_written_out(inner, joint, exchange
     assert set(algorithm.allows.late) == set(result.ledger.exchanges_by_phase)
 
 
-def test_equals_algorithms_1_to_4_written_out(task):
-    """Three epochs in NumPy, matrices in place of differentiation, with the series for v; by the program of above."""
+@pytest.mark.parametrize(("method", "inner"), [(fb.FedNest, fb.parts.SVRG), (fb.FedNestSGD, fb.parts.LocalSGD)])
+def test_equals_algorithms_1_to_4_written_out(method, inner, task):
+    """Three epochs in NumPy, matrices in place of differentiation, with the series for v; by the program of above.
+
+    Each client has its own τ_i on y. FedNest-SGD's steps there are along its own ∇y g_i, without the correction."""
     rounds, outer, terms, beta, alpha, s = 3, 2, 120, 0.6, 0.3, 0.7
     solver = fb.parts.Neumann(terms=terms, step=s)
-    algorithm = fb.FedNest(
-        inner=fb.parts.SVRG(rounds=rounds, local_steps=3, lr=beta),
+    algorithm = method(
+        inner=inner(rounds=rounds, local_steps=3, lr=beta),
         hypergradient=fb.parts.Implicit(solver=solver),
         outer_lr=alpha,
         outer_steps=outer,
@@ -193,9 +196,9 @@ def test_equals_algorithms_1_to_4_written_out(task):
         for _ in range(rounds):
             q, change = inner_gradient(m, x, y), 0
             for (p, _, g), tau in zip(members(task), WORK, strict=True):
-                z = y
+                z, shared = y, q - inner_gradient(g, x, y) if method is fb.FedNest else 0
                 for _ in range(tau):
-                    z = z - beta / tau * (g["A"] @ (z - y) + q)
+                    z = z - beta / tau * (inner_gradient(g, x, z) + shared)
                 change = change + p * (z - y)
             y = y + change
         v = neumann(m["A"], s, terms) @ (m["D"] @ y - m["Dt"] + m["E"].T @ x)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
+from matrices import hypergradient, inner_gradient, members, outer_gradient
 from two_phase import TwoPhase
 
 import fedbilevel as fb
@@ -144,6 +145,29 @@ def test_each_draw_has_its_own_batch(engine):
     drawn = -3 * float(step(cohort, engine, rows=rows, batch_size=1).x)  # a sum of three powers of two
     assert bin(round(drawn)).count("1") == 3
     assert float(step(cohort, fb.Local(), rows=rows, batch_size=1).x) == -drawn / 3
+
+
+@pytest.mark.parametrize("engine", [fb.Reference(), fb.Local(), fb.Local(chunk=2, devices=2)])
+def test_fresh_cohorts_are_drawn_with_replacement_too(engine):
+    """FedNest's S_n, of 5 draws from 3 clients each, so that somebody is in every one twice; from NumPy's matrices.
+
+    From 0 y = −β q, v = s Σ_{n<2} (I − sH₁)ⁿ b, x = −α h: q by the round's own cohort, b, H₁ and h by fresh ones."""
+    again, s, beta, alpha = fb.Cohort(5, replacement=True), 0.5, 0.6, 0.3
+    inner, solver = fb.parts.SVRG(rounds=1, local_steps=1, lr=beta), fb.parts.Neumann(terms=2, step=s)
+    method = fb.FedNest(
+        inner=inner, hypergradient=fb.parts.Implicit(solver=solver), outer_lr=alpha, outer_steps=1, batch_size=None
+    )
+    found = fb.solve(method, TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=1, cohort=again, key=1, engine=engine)
+    keys, clients, x = round_keys(jax.random.key(1), 0), members(TASK), np.zeros(5)
+    cohorts = [again.draw(k.cohort, 3).tolist() for k in (keys, *map(keys.of_fresh, range(3)))]
+    mean = lambda ids, of: sum(3 / 5 * clients[i][0] * of(*clients[i][1:]) for i in ids)  # noqa: E731
+    y = -beta * mean(cohorts[0], lambda f, g: inner_gradient(g, x, 0 * TASK.y0))
+    b = mean(cohorts[1], lambda f, g: outer_gradient(f, x, y))
+    v = 2 * s * b - s * s * mean(cohorts[2], lambda f, g: g["A"] @ b)
+    h = mean(cohorts[3], lambda f, g: hypergradient(f, g, x, y, v))
+    np.testing.assert_allclose(found.y, y, rtol=1e-12)
+    np.testing.assert_allclose(found.x, -alpha * h, rtol=1e-12)
+    assert len({tuple(sorted(ids)) for ids in cohorts}) == 4
 
 
 def test_clients_that_keep_something_are_not_drawn_twice():

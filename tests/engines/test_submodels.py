@@ -33,6 +33,17 @@ DEEP = fb.Bilevel(  # one group within x, one that reaches into y
 )
 
 
+def deep_in_y(loss):
+    return lambda x, y, batch: loss({"weight": x["weight"] @ y["middle"], "bias": x["bias"] @ y["middle"]}, y, batch)
+
+
+DEEP_Y = fb.Bilevel(  # one group, within y
+    deep_in_y(outer),
+    deep_in_y(inner),
+    structure=fb.Structure(x={"weight": "_ _", "bias": "_"}, y={"middle": "_ own", "weight": "own _"}),
+)
+
+
 def population(capacity=CAPACITY, **fields):
     """Ragged samples and unequal weights."""
     rng = np.random.default_rng(0)
@@ -55,6 +66,8 @@ def solved(algorithm, *, clients=None, engine=None, problem=BILEVEL, rounds=2, c
     single = isinstance(problem, fb.SingleLevel)
     if problem is DEEP:
         x = [jnp.asarray(np.random.default_rng(2).normal(size=(INPUTS, INPUTS))), x]
+    if problem is DEEP_Y:
+        y = {"middle": jnp.asarray(np.random.default_rng(2).normal(size=(HIDDEN, HIDDEN))), **y}
     return fb.solve(
         algorithm,
         with_compiled_losses(problem) if isinstance(engine, fb.Reference) else problem,
@@ -294,6 +307,16 @@ def test_one_variable_alone_can_be_cut():
     assert bytes_up == 8 * sum(INPUTS * k + k * HIDDEN + HIDDEN + 2 * HIDDEN * OUTPUTS for k in kept)
     with pytest.raises(fb.errors.ConfigurationError, match="no group of units to cut, as pruned = 'y' leaves it"):
         solved(of_y, problem=DEEP, rounds=1)
+
+
+def test_y_alone_can_be_cut():
+    """Of the 8 units within y clients hold 8, 4 or 2; "x" has no group of its own here. All but y and v stay whole."""
+    of_x, of_y = (fb.Submodels(ONE_STEP, policy="static", pruned=name) for name in "xy")
+    result = solved(of_y, problem=DEEP_Y, rounds=1)
+    assert result.ledger.bytes_up == 8 * sum(INPUTS * HIDDEN + HIDDEN + 2 * k * (HIDDEN + OUTPUTS) for k in KEPT)
+    assert (result.history.rows[-1]["coverage_x"], result.history.rows[-1]["coverage_y"]) == (CLIENTS, 1)
+    with pytest.raises(fb.errors.ConfigurationError, match="no group of units to cut, as pruned = 'x' leaves it"):
+        solved(of_x, problem=DEEP_Y, rounds=1)
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.AbsenceWarning")
