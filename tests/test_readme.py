@@ -60,6 +60,7 @@ LIMITS = {
     "docs/reference/benchmarks.md": 900,
     "docs/reference/data.md": 1000,
     "docs/reference/tasks.md": 2450,
+    "docs/reference/to-the-letter.md": 650,
     "docs/tutorials/hospitals.md": 1000,
     "docs/tutorials/your-own-problem.md": 1870,
 }

@@ -71,6 +71,22 @@ def test_simfbo_proposition_1_bounds_a_clients_own_v(optimizer):
     assert worst > 0.5 * r  # the bound is met by something of its size
 
 
+@pytest.mark.parametrize(("tau", "holds"), [(10, True), (60, False)])
+def test_simfbo_proposition_3_holds_for_few_local_steps(tau, holds):
+    """It bounds the mean of ‖v^(k) − v‖² over a client's steps by η² τ̄ σ², but these squares grow as k².
+
+    Here f = y, g = ½y², no noise: α_max = L_f = L_1 = r = 1, r_max = 2, so that σ² = 5. v^(k) = 1 − (1 − η)^k."""
+    eta, problem = 1e-4, fb.Bilevel(lambda x, y, b: jnp.sum(y) + 0 * x, lambda x, y, b: y @ y / 2 + 0 * x)
+    method, client = fb.SimFBO(batch_size=None, client_lr=eta), client_alone(problem, *2 * [jnp.ones((1, 1))])
+    start = fb.XYV(jnp.zeros(()), jnp.zeros(1), jnp.zeros(1))
+    for k in (1, tau // 2, tau - 1):
+        sums = replace(method, local_steps=k).local_updates(client, start, jax.random.key(0)).update.v
+        assert float(-eta * sums[0]) == pytest.approx(1 - (1 - eta) ** k, rel=1e-9)
+    drift = np.mean([(1 - (1 - eta) ** k) ** 2 for k in range(tau)])
+    assert (drift <= eta**2 * tau * 5) == holds
+    assert drift <= eta**2 * tau**2 * 5
+
+
 def test_fism_remark_10_clients_reach_the_solution_too():
     """A client's walk ends at most n_i γ_k (C_f + λ_k C_H) from x_k, and so at the solution, as x_k does."""
     exact, errors = flat.solution(), []
@@ -286,3 +302,73 @@ def test_rates_of_rabo_theorems_1_and_2(method, holders):
     exact = expected(np.array([[alpha]]), np.ones(1), alpha**2 * sigma2 / holders, rounds)
     assert found == pytest.approx(exact, rel=0.08)
     assert found * np.sqrt(holders * rounds) <= (1 / c + c * sigma2) / 2 / (1 - alpha / 2)
+
+
+def test_rabo_the_more_clients_hold_an_entry_of_y_the_less_noise_it_has():
+    """C_y*: of g = ½‖y − ξ‖² y ← y − β(y − noise/√C) entry by entry, C of 8 clients holding each."""
+    beta, rounds, found = 0.5, 100, []
+    structure = fb.Structure(x="_ _", y="units _")
+    rows = 5 * np.random.default_rng(0).normal(size=(8, 50, DIM))
+    rows -= rows.mean(1, keepdims=True)
+    problem = fb.Bilevel(
+        lambda x, y, b: jnp.sum(y * y) / 2 + 0 * jnp.sum(x),
+        lambda x, y, b: jnp.sum((y - jnp.mean(b, 0)) ** 2) / 2 + 0 * jnp.sum(x),
+        structure=structure,
+    )
+    method = fb.RABO(inner=fb.parts.LocalSGD(local_steps=1, lr=beta), outer_lr=1e-12, batch_size=1)
+    metrics, start = {"square": lambda x, y: jnp.mean(y**2)}, jnp.zeros((4, DIM))
+    for holders in (2, 4):
+        clients = fb.Clients(rows, capacity=np.full(8, holders / 8))
+        algorithm = fb.Submodels(method, policy="covered")
+        run = fb.solve(algorithm, problem, clients, start, start, rounds=rounds, eval_every=1, metrics=metrics)
+        noise = beta**2 * rows.var(1).mean() / holders
+        exact = expected(np.array([[beta]]), np.zeros(1), noise, rounds)
+        found.append(np.mean(run.history["square"][:rounds]))
+        assert found[-1] == pytest.approx(exact, rel=0.08)
+        assert set(run.history["coverage_y"][1:]) == {holders}
+    assert found[0] > 1.8 * found[1]
+
+
+@pytest.mark.parametrize("kind", ["minimax", "compositional"])
+def test_rates_of_fednest_corollaries_32_and_33(kind):
+    """O(1/√K): where f = y(x − ξ) − ½y² of a minimax problem, or r(x) = x − ξ and f = ½y² of a compositional one, a
+    step β = 1 leaves y = x − noise, and h is y. So with α = ᾱ/√K the mean of ‖∇f‖² = x² over K rounds is at most
+    (x₀²/ᾱ + ᾱs²)/2 over √K, to first order in α, s² being Σ p_i²σ_i²."""
+    bar, rounds, p = 0.8, 400, np.array([0.4, 0.3, 0.2, 0.1])
+    _, rows = tracking(4, 0.0)
+    problem = {
+        "minimax": fb.Minimax(lambda x, y, b: y @ (x - jnp.mean(b, 0)) - y @ y / 2),
+        "compositional": fb.Compositional(lambda y, b: y @ y / 2, lambda x, b: x - jnp.mean(b, 0)),
+    }[kind]
+    rows -= rows.mean(1, keepdims=True)
+    alpha, s2 = bar / np.sqrt(rounds), np.sum(p**2 * rows.var(1).mean(1))
+    method = fb.FedNest(inner=fb.parts.SVRG(local_steps=1, lr=1.0), outer_lr=alpha, batch_size=1)
+    found, _ = measured(lambda x: x, method, problem, fb.Clients(rows, weights=p), np.ones(DIM), rounds)
+    assert found == pytest.approx(expected(np.array([[alpha]]), np.ones(1), alpha**2 * s2, rounds), rel=0.08)
+    assert found * np.sqrt(rounds) <= 1.05 * (1 / bar + bar * s2) / 2
+
+
+@pytest.mark.parametrize(("small", "m"), [(False, 2), (False, 8), (True, 2), (True, 8)])
+def test_afbo_corollary_1_needs_a_step_on_y_that_is_not_small(small, m):
+    """1/√(mT) with η = c√(m/T), a linear speed-up, needs y to keep up. With K = 1 the corollary has β ≤ 1/√T.
+
+    Of y ← y − β(y − x), x ← x − η(y − noise) the mean of x² over T rounds with β = 1 is at most (x₀²/c + cσ²)/2 over
+    √(mT), to first order in η. With β = 1/√T noise alone makes σ²(c²/2 + c/(2√m))/√T, which falls not as 1/√m."""
+    c, rounds = 0.5, 400
+    problem, rows = tracking(m, 0.0)
+    sigma2 = rows.var(1).mean()
+
+    def exact(m):
+        eta, beta = c * np.sqrt(m / rounds), 1 / np.sqrt(rounds) if small else 1.0
+        slope = np.array([[eta * beta, eta * (1 - beta)], [-beta, beta]])
+        noise = np.diag([eta**2 * sigma2 / m, 0])
+        return eta, beta, expected(slope, np.ones(2), noise, rounds) * np.sqrt(m * rounds)
+
+    eta, beta, predicted = exact(m)
+    own = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=1, step=1.0))  # ∇²yy g = I
+    inner = fb.parts.MeanGradient(lr=beta, local_steps=1)
+    method = fb.AFBO(inner=inner, hypergradient=own, outer_lr=eta, batch_size=1)
+    found, _ = measured(lambda x: x, method, problem, fb.Clients(rows), np.ones(DIM), rounds)
+    assert found * np.sqrt(m * rounds) == pytest.approx(predicted, rel=0.1)
+    assert (predicted <= (1 / c + c * sigma2) / 2 / (1 - eta / 2)) == (not small)
+    assert (exact(4 * m)[2] > 1.3 * predicted) == small

@@ -75,8 +75,9 @@ class Neumann(Part):
     """A truncated Neumann series, or a random product of its factors.
 
     Args:
-        terms: N; where each client solves a system of its own also a number for each client, N_i in their order. What
-            the series leaves out is (1 − sμ)^N of v along the smallest eigenvalue μ of H.
+        terms: N; where each client solves a system of its own also a number for each client, N_i in their order: a
+            table here, not `Clients.own`, since the largest is the length of the compiled series. What the series
+            leaves out is (1 − sμ)^N of v along the smallest eigenvalue μ of H.
         step: s = 1/ℓ, below 2/ℓ for ℓ the largest eigenvalue of H; checked at the start.
         sampling: None, the whole series; "random", a random length; "random_per_client", a random length for each
             client, where the federation solves one system.
