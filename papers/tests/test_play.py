@@ -213,7 +213,7 @@ def test_the_command_plays_a_figure_by_its_path(tmp_path: Path, capsys: pytest.C
     assert "undecided                  Two methods" in capsys.readouterr().out
     assert main(["--list", "--out", str(tmp_path / "none")]) == 0
     listed = capsys.readouterr().out
-    assert listed.count("(kept)") == 33
+    assert listed.count("(kept)") == 34
 
 
 @pytest.mark.parametrize(
