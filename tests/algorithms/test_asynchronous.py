@@ -29,10 +29,13 @@ COMPILED_BEFORE = (fb.AFBO, fb.FISM, fb.ShroFBO, fb.RABO, fb.FedNest, fb.FedNest
 
 
 def outcome(algorithm, problem, rounds=4):
-    task = quadratic(clients=4, dim_x=2, dim_y=3, samples=(2, 4)).with_own(local_steps=WORK)
+    task = quadratic(clients=4, dim_x=2, dim_y=3, samples=(2, 4))
     clients, y0 = task.clients, task.y0
-    if isinstance(problem, fb.Minimax):
-        clients = fb.Clients(clients.outer, weights=clients.weights, local_steps=WORK)
+    work = (
+        None if isinstance(problem, fb.SimpleBilevel) else WORK
+    )  # whose clients make no local steps, or all of theirs
+    inner = {} if isinstance(problem, fb.Minimax) else {"inner": clients.inner}
+    clients = fb.Clients(clients.outer, weights=clients.weights, local_steps=work, **inner)
     if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel):
         y0 = None
     return fb.solve(algorithm, problem or task.problem, clients, task.x0 + 0.1, y0, rounds=rounds)

@@ -73,6 +73,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 
 FREE = -1  # no plane
+STEPS = "its steps are `iterations`, each an exchange"
 WHOLE = No("each client keeps an x, a y and planes of its own between rounds, of all units")
 APART = No("each client moves an x of its own, and planes are made at points outside of the set, too")
 
@@ -304,9 +305,6 @@ class CuttingPlanes(Algorithm):
         )
         return Findings(warning=apart if float(state.totals.excluded) else "", columns=columns)
 
-    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        refuse_local_steps(self.label, clients.own, "its steps are `iterations`, each an exchange")
-
     @phase
     def consensus_step(self, client: Client, at: tuple[PyTree, PyTree, Array], key: Array) -> Reply:
         """Take the k-th step towards φ_i, given x and z'; reply with y'_i."""
@@ -474,6 +472,9 @@ class SDBO(CuttingPlanes):
     )
     asks = Asks(everyone=True)
 
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
+        refuse_local_steps(self.label, clients.own, STEPS)
+
     def exchange(self, fed: Fed, state: State, message: PyTree, key: Array) -> tuple[Totals, PyTree, Planes]:
         theta, inner, weight, excluded = fed.mean(self.local_step, message, key)
         excluded = jnp.maximum(state.totals.excluded, excluded.public)
@@ -506,7 +507,7 @@ class ADBO(CuttingPlanes):
         return Asks(first=self.wait_for)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        super().check(problem, clients, x, y)
+        refuse_local_steps(self.label, clients.own, STEPS)
         few = f"at most {len(clients)}, the number of clients"
         require(self.wait_for <= len(clients), "ADBO.wait_for", self.wait_for, few)
 

@@ -114,6 +114,7 @@ class AFBO(Nested):
     Args:
         inner: the rounds on y: the server steps along the mean of the clients' mean gradients.
         hypergradient: how h is found: by each client alone (APHE), or by steps on a v kept by the server.
+        outer_lr: α, the server's step on x.
     """
 
     name = "afbo"
@@ -132,6 +133,7 @@ class AFBO(Nested):
         bias="clients' own hypergradients (not with `SystemSteps`); drift of y where τ > 1",
     )
 
+    outer_lr: float = positive(default=0.1)
     inner: MeanGradient = MeanGradient()
     hypergradient: LocalImplicit | SystemSteps = LocalImplicit()
 

@@ -34,6 +34,7 @@ from jax import Array
 from fedbilevel.algorithms.parts.hypergradients import Implicit
 from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
+from fedbilevel.core.config import positive
 from fedbilevel.core.facts import Allows, Facts
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.tree import scaled
@@ -45,6 +46,7 @@ class FedMBO(Nested):
     Args:
         inner: the rounds on y: FedAvg's local steps.
         hypergradient: how the hypergradient is found, by products that are means over all clients.
+        outer_lr: α, the server's step on x.
     """
 
     name = "fedmbo"
@@ -60,6 +62,7 @@ class FedMBO(Nested):
         bias="truncation; drift of y where τ > 1",
     )
 
+    outer_lr: float = positive(default=0.1)
     inner: LocalSGD = LocalSGD()
     hypergradient: Implicit = Implicit()
 

@@ -79,9 +79,14 @@ class SVRG(InnerSteps):
 
     q = mean_i ∇y g_i(x, y; ζ_i)
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q],   y ← mean_i y_{i,τ_i}
+
+    Args:
+        lr: β; a client's step is β/τ_i.
     """
 
     kind: ClassVar[str] = "svrg"
+
+    lr: float = positive(default=0.5)
 
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         first, second = jax.random.split(key)
@@ -114,6 +119,7 @@ class Epochs(Nested):
         outer_steps: τ_i, a client's local steps on x in a round, which may be its own (`Clients.own`).
     """
 
+    outer_lr: float = positive(default=0.1)
     inner: Any
     outer_steps: int = positive_integer(default=1, own=True)
 

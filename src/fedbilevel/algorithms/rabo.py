@@ -175,8 +175,10 @@ class DualPruning(Nested):
 
     Args:
         inner: the rounds on y: FedAvg's local steps.
+        outer_lr: α, the server's step on x.
     """
 
+    outer_lr: float = positive(default=0.1)
     inner: LocalSGD = LocalSGD()
 
     @property

@@ -42,14 +42,12 @@ class LocalDescent(Algorithm):
     Args:
         local_steps: τ_i, a client's local steps in a round; a number that the clients bring themselves
             (`Clients.local_steps`) takes precedence.
-        outer_lr: α; a client's step is α/τ_i.
         batch_size: samples per draw, with replacement; None takes all samples.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SingleLevel,)
 
     local_steps: int = positive_integer(default=5)
-    outer_lr: float = positive(default=0.1)
     batch_size: int | None = positive_integer(default=32, optional=True)
 
     def init(self, x: PyTree, y: PyTree) -> XY:
@@ -70,6 +68,9 @@ class FedLin(LocalDescent):
     Aritra Mitra, Rayana Jaafar, George J. Pappas, Hamed Hassani. "Linear Convergence in Federated Learning: Tackling
     Client Heterogeneity and Sparse Gradients". NeurIPS 2021, arXiv:2102.07053. As federated SVRG: Jakub Konečný et al.,
     arXiv:1610.02527.
+
+    Args:
+        outer_lr: α; a client's step is α/τ_i.
     """
 
     name = "fedlin"
@@ -82,6 +83,8 @@ class FedLin(LocalDescent):
         bias="nothing",
     )
     allows = Allows(late=("outer_gradient", "corrected_outer_descent"), submodels=UnitPolicy())
+
+    outer_lr: float = positive(default=0.1)
 
     @phase(takes="x", gives="x")
     def outer_gradient(self, client: Client, x: PyTree, key: Array) -> Reply:
@@ -110,6 +113,9 @@ class FedAvg(LocalDescent):
 
     H. Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson, Blaise Agüera y Arcas. "Communication-Efficient
     Learning of Deep Networks from Decentralized Data". AISTATS 2017, arXiv:1602.05629.
+
+    Args:
+        outer_lr: α; a client's step is α/τ_i.
     """
 
     name = "fedavg"

@@ -358,7 +358,6 @@ def read_capacity(where: str, count: int, capacity: Any) -> np.ndarray | None:
     allowed = f"None or {count} numbers, one for each client, above 0 and at most 1; or a row of them for each round"
     drawn = callable(capacity) or isinstance(capacity, Mapping)
     require(not drawn, where, capacity, f"{allowed}: neither a rule nor drawn, as each is a model of another shape")
-    require(np.ndim(capacity) <= 2, where, capacity, allowed)
     values = read(where, list(capacity) if isinstance(capacity, tuple) else capacity, count, allowed)
     assert isinstance(values, Given)
     c = np.asarray(values.values, float)

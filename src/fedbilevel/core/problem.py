@@ -224,7 +224,7 @@ class Minimax(Bilevel):
     Args:
         loss: f(x, y, batch) -> scalar, a mean over the samples of the batch; strongly concave in y.
         structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
-        project_x: the set in which x stays, see `Bilevel`.
+        project_x: x -> the nearest point of a closed convex set, in which x then stays; None: x may go anywhere.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "none"
@@ -243,7 +243,7 @@ class Compositional(Bilevel):
         outer: f(y, batch) -> scalar, a mean over the samples of the batch.
         inner: r(x, batch) -> a pytree like y, a mean over the samples of the batch.
         structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
-        project_x: the set in which x stays, see `Bilevel`.
+        project_x: x -> the nearest point of a closed convex set, in which x then stays; None: x may go anywhere.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "identity"
@@ -276,7 +276,7 @@ class SingleLevel(Problem):
     Args:
         loss: f(x, batch) -> scalar, a mean over the samples of the batch.
         structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
-        project_x: the set in which x stays, see `Bilevel`.
+        project_x: x -> the nearest point of a closed convex set, in which x then stays; None: x may go anywhere.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "none"

@@ -14,7 +14,7 @@ import numpy as np
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.fednest import SVRG
 from fedbilevel.algorithms.parts.hypergradients import Implicit
-from fedbilevel.algorithms.parts.inner import InnerSteps, LocalSGD
+from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
 from fedbilevel.core.algorithm import Part
 from fedbilevel.core.card import Card, Shown
@@ -118,7 +118,7 @@ def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str
     return {**chosen, "client_lr": local, "server_lr": server, "radius": s.radius}
 
 
-def nested(s: Scales, batch_size: int | None, work: int | None, inner: type[InnerSteps] = SVRG) -> dict[str, Any]:
+def nested(s: Scales, batch_size: int | None, work: int | None, inner: type[LocalSGD | SVRG] = SVRG) -> dict[str, Any]:
     """Fields of FedNest: conjugate gradient where its products are exact, a short series where they are noisy.
 
     The clients' steps are `inner.lr` over their number, so that `work` changes nothing.

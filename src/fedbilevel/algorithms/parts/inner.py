@@ -47,12 +47,10 @@ class InnerSteps(InnerRounds):
     """Rounds of local steps on y. The server changes y by the mean of the clients' changes.
 
     Args:
-        lr: β; a client's step is β/τ_i.
         server_lr: factor on the mean change of y. Papers use 1. Up to M is possible where each client has inner
             unknowns of its own; with submodels, up to the smallest number of clients that hold an entry.
     """
 
-    lr: float = positive(default=0.5)
     server_lr: float = positive(default=1.0)
 
 
@@ -60,6 +58,9 @@ class LocalSGD(InnerSteps):
     """FedAvg on y: τ_i plain steps, then the mean. One exchange a round.
 
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν),   y ← mean_i y_{i,τ_i}
+
+    Args:
+        lr: β; a client's step is β/τ_i.
     """
 
     kind: ClassVar[str] = "sgd"

@@ -9,7 +9,7 @@ from jax import Array
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, RemoteClients
-from fedbilevel.core.config import positive, positive_integer
+from fedbilevel.core.config import positive_integer
 from fedbilevel.core.facts import Allows, Asks, Findings
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, Problem
@@ -33,12 +33,10 @@ class Nested(Algorithm):
 
     Args:
         batch_size: samples per draw for each loss, with replacement; None takes all samples.
-        outer_lr: α, the server's step on x.
     """
 
     hypergradient: Any
     batch_size: int | None = positive_integer(default=32, optional=True)
-    outer_lr: float = positive(default=0.1)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         return State(x, y, SolveInfo.unknown(), self.hypergradient.start(y))
