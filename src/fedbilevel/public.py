@@ -2,7 +2,7 @@
 
 from fedbilevel import algorithms, errors, parts
 from fedbilevel.algorithms import *  # noqa: F403
-from fedbilevel.algorithms.parts.wrappers import Asynchronous, Submodels
+from fedbilevel.algorithms.parts.wrappers import Asynchronous, OuterOptimizer, Submodels
 from fedbilevel.core import projections
 from fedbilevel.core.client import Clients, Ragged, RemoteClients
 from fedbilevel.core.metrics import Metric
@@ -33,6 +33,7 @@ __all__ = [
     "Local",
     "Metric",
     "Minimax",
+    "OuterOptimizer",
     "PerClient",
     "Ragged",
     "Reference",

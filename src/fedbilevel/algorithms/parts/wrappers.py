@@ -32,6 +32,7 @@ import optax
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, refuse_unless_allowed, takes_and_gives
+from fedbilevel.core.authored import with_x
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive_integer, static, wrapped
 from fedbilevel.core.errors import ConfigurationError, require
@@ -119,6 +120,60 @@ class Submodels(UnitPolicy, Wrapper):
     @property
     def allows(self) -> Allows:
         return self.algorithm.allows._replace(submodels=self)
+
+
+class OptimizedState(NamedTuple):
+    """The server's state."""
+
+    inside: Any  # the state of the method inside
+    optimizer: optax.OptState
+
+    @property
+    def x(self) -> PyTree:
+        return self.inside.x
+
+    @property
+    def y(self) -> PyTree:
+        return self.inside.y
+
+
+class OuterOptimizer(Wrapper):
+    """A method whose steps on x are an optimizer's: it is fed with what a round takes from x, in place of a gradient.
+
+    S. Reddi and others, "Adaptive Federated Optimization", ICLR 2021. The method's own step on x scales what it is fed,
+    of which Adam, AdaGrad, and those of `optax.contrib` that find their step themselves (`dog`, `prodigy`), take the
+    direction alone.
+
+    Args:
+        algorithm: the method.
+        optimizer: an optax optimizer; its learning rate is the step on x.
+    """
+
+    optimizer: optax.GradientTransformation = static()
+
+    def validate(self) -> None:
+        check_algorithm(self.algorithm)
+        known = isinstance(self.optimizer, optax.GradientTransformation)
+        require(known, "OuterOptimizer.optimizer", self.optimizer, "an optax optimizer, such as optax.adam(0.05)")
+
+    @property
+    def allows(self) -> Allows:
+        return self.algorithm.allows._replace(local_x=No("the optimizer of x is the server's"))
+
+    def init(self, x: PyTree, y: PyTree) -> OptimizedState:
+        return OptimizedState(self.algorithm.init(x, y), self.optimizer.init(x))
+
+    def round(self, fed: Fed, state: OptimizedState, key: Array) -> OptimizedState:
+        inside = self.algorithm.round(fed, state.inside, key)
+        taken = optax.tree.sub(state.x, inside.x)
+        updates, optimizer = self.optimizer.update(taken, state.optimizer, state.x)
+        return OptimizedState(with_x(self, inside, optax.apply_updates(state.x, updates)), optimizer)
+
+    def finished(self, state: OptimizedState) -> Any:
+        return self.algorithm.finished(state.inside)
+
+    def findings(self, state: OptimizedState) -> Findings:
+        return self.algorithm.findings(state.inside)
 
 
 class LastReplies(NamedTuple):

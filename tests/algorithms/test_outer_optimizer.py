@@ -1,0 +1,73 @@
+"""Steps on x by an optimizer of Optax, with every method."""
+
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.tasks.quadratic import quadratic
+
+
+@pytest.fixture(scope="module")
+def task():
+    return quadratic(clients=4, condition=5, noise=0.0)
+
+
+def run(algorithm, task, rounds, **options):
+    return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=rounds, **options)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [fb.SimFBO(batch_size=None), fb.FedNest(batch_size=None), fb.FedBiO(batch_size=None), fb.AggITD(batch_size=None)],
+    ids=lambda method: method.name,
+)
+def test_plain_descent_of_rate_1_is_the_method_itself(method, task):
+    for engine in (fb.Local(), fb.Reference()):
+        plain, wrapped = (
+            run(one, task, 3, engine=engine) for one in (method, fb.OuterOptimizer(method, optimizer=optax.sgd(1.0)))
+        )
+        np.testing.assert_allclose(wrapped.x, plain.x, rtol=1e-12)
+        np.testing.assert_allclose(wrapped.y, plain.y, rtol=1e-12)
+        assert wrapped.ledger == plain.ledger
+
+
+def test_momentum_is_the_sum_written_out(task):
+    """FedNest's h depends on x and y alone: with x_{k+1} = x_k − m_k, m_k = 0.9 m_{k−1} + α h(x_k, y_k), each round is
+    that of a run from (x_k, y_k), since full batches draw nothing."""
+    method = fb.FedNest(batch_size=None)
+    x, y, m = np.asarray(task.x0), np.asarray(task.y0), 0.0
+    for _ in range(4):
+        one = fb.solve(method, task.problem, task.clients, jnp.asarray(x), jnp.asarray(y), rounds=1)
+        m = 0.9 * m + (x - np.asarray(one.x))
+        x, y = x - m, np.asarray(one.y)
+    wrapped = run(fb.OuterOptimizer(method, optimizer=optax.sgd(1.0, momentum=0.9)), task, 4)
+    np.testing.assert_allclose(wrapped.x, x, rtol=1e-11)
+
+
+def test_adam_takes_the_direction_alone(task):
+    """Its first step is its rate in each entry, up to its ε over the slope, whatever the method's own step on x."""
+    for outer_lr in (1e-3, 1.0):
+        method = fb.OuterOptimizer(fb.FedNest(batch_size=None, outer_lr=outer_lr), optimizer=optax.adam(0.05))
+        step = np.abs(run(method, task, 1).x - task.x0)
+        np.testing.assert_allclose(step, 0.05, rtol=1e-2)
+
+
+def test_it_resumes_projects_and_waits_for_nobody(task, tmp_path):
+    method = fb.OuterOptimizer(fb.SimFBO(batch_size=None, server_lr=0.2), optimizer=optax.adam(0.1))
+    whole = run(method, task, 6)
+    run(method, task, 3, checkpoint=tmp_path / "run.npz")
+    again = run(method, task, 6, checkpoint=tmp_path / "run.npz", resume=True)
+    np.testing.assert_array_equal(again.x, whole.x)
+    inside = task.problem.with_x_in(fb.projections.box(-0.15, 0.15))
+    boxed = fb.solve(method, inside, task.clients, task.x0, task.y0, rounds=6)
+    assert np.max(np.abs(boxed.x)) == 0.15 < np.max(np.abs(whole.x))
+    late = run(fb.Asynchronous(method, wait_for=4), task, 6)
+    np.testing.assert_allclose(late.x, whole.x, rtol=1e-10)
+
+
+def test_what_is_no_optimizer_is_refused():
+    with pytest.raises(ConfigurationError, match=r"OuterOptimizer.optimizer = 'adam' .* optax.adam"):
+        fb.OuterOptimizer(fb.SimFBO(), optimizer="adam")
