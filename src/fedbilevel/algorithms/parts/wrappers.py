@@ -141,7 +141,7 @@ class OuterOptimizer(Wrapper):
     """A method whose steps on x are an optimizer's: it is fed with what a round takes from x, in place of a gradient.
 
     S. Reddi and others, "Adaptive Federated Optimization", ICLR 2021. The method's own step on x scales what it is fed;
-    Adam, AdaGrad, and `dog` and `prodigy` of `optax.contrib`, which find their step themselves, take the direction alone.
+    Adam, AdaGrad, and `dog` and `prodigy` of `optax.contrib`, which find their step, take the direction alone.
 
     Args:
         algorithm: the method.
