@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.core.config import at, halved
 from fedbilevel.errors import ConfigurationError, NonFiniteError, NumericalWarning
 
 START = jnp.full(3, -1.0), jnp.zeros(3)
@@ -85,6 +86,17 @@ def test_half_the_steps_from_the_row_before_the_best():
     halves = {"client_lr": fb.XYV(x=0.005, y=0.05, v=0.05), "server_lr": fb.XYV(x=STEPS.x / 2, y=0.1, v=0.1)}
     half = fb.SimFBO(local_steps=2, batch_size=None, **halves)
     same(shrunk, solve(rounds, half))
+
+
+def test_every_step_is_halved_and_nothing_else():
+    """Several numbers in a field, schedules, and those of parts, too."""
+    inner = fb.parts.MeanGradient(rounds=2, lr=[0.4, lambda round: 0.2 + round], client_lr=0.02)
+    half = at(halved(fb.Asynchronous(fb.AFBO(inner=inner, outer_lr=0.6), wait_for=2)), 1)
+    method = half.algorithm
+    assert (method.inner.lr, method.inner.client_lr, method.outer_lr) == ((0.2, 0.6), 0.01, 0.3)
+    assert (half.wait_for, method.inner.rounds, method.batch_size) == (2, 2, 32)
+    assert method.hypergradient.solver.step == fb.AFBO().hypergradient.solver.step / 2
+    assert halved(fb.SimFBO(radius=3.0)).radius == 3.0
 
 
 def test_what_was_halved_is_halved_after_a_resumption(tmp_path):

@@ -155,37 +155,37 @@ def at(configuration: Any, round: Array | int) -> Any:
 
     Values of schedules are not checked: a step size may well begin or end at 0.
     """
-
-    def value_at(value: Any) -> Any:
-        if isinstance(value, Schedule):
-            return value.function(round)
-        if isinstance(value, XYV):
-            return XYV(*map(value_at, value))
-        if type(value) is tuple:
-            return tuple(map(value_at, value))
-        return at(value, round) if dataclasses.is_dataclass(value) and not isinstance(value, type) else value
-
-    changed = copy.copy(configuration)
-    for field in dataclasses.fields(changed):
-        object.__setattr__(changed, field.name, value_at(getattr(changed, field.name)))
-    return changed
+    return _changed(configuration, lambda _, value: value.function(round) if isinstance(value, Schedule) else value)
 
 
 def halved(configuration: Any) -> Any:
     """The configuration with every step size halved: what is called lr, step, or something_lr, in its parts too."""
 
     def half(name: str, value: Any) -> Any:
-        if isinstance(value, XYV):
-            return XYV(*(half(name, size) for size in value))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
-            return halved(value)
         if name not in ("lr", "step") and not name.endswith("_lr"):
             return value
         return Schedule(lambda round: value.function(round) / 2) if isinstance(value, Schedule) else value / 2
 
+    return _changed(configuration, half)
+
+
+def _changed(configuration: Any, change: Callable[[str, Any], Any]) -> Any:
+    """The configuration with change(field's name, value) for each value in it, of several in a field and of parts too.
+
+    Nothing is checked again.
+    """
+
+    def value_of(name: str, value: Any) -> Any:
+        if isinstance(value, XYV):
+            return XYV(*(value_of(name, one) for one in value))
+        if type(value) is tuple:
+            return tuple(value_of(name, one) for one in value)
+        part = dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule)
+        return _changed(value, change) if part else change(name, value)
+
     changed = copy.copy(configuration)
     for field in dataclasses.fields(changed):
-        object.__setattr__(changed, field.name, half(field.name, getattr(changed, field.name)))
+        object.__setattr__(changed, field.name, value_of(field.name, getattr(changed, field.name)))
     return changed
 
 
