@@ -79,8 +79,8 @@ def checked_round(algorithm: Server, fed: Fed, state: Any, key: Array) -> Any:
     return new if fed.problem.project_x is None else with_x(algorithm, new, fed.problem.project_x(new.x))
 
 
-def with_x(algorithm: Server, state: Any, x: PyTree) -> Any:
-    """Return the server's state with this x in place of its own.
+def with_x(algorithm: Server, state: Any, x: PyTree, cause: str = "with a project_x") -> Any:
+    """Return the server's state with this x in place of its own; `cause` says in messages why.
 
     Raises:
         ConfigurationError: the x of the state is computed, and none of its leaves.
@@ -88,7 +88,7 @@ def with_x(algorithm: Server, state: Any, x: PyTree) -> Any:
     new = {id(old): leaf for old, leaf in zip(jax.tree.leaves(state.x), jax.tree.leaves(x), strict=True)}
     changed = jax.tree.map(lambda leaf: new.get(id(leaf), leaf), state)
     if any(a is not b for a, b in zip(jax.tree.leaves(changed.x), jax.tree.leaves(x), strict=True)):
-        raise ConfigurationError(f"{algorithm.label}: with a project_x the state's x must be among its leaves")
+        raise ConfigurationError(f"{algorithm.label}: {cause} the state's x must be among its leaves")
     return changed
 
 

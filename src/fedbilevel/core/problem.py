@@ -85,26 +85,21 @@ class Problem:
         require(known, f"{type(self).__name__}.structure", structure, "a Structure, or None where nothing can be cut")
         if local not in (None, "x"):
             raise unknown(f"{type(self).__name__}.local", local, ["x"])
+        whole = tuple(name for name, loss in {"outer": outer, "inner": inner}.items() if isinstance(loss, WholeLoss))
+        vars(self).update(outer=outer, inner=inner, structure=structure, local=local, whole=whole, takes_padded=False)
+        self._keep_x_in(project_x)
+
+    def _keep_x_in(self, project_x: Project | None) -> None:
         if project_x is not None:
             require_function(f"{type(self).__name__}.project_x", project_x, "x", " -> the nearest point of a set")
             allowed = "None with local = 'x': the server, which would project x, does not have it"
-            require(local is None, f"{type(self).__name__}.project_x", project_x, allowed)
-        vars(self).update(
-            outer=outer,
-            inner=inner,
-            structure=structure,
-            local=local,
-            project_x=project_x,
-            whole=tuple(name for name, loss in {"outer": outer, "inner": inner}.items() if isinstance(loss, WholeLoss)),
-            takes_padded=False,
-            key=None,
-        )
+            require(self.local is None, f"{type(self).__name__}.project_x", project_x, allowed)
+        vars(self).update(project_x=project_x, key=None)
 
     def with_x_in(self, project_x: Project | None) -> Self:
         """A copy of this problem whose x stays in the set that `project_x` projects onto; None: anywhere."""
         changed = copy.copy(self)
-        changed._set(self.outer, self.inner, self.structure, self.local, project_x)
-        vars(changed).update(whole=self.whole)
+        changed._keep_x_in(project_x)
         return changed
 
     def with_losses(self, change: Callable[[Loss], Loss], inner: Callable[[Loss], Loss] | None = None) -> Self:
@@ -124,7 +119,7 @@ class Problem:
     def prepared(self) -> Self:
         """A copy for one run: JAX traces its functions once for arguments of the same shapes."""
         made = self.with_losses(_jitted).over_batches().with_losses(_jitted)._padded()
-        return made if made.project_x is None else made.with_x_in(_jitted(made.project_x))._padded()
+        return made if made.project_x is None else made.with_x_in(_jitted(made.project_x))
 
     def traced(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> dict[str, ClosedJaxpr]:
         """Check the losses as `check_losses` does, and return by name what all functions of the problem are traced to:

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -69,21 +69,6 @@ Begin = Callable[[Algorithm, Carry], Run]
 """Starts a run of a method from a carry."""
 
 
-class Started:
-    """A run that was started, and may be started again with another method."""
-
-    def __init__(self, begin: Begin, algorithm: Algorithm, carry: Carry) -> None:
-        self.begin = begin
-        self.run = begin(algorithm, carry)
-
-    def again(self, algorithm: Algorithm, carry: Carry) -> None:
-        self.run.close()
-        self.run = self.begin(algorithm, carry)
-
-    def close(self) -> None:
-        self.run.close()
-
-
 @dataclass
 class Loop:
     """A run in progress, on the host's side."""
@@ -106,6 +91,8 @@ class Loop:
     display: Display = field(default_factory=Silent)  # to whom it tells how far it is
     per_client: PerClientRow | None = None
     costs: Mapping[ExchangeKind, int] | None = None  # of a client's reply, in flops, where they are known
+    begin: Begin = field(init=False)
+    run: Run = field(init=False)
     best_by: str | None = None
     best: Best | None = None
     halvings: int = 0  # of the steps, so far
@@ -116,12 +103,14 @@ class Loop:
 
     def play(self, begin: Begin, carry: Carry) -> Result:
         """Play the rounds of a run that `begin` starts, and starts again with smaller steps where it diverges."""
-        with closing(Started(begin, self.algorithm, carry)) as started:
-            return self.play_on(started, carry)
+        self.begin, self.run = begin, begin(self.algorithm, carry)
+        try:
+            return self.play_on(carry)
+        finally:
+            self.run.close()
 
-    def play_on(self, started: Started, carry: Carry) -> Result:
-        run = started.run
-        result, stop = self.result(run, carry), False
+    def play_on(self, carry: Carry) -> Result:
+        result, stop = self.result(carry), False
         reason = self.ending(result)  # of a run that is resumed after its end
         speed = 0.0  # rounds per second; not known before the first stretch
         self.display.advance(result.round, self.plan.rounds)
@@ -135,8 +124,8 @@ class Loop:
             while result.round < self.plan.rounds and not reason and not stop:
                 stretch = min(max(1, int(speed * STRETCH_SECONDS)), self.plan.until_next_stop(result.round))
                 try:
-                    carry, speed = self.advance(started.run, carry, stretch)
-                    result = self.result(started.run, carry)
+                    carry, speed = self.advance(carry, stretch)
+                    result = self.result(carry)
                     self.display.advance(result.round, self.plan.rounds)
                     end = self.ending(result)
                     row_due = result.round % self.plan.eval_every == 0 or result.round == self.plan.rounds
@@ -145,16 +134,16 @@ class Loop:
                     raise  # what the carry held went into the stretch
                 except (ExchangeError, NonFiniteError) as error:
                     if isinstance(error, NonFiniteError) and self.halvings < self.halvings_at_most:
-                        result, carry = self.shrink(error, started, result)
+                        result, carry = self.shrink(error, result)
                         continue
                     good = getattr(error, "carry", None) or (carry if isinstance(error, ExchangeError) else None)
                     if isinstance(error, NonFiniteError):
-                        error.result = result if good is None else self.result(started.run, good)
+                        error.result = result if good is None else self.result(good)
                         self.diverged = True
-                        if more := self.met(error.result.x, error.result.y):
-                            error.args = (f"{error}; {more}",)
                     if good is not None:
                         self.save_before(error, self.back_to(good, result.round))
+                    if isinstance(error, NonFiniteError) and (more := self.met(error.result.x, error.result.y)):
+                        error.args = (f"{error}; {more}",)
                     raise
                 self.keep_safe(carry, row)
                 try:
@@ -182,7 +171,7 @@ class Loop:
             self.latest = jax.tree.map(jnp.copy, carry)
             self.safe = self.safe or self.latest
 
-    def shrink(self, error: NonFiniteError, started: Started, result: Result) -> tuple[Result, Carry]:
+    def shrink(self, error: NonFiniteError, result: Result) -> tuple[Result, Carry]:
         """Go back to the row before the best with half the steps; return the result and the carry there."""
         assert self.safe is not None
         self.halvings += 1
@@ -190,15 +179,16 @@ class Loop:
         text = f"{error}; back to round {round} with half the steps, {self.halvings} of {self.halvings_at_most} times"
         warnings.warn(NumericalWarning(text), stacklevel=5)
         carry, self.latest = self.back_to(jax.tree.map(jnp.copy, self.safe), result.round), self.safe
-        started.again(self.algorithm, carry)
-        return self.result(started.run, carry), carry
+        self.run.close()
+        self.run = self.begin(self.algorithm, carry)
+        return self.result(carry), carry
 
-    def advance(self, run: Run, carry: Carry, rounds: int) -> tuple[Carry, float]:
+    def advance(self, carry: Carry, rounds: int) -> tuple[Carry, float]:
         """Play some rounds, note their costs and losses, and return the speed that they had."""
-        began, compiling = time.perf_counter(), run.compile_seconds
-        carry, done, round_costs = run.advance(carry, rounds)
+        began, compiling = time.perf_counter(), self.run.compile_seconds
+        carry, done, round_costs = self.run.advance(carry, rounds)
         self.check_state(local(carry.state), int(carry.round) - done)
-        elapsed = time.perf_counter() - began - (run.compile_seconds - compiling)
+        elapsed = time.perf_counter() - began - (self.run.compile_seconds - compiling)
         self.seconds += elapsed
         self.ledger.add(round_costs, done, self.costs)
         for (_, name), (total, weight) in round_costs.metrics.items():
@@ -237,7 +227,7 @@ class Loop:
             warnings.warn(NumericalWarning(f"round {round} or soon after: {found.warning}"), stacklevel=5)
             self.warned = True
 
-    def result(self, run: Run, carry: Carry) -> Result:
+    def result(self, carry: Carry) -> Result:
         """Take a snapshot: nothing changes the arrays of a server's state, and `gather_x` makes new arrays."""
         state = jax.device_put(local(carry.state))  # arrays stay where they are; NumPy's go to the device
         x = state.x if carry.local_x is None else carry.local_x
@@ -253,7 +243,7 @@ class Loop:
             rounds=self.plan.rounds,
             history=self.history,
             ledger=self.ledger,
-            compile_seconds=run.compile_seconds,
+            compile_seconds=self.run.compile_seconds,
             best=self.best,
             state=state,
         )

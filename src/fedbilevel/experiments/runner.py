@@ -176,11 +176,12 @@ def _box(x0: PyTree, bounds: Sequence[float] | Mapping[str, Any]) -> Project:
         if name not in named:
             raise unknown("part of x in run.x_bounds", name, named)
 
-    def side(end: int, open_: float) -> PyTree:
-        pairs = [(name, bounds[name][end] if name in bounds else open_) for name in named]
-        return {name: jax.tree.map(lambda _, bound=bound: bound, named[name]) for name, bound in pairs}
+    pairs = dict.fromkeys(named, (-math.inf, math.inf)) | dict(bounds)
 
-    return box(side(0, -math.inf), side(1, math.inf))
+    def side(end: int) -> PyTree:
+        return {name: jax.tree.map(lambda _, bound=pairs[name][end]: bound, part) for name, part in named.items()}
+
+    return box(side(0), side(1))
 
 
 HISTORY_SECONDS = 1.0  # at least, between two writes of the history on the way

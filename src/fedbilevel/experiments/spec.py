@@ -158,12 +158,8 @@ class RunPlan:
         drawn = not self.replacement or self.cohort is not None
         require(drawn, "run.replacement", True, "false where everyone takes part: give run.cohort")
         require(not self.pooled or self.cohort in (None, 1), "run.cohort", self.cohort, "none or 1 with run.pooled")
-        pairs = (
-            self.x_bounds
-            if isinstance(self.x_bounds, Mapping)
-            else {"": (0, 1) if self.x_bounds is None else self.x_bounds}
-        )
-        for name, pair in pairs.items():
+        bounds = {} if self.x_bounds is None else self.x_bounds
+        for name, pair in (bounds if isinstance(bounds, Mapping) else {"": bounds}).items():
             listed = isinstance(pair, list | tuple) and len(pair) == 2 and all(map(is_number, pair))
             path = f"run.x_bounds.{name}".rstrip(".")
             require(listed and pair[0] < pair[1], path, pair, "[low, high], two numbers with low < high")

@@ -166,7 +166,8 @@ class OuterOptimizer(Wrapper):
         inside = self.algorithm.round(fed, state.inside, key)
         taken = optax.tree.sub(state.x, inside.x)
         updates, optimizer = self.optimizer.update(taken, state.optimizer, state.x)
-        return OptimizedState(with_x(self, inside, optax.apply_updates(state.x, updates)), optimizer)
+        moved = with_x(self, inside, optax.apply_updates(state.x, updates), "in an OuterOptimizer")
+        return OptimizedState(moved, optimizer)
 
     def finished(self, state: OptimizedState) -> Any:
         return self.algorithm.finished(state.inside)
