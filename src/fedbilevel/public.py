@@ -2,6 +2,7 @@
 
 from fedbilevel import algorithms, errors, parts
 from fedbilevel.algorithms import *  # noqa: F403
+from fedbilevel.algorithms.parts.curvature import CurvatureSteps
 from fedbilevel.algorithms.parts.wrappers import Asynchronous, OuterOptimizer, Submodels
 from fedbilevel.core import projections
 from fedbilevel.core.client import Clients, Ragged, RemoteClients
@@ -30,6 +31,7 @@ __all__ = [
     "Clock",
     "Cohort",
     "Compositional",
+    "CurvatureSteps",
     "Local",
     "Metric",
     "Minimax",

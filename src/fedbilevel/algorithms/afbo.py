@@ -71,8 +71,8 @@ class MeanGradient(InnerRounds):
 
     kind: ClassVar[str] = "mean-gradient"
 
-    client_lr: float = positive(default=0.01, own=True)
-    lr: float | tuple[float, ...] = positive(default=0.5, several=True)
+    client_lr: float = positive(default=0.01, own=True, curvature="drift")
+    lr: float | tuple[float, ...] = positive(default=0.5, several=True, curvature="shared")
 
     def validate(self) -> None:
         if isinstance(self.lr, tuple):
@@ -84,7 +84,7 @@ class MeanGradient(InnerRounds):
         lr = jnp.asarray(self.lr)[fed.repetition] if isinstance(self.lr, tuple) else self.lr
         return move(y, -lr, fed.mean(self.gradients, (x, y), key, unbiased=True))
 
-    @phase(takes=("x", "y"), gives="y")
+    @phase(takes=("x", "y"), gives="y", measures=True)
     def gradients(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """Reply with G_i, the mean of the gradients along E_i local steps on y."""
         x, y = at
@@ -101,7 +101,7 @@ class SystemSteps(Hypergradient):
 
     kind: ClassVar[str] = "steps"
 
-    lr: float = positive(default=0.1)
+    lr: float = positive(default=0.1, curvature="shared")
 
     def start(self, y: PyTree) -> PyTree:
         """Return v before the first round: 0."""

@@ -109,7 +109,7 @@ class AggITD(Algorithm):
     def init(self, x: PyTree, y: PyTree) -> XY:
         return XY(x, y)
 
-    @phase(takes=("x", "y"), gives=InnerIterate("y", "y"))
+    @phase(takes=("x", "y"), gives=InnerIterate("y", "y"), measures=True)
     def descent_with_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """Take the steps on y; reply with their change and ∇y f_i at y^n."""
         descent_key, gradient_key = jax.random.split(key)

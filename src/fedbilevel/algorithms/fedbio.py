@@ -70,7 +70,7 @@ class FedBiO(LocalDirections):
     def init(self, x: PyTree, y: PyTree) -> XYV:
         return XYV(x, y, optax.tree.zeros_like(y))
 
-    @phase(takes=LIKE_XYV, gives=LIKE_XYV)
+    @phase(takes=LIKE_XYV, gives=LIKE_XYV, measures=True)
     def local_descent(self, client: Client, start: XYV, key: Array) -> Reply:
         """Take τ_i simultaneous steps; reply with the change of (x, y, v)."""
         tau = client.local_steps(self.local_steps)
@@ -131,7 +131,11 @@ class FedBiOAcc(LocalDirections):
         start = XYV(x, y, optax.tree.zeros_like(y))
         return State(start, optax.tree.zeros_like(start), jnp.zeros((), jnp.int32))
 
-    @phase(takes=State(LIKE_XYV, LIKE_XYV, NUMBER), gives=(LIKE_XYV, LIKE_XYV))  # type: ignore[arg-type]  # a prefix
+    @phase(  # takes a prefix
+        takes=State(LIKE_XYV, LIKE_XYV, NUMBER),  # type: ignore[arg-type]
+        gives=(LIKE_XYV, LIKE_XYV),
+        measures=True,
+    )
     def accelerated_descent(self, client: Client, at: State, key: Array) -> Reply:
         """Take τ_i steps along the momentum; reply with the change of (x, y, v) and of the momentum."""
         tau = client.local_steps(self.local_steps)

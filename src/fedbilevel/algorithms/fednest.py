@@ -86,7 +86,7 @@ class SVRG(InnerSteps):
 
     kind: ClassVar[str] = "svrg"
 
-    lr: float = positive(default=0.5)
+    lr: float = positive(default=0.5, curvature="shared")
 
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         first, second = jax.random.split(key)
@@ -94,7 +94,7 @@ class SVRG(InnerSteps):
         drift = fed.mean(self.corrected_descent, (x, y, q), second)
         return move(y, self.server_lr, optax.tree.add(scaled(-self.lr, q), drift))
 
-    @phase(takes=("x", "y"), gives="y")
+    @phase(takes=("x", "y"), gives="y", measures=True)
     def gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """Reply with ∇y g_i, whose mean is q."""
         loss, gradient = jax.value_and_grad(client.problem.inner, 1)(*at, client.inner_batch(key))
@@ -241,7 +241,7 @@ class LFedNest(Nested):
             change, means = fed.mean(self.outer_descent, (x, y), outer_key, unbiased=True)
         return self.next_state(state, change, y, SolveInfo.of_clients(means))
 
-    @phase(takes=("x", "y", "y"), gives=("y", ("x", Withheld((NUMBER, NUMBER)))))
+    @phase(takes=("x", "y", "y"), gives=("y", ("x", Withheld((NUMBER, NUMBER)))), measures=True)
     def joint_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
         """Reply with the changes of y by τ_i steps, and of x by steps that begin where those end."""
         x, y, q = at

@@ -126,9 +126,10 @@ class Coordinates(CoordinateSlopes):
     """
 
     kind: ClassVar[str] = "coordinates"
+    alone: ClassVar[bool] = True
 
     terms: int = positive_integer(default=20)
-    step: float = positive(default=0.1, own=True)
+    step: float = positive(default=0.1, own=True, curvature="shared")
 
     def check(
         self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree, batch_size: int | None

@@ -101,7 +101,7 @@ class SingleLoop(LocalDirections):
         server_optimizer: an optax optimizer of learning rate 1, fed with q; its updates are scaled by γ.
     """
 
-    server_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1))
+    server_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1), curvature="shared")
     radius: float = positive(default=float("inf"))
     local_optimizer: Plain | Momentum | Proximal | Mixed | Anchored | LocalOptimizer = Plain()
     server_optimizer: optax.GradientTransformation = static(default=optimizer("sgd"))
@@ -147,7 +147,7 @@ class SimFBO(SingleLoop):
     def init(self, x: PyTree, y: PyTree) -> State:
         return State(*self.start(x, y))
 
-    @phase(takes=LIKE_XYV, gives=LIKE_XYV)
+    @phase(takes=LIKE_XYV, gives=LIKE_XYV, measures=True)
     def local_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         """Take τ_i simultaneous steps (lines 5-7); reply with the sum q_i."""
         return self.own_updates(client, start, key)
@@ -197,7 +197,7 @@ class ShroFBO(SingleLoop):
     def init(self, x: PyTree, y: PyTree) -> RobustState:
         return RobustState(*self.start(x, y), work=jnp.zeros(()), rounds=jnp.zeros(()))
 
-    @phase(takes=LIKE_XYV, gives=(LIKE_XYV, Public(NUMBER), Public(NUMBER)))
+    @phase(takes=LIKE_XYV, gives=(LIKE_XYV, Public(NUMBER), Public(NUMBER)), measures=True)
     def normalised_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         """Reply with h_i = q_i/‖a_i‖₁ (line 8), ‖a_i‖₁, and 1, whose mean is the cohort's share of the weights.
 

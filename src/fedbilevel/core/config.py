@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, dataclass_transform
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -30,6 +30,9 @@ SECTION = re.compile(r"^Args:\n((?:    .*\n?)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\w+):.*(?:\n        .*)*", re.MULTILINE)
 KINDS = {bool: "True or False", optax.GradientTransformation: "an optax optimizer, such as optax.adam(1.0)"}
 """Kinds of static fields that are known by their defaults."""
+StepKind = Literal["shared", "total", "local", "drift"]
+"""What a step of y or v is: the same number for the server and all clients; the total of a client's local steps; one of
+them, whose sum the server moves along; or one that only decides how far clients drift apart."""
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -77,15 +80,26 @@ def counts(*, default: int) -> Any:
     return dataclasses.field(default=default, metadata={"static": True, "prepare": _prepare_counts})
 
 
-def step_sizes(*, default: XYV, own: bool = False) -> Any:
-    """A field of three step sizes; a single number or schedule given for it serves all three."""
-    return dataclasses.field(default=default, metadata={"prepare": _prepare_step_sizes, "own": own})
+def step_sizes(*, default: XYV, own: bool = False, curvature: StepKind | None = None) -> Any:
+    """A field of three step sizes; a single number or schedule given for it serves all three.
+
+    `curvature`: those of y and v are such a part of 1/L for `CurvatureSteps`.
+    """
+    metadata = {"prepare": _prepare_step_sizes, "own": own, "curvature": curvature}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
-def positive(*, default: float | None, optional: bool = False, own: bool = False, several: bool = False) -> Any:
+def positive(
+    *,
+    default: float | None,
+    optional: bool = False,
+    own: bool = False,
+    several: bool = False,
+    curvature: StepKind | None = None,
+) -> Any:
     """A field that must be a positive number or a schedule, or, if `optional`, None; infinity is allowed.
 
-    `several`: it may be a list of these, kept as a tuple.
+    `several`: it may be a list of these, kept as a tuple. `curvature`: as in `step_sizes`.
     """
 
     def prepare(name: str, value: Any) -> Any:
@@ -95,7 +109,7 @@ def positive(*, default: float | None, optional: bool = False, own: bool = False
         allowed = "a positive number, a schedule or None" if optional else "a positive number or a schedule"
         return None if optional and value is None else _prepare_number(name, value, allowed=allowed)
 
-    return dataclasses.field(default=default, metadata={"prepare": prepare, "own": own})
+    return dataclasses.field(default=default, metadata={"prepare": prepare, "own": own, "curvature": curvature})
 
 
 def fraction(*, default: float, own: bool = False) -> Any:

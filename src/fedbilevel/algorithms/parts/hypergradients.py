@@ -75,6 +75,9 @@ def hypergradient_given(
 class Hypergradient(Part):
     """How a method finds ∇Φ(x). Every method here has a default."""
 
+    alone: ClassVar[bool] = False
+    """Whether each client solves a system of its own, with its own curvature."""
+
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
         """Estimate ∇Φ(x) at y, in the shape of x.
 
@@ -255,6 +258,7 @@ class LocalImplicit(SolvedSystem):
     """
 
     kind: ClassVar[str] = "local"
+    alone: ClassVar[bool] = True
     system: ClassVar[str] = "a client's own system"
 
     paired: bool = static(default=False)

@@ -65,12 +65,12 @@ class LocalSGD(InnerSteps):
 
     kind: ClassVar[str] = "sgd"
 
-    lr: float = positive(default=0.5, own=True)
+    lr: float = positive(default=0.5, own=True, curvature="total")
 
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         return move(y, self.server_lr, fed.mean(self.descent, (x, y), key, unbiased=True))
 
-    @phase(takes=("x", "y"), gives="y")
+    @phase(takes=("x", "y"), gives="y", measures=True)
     def descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """Reply with the change of y by τ_i plain steps."""
         x, y = at

@@ -86,7 +86,7 @@ class Neumann(Part):
     kind: ClassVar[str] = "neumann"
 
     terms: int | tuple[int, ...] = counts(default=20)
-    step: float = positive(default=0.1)
+    step: float = positive(default=0.1, curvature="shared")
     sampling: Sampling | None = static(default=None)
 
     def validate(self) -> None:

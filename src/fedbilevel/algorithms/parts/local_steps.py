@@ -207,7 +207,7 @@ class LocalDirections(Algorithm):
 
     local_steps: int = positive_integer(default=5)
     batch_size: int | None = positive_integer(default=32, optional=True)
-    client_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1), own=True)
+    client_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1), own=True, curvature="local")
     independent_batches: bool = static(default=False)
 
     def local_sum(

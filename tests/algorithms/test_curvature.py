@@ -1,0 +1,201 @@
+"""Do steps of y and v follow the inner Hessian, where x makes it a thousand times stiffer?
+
+g_i = ½ 10^x yᵀA_i y − c_iᵀy, A_i = s_i Q diag(κ^-1..1) Qᵀ: the largest eigenvalue of ∇²yy G = Σ p_i ∇²yy g_i is
+10^x Σ p_i s_i. f_i = ½ (x − 3)² + ½ε‖y − t_i‖². With y*(x) = 10^-x k, k = (Σ p A)⁻¹ Σ p c, and ε small, the solution is
+near x = 3: Φ′(x) = x − 3 − ε ln 10 (y* − Σ p t)ᵀy*. ε is κ^-2, since |y*| is about κ at x = 0: steps on x stay small.
+"""
+
+import dataclasses
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from alone import client_alone
+
+import fedbilevel as fb
+from fedbilevel.core.fed import Reply
+from fedbilevel.parts import SVRG, Implicit, LocalImplicit, LocalSGD, MeanGradient, Neumann, SystemSteps
+
+SCALES, WEIGHTS, DIM = np.array([0.5, 1.0, 2.0]), np.array([0.4, 0.4, 0.2]), 4
+LARGEST = float(WEIGHTS @ SCALES)  # of ∇²yy G at x = 0
+STEP = 0.5 / LARGEST  # suits the start: below 2/L
+
+
+def stiffening(condition):
+    """The problem, its clients, and its solution (x, y)."""
+    rng, epsilon = np.random.default_rng(0), condition**-2
+    q = np.linalg.qr(rng.normal(size=(DIM, DIM)))[0]
+    a = [scale * (q * np.geomspace(1 / condition, 1, DIM)) @ q.T for scale in SCALES]
+    c, t = rng.normal(size=(2, 3, DIM))
+
+    def inner(x, y, batch):
+        return jnp.mean(0.5 * 10**x * jnp.einsum("i,nij,j->n", y, batch["A"], y) - batch["c"] @ y)
+
+    def outer(x, y, batch):
+        return 0.5 * (x - 3) ** 2 + 0.5 * epsilon * jnp.mean(jnp.sum((y - batch["t"]) ** 2, axis=-1))
+
+    rows = [{"t": t[i : i + 1]} for i in range(3)], [{"A": a[i][None], "c": c[i : i + 1]} for i in range(3)]
+    k = np.linalg.solve(sum(p * own for p, own in zip(WEIGHTS, a, strict=True)), WEIGHTS @ c)
+    low, high = 2.0, 4.0
+    for _ in range(60):  # Φ′ grows
+        x = (low + high) / 2
+        y = 10**-x * k
+        rising = x - 3 - epsilon * np.log(10) * (y - WEIGHTS @ t) @ y > 0
+        low, high = (low, x) if rising else (x, high)
+    return (fb.Bilevel(outer, inner), fb.Clients(*rows, weights=WEIGHTS)), x, 10**-x * k
+
+
+def played(algorithm, problem, rounds, **options):
+    return fb.solve(algorithm, *problem, jnp.zeros(()), jnp.zeros(DIM), rounds=rounds, **options)
+
+
+SGD, SERIES, ON_X = LocalSGD(local_steps=1, lr=STEP), Neumann(step=STEP), {"outer_lr": 0.02, "batch_size": None}
+LOOP = {"local_steps": 1, "client_lr": fb.XYV(x=0.02, y=STEP, v=STEP), "batch_size": None}
+INNER, OWN, WHOLE = MeanGradient(local_steps=1, lr=STEP), LocalImplicit(solver=SERIES), Implicit(solver=SERIES)
+EXACT = {
+    "SimFBO": fb.SimFBO(server_lr=LOOP["client_lr"], **LOOP),
+    "ShroFBO": fb.ShroFBO(server_lr=LOOP["client_lr"], **LOOP),
+    "FedBiO": fb.FedBiO(**LOOP),
+    "AFBO, steps on v": fb.AFBO(inner=INNER, hypergradient=SystemSteps(lr=STEP), **ON_X),
+}
+"""v is solved for as well as y, so that the end is the solution."""
+TRUNCATED = {
+    "FedNest": fb.FedNest(inner=SVRG(local_steps=1, lr=STEP), hypergradient=WHOLE, **ON_X),
+    "FedMBO": fb.FedMBO(inner=SGD, hypergradient=WHOLE, **ON_X),
+    "AFBO": fb.AFBO(inner=INNER, hypergradient=OWN, **ON_X),
+    "RABO": fb.RABO(inner=SGD, hypergradient=OWN, **ON_X),
+    "AggITD": fb.AggITD(inner=LocalSGD(local_steps=1, lr=STEP, rounds=5), **ON_X),
+}
+"""Series of few terms, or own systems: x ends elsewhere, by no more than ε times what v is wrong by, and y at y*(x)."""
+METHODS = EXACT | TRUNCATED
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_step_that_suits_the_start_does_not_suit_the_end(name):
+    problem, x, _ = stiffening(10.0)
+    try:
+        end = float(played(METHODS[name], problem, 300).x)
+    except fb.errors.NonFiniteError:
+        return
+    assert abs(end - x) > 0.5
+
+
+@pytest.mark.parametrize("condition", [10.0, pytest.param(100.0, marks=pytest.mark.slow), 1e4])
+@pytest.mark.parametrize("name", METHODS)
+def test_none_diverges_where_x_makes_the_inner_problem_stiffer(name, condition):
+    """x takes 150 rounds for its first ln 20, and y's slowest mode goes by ½/κ a round: at κ = 10 by e^-75 in 1,500. At
+    κ = 10⁴ it is hardly gone: y is then no further off than at the start, |y*(0)| = 10^x |y*(x)|."""
+    problem, x, y = stiffening(condition)
+    result = played(fb.CurvatureSteps(METHODS[name]), problem, 1_650)
+    assert float(result.state.curvature.largest) == pytest.approx(10 ** float(result.x) * LARGEST, rel=1e-6)
+    if condition == 10.0:
+        assert abs(float(result.x) - x) < (1e-9 if name in EXACT else 1e-3)
+        np.testing.assert_allclose(result.y, y * 10 ** (x - float(result.x)), rtol=1e-8)
+    assert abs(float(result.x) - 3) < 0.15
+    assert np.linalg.norm(result.y) <= 10**x * np.linalg.norm(y)
+
+
+@pytest.mark.parametrize("condition", [10.0, 100.0, 1e4])
+@pytest.mark.parametrize("name", ["SimFBO", "FedNest", "AFBO", "RABO"])
+def test_the_error_in_y_falls_by_the_rate_of_half_of_1_over_L(name, condition):
+    """Where x stays, y_N = y* + (I − ½A/L)^{N−1} (0 − y*), A = Σ p A_i; round 0 measures. Ten products leave L off by
+    κ^{-20/3}/2 at most, 1e-7 for κ = 10; 50 rounds then leave y off by 50 times as much."""
+    (problem, clients), _, _ = stiffening(condition)
+    x_stays = METHODS[name], ("server_lr" if name == "SimFBO" else "outer_lr")
+    step = fb.XYV(x=1e-12, y=1.0, v=1.0) if name == "SimFBO" else 1e-12
+    result = played(fb.CurvatureSteps(dataclasses.replace(x_stays[0], **{x_stays[1]: step})), (problem, clients), 50)
+    a = sum(p * clients.inner.row(i)["A"][0] for i, p in enumerate(WEIGHTS))
+    star = np.linalg.solve(a, sum(p * clients.inner.row(i)["c"][0] for i, p in enumerate(WEIGHTS)))
+    left = np.linalg.matrix_power(np.eye(DIM) - 0.5 * a / LARGEST, 49)
+    np.testing.assert_allclose(result.y, star - left @ star, rtol=1e-5)
+
+
+def test_local_steps_and_their_sums_bear_unequal_work():
+    """τ = 20, 1, 5 local steps of c/(L Σ p τ), at most 1/L_i: no mean of them leaves the contraction, and ShroFBO's ρh
+    moves by c/L at most."""
+    (problem, clients), _, _ = stiffening(10.0)
+    clients = fb.Clients(clients.outer, clients.inner, weights=WEIGHTS, local_steps=[20, 1, 5])
+    for method in (fb.SimFBO, fb.ShroFBO, fb.FedBiO):
+        result = played(fb.CurvatureSteps(method(batch_size=None)), (problem, clients), 600)
+        assert float(result.state.curvature.work) == pytest.approx(0.4 * 20 + 0.4 * 1 + 0.2 * 5, rel=1e-6)
+        assert abs(float(result.x) - 3) < 0.15
+
+
+def test_one_product_a_round_follows_a_hessian_that_turns_and_grows():
+    """Eigenvalues 10^x (1, ½), their axes turned by a quarter while x goes from 0 to 3 in 300 rounds. A round turns
+    them by φ = π/600. u lags by δ, tan δ = ½ tan(δ + φ), so δ ≈ φ, and L_i is right but for δ² or so, 3e-5."""
+
+    def inner(x, y, batch):
+        turn = x * jnp.pi / 6
+        along = jnp.cos(turn) * y[0] + jnp.sin(turn) * y[1]
+        return 0.25 * 10**x * (along**2 + jnp.vdot(y, y)) + 0 * jnp.mean(batch)
+
+    problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch) * x, inner)
+    method = fb.CurvatureSteps(fb.SimFBO(batch_size=None, local_steps=1))
+    client = client_alone(problem, np.ones((2,)), np.ones((2,)))
+    kept = method.client_state(problem, jnp.zeros(()), jnp.zeros(2))
+
+    @jax.jit
+    def asked(kept, x):
+        there = fb.XYV(x, jnp.zeros(2), jnp.zeros(2))
+        own = dataclasses.replace(client, state=kept)
+        reply: Reply = method.run_phase("local_updates", own, (there, jnp.asarray(0.1)), jax.random.key(0))
+        return reply.state, reply.update[1].largest, reply.hvps
+
+    for place, x in enumerate(np.linspace(0, 3, 300)):
+        kept, largest, hvps = asked(kept, x)
+        assert float(largest) == pytest.approx(10**x, rel=2e-2 if place == 0 else 2e-4)
+        assert int(hvps) == 2 + (10 if place == 0 else 1)  # SimFBO's two, and the products
+
+
+def test_costs_are_the_methods_and_those_of_the_measures():
+    """Three clients, 7 rounds: FIRST products of each, then one; a message carries a number more, a reply that measures
+    two. FedNest measures with q, once in each of its T = 2 inner rounds."""
+    problem, _, _ = stiffening(10.0)
+    for method, often in ((EXACT["SimFBO"], 1), (fb.FedNest(inner=SVRG(rounds=2), batch_size=None), 2)):
+        plain, followed = (played(one, problem, 7).ledger for one in (method, fb.CurvatureSteps(method)))
+        assert followed.hvps == plain.hvps + 3 * (10 + (7 * often - 1))
+        assert followed.gradients == plain.gradients
+        assert followed.bytes_down == plain.bytes_down + 8 * plain.replies
+        assert followed.bytes_up == plain.bytes_up + 2 * 8 * 3 * 7 * often
+
+
+@pytest.mark.parametrize("name", ["SimFBO", "FedNest", "AggITD"])
+def test_engines_agree_and_a_run_goes_on_with_the_same_bits(name, tmp_path):
+    problem, _, _ = stiffening(10.0)
+    method = fb.CurvatureSteps(METHODS[name])
+    whole = played(method, problem, 4, cohort=2)
+    once = played(method, problem, 4, cohort=2, engine=fb.Reference())
+    for one, other in zip(jax.tree.leaves(whole.state), jax.tree.leaves(once.state), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-12)
+    played(method, problem, 2, cohort=2, checkpoint=tmp_path / "c.npz")
+    again = played(method, problem, 4, cohort=2, checkpoint=tmp_path / "c.npz", resume=True)
+    assert all(map(np.array_equal, jax.tree.leaves(whole.state), jax.tree.leaves(again.state)))
+
+
+def test_what_cannot_follow_curvature_says_why():
+    problem, _, _ = stiffening(10.0)
+    steps = fb.CurvatureSteps(fb.SimFBO())
+    mean = fb.Compositional(lambda y, batch: jnp.vdot(y, y), lambda x, batch: x * jnp.ones(DIM))
+    for make, words in (
+        (lambda: fb.CurvatureSteps(fb.FedAvg()), "a method whose phases say where they measure curvature"),
+        (lambda: fb.CurvatureSteps(fb.Asynchronous(fb.SimFBO(), wait_for=1)), "a method that waits for everyone"),
+        (lambda: fb.Asynchronous(steps, wait_for=1), "late replies are made of other ones"),
+        (lambda: fb.Submodels(steps), "curvature is that of the whole y"),
+        (lambda: played(fb.CurvatureSteps(fb.FedNest()), (mean, problem[1]), 1), "Hessian is not the identity"),
+    ):
+        with pytest.raises(fb.errors.ConfigurationError, match=re.escape(words)):
+            make()
+    assert "tells of its data" in steps.allows.noise.why
+    assert "at the x that the server sends" in steps.allows.local_x.why
+
+
+def test_the_methods_own_steps_are_not_checked_where_they_have_no_effect():
+    """A series with a step of 10 > 2/L grows, and is refused; here its step is c/L."""
+    problem, _, _ = stiffening(10.0)
+    grows = fb.FedNest(hypergradient=Implicit(solver=Neumann(step=10.0)), batch_size=None)
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Neumann\.step"):
+        played(grows, problem, 1)
+    assert np.isfinite(played(fb.CurvatureSteps(grows), problem, 3).x)
