@@ -414,6 +414,9 @@ def _probe(cls: Any) -> Any:
             squares = jax.tree.map(lambda s, a, old, new: s + (a - old) * (a - new), state.squares, h, state.mean, mean)
             return ProbeState(state.x, state.y, mean, squares, draws)
 
+        def finished(self, state: ProbeState) -> bool:
+            return False
+
         def findings(self, state: ProbeState) -> Findings:
             return Findings()
 

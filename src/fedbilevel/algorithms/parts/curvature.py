@@ -35,7 +35,7 @@ from fedbilevel.algorithms.parts.local_steps import LocalDirections, Plain
 from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import check_algorithm, takes_and_gives
 from fedbilevel.core.client import Client, Clients, RemoteClients
-from fedbilevel.core.config import fraction as fraction_field
+from fedbilevel.core.config import positive
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.facts import Allows, Findings, No
 from fedbilevel.core.fed import Fed, LoopBody, Phase, Reply
@@ -47,8 +47,6 @@ from fedbilevel.oracles.products import hess_v
 FIRST = 10  # products of a client that has made none
 FALL = 0.95  # what is left of a curvature, at least, from one measure to the next
 PRODUCTS = 0x4C  # of a phase's key, the stream of the products
-Size = Callable[[Any, str], Any]
-"""(part, what its step is: see `positive`, or "alone") -> the step."""
 
 
 class Stiffness(NamedTuple):
@@ -107,14 +105,15 @@ class CurvatureSteps(Wrapper):
 
     Args:
         algorithm: the method.
-        fraction: c, strictly between 0 and 1: within a round L may grow by 2/c before a step is too long.
+        fraction: c, below 2: from one round to the next L may grow by 2/c before a step is too long for it.
     """
 
-    fraction: float = fraction_field(default=0.5)
+    fraction: float = positive(default=0.5)
 
     def validate(self) -> None:
         check_algorithm(self.algorithm)
-        name = self.algorithm.label
+        name, c = self.algorithm.label, self.fraction
+        require(not isinstance(c, int | float) or c < 2, "CurvatureSteps.fraction", c, "below 2")
         allowed = "a method whose phases say where they measure curvature, such as SimFBO, FedNest or AFBO"
         require(any(map(measures, self.algorithm.phases.values())), "CurvatureSteps.algorithm", name, allowed)
         at_once = "a method that waits for everyone: late replies are made of steps of other rounds"
@@ -139,10 +138,7 @@ class CurvatureSteps(Wrapper):
         return State(self.algorithm.init(x, y), Stiffness.unknown())
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> ClientState:
-        leaves, tree = jax.tree.flatten(y)
-        keys = jax.random.split(jax.random.key(PRODUCTS), len(leaves))
-        drawn = [jax.random.normal(key, leaf.shape, leaf.dtype) for key, leaf in zip(keys, leaves, strict=True)]
-        vector = Vector(unit(jax.tree.unflatten(tree, drawn)), jnp.zeros(()))
+        vector = Vector(unit(optax.tree.random_like(jax.random.key(PRODUCTS), y)), jnp.zeros(()))
         return ClientState(self.algorithm.client_state(problem, x, y), vector)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
@@ -166,10 +162,9 @@ class CurvatureSteps(Wrapper):
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         content, step = message
-        if client.state is None:  # of a fresh cohort: what it keeps is out of reach, and it measures nothing
-            vector, inside = Vector(None, jnp.zeros(())), client
-        else:
-            vector, inside = client.state.vector, replace(client, state=client.state.inside)
+        # what a client of a fresh cohort keeps is out of reach
+        own = client.state or ClientState(None, Vector(None, jnp.zeros(())))
+        vector, inside = own.vector, replace(client, state=own.inside)
         if step is None:
             return self.kept(self.algorithm.run_phase(name, inside, content, key), client)
         phase, measured = self.algorithm.phases[name], None
@@ -235,8 +230,8 @@ def unit(vector: PyTree) -> PyTree:
     return scaled(1 / jnp.where(norm > 0, norm, 1), vector)
 
 
-def with_steps(method: Any, size: Size, alone: bool = False) -> Any:
-    """Return a method, or a part of one, with other steps on y and v."""
+def with_steps(method: Any, size: Callable[[Any, str], Any], alone: bool = False) -> Any:
+    """Return a method, or a part, whose steps on y and v are size(part, their kind), "alone" where systems are own."""
     changed = copy.copy(method)
     alone = alone or getattr(method, "alone", False)
     for field in fields(method):
