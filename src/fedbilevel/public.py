@@ -2,7 +2,7 @@
 
 from fedbilevel import algorithms, errors, parts
 from fedbilevel.algorithms import *  # noqa: F403
-from fedbilevel.algorithms.parts.curvature import CurvatureSteps
+from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
 from fedbilevel.algorithms.parts.wrappers import Asynchronous, OuterOptimizer, Submodels
 from fedbilevel.core import projections
 from fedbilevel.core.client import Clients, Ragged, RemoteClients
@@ -25,13 +25,13 @@ from fedbilevel.sweeps import sweep
 
 __all__ = [
     "XYV",
+    "AdaptiveSteps",
     "Asynchronous",
     "Bilevel",
     "Clients",
     "Clock",
     "Cohort",
     "Compositional",
-    "CurvatureSteps",
     "Local",
     "Metric",
     "Minimax",

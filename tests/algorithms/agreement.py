@@ -21,6 +21,7 @@ import fedbilevel as fb
 from fedbilevel.authoring import Algorithm
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
+from fixed_steps import fixed
 
 
 class Case(NamedTuple):
@@ -81,6 +82,7 @@ def cases(name: str = "") -> dict[str, Case]:
 def two_rounds(case: str, engine: Any) -> tuple[Any, Any]:
     """What the next round begins with after two rounds, and their costs."""
     algorithm, work, problem, clock, _, own = cases(case)[case]
+    algorithm = fixed(algorithm)
     task = quadratic(clients=8, samples=(3, 5))
     rows, weights = (task.clients.outer, task.clients.inner), task.clients.weights
     clients = fb.Clients(*rows, weights=weights, local_steps=work, own=own)

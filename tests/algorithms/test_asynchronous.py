@@ -12,16 +12,17 @@ from matrices import members
 import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.tasks.quadratic import quadratic
+from fixed_steps import fixed
 
 WORK = np.array([1, 2, 3, 1])
 METHODS = {type(case.algorithm): case for case in reversed(cases().values()) if case.algorithm.allows.late}
 """The first case of each method that can be late."""
 LOCAL = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2, step=0.1))
 WITH_FIELDS = {
-    fb.FedNest: Case(fb.FedNest(batch_size=None, hypergradient=LOCAL, outer_steps=2)),
-    fb.FedNestSGD: Case(fb.FedNestSGD(batch_size=None, hypergradient=LOCAL, outer_steps=2)),
-    fb.LFedNest: Case(fb.LFedNest(batch_size=None, hypergradient=LOCAL)),
-    fb.RAFBO: Case(fb.RAFBO(batch_size=None, hypergradient=fb.parts.PrintedSlopes(perturbation=1.0))),
+    fb.FedNest: Case(fixed(fb.FedNest(batch_size=None, hypergradient=LOCAL, outer_steps=2))),
+    fb.FedNestSGD: Case(fixed(fb.FedNestSGD(batch_size=None, hypergradient=LOCAL, outer_steps=2))),
+    fb.LFedNest: Case(fixed(fb.LFedNest(batch_size=None, hypergradient=LOCAL))),
+    fb.RAFBO: Case(fixed(fb.RAFBO(batch_size=None, hypergradient=fb.parts.PrintedSlopes(perturbation=1.0)))),
 }
 """Methods that can be late with other fields than the defaults, or that compile sooner so."""
 COMPILED_BEFORE = (fb.AFBO, fb.FISM, fb.ShroFBO, fb.RABO, fb.FedNest, fb.FedNestSGD)
@@ -50,7 +51,7 @@ def outcome(algorithm, problem, rounds=4):
 )
 def test_waiting_for_everyone_is_the_method_itself(case):
     """All have replied to this very message: sums of differences to the last replies give the mean of the replies."""
-    algorithm, problem = case.algorithm, case.problem
+    algorithm, problem = fixed(case.algorithm), case.problem
     plain, late = outcome(algorithm, problem), outcome(fb.Asynchronous(algorithm, wait_for=4), problem)
     for one, other in zip(*(jax.tree.leaves((result.x, result.y)) for result in (plain, late)), strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-12, atol=1e-12)
@@ -95,7 +96,7 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
     """Two of four clients have replied to the first exchange of SimFBO, so that the mean delay is the weight of the
     others, 1 − p. From x = y = 0 with ∇y g_i = −c_i the server steps to γ/(1 + c(1 − p)) times the mean of c_i."""
     task = quadratic(clients=4, dim_x=2, dim_y=3, samples=(2, 4))
-    steps = fb.SimFBO(batch_size=None, local_steps=1, server_lr=0.2)
+    steps = fixed(fb.SimFBO(batch_size=None, local_steps=1, server_lr=0.2))
     algorithm = fb.Asynchronous(steps, wait_for=2, delay_penalty=3.0)
     given = task.problem, task.clients, task.x0, task.y0
     engine = fb.Local(clock=fb.Clock(network=(1.0, 2.0, 3.0, 4.0)))
@@ -109,7 +110,7 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
     ("make", "words"),
     [
         (
-            lambda: fb.Asynchronous(fb.Asynchronous(fb.SimFBO(), wait_for=2), wait_for=2),
+            lambda: fb.Asynchronous(fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2), wait_for=2),
             "SimFBO cannot be Asynchronous: it is inside Asynchronous already",
         ),
         (lambda: fb.Asynchronous(fb.FISM(tolerance=1e-3), wait_for=2), "its tolerance compares F at one x"),
@@ -119,12 +120,15 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
         ),
         (lambda: fb.Submodels(fb.IRG()), "the projection on X and the preference H are of the whole x"),
         (
-            lambda: fb.Submodels(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG()))),
+            lambda: fb.Submodels(fixed(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG())))),
             "are not symmetric, as CG needs; use a Neumann series; methods that can: AFBO, AggITD, FedAvg, FedAvgS, ",
         ),
         (lambda: fb.Asynchronous("simfbo", wait_for=2), "an instance of a subclass of Algorithm"),
-        (lambda: fb.Asynchronous(fb.SimFBO(), wait_for=2, delay_penalty=-1.0), "delay_penalty = -1.0 is not allowed"),
-        (lambda: fb.Asynchronous(fb.SimFBO(), wait_for=2, delay_penalty=float("nan")), "delay_penalty = nan"),
+        (
+            lambda: fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2, delay_penalty=-1.0),
+            "delay_penalty = -1.0 is not allowed",
+        ),
+        (lambda: fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2, delay_penalty=float("nan")), "delay_penalty = nan"),
     ],
 )
 def test_what_cannot_be(make, words):
@@ -139,7 +143,7 @@ def test_what_is_said_of_it_is_said_of_the_method():
     class Slower(fb.Asynchronous):
         """The same under another name."""
 
-    inside = fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=fb.parts.CG()), batch_size=7)
+    inside = fixed(fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=fb.parts.CG()), batch_size=7))
     for wrapped in (fb.Asynchronous(inside, wait_for=2), Slower(inside, wait_for=2)):
         assert (wrapped.label, wrapped.phases, wrapped.batch_size) == ("AFBO", inside.phases, 7)
         assert (wrapped.asks.asynchronous, wrapped.asks.cohorts, wrapped.asks.first) == (True, False, 2)

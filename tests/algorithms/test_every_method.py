@@ -29,6 +29,7 @@ from fedbilevel.parts import (
     PrintedSlopes,
     SystemSteps,
 )
+from fixed_steps import fixed
 
 CLIENTS, SAMPLES, DRAWN = 512, 64, 3
 T, N = 3, 3  # local steps, and terms of a series: N terms take N − 1 products
@@ -59,76 +60,82 @@ class Row(NamedTuple):
 TABLE = {
     # y: q, and one draw for each local step after the first, at two points each; x: the same on f. h: one draw of each.
     "FedNest": Row(
-        fb.FedNest(inner=SVRG(local_steps=T), hypergradient=Implicit(solver=SERIES), outer_steps=T, **DRAWS),
+        fixed(fb.FedNest(inner=SVRG(local_steps=T), hypergradient=Implicit(solver=SERIES), outer_steps=T, **DRAWS)),
         outer=1 + 1 + (T - 1),
         inner=1 + (T - 1) + (N - 1) + 1,
         cohorts=1 + (N + 1),  # ∇y F, each product and h ask fresh clients
     ),
     # all products of conjugate gradient on one draw
     "FedNest, conjugate gradient": Row(
-        fb.FedNest(inner=SVRG(local_steps=T), hypergradient=Implicit(solver=CG(max_steps=2)), **DRAWS),
+        fixed(fb.FedNest(inner=SVRG(local_steps=T), hypergradient=Implicit(solver=CG(max_steps=2)), **DRAWS)),
         outer=1 + 1,
         inner=1 + (T - 1) + 1 + 1,
     ),
     "FedNest-SGD": Row(
-        fb.FedNestSGD(hypergradient=Implicit(solver=SERIES, fresh_cohorts=False), outer_steps=2, **NESTED),
+        fixed(fb.FedNestSGD(hypergradient=Implicit(solver=SERIES, fresh_cohorts=False), outer_steps=2, **NESTED)),
         outer=1 + 1 + 1,
         inner=T + (N - 1) + 1,
     ),
-    "LFedNest": Row(fb.LFedNest(hypergradient=OWN, outer_steps=2, **NESTED), outer=2, inner=T + 2 * (N - 1 + 1)),
+    "LFedNest": Row(fixed(fb.LFedNest(hypergradient=OWN, outer_steps=2, **NESTED)), outer=2, inner=T + 2 * (N - 1 + 1)),
     # y: FedNest's; joint steps on y and x: the same draws, asked by fewer exchanges
     "LFedNest, SVRG": Row(
-        fb.LFedNest(inner=SVRG(local_steps=T), hypergradient=OWN, **DRAWS), outer=1, inner=1 + (T - 1) + (N - 1 + 1)
+        fixed(fb.LFedNest(inner=SVRG(local_steps=T), hypergradient=OWN, **DRAWS)),
+        outer=1,
+        inner=1 + (T - 1) + (N - 1 + 1),
     ),
-    "LFedNest, joint": Row(fb.LFedNest(hypergradient=OWN, joint=True, **NESTED), outer=1, inner=T + (N - 1 + 1)),
+    "LFedNest, joint": Row(fixed(fb.LFedNest(hypergradient=OWN, joint=True, **NESTED)), outer=1, inner=T + (N - 1 + 1)),
     "LFedNest, SVRG, joint": Row(
-        fb.LFedNest(inner=SVRG(local_steps=T), hypergradient=OWN, joint=True, **DRAWS),
+        fixed(fb.LFedNest(inner=SVRG(local_steps=T), hypergradient=OWN, joint=True, **DRAWS)),
         outer=1,
         inner=1 + (T - 1) + (N - 1 + 1),
     ),
     # support and query are pairs: one draw for f, all products and the cross derivative
     "LFedNest, pairs": Row(
-        fb.LFedNest(hypergradient=LocalImplicit(solver=SERIES, paired=True), outer_steps=2, **NESTED),
+        fixed(fb.LFedNest(hypergradient=LocalImplicit(solver=SERIES, paired=True), outer_steps=2, **NESTED)),
         outer=2,
         inner=T + 2,
         both=2,
     ),
     "FedMBO": Row(
-        fb.FedMBO(hypergradient=Implicit(solver=SERIES), **NESTED),
+        fixed(fb.FedMBO(hypergradient=Implicit(solver=SERIES), **NESTED)),
         outer=1 + 1,
         inner=T + (N - 1) + 1,
         cohorts=1 + (N + 1),
     ),
-    "RABO": Row(fb.RABO(hypergradient=OWN, **NESTED), outer=1, inner=T + (N - 1) + 1),
+    "RABO": Row(fixed(fb.RABO(hypergradient=OWN, **NESTED)), outer=1, inner=T + (N - 1) + 1),
     # a difference has both its gradients on one draw
     "RAFBO": Row(
-        fb.RAFBO(hypergradient=LocalImplicit(solver=SERIES, second_order=Differences()), **NESTED),
+        fixed(fb.RAFBO(hypergradient=LocalImplicit(solver=SERIES, second_order=Differences()), **NESTED)),
         outer=1,
         inner=T + (N - 1) + 1,
     ),
     # slopes along all coordinates of x compare responses to the same N batches
-    "RAFBO, coordinates": Row(fb.RAFBO(hypergradient=Coordinates(terms=N, step=0.1), **NESTED), outer=1, inner=T + N),
+    "RAFBO, coordinates": Row(
+        fixed(fb.RAFBO(hypergradient=Coordinates(terms=N, step=0.1), **NESTED)), outer=1, inner=T + N
+    ),
     # all of (10) on one draw
-    "RAFBO, printed": Row(fb.RAFBO(hypergradient=PrintedSlopes(), **NESTED), outer=1, inner=T + 1),
+    "RAFBO, printed": Row(fixed(fb.RAFBO(hypergradient=PrintedSlopes(), **NESTED)), outer=1, inner=T + 1),
     # N exchanges: y in each, ∇y F in each, a product in each but the first; at last f and the cross derivative
     "AggITD": Row(
-        fb.AggITD(inner=LocalSGD(rounds=N, local_steps=T, lr=0.1), **DRAWS),
+        fixed(fb.AggITD(inner=LocalSGD(rounds=N, local_steps=T, lr=0.1), **DRAWS)),
         outer=N + 1,
         inner=N * T + (N - 1) + 1,
         exchanges=N,
     ),
-    "AFBO": Row(fb.AFBO(inner=MeanGradient(local_steps=T), hypergradient=OWN, **DRAWS), outer=1, inner=T + (N - 1) + 1),
+    "AFBO": Row(
+        fixed(fb.AFBO(inner=MeanGradient(local_steps=T), hypergradient=OWN, **DRAWS)), outer=1, inner=T + (N - 1) + 1
+    ),
     "AFBO, steps on v": Row(
-        fb.AFBO(inner=MeanGradient(local_steps=T), hypergradient=SystemSteps(), **DRAWS), outer=1, inner=T + 1
+        fixed(fb.AFBO(inner=MeanGradient(local_steps=T), hypergradient=SystemSteps(), **DRAWS)), outer=1, inner=T + 1
     ),
     # one draw of either serves x, y and v
-    "SimFBO": Row(fb.SimFBO(**LOOP), outer=T, inner=T),
+    "SimFBO": Row(fixed(fb.SimFBO(**LOOP)), outer=T, inner=T),
     # the paper's analysis: f for x and for v, g for x, for y and for v
-    "SimFBO, independent batches": Row(fb.SimFBO(**LOOP, independent_batches=True), outer=2 * T, inner=3 * T),
-    "ShroFBO": Row(fb.ShroFBO(**LOOP), outer=T, inner=T),
-    "FedBiO": Row(fb.FedBiO(**LOOP), outer=T, inner=T),
+    "SimFBO, independent batches": Row(fixed(fb.SimFBO(**LOOP, independent_batches=True)), outer=2 * T, inner=3 * T),
+    "ShroFBO": Row(fixed(fb.ShroFBO(**LOOP)), outer=T, inner=T),
+    "FedBiO": Row(fixed(fb.FedBiO(**LOOP)), outer=T, inner=T),
     # a momentum's two directions are on the same samples
-    "FedBiOAcc": Row(fb.FedBiOAcc(**LOOP), outer=T, inner=T),
+    "FedBiOAcc": Row(fixed(fb.FedBiOAcc(**LOOP)), outer=T, inner=T),
     "FedAvg-S": Row(fb.FedAvgS(**LOOP), outer=T, inner=0),
     "FedLin": Row(fb.FedLin(**LOOP), outer=1 + (T - 1), inner=0),
     "FedAvg": Row(fb.FedAvg(**LOOP), outer=T, inner=0),

@@ -16,34 +16,42 @@ from matrices import end_of_own, hypergradient, inner_gradient, mean_matrices, m
 import fedbilevel as fb
 from fedbilevel.authoring import Findings
 from fedbilevel.tasks.quadratic import quadratic, solution
+from fixed_steps import fixed
 
 AGREEMENT = {
     "FedNest, random lengths, fresh cohorts": agreement.Case(
-        fb.FedNest(
-            hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(terms=2, sampling="random")),
-            batch_size=4,
-            outer_steps=2,
+        fixed(
+            fb.FedNest(
+                hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(terms=2, sampling="random")),
+                batch_size=4,
+                outer_steps=2,
+            )
         ),
         work=agreement.WORK,
     ),
     "FedNest-SGD, conjugate gradient": agreement.Case(
-        fb.FedNestSGD(hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=4)), batch_size=None), slow=True
+        fixed(fb.FedNestSGD(hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=4)), batch_size=None)),
+        slow=True,
     ),
     "LFedNest, random lengths": agreement.Case(
-        fb.LFedNest(
-            inner=fb.parts.LocalSGD(lr=0.1),
-            hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(sampling="random")),
-            batch_size=4,
+        fixed(
+            fb.LFedNest(
+                inner=fb.parts.LocalSGD(lr=0.1),
+                hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(sampling="random")),
+                batch_size=4,
+            )
         ),
         work=(1, 4),
         slow=True,
     ),
     "LFedNest, SVRG": agreement.Case(
-        fb.LFedNest(inner=fb.parts.SVRG(rounds=2, lr=0.1), batch_size=4, outer_steps=2), work=agreement.WORK, slow=True
+        fixed(fb.LFedNest(inner=fb.parts.SVRG(rounds=2, lr=0.1), batch_size=4, outer_steps=2)),
+        work=agreement.WORK,
+        slow=True,
     ),
-    "LFedNest, joint": agreement.Case(fb.LFedNest(batch_size=4, joint=True), work=agreement.WORK, slow=True),
+    "LFedNest, joint": agreement.Case(fixed(fb.LFedNest(batch_size=4, joint=True)), work=agreement.WORK, slow=True),
     "LFedNest, SVRG, joint": agreement.Case(
-        fb.LFedNest(inner=fb.parts.SVRG(lr=0.1), batch_size=4, joint=True), work=(1, 4)
+        fixed(fb.LFedNest(inner=fb.parts.SVRG(lr=0.1), batch_size=4, joint=True)), work=(1, 4)
     ),
 }
 NEVER_LATE = {
@@ -69,9 +77,11 @@ LONG, CG = (
 )
 THRICE = fb.parts.SVRG(rounds=3, local_steps=3, lr=1.0)
 EXACT = {
-    "series": fb.FedNest(inner=THRICE, hypergradient=LONG, outer_steps=2, **STEPS),
-    "cg": fb.FedNest(inner=THRICE, hypergradient=CG, outer_steps=2, **STEPS),
-    "SGD, τ = 1": fb.FedNestSGD(inner=fb.parts.LocalSGD(rounds=3, local_steps=1, lr=1.0), hypergradient=CG, **STEPS),
+    "series": fixed(fb.FedNest(inner=THRICE, hypergradient=LONG, outer_steps=2, **STEPS)),
+    "cg": fixed(fb.FedNest(inner=THRICE, hypergradient=CG, outer_steps=2, **STEPS)),
+    "SGD, τ = 1": fixed(
+        fb.FedNestSGD(inner=fb.parts.LocalSGD(rounds=3, local_steps=1, lr=1.0), hypergradient=CG, **STEPS)
+    ),
 }
 
 
@@ -141,13 +151,15 @@ def test_local_hypergradients_end_where_their_mean_vanishes(name):
 def test_light_variants_equal_their_equations_written_out(inner, joint, exchanges, task):
     """Three rounds in NumPy: clients unequal in data, weights and work on y, then two steps on x along own h_i."""
     beta, alpha, s, terms, rounds = 0.6, 0.3, 0.7, 4, 1 if joint else 2
-    algorithm = fb.LFedNest(
-        inner=inner(rounds=rounds, local_steps=3, lr=beta),
-        hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=terms, step=s)),
-        outer_lr=alpha,
-        outer_steps=2,
-        joint=joint,
-        batch_size=None,
+    algorithm = fixed(
+        fb.LFedNest(
+            inner=inner(rounds=rounds, local_steps=3, lr=beta),
+            hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=terms, step=s)),
+            outer_lr=alpha,
+            outer_steps=2,
+            joint=joint,
+            batch_size=None,
+        )
     )
     m = mean_matrices(task)
     x, y = np.zeros(5), np.zeros(8)
@@ -244,7 +256,7 @@ def deviation(fresh, sampling, draws=24_000, terms=6, step=1.5):
     m = mean_matrices(task)
     expected = hypergradient(m, m, x, y, neumann(m["A"], step, terms) @ (m["D"] @ y - m["Dt"] + m["E"].T @ x))
     solver = fb.parts.Neumann(terms=terms, step=step, sampling=sampling)
-    algorithm = Draws(hypergradient=fb.parts.Implicit(solver=solver, fresh_cohorts=fresh), batch_size=2)
+    algorithm = fixed(Draws(hypergradient=fb.parts.Implicit(solver=solver, fresh_cohorts=fresh), batch_size=2))
     state = fb.solve(
         algorithm, task.problem, task.clients, jnp.asarray(x), jnp.asarray(y), rounds=draws, cohort=2
     ).state
@@ -281,9 +293,9 @@ def test_what_hypergradients_cost_a_client_where_no_system_is_solved(problem, co
     start = (jnp.ones(2), jnp.ones(2))
     twice, local = fb.parts.LocalSGD(local_steps=2), fb.parts.LocalImplicit()
     for algorithm in (
-        fb.FedNestSGD(inner=twice),
-        fb.FedNestSGD(inner=twice, hypergradient=local),
-        fb.LFedNest(inner=twice),
+        fixed(fb.FedNestSGD(inner=twice)),
+        fixed(fb.FedNestSGD(inner=twice, hypergradient=local)),
+        fixed(fb.LFedNest(inner=twice)),
     ):
         ledger = fb.solve(algorithm, problem, fb.Clients(APART), *start, rounds=1, engine=fb.Reference()).ledger
         inner = 2 * 3  # FedAvg's gradients on y
@@ -295,7 +307,7 @@ def test_exchanges_are_those_of_the_paper():
     """2T + N' + 3, with every N' from 0 to N − 1: in 40 rounds one of them is missing with a chance of 0.4 %."""
     rounds, inner, terms = 40, 3, 6
     hypergradient = fb.parts.Implicit(solver=fb.parts.Neumann(terms=terms, sampling="random"))
-    algorithm = fb.FedNest(inner=fb.parts.SVRG(rounds=inner), hypergradient=hypergradient)
+    algorithm = fixed(fb.FedNest(inner=fb.parts.SVRG(rounds=inner), hypergradient=hypergradient))
     result = run(algorithm, quadratic(clients=4), rounds, eval_every=1)
     lengths = np.diff(result.history["exchanges"]) - (2 * inner + 3)
     assert set(lengths.tolist()) == set(range(terms))
@@ -315,7 +327,9 @@ def saddle_in_y():
 @pytest.mark.parametrize("kind", [fb.parts.Implicit, pytest.param(fb.parts.LocalImplicit, marks=pytest.mark.slow)])
 def test_conjugate_gradient_stops_the_run_at_negative_curvature(kind):
     """x has not moved by then; the error says what to do."""
-    algorithm = fb.FedNest(inner=fb.parts.SVRG(lr=0.1), hypergradient=kind(solver=fb.parts.CG()), batch_size=None)
+    algorithm = fixed(
+        fb.FedNest(inner=fb.parts.SVRG(lr=0.1), hypergradient=kind(solver=fb.parts.CG()), batch_size=None)
+    )
     with pytest.raises(fb.errors.NumericalError, match=r"round 0 or soon after: negative curvature .* not positive"):
         fb.solve(algorithm, *saddle_in_y(), rounds=3)
 
@@ -324,9 +338,9 @@ def test_conjugate_gradient_stops_the_run_at_negative_curvature(kind):
 @pytest.mark.parametrize(
     "algorithm",
     [
-        fb.FedNest(inner=fb.parts.SVRG(lr=0.1)),
-        fb.LFedNest(inner=fb.parts.LocalSGD(lr=0.1)),
-        fb.AggITD(inner=fb.parts.LocalSGD(rounds=5, lr=0.1)),
+        fixed(fb.FedNest(inner=fb.parts.SVRG(lr=0.1))),
+        fixed(fb.LFedNest(inner=fb.parts.LocalSGD(lr=0.1))),
+        fixed(fb.AggITD(inner=fb.parts.LocalSGD(rounds=5, lr=0.1))),
     ],
     ids=lambda algorithm: type(algorithm).__name__,
 )
@@ -346,7 +360,9 @@ def test_a_sum_reports_negative_curvature_that_it_passed():
     problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch["a"]) * (x + y), inner)
     clients = fb.Clients({"a": np.ones((2, 3))})
     hypergradient = fb.parts.Implicit(solver=fb.parts.Neumann(terms=3))
-    algorithm = fb.FedNest(inner=fb.parts.SVRG(lr=0.1), hypergradient=hypergradient, outer_lr=0.4, batch_size=None)
+    algorithm = fixed(
+        fb.FedNest(inner=fb.parts.SVRG(lr=0.1), hypergradient=hypergradient, outer_lr=0.4, batch_size=None)
+    )
     with pytest.warns(fb.errors.NumericalWarning, match="negative curvature at product 0"):
         result = fb.solve(algorithm, problem, clients, jnp.asarray(0.5), jnp.asarray(0.1), rounds=4)
     assert int(result.state.info.negative_curvature) == 0
@@ -354,8 +370,8 @@ def test_a_sum_reports_negative_curvature_that_it_passed():
 
 def test_conjugate_gradient_that_runs_out_of_iterations_says_so():
     task = quadratic(clients=3, condition=100.0)
-    algorithm = fb.FedNest(
-        hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=2, tolerance=1e-8)), batch_size=None
+    algorithm = fixed(
+        fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=2, tolerance=1e-8)), batch_size=None)
     )
     with pytest.warns(fb.errors.NumericalWarning, match="relative residual of .* above its tolerance: max_steps = 2"):
         residual = float(run(algorithm, task, 1).state.info.residual)
@@ -365,15 +381,24 @@ def test_conjugate_gradient_that_runs_out_of_iterations_says_so():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: fb.FedNest(inverse="cg"), r"unknown field of FedNest 'inverse'"),
-        (lambda: fb.FedNest(hypergradient="local"), r"FedNest\.hypergradient = 'local' .* Implicit.* LocalImplicit"),
-        (lambda: fb.LFedNest(hypergradient=fb.parts.Implicit()), r"LFedNest.hypergradient = Implicit.* LocalImplicit"),
-        (lambda: fb.FedMBO(hypergradient=fb.parts.LocalImplicit()), r"FedMBO.hypergradient = LocalImplicit.* Implicit"),
+        (lambda: fixed(fb.FedNest(inverse="cg")), r"unknown field of FedNest 'inverse'"),
         (
-            lambda: fb.LFedNest(inner=fb.parts.SVRG(rounds=2), joint=True),
+            lambda: fixed(fb.FedNest(hypergradient="local")),
+            r"FedNest\.hypergradient = 'local' .* Implicit.* LocalImplicit",
+        ),
+        (
+            lambda: fixed(fb.LFedNest(hypergradient=fb.parts.Implicit())),
+            r"LFedNest.hypergradient = Implicit.* LocalImplicit",
+        ),
+        (
+            lambda: fixed(fb.FedMBO(hypergradient=fb.parts.LocalImplicit())),
+            r"FedMBO.hypergradient = LocalImplicit.* Implicit",
+        ),
+        (
+            lambda: fixed(fb.LFedNest(inner=fb.parts.SVRG(rounds=2), joint=True)),
             r"LFedNest\.inner\.rounds = 2 is not allowed.* 1 where joint = True",
         ),
-        (lambda: fb.FedNest(inner=fb.parts.LocalSGD()), r"FedNest\.inner = LocalSGD\(.* SVRG"),
+        (lambda: fixed(fb.FedNest(inner=fb.parts.LocalSGD())), r"FedNest\.inner = LocalSGD\(.* SVRG"),
         (lambda: fb.parts.Implicit(solver=fb.parts.Plain()), r"Implicit\.solver = Plain\(.* Neumann.* CG"),
         (lambda: fb.parts.Neumann(sampling="randm"), r"unknown Neumann\.sampling 'randm'; did you mean 'random'"),
         (
@@ -392,7 +417,7 @@ def test_a_neumann_step_at_which_products_grow_is_refused_with_the_estimated_bou
     with pytest.raises(
         fb.errors.ConfigurationError, match=r"Neumann\.step = 2\.1 is not allowed: .* below 2/ℓ = 2: .* ℓ = 1$"
     ):
-        run(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(step=2.1))), task, 1)
+        run(fixed(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(step=2.1)))), task, 1)
 
 
 def test_local_steps_are_checked_against_the_clients_own_hessians():
@@ -402,16 +427,20 @@ def test_local_steps_are_checked_against_the_clients_own_hessians():
         lambda x, y, batch: jnp.sum(y) + x @ x, lambda x, y, batch: 0.5 * jnp.mean(batch["d"] @ y**2) - x @ y
     )
     start, solver = (jnp.ones(4), jnp.ones(4)), fb.parts.Neumann(step=0.4)
-    local = fb.LFedNest(hypergradient=fb.parts.LocalImplicit(solver=solver))
+    local = fixed(fb.LFedNest(hypergradient=fb.parts.LocalImplicit(solver=solver)))
     with pytest.raises(
         fb.errors.ConfigurationError, match=r"a client's own inner Hessian's largest eigenvalue is .* ℓ = 8$"
     ):
         fb.solve(local, problem, fb.Clients({"d": rows}), *start, rounds=1)
-    shared = fb.FedNestSGD(hypergradient=fb.parts.Implicit(solver=solver))
+    shared = fixed(fb.FedNestSGD(hypergradient=fb.parts.Implicit(solver=solver)))
     fb.solve(shared, problem, fb.Clients({"d": rows}), *start, rounds=1)
     with pytest.raises(fb.errors.ConfigurationError, match=r"AggITD.inner.lr = 1.1 .* below 2/ℓ = 1: "):
         fb.solve(
-            fb.AggITD(inner=fb.parts.LocalSGD(rounds=5, lr=1.1)), problem, fb.Clients({"d": rows}), *start, rounds=1
+            fixed(fb.AggITD(inner=fb.parts.LocalSGD(rounds=5, lr=1.1))),
+            problem,
+            fb.Clients({"d": rows}),
+            *start,
+            rounds=1,
         )
 
 

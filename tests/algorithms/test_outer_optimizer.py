@@ -8,6 +8,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.tasks.quadratic import quadratic
+from fixed_steps import fixed
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +22,12 @@ def run(algorithm, task, rounds, **options):
 
 @pytest.mark.parametrize(
     "method",
-    [fb.SimFBO(batch_size=None), fb.FedNest(batch_size=None), fb.FedBiO(batch_size=None), fb.AggITD(batch_size=None)],
+    [
+        fixed(fb.SimFBO(batch_size=None)),
+        fixed(fb.FedNest(batch_size=None)),
+        fixed(fb.FedBiO(batch_size=None)),
+        fixed(fb.AggITD(batch_size=None)),
+    ],
     ids=lambda method: method.name,
 )
 def test_plain_descent_of_rate_1_is_the_method_itself(method, task):
@@ -37,7 +43,7 @@ def test_plain_descent_of_rate_1_is_the_method_itself(method, task):
 def test_momentum_is_the_sum_written_out(task):
     """FedNest's h depends on x and y alone: with x_{k+1} = x_k − m_k, m_k = 0.9 m_{k−1} + α h(x_k, y_k), each round is
     that of a run from (x_k, y_k), since full batches draw nothing."""
-    method = fb.FedNest(batch_size=None)
+    method = fixed(fb.FedNest(batch_size=None))
     x, y, m = np.asarray(task.x0), np.asarray(task.y0), 0.0
     for _ in range(4):
         one = fb.solve(method, task.problem, task.clients, jnp.asarray(x), jnp.asarray(y), rounds=1)
@@ -50,13 +56,13 @@ def test_momentum_is_the_sum_written_out(task):
 def test_adam_takes_the_direction_alone(task):
     """Its first step is its rate in each entry, up to its ε over the slope, whatever the method's own step on x."""
     for outer_lr in (1e-3, 1.0):
-        method = fb.OuterOptimizer(fb.FedNest(batch_size=None, outer_lr=outer_lr), optimizer=optax.adam(0.05))
+        method = fb.OuterOptimizer(fixed(fb.FedNest(batch_size=None, outer_lr=outer_lr)), optimizer=optax.adam(0.05))
         step = np.abs(run(method, task, 1).x - task.x0)
         np.testing.assert_allclose(step, 0.05, rtol=1e-2)
 
 
 def test_it_resumes_projects_and_waits_for_nobody(task, tmp_path):
-    method = fb.OuterOptimizer(fb.SimFBO(batch_size=None, server_lr=0.2), optimizer=optax.adam(0.1))
+    method = fb.OuterOptimizer(fixed(fb.SimFBO(batch_size=None, server_lr=0.2)), optimizer=optax.adam(0.1))
     whole = run(method, task, 6)
     run(method, task, 3, checkpoint=tmp_path / "run.npz")
     again = run(method, task, 6, checkpoint=tmp_path / "run.npz", resume=True)
@@ -70,4 +76,4 @@ def test_it_resumes_projects_and_waits_for_nobody(task, tmp_path):
 
 def test_what_is_no_optimizer_is_refused():
     with pytest.raises(ConfigurationError, match=r"OuterOptimizer.optimizer = 'adam' .* optax.adam"):
-        fb.OuterOptimizer(fb.SimFBO(), optimizer="adam")
+        fb.OuterOptimizer(fixed(fb.SimFBO()), optimizer="adam")

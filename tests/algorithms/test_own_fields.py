@@ -12,21 +12,22 @@ from fedbilevel.core.algorithm import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.own import LOCAL_STEPS, own_fields
 from fedbilevel.tasks.quadratic import quadratic
+from fixed_steps import fixed
 
 NONE = {"BiFISTA", "IRG"}
 """Their clients send a subgradient, and the server steps."""
 SHORT = {"iterations": 2, "estimate": fb.parts.LinearizedADMM(steps=2)}
-METHODS = {cls.__name__: cls() for cls in ALGORITHMS.values() if cls.__name__ not in NONE} | {
+METHODS = {cls.__name__: fixed(cls()) for cls in ALGORITHMS.values() if cls.__name__ not in NONE} | {
     "ADBO": fb.ADBO(wait_for=2, **SHORT),
     "SDBO": fb.SDBO(**SHORT),
     "FISM": fb.FISM(local_steps=2),
     "IRIG": fb.IRIG(local_steps=2),
-    "FedBiOAcc": fb.FedBiOAcc(horizon=5.0),
-    "LFedNest, joint": fb.LFedNest(joint=True),
-    "RAFBO, coordinates": fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=2)),
-    "SimFBO, mixed": fb.SimFBO(local_optimizer=fb.parts.Mixed(decay=0.5, pull=0.1)),
-    "SimFBO, momentum": fb.SimFBO(local_optimizer=fb.parts.Momentum()),
-    "SimFBO, proximal": fb.SimFBO(local_optimizer=fb.parts.Proximal()),
+    "FedBiOAcc": fixed(fb.FedBiOAcc(horizon=5.0)),
+    "LFedNest, joint": fixed(fb.LFedNest(joint=True)),
+    "RAFBO, coordinates": fixed(fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=2))),
+    "SimFBO, mixed": fixed(fb.SimFBO(local_optimizer=fb.parts.Mixed(decay=0.5, pull=0.1))),
+    "SimFBO, momentum": fixed(fb.SimFBO(local_optimizer=fb.parts.Momentum())),
+    "SimFBO, proximal": fixed(fb.SimFBO(local_optimizer=fb.parts.Proximal())),
 }
 PROBLEMS = {
     fb.Minimax: agreement.MINIMAX,

@@ -11,6 +11,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.parts import CG, SVRG, Implicit, LocalSGD, Mixed
 from fedbilevel.tasks.quadratic import quadratic, solution
+from fixed_steps import fixed
 
 STEPS = [1, 2, 3, 5]
 OPTIMIZERS = {"decay": [0.0, 0.6, 0.0, 0.5], "pull": [0.0, 0.0, 0.2, 0.1]}
@@ -19,17 +20,17 @@ OWN_OPTIMIZERS = {f"local_optimizer.{name}": numbers for name, numbers in OPTIMI
 EIGHT = {name: numbers * 2 for name, numbers in OWN_OPTIMIZERS.items()}
 AGREEMENT = {
     "FedNest, clients' own steps on x": agreement.Case(
-        fb.FedNest(hypergradient=Implicit(solver=CG(max_steps=2)), outer_steps=2, batch_size=4),
+        fixed(fb.FedNest(hypergradient=Implicit(solver=CG(max_steps=2)), outer_steps=2, batch_size=4)),
         own={"outer_steps": (1, 4)},
     ),
     "SimFBO, clients' own optimizers and step sizes, steps by round": agreement.Case(
-        fb.SimFBO(local_optimizer=Mixed(), batch_size=4),
+        fixed(fb.SimFBO(local_optimizer=Mixed(), batch_size=4)),
         work=lambda round, client, key: 1 + (round + client) % 3,
         own=EIGHT | {"client_lr.y": (0.05, 0.1)},
         slow=True,
     ),
     "ShroFBO, a table of steps": agreement.Case(
-        fb.ShroFBO(batch_size=4), work=np.arange(16).reshape(2, 8) % 4 + 1, slow=True
+        fixed(fb.ShroFBO(batch_size=4)), work=np.arange(16).reshape(2, 8) % 4 + 1, slow=True
     ),
 }
 
@@ -53,11 +54,13 @@ def means(task):
 def test_fedout_is_algorithm_2_with_unequal_steps(task):
     """x_{i,ν+1} = x_{i,ν} − (α/τ_i)[∇x f_i(x_{i,ν}) − ∇x f_i(x) + h], x ← Σ p_i x_{i,τ_i}; ∇x f_i = x + E_i y."""
     alpha, p, (f, g) = 0.3, task.clients.weights, means(task)
-    method = fb.FedNest(
-        inner=SVRG(local_steps=1, lr=0.1),
-        hypergradient=Implicit(solver=CG(max_steps=16, tolerance=1e-13)),
-        outer_lr=alpha,
-        batch_size=None,
+    method = fixed(
+        fb.FedNest(
+            inner=SVRG(local_steps=1, lr=0.1),
+            hypergradient=Implicit(solver=CG(max_steps=16, tolerance=1e-13)),
+            outer_lr=alpha,
+            batch_size=None,
+        )
     )
     own = with_own(task, own={"outer_steps": STEPS})
     result = fb.solve(method, task.problem, own, task.x0, task.y0, rounds=2)
@@ -85,7 +88,7 @@ def test_what_unequal_steps_on_x_cost_is_counted_exactly(task):
     """A corrected step costs two gradients, but the first, which is along h; a step of LFedNest one, and N products."""
     own = with_own(task, own={"outer_steps": STEPS})
     phases = {}
-    for method in (fb.FedNest(batch_size=None), fb.LFedNest(batch_size=None)):
+    for method in (fixed(fb.FedNest(batch_size=None)), fixed(fb.LFedNest(batch_size=None))):
         steps = [fb.solve(method, task.problem, c, task.x0, task.y0, rounds=1).ledger for c in (task.clients, own)]
         phases[type(method)] = steps[1].gradients - steps[0].gradients, steps[1].hvps - steps[0].hvps
     more = sum(STEPS) - len(STEPS)
@@ -120,7 +123,7 @@ def test_step_sizes_of_clients_are_those_of_their_own_loops(task):
     """LFedNest's rounds on y with two local steps, and AFBO's client steps, are those of each client alone."""
     _, g = means(task)
     lr, x, y = [0.01, 0.05, 0.1, 0.2], np.array(task.x0), np.array(task.y0)
-    method = fb.AFBO(inner=fb.parts.MeanGradient(local_steps=2, lr=1.0), batch_size=None)
+    method = fixed(fb.AFBO(inner=fb.parts.MeanGradient(local_steps=2, lr=1.0), batch_size=None))
     own = with_own(task, own={"inner.client_lr": lr})
     found = fb.solve(method, task.problem, own, x, y, rounds=1).y
     change = 0
@@ -149,7 +152,7 @@ def test_a_table_of_steps_is_followed_round_by_round(task):
 
 def test_a_resumed_run_draws_the_same_numbers(task, tmp_path):
     own = with_own(task, local_steps=(1, 4), own={"client_lr.x": lambda r, c, key: 0.1 * jax.random.uniform(key)})
-    arguments = fb.SimFBO(batch_size=4), task.problem, own, task.x0, task.y0
+    arguments = fixed(fb.SimFBO(batch_size=4)), task.problem, own, task.x0, task.y0
     whole = fb.solve(*arguments, rounds=6)
     for rounds in (3, 6):
         resumed = fb.solve(*arguments, rounds=rounds, checkpoint=tmp_path / "c.npz", resume="auto")
@@ -162,7 +165,7 @@ def test_a_resumed_run_draws_the_same_numbers(task, tmp_path):
 def test_local_sgd_and_svrg_take_clients_local_steps(task):
     """τ_i of y are `local_steps`, whatever x's are: both kinds of inner rounds count them."""
     for inner, each in ((LocalSGD(), 1), (SVRG(), 2)):
-        method = fb.FedNest(inner=inner, batch_size=None) if each == 2 else fb.FedNestSGD(inner=inner, batch_size=None)
+        method = fixed((fb.FedNest if each == 2 else fb.FedNestSGD)(inner=inner, batch_size=None))
         few, many = (
             fb.solve(method, task.problem, with_own(task, local_steps=n), task.x0, task.y0, rounds=1).ledger.gradients
             for n in (2, 5)
@@ -173,11 +176,11 @@ def test_local_sgd_and_svrg_take_clients_local_steps(task):
 @pytest.mark.parametrize("engine", [fb.Reference(), fb.Local(), fb.Local(devices=2)])
 def test_inner_rounds_by_round_are_those_of_runs_with_each_number(task, engine):
     """AFBO's K^t, FedNest's T: three rounds with 1, 2 and 3 inner rounds, and then one step on x each."""
-    fixed = lambda count: fb.AFBO(inner=fb.parts.MeanGradient(rounds=count, lr=0.2), batch_size=None)  # noqa: E731
-    found = fb.solve(fixed(lambda k: 1 + k), task.problem, task.clients, task.x0, task.y0, rounds=3, engine=engine)
+    constant = lambda count: fixed(fb.AFBO(inner=fb.parts.MeanGradient(rounds=count, lr=0.2), batch_size=None))  # noqa: E731
+    found = fb.solve(constant(lambda k: 1 + k), task.problem, task.clients, task.x0, task.y0, rounds=3, engine=engine)
     x, y = task.x0, task.y0
     for count in (1, 2, 3):
-        step = fb.solve(fixed(count), task.problem, task.clients, x, y, rounds=1)
+        step = fb.solve(constant(count), task.problem, task.clients, x, y, rounds=1)
         x, y = step.x, step.y
     np.testing.assert_allclose(found.x, x, rtol=1e-12)
     np.testing.assert_allclose(found.y, y, rtol=1e-12)
@@ -188,9 +191,14 @@ def test_inner_rounds_are_whole_numbers_and_a_schedule_is_part_of_a_run(task, tm
     with pytest.raises(fb.errors.ConfigurationError, match=r"LocalSGD.rounds = .* a function of the round"):
         LocalSGD(rounds=lambda k: 0.5 * k)
     with pytest.raises(fb.errors.ConfigurationError, match=r"AggITD.inner.rounds = "):
-        fb.AggITD(inner=LocalSGD(rounds=lambda k: 1 + k))
+        fixed(fb.AggITD(inner=LocalSGD(rounds=lambda k: 1 + k)))
     run = lambda rule, **more: fb.solve(  # noqa: E731
-        fb.FedNest(inner=SVRG(rounds=rule), batch_size=None), task.problem, task.clients, task.x0, task.y0, **more
+        fixed(fb.FedNest(inner=SVRG(rounds=rule), batch_size=None)),
+        task.problem,
+        task.clients,
+        task.x0,
+        task.y0,
+        **more,
     )
     run(lambda k: 1 + k, rounds=1, checkpoint=tmp_path / "c.npz")
     with pytest.raises(fb.errors.CheckpointError, match=r"schedule inner\.rounds"):
@@ -201,7 +209,7 @@ def test_steps_by_round_are_those_of_runs_with_each(task):
     """α and β by round, of the method and of its part: two rounds are one with each pair of values."""
     start = task.problem, task.clients, task.x0, task.y0
     by_round = lambda a, b: lambda k: jax.numpy.where(k < 1, a, b)  # noqa: E731
-    method = lambda alpha, beta: fb.FedNest(inner=SVRG(lr=beta), outer_lr=alpha, batch_size=None)  # noqa: E731
+    method = lambda alpha, beta: fixed(fb.FedNest(inner=SVRG(lr=beta), outer_lr=alpha, batch_size=None))  # noqa: E731
     both = fb.solve(method(by_round(0.1, 0.3), by_round(0.4, 0.05)), *start, rounds=2)
     x, y = task.x0, task.y0
     for alpha, beta in ((0.1, 0.4), (0.3, 0.05)):
@@ -216,7 +224,7 @@ def test_each_schedule_of_a_count_has_its_own_program(task):
     count = [1]
 
     def ran(rule):
-        method = fb.FedNestSGD(inner=LocalSGD(rounds=rule), batch_size=None)
+        method = fixed(fb.FedNestSGD(inner=LocalSGD(rounds=rule), batch_size=None))
         return fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=2).ledger.exchanges
 
     reads = lambda k: jax.numpy.asarray(count[0])  # noqa: E731

@@ -18,28 +18,36 @@ from fedbilevel.algorithms.rabo import CoordinateSlopes
 from fedbilevel.engines.recorder import count
 from fedbilevel.tasks.compositional import compositional
 from fedbilevel.tasks.quadratic import quadratic, solution
+from fixed_steps import fixed
 
 AGREEMENT = {
     "RABO": Case(
-        fb.RABO(
-            batch_size=4,
-            inner=fb.parts.LocalSGD(rounds=2),
-            hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=3, sampling="random")),
+        fixed(
+            fb.RABO(
+                batch_size=4,
+                inner=fb.parts.LocalSGD(rounds=2),
+                hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=3, sampling="random")),
+            )
         ),
         work=(1, 4),
     ),
     "RABO, global, by differences": Case(
-        fb.RABO(
-            batch_size=4,
-            hypergradient=fb.parts.Implicit(
-                solver=fb.parts.Neumann(terms=2, sampling="random"), second_order=fb.parts.Differences(perturbation=0.5)
-            ),
+        fixed(
+            fb.RABO(
+                batch_size=4,
+                hypergradient=fb.parts.Implicit(
+                    solver=fb.parts.Neumann(terms=2, sampling="random"),
+                    second_order=fb.parts.Differences(perturbation=0.5),
+                ),
+            )
         ),
         slow=True,
     ),
-    "RAFBO, printed": Case(fb.RAFBO(batch_size=4, hypergradient=fb.parts.PrintedSlopes(count=2, perturbation=1.0))),
+    "RAFBO, printed": Case(
+        fixed(fb.RAFBO(batch_size=4, hypergradient=fb.parts.PrintedSlopes(count=2, perturbation=1.0)))
+    ),
     "RAFBO, drawn coordinates": Case(
-        fb.RAFBO(batch_size=4, hypergradient=fb.parts.Coordinates(count=2, terms=2, perturbation=1.0)),
+        fixed(fb.RAFBO(batch_size=4, hypergradient=fb.parts.Coordinates(count=2, terms=2, perturbation=1.0))),
         work=WORK,
         slow=True,
     ),
@@ -53,27 +61,29 @@ X, Y = np.array([0.3, -1.0, 0.5]), np.array([1.0, 0.2, -0.7, 0.4])
 
 
 def rabo(solver, kind=fb.parts.LocalImplicit):
-    return fb.RABO(hypergradient=kind(solver=solver), **STEPS)
+    return fixed(fb.RABO(hypergradient=kind(solver=solver), **STEPS))
 
 
 def rafbo(solver):
-    return fb.RAFBO(hypergradient=fb.parts.LocalImplicit(solver=solver, second_order=fb.parts.Differences()), **STEPS)
+    return fixed(
+        fb.RAFBO(hypergradient=fb.parts.LocalImplicit(solver=solver, second_order=fb.parts.Differences()), **STEPS)
+    )
 
 
 LOCAL = {
     "RABO, cg": rabo(fb.parts.CG(tolerance=1e-12)),
     "adjoint": rafbo(SERIES),
-    "coordinate": fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=TERMS, step=1.0), **STEPS),
+    "coordinate": fixed(fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=TERMS, step=1.0), **STEPS)),
     "RABO, 3 terms": rabo(SHORT),
     "adjoint, 3 terms": rafbo(SHORT),
-    "coordinate, 3 terms": fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=3, step=0.7), **STEPS),
-    "coordinate, 1 term": fb.RAFBO(hypergradient=ONCE, **STEPS),
-    "printed": fb.RAFBO(hypergradient=fb.parts.PrintedSlopes(), **STEPS),
+    "coordinate, 3 terms": fixed(fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=3, step=0.7), **STEPS)),
+    "coordinate, 1 term": fixed(fb.RAFBO(hypergradient=ONCE, **STEPS)),
+    "printed": fixed(fb.RAFBO(hypergradient=fb.parts.PrintedSlopes(), **STEPS)),
 }
 GLOBAL = {
     "RABO, global": rabo(SERIES, fb.parts.Implicit),
-    "adjoint, global": fb.RABO(
-        hypergradient=fb.parts.Implicit(solver=SERIES, second_order=fb.parts.Differences()), **STEPS
+    "adjoint, global": fixed(
+        fb.RABO(hypergradient=fb.parts.Implicit(solver=SERIES, second_order=fb.parts.Differences()), **STEPS)
     ),
 }
 
@@ -168,7 +178,7 @@ def test_drawn_coordinates_are_unbiased(task):
     """Every draw has what comes through y along its coordinates, times d/|P|, and nothing elsewhere; each coordinate is
     drawn in |P|/d of 3,000 draws, within five standard errors. So the mean over draws is the hypergradient."""
     count = 2
-    algorithm = fb.RAFBO(hypergradient=fb.parts.Coordinates(count=count, terms=3, step=0.7), **STEPS)
+    algorithm = fixed(fb.RAFBO(hypergradient=fb.parts.Coordinates(count=count, terms=3, step=0.7), **STEPS))
     _, f, g = members(task)[0]
     direct = X + f["E"] @ Y
     rest = hypergradient(f, g, X, Y, neumann(g["A"], 0.7, 3) @ outer_gradient(f, X, Y)) - direct
@@ -202,7 +212,7 @@ def test_lemma_3_the_squared_error_goes_as_the_square_of_the_perturbation(kind, 
     clients = fb.Clients({"t": t[:, None]}, {"c": c[:, None]}, weights=p)
 
     def h(mu):
-        method = fb.RAFBO(hypergradient=replace(kind, perturbation=mu), **STEPS)
+        method = fixed(fb.RAFBO(hypergradient=replace(kind, perturbation=mu), **STEPS))
         return (X - fb.solve(method, problem, clients, X, np.zeros(3), rounds=1).x) / method.outer_lr
 
     w = (p @ c) * X**2 / 2 - t
@@ -215,7 +225,9 @@ def test_lemma_3_the_squared_error_goes_as_the_square_of_the_perturbation(kind, 
 def test_equals_the_equations_written_out(task):
     """Three rounds of RABO in NumPy, two inner rounds of two steps each."""
     inner = fb.parts.LocalSGD(rounds=2, local_steps=2, lr=0.5)
-    algorithm = fb.RABO(inner=inner, hypergradient=fb.parts.LocalImplicit(solver=SHORT), outer_lr=0.2, batch_size=None)
+    algorithm = fixed(
+        fb.RABO(inner=inner, hypergradient=fb.parts.LocalImplicit(solver=SHORT), outer_lr=0.2, batch_size=None)
+    )
     x, y = X, Y
     for _ in range(3):
         for _ in range(2):
@@ -269,9 +281,11 @@ def test_problems_that_need_no_inverse():
     task = compositional(clients=4)
     x, y = (jnp.arange(1.0, 1.0 + start.size).reshape(start.shape) for start in (task.x0, task.y0))
     ask = jax.jit(lambda method: ask_alone(method, one_client(task), (x, y), jax.random.key(0)).update)
-    exact = ask(fb.RABO(batch_size=None))
+    exact = ask(fixed(fb.RABO(batch_size=None)))
     assert float(jnp.linalg.norm(exact)) > 1e-3
-    np.testing.assert_allclose(ask(fb.RAFBO(hypergradient=fb.parts.Coordinates(), batch_size=None)), exact, rtol=1e-8)
+    np.testing.assert_allclose(
+        ask(fixed(fb.RAFBO(hypergradient=fb.parts.Coordinates(), batch_size=None))), exact, rtol=1e-8
+    )
 
 
 @pytest.mark.parametrize(
@@ -282,9 +296,15 @@ def test_problems_that_need_no_inverse():
             lambda: rabo(fb.parts.Neumann(sampling="random_per_client"), fb.parts.Implicit),
             "Neumann(sampling=None or 'random')",
         ),
-        (lambda: fb.RABO(hypergradient=fb.parts.Coordinates()), "RABO.hypergradient = Coordinates("),
-        (lambda: fb.RAFBO(hypergradient=fb.parts.LocalImplicit()), "RAFBO.hypergradient.second_order = Exact() is not"),
-        (lambda: fb.RAFBO(hypergradient=fb.parts.Implicit()), "it must be LocalImplicit(…) or Coordinates(…) or"),
+        (lambda: fixed(fb.RABO(hypergradient=fb.parts.Coordinates())), "RABO.hypergradient = Coordinates("),
+        (
+            lambda: fixed(fb.RAFBO(hypergradient=fb.parts.LocalImplicit())),
+            "RAFBO.hypergradient.second_order = Exact() is not",
+        ),
+        (
+            lambda: fixed(fb.RAFBO(hypergradient=fb.parts.Implicit())),
+            "it must be LocalImplicit(…) or Coordinates(…) or",
+        ),
         (lambda: fb.parts.PrintedSlopes(paired=True), "unknown field of PrintedSlopes 'paired'"),
         (lambda: fb.parts.Implicit(paired=True), "unknown field of Implicit 'paired'"),
         (lambda: fb.parts.Differences(perturbation=0.0), "Differences.perturbation = 0.0"),
@@ -311,6 +331,8 @@ def hypergradient_program(part, pixels, batch_size):
     images = jnp.ones((6, pixels))
     client = client_alone(fb.Bilevel(loss, loss), images, images, batch_size=batch_size)
     x, y = jnp.ones((pixels, 4)), jnp.ones(4)
+
+    part = fixed(part)
 
     def own(key):
         if isinstance(part, CoordinateSlopes):
@@ -351,7 +373,7 @@ def test_pairs_need_a_partner_each():
     clients = fb.Clients([np.ones((3, 1))], [np.ones((2, 1))])
     problem = fb.Bilevel(lambda x, y, b: jnp.sum(x * y), lambda x, y, b: jnp.sum((x - y) ** 2))
     with pytest.raises(fb.errors.ConfigurationError, match=r"paired = True .* differ, \[\(3, 2\)\]"):
-        fb.solve(fb.RABO(hypergradient=PAIRED), problem, clients, jnp.ones(1), jnp.ones(1), rounds=1)
+        fb.solve(fixed(fb.RABO(hypergradient=PAIRED)), problem, clients, jnp.ones(1), jnp.ones(1), rounds=1)
 
 
 def test_a_pairs_step_is_checked_against_a_batch():
@@ -366,7 +388,7 @@ def test_a_pairs_step_is_checked_against_a_batch():
 
     def once(batch_size, paired):
         hypergradient = fb.parts.LocalImplicit(solver=fb.parts.Neumann(step=0.6), paired=paired)
-        algorithm = fb.RABO(inner=fb.parts.LocalSGD(lr=0.1), hypergradient=hypergradient, batch_size=batch_size)
+        algorithm = fixed(fb.RABO(inner=fb.parts.LocalSGD(lr=0.1), hypergradient=hypergradient, batch_size=batch_size))
         fb.solve(algorithm, problem, clients, *start, rounds=1)
 
     once(2, paired=False)
@@ -414,12 +436,12 @@ def test_both_ends_of_a_difference_see_the_samples_once():
 def test_each_hypergradient_is_asked_for_by_itself(task):
     """At y*(x) that of `Coordinates` is the mean of clients' own, which RABO's is too; AFBO's v belongs to a run."""
     alone = {
-        "slopes": fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=TERMS, step=1.0), batch_size=None),
-        "own": fb.RABO(hypergradient=fb.parts.LocalImplicit(solver=SERIES), batch_size=None),
+        "slopes": fixed(fb.RAFBO(hypergradient=fb.parts.Coordinates(terms=TERMS, step=1.0), batch_size=None)),
+        "own": fixed(fb.RABO(hypergradient=fb.parts.LocalImplicit(solver=SERIES), batch_size=None)),
     }
     given = task.problem, task.clients, task.x0, task.y0
     report = fb.check_hypergradient(*given, estimators=alone, draws=1)
     assert report["slopes"].relative_error == pytest.approx(report["own"].relative_error, rel=1e-5)
-    steps = fb.AFBO(hypergradient=fb.parts.SystemSteps())
+    steps = fixed(fb.AFBO(hypergradient=fb.parts.SystemSteps()))
     with pytest.raises(fb.errors.ConfigurationError, match="SystemSteps estimates no hypergradient at a given point"):
         fb.check_hypergradient(*given, estimators={"steps": steps}, draws=1)

@@ -21,24 +21,27 @@ from fedbilevel.engines import reference
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.virtual_time import ClockState
 from fedbilevel.tasks.quadratic import quadratic, solution
+from fixed_steps import fixed
 
 AGREEMENT = {
-    "SimFBO, mini-batches": agreement.Case(fb.SimFBO(local_steps=3, batch_size=4), slow=True),
+    "SimFBO, mini-batches": agreement.Case(fixed(fb.SimFBO(local_steps=3, batch_size=4)), slow=True),
     "SimFBO, work of each client": agreement.Case(
-        fb.SimFBO(batch_size=4, local_optimizer=fb.parts.Momentum(decay=0.5), radius=0.5),
+        fixed(fb.SimFBO(batch_size=4, local_optimizer=fb.parts.Momentum(decay=0.5), radius=0.5)),
         work=agreement.WORK,
         slow=True,
     ),
     "SimFBO, local variance reduction": agreement.Case(
-        fb.SimFBO(batch_size=4, local_optimizer=fb.parts.Anchored()), work=agreement.WORK, slow=True
+        fixed(fb.SimFBO(batch_size=4, local_optimizer=fb.parts.Anchored())), work=agreement.WORK, slow=True
     ),
     "ShroFBO, ragged full batches, random work": agreement.Case(
-        fb.ShroFBO(
-            batch_size=None,
-            local_optimizer=fb.parts.Proximal(pull=0.2),
-            server_optimizer=optax.adam(1.0),
-            independent_batches=True,
-            server_lr=optax.exponential_decay(0.02, 2, 0.5),
+        fixed(
+            fb.ShroFBO(
+                batch_size=None,
+                local_optimizer=fb.parts.Proximal(pull=0.2),
+                server_optimizer=optax.adam(1.0),
+                independent_batches=True,
+                server_lr=optax.exponential_decay(0.02, 2, 0.5),
+            )
         ),
         work=(1, 4),
     ),
@@ -106,7 +109,7 @@ def run(algorithm, task, rounds, **options):
 def test_reaches_the_closed_form():
     """τ = 1, full batches, everyone: plain gradient steps on all three, so x* to rounding."""
     task = quadratic(condition=10)
-    algorithm = fb.SimFBO(local_steps=1, batch_size=None, client_lr=1.0, server_lr=fb.XYV(0.02, 0.5, 0.5))
+    algorithm = fixed(fb.SimFBO(local_steps=1, batch_size=None, client_lr=1.0, server_lr=fb.XYV(0.02, 0.5, 0.5)))
     result = run(algorithm, task, 2500)
     exact = solution(task.clients)
     assert relative_error(result.x, exact.x) < 1e-8
@@ -126,8 +129,8 @@ def test_theorems_1_and_2(name):
     server = fb.XYV(*(lr / norms.max() for lr in SERVER))
     reweighted, true = solution(task.clients, w / w.sum()).x, solution(task.clients).x
     assert relative_error(reweighted, true) > 1e-2  # else the two theorems could not be told apart
-    simfbo = run(fb.SimFBO(server_lr=server, **common), task, 1_600)
-    shrofbo = run(fb.ShroFBO(server_lr=server, **common), task, 1_600)
+    simfbo = run(fixed(fb.SimFBO(server_lr=server, **common)), task, 1_600)
+    shrofbo = run(fixed(fb.ShroFBO(server_lr=server, **common)), task, 1_600)
     assert relative_error(simfbo.x, reweighted) < 1e-8
     assert relative_error(shrofbo.x, true) < 1e-8
 
@@ -135,7 +138,9 @@ def test_theorems_1_and_2(name):
 def test_equal_work_makes_the_two_coincide_with_cohorts_and_unequal_weights_too():
     """The estimate of ρ is then ‖a‖₁ in every round, whatever the cohort."""
     task = quadratic()
-    a, b = (run(method(local_steps=3, batch_size=4), task, 5, cohort=3).state for method in (fb.SimFBO, fb.ShroFBO))
+    a, b = (
+        run(fixed(method(local_steps=3, batch_size=4)), task, 5, cohort=3).state for method in (fb.SimFBO, fb.ShroFBO)
+    )
     np.testing.assert_allclose(*(np.concatenate(jax.tree.leaves(s.iterate)) for s in (a, b)), rtol=1e-12, atol=1e-12)
 
 
@@ -177,7 +182,7 @@ def test_local_loops_of_drawn_length():
     """One client with τ drawn from 1..4 in each round: ρ is its ‖a‖₁ in that round, so that (8) is (5)."""
     task, coefficients = quadratic(clients=1, noise=0.0).with_own(local_steps=(1, 4)), COEFFICIENTS["momentum"]
     eta, gamma = fb.XYV(0.03, 0.2, 0.1), fb.XYV(0.05, 0.1, 0.2)
-    algorithm = fb.ShroFBO(batch_size=None, client_lr=eta, server_lr=gamma, local_optimizer=coefficients)
+    algorithm = fixed(fb.ShroFBO(batch_size=None, client_lr=eta, server_lr=gamma, local_optimizer=coefficients))
     result = run(algorithm, task, 8, eval_every=1)
     work = np.diff(result.history["gradients"]).astype(int) // 2  # a gradient of g and one of f for each step
     assert set(work) > {1, 4}
@@ -217,7 +222,7 @@ def test_cohorts_are_unbiased(method, monkeypatch):
 def test_independent_batches_have_the_same_mean():
     """Drawn separately or not, full batches are the same numbers; apart, ∇f is taken for x and for v."""
     task = quadratic(clients=8).with_own(local_steps=WORK)
-    a, b = (run(fb.SimFBO(batch_size=None, independent_batches=flag), task, 3) for flag in (False, True))
+    a, b = (run(fixed(fb.SimFBO(batch_size=None, independent_batches=flag)), task, 3) for flag in (False, True))
     for left, right in zip(jax.tree.leaves(a.state), jax.tree.leaves(b.state), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-12)
     assert (b.ledger.gradients, b.ledger.hvps) == (3 * 3 * WORK.sum(), 3 * 2 * WORK.sum())
@@ -226,7 +231,7 @@ def test_independent_batches_have_the_same_mean():
 def test_server_optimizer_sees_q():
     """With heavy-ball momentum μ on the server: m ← μm + q, iterate ← iterate − γm."""
     task, momentum = quadratic(), optax.sgd(1.0, momentum=0.5)
-    algorithm = fb.SimFBO(local_steps=1, batch_size=None, server_lr=SERVER, server_optimizer=momentum)
+    algorithm = fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=SERVER, server_optimizer=momentum))
     both = zip(task.clients.weights, (affine(task, i) for i in range(len(task.clients))), strict=True)
     slopes, shift = (sum(part) for part in zip(*((p * s, p * b) for p, (s, b) in both), strict=True))
     q = -shift  # the start is 0
@@ -240,9 +245,9 @@ def test_schedules_are_read_at_the_round():
     """A schedule that is γ in round 0 and γ/2 from round 1 on equals two runs with these numbers."""
     task = quadratic()
     halving = optax.piecewise_constant_schedule(0.2, {1: 0.5})
-    scheduled = fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=halving, v=0.1))
-    first = fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=0.2, v=0.1))
-    second = fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=0.1, v=0.1))
+    scheduled = fixed(fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=halving, v=0.1)))
+    first = fixed(fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=0.2, v=0.1)))
+    second = fixed(fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=0.1, v=0.1)))
     state = run(first, task, 1).state
     fed_state = run(scheduled, task, 2).state.iterate
     carry = Carry(jnp.asarray(1), state, None, ClockState.start())
@@ -276,7 +281,7 @@ def test_projection():
 
 def test_ledger_counts_one_exchange_and_the_local_work():
     task = quadratic(clients=8).with_own(local_steps=WORK)
-    result = run(fb.ShroFBO(batch_size=None), task, 3)
+    result = run(fixed(fb.ShroFBO(batch_size=None)), task, 3)
     numbers = 5 + 8 + 8  # x, y, v in float64
     assert result.ledger.exchanges == 3
     assert result.ledger.bytes_down == 3 * 8 * numbers * 8
@@ -291,7 +296,7 @@ def test_local_variance_reduction_is_full_batches_where_samples_differ_by_a_cons
     task = quadratic(clients=8, noise=1.0).with_own(local_steps=WORK)
     common = {"client_lr": fb.XYV(0.03, 0.2, 0.1), "independent_batches": apart}
     anchored, drawn, whole = (
-        run(method(local_optimizer=optimizer, batch_size=size, **common), task, 4)
+        run(fixed(method(local_optimizer=optimizer, batch_size=size, **common)), task, 4)
         for optimizer, size in [(fb.parts.Anchored(), 2), (fb.parts.Plain(), 2), (fb.parts.Plain(), None)]
     )
     np.testing.assert_allclose(*map(np.concatenate, (anchored.state.iterate, whole.state.iterate)), rtol=1e-11)

@@ -10,6 +10,7 @@ import simple_bilevel as flat
 from alone import client_alone
 
 import fedbilevel as fb
+from fixed_steps import fixed
 
 
 @pytest.mark.parametrize("rounds", [25, 400])
@@ -54,7 +55,7 @@ def test_simfbo_proposition_1_bounds_a_clients_own_v(optimizer):
     largest = {0.5: 2.0, 0.0: 1.0}[float(optimizer.decay)]
     smallest = 0.8**7 if optimizer.pull else 1.0
     eta = 0.5 / largest  # ≤ 1/L_g
-    method = fb.SimFBO(local_optimizer=optimizer, batch_size=None, client_lr=fb.XYV(1e-3, 1e-3, eta))
+    method = fixed(fb.SimFBO(local_optimizer=optimizer, batch_size=None, client_lr=fb.XYV(1e-3, 1e-3, eta)))
     worst = 0.0
     for steps in (3, tau):
         changed = replace(method, local_steps=steps)
@@ -77,7 +78,7 @@ def test_simfbo_proposition_3_holds_for_few_local_steps(tau, holds):
 
     Here f = y, g = ½y², no noise: α_max = L_f = L_1 = r = 1, r_max = 2, so that σ² = 5. v^(k) = 1 − (1 − η)^k."""
     eta, problem = 1e-4, fb.Bilevel(lambda x, y, b: jnp.sum(y) + 0 * x, lambda x, y, b: y @ y / 2 + 0 * x)
-    method, client = fb.SimFBO(batch_size=None, client_lr=eta), client_alone(problem, *2 * [jnp.ones((1, 1))])
+    method, client = fixed(fb.SimFBO(batch_size=None, client_lr=eta)), client_alone(problem, *2 * [jnp.ones((1, 1))])
     start = fb.XYV(jnp.zeros(()), jnp.zeros(1), jnp.zeros(1))
     for k in (1, tau // 2, tau - 1):
         sums = replace(method, local_steps=k).local_updates(client, start, jax.random.key(0)).update.v
@@ -128,7 +129,7 @@ def afbo_on_cosines(outer, inner, beta, hold=0):
     With `hold` all keep outer messages for so many rounds, then answer an inner one; the first is answered at once."""
     solver = fb.parts.Neumann(terms=1, step=1.0)  # exact: ∇²yy g = 1
     inner_rounds, own = fb.parts.MeanGradient(lr=beta, local_steps=1), fb.parts.LocalImplicit(solver=solver)
-    method = fb.AFBO(batch_size=None, outer_lr=ETA, inner=inner_rounds, hypergradient=own)
+    method = fixed(fb.AFBO(batch_size=None, outer_lr=ETA, inner=inner_rounds, hypergradient=own))
     rows, y, clock = np.ones((M, 1, 1)), np.ones(1), fb.Clock()
     if hold:
         place = lambda exchange: exchange % (2 * hold)  # noqa: E731
@@ -270,7 +271,7 @@ def test_rate_of_fednest_theorem_31(terms, rounds):
     b, c = (1 - phi) / (1 + phi), alpha * (1 + phi)
     series = fb.parts.Implicit(solver=fb.parts.Neumann(terms=terms, step=0.5))
     inner = fb.parts.SVRG(local_steps=1, lr=1.0)
-    method = fb.FedNest(inner=inner, hypergradient=series, outer_lr=alpha, batch_size=1)
+    method = fixed(fb.FedNest(inner=inner, hypergradient=series, outer_lr=alpha, batch_size=1))
     clients, start = fb.Clients(rows, weights=p), np.full(DIM, 1.5)  # ∇f₀ = 2
     found, _ = measured(lambda x: 2 * x - 1, method, problem, clients, start, rounds)
     s2 = np.sum(p**2 * rows.var(1).mean(1))
@@ -315,7 +316,7 @@ def test_rabo_the_more_clients_hold_an_entry_of_y_the_less_noise_it_has():
         lambda x, y, b: jnp.sum((y - jnp.mean(b, 0)) ** 2) / 2 + 0 * jnp.sum(x),
         structure=structure,
     )
-    method = fb.RABO(inner=fb.parts.LocalSGD(local_steps=1, lr=beta), outer_lr=1e-12, batch_size=1)
+    method = fixed(fb.RABO(inner=fb.parts.LocalSGD(local_steps=1, lr=beta), outer_lr=1e-12, batch_size=1))
     metrics, start = {"square": lambda x, y: jnp.mean(y**2)}, jnp.zeros((4, DIM))
     for holders in (2, 4):
         clients = fb.Clients(rows, capacity=np.full(8, holders / 8))
@@ -342,7 +343,7 @@ def test_rates_of_fednest_corollaries_32_and_33(kind):
     }[kind]
     rows -= rows.mean(1, keepdims=True)
     alpha, s2 = bar / np.sqrt(rounds), np.sum(p**2 * rows.var(1).mean(1))
-    method = fb.FedNest(inner=fb.parts.SVRG(local_steps=1, lr=1.0), outer_lr=alpha, batch_size=1)
+    method = fixed(fb.FedNest(inner=fb.parts.SVRG(local_steps=1, lr=1.0), outer_lr=alpha, batch_size=1))
     found, _ = measured(lambda x: x, method, problem, fb.Clients(rows, weights=p), np.ones(DIM), rounds)
     assert found == pytest.approx(expected(np.array([[alpha]]), np.ones(1), alpha**2 * s2, rounds), rel=0.08)
     assert found * np.sqrt(rounds) <= 1.05 * (1 / bar + bar * s2) / 2
@@ -367,7 +368,7 @@ def test_afbo_corollary_1_needs_a_step_on_y_that_is_not_small(small, m):
     eta, beta, predicted = exact(m)
     own = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=1, step=1.0))  # ∇²yy g = I
     inner = fb.parts.MeanGradient(lr=beta, local_steps=1)
-    method = fb.AFBO(inner=inner, hypergradient=own, outer_lr=eta, batch_size=1)
+    method = fixed(fb.AFBO(inner=inner, hypergradient=own, outer_lr=eta, batch_size=1))
     found, _ = measured(lambda x: x, method, problem, fb.Clients(rows), np.ones(DIM), rounds)
     assert found * np.sqrt(m * rounds) == pytest.approx(predicted, rel=0.1)
     assert (predicted <= (1 / c + c * sigma2) / 2 / (1 - eta / 2)) == (not small)

@@ -76,8 +76,10 @@ def test_numbers_of_inner_rounds_are_apart():
 
 
 def test_a_method_has_the_numbers_in_its_fields():
-    changed = as_client(fb.SimFBO(local_optimizer=Mixed()), {"client_lr.y": 0.3, "local_optimizer.pull": 0.2})
-    assert (changed.client_lr.y, changed.client_lr.x, changed.local_optimizer.pull) == (0.3, 0.01, 0.2)
+    changed = as_client(
+        fb.SimFBO(server_lr=0.2, local_optimizer=Mixed()), {"client_lr.y": 0.3, "local_optimizer.pull": 0.2}
+    )
+    assert (changed.client_lr.y, changed.client_lr.x, changed.local_optimizer.pull) == (0.3, 0.05 * 0.2, 0.2)
     assert "inner.client_lr" in dict(own_fields(fb.Asynchronous(fb.AFBO(inner=MeanGradient()), wait_for=2)))
 
 

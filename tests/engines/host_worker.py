@@ -21,7 +21,7 @@ seen = []
 
 def agreement(case, engine):
     """State, clients' states and costs after two rounds of a case of tests/algorithms/agreement.py."""
-    sys.path.append(str(Path(__file__).parents[1] / "algorithms"))
+    sys.path += [str(Path(__file__).parents[1] / room) for room in ("algorithms", "")]
     from agreement import two_rounds
 
     return two_rounds(case, fb.Local(**engine))

@@ -18,6 +18,7 @@ from fedbilevel.core.problem import check_losses
 from fedbilevel.engines import fingerprint
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.machinery import kept
+from fixed_steps import fixed
 
 RNG = np.random.default_rng(0)
 SAMPLES = [{"a": RNG.normal(size=(n, 2)), "b": RNG.normal(size=n)} for n in (3, 5, 4, 2, 6, 3)]
@@ -53,7 +54,7 @@ def taken(
     kind=fb.Bilevel,
     **clients,
 ):
-    algorithm = algorithm or fb.SimFBO()
+    algorithm = algorithm or fixed(fb.SimFBO())
     problem, clients = kind(outer, inner), fb.Clients(samples, samples, **clients)
     x, y = jnp.asarray(x0), jnp.asarray(y0)
     losses = check_losses(problem, x, y, *clients.examples())
@@ -62,7 +63,7 @@ def taken(
 
 
 def scheduled(start):
-    return fb.SimFBO(server_lr=optax.linear_schedule(start, 0.1, 100))
+    return fixed(fb.SimFBO(server_lr=optax.linear_schedule(start, 0.1, 100)))
 
 
 CHANGES = {
@@ -84,14 +85,14 @@ CHANGES = {
         {"outer": lambda x, y, batch: jnp.mean((batch["a"] @ (OTHER_SCALE * y) - batch["b"]) ** 2)},
         "^different now: outer loss$",
     ),
-    "a step size": ({"algorithm": fb.SimFBO(server_lr=0.7)}, "its server_lr.x is 0.01, not 0.7"),
+    "a step size": ({"algorithm": fixed(fb.SimFBO(server_lr=0.7))}, "its server_lr.x is 0.01, not 0.7"),
     "a schedule": ({"algorithm": scheduled(0.3)}, "its server_lr.x is 0.01, not None; .*: schedule server_lr.x"),
     "an optimizer": (
-        {"algorithm": fb.SimFBO(server_optimizer=optax.sgd(0.5))},
+        {"algorithm": fixed(fb.SimFBO(server_optimizer=optax.sgd(0.5)))},
         "^different now: server_optimizer$",
     ),
     "a kind of local optimizer": (
-        {"algorithm": fb.SimFBO(local_optimizer=fb.parts.Momentum())},
+        {"algorithm": fixed(fb.SimFBO(local_optimizer=fb.parts.Momentum()))},
         "its local_optimizer is Plain, not",
     ),
 }
@@ -120,7 +121,7 @@ def test_an_optimizers_own_functions_count():
     """Two schedules of one name that close over nothing; and optax's own, which close over what was never set."""
 
     def optimizer(schedule):
-        return fb.SimFBO(server_optimizer=optax.sgd(schedule))
+        return fixed(fb.SimFBO(server_optimizer=optax.sgd(schedule)))
 
     one, other = (lambda t: 0.1 / (1 + t)), (lambda t: 5.0 * (1 + t) ** 3)
     assert taken(algorithm=optimizer(one)).differences(taken(algorithm=optimizer(one))) == ""
@@ -246,7 +247,9 @@ def begun(tmp_path):
 
     def play(rounds, problem=problem, x0=0.0, path=tmp_path / "run.npz", algorithm=None, **options):
         start = jnp.asarray(x0), jnp.zeros(2)
-        return fb.solve(algorithm or fb.SimFBO(), problem, clients, *start, rounds=rounds, checkpoint=path, **options)
+        return fb.solve(
+            algorithm or fixed(fb.SimFBO()), problem, clients, *start, rounds=rounds, checkpoint=path, **options
+        )
 
     play(3)
     return play
@@ -278,7 +281,7 @@ def test_no_resume_passes_one_algorithms_state_to_another(begun, tmp_path):
     """Both are named, forced or not: which leaves differ says little to who has typed another name."""
     for resume in (True, "force"):
         with pytest.raises(fb.errors.CheckpointError) as refused:
-            begun(4, algorithm=fb.FedNest(batch_size=2), resume=resume)
+            begun(4, algorithm=fixed(fb.FedNest(batch_size=2)), resume=resume)
         assert "run.npz holds the state of a run of SimFBO, which FedNest cannot go on from" in str(refused.value)
         assert "also not with resume=" in str(refused.value)
 
@@ -295,7 +298,7 @@ OTHERS = {
 
 
 def measured(path, metrics, per_client, **given):
-    clients, method = fb.Clients(SAMPLES, SAMPLES), fb.SimFBO(local_steps=1)
+    clients, method = fb.Clients(SAMPLES, SAMPLES), fixed(fb.SimFBO(local_steps=1))
     fb.solve(method, fb.Bilevel(fit, ridge), clients, jnp.zeros(()), jnp.zeros(2), metrics=metrics,
              metrics_per_client=per_client, checkpoint=path, **given)  # fmt: skip
 

@@ -15,6 +15,7 @@ from fedbilevel.authoring import XY, Algorithm, Reply, phase, positive, static
 from fedbilevel.engines.progress import COMPILING
 from fedbilevel.machinery.kept import LIMIT, kept
 from fedbilevel.tasks import quadratic
+from fixed_steps import fixed
 
 SAMPLES = np.random.default_rng(0).normal(size=(4, 5, 3))
 CLIENTS = fb.Clients(SAMPLES, SAMPLES[::-1].copy())
@@ -84,7 +85,7 @@ class Stops:
 
 
 def simfbo(**fields):
-    return fb.SimFBO(local_steps=2, batch_size=2, **fields)
+    return fixed(fb.SimFBO(local_steps=2, batch_size=2, **fields))
 
 
 def solved(algorithm=None, problem=PROBLEM, clients=CLIENTS, start=START, **options):
@@ -112,7 +113,7 @@ def numbers(result):
     return [np.asarray(leaf) for leaf in jax.tree.leaves((result.x, result.y))], str(rows)
 
 
-LATE = fb.Asynchronous(fb.FedBiO(batch_size=2), wait_for=2)
+LATE = fb.Asynchronous(fixed(fb.FedBiO(batch_size=2)), wait_for=2)
 MORE, FEWER = [*SAMPLES[:3], SAMPLES[3, :4]], [*SAMPLES[:3], SAMPLES[3, :3]]
 SAME = {
     "other numbers, and functions of the same code": (
@@ -134,8 +135,8 @@ SAME = {
     "a method of one's own": ({"algorithm": Own()}, {"algorithm": Own(lr=0.2)}),
 }
 OTHER = {
-    "more local steps": {"algorithm": fb.SimFBO(local_steps=3, batch_size=2)},
-    "another method": {"algorithm": fb.FedBiO(local_steps=2, batch_size=2)},
+    "more local steps": {"algorithm": fixed(fb.SimFBO(local_steps=3, batch_size=2))},
+    "another method": {"algorithm": fixed(fb.FedBiO(local_steps=2, batch_size=2))},
     "another loss": {"problem": fb.Bilevel(outer, lambda x, y, batch: inner(x, y, batch) + 1)},
     "a cohort": {"cohort": 2},
     "one more client": {"clients": fb.Clients([*SAMPLES, SAMPLES[0]], [*SAMPLES, SAMPLES[0]])},
@@ -218,7 +219,7 @@ def test_submodels_of_other_seeds_share_a_program():
 def test_the_rounds_that_ask_for_hypergradients_are_not_those_of_the_method():
     """They are played by a class of the same name and fields."""
     task = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 2))
-    method = fb.LFedNest(inner=fb.parts.LocalSGD(lr=0.1), batch_size=None)
+    method = fixed(fb.LFedNest(inner=fb.parts.LocalSGD(lr=0.1), batch_size=None))
     solved(method, task.problem, task.clients, (task.x0, task.y0))
     options = {"estimators": {"own": method}, "draws": 2, "steps": 2, "directions": 1}
     after = fb.check_hypergradient(task.problem, task.clients, task.x0, task.y0, **options)["own"]

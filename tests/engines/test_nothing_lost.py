@@ -7,6 +7,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.config import at, halved
 from fedbilevel.errors import ConfigurationError, NonFiniteError, NumericalWarning
+from fixed_steps import fixed
 
 START = jnp.full(3, -1.0), jnp.zeros(3)
 STEPS = fb.XYV(x=0.8, y=0.2, v=0.2)
@@ -26,7 +27,7 @@ def population():
 
 
 def solve(rounds, method=None, **given):
-    method = method or fb.SimFBO(local_steps=2, batch_size=None, server_lr=STEPS)
+    method = method or fixed(fb.SimFBO(local_steps=2, batch_size=None, server_lr=STEPS))
     return fb.solve(method, problem(), population(), *START, rounds=rounds, eval_every=5, **given)
 
 
@@ -84,19 +85,19 @@ def test_half_the_steps_from_the_row_before_the_best():
         shrunk = solve(rounds, on_divergence="shrink")
     assert list(shrunk.history["halvings"][-2:]) == [1, 1]
     halves = {"client_lr": fb.XYV(x=0.005, y=0.05, v=0.05), "server_lr": fb.XYV(x=STEPS.x / 2, y=0.1, v=0.1)}
-    half = fb.SimFBO(local_steps=2, batch_size=None, **halves)
+    half = fixed(fb.SimFBO(local_steps=2, batch_size=None, **halves))
     same(shrunk, solve(rounds, half))
 
 
 def test_every_step_is_halved_and_nothing_else():
     """Several numbers in a field, schedules, and those of parts, too."""
     inner = fb.parts.MeanGradient(rounds=2, lr=[0.4, lambda round: 0.2 + round], client_lr=0.02)
-    half = at(halved(fb.Asynchronous(fb.AFBO(inner=inner, outer_lr=0.6), wait_for=2)), 1)
+    half = at(halved(fb.Asynchronous(fixed(fb.AFBO(inner=inner, outer_lr=0.6)), wait_for=2)), 1)
     method = half.algorithm
     assert (method.inner.lr, method.inner.client_lr, method.outer_lr) == ((0.2, 0.6), 0.01, 0.3)
     assert (half.wait_for, method.inner.rounds, method.batch_size) == (2, 2, 32)
-    assert method.hypergradient.solver.step == fb.AFBO().hypergradient.solver.step / 2
-    assert halved(fb.SimFBO(radius=3.0)).radius == 3.0
+    assert method.hypergradient.solver.step == fixed(fb.AFBO()).hypergradient.solver.step / 2
+    assert halved(fixed(fb.SimFBO(radius=3.0))).radius == 3.0
 
 
 def test_what_was_halved_is_halved_after_a_resumption(tmp_path):
@@ -116,7 +117,7 @@ def test_a_checkpoint_of_a_diverged_run_can_be_gone_on_from(tmp_path):
     """By force, as a new run from x and y of the best row goes: batches are whole, so that keys play no role."""
     path = tmp_path / "run.npz"
     last = diverged(checkpoint=path)
-    smaller = fb.SimFBO(local_steps=2, batch_size=None, server_lr=fb.XYV(x=0.01, y=0.01, v=0.01))
+    smaller = fixed(fb.SimFBO(local_steps=2, batch_size=None, server_lr=fb.XYV(x=0.01, y=0.01, v=0.01)))
     with pytest.warns(fb.errors.CheckpointWarning, match=rf"x and y of its best row, of round {last.best.round}"):
         on = solve(last.best.round + 5, smaller, checkpoint=path, resume="force")
     assert [row["round"] for row in on.history.rows] == [0, last.best.round, last.best.round + 5]
@@ -125,7 +126,7 @@ def test_a_checkpoint_of_a_diverged_run_can_be_gone_on_from(tmp_path):
 
 def test_a_run_that_diverges_again_and_again_ends():
     """Steps that are 8 times too large after three halvings."""
-    wild = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(x=0.1, y=1e3, v=0.1))
+    wild = fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(x=0.1, y=1e3, v=0.1)))
     with pytest.warns(NumericalWarning, match="3 of 3 times"), pytest.raises(NonFiniteError):
         solve(500, wild, on_divergence="shrink")
 

@@ -12,8 +12,9 @@ import fedbilevel as fb
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import loop as module
 from fedbilevel.tasks.quadratic import quadratic
+from fixed_steps import fixed
 
-ALGORITHM = fb.SimFBO(local_steps=2, batch_size=4)
+ALGORITHM = fixed(fb.SimFBO(local_steps=2, batch_size=4))
 SERVER_DIVERGED = r"round 0, server update: \.iterate\.y is not finite; smaller steps may help, fb\.diagnose suggests"
 
 
@@ -136,7 +137,7 @@ def test_a_loss_that_is_no_scalar_and_a_start_that_is_not_finite(task):
 
 def test_divergence_names_round_and_quantity(alike):
     """The clients' sums of five gradients are finite, above 1.1 in some entry; the server's step of 1.7e308 is not."""
-    algorithm = fb.SimFBO(local_steps=5, batch_size=None, client_lr=1e-9, server_lr=fb.XYV(1e-3, 1.7e308, 1e-3))
+    algorithm = fixed(fb.SimFBO(local_steps=5, batch_size=None, client_lr=1e-9, server_lr=fb.XYV(1e-3, 1.7e308, 1e-3)))
     with pytest.raises(fb.errors.NonFiniteError, match=SERVER_DIVERGED):
         run(alike, algorithm, rounds=50)
 
@@ -152,7 +153,7 @@ def test_a_bad_client_is_named_with_its_phase(alike, engine):
     clients = fb.Clients(outer=alike.clients.outer, inner=rows)
     with pytest.raises(fb.errors.NonFiniteError, match=r"round 1, phase local_updates, client 2: .* is not finite"):
         fb.solve(
-            fb.SimFBO(local_steps=1), fb.Bilevel(alike.problem.outer, inner), clients, alike.x0, alike.y0,
+            fixed(fb.SimFBO(local_steps=1)), fb.Bilevel(alike.problem.outer, inner), clients, alike.x0, alike.y0,
             rounds=9, engine=engine,
         )  # fmt: skip
 
@@ -166,7 +167,7 @@ def test_a_loss_or_metric_that_is_not_finite_is_not_masked(task):
         run(task, metrics={"odd": lambda x, y: jnp.log(-1.0 + 0 * jnp.sum(x))})
 
 
-LATER = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e60, 1e-3))
+LATER = fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1e60, 1e-3)))
 """y becomes some 1e60 times as long in each round: at the start of round 3 its square in the losses is infinite."""
 
 
@@ -321,7 +322,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(task, tmp_path):
     path = tmp_path / "run.npz"
     run(task, checkpoint=path)
     before = path.read_bytes()
-    other = fb.SimFBO(local_steps=2, batch_size=4, client_lr=0.5)
+    other = fixed(fb.SimFBO(local_steps=2, batch_size=4, client_lr=0.5))
     for options, words in [
         ({"resume": False}, "unless resume=True"),
         ({"key": 9}, "belongs to another run: its key"),

@@ -16,6 +16,7 @@ import fedbilevel as fb
 from fedbilevel.core.submodel import ClientSlot, UnitLayout, UnitPolicy
 from fedbilevel.engines.recorder import known_flops
 from fedbilevel.engines.submodels import classes
+from fixed_steps import fixed
 
 CLIENTS, INPUTS = 7, 5
 CAPACITY = np.array([1, 0.5, 0.25, 0.5, 0.25, 0.5, 0.25])
@@ -94,19 +95,19 @@ MOMENTUM = fb.parts.Momentum(decay=0.5)
 RANDOM = fb.parts.Implicit(solver=fb.parts.Neumann(terms=3, sampling="random"))
 WORK = {"local_steps": (1, 3)}
 CASES = {
-    "SimFBO, importance": (fb.SimFBO(local_steps=2, batch_size=3, local_optimizer=MOMENTUM), BILEVEL, {}, None),
-    "RABO, random units, work": (fb.Submodels(fb.RABO(batch_size=3), policy="random"), BILEVEL, WORK, 4),
+    "SimFBO, importance": (fixed(fb.SimFBO(local_steps=2, batch_size=3, local_optimizer=MOMENTUM)), BILEVEL, {}, None),
+    "RABO, random units, work": (fb.Submodels(fixed(fb.RABO(batch_size=3)), policy="random"), BILEVEL, WORK, 4),
     "RABO, global, fresh cohorts": (
-        fb.Submodels(fb.RABO(batch_size=3, hypergradient=RANDOM), policy="covered"),
+        fb.Submodels(fixed(fb.RABO(batch_size=3, hypergradient=RANDOM)), policy="covered"),
         BILEVEL,
         {},
         4,
     ),
-    "ShroFBO, x alone": (fb.Submodels(fb.ShroFBO(batch_size=3), policy="static", pruned="x"), DEEP, {}, 5),
-    "FedBiO": (fb.FedBiO(batch_size=3, local_steps=2), BILEVEL, {}, 4),
+    "ShroFBO, x alone": (fb.Submodels(fixed(fb.ShroFBO(batch_size=3)), policy="static", pruned="x"), DEEP, {}, 5),
+    "FedBiO": (fixed(fb.FedBiO(batch_size=3, local_steps=2)), BILEVEL, {}, 4),
     "FedAvg, rolling": (fb.Submodels(fb.FedAvg(batch_size=3, local_steps=2), policy="rolling"), SINGLE, {}, 4),
     "FedAvg, weights": (fb.Submodels(fb.FedAvg(batch_size=3, local_steps=3), policy="weights"), SINGLE, {}, 4),
-    "RABO, weights": (fb.Submodels(fb.RABO(batch_size=3), policy="weights"), BILEVEL, {}, 5),
+    "RABO, weights": (fb.Submodels(fixed(fb.RABO(batch_size=3)), policy="weights"), BILEVEL, {}, 5),
 }
 
 
@@ -136,15 +137,15 @@ def test_engines_agree(case):
 SERIES = fb.parts.Implicit(solver=fb.parts.Neumann(terms=2, step=0.1))
 LOCAL = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2, step=0.1))
 ON_A_SLICE = {
-    "FedNest": fb.FedNest(batch_size=None, hypergradient=SERIES, outer_steps=2),
-    "AggITD": fb.AggITD(batch_size=3, inner=fb.parts.LocalSGD(rounds=2, lr=0.1)),
-    "FedBiOAcc": fb.FedBiOAcc(batch_size=3, local_steps=2),
+    "FedNest": fixed(fb.FedNest(batch_size=None, hypergradient=SERIES, outer_steps=2)),
+    "AggITD": fixed(fb.AggITD(batch_size=3, inner=fb.parts.LocalSGD(rounds=2, lr=0.1))),
+    "FedBiOAcc": fixed(fb.FedBiOAcc(batch_size=3, local_steps=2)),
     "FedAvgS": fb.FedAvgS(batch_size=3, local_steps=2),
-    "FedMBO": fb.FedMBO(batch_size=3, hypergradient=SERIES),
-    "FedNestSGD": fb.FedNestSGD(batch_size=3, hypergradient=LOCAL),
-    "LFedNest": fb.LFedNest(batch_size=3, hypergradient=LOCAL),
-    "AFBO": fb.AFBO(batch_size=3, hypergradient=LOCAL),
-    "AFBO, SystemSteps": fb.AFBO(batch_size=3, hypergradient=fb.parts.SystemSteps()),
+    "FedMBO": fixed(fb.FedMBO(batch_size=3, hypergradient=SERIES)),
+    "FedNestSGD": fixed(fb.FedNestSGD(batch_size=3, hypergradient=LOCAL)),
+    "LFedNest": fixed(fb.LFedNest(batch_size=3, hypergradient=LOCAL)),
+    "AFBO": fixed(fb.AFBO(batch_size=3, hypergradient=LOCAL)),
+    "AFBO, SystemSteps": fixed(fb.AFBO(batch_size=3, hypergradient=fb.parts.SystemSteps())),
 }
 
 
@@ -210,7 +211,7 @@ def test_where_all_hold_the_same_weights_it_is_the_method_on_the_masked_problem(
         assert np.max(np.abs(got - before)) > 1e-6
 
 
-ONE_STEP = fb.SimFBO(local_steps=1, batch_size=None)
+ONE_STEP = fixed(fb.SimFBO(local_steps=1, batch_size=None))
 STATIC = fb.Submodels(ONE_STEP, policy="static")
 
 
@@ -222,7 +223,7 @@ def one_round():
 
 def test_an_entry_moves_by_the_mean_over_those_who_hold_it(one_round):
     """Σ p_i u_i over the holders / Σ p_i over the holders, each u_i computed on sliced arrays, entry by entry."""
-    clients, (x, y), algorithm = population(), start(), fb.SimFBO()
+    clients, (x, y), algorithm = population(), start(), fixed(fb.SimFBO())
     total = {"weight": np.zeros((INPUTS, HIDDEN)), "bias": np.zeros(HIDDEN)}, {"weight": np.zeros((HIDDEN, OUTPUTS))}
     held = jax.tree.map(np.zeros_like, total)
     for i, kept in enumerate(KEPT):
@@ -367,7 +368,7 @@ def test_mask_noise_is_in_the_history(one_round):
 def test_mask_noise_is_that_of_the_cohort_and_none_of_a_model_that_is_zero():
     """A cohort of one each round, of each class in turn: the noise of its class alone; y starts at 0."""
     x, y = start()
-    algorithm = fb.Submodels(fb.SimFBO(local_steps=1, batch_size=None, server_lr=1e-12), policy="static")
+    algorithm = fb.Submodels(fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=1e-12)), policy="static")
     given = algorithm, BILEVEL, population(), x, jax.tree.map(jnp.zeros_like, y)
     history = fb.solve(*given, rounds=8, cohort=1, key=0, eval_every=1).history
     total = sum(float(jnp.sum(leaf**2)) for leaf in x.values())
@@ -390,7 +391,7 @@ def test_what_nobody_holds_stays_and_is_counted():
 
 def test_with_all_capacities_1_it_is_the_method_itself():
     """The same sums, but each divided by what they are multiplied with again."""
-    algorithm = fb.SimFBO(batch_size=3)
+    algorithm = fixed(fb.SimFBO(batch_size=3))
     whole, full = solved(algorithm, clients=population(None)), solved(algorithm, clients=population(np.ones(CLIENTS)))
     same_numbers(whole, full)
     assert whole.ledger.bytes_up == full.ledger.bytes_up
@@ -398,29 +399,34 @@ def test_with_all_capacities_1_it_is_the_method_itself():
 
 
 def test_a_method_without_submodels_says_that_it_trains_whole_models():
-    method = fb.FedNest(batch_size=3, hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=2)))
+    method = fixed(fb.FedNest(batch_size=3, hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=2))))
     said = "FedNest trains whole models, on 6 clients of a capacity below 1 too: means of products over unequal holders"
     with pytest.warns(fb.errors.CapacityWarning, match=said):
         solved(method, rounds=1)
 
 
-COVERED_TWICE = fb.Submodels(fb.RABO(), policy="covered", min_coverage=2)
+COVERED_TWICE = fb.Submodels(fixed(fb.RABO()), policy="covered", min_coverage=2)
 UNCUT_BIAS = fb.Bilevel(outer, inner, structure=fb.Structure(x={"weight": "_ hidden", "bias": "_"}))
 
 
 @pytest.mark.parametrize(
     ("clients", "algorithm", "problem", "said"),
     [
-        (population(np.full(CLIENTS, 0.01)), fb.RABO(), BILEVEL, "0.01 leaves group 'hidden' with none of its 8 units"),
-        (population(), fb.RABO(), fb.Bilevel(outer, inner), "the problem has no structure"),
-        (population(), fb.Asynchronous(fb.SimFBO(), wait_for=2), BILEVEL, "keeps whole models on clients"),
+        (
+            population(np.full(CLIENTS, 0.01)),
+            fixed(fb.RABO()),
+            BILEVEL,
+            "0.01 leaves group 'hidden' with none of its 8 units",
+        ),
+        (population(), fixed(fb.RABO()), fb.Bilevel(outer, inner), "the problem has no structure"),
+        (population(), fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2), BILEVEL, "keeps whole models on clients"),
         (
             population(),
             COVERED_TWICE,
             BILEVEL,
             "min_coverage = 2 is not allowed: it must be at most 1: 3 clients share",
         ),
-        (population(), fb.RABO(), UNCUT_BIAS, "the losses do not take the submodel of capacity 0.5"),
+        (population(), fixed(fb.RABO()), UNCUT_BIAS, "the losses do not take the submodel of capacity 0.5"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(clients, algorithm, problem, said):
@@ -498,7 +504,7 @@ SWAPPED = np.stack([CAPACITY, CAPACITY[::-1]])
 
 def test_capacities_by_round_are_those_of_the_rounds():
     """Two rounds are one with the first row, and one with the second from where that ended; engines agree on it."""
-    method = fb.RABO(batch_size=None)
+    method = fixed(fb.RABO(batch_size=None))
     both = solved(method, clients=population(SWAPPED))
     first = solved(method, clients=population(SWAPPED[0]), rounds=1)
     second = fb.solve(method, BILEVEL, population(SWAPPED[1]), first.x, first.y, rounds=1)
@@ -515,6 +521,6 @@ def test_capacities_by_round_are_those_of_the_rounds():
 def test_units_are_dealt_anew_to_those_who_share_a_capacity_in_a_round():
     """Of "covered" units each is held by two of the four clients of one half in either round, whoever they are."""
     half = np.array([[1, 1, 1, 0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 1, 1, 0.5, 1, 0.5]])
-    method = fb.Submodels(fb.RABO(batch_size=None), policy="covered", min_coverage=2)
+    method = fb.Submodels(fixed(fb.RABO(batch_size=None)), policy="covered", min_coverage=2)
     row = solved(method, clients=population(half), engine=fb.Local(chunk=2), cohort=None)
     assert row.history["coverage_y"][1:].tolist() == [3 + 2, 3 + 2]

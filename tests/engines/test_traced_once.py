@@ -14,6 +14,7 @@ from fedbilevel.engines.local import rounds as rounds_module
 from fedbilevel.engines.local.fed import LocalFed
 from fedbilevel.engines.progress import COMPILING
 from fedbilevel.engines.recorder import Recorder
+from fixed_steps import fixed
 
 SAMPLES = [np.random.default_rng(i).normal(size=(n, 3)) for i, n in enumerate((4, 6))]
 CLIENTS = fb.Clients(SAMPLES, [2 * rows for rows in SAMPLES])
@@ -21,11 +22,11 @@ BATCHES = {"outer": 2, "inner": 1}  # two, which is the batch too; of the outer 
 BOTH = {"outer": 2, "inner": 2}  # of the inner loss too, where samples are taken one by one
 LOCAL = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=3, step=0.01))
 CASES = {
-    "SimFBO": (fb.SimFBO(batch_size=2), BATCHES),
-    "SimFBO, all samples": (fb.SimFBO(batch_size=None), BOTH),  # unequal clients: one by one
-    "LFedNest": (fb.LFedNest(batch_size=2, hypergradient=LOCAL), BOTH),
-    "RABO": (fb.RABO(batch_size=2, hypergradient=LOCAL), BOTH),
-    "AFBO, asynchronous": (fb.Asynchronous(fb.AFBO(batch_size=2, hypergradient=LOCAL), wait_for=1), BOTH),
+    "SimFBO": (fixed(fb.SimFBO(batch_size=2)), BATCHES),
+    "SimFBO, all samples": (fixed(fb.SimFBO(batch_size=None)), BOTH),  # unequal clients: one by one
+    "LFedNest": (fixed(fb.LFedNest(batch_size=2, hypergradient=LOCAL)), BOTH),
+    "RABO": (fixed(fb.RABO(batch_size=2, hypergradient=LOCAL)), BOTH),
+    "AFBO, asynchronous": (fb.Asynchronous(fixed(fb.AFBO(batch_size=2, hypergradient=LOCAL)), wait_for=1), BOTH),
     "FedAvg": (fb.FedAvg(batch_size=2), {"loss": 2}),
     "FISM": (fb.FISM(), {"preference": 3, "inner": 2, "project": 1}),  # H with the samples that it ignores, and without
 }
@@ -87,7 +88,7 @@ def test_each_run_calls_them_anew_and_counting_operations_for_shapes_of_its_own_
     """What they read may have changed, which JAX, who remembers by the function, would not see. Operations are of all a
     client's samples: whole batches are counted as long as the longest, sample by sample."""
     for options in ({}, {}, {"count_flops": True}):
-        assert calls(fb.SimFBO(batch_size=2), monkeypatch, **options) == BATCHES
+        assert calls(fixed(fb.SimFBO(batch_size=2)), monkeypatch, **options) == BATCHES
 
 
 @pytest.mark.parametrize("length", ["--exchanges", "--rounds"])

@@ -11,6 +11,7 @@ import fedbilevel as fb
 from fedbilevel.authoring import Asks
 from fedbilevel.engines.virtual_time import QUANTILES, TICK, ClockState
 from fedbilevel.tasks.quadratic import quadratic
+from fixed_steps import fixed
 
 
 class Silent(Early):
@@ -46,14 +47,14 @@ def test_an_exchange_costs_the_slowest_of_its_cohort():
     slowest = max(compute * 4 + network)
     for engine in (fb.Local, fb.Reference):
         np.testing.assert_allclose(
-            times(fb.SimFBO(local_steps=1), clock, engine=engine, rounds=2), slowest * np.arange(3), atol=TICK
+            times(fixed(fb.SimFBO(local_steps=1)), clock, engine=engine, rounds=2), slowest * np.arange(3), atol=TICK
         )
 
 
 def test_a_cohort_without_the_slow_one_is_quicker():
     """With two of six clients a round, one of which takes 50: (5 choose 2)/(6 choose 2) = 2/3 of rounds take 1."""
     clock = fb.Clock(stragglers=1, slowdown=50)
-    took = np.diff(times(fb.SimFBO(local_steps=1), clock, rounds=200, cohort=2))
+    took = np.diff(times(fixed(fb.SimFBO(local_steps=1)), clock, rounds=200, cohort=2))
     assert set(np.round(took).tolist()) == {1.0, 50.0}
     share = np.mean(took < 2)
     assert abs(share - 2 / 3) < 4 * np.sqrt(2 / 9 / 200)
@@ -90,7 +91,7 @@ def test_a_schedule_of_arrivals_that_cannot_be_is_refused(fields, words):
 def test_arrivals_that_read_something_changed_are_noticed():
     """A program is found by what its schedule computes; nobody's reply has been counted where nobody arrives."""
     late, sent = [True], []
-    algorithm = fb.Asynchronous(fb.SimFBO(batch_size=None, local_steps=1), wait_for=1)
+    algorithm = fb.Asynchronous(fixed(fb.SimFBO(batch_size=None, local_steps=1)), wait_for=1)
     for late[0] in (True, False):
         clock = fb.Clock(arrivals=lambda exchange, client, key: jnp.asarray(late[0]))
         task = quadratic(clients=3)
@@ -107,7 +108,7 @@ def test_arrivals_that_read_something_changed_are_noticed():
     ],
 )
 def test_a_run_by_a_schedule_goes_on_by_it_and_by_no_other(arrivals, other, words, tmp_path):
-    algorithm = fb.Asynchronous(fb.SimFBO(batch_size=None, local_steps=1), wait_for=1)
+    algorithm = fb.Asynchronous(fixed(fb.SimFBO(batch_size=None, local_steps=1)), wait_for=1)
     task = quadratic(clients=3)
 
     def run(arrivals, rounds, **options):
@@ -164,7 +165,7 @@ def test_an_exchange_waits_for_clients_to_come_back():
     clock = fb.Clock(network=0.0, availability=[1, 1, 1, 1, 1, 0.5], period=8.0, seed=0)
     begins = int(clock.pace(6).begins[5]) * TICK
     first = 0.0 if (0 - begins) % 8 < 4 else begins
-    np.testing.assert_allclose(times(fb.SimFBO(local_steps=1), clock, rounds=1)[-1], first, atol=TICK)
+    np.testing.assert_allclose(times(fixed(fb.SimFBO(local_steps=1)), clock, rounds=1)[-1], first, atol=TICK)
 
 
 def test_who_is_never_there_is_told_and_left_out():
@@ -172,7 +173,7 @@ def test_who_is_never_there_is_told_and_left_out():
     these: in the second run the server itself divides by the weight of those it has heard of."""
     clock = fb.Clock(availability=[1, 1, 0, 1, 0, 1])
     found = []
-    simfbo = fb.SimFBO(local_steps=1, batch_size=None)
+    simfbo = fixed(fb.SimFBO(local_steps=1, batch_size=None))
     for algorithm in (simfbo, fb.Asynchronous(simfbo, wait_for=4)):
         with pytest.warns(fb.errors.AbsenceWarning, match=r"2 of 6 clients are never available.*: 2, 4$"):
             found.append(solve(algorithm, rounds=3, clock=clock))
@@ -180,7 +181,7 @@ def test_who_is_never_there_is_told_and_left_out():
     np.testing.assert_allclose(found[0].y, found[1].y, rtol=1e-12, atol=1e-12)
     assert np.linalg.norm(found[0].y) > 1e-3
     with pytest.raises(fb.errors.ConfigurationError, match="a cohort of 2 may have nobody else"):
-        solve(fb.SimFBO(), rounds=3, cohort=2, clock=clock)
+        solve(fixed(fb.SimFBO()), rounds=3, cohort=2, clock=clock)
 
 
 @pytest.fixture(scope="module")

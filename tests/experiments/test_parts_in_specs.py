@@ -23,7 +23,7 @@ class _Nested(fb.FedNest):
     extra: CG | None = None
 
 
-NEUMANN = {"name": "neumann", "terms": 20, "step": 0.1, "sampling": None}
+NEUMANN = {"name": "neumann", "terms": 20, "step": None, "sampling": None}
 FIRST = {**NEUMANN, "terms": 7}
 KRYLOV = {"name": "cg", "max_steps": CG().max_steps, "tolerance": CG().tolerance}
 
@@ -48,7 +48,7 @@ def test_a_spec_of_parts_is_complete_and_survives_writing() -> None:
     assert spec.algorithm.fields["extra"] is None
     assert algorithm_of(spec) == _Nested()
     text = spec.to_toml()
-    assert '\n[algorithm.hypergradient.solver]\nname = "neumann"\nterms = 7\nstep = 0.1\nsampling = "none"\n' in text
+    assert '\n[algorithm.hypergradient.solver]\nname = "neumann"\nterms = 7\nstep = "none"\nsampling = "none"\n' in text
     assert resolve(tomllib.loads(text)) == spec
 
 

@@ -21,6 +21,7 @@ from fedbilevel.core.tree import XY
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.wire import difference, draw_up, layout
+from fixed_steps import fixed
 
 TASK = federations.TASK
 EXAMPLES = TASK.clients.examples()
@@ -42,7 +43,7 @@ def problem_for(cls):
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_call_of_a_round_is_in_it(name):
     """Two rounds are traced, with a fed that plays every loop twice and looks each message up by its own layout."""
-    algorithm = ALGORITHMS[name]()
+    algorithm = fixed(ALGORITHMS[name]())
     problem, y = problem_for(type(algorithm))
     made = contract(algorithm, problem, y)
     found = set()
@@ -79,31 +80,32 @@ def test_every_call_of_a_round_is_in_it(name):
 
 def test_both_sides_draw_up_the_same():
     """The server has shapes of samples and the state of a run, a client its own samples, of another number."""
-    server = contract(fb.SimFBO(batch_size=4))
-    client = ClientRuntime(federations.site(fb.SimFBO(batch_size=4), 2)).contract
+    server = contract(fixed(fb.SimFBO(batch_size=4)))
+    client = ClientRuntime(federations.site(fixed(fb.SimFBO(batch_size=4)), 2)).contract
     assert server.text == client.text
     assert server.digest == client.digest
 
 
+START = fixed(fb.SimFBO(batch_size=4))
 OTHERS = {
-    "another number": (fb.SimFBO(batch_size=4, client_lr=0.3), {}, "hyperparameters.client_lr.v is 0.3 there and 0.1"),
-    "another count": (fb.SimFBO(batch_size=5), {}, "hyperparameters.batch_size is 5 there and 4 here"),
-    "another method": (fb.ShroFBO(batch_size=4), {}, "algorithm is ShroFBO there and SimFBO here"),
-    "a schedule": (fb.SimFBO(batch_size=4, client_lr=optax.constant_schedule(0.1)), {}, "hyperparameters.client_lr"),
-    "other dtypes": (fb.SimFBO(batch_size=4), {"x": jnp.zeros(2, jnp.float32)}, "calls.local_updates:"),
+    "another number": (replace(START, client_lr=0.3), {}, "hyperparameters.client_lr.v is 0.3 there and 0.1"),
+    "another count": (fixed(fb.SimFBO(batch_size=5)), {}, "hyperparameters.batch_size is 5 there and 4 here"),
+    "another method": (fixed(fb.ShroFBO(batch_size=4)), {}, "algorithm is ShroFBO there and SimFBO here"),
+    "a schedule": (replace(START, client_lr=optax.constant_schedule(0.1)), {}, "hyperparameters.client_lr"),
+    "other dtypes": (fixed(fb.SimFBO(batch_size=4)), {"x": jnp.zeros(2, jnp.float32)}, "calls.local_updates:"),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_difference_is_found_and_named(other):
     algorithm, more, expected = OTHERS[other]
-    mine, theirs = contract(fb.SimFBO(batch_size=4)), contract(algorithm, **more)
+    mine, theirs = contract(fixed(fb.SimFBO(batch_size=4))), contract(algorithm, **more)
     assert mine.digest != theirs.digest
     assert expected in difference(mine.text, theirs.text)
 
 
 def test_schedules_that_differ_later_are_found():
-    a, b = (fb.SimFBO(client_lr=optax.piecewise_constant_schedule(0.1, {50: scale})) for scale in (0.5, 0.1))
+    a, b = (fixed(fb.SimFBO(client_lr=optax.piecewise_constant_schedule(0.1, {50: scale}))) for scale in (0.5, 0.1))
     mine, theirs = contract(a), contract(b)
     assert "schedules.client_lr.v is ['0.1', '0.1', '0.1', '0.01', '0.01']" in difference(mine.text, theirs.text)
     assert contract(a).digest == mine.digest
@@ -111,7 +113,7 @@ def test_schedules_that_differ_later_are_found():
 
 def test_a_schedule_may_begin_at_0():
     """As a warm-up does; a step that is given as 0 is a mistake."""
-    made = contract(fb.SimFBO(server_lr=optax.linear_schedule(0.0, 0.1, 10)))
+    made = contract(fixed(fb.SimFBO(server_lr=optax.linear_schedule(0.0, 0.1, 10))))
     assert "['0', '0.01', '0.1', '0.1', '0.1']" in str(made.schedules())
 
 
@@ -132,15 +134,15 @@ def test_a_fresh_cohort_keeps_nothing():
 
 
 def test_another_version_differs(monkeypatch):
-    mine = contract(fb.SimFBO()).text
+    mine = contract(fixed(fb.SimFBO())).text
     monkeypatch.setattr("fedbilevel.flower.wire.__version__", "0.0.1")
-    assert re.search(r"fedbilevel is 0\.0\.1 there and \S+ here", difference(mine, contract(fb.SimFBO()).text))
+    assert re.search(r"fedbilevel is 0\.0\.1 there and \S+ here", difference(mine, contract(fixed(fb.SimFBO())).text))
 
 
 @pytest.mark.parametrize("term", ["hyperparameters", "calls"])
 def test_what_is_missing_is_a_difference(term):
     """Also where it is None here."""
-    mine = json.loads(contract(fb.SimFBO(batch_size=4)).text)
+    mine = json.loads(contract(fixed(fb.SimFBO(batch_size=4))).text)
     mine[term]["optional"] = None
     theirs = {**mine, term: {name: value for name, value in mine[term].items() if name != "optional"}}
     mine, theirs = json.dumps(mine), json.dumps(theirs)

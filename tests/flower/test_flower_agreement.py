@@ -18,15 +18,16 @@ from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.wire import RequestMessage, decode
 from fedbilevel.tasks.quadratic import quadratic
+from fixed_steps import fixed
 
 ROUNDS, COHORT = 3, 3
 SIZES = {"equal": (6, 6), "ragged": (3, 4)}  # of two sizes: few programs
 CASES = {
     "ShroFBO, ragged full batches, random work, a schedule": (
-        fb.ShroFBO(batch_size=None, server_lr=optax.exponential_decay(0.02, 2, 0.5)), "ragged", (1, 4), None
+        fixed(fb.ShroFBO(batch_size=None, server_lr=optax.exponential_decay(0.02, 2, 0.5))), "ragged", (1, 4), None
     ),
     "SimFBO, numbers of each client": (
-        fb.SimFBO(batch_size=4, local_optimizer=fb.parts.Mixed()),
+        fixed(fb.SimFBO(batch_size=4, local_optimizer=fb.parts.Mixed())),
         "equal",
         {
             "client_lr.x": [0.01, 0.02, 0.03, 0.04, 0.05],
@@ -36,17 +37,17 @@ CASES = {
         None,
     ),
     "AFBO, steps by inner round": (
-        fb.AFBO(batch_size=4, inner=fb.parts.MeanGradient(rounds=2, lr=(0.5, 0.2))),
+        fixed(fb.AFBO(batch_size=4, inner=fb.parts.MeanGradient(rounds=2, lr=(0.5, 0.2)))),
         "equal",
         {"local_steps": np.arange(30).reshape(3, 2, 5) % 4 + 1},
         None,
     ),
     "FedMBO, fresh cohorts": (
-        fb.FedMBO(
+        fixed(fb.FedMBO(
             inner=fb.parts.LocalSGD(rounds=2),
             hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(terms=2, sampling="random_per_client")),
             batch_size=4,
-        ), "equal", None, None
+        )), "equal", None, None
     ),
     "two phases, a loop, client state": (TwoPhase(), "equal", None, None),
     "FedAvg, single level": (fb.FedAvg(batch_size=4), "equal", None, SINGLE_LEVEL),
@@ -117,7 +118,7 @@ def test_models_with_fixed_leaves():
     samples = [{"u": rng.normal(size=(4, 3)), "t": rng.normal(size=4)} for _ in range(2)]
     clients = fb.Clients(samples, samples, weights=[1.0, 2.0])
     task = replace(federations.TASK, problem=fb.Bilevel(loss, loss), clients=clients, x0=x0, y0=y0)
-    algorithm = fb.SimFBO(local_steps=1, batch_size=None, client_lr=0.05, server_lr=0.1)
+    algorithm = fixed(fb.SimFBO(local_steps=1, batch_size=None, client_lr=0.05, server_lr=0.1))
     here = fb.solve(algorithm, task.problem, task.clients, x0, y0, rounds=2)
     engine = Flower(grid=InProcess(federations.app(algorithm, task), 2))
     there = fb.solve(algorithm, task.problem, fb.RemoteClients.of(task.clients), x0, y0, rounds=2, engine=engine)

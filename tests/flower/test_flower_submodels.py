@@ -26,16 +26,19 @@ from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.server.session import SubmodelPrograms
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import RequestMessage, decode, layout
+from fixed_steps import fixed
 
 INPUTS = 3
 CAPACITY = (1.0, 0.5, 0.25, 0.5, 0.25)
 UNITS = [int(share * HIDDEN) for share in CAPACITY]
 ROUNDS = 2
-IMPORTANCE = fb.SimFBO(local_steps=2, batch_size=3)
-RABO = fb.RABO(
-    inner=fb.parts.LocalSGD(rounds=1, local_steps=2),
-    hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2)),
-    batch_size=3,
+IMPORTANCE = fixed(fb.SimFBO(local_steps=2, batch_size=3))
+RABO = fixed(
+    fb.RABO(
+        inner=fb.parts.LocalSGD(rounds=1, local_steps=2),
+        hypergradient=fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=2)),
+        batch_size=3,
+    )
 )
 RANDOM = fb.Submodels(RABO, policy="random")
 WEIGHTS = fb.Submodels(RABO, policy="weights")
@@ -145,7 +148,7 @@ def test_a_client_serves_messages_of_its_own_size_alone(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "problem", "said"),
     [
-        (fb.Asynchronous(fb.SimFBO(), wait_for=2), PROBLEM, "keeps whole models on clients"),
+        (fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2), PROBLEM, "keeps whole models on clients"),
         (IMPORTANCE, fb.Bilevel(outer, inner), "the problem has no structure"),
     ],
 )

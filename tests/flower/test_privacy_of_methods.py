@@ -21,6 +21,7 @@ from fedbilevel.flower.privacy import NoiseError, Privacy, check_noise
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import from_bytes, to_bytes
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
+from fixed_steps import fixed
 
 CLIENTS = 3
 SPLIT = fb.Bilevel(lambda x, y, b: outer(x[0], y, b), lambda x, y, b: inner(x[0], y, b), local="x")
@@ -29,15 +30,18 @@ GLOBAL, GLOBAL_CG = fb.parts.Implicit(solver=TERMS), fb.parts.Implicit(solver=fb
 LOCAL, LOCAL_CG = fb.parts.LocalImplicit(solver=TERMS), fb.parts.LocalImplicit(solver=fb.parts.CG())
 MEAN_GRADIENT = fb.parts.MeanGradient(local_steps=1)
 CASES = {  # one for each method at least; those of others are their cases of agreement
-    "AFBO": (fb.Asynchronous(fb.AFBO(batch_size=None, inner=MEAN_GRADIENT, hypergradient=LOCAL_CG), wait_for=2), None),
-    "AFBO, own x": (fb.AFBO(batch_size=None, inner=MEAN_GRADIENT, hypergradient=LOCAL), SPLIT),
+    "AFBO": (
+        fb.Asynchronous(fixed(fb.AFBO(batch_size=None, inner=MEAN_GRADIENT, hypergradient=LOCAL_CG)), wait_for=2),
+        None,
+    ),
+    "AFBO, own x": (fixed(fb.AFBO(batch_size=None, inner=MEAN_GRADIENT, hypergradient=LOCAL)), SPLIT),
     "BiFISTA": (fb.BiFISTA(lr=0.1), SIMPLE_BILEVEL),
-    "FedMBO": (fb.FedMBO(batch_size=None, inner=STEP, hypergradient=GLOBAL), None),
-    "FedNest": (fb.FedNest(batch_size=None, inner=fb.parts.SVRG(local_steps=1), hypergradient=GLOBAL), None),
-    "FedNestSGD": (fb.FedNestSGD(batch_size=None, inner=STEP, hypergradient=GLOBAL), None),
+    "FedMBO": (fixed(fb.FedMBO(batch_size=None, inner=STEP, hypergradient=GLOBAL)), None),
+    "FedNest": (fixed(fb.FedNest(batch_size=None, inner=fb.parts.SVRG(local_steps=1), hypergradient=GLOBAL)), None),
+    "FedNestSGD": (fixed(fb.FedNestSGD(batch_size=None, inner=STEP, hypergradient=GLOBAL)), None),
     "IRG": (fb.IRG(lr=0.1), SIMPLE_BILEVEL),
-    "ShroFBO, the first two": (fb.Asynchronous(fb.ShroFBO(batch_size=None), wait_for=2), None),
-    "SimFBO, the first one": (fb.Asynchronous(fb.SimFBO(batch_size=None, local_steps=2), wait_for=1), None),
+    "ShroFBO, the first two": (fb.Asynchronous(fixed(fb.ShroFBO(batch_size=None)), wait_for=2), None),
+    "SimFBO, the first one": (fb.Asynchronous(fixed(fb.SimFBO(batch_size=None, local_steps=2)), wait_for=1), None),
 }
 REFUSED = {
     "ADBO": (fb.ADBO(), "SDBO's send them whole"),
@@ -46,11 +50,14 @@ REFUSED = {
     "IRG, tolerance": (fb.IRG(tolerance=0.1), "tolerance = 0.1 compares sums over all samples"),
     "BiFISTA, tolerance": (fb.BiFISTA(tolerance=0.1), "tolerance = 0.1 compares sums over all samples"),
     "FedNest, cg": (
-        fb.FedNest(hypergradient=GLOBAL_CG),
+        fixed(fb.FedNest(hypergradient=GLOBAL_CG)),
         "looks like negative curvature to conjugate gradient; use a Ne",
     ),
-    "FedNestSGD, cg": (fb.FedNestSGD(hypergradient=GLOBAL_CG), "noise on products looks like negative curvature"),
-    "FedMBO, cg": (fb.FedMBO(hypergradient=GLOBAL_CG), "noise on products looks like negative curvature"),
+    "FedNestSGD, cg": (
+        fixed(fb.FedNestSGD(hypergradient=GLOBAL_CG)),
+        "noise on products looks like negative curvature",
+    ),
+    "FedMBO, cg": (fixed(fb.FedMBO(hypergradient=GLOBAL_CG)), "noise on products looks like negative curvature"),
 }
 TESTED = {type(unwrapped(algorithm)) for algorithm, _ in (CASES | REFUSED).values()}
 CASES |= {
@@ -144,7 +151,7 @@ def test_a_method_that_noise_would_spoil_is_refused_by_name(case):
 def test_both_sides_are_told_why_a_method_is_refused(tmp_path):
     """The client at once; the server, who knows algorithm and fields, as the reason why nobody is there."""
     privacy = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
-    algorithm = fb.FedNest(hypergradient=GLOBAL_CG)
+    algorithm = fixed(fb.FedNest(hypergradient=GLOBAL_CG))
     with pytest.raises(NoiseError, match="FedNest"):
         federations.site(algorithm, 0, privacy=privacy, folder=tmp_path)
     grid = InProcess(federations.app(algorithm, privacy=privacy, folder=tmp_path), 6)
@@ -166,7 +173,7 @@ def asked(runtime, round, message, **more):
 def test_counts_do_not_eat_the_clip(tmp_path):
     """ShroFBO's τ = 50 beside an h of norm C: h leaves as it is, to 9.42·zC, and τ and the 1 exactly. In one vector
     with them it would be C/√(C² + 50² + 1) of itself."""
-    algorithm = fb.ShroFBO(batch_size=None, local_steps=50, client_lr=1e-6)
+    algorithm = fixed(fb.ShroFBO(batch_size=None, local_steps=50, client_lr=1e-6))
     start = algorithm.init(federations.TASK.x0, federations.TASK.y0).iterate
     (h, tau, one) = asked(ClientRuntime(federations.site(algorithm, 0, folder=tmp_path / "plain")), 0, start)
     size = float(optax.tree.norm(h))
@@ -182,7 +189,7 @@ def test_counts_do_not_eat_the_clip(tmp_path):
 def test_noise_does_not_add_up_over_differences(tmp_path):
     """After 100 answers, sent as differences, their sum is the last one with one noise: each entry off by 9.42σ at
     most. Noise on the differences would be 10σ in the root mean square, and more than that in some of 8 entries."""
-    algorithm, sigma = fb.Asynchronous(fb.SimFBO(batch_size=None, local_steps=1), wait_for=1), 0.5
+    algorithm, sigma = fb.Asynchronous(fixed(fb.SimFBO(batch_size=None, local_steps=1)), wait_for=1), 0.5
     privacy = Privacy(clip=5e5, noise_multiplier=1e-6, delta=1e-5)
     runtime = ClientRuntime(federations.site(algorithm, 0, privacy=privacy, folder=kept_in(tmp_path / "0", 3)))
     iterate = algorithm.init(federations.TASK.x0, federations.TASK.y0).inside.iterate

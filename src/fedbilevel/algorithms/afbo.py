@@ -65,14 +65,14 @@ class MeanGradient(InnerRounds):
     """AFBO's inner rounds: clients reply with the mean gradient along their local steps, the server steps along it.
 
     Args:
-        client_lr: η, a client's step.
-        lr: β, the server's step; a number, or one for each of the inner rounds.
+        client_lr: η, a client's step; None: a twentieth of β, the least of several.
+        lr: β, the server's step; a number, or one for each of the inner rounds; None adapts it (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "mean-gradient"
 
-    client_lr: float = positive(default=0.01, own=True, curvature="drift")
-    lr: float | tuple[float, ...] = positive(default=0.5, several=True, curvature="shared")
+    client_lr: float = positive(default=None, own=True, tied="lr")
+    lr: float | tuple[float, ...] = positive(default=None, several=True, adaptive="shared")
 
     def validate(self) -> None:
         if isinstance(self.lr, tuple):
@@ -96,12 +96,12 @@ class SystemSteps(Hypergradient):
     """The system ∇²yy G·v = ∇y F by one step of the server on v in each outer exchange, as in SimFBO.
 
     Args:
-        lr: γ, the server's step on v.
+        lr: γ, the server's step on v; None adapts it (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "steps"
 
-    lr: float = positive(default=0.1, curvature="shared")
+    lr: float = positive(default=None, adaptive="shared")
 
     def start(self, y: PyTree) -> PyTree:
         """Return v before the first round: 0."""
@@ -114,7 +114,7 @@ class AFBO(Nested):
     Args:
         inner: the rounds on y: the server steps along the mean of the clients' mean gradients.
         hypergradient: how h is found: by each client alone (APHE), or by steps on a v kept by the server.
-        outer_lr: α, the server's step on x.
+        outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
     """
 
     name = "afbo"
@@ -133,7 +133,7 @@ class AFBO(Nested):
         bias="clients' own hypergradients (not with `SystemSteps`); drift of y where τ > 1",
     )
 
-    outer_lr: float = positive(default=0.1)
+    outer_lr: float = positive(default=None, adaptive="x")
     inner: MeanGradient = MeanGradient()
     hypergradient: LocalImplicit | SystemSteps = LocalImplicit()
 

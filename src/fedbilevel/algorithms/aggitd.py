@@ -69,7 +69,7 @@ class AggITD(Algorithm):
     Args:
         inner: the rounds on y, N = `rounds`, λ = `lr`, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian.
         sampling: of Q, the exchange at which r begins: "random", the paper's, or None, the expectation over Q.
-        outer_lr: α, the server's step on x.
+        outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
         batch_size: samples per draw for each loss, with replacement; None takes all samples.
     """
 
@@ -94,7 +94,7 @@ class AggITD(Algorithm):
 
     inner: LocalSGD = LocalSGD(rounds=5)
     sampling: Literal["random"] | None = static(default=None)
-    outer_lr: float = positive(default=0.1)
+    outer_lr: float = positive(default=None, adaptive="x")
     batch_size: int | None = positive_integer(default=32, optional=True)
 
     def validate(self) -> None:

@@ -43,7 +43,7 @@ from jax import Array
 from fedbilevel.algorithms.parts.local_steps import LIKE_XYV, LocalDirections, Plain, descend
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import fraction, positive
+from fedbilevel.core.config import fraction, positive, step_sizes
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
@@ -66,6 +66,8 @@ class FedBiO(LocalDirections):
         bias="drift of clients, since the server takes no steps of its own; unequal work",
     )
     allows = Allows(late=("local_descent",), submodels=UnitPolicy())
+
+    client_lr: XYV = step_sizes(default=None, own=True, adaptive="local")
 
     def init(self, x: PyTree, y: PyTree) -> XYV:
         return XYV(x, y, optax.tree.zeros_like(y))
@@ -124,6 +126,7 @@ class FedBiOAcc(LocalDirections):
         submodels=UnitPolicy(),
     )
 
+    client_lr: XYV = step_sizes(default=None, own=True, adaptive="local")
     forgetting: float = fraction(default=0.1, own=True)
     horizon: float = positive(default=float("inf"), own=True)
 

@@ -46,7 +46,7 @@ class FedMBO(Nested):
     Args:
         inner: the rounds on y: FedAvg's local steps.
         hypergradient: how the hypergradient is found, by products that are means over all clients.
-        outer_lr: α, the server's step on x.
+        outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
     """
 
     name = "fedmbo"
@@ -62,7 +62,7 @@ class FedMBO(Nested):
         bias="truncation; drift of y where τ > 1",
     )
 
-    outer_lr: float = positive(default=0.1)
+    outer_lr: float = positive(default=None, adaptive="x")
     inner: LocalSGD = LocalSGD()
     hypergradient: Implicit = Implicit()
 

@@ -81,12 +81,12 @@ class SVRG(InnerSteps):
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q],   y ← mean_i y_{i,τ_i}
 
     Args:
-        lr: β; a client's step is β/τ_i.
+        lr: β; a client's step is β/τ_i; None adapts it (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "svrg"
 
-    lr: float = positive(default=0.5, curvature="shared")
+    lr: float = positive(default=None, adaptive="shared")
 
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         first, second = jax.random.split(key)
@@ -115,11 +115,11 @@ class Epochs(Nested):
     Args:
         inner: the rounds on y.
         hypergradient: how h is found: by products that are means over all clients, or by each client alone.
-        outer_lr: α; a client's step on x is α/τ_i.
+        outer_lr: α; a client's step on x is α/τ_i; None adapts it (`AdaptiveSteps`).
         outer_steps: τ_i, a client's local steps on x in a round, which may be its own (`Clients.own`).
     """
 
-    outer_lr: float = positive(default=0.1)
+    outer_lr: float = positive(default=None, adaptive="x")
     inner: Any
     outer_steps: int = positive_integer(default=1, own=True)
 
@@ -193,7 +193,7 @@ class LFedNest(Nested):
     Args:
         inner: the rounds on y: FedAvg's local steps, or corrected ones.
         hypergradient: how each client finds its own.
-        outer_lr: α; a client's step on x is α/τ_i.
+        outer_lr: α; a client's step on x is α/τ_i; None adapts it (`AdaptiveSteps`).
         outer_steps: τ_i, a client's local steps on x in a round, which may be its own (`Clients.own`).
         joint: whether clients begin their steps on x at their own y, in the exchange that averages y too; T is 1 then.
     """
@@ -213,7 +213,7 @@ class LFedNest(Nested):
 
     inner: LocalSGD | SVRG = LocalSGD()
     hypergradient: LocalImplicit = LocalImplicit()
-    outer_lr: float = positive(default=0.1, own=True)
+    outer_lr: float = positive(default=None, own=True, adaptive="x")
     outer_steps: int = positive_integer(default=1, own=True)
     joint: bool = static(default=False)
 

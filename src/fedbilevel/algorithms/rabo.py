@@ -122,14 +122,14 @@ class Coordinates(CoordinateSlopes):
 
     Args:
         terms: N, steps on y.
-        step: s, below 2/ℓ for ℓ the largest eigenvalue of any ∇²yy g_i.
+        step: s, below 2/ℓ for ℓ the largest eigenvalue of any ∇²yy g_i; None adapts it (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "coordinates"
     alone: ClassVar[bool] = True
 
     terms: int = positive_integer(default=20)
-    step: float = positive(default=0.1, own=True, curvature="shared")
+    step: float = positive(default=None, own=True, adaptive="shared")
 
     def check(
         self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree, batch_size: int | None
@@ -176,10 +176,10 @@ class DualPruning(Nested):
 
     Args:
         inner: the rounds on y: FedAvg's local steps.
-        outer_lr: α, the server's step on x.
+        outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
     """
 
-    outer_lr: float = positive(default=0.1)
+    outer_lr: float = positive(default=None, adaptive="x")
     inner: LocalSGD = LocalSGD()
 
     @property

@@ -92,8 +92,9 @@ class SingleLoop(LocalDirections):
     Args:
         server_lr: γ, the server's step sizes for x, y and v: numbers or schedules over rounds; a single value serves
             all three. In a round the server moves by γ times the mean of the sums that clients make of their
-            directions. `client_lr` only decides how far each client goes while it sums them, and so how far clients
-            drift apart.
+            directions. None, for each: adapted (`AdaptiveSteps`).
+        client_lr: η, a client's step sizes, in the same forms; None, for each: a twentieth of γ. They only decide how
+            far each client goes while it sums its directions, and so how far clients drift apart.
         radius: r, the radius of the ball that v is projected on, in the norm of y; r = L_f/μ_g in theory; infinity does
             not project.
         local_optimizer: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`), or
@@ -101,7 +102,8 @@ class SingleLoop(LocalDirections):
         server_optimizer: an optax optimizer of learning rate 1, fed with q; its updates are scaled by γ.
     """
 
-    server_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1), curvature="shared")
+    client_lr: XYV = step_sizes(default=None, own=True, tied="server_lr")
+    server_lr: XYV = step_sizes(default=None, adaptive="shared")
     radius: float = positive(default=float("inf"))
     local_optimizer: Plain | Momentum | Proximal | Mixed | Anchored | LocalOptimizer = Plain()
     server_optimizer: optax.GradientTransformation = static(default=optimizer("sgd"))

@@ -30,9 +30,11 @@ SECTION = re.compile(r"^Args:\n((?:    .*\n?)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\w+):.*(?:\n        .*)*", re.MULTILINE)
 KINDS = {bool: "True or False", optax.GradientTransformation: "an optax optimizer, such as optax.adam(1.0)"}
 """Kinds of static fields that are known by their defaults."""
-StepKind = Literal["shared", "total", "local", "drift"]
-"""What a step of y or v is: the same number for the server and all clients; the total of a client's local steps; one of
-them, whose sum the server moves along; or one that only decides how far clients drift apart."""
+StepKind = Literal["x", "shared", "total", "local"]
+"""What a step is that may be None, to be adapted: one on x, or on y or v the same number for the server and all
+clients; the total of a client's local steps; or one of them, whose sum the server moves along."""
+TIED = 0.05
+"""A client's step that is None is this part of the server's step that it is tied to."""
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -80,12 +82,17 @@ def counts(*, default: int) -> Any:
     return dataclasses.field(default=default, metadata={"static": True, "prepare": _prepare_counts})
 
 
-def step_sizes(*, default: XYV, own: bool = False, curvature: StepKind | None = None) -> Any:
+def step_sizes(
+    *, default: XYV | None, own: bool = False, adaptive: StepKind | None = None, tied: str | None = None
+) -> Any:
     """A field of three step sizes; a single number or schedule given for it serves all three.
 
-    `curvature`: those of y and v are such a part of 1/L for `CurvatureSteps`.
+    `adaptive`: each may be None, and is then such a step of `AdaptiveSteps`. `tied`: each may be None, and is then the
+    part TIED of that of the field of this name: it decides only how far clients drift apart.
     """
-    metadata = {"prepare": _prepare_step_sizes, "own": own, "curvature": curvature}
+    prepare = functools.partial(_prepare_step_sizes, bool(adaptive or tied))
+    metadata = {"prepare": prepare, "own": own, "adaptive": adaptive, "tied": tied}
+    default = XYV(None, None, None) if default is None else default
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -95,12 +102,14 @@ def positive(
     optional: bool = False,
     own: bool = False,
     several: bool = False,
-    curvature: StepKind | None = None,
+    adaptive: StepKind | None = None,
+    tied: str | None = None,
 ) -> Any:
     """A field that must be a positive number or a schedule, or, if `optional`, None; infinity is allowed.
 
-    `several`: it may be a list of these, kept as a tuple. `curvature`: as in `step_sizes`.
+    `several`: it may be a list of these, kept as a tuple. `adaptive`, `tied`: as in `step_sizes`.
     """
+    optional = bool(optional or adaptive or tied)
 
     def prepare(name: str, value: Any) -> Any:
         value = value.tolist() if several and isinstance(value, np.ndarray) else value
@@ -109,7 +118,9 @@ def positive(
         allowed = "a positive number, a schedule or None" if optional else "a positive number or a schedule"
         return None if optional and value is None else _prepare_number(name, value, allowed=allowed)
 
-    return dataclasses.field(default=default, metadata={"prepare": prepare, "own": own, "curvature": curvature})
+    return dataclasses.field(
+        default=default, metadata={"prepare": prepare, "own": own, "adaptive": adaptive, "tied": tied}
+    )
 
 
 def fraction(*, default: float, own: bool = False) -> Any:
@@ -176,7 +187,7 @@ def halved(configuration: Any) -> Any:
     """The configuration with every step size halved: what is called lr, step, or something_lr, in its parts too."""
 
     def half(name: str, value: Any) -> Any:
-        if name not in ("lr", "step") and not name.endswith("_lr"):
+        if value is None or (name not in ("lr", "step") and not name.endswith("_lr")):
             return value
         return Schedule(lambda round: value.function(round) / 2) if isinstance(value, Schedule) else value / 2
 
@@ -212,6 +223,36 @@ def schedules(configuration: Any, within: str = "") -> Iterator[tuple[str, Sched
         yield from ((f"{within}{name}{part}", size) for part, size in sizes.items() if isinstance(size, Schedule))
         if dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
             yield from schedules(value, f"{within}{name}.")
+
+
+def tied(configuration: Any) -> Any:
+    """The configuration with a number for every step that is None and tied to another, in parts too."""
+    changed = copy.copy(configuration)
+    for field in dataclasses.fields(changed):
+        value, to = getattr(changed, field.name), field.metadata.get("tied")
+        if to and isinstance(value, XYV):
+            pairs = zip(value, getattr(changed, to), strict=True)
+            value = XYV(*(TIED * server if size is None and server is not None else size for size, server in pairs))
+        elif to and value is None and (server := getattr(changed, to)) is not None:
+            value = TIED * (min(server) if isinstance(server, tuple) else server)
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
+            value = tied(value)
+        object.__setattr__(changed, field.name, value)
+    return changed
+
+
+def open_steps(configuration: Any, within: str = "") -> dict[str, str]:
+    """The steps that are None and adapt, in parts too: x, y or v, whose they are, by path."""
+    found: dict[str, str] = {}
+    for field in dataclasses.fields(configuration):
+        value, kind, path = getattr(configuration, field.name), field.metadata.get("adaptive"), within + field.name
+        if kind and isinstance(value, XYV):
+            found |= {f"{path}.{of}": of for of, size in value._asdict().items() if size is None}
+        elif kind and value is None:
+            found[path] = "x" if kind == "x" else "y"
+        elif dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
+            found |= open_steps(value, f"{path}.")
+    return found
 
 
 def field_values(configuration: Any) -> dict[str, Any]:
@@ -324,10 +365,12 @@ def _prepare_counts(name: str, value: Any) -> Any:
     return tuple(int(one) for one in each) if several else value
 
 
-def _prepare_step_sizes(name: str, value: Any) -> Any:
+def _prepare_step_sizes(optional: bool, name: str, value: Any) -> Any:
     largest = sys.float_info.max
     if not isinstance(value, XYV):
-        if isinstance(value, dict):
+        if optional and (value is None or (isinstance(value, dict) and set(value) <= {"x", "y", "v"})):
+            value = XYV(**dict.fromkeys(("x", "y", "v")) | (value or {}))
+        elif isinstance(value, dict):
             require(set(value) == {"x", "y", "v"}, name, value, "a number, or one for each of x, y and v")
             value = XYV(**value)
         elif callable(value) or isinstance(value, int | float | str | np.number | np.ndarray | Array):
@@ -339,7 +382,8 @@ def _prepare_step_sizes(name: str, value: Any) -> Any:
     sizes, wrong = dict[str, Any](), list[ConfigurationError]()
     for part, size in value._asdict().items():
         try:
-            sizes[part] = _prepare_number(f"{name}.{part}", size, largest)
+            missing = optional and size is None
+            sizes[part] = None if missing else _prepare_number(f"{name}.{part}", size, largest)
         except ConfigurationError as error:
             wrong.append(error)
     refuse_together(wrong)

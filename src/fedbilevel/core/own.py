@@ -32,7 +32,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.card import span
-from fedbilevel.core.config import Schedule
+from fedbilevel.core.config import Schedule, tied
 from fedbilevel.core.errors import ConfigurationError, refuse_together, require, require_count, unknown
 from fedbilevel.core.tree import XYV
 from fedbilevel.machinery.threefry import uniform_below
@@ -300,7 +300,7 @@ def as_client(method: Any, own: Mapping[str, Array]) -> Any:
     for path, number in own.items():
         if path != LOCAL_STEPS:
             method = _replaced(method, path.split("."), number)
-    return method
+    return tied(method)
 
 
 def _replaced(node: Any, path: list[str], number: Any) -> Any:

@@ -52,8 +52,10 @@ def changed(base: Any, table: Fields, path: str, wrong: Wrong) -> Any:
     new = {}
     for name, value in table.items():
         if name in fields:
-            rule = fields[name].metadata.get("prepare")
-            new[name] = _accepted(hints[name], value, f"{path}.{name}", getattr(base, name, None), rule, mine)
+            rule, hint = fields[name].metadata.get("prepare"), hints[name]
+            if hint is not XYV and any(fields[name].metadata.get(may) for may in ("adaptive", "tied")):
+                hint |= None
+            new[name] = _accepted(hint, value, f"{path}.{name}", getattr(base, name, None), rule, mine)
         else:
             mine.append(unknown_field(path, name, fields))
     if cls is base:
@@ -165,7 +167,7 @@ def _part(options: Mapping[str, Any], value: Any, path: str, base: Any, wrong: W
 def _step_sizes(table: Fields, path: str, base: Any, wrong: Wrong) -> Any:
     wrong += [unknown(f"part of {path}", name, "xyv") for name in table if name not in XYV._fields]
     known = {name: one for name, one in table.items() if name in XYV._fields}
-    sizes = {name: _read(float, one, f"{path}.{name}", None, wrong) for name, one in known.items()}
+    sizes = {name: _read(float | None, one, f"{path}.{name}", None, wrong) for name, one in known.items()}
     return base._replace(**sizes) if isinstance(base, XYV) else sizes
 
 

@@ -15,6 +15,7 @@ import optax
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
+from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.core.algorithm import Algorithm, check_algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at, field_values
@@ -387,6 +388,7 @@ def sample(
     The mean of the estimates, its standard error, √(trace of the covariance / draws), and the exchanges of an estimate.
     """
     check_algorithm(given)
+    given = adaptive(given, problem)
     wanted = "an algorithm with a method hypergradient_at(fed, x, y, key)"
     require(type(given).estimates_hypergradient(), "estimator", given, wanted)
     given = at(given, 0)

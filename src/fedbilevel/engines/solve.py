@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
 from fedbilevel.core.errors import InfluenceWarning, require, require_count
@@ -70,7 +71,7 @@ def solve(
     """Run a federated algorithm.
 
     Args:
-        algorithm: e.g. SimFBO(local_steps=10).
+        algorithm: e.g. SimFBO(local_steps=10); steps that are None adapt (`AdaptiveSteps`).
         problem: the losses.
         clients: each client's samples; or, for an engine that reaches clients elsewhere, what is known of them.
         x0, y0: where to start; any pytrees (their floating arrays are the variables); a single-level problem has no y0.
@@ -117,6 +118,7 @@ def solve(
     """
     check_algorithm(algorithm)
     check_solves(algorithm, problem)
+    algorithm = adaptive(algorithm, problem)
     clients = clients if isinstance(clients, RemoteClients) else require_clients(clients)
     check_samples(problem, clients)
     require_count("rounds", rounds)

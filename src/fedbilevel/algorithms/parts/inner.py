@@ -60,12 +60,12 @@ class LocalSGD(InnerSteps):
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν),   y ← mean_i y_{i,τ_i}
 
     Args:
-        lr: β; a client's step is β/τ_i.
+        lr: β; a client's step is β/τ_i; None adapts it (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "sgd"
 
-    lr: float = positive(default=0.5, own=True, curvature="total")
+    lr: float = positive(default=None, own=True, adaptive="total")
 
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         return move(y, self.server_lr, fed.mean(self.descent, (x, y), key, unbiased=True))

@@ -78,7 +78,8 @@ class Neumann(Part):
         terms: N; where each client solves a system of its own also a number for each client, N_i in their order: a
             table here, not `Clients.own`, since the largest is the length of the compiled series. What the series
             leaves out is (1 − sμ)^N of v along the smallest eigenvalue μ of H.
-        step: s = 1/ℓ, below 2/ℓ for ℓ the largest eigenvalue of H; checked at the start.
+        step: s = 1/ℓ, below 2/ℓ for ℓ the largest eigenvalue of H; checked at the start; None adapts it
+            (`AdaptiveSteps`).
         sampling: None, the whole series; "random", a random length; "random_per_client", a random length for each
             client, where the federation solves one system.
     """
@@ -86,7 +87,7 @@ class Neumann(Part):
     kind: ClassVar[str] = "neumann"
 
     terms: int | tuple[int, ...] = counts(default=20)
-    step: float = positive(default=0.1, curvature="shared")
+    step: float = positive(default=None, adaptive="shared")
     sampling: Sampling | None = static(default=None)
 
     def validate(self) -> None:

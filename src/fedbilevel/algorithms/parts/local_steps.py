@@ -22,7 +22,7 @@ from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, Part
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import fraction, positive_integer, share, static, step_sizes
+from fedbilevel.core.config import fraction, positive_integer, share, static
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import Directions, directions, independent_directions
@@ -200,14 +200,14 @@ class LocalDirections(Algorithm):
             (`Clients.local_steps`) takes precedence.
         batch_size: samples per draw for each loss, with replacement; None takes all samples.
         client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves
-            all three.
+            all three. None, for each: adapted (`AdaptiveSteps`).
         independent_batches: draw samples for each of the three directions apart; False: a single draw of outer and of
             inner samples serves all three.
     """
 
     local_steps: int = positive_integer(default=5)
     batch_size: int | None = positive_integer(default=32, optional=True)
-    client_lr: XYV = step_sizes(default=XYV(x=0.01, y=0.1, v=0.1), own=True, curvature="local")
+    client_lr: XYV
     independent_batches: bool = static(default=False)
 
     def local_sum(

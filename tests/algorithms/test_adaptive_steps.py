@@ -15,9 +15,11 @@ import pytest
 from alone import client_alone
 
 import fedbilevel as fb
+from fedbilevel.algorithms.parts.adaptive_steps import Steps
 from fedbilevel.core.fed import Reply
 from fedbilevel.parts import SVRG, Implicit, LocalImplicit, LocalSGD, MeanGradient, Neumann, SystemSteps
 from fedbilevel.tasks import quadratic
+from fixed_steps import fixed
 
 SCALES, WEIGHTS, DIM = np.array([0.5, 1.0, 2.0]), np.array([0.4, 0.4, 0.2]), 4
 LARGEST = float(WEIGHTS @ SCALES)  # of ∇²yy G at x = 0
@@ -52,32 +54,51 @@ def played(algorithm, problem, rounds, **options):
     return fb.solve(algorithm, *problem, jnp.zeros(()), jnp.zeros(DIM), rounds=rounds, **options)
 
 
-SGD, SERIES, ON_X = LocalSGD(local_steps=1, lr=STEP), Neumann(step=STEP), {"outer_lr": 0.02, "batch_size": None}
-LOOP = {"local_steps": 1, "client_lr": fb.XYV(x=0.02, y=STEP, v=STEP), "batch_size": None}
-INNER, OWN, WHOLE = MeanGradient(local_steps=1, lr=STEP), LocalImplicit(solver=SERIES), Implicit(solver=SERIES)
+SGD, SERIES, ON_X = LocalSGD(local_steps=1), Neumann(), {"outer_lr": 0.02, "batch_size": None}
+STEPS, LOOP = fb.XYV(x=0.02, y=None, v=None), {"local_steps": 1, "batch_size": None}
+INNER, OWN, WHOLE = MeanGradient(local_steps=1), LocalImplicit(solver=SERIES), Implicit(solver=SERIES)
 EXACT = {
-    "SimFBO": fb.SimFBO(server_lr=LOOP["client_lr"], **LOOP),
-    "ShroFBO": fb.ShroFBO(server_lr=LOOP["client_lr"], **LOOP),
-    "FedBiO": fb.FedBiO(**LOOP),
-    "AFBO, steps on v": fb.AFBO(inner=INNER, hypergradient=SystemSteps(lr=STEP), **ON_X),
+    "SimFBO": fb.SimFBO(server_lr=STEPS, client_lr=0.02, **LOOP),
+    "ShroFBO": fb.ShroFBO(server_lr=STEPS, client_lr=0.02, **LOOP),
+    "FedBiO": fb.FedBiO(client_lr=STEPS, **LOOP),
+    "AFBO, steps on v": fb.AFBO(inner=INNER, hypergradient=SystemSteps(), **ON_X),
 }
 """v is solved for as well as y, so that the end is the solution."""
 TRUNCATED = {
-    "FedNest": fb.FedNest(inner=SVRG(local_steps=1, lr=STEP), hypergradient=WHOLE, **ON_X),
+    "FedNest": fb.FedNest(inner=SVRG(local_steps=1), hypergradient=WHOLE, **ON_X),
     "FedMBO": fb.FedMBO(inner=SGD, hypergradient=WHOLE, **ON_X),
     "AFBO": fb.AFBO(inner=INNER, hypergradient=OWN, **ON_X),
     "RABO": fb.RABO(inner=SGD, hypergradient=OWN, **ON_X),
-    "AggITD": fb.AggITD(inner=LocalSGD(local_steps=1, lr=STEP, rounds=5), **ON_X),
+    "AggITD": fb.AggITD(inner=LocalSGD(local_steps=1, rounds=5), **ON_X),
 }
 """Series of few terms, or own systems: x ends elsewhere, by no more than ε times what v is wrong by, and y at y*(x)."""
 METHODS = EXACT | TRUNCATED
+
+
+def half(method):
+    """The method with steps of ½/L on y and v."""
+    return fb.AdaptiveSteps(method, y_lr=0.5)
+
+
+def at_the_start(part):
+    """The method, or part, with these steps as they are at the start, and nothing adapted."""
+    changed = {}
+    for field in dataclasses.fields(part):
+        value = getattr(part, field.name)
+        if isinstance(value, fb.XYV):
+            changed[field.name] = fb.XYV(*(STEP if size is None else size for size in value))
+        elif value is None and field.name in ("lr", "step"):
+            changed[field.name] = STEP
+        elif hasattr(value, "phases"):
+            changed[field.name] = at_the_start(value)
+    return dataclasses.replace(part, **changed)
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_a_step_that_suits_the_start_does_not_suit_the_end(name):
     problem, x, _ = stiffening(10.0)
     try:
-        end = float(played(METHODS[name], problem, 300).x)
+        end = float(played(at_the_start(METHODS[name]), problem, 300).x)
     except fb.errors.NonFiniteError:
         return
     assert abs(end - x) > 0.5
@@ -89,7 +110,7 @@ def test_none_diverges_where_x_makes_the_inner_problem_stiffer(name, condition):
     """x takes 150 rounds for its first ln 20, and y's slowest mode goes by ½/κ a round: at κ = 10 by e^-57 in 1,150. At
     κ = 10⁴ it is hardly gone: y is then no further off than at the start, |y*(0)| = 10^x |y*(x)|."""
     problem, x, y = stiffening(condition)
-    result = played(fb.CurvatureSteps(METHODS[name]), problem, 1_300)
+    result = played(half(METHODS[name]), problem, 1_300)
     assert float(result.state.curvature.largest) == pytest.approx(10 ** float(result.x) * LARGEST, rel=1e-6)
     if condition == 10.0:
         assert abs(float(result.x) - x) < (1e-9 if name in EXACT else 1e-3)
@@ -105,8 +126,8 @@ def test_the_error_in_y_falls_by_the_rate_of_half_of_1_over_L(name, condition):
     κ^{-20/3}/2 at most, 1e-7 for κ = 10; 50 rounds then leave y off by 50 times as much."""
     (problem, clients), _, _ = stiffening(condition)
     x_stays = METHODS[name], ("server_lr" if name == "SimFBO" else "outer_lr")
-    step = fb.XYV(x=1e-12, y=1.0, v=1.0) if name == "SimFBO" else 1e-12
-    result = played(fb.CurvatureSteps(dataclasses.replace(x_stays[0], **{x_stays[1]: step})), (problem, clients), 50)
+    step = fb.XYV(x=1e-12, y=None, v=None) if name == "SimFBO" else 1e-12
+    result = played(half(dataclasses.replace(x_stays[0], **{x_stays[1]: step})), (problem, clients), 50)
     a = sum(p * clients.inner.row(i)["A"][0] for i, p in enumerate(WEIGHTS))
     star = np.linalg.solve(a, sum(p * clients.inner.row(i)["c"][0] for i, p in enumerate(WEIGHTS)))
     left = np.linalg.matrix_power(np.eye(DIM) - 0.5 * a / LARGEST, 49)
@@ -119,7 +140,7 @@ def test_local_steps_and_their_sums_bear_unequal_work():
     (problem, clients), _, _ = stiffening(10.0)
     clients = fb.Clients(clients.outer, clients.inner, weights=WEIGHTS, local_steps=[20, 1, 5])
     for method in (fb.SimFBO, fb.ShroFBO, fb.FedBiO):
-        result = played(fb.CurvatureSteps(method(batch_size=None)), (problem, clients), 600)
+        result = played(fb.AdaptiveSteps(method(batch_size=None)), (problem, clients), 600)
         assert float(result.state.curvature.work) == pytest.approx(0.4 * 20 + 0.4 * 1 + 0.2 * 5, rel=1e-6)
         assert abs(float(result.x) - 3) < 0.15
 
@@ -134,7 +155,7 @@ def test_one_product_a_round_follows_a_hessian_that_turns_and_grows():
         return 0.25 * 10**x * (along**2 + jnp.vdot(y, y)) + 0 * jnp.mean(batch)
 
     problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch) * x, inner)
-    method = fb.CurvatureSteps(fb.SimFBO(batch_size=None, local_steps=1))
+    method = fb.AdaptiveSteps(fb.SimFBO(batch_size=None, local_steps=1))
     client = client_alone(problem, np.ones((2,)), np.ones((2,)))
     kept = method.client_state(problem, jnp.zeros(()), jnp.zeros(2))
 
@@ -142,7 +163,9 @@ def test_one_product_a_round_follows_a_hessian_that_turns_and_grows():
     def asked(kept, x):
         there = fb.XYV(x, jnp.zeros(2), jnp.zeros(2))
         own = dataclasses.replace(client, state=kept)
-        reply: Reply = method.run_phase("local_updates", own, (there, jnp.asarray(0.1)), jax.random.key(0))
+        reply: Reply = method.run_phase(
+            "local_updates", own, (there, Steps(jnp.asarray(0.1), jnp.asarray(0.1))), jax.random.key(0)
+        )
         return reply.state, reply.update[1].largest, reply.hvps
 
     for place, x in enumerate(np.linspace(0, 3, 300)):
@@ -152,21 +175,62 @@ def test_one_product_a_round_follows_a_hessian_that_turns_and_grows():
 
 
 def test_costs_are_the_methods_and_those_of_the_measures():
-    """Three clients, 7 rounds: FIRST products of each, then one; a message carries a number more, a reply that measures
-    two. FedNest measures with q, once in each of its T = 2 inner rounds."""
+    """Three clients, 7 rounds: FIRST products of each, then one; a message carries two numbers more, and a reply that
+    measures two. FedNest measures with q, once in each of its T = 2 inner rounds. Steps on x alone cost no product."""
     problem, _, _ = stiffening(10.0)
-    for method, often in ((EXACT["SimFBO"], 1), (fb.FedNest(inner=SVRG(rounds=2), batch_size=None), 2)):
-        plain, followed = (played(one, problem, 7).ledger for one in (method, fb.CurvatureSteps(method)))
+    fednest = fb.FedNest(inner=SVRG(rounds=2), batch_size=None, outer_lr=0.02)
+    for method, often in ((EXACT["SimFBO"], 1), (fednest, 2)):
+        plain, followed = (played(one, problem, 7).ledger for one in (fixed(method), method))
         assert followed.hvps == plain.hvps + 3 * (10 + (7 * often - 1))
         assert followed.gradients == plain.gradients
-        assert followed.bytes_down == plain.bytes_down + 8 * plain.replies
+        assert followed.bytes_down == plain.bytes_down + 2 * 8 * plain.replies
         assert followed.bytes_up == plain.bytes_up + 2 * 8 * 3 * 7 * often
+    x_alone = fb.SimFBO(server_lr=fb.XYV(x=None, y=STEP, v=STEP), client_lr=0.02, **LOOP)
+    assert played(x_alone, problem, 7).ledger.hvps == 3 * 7 * 2
+
+
+def test_steps_on_x_are_those_of_adagrad_norm():
+    """∇Φ = x − 3e, y apart: α_t = η √d/√Σ_{s≤t} ‖h_s‖², in NumPy; no step where every h was 0."""
+    e, x = np.array([1.0, -2.0, 3.0]), np.zeros(3)
+    problem = fb.Bilevel(
+        lambda x, y, batch: jnp.sum((x - 3 * batch.mean(0)) ** 2) / 2, lambda x, y, batch: jnp.vdot(y, y) / 2
+    )
+    given = problem, fb.Clients([e[None], e[None]])
+    for method in (fb.SimFBO, fb.FedNest, fb.AFBO, fb.AggITD, fb.RABO, fb.FedBiO):
+        method = method(batch_size=None, **({"local_steps": 1} if hasattr(method, "local_steps") else {}))
+        run = fb.solve(method, *given, np.zeros(3), np.zeros(2), rounds=5, eval_every=1)
+        x, total = np.zeros(3), 0.0
+        for _ in range(5):
+            h = x - 3 * e
+            total += h @ h / 3
+            x = x - 0.2 / np.sqrt(total) * h
+        np.testing.assert_allclose(run.x, x, rtol=1e-6)
+        assert run.history["x_step"][-1] == pytest.approx(0.2 / np.sqrt(total), rel=1e-6)
+    at_rest = fb.solve(fb.SimFBO(batch_size=None), *given, 3 * e, np.zeros(2), rounds=3)
+    np.testing.assert_array_equal(at_rest.x, 3 * e)
+
+
+def test_a_client_s_step_that_is_none_is_a_twentieth_of_the_servers():
+    """Steps that were given are kept; SimFBO's and AFBO's clients follow the server's, the least of several."""
+    problem, _, _ = stiffening(10.0)
+    step = fb.XYV(x=0.02, y=STEP, v=STEP)
+    steps = fb.XYV(*(size / 20 for size in step))
+    common = {"local_steps": 3, "batch_size": None, "server_lr": step}
+    one, other = (played(fb.SimFBO(client_lr=own, **common), problem, 3) for own in (None, steps))
+    np.testing.assert_allclose(one.y, other.y, rtol=1e-12)
+    inner = {"rounds": 2, "lr": [STEP, STEP / 2], "local_steps": 3}
+    one, other = (
+        played(fixed(fb.AFBO(inner=MeanGradient(client_lr=own, **inner), batch_size=None)), problem, 3)
+        for own in (None, STEP / 40)
+    )
+    assert one.x != 0
+    np.testing.assert_allclose(one.y, other.y, rtol=0.2)
 
 
 @pytest.mark.parametrize("name", ["SimFBO", "FedNest", "AggITD"])
 def test_engines_agree_and_a_run_goes_on_with_the_same_bits(name, tmp_path):
     problem, _, _ = stiffening(10.0)
-    method = fb.CurvatureSteps(METHODS[name])
+    method = half(METHODS[name])
     whole = played(method, problem, 4, cohort=2)
     once = played(method, problem, 4, cohort=2, engine=fb.Reference())
     for one, other in zip(jax.tree.leaves(whole.state), jax.tree.leaves(once.state), strict=True):
@@ -176,38 +240,40 @@ def test_engines_agree_and_a_run_goes_on_with_the_same_bits(name, tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(whole.state), jax.tree.leaves(again.state)))
 
 
-def test_what_cannot_follow_curvature_says_why():
-    problem, _, _ = stiffening(10.0)
-    steps = fb.CurvatureSteps(fb.SimFBO())
-    mean = fb.Compositional(lambda y, batch: jnp.vdot(y, y), lambda x, batch: x * jnp.ones(DIM))
+def test_a_compositional_problem_has_an_inner_hessian_that_is_the_identity():
+    """L = 1: y steps to r(x) at once, as AdaptiveSteps(y_lr=1) says."""
+    mean = fb.Compositional(lambda y, batch: jnp.vdot(y, y) / 2, lambda x, batch: x * jnp.mean(batch))
+    clients = fb.Clients([np.ones((2, 1)), np.ones((2, 1))])
+    run = fb.solve(fb.FedNest(batch_size=None), mean, clients, np.ones(3), np.zeros(3), rounds=60, eval_every=1)
+    assert run.history["curvature"][-1] == pytest.approx(1, rel=1e-6)
+    assert np.linalg.norm(run.x) < 0.1  # from √3
+
+
+def test_what_cannot_be_adapted_says_why():
+    problem = stiffening(10.0)[0]
+    steps = fb.AdaptiveSteps(fb.SimFBO())
+    given, (_, clients) = fixed(fb.SimFBO()), problem
+    small = fb.Clients(clients.outer, clients.inner, capacity=0.5)
     for make, words in (
-        (lambda: fb.CurvatureSteps(fb.SimFBO(), fraction=2.0), "fraction = 2.0 is not allowed: it must be below 2"),
-        (lambda: fb.CurvatureSteps(fb.FedAvg()), "a method whose phases say where they measure curvature"),
-        (lambda: fb.CurvatureSteps(fb.Asynchronous(fb.SimFBO(), wait_for=1)), "a method that waits for everyone"),
-        (lambda: fb.Asynchronous(steps, wait_for=1), "late replies are made of other ones"),
+        (lambda: fb.AdaptiveSteps(fb.SimFBO(), y_lr=2.0), "y_lr = 2.0 is not allowed: it must be below 2"),
+        (lambda: fb.AdaptiveSteps(fb.FedAvg()), "a method with steps that are None"),
+        (lambda: fb.AdaptiveSteps(given), "a method with steps that are None"),
+        (lambda: fb.Asynchronous(steps, wait_for=1), "late replies are made of other ones; give numbers for server_lr"),
+        (lambda: played(fb.Asynchronous(fb.SimFBO(), wait_for=1), problem, 1), "give numbers for server_lr.x"),
+        (lambda: played(fb.SimFBO(), (problem[0], small), 1), "needs steps where Clients.capacity is given"),
         (lambda: fb.Submodels(steps), "curvature is that of the whole y"),
-        (lambda: played(fb.CurvatureSteps(fb.FedNest()), (mean, problem[1]), 1), "Hessian is not the identity"),
+        (lambda: played(fb.Submodels(fb.FedNest()), problem, 1), "give numbers for hypergradient.solver.step"),
     ):
         with pytest.raises(fb.errors.ConfigurationError, match=re.escape(words)):
             make()
     assert "tells of its data" in steps.allows.noise.why
-    assert "at the x that the server sends" in steps.allows.local_x.why
+    assert "the x that the server has" in steps.allows.local_x.why
 
 
-def test_the_methods_own_steps_are_not_checked_where_they_have_no_effect():
-    """A series with a step of 10 > 2/L grows, and is refused; here its step is c/L."""
-    problem, _, _ = stiffening(10.0)
-    grows = fb.FedNest(hypergradient=Implicit(solver=Neumann(step=10.0)), batch_size=None)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"Neumann\.step"):
-        played(grows, problem, 1)
-    assert np.isfinite(played(fb.CurvatureSteps(grows), problem, 3).x)
-
-
-def test_an_estimate_apart_from_rounds_has_the_methods_own_steps():
-    """`check_hypergradient` has no round before, in which to measure."""
-    task = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 2))
-    given = task.problem, task.clients, task.x0 + 0.1
-    methods = {"itself": METHODS["FedNest"], "followed": fb.CurvatureSteps(METHODS["FedNest"])}
-    itself, followed = fb.check_hypergradient(*given, task.y0, estimators=methods).rows[-2:]
-    assert (itself.name, followed.name) == ("itself", "followed")
-    assert itself.cosine == followed.cosine
+def test_an_estimate_apart_from_rounds_is_by_steps_measured_there():
+    """A series of 200 terms with s = 1/L is the inverse but for (1 − 1/κ)^200: 1e-9 at κ = 10."""
+    task = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 2), condition=10.0)
+    whole = Implicit(solver=Neumann(terms=200))
+    method = fb.FedNest(hypergradient=whole, batch_size=None)
+    report = fb.check_hypergradient(task.problem, task.clients, task.x0 + 0.1, task.y0, estimators={"found": method})
+    assert report["found"].relative_error < 1e-6

@@ -1,0 +1,112 @@
+"""Methods without steps beside tuned ones: where they end, and what finding the steps cost.
+
+FEDBILEVEL_DATA=… python benchmarks/no_steps.py [METHOD …] [--tasks NAME …] [--seeds 8]
+
+For each task three runs with the preset's batches and local steps, as many exchanges each: with steps chosen among 16
+by the outer loss at the end of as many runs of that length; with README's 0.1, SimFBO alone; and without steps. "Holds"
+says that the last is within one point of accuracy, or of error, of the first, or where the first ends after twice the
+exchanges. Then 8 seeds, and starts of x two units off where x are no weights of a network, without steps: which are
+finite, and the range in which they end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import warnings
+from dataclasses import fields, replace
+from typing import Any
+
+import jax
+import numpy as np
+
+import fedbilevel as fb
+from fedbilevel.experiments import resolve
+from fedbilevel.experiments.runner import Experiment, build, first_metric
+
+warnings.simplefilter("ignore")
+TASKS: dict[str, dict[str, Any]] = {
+    "quadratic, κ = 10": {"name": "quadratic", "condition": 10.0},
+    "quadratic, κ = 100": {"name": "quadratic", "condition": 100.0},
+    "quadratic, κ = 10⁴": {"name": "quadratic", "condition": 1e4},
+    "regularization, digits": {"name": "regularization", "data": "digits"},
+    "regularization, Covertype": {"name": "regularization", "data": "covtype"},
+    "hyper-cleaning, digits": {"name": "hyper_cleaning", "data": "digits"},
+    "hospitals": {"name": "hospitals"},
+    "loss tuning": {"name": "loss_tuning"},
+    "representation, digits": {"name": "hyper_representation", "data": "digits"},
+    "representation, MNIST iid": {"name": "hyper_representation", "data": "mnist", "partition_by": "iid"},
+    "representation, MNIST shards": {"name": "hyper_representation", "data": "mnist", "partition_by": "shards"},
+    "representation, Fashion-MNIST": {"name": "hyper_representation", "data": "fashion-mnist"},
+}
+GRID = list(itertools.product((0.01, 0.1, 1.0, 10.0), (0.03, 0.1, 0.3, 1.0)))
+"""Steps on x, and on y and v."""
+
+
+def given(method: Any, x: float | None, y: float | None) -> Any:
+    """The method with these steps, or with none."""
+    names = {field.name for field in fields(method)}
+    steps = fb.XYV(x=x, y=y, v=y)
+    if "server_lr" in names:
+        return replace(method, server_lr=steps, client_lr=None)
+    if "client_lr" in names:
+        return replace(method, client_lr=steps)
+    changed = {"inner": replace(method.inner, lr=y), "outer_lr": x}
+    hypergradient = getattr(method, "hypergradient", None)
+    if hasattr(hypergradient, "lr"):
+        changed["hypergradient"] = replace(hypergradient, lr=y)
+    elif hasattr(getattr(hypergradient, "solver", None), "step"):
+        changed["hypergradient"] = replace(hypergradient, solver=replace(hypergradient.solver, step=y))
+    return replace(method, **changed)
+
+
+def played(made: Experiment, plan: Any, method: Any, rounds: int, seed: int = 0, off: float = 0.0) -> fb.Result | None:
+    """Run it; None where it diverged or was refused."""
+    x0 = jax.tree.map(lambda leaf: leaf + off, made.task.x0)
+    try:
+        return made._replace(algorithm=method, task=replace(made.task, x0=x0)).solve(
+            replace(plan, seed=seed), rounds=rounds, eval_every=max(1, rounds // 20), metrics=made.task.metrics
+        )
+    except (fb.errors.NonFiniteError, fb.errors.ConfigurationError):
+        return None
+
+
+def row(label: str, task: dict[str, Any], name: str, seeds: int) -> bool:
+    """Print a task's row; say whether what is without steps holds."""
+    spec = resolve({"task": task, "algorithm": name})
+    made, plan = build(spec), spec.run
+    metric = next((name for name in made.task.metrics if "accuracy" in name), first_metric(made.task))
+    better, rounds, bare = 1 if "accuracy" in metric else -1, spec.run.rounds, given(made.algorithm, None, None)
+    value = lambda run: float("nan") if run is None else float(run.history[metric][-1])  # noqa: E731
+    tried = [played(made, plan, given(made.algorithm, *steps), rounds) for steps in GRID]
+    alive = [run for run in tried if run is not None and np.isfinite(run.history["outer_loss"][-1])]
+    tuned = min(alive, key=lambda run: run.history["outer_loss"][-1])
+    readme = played(made, plan, given(made.algorithm, 0.1, 0.1), rounds) if name == "simfbo" else None
+    twice = played(made, plan, bare, 2 * rounds)
+    once = twice.history[metric][len(twice.history[metric]) // 2] if twice else float("nan")
+    holds = better * (once - value(tuned)) >= -0.01 or better * (value(twice) - value(tuned)) >= 0
+    shifts = (0.0,) if label.startswith("representation") else (0.0, 2.0, -2.0)
+    others = [value(played(made, plan, bare, rounds, seed, off)) for off in shifts for seed in range(seeds)]
+    cost = len(GRID) * tuned.ledger.exchanges
+    print(
+        f"{label:30}{metric:16}{value(tuned):10.4f}{cost:9,d}{value(readme):10.4f}{once:10.4f}{value(twice):10.4f}"
+        f"  {'yes' if holds else 'no':4}{sum(map(np.isfinite, others))}/{len(others)}"
+        f"  {np.nanmin(others):.4f} to {np.nanmax(others):.4f}",
+        flush=True,
+    )
+    return bool(holds)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("methods", nargs="*", default=["simfbo"])
+    parser.add_argument("--tasks", nargs="*", default=list(TASKS))
+    parser.add_argument("--seeds", type=int, default=8)
+    asked = parser.parse_args()
+    for name in asked.methods:
+        print(f"\n{name}\n{'':46}{'tuned':>10}{'cost':>9}{'0.1':>10}{'none':>10}{'twice':>10}  holds finite  range")
+        print(sum(row(label, TASKS[label], name, asked.seeds) for label in asked.tasks), "of", len(asked.tasks), "hold")
+
+
+if __name__ == "__main__":
+    main()
