@@ -121,3 +121,14 @@ def test_every_method_ends_at_the_sets_nearest_point(method, kind):
     result = fb.solve(method, problem(project), population(), jnp.zeros(3), jnp.zeros(3), rounds=2000)
     assert np.linalg.norm(nearest(BEST) - BEST) > 0.1  # the set does matter
     np.testing.assert_allclose(result.x, nearest(BEST), atol=2e-4)
+
+
+@pytest.mark.parametrize("kind", SETS)
+def test_the_projected_gradient_vanishes_at_the_sets_nearest_point_and_there_alone(kind):
+    """There x − P(x − ∇Φ) is 0, and ∇Φ is not."""
+    project, nearest = SETS[kind]
+    for x, least, most in ((nearest(BEST), 0.0, 1e-6), (nearest(BEST) * 0.5, 1e-2, 10.0)):
+        report = fb.check_hypergradient(problem(project), population(), jnp.asarray(x), jnp.zeros(3))
+        (note,) = (note for note in report.notes if note.startswith("projected gradient"))
+        assert least <= float(note.split(": ")[1].split(";")[0]) <= most
+        assert np.linalg.norm(report.hypergradient) > 0.1

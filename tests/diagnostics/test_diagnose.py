@@ -105,9 +105,10 @@ def test_mini_batches_and_cohorts_take_shorter_steps(drawn):
 def test_the_report_begins_with_fields_for_every_method_or_why_there_are_none(drawn):
     _, found, _ = drawn
     fields = str(found).partition("\n\n")[0]
-    assert fields.startswith("fields with full batches")
+    assert fields.startswith("without steps: no trouble expected; y and v come to a thousandth")
+    assert fields.splitlines()[1].startswith("fields with full batches")
     said = {}
-    for line in fields.splitlines()[1:]:
+    for line in fields.splitlines()[2:]:
         names, text = line.strip().split(": ", 1)
         said |= dict.fromkeys(names.split(", "), text)
     assert said.keys() == authoring.ALGORITHMS.keys()
@@ -200,6 +201,7 @@ def test_an_indefinite_inner_hessian_is_said():
     assert found.mu == pytest.approx(-1, rel=1e-12)
     assert "INDEFINITE" in str(found)
     assert found.condition == np.inf
+    assert str(found).startswith("without steps: trouble, since y*(x) need not be defined")
 
 
 def test_few_rounds_leave_flat_directions_out():
@@ -207,6 +209,7 @@ def test_few_rounds_leave_flat_directions_out():
     found = diagnose(*bent(1e-3), rounds=10)
     assert found.measurements.delta == pytest.approx(0.2, rel=1e-9)
     assert "cannot be learnt in 10 rounds" in str(found)
+    assert str(found).startswith("without steps: trouble, since y and v come to a thousandth of their error in about")
 
 
 def test_wrong_input_is_refused(drawn):

@@ -248,6 +248,10 @@ class ReportRows:
             f"{population.counts[0]} outer and {population.counts[1]} inner samples, all in float64",
             f"inner gradient there: {norm:.1e}; inner Hessian: {low:.3g} to {high:.3g}",
         ]
+        if (project := self.at.problem.project_x) is not None:
+            step = optax.tree.sub(self.at.x, found.yardstick.hypergradient)
+            left = float(optax.tree.norm(optax.tree.sub(self.at.x, project(step))))
+            self.notes.append(f"projected gradient, ‖x − P(x − ∇)‖: {left:.3g}; 0 where x is stationary in its set")
         if self.at.single:
             self.notes.append("x or y came in less than float64 and was converted")
         if not plan.solve_inner:

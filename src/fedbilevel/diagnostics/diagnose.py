@@ -332,8 +332,18 @@ class Diagnosis(Shown):
         found = self._inner()
         if self.measurements.response.negative_curvature:
             return "\n".join([f"fields: none for any method. {UNDEFINED}", "", *found])
-        fields = [*self._fields(algorithms), ""] if algorithms else []
+        fields = [self._without_steps(), *self._fields(algorithms), ""] if algorithms else []
         return "\n".join([*fields, *found, *self._objective()])
+
+    def _without_steps(self) -> str:
+        """Say whether steps that adapt, 1/L on y and v, are expected to do: (1 − 1/κ)^n of an error is left."""
+        needed = DIGITS * self.condition
+        if self.mu <= 0:
+            return "without steps: trouble, since y*(x) need not be defined"
+        does = f"y and v come to a thousandth of their error in about {float(f'{needed:.2g}'):,.0f} rounds"
+        if needed > self.rounds:
+            return f"without steps: trouble, since {does}, of {self.rounds:,} planned; x may outrun them"
+        return f"without steps: no trouble expected; {does}"
 
     def _fields(self, algorithms: Sequence[str]) -> list[str]:
         """Full batches and all clients; methods that are given the same fields share a line."""
