@@ -17,8 +17,7 @@ from matrices import members
 import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.algorithms.simfbo import project_ball
-from fedbilevel.engines import reference
-from fedbilevel.engines.engine import Carry
+from fedbilevel.engines.engine import Carry, Cohort
 from fedbilevel.engines.virtual_time import ClockState
 from fedbilevel.tasks.quadratic import quadratic, solution
 from fixed_steps import fixed
@@ -203,11 +202,11 @@ def test_cohorts_are_unbiased(method, monkeypatch):
     states average as sums do. (ShroFBO would fail this with ρ estimated from the same cohort, by some 10 %.)
     """
     task = quadratic(clients=4).with_own(local_steps=np.array([1, 4, 2, 3]))
-    algorithm = method(batch_size=None)
+    algorithm = fixed(method(batch_size=None))
     middle = run(algorithm, task, 2)
 
     def next_iterate(ids):
-        monkeypatch.setattr(reference, "draw_cohort", lambda *_: jnp.asarray(ids))
+        monkeypatch.setattr(Cohort, "draw", lambda *_: jnp.asarray(ids))
         carry = Carry(jnp.asarray(2), middle.state, None, ClockState.start())
         engine = fb.Reference().start(algorithm, task.problem, task.clients, len(ids), jax.random.key(0), carry)
         return engine.advance(carry, 1).carry.state.iterate

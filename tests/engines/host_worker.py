@@ -32,7 +32,7 @@ def solved(rounds, checkpoint, resume=False, server_lr=0.1, stop_at=None, differ
     seen.clear()
     task = quadratic(clients=8, samples=(3, 9)).with_own(local_steps=(1, 4))
     result = fb.solve(
-        fb.SimFBO(batch_size=4, server_lr=server_lr),
+        fb.SimFBO(batch_size=4, client_lr=fb.XYV(0.01, 0.1, 0.1), server_lr=server_lr),
         task.problem,
         task.clients,
         task.x0,

@@ -83,9 +83,10 @@ def counts(*, default: int) -> Any:
 
 
 def step_sizes(
-    *, default: XYV | None, own: bool = False, adaptive: StepKind | None = None, tied: str | None = None
+    *, default: Any = dataclasses.MISSING, own: bool = False, adaptive: StepKind | None = None, tied: str | None = None
 ) -> Any:
-    """A field of three step sizes; a single number or schedule given for it serves all three.
+    """A field of three step sizes; a single number or schedule given for it serves all three. Without a default it has
+    to be given.
 
     `adaptive`: each may be None, and is then such a step of `AdaptiveSteps`. `tied`: each may be None, and is then the
     part TIED of that of the field of this name: it decides only how far clients drift apart.

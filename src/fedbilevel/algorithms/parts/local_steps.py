@@ -22,7 +22,7 @@ from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, Part
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import fraction, positive_integer, share, static
+from fedbilevel.core.config import fraction, positive_integer, share, static, step_sizes
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import Directions, directions, independent_directions
@@ -207,7 +207,7 @@ class LocalDirections(Algorithm):
 
     local_steps: int = positive_integer(default=5)
     batch_size: int | None = positive_integer(default=32, optional=True)
-    client_lr: XYV
+    client_lr: XYV = step_sizes(own=True)
     independent_batches: bool = static(default=False)
 
     def local_sum(
