@@ -258,6 +258,7 @@ def test_what_cannot_be_adapted_says_why():
         (lambda: fb.AdaptiveSteps(fb.SimFBO(), y_lr=2.0), "y_lr = 2.0 is not allowed: it must be below 2"),
         (lambda: fb.AdaptiveSteps(fb.FedAvg()), "a method with steps that are None"),
         (lambda: fb.AdaptiveSteps(given), "a method with steps that are None"),
+        (lambda: fb.AdaptiveSteps(steps), "'SimFBO in AdaptiveSteps' is not allowed"),
         (lambda: fb.Asynchronous(steps, wait_for=1), "late replies are made of other ones; give numbers for server_lr"),
         (lambda: played(fb.Asynchronous(fb.SimFBO(), wait_for=1), problem, 1), "give numbers for server_lr.x"),
         (lambda: played(fb.SimFBO(), (problem[0], small), 1), "needs steps where Clients.capacity is given"),

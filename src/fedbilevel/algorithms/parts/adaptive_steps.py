@@ -166,7 +166,8 @@ class AdaptiveSteps(Wrapper):
         c, name = self.y_lr, "AdaptiveSteps.algorithm"
         require(not isinstance(c, int | float) or c < 2, "AdaptiveSteps.y_lr", c, "below 2")
         allowed = "a method with steps that are None, such as SimFBO(), FedNest() or AFBO()"
-        require(bool(self.adapted), name, self.algorithm.label, allowed)
+        twice = isinstance(self.algorithm, AdaptiveSteps)
+        require(bool(self.adapted) and not twice, name, self.algorithm.label + " in AdaptiveSteps" * twice, allowed)
         measuring = self.adapted == {"x"} or any(map(self.measures, self.algorithm.phases.values()))
         require(measuring, name, self.algorithm.label, "a method with a phase that measures: @phase(…, measures=True)")
         at_once = "a method that waits for everyone: late replies are made of steps of other rounds"
