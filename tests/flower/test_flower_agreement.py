@@ -23,6 +23,7 @@ from fixed_steps import fixed
 ROUNDS, COHORT = 3, 3
 SIZES = {"equal": (6, 6), "ragged": (3, 4)}  # of two sizes: few programs
 CASES = {
+    "FedNest, steps that adapt": (fb.FedNest(batch_size=4, inner=fb.parts.SVRG(rounds=2)), "equal", None, None),
     "ShroFBO, ragged full batches, random work, a schedule": (
         fixed(fb.ShroFBO(batch_size=None, server_lr=optax.exponential_decay(0.02, 2, 0.5))), "ragged", (1, 4), None
     ),
