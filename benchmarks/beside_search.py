@@ -1,29 +1,30 @@
 """Bilevel optimization beside hyperparameter search, every exchange counted: penalties of logistic models.
 
-    FEDBILEVEL_DATA=FOLDER .venv/bin/python benchmarks/beside_search.py [--splits 3] [--picture FILE]
+    FEDBILEVEL_DATA=FOLDER .venv/bin/python benchmarks/beside_search.py play --out DIR [--splits 0 1 2 3 4]
+    .venv/bin/python benchmarks/beside_search.py table --out DIR [--picture FILE]
 
 x holds the log-penalties of groups of features, in [-12, 0]; the intercept's is fixed. f is the loss on clients'
 validation samples, g that on their training samples, with the penalties (as in the task `regularization`). All methods
 begin at x = -6 and y = 0, and take all samples of everyone in each exchange. SimFBO and FedNest have their default
 steps. A trial of a search trains y at a fixed x by SimFBO's own local steps on y, whose size adapts to the curvature,
-from the best y so far; only exchanges that move y are counted. The table has the least validation loss after the
-first tenth of the exchanges and at the end, its difference from SimFBO's in pairs, and what is chosen by it on test
-samples, seen once: 95 % intervals are Student's over splits, and for accuracy those of the bootstrap over samples.
+from the best y so far; only exchanges that move y are counted. "One penalty" is a search along the diagonal, and "x =
+-6" no search at all. `play` writes a file for each problem and split; `table` prints and draws what these hold.
 """
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 import optuna
-from matplotlib.figure import Figure
 from scipy.stats import t as student
 
 import fedbilevel as fb
 from fedbilevel.data import load_heart
 from fedbilevel.data.loaders import FLAMBY, HOSPITALS, TRAINING, stratified
+from fedbilevel.display.curves import Curve, draw_panel, encoded, new_figure, typography
 from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.networks import cross_entropy
 from fedbilevel.tasks.regularization import logits, with_one
@@ -31,15 +32,17 @@ from fedbilevel.tasks.regularization import logits, with_one
 LOW, HIGH, START, INTERCEPT = -12.0, 0.0, -6.0, -7.0
 PERSON, SYMPTOM, BLOOD, HEART = range(4)
 GROUPS = [PERSON, PERSON, BLOOD, BLOOD, BLOOD, HEART, SYMPTOM, HEART, SYMPTOM, SYMPTOM, SYMPTOM, HEART, HEART]
-PROBLEMS = {  # by name: data, the group of each feature, exchanges
-    "hospitals, d = 1": ("heart", [0] * 13, 1000),
-    "hospitals, d = 4": ("heart", GROUPS, 1000),
-    "hospitals, d = 13": ("heart", list(range(13)), 1000),
-    "covtype, d = 54": ("covtype", list(range(54)), 1000),
-    "digits, d = 64": ("digits", list(range(64)), 1000),
+PROBLEMS = {  # by name: data, and the group of each feature
+    "hospitals, d = 1": ("heart", [0] * 13),
+    "hospitals, d = 4": ("heart", GROUPS),
+    "hospitals, d = 13": ("heart", list(range(13))),
+    "covtype, d = 54": ("covtype", list(range(54))),
+    "digits, d = 64": ("digits", list(range(64))),
 }
+BUDGET = 1000  # exchanges
 CLIENTS, SAMPLES = 18, {"covtype": 400, "digits": 79}  # of covtype and digits, each client's, half of them validation
-RUNGS = {"random search": (40,), "TPE": (40,), "halving": (10, 30, 90)}  # exchanges of a trial
+RUNGS = {"random search": (40,), "TPE": (40,), "TPE, one penalty": (40,), "halving": (20, 60, 180)}
+"""Of each search the exchanges of a trial, or its rungs: the best of a few on split 100, which is in no result."""
 FIXED = fb.SimFBO(server_lr=fb.XYV(x=1e-30, y=None, v=None), batch_size=None)  # x stays
 METHODS = {"SimFBO": fb.SimFBO(batch_size=None), "FedNest": fb.FedNest(batch_size=None), "x = -6": FIXED}
 EVERYONE = [*METHODS, *RUNGS]
@@ -80,7 +83,7 @@ def shares(data: str, split: int) -> tuple[list[Any], list[Any], dict[str, np.nd
 
 
 def setting(name: str, split: int) -> Setting:
-    data, groups, _ = PROBLEMS[name]
+    data, groups = PROBLEMS[name]
     train, valid, test = shares(data, split)
     of, classes = np.array([*groups, max(groups) + 1]), max(int(one["label"].max()) for one in train) + 1
 
@@ -104,107 +107,120 @@ def solved(method: Any, at: Setting, x: Any, y: Any, rounds: int) -> Any:
     return fb.solve(method, at.problem, at.clients, x, y, **given)
 
 
-def by_method(name: str, at: Setting, budget: int) -> tuple[np.ndarray, Any]:
+def by_method(name: str, at: Setting) -> tuple[np.ndarray, Any]:
     """The losses (rows of exchanges and loss) and the best (x, y) of a method with its default steps."""
     one = solved(METHODS[name], at, at.x0, at.y0, 1).ledger.exchanges
-    run = solved(METHODS[name], at, at.x0, at.y0, budget // one)
+    run = solved(METHODS[name], at, at.x0, at.y0, BUDGET // one)
     return np.column_stack([run.history["exchanges"], run.history["validation"]]), run.best
 
 
-def by_search(name: str, at: Setting, budget: int, seed: int) -> tuple[np.ndarray, Any]:
+def by_search(name: str, at: Setting, seed: int) -> tuple[np.ndarray, Any]:
     """The same of a search; a solve's first round only measures curvature, and is not counted."""
-    sampler = optuna.samplers.TPESampler(seed=seed) if name == "TPE" else optuna.samplers.RandomSampler(seed=seed)
+    sampler = (optuna.samplers.TPESampler if "TPE" in name else optuna.samplers.RandomSampler)(seed=seed)
     pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=RUNGS[name][0], reduction_factor=3)
     study = optuna.create_study(sampler=sampler, pruner=pruner)
-    study.enqueue_trial({f"x{i}": START for i in range(len(at.x0))})
+    names = [f"x{i}" for i in range(1 if "one penalty" in name else len(at.x0))]
+    study.enqueue_trial(dict.fromkeys(names, START))
     rows, best, spent = [], None, 0
-    while spent < budget:
+    while spent < BUDGET:
         trial, y, pruned, done = study.ask(), at.y0 if best is None else best.y, False, 0
-        x = np.array([trial.suggest_float(f"x{i}", LOW, HIGH) for i in range(len(at.x0))])
+        x = np.resize([trial.suggest_float(one, LOW, HIGH) for one in names], len(at.x0))
         for rung in RUNGS[name]:
-            run = solved(FIXED, at, x, y, 1 + min(rung - done, budget - spent))
+            run = solved(FIXED, at, x, y, 1 + min(rung - done, BUDGET - spent))
             losses, y = run.history["validation"][1:], run.y
             rows += [(spent + i, loss) for i, loss in enumerate(losses)]
             best = run.best if best is None or run.best.value < best.value else best
             spent, done = spent + len(losses) - 1, rung
             trial.report(losses[-1], done)
             pruned = trial.should_prune()
-            if pruned or spent >= budget:
+            if pruned or spent >= BUDGET:
                 break
         study.tell(trial, None if pruned else losses[-1], optuna.trial.TrialState.PRUNED if pruned else None)
     return np.array(rows), best
 
 
-def play(name: str, split: int, budget: int) -> dict[str, np.ndarray]:
-    """Of each method: the least loss so far, after 0 to `budget` exchanges, and loss and accuracy on test samples."""
+def play(name: str, split: int) -> dict[str, np.ndarray]:
+    """Of each method: the least loss so far, after 0, 1, … exchanges, and loss and accuracy on test samples."""
     at, found = setting(name, split), {}
-    for method in EVERYONE:
-        rows, best = by_method(method, at, budget) if method in METHODS else by_search(method, at, budget, split)
-        least = np.full(budget + 1, np.inf)
+    for method in EVERYONE if len(at.x0) > 1 else [one for one in EVERYONE if "one penalty" not in one]:
+        rows, best = by_method(method, at) if method in METHODS else by_search(method, at, split)
+        least = np.full(BUDGET + 1, np.inf)
         np.minimum.at(least, rows[:, 0].astype(int), rows[:, 1])
         z, labels = np.asarray(logits(jnp.asarray(best.y), at.test["row"])), at.test["label"]
-        found[f"{method}/least"] = np.minimum.accumulate(least)
-        loss = np.log(np.exp(z - z.max(1, keepdims=True)).sum(1)) + z.max(1) - z[np.arange(len(z)), labels]
-        found[f"{method}/test"] = np.array([loss, z.argmax(1) == labels])
-        found[f"{method}/x"] = np.asarray(best.x)
+        losses = np.logaddexp.reduce(z, axis=1) - z[np.arange(len(z)), labels]
+        found |= {f"{method}/least": np.minimum.accumulate(least), f"{method}/x": np.asarray(best.x)}
+        found |= {f"{method}/loss": losses, f"{method}/right": z.argmax(1) == labels}
     return found
 
 
-def half(values: np.ndarray) -> float:
-    """Half the 95 % interval of a mean over splits."""
-    return float(student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / len(values) ** 0.5)
+def kept(out: Path, name: str) -> dict[str, np.ndarray]:
+    """What the splits of a problem hold, stacked."""
+    splits = [np.load(file) for file in sorted(out.glob(f"{name}, split *.npz"))]
+    return {key: np.stack([one[key] for one in splits]) for key in (splits[0].files if splits else [])}
 
 
-def sampled(hits: list[np.ndarray]) -> float:
-    """Half the 95 % interval of the mean accuracy, by drawing test samples of each split anew."""
-    rng = np.random.default_rng(0)
-    drawn = [np.mean([rng.choice(hit, len(hit)).mean() for hit in hits]) for _ in range(500)]
-    return float(np.subtract(*np.quantile(drawn, [0.975, 0.025])) / 2)
+def difference(values: np.ndarray, to: np.ndarray) -> str:
+    """The mean paired difference over splits, and half its 95 % Student interval."""
+    change, n = values - to, len(values)
+    return f"{change.mean():+.4f} ± {student.ppf(0.975, n - 1) * change.std(ddof=1) / np.sqrt(n):.4f}"
 
 
-def print_table(name: str, runs: list[dict[str, np.ndarray]], budget: int) -> None:
-    print(f"\n{name}: {budget:,} exchanges, {len(runs)} splits")
-    print(f"{'':15}{'a tenth':>9}{'end':>9}{'less SimFBO':>18}{'test loss':>11}{'accuracy':>18}")
-    for method in EVERYONE:
-        early, end, pair = (
-            np.array([one[f"{method}/least"][at] - less * one["SimFBO/least"][at] for one in runs])
-            for at, less in ((budget // 10, 0), (budget, 0), (budget, 1))
-        )
-        loss = np.mean([one[f"{method}/test"][0].mean() for one in runs])
-        hits = [one[f"{method}/test"][1] for one in runs]
-        accuracy = f"{100 * np.mean([hit.mean() for hit in hits]):.1f} ± {100 * sampled(hits):.1f} %"
-        print(
-            f"{method:15}{early.mean():9.4f}{end.mean():9.4f}{pair.mean():+10.4f} ± {half(pair):.4f}"
-            f"{loss:11.4f}{accuracy:>18}",
-            flush=True,
-        )
+def interval(right: np.ndarray) -> str:
+    """A 95 % bootstrap interval, in %, of the mean over splits: test samples are drawn, the same ones in each split."""
+    each, rng = 100 * right.mean(0), np.random.default_rng(0)
+    low, high = np.quantile([rng.choice(each, len(each)).mean() for _ in range(2000)], [0.025, 0.975])
+    return f"[{low:.1f}, {high:.1f}]"
 
 
-def draw(found: dict[str, list[dict[str, np.ndarray]]], file: str) -> None:
-    """Draw the mean over splits of the least validation loss so far, against exchanges."""
-    figure = Figure(figsize=(3.2 * len(found), 3), layout="constrained")
-    for axes, (name, runs) in zip(figure.subplots(1, len(found), squeeze=False)[0], found.items(), strict=True):
-        for place, method in enumerate(EVERYONE):
-            mean = np.mean([one[f"{method}/least"] for one in runs], axis=0)
-            shown = np.isfinite(mean)
-            axes.plot(np.arange(len(mean))[shown], mean[shown], "-" if method in METHODS else "--", c=f"C{place}")
-        tail = np.concatenate([np.mean([one[f"{m}/least"] for one in runs], axis=0)[30:] for m in EVERYONE])
-        axes.set(title=name, xlabel="exchanges", xscale="log", xlim=(10, None))
-        axes.set_ylim(tail.min() - 0.02 * np.ptp(tail), np.quantile(tail, 0.98))
-    figure.axes[0].set_ylabel("least validation loss so far")
-    figure.legend(figure.axes[0].lines, EVERYONE, loc="outside lower center", ncols=len(EVERYONE), frameon=False)
-    figure.savefig(file, dpi=110)
+def table(found: dict[str, dict[str, np.ndarray]]) -> Iterator[str]:
+    """Lines in Markdown; differences are to SimFBO; at the end the exchanges after which SimFBO was as low."""
+    heads = "validation loss", "difference", "test loss", "difference", "test accuracy, %", "difference", "SimFBO after"
+    yield f"| problem | method | {' | '.join(heads)} |\n|---|---|{'---:|' * len(heads)}"
+    for name, of in found.items():
+        for method in (one for one in EVERYONE if f"{one}/least" in of):
+            valid, test, right = of[f"{method}/least"][:, -1], of[f"{method}/loss"].mean(1), 1.0 * of[f"{method}/right"]
+            cells = [f"{valid.mean():.4f}", difference(valid, of["SimFBO/least"][:, -1])]
+            cells += [f"{test.mean():.4f}", difference(test, of["SimFBO/loss"].mean(1))]
+            cells += [f"{100 * right.mean():.1f} {interval(right)}"]
+            cells += [f"{100 * (right - of['SimFBO/right']).mean():+.1f} {interval(right - of['SimFBO/right'])}"]
+            after = np.argmax(of["SimFBO/least"].mean(0) <= valid.mean())  # 0 where never
+            yield f"| {name} | {method} | {' | '.join(cells)} | {after or 'never'} |"
+
+
+def picture(found: dict[str, dict[str, np.ndarray]], file: Path) -> None:
+    """Draw the least validation loss so far, the mean over splits, against exchanges; a panel for each problem."""
+    with typography((13.0, 7.6)):
+        figure = new_figure((13.0, 7.6))
+        grid = figure.subplots(2, 3).flat
+        for axes, (name, of) in zip(grid, found.items(), strict=False):
+            means = {method: of[f"{method}/least"].mean(0) for method in EVERYONE if f"{method}/least" in of}
+            curves = [Curve(method, {"exchanges": np.arange(len(mean))}, mean) for method, mean in means.items()]
+            draw_panel(axes, curves, "exchanges", percent=False, places=[EVERYONE.index(one) for one in means])
+            low, high = min(mean[-1] for mean in means.values()), means["x = -6"][20]  # most fall from far above
+            axes.set(title=name, ylim=(low - 0.05 * (high - low), high + 0.05 * (high - low)), yscale="linear")
+            axes.set_ylabel("validation loss, best so far")
+        grid[-1].axis("off")
+        grid[-1].legend(*axes.get_legend_handles_labels(), loc="center", frameon=False, handlelength=3.5)
+        file.write_bytes(encoded(figure, file))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--splits", type=int, default=3)
-    parser.add_argument("--picture", default="beside-search.png")
-    asked, found = parser.parse_args(), {}
-    for name, (_, _, budget) in PROBLEMS.items():
-        found[name] = [play(name, split, budget) for split in range(asked.splits)]
-        print_table(name, found[name], budget)
-        draw(found, asked.picture)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("play", "table"))
+    parser.add_argument("--out", type=Path, required=True, help="the folder of what is played")
+    parser.add_argument("--splits", type=int, nargs="+", default=range(5))
+    parser.add_argument("--picture", type=Path, help="of table: a file to draw into")
+    options = parser.parse_args()
+    if options.what == "table":
+        found = {name: of for name in PROBLEMS if (of := kept(options.out, name))}
+        print("\n".join(table(found)))
+        if options.picture:
+            picture(found, options.picture)
+        return
+    options.out.mkdir(parents=True, exist_ok=True)
+    for split in options.splits:
+        for name in PROBLEMS:
+            np.savez(options.out / f"{name}, split {split}.npz", **play(name, split))
 
 
 if __name__ == "__main__":
