@@ -15,7 +15,7 @@ import pytest
 from alone import client_alone
 
 import fedbilevel as fb
-from fedbilevel.algorithms.parts.adaptive_steps import Steps
+from fedbilevel.algorithms.parts.adaptive_steps import Steps, Stiffness
 from fedbilevel.core.fed import Reply
 from fedbilevel.parts import SVRG, Implicit, LocalImplicit, LocalSGD, MeanGradient, Neumann, SystemSteps
 from fedbilevel.tasks import quadratic
@@ -142,7 +142,18 @@ def test_local_steps_and_their_sums_bear_unequal_work():
     for method in (fb.SimFBO, fb.ShroFBO, fb.FedBiO):
         result = played(fb.AdaptiveSteps(method(batch_size=None)), (problem, clients), 600)
         assert float(result.state.curvature.work) == pytest.approx(0.4 * 20 + 0.4 * 1 + 0.2 * 5, rel=1e-6)
+        summed = 0.4 * 20 * 0.5 + 0.4 * 1 * 1.0 + 0.2 * 5 * 2.0  # Σ p τ s, times 10^x
+        assert float(result.state.curvature.summed) == pytest.approx(10 ** float(result.x) * summed, rel=0.05)
         assert abs(float(result.x) - 3) < 0.15
+
+
+def test_the_step_is_that_of_the_stiffer_sum():
+    """L Σ p a = 3·2 beside Σ p a L = 9 and 4; a curvature that is not a number is no step of 0."""
+    three, two, nine, four = map(jnp.asarray, (3.0, 2.0, 9.0, 4.0))
+    assert float(Stiffness(three, two, nine).step(1.0)) == pytest.approx(1 / 9)
+    assert float(Stiffness(three, two, four).step(1.0)) == pytest.approx(1 / 6)
+    assert float(Stiffness.unknown().step(1.0)) == 0
+    assert np.isnan(Stiffness(jnp.asarray(jnp.nan), two, four).step(1.0))
 
 
 def test_one_product_a_round_follows_a_hessian_that_turns_and_grows():
@@ -176,7 +187,7 @@ def test_one_product_a_round_follows_a_hessian_that_turns_and_grows():
 
 def test_costs_are_the_methods_and_those_of_the_measures():
     """Three clients, 7 rounds: FIRST products of each, then one; a message carries two numbers more, and a reply that
-    measures two. FedNest measures with q, once in each of its T = 2 inner rounds. Steps on x alone cost no product."""
+    measures three. FedNest measures with q, once in each of its T = 2 inner rounds. Steps on x alone: no product."""
     problem, _, _ = stiffening(10.0)
     fednest = fb.FedNest(inner=SVRG(rounds=2), batch_size=None, outer_lr=0.02)
     for method, often in ((EXACT["SimFBO"], 1), (fednest, 2)):
@@ -184,7 +195,7 @@ def test_costs_are_the_methods_and_those_of_the_measures():
         assert followed.hvps == plain.hvps + 3 * (10 + (7 * often - 1))
         assert followed.gradients == plain.gradients
         assert followed.bytes_down == plain.bytes_down + 2 * 8 * plain.replies
-        assert followed.bytes_up == plain.bytes_up + 2 * 8 * 3 * 7 * often
+        assert followed.bytes_up == plain.bytes_up + 3 * 8 * 3 * 7 * often
     x_alone = fb.SimFBO(server_lr=fb.XYV(x=None, y=STEP, v=STEP), client_lr=0.02, **LOOP)
     assert played(x_alone, problem, 7).ledger.hvps == 3 * 7 * 2
 

@@ -12,7 +12,8 @@ L_i comes to the largest eigenvalue, from below, and L = Σ p_i L_i to a bound o
 a rise at once, and a fall by the factor FALL in a round. In the next round c/L, c = `y_lr`, is
 
     a step on y or v that is the same for all, or the total of a client's τ_i local steps
-    with L Σ p_i a_i for L where the server moves along sums of a_i local directions: SimFBO, ShroFBO, FedBiO
+    with L Σ p_i a_i, or Σ p_i a_i L_i if that is more, for L where the server moves along sums of a_i local directions:
+        SimFBO, ShroFBO, FedBiO
     with L_i for L where each client solves a system of its own: `LocalImplicit`, `Coordinates`
 
 and no local step of several is above 1/L_i. In round 0 L is not known, and these steps are 0. Where local steps are at
@@ -28,7 +29,7 @@ optimization AdaSDBO (NeurIPS 2025) has it without clients. Their numerators are
 of x, not its norm, have a known order where they are logarithms, logits or weights. In round t clients step by α_{t−1},
 in round 0 by PROBE, and the server makes α_t of it.
 
-A message carries two numbers more, and a reply to a phase that measures two.
+A message carries two numbers more, and a reply to a phase that measures three.
 """
 
 from __future__ import annotations
@@ -71,19 +72,20 @@ class Stiffness(NamedTuple):
 
     largest: Array  # Σ p_i L_i; 0 before anyone has measured
     work: Array  # Σ p_i a_i, directions in a sum that the server moves along
+    summed: Array  # Σ p_i a_i L_i
 
     @classmethod
     def unknown(cls) -> Stiffness:
-        return cls(jnp.zeros(()), jnp.zeros(()))
+        return cls(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
 
     def after(self, measured: Stiffness) -> Stiffness:
         """Follow what was measured: a rise at once, a fall by FALL at most."""
         return jax.tree.map(lambda old, new: jnp.maximum(FALL * old, new), self, measured)
 
     def step(self, fraction: Any) -> Array:
-        """Return c/(L Σ p_i a_i); 0 where that is not known."""
-        total = self.largest * self.work
-        return jnp.where(total > 0, fraction / jnp.where(total > 0, total, 1), 0)
+        """Return c over the larger of L Σ p_i a_i and Σ p_i a_i L_i; 0 where they are not known."""
+        total = jnp.maximum(self.largest * self.work, self.summed)
+        return jnp.where(total == 0, 0, fraction / jnp.where(total == 0, 1, total))  # NaN goes on, to be found in y
 
 
 class Squares(NamedTuple):
@@ -241,7 +243,8 @@ class AdaptiveSteps(Wrapper):
             reply = reply._replace(state=ClientState(kept.inside if reply.state is None else reply.state, vector))
         if products is None:
             return reply
-        measured = Stiffness(vector.largest, self.directions_of(client))
+        work = self.directions_of(client)
+        measured = Stiffness(vector.largest, work, (work * vector.largest).astype(vector.largest.dtype))
         return reply._replace(update=(reply.update, measured), hvps=reply.hvps + products)
 
     def measures(self, phase: Phase) -> bool:
