@@ -229,13 +229,14 @@ def test_a_client_s_step_that_is_none_is_a_twentieth_of_the_servers():
     common = {"local_steps": 3, "batch_size": None, "server_lr": step}
     one, other = (played(fb.SimFBO(client_lr=own, **common), problem, 3) for own in (None, steps))
     np.testing.assert_allclose(one.y, other.y, rtol=1e-12)
+    given = {"outer_lr": 0.02, "hypergradient": LocalImplicit(solver=Neumann(step=STEP)), "batch_size": None}
     inner = {"rounds": 2, "lr": [STEP, STEP / 2], "local_steps": 3}
-    one, other = (
-        played(fixed(fb.AFBO(inner=MeanGradient(client_lr=own, **inner), batch_size=None)), problem, 3)
-        for own in (None, STEP / 40)
+    one, same, other = (
+        played(fb.AFBO(inner=MeanGradient(client_lr=own, **inner), **given), problem, 3)
+        for own in (None, STEP / 40, STEP / 20)
     )
-    assert one.x != 0
-    np.testing.assert_allclose(one.y, other.y, rtol=0.2)
+    np.testing.assert_allclose(one.y, same.y, rtol=1e-12)
+    assert np.max(np.abs(other.y / one.y - 1)) > 1e-3
 
 
 @pytest.mark.parametrize("name", ["SimFBO", "FedNest", "AggITD"])

@@ -15,7 +15,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, TypeVar, dataclass_transform
+from typing import Any, Literal, NamedTuple, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -235,24 +235,34 @@ def tied(configuration: Any) -> Any:
             pairs = zip(value, getattr(changed, to), strict=True)
             value = XYV(*(TIED * server if size is None and server is not None else size for size, server in pairs))
         elif to and value is None and (server := getattr(changed, to)) is not None:
-            value = TIED * (min(server) if isinstance(server, tuple) else server)
+            value = TIED * (jax.numpy.min(jax.numpy.asarray(server)) if isinstance(server, tuple) else server)
         elif dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
             value = tied(value)
         object.__setattr__(changed, field.name, value)
     return changed
 
 
-def open_steps(configuration: Any, within: str = "") -> dict[str, str]:
-    """The steps that are None and adapt, in parts too: x, y or v, whose they are, by path."""
-    found: dict[str, str] = {}
+class OpenStep(NamedTuple):
+    """A step that is None and adapts."""
+
+    part: Any  # the method, or the part of it, whose field it is
+    kind: str  # a StepKind, or "alone" where each client solves a system of its own
+    of: str  # x, y or v
+
+
+def open_steps(configuration: Any, within: str = "", alone: bool = False) -> dict[str, OpenStep]:
+    """List the steps that are None and adapt, in parts too, by path."""
+    found: dict[str, OpenStep] = {}
+    alone = alone or getattr(configuration, "alone", False)
     for field in dataclasses.fields(configuration):
         value, kind, path = getattr(configuration, field.name), field.metadata.get("adaptive"), within + field.name
         if kind and isinstance(value, XYV):
-            found |= {f"{path}.{of}": of for of, size in value._asdict().items() if size is None}
+            sizes = value._asdict().items()
+            found |= {f"{path}.{of}": OpenStep(configuration, kind, of) for of, size in sizes if size is None}
         elif kind and value is None:
-            found[path] = "x" if kind == "x" else "y"
+            found[path] = OpenStep(configuration, "alone" if alone else kind, "x" if kind == "x" else "y")
         elif dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
-            found |= open_steps(value, f"{path}.")
+            found |= open_steps(value, f"{path}.", alone)
     return found
 
 

@@ -299,15 +299,16 @@ def as_client(method: Any, own: Mapping[str, Array]) -> Any:
     """Return the method as a client has it: with its own numbers in the fields that they are for."""
     for path, number in own.items():
         if path != LOCAL_STEPS:
-            method = _replaced(method, path.split("."), number)
+            method = replaced(method, path.split("."), number)
     return tied(method)
 
 
-def _replaced(node: Any, path: list[str], number: Any) -> Any:
+def replaced(node: Any, path: list[str], number: Any) -> Any:
+    """Return a method, or a part or field of it, with a number in the field of this path."""
     if not path:
         return number
     name, *rest = path
-    inside = _replaced(getattr(node, name), rest, number)
+    inside = replaced(getattr(node, name), rest, number)
     if isinstance(node, XYV):
         return node._replace(**{name: inside})
     changed = copy.copy(node)

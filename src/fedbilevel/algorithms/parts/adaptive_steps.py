@@ -34,9 +34,8 @@ A message carries two numbers more, and a reply to a phase that measures three.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -46,25 +45,23 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.parts.local_steps import LocalDirections, Plain
-from fedbilevel.algorithms.parts.wrappers import OuterOptimizer, Submodels, Wrapper
+from fedbilevel.algorithms.parts.wrappers import KeepingFed, OuterOptimizer, Submodels, Wrapper
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, refuse_unless_allowed, takes_and_gives
 from fedbilevel.core.authored import with_x
 from fedbilevel.core.client import Client, Clients, RemoteClients
-from fedbilevel.core.config import open_steps, positive
+from fedbilevel.core.config import OpenStep, open_steps, positive
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.facts import Allows, Findings, No
-from fedbilevel.core.fed import Fed, LoopBody, Phase, Reply
-from fedbilevel.core.own import as_client
+from fedbilevel.core.fed import Fed, Phase, Reply
+from fedbilevel.core.own import as_client, replaced
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import XYV, PyTree, move, scaled
+from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.products import hess_v
 
 FIRST = 10  # products of a client that has made none
 FALL = 0.95  # what is left of a curvature, at least, from one measure to the next
 PRODUCTS = 0x4C  # of a phase's key, the stream of the products
 PROBE = 1e-3  # clients' step on x before any h is known
-Size = Callable[[Any, str, str], Any]
-"""(part, what its step is: see `positive`, or "alone"; of "x", "y" or "v") -> the step."""
 
 
 class Stiffness(NamedTuple):
@@ -189,12 +186,12 @@ class AdaptiveSteps(Wrapper):
     @property
     def adapted(self) -> set[str]:
         """Say of which of x, y and v steps are adapted."""
-        return set(open_steps(self.algorithm).values())
+        return {step.of for step in open_steps(self.algorithm).values()}
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         if clients.capacity is not None and not isinstance(self.algorithm.allows.submodels, No):
             refuse_unless_allowed(self, "submodels", "needs steps where Clients.capacity is given")
-        with_steps(self.algorithm, lambda part, kind, of: 0.0).check(problem, clients, x, y)
+        with_steps(self.algorithm, lambda open_: 0.0).check(problem, clients, x, y)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         return State(self.algorithm.init(x, y), Stiffness.unknown(), Squares.none())
@@ -203,32 +200,35 @@ class AdaptiveSteps(Wrapper):
         return ClientState(self.algorithm.client_state(problem, x, y), Vector.first(y))
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
-        steps = Steps(state.squares.step, state.curvature.step(self.y_lr))
-        method = with_steps(self.algorithm, lambda part, kind, of: steps.outer if of == "x" else steps.inner)
-        measured = MeasuringFed(fed, self, method, steps, state.curvature)
-        inside, squares = method.round(measured, state.inside, key), state.squares
+        measuring = self.measuring(fed, state)
+        inside, squares = measuring.method.round(measuring, state.inside, key), state.squares
         if "x" in self.adapted:
-            h = scaled(1 / steps.outer, optax.tree.sub(state.x, inside.x))
+            h = scaled(1 / measuring.steps.outer, optax.tree.sub(state.x, inside.x))
             squares, step = squares.after(h, self.x_lr)
             inside = with_x(self, inside, move(state.x, -step, h), "where its step adapts")
-        return State(inside, measured.known, squares)
+        return State(inside, measuring.kept, squares)
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         """Estimate it as the method inside does, with the steps that a round at (x, y) would leave to the next."""
-        measuring, estimate = jax.random.split(key)
-        before = AdaptiveSteps.round(self, fed, AdaptiveSteps.init(self, x, y), measuring)
-        steps = Steps(before.squares.step, before.curvature.step(self.y_lr))
-        method = with_steps(self.algorithm, lambda part, kind, of: steps.outer if of == "x" else steps.inner)
-        return method.hypergradient_at(MeasuringFed(fed, self, method, steps, before.curvature), x, y, estimate)
+        first, estimate = jax.random.split(key)
+        before = AdaptiveSteps.round(self, fed, AdaptiveSteps.init(self, x, y), first)
+        measuring = self.measuring(fed, before)
+        return measuring.method.hypergradient_at(measuring, x, y, estimate)
+
+    def measuring(self, fed: Fed, state: State) -> MeasuringFed:
+        """Make the `Fed` of a round, with the method that has the steps of this state."""
+        steps = Steps(state.squares.step, state.curvature.step(self.y_lr))
+        method = with_steps(self.algorithm, lambda open_: steps.outer if open_.of == "x" else steps.inner)
+        return MeasuringFed(fed, self, method, steps, state.curvature)
 
     def finished(self, state: State) -> Any:
         return self.algorithm.finished(state.inside)
 
     def findings(self, state: State) -> Findings:
         found = self.algorithm.findings(state.inside)
-        columns = {"curvature": state.curvature.largest, "x_step": state.squares.step}
-        keep = {"x_step"} if self.adapted == {"x"} else {"curvature"} if "x" not in self.adapted else set(columns)
-        return found._replace(columns=found.columns | {name: columns[name] for name in columns if name in keep})
+        of_y = {"curvature": state.curvature.largest} if self.adapted - {"x"} else {}
+        of_x = {"x_step": state.squares.step} if "x" in self.adapted else {}
+        return found._replace(columns=found.columns | of_y | of_x)
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         content, steps = message
@@ -274,17 +274,17 @@ class AdaptiveSteps(Wrapper):
             return jnp.ones(())
         return jnp.asarray(getattr(method, "local_optimizer", Plain()).total(client.local_steps(method.local_steps)))
 
-    def size(self, client: Client, steps: Steps, own: Array, part: Any, kind: str, of: str) -> Array:
+    def size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Array:
         """Return a client's step: that of all clients, or what its own curvature `own` bears, where that is known."""
-        if of == "x":
+        if open_.of == "x":
             return steps.outer
         step, bears = steps.inner, jnp.where(own > 0, 1 / jnp.where(own > 0, own, 1), jnp.inf)
-        if kind == "alone":
+        if open_.kind == "alone":
             return jnp.where(own > 0, self.y_lr * bears, step)
-        if kind == "shared":
+        if open_.kind == "shared":
             return step
-        tau = client.local_steps(part.local_steps)
-        several = bears * (tau if kind == "total" else 1)
+        tau = client.local_steps(open_.part.local_steps)
+        several = bears * (tau if open_.kind == "total" else 1)
         return jnp.where(tau > 1, jnp.minimum(step, several), step)
 
 
@@ -313,29 +313,20 @@ def unit(vector: PyTree) -> PyTree:
     return scaled(1 / jnp.where(norm > 0, norm, 1), vector)
 
 
-def with_steps(method: Any, size: Size, alone: bool = False) -> Any:
-    """Return a method, or a part, with size(part, kind, of) for its steps that are None, "alone" in own systems."""
-    changed = copy.copy(method)
-    alone = alone or getattr(method, "alone", False)
-    for field in fields(method):
-        value, kind = getattr(method, field.name), field.metadata.get("adaptive")
-        if kind and isinstance(value, XYV):
-            sizes = {of: size(method, kind, of) for of, one in value._asdict().items() if one is None}
-            value = value._replace(**sizes)
-        elif kind and value is None:
-            value = size(method, "alone" if alone else kind, "x" if kind == "x" else "y")
-        elif is_dataclass(value) and not isinstance(value, type):
-            value = with_steps(value, size, alone)
-        object.__setattr__(changed, field.name, value)  # nothing is checked again: numbers are of a traced round
+def with_steps(method: Algorithm, size: Callable[[OpenStep], Any]) -> Any:
+    """Return a method with a number for each step that is None."""
+    changed: Any = method
+    for path, open_ in open_steps(method).items():
+        changed = replaced(changed, path.split("."), size(open_))
     return changed
 
 
-class MeasuringFed:
-    """A `Fed` whose messages carry the step, and whose replies what clients measure."""
+class MeasuringFed(KeepingFed):
+    """A `Fed` whose messages carry the steps, and whose replies what clients measure, which it keeps."""
 
-    def __init__(self, fed: Fed, wrapper: AdaptiveSteps, method: Any, steps: Steps, known: Stiffness):
-        self.fed, self.wrapper, self.method, self.steps, self.known = fed, wrapper, method, steps, known
-        self.problem, self.sampled, self.repetition = fed.problem, fed.sampled, fed.repetition
+    def __init__(self, fed: Fed, wrapper: AdaptiveSteps, method: Any, steps: Steps, known: Stiffness) -> None:
+        super().__init__(fed, known, fed.sampled)
+        self.wrapper, self.method, self.steps = wrapper, method, steps
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
@@ -345,21 +336,8 @@ class MeasuringFed:
         if not self.wrapper.measures(phase):
             return update
         update, measured = update
-        self.known = self.known.after(measured)
+        self.kept = self.kept.after(measured)
         return update
 
     def sum_first(self, n: int, phase: Phase, *message: Any, **options: Any) -> PyTree:
         raise ConfigurationError(f"{self.wrapper.label} asks fed.sum_first, and cannot have AdaptiveSteps")
-
-    def repeat(
-        self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
-    ) -> PyTree:
-        """Repeat exchanges in a loop that carries what is measured with it."""
-
-        def threaded(fed: Fed, both: tuple[Any, Stiffness], key: Array) -> tuple[Any, Stiffness]:
-            inside = MeasuringFed(fed, self.wrapper, self.method, self.steps, both[1])
-            return body(inside, both[0], key), inside.known
-
-        done = None if until is None else (lambda both: until(both[0]))
-        carry, self.known = self.fed.repeat(n, threaded, (carry, self.known), key, until=done)
-        return carry

@@ -21,6 +21,7 @@ count exchanges in integers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite
@@ -301,7 +302,7 @@ class Asynchronous(Wrapper):
     def round(self, fed: Fed, state: State, key: Array) -> State:
         last = LastRepliesFed(fed, self, state.replies)
         inside = self.algorithm.round(last, state.inside, key)
-        return State(inside, last.replies)
+        return State(inside, last.kept)
 
     def finished(self, state: State) -> Any:
         return self.algorithm.finished(state.inside)
@@ -313,21 +314,43 @@ class Asynchronous(Wrapper):
         return found._replace(columns=found.columns | delays)
 
 
-class LastRepliesFed:
-    """A `Fed` whose mean is that of everyone's last replies, some of which are new."""
+class KeepingFed:
+    """A `Fed` that a wrapper gives the method inside; its loops carry what it keeps from exchange to exchange."""
+
+    def __init__(self, fed: Fed, kept: Any, sampled: bool) -> None:
+        self.fed, self.kept, self.sampled = fed, kept, sampled
+        self.problem, self.repetition = fed.problem, fed.repetition
+
+    def repeat(
+        self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
+    ) -> PyTree:
+        """Repeat exchanges in a loop that carries what is kept with it."""
+
+        def threaded(fed: Fed, both: tuple[Any, Any], key: Array) -> tuple[Any, Any]:
+            inside: Any = copy.copy(self)
+            inside.fed, inside.kept, inside.problem, inside.repetition = fed, both[1], fed.problem, fed.repetition
+            return body(inside, both[0], key), inside.kept
+
+        done = None if until is None else (lambda both: until(both[0]))
+        carry, self.kept = self.fed.repeat(n, threaded, (carry, self.kept), key, until=done)
+        return carry
+
+
+class LastRepliesFed(KeepingFed):
+    """A `Fed` whose mean is that of everyone's last replies, some of which are new; it keeps these by phase."""
 
     def __init__(self, fed: Fed, wrapper: Asynchronous, replies: dict[str, LastReplies]) -> None:
-        self.fed, self.wrapper, self.replies = fed, wrapper, replies
-        self.problem, self.sampled, self.repetition = fed.problem, False, fed.repetition
+        super().__init__(fed, replies, sampled=False)
+        self.wrapper = wrapper
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
         name = self.wrapper.phase_name(phase)
-        last, wait_for, max_staleness = self.replies[name], self.wrapper.wait_for, self.wrapper.max_staleness
+        last, wait_for, max_staleness = self.kept[name], self.wrapper.wait_for, self.wrapper.max_staleness
         delta = self.fed.sum_first(wait_for, phase, (message, last.exchanges), key, max_staleness=max_staleness)
         last = last.after(delta)
-        self.replies = {**self.replies, name: last}
+        self.kept = {**self.kept, name: last}
         if self.wrapper.delay_penalty == 0:
             return last.mean
         slower = 1 + self.wrapper.delay_penalty * last.delay
@@ -339,19 +362,6 @@ class LastRepliesFed:
 
     def sum_first(self, n: int, phase: Phase, *message: Any, **options: Any) -> PyTree:
         raise ConfigurationError(f"{self.wrapper.label} asks fed.sum_first itself, and cannot be Asynchronous")
-
-    def repeat(
-        self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
-    ) -> PyTree:
-        """Repeat exchanges in a loop that carries the replies with it."""
-
-        def threaded(fed: Fed, both: tuple[Any, dict[str, LastReplies]], key: Array) -> tuple[Any, Any]:
-            inside = LastRepliesFed(fed, self.wrapper, both[1])
-            return body(inside, both[0], key), inside.replies
-
-        done = None if until is None else (lambda both: until(both[0]))
-        carry, self.replies = self.fed.repeat(n, threaded, (carry, self.replies), key, until=done)
-        return carry
 
 
 def template(gives: PyTree, x: PyTree, y: PyTree) -> PyTree:
