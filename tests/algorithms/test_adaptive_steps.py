@@ -15,7 +15,7 @@ import pytest
 from alone import client_alone
 
 import fedbilevel as fb
-from fedbilevel.algorithms.parts.adaptive_steps import Steps, Stiffness
+from fedbilevel.algorithms.parts.adaptive_steps import Squares, Steps, Stiffness
 from fedbilevel.core.fed import Reply
 from fedbilevel.parts import SVRG, Implicit, LocalImplicit, LocalSGD, MeanGradient, Neumann, SystemSteps
 from fedbilevel.tasks import quadratic
@@ -147,13 +147,46 @@ def test_local_steps_and_their_sums_bear_unequal_work():
         assert abs(float(result.x) - 3) < 0.15
 
 
-def test_the_step_is_that_of_the_stiffer_sum():
-    """L Σ p a = 3·2 beside Σ p a L = 9 and 4; a curvature that is not a number is no step of 0."""
-    three, two, nine, four = map(jnp.asarray, (3.0, 2.0, 9.0, 4.0))
-    assert float(Stiffness(three, two, nine).step(1.0)) == pytest.approx(1 / 9)
-    assert float(Stiffness(three, two, four).step(1.0)) == pytest.approx(1 / 6)
-    assert float(Stiffness.unknown().step(1.0)) == 0
-    assert np.isnan(Stiffness(jnp.asarray(jnp.nan), two, four).step(1.0))
+def test_the_server_s_step_is_the_longer_of_two_safe_ones():
+    """L Σ p a = 3·2 beside Σ p a L = 9 and 4, for sums that clients do not drift in; √r c/L beside them, over
+    Σ p a Σ p/a = 2·2 where that is 4. A curvature that is not a number is no step of 0."""
+    known = Stiffness(*map(jnp.asarray, (3.0, 2.0, 0.5, 9.0, 0.0)))
+    assert list(map(float, known.steps(1.0))) == pytest.approx([1 / 9, 0])
+    assert list(map(float, known._replace(summed=jnp.asarray(4.0)).steps(1.0))) == pytest.approx([1 / 6, 0])
+    alike = known._replace(agreement=jnp.asarray(0.81))
+    assert list(map(float, alike.steps(0.5))) == pytest.approx([0.9 * 0.5 / 3, 0.9 * 0.5 / 3])
+    assert list(map(float, alike._replace(inverse=jnp.asarray(2.0)).steps(1.0))) == pytest.approx([1 / 9, 0.3])
+    assert list(map(float, Stiffness.unknown().steps(1.0))) == [0, 0]
+    assert np.isnan(alike._replace(largest=jnp.asarray(jnp.nan)).steps(1.0)).all()
+
+
+@pytest.mark.parametrize("method", [fb.SimFBO, fb.FedBiO, fb.ShroFBO])
+def test_clients_that_are_alike_go_on_by_all_their_local_steps(method):
+    """r = 1: y_N = y* + (I − ½A/L)^{τ(N−1)} (0 − y*), as if there were one client; round 0 measures. FedBiO's replies
+    are steps themselves, 0 in round 0, so that r is known a round later, and round 1 is by ½/(τL). With τ = 8, 1, 3
+    none leaves the contraction either, and y comes to y*."""
+    (problem, clients), _, _ = stiffening(10.0)
+    outer, inner = clients.outer.row(0), clients.inner.row(0)
+    a, c = inner["A"][0], inner["c"][0]
+    steps = {"client_lr" if method is fb.FedBiO else "server_lr": fb.XYV(x=1e-12, y=None, v=None)}
+    made = fb.AdaptiveSteps(method(batch_size=None, local_steps=4, **steps), y_lr=0.5)
+    star = np.linalg.solve(a, c)
+    later = method is fb.FedBiO
+    run = played(made, (problem, fb.Clients([outer] * 3, [inner] * 3, weights=WEIGHTS)), 6 + later)
+    ratio = 0.5 * a / np.linalg.eigvalsh(a)[-1]
+    left = np.linalg.matrix_power(np.eye(DIM) - ratio, 4 * 5)
+    left = left @ np.linalg.matrix_power(np.eye(DIM) - ratio / 4, 4 * later)
+    np.testing.assert_allclose(run.y, star - left @ star, rtol=1e-5, atol=1e-6)
+    unequal = fb.Clients([outer] * 3, [inner] * 3, weights=WEIGHTS, local_steps=[8, 1, 3])
+    np.testing.assert_allclose(played(made, (problem, unequal), 150).y, star, rtol=1e-4)
+
+
+def test_clients_that_differ_do_not_drift_where_they_come_to_rest():
+    """With steps of 1/L, τ = 10 local steps leave y where drifts cancel; there r goes to 0, and drifts with it."""
+    (problem, clients), x, y = stiffening(10.0)
+    run = played(fb.SimFBO(batch_size=None, local_steps=10), (problem, clients), 1_500)
+    np.testing.assert_allclose(run.y * 10 ** (float(run.x) - x), y, rtol=0.02, atol=0.02 * np.abs(y).max())
+    assert float(run.state.curvature.agreement) < 1e-4
 
 
 def test_one_product_a_round_follows_a_hessian_that_turns_and_grows():
@@ -175,7 +208,7 @@ def test_one_product_a_round_follows_a_hessian_that_turns_and_grows():
         there = fb.XYV(x, jnp.zeros(2), jnp.zeros(2))
         own = dataclasses.replace(client, state=kept)
         reply: Reply = method.run_phase(
-            "local_updates", own, (there, Steps(jnp.asarray(0.1), jnp.asarray(0.1))), jax.random.key(0)
+            "local_updates", own, (there, Steps(*map(jnp.asarray, (0.1, 0.1, 0.1)))), jax.random.key(0)
         )
         return reply.state, reply.update[1].largest, reply.hvps
 
@@ -186,22 +219,23 @@ def test_one_product_a_round_follows_a_hessian_that_turns_and_grows():
 
 
 def test_costs_are_the_methods_and_those_of_the_measures():
-    """Three clients, 7 rounds: FIRST products of each, then one; a message carries two numbers more, and a reply that
-    measures three. FedNest measures with q, once in each of its T = 2 inner rounds. Steps on x alone: no product."""
+    """Three clients, 7 rounds: FIRST products of each, then one; a message carries three numbers more, and a reply that
+    measures five. FedNest measures with q, once in each of its T = 2 inner rounds. Steps on x alone: no product."""
     problem, _, _ = stiffening(10.0)
     fednest = fb.FedNest(inner=SVRG(rounds=2), batch_size=None, outer_lr=0.02)
     for method, often in ((EXACT["SimFBO"], 1), (fednest, 2)):
         plain, followed = (played(one, problem, 7).ledger for one in (fixed(method), method))
         assert followed.hvps == plain.hvps + 3 * (10 + (7 * often - 1))
         assert followed.gradients == plain.gradients
-        assert followed.bytes_down == plain.bytes_down + 2 * 8 * plain.replies
-        assert followed.bytes_up == plain.bytes_up + 3 * 8 * 3 * 7 * often
+        assert followed.bytes_down == plain.bytes_down + 3 * 8 * plain.replies
+        assert followed.bytes_up == plain.bytes_up + 5 * 8 * 3 * 7 * often
     x_alone = fb.SimFBO(server_lr=fb.XYV(x=None, y=STEP, v=STEP), client_lr=0.02, **LOOP)
     assert played(x_alone, problem, 7).ledger.hvps == 3 * 7 * 2
 
 
 def test_steps_on_x_are_those_of_adagrad_norm():
-    """∇Φ = x − 3e, y apart: α_t = η √d/√Σ_{s≤t} ‖h_s‖², in NumPy; no step where every h was 0."""
+    """∇Φ = x − 3e, y apart: α_t = r_t/√Σ_{s≤t} ‖h_s‖², r_t = min(η √d, max(η, η‖x_0‖, max ‖x_s − x_0‖)), in NumPy; no
+    step where every h was 0."""
     e, x = np.array([1.0, -2.0, 3.0]), np.zeros(3)
     problem = fb.Bilevel(
         lambda x, y, batch: jnp.sum((x - 3 * batch.mean(0)) ** 2) / 2, lambda x, y, batch: jnp.vdot(y, y) / 2
@@ -210,15 +244,52 @@ def test_steps_on_x_are_those_of_adagrad_norm():
     for method in (fb.SimFBO, fb.FedNest, fb.AFBO, fb.AggITD, fb.RABO, fb.FedBiO):
         method = method(batch_size=None, **({"local_steps": 1} if hasattr(method, "local_steps") else {}))
         run = fb.solve(method, *given, np.zeros(3), np.zeros(2), rounds=5, eval_every=1)
-        x, total = np.zeros(3), 0.0
+        x, total, far = np.zeros(3), 0.0, 0.0
         for _ in range(5):
-            h = x - 3 * e
-            total += h @ h / 3
-            x = x - 0.2 / np.sqrt(total) * h
+            h, far = x - 3 * e, max(far, np.linalg.norm(x))
+            total += h @ h
+            step = min(0.2 * np.sqrt(3), max(0.2, far)) / np.sqrt(total)
+            x = x - step * h
+        assert far > 0.2 * np.sqrt(3)
         np.testing.assert_allclose(run.x, x, rtol=1e-6)
-        assert run.history["x_step"][-1] == pytest.approx(0.2 / np.sqrt(total), rel=1e-6)
+        assert run.history["x_step"][-1] == pytest.approx(step, rel=1e-6)
     at_rest = fb.solve(fb.SimFBO(batch_size=None), *given, 3 * e, np.zeros(2), rounds=3)
     np.testing.assert_array_equal(at_rest.x, 3 * e)
+
+
+def test_the_first_step_on_a_network_is_a_part_of_its_length_and_clients_are_careful():
+    """x_0 = (3, 4), 50 times: d = 100, ‖x_0‖ = 35: r_0 is η √d = 2, and a client's a twentieth, 0.1. Of a tenth of that
+    x_0, r_0 is η‖x_0‖ = 0.2·√12.5."""
+    whole, small = jnp.tile(jnp.asarray([3.0, 4.0]), 50), jnp.tile(jnp.asarray([0.3, 0.4]), 50)
+    h = jnp.zeros(100).at[0].set(10.0)
+    first = Squares.none(whole).after(whole, h, 0.2)
+    assert [float(first.step), float(first.own)] == pytest.approx([2 / 10, 0.1 / 10 * 1e-3])
+    again = first.after(whole, h, 0.2)
+    assert [float(again.step), float(again.own)] == pytest.approx([0.2 / 2**0.5, 0.01 / 2**0.5 / 2**0.5])
+    grown = again.after(whole, 100 * h, 0.2)
+    assert float(grown.own) == pytest.approx(float(grown.step) / 20 * float(grown.step / again.step))
+    part = Squares.none(small).after(small, h, 0.2)
+    assert float(part.step) == pytest.approx(0.2 * 12.5**0.5 / 10)
+    nothing = Squares.none(whole).after(whole, 0 * h, 0.2)
+    assert [float(nothing.step), float(nothing.own)] == [0, pytest.approx(1e-2)]
+
+
+@pytest.mark.parametrize("method", [fb.SimFBO, fb.FedNest, fb.AFBO, fb.RABO, fb.AggITD, fb.FedBiO])
+def test_a_hypergradient_far_below_x_is_not_rounded_off(method):
+    """∇Φ = 10^-6 (x − 3e) at x near −4, in single precision, whose steps there are 5e-7: a first step of 10^-3 h is
+    less. In ten rounds x goes on by η at least."""
+    problem = fb.Bilevel(lambda x, y, batch: 1e-6 * jnp.sum((x - 3) ** 2) / 2, lambda x, y, batch: jnp.vdot(y, y) / 2)
+    clients = fb.Clients([np.ones((1, 1), np.float32)] * 2)
+    start = np.full(3, -4, np.float32)
+    run = fb.solve(method(batch_size=None), problem, clients, start, np.zeros(2, np.float32), rounds=10)
+    assert run.x.dtype == np.float32
+    assert np.all(np.asarray(run.x) > -3.8)
+
+
+def test_an_inner_loss_without_curvature_is_said():
+    problem = fb.Bilevel(lambda x, y, batch: jnp.sum(x**2), lambda x, y, batch: jnp.sum(x) * jnp.sum(y))
+    with pytest.warns(UserWarning, match="no curvature in y where the run is"):
+        fb.solve(fb.SimFBO(batch_size=None), problem, fb.Clients([np.ones((1, 1))]), np.ones(2), np.ones(2), rounds=2)
 
 
 def test_a_client_s_step_that_is_none_is_a_twentieth_of_the_servers():
@@ -268,6 +339,7 @@ def test_what_cannot_be_adapted_says_why():
     small = fb.Clients(clients.outer, clients.inner, capacity=0.5)
     for make, words in (
         (lambda: fb.AdaptiveSteps(fb.SimFBO(), y_lr=2.0), "y_lr = 2.0 is not allowed: it must be below 2"),
+        (lambda: fb.AdaptiveSteps(fb.SimFBO(), y_lr=np.float32(2.5)), "it must be below 2"),
         (lambda: fb.AdaptiveSteps(fb.FedAvg()), "a method with steps that are None"),
         (lambda: fb.AdaptiveSteps(given), "a method with steps that are None"),
         (lambda: fb.AdaptiveSteps(steps), "'SimFBO in AdaptiveSteps' is not allowed"),

@@ -314,7 +314,7 @@ def test_v_may_begin_anywhere_in_the_ball():
             return super().init(x, y)._replace(iterate=fb.XYV(x, y, jnp.asarray(exact.v)))
 
     for method, still in [(Warm, True), (fb.SimFBO, False)]:
-        x = fb.solve(method(batch_size=None), task.problem, task.clients, exact.x, exact.y, rounds=3).x
+        x = fb.solve(fixed(method(batch_size=None)), task.problem, task.clients, exact.x, exact.y, rounds=3).x
         assert (relative_error(x, exact.x) < 1e-12) == still
 
 

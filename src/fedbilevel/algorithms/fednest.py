@@ -119,7 +119,7 @@ class Epochs(Nested):
         outer_steps: τ_i, a client's local steps on x in a round, which may be its own (`Clients.own`).
     """
 
-    outer_lr: float = positive(default=None, adaptive="x")
+    outer_lr: float = positive(default=None, adaptive="local x")
     inner: Any
     outer_steps: int = positive_integer(default=1, own=True)
 
@@ -213,7 +213,7 @@ class LFedNest(Nested):
 
     inner: LocalSGD | SVRG = LocalSGD()
     hypergradient: LocalImplicit = LocalImplicit()
-    outer_lr: float = positive(default=None, own=True, adaptive="x")
+    outer_lr: float = positive(default=None, own=True, adaptive="local x")
     outer_steps: int = positive_integer(default=1, own=True)
     joint: bool = static(default=False)
 

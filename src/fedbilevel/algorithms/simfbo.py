@@ -93,8 +93,9 @@ class SingleLoop(LocalDirections):
         server_lr: γ, the server's step sizes for x, y and v: numbers or schedules over rounds; a single value serves
             all three. In a round the server moves by γ times the mean of the sums that clients make of their
             directions. None, for each: adapted (`AdaptiveSteps`).
-        client_lr: η, a client's step sizes, in the same forms; None, for each: a twentieth of γ. They only decide how
-            far each client goes while it sums its directions, and so how far clients drift apart.
+        client_lr: η, a client's step sizes, in the same forms; None, for each: adapted, or a twentieth of a γ that is
+            given. They only decide how far each client goes while it sums its directions, and so how far clients drift
+            apart.
         radius: r, the radius of the ball that v is projected on, in the norm of y; r = L_f/μ_g in theory; infinity does
             not project.
         local_optimizer: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`), or
@@ -102,7 +103,7 @@ class SingleLoop(LocalDirections):
         server_optimizer: an optax optimizer of learning rate 1, fed with q; its updates are scaled by γ.
     """
 
-    client_lr: XYV = step_sizes(default=None, own=True, tied="server_lr")
+    client_lr: XYV = step_sizes(default=None, own=True, adaptive="drift", tied="server_lr")
     server_lr: XYV = step_sizes(default=None, adaptive="shared")
     radius: float = positive(default=float("inf"))
     local_optimizer: Plain | Momentum | Proximal | Mixed | Anchored | LocalOptimizer = Plain()

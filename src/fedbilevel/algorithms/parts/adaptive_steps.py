@@ -12,24 +12,36 @@ L_i comes to the largest eigenvalue, from below, and L = Σ p_i L_i to a bound o
 a rise at once, and a fall by the factor FALL in a round. In the next round c/L, c = `y_lr`, is
 
     a step on y or v that is the same for all, or the total of a client's τ_i local steps
-    with L Σ p_i a_i, or Σ p_i a_i L_i if that is more, for L where the server moves along sums of a_i local directions:
-        SimFBO, ShroFBO, FedBiO
     with L_i for L where each client solves a system of its own: `LocalImplicit`, `Coordinates`
 
-and no local step of several is above 1/L_i. In round 0 L is not known, and these steps are 0. Where local steps are at
-most 1/L_i, (I − sH_i)^τ is a contraction, and so is the mean of these.
+and no local step of several is above 1/L_i. In round 0 L is not known, and these steps are 0.
+
+Where the server moves along the mean q of sums q_i of a_i local directions (SimFBO, ShroFBO, FedBiO), two steps are
+safe. One is that of a single step along the mean gradient, c/(L Σ p a), or c/(Σ p a L_i) if that is less: clients then
+need not drift at all, and their local steps bring nothing but larger batches. The other is a client's own, η ≤ 1/L_i:
+(I − ηH_i)^a is a contraction, and so is the mean of these, a times as fast where clients are alike; where they are not,
+it comes to rest elsewhere. How much they are alike is seen in what they reply, in the parts shaped like y:
+
+    r = ‖q‖² / Σ p_i ‖q_i‖²      1: all go the same way;  0: they go apart, or are at rest, and only drift is left
+
+So clients step by η = c √r/L, and the server by the larger of c √r/(L Σ p a Σ p/a) and the safe step of the first kind.
+Divya Jhunjhunwala et al., "FedExP", ICLR 2023, extrapolate by 1/r where we shorten clients' steps by √r.
 
 x. What a round takes from x is its step times a direction h_t, an estimate of the hypergradient, of d entries. With
-η = `x_lr`, AdaGrad-norm in root mean squares moves the entries of x in their first step by η, whatever the scale of h:
+η = `x_lr`, it is the step of AdaGrad-norm, whose numerator is as far as x has come, as in DoG, within bounds:
 
-    α_t = η √d / √(Σ_{s≤t} ‖h_s‖²),   x ← x − α_t h_t
+    α_t = r_t / √(Σ_{s≤t} ‖h_s‖²),   r_t = min(η √d, max(η, η‖x_0‖, max_{s≤t} ‖x_s − x_0‖)),   x ← x − α_t h_t
 
 R. Ward, X. Wu and L. Bottou, "AdaGrad stepsizes: sharp convergence over nonconvex landscapes", JMLR 2020; in bilevel
-optimization AdaSDBO (NeurIPS 2025) has it without clients. Their numerators are to be chosen; √d is because the entries
-of x, not its norm, have a known order where they are logarithms, logits or weights. In round t clients step by α_{t−1},
-in round 0 by PROBE, and the server makes α_t of it.
+optimization AdaSDBO (NeurIPS 2025) has it without clients. M. Ivgi, O. Hinder and Y. Carmon, "DoG is SGD's best
+friend", ICML 2023. The bound η √d is a change by η in root mean square, an order that is known where the entries of x
+are logarithms, logits or weights of samples: x does not outrun y. Those of a network are many, and better not all moved
+so far at once: its first step is η of its length. A step that the server alone makes is LONG, so that h is not rounded
+off in x, and is made α_t. A client's own in round t + 1 is α_t, but with η √d/20 for r_t where that is less: else it
+leaves where its step on y is safe; times α_t/α_{t−1}, at most 1 and at least PROBE: else it does where h has just
+grown; and before any h it is PROBE, and ten times as much in each round, up to 1.
 
-A message carries two numbers more, and a reply to a phase that measures three.
+A message carries three numbers more, and a reply to a phase that measures five.
 """
 
 from __future__ import annotations
@@ -43,13 +55,14 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
+from jax.core import Tracer
 
 from fedbilevel.algorithms.parts.local_steps import LocalDirections, Plain
 from fedbilevel.algorithms.parts.wrappers import KeepingFed, OuterOptimizer, Submodels, Wrapper
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, refuse_unless_allowed, takes_and_gives
 from fedbilevel.core.authored import with_x
 from fedbilevel.core.client import Client, Clients, RemoteClients
-from fedbilevel.core.config import OpenStep, open_steps, positive
+from fedbilevel.core.config import TIED, OpenStep, Schedule, open_steps, positive
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.facts import Allows, Findings, No
 from fedbilevel.core.fed import Fed, Phase, Reply
@@ -62,52 +75,81 @@ FIRST = 10  # products of a client that has made none
 FALL = 0.95  # what is left of a curvature, at least, from one measure to the next
 PRODUCTS = 0x4C  # of a phase's key, the stream of the products
 PROBE = 1e-3  # clients' step on x before any h is known
+LONG = 1e6  # the server's step on x, from which h is found
+FLAT = (
+    "the inner loss has no curvature in y where the run is, so that steps on y that adapt are 0: give numbers for them"
+)
+
+
+class Measured(NamedTuple):
+    """What a client tells with its reply."""
+
+    largest: Array  # L_i
+    work: Array  # a_i, directions in a sum that the server moves along
+    inverse: Array  # 1/a_i
+    summed: Array  # a_i L_i
+    square: Array  # ‖q_i‖²
 
 
 class Stiffness(NamedTuple):
     """What the server knows of all clients."""
 
     largest: Array  # Σ p_i L_i; 0 before anyone has measured
-    work: Array  # Σ p_i a_i, directions in a sum that the server moves along
+    work: Array  # Σ p_i a_i
+    inverse: Array  # Σ p_i/a_i
     summed: Array  # Σ p_i a_i L_i
+    agreement: Array  # r
 
     @classmethod
     def unknown(cls) -> Stiffness:
-        return cls(jnp.zeros(()), jnp.zeros(()), jnp.zeros(()))
+        return cls(*jnp.zeros((len(cls._fields),)))
 
-    def after(self, measured: Stiffness) -> Stiffness:
-        """Follow what was measured: a rise at once, a fall by FALL at most."""
-        return jax.tree.map(lambda old, new: jnp.maximum(FALL * old, new), self, measured)
+    def after(self, measured: Measured, square: Array) -> Stiffness:
+        """Follow what was measured, and ‖q‖²: a rise of what curves at once, a fall by FALL at most."""
+        some = measured.square > 0
+        agreement = jnp.where(some, square / jnp.where(some, measured.square, 1), 0)
+        rises = (jnp.maximum(FALL * old, new) for old, new in zip(self[:-1], measured[:-1], strict=True))
+        largest, work, inverse, summed = rises
+        return Stiffness(largest, work, inverse, summed, jnp.minimum(agreement, 1).astype(self.agreement.dtype))
 
-    def step(self, fraction: Any) -> Array:
-        """Return c over the larger of L Σ p_i a_i and Σ p_i a_i L_i; 0 where they are not known."""
-        total = jnp.maximum(self.largest * self.work, self.summed)
-        return jnp.where(total == 0, 0, fraction / jnp.where(total == 0, 1, total))  # NaN goes on, to be found in y
+    def steps(self, fraction: Any) -> tuple[Array, Array]:
+        """Return the server's step on y and v, and a client's; 0 where nothing is known."""
+        safe = over(fraction, jnp.maximum(self.largest * self.work, self.summed))
+        own = jnp.sqrt(self.agreement) * over(fraction, self.largest)
+        return jnp.maximum(safe, over(own, self.work * self.inverse)), own
 
 
 class Squares(NamedTuple):
     """What the server keeps of the hypergradients so far."""
 
-    total: Array  # Σ ‖h_s‖²/d
-    step: Array  # α of the last round, PROBE before
+    total: Array  # Σ ‖h_s‖²
+    step: Array  # α of the last round, 0 before
+    own: Array  # a client's step
+    start: PyTree  # x_0
+    far: Array  # max ‖x_s − x_0‖
 
     @classmethod
-    def none(cls) -> Squares:
-        return cls(jnp.zeros(()), jnp.asarray(PROBE))
+    def none(cls, x: PyTree) -> Squares:
+        return cls(jnp.zeros(()), jnp.zeros(()), jnp.asarray(PROBE), x, jnp.zeros(()))
 
-    def after(self, h: PyTree, lr: Any) -> tuple[Squares, Array]:
-        """Add h; return what to keep, and α_t, which is 0 as long as every h was 0."""
-        size = sum(leaf.size for leaf in jax.tree.leaves(h))
-        total = self.total + (optax.tree.norm(h, squared=True) / size).astype(self.total.dtype)
-        step = jnp.where(total > 0, lr / jnp.sqrt(jnp.where(total > 0, total, 1)), 0)
-        return Squares(total, jnp.where(total > 0, step, PROBE)), step
+    def after(self, x: PyTree, h: PyTree, lr: Any) -> Squares:
+        """Add h, found at x."""
+        norm = lambda tree: optax.tree.norm(tree).astype(self.total.dtype)  # noqa: E731
+        bound = lr * sum(leaf.size for leaf in jax.tree.leaves(h)) ** 0.5
+        far = jnp.maximum(self.far, norm(optax.tree.sub(x, self.start)))
+        r = jnp.minimum(bound, jnp.maximum(lr * jnp.maximum(1, norm(self.start)), far))
+        total = self.total + norm(h) ** 2
+        step = over(r, jnp.sqrt(total))
+        own = over(jnp.minimum(r, TIED * bound), jnp.sqrt(total)) * jnp.clip(over(step, self.step), PROBE, 1)
+        return Squares(total, step, jnp.where(total == 0, jnp.minimum(10 * self.own, 1), own), self.start, far)
 
 
 class Steps(NamedTuple):
-    """The server's steps of a round, which messages carry."""
+    """The steps of a round, which messages carry."""
 
-    outer: Array
+    outer: Array  # a client's, on x
     inner: Array
+    drift: Array  # a client's, on y and v, where they only decide how far it drifts
 
 
 class Vector(NamedTuple):
@@ -163,7 +205,7 @@ class AdaptiveSteps(Wrapper):
     def validate(self) -> None:
         check_algorithm(self.algorithm)
         c, name = self.y_lr, "AdaptiveSteps.algorithm"
-        require(not isinstance(c, int | float) or c < 2, "AdaptiveSteps.y_lr", c, "below 2")
+        require(isinstance(c, Tracer | Schedule) or c < 2, "AdaptiveSteps.y_lr", c, "below 2")
         allowed = "a method with steps that are None, such as SimFBO(), FedNest() or AFBO()"
         twice = isinstance(self.algorithm, AdaptiveSteps)
         require(bool(self.adapted) and not twice, name, self.algorithm.label + " in AdaptiveSteps" * twice, allowed)
@@ -174,7 +216,8 @@ class AdaptiveSteps(Wrapper):
 
     @property
     def allows(self) -> Allows:
-        numbers = f"; give numbers for {', '.join(open_steps(self.algorithm))}"
+        open_ = (path for path, step in open_steps(self.algorithm).items() if step.kind != "drift")
+        numbers = f"; give numbers for {', '.join(open_)}"
         return Allows(
             late=No(f"its steps are those of this round's curvature, and late replies are made of other ones{numbers}"),
             submodels=No(f"curvature is that of the whole y, and a client that holds a part has another one{numbers}"),
@@ -194,7 +237,7 @@ class AdaptiveSteps(Wrapper):
         with_steps(self.algorithm, lambda open_: 0.0).check(problem, clients, x, y)
 
     def init(self, x: PyTree, y: PyTree) -> State:
-        return State(self.algorithm.init(x, y), Stiffness.unknown(), Squares.none())
+        return State(self.algorithm.init(x, y), Stiffness.unknown(), Squares.none(x))
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> ClientState:
         return ClientState(self.algorithm.client_state(problem, x, y), Vector.first(y))
@@ -203,9 +246,9 @@ class AdaptiveSteps(Wrapper):
         measuring = self.measuring(fed, state)
         inside, squares = measuring.method.round(measuring, state.inside, key), state.squares
         if "x" in self.adapted:
-            h = scaled(1 / measuring.steps.outer, optax.tree.sub(state.x, inside.x))
-            squares, step = squares.after(h, self.x_lr)
-            inside = with_x(self, inside, move(state.x, -step, h), "where its step adapts")
+            h = scaled(1 / self.taken(measuring.steps), optax.tree.sub(state.x, inside.x))
+            squares = squares.after(state.x, h, self.x_lr)
+            inside = with_x(self, inside, move(state.x, -squares.step, h), "where its step adapts")
         return State(inside, measuring.kept, squares)
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
@@ -217,18 +260,24 @@ class AdaptiveSteps(Wrapper):
 
     def measuring(self, fed: Fed, state: State) -> MeasuringFed:
         """Make the `Fed` of a round, with the method that has the steps of this state."""
-        steps = Steps(state.squares.step, state.curvature.step(self.y_lr))
-        method = with_steps(self.algorithm, lambda open_: steps.outer if open_.of == "x" else steps.inner)
+        steps = Steps(state.squares.own, *state.curvature.steps(self.y_lr))
+        method = with_steps(self.algorithm, lambda open_: self.taken(steps) if open_.of == "x" else steps.inner)
         return MeasuringFed(fed, self, method, steps, state.curvature)
+
+    def taken(self, steps: Steps) -> Any:
+        """Return the step on x of the method inside, from which h is found."""
+        clients_too = any(open_.kind in ("local", "local x") for open_ in open_steps(self.algorithm).values())
+        return steps.outer if clients_too else LONG
 
     def finished(self, state: State) -> Any:
         return self.algorithm.finished(state.inside)
 
     def findings(self, state: State) -> Findings:
-        found = self.algorithm.findings(state.inside)
-        of_y = {"curvature": state.curvature.largest} if self.adapted - {"x"} else {}
+        found, known = self.algorithm.findings(state.inside), state.curvature
+        of_y = {"curvature": known.largest} if self.adapted - {"x"} else {}
         of_x = {"x_step": state.squares.step} if "x" in self.adapted else {}
-        return found._replace(columns=found.columns | of_y | of_x)
+        flat = bool(of_y) and float(known.work) > 0 and float(known.largest) == 0
+        return found._replace(columns=found.columns | of_y | of_x, warning=FLAT if flat else found.warning)
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         content, steps = message
@@ -244,7 +293,8 @@ class AdaptiveSteps(Wrapper):
         if products is None:
             return reply
         work = self.directions_of(client)
-        measured = Stiffness(vector.largest, work, (work * vector.largest).astype(vector.largest.dtype))
+        told = vector.largest, work, 1 / work, work * vector.largest, square_of_y(phase, reply.update)
+        measured = Measured(*(number.astype(vector.largest.dtype) for number in told))
         return reply._replace(update=(reply.update, measured), hvps=reply.hvps + products)
 
     def measures(self, phase: Phase) -> bool:
@@ -277,12 +327,14 @@ class AdaptiveSteps(Wrapper):
     def size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Array:
         """Return a client's step: that of all clients, or what its own curvature `own` bears, where that is known."""
         if open_.of == "x":
-            return steps.outer
+            return steps.outer if open_.kind == "drift" else self.taken(steps)
         step, bears = steps.inner, jnp.where(own > 0, 1 / jnp.where(own > 0, own, 1), jnp.inf)
         if open_.kind == "alone":
             return jnp.where(own > 0, self.y_lr * bears, step)
         if open_.kind == "shared":
             return step
+        if open_.kind == "drift":
+            return jnp.minimum(steps.drift, bears)
         tau = client.local_steps(open_.part.local_steps)
         several = bears * (tau if open_.kind == "total" else 1)
         return jnp.where(tau > 1, jnp.minimum(step, several), step)
@@ -295,7 +347,7 @@ def adaptive(algorithm: Algorithm, problem: Problem) -> Algorithm:
         ConfigurationError: they are inside a wrapper that allows no such steps.
     """
     solved = problem.implicit_term == "inverse"  # there is a system for v
-    if not any(solved or "hypergradient" not in path for path in open_steps(algorithm)):
+    if not any(solved or "hypergradient" not in path.split(".") for path in open_steps(algorithm)):
         return algorithm
     if isinstance(algorithm, AdaptiveSteps):
         return algorithm
@@ -305,6 +357,18 @@ def adaptive(algorithm: Algorithm, problem: Problem) -> Algorithm:
         entry = "submodels" if isinstance(algorithm, Submodels) else "late"
         refuse_unless_allowed(AdaptiveSteps(algorithm.algorithm), entry, f"needs steps in {type(algorithm).__name__}")
     return AdaptiveSteps(algorithm)
+
+
+def square_of_y(phase: Phase, update: PyTree) -> Array:
+    """Return the squared norm of what in an update is shaped like y."""
+    parts: list[PyTree] = []
+    jax.tree.map(lambda kind, part: parts.append(part) if kind == "y" else None, takes_and_gives(phase)[1], update)
+    return jnp.asarray(optax.tree.norm(parts, squared=True))
+
+
+def over(numerator: Any, denominator: Any) -> Array:
+    """Return the quotient, or 0 where the denominator is 0; NaN goes on, to be found in x or y."""
+    return jnp.where(denominator == 0, 0, numerator / jnp.where(denominator == 0, 1, denominator))
 
 
 def unit(vector: PyTree) -> PyTree:
@@ -336,7 +400,7 @@ class MeasuringFed(KeepingFed):
         if not self.wrapper.measures(phase):
             return update
         update, measured = update
-        self.kept = self.kept.after(measured)
+        self.kept = self.kept.after(measured, square_of_y(phase, update))
         return update
 
     def sum_first(self, n: int, phase: Phase, *message: Any, **options: Any) -> PyTree:
