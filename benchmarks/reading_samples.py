@@ -49,7 +49,7 @@ class Server:
         self.truth = digits.train_images.reshape(-1, 64)[:SAMPLES].astype(float)
         outer = {"image": self.truth, "label": digits.train_labels[:SAMPLES]}
         self.x0 = {"weight": jnp.zeros((64, CLASSES)), "bias": jnp.zeros(CLASSES)}
-        algorithm = fb.FedAvg(local_steps=1, outer_lr=1.0, batch_size=batch_size)
+        algorithm = fb.FedAvg(local_steps=1, lr=1.0, batch_size=batch_size)
         folder = Path(tempfile.mkdtemp()) if privacy else None
         problem, own = fb.SingleLevel(loss), {"limits": limits, "privacy": privacy, "folder": folder}
         self.runtime = ClientRuntime(Site(id=0, algorithm=algorithm, problem=problem, x0=self.x0, outer=outer, **own))

@@ -135,7 +135,7 @@ def test_step_sizes_of_clients_are_those_of_their_own_loops(task):
 
 def test_a_table_of_steps_is_followed_round_by_round(task):
     """Two rounds are one with the first row, and one with the second from where that ended."""
-    method = fb.FedAvg(outer_lr=0.1, batch_size=None)
+    method = fb.FedAvg(lr=0.1, batch_size=None)
     problem = fb.SingleLevel(lambda x, batch: task.problem.outer(x, task.y0, batch))
     table = np.array([STEPS, STEPS[::-1]])
 

@@ -21,7 +21,7 @@ AGREEMENT = {
 }
 LEARNS = {fb.FedAvg: "classification", fb.FedLin: "classification"}
 
-DIM, LR, ROUNDS = 3, 0.4, 2_000
+DIM, LR, STEP, ROUNDS = 3, 0.4, 0.15, 2_000
 WORK = np.array([1, 2, 3, 5])
 
 
@@ -52,10 +52,11 @@ def ends():
     """(x after one round, result) of each method, from x = 1."""
     clients, *_ = population()
 
-    def play(cls, **options):
-        return fb.solve(cls(outer_lr=LR, batch_size=None), PROBLEM, clients, np.ones(DIM), **options)
+    def play(method, **options):
+        return fb.solve(method, PROBLEM, clients, np.ones(DIM), **options)
 
-    return {cls: (play(cls, rounds=1).x, play(cls, rounds=ROUNDS)) for cls in (fb.FedLin, fb.FedAvg)}
+    methods = fb.FedLin(outer_lr=LR, batch_size=None), fb.FedAvg(lr=STEP, batch_size=None)
+    return {type(method): (play(method, rounds=1).x, play(method, rounds=ROUNDS)) for method in methods}
 
 
 def test_fedlin_ends_at_the_solution(ends):
@@ -69,8 +70,7 @@ def test_fedavg_ends_at_its_own_fixed_point(ends):
     clients, hessians, q = population()
     own = [np.linalg.solve(h, r) for h, r in zip(hessians, q, strict=True)]
     progress = [
-        np.eye(DIM) - np.linalg.matrix_power(np.eye(DIM) - LR / tau * h, tau)
-        for h, tau in zip(hessians, WORK, strict=True)
+        np.eye(DIM) - np.linalg.matrix_power(np.eye(DIM) - STEP * h, tau) for h, tau in zip(hessians, WORK, strict=True)
     ]
     expected, exact = (solve_weighted(clients.weights, m, own) for m in (progress, hessians))
     np.testing.assert_allclose(ends[fb.FedAvg][1].x, expected, rtol=0, atol=1e-8)
@@ -88,7 +88,7 @@ def test_a_round_written_out(ends, method):
         x = start
         for _ in range(tau):
             corrected = h @ x - r - own + mean
-            x = x - LR / tau * (corrected if method is fb.FedLin else h @ x - r)
+            x = x - (LR / tau * corrected if method is fb.FedLin else STEP * (h @ x - r))
         end = end + p * x
     np.testing.assert_allclose(ends[method][0], end, rtol=1e-12, atol=1e-12)
 

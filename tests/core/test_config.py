@@ -179,7 +179,7 @@ def test_a_schedule_may_reach_zero_wherever_it_is_evaluated():
         ),
         (lambda: fb.FedNest(outer_lr=optax.sgd(1.0)), "FedNest.outer_lr = GradientTransformation"),
         (lambda: fb.FedNest(outer_lr={"schedule": "cosine"}), "FedNest.outer_lr = {'schedule': 'cosine'}"),
-        (lambda: fb.FedAvg(outer_lr=None), "FedAvg.outer_lr = None"),
+        (lambda: fb.FedAvg(lr=None), "FedAvg.lr = None"),
         (lambda: fb.FedNest(inner=fb.parts.SVRG), "it must be SVRG(…)"),
         (lambda: fb.FISM(refresh="no"), "FISM.refresh = 'no' is not allowed: it must be True or False"),
     ],

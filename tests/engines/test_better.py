@@ -15,7 +15,7 @@ def solved(**options):
     metrics = {"score": fb.Metric(lambda x, y: x[0], True), "error": lambda x, y: 1.5 - x[0]}
     options = {"rounds": 4, "eval_every": 1, "metrics": metrics} | options
     return fb.solve(
-        fb.FedAvg(local_steps=1, batch_size=None, outer_lr=0.1), PROBLEM, fb.Clients(ROWS), jnp.zeros(1), **options
+        fb.FedAvg(local_steps=1, batch_size=None, lr=0.1), PROBLEM, fb.Clients(ROWS), jnp.zeros(1), **options
     )
 
 

@@ -106,7 +106,7 @@ DRAWN_AGAIN = fb.Cohort(SIZE, replacement=True)
 def step(cohort, engine=None, key=0, rows=VALUES[:, None], batch_size=None, **options):
     """A step of size 1 along minus the mean that FedAvg's server takes, from 0: Σ (M/P) p_i u_i over the draws."""
     clients = fb.Clients({"u": rows}, weights=WEIGHTS[: len(rows)])
-    method = fb.FedAvg(local_steps=1, outer_lr=1.0, batch_size=batch_size)
+    method = fb.FedAvg(local_steps=1, lr=1.0, batch_size=batch_size)
     return fb.solve(method, LINEAR, clients, jnp.zeros(()), rounds=1, cohort=cohort, key=key, engine=engine, **options)
 
 

@@ -246,8 +246,8 @@ def test_fiarse_is_its_algorithm_1():
     """Two local steps, on whole arrays with masks written out: slopes of the masked loss, each times
     1 + 2|w|θ/(|w| + θ)², of what is at least θ at that step. Of 64 weights clients hold 64, 32 or 16, in numbers of 8
     bytes; who lacks any is sent 64 bits and θ."""
-    clients, w, lr = population(), (*start(),), 0.3  # of a step: the method divides its own by two
-    method = fb.FedAvg(local_steps=2, batch_size=None, outer_lr=2 * lr)
+    clients, w, lr = population(), (*start(),), 0.3
+    method = fb.FedAvg(local_steps=2, batch_size=None, lr=lr)
     result = solved(fb.Submodels(method, policy="weights"), problem=SINGLE, rounds=1)
     total, counts, fallen = jax.tree.map(np.zeros_like, w), jax.tree.map(np.zeros_like, w), 0
     for i, capacity in enumerate(CAPACITY):

@@ -54,7 +54,6 @@ from jax import Array
 from fedbilevel.algorithms.parts.hypergradients import Estimate, Exact, Hypergradient, Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo, check_neumann_step
-from fedbilevel.algorithms.parts.local_steps import local_descent
 from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
@@ -63,7 +62,7 @@ from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree, scaled
+from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.differences import Differences, coordinate_slopes
 from fedbilevel.oracles.fixed_x import inner_loss_at
 
@@ -145,7 +144,11 @@ class Coordinates(CoordinateSlopes):
     def response(self, client: Client, x: PyTree, y: PyTree, key: Array) -> PyTree:
         """Return y_N(x) − y: y itself cancels."""
         gradient = inner_loss_at(client, x, y, client.batch_size, self.terms).gradient
-        return local_descent(gradient, y, self.terms, self.terms * self.step, key)
+
+        def step(k: Array, change: PyTree) -> PyTree:  # not of y: differences of responses need every digit
+            return move(change, -self.step, gradient(optax.tree.add(y, change), jax.random.fold_in(key, k)))
+
+        return jax.lax.fori_loop(0, self.terms, step, optax.tree.zeros_like(y))
 
     def scaling(self, dim: int, drawn: int) -> float:
         return dim / drawn

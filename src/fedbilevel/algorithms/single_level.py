@@ -3,7 +3,7 @@
     FedLin   q = mean_i ∇f_i(x; ξ_i)                                                                    one exchange
              x_{i,ν+1} = x_{i,ν} − (α/τ_i) [∇f_i(x_{i,ν}; ξ_ν) − ∇f_i(x; ξ_ν) + q]
              x ← mean_i x_{i,τ_i}                                                                       one exchange
-    FedAvg   x_{i,ν+1} = x_{i,ν} − (α/τ_i) ∇f_i(x_{i,ν}; ξ_ν);  x ← mean_i x_{i,τ_i}                    one exchange
+    FedAvg   x_{i,ν+1} = x_{i,ν} − η ∇f_i(x_{i,ν}; ξ_ν);  x ← mean_i x_{i,τ_i}                          one exchange
 
 FedLin is FedNest's FedOut without an inner problem. x* is its fixed point with any number of local
 steps; FedAvg's is another point where clients differ and τ > 1.
@@ -12,7 +12,8 @@ Departures from the papers:
 1. Server and clients exchange changes, Σ p̃_i (x_{i,τ} − x) with p̃_i = (M/P) p_i, which for equal weights or full
    participation is the mean of x_{i,τ}, and is unbiased for unequal weights too. FedLin's server takes the common
    part −αq itself, and averages what clients drift beyond it: see FedNest.
-2. A client's step is α/τ_i, so that unequal work does not re-weight the clients.
+2. FedLin's client steps by α/τ_i, so that unequal work does not re-weight the clients; FedAvg's, as in its paper, by η
+   whatever τ_i is, and does.
 3. FedLin's first corrected step is along q itself, its correction being zero whatever is drawn; nothing is compressed.
 
 Checked in tests/algorithms/test_single_level.py (closed forms of both fixed points) and
@@ -115,7 +116,7 @@ class FedAvg(LocalDescent):
     Learning of Deep Networks from Decentralized Data". AISTATS 2017, arXiv:1602.05629.
 
     Args:
-        outer_lr: α; a client's step is α/τ_i.
+        lr: η, the size of each of a client's local steps.
     """
 
     name = "fedavg"
@@ -129,13 +130,13 @@ class FedAvg(LocalDescent):
     )
     allows = Allows(late=("outer_descent",), submodels=UnitPolicy())
 
-    outer_lr: float = positive(default=0.1, own=True)
+    lr: float = positive(default=0.1, own=True)
 
     @phase(takes="x", gives="x")
     def outer_descent(self, client: Client, x: PyTree, key: Array) -> Reply:
         """Reply with the change of x by τ_i plain steps."""
         tau = client.local_steps(self.local_steps)
-        return Reply(local_descent(self.gradient_of(client), x, tau, self.outer_lr, key), gradients=tau)
+        return Reply(local_descent(self.gradient_of(client), x, tau, self.lr, key), gradients=tau)
 
     def round(self, fed: Fed, state: XY, key: Array) -> XY:
         change = fed.mean(self.outer_descent, state.x, key, unbiased=True)

@@ -148,7 +148,8 @@ HOSPITALS: dict[str, Fields] = {
     **each(SINGLE_LOOP, {"local_steps": 1, "client_lr": 1.0, "server_lr": xyv(3.0, 1.0, 1.0)}),
     **each(FEDBIO, {"client_lr": xyv(2.0, 0.2, 0.2)}),
     **each(HESSIAN_INVERTING, {**inner(rounds=3, lr=1.0), "outer_lr": 3.0, **neumann(name="cg")}),
-    **each(("fedavg", "fedlin"), {"outer_lr": 1.0}),
+    "fedavg": {"lr": 0.2},
+    "fedlin": {"outer_lr": 1.0},
 }
 
 PENALTY_CUTTING: Fields = {
@@ -316,7 +317,7 @@ FEW_SHOT: dict[str, Fields] = {
     **each(SINGLE_LOOP, FEW_SHOT_STEPS),
     **each(HESSIAN_INVERTING, merged(FEW_SHOT_NESTED, neumann(step=6.0))),
     **each(OWN_HYPERGRADIENTS, merged(FEW_SHOT_NESTED, {"hypergradient": {"paired": True}})),
-    "fedavg": {"local_steps": 5, "outer_lr": 0.5, "batch_size": 2},
+    "fedavg": {"local_steps": 5, "lr": 0.1, "batch_size": 2},
 }
 
 
@@ -409,7 +410,7 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
     ),
     ("classification", None): Preset(
         shared=CLASSIFICATION_STEPS,
-        algorithms={name: {"outer_lr": 0.6} for name in ("fedlin", "fedavg")},
+        algorithms={"fedlin": {"outer_lr": 0.6}, "fedavg": {"lr": 0.12}},
         run=CLASSIFICATION_RUN,
     ),
     ("fair_classification", None): Preset(

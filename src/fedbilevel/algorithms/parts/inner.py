@@ -75,4 +75,4 @@ class LocalSGD(InnerSteps):
         """Reply with the change of y by τ_i plain steps."""
         x, y = at
         tau = client.local_steps(self.local_steps)
-        return Reply(local_descent(self.gradient_at(client, x, y), y, tau, self.lr, key), gradients=tau)
+        return Reply(local_descent(self.gradient_at(client, x, y), y, tau, self.lr / tau, key), gradients=tau)
