@@ -1,5 +1,6 @@
 """Programs on disk serve later processes, and do not grow without bound."""
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -7,6 +8,7 @@ import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -108,3 +110,28 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path, monkeypatc
     (tmp_path / "whole-atime").write_bytes(b"")
     fb.Local.keep_on_disk(tmp_path)
     assert {file.name for file in tmp_path.glob("*-cache")} == {"whole-cache", "new-cache"}
+
+
+def solved_on(devices):
+    rows = np.ones((1, 2))
+    problem, engine = fb.SingleLevel(lambda x, batch: x @ x), fb.Local(devices=devices)
+    return fb.solve(fb.FedAvg(), problem, fb.Clients([rows] * 9), rows[0], rounds=1, engine=engine)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (
+            lambda: fb.tune_cpu(8),
+            "devices = 8 is not allowed: it must be at most 2, the devices with which JAX has starte",
+        ),
+        (lambda: solved_on(8), "Local.devices = 8 is not allowed: it must be at most 2, .* fb.tune_cpu"),
+        (lambda: fb.tune_cpu(2), ""),
+    ],
+)
+def test_devices_that_are_not_there_are_said(call, says, monkeypatch):
+    """The tests' process has two."""
+    monkeypatch.setenv("XLA_FLAGS", os.environ["XLA_FLAGS"])
+    jax.devices()
+    with pytest.raises(fb.errors.ConfigurationError, match=says) if says else contextlib.nullcontext():
+        call()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax._src.xla_bridge import backends_are_initialized  # nothing public says so without starting them
 from jax.experimental.compilation_cache import compilation_cache
 
 from fedbilevel.core.errors import ConfigurationError, require, require_count
@@ -36,6 +37,9 @@ def tune_cpu(devices: int = 1) -> None:
     The matrix products of clients (some 64×784×200) ran 1.2 times faster in XLA's Eigen kernels than in its newer
     YNN ones, which jaxlib 0.10 takes by default; FISM's walks, small loops, ran 1.6 times faster compiled as one piece
     each, which by default is for loops over less than 1,024 bytes alone.
+
+    Raises:
+        ConfigurationError: JAX has started with fewer devices.
     """
     require(devices >= 1, "devices", devices, "positive")
     wanted = {}
@@ -45,6 +49,10 @@ def tune_cpu(devices: int = 1) -> None:
     if devices > 1:
         wanted["--xla_force_host_platform_device_count"] = str(devices)
         wanted["--xla_cpu_multi_thread_eigen"] = "false"
+    if backends_are_initialized():
+        there = jax.local_device_count()
+        late = f"at most {there}, the devices with which JAX has started: call tune_cpu before its first computation"
+        require(devices <= there, "devices", devices, f"{late}, and before the first array of jax.numpy")
     present = os.environ.get("XLA_FLAGS", "")
     added = [f"{flag}={value}" for flag, value in wanted.items() if flag not in present]
     os.environ["XLA_FLAGS"] = " ".join([*present.split(), *added])

@@ -125,7 +125,8 @@ class Local:
         own = [[d for d in jax.devices() if d.process_index == process] for process in range(group.processes)]
         available = min(map(len, own))
         whose = "this machine" if len(own) == 1 else "the machine with the fewest"
-        allowed = f"at most {available}, the devices of {whose}"
+        more = "; fb.tune_cpu(n) before JAX's first computation makes n of a CPU"
+        allowed = f"at most {available}, the devices of {whose}{more if jax.default_backend() == 'cpu' else ''}"
         require(self.devices <= available, "Local.devices", self.devices, allowed)
         chosen = np.array([devices[: self.devices] for devices in own])
         if len(own) > 1:
