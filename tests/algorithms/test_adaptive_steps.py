@@ -179,6 +179,11 @@ def test_clients_that_are_alike_go_on_by_all_their_local_steps(method):
     np.testing.assert_allclose(run.y, star - left @ star, rtol=1e-5, atol=1e-6)
     unequal = fb.Clients([outer] * 3, [inner] * 3, weights=WEIGHTS, local_steps=[8, 1, 3])
     np.testing.assert_allclose(played(made, (problem, unequal), 150).y, star, rtol=1e-4)
+    if method is not fb.FedBiO:  # no drift: 9 steps of ½/(4L) along the mean of four gradients at the same place
+        short = dataclasses.replace(made, algorithm=dataclasses.replace(made.algorithm, client_lr=1e-12))
+        run = played(short, (problem, fb.Clients([outer] * 3, [inner] * 3, weights=WEIGHTS)), 10)
+        left = np.linalg.matrix_power(np.eye(DIM) - ratio, 9)
+        np.testing.assert_allclose(run.y, star - left @ star, rtol=1e-5, atol=1e-6)
 
 
 def test_clients_that_differ_do_not_drift_where_they_come_to_rest():

@@ -127,3 +127,12 @@ def test_what_no_part_is_or_has_is_refused_by_its_path(setting: str, words: str)
         spec_of(setting)
     assert words in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_steps_that_adapt_are_none_in_a_spec() -> None:
+    settings = ["server_lr=none", "client_lr=0.1", "client_lr.y=none"]
+    method = algorithm_of(configure(task="quadratic", algorithm="simfbo", settings=settings))
+    assert method.server_lr == (None, None, None)
+    assert method.client_lr == (0.1, None, 0.1)
+    with pytest.raises(ConfigurationError, match=r"algorithm\.server_lr"):
+        configure(task="quadratic", algorithm="adbo", settings=["server_lr=none"])

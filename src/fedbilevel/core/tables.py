@@ -131,7 +131,7 @@ def _accepted(of: Any, value: Any, path: str, base: Any, rule: Callable[..., Any
 
 def _read(of: Any, value: Any, path: str, base: Any, wrong: Wrong) -> Any:
     """Bring a value into the form of its class; what a table leaves out is as in `base`."""
-    if isinstance(value, str) and value == "none" and (of is Any or types.NoneType in _options(of)):
+    if isinstance(value, str) and value == "none" and (of in (Any, XYV) or types.NoneType in _options(of)):
         return None
     if value is None or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
         return value

@@ -24,7 +24,8 @@ it comes to rest elsewhere. How much they are alike is seen in what they reply, 
 
     r = ‖q‖² / Σ p_i ‖q_i‖²      1: all go the same way;  0: they go apart, or are at rest, and only drift is left
 
-So clients step by η = c √r/L, and the server by the larger of c √r/(L Σ p a Σ p/a) and the safe step of the first kind.
+So clients step by η = c √r/L, and the server by the larger of c √r/(L Σ p a Σ p/a) and the safe step of the first kind,
+or by this where clients' steps are given.
 Divya Jhunjhunwala et al., "FedExP", ICLR 2023, extrapolate by 1/r where we shorten clients' steps by √r.
 
 x. What a round takes from x is its step times a direction h_t, an estimate of the hypergradient, of d entries. With
@@ -260,7 +261,10 @@ class AdaptiveSteps(Wrapper):
 
     def measuring(self, fed: Fed, state: State) -> MeasuringFed:
         """Make the `Fed` of a round, with the method that has the steps of this state."""
-        steps = Steps(state.squares.own, *state.curvature.steps(self.y_lr))
+        open_ = {(step.kind, step.of) for step in open_steps(self.algorithm).values()}
+        drifts = all(("drift", of) in open_ for kind, of in open_ if kind == "shared" and of != "x")
+        known = state.curvature if drifts else state.curvature._replace(agreement=jnp.zeros(()))
+        steps = Steps(state.squares.own, *known.steps(self.y_lr))
         method = with_steps(self.algorithm, lambda open_: self.taken(steps) if open_.of == "x" else steps.inner)
         return MeasuringFed(fed, self, method, steps, state.curvature)
 
