@@ -339,7 +339,7 @@ def test_a_compositional_problem_has_an_inner_hessian_that_is_the_identity():
 
 def test_what_cannot_be_adapted_says_why():
     problem = stiffening(10.0)[0]
-    steps = fb.AdaptiveSteps(fb.SimFBO())
+    steps, sentinel = fb.AdaptiveSteps(fb.SimFBO()), object()
     given, (_, clients) = fixed(fb.SimFBO()), problem
     small = fb.Clients(clients.outer, clients.inner, capacity=0.5)
     for make, words in (
@@ -356,6 +356,7 @@ def test_what_cannot_be_adapted_says_why():
     ):
         with pytest.raises(fb.errors.ConfigurationError, match=re.escape(words)):
             make()
+    assert jax.tree.map(lambda leaf: sentinel, steps).y_lr is sentinel  # a placeholder is no number
     assert "tells of its data" in steps.allows.noise.why
     assert "the x that the server has" in steps.allows.local_x.why
 

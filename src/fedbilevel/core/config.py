@@ -336,11 +336,15 @@ def _prepare_number(
     if callable(value) or isinstance(value, Schedule):
         return _scheduled(name, value, np.number, allowed)
     _refuse_no_number(name, value, allowed)
-    concrete = isinstance(value, int | float | np.number | np.ndarray | Array) and not isinstance(value, Tracer)
-    if concrete:  # what remains is a tracer or a placeholder in a tree map
+    if is_concrete(value):
         numbers = np.asarray(value, float)
         require(bool(np.all(numbers > 0) and (below == math.inf or np.all(numbers < below))), name, value, allowed)
     return value
+
+
+def is_concrete(value: Any) -> bool:
+    """Say whether a field's value is a number or several, and no schedule, tracer, or placeholder in a tree map."""
+    return isinstance(value, int | float | np.number | np.ndarray | Array) and not isinstance(value, Tracer)
 
 
 def _scheduled(name: str, value: Any, kind: type, allowed: str) -> Schedule:

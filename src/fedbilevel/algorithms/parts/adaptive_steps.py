@@ -56,14 +56,13 @@ import jax
 import jax.numpy as jnp
 import optax
 from jax import Array
-from jax.core import Tracer
 
 from fedbilevel.algorithms.parts.local_steps import LocalDirections, Plain
 from fedbilevel.algorithms.parts.wrappers import KeepingFed, OuterOptimizer, Submodels, Wrapper
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, refuse_unless_allowed, takes_and_gives
 from fedbilevel.core.authored import with_x
 from fedbilevel.core.client import Client, Clients, RemoteClients
-from fedbilevel.core.config import TIED, OpenStep, Schedule, open_steps, positive
+from fedbilevel.core.config import TIED, OpenStep, is_concrete, open_steps, positive
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.facts import Allows, Findings, No
 from fedbilevel.core.fed import Fed, Phase, Reply
@@ -206,7 +205,7 @@ class AdaptiveSteps(Wrapper):
     def validate(self) -> None:
         check_algorithm(self.algorithm)
         c, name = self.y_lr, "AdaptiveSteps.algorithm"
-        require(isinstance(c, Tracer | Schedule) or c < 2, "AdaptiveSteps.y_lr", c, "below 2")
+        require(not is_concrete(c) or c < 2, "AdaptiveSteps.y_lr", c, "below 2")
         allowed = "a method with steps that are None, such as SimFBO(), FedNest() or AFBO()"
         twice = isinstance(self.algorithm, AdaptiveSteps)
         require(bool(self.adapted) and not twice, name, self.algorithm.label + " in AdaptiveSteps" * twice, allowed)
