@@ -291,6 +291,19 @@ def test_a_hypergradient_far_below_x_is_not_rounded_off(method):
     assert np.all(np.asarray(run.x) > -3.8)
 
 
+@pytest.mark.parametrize("method", [fb.SimFBO, fb.FedNest, fb.AFBO, fb.RABO, fb.AggITD])
+def test_the_unit_of_the_outer_loss_is_no_matter(method):
+    """h = 0 in SimFBO's round 0, since v = 0 and f knows no x: clients' first steps on x must not be of any size. All
+    of f is a thousand, or a million times as much, as with sums for means; v and h are, too, and x goes the same way;
+    with SimFBO nearly so, whose r is that of y and v together."""
+    ((problem, clients), _, _), ends = stiffening(10.0), []
+    for scale in (1.0, 1e3, 1e6):
+        scaled = fb.Bilevel(lambda x, y, batch, s=scale: s * jnp.mean((y - batch["t"]) ** 2), problem.inner)
+        ends.append(float(played(method(batch_size=None), (scaled, clients), 60).x))
+    assert ends[0] != 0
+    np.testing.assert_allclose(ends[1:], ends[0], rtol=0.1 if method is fb.SimFBO else 1e-6)
+
+
 def test_an_inner_loss_without_curvature_is_said():
     problem = fb.Bilevel(lambda x, y, batch: jnp.sum(x**2), lambda x, y, batch: jnp.sum(x) * jnp.sum(y))
     with pytest.warns(UserWarning, match="no curvature in y where the run is"):
@@ -342,9 +355,12 @@ def test_what_cannot_be_adapted_says_why():
     steps, sentinel = fb.AdaptiveSteps(fb.SimFBO()), object()
     given, (_, clients) = fixed(fb.SimFBO()), problem
     small = fb.Clients(clients.outer, clients.inner, capacity=0.5)
+    own = fb.Clients(clients.outer, clients.inner, own={"client_lr.x": 0.1, "client_lr.v": 0.1})
     for make, words in (
         (lambda: fb.AdaptiveSteps(fb.SimFBO(), y_lr=2.0), "y_lr = 2.0 is not allowed: it must be below 2"),
         (lambda: fb.AdaptiveSteps(fb.SimFBO(), y_lr=np.float32(2.5)), "it must be below 2"),
+        (lambda: fb.AdaptiveSteps(fb.SimFBO(), x_lr=float("inf")), "AdaptiveSteps.x_lr = inf is not allowed"),
+        (lambda: played(fb.SimFBO(), (problem[0], own), 1), "Clients.own[client_lr.v] = 'given' is not allowed"),
         (lambda: fb.AdaptiveSteps(fb.FedAvg()), "a method with steps that are None"),
         (lambda: fb.AdaptiveSteps(given), "a method with steps that are None"),
         (lambda: fb.AdaptiveSteps(steps), "'SimFBO in AdaptiveSteps' is not allowed"),

@@ -40,7 +40,8 @@ are logarithms, logits or weights of samples: x does not outrun y. Those of a ne
 so far at once: its first step is η of its length. A step that the server alone makes is LONG, so that h is not rounded
 off in x, and is made α_t. A client's own in round t + 1 is α_t, but with η √d/20 for r_t where that is less: else it
 leaves where its step on y is safe; times α_t/α_{t−1}, at most 1 and at least PROBE: else it does where h has just
-grown; and before any h it is PROBE, and ten times as much in each round, up to 1.
+grown. Before any h it is 0 where the server alone makes steps that count; else PROBE, and ten times as much in each
+round, up to 1.
 
 A message carries three numbers more, and a reply to a phase that measures five.
 """
@@ -204,7 +205,8 @@ class AdaptiveSteps(Wrapper):
 
     def validate(self) -> None:
         check_algorithm(self.algorithm)
-        c, name = self.y_lr, "AdaptiveSteps.algorithm"
+        c, first, name = self.y_lr, self.x_lr, "AdaptiveSteps.algorithm"
+        require(not is_concrete(first) or first < float("inf"), "AdaptiveSteps.x_lr", first, "finite")
         require(not is_concrete(c) or c < 2, "AdaptiveSteps.y_lr", c, "below 2")
         allowed = "a method with steps that are None, such as SimFBO(), FedNest() or AFBO()"
         twice = isinstance(self.algorithm, AdaptiveSteps)
@@ -232,6 +234,10 @@ class AdaptiveSteps(Wrapper):
         return {step.of for step in open_steps(self.algorithm).values()}
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
+        open_ = (f"client_lr.{step.of}" for step in open_steps(self.algorithm).values() if step.kind == "drift")
+        own = sorted({f"client_lr.{of}" for of in "yv"}.intersection(open_, clients.own))
+        numbers = "left out, or server_lr given: a server's step that adapts is found from those of clients, too"
+        require(not own, f"Clients.own[{', '.join(own)}]", "given", numbers)
         if clients.capacity is not None and not isinstance(self.algorithm.allows.submodels, No):
             refuse_unless_allowed(self, "submodels", "needs steps where Clients.capacity is given")
         with_steps(self.algorithm, lambda open_: 0.0).check(problem, clients, x, y)
@@ -263,14 +269,19 @@ class AdaptiveSteps(Wrapper):
         open_ = {(step.kind, step.of) for step in open_steps(self.algorithm).values()}
         drifts = all(("drift", of) in open_ for kind, of in open_ if kind == "shared" and of != "x")
         known = state.curvature if drifts else state.curvature._replace(agreement=jnp.zeros(()))
-        steps = Steps(state.squares.own, *known.steps(self.y_lr))
+        quiet = jnp.logical_and(state.squares.total == 0, not self.clients_move_x)
+        steps = Steps(jnp.where(quiet, 0, state.squares.own), *known.steps(self.y_lr))
         method = with_steps(self.algorithm, lambda open_: self.taken(steps) if open_.of == "x" else steps.inner)
         return MeasuringFed(fed, self, method, steps, state.curvature)
 
     def taken(self, steps: Steps) -> Any:
         """Return the step on x of the method inside, from which h is found."""
-        clients_too = any(open_.kind in ("local", "local x") for open_ in open_steps(self.algorithm).values())
-        return steps.outer if clients_too else LONG
+        return steps.outer if self.clients_move_x else LONG
+
+    @property
+    def clients_move_x(self) -> bool:
+        """Say whether what a round takes from x are steps of clients."""
+        return any(open_.kind in ("local", "local x") for open_ in open_steps(self.algorithm).values())
 
     def finished(self, state: State) -> Any:
         return self.algorithm.finished(state.inside)
