@@ -27,16 +27,17 @@ from fedbilevel.data.loaders import TRAINING, stratified
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
 TRAINED, TESTED = (199, 172, 30, 85), (104, 89, 16, 45)
 RIDGES = ["--grid", "task.ridge=0.0003,0.003,0.03"]
-SINGLE = ["--set", "task.tuned=false", "--grid", "outer_lr=0.3,1,2", *RIDGES]
+FEDAVG = ["--algorithm", "fedavg", "--set", "task.tuned=false", "--grid", "lr=0.06,0.2,0.4", *RIDGES]
+FEDLIN = ["--algorithm", "fedlin", "--set", "task.tuned=false", "--grid", "outer_lr=0.3,1,2", *RIDGES]
 METHODS: dict[str, list[str]] = {
-    "FedAvg": ["--algorithm", "fedavg", *SINGLE],
-    "FedLin": ["--algorithm", "fedlin", *SINGLE],
-    "pooled": ["--algorithm", "fedavg", "--set", "run.pooled=true", *SINGLE],
-    **{f"alone-{one}": ["--algorithm", "fedavg", "--set", f'task.only=["{one}"]', *SINGLE] for one in HOSPITALS},
+    "FedAvg": FEDAVG,
+    "FedLin": FEDLIN,
+    "pooled": [*FEDAVG, "--set", "run.pooled=true"],
+    **{f"alone-{one}": [*FEDAVG, "--set", f'task.only=["{one}"]'] for one in HOSPITALS},
     "SimFBO": ["--algorithm", "simfbo", "--grid", "server_lr.x=1,3,10", *RIDGES],
     "FedBiO": ["--algorithm", "fedbio", "--grid", "client_lr.x=0.2,0.6,2", *RIDGES],
     "FedNest": ["--algorithm", "fednest", "--grid", "outer_lr=1,3,10", *RIDGES],
-    "FedAvg, one intercept": ["--algorithm", "fedavg", "--set", "task.offsets=false", *SINGLE],
+    "FedAvg, one intercept": [*FEDAVG, "--set", "task.offsets=false"],
     "SimFBO, one intercept": [
         *("--algorithm", "simfbo", "--set", "task.offsets=false"),
         *("--grid", "server_lr.x=1,3,10", *RIDGES),

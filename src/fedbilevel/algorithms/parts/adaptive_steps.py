@@ -107,8 +107,7 @@ class Stiffness(NamedTuple):
 
     def after(self, measured: Measured, square: Array) -> Stiffness:
         """Follow what was measured, and ‖q‖²: a rise of what curves at once, a fall by FALL at most."""
-        some = measured.square > 0
-        agreement = jnp.where(some, square / jnp.where(some, measured.square, 1), 0)
+        agreement = over(square, measured.square)
         rises = (jnp.maximum(FALL * old, new) for old, new in zip(self[:-1], measured[:-1], strict=True))
         largest, work, inverse, summed = rises
         return Stiffness(largest, work, inverse, summed, jnp.minimum(agreement, 1).astype(self.agreement.dtype))
@@ -234,8 +233,8 @@ class AdaptiveSteps(Wrapper):
         return {step.of for step in open_steps(self.algorithm).values()}
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        open_ = (f"client_lr.{step.of}" for step in open_steps(self.algorithm).values() if step.kind == "drift")
-        own = sorted({f"client_lr.{of}" for of in "yv"}.intersection(open_, clients.own))
+        drifts = {path for path, step in open_steps(self.algorithm).items() if step.kind == "drift" and step.of != "x"}
+        own = sorted(drifts.intersection(clients.own))
         numbers = "left out, or server_lr given: a server's step that adapts is found from those of clients, too"
         require(not own, f"Clients.own[{', '.join(own)}]", "given", numbers)
         if clients.capacity is not None and not isinstance(self.algorithm.allows.submodels, No):
@@ -387,8 +386,7 @@ def over(numerator: Any, denominator: Any) -> Array:
 
 def unit(vector: PyTree) -> PyTree:
     """Return the vector at length 1, or as it is where it is 0."""
-    norm = optax.tree.norm(vector)
-    return scaled(1 / jnp.where(norm > 0, norm, 1), vector)
+    return scaled(over(1, optax.tree.norm(vector)), vector)
 
 
 def with_steps(method: Algorithm, size: Callable[[OpenStep], Any]) -> Any:
