@@ -1,20 +1,22 @@
 """Methods without steps beside tuned ones: where they end, and what finding the steps cost.
 
-FEDBILEVEL_DATA=… python benchmarks/no_steps.py [METHOD …] [--tasks NAME …] [--seeds 8]
+FEDBILEVEL_DATA=… python benchmarks/no_steps.py [METHOD …] [--tasks NAME …] [--seeds 8] [--tuned FILE]
 
 For each task three runs with the preset's batches and local steps, as many exchanges each: with steps chosen among 16
 by the outer loss at the end of as many runs of that length; with README's 0.1, SimFBO alone; and without steps. "Holds"
 says that the last is within one point of accuracy, or of error, of the first, or where the first ends after twice the
 exchanges. Then 8 seeds, and starts of x two units off where x are no weights of a network, without steps: which are
-finite, and the range in which they end.
+finite, and the range in which they end. --tuned takes the steps given by hand from an earlier table, and its rows.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import re
 import warnings
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -73,25 +75,42 @@ def played(made: Experiment, plan: Any, method: Any, rounds: int, seed: int = 0,
         return None
 
 
-def row(label: str, task: dict[str, Any], name: str, seeds: int) -> bool:
+def by_hand(made: Experiment, plan: Any, name: str, metric: str) -> tuple[float, int, float]:
+    """Where the best of 16 pairs of steps ends, the exchanges of these runs, and where README's 0.1 ends."""
+    value = lambda run: float("nan") if run is None else float(run.history[metric][-1])  # noqa: E731
+    tried = [played(made, plan, given(made.algorithm, *steps), plan.rounds) for steps in GRID]
+    alive = [run for run in tried if run is not None and np.isfinite(run.history["outer_loss"][-1])]
+    best = min(alive, key=lambda run: run.history["outer_loss"][-1])
+    readme = played(made, plan, given(made.algorithm, 0.1, 0.1), plan.rounds) if name == "simfbo" else None
+    return value(best), len(GRID) * best.ledger.exchanges, readme
+
+
+def tuned_before(table: Path) -> dict[tuple[str, str], tuple[float, int, float]]:
+    """What `by_hand` said for each (method, task) of an earlier table."""
+    found, name = {}, ""
+    for line in table.read_text().splitlines():
+        name = line if re.fullmatch("[a-z]+", line) else name
+        if parts := re.match(r"(.{30})\w+\s+(\S+)\s+([\d,]+)\s+(\S+)\s", line):
+            label, best, cost, readme = parts.groups()
+            found[name, label.strip()] = float(best), int(cost.replace(",", "")), float(readme)
+    return found
+
+
+def row(label: str, task: dict[str, Any], name: str, seeds: int, before: tuple[float, int, float] | None) -> bool:
     """Print a task's row; say whether what is without steps holds."""
     spec = resolve({"task": task, "algorithm": name})
     made, plan = build(spec), spec.run
     metric = next((name for name in made.task.metrics if "accuracy" in name), first_metric(made.task))
     better, rounds, bare = 1 if "accuracy" in metric else -1, spec.run.rounds, given(made.algorithm, None, None)
     value = lambda run: float("nan") if run is None else float(run.history[metric][-1])  # noqa: E731
-    tried = [played(made, plan, given(made.algorithm, *steps), rounds) for steps in GRID]
-    alive = [run for run in tried if run is not None and np.isfinite(run.history["outer_loss"][-1])]
-    tuned = min(alive, key=lambda run: run.history["outer_loss"][-1])
-    readme = played(made, plan, given(made.algorithm, 0.1, 0.1), rounds) if name == "simfbo" else None
+    tuned, cost, readme = before or by_hand(made, plan, name, metric)
     twice = played(made, plan, bare, 2 * rounds)
     once = twice.history[metric][len(twice.history[metric]) // 2] if twice else float("nan")
-    holds = better * (once - value(tuned)) >= -0.01 or better * (value(twice) - value(tuned)) >= 0
+    holds = better * (once - tuned) >= -0.01 or better * (value(twice) - tuned) >= 0
     shifts = (0.0,) if label.startswith("representation") else (0.0, 2.0, -2.0)
     others = [value(played(made, plan, bare, rounds, seed, off)) for off in shifts for seed in range(seeds)]
-    cost = len(GRID) * tuned.ledger.exchanges
     print(
-        f"{label:30}{metric:16}{value(tuned):10.4f}{cost:9,d}{value(readme):10.4f}{once:10.4f}{value(twice):10.4f}"
+        f"{label:30}{metric:16}{tuned:10.4f}{cost:9,d}{readme:10.4f}{once:10.4f}{value(twice):10.4f}"
         f"  {'yes' if holds else 'no':4}{sum(map(np.isfinite, others))}/{len(others)}"
         f"  {np.nanmin(others):.4f} to {np.nanmax(others):.4f}",
         flush=True,
@@ -104,10 +123,14 @@ def main() -> None:
     parser.add_argument("methods", nargs="*", default=["simfbo"])
     parser.add_argument("--tasks", nargs="*", default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=8)
+    parser.add_argument("--tuned", type=Path)
     asked = parser.parse_args()
+    before = tuned_before(asked.tuned) if asked.tuned else {}
     for name in asked.methods:
+        tasks = [label for label in asked.tasks if not before or (name, label) in before]
         print(f"\n{name}\n{'':46}{'tuned':>10}{'cost':>9}{'0.1':>10}{'none':>10}{'twice':>10}  holds finite  range")
-        print(sum(row(label, TASKS[label], name, asked.seeds) for label in asked.tasks), "of", len(asked.tasks), "hold")
+        held = [row(label, TASKS[label], name, asked.seeds, before.get((name, label))) for label in tasks]
+        print(sum(held), "of", len(held), "hold")
 
 
 if __name__ == "__main__":

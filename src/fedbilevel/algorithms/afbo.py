@@ -71,7 +71,7 @@ class MeanGradient(InnerRounds):
 
     kind: ClassVar[str] = "mean-gradient"
 
-    client_lr: float = positive(default=None, own=True, tied="lr")
+    client_lr: float = positive(default=None, own=True, adaptive="short", tied="lr")
     lr: float | tuple[float, ...] = positive(default=None, several=True, adaptive="shared")
 
     def validate(self) -> None:

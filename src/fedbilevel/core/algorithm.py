@@ -45,16 +45,24 @@ def phase(function: F) -> F: ...
 
 
 @overload
-def phase(*, takes: PyTree, gives: PyTree, measures: bool = False) -> Callable[[F], F]: ...
+def phase(*, takes: PyTree, gives: PyTree, measures: bool = False, multiplies: bool = False) -> Callable[[F], F]: ...
 
 
-def phase(function: Any = None, *, takes: PyTree = None, gives: PyTree = None, measures: bool = False) -> Any:
+def phase(
+    function: Any = None,
+    *,
+    takes: PyTree = None,
+    gives: PyTree = None,
+    measures: bool = False,
+    multiplies: bool = False,
+) -> Any:
     """Mark a method as a phase: what a client runs when the server names it. It sees its arguments alone.
 
     `takes` and `gives` say what of the message and of the reply's update is shaped like x or like y, is a single
     "number", or is something else, which no client gets in part, "whole": prefixes of these trees, with these leaves.
     Clients of limited capacity, problems whose clients keep x, and `Asynchronous` go by them. `measures`: with it
-    `CurvatureSteps` asks for the curvature at the first x and the first y of the message.
+    `AdaptiveSteps` asks for the curvature at the first x and the first y of the message. `multiplies`: it gives the
+    product of ∇²yy g_i and the last part of the message.
 
     Raises:
         ConfigurationError: the method does not take (self, client, message, key).
@@ -63,7 +71,7 @@ def phase(function: Any = None, *, takes: PyTree = None, gives: PyTree = None, m
     def mark(function: Any) -> Any:
         check_arguments(function)
         function.__phase__, function.__takes_and_gives__ = True, None if takes is None else (takes, gives)
-        function.__measures__ = measures
+        function.__measures__, function.__multiplies__ = measures, multiplies
         return function
 
     return mark if function is None else mark(function)

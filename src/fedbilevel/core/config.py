@@ -30,10 +30,11 @@ SECTION = re.compile(r"^Args:\n((?:    .*\n?)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\w+):.*(?:\n        .*)*", re.MULTILINE)
 KINDS = {bool: "True or False", optax.GradientTransformation: "an optax optimizer, such as optax.adam(1.0)"}
 """Kinds of static fields that are known by their defaults."""
-StepKind = Literal["x", "local x", "shared", "total", "local", "drift"]
+StepKind = Literal["x", "local x", "shared", "total", "local", "drift", "short"]
 """What a step is that may be None, to be adapted: on x, of the server alone or of clients too; or one on y or v:
 the same number for the server and all clients; the total of a client's local steps; one of them, along whose sum the
-server moves; or one that only decides how far clients drift apart, on x too, where that of the server adapts."""
+server moves; or one that only decides how far clients drift apart, on x too, where that of the server adapts: as long
+as clients agree on, or short, the part TIED of the server's."""
 TIED = 0.05
 """A client's step that is None is this part of the server's step that it is tied to."""
 T = TypeVar("T", bound=type)
@@ -257,12 +258,12 @@ def open_steps(configuration: Any, within: str = "", alone: bool = False) -> dic
     alone = alone or getattr(configuration, "alone", False)
     for field in dataclasses.fields(configuration):
         value, kind, path = getattr(configuration, field.name), field.metadata.get("adaptive"), within + field.name
+        server = getattr(configuration, field.metadata.get("tied") or field.name)
         if kind and isinstance(value, XYV):
-            server = getattr(configuration, field.metadata.get("tied") or field.name)
             sizes = zip(XYV._fields, value, server, strict=True)
             both = (of for of, size, same in sizes if size is None and same is None)
             found |= {f"{path}.{of}": OpenStep(configuration, kind, of) for of in both}
-        elif kind and value is None:
+        elif kind and value is None and server is None:
             found[path] = OpenStep(configuration, "alone" if alone else kind, "x" if kind.endswith("x") else "y")
         elif dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
             found |= open_steps(value, f"{path}.", alone)

@@ -14,13 +14,16 @@ a rise at once, and a fall by the factor FALL in a round. In the next round c/L,
     a step on y or v that is the same for all, or the total of a client's τ_i local steps
     with L_i for L where each client solves a system of its own: `LocalImplicit`, `Coordinates`
 
-and no local step of several is above 1/L_i. In round 0 L is not known, and these steps are 0.
+and no local step of several is above 1/L_i. In round 0 L is not known, and these steps are 0. A cohort may be stiffer
+than those before it: what clients reply for y and v is shortened to the step that L bears with what they measured for
+it. Products with the Hessian, of which fresh cohorts measure nothing, are shortened so that c/L is c⟨v, Hv⟩/‖Hv‖² at
+most, which never is below c/λ, λ the largest eigenvalue of H.
 
 Where the server moves along the mean q of sums q_i of a_i local directions (SimFBO, ShroFBO, FedBiO), two steps are
 safe. One is that of a single step along the mean gradient, c/(L Σ p a), or c/(Σ p a L_i) if that is less: clients then
 need not drift at all, and their local steps bring nothing but larger batches. The other is a client's own, η ≤ 1/L_i:
 (I − ηH_i)^a is a contraction, and so is the mean of these, a times as fast where clients are alike; where they are not,
-it comes to rest elsewhere. How much they are alike is seen in what they reply, in the parts shaped like y:
+it comes to rest elsewhere. How much they are alike is seen in what they reply for y:
 
     r = ‖q‖² / Σ p_i ‖q_i‖²      1: all go the same way;  0: they go apart, or are at rest, and only drift is left
 
@@ -48,7 +51,7 @@ A message carries three numbers more, and a reply to a phase that measures five.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -271,7 +274,7 @@ class AdaptiveSteps(Wrapper):
         quiet = jnp.logical_and(state.squares.total == 0, not self.clients_move_x)
         steps = Steps(jnp.where(quiet, 0, state.squares.own), *known.steps(self.y_lr))
         method = with_steps(self.algorithm, lambda open_: self.taken(steps) if open_.of == "x" else steps.inner)
-        return MeasuringFed(fed, self, method, steps, state.curvature)
+        return MeasuringFed(fed, self, method, steps, known)
 
     def taken(self, steps: Steps) -> Any:
         """Return the step on x of the method inside, from which h is found."""
@@ -281,6 +284,15 @@ class AdaptiveSteps(Wrapper):
     def clients_move_x(self) -> bool:
         """Say whether what a round takes from x are steps of clients."""
         return any(open_.kind in ("local", "local x") for open_ in open_steps(self.algorithm).values())
+
+    @property
+    def shared(self) -> set[str]:
+        """Say which of y, v and the products for v are multiplied by a step that adapts and is the same for all."""
+        return {
+            "product" if "hypergradient" in path.split(".") else step.of
+            for path, step in open_steps(self.algorithm).items()
+            if step.kind == "shared" or (step.kind in ("total", "local") and step.part.local_steps == 1)
+        }
 
     def finished(self, state: State) -> Any:
         return self.algorithm.finished(state.inside)
@@ -344,12 +356,10 @@ class AdaptiveSteps(Wrapper):
         step, bears = steps.inner, jnp.where(own > 0, 1 / jnp.where(own > 0, own, 1), jnp.inf)
         if open_.kind == "alone":
             return jnp.where(own > 0, self.y_lr * bears, step)
-        if open_.kind == "shared":
-            return step
-        if open_.kind == "drift":
-            return jnp.minimum(steps.drift, bears)
-        tau = client.local_steps(open_.part.local_steps)
-        several = bears * (tau if open_.kind == "total" else 1)
+        if open_.kind in ("drift", "short"):
+            return jnp.minimum(steps.drift if open_.kind == "drift" else TIED * step, bears)
+        tau = client.local_steps(open_.part.local_steps) if hasattr(open_.part, "local_steps") else 1
+        several = bears * (1 if open_.kind == "local" else tau)
         return jnp.where(tau > 1, jnp.minimum(step, several), step)
 
 
@@ -373,10 +383,10 @@ def adaptive(algorithm: Algorithm, problem: Problem) -> Algorithm:
 
 
 def square_of_y(phase: Phase, update: PyTree) -> Array:
-    """Return the squared norm of what in an update is shaped like y."""
+    """Return the squared norm of the first part of an update that is shaped like y: that of y itself, not of v."""
     parts: list[PyTree] = []
     jax.tree.map(lambda kind, part: parts.append(part) if kind == "y" else None, takes_and_gives(phase)[1], update)
-    return jnp.asarray(optax.tree.norm(parts, squared=True))
+    return jnp.asarray(optax.tree.norm(parts[:1], squared=True))
 
 
 def over(numerator: Any, denominator: Any) -> Array:
@@ -402,18 +412,32 @@ class MeasuringFed(KeepingFed):
 
     def __init__(self, fed: Fed, wrapper: AdaptiveSteps, method: Any, steps: Steps, known: Stiffness) -> None:
         super().__init__(fed, known, fed.sampled)
-        self.wrapper, self.method, self.steps = wrapper, method, steps
+        self.wrapper, self.method, self.steps, self.agreement = wrapper, method, steps, known.agreement
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
         asked = self.wrapper.phases[self.method.phase_name(phase)]
         update = self.fed.mean(asked, (message, self.steps), key, unbiased=unbiased, fresh=fresh)
-        if not self.wrapper.measures(phase):
-            return update
-        update, measured = update
-        self.kept = self.kept.after(measured, square_of_y(phase, update))
+        if self.wrapper.measures(phase):
+            update, measured = update
+            self.kept = self.kept.after(measured, square_of_y(phase, update))
+            bears, _ = self.kept._replace(agreement=self.agreement).steps(self.wrapper.y_lr)
+            return self.shortened(bears, ("y", "v"), phase, update)
+        if getattr(phase, "__multiplies__", False):
+            curves, square = optax.tree.vdot(message[-1], update), optax.tree.norm(update, squared=True)
+            bears = jnp.where(curves < 0, jnp.inf, self.wrapper.y_lr * over(curves, square))
+            return self.shortened(bears, ("product",), phase, update)
         return update
+
+    def shortened(self, bears: Array, names: Sequence[str], phase: Phase, update: PyTree) -> PyTree:
+        """Shorten what of an update the server moves along by steps that are the same for all, to the step it bears."""
+        factor, parts = jnp.minimum(over(bears, self.steps.inner), 1), iter(names)
+
+        def one(kind: str, part: PyTree) -> PyTree:
+            return scaled(factor, part) if kind == "y" and next(parts, "") in self.wrapper.shared else part
+
+        return jax.tree.map(one, takes_and_gives(phase)[1], update)
 
     def sum_first(self, n: int, phase: Phase, *message: Any, **options: Any) -> PyTree:
         raise ConfigurationError(f"{self.wrapper.label} asks fed.sum_first, and cannot have AdaptiveSteps")

@@ -190,7 +190,7 @@ class Implicit(SolvedSystem):
         slots = jax.tree.map(lambda leaf: jnp.multiply.outer(chosen, leaf).astype(leaf.dtype), reply.update)
         return reply._replace(update=slots)
 
-    @phase(takes=("x", "y", "y"), gives="y")
+    @phase(takes=("x", "y", "y"), gives="y", multiplies=True)
     def hessian_product(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
         """Reply with ∇²yy g_i v."""
         product = self.second_order.hess_v(client.problem, *at, client.inner_batch(key))
