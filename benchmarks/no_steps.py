@@ -110,7 +110,8 @@ def row(label: str, task: dict[str, Any], name: str, seeds: int, before: tuple[f
     shifts = (0.0,) if label.startswith("representation") else (0.0, 2.0, -2.0)
     others = [value(played(made, plan, bare, rounds, seed, off)) for off in shifts for seed in range(seeds)]
     print(
-        f"{label:30}{metric:16}{tuned:10.4f}{cost:9,d}{readme:10.4f}{once:10.4f}{value(twice):10.4f}"
+        f"{label:30}{metric:16}{tuned:10.4f}{cost:9,d}{readme:10.4{'f' if readme < 1e3 else 'g'}}"
+        f"{once:10.4f}{value(twice):10.4f}"
         f"  {'yes' if holds else 'no':4}{sum(map(np.isfinite, others))}/{len(others)}"
         f"  {np.nanmin(others):.4f} to {np.nanmax(others):.4f}",
         flush=True,

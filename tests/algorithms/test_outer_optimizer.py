@@ -61,6 +61,15 @@ def test_adam_takes_the_direction_alone(task):
         np.testing.assert_allclose(step, 0.05, rtol=1e-2)
 
 
+@pytest.mark.parametrize("optimizer", [optax.contrib.dog(1.0), optax.contrib.prodigy(1.0)], ids=["dog", "prodigy"])
+@pytest.mark.parametrize("method", [fb.SimFBO, fb.FedNest])
+def test_optimizers_that_find_their_step_wait_for_a_hypergradient(method, optimizer, task):
+    """Without steps a first round measures and takes nothing from x: of a gradient of 0 `prodigy` would make NaN."""
+    wrapped = fb.OuterOptimizer(method(batch_size=None), optimizer=optimizer)
+    np.testing.assert_array_equal(run(wrapped, task, 1).x, task.x0)
+    assert 0 < np.linalg.norm(run(wrapped, task, 30).x - task.x0) < np.inf
+
+
 def test_it_resumes_projects_and_waits_for_nobody(task, tmp_path):
     method = fb.OuterOptimizer(fixed(fb.SimFBO(batch_size=None, server_lr=0.2)), optimizer=optax.adam(0.1))
     whole = run(method, task, 6)

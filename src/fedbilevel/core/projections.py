@@ -199,7 +199,7 @@ def _like(x: PyTree, field: str, given: Any) -> PyTree:
 
     try:
         return jax.tree.map(fit, x, given, is_leaf=_is_none)
-    except ValueError as error:
+    except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{field} is no number, and no tree like x: {error}") from error
 
 

@@ -175,7 +175,8 @@ def check_everyone(algorithm: Algorithm, population: int, cohort: Cohort, field:
 def check_drawn_again(cohort: Cohort, carry: Carry) -> None:
     """Refuse to draw a client twice in a round where clients keep something between rounds: of which draw?"""
     kept = cohort.replacement and bool(jax.tree.leaves(carry.clients))
-    require(not kept, "Cohort.replacement", True, "False for a method whose clients keep something between rounds")
+    allowed = "False for a method whose clients keep something between rounds, as for steps that are None: give numbers"
+    require(not kept, "Cohort.replacement", True, allowed)
 
 
 def check_availability(clock: Clock, algorithm: Algorithm, population: int, cohort: Cohort) -> None:

@@ -19,7 +19,7 @@ from jax import Array
 from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
-from fedbilevel.core.errors import InfluenceWarning, require, require_count
+from fedbilevel.core.errors import ConfigurationError, InfluenceWarning, require, require_count
 from fedbilevel.core.inputs import require_function
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, why_it_vanishes
@@ -275,4 +275,6 @@ def _as_key(key: object) -> Array:
 
 def _check_start(name: str, given: PyTree, variable: PyTree) -> None:
     require(bool(jax.tree.leaves(variable)), name, given, "a pytree with at least one floating array")
-    require(not nonfinite_leaves(variable), name, nonfinite_leaves(variable), "finite in every leaf")
+    if bad := nonfinite_leaves(variable):
+        where = "" if bad == ["value"] else f" in {', '.join(bad)}"
+        raise ConfigurationError(f"{name} holds NaN or infinity{where}; it must be finite in every leaf")

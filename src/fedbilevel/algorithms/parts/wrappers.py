@@ -24,6 +24,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import isfinite
 from typing import Any, NamedTuple
 
@@ -167,7 +168,10 @@ class OuterOptimizer(Wrapper):
         inside = self.algorithm.round(fed, state.inside, key)
         taken = optax.tree.sub(state.x, inside.x)
         updates, optimizer = self.optimizer.update(taken, state.optimizer, state.x)
-        moved = with_x(self, inside, optax.apply_updates(state.x, updates), "in an OuterOptimizer")
+        moved = optax.apply_updates(state.x, updates), optimizer
+        some = optax.tree.norm(taken) != 0  # else x and optimizer stay: of a first 0 `prodigy` makes NaN
+        x, optimizer = jax.tree.map(partial(jnp.where, some), moved, (state.x, state.optimizer))
+        moved = with_x(self, inside, x, "in an OuterOptimizer")
         return OptimizedState(moved, optimizer)
 
     def finished(self, state: OptimizedState) -> Any:
