@@ -18,6 +18,7 @@ from fedbilevel.core.errors import CheckpointError, ConfigurationError, FloorErr
 from fedbilevel.flower.client.limits import Limits, RequestCounts
 from fedbilevel.flower.client.site import ClientRuntime, _samples
 from fedbilevel.flower.client.store import FolderStore
+from fixed_steps import fixed
 
 STEPS = federations.Steps()
 
@@ -67,6 +68,34 @@ def test_walks_sample_by_sample_have_the_floor_too():
     assert int(samples.in_turn(key, 4)[2]) == 4
     assert int(samples.in_turn(None, None)[2]) == 9
     assert int(_samples(rows).in_turn(key, 1)[2]) == 1  # without a floor, as in a simulation
+
+
+def test_an_epochs_short_batch_has_the_floor_too():
+    rows = fb.Clients([{"a": np.arange(11.0)}]).inner
+    samples, key = _samples(rows, 4), jax.random.key(0)
+    with pytest.raises(FloorError, match="last batch of an epoch is below this client's floor of 4 samples; drop_last"):
+        samples.in_epochs(key, 1, 4, False)  # 4, 4, 3
+    with pytest.raises(FloorError, match="a draw of 3 samples is below"):
+        samples.in_epochs(key, 1, 3, False)
+    assert [samples.in_epochs(key, 2, n, drop)[0] for n, drop in ((4, True), (7, False), (20, False))] == [4, 4, 2]
+
+
+@pytest.mark.parametrize(("epochs", "refused"), [(3, False), (4, True)])
+def test_epochs_have_the_limit_of_local_steps(epochs, refused):
+    """Of 9 samples, 3 a step, in a client that makes 10 steps at most."""
+    task = federations.quadratic(clients=2, dim_x=2, dim_y=3, samples=(9, 9))
+    method = fixed(fb.AggITD(inner=fb.parts.LocalSGD(local_epochs=epochs, rounds=2), batch_size=3))
+    runtime = ClientRuntime(federations.site(method, 0, task, limits=replace(federations.FREE, max_local_steps=10)))
+    expected = f"inner.local_epochs = {epochs} is above this client's limit of 10 steps" if refused else ""
+    assert greeted(runtime, runtime.contract.text).refused == expected
+
+
+def test_a_site_with_steps_of_its_own_makes_no_epochs():
+    problem = fb.SingleLevel(lambda x, batch: jnp.vdot(x, x))
+    with pytest.raises(
+        ConfigurationError, match=r"Site\.own\['local_steps'\] = '3' .* left out: FedAvg\.local_epochs = 1"
+    ):
+        federations.site(fb.FedAvg(local_epochs=1), 0, problem=problem, own={"local_steps": 3})
 
 
 def test_requests_of_a_round_and_of_all_runs(tmp_path):

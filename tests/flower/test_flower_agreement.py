@@ -52,6 +52,14 @@ CASES = {
     ),
     "two phases, a loop, client state": (TwoPhase(), "equal", None, None),
     "FedAvg, single level": (fb.FedAvg(batch_size=4), "equal", None, SINGLE_LEVEL),
+    "FedAvg, local epochs, ragged": (fb.FedAvg(batch_size=2, local_epochs=2), "ragged", None, SINGLE_LEVEL),
+    "FedNest-SGD, local epochs, ragged": (
+        fixed(fb.FedNestSGD(
+            inner=fb.parts.LocalSGD(local_epochs=1),
+            hypergradient=fb.parts.Implicit(solver=fb.parts.Neumann(terms=2)),
+            batch_size=2,
+        )), "ragged", None, None
+    ),
     "FedAvg-S, minimax, ragged, work of each": (fb.FedAvgS(batch_size=None), "ragged", [1, 2, 3, 1, 2], MINIMAX),
 }  # fmt: skip
 SLOW = ("FedMBO, fresh cohorts",)

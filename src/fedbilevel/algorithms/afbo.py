@@ -88,8 +88,9 @@ class MeanGradient(InnerRounds):
     def gradients(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """Reply with G_i, the mean of the gradients along E_i local steps on y."""
         x, y = at
-        count = client.local_steps(self.local_steps)
-        return Reply(mean_gradient(self.gradient_at(client, x, y), y, count, self.client_lr, key), gradients=count)
+        steps = self.steps(client, key)
+        mean = mean_gradient(self.gradient_at(client, x, y), y, steps, self.client_lr)
+        return Reply(mean, gradients=steps.tau)
 
 
 class SystemSteps(Hypergradient):

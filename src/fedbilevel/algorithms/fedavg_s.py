@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from fedbilevel.algorithms.parts.local_steps import LocalWork
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer
@@ -35,15 +36,13 @@ from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, PyTree, move
 
 
-class FedAvgS(Algorithm):
+class FedAvgS(LocalWork, Algorithm):
     """FedAvg on both players of a saddle-point problem, simultaneously.
 
     Args:
-        local_steps: τ_i, a client's local steps in a round; a number that the clients bring themselves
-            (`Clients.local_steps`) takes precedence.
         outer_lr: α; a client's step on x is α/τ_i.
         inner_lr: β; a client's step on y is β/τ_i.
-        batch_size: samples per draw, with replacement; None takes all samples.
+        batch_size: samples per draw, with replacement but in `local_epochs`; None takes all samples.
     """
 
     name = "fedavg-s"
@@ -58,7 +57,6 @@ class FedAvgS(Algorithm):
     allows = Allows(late=("descent_ascent",), submodels=UnitPolicy())
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
 
-    local_steps: int = positive_integer(default=5)
     outer_lr: float = positive(default=0.1, own=True)
     inner_lr: float = positive(default=0.1, own=True)
     batch_size: int | None = positive_integer(default=32, optional=True)
@@ -69,17 +67,17 @@ class FedAvgS(Algorithm):
     @phase(takes=XY("x", "y"), gives=XY("x", "y"))
     def descent_ascent(self, client: Client, start: XY, key: Array) -> Reply:
         """Take τ_i simultaneous steps, down on x and up on y; reply with the change of both."""
-        tau = client.local_steps(self.local_steps)
+        tau, draw = self.steps(client, key)
         value_and_gradients = jax.value_and_grad(client.problem.outer, (0, 1))
 
         def step(k: Array, carry: tuple[XY, Array]) -> tuple[XY, Array]:
             change, total = carry
             x, y = optax.tree.add(start, change)
-            loss, (dx, dy) = value_and_gradients(x, y, client.outer_batch(jax.random.fold_in(key, k)))
+            loss, (dx, dy) = value_and_gradients(x, y, client.outer_batch(draw(k)))
             moved = XY(move(change.x, -self.outer_lr / tau, dx), move(change.y, self.inner_lr / tau, dy))
             return moved, total + loss
 
-        batch = jax.eval_shape(client.outer_batch, key)
+        batch = jax.eval_shape(lambda k: client.outer_batch(draw(k)), 0)
         loss = jax.eval_shape(client.problem.outer, *start, batch)
         begin = (optax.tree.zeros_like(start), jnp.zeros((), loss.dtype))
         change, total = jax.lax.fori_loop(0, tau, step, begin)

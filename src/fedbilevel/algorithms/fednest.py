@@ -62,10 +62,10 @@ from jax import Array
 from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.inner import InnerSteps, LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
-from fedbilevel.algorithms.parts.local_steps import corrected_drift
+from fedbilevel.algorithms.parts.local_steps import Steps, corrected_drift
 from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.client import Client
+from fedbilevel.core.client import Client, Draw
 from fedbilevel.core.config import positive, positive_integer, static
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Facts
@@ -104,9 +104,9 @@ class SVRG(InnerSteps):
     def corrected_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
         """Reply with the change of y by τ_i corrected steps, less −βq, which all clients have in common."""
         x, y, q = at
-        tau = client.local_steps(self.local_steps)
-        drift = corrected_drift(self.gradient_at(client, x, y), y, q, tau, self.lr, key)
-        return Reply(drift, gradients=2 * (tau - 1))
+        steps = self.steps(client, key)
+        drift = corrected_drift(self.gradient_at(client, x, y), y, q, steps, self.lr)
+        return Reply(drift, gradients=2 * (steps.tau - 1))
 
 
 class Epochs(Nested):
@@ -140,10 +140,10 @@ class Epochs(Nested):
         """Reply with the change of x by τ_i corrected steps (FedOut), less −αh, which all clients have in common."""
         x, y, h = at
 
-        def gradient(x: PyTree, key: Array) -> PyTree:
-            return jax.grad(client.problem.outer, 0)(x, y, client.outer_batch(key))
+        def gradient(x: PyTree, draw: Draw) -> PyTree:
+            return jax.grad(client.problem.outer, 0)(x, y, client.outer_batch(draw))
 
-        drift = corrected_drift(gradient, x, h, self.outer_steps, self.outer_lr, key)
+        drift = corrected_drift(gradient, x, h, Steps.drawn(self.outer_steps, key), self.outer_lr)
         return Reply(drift, gradients=2 * (self.outer_steps - 1))
 
 

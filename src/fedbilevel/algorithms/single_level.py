@@ -26,9 +26,9 @@ import jax
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.local_steps import Gradient, corrected_drift, local_descent
+from fedbilevel.algorithms.parts.local_steps import Gradient, LocalWork, corrected_drift, local_descent
 from fedbilevel.core.algorithm import Algorithm, phase
-from fedbilevel.core.client import Client
+from fedbilevel.core.client import Client, Draw
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.facts import Allows, Facts
 from fedbilevel.core.fed import Fed, Reply
@@ -37,28 +37,25 @@ from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, PyTree, move
 
 
-class LocalDescent(Algorithm):
+class LocalDescent(LocalWork, Algorithm):
     """Base of FedLin and FedAvg: the fields and the start.
 
     Args:
-        local_steps: τ_i, a client's local steps in a round; a number that the clients bring themselves
-            (`Clients.local_steps`) takes precedence.
-        batch_size: samples per draw, with replacement; None takes all samples.
+        batch_size: samples per draw, with replacement but in `local_epochs`; None takes all samples.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SingleLevel,)
 
-    local_steps: int = positive_integer(default=5)
     batch_size: int | None = positive_integer(default=32, optional=True)
 
     def init(self, x: PyTree, y: PyTree) -> XY:
         return XY(x, y)
 
     def gradient_of(self, client: Client) -> Gradient:
-        """Make the function (x, key) -> ∇f_i(x) on drawn samples."""
+        """Make the function (x, draw) -> ∇f_i(x) on drawn samples."""
 
-        def gradient(x: PyTree, key: Array) -> PyTree:
-            return jax.grad(client.problem.outer)(x, None, client.outer_batch(key))
+        def gradient(x: PyTree, draw: Draw) -> PyTree:
+            return jax.grad(client.problem.outer)(x, None, client.outer_batch(draw))
 
         return gradient
 
@@ -98,9 +95,9 @@ class FedLin(LocalDescent):
     def corrected_outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """Reply with the change of x by τ_i corrected steps, less −αq, which all clients have in common."""
         x, q = at
-        tau = client.local_steps(self.local_steps)
-        drift = corrected_drift(self.gradient_of(client), x, q, tau, self.outer_lr, key)
-        return Reply(drift, gradients=2 * (tau - 1))
+        steps = self.steps(client, key)
+        drift = corrected_drift(self.gradient_of(client), x, q, steps, self.outer_lr)
+        return Reply(drift, gradients=2 * (steps.tau - 1))
 
     def round(self, fed: Fed, state: XY, key: Array) -> XY:
         gradient_key, descent_key = jax.random.split(key)
@@ -135,8 +132,8 @@ class FedAvg(LocalDescent):
     @phase(takes="x", gives="x")
     def outer_descent(self, client: Client, x: PyTree, key: Array) -> Reply:
         """Reply with the change of x by τ_i plain steps."""
-        tau = client.local_steps(self.local_steps)
-        return Reply(local_descent(self.gradient_of(client), x, tau, self.lr, key), gradients=tau)
+        steps = self.steps(client, key)
+        return Reply(local_descent(self.gradient_of(client), x, steps, self.lr), gradients=steps.tau)
 
     def round(self, fed: Fed, state: XY, key: Array) -> XY:
         change = fed.mean(self.outer_descent, state.x, key, unbiased=True)

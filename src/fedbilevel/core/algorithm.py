@@ -19,6 +19,7 @@ from fedbilevel.core.config import (
     counts,
     field_values,
     fraction,
+    local_epochs,
     positive,
     positive_integer,
     share,
@@ -167,6 +168,12 @@ class Algorithm(Part):
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Values of fields that work, by the name of a task: specs start from them. On the command line alone."""
+
+    def validate(self) -> None:
+        """Refuse local epochs without a number of samples in a batch."""
+        for path in local_epochs(self):
+            allowed = f"a number of samples, with {path}"
+            require(self.batch_size is not None, f"{self.label}.batch_size", None, allowed)
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -323,8 +330,10 @@ def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree
         refuse_unless_allowed(algorithm, "project_x", f"cannot keep x in a set ({type(problem).__name__}.project_x)")
         check_set(f"{type(problem).__name__}.project_x", problem.project_x, x)
     if problem.whole:
-        allowed = f"None: the {' and the '.join(problem.whole)} loss takes all of a client's samples (WholeLoss)"
-        require(algorithm.batch_size is None, f"{algorithm.label}.batch_size", algorithm.batch_size, allowed)
+        why = f"None: the {' and the '.join(problem.whole)} loss takes all of a client's samples (WholeLoss)"
+        for path, epochs in local_epochs(algorithm).items():
+            raise ConfigurationError(path=f"{algorithm.label}.{path}", got=epochs, allowed=why)
+        require(algorithm.batch_size is None, f"{algorithm.label}.batch_size", algorithm.batch_size, why)
     algorithm.check(problem, clients, x, y)
 
 

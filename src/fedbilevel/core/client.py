@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -395,6 +395,17 @@ def check_finite(name: str, array: Any, place: Callable[[int], str]) -> None:
         raise ConfigurationError(f"{name} holds NaN or infinity, first {place(row)}{entry}")
 
 
+class Places(NamedTuple):
+    """A batch that is known by the places of its samples among a client's own."""
+
+    places: Array  # (batch,)
+    valid: Array | None  # (batch,), which of them count, the others being padding; None: all
+
+
+Draw = Array | Places
+"""What a batch is made of: a key, which draws its samples, or their places."""
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Samples:
@@ -408,10 +419,14 @@ class Samples:
     floor: int = field(default=1, metadata={"static": True})  # a draw of fewer samples is refused, by the client itself
     unbatched: bool = field(default=True, metadata={"static": True})  # whether it is not vectorised with other clients
 
-    def batch(self, key: Array, batch_size: int | None) -> PyTree:
-        """`batch_size` samples drawn uniformly with replacement, or every sample once when it is None."""
+    def batch(self, draw: Draw, batch_size: int | None) -> PyTree:
+        """`batch_size` samples that a key draws uniformly with replacement, or every sample once when it is None; or
+        those at the places that `draw` says."""
+        if isinstance(draw, Places):
+            rows = rows_at(self.values, self.start + draw.places)
+            return rows if draw.valid is None else Padded(rows, draw.valid)
         if batch_size is not None:
-            return rows_at(self.values, self.start + self.drawn(key, batch_size))
+            return rows_at(self.values, self.start + self.drawn(draw, batch_size))
         whole = self.everything()
         return whole.samples if self.equal else whole
 
@@ -436,6 +451,35 @@ class Samples:
         drawn = jax.random.bits(key, (self.longest,), jnp.uint32)
         last = jnp.where(jnp.arange(self.longest) < self.size, drawn, jnp.uint32(2**32 - 1))
         return jnp.argsort(last)
+
+    def in_epochs(
+        self, key: Array, epochs: int, batch_size: int, drop_last: bool
+    ) -> tuple[int | Array, Callable[[Array | int], Places]]:
+        """Return how many batches so many epochs have, and k -> the k-th of them.
+
+        Each epoch takes the samples in a random order of its own, without replacement. Its last batch is short where
+        `batch_size` does not divide the number of samples; `drop_last` leaves that out, unless it is the only one.
+        """
+        count, width = self.batches(batch_size, drop_last), min(batch_size, self.longest)
+        self.check_floor(batch_size)
+        rest = 0 if drop_last or self.longest <= batch_size else self.longest % batch_size
+        if 0 < rest < self.floor:
+            text = f"the last batch of an epoch is below this client's floor of {self.floor} samples"
+            raise FloorError(f"{text}; drop_last=True leaves it out")
+        orders = jax.vmap(lambda epoch: self.shuffled(jax.random.fold_in(key, epoch)))(jnp.arange(epochs))
+        full = self.equal and (drop_last or self.longest % width == 0)
+
+        def batch(k: Array | int) -> Places:
+            epoch = jnp.minimum(k // count, epochs - 1)  # others vectorised with this client may go on to larger k
+            turn = k % count * batch_size + jnp.arange(width)
+            return Places(orders[epoch, jnp.minimum(turn, self.size - 1)], None if full else turn < self.size)
+
+        return epochs * count, batch
+
+    def batches(self, batch_size: int, drop_last: bool) -> int | Array:
+        """How many batches an epoch has."""
+        size = self.longest if self.equal else self.size
+        return size // batch_size + (size < batch_size if drop_last else size % batch_size > 0)
 
     def in_turn(
         self, key: Array | None, steps: int | Array | None
@@ -502,11 +546,11 @@ class Client:
     own: Mapping[str, Array] = field(default_factory=dict)
     batch_size: int | None = field(default=None, metadata={"static": True})
 
-    def outer_batch(self, key: Array, batch_size: int | Default | None = DEFAULT) -> PyTree:
+    def outer_batch(self, key: Draw, batch_size: int | Default | None = DEFAULT) -> PyTree:
         """Samples for the outer loss: `batch_size` draws with replacement, all if None, the method's if left out."""
         return self.outer.batch(key, self.batch_size if isinstance(batch_size, Default) else batch_size)
 
-    def inner_batch(self, key: Array, batch_size: int | Default | None = DEFAULT) -> PyTree:
+    def inner_batch(self, key: Draw, batch_size: int | Default | None = DEFAULT) -> PyTree:
         """Samples for the inner loss: `batch_size` draws with replacement, all if None, the method's if left out."""
         return self.inner.batch(key, self.batch_size if isinstance(batch_size, Default) else batch_size)
 

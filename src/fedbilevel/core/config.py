@@ -288,6 +288,12 @@ def hyperparameters(configuration: Any) -> dict[str, Any]:
     return values | _choices(configuration)
 
 
+def local_epochs(configuration: Any) -> dict[str, int]:
+    """The fields `local_epochs` that are not None, in parts too, by path."""
+    found = {path: value for path, value in _choices(configuration).items() if path.split(".")[-1] == "local_epochs"}
+    return {path: epochs for path, epochs in found.items() if epochs is not None}
+
+
 def _choices(configuration: Any, within: str = "") -> dict[str, Any]:
     """The static fields, with those of configurations in fields."""
     values: dict[str, Any] = {}

@@ -32,7 +32,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.card import span
-from fedbilevel.core.config import Schedule, tied
+from fedbilevel.core.config import Schedule, local_epochs, tied
 from fedbilevel.core.errors import ConfigurationError, refuse_together, require, require_count, unknown
 from fedbilevel.core.tree import XYV
 from fedbilevel.machinery.threefry import uniform_below
@@ -280,6 +280,9 @@ def check_own(
             if name not in known:
                 raise unknown(f"number of a client's own in {type(method).__name__}", name, known)
             check(path_of(name), values, known[name])
+            for path, number in local_epochs(method).items() if name == LOCAL_STEPS else ():
+                why = f"left out: {type(method).__name__}.{path} = {number} says how many steps clients make"
+                raise ConfigurationError(path=path_of(name), got=str(values), allowed=why)
             if values.by_k:
                 check_inner_rounds(path_of(name), name, values, method, rounds)
             if isinstance(values, Computed):

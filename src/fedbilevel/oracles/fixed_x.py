@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.extend.core import Jaxpr, Literal, Var
 
-from fedbilevel.core.client import Client
+from fedbilevel.core.client import Client, Draw, Places
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, join, split
 
@@ -24,14 +24,14 @@ FIXED, SAMPLE, VARIABLE = range(3)  # depends on x (and constants) alone; on the
 
 
 class InnerLoss(NamedTuple):
-    """`loss(y, draw(key))` is g_i(x, y) on the samples that the key draws."""
+    """`loss(y, take(draw))` is g_i(x, y) on the samples that are drawn: those of a key, or of places."""
 
-    draw: Callable[[Array], PyTree]
+    take: Callable[[Draw], PyTree]
     loss: Callable[[PyTree, PyTree], Array]
 
-    def gradient(self, y: PyTree, key: Array) -> PyTree:
+    def gradient(self, y: PyTree, draw: Draw) -> PyTree:
         """Return ∇y g_i(x, y) on those samples."""
-        return jax.grad(self.loss)(y, self.draw(key))
+        return jax.grad(self.loss)(y, self.take(draw))
 
 
 def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, steps: int) -> InnerLoss:
@@ -47,10 +47,12 @@ def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, 
     fixed = parts.fixed(x)
     features = _in_blocks(partial(parts.of_sample, fixed), rows, max(1, BYTES_AT_ONCE // max(1, parts.bytes_of_sample)))
 
-    def draw(key: Array) -> tuple[PyTree, Any]:
+    def take(draw: Draw) -> tuple[PyTree, Any]:
+        if isinstance(draw, Places):
+            return jax.tree.map(lambda a: a[draw.places], features), True if draw.valid is None else draw.valid
         if batch_size is None:
             return features, everything.mask
-        chosen = samples.drawn(key, batch_size)
+        chosen = samples.drawn(draw, batch_size)
         return jax.tree.map(lambda a: a[chosen], features), True
 
     def loss(y: PyTree, batch: tuple[PyTree, Any]) -> Array:
@@ -59,7 +61,7 @@ def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, 
             return parts.of_y(fixed, chosen, y)
         return jnp.mean(jax.vmap(lambda row: parts.of_y(fixed, row, y))(chosen), where=mask)
 
-    return InnerLoss(draw, loss)
+    return InnerLoss(take, loss)
 
 
 class OnBatch(NamedTuple):

@@ -61,7 +61,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.local_steps import LocalDirections, Plain
+from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalWork, Plain
 from fedbilevel.algorithms.parts.wrappers import KeepingFed, OuterOptimizer, Submodels, Wrapper
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, refuse_unless_allowed, takes_and_gives
 from fedbilevel.core.authored import with_x
@@ -311,7 +311,8 @@ class AdaptiveSteps(Wrapper):
         vector, products = kept.vector, None
         if self.measures(phase):
             vector, products = self.measure(takes_and_gives(phase)[0], client, kept.vector, content, key)
-        method = with_steps(self.algorithm, partial(self.size, client, steps, vector.largest))
+        batched = replace(client, batch_size=self.batch_size)
+        method = with_steps(self.algorithm, partial(self.size, batched, steps, vector.largest))
         reply = method.run_phase(name, inside, content, key)
         if client.state is not None:
             reply = reply._replace(state=ClientState(kept.inside if reply.state is None else reply.state, vector))
@@ -358,7 +359,11 @@ class AdaptiveSteps(Wrapper):
             return jnp.where(own > 0, self.y_lr * bears, step)
         if open_.kind in ("drift", "short"):
             return jnp.minimum(steps.drift if open_.kind == "drift" else TIED * step, bears)
-        tau = client.local_steps(open_.part.local_steps) if hasattr(open_.part, "local_steps") else 1
+        part: Any = open_.part
+        if isinstance(part, LocalWork):
+            tau = part.tau(client)
+        else:
+            tau = client.local_steps(part.local_steps) if hasattr(part, "local_steps") else 1
         several = bears * (1 if open_.kind == "local" else tau)
         return jnp.where(tau > 1, jnp.minimum(step, several), step)
 

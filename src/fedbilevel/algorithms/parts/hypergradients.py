@@ -315,7 +315,7 @@ class LocalImplicit(SolvedSystem):
         inner = inner_loss_at(client, x, y, client.batch_size, self.solver.most_terms - 1)
 
         def product(loop: Any, v: PyTree, key: Array, number: Any) -> PyTree:
-            samples = inner.draw(key)
+            samples = inner.take(key)
             return hess_of(lambda y: inner.loss(y, samples), y, v)
 
         return product

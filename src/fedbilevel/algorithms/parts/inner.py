@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from jax import Array
 
-from fedbilevel.algorithms.parts.local_steps import Gradient, local_descent
-from fedbilevel.core.algorithm import Part, phase
+from fedbilevel.algorithms.parts.local_steps import Gradient, LocalWork, local_descent
+from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.fed import Fed, Reply
@@ -16,7 +16,7 @@ from fedbilevel.core.tree import PyTree, move
 from fedbilevel.oracles.fixed_x import inner_loss_at
 
 
-class InnerRounds(Part):
+class InnerRounds(LocalWork):
     """Rounds of local steps on y, each with exchanges of its own.
 
     Args:
@@ -26,8 +26,9 @@ class InnerRounds(Part):
             (`Clients.local_steps`) takes precedence.
     """
 
+    steps_on = "inner"
+
     rounds: int = positive_integer(default=1, scheduled=True)
-    local_steps: int = positive_integer(default=5)
 
     @abstractmethod
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
@@ -39,8 +40,11 @@ class InnerRounds(Part):
         return fed.repeat(number, lambda fed, y, key: self.once(fed, x, y, key), y, key)
 
     def gradient_at(self, client: Client, x: PyTree, y: PyTree) -> Gradient:
-        """Make the function (y, key) -> ∇y g_i(x, y) on drawn samples."""
-        return inner_loss_at(client, x, y, client.batch_size, self.local_steps).gradient
+        """Make the function (y, draw) -> ∇y g_i(x, y) on drawn samples."""
+        steps = self.local_steps
+        if self.local_epochs is not None and client.batch_size is not None:
+            steps = self.local_epochs * (client.inner.longest // client.batch_size)
+        return inner_loss_at(client, x, y, client.batch_size, steps).gradient
 
 
 class InnerSteps(InnerRounds):
@@ -74,5 +78,6 @@ class LocalSGD(InnerSteps):
     def descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
         """Reply with the change of y by τ_i plain steps."""
         x, y = at
-        tau = client.local_steps(self.local_steps)
-        return Reply(local_descent(self.gradient_at(client, x, y), y, tau, self.lr / tau, key), gradients=tau)
+        steps = self.steps(client, key)
+        change = local_descent(self.gradient_at(client, x, y), y, steps, self.lr / steps.tau)
+        return Reply(change, gradients=steps.tau)

@@ -10,10 +10,13 @@ steps. So a client carries the sum q of the steps so far and what its optimizer 
 depends on τ alone, whatever η and the gradients are; q/‖a‖₁ is a weighted mean of the d_k.
 """
 
+from __future__ import annotations
+
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, ClassVar
+from functools import partial
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,20 +24,73 @@ import optax
 from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, Part
-from fedbilevel.core.client import Client
+from fedbilevel.core.client import Client, Draw, Samples
 from fedbilevel.core.config import fraction, positive_integer, share, static, step_sizes
+from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import Directions, directions, independent_directions
 
-Gradient = Callable[[PyTree, Array], PyTree]
-"""(point, key) -> the client's own gradient at that point, on samples that the key draws."""
+Gradient = Callable[[PyTree, Draw], PyTree]
+"""(point, draw) -> the client's own gradient at that point, on the samples that are drawn."""
 Count = int | Array
 LIKE_XYV = XYV("x", "y", "y")
 """What a phase takes or gives that is an `XYV`: its entries are shaped like x, y and, for v, y again (see `phase`)."""
 
 
-def local_descent(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, key: Array) -> PyTree:
+class Steps(NamedTuple):
+    """The local steps of a client."""
+
+    tau: Count
+    draw: Callable[[Array | int], Draw]  # k -> the samples of step k
+
+    @classmethod
+    def drawn(cls, tau: Count, key: Array) -> Steps:
+        """So many steps, each on samples that a key of its own draws with replacement."""
+        return cls(tau, partial(jax.random.fold_in, key))
+
+
+class LocalWork(Part):
+    """How many local steps a client makes when it is asked, and on which samples.
+
+    Args:
+        local_steps: τ_i, a client's local steps in a round; a number that the clients bring themselves
+            (`Clients.local_steps`) takes precedence.
+        local_epochs: E, in place of `local_steps`: so many times a client goes through its own samples, in a random
+            order each time, without replacement, a batch a step: τ_i = E⌈n_i/B⌉. None: `local_steps`.
+        drop_last: leave out an epoch's last batch where it is short, unless it is the only one: τ_i = E⌊n_i/B⌋, at
+            least E.
+    """
+
+    steps_on: ClassVar[Literal["outer", "inner"]] = "outer"
+    """Whose samples the steps take."""
+
+    local_steps: int = positive_integer(default=5)
+    local_epochs: int | None = positive_integer(default=None, optional=True)
+    drop_last: bool = static(default=False)
+
+    def validate(self) -> None:
+        idle = self.drop_last and self.local_epochs is None
+        require(not idle, f"{type(self).__name__}.drop_last", True, "False without local_epochs")
+
+    def tau(self, client: Client) -> Count:
+        """Return τ_i, a client's number of local steps."""
+        if self.local_epochs is None:
+            return client.local_steps(self.local_steps)
+        samples: Samples = getattr(client, self.steps_on)
+        assert client.batch_size is not None
+        return self.local_epochs * samples.batches(client.batch_size, self.drop_last)
+
+    def steps(self, client: Client, key: Array) -> Steps:
+        """Return a client's local steps; the key draws their samples."""
+        if self.local_epochs is None:
+            return Steps.drawn(self.tau(client), key)
+        samples: Samples = getattr(client, self.steps_on)
+        assert client.batch_size is not None
+        return Steps(*samples.in_epochs(key, self.local_epochs, client.batch_size, self.drop_last))
+
+
+def local_descent(gradient: Gradient, start: PyTree, steps: Steps, lr: Any) -> PyTree:
     """Return the change of `start` after τ gradient steps of size lr, FedAvg's local steps.
 
     The iterate is carried, and the start taken off at the end: in float32 the change is wrong by 10^-7 of the iterate,
@@ -42,14 +98,12 @@ def local_descent(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, 
     """
 
     def step(k: Array, point: PyTree) -> PyTree:
-        return move(point, -lr, gradient(point, jax.random.fold_in(key, k)))
+        return move(point, -lr, gradient(point, steps.draw(k)))
 
-    return optax.tree.sub(jax.lax.fori_loop(0, tau, step, start), start)
+    return optax.tree.sub(jax.lax.fori_loop(0, steps.tau, step, start), start)
 
 
-def corrected_drift(
-    gradient: Gradient, start: PyTree, mean_gradient: PyTree, tau: int | Array, lr: Any, key: Array
-) -> PyTree:
+def corrected_drift(gradient: Gradient, start: PyTree, mean_gradient: PyTree, steps: Steps, lr: Any) -> PyTree:
     """Take federated SVRG's local steps, of size lr/τ along ∇(point; ζ_ν) − ∇(start; ζ_ν) + q, q the mean gradient.
 
     Returns what they change beyond −lr·q, the part that all clients have in common: nothing for τ = 1.
@@ -57,22 +111,24 @@ def corrected_drift(
     Jakub Konečný et al., arXiv:1610.02527; as FedLin: Aritra Mitra et al., NeurIPS 2021.
     """
 
+    tau = steps.tau
+
     def step(k: Array, drift: PyTree) -> PyTree:
         point = move(optax.tree.add(start, drift), -lr * k / tau, mean_gradient)
-        step_key = jax.random.fold_in(key, k)
-        return move(drift, -lr / tau, optax.tree.sub(gradient(point, step_key), gradient(start, step_key)))
+        draw = steps.draw(k)
+        return move(drift, -lr / tau, optax.tree.sub(gradient(point, draw), gradient(start, draw)))
 
     return jax.lax.fori_loop(1, tau, step, optax.tree.zeros_like(start))  # the first step is along q itself
 
 
-def mean_gradient(gradient: Gradient, start: PyTree, tau: int | Array, lr: Any, key: Array) -> PyTree:
+def mean_gradient(gradient: Gradient, start: PyTree, steps: Steps, lr: Any) -> PyTree:
     """Return (1/τ) Σ_k ∇(z_k), along τ local steps z_{k+1} = z_k − lr ∇(z_k) from `start`."""
 
     def step(k: Array, total: PyTree) -> PyTree:
-        return optax.tree.add(total, gradient(move(start, -lr, total), jax.random.fold_in(key, k)))
+        return optax.tree.add(total, gradient(move(start, -lr, total), steps.draw(k)))
 
-    total = jax.lax.fori_loop(0, tau, step, optax.tree.zeros_like(start))
-    return jax.tree.map(lambda leaf: leaf / tau, total)
+    total = jax.lax.fori_loop(0, steps.tau, step, optax.tree.zeros_like(start))
+    return jax.tree.map(lambda leaf: leaf / steps.tau, total)
 
 
 class LocalOptimizer(Part):

@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import TypeVar
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.config import hyperparameters
+from fedbilevel.core.config import hyperparameters, local_epochs
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.flower.refusal import Code, Refusal
 
@@ -94,6 +94,13 @@ class Limits:
             largest = max(value, default=0) if isinstance(value, list) else value
             if type(largest) is int and not samples and largest > self.max_local_steps:
                 why = f"{name} = {value} is above this client's limit of {self.max_local_steps} steps"
+                raise Refusal(Code.LIMIT, why)
+
+    def check_epochs(self, algorithm: Algorithm, samples: int) -> None:
+        """Refuse local epochs of more steps than the limit allows; `samples`: of the loss that has more of them."""
+        for name, epochs in local_epochs(algorithm).items():
+            if epochs * -(-samples // (algorithm.batch_size or samples)) > self.max_local_steps:
+                why = f"{name} = {epochs} is above this client's limit of {self.max_local_steps} steps"
                 raise Refusal(Code.LIMIT, why)
 
     def check_samples(self, count: int) -> None:

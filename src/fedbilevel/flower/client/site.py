@@ -153,6 +153,7 @@ class ClientRuntime:
             if not wire.is_run(request.run):
                 raise Refusal(Code.MALFORMED, f"{request.run[:80]!r} is not the name of a run")
             self.site.limits.check_algorithm(self.site.algorithm)
+            self.site.limits.check_epochs(self.site.algorithm, max(self.outer.longest, self.inner.longest))
             self.site.limits.check_samples(min(self.outer.longest, self.inner.longest))
             store = self.store or memory
             if not request.phase:  # a greeting
@@ -315,7 +316,7 @@ def program(problem: Problem) -> Any:
     known: Any = ref(problem)
 
     def play(phase: str, algorithm: Algorithm, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
-        client = replace(client, problem=known())
+        client = replace(client, problem=known().over_batches())  # an epoch's last batch is padded
         return at(algorithm, round).run_phase(phase, client, message, jax.random.fold_in(key, client.id))
 
     if problem not in PROGRAMS:
