@@ -197,6 +197,19 @@ def test_steps_are_those_of_the_samples_as_they_are_drawn_in_features():
     np.testing.assert_allclose(result.y, WEIGHTS / WEIGHTS.sum() @ np.array(ends), rtol=1e-12)
 
 
+@pytest.mark.parametrize(("sizes", "epochs"), [((6, 6), 1), ((6, 6), 3), ((6, 7), 1)])
+def test_floating_point_operations(sizes, epochs):
+    """As many as those of as many steps with replacement: orders are whole numbers. Of unequal clients: unknown."""
+    rng = np.random.default_rng(0)
+    clients = fb.Clients([{"a": rng.normal(size=(n, DIM)), "b": rng.normal(size=n)} for n in sizes])
+    methods = fb.FedAvg(batch_size=BATCH, local_epochs=epochs), fb.FedAvg(batch_size=BATCH, local_steps=2 * epochs)
+    flops = [
+        fb.solve(method, SINGLE_LEVEL, clients, np.ones(DIM), rounds=1, count_flops=True).ledger.flops
+        for method in methods
+    ]
+    assert flops[0] == (flops[1] if sizes == (6, 6) else None)
+
+
 def test_padding_has_no_part_in_a_short_batch():
     """A client's window in a longer array: neither other clients' samples nor NaN beyond it are counted."""
     values = {"a": jnp.array([np.nan, 1.0, 2.0, 3.0, 4.0, np.nan, np.nan])}

@@ -259,7 +259,7 @@ class CuttingPlanes(Algorithm):
     """Base of ADBO and SDBO: cutting planes for the inner problem, and steps on the Lagrangian.
 
     Args:
-        batch_size: samples per draw for each loss, with replacement; None takes all samples.
+        batch_size: samples per draw for each loss, with replacement; None: all.
         iterations: T, the server's steps from one plane to the next.
         client_lr: a client's step sizes: η_x for x_i, η_y for y_i, and as v η_θ, of the multiplier θ_i of x_i = x;
             numbers or schedules over rounds; a single value serves all three.

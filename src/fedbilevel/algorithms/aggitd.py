@@ -70,7 +70,7 @@ class AggITD(Algorithm):
         inner: the rounds on y, N = `rounds`, λ = `lr`, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian.
         sampling: of Q, the exchange at which r begins: "random", the paper's, or None, the expectation over Q.
         outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
-        batch_size: samples per draw for each loss, with replacement; None takes all samples.
+        batch_size: samples per draw for each loss, with replacement; None: all.
     """
 
     name = "aggitd"

@@ -42,7 +42,7 @@ class FedAvgS(LocalWork, Algorithm):
     Args:
         outer_lr: α; a client's step on x is α/τ_i.
         inner_lr: β; a client's step on y is β/τ_i.
-        batch_size: samples per draw, with replacement but in `local_epochs`; None takes all samples.
+        batch_size: samples per draw, with replacement but in `local_epochs`; None: all.
     """
 
     name = "fedavg-s"
@@ -56,6 +56,7 @@ class FedAvgS(LocalWork, Algorithm):
     )
     allows = Allows(late=("descent_ascent",), submodels=UnitPolicy())
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
+    steps_on = "outer"
 
     outer_lr: float = positive(default=0.1, own=True)
     inner_lr: float = positive(default=0.1, own=True)

@@ -62,7 +62,7 @@ from jax import Array
 from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.inner import InnerSteps, LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
-from fedbilevel.algorithms.parts.local_steps import Steps, corrected_drift
+from fedbilevel.algorithms.parts.local_steps import LocalSteps, corrected_drift
 from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client, Draw
@@ -143,7 +143,7 @@ class Epochs(Nested):
         def gradient(x: PyTree, draw: Draw) -> PyTree:
             return jax.grad(client.problem.outer, 0)(x, y, client.outer_batch(draw))
 
-        drift = corrected_drift(gradient, x, h, Steps.drawn(self.outer_steps, key), self.outer_lr)
+        drift = corrected_drift(gradient, x, h, LocalSteps.drawn(self.outer_steps, key), self.outer_lr)
         return Reply(drift, gradients=2 * (self.outer_steps - 1))
 
 

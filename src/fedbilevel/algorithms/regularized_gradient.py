@@ -46,7 +46,7 @@ class WholeSubgradient(IterativeRegularization):
     """One step in a round, along the mean subgradient of all clients' samples.
 
     Args:
-        batch_size: samples per draw, with replacement; None takes all samples.
+        batch_size: samples per draw, with replacement; None: all.
     """
 
     batch_size: int | None = positive_integer(default=None, optional=True)

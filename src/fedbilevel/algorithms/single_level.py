@@ -15,8 +15,9 @@ Departures from the papers:
 2. FedLin's client steps by α/τ_i, so that unequal work does not re-weight the clients; FedAvg's, as in its paper, by η
    whatever τ_i is, and does.
 3. FedLin's first corrected step is along q itself, its correction being zero whatever is drawn; nothing is compressed.
+4. Batches are drawn with replacement; as in FedAvg's paper with `local_epochs`.
 
-Checked in tests/algorithms/test_single_level.py (closed forms of both fixed points) and
+Checked in tests/algorithms/test_single_level.py (closed forms of both fixed points), test_local_epochs.py and
 tests/engines/test_agreement.py.
 """
 
@@ -41,10 +42,11 @@ class LocalDescent(LocalWork, Algorithm):
     """Base of FedLin and FedAvg: the fields and the start.
 
     Args:
-        batch_size: samples per draw, with replacement but in `local_epochs`; None takes all samples.
+        batch_size: samples per draw, with replacement but in `local_epochs`; None: all.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SingleLevel,)
+    steps_on = "outer"
 
     batch_size: int | None = positive_integer(default=32, optional=True)
 

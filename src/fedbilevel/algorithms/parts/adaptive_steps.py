@@ -288,10 +288,14 @@ class AdaptiveSteps(Wrapper):
     @property
     def shared(self) -> set[str]:
         """Say which of y, v and the products for v are multiplied by a step that adapts and is the same for all."""
+
+        def one(part: Any) -> bool:
+            return part.local_steps == 1 and getattr(part, "local_epochs", None) is None
+
         return {
             "product" if "hypergradient" in path.split(".") else step.of
             for path, step in open_steps(self.algorithm).items()
-            if step.kind == "shared" or (step.kind in ("total", "local") and step.part.local_steps == 1)
+            if step.kind == "shared" or (step.kind in ("total", "local") and one(step.part))
         }
 
     def finished(self, state: State) -> Any:

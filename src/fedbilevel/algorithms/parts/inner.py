@@ -22,8 +22,7 @@ class InnerRounds(LocalWork):
     Args:
         rounds: T, rounds of steps on y for each step on x; a number, or a function of the round, such as
             `lambda k: 1 + k // 100`.
-        local_steps: τ_i, a client's local steps in each of these rounds; a number that the clients bring themselves
-            (`Clients.local_steps`) takes precedence.
+        local_steps: τ_i, a client's local steps in each of these rounds; `Clients.local_steps` takes precedence.
     """
 
     steps_on = "inner"

@@ -38,14 +38,14 @@ LIKE_XYV = XYV("x", "y", "y")
 """What a phase takes or gives that is an `XYV`: its entries are shaped like x, y and, for v, y again (see `phase`)."""
 
 
-class Steps(NamedTuple):
+class LocalSteps(NamedTuple):
     """The local steps of a client."""
 
     tau: Count
     draw: Callable[[Array | int], Draw]  # k -> the samples of step k
 
     @classmethod
-    def drawn(cls, tau: Count, key: Array) -> Steps:
+    def drawn(cls, tau: Count, key: Array) -> LocalSteps:
         """So many steps, each on samples that a key of its own draws with replacement."""
         return cls(tau, partial(jax.random.fold_in, key))
 
@@ -53,16 +53,16 @@ class Steps(NamedTuple):
 class LocalWork(Part):
     """How many local steps a client makes when it is asked, and on which samples.
 
+    Each epoch takes a client's own samples in a new random order, a batch a step: E⌈n_i/B⌉ steps, or E⌊n_i/B⌋, at
+    least E, without short batches. A short batch counts as any other, with the mean of its samples.
+
     Args:
-        local_steps: τ_i, a client's local steps in a round; a number that the clients bring themselves
-            (`Clients.local_steps`) takes precedence.
-        local_epochs: E, in place of `local_steps`: so many times a client goes through its own samples, in a random
-            order each time, without replacement, a batch a step: τ_i = E⌈n_i/B⌉. None: `local_steps`.
-        drop_last: leave out an epoch's last batch where it is short, unless it is the only one: τ_i = E⌊n_i/B⌋, at
-            least E.
+        local_steps: τ_i, a client's local steps in a round; `Clients.local_steps` takes precedence.
+        local_epochs: E passes through its own samples, without replacement, in place of `local_steps`.
+        drop_last: leave out an epoch's short last batch, unless it is alone.
     """
 
-    steps_on: ClassVar[Literal["outer", "inner"]] = "outer"
+    steps_on: ClassVar[Literal["outer", "inner"]]
     """Whose samples the steps take."""
 
     local_steps: int = positive_integer(default=5)
@@ -81,16 +81,16 @@ class LocalWork(Part):
         assert client.batch_size is not None
         return self.local_epochs * samples.batches(client.batch_size, self.drop_last)
 
-    def steps(self, client: Client, key: Array) -> Steps:
+    def steps(self, client: Client, key: Array) -> LocalSteps:
         """Return a client's local steps; the key draws their samples."""
         if self.local_epochs is None:
-            return Steps.drawn(self.tau(client), key)
+            return LocalSteps.drawn(self.tau(client), key)
         samples: Samples = getattr(client, self.steps_on)
         assert client.batch_size is not None
-        return Steps(*samples.in_epochs(key, self.local_epochs, client.batch_size, self.drop_last))
+        return LocalSteps(*samples.in_epochs(key, self.local_epochs, client.batch_size, self.drop_last))
 
 
-def local_descent(gradient: Gradient, start: PyTree, steps: Steps, lr: Any) -> PyTree:
+def local_descent(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any) -> PyTree:
     """Return the change of `start` after τ gradient steps of size lr, FedAvg's local steps.
 
     The iterate is carried, and the start taken off at the end: in float32 the change is wrong by 10^-7 of the iterate,
@@ -103,7 +103,7 @@ def local_descent(gradient: Gradient, start: PyTree, steps: Steps, lr: Any) -> P
     return optax.tree.sub(jax.lax.fori_loop(0, steps.tau, step, start), start)
 
 
-def corrected_drift(gradient: Gradient, start: PyTree, mean_gradient: PyTree, steps: Steps, lr: Any) -> PyTree:
+def corrected_drift(gradient: Gradient, start: PyTree, mean_gradient: PyTree, steps: LocalSteps, lr: Any) -> PyTree:
     """Take federated SVRG's local steps, of size lr/τ along ∇(point; ζ_ν) − ∇(start; ζ_ν) + q, q the mean gradient.
 
     Returns what they change beyond −lr·q, the part that all clients have in common: nothing for τ = 1.
@@ -121,7 +121,7 @@ def corrected_drift(gradient: Gradient, start: PyTree, mean_gradient: PyTree, st
     return jax.lax.fori_loop(1, tau, step, optax.tree.zeros_like(start))  # the first step is along q itself
 
 
-def mean_gradient(gradient: Gradient, start: PyTree, steps: Steps, lr: Any) -> PyTree:
+def mean_gradient(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any) -> PyTree:
     """Return (1/τ) Σ_k ∇(z_k), along τ local steps z_{k+1} = z_k − lr ∇(z_k) from `start`."""
 
     def step(k: Array, total: PyTree) -> PyTree:
@@ -256,9 +256,8 @@ class LocalDirections(Algorithm):
     """A method whose clients step on x, y and v at once: the fields of these steps, and the three directions.
 
     Args:
-        local_steps: τ, a client's local steps in a round; a number that the clients bring themselves
-            (`Clients.local_steps`) takes precedence.
-        batch_size: samples per draw for each loss, with replacement; None takes all samples.
+        local_steps: τ, a client's local steps in a round; `Clients.local_steps` takes precedence.
+        batch_size: samples per draw for each loss, with replacement; None: all.
         client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves
             all three. None, for each: adapted (`AdaptiveSteps`).
         independent_batches: draw samples for each of the three directions apart; False: a single draw of outer and of

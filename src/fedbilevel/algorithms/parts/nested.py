@@ -32,7 +32,7 @@ class Nested(Algorithm):
     """Base of methods that step on y, then on x by a hypergradient, whose checks and findings are theirs.
 
     Args:
-        batch_size: samples per draw for each loss, with replacement; None takes all samples.
+        batch_size: samples per draw for each loss, with replacement; None: all.
     """
 
     hypergradient: Any
