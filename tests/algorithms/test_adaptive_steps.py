@@ -344,6 +344,21 @@ def test_the_unit_of_the_outer_loss_is_no_matter(method):
     np.testing.assert_allclose(ends[1:], ends[0], rtol=1e-6)
 
 
+def test_which_steps_are_given_is_a_program_of_its_own():
+    """Methods with as many numbers, of other fields, must not share what is compiled, in one process."""
+    problem, _, _ = stiffening(10.0)
+    steps = [fb.SimFBO(server_lr=fb.XYV(**{**dict.fromkeys("xyv"), given: 0.05}), **LOOP) for given in "xyv"]
+    parts = [
+        fb.AFBO(inner=MeanGradient(lr=lr, local_steps=1), hypergradient=SystemSteps(lr=other), **ON_X)
+        for lr, other in ((0.05, None), (None, 0.05))
+    ]
+    for methods in (steps, parts):
+        ends = [np.asarray(played(one, problem, 4).y) for one in methods]
+        for one, end in zip(methods, ends, strict=True):
+            np.testing.assert_allclose(end, played(one, problem, 4, engine=fb.Reference()).y, rtol=1e-10)
+        assert all(np.max(np.abs(a - b)) > 1e-9 for i, a in enumerate(ends) for b in ends[:i])
+
+
 def test_an_inner_loss_without_curvature_is_said():
     problem = fb.Bilevel(lambda x, y, batch: jnp.sum(x**2), lambda x, y, batch: jnp.sum(x) * jnp.sum(y))
     with pytest.warns(UserWarning, match="no curvature in y where the run is"):

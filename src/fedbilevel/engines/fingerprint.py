@@ -156,7 +156,10 @@ def method_key(algorithm: Algorithm) -> Hashable | None:
                     return None
                 said += [entry.name, *_made_of(value)]
             elif isinstance(value, tuple):
-                said += map(_of_number, jax.tree.leaves(value, is_leaf=lambda node: isinstance(node, Schedule)))
+                leaves, structure = jax.tree.flatten(value, is_leaf=lambda node: isinstance(node, Schedule))
+                said += [str(structure), *map(_of_number, leaves)]  # which of them are None
+            elif value is None:
+                said.append(entry.name)
     return short(*said), *map(type, parts)
 
 
