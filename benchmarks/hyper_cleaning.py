@@ -118,7 +118,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=300)
     parser.add_argument("--histogram", type=Path, help="PNG of the weights that the last seed ends with")
     options = parser.parse_args()
-    fb.tune_cpu()
+    fb.tune_cpu(1)
     print(
         f"{'data':14s}{'partition':10s}{'replaced':>7s}{'wrong':>8s}{'seed':>7s}{'rounds':>8s}{'all':>9s}{'cleaned':>9s}"
         f"{'clean':>9s}{'recovered':>12s}{'auc':>8s}{'w clean':>8s}{'w corrupt':>10s}{'seconds':>9s}{'‖∇‖':>10s}"

@@ -30,7 +30,7 @@ FLOP = COHORT * TAU * 4 * 2 * BATCH * HIDDEN * (PIXELS + CLASSES)
 
 ENGINES = {  # name: (devices, tuned)
     "fedbilevel, XLA's defaults": (1, False),
-    "fedbilevel, tune_cpu()": (1, True),
+    "fedbilevel, tune_cpu(1)": (1, True),
     "fedbilevel, tune_cpu(2), devices=2": (2, True),
 }
 
@@ -157,13 +157,13 @@ def main() -> None:
         rates.append(gemm_rate())
         first = first_rounds(here, result, Path(folder, "cache"))
     report(found, ends, rates, describe())
-    print(f"first {CHECKED_ROUNDS} rounds with compilation, tune_cpu(): {first[0]:.1f} s; warm cache: {first[1]:.1f} s")
+    print(f"first {CHECKED_ROUNDS} rounds compiled, tune_cpu(1): {first[0]:.1f} s; warm cache: {first[1]:.1f} s")
 
 
 def first_rounds(here: list[str], result: Path, cache: Path) -> tuple[float, float]:
     """Seconds to the end of the first rounds in a new process, with an empty and with a filled compilation cache."""
     settings = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    command = [*here, "--engine", "fedbilevel, tune_cpu()", "--result", str(result)]
+    command = [*here, "--engine", "fedbilevel, tune_cpu(1)", "--result", str(result)]
     times = []
     for _ in range(2):
         subprocess.run(command, check=True, env={**os.environ, **settings})

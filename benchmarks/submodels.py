@@ -301,7 +301,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as compiled:  # runs that differ in their seeds alone are one program
         jax.config.update("jax_compilation_cache_dir", compiled)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-        fb.tune_cpu()
+        fb.tune_cpu(1)
         print(machine.describe())
         for name in options.parts or parts:
             print(f"\n{name} (load {os.getloadavg()[0]:.1f})\n", flush=True)

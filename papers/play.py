@@ -205,7 +205,7 @@ def play(figure: Figure, scale: Scale, out: Path, *, seeds: Sequence[int] = SEED
 def devices_of(figure: Figure, scale: Scale) -> int:
     """The most devices that a run of the figure plays on."""
     tables = [figure.tables(*pair, scale) for pair in figure.pairs(scale)]
-    return max(int(one.get("engine", {}).get("devices", 1)) for one in tables)
+    return max(int(one.get("engine", {}).get("devices") or 1) for one in tables)
 
 
 def play_all(runs: Sequence[Run], say: Say) -> dict[Path, History | str]:

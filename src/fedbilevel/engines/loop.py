@@ -98,6 +98,7 @@ class Loop:
     halvings: int = 0  # of the steps, so far
     halvings_at_most: int = 0
     diverged: bool = False
+    devices: int | None = None  # over which the engine spreads a cohort, where it has several
     latest: Carry | None = None  # a copy of that of the last row
     safe: Carry | None = None  # a copy to go back to
 
@@ -303,6 +304,7 @@ class Loop:
             "losses": self.losses,
             "halvings": self.halvings,
             "diverged": self.diverged,
+            "devices": self.devices,
             "best": self.best and self.best[2:],
         }
         round = int(carry.round)
@@ -368,7 +370,7 @@ class Loop:
         """Take up what was measured so far; return the carry without it."""
         self.history = History.of(meta["history"], self.history.directions)
         self.ledger = Ledger.of(meta["ledger"])
-        self.seconds = float(meta["seconds"])
+        self.seconds, self.devices = float(meta["seconds"]), meta.get("devices", 1)
         self.losses = {str(name): [float(value) for value in values] for name, values in meta["losses"].items()}
         if carry.best is not None:
             round, column, value = meta["best"]

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import importlib.util
 import os
+import re
 import sys
 import tempfile
 import time
@@ -25,14 +26,18 @@ from fedbilevel.wording import missing
 TESTED = "0.10."  # an unknown flag ends the process, so what was not tested is left alone
 MEGABYTES = 500
 WRITTEN = 60.0  # seconds that writing both halves of a program takes at most
+COUNT = "--xla_force_host_platform_device_count"
+_asked: list[int | None] = []  # with what tune_cpu was called
 
 
-def tune_cpu(devices: int = 1) -> None:
+def tune_cpu(devices: int | None = None) -> None:
     """Set XLA_FLAGS for this process; call it before JAX's first computation. Flags that are already set win.
 
+    `solve` does so by itself where JAX has not started yet, for a cohort of several clients.
+
     Args:
-        devices: CPU devices to present, for `Local(devices=…)`. With several, each runs its products on one thread,
-            and clients side by side.
+        devices: CPU devices to present, for `Local(devices=…)`; None: one for each core. With several, each runs its
+            products on one thread, and clients side by side.
 
     The matrix products of clients (some 64×784×200) ran 1.2 times faster in XLA's Eigen kernels than in its newer
     YNN ones, which jaxlib 0.10 takes by default; FISM's walks, small loops, ran 1.6 times faster compiled as one piece
@@ -41,21 +46,53 @@ def tune_cpu(devices: int = 1) -> None:
     Raises:
         ConfigurationError: JAX has started with fewer devices.
     """
-    require(devices >= 1, "devices", devices, "positive")
+    require_count("devices", devices, optional=True)
+    if backends_are_initialized():
+        there = jax.local_device_count()
+        late = f"at most {there}, the devices with which JAX has started: call tune_cpu before its first computation"
+        require((devices or 1) <= there, "devices", devices, f"{late}, and before the first array of jax.numpy")
+        if devices is None:
+            advise_of_cores()
+    _asked.append(devices)
+    present = os.environ.get("XLA_FLAGS", "")
+    count = _count_given() or devices or cores()
     wanted = {}
     if version("jaxlib").startswith(TESTED):
         wanted["--xla_cpu_experimental_ynn_fusion_type"] = ""
         wanted["--xla_backend_extra_options"] = "xla_cpu_small_while_loop_byte_threshold=32768"
-    if devices > 1:
-        wanted["--xla_force_host_platform_device_count"] = str(devices)
+    if count > 1:
+        wanted[COUNT] = str(count)
         wanted["--xla_cpu_multi_thread_eigen"] = "false"
-    if backends_are_initialized():
-        there = jax.local_device_count()
-        late = f"at most {there}, the devices with which JAX has started: call tune_cpu before its first computation"
-        require(devices <= there, "devices", devices, f"{late}, and before the first array of jax.numpy")
-    present = os.environ.get("XLA_FLAGS", "")
     added = [f"{flag}={value}" for flag, value in wanted.items() if flag not in present]
     os.environ["XLA_FLAGS"] = " ".join([*present.split(), *added])
+
+
+def use_every_core() -> None:
+    """Call `tune_cpu` where nobody has: JAX has not started, and will find no accelerator."""
+    plugins = any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
+    platforms = jax.config.values["jax_platforms"]
+    if (platforms == "cpu" or not (platforms or plugins)) and not _asked and not backends_are_initialized():
+        tune_cpu()
+
+
+def cores() -> int:
+    """Count the cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _count_given() -> int:
+    """Return how many CPU devices the user asked JAX for, 0 where they did not."""
+    flag = re.search(rf"{COUNT}=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    return max(jax.config.values["jax_num_cpu_devices"], 0) or int(flag[1] if flag else 0)
+
+
+@cache
+def advise_of_cores() -> None:
+    """Say once how to use every core, where JAX has started with a single device and nobody wanted that."""
+    if cores() > 1 and not _count_given() and not _asked and jax.local_device_count() == 1:
+        how = "fb.tune_cpu() before the first array of jax.numpy, or x0 and y0 as arrays of NumPy"
+        text = f"JAX has started with one device, on which clients take turns: {how}, would use all {cores()} cores"
+        warnings.warn(text, stacklevel=2)
 
 
 def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -> Path:

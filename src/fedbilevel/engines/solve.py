@@ -34,6 +34,7 @@ from fedbilevel.engines.evaluation import Evaluation, Measure, PerClient, as_per
 from fedbilevel.engines.history import Callback, History, Result
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
+from fedbilevel.engines.machine import use_every_core
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import TRACING, require_progress, showing
 from fedbilevel.engines.recorder import known_flops
@@ -127,6 +128,9 @@ def solve(
     require(resume in RESUME, "resume", resume, "True, False, 'auto' or 'force'")
     require(not resume or checkpoint is not None, "resume", resume, "used together with checkpoint")
     cohort = check_cohort(cohort, len(clients))
+    chosen: Engine = engine or Local()
+    if isinstance(chosen, Local) and chosen.devices is None and cohort.size > 1 and current_group().processes == 1:
+        use_every_core()  # before anything here starts JAX
     require(metrics is None or isinstance(metrics, Mapping), "metrics", metrics, "functions (x, y) -> number by name")
     require(best_by is None or isinstance(best_by, str), "best_by", best_by, "the name of a column of the history")
     shrinks = on_divergence == "shrink"
@@ -152,7 +156,6 @@ def solve(
     for name, most in given.items():
         enough = most is None or rounds <= most
         require(enough, "rounds", rounds, f"at most {most}: for so many rounds clients' {name} are given")
-    chosen: Engine = engine or Local()
     problem = problem.with_fixed(x_fixed, y_fixed).prepared()
     y_fixed = x_fixed if isinstance(problem, SimpleBilevel) else y_fixed  # its results' y is an average of x
     examples = clients.examples()
@@ -224,10 +227,14 @@ def solve(
             loop.plan = replace(plan, begun=replace(begun, samples=fingerprint.of_samples(clients, group)))
         if going_on:
             carry = loop.restore(carry, force=resume == "force")
+        settled: Engine = chosen
+        if isinstance(chosen, Local):
+            settled = chosen.settled(carry.state, cohort, before=loop.devices)
+            loop.devices = settled.devices
         loop.display = display
 
         def begin(algorithm: Algorithm, carry: Carry) -> Run:
-            run = chosen.start(algorithm, problem, clients, cohort, key, carry)
+            run = settled.start(algorithm, problem, clients, cohort, key, carry)
             loop.per_client = run.per_client(own, (x_fixed, y_fixed)) if own else None
             return run
 

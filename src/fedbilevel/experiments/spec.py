@@ -175,7 +175,7 @@ class EnginePlan:
     """The engine of a simulation: these fields of `fedbilevel.Local`."""
 
     chunk: int | None = None
-    devices: int = 1
+    devices: int | None = None
     stream: bool | None = None
 
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Hashable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import jax
 import numpy as np
@@ -13,7 +14,14 @@ from jax.sharding import Mesh
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, NonFiniteError, diverged, require, require_count
+from fedbilevel.core.errors import (
+    CheckpointWarning,
+    ConfigurationError,
+    NonFiniteError,
+    diverged,
+    require,
+    require_count,
+)
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, nbytes, on_device
 from fedbilevel.engines.costs import unpacked
@@ -33,7 +41,7 @@ from fedbilevel.engines.local.fed import AXIS, HOST, ProgramLayout
 from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.local.rounds import Program, ProgramInputs, Rounds
 from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped, local, replicate
-from fedbilevel.engines.machine import keep_on_disk, trim_heap
+from fedbilevel.engines.machine import advise_of_cores, keep_on_disk, trim_heap
 from fedbilevel.engines.multihost import ProcessGroup, current_group
 from fedbilevel.engines.reference import ReferenceRun
 from fedbilevel.engines.submodels import SubmodelPlan
@@ -52,7 +60,9 @@ class Local:
     Args:
         chunk: clients vectorised together; None chooses: everyone where models are small or on a GPU (in quarters
             sorted by work where clients work unequally), one at a time where one client's products fill the CPU.
-        devices: how many devices of each process to spread each cohort over.
+        devices: how many devices of each process to spread each cohort over. None chooses: all of a CPU, one for each
+            core, where models are large; 1 where they are small, on a GPU, and with several processes. A resumed run
+            keeps the number that it was begun with.
         stream: keep the samples on the host and bring each round's cohort to the device, prefetched: for populations
             that do not fit. None streams exactly when some leaf is a NumPy memory map.
         prefetch: cohorts to read ahead when streaming.
@@ -60,14 +70,14 @@ class Local:
     """
 
     chunk: int | None = None
-    devices: int = 1
+    devices: int | None = None
     stream: bool | None = None
     prefetch: int = 2
     clock: Clock = field(default_factory=Clock)
 
     def __post_init__(self) -> None:
         require_count("Local.chunk", self.chunk, optional=True)
-        require_count("Local.devices", self.devices)
+        require_count("Local.devices", self.devices, optional=True)
         require_count("Local.prefetch", self.prefetch)
 
     def start(
@@ -76,10 +86,12 @@ class Local:
         """Prepare a run of the algorithm on simulated clients; `carry` gives shapes and dtypes of all states."""
         check_simulated(clients)
         cohort = Cohort.of(cohort)
+        if self.devices is None:
+            return self.settled(carry.state, cohort).start(algorithm, problem, clients, cohort, key, carry)
         check_availability(self.clock, algorithm, len(clients), cohort)
         check_drawn_again(cohort, carry)
         group = current_group()
-        mesh, processes = self.mesh(group), group.processes
+        mesh, processes = self.mesh(group, self.devices), group.processes
         shares = Shares(len(clients), processes, group.process, self.devices) if processes > 1 else None
         share = -(-cohort.size // (self.devices * processes))  # clients per device, rounded up
         lumpy = shares is not None and cohort.some(len(clients))
@@ -118,7 +130,19 @@ class Local:
     forget = staticmethod(forget)
     keep_on_disk = staticmethod(keep_on_disk)
 
-    def mesh(self, group: ProcessGroup) -> Mesh | None:
+    def settled(self, state: PyTree, cohort: Cohort, before: int | None = None) -> Local:
+        """Choose the number of devices where it is None: that of a run `before` it was interrupted, or by the rule."""
+        if self.devices is not None:
+            return self
+        if current_group().processes > 1:
+            return replace(self, devices=1)
+        wanted, there = before or default_devices(state, cohort), jax.local_device_count()
+        if wanted > there:
+            text = f"begun on {wanted} devices, the run goes on with the {there} that are here: it agrees to rounding"
+            warnings.warn(CheckpointWarning(text), stacklevel=3)
+        return replace(self, devices=min(wanted, there))
+
+    def mesh(self, group: ProcessGroup, devices: int) -> Mesh | None:
         """Choose the devices: on an axis, on two where there are several processes; None: the first device will do."""
         joined = jax.process_count() == group.processes
         require(joined, "jax.distributed.initialize", "called", "left to fedbilevel.engines.multihost.join")
@@ -127,11 +151,11 @@ class Local:
         whose = "this machine" if len(own) == 1 else "the machine with the fewest"
         more = "; fb.tune_cpu(n) before JAX's first computation makes n of a CPU"
         allowed = f"at most {available}, the devices of {whose}{more if jax.default_backend() == 'cpu' else ''}"
-        require(self.devices <= available, "Local.devices", self.devices, allowed)
-        chosen = np.array([devices[: self.devices] for devices in own])
+        require(devices <= available, "Local.devices", devices, allowed)
+        chosen = np.array([of_process[:devices] for of_process in own])
         if len(own) > 1:
             return Mesh(chosen, (HOST, AXIS))
-        return Mesh(chosen[0], (AXIS,)) if self.devices > 1 else None
+        return Mesh(chosen[0], (AXIS,)) if devices > 1 else None
 
 
 def longest_in_steps(sizes: np.ndarray) -> int:
@@ -142,6 +166,16 @@ def longest_in_steps(sizes: np.ndarray) -> int:
         return longest
     step = max(1, 2 ** (longest.bit_length() - 3))
     return -(-longest // step) * step
+
+
+def default_devices(state: PyTree, cohort: Cohort) -> int:
+    """Choose over how many devices to spread a cohort: on a CPU all, if a client's products take longer than the sum
+    over devices (with small models two devices took up to twice as long as one), and none without a client."""
+    if jax.default_backend() != "cpu" or nbytes(state) <= SMALL_STATE or cohort.size == 1:
+        return 1
+    advise_of_cores()
+    share = -(-cohort.size // jax.local_device_count())
+    return -(-cohort.size // share)
 
 
 def default_chunk(state: PyTree, clients: Clients, share: int, lumpy: bool) -> int:

@@ -46,7 +46,7 @@ class Resident:
         for (path, leaf), unseen in zip(jax.tree_util.tree_leaves_with_path(values), mapped, strict=True):
             if unseen:  # whatever is not mapped was checked when the population was described
                 check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf, held.place)
-        return (share(values, mesh) if layout.shares else replicate(in_powers(values), mesh)), start
+        return (share(values, mesh) if layout.shares else replicate(in_place(in_powers(values), mesh), mesh)), start
 
     def inputs(self, round: int) -> RoundInputs:
         return self.round
@@ -62,6 +62,12 @@ def in_powers(values: PyTree) -> PyTree:
     if not missing or sum(leaf.nbytes for leaf in jax.tree.leaves(values)) > SMALL:
         return values
     return jax.tree.map(lambda leaf: np.concatenate([leaf, np.zeros((missing, *leaf.shape[1:]), leaf.dtype)]), values)
+
+
+def in_place(values: PyTree, mesh: Mesh | None) -> PyTree:
+    """Lay arrays where all devices of a CPU can read them: else each would have a copy."""
+    several = mesh is not None and jax.default_backend() == "cpu"
+    return jax.tree.map(np.asarray, jax.device_put(values)) if several else values
 
 
 class Streamed:
@@ -191,8 +197,15 @@ def share(tree: PyTree, mesh: Mesh | None) -> PyTree:
 
 
 def local(tree: PyTree) -> PyTree:
-    """Turn arrays that every process has into ordinary arrays of this process."""
-    return jax.tree.map(lambda a: a if getattr(a, "is_fully_addressable", True) else a.addressable_data(0), tree)
+    """Turn arrays that every device or process has into ordinary arrays of the first device of this process."""
+
+    def first(a: Any) -> Any:
+        if not isinstance(a, Array) or len(a.sharding.device_set) == 1:
+            return a
+        parted = a.is_fully_addressable and not a.is_fully_replicated
+        return jax.device_put(a, jax.local_devices()[0]) if parted else a.addressable_data(0)
+
+    return jax.tree.map(first, tree)
 
 
 def _canonical(leaf: Any) -> np.ndarray:

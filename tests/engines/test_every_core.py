@@ -1,0 +1,137 @@
+"""Without a word from the user every core is used, where that pays; and a run that is resumed gives the same bits."""
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+
+import jax
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.engines import checkpoint, machine
+from fedbilevel.engines.engine import Cohort
+from fedbilevel.engines.local.engine import SMALL_STATE, Local, default_devices
+from fedbilevel.engines.local.samples import in_place, replicate
+
+LARGE = SMALL_STATE // 4 + 1
+PROGRAM = """
+import json, pathlib, sys, tempfile, warnings
+import jax, jax.numpy as jnp, numpy as np
+import fedbilevel as fb
+from fedbilevel.engines import checkpoint, machine
+
+machine.cores = lambda: 3
+folder = pathlib.Path(tempfile.mkdtemp())
+
+def said(make, size, clients=4):
+    "Devices that JAX has, those of the run, and what was said."
+    problem = fb.SingleLevel(lambda x, batch: ((x - batch.mean()) ** 2).sum())
+    population = fb.Clients([np.full((1, 1), i, np.float32) for i in range(clients)])
+    file = folder / f"{len(list(folder.iterdir()))}.npz"
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        x0 = make((size,), np.float32)
+        fb.solve(fb.FedAvg(lr=0.1, batch_size=None), problem, population, x0, rounds=1, checkpoint=file)
+    about = [str(one.message) for one in told if "cores" in str(one.message)]
+    return jax.local_device_count(), checkpoint.load_meta(file)["devices"], about
+"""
+
+
+def told_by(lines, flags=""):
+    """What a process prints, as JSON, in which JAX has not started."""
+    quick = [flag for flag in os.environ["XLA_FLAGS"].split() if "device_count" not in flag and "eigen" not in flag]
+    environment = {**os.environ, "XLA_FLAGS": " ".join([*quick, flags]), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run([sys.executable, "-c", PROGRAM + lines], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize(
+    ("calls", "flags", "found"),
+    [
+        (f"said(np.ones, {LARGE}), said(np.ones, 2)", "", [[3, 2, []], [3, 1, []]]),  # four clients: two each
+        (f"said(np.ones, {LARGE}, clients=1), said(np.ones, {LARGE}, clients=1)", "", [[1, 1, []]] * 2),
+        (f"said(np.ones, {LARGE})", "--xla_force_host_platform_device_count=2", [2, 2, []]),
+        (f"fb.tune_cpu(1), said(np.ones, {LARGE})", "", [None, [1, 1, []]]),
+        (f"fb.tune_cpu(), said(jnp.ones, {LARGE})", "", [None, [3, 2, []]]),
+    ],
+)
+def test_a_first_computation_has_every_core(calls, flags, found):
+    assert told_by(f"print(json.dumps(({calls})))", flags) == found
+
+
+def test_where_jax_has_started_a_sentence_says_once_what_would_be_faster():
+    calls = f"said(jnp.ones, 2), said(jnp.ones, {LARGE}), said(jnp.ones, {LARGE})"
+    tiny, large, again = told_by(f"print(json.dumps(({calls})))")
+    assert tiny == again == [1, 1, []]
+    (text,) = large[2]
+    assert "fb.tune_cpu() before the first array" in text
+    assert "all 3 cores" in text
+
+
+def test_a_command_has_every_core(tmp_path):
+    command = ["run", "--set", f"task.hidden=[{LARGE // 64 + 1}]", "--rounds", "1", "--cohort", "6", "--quiet"]
+    told = told_by(
+        f"from fedbilevel.cli import main\nassert main({[*command, '--out', str(tmp_path / 'run')]}) == 0\n"
+        "print(jax.local_device_count())"
+    )
+    assert told == 3
+    assert checkpoint.load_meta(tmp_path / "run" / "checkpoint.npz")["devices"] == 3
+
+
+def solved(engine, rounds, **options):
+    """The end of a run with a model that is large enough for several devices; clients pull it their ways."""
+    rows = np.random.default_rng(0).normal(size=(5, 3, LARGE)).astype(np.float32)
+    problem = fb.SingleLevel(lambda x, batch: (jax.numpy.tanh(x - batch) ** 2).mean())
+    arguments = fb.FedAvg(lr=30.0, batch_size=2), problem, fb.Clients(list(rows)), rows[0, 0]
+    return fb.solve(*arguments, rounds=rounds, engine=engine, **options)
+
+
+def test_results_lie_on_one_device_and_can_be_gone_on_from():
+    end = solved(Local(), 1)
+    assert end.x.sharding.device_set == {jax.devices()[0]}
+    assert end.x + jax.device_put(end.x, jax.devices()[0]) is not None
+
+
+@pytest.mark.parametrize(("first", "devices"), [(Local(), 2), (Local(devices=1), 1)])
+def test_a_run_is_resumed_on_as_many_devices_to_the_same_bits(first, devices, tmp_path):
+    """The tests' process has two."""
+    file = tmp_path / "run.npz"
+    solved(first, 2, checkpoint=file)
+    assert checkpoint.load_meta(file)["devices"] == devices
+    end = solved(Local(), 4, checkpoint=file, resume=True)
+    assert checkpoint.load_meta(file)["devices"] == devices
+    np.testing.assert_array_equal(end.x, solved(first, 4).x)
+
+
+def test_where_fewer_devices_are_there_a_sentence_says_so(tmp_path, monkeypatch):
+    file = tmp_path / "run.npz"
+    solved(Local(), 2, checkpoint=file)
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    with pytest.warns(fb.errors.CheckpointWarning, match="begun on 2 devices, the run goes on with the 1 that are"):
+        end = solved(Local(), 4, checkpoint=file, resume=True)
+    np.testing.assert_allclose(end.x, solved(Local(devices=2), 4).x, rtol=1e-5, atol=1e-6)
+
+
+def test_devices_are_as_few_as_give_the_same_share(monkeypatch):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 8)
+    state = np.zeros(LARGE, np.float32)
+    assert [default_devices(state, Cohort(size)) for size in (1, 2, 8, 10, 17, 100)] == [1, 2, 8, 5, 6, 8]
+    assert default_devices(state[1:], Cohort(8)) == 1
+
+
+def test_devices_of_a_cpu_share_the_samples():
+    mesh = jax.make_mesh((2,), ("clients",))
+    rows = replicate(in_place({"image": np.ones((1000, 100), np.float32)}, mesh), mesh)["image"]
+    assert len({shard.data.unsafe_buffer_pointer() for shard in rows.addressable_shards}) == 1
+
+
+def test_nothing_is_said_where_the_user_chose_one_device(monkeypatch):
+    monkeypatch.setattr(jax, "local_device_count", lambda: 1)
+    machine.advise_of_cores.cache_clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        machine.advise_of_cores()  # by XLA_FLAGS of conftest.py
