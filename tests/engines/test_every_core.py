@@ -72,13 +72,23 @@ def test_where_jax_has_started_a_sentence_says_once_what_would_be_faster():
     assert "all 3 cores" in text
 
 
-def test_a_command_has_every_core(tmp_path):
-    command = ["run", "--set", f"task.hidden=[{LARGE // 64 + 1}]", "--rounds", "1", "--cohort", "6", "--quiet"]
-    told = told_by(
-        f"from fedbilevel.cli import main\nassert main({[*command, '--out', str(tmp_path / 'run')]}) == 0\n"
-        "print(jax.local_device_count())"
-    )
-    assert told == 3
+HIDDEN = LARGE // 64 + 1
+COMMAND = f"""
+from fedbilevel.cli import main
+main("run --set task.hidden=[{HIDDEN}] --rounds 1 --cohort 6 --quiet --out FOLDER".split())
+"""
+IN_PYTHON = f"""
+from fedbilevel import experiments
+task = {{"name": "hyper_representation", "hidden": [{HIDDEN}]}}
+spec = experiments.resolve({{"task": task, "algorithm": "simfbo", "run": {{"rounds": 1, "cohort": 6}}}})
+experiments.run(spec, "FOLDER", plot=False, progress=False)
+"""
+
+
+@pytest.mark.parametrize("lines", [COMMAND, IN_PYTHON])
+def test_runs_of_specs_have_every_core(lines, tmp_path):
+    lines = lines.replace("FOLDER", str(tmp_path / "run"))
+    assert told_by(lines + "\nprint(jax.local_device_count())") == 3
     assert checkpoint.load_meta(tmp_path / "run" / "checkpoint.npz")["devices"] == 3
 
 

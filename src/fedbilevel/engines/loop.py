@@ -370,7 +370,7 @@ class Loop:
         """Take up what was measured so far; return the carry without it."""
         self.history = History.of(meta["history"], self.history.directions)
         self.ledger = Ledger.of(meta["ledger"])
-        self.seconds, self.devices = float(meta["seconds"]), meta.get("devices", 1)
+        self.seconds, self.devices = float(meta["seconds"]), int(meta.get("devices", 1) or 0) or None
         self.losses = {str(name): [float(value) for value in values] for name, values in meta["losses"].items()}
         if carry.best is not None:
             round, column, value = meta["best"]

@@ -89,7 +89,8 @@ def _count_given() -> int:
 @cache
 def advise_of_cores() -> None:
     """Say once how to use every core, where JAX has started with a single device and nobody wanted that."""
-    if cores() > 1 and not _count_given() and not _asked and jax.local_device_count() == 1:
+    alone = jax.default_backend() == "cpu" and jax.local_device_count() == 1
+    if alone and cores() > 1 and not _count_given() and not _asked:
         how = "fb.tune_cpu() before the first array of jax.numpy, or x0 and y0 as arrays of NumPy"
         text = f"JAX has started with one device, on which clients take turns: {how}, would use all {cores()} cores"
         warnings.warn(text, stacklevel=2)

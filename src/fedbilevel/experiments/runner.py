@@ -62,6 +62,7 @@ from fedbilevel.engines.history import (
     stop_after,
 )
 from fedbilevel.engines.local.engine import Local
+from fedbilevel.engines.machine import use_every_core
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import MEASURING, WRITING, report_stage, showing
 from fedbilevel.engines.solve import Resume, solve
@@ -105,11 +106,18 @@ def build(spec: Spec, task: Task | None = None) -> Experiment:
     """
     algorithm = algorithm_of(spec)
     engine = Local(**asdict(spec.engine), clock=spec.clock)
+    use_cores(spec)
     task = task_of(spec) if task is None else task
     first_metric(task)  # there is one
     check_solves(algorithm, task.problem)
     _check_participants(spec, algorithm, len(task.clients))
     return Experiment(task, algorithm, engine)
+
+
+def use_cores(spec: Spec) -> None:
+    """Have every core used by the runs of a spec, before its task starts JAX."""
+    if spec.engine.devices is None and not spec.run.pooled and current_group().processes == 1:
+        use_every_core()
 
 
 def first_metric(task: Task) -> str:

@@ -30,7 +30,7 @@ from fedbilevel.experiments.export import names
 from fedbilevel.experiments.folder import Folder, default_path, path_word, require_free
 from fedbilevel.experiments.loader import algorithm_class, full_name, label
 from fedbilevel.experiments.names import spelled
-from fedbilevel.experiments.runner import build, complete, task_of
+from fedbilevel.experiments.runner import build, complete, task_of, use_cores
 from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Spec, configure, fields_of, unknown_setting
 from fedbilevel.tasks import Task
 
@@ -241,6 +241,7 @@ class TaskCache:
         self.made: dict[str, dict[bool, Task]] = {}
 
     def __call__(self, spec: Spec) -> Task:
+        use_cores(spec)
         made = self.made.setdefault(repr((spec.task, spec.clients, spec.run.x_bounds)), {})
         if len(self.made) > self.keep:
             del self.made[next(iter(self.made))]
