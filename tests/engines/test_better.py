@@ -46,13 +46,18 @@ def test_the_worst_client_is_by_the_declaration_not_by_the_name(result):
 
 def test_without_progress_goes_by_the_declaration(result):
     """A score that grows makes progress; so does an error that falls, which nobody declared."""
-    assert solved(callbacks=[fb.stop_without_progress("score", rows=1)]).round == 4
-    assert solved(callbacks=[fb.stop_without_progress("error", rows=1)]).round == 4
+    assert solved(callbacks=[fb.stop_without_progress("score", patience=1)]).round == 4
+    assert solved(callbacks=[fb.stop_without_progress("error", patience=1)]).round == 4
     plain = {"score": lambda x, y: x[0], "test_accuracy": lambda x, y: x[0]}  # which are read by their names
-    assert solved(metrics=plain, callbacks=[fb.stop_without_progress("score", rows=1)]).round == 1
-    assert solved(metrics=plain, callbacks=[fb.stop_without_progress("test_accuracy", rows=1)]).round == 4
-    stopped = solved(callbacks=[fb.stop_without_progress("score", rows=1, larger_is_better=False)])
+    assert solved(metrics=plain, callbacks=[fb.stop_without_progress("score", patience=1)]).round == 1
+    assert solved(metrics=plain, callbacks=[fb.stop_without_progress("test_accuracy", patience=1)]).round == 4
+    stopped = solved(callbacks=[fb.stop_without_progress("score", patience=1, larger_is_better=False)])
     assert (stopped.round, stopped.stopped) == (1, "score has not improved for 1 evaluations")
+
+
+def test_patience_with_two_rows_alone_is_warned_of(result):
+    with pytest.warns(UserWarning, match="eval_every=… gives it more rows"):
+        assert solved(callbacks=[fb.stop_without_progress("score", patience=3)], eval_every=None).round == 4
 
 
 def test_a_saved_result_and_a_resumed_run_keep_the_declaration(result, tmp_path):

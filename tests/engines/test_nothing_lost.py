@@ -59,10 +59,11 @@ def test_the_error_says_how_far_x_had_gone_and_what_steps_on_y_it_allowed():
     def largest(x):
         return np.linalg.eigvalsh(data.T @ data / 60 + 2 * np.diag(10 ** np.asarray(x)))[-1]
 
+    far = np.linalg.norm(error.value.result.y)
     assert (
-        f"x had moved by up to {np.max(x + 1):.3g}, and the largest curvature of the inner loss in y was "
-        f"L = {largest(x):.3g}, {largest(START[0]):.3g} at the start: there a step on y must be below 2/L = "
-        f"{2 / largest(x):.3g}; bounds on x"
+        f"x had moved by up to {np.max(x + 1):.3g}, y by {far:.3g} in norm, and the largest curvature of the "
+        f"inner loss in y was L = {largest(x):.3g}, {largest(START[0]):.3g} at the start: there a step on "
+        f"y must be below 2/L = {2 / largest(x):.3g}; bounds on x"
     ) in str(error.value)
 
 
@@ -113,11 +114,15 @@ def test_what_was_halved_is_halved_after_a_resumption(tmp_path):
     assert again.ledger.exchanges == whole.ledger.exchanges > 200  # what was undone stays counted
 
 
-def test_a_checkpoint_of_a_diverged_run_can_be_gone_on_from(tmp_path):
-    """By force, as a new run from x and y of the best row goes: batches are whole, so that keys play no role."""
+SMALLER = fixed(fb.SimFBO(local_steps=2, batch_size=None, server_lr=fb.XYV(x=0.01, y=0.01, v=0.01)))
+
+
+@pytest.mark.parametrize("smaller", [SMALLER, fb.SimFBO(local_steps=2, batch_size=None)], ids=["numbers", "None"])
+def test_a_checkpoint_of_a_diverged_run_can_be_gone_on_from(tmp_path, smaller):
+    """By force, as a new run from x and y of the best row goes: batches are whole, so that keys play no role.
+    Steps that are None have a state of another kind."""
     path = tmp_path / "run.npz"
     last = diverged(checkpoint=path)
-    smaller = fixed(fb.SimFBO(local_steps=2, batch_size=None, server_lr=fb.XYV(x=0.01, y=0.01, v=0.01)))
     with pytest.warns(fb.errors.CheckpointWarning, match=rf"x and y of its best row, of round {last.best.round}"):
         on = solve(last.best.round + 5, smaller, checkpoint=path, resume="force")
     assert [row["round"] for row in on.history.rows] == [0, last.best.round, last.best.round + 5]

@@ -59,18 +59,18 @@ FELL = "m has not improved for 1 evaluations"
         (fb.stop_when("m", below=1e-3), [1.0, 2e-3, 1e-3], [None, None, "m fell to 0.001"]),
         (fb.stop_when("m", above=2, below=0), [1, 2, -1], [None, "m reached 2", "m fell to 0"]),
         (
-            fb.stop_without_progress("m", rows=2, larger_is_better=True),
+            fb.stop_without_progress("m", patience=2, larger_is_better=True),
             [1, 2, None, 2, 3, 1, 3],
             6 * [None] + ["m has not improved for 2 evaluations"],
         ),
-        (fb.stop_without_progress("m", rows=1, larger_is_better=False), [3, 2, 1, 1], 3 * [None] + [FELL]),
+        (fb.stop_without_progress("m", patience=1, larger_is_better=False), [3, 2, 1, 1], 3 * [None] + [FELL]),
     ],
 )
 def test_a_callback_stops_when_it_says(callback, values, said):
     assert told(callback, values) == said
 
 
-@pytest.mark.parametrize("callback", [fb.stop_when("m", above=0), fb.stop_without_progress("m", rows=1)])
+@pytest.mark.parametrize("callback", [fb.stop_when("m", above=0), fb.stop_without_progress("m", patience=1)])
 def test_a_misspelt_metric_is_refused_once_there_are_rounds(callback):
     """Row 0 lacks the losses of the rounds; any later row must have the metric."""
     with pytest.raises(fb.errors.ConfigurationError, match=r"unknown metric 'm'.*other"):

@@ -72,8 +72,8 @@ def trouble(path: Path) -> str:
     return ""
 
 
-def load(path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
-    """Read what `save` wrote; `like` gives the structure, shapes and dtypes that are expected.
+def load(path: Path, like: PyTree, part: bool = False) -> tuple[PyTree, dict[str, Any]]:
+    """Read what `save` wrote; `like` gives the structure, shapes and dtypes that are expected, of a `part` or of all.
 
     Raises:
         CheckpointError: not a checkpoint, or that of another model or algorithm; the message names the leaf.
@@ -82,7 +82,7 @@ def load(path: Path, like: PyTree) -> tuple[PyTree, dict[str, Any]]:
     with as_checkpoint_error(path), _opened(path) as archive:
         meta, dtypes = _header(archive)
         stored = {name.removesuffix(".npy") for name in archive.namelist()} - {META}
-        if odd := sorted(set(expected) ^ stored):
+        if odd := sorted(set(expected) - stored if part else set(expected) ^ stored):
             raise CheckpointError(f"{path} belongs to another model or algorithm: it differs in {', '.join(odd[:5])}")
         arrays = {name: _leaf(archive, path, name, dtypes[name], leaf) for name, leaf in expected.items()}
 

@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import optax
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.problem import Problem
@@ -31,8 +32,10 @@ def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree
     name = max(moved, key=lambda one: moved[one])
     if not (after > 0 and np.isfinite([before, after, moved[name]]).all()):
         return ""
+    far = float(optax.tree.norm(jax.tree.map(np.subtract, last[1], start[1])))
+    bounds = "; bounds on x (project_x, in a spec run.x_bounds) keep L where it is" if after > 2 * before else ""
     return (
-        f"{name} had moved by up to {moved[name]:.3g}, and the largest curvature of the inner loss in y was L = "
-        f"{after:.3g}, {before:.3g} at the start: there a step on y must be below 2/L = {2 / after:.3g}; bounds on x "
-        "(project_x, run.x_bounds) keep L where it is"
+        f"{name} had moved by up to {moved[name]:.3g}, y by {far:.3g} in norm, and the largest curvature of the inner "
+        f"loss in y was L = {after:.3g}, {before:.3g} at the start: there a step on y must be below 2/L = "
+        f"{2 / after:.3g}{bounds}"
     )

@@ -11,6 +11,7 @@ import json
 import math
 import re
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -317,25 +318,28 @@ def stop_when(metric: str, *, above: float | None = None, below: float | None = 
     return check
 
 
-def stop_without_progress(metric: str, *, rows: int, larger_is_better: bool | None = None) -> Callback:
-    """Make a callback that ends the run when `metric` has not improved for `rows` rows.
+def stop_without_progress(metric: str, *, patience: int, larger_is_better: bool | None = None) -> Callback:
+    """Make a callback that ends the run when `metric` has not improved for `patience` rows; `eval_every` makes rows.
 
     Args:
         metric: a column of the history.
-        rows: how many rows in a row without a better value.
+        patience: how many rows in a row without a better value.
         larger_is_better: None goes by the metric, as tables do: by its declaration (`fedbilevel.Metric`), or else
             accuracies are to grow and all else is to fall.
     """
-    require_count("rows", rows)
+    require_count("patience", patience)
     require_direction("larger_is_better", larger_is_better, optional=True)
 
     def check(result: Result, row: Row | None) -> str | None:
         if row is None or not has(row, metric):
             return None
+        if len(result.history.rows) == 2 and result.rounds == row["round"] > 1:
+            text = "stop_without_progress saw the start and the end of the run alone: eval_every=… gives it more rows"
+            warnings.warn(text, stacklevel=2)
         larger = result.history.larger_is_better(metric) if larger_is_better is None else larger_is_better
         values = [r[metric] for r in result.history.rows if metric in r]
         since = len(values) - 1 - values.index(best(values, larger))
-        return f"{metric} has not improved for {rows} evaluations" if since >= rows else None
+        return f"{metric} has not improved for {patience} evaluations" if since >= patience else None
 
     return check
 

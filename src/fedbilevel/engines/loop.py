@@ -329,7 +329,7 @@ class Loop:
         path = self.plan.path
         newest = Path(self.group.decide(lambda: str(files.newest(path))))
         with self.group.copy_of(newest) as copy:
-            carry, meta = self.state_of(copy, carry)
+            carry, meta = self.state_of(copy, carry, force)
         with files.as_checkpoint_error(newest):
             self.compare(meta, force)
             carry = self.continue_from(meta, carry)
@@ -352,11 +352,15 @@ class Loop:
             begun._replace(round=jnp.full_like(carry.round, best.round), now=carry.now), int(carry.round)
         )
 
-    def state_of(self, copy: Path, carry: Carry) -> tuple[Carry, dict[str, Any]]:
-        """Load what the checkpoint holds; if it does not fit, and is of another algorithm, the error names both."""
-        x = carry.state.x if carry.local_x is None else carry.local_x
+    def state_of(self, copy: Path, carry: Carry, force: bool) -> tuple[Carry, dict[str, Any]]:
+        """Load what the checkpoint holds, by force of a run that diverged the best row alone; if it does not fit, and
+        is of another algorithm, the error names both."""
+        x, held = carry.state.x if carry.local_x is None else carry.local_x, files.load_meta(copy)
+        best = (x, carry.state.y) if held.get("best") else None
         try:
-            best = (x, carry.state.y) if files.load_meta(copy).get("best") else None
+            if force and held.get("diverged") and best and self.simulated:
+                bare = carry._replace(state=None, clients=None, queues=None, local_x=None)
+                return files.load(copy, bare._replace(best=best), part=True)
             return files.load(copy, carry._replace(best=best))
         except CheckpointError as error:
             before = files.load_meta(copy).get("fingerprint", {}).get("stated", {}).get("algorithm")
