@@ -1,0 +1,207 @@
+"""FedAvg beside what one would write by hand in JAX: milliseconds a round, the first call, memory; and the chunk rule.
+
+    .venv/bin/python benchmarks/contest.py [--models 2nn …] [--cohorts 10 100] [--passes 3] [--chunks] [--out FILE]
+
+100 clients of 600 samples like MNIST's, 30 local steps of batches of 20, float32. By hand: clients side by side (vmap),
+in turn (scan), and on as many devices as there are cores (shard_map, in turn on each). Every measurement is a process
+of its own, contenders in turn; medians over the passes. "loss" is that after --rounds rounds, on 1,000 samples: batches
+are drawn by other keys, so that it agrees roughly. --chunks also plays the library with every chunk, on one device
+and on all: the best of them is what a rule could reach.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+CLIENTS, SAMPLES, STEPS, BATCH, LR = 100, 600, 30, 20, 0.05
+MODELS = ("2nn", "mlp", "cnn", "transformer")
+BY_HAND = ("vmap", "scan", "shard_map")
+
+
+def model_of(name: str) -> tuple:
+    """(start, loss(parameters, batch))."""
+    import jax
+    import jax.numpy as jnp
+
+    from fedbilevel.tasks import networks
+
+    if name == "transformer":
+        return transformer()
+    make, hidden = {
+        "2nn": (networks.mlp, (200, 200)),
+        "mlp": (networks.mlp, (32,)),
+        "cnn": (networks.cnn, (8, 16, 64)),
+    }[name]
+    shape = (784,) if make is networks.mlp else (28, 28, 1)
+    network = make(shape, hidden, 10)
+
+    def loss(parameters: Any, batch: Any) -> Any:
+        images = batch["image"].reshape(-1, *shape)
+        return jnp.mean(networks.cross_entropy(network.logits(*parameters, images), batch["label"]))
+
+    return network.init(jax.random.key(0)), loss
+
+
+def transformer() -> tuple:
+    """One block of 4 heads over 28 rows of 28 pixels, width 64."""
+    import jax
+    import jax.numpy as jnp
+
+    from fedbilevel.tasks import networks
+
+    shapes = {
+        "in": (28, 64), "place": (28, 64), "qkv": (64, 192), "mix": (64, 64), "up": (64, 128), "down": (128, 64),
+        "out": (64, 10),
+    }  # fmt: skip
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    start = {n: jax.random.normal(k, s) / s[0] ** 0.5 for (n, s), k in zip(shapes.items(), keys, strict=True)}
+
+    def normed(a: Any) -> Any:
+        return (a - a.mean(-1, keepdims=True)) / jnp.sqrt(a.var(-1, keepdims=True) + 1e-5)
+
+    def loss(p: Any, batch: Any) -> Any:
+        a = batch["image"].reshape(-1, 28, 28) @ p["in"] + p["place"]
+        q, k, v = jnp.split((normed(a) @ p["qkv"]).reshape(*a.shape[:2], 4, 48), 3, axis=-1)
+        seen = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k) / 4, axis=-1)
+        a = a + jnp.einsum("bhij,bjhd->bihd", seen, v).reshape(a.shape) @ p["mix"]
+        a = a + jax.nn.relu(normed(a) @ p["up"]) @ p["down"]
+        return jnp.mean(networks.cross_entropy(normed(a).mean(1) @ p["out"], batch["label"]))
+
+    return start, loss
+
+
+def measure(model: str, cohort: int, who: str, devices: int, chunk: int, rounds: int) -> dict[str, float]:
+    """One contender in this process; `devices` and `chunk` 0: the library's own choice."""
+    if who == "shard_map" or devices > 1:
+        count = devices or os.cpu_count()
+        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count} --xla_cpu_multi_thread_eigen=false"
+    import jax
+    import numpy as np
+
+    jax.config.update("jax_enable_compilation_cache", False)
+    rng = np.random.default_rng(0)
+    image = rng.random((CLIENTS, SAMPLES, 784), dtype=np.float32)
+    label = np.argmax((image - 0.5) @ rng.normal(size=(784, 10)).astype(np.float32), axis=-1).astype(np.int32)
+    data = {"image": image, "label": label}
+    play = by_library if who == "library" else by_hand
+    seconds, first, loss = play(model, cohort, who, devices, chunk, rounds, data)
+    from machine import peak_mb
+
+    return {"ms": 1e3 * statistics.median(seconds), "first": first, "mb": peak_mb(), "loss": float(loss)}
+
+
+def by_library(model: str, cohort: int, who: str, devices: int, chunk: int, rounds: int, data: Any) -> tuple:
+    import numpy as np
+
+    import fedbilevel as fb
+
+    if devices > 1:
+        fb.tune_cpu(devices)
+    began = time.perf_counter()
+    start, loss = model_of(model)
+    clients, problem = fb.Clients(outer=data), fb.SingleLevel(loss)
+    engine = fb.Local(chunk=chunk or None, **({"devices": devices} if devices else {}))
+    method, some = fb.FedAvg(lr=LR, local_steps=STEPS, batch_size=BATCH), few(data)
+    history = fb.solve(
+        method, problem, clients, start, rounds=6 * rounds, eval_every=rounds, cohort=cohort, engine=engine,
+        metrics={"loss": lambda x, y: loss(x, some)},
+    ).history  # fmt: skip
+    each = np.diff(np.asarray(history["seconds"], float))[1:] / rounds
+    return list(each), time.perf_counter() - began - float(np.sum(each)) * rounds, history["loss"][1]
+
+
+def few(data: Any) -> Any:
+    """Ten samples of each client."""
+    return {name: values[:, :10].reshape(-1, *values.shape[2:]) for name, values in data.items()}
+
+
+def by_hand(model: str, cohort: int, who: str, devices: int, chunk: int, rounds: int, data: Any) -> tuple:
+    import jax
+    import jax.numpy as jnp
+
+    from peers import fedavg
+
+    began = time.perf_counter()
+    start, loss = model_of(model)
+    spread = jax.device_count() if who == "shard_map" else 1
+    run = fedavg.program(
+        loss, local_steps=STEPS, batch_size=BATCH, cohort=cohort, one_by_one=who != "vmap", devices=spread
+    )
+    arrays, weights = jax.tree.map(jnp.asarray, data), jnp.full(CLIENTS, 1 / CLIENTS)
+    play = lambda: jax.block_until_ready(run(start, arrays, weights, LR, jax.random.key(0), rounds))  # noqa: E731
+    loss_then = jax.jit(loss)(play(), few(data))
+    first, each = time.perf_counter() - began, []
+    for _ in range(5):
+        began = time.perf_counter()
+        play()
+        each.append((time.perf_counter() - began) / rounds)
+    return each, first, loss_then
+
+
+def contenders(chunks: bool, cohort: int) -> list[tuple[str, int, int]]:
+    """(who, devices, chunk)."""
+    cores = os.cpu_count() or 1
+    found = [("library", 0, 0), *((who, 0, 0) for who in BY_HAND)]
+    if chunks:
+        sizes = sorted({1, 2, 5, 10, 25, 50, cohort} & set(range(1, cohort + 1)))
+        found += [("library", d, c) for d in (1, cores) for c in sizes if c <= -(-cohort // d)]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["2nn"])
+    parser.add_argument("--cohorts", nargs="+", type=int, default=[10])
+    parser.add_argument("--passes", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=10, help="of each of five timed stretches")
+    parser.add_argument("--chunks", action="store_true")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--contender", nargs=5, help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.contender:
+        model, cohort, who, devices, chunk = options.contender
+        print(json.dumps(measure(model, int(cohort), who, int(devices), int(chunk), options.rounds)))
+        return
+    from machine import describe
+
+    lines = [describe(), f"load {os.getloadavg()[0]:.1f} at the start", "", *HEAD]
+    print("\n".join(lines), flush=True)
+    for model in options.models:
+        for cohort in options.cohorts:
+            found: dict[tuple, list] = {one: [] for one in contenders(options.chunks, cohort)}
+            for _ in range(options.passes):
+                for one, passes in found.items():
+                    command = [sys.executable, __file__, "--rounds", str(options.rounds), "--contender"]
+                    done = subprocess.run(
+                        [*command, model, str(cohort), *map(str, one)], check=True, capture_output=True, text=True
+                    )
+                    passes.append(json.loads(done.stdout.splitlines()[-1]))
+            yardstick = statistics.median(p["ms"] for p in found["vmap", 0, 0])
+            for (who, devices, chunk), passes in found.items():
+                label = who if not devices else f"library, devices={devices}, chunk={chunk}"
+                ms = [p["ms"] for p in passes]
+                first, mb, loss = (statistics.median(p[key] for p in passes) for key in ("first", "mb", "loss"))
+                lines.append(
+                    f"| {model} | {cohort} | {label} | {statistics.median(ms):.2f} | {min(ms):.2f} to {max(ms):.2f} "
+                    f"| **{statistics.median(ms) / yardstick:.2f}** | {first:.1f} | {mb:.0f} | {loss:.3f} |"
+                )
+                print(lines[-1], flush=True)
+    lines += ["", f"load {os.getloadavg()[0]:.1f} at the end"]
+    if options.out:
+        options.out.write_text("\n".join(lines) + "\n")
+
+
+HEAD = [
+    "| model | cohort | who | ms a round | from to | of vmap by hand | first call, s | memory, MB | loss |",
+    "|---|---|---|---|---|---|---|---|---|",
+]
+
+
+if __name__ == "__main__":
+    main()
