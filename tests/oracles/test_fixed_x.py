@@ -66,7 +66,7 @@ def test_it_is_the_loss_on_the_same_draws(name, size, batch_size):
     for seed in range(2):
         key, y = jax.random.key(seed), Y + seed
         batch = who.inner_batch(key, batch_size)
-        np.testing.assert_allclose(given.loss(y, given.draw(key)), who.problem.inner(X, y, batch), rtol=1e-12)
+        np.testing.assert_allclose(given.loss(y, given.take(key)), who.problem.inner(X, y, batch), rtol=1e-12)
         expected = jax.grad(who.problem.inner, 1)(X, y, batch)
         np.testing.assert_allclose(given.gradient(y, key), expected, rtol=1e-12, atol=1e-12)
         on_batch = inner_loss_on(who.problem, X, jnp.zeros_like(Y), batch)
@@ -99,7 +99,7 @@ def test_features_of_many_samples_are_computed_block_by_block(monkeypatch, rows)
     who, key = client(network, LONGEST), jax.random.key(0)
 
     def drawn(x):
-        return inner_loss_at(who, x, Y, 4, steps=6).draw(key)
+        return inner_loss_at(who, x, Y, 4, steps=6).take(key)
 
     layer = f"[{LONGEST},1,{HIDDEN}] = dot_general"
     assert layer in str(jax.make_jaxpr(lambda x: drawn(x))(X))  # below the limit: at once
