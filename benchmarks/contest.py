@@ -4,10 +4,10 @@
 
 100 clients of 600 samples like MNIST's, 30 local steps of batches of 20, float32. By hand: clients side by side (vmap),
 in turn (scan), and on as many devices as there are cores (shard_map, in turn on each). The library has one line more
-than a program without it: `fb.tune_cpu()`, before JAX starts. Every measurement is a process
-of its own, contenders in turn; medians over the passes. "loss" is that after --rounds rounds, on 1,000 samples: batches
-are drawn by other keys, so that it agrees roughly. --chunks also plays the library with every chunk, on one device
-and on all: the best of them is what a rule could reach.
+than a program without it: `fb.tune_cpu()`, before JAX starts. Every measurement is a process of its own, contenders in
+turn; medians over the passes. "loss" is that after --rounds rounds, on 1,000 samples: batches are drawn by other keys,
+so that it agrees roughly. --chunks also plays the library with every chunk, on one device and on all: the best of them
+is what a rule could reach.
 """
 
 import argparse
@@ -79,9 +79,9 @@ def transformer() -> tuple:
 
 def measure(model: str, cohort: int, who: str, devices: int, chunk: int, rounds: int) -> dict[str, float]:
     """One contender in this process; `devices` and `chunk` 0: the library's own choice."""
-    if who == "shard_map" or devices > 1:
-        count = devices or os.cpu_count()
-        os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={count} --xla_cpu_multi_thread_eigen=false"
+    if who == "shard_map":
+        count = f"--xla_force_host_platform_device_count={os.cpu_count()}"
+        os.environ["XLA_FLAGS"] = f"{count} --xla_cpu_multi_thread_eigen=false"
     import jax
     import numpy as np
 

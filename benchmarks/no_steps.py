@@ -75,14 +75,25 @@ def played(made: Experiment, plan: Any, method: Any, rounds: int, seed: int = 0,
         return None
 
 
+def asked_for(label: str, name: str) -> tuple[Experiment, Any, str]:
+    """The experiment of a task and a method, its plan, and the metric that is compared."""
+    spec = resolve({"task": TASKS[label], "algorithm": name})
+    made = build(spec)
+    return made, spec.run, next((one for one in made.task.metrics if "accuracy" in one), first_metric(made.task))
+
+
+def end(run: fb.Result | None, metric: str) -> float:
+    """Where a run ends; NaN if it did not live."""
+    return float("nan") if run is None else float(run.history[metric][-1])
+
+
 def by_hand(made: Experiment, plan: Any, name: str, metric: str) -> tuple[float, int, float]:
     """Where the best of 16 pairs of steps ends, the exchanges of these runs, and where README's 0.1 ends."""
-    value = lambda run: float("nan") if run is None else float(run.history[metric][-1])  # noqa: E731
     tried = [played(made, plan, given(made.algorithm, *steps), plan.rounds) for steps in GRID]
     alive = [run for run in tried if run is not None and np.isfinite(run.history["outer_loss"][-1])]
     best = min(alive, key=lambda run: run.history["outer_loss"][-1])
     readme = played(made, plan, given(made.algorithm, 0.1, 0.1), plan.rounds) if name == "simfbo" else None
-    return value(best), len(GRID) * best.ledger.exchanges, readme
+    return end(best, metric), len(GRID) * best.ledger.exchanges, end(readme, metric)
 
 
 def tuned_before(table: Path) -> dict[tuple[str, str], tuple[float, int, float]]:
@@ -96,22 +107,19 @@ def tuned_before(table: Path) -> dict[tuple[str, str], tuple[float, int, float]]
     return found
 
 
-def row(label: str, task: dict[str, Any], name: str, seeds: int, before: tuple[float, int, float] | None) -> bool:
+def row(label: str, name: str, seeds: int, before: tuple[float, int, float] | None) -> bool:
     """Print a task's row; say whether what is without steps holds."""
-    spec = resolve({"task": task, "algorithm": name})
-    made, plan = build(spec), spec.run
-    metric = next((name for name in made.task.metrics if "accuracy" in name), first_metric(made.task))
-    better, rounds, bare = 1 if "accuracy" in metric else -1, spec.run.rounds, given(made.algorithm, None, None)
-    value = lambda run: float("nan") if run is None else float(run.history[metric][-1])  # noqa: E731
+    made, plan, metric = asked_for(label, name)
+    better, rounds, bare = 1 if "accuracy" in metric else -1, plan.rounds, given(made.algorithm, None, None)
     tuned, cost, readme = before or by_hand(made, plan, name, metric)
     twice = played(made, plan, bare, 2 * rounds)
     once = twice.history[metric][len(twice.history[metric]) // 2] if twice else float("nan")
-    holds = better * (once - tuned) >= -0.01 or better * (value(twice) - tuned) >= 0
+    holds = better * (once - tuned) >= -0.01 or better * (end(twice, metric) - tuned) >= 0
     shifts = (0.0,) if label.startswith("representation") else (0.0, 2.0, -2.0)
-    others = [value(played(made, plan, bare, rounds, seed, off)) for off in shifts for seed in range(seeds)]
+    others = [end(played(made, plan, bare, rounds, seed, off), metric) for off in shifts for seed in range(seeds)]
     print(
         f"{label:30}{metric:16}{tuned:10.4f}{cost:9,d}{readme:10.4{'f' if readme < 1e3 else 'g'}}"
-        f"{once:10.4f}{value(twice):10.4f}"
+        f"{once:10.4f}{end(twice, metric):10.4f}"
         f"  {'yes' if holds else 'no':4}{sum(map(np.isfinite, others))}/{len(others)}"
         f"  {np.nanmin(others):.4f} to {np.nanmax(others):.4f}",
         flush=True,
@@ -130,7 +138,7 @@ def main() -> None:
     for name in asked.methods:
         tasks = [label for label in asked.tasks if not before or (name, label) in before]
         print(f"\n{name}\n{'':46}{'tuned':>10}{'cost':>9}{'0.1':>10}{'none':>10}{'twice':>10}  holds finite  range")
-        held = [row(label, TASKS[label], name, asked.seeds, before.get((name, label))) for label in tasks]
+        held = [row(label, name, asked.seeds, before.get((name, label))) for label in tasks]
         print(sum(held), "of", len(held), "hold")
 
 

@@ -14,9 +14,7 @@ import numpy as np
 import optax
 
 import fedbilevel as fb
-from fedbilevel.experiments import resolve
-from fedbilevel.experiments.runner import build, first_metric
-from no_steps import TASKS, given, played
+from no_steps import TASKS, asked_for, end, given, played
 
 OPTIMIZERS = {
     "default": lambda rounds: None,
@@ -32,15 +30,13 @@ FEW = [name for name in TASKS if not name.startswith("representation, ")] + ["re
 
 def ends(name: str, label: str) -> tuple[str, dict[str, list[float]]]:
     """The metric of a task, and where each optimizer ends."""
-    spec = resolve({"task": TASKS[label], "algorithm": name})
-    made, plan = build(spec), spec.run
-    metric = next((one for one in made.task.metrics if "accuracy" in one), first_metric(made.task))
+    made, plan, metric = asked_for(label, name)
     bare, found = given(made.algorithm, None, None), {}
     for what, make in OPTIMIZERS.items():
         optimizer = make(plan.rounds)
         method = bare if optimizer is None else fb.OuterOptimizer(bare, optimizer=optimizer)
         runs = [played(made, plan, method, plan.rounds, seed) for seed in (0, 1)]
-        found[what] = [float("nan") if run is None else float(run.history[metric][-1]) for run in runs]
+        found[what] = [end(run, metric) for run in runs]
     return metric, found
 
 
@@ -59,7 +55,7 @@ def main() -> None:
         say(f"\n{name:46}" + "".join(f"{what:>18}" for what in OPTIMIZERS))
         for label in asked.tasks:
             metric, found = ends(name, label)
-            shown = (" ".join("died" if np.isnan(end) else f"{end:.4f}" for end in pair) for pair in found.values())
+            shown = (" ".join("died" if np.isnan(one) else f"{one:.4f}" for one in pair) for pair in found.values())
             say(f"{label:30}{metric:16}" + "".join(f"{one:>18}" for one in shown))
     if asked.out:
         asked.out.write_text("\n".join(lines) + "\n")

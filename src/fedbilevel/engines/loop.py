@@ -333,7 +333,7 @@ class Loop:
         with files.as_checkpoint_error(newest):
             self.compare(meta, force)
             carry = self.continue_from(meta, carry)
-        if force and meta.get("diverged") and self.best is not None and self.simulated:
+        if carry.state is None and self.best is not None:  # only the best row was read
             carry = self.anew(self.best, carry)
         if newest == path:
             self.saved = int(carry.round)

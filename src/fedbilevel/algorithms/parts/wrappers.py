@@ -168,11 +168,10 @@ class OuterOptimizer(Wrapper):
         inside = self.algorithm.round(fed, state.inside, key)
         taken = optax.tree.sub(state.x, inside.x)
         updates, optimizer = self.optimizer.update(taken, state.optimizer, state.x)
-        moved = optax.apply_updates(state.x, updates), optimizer
+        after = optax.apply_updates(state.x, updates), optimizer
         some = optax.tree.norm(taken) != 0  # else x and optimizer stay: of a first 0 `prodigy` makes NaN
-        x, optimizer = jax.tree.map(partial(jnp.where, some), moved, (state.x, state.optimizer))
-        moved = with_x(self, inside, x, "in an OuterOptimizer")
-        return OptimizedState(moved, optimizer)
+        x, optimizer = jax.tree.map(partial(jnp.where, some), after, (state.x, state.optimizer))
+        return OptimizedState(with_x(self, inside, x, "in an OuterOptimizer"), optimizer)
 
     def finished(self, state: OptimizedState) -> Any:
         return self.algorithm.finished(state.inside)
