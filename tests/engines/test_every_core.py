@@ -13,10 +13,10 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.engines import checkpoint, machine
 from fedbilevel.engines.engine import Cohort
-from fedbilevel.engines.local.engine import SMALL_STATE, Local, default_devices
+from fedbilevel.engines.local.engine import CACHE, MUCH_STATE, Local, default_chunk, default_devices
 from fedbilevel.engines.local.samples import in_place, replicate
 
-LARGE = SMALL_STATE // 4 + 1
+LARGE = MUCH_STATE // 16 + 1  # numbers of four bytes, of which four clients have more than MUCH_STATE
 PROGRAM = """
 import json, pathlib, sys, tempfile, warnings
 import jax, jax.numpy as jnp, numpy as np
@@ -128,9 +128,29 @@ def test_where_fewer_devices_are_there_a_sentence_says_so(tmp_path, monkeypatch)
 
 def test_devices_are_as_few_as_give_the_same_share(monkeypatch):
     monkeypatch.setattr(jax, "local_device_count", lambda: 8)
-    state = np.zeros(LARGE, np.float32)
+    state = np.zeros(MUCH_STATE // 8 + 1, np.float32)
     assert [default_devices(state, Cohort(size)) for size in (1, 2, 8, 10, 17, 100)] == [1, 2, 8, 5, 6, 8]
-    assert default_devices(state[1:], Cohort(8)) == 1
+    assert default_devices(state[1:], Cohort(2)) == 1
+
+
+@pytest.mark.parametrize(
+    ("share_of_cache", "share", "devices", "lumpy", "chunk"),
+    [
+        (1e-3, 10, 2, False, 10),  # all there are
+        (1e-3, 10, 2, True, 5),
+        (0.1, 1000, 2, False, 10),
+        (0.1, 1000, 1, False, 20),  # several cores work for the one device
+        (0.1, 95, 2, False, 10),  # five of a hundred places are empty
+        (0.3, 50, 2, False, 3),  # 51 places
+        (0.3, 5, 2, False, 1),  # by threes or twos there would be six places
+        (1.0, 50, 2, False, 1),
+        (9.0, 50, 1, False, 1),
+    ],
+)
+def test_as_many_clients_are_vectorised_as_a_cache_holds(share_of_cache, share, devices, lumpy, chunk):
+    population = fb.Clients([np.ones((1, 1), np.float32)] * 2)
+    state = np.zeros(int(CACHE * share_of_cache), np.uint8)
+    assert default_chunk(state, population, share, devices, lumpy) == chunk
 
 
 def test_devices_of_a_cpu_share_the_samples():
