@@ -97,3 +97,28 @@ def test_flax_nnx_states(plain):
     assert jax.tree.structure((result.x, result.y)) == jax.tree.structure((x, y))
     for got, plain_tree in ((result.x, expected.x), (result.y, expected.y)):
         agree([got["kernel"][...].T, got["bias"][...]], [plain_tree["w"], plain_tree["b"]])
+
+
+def statistics(library):
+    """(x0 or y0 with running statistics, what a message calls them), or those that are no variables."""
+    if library == "linen":
+        nn = pytest.importorskip("flax.linen")
+        return nn.BatchNorm(use_running_average=False).init(
+            jax.random.key(0), jnp.ones((2, 3))
+        ), "['batch_stats']['mean']"
+    if library == "nnx":
+        nnx = pytest.importorskip("flax.nnx")
+        return nnx.state(nnx.BatchNorm(3, rngs=nnx.Rngs(0))), "['mean']"
+    eqx = pytest.importorskip("equinox")
+    return eqx.nn.make_with_state(eqx.nn.BatchNorm)(3, axis_name="batch", mode="batch"), "[1]"
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx", "equinox"])
+def test_running_statistics_are_refused(library):
+    """They would stay at their start, or be taken for parameters."""
+    tree, place = statistics(library)
+    loss = fb.Bilevel(lambda x, y, batch: jnp.sum(y**2), lambda x, y, batch: jnp.sum((y - x) ** 2))
+    with pytest.raises(fb.errors.ConfigurationError) as refused:
+        fb.solve(fb.SimFBO(), loss, CLIENTS, np.ones(2), tree, rounds=1)
+    assert str(refused.value).startswith(f"y0{place} is a running statistic")
+    assert "GroupNorm or LayerNorm" in str(refused.value)

@@ -18,7 +18,7 @@ from fedbilevel.core.card import Card, Shown, counted, listed, named_shape, span
 from fedbilevel.core.errors import ConfigurationError, FloorError, require, require_count
 from fedbilevel.core.inputs import arrays_of, require_alike
 from fedbilevel.core.own import LOCAL_STEPS, Given, Values, check, read
-from fedbilevel.core.problem import Minimax, Padded, Problem
+from fedbilevel.core.problem import Minimax, Padded, Problem, with_keys
 from fedbilevel.core.tree import PyTree, rows_at, shapes
 from fedbilevel.machinery.threefry import computed_once, uniform_below
 
@@ -400,6 +400,7 @@ class Places(NamedTuple):
 
     places: Array  # (batch,)
     valid: Array | None  # (batch,), which of them count, the others being padding; None: all
+    key: Array  # what a loss that draws makes its samples' keys of
 
 
 Draw = Array | Places
@@ -468,11 +469,13 @@ class Samples:
             raise FloorError(f"{text}; drop_last=True leaves it out")
         orders = jax.vmap(lambda epoch: self.shuffled(jax.random.fold_in(key, epoch)))(jnp.arange(epochs))
         full = self.equal and (drop_last or self.longest % width == 0)
+        of_losses = jax.random.fold_in(key, epochs)
 
         def batch(k: Array | int) -> Places:
             epoch = jnp.minimum(k // count, epochs - 1)  # others vectorised with this client may go on to larger k
             turn = k % count * batch_size + jnp.arange(width)
-            return Places(orders[epoch, jnp.minimum(turn, self.size - 1)], None if full else turn < self.size)
+            places = orders[epoch, jnp.minimum(turn, self.size - 1)]
+            return Places(places, None if full else turn < self.size, jax.random.fold_in(of_losses, k))
 
         return epochs * count, batch
 
@@ -548,11 +551,16 @@ class Client:
 
     def outer_batch(self, key: Draw, batch_size: int | Default | None = DEFAULT) -> PyTree:
         """Samples for the outer loss: `batch_size` draws with replacement, all if None, the method's if left out."""
-        return self.outer.batch(key, self.batch_size if isinstance(batch_size, Default) else batch_size)
+        return self._batch("outer", key, batch_size)
 
     def inner_batch(self, key: Draw, batch_size: int | Default | None = DEFAULT) -> PyTree:
         """Samples for the inner loss: `batch_size` draws with replacement, all if None, the method's if left out."""
-        return self.inner.batch(key, self.batch_size if isinstance(batch_size, Default) else batch_size)
+        return self._batch("inner", key, batch_size)
+
+    def _batch(self, name: str, draw: Draw, batch_size: int | Default | None) -> PyTree:
+        samples: Samples = getattr(self, name)
+        batch = samples.batch(draw, self.batch_size if isinstance(batch_size, Default) else batch_size)
+        return with_keys(batch, draw.key if isinstance(draw, Places) else draw) if name in self.problem.draws else batch
 
     def local_steps(self, default: Any) -> Any:
         """How many local steps to make: the client's own number where it has one, else `default`, the method's."""

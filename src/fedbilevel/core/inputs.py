@@ -43,6 +43,19 @@ def require_function(field: str, got: object, arguments: str, otherwise: str = "
         raise ConfigurationError(f"{field} takes {signature}; it must be {allowed}") from None
 
 
+def declares_key(function: object, arguments: str) -> bool:
+    """Whether a function declares one more positional argument than these: without a default, or named `key`."""
+    try:
+        found = list(inspect.signature(function).parameters.values()) if callable(function) else []
+    except (TypeError, ValueError):  # some that are written in C have none
+        return False
+    position = [one for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    count = len(arguments.split(", "))
+    return len(position) == count + 1 and (
+        position[count].name == "key" or position[count].default is inspect.Parameter.empty
+    )
+
+
 @contextmanager
 def explained(what: str, **arguments: PyTree) -> Iterator[None]:
     """Say of a user's function that fails what it was given: the shapes of `arguments`, by name."""
@@ -85,6 +98,23 @@ def _array(name: str, leaf: Any) -> Any:
     if advice := NOT_NUMBERS.get(array.dtype.kind):
         raise ConfigurationError(f"{name} {advice}")
     return array
+
+
+def require_no_statistics(field: str, tree: PyTree) -> None:
+    """Refuse running statistics of Flax (Linen and NNX) or Equinox among variables: no method has a step for them."""
+
+    def is_one(node: Any) -> bool:
+        kind = type(node)
+        return (kind.__module__.partition(".")[0], kind.__name__) in {("flax", "BatchStat"), ("equinox", "State")}
+
+    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_one)
+    places = [jax.tree_util.keystr(path) for path, leaf in found if is_one(leaf)]
+    places += [place for path, _ in found if "['batch_stats']" in (place := jax.tree_util.keystr(path))]
+    if places:
+        raise ConfigurationError(
+            f"{field}{places[0]} is a running statistic, for which no method has a step: normalise by GroupNorm or "
+            "LayerNorm, or close the loss over statistics that stay as they are"
+        )
 
 
 def require_alike(field: str, entries: Sequence[PyTree]) -> None:

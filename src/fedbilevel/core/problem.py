@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 import jax
@@ -16,14 +17,19 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
-from fedbilevel.core.inputs import explained, require_function
+from fedbilevel.core.inputs import declares_key, explained, require_function
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree, join
 from fedbilevel.machinery.kept import has_rules, hash_of, shapes_of
 
 Loss = Callable[[PyTree, PyTree, PyTree], Array]
-"""(x, y, batch) -> scalar: the mean over the batch, whose arrays have a leading sample axis."""
+"""(x, y, batch) -> scalar: the mean over the batch, whose arrays have a leading sample axis.
 
+A loss that draws (dropout, augmentation, noise) declares one argument more, (x, y, batch, key). It is called for each
+sample by itself, arrays (1, ...), with a key of the client, round, step and sample; all derivatives on a batch have the
+same keys."""
+
+OF_LOSSES = 0x6C6F7373  # folded into a key whose own bits draw the samples
 F = TypeVar("F", bound=Callable[..., Any])
 ImplicitTerm = Literal["inverse", "identity", "none"]
 LocalVariable = Literal["x"]
@@ -53,6 +59,50 @@ class WholeLoss:
         return self.function(x, y, batch.samples, batch.mask)
 
 
+class Keyed(NamedTuple):
+    """A batch for a loss that draws: samples, and a key for each."""
+
+    samples: PyTree
+    keys: Array
+
+
+def with_keys(batch: PyTree, key: Array) -> PyTree:
+    """Give each sample of a batch a key of its own, made of `key`, which may have drawn the batch, and its place."""
+    if isinstance(batch, Padded):
+        return Padded(with_keys(batch.samples, key), batch.mask)
+    places = jnp.arange(len(jax.tree.leaves(batch)[0]))
+    return Keyed(batch, jax.vmap(partial(jax.random.fold_in, jax.random.fold_in(key, OF_LOSSES)))(places))
+
+
+class DrawingLoss:
+    """A mean over samples, (*point, batch), of a function (*point, sample, key) with a key of its own for each sample.
+
+    A batch without keys is measured with keys that are always the same.
+    """
+
+    def __init__(self, function: Callable[..., PyTree]) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: PyTree) -> PyTree:
+        *point, batch = arguments
+        samples, keys = batch if isinstance(batch, Keyed) else with_keys(batch, jax.random.key(0))
+        one = lambda sample, key: self.function(*point, jax.tree.map(lambda a: a[None], sample), key)  # noqa: E731
+        return jax.tree.map(partial(jnp.mean, axis=0), jax.vmap(one)(samples, keys))
+
+
+def read_loss(field: str, function: Any, arguments: str) -> Any:
+    """Check a function of these arguments; one that declares a `key` after them draws."""
+    if declares_key(function, arguments):
+        return DrawingLoss(function)
+    require_function(field, function, arguments)
+    return function
+
+
+def named(kind: type, **losses: object) -> tuple[str, ...]:
+    """Name the losses that are of this kind."""
+    return tuple(name for name, loss in losses.items() if isinstance(loss, kind))
+
+
 @dataclass(frozen=True, init=False, eq=False)
 class Problem:
     """Base of every kind of problem: an outer and an inner loss of (x, y, batch).
@@ -70,6 +120,7 @@ class Problem:
     implicit_term: ClassVar[ImplicitTerm]
     inner_is_mean: ClassVar[bool] = True
     whole: tuple[str, ...]  # "outer", "inner": which losses take all of a client's samples
+    draws: tuple[str, ...]  # "outer", "inner": which losses take a key
     takes_padded: bool  # whether its losses take a `Padded` batch
     key: Hashable | None  # by which what was compiled of it is found, see `keyed`
 
@@ -85,8 +136,9 @@ class Problem:
         require(known, f"{type(self).__name__}.structure", structure, "a Structure, or None where nothing can be cut")
         if local not in (None, "x"):
             raise unknown(f"{type(self).__name__}.local", local, ["x"])
-        whole = tuple(name for name, loss in {"outer": outer, "inner": inner}.items() if isinstance(loss, WholeLoss))
-        vars(self).update(outer=outer, inner=inner, structure=structure, local=local, whole=whole, takes_padded=False)
+        whole, drawing = named(WholeLoss, outer=outer, inner=inner), named(DrawingLoss, outer=outer, inner=inner)
+        vars(self).update(outer=outer, inner=inner, structure=structure, local=local, takes_padded=False)
+        vars(self).update(whole=whole, draws=drawing)
         self._keep_x_in(project_x)
 
     def _keep_x_in(self, project_x: Project | None) -> None:
@@ -207,8 +259,8 @@ class Bilevel(Problem):
         local: LocalVariable | None = None,
         project_x: Project | None = None,
     ) -> None:
-        require_function("Bilevel.outer", outer, "x, y, batch")
-        require_function("Bilevel.inner", inner, "x, y, batch")
+        outer = read_loss("Bilevel.outer", outer, "x, y, batch")
+        inner = read_loss("Bilevel.inner", inner, "x, y, batch")
         self._set(outer, inner, structure, local, project_x)
 
 
@@ -225,9 +277,11 @@ class Minimax(Bilevel):
     implicit_term: ClassVar[ImplicitTerm] = "none"
 
     def __init__(self, loss: Loss, *, structure: Structure | None = None, project_x: Project | None = None) -> None:
-        require_function("Minimax.loss", loss, "x, y, batch")
+        loss = read_loss("Minimax.loss", loss, "x, y, batch")
         self._set(loss, lambda x, y, batch: -loss(x, y, batch), structure, project_x=project_x)
-        vars(self).update(whole=("outer", "inner") if self.whole else ())
+        vars(self).update(
+            whole=named(WholeLoss, outer=loss, inner=loss), draws=named(DrawingLoss, outer=loss, inner=loss)
+        )
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -252,8 +306,8 @@ class Compositional(Bilevel):
         structure: Structure | None = None,
         project_x: Project | None = None,
     ) -> None:
-        require_function("Compositional.outer", outer, "y, batch")
-        require_function("Compositional.inner", inner, "x, batch")
+        outer = read_loss("Compositional.outer", outer, "y, batch")
+        inner = read_loss("Compositional.inner", inner, "x, batch")
 
         mean_inner = _mean_over(inner)
 
@@ -262,6 +316,7 @@ class Compositional(Bilevel):
             return optax.tree.vdot(gap, gap) / 2
 
         self._set(lambda x, y, batch: outer(y, batch), distance, structure, project_x=project_x)
+        vars(self).update(draws=named(DrawingLoss, outer=outer, inner=inner))
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -283,8 +338,9 @@ class SingleLevel(Problem):
         structure: Structure | None = None,
         project_x: Project | None = None,
     ) -> None:
-        require_function("SingleLevel.loss", loss, "x, batch")
+        loss = read_loss("SingleLevel.loss", loss, "x, batch")
         self._set(lambda x, y, batch: loss(x, batch), lambda x, y, batch: jnp.zeros(()), structure, project_x=project_x)
+        vars(self).update(draws=named(DrawingLoss, outer=loss))
 
 
 @dataclass(frozen=True, init=False, eq=False)

@@ -20,7 +20,7 @@ from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
 from fedbilevel.core.errors import ConfigurationError, InfluenceWarning, require, require_count
-from fedbilevel.core.inputs import require_function
+from fedbilevel.core.inputs import require_function, require_no_statistics
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, why_it_vanishes
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
@@ -142,6 +142,8 @@ def solve(
     require_progress(progress)
     path = None if checkpoint is None else Path(checkpoint)
     key = _as_key(key)
+    require_no_statistics("x0", x0)
+    require_no_statistics("y0", y0)
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
     _check_start("x0", x0, x)
     if isinstance(problem, SingleLevel | SimpleBilevel):

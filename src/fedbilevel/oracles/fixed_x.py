@@ -37,8 +37,10 @@ class InnerLoss(NamedTuple):
 def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, steps: int) -> InnerLoss:
     """Prepare g_i(x, ·) for about `steps` draws; the values of `y` do not matter, its shapes do."""
     problem, samples = client.problem, client.inner
-    if steps * (batch_size or samples.longest) <= samples.longest:  # fewer draws than samples: nothing to save
-        return InnerLoss(partial(samples.batch, batch_size=batch_size), lambda y, batch: problem.inner(x, y, batch))
+    few = steps * (batch_size or samples.longest) <= samples.longest  # fewer draws than samples: nothing to save
+    if few or "inner" in problem.draws:
+        take_batch = partial(client.inner_batch, batch_size=batch_size)
+        return InnerLoss(take_batch, lambda y, batch: problem.inner(x, y, batch))
     everything = samples.everything()
     rows = everything.samples
     sample = jax.tree.map(lambda a: a[0], rows)
