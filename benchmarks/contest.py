@@ -50,31 +50,19 @@ def model_of(name: str) -> tuple:
 
 
 def transformer() -> tuple:
-    """One block of 4 heads over 28 rows of 28 pixels, width 64."""
+    """That of peers/problems.py, with a head."""
     import jax
     import jax.numpy as jnp
 
     from fedbilevel.tasks import networks
+    from peers import problems
 
-    shapes = {
-        "in": (28, 64), "place": (28, 64), "qkv": (64, 192), "mix": (64, 64), "up": (64, 128), "down": (128, 64),
-        "out": (64, 10),
-    }  # fmt: skip
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    start = {n: jax.random.normal(k, s) / s[0] ** 0.5 for (n, s), k in zip(shapes.items(), keys, strict=True)}
-
-    def normed(a: Any) -> Any:
-        return (a - a.mean(-1, keepdims=True)) / jnp.sqrt(a.var(-1, keepdims=True) + 1e-5)
+    body, x, width = problems.transformer(jnp.float32)
 
     def loss(p: Any, batch: Any) -> Any:
-        a = batch["image"].reshape(-1, 28, 28) @ p["in"] + p["place"]
-        q, k, v = jnp.split((normed(a) @ p["qkv"]).reshape(*a.shape[:2], 4, 48), 3, axis=-1)
-        seen = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k) / 4, axis=-1)
-        a = a + jnp.einsum("bhij,bjhd->bihd", seen, v).reshape(a.shape) @ p["mix"]
-        a = a + jax.nn.relu(normed(a) @ p["up"]) @ p["down"]
-        return jnp.mean(networks.cross_entropy(normed(a).mean(1) @ p["out"], batch["label"]))
+        return jnp.mean(networks.cross_entropy(body(p[0], batch["image"]) @ p[1], batch["label"]))
 
-    return start, loss
+    return (x, jax.random.normal(jax.random.key(1), (width, 10)) / width**0.5), loss
 
 
 def measure(model: str, cohort: int, who: str, devices: int, chunk: int, rounds: int) -> dict[str, float]:

@@ -1,9 +1,10 @@
 """The library beside hand-written JAX programs of the same mathematics: first call, second call, rounds, memory.
 
-    .venv/bin/python benchmarks/floor.py [--rows NAME ...] [--passes 3] [--out FILE] [--check]
+    .venv/bin/python benchmarks/floor.py [--rows NAME ...] [--passes 3] [--cores] [--out FILE] [--check]
 
 The programs are in benchmarks/peers, at most 60 lines each: the same batch sizes, local steps and numbers of gradients
-and products, the same data type, XLA's own settings for both. Each measurement is a process of its own, the library's
+and products, the same data type, XLA's own settings for both; with --cores the library's own for it, as its commands
+have them (`fb.tune_cpu()`). Each measurement is a process of its own, the library's
 and the peer's in turn; XLA's cache on disk is off. Printed are medians over the passes:
 
 first    processor seconds of the first call: tracing, compilation and the rounds
@@ -88,6 +89,18 @@ ROWS = {
         "afbo", 50, 500, {"task": "quadratic", "clients": 18}, (0.01, 0.5, 0.5, 0.1), terms=5
     ),
     "fism-location": Setting("fism", 50, 5000, {"task": "location"}, (1.0, 0.6, 0.05, 0.35)),
+    **{
+        f"{kind}-{name}": Setting(kind, **{**MNIST, **changed, **rest})
+        for name, changed in {
+            "mnist-100": {"rounds": 2, "timed": 2, "cohort": 100, "one_by_one": False},
+            "cnn": {"data": {"task": "images", "network": "cnn"}},
+            "transformer": {"data": {"task": "images", "network": "transformer"}},
+        }.items()
+        for kind, rest in {
+            "simfbo": {"steps": (0.03, 0.1, 0.1, 0.05, 0.1, 0.1), "local_steps": 10},
+            "fednest": {"steps": (2.5, 0.02, 0.05), "local_steps": 25, "terms": 5, "random": True},
+        }.items()
+    },
     "rabo-five-capacities": Setting(
         "rabo", 50, 20, {"task": "images", "clients": 10, "samples": 100, "pixels": 64, "hidden": 512},
         (0.1, 0.05, 0.1), terms=5,
@@ -198,9 +211,13 @@ def fb_rows(rows: Any, sizes: np.ndarray) -> list[Any]:
     return [{name: a[i, :n] for name, a in rows.items()} for i, n in enumerate(sizes)]
 
 
-def measure(name: str, who: str) -> dict[str, Any]:
+def measure(name: str, who: str, cores: bool) -> dict[str, Any]:
     """One contender, in this process."""
     s = ROWS[name]
+    if cores and who == "library":
+        import fedbilevel as fb
+
+        fb.tune_cpu()
     jax.config.update("jax_enable_compilation_cache", False)
     p = problem_of(s, np.float32)
     if who == "library":
@@ -257,6 +274,8 @@ def compared(name: str) -> tuple[float, float]:
     """
     s = ROWS[name]
     small = dict(SMALL[s.data["task"]])
+    if "network" in s.data:
+        small |= {"network": s.data["network"], "pixels": 784}
     if "clients" in s.data and s.data["task"] == "quadratic":
         small["clients"] = min(s.data["clients"], 18)
     s = replace(s, data={"task": s.data["task"], **small}, batch=None, cohort=None, random=False)
@@ -278,6 +297,7 @@ def main() -> None:
     parser.add_argument(
         "--out", type=Path, help="write the table here as well, and every measurement beside it as JSON"
     )
+    parser.add_argument("--cores", action="store_true")
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--contender", choices=("library", "peer"), help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -287,7 +307,7 @@ def main() -> None:
             print("{:24s} apart {:.1e} after a way of {:.1e}".format(name, *compared(name)), flush=True)
         return
     if options.contender:
-        print(json.dumps(measure(options.rows[0], options.contender)))
+        print(json.dumps(measure(options.rows[0], options.contender, options.cores)))
         return
     found: dict[str, dict[str, list[dict[str, Any]]]] = {}
     lines = [describe(), f"load {load()} at the start", "", *HEAD]
@@ -296,7 +316,7 @@ def main() -> None:
         row = found.setdefault(name, {"library": [], "peer": []})
         for _ in range(options.passes):
             for who, passes in row.items():
-                passes.append(once(name, who))
+                passes.append(once(name, who, options.cores))
         lines.append(line(name, row))
         print(lines[-1], flush=True)
     lines += ["", f"load {load()} at the end"]
@@ -331,9 +351,9 @@ def load() -> str:
     return ", ".join(f"{one:.1f}" for one in os.getloadavg())
 
 
-def once(name: str, who: str) -> dict[str, Any]:
+def once(name: str, who: str, cores: bool) -> dict[str, Any]:
     """One measurement, in a process of its own."""
-    command = [sys.executable, __file__, "--rows", name, "--contender", who]
+    command = [sys.executable, __file__, "--rows", name, "--contender", who, *["--cores"] * cores]
     with tempfile.TemporaryDirectory() as home:  # no cache of anybody's
         environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": home, "JAX_ENABLE_COMPILATION_CACHE": "false"}
         done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)

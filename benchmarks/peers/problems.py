@@ -53,8 +53,10 @@ def quadratic(clients=6, dim_x=5, dim_y=8, samples=(5, 10), seed=0, dtype=np.flo
     )  # fmt: skip
 
 
-def images(clients=100, samples=300, pixels=784, hidden=200, classes=10, ridge=5e-4, seed=0, dtype=np.float32):
-    """MNIST's shapes: x the hidden layer, y the head with a ridge; random images, which cost what real ones do."""
+def images(
+    clients=100, samples=300, pixels=784, hidden=200, classes=10, ridge=5e-4, network="mlp", seed=0, dtype=np.float32
+):
+    """MNIST's shapes: x the body, y the head with a ridge; random images, which cost what real ones do."""
     rng = np.random.default_rng(seed)
 
     def half():
@@ -65,11 +67,13 @@ def images(clients=100, samples=300, pixels=784, hidden=200, classes=10, ridge=5
         bound = into**-0.5
         return {"weight": jnp.asarray(rng.uniform(-bound, bound, (into, out)), dtype), "bias": jnp.zeros(out, dtype)}
 
+    def of_layer(x, image):
+        return jax.nn.relu(image @ x[0]["weight"] + x[0]["bias"])
+
+    body, x, width = (of_layer, [layer(pixels, hidden)], hidden) if network == "mlp" else BODIES[network](dtype)
+
     def forward(x, batch):
-        return {
-            "hidden": jax.nn.relu(batch["image"] @ x[0]["weight"] + x[0]["bias"]),
-            "label": batch["label"],
-        }
+        return {"hidden": body(x, batch["image"]), "label": batch["label"]}
 
     def entropy(rows, y):
         scores = jax.nn.log_softmax(rows["hidden"] @ y["weight"] + y["bias"])
@@ -82,8 +86,42 @@ def images(clients=100, samples=300, pixels=784, hidden=200, classes=10, ridge=5
     return made(
         lambda x, y, batch: entropy(forward(x, batch), y), forward, head,
         data={"outer": half(), "inner": half(), "outer_size": sizes, "inner_size": sizes},
-        weights=np.full(clients, 1 / clients, dtype), x=[layer(pixels, hidden)], y=layer(hidden, classes),
+        weights=np.full(clients, 1 / clients, dtype), x=x, y=layer(width, classes),
     )  # fmt: skip
+
+
+def cnn(dtype):
+    """Two convolutions and a layer, of the library's own networks, as both sides take it: (body, its start, width)."""
+    from fedbilevel.tasks import networks
+
+    network = networks.cnn((28, 28, 1), (8, 16, 64), 10)
+    x = jax.tree.map(lambda leaf: leaf.astype(dtype), network.init(jax.random.key(0))[0])
+    return lambda x, image: network.features(x, image.reshape(-1, 28, 28, 1)), x, 64
+
+
+def transformer(dtype):
+    """One block of 4 heads over 28 rows of 28 pixels, width 64: (body, its start, width)."""
+    shapes = {
+        "in": (28, 64), "place": (28, 64), "qkv": (64, 192), "mix": (64, 64), "up": (64, 128), "down": (128, 64),
+    }  # fmt: skip
+    keys = jax.random.split(jax.random.key(0), len(shapes))
+    drawn = zip(shapes.items(), keys, strict=True)
+    x = {name: jax.random.normal(key, shape, dtype) / shape[0] ** 0.5 for (name, shape), key in drawn}
+
+    def normed(a):
+        return (a - a.mean(-1, keepdims=True)) / jnp.sqrt(a.var(-1, keepdims=True) + 1e-5)
+
+    def body(x, image):
+        a = image.reshape(-1, 28, 28) @ x["in"] + x["place"]
+        q, k, v = jnp.split((normed(a) @ x["qkv"]).reshape(*a.shape[:2], 4, 48), 3, axis=-1)
+        seen = jax.nn.softmax(jnp.einsum("bihd,bjhd->bhij", q, k) / 4, axis=-1)
+        a = a + jnp.einsum("bhij,bjhd->bihd", seen, v).reshape(a.shape) @ x["mix"]
+        return normed(a + jax.nn.relu(normed(a) @ x["up"]) @ x["down"]).mean(1)
+
+    return body, x, 64
+
+
+BODIES = {"cnn": cnn, "transformer": transformer}
 
 
 def location(clients=8, targets=1000, dim=10, seed=0, dtype=np.float32):

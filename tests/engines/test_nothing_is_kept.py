@@ -13,6 +13,11 @@ from fedbilevel.authoring import XY, Algorithm
 from fedbilevel.engines import machine
 from fedbilevel.engines.local.rounds import Program
 from fedbilevel.machinery.kept import _KEPT
+from fedbilevel.tasks.quadratic import quadratic
+
+
+def of_batch(x, y, batch):
+    return jnp.mean(batch["t"])
 
 
 class Still(Algorithm):
@@ -63,6 +68,28 @@ def test_nothing_is_kept(engine):
     fb.Local.forget()
     gc.collect()
     assert [name for name, thing in kept.items() if thing() is not None] == []
+
+
+@pytest.mark.parametrize("options", [{}, {"on_divergence": "shrink"}, {"metrics_per_client": {"m": of_batch}}], ids=str)
+def test_samples_go_with_the_run_before_the_garbage_collector_comes(options, monkeypatch):
+    """Of runs one after the other all samples were in memory, since each was in a circle of references."""
+    held, start = [], fb.Local.start
+
+    def watched(*arguments):
+        run = start(*arguments)
+        held.extend(map(weakref.ref, (run, run.source)))
+        return run
+
+    monkeypatch.setattr(fb.Local, "start", watched)
+    task, method = quadratic(clients=3), fb.SimFBO(local_steps=1, batch_size=2)
+    gc.collect()
+    gc.disable()
+    try:
+        fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=1, **options)
+        assert len(held) == 2
+        assert [one() for one in held] == [None, None]
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("algorithm", [fb.FedNest(), fb.RABO()], ids=lambda one: type(one).__name__)

@@ -44,16 +44,13 @@ def require_function(field: str, got: object, arguments: str, otherwise: str = "
 
 
 def declares_key(function: object, arguments: str) -> bool:
-    """Whether a function declares one more positional argument than these: without a default, or named `key`."""
+    """Whether a function declares one positional argument after these, of the name `key`."""
     try:
         found = list(inspect.signature(function).parameters.values()) if callable(function) else []
     except (TypeError, ValueError):  # some that are written in C have none
         return False
-    position = [one for one in found if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
-    count = len(arguments.split(", "))
-    return len(position) == count + 1 and (
-        position[count].name == "key" or position[count].default is inspect.Parameter.empty
-    )
+    after = [one for one in found if one.kind is one.POSITIONAL_OR_KEYWORD][len(arguments.split(", ")) :]
+    return [one.name for one in after] == ["key"]
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def read_loss(field: str, function: Any, arguments: str) -> Any:
     """Check a function of these arguments; one that declares a `key` after them draws."""
     if declares_key(function, arguments):
         return DrawingLoss(function)
-    require_function(field, function, arguments)
+    require_function(field, function, arguments, f", or ({arguments}, key) where it draws")
     return function
 
 
@@ -238,7 +238,9 @@ class Bilevel(Problem):
         outer: f(x, y, batch) -> scalar, the validation loss, a mean over the samples of the batch.
         inner: g(x, y, batch) -> scalar, the training loss, a mean over the samples of the batch; strongly convex in y,
             so that y*(x) is a single point.
-            Terms without samples (regularisers) may be added to either.
+            Terms without samples (regularisers) may be added to either. One that draws (dropout, augmentation, noise)
+            is a function (x, y, batch, key): it is called with each sample by itself, (1, ...), and a key of that
+            client, round, step and sample.
         structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
         local: "x" where x is split by client: its leaves are (M, ...), and a client's losses read its own block alone,
             which they are given as (1, ...). Each client then keeps its block: nothing of x is in any message, and a

@@ -65,8 +65,9 @@ class LoopPlan:
         return min(self.rounds - round, *stops)
 
 
-Begin = Callable[[Algorithm, Carry], Run]
-"""Starts a run of a method from a carry."""
+Begin = Callable[[Algorithm, Carry], tuple[Run, PerClientRow | None]]
+"""Starts a run of a method from a carry, and says how its metrics of each client are measured, if there are any. It
+does not know the loop: in a circle with it, the samples would stay until the garbage collector came."""
 
 
 @dataclass
@@ -104,7 +105,8 @@ class Loop:
 
     def play(self, begin: Begin, carry: Carry) -> Result:
         """Play the rounds of a run that `begin` starts, and starts again with smaller steps where it diverges."""
-        self.begin, self.run = begin, begin(self.algorithm, carry)
+        self.begin = begin
+        self.run, self.per_client = begin(self.algorithm, carry)
         try:
             return self.play_on(carry)
         finally:
@@ -181,7 +183,7 @@ class Loop:
         warnings.warn(NumericalWarning(text), stacklevel=5)
         carry, self.latest = self.back_to(jax.tree.map(jnp.copy, self.safe), result.round), self.safe
         self.run.close()
-        self.run = self.begin(self.algorithm, carry)
+        self.run, self.per_client = self.begin(self.algorithm, carry)
         return self.result(carry), carry
 
     def advance(self, carry: Carry, rounds: int) -> tuple[Carry, float]:

@@ -30,7 +30,7 @@ from fedbilevel.engines import fingerprint, lock, submodels
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.divergence import what_was_met
 from fedbilevel.engines.engine import Carry, Cohort, Engine, Run, check_cohort, first_carry
-from fedbilevel.engines.evaluation import Evaluation, Measure, PerClient, as_per_client, check_per_client
+from fedbilevel.engines.evaluation import Evaluation, Measure, PerClient, PerClientRow, as_per_client, check_per_client
 from fedbilevel.engines.history import Callback, History, Result
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
@@ -235,10 +235,9 @@ def solve(
             loop.devices = settled.devices
         loop.display = display
 
-        def begin(algorithm: Algorithm, carry: Carry) -> Run:
+        def begin(algorithm: Algorithm, carry: Carry) -> tuple[Run, PerClientRow | None]:
             run = settled.start(algorithm, problem, clients, cohort, key, carry)
-            loop.per_client = run.per_client(own, (x_fixed, y_fixed)) if own else None
-            return run
+            return run, run.per_client(own, (x_fixed, y_fixed)) if own else None
 
         return loop.play(begin, carry)
 
