@@ -93,8 +93,8 @@ ROWS = {
         f"{kind}-{name}": Setting(kind, **{**MNIST, **changed, **rest})
         for name, changed in {
             "mnist-100": {"rounds": 2, "timed": 2, "cohort": 100, "one_by_one": False},
-            "cnn": {"data": {"task": "images", "network": "cnn"}},
-            "transformer": {"data": {"task": "images", "network": "transformer"}},
+            "cnn": {"rounds": 2, "timed": 1, "data": {"task": "images", "network": "cnn"}},
+            "transformer": {"rounds": 2, "timed": 1, "data": {"task": "images", "network": "transformer"}},
         }.items()
         for kind, rest in {
             "simfbo": {"steps": (0.03, 0.1, 0.1, 0.05, 0.1, 0.1), "local_steps": 10},
