@@ -1,11 +1,14 @@
 """Do models of Equinox and Flax run as they are, with the numbers of plain dictionaries of arrays?"""
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.core.tree import join, split
 
 ROUNDS = 3
 # 3 rounds of 2 steps on sums of at most 5 samples and 4 units: well below 10³ roundings of numbers of order 1
@@ -97,6 +100,20 @@ def test_flax_nnx_states(plain):
     assert jax.tree.structure((result.x, result.y)) == jax.tree.structure((x, y))
     for got, plain_tree in ((result.x, expected.x), (result.y, expected.y)):
         agree([got["kernel"][...].T, got["bias"][...]], [plain_tree["w"], plain_tree["b"]])
+
+
+class Point(NamedTuple):
+    at: float
+
+
+def test_numbers_of_python_in_the_fields_of_a_module_are_no_variables():
+    """A rate of dropout is none; a number in a dict, list or named tuple is."""
+    eqx = pytest.importorskip("equinox")
+    inside = {"d": eqx.nn.Dropout(0.2), "layers": [eqx.nn.Sequential([eqx.nn.Dropout(0.3)])]}
+    variable, fixed = split({"inside": inside, "own": [0.5, Point(0.7)]})
+    assert jax.tree.leaves(variable) == [0.5, 0.7]
+    assert [leaf for leaf in jax.tree.leaves(fixed) if isinstance(leaf, float)] == [0.2, 0.3]
+    assert join(variable, fixed)["inside"]["layers"][0].layers[0].p == 0.3
 
 
 def statistics(library):

@@ -95,11 +95,25 @@ def epsilon(*trees: PyTree) -> float:
 def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[PyTree, PyTree]:
     """Split a model into (floating arrays, or what `varies`; all else); each has None where the other has a leaf.
 
-    An Equinox module, for one, carries activation functions among its leaves; only the arrays are variables.
+    An Equinox module, for one, carries activation functions among its leaves, and numbers of Python in its fields, such
+    as a rate of dropout; only the arrays are variables.
     """
-    variable = jax.tree.map(lambda leaf: jnp.asarray(leaf) if varies(leaf) else None, tree)
-    fixed = jax.tree.map(lambda leaf: None if varies(leaf) else leaf, tree)
-    return variable, fixed
+    leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    chosen = [varies(leaf) and not (type(leaf) is float and _in_a_module(tree, path)) for path, leaf in leaves]
+    pairs = list(zip((leaf for _, leaf in leaves), chosen, strict=True))
+    variable = structure.unflatten([jnp.asarray(leaf) if own else None for leaf, own in pairs])
+    return variable, structure.unflatten([None if own else leaf for leaf, own in pairs])
+
+
+def _in_a_module(tree: PyTree, path: tuple[Any, ...]) -> bool:
+    """Whether the leaf at a path is a field of an object, not an entry of a dict, list or (named) tuple."""
+    *above, last = path or (None,)
+    if not isinstance(last, jax.tree_util.GetAttrKey):
+        return False
+    for key in above:
+        is_field = isinstance(key, jax.tree_util.GetAttrKey)
+        tree = getattr(tree, key.name) if is_field else tree[getattr(key, "key", getattr(key, "idx", None))]
+    return not isinstance(tree, tuple)
 
 
 def join(variable: PyTree, fixed: PyTree) -> PyTree:
