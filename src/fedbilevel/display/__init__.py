@@ -135,9 +135,12 @@ class Bar:
         from rich.text import Text
 
         def shown() -> Group:
+            if (began := self.began) is not None:
+                self.line.update(self.task, place=f"{self.speed.clock() - began:.0f} s")
             return Group(self.line.get_renderable(), Text(self.below, overflow="fold"))
 
         self.speed, self.below = Speed(unit), ""
+        self.began: float | None = None  # a stage, which says how long it takes
         self.line = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", style="bold", table_column=Column(overflow="fold")),
@@ -150,6 +153,7 @@ class Bar:
 
     def stage(self, name: str) -> None:
         self.speed.pause()
+        self.began = self.speed.clock()
         self.live.start()
         self.line.update(self.task, description=f"{self.heading}{name}")
         self.live.refresh()  # at once: what comes may leave no time to the thread that draws
@@ -159,6 +163,7 @@ class Bar:
 
     def show(self, done: float, whole: float, numbers: str = "") -> None:
         """So much is done of the whole, and what the run has found so far."""
+        self.began = None
         self.speed.mark(done)
         self.live.start()
         self.below = f"  {numbers}  {self.speed.text(whole)}".rstrip()
