@@ -5,7 +5,7 @@ The packages are no dependencies: without one its tests are skipped.
 
 import subprocess
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -105,6 +105,30 @@ def test_torch_datasets_of_ones_own_are_read_item_by_item(torch):
     assert named.outer.row(0)["t"]["a"].tolist() == [0.0, 0.5, 1.0]
 
 
+def test_what_a_class_of_ones_own_does_to_an_item_is_done(torch):
+    class Halved(torch.utils.data.TensorDataset):
+        def __getitem__(self, i):
+            return super().__getitem__(i)[0] / 2
+
+    class Negative(torch.utils.data.Subset):
+        def __getitem__(self, i):
+            return -super().__getitem__(i)[0]
+
+        def __getitems__(self, places):  # PyTorch wants both
+            return [self[i] for i in places]
+
+    halved = Halved(torch.tensor(U))
+    negative = Negative(torch.utils.data.TensorDataset(torch.tensor(U)), [2, 0])
+    clients = fb.Clients([halved, torch.utils.data.Subset(halved, [1]), negative])
+    assert held(clients) == [(U / 2).tolist(), (U[[1]] / 2).tolist(), (-U[[2, 0]]).tolist()]
+
+
+def test_a_dataset_as_a_part_of_a_clients_samples_is_refused(torch):
+    part = torch.utils.data.Subset(torch.utils.data.TensorDataset(torch.tensor(U)), [0, 1])
+    for given in ([part, part], {"u": {"v": part}}):
+        assert "of client 0 is a Subset; such a thing is all that a client holds" in said([given])
+
+
 def test_a_split_of_a_torch_dataset_is_a_list_of_clients(torch):
     whole = torch.utils.data.TensorDataset(torch.tensor(U), torch.tensor(T))
     parts = torch.utils.data.random_split(whole, [5, 7], torch.Generator().manual_seed(1))
@@ -150,6 +174,17 @@ def test_other_formats_of_hugging_face(format, hugging_face):
     pytest.importorskip(format)
     given = hugging_face.remove_columns("u").with_format(format)
     assert held(fb.Clients([given]), "t") == [T.tolist()]
+
+
+def test_images_of_hugging_face_are_arrays(datasets):
+    pytest.importorskip("PIL")
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 3, 4)
+    features = datasets.Features({"image": datasets.Image(), "label": datasets.ClassLabel(names=["a", "b"])})
+    given = datasets.Dataset.from_dict({"image": list(pixels), "label": ["b", "a"]}, features=features)
+    clients = fb.Clients([given])
+    assert held(clients, "image") == [pixels.tolist()]
+    assert clients.outer.values["image"].dtype == np.uint8
+    assert held(clients, "label") == [[1, 0]]
 
 
 def test_one_dataset_of_hugging_face_is_divided_by_the_call_that_is_said(hugging_face, datasets):
@@ -258,6 +293,52 @@ def test_a_dataset_is_known_by_its_class_of_a_loaded_module_alone(monkeypatch):
     assert held(fb.Clients([Dataset([np.ones(1)])])) == [[[1.0]]]  # before the module has such a class
     module.Dataset = Dataset
     assert "Clients.outer is one Dataset; clients come one by one: [dataset.shard(" in said(Dataset())
+
+
+def test_items_are_stacked_and_what_reads_or_streams_them_is_refused_without_torch(monkeypatch):
+    module = ModuleType("torch.utils.data")
+    kinds = ("Dataset", "IterableDataset", "TensorDataset", "Subset")
+    for name in kinds:
+        setattr(module, name, type(name, (), {}))
+    monkeypatch.setitem(sys.modules, "torch.utils.data", module)
+    torch = SimpleNamespace(utils=SimpleNamespace(data=module))
+    clients = fb.Clients([of_pairs(torch), of_pairs(torch, 2)])
+    assert held(clients, 0) == [[[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]], [[0.0, 0.0], [1.0, 1.0]]]
+    assert held(clients, 1) == [[0, 1, 0], [0, 1]]
+    assert said(of_pairs(torch)).endswith(
+        "is one Pairs; clients come one by one: torch.utils.data.random_split(dataset, [0.1] * 10)"
+    )
+    assert said([module.IterableDataset()]).endswith(
+        "no length; read it: torch.utils.data.default_collate(list(dataset))"
+    )
+    loader = SimpleNamespace(dataset=of_pairs(torch), collate_fn=None)
+    assert held(fb.Clients([eval(said([loader]).rpartition(": ")[2], {"loader": loader})]), 1) == [[0, 1, 0]]
+
+
+class Partitioner:
+    """As much of those of flwr-datasets as is used: NumPy's arrays are their datasets."""
+
+    num_partitions = 2
+
+    def load_partition(self, i):
+        return np.full(i + 1, 5.0 * i)
+
+
+class Federated:
+    """As much of a FederatedDataset."""
+
+    def __init__(self, *splits):
+        self.splits = splits
+
+    @property
+    def partitioners(self):
+        return {split: Partitioner() for split in self.splits}
+
+
+def test_partitioners_are_known_by_what_they_do():
+    assert held(fb.Clients(Partitioner())) == held(fb.Clients(Federated("train"))) == [[0.0], [5.0, 5.0]]
+    code = said(fds := Federated("train", "test")).rpartition(": ")[2]
+    assert held(fb.Clients(eval(code, {"fds": fds}))) == [[0.0], [5.0, 5.0]]
 
 
 def test_inner_samples_alone_are_refused_with_what_to_call():

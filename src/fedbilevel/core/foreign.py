@@ -44,12 +44,12 @@ def _columns_read(dataset: Any) -> PyTree:
 
 
 def _items(dataset: Any) -> PyTree:
-    """All items, each read once, stacked; the tensors themselves where there is nothing else."""
-    tensors, whole = sys.modules["torch.utils.data"].TensorDataset, getattr(dataset, "dataset", None)
-    if isinstance(dataset, tensors):
+    """All items, each read once, stacked; by tensor, where no class of the user's may say what an item is."""
+    torch = sys.modules["torch.utils.data"]
+    if type(dataset) is torch.TensorDataset:
         return dataset[:]
-    if isinstance(whole, tensors) and hasattr(dataset, "indices"):  # a part of it
-        return whole[as_numpy(dataset.indices)]
+    if type(dataset) is torch.Subset and type(dataset.dataset) is torch.TensorDataset:
+        return dataset.dataset[as_numpy(dataset.indices)]
     items, name = [dataset[i] for i in range(len(dataset))], jax.tree_util.keystr
     return jax.tree_util.tree_map_with_path(lambda path, *values: _stacked(f"item{name(path)}", values), *items)
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
-from fedbilevel.core.foreign import as_numpy, tree_of
+from fedbilevel.core.foreign import as_numpy, kind_of, tree_of
 from fedbilevel.core.tree import PyTree, shapes
 
 MISUSED = (TypeError, ValueError, LookupError, AttributeError)
@@ -79,6 +79,10 @@ def _array(name: str, leaf: Any, path: Any, encode: str) -> Any:
     if _is_plain(leaf):
         kind = type(leaf).__name__
         raise ConfigurationError(f"{name} is a {kind} of plain values; make an array of it, np.asarray(…)")
+    if kind_of(leaf):
+        raise ConfigurationError(
+            f"{name} is a {type(leaf).__name__}; such a thing is all that a client holds, not a part"
+        )
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise ConfigurationError(f"{name} holds PRNG keys; store jax.random.key_data of them, and wrap it in the loss")
     try:
