@@ -200,11 +200,10 @@ def test_a_terminal_shows_stage_rounds_speed_and_what_is_left(monkeypatch) -> No
     screen.truncate(0)
     bar.live.refresh()
     bar.close()
-    assert [words for words in ("compiling", "14 s") if words not in told] == []
+    assert "compiling, 14 s" in told
     shown = ("30/100 rounds", "10 rounds/s  ETA 0:07")
     assert [words for words in shown if words not in screen.getvalue()] == []
     assert "compiling" not in screen.getvalue()
-    assert "16 s" not in screen.getvalue()
 
 
 class Tqdm:

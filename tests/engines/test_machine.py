@@ -68,7 +68,7 @@ def test_a_run_that_compiles_names_the_call_that_keeps_programs_where_none_are_k
         problem = fb.SingleLevel(lambda x, batch: x @ x)
         fb.solve(fb.FedAvg(), problem, fb.Clients([rows]), rows[0], rounds=1, progress=told)
     said = [stage for stage in stages if stage.startswith("compiling")]
-    assert said == ["compiling; fb.Local.keep_on_disk() keeps it", "compiling"]
+    assert said == ["compiling (fb.Local.keep_on_disk() keeps it)", "compiling"]
 
 
 def not_a_folder(tmp_path):

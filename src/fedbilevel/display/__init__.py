@@ -135,12 +135,13 @@ class Bar:
         from rich.text import Text
 
         def shown() -> Group:
-            if (began := self.began) is not None:
-                self.line.update(self.task, place=f"{self.speed.clock() - began:.0f} s")
+            if since := self.since:
+                name, began = since
+                self.line.update(self.task, description=f"{name}, {self.speed.clock() - began:.0f} s")
             return Group(self.line.get_renderable(), Text(self.below, overflow="fold"))
 
         self.speed, self.below = Speed(unit), ""
-        self.began: float | None = None  # a stage, which says how long it takes
+        self.since: tuple[str, float] | None = None  # a stage, and when it began
         self.line = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", style="bold", table_column=Column(overflow="fold")),
@@ -153,9 +154,8 @@ class Bar:
 
     def stage(self, name: str) -> None:
         self.speed.pause()
-        self.began = self.speed.clock()
+        self.since = f"{self.heading}{name}", self.speed.clock()
         self.live.start()
-        self.line.update(self.task, description=f"{self.heading}{name}")
         self.live.refresh()  # at once: what comes may leave no time to the thread that draws
 
     def advance(self, round: int, rounds: int) -> None:
@@ -163,7 +163,7 @@ class Bar:
 
     def show(self, done: float, whole: float, numbers: str = "") -> None:
         """So much is done of the whole, and what the run has found so far."""
-        self.began = None
+        self.since = None
         self.speed.mark(done)
         self.live.start()
         self.below = f"  {numbers}  {self.speed.text(whole)}".rstrip()

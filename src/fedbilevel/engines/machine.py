@@ -142,7 +142,7 @@ def once_for_all_processes() -> str:
 
     `solve` does not keep them unasked: JAX's setting holds for every program of the process, the user's own too.
     """
-    return "" if jax.config.values["jax_compilation_cache_dir"] else "; fb.Local.keep_on_disk() keeps it"
+    return "" if jax.config.values["jax_compilation_cache_dir"] else " (fb.Local.keep_on_disk() keeps it)"
 
 
 def _require_writable(folder: Path) -> None:
