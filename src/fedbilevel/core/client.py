@@ -178,8 +178,7 @@ class Clients(Shown):
         own: Mapping[str, Any] | None = None,
         capacity: Any = None,
     ) -> None:
-        shared = "fb.Clients(samples), where both losses read the same"
-        allowed = f"samples: {shared}, or fb.Clients.split(samples, 0.8, seed=0), of which one holds some out"
+        allowed = "samples: fb.Clients(samples) for both losses, or divided, fb.Clients.split(samples, 0.8, seed=0)"
         require(outer is not None, "Clients.outer", outer, allowed)
         outer_rows = _rows("outer", outer, outer_sizes)
         inner_rows = outer_rows if inner is None else _rows("inner", inner, inner_sizes)

@@ -37,10 +37,7 @@ def _columns(frame: Any) -> PyTree:
 
 def _columns_read(dataset: Any) -> PyTree:
     """All rows at once, in the format that the dataset was given, and through its transform."""
-    rows = dataset[:]
-    if kind_of(rows):
-        return _columns(rows)
-    return {name: _stacked(name, column) if isinstance(column, list) else column for name, column in rows.items()}
+    return {name: _stacked(name, rows) if isinstance(rows, list) else rows for name, rows in dataset[:].items()}
 
 
 def _items(dataset: Any) -> PyTree:
@@ -64,9 +61,7 @@ def _stacked(name: str, values: Any) -> np.ndarray:
 
 PANDAS = Kind(_columns, 'frame.groupby("{}")', 'frame["{0}"] = frame["{0}"].astype("category").cat.codes')
 POLARS = Kind(
-    _columns,
-    'frame.partition_by("{}", include_key=False)',
-    'frame = frame.with_columns(frame["{}"].rank("dense"))',
+    _columns, 'frame.partition_by("{}", include_key=False)', 'frame = frame.with_columns(frame["{}"].rank("dense"))'
 )
 HUGGING_FACE = Kind(
     _columns_read,
@@ -101,15 +96,12 @@ def tree_of(field: str, data: Any, whose: str = "") -> tuple[PyTree, str]:
         ConfigurationError: a dataset without a length, samples of several shapes, tables inside a pytree.
     """
     kind, called = kind_of(data), type(data).__name__
-    for held in data.values() if isinstance(data, Mapping) else data if isinstance(data, tuple) else ():
-        if kind_of(held):
-            several = "list(data.values())" if isinstance(data, Mapping) else "[entry for _, entry in data]"
-            several = "list(data)" if isinstance(data, tuple) and not whose else several
-            text = f"{field}{whose} is a {called} with a {type(held).__name__} in it; clients come in a list of these"
-            raise ConfigurationError(f"{text}: {several}")
+    named = isinstance(data, Mapping)
+    if any(map(kind_of, data.values() if named else data if isinstance(data, tuple) else ())):
+        call = "list(data.values())" if named else "[entry for _, entry in data]" if whose else "list(data)"
+        raise ConfigurationError(f"{field}{whose} is a {called} of tables or datasets; clients come in a list: {call}")
     if hasattr(data, "collate_fn"):
-        text = f"{field}{whose} is a {called}; methods draw batches of their own, from what it reads"
-        raise ConfigurationError(f"{text}: loader.dataset")
+        raise ConfigurationError(f"{field}{whose} is a {called}; methods draw their own batches, from loader.dataset")
     if kind is None:
         return data, ""
     if kind.read and not hasattr(type(data), "__len__"):
