@@ -106,9 +106,9 @@ def test_torch_datasets_of_ones_own_are_read_item_by_item(torch):
 
 
 def test_what_a_class_of_ones_own_does_to_an_item_is_done(torch):
-    class Halved(torch.utils.data.TensorDataset):
+    class Numbered(torch.utils.data.TensorDataset):
         def __getitem__(self, i):
-            return super().__getitem__(i)[0] / 2
+            return super().__getitem__(i)[0] + i
 
     class Negative(torch.utils.data.Subset):
         def __getitem__(self, i):
@@ -117,10 +117,10 @@ def test_what_a_class_of_ones_own_does_to_an_item_is_done(torch):
         def __getitems__(self, places):  # PyTorch wants both
             return [self[i] for i in places]
 
-    halved = Halved(torch.tensor(U))
+    numbered = Numbered(torch.tensor(U))
     negative = Negative(torch.utils.data.TensorDataset(torch.tensor(U)), [2, 0])
-    clients = fb.Clients([halved, torch.utils.data.Subset(halved, [1]), negative])
-    assert held(clients) == [(U / 2).tolist(), (U[[1]] / 2).tolist(), (-U[[2, 0]]).tolist()]
+    clients = fb.Clients([numbered, torch.utils.data.Subset(numbered, [1]), negative])
+    assert held(clients) == [(U + np.arange(12)[:, None]).tolist(), (U[[1]] + 1).tolist(), (-U[[2, 0]]).tolist()]
 
 
 def test_a_dataset_as_a_part_of_a_clients_samples_is_refused(torch):
