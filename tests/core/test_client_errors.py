@@ -42,7 +42,7 @@ SAMPLES = {
         {},
         r"\['t'\] of client 1 holds strings; .*integers",
     ),
-    "objects": ([{"t": np.array(["a", None])}], {}, r"\['t'\] of client 0 holds Python objects"),
+    "objects": ([{"t": np.array([1.0, None])}], {}, r"\['t'\] of client 0 holds Python objects"),
     "PRNG keys": (
         [{"k": jax.random.split(jax.random.key(0), 3)}],
         {},

@@ -189,16 +189,21 @@ def test_a_terminal_shows_stage_rounds_speed_and_what_is_left(monkeypatch) -> No
     monkeypatch.setattr(sys, "stdout", Terminal())
     monkeypatch.setattr(sys, "stderr", screen := Terminal())
     bar = chosen(None)
-    bar.stage("compiling")
-    bar.live.refresh()
     bar.speed.clock = clock = Clock()
+    bar.stage("compiling")
+    clock.now = 14.0
+    bar.live.refresh()
+    told = screen.getvalue()
     bar.advance(10, 100)
-    clock.now = 2.0
+    clock.now = 16.0
     bar.advance(30, 100)  # 20 rounds in 2 s; 70 are left
+    screen.truncate(0)
     bar.live.refresh()
     bar.close()
-    shown = ("compiling", "30/100 rounds", "10 rounds/s  ETA 0:07")
+    assert "compiling, 14 s" in told
+    shown = ("30/100 rounds", "10 rounds/s  ETA 0:07")
     assert [words for words in shown if words not in screen.getvalue()] == []
+    assert "compiling" not in screen.getvalue()
 
 
 class Tqdm:

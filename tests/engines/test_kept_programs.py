@@ -75,7 +75,7 @@ class Stops:
     """A display that ends a run before it compiles its rounds."""
 
     def stage(self, name):
-        if name == COMPILING:
+        if name.startswith(COMPILING):
             raise Compiles
 
     def advance(self, *rounds):

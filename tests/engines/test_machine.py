@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -55,6 +56,19 @@ def test_the_folder_may_change_after_something_was_compiled(tmp_path, settings):
         assert fb.Local.keep_on_disk(tmp_path / folder) == tmp_path / folder
         jax.jit(lambda x, factor=factor: factor * x)(jnp.ones(7)).block_until_ready()
     assert all(any((tmp_path / folder).glob("*lambda*-cache")) for folder in ("first", "second"))
+
+
+def test_a_run_that_compiles_names_the_call_that_keeps_programs_where_none_are_kept(tmp_path, settings):
+    rows, stages = np.ones((3, 2)), []
+    told = SimpleNamespace(stage=stages.append, advance=lambda *_: None, close=lambda: None)
+    jax.config.update("jax_compilation_cache_dir", None)
+    for keep in (lambda: None, lambda: fb.Local.keep_on_disk(tmp_path)):
+        keep()
+        fb.Local.forget()
+        problem = fb.SingleLevel(lambda x, batch: x @ x)
+        fb.solve(fb.FedAvg(), problem, fb.Clients([rows]), rows[0], rounds=1, progress=told)
+    said = [stage for stage in stages if stage.startswith("compiling")]
+    assert said == ["compiling (fb.Local.keep_on_disk() keeps it)", "compiling"]
 
 
 def not_a_folder(tmp_path):

@@ -15,7 +15,8 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.card import Card, Shown, counted, listed, named_shape, span
-from fedbilevel.core.errors import ConfigurationError, FloorError, require, require_count
+from fedbilevel.core.errors import ConfigurationError, FloorError, is_count, is_number, require, require_count
+from fedbilevel.core.foreign import one_by_one
 from fedbilevel.core.inputs import arrays_of, require_alike
 from fedbilevel.core.own import LOCAL_STEPS, Given, Values, check, read
 from fedbilevel.core.problem import Minimax, Padded, Problem, with_keys
@@ -108,6 +109,11 @@ class Ragged(Shown):
         shapes = listed([named_shape(path, leaf, axes_left_out=1) for path, leaf in leaves], width=60)
         return f"{int(self.size.sum()):,}, {span(self.size)} a {owner}, each {shapes}"
 
+    def taken(self, places: Sequence[np.ndarray]) -> Ragged:
+        """The samples at these places of the flat arrays: for each row its own places."""
+        size, chosen = np.array([len(own) for own in places], np.int64), np.concatenate(places)
+        return Ragged(jax.tree.map(lambda leaf: leaf[chosen], self.values), np.cumsum(size) - size, size)
+
     def joined(self) -> Ragged:
         """All rows as one, in order."""
         total = int(self.size.sum())
@@ -131,7 +137,10 @@ class Clients(Shown):
 
     Args:
         outer: samples of the outer loss: one pytree of arrays per client in a list (of unequal lengths), or one pytree
-            of stacked arrays with leading axes (client, sample), or a `Ragged`. A data frame is a dict of columns.
+            of stacked arrays with leading axes (client, sample), or a `Ragged`. In the list, a data frame or a dataset
+            of Hugging Face is a dict of columns, a dataset of PyTorch the pytree of its items: of pairs, `batch[0]` and
+            `batch[1]`. Each item is read once. Groups of a pandas frame, in their order, and a partitioner of
+            flwr-datasets are such lists.
         inner: samples of the inner loss, in the same form as `outer`; None where both losses read the same samples
             (minimax problems), or only the outer loss reads any (single-level problems).
         weights: p_i > 0, normalised to sum 1; None gives 1/M each, "size" gives inner samples over their total.
@@ -159,7 +168,7 @@ class Clients(Shown):
 
     def __init__(
         self,
-        outer: PyTree,
+        outer: PyTree = None,
         inner: PyTree = None,
         *,
         weights: Any = None,
@@ -169,6 +178,8 @@ class Clients(Shown):
         own: Mapping[str, Any] | None = None,
         capacity: Any = None,
     ) -> None:
+        allowed = "samples: fb.Clients(samples) for both losses, or divided, fb.Clients.split(samples, 0.8, seed=0)"
+        require(outer is not None, "Clients.outer", outer, allowed)
         outer_rows = _rows("outer", outer, outer_sizes)
         inner_rows = outer_rows if inner is None else _rows("inner", inner, inner_sizes)
         require(inner is not None or inner_sizes is None, "Clients.inner_sizes", inner_sizes, "left out without inner")
@@ -183,6 +194,31 @@ class Clients(Shown):
         object.__setattr__(self, "weights", checked_weights("Clients.weights", weights, count, "None, 'size'"))
         object.__setattr__(self, "own", _own("Clients", count, local_steps, own))
         object.__setattr__(self, "capacity", read_capacity("Clients.capacity", count, capacity))
+
+    @classmethod
+    def split(cls, samples: PyTree, fraction: float = 0.8, *, seed: int, **options: Any) -> Clients:
+        """Divide each client's samples at random: `fraction` of them for the inner loss, the rest for the outer one.
+
+        Args:
+            samples: of all clients, in a form of `outer`.
+            fraction: strictly between 0 and 1, rounded to whole samples; both parts have one at least.
+            seed: a whole number from 0 on, which determines the parts.
+            options: weights, local_steps, own, capacity.
+
+        Raises:
+            ConfigurationError: a client with a single sample, besides what `Clients` refuses.
+        """
+        require(is_number(fraction) and 0 < fraction < 1, "fraction", fraction, "strictly between 0 and 1")
+        require(is_count(seed) or seed == 0, "seed", seed, "a whole number from 0 on")
+        rows = _rows("samples", samples, None)
+        few = np.flatnonzero(rows.size < 2)
+        if few.size:
+            raise ConfigurationError(f"Clients.split: client {few[0]} has one sample; two parts need at least two")
+        rng = np.random.default_rng(seed)
+        places = [start + rng.permutation(size) for start, size in zip(rows.start, rows.size, strict=True)]
+        cuts = np.clip(np.rint(fraction * rows.size).astype(np.int64), 1, rows.size - 1)
+        inner, outer = zip(*(np.split(own, [cut]) for own, cut in zip(places, cuts, strict=True)), strict=True)
+        return cls(rows.taken(outer), rows.taken(inner), **options)
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -314,6 +350,7 @@ def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
     if isinstance(data, Ragged):
         arrays_of(f"Clients.{name}", data.values)
         return data.checked(name)
+    data = one_by_one(f"Clients.{name}", data)
     if isinstance(data, list):
         require(len(data) > 0, f"Clients.{name}", data, "a list with one entry per client")
         require(sizes is None, f"Clients.{name}_sizes", sizes, "left out when the data is a list")

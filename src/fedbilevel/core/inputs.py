@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
+from fedbilevel.core.foreign import as_numpy, kind_of, tree_of
 from fedbilevel.core.tree import PyTree, shapes
 
 MISUSED = (TypeError, ValueError, LookupError, AttributeError)
@@ -66,16 +67,15 @@ def explained(what: str, **arguments: PyTree) -> Iterator[None]:
 
 
 def arrays_of(field: str, data: PyTree, whose: str = "") -> PyTree:
-    """The pytree `data` with arrays of numbers as leaves; of a data frame, the dict of its columns.
+    """The pytree `data` with arrays of numbers as leaves; of a table or dataset (`foreign.py`), that of its columns.
 
     Raises:
         ConfigurationError: plain lists of numbers, strings, dates, objects, PRNG keys; the message begins with `field`,
             the key and `whose` (" of client 3").
     """
-    if hasattr(data, "columns") and hasattr(data, "to_numpy"):
-        data = {name: data[name].to_numpy() for name in data.columns}
+    data, encode = tree_of(field, data, whose)
     found = jax.tree_util.tree_leaves_with_path(data, is_leaf=_is_plain)
-    arrays = [_array(f"{field}{jax.tree_util.keystr(path)}{whose}", leaf) for path, leaf in found]
+    arrays = [_array(f"{field}{jax.tree_util.keystr(path)}{whose}", leaf, path, encode) for path, leaf in found]
     return jax.tree.unflatten(jax.tree.structure(data, is_leaf=_is_plain), arrays)
 
 
@@ -85,15 +85,26 @@ def _is_plain(node: Any) -> bool:
     return isinstance(node, list | tuple) and len(node) > 0 and all(isinstance(a, plain) or _is_plain(a) for a in node)
 
 
-def _array(name: str, leaf: Any) -> Any:
+def _array(name: str, leaf: Any, path: Any, encode: str) -> Any:
     if _is_plain(leaf):
         kind = type(leaf).__name__
         raise ConfigurationError(f"{name} is a {kind} of plain values; make an array of it, np.asarray(…)")
+    if kind_of(leaf):
+        raise ConfigurationError(
+            f"{name} is a {type(leaf).__name__}; such a thing is all that a client holds, not a part"
+        )
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         raise ConfigurationError(f"{name} holds PRNG keys; store jax.random.key_data of them, and wrap it in the loss")
-    array = leaf if isinstance(leaf, np.ndarray | jax.Array) else np.asanyarray(leaf)
-    if advice := NOT_NUMBERS.get(array.dtype.kind):
-        raise ConfigurationError(f"{name} {advice}")
+    try:
+        array = leaf if isinstance(leaf, np.ndarray | jax.Array) else as_numpy(leaf)
+    except (TypeError, ValueError, RuntimeError) as error:
+        text = f"{name} is a {type(leaf).__name__}, of which NumPy makes no array of numbers"
+        raise ConfigurationError(f"{text} ({error})") from error
+    words = array.dtype.kind == "O" and array.size and isinstance(np.ravel(array)[0], str)
+    kind = "U" if words else array.dtype.kind
+    if advice := NOT_NUMBERS.get(kind):
+        how = f": {encode.format(path[-1].key)}" if kind in "UST" and encode else ""
+        raise ConfigurationError(f"{name} {advice}{how}")
     return array
 
 

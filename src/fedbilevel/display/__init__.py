@@ -135,9 +135,13 @@ class Bar:
         from rich.text import Text
 
         def shown() -> Group:
+            if since := self.since:
+                name, began = since
+                self.line.update(self.task, description=f"{name}, {self.speed.clock() - began:.0f} s")
             return Group(self.line.get_renderable(), Text(self.below, overflow="fold"))
 
         self.speed, self.below = Speed(unit), ""
+        self.since: tuple[str, float] | None = None  # a stage, and when it began
         self.line = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", style="bold", table_column=Column(overflow="fold")),
@@ -150,8 +154,8 @@ class Bar:
 
     def stage(self, name: str) -> None:
         self.speed.pause()
+        self.since = f"{self.heading}{name}", self.speed.clock()
         self.live.start()
-        self.line.update(self.task, description=f"{self.heading}{name}")
         self.live.refresh()  # at once: what comes may leave no time to the thread that draws
 
     def advance(self, round: int, rounds: int) -> None:
@@ -159,6 +163,7 @@ class Bar:
 
     def show(self, done: float, whole: float, numbers: str = "") -> None:
         """So much is done of the whole, and what the run has found so far."""
+        self.since = None
         self.speed.mark(done)
         self.live.start()
         self.below = f"  {numbers}  {self.speed.text(whole)}".rstrip()

@@ -137,6 +137,14 @@ def keep_on_disk_if_possible() -> None:
         warnings.warn(f"every process compiles anew: {error}", stacklevel=2)
 
 
+def once_for_all_processes() -> str:
+    """Say how to compile no program twice, where none are kept on disk; "" where they are.
+
+    `solve` does not keep them unasked: JAX's setting holds for every program of the process, the user's own too.
+    """
+    return "" if jax.config.values["jax_compilation_cache_dir"] else " (fb.Local.keep_on_disk() keeps it)"
+
+
 def _require_writable(folder: Path) -> None:
     """Make the folder, and write there as much as a program takes: JAX itself says for every program what fails."""
     try:

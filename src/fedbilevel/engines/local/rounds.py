@@ -24,6 +24,7 @@ from fedbilevel.engines.engine import Carry, RoundKeys, round_keys
 from fedbilevel.engines.fingerprint import method_key
 from fedbilevel.engines.in_flight import with_tables
 from fedbilevel.engines.local.fed import HOST, ExchangeState, LocalFed, Members, ProgramLayout, SampleArrays, chunk_of
+from fedbilevel.engines.machine import once_for_all_processes
 from fedbilevel.engines.progress import COMPILING, TRACING, report_stage
 from fedbilevel.engines.submodels import RoundSubmodels
 from fedbilevel.engines.virtual_time import Pace
@@ -108,7 +109,7 @@ class Rounds:
         traced = jax.jit(rounds, donate_argnums=1, out_shardings=everywhere).trace(*arguments)
 
         def finish() -> Any:
-            report_stage(COMPILING)
+            report_stage(f"{COMPILING}{once_for_all_processes()}")
             return traced.lower().compile()
 
         known = shares or method_key(inputs.algorithm)
