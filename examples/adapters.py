@@ -46,7 +46,7 @@ def accuracy(w, text):
 
 def pretrained():
     """A transformer that counts up by ones."""
-    square = {name: (WIDTH, WIDTH) for name in ("query", "key", "value", "mix", "up", "down")}
+    square = dict.fromkeys(("query", "key", "value", "mix", "up", "down"), (WIDTH, WIDTH))
     shapes = {"letters": (LETTERS, WIDTH), "places": (LENGTH, WIDTH), **square, "out": (WIDTH, LETTERS)}
     w = {name: rng.normal(size=shape).astype(np.float32) / shape[0] ** 0.5 for name, shape in shapes.items()}
     optimizer, text = optax.adam(0.01), counting(64, 1)

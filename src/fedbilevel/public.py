@@ -5,9 +5,10 @@ from fedbilevel.algorithms import *  # noqa: F403
 from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
 from fedbilevel.algorithms.parts.wrappers import Asynchronous, OuterOptimizer, Submodels
 from fedbilevel.core import projections
-from fedbilevel.core.client import Clients, Ragged, RemoteClients
+from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, SimpleBilevel, SingleLevel, WholeLoss
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.check import check_hypergradient

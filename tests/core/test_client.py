@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.core.client import Client, Clients, Ragged, Samples
+from fedbilevel.core.client import Client, Clients, Samples
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.problem import Bilevel, Padded
+from fedbilevel.core.ragged import Ragged
 
 SIZES = np.array([3, 1, 4, 2])
 EPS = np.finfo(np.float64).eps

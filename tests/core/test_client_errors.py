@@ -4,8 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.ragged import Ragged
 
 GOOD = np.zeros((3, 4, 2))
 TWO = {"u": np.zeros((2, 2)), "t": np.zeros(2)}

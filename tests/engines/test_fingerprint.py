@@ -13,8 +13,8 @@ import optax
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.core.client import Ragged
 from fedbilevel.core.problem import check_losses
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.engines import fingerprint
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.machinery import kept

@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.core.client import Ragged
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.engines.local.placement import Shares
 
 

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.core.client import Ragged, Samples
+from fedbilevel.core.client import Samples
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.engines.engine import draw_cohort, round_keys
 from fedbilevel.engines.local.fed import ProgramLayout
 from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped

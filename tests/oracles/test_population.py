@@ -5,9 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.oracles import population as module
 from fedbilevel.oracles.population import Population, chosen
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.core.client import Ragged
 from fedbilevel.core.metrics import directions
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.data import load
 from fedbilevel.tasks.hyper_cleaning import auc, cleaning_weights, hyper_cleaning, spoiled
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import partial
@@ -17,118 +17,12 @@ from jax import Array
 from fedbilevel.core.card import Card, Shown, counted, listed, named_shape, span
 from fedbilevel.core.errors import ConfigurationError, FloorError, is_count, is_number, require, require_count
 from fedbilevel.core.foreign import one_by_one
-from fedbilevel.core.inputs import arrays_of, require_alike
+from fedbilevel.core.inputs import arrays_of
 from fedbilevel.core.own import LOCAL_STEPS, Given, Values, check, read
 from fedbilevel.core.problem import Minimax, Padded, Problem, with_keys
-from fedbilevel.core.tree import PyTree, rows_at, shapes
+from fedbilevel.core.ragged import Ragged, one_sample
+from fedbilevel.core.tree import PyTree, rows_at
 from fedbilevel.machinery.threefry import computed_once, uniform_below
-
-
-@dataclass(frozen=True, repr=False)
-class Ragged(Shown):
-    """Rows of unequal length, stored flat: row i is `values[start[i] : start[i] + size[i]]` of every leaf.
-
-    No padding is stored, so a client with ten samples costs ten samples.
-
-    Args:
-        values: a pytree of arrays (total, ...), which may be memory maps.
-        start: (rows,) int64, where each row begins.
-        size: (rows,) int64, the length of each row, positive.
-    """
-
-    values: PyTree
-    start: np.ndarray
-    size: np.ndarray
-
-    @classmethod
-    def stacked(cls, name: str, arrays: PyTree, sizes: np.ndarray | None) -> Ragged:
-        """From leaves (clients, samples, ...); client i uses its first sizes[i] samples. Copies nothing."""
-        hint = "; several clients come in a list, not in a tuple" if type(arrays) is tuple else ""
-        arrays = arrays_of(f"Clients.{name}", arrays)
-        leading = {np.shape(leaf)[:2] for leaf in jax.tree.leaves(arrays)}
-        if len(leading) != 1 or len(next(iter(leading))) != 2:
-            raise ConfigurationError(
-                f"Clients.{name}: every leaf needs the same two leading axes (clients, samples), got "
-                f"{shapes(arrays)}{hint}"
-            )
-        clients, samples = leading.pop()
-        size = np.full(clients, samples) if sizes is None else np.asarray(sizes)
-        fits = size.shape == (clients,) and np.issubdtype(size.dtype, np.integer)
-        require(fits, f"Clients.{name}_sizes", sizes, f"integers of shape ({clients},)")
-        if size.max(initial=0) > samples:
-            raise ConfigurationError(f"Clients.{name}: a size of {size.max()} exceeds the {samples} samples stored")
-        flat = jax.tree.map(lambda leaf: np.asanyarray(leaf).reshape(-1, *np.shape(leaf)[2:]), arrays)
-        return cls(flat, np.arange(clients) * samples, size.astype(np.int64)).checked(name)
-
-    @classmethod
-    def listed(cls, name: str, entries: Sequence[PyTree]) -> Ragged:
-        """From a pytree for each client, with leaves (samples, ...)."""
-        entries = [arrays_of(f"Clients.{name}", entry, f" of client {i}") for i, entry in enumerate(entries)]
-        require_alike(f"Clients.{name}", entries)
-        size = np.array(
-            [_length(f"Clients.{name}: leaves of client {i}", entry) for i, entry in enumerate(entries)], np.int64
-        )
-        flat = jax.tree.map(lambda *leaves: np.concatenate(leaves), *entries)
-        return cls(flat, np.cumsum(size) - size, size).checked(name)
-
-    def checked(self, name: str) -> Ragged:
-        """Refuse empty clients, rows outside what is stored, and NaN or infinity in what is already in memory."""
-        shapes = np.shape(self.start), np.shape(self.size)
-        fits = shapes[0] == shapes[1] and len(shapes[0]) == 1
-        require(fits, f"Clients.{name}: shapes of start and size", shapes, "(rows,) both")
-        empty = np.flatnonzero(self.size <= 0)
-        if empty.size:
-            raise ConfigurationError(
-                f"Clients.{name}: client {empty[0]} is empty ({empty.size} in all); every client needs a sample"
-            )
-        stored = _length(f"Clients.{name}: leaves", self.values)
-        outside = np.flatnonzero((self.start < 0) | (self.start + self.size > stored))
-        if outside.size:
-            i = outside[0]
-            raise ConfigurationError(
-                f"Clients.{name}: row {i} (start {self.start[i]}, size {self.size[i]}) is outside the {stored} samples"
-            )
-        for path, leaf in jax.tree_util.tree_leaves_with_path(self.values):
-            if not isinstance(leaf, np.memmap):  # memory maps are checked row by row, when they are read
-                check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf, self.place)
-        return self
-
-    def place(self, i: int) -> str:
-        """The client that holds the sample at index i of the flat arrays, and the sample's number there, in words."""
-        holders = np.flatnonzero((self.start <= i) & (i < self.start + self.size))
-        if not holders.size:
-            return f"in row {i} of what is stored, which is no client's sample"
-        return f"in sample {i - self.start[holders[0]]} of client {holders[0]}"
-
-    def card(self) -> Card:
-        return Card(counted(len(self.size), "row") + " of unequal length", {"samples": self.in_words("row")})
-
-    def in_words(self, owner: str) -> str:
-        """How many samples there are, how many each owner has, and what one sample looks like."""
-        leaves = jax.tree_util.tree_leaves_with_path(self.values)
-        shapes = listed([named_shape(path, leaf, axes_left_out=1) for path, leaf in leaves], width=60)
-        return f"{int(self.size.sum()):,}, {span(self.size)} a {owner}, each {shapes}"
-
-    def taken(self, places: Sequence[np.ndarray]) -> Ragged:
-        """The samples at these places of the flat arrays: for each row its own places."""
-        size, chosen = np.array([len(own) for own in places], np.int64), np.concatenate(places)
-        return Ragged(jax.tree.map(lambda leaf: leaf[chosen], self.values), np.cumsum(size) - size, size)
-
-    def joined(self) -> Ragged:
-        """All rows as one, in order."""
-        total = int(self.size.sum())
-        chosen = np.repeat(self.start - (np.cumsum(self.size) - self.size), self.size) + np.arange(total)
-        values = jax.tree.map(lambda leaf: leaf[chosen], self.values)
-        return Ragged(values, np.zeros(1, np.int64), np.array([total]))
-
-    def example(self) -> PyTree:
-        """One sample's shapes: leaves (1, ...), without values."""
-        return jax.tree.map(_one_sample, self.values)
-
-    def row(self, i: int) -> PyTree:
-        """The samples of row i, leaves (size[i], ...)."""
-        start, stop = int(self.start[i]), int(self.start[i] + self.size[i])
-        return jax.tree.map(lambda leaf: leaf[start:stop], self.values)
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -282,9 +176,9 @@ class RemoteClients(Shown):
         capacity: Any = None,
     ) -> None:
         require_count("RemoteClients.count", count)
-        example = jax.tree.map(_one_sample, outer)
+        example = jax.tree.map(one_sample, outer)
         object.__setattr__(self, "outer", example)
-        object.__setattr__(self, "inner", example if inner is None else jax.tree.map(_one_sample, inner))
+        object.__setattr__(self, "inner", example if inner is None else jax.tree.map(one_sample, inner))
         object.__setattr__(self, "weights", checked_weights("RemoteClients.weights", weights, count))
         object.__setattr__(self, "own", _own("RemoteClients", count, local_steps, own))
         object.__setattr__(self, "capacity", read_capacity("RemoteClients.capacity", count, capacity))
@@ -328,11 +222,6 @@ def with_own(
 def _in_words(example: PyTree) -> str:
     leaves = jax.tree_util.tree_leaves_with_path(example)
     return f"each {listed([named_shape(path, leaf, axes_left_out=1) for path, leaf in leaves])}"
-
-
-def _one_sample(leaf: Any) -> jax.ShapeDtypeStruct:
-    leaf = leaf if hasattr(leaf, "dtype") else np.asarray(leaf)
-    return jax.ShapeDtypeStruct((1, *leaf.shape[1:]), jax.dtypes.canonicalize_dtype(leaf.dtype))
 
 
 def terms_in_words(clients: Any) -> dict[str, str]:
@@ -402,14 +291,6 @@ def read_capacity(where: str, count: int, capacity: Any) -> np.ndarray | None:
     return np.full(count, c) if c.ndim == 0 else c
 
 
-def _length(what: str, tree: PyTree) -> int:
-    """The common length of the leading axes of all leaves; `what` names them in the error."""
-    lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(tree)}
-    if len(lengths) != 1 or () in lengths:
-        raise ConfigurationError(f"{what} disagree in their leading (sample) axis: {shapes(tree)}")
-    return int(lengths.pop()[0])
-
-
 def require_clients(got: object) -> Clients:
     """What is given as clients, if it is a population with its samples; a ConfigurationError otherwise."""
     if not isinstance(got, Clients):
@@ -422,14 +303,6 @@ def check_samples(problem: Problem, clients: Any) -> None:
     """Refuse samples of an inner loss where a problem has but one set of them."""
     one = isinstance(problem, Minimax) and clients.inner is not clients.outer
     require(not one, "Clients.inner", "other samples than outer", "left out for a Minimax problem, which has one loss")
-
-
-def check_finite(name: str, array: Any, place: Callable[[int], str]) -> None:
-    """Raise ConfigurationError if a floating array holds NaN or infinity; `place` says in words whose row i is."""
-    if jnp.issubdtype(array.dtype, jnp.floating) and not np.all(np.isfinite(array)):
-        row, *within = (int(i) for i in np.argwhere(~np.isfinite(array))[0])
-        entry = f", entry {tuple(within)}" if within else ""
-        raise ConfigurationError(f"{name} holds NaN or infinity, first {place(row)}{entry}")
 
 
 class Places(NamedTuple):

@@ -101,8 +101,8 @@ def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[Py
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     chosen = [varies(leaf) and not (type(leaf) is float and _in_a_module(tree, path)) for path, leaf in leaves]
     pairs = list(zip((leaf for _, leaf in leaves), chosen, strict=True))
-    variable = structure.unflatten([jnp.asarray(leaf) if own else None for leaf, own in pairs])
-    return variable, structure.unflatten([None if own else leaf for leaf, own in pairs])
+    variable = jax.tree.unflatten(structure, [jnp.asarray(leaf) if own else None for leaf, own in pairs])
+    return variable, jax.tree.unflatten(structure, [None if own else leaf for leaf, own in pairs])
 
 
 def _in_a_module(tree: PyTree, path: tuple[Any, ...]) -> bool:

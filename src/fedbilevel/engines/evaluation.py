@@ -16,10 +16,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr
 
-from fedbilevel.core.client import Clients, Ragged, check_finite
+from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import NonFiniteError, require
 from fedbilevel.core.inputs import explained, require_function
 from fedbilevel.core.metrics import MetricFunction, larger_is_better, require_direction
+from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree, join
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.multihost import ProcessGroup, current_group

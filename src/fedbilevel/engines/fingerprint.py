@@ -16,11 +16,12 @@ import optax
 from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.client import Clients, Ragged, RemoteClients
+from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.config import Schedule, field_values, hyperparameters, schedules
 from fedbilevel.core.metrics import directions
 from fedbilevel.core.own import Computed, Values
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.multihost import ProcessGroup

@@ -20,12 +20,13 @@ from jax.extend.core import Jaxpr, JaxprEqn, jaxprs_in_params
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
-from fedbilevel.core.client import Client, Clients, Ragged, Samples
+from fedbilevel.core.client import Client, Clients, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import LoopBody, Phase, Reply
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, is_floating, nbytes
 from fedbilevel.engines.costs import ExchangeKind, Sums, normalise, weigh

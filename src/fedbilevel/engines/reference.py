@@ -14,12 +14,13 @@ from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.authored import checked_round
-from fedbilevel.core.client import Client, Clients, Ragged, Samples, check_finite
+from fedbilevel.core.client import Client, Clients, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
 from fedbilevel.core.fed import Phase, Reply
 from fedbilevel.core.own import changing, numbers_of
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines import in_flight

@@ -17,9 +17,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from fedbilevel.core.client import Clients, Ragged, check_finite
+from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Loss, Padded, Problem
+from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree, is_floating, on_device
 
 CHUNK = 256  # samples that are vectorised together

@@ -28,9 +28,10 @@ import numpy as np
 import optax
 from jax import Array, lax
 
-from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import is_count, is_number, require, require_count, unknown
 from fedbilevel.core.problem import Bilevel, Problem, SingleLevel
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import Characters, Drawings, iid, load_characters, pack_arrays

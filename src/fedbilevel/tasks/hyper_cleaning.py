@@ -22,10 +22,11 @@ import numpy as np
 import optax
 from jax import Array
 
-from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
 from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split

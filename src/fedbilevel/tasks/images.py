@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.client import Ragged
 from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import LOADERS, TABLES, Dataset, load, load_table, pack, partition, standardise
 from fedbilevel.data.clients import Indices

@@ -18,9 +18,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.data import pack_arrays, partition, split
 from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.networks import cross_entropy

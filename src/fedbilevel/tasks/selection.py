@@ -18,9 +18,10 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core import projections
-from fedbilevel.core.client import Clients, Ragged
+from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import SimpleBilevel
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.data import pack_arrays, partition
 from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.task import Task

@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from fedbilevel.core.client import Ragged
 from fedbilevel.core.errors import require
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from jax import Array
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from fedbilevel.core.client import Clients, Ragged, check_finite
+from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.engine import round_keys
 from fedbilevel.engines.local.fed import HOST, Members, ProgramLayout, SampleArrays

@@ -20,12 +20,13 @@ from flwr.clientapp import ClientApp
 
 from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_solves
-from fedbilevel.core.client import Client, Clients, Ragged, RemoteClients, Samples
+from fedbilevel.core.client import Client, Clients, RemoteClients, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, FloorError, require
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.own import Given, OwnNumbers, check_own
 from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluation, as_per_client, check_per_client
 from fedbilevel.engines.machine import keep_on_disk_if_possible
