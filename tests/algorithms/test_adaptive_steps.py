@@ -439,3 +439,26 @@ def test_an_estimate_apart_from_rounds_is_by_steps_measured_there():
     method = fb.FedNest(hypergradient=whole, batch_size=None)
     report = fb.check_hypergradient(task.problem, task.clients, task.x0 + 0.1, task.y0, estimators={"found": method})
     assert report["found"].relative_error < 1e-6
+
+
+def test_where_clients_would_keep_much_they_begin_anew(monkeypatch):
+    """Then no state is as large as y, each measure takes ten products, and the method ends where it did."""
+    problem, x, y = stiffening(10)
+    method, sizes, begin = half(EXACT["SimFBO"]).algorithm, [], fb.Local.start
+
+    def watched(engine, algorithm, problem, clients, cohort, key, carry):
+        sizes.append(max(leaf.size for leaf in jax.tree.leaves(carry.clients)))
+        return begin(engine, algorithm, problem, clients, cohort, key, carry)
+
+    monkeypatch.setattr(fb.Local, "start", watched)
+    ends = []
+    for most in (3 * DIM * 8, 3 * DIM * 8 - 1):
+        monkeypatch.setattr("fedbilevel.engines.solve.VECTORS", most)
+        ends.append(played(method, problem, 7))
+    assert sizes == [3 * DIM, 3]
+    assert ends[1].ledger.hvps - ends[0].ledger.hvps == 3 * 6 * (10 - 1)  # from the second round on
+    end = fb.solve(
+        fb.AdaptiveSteps(method, y_lr=0.5, remember=False), *problem, jnp.zeros(()), jnp.zeros(DIM), rounds=2500
+    )
+    np.testing.assert_allclose(end.x, x, rtol=1e-2)
+    np.testing.assert_allclose(end.y, y, rtol=1e-2, atol=1e-6)

@@ -23,7 +23,7 @@ from fedbilevel.core.errors import ConfigurationError, InfluenceWarning, require
 from fedbilevel.core.inputs import require_function, require_no_statistics
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, why_it_vanishes
-from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
+from fedbilevel.core.tree import PyTree, nbytes, nonfinite_leaves, split
 from fedbilevel.display import Display
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import fingerprint, lock, submodels
@@ -44,6 +44,7 @@ Resume = bool | Literal["auto", "force"]
 RESUME = (False, True, "auto", "force")
 OnDivergence = Literal["stop", "shrink"]
 HALVINGS = 3  # of all steps in a run, at most
+VECTORS = 2**29  # bytes of what simulated clients keep for steps that adapt; above it they begin anew each time
 
 
 def solve(
@@ -119,7 +120,6 @@ def solve(
     """
     check_algorithm(algorithm)
     check_solves(algorithm, problem)
-    algorithm = adaptive(algorithm, problem)
     clients = clients if isinstance(clients, RemoteClients) else require_clients(clients)
     check_samples(problem, clients)
     require_count("rounds", rounds)
@@ -145,6 +145,7 @@ def solve(
     require_no_statistics("x0", x0)
     require_no_statistics("y0", y0)
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
+    algorithm = adaptive(algorithm, problem, isinstance(clients, RemoteClients) or len(clients) * nbytes(y) <= VECTORS)
     _check_start("x0", x0, x)
     if isinstance(problem, SingleLevel | SimpleBilevel):
         require(y0 is None, "y0", y0, f"None, as {type(problem).__name__} problems have no inner variable")

@@ -66,7 +66,7 @@ from fedbilevel.algorithms.parts.wrappers import KeepingFed, OuterOptimizer, Sub
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, refuse_unless_allowed, takes_and_gives
 from fedbilevel.core.authored import with_x
 from fedbilevel.core.client import Client, Clients, RemoteClients
-from fedbilevel.core.config import TIED, OpenStep, is_concrete, open_steps, positive
+from fedbilevel.core.config import TIED, OpenStep, is_concrete, open_steps, positive, static
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.facts import Allows, Findings, No
 from fedbilevel.core.fed import Fed, Phase, Reply
@@ -158,7 +158,7 @@ class Steps(NamedTuple):
 class Vector(NamedTuple):
     """What a client keeps of the power method."""
 
-    unit: PyTree
+    unit: PyTree  # None: it begins anew each time
     largest: Array  # L_i; 0 before its first product
 
     @classmethod
@@ -200,10 +200,13 @@ class AdaptiveSteps(Wrapper):
         y_lr: c, the steps on y and v in units of 1/L, below 2: from one round to the next L may grow by 2/c before a
             step is too long for it.
         x_lr: η, by how much the first step changes the entries of x, in root mean square.
+        remember: whether a client keeps u_i, which is as large as y; else it makes FIRST products each time. `solve`
+            sets it to False where simulated clients would keep more than half a gigabyte.
     """
 
     y_lr: float = positive(default=1.0)
     x_lr: float = positive(default=0.2)
+    remember: bool = static(default=True)
 
     def validate(self) -> None:
         check_algorithm(self.algorithm)
@@ -248,7 +251,8 @@ class AdaptiveSteps(Wrapper):
         return State(self.algorithm.init(x, y), Stiffness.unknown(), Squares.none(x))
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> ClientState:
-        return ClientState(self.algorithm.client_state(problem, x, y), Vector.first(y))
+        vector = Vector.first(y) if self.remember else Vector(None, jnp.zeros(()))
+        return ClientState(self.algorithm.client_state(problem, x, y), vector)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         measuring = self.measuring(fed, state)
@@ -319,6 +323,7 @@ class AdaptiveSteps(Wrapper):
         method = with_steps(self.algorithm, partial(self.size, batched, steps, vector.largest))
         reply = method.run_phase(name, inside, content, key)
         if client.state is not None:
+            vector = vector if self.remember else vector._replace(unit=None)
             reply = reply._replace(state=ClientState(kept.inside if reply.state is None else reply.state, vector))
         if products is None:
             return reply
@@ -335,8 +340,9 @@ class AdaptiveSteps(Wrapper):
         """Go on with the power method on a batch of its own; return what to keep, and how many products it took."""
         at: dict[str, PyTree] = {}
         jax.tree.map(lambda kind, part: at.setdefault(kind, part), takes, content)
-        kept = Vector.first(at["y"]) if kept.unit is None else kept
-        products = jnp.where(kept.largest > 0, 1, FIRST)
+        anew = kept.unit is None
+        kept = Vector(Vector.first(at["y"]).unit, kept.largest) if anew else kept
+        products = jnp.where((kept.largest > 0) & (not anew), 1, FIRST)
         stream = jax.random.fold_in(key, PRODUCTS)
 
         def once(n: Array, found: Vector) -> Vector:
@@ -372,8 +378,10 @@ class AdaptiveSteps(Wrapper):
         return jnp.where(tau > 1, jnp.minimum(step, several), step)
 
 
-def adaptive(algorithm: Algorithm, problem: Problem) -> Algorithm:
+def adaptive(algorithm: Algorithm, problem: Problem, remember: bool = True) -> Algorithm:
     """Return a method as it runs on a problem: in AdaptiveSteps where it has steps that are None, and are used.
+
+    `remember`: see `AdaptiveSteps`.
 
     Raises:
         ConfigurationError: they are inside a wrapper that allows no such steps.
@@ -384,11 +392,11 @@ def adaptive(algorithm: Algorithm, problem: Problem) -> Algorithm:
     if isinstance(algorithm, AdaptiveSteps):
         return algorithm
     if isinstance(algorithm, OuterOptimizer):
-        return replace(algorithm, algorithm=adaptive(algorithm.algorithm, problem))
+        return replace(algorithm, algorithm=adaptive(algorithm.algorithm, problem, remember))
     if isinstance(algorithm, Wrapper):
         entry = "submodels" if isinstance(algorithm, Submodels) else "late"
         refuse_unless_allowed(AdaptiveSteps(algorithm.algorithm), entry, f"needs steps in {type(algorithm).__name__}")
-    return AdaptiveSteps(algorithm)
+    return AdaptiveSteps(algorithm, remember=remember)
 
 
 def square_of_y(phase: Phase, update: PyTree) -> Array:
