@@ -164,6 +164,21 @@ def test_a_result_draws_the_mean_of_a_per_client_metric_in_a_band_of_deciles(pyp
     assert axes.figure.number in pyplot.get_fignums()  # which notebooks show
 
 
+def test_what_the_first_figure_of_pyplot_sets_stays(pyplot, monkeypatch):
+    """In a notebook it makes pyplot interactive: without that, no later figure is shown."""
+    make = pyplot.figure
+
+    def first(**options):
+        monkeypatch.setitem(pyplot.rcParams, "interactive", True)
+        return make(**options)
+
+    monkeypatch.setattr(pyplot, "figure", first)
+    assert not pyplot.isinteractive()
+    axes = told("fit_error", 1.0, 0.5).plot(size=(3.3, 2.5))
+    assert pyplot.isinteractive()
+    assert axes.xaxis.label.get_fontsize() == 8  # and the style was that of a narrow figure
+
+
 def test_a_plot_has_the_panel_the_size_and_the_axes_that_are_asked_for(pyplot):
     history = told("fit_accuracy", 0.1, 0.8)
     axes = history.plot("fit_accuracy.p10", panel="rounds", size=(3.3, 2.5))
