@@ -227,8 +227,8 @@ def test_a_notebook_has_a_bar_in_one_place(task, monkeypatch) -> None:
     solve(task)
     assert cell.cells == 1
     first = ["tracing", "round 0/3", "tracing", "compiling", "round 1/3"]
-    assert [line.partition("  ")[0] for line in cell.log] == [*first, "round 2/3", "round 3/3"]
-    assert cell.html.startswith('<progress value="3" max="3"></progress> round 3/3')
+    assert [line.partition("  ")[0] for line in cell.log] == [*first, "round 2/3", "round 3/3", "round 3/3"]
+    assert cell.html.startswith('<progress value="3" max="3"></progress> <span style="white-space: pre">round 3/3')
 
 
 def test_one_of_several_runs_is_named_before_its_stages_and_while_it_runs() -> None:
@@ -242,7 +242,7 @@ def test_one_of_several_runs_is_named_before_its_stages_and_while_it_runs() -> N
                 bar.live.refresh()
     assert "trial <2> of 5: tracing" in screen.getvalue()
     assert "trial <2> of 5: running" in screen.getvalue()
-    assert cell.log == ["trial <2> of 5: tracing", "trial <2> of 5: round 4/4"]
+    assert cell.log == ["trial <2> of 5: tracing", *["trial <2> of 5: round 4/4"] * 2]
     assert "trial &lt;2&gt; of 5: round 4/4" in cell.html
     assert told.events == [("stage", "trial <2> of 5"), ("stage", "tracing"), ("advance", 4, 4), ("close",)]
 
@@ -262,3 +262,6 @@ def test_the_speed_leaves_out_what_was_no_round() -> None:
     clock.now = 100.0
     speed.mark(24)  # 19 rounds in 38 s, as no mark is younger than five seconds
     assert speed.text(3700) == "0.5 rounds/s  ETA 2:02:32"  # 7352 s
+    clock.now = 101.0
+    speed.mark(2024)
+    assert speed.text(2024) == "2,000 rounds/s  ETA 0:00"  # from 24 at 100 s

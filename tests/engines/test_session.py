@@ -11,6 +11,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel import authoring
+from fedbilevel.tasks import Task
 
 EVIL = "<script>alert('&')</script>"
 MANY = {f"{EVIL}{i}": jnp.asarray(np.ones((3, i + 1))) for i in range(200)}  # compiles nothing, as jnp.ones would
@@ -35,7 +36,16 @@ def clients():
     return fb.Clients(outer, local_steps=np.arange(1, 101), capacity=np.linspace(0.1, 1, 100))
 
 
+def problem():
+    return fb.Bilevel(lambda x, y, batch: 0.0, lambda x, y, batch: 0.0, project_x=fb.projections.box(-8, 4))
+
+
+def task():
+    return Task(EVIL * 20, problem(), clients(), MANY, MANY, {f"{EVIL}{i}": lambda x, y: 0.0 for i in range(50)})
+
+
 LARGE = {
+    "Task": task,
     "Result": lambda: fb.Result(MANY, MANY, 10**6, 10**6, history(), ledger(), stopped=EVIL * 20),
     "History": history,
     "Ledger": ledger,
@@ -113,6 +123,20 @@ def test_what_is_shown_is_true():
         "  local steps    1 to 5, drawn for each client and round",
         "  client_lr.x    0.1 to 0.2, one for each client",
         "  capacity       the whole model",
+    ]
+    name, meaning, *more = repr(problem()).splitlines()
+    assert (name, more) == ("Bilevel", ["  project_x  x stays in a convex set"])
+    assert meaning.startswith(
+        "  problem    min over x of F(x, y*(x)) with y*(x) = argmin over y of G(x, y); F and G are"
+    )
+    made = Task("mine", fb.SingleLevel(lambda x, batch: 0.0), population, jnp.ones(3), None, {"a": lambda x, y: 0.0})
+    assert repr(made).splitlines() == [
+        "Task mine",
+        "  problem  SingleLevel",
+        "  clients  2 clients",
+        "  x0       3 numbers: (3,) float64",
+        "  y0       none",
+        "  metrics  a",
     ]
 
 

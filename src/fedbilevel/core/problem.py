@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from fedbilevel.core.card import Card, Shown
 from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
 from fedbilevel.core.inputs import explained, require_function
 from fedbilevel.core.submodel import Structure
@@ -53,8 +55,8 @@ class WholeLoss:
         return self.function(x, y, batch.samples, batch.mask)
 
 
-@dataclass(frozen=True, init=False, eq=False)
-class Problem:
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class Problem(Shown):
     """Base of every kind of problem: an outer and an inner loss of (x, y, batch).
 
     `implicit_term` says how ∇Φ(x) = ∇x F − ∇²xy G·v gets its v at y = y*(x): by inverting ∇²yy G ("inverse"), as ∇y F
@@ -72,6 +74,15 @@ class Problem:
     whole: tuple[str, ...]  # "outer", "inner": which losses take all of a client's samples
     takes_padded: bool  # whether its losses take a `Padded` batch
     key: Hashable | None  # by which what was compiled of it is found, see `keyed`
+
+    def card(self) -> Card:
+        said = {
+            "structure": "what small clients may leave out of x and y",
+            "local": "x stays with its clients",
+            "project_x": "x stays in a convex set",
+        }
+        given = {name: words for name, words in said.items() if getattr(self, name) is not None}
+        return Card(type(self).__name__, {"problem": str(inspect.getdoc(type(self))).partition("\n")[0]} | given)
 
     def _set(
         self,
@@ -178,7 +189,7 @@ def _derivatives(loss: Loss, x: PyTree, y: PyTree, batch: PyTree) -> list[Closed
     return programs
 
 
-@dataclass(frozen=True, init=False, eq=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Bilevel(Problem):
     """min over x of F(x, y*(x)) with y*(x) = argmin over y of G(x, y); F and G are weighted means over clients.
 
@@ -212,7 +223,7 @@ class Bilevel(Problem):
         self._set(outer, inner, structure, local, project_x)
 
 
-@dataclass(frozen=True, init=False, eq=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Minimax(Bilevel):
     """min over x of max over y of F(x, y): the bilevel problem with g = −f, on the samples of `Clients.outer`.
 
@@ -230,7 +241,7 @@ class Minimax(Bilevel):
         vars(self).update(whole=("outer", "inner") if self.whole else ())
 
 
-@dataclass(frozen=True, init=False, eq=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Compositional(Bilevel):
     """min over x of F(R(x)): the bilevel problem with g = ½‖y − r(x)‖², F and R being weighted means over clients.
 
@@ -264,7 +275,7 @@ class Compositional(Bilevel):
         self._set(lambda x, y, batch: outer(y, batch), distance, structure, project_x=project_x)
 
 
-@dataclass(frozen=True, init=False, eq=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class SingleLevel(Problem):
     """min over x of F(x), the ordinary federated problem; y is empty and `y0` is None.
 
@@ -287,7 +298,7 @@ class SingleLevel(Problem):
         self._set(lambda x, y, batch: loss(x, batch), lambda x, y, batch: jnp.zeros(()), structure, project_x=project_x)
 
 
-@dataclass(frozen=True, init=False, eq=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class SimpleBilevel(Problem):
     """min of H(x) over the minimisers x of F over X: one variable, and a preference among many solutions.
 

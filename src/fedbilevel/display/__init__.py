@@ -99,7 +99,7 @@ class Notebook(Silent):
 
     def __init__(self, display: Callable[..., Any]) -> None:
         self.display, self.shown = display, None
-        self.speed, self.place = Speed(), (0, 1)
+        self.speed, self.place, self.rounds = Speed(), (0, 1), ""
 
     def stage(self, name: str) -> None:
         self.speed.pause()
@@ -107,13 +107,17 @@ class Notebook(Silent):
 
     def advance(self, round: int, rounds: int) -> None:
         self.speed.mark(round)
-        self.place = round, rounds
-        self._show(f"round {round:,}/{rounds:,}  {self.speed.text(rounds)}".rstrip())
+        self.place, self.rounds = (round, rounds), f"round {round:,}/{rounds:,}  {self.speed.text(rounds)}".rstrip()
+        self._show(self.rounds)
+
+    def close(self) -> None:
+        if self.rounds:
+            self._show(self.rounds)
 
     def _show(self, text: str) -> None:
         line, (done, whole) = self.heading + text, self.place
-        bar = f'<progress value="{done}" max="{whole}"></progress> {html.escape(line)}'
-        drawn = {"text/plain": line, "text/html": bar}
+        told = f'<span style="white-space: pre">{html.escape(line)}</span>'
+        drawn = {"text/plain": line, "text/html": f'<progress value="{done}" max="{whole}"></progress> {told}'}
         if self.shown is None:
             self.shown = self.display(drawn, raw=True, display_id=True)
         else:
@@ -257,7 +261,8 @@ class Speed:
         if done == before or now <= then:
             return ""
         rate = (done - before) / (now - then)
-        return f"{rate:.3g} {self.unit}/s  ETA {_clock_text(max(0, whole - done) / rate)}"
+        shown = format(rate, ",.0f" if rate >= 100 else ".3g")
+        return f"{shown} {self.unit}/s  ETA {_clock_text(max(0, whole - done) / rate)}"
 
 
 def _clock_text(seconds: float) -> str:

@@ -227,7 +227,7 @@ def draw_panel(
     if log:
         axes.set_yscale("log")
     if percent and (learnt := _range_after_start(curves, panel)):
-        axes.set_ylim(100 * max(0.0, learnt[0] - 0.03), 100 * min(1.0, learnt[1] + 0.01))
+        axes.set_ylim(100 * max(0.0, learnt[0] - 0.03), 100 * min(1.005, learnt[1] + 0.01))
     return drawn
 
 
