@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format papers catalogue lock clean
+.PHONY: help setup demo test test-slow lint format papers catalogue notebooks lock clean
 
 # What another project left in the environment must not leak into this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -38,6 +38,10 @@ papers: setup  ## figures of the papers, and what came out (.venv/bin/python -m 
 
 catalogue: setup  ## lists and tables of methods and tasks, from their classes, docstrings and fields
 	$(BIN)/python scripts/catalogue.py
+
+notebooks: setup  ## the tutorials as Jupyter notebooks, in build/notebooks
+	@$(PYTHON) scripts/bootstrap.py notebooks
+	$(BIN)/python scripts/notebooks.py build/notebooks
 
 lock:  ## rewrite uv.lock after a change of dependencies, and install it
 	@$(PYTHON) scripts/bootstrap.py --lock

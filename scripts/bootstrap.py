@@ -2,7 +2,8 @@
 
 Standard library only, and no pip: Debian's python3 has neither pip nor ensurepip. The uv that uv.lock pins
 is fetched (its checksum is in uv.lock too), and uv builds .venv from uv.lock. Running it again does nothing
-unless pyproject.toml, uv.lock, the Python or the place has changed.
+unless pyproject.toml, uv.lock, the Python or the place has changed. Arguments name groups of dependencies that are
+installed, too.
 
 A package mirror, certificates and a proxy are taken from pip's usual settings (PIP_INDEX_URL, PIP_CERT,
 REQUESTS_CA_BUNDLE, PIP_PROXY, pip.conf) and from uv's (UV_DEFAULT_INDEX, SSL_CERT_FILE, HTTPS_PROXY).
@@ -25,6 +26,7 @@ import time
 import urllib.parse
 import urllib.request
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 OLDEST = (3, 11)
@@ -229,24 +231,30 @@ def call(uv: Path, env: dict[str, str], *arguments: str) -> None:
         raise SetupError(f"`uv {' '.join(arguments)}` failed (status {status}); see above.")
 
 
-def install_project(uv: Path, env: dict[str, str]) -> None:
-    """Bring .venv to what uv.lock says, with all extras, the tools and the project itself (editable)."""
+def install_project(uv: Path, env: dict[str, str], groups: Sequence[str]) -> None:
+    """Bring .venv to what uv.lock says, with all extras, the tools and the project itself (editable).
+
+    Groups of dependencies that are named come on top of what is there.
+    """
 
     if VENV.exists() and not (VENV / "pyvenv.cfg").exists():  # half made when it was interrupted
         shutil.rmtree(VENV)
     python = interpreter()
     index = mirror()
+    named = [f"--group={group}" for group in groups]
     if index is None:
-        call(uv, env, "sync", "--quiet", "--locked", "--all-extras", "--python", python)
+        kept = ["--inexact"] if groups else []
+        call(uv, env, "sync", "--quiet", "--locked", "--all-extras", "--python", python, *named, *kept)
         return
     # uv.lock names PyPI's own addresses, so for a mirror the same versions and checksums go by way of a list.
     env = {**env, "UV_DEFAULT_INDEX": index, "VIRTUAL_ENV": str(VENV)}
     with tempfile.TemporaryDirectory() as scratch:
         pins = str(Path(scratch, "requirements.txt"))
         export = ("--frozen", "--all-extras", "--no-emit-project", "--output-file", pins)
-        call(uv, env, "export", "--quiet", *export, "--python", python)
+        call(uv, env, "export", "--quiet", *export, "--python", python, *named)
         call(uv, env, "venv", "--quiet", "--allow-existing", "--python", python, str(VENV))
-        call(uv, env, "pip", "sync", "--quiet", "--require-hashes", pins)
+        bring = ("install", "--requirements") if groups else ("sync",)
+        call(uv, env, "pip", *bring, pins, "--quiet", "--require-hashes")
         call(uv, env, "pip", "install", "--quiet", "--no-deps", "--editable", str(ROOT))
 
 
@@ -261,9 +269,9 @@ def keep_bytecode() -> None:
         raise SetupError(f"what was installed cannot be imported (status {status}); see above.")
 
 
-def main(lock: bool) -> None:
+def main(lock: bool, groups: Sequence[str]) -> None:
     require_python()
-    if up_to_date() and not lock:
+    if up_to_date() and not lock and not groups:
         return
     started = time.monotonic()
     say(f"Python {platform.python_version()} at {interpreter()}")
@@ -276,7 +284,7 @@ def main(lock: bool) -> None:
         call(uv, env, "lock", "--python", interpreter())
         uv = install_uv()  # uv itself may have moved
     say("installing the locked packages into .venv (the first time, some 200 MB)")
-    install_project(uv, env)
+    install_project(uv, env, groups)
     keep_bytecode()
     STAMP.write_text(fingerprint())
     say(f"done in {time.monotonic() - started:.0f} s")
@@ -284,7 +292,7 @@ def main(lock: bool) -> None:
 
 if __name__ == "__main__":
     try:
-        main(lock="--lock" in sys.argv[1:])
+        main(lock="--lock" in sys.argv, groups=[name for name in sys.argv[1:] if name != "--lock"])
     except SetupError as error:
         sys.exit(f"setup: {error}")
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
-"""Files like those of the four hospitals, with fewer patients, made up."""
+"""Files like those of the four hospitals, made up, and mostly with fewer patients."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -10,13 +11,14 @@ from fedbilevel.data import loaders
 SIZES = {"cleveland": (40, 18), "hungarian": (30, 11), "switzerland": (16, 15), "va": (24, 17)}  # complete, diseased
 MISSING = {"cleveland": "?", "hungarian": "NaN", "switzerland": "?", "va": "NaN"}
 INCOMPLETE = 2  # patients of each hospital, at the end of its file
+FEWER = {name: loaders.Counts(count + INCOMPLETE, count, diseased) for name, (count, diseased) in SIZES.items()}
 
 
-def lines(hospital: str) -> list[str]:
+def lines(hospital: str, known: loaders.Counts | None = None) -> list[str]:
     """A file's lines: disease goes with age, sex and chest pain; slope is missing throughout, as it mostly is."""
     rng = np.random.default_rng(sorted(SIZES).index(hospital))
-    count, diseased = SIZES[hospital]
-    sick = rng.permutation(np.arange(count) < diseased).tolist() + [True] * INCOMPLETE
+    patients, count, diseased = known or FEWER[hospital]
+    sick = rng.permutation(np.arange(count) < diseased).tolist() + [True] * (patients - count)
     out = []
     for number, ill in enumerate(sick):
         age, pressure, rate = rng.normal([50 + 8 * ill, 130, 150 - 20 * ill], [8, 15, 20]).round()
@@ -28,12 +30,12 @@ def lines(hospital: str) -> list[str]:
     return out
 
 
-def write(folder: Path, patch: pytest.MonkeyPatch) -> None:
+def write(folder: Path, patch: pytest.MonkeyPatch, counts: Mapping[str, loaders.Counts] = FEWER) -> None:
     """Write the four files to where data are looked for, FOLDER/heart, and make their counts the expected ones."""
     (folder / "heart").mkdir()
-    for hospital, (count, diseased) in SIZES.items():
-        text = "\n".join(lines(hospital)) + "\n"
+    for hospital, known in counts.items():
+        text = "\n".join(lines(hospital, known)) + "\n"
         (folder / "heart" / f"processed.{hospital}.data").write_text(text)
-        patch.setitem(loaders.HOSPITALS, hospital, loaders.Counts(count + INCOMPLETE, count, diseased))
+        patch.setitem(loaders.HOSPITALS, hospital, known)
     patch.setenv("FEDBILEVEL_DATA", str(folder))
     patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))

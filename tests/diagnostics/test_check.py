@@ -190,7 +190,7 @@ def test_an_algorithm_is_played_and_its_noise_measured(checked):
 
 def test_the_table_names_every_row(checked):
     report, _, _ = checked
-    text = str(report)
+    text = repr(report)
     assert all(row.name in text for row in report.rows)
     assert len(report.rows) == 10
     with pytest.raises(ConfigurationError, match="did you mean 'series'"):

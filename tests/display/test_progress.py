@@ -206,59 +206,50 @@ def test_a_terminal_shows_stage_rounds_speed_and_what_is_left(monkeypatch) -> No
     assert "compiling" not in screen.getvalue()
 
 
-class Tqdm:
-    """As much of tqdm's bar as is used."""
+class Cell:
+    """IPython's `display`, and what it returns: what a cell shows, and everything that it has shown."""
 
-    made: list[Tqdm] = []  # noqa: RUF012 - of all of them
+    def __init__(self) -> None:
+        self.cells, self.log = 0, []
 
-    def __init__(self, unit: str) -> None:
-        self.unit, self.n, self.total, self.desc, self.log = unit, 0, None, "", []
-        Tqdm.made.append(self)
+    def __call__(self, data: dict[str, str], raw: bool, display_id: bool) -> Cell:
+        self.cells += 1
+        self.update(data, raw)
+        return self
 
-    def set_description(self, text: str, refresh: bool = True) -> None:
-        self.desc = text
-        self.log.append(text)
-
-    def update(self, n: int) -> None:
-        self.n += n
-
-    def unpause(self) -> None:
-        self.log.append("unpaused")
-
-    def refresh(self) -> None: ...
-
-    def close(self) -> None:
-        self.log.append("closed")
+    def update(self, data: dict[str, str], raw: bool) -> None:
+        self.log.append(data["text/plain"])
+        self.html = data["text/html"]
 
 
-def test_a_notebook_has_tqdms_bar_where_tqdm_is_installed(task, monkeypatch) -> None:
-    Tqdm.made.clear()
-    shell = types.SimpleNamespace(kernel=object())
+def test_a_notebook_has_a_bar_in_one_place(task, monkeypatch) -> None:
+    cell, shell = Cell(), types.SimpleNamespace(kernel=object())
     monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(get_ipython=lambda: shell))
-    monkeypatch.setitem(sys.modules, "tqdm", types.ModuleType("tqdm"))
-    monkeypatch.setitem(sys.modules, "tqdm.auto", types.SimpleNamespace(tqdm=Tqdm))
+    monkeypatch.setitem(sys.modules, "IPython.display", types.SimpleNamespace(display=cell))
+    monkeypatch.setattr(progress, "INTERVAL", 0.0)
+    monkeypatch.setattr(progress, "SHARE", float("inf"))
+    assert isinstance(chosen(False), Silent)
     solve(task)
-    (bar,) = Tqdm.made
-    assert (bar.n, bar.total, bar.unit) == (3, 3, "round")
-    assert bar.log == ["tracing", "", "unpaused", "tracing", "compiling", "", "unpaused", "closed"]
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    assert isinstance(chosen(None), Silent)
-    assert isinstance(Notebook(Tqdm), Notebook)
+    assert cell.cells == 1
+    first = ["tracing", "round 0/3", "tracing", "compiling", "round 1/3"]
+    assert [line.partition("  ")[0] for line in cell.log] == [*first, "round 2/3", "round 3/3", "round 3/3"]
+    assert cell.html.startswith('<progress value="3" max="3"></progress> <span style="white-space: pre">round 3/3')
 
 
 def test_one_of_several_runs_is_named_before_its_stages_and_while_it_runs() -> None:
-    screen, book, told = Terminal(), Notebook(Tqdm), Told()
-    for display in (bar := Bar(Console(file=screen, force_terminal=True)), book, told):
+    screen, cell, told = Terminal(), Cell(), Told()
+    for display in (bar := Bar(Console(file=screen, force_terminal=True)), Notebook(cell), told):
         with showing(display) as shown:
-            shown.begin("trial 2 of 5")
+            shown.begin("trial <2> of 5")
             shown.stage("tracing")
             shown.advance(4, 4)
             if display is bar:
                 bar.live.refresh()
-    assert "trial 2 of 5: tracing" in screen.getvalue()
-    assert "trial 2 of 5: running" in screen.getvalue()
-    assert book.bar.log == ["trial 2 of 5: tracing", "trial 2 of 5", "unpaused", "closed"]
-    assert told.events == [("stage", "trial 2 of 5"), ("stage", "tracing"), ("advance", 4, 4), ("close",)]
+    assert "trial <2> of 5: tracing" in screen.getvalue()
+    assert "trial <2> of 5: running" in screen.getvalue()
+    assert cell.log == ["trial <2> of 5: tracing", *["trial <2> of 5: round 4/4"] * 2]
+    assert "trial &lt;2&gt; of 5: round 4/4" in cell.html
+    assert told.events == [("stage", "trial <2> of 5"), ("stage", "tracing"), ("advance", 4, 4), ("close",)]
 
 
 def test_the_speed_leaves_out_what_was_no_round() -> None:
@@ -276,3 +267,6 @@ def test_the_speed_leaves_out_what_was_no_round() -> None:
     clock.now = 100.0
     speed.mark(24)  # 19 rounds in 38 s, as no mark is younger than five seconds
     assert speed.text(3700) == "0.5 rounds/s  ETA 2:02:32"  # 7352 s
+    clock.now = 101.0
+    speed.mark(2024)
+    assert speed.text(2024) == "2,000 rounds/s  ETA 0:00"  # from 24 at 100 s

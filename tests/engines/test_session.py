@@ -11,6 +11,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel import authoring
+from fedbilevel.tasks import Task
 
 EVIL = "<script>alert('&')</script>"
 MANY = {f"{EVIL}{i}": jnp.asarray(np.ones((3, i + 1))) for i in range(200)}  # compiles nothing, as jnp.ones would
@@ -35,7 +36,16 @@ def clients():
     return fb.Clients(outer, local_steps=np.arange(1, 101), capacity=np.linspace(0.1, 1, 100))
 
 
+def problem():
+    return fb.Bilevel(lambda x, y, batch: 0.0, lambda x, y, batch: 0.0, project_x=fb.projections.box(-8, 4))
+
+
+def task():
+    return Task(EVIL * 20, problem(), clients(), MANY, MANY, {f"{EVIL}{i}": lambda x, y: 0.0 for i in range(50)})
+
+
 LARGE = {
+    "Task": task,
     "Result": lambda: fb.Result(MANY, MANY, 10**6, 10**6, history(), ledger(), stopped=EVIL * 20),
     "History": history,
     "Ledger": ledger,
@@ -114,6 +124,20 @@ def test_what_is_shown_is_true():
         "  client_lr.x    0.1 to 0.2, one for each client",
         "  capacity       the whole model",
     ]
+    name, meaning, *more = repr(problem()).splitlines()
+    assert (name, more) == ("Bilevel", ["  project_x  x stays in a convex set"])
+    assert meaning.startswith(
+        "  problem    min over x of F(x, y*(x)) with y*(x) = argmin over y of G(x, y); F and G are"
+    )
+    made = Task("mine", fb.SingleLevel(lambda x, batch: 0.0), population, jnp.ones(3), None, {"a": lambda x, y: 0.0})
+    assert repr(made).splitlines() == [
+        "Task mine",
+        "  problem  SingleLevel",
+        "  clients  2 clients",
+        "  x0       3 numbers: (3,) float64",
+        "  y0       none",
+        "  metrics  a",
+    ]
 
 
 def test_pandas_gets_the_rows_and_is_named_where_it_is_missing(monkeypatch):
@@ -162,6 +186,21 @@ def test_a_result_draws_the_mean_of_a_per_client_metric_in_a_band_of_deciles(pyp
     assert low == high
     assert axes.get_ylabel() == "fit error"
     assert axes.figure.number in pyplot.get_fignums()  # which notebooks show
+
+
+def test_what_the_first_figure_of_pyplot_sets_stays(pyplot, monkeypatch):
+    """In a notebook it makes pyplot interactive: without that, no later figure is shown."""
+    make = pyplot.figure
+
+    def first(**options):
+        monkeypatch.setitem(pyplot.rcParams, "interactive", True)
+        return make(**options)
+
+    monkeypatch.setattr(pyplot, "figure", first)
+    assert not pyplot.isinteractive()
+    axes = told("fit_error", 1.0, 0.5).plot(size=(3.3, 2.5))
+    assert pyplot.isinteractive()
+    assert axes.xaxis.label.get_fontsize() == 8  # and the style was that of a narrow figure
 
 
 def test_a_plot_has_the_panel_the_size_and_the_axes_that_are_asked_for(pyplot):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
+from fedbilevel.core.card import Card, Shown
 from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
 from fedbilevel.core.inputs import declares_key, explained, require_function
 from fedbilevel.core.submodel import Structure
@@ -103,8 +105,8 @@ def named(kind: type, **losses: object) -> tuple[str, ...]:
     return tuple(name for name, loss in losses.items() if isinstance(loss, kind))
 
 
-@dataclass(frozen=True, init=False, eq=False)
-class Problem:
+@dataclass(frozen=True, init=False, eq=False, repr=False)
+class Problem(Shown):
     """Base of every kind of problem: an outer and an inner loss of (x, y, batch).
 
     `implicit_term` says how ∇Φ(x) = ∇x F − ∇²xy G·v gets its v at y = y*(x): by inverting ∇²yy G ("inverse"), as ∇y F
@@ -123,6 +125,15 @@ class Problem:
     draws: tuple[str, ...]  # "outer", "inner": which losses take a key
     takes_padded: bool  # whether its losses take a `Padded` batch
     key: Hashable | None  # by which what was compiled of it is found, see `keyed`
+
+    def card(self) -> Card:
+        said = {
+            "structure": "what small clients may leave out of x and y",
+            "local": "x stays with its clients",
+            "project_x": "x stays in a convex set",
+        }
+        given = {name: words for name, words in said.items() if getattr(self, name) is not None}
+        return Card(type(self).__name__, {"problem": str(inspect.getdoc(type(self))).partition("\n")[0]} | given)
 
     def _set(
         self,
@@ -230,7 +241,7 @@ def _derivatives(loss: Loss, x: PyTree, y: PyTree, batch: PyTree) -> list[Closed
     return programs
 
 
-@dataclass(frozen=True, init=False, eq=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Bilevel(Problem):
     """min over x of F(x, y*(x)) with y*(x) = argmin over y of G(x, y); F and G are weighted means over clients.
 
@@ -266,7 +277,7 @@ class Bilevel(Problem):
         self._set(outer, inner, structure, local, project_x)
 
 
-@dataclass(frozen=True, init=False, eq=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Minimax(Bilevel):
     """min over x of max over y of F(x, y): the bilevel problem with g = −f, on the samples of `Clients.outer`.
 
@@ -286,7 +297,7 @@ class Minimax(Bilevel):
         )
 
 
-@dataclass(frozen=True, init=False, eq=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class Compositional(Bilevel):
     """min over x of F(R(x)): the bilevel problem with g = ½‖y − r(x)‖², F and R being weighted means over clients.
 
@@ -321,7 +332,7 @@ class Compositional(Bilevel):
         vars(self).update(draws=named(DrawingLoss, outer=outer, inner=inner))
 
 
-@dataclass(frozen=True, init=False, eq=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class SingleLevel(Problem):
     """min over x of F(x), the ordinary federated problem; y is empty and `y0` is None.
 
@@ -345,7 +356,7 @@ class SingleLevel(Problem):
         vars(self).update(draws=named(DrawingLoss, outer=loss))
 
 
-@dataclass(frozen=True, init=False, eq=False)
+@dataclass(frozen=True, init=False, eq=False, repr=False)
 class SimpleBilevel(Problem):
     """min of H(x) over the minimisers x of F over X: one variable, and a preference among many solutions.
 

@@ -63,9 +63,9 @@ class ReportRow:
     note: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class HypergradientReport:
-    """The result of `check_hypergradient`; print it, or take a row by its name.
+    """The result of `check_hypergradient`; show or print it, or take a row by its name.
 
     Args:
         rows: of each estimate, how far it is from the exact hypergradient, and what it costs.
@@ -92,7 +92,7 @@ class HypergradientReport:
             raise unknown("estimate", name, by_name)
         return by_name[name]
 
-    def __str__(self) -> str:
+    def __repr__(self) -> str:
         head = ("estimate", "cosine", "relative error", "± std. error", "cost", "")
         lines = [head, *(_cells(row) for row in self.rows)]
         widths = [max(len(line[i]) for line in lines) for i in range(len(head))]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import importlib
 import sys
 import time
@@ -36,14 +37,14 @@ class Display(Protocol):
 def chosen(progress: bool | Display | None) -> Display:
     """The display for True, False or None; a display of one's own is taken as it is.
 
-    In a notebook it is tqdm's bar, where tqdm is installed; on a terminal rich's. Nothing goes into pipes and files,
-    not even by one stream, unless it is asked for.
+    In a notebook it is below the cell; on a terminal rich's bar. Nothing goes into pipes and files, not even by one
+    stream, unless it is asked for.
     """
     if progress is not None and not isinstance(progress, bool):
         return progress
     shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    if progress is not False and hasattr(shell, "kernel") and (tqdm := _installed("tqdm.auto")):
-        return Notebook(tqdm.tqdm)
+    if progress is not False and hasattr(shell, "kernel"):
+        return Notebook(importlib.import_module("IPython.display").display)
     streams = (sys.stdout, sys.stderr)
     if progress is not False and all(one is not None and one.isatty() for one in streams) and _installed("rich"):
         from rich.console import Console
@@ -87,36 +88,40 @@ class Lines(Silent):
             self.due = time.monotonic() + LINE_INTERVAL
 
 
-class Notebook:
-    """tqdm's bar below the cell of a notebook."""
+class Notebook(Silent):
+    """A bar and a line below the cell of a notebook, in one place; how they stood last stays there.
+
+    Args:
+        display: IPython's function of that name.
+    """
 
     heading = ""
 
-    def __init__(self, tqdm: Callable[..., Any]) -> None:
-        self.tqdm, self.bar, self.runs = tqdm, None, True
+    def __init__(self, display: Callable[..., Any]) -> None:
+        self.display, self.shown = display, None
+        self.speed, self.place, self.rounds = Speed(), (0, 1), ""
 
     def stage(self, name: str) -> None:
-        self.runs = False
-        self._bar().set_description(f"{self.heading}{name}")
+        self.speed.pause()
+        self._show(name)
 
     def advance(self, round: int, rounds: int) -> None:
-        bar = self._bar()
-        if not self.runs:
-            self.runs = True
-            bar.set_description(self.heading.removesuffix(": "), refresh=False)
-            bar.unpause()  # what was no round is not part of the speed
-        bar.total = rounds
-        bar.update(round - bar.n)
-        bar.refresh()
+        self.speed.mark(round)
+        self.place, self.rounds = (round, rounds), f"round {round:,}/{rounds:,}  {self.speed.text(rounds)}".rstrip()
+        self._show(self.rounds)
 
     def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
+        if self.rounds:
+            self._show(self.rounds)
 
-    def _bar(self) -> Any:
-        if self.bar is None:
-            self.bar = self.tqdm(unit="round")
-        return self.bar
+    def _show(self, text: str) -> None:
+        line, (done, whole) = self.heading + text, self.place
+        told = f'<span style="white-space: pre">{html.escape(line)}</span>'
+        drawn = {"text/plain": line, "text/html": f'<progress value="{done}" max="{whole}"></progress> {told}'}
+        if self.shown is None:
+            self.shown = self.display(drawn, raw=True, display_id=True)
+        else:
+            self.shown.update(drawn, raw=True)
 
 
 class Bar:
@@ -261,7 +266,8 @@ class Speed:
         if done == before or now <= then:
             return ""
         rate = (done - before) / (now - then)
-        return f"{rate:.3g} {self.unit}/s  ETA {_clock_text(max(0, whole - done) / rate)}"
+        shown = format(rate, ",.0f" if rate >= 100 else ".3g")
+        return f"{shown} {self.unit}/s  ETA {_clock_text(max(0, whole - done) / rate)}"
 
 
 def _clock_text(seconds: float) -> str:

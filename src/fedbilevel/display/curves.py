@@ -174,11 +174,14 @@ def draw_history(
     require(axes is None or size is None, "size", size, "None where there are axes: their figure has a size")
     curves = [curve(words(name), [history], name) for name in names]
     require_panel(panel, curves)
-    with typography(size):
-        if axes is None:
-            from matplotlib import pyplot
+    style, figure = typography(size), None
+    if axes is None:
+        from matplotlib import pyplot
 
-            axes = pyplot.figure(figsize=size or (6.0, 4.0), layout="constrained").subplots()
+        # Outside the style: the first figure sets up how a notebook shows figures, and leaving a style would undo that.
+        figure = pyplot.figure(figsize=size or (6.0, 4.0), layout="constrained")
+    with style:
+        axes = figure.subplots() if figure else axes
         draw_panel(axes, curves, panel, percent=all(map(in_percent, names)))
         axes.set_ylabel(axis_label(names))
         if any(line.clients for line in curves):
@@ -224,7 +227,7 @@ def draw_panel(
     if log:
         axes.set_yscale("log")
     if percent and (learnt := _range_after_start(curves, panel)):
-        axes.set_ylim(100 * max(0.0, learnt[0] - 0.03), 100 * min(1.0, learnt[1] + 0.01))
+        axes.set_ylim(100 * max(0.0, learnt[0] - 0.03), 100 * min(1.005, learnt[1] + 0.01))
     return drawn
 
 

@@ -104,9 +104,9 @@ def solve(
             begun with, with a warning that names them.
         count_flops: trace a round once more for what it costs the clients in operations (see recorder.py): 0.2 to 1 s.
         progress: show what is being done (tracing, compiling), and the rounds with their speed and the time left. None:
-            on a terminal with `rich`, in a notebook with `tqdm`, where these are installed; nothing goes into pipes
-            and files. True: there, too, in plain lines on standard error. False: never. Or an object with methods
-            stage(name), advance(round, rounds) and close(), called ten times a second at most.
+            in a notebook, and on a terminal where `rich` is installed; nothing goes into pipes and files. True: there,
+            too, in plain lines on standard error. False: never. Or an object with methods stage(name),
+            advance(round, rounds) and close(), called ten times a second at most.
 
     Raises:
         ConfigurationError: an argument is not allowed; nothing was computed.

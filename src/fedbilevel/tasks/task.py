@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from fedbilevel.core.card import Card, Shown, described, listed
 from fedbilevel.core.client import Clients, RemoteClients, with_own
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import MetricFunction
@@ -18,8 +19,8 @@ Floats = np.ndarray[Any, np.dtype[Any]]
 """Floating-point arrays of NumPy. Docstrings give the shapes."""
 
 
-@dataclass(frozen=True)
-class Task:
+@dataclass(frozen=True, repr=False)
+class Task(Shown):
     """Hold a problem with its clients, a starting point and metrics.
 
     `metrics` are functions (x, y) -> scalar; where larger is better, `Metric` says so. Plots and progress bars show the
@@ -34,6 +35,16 @@ class Task:
     y0: PyTree
     metrics: Mapping[str, MetricFunction] = field(default_factory=dict)
     metrics_per_client: Mapping[str, Any] = field(default_factory=dict)
+
+    def card(self) -> Card:
+        lines = {
+            "problem": self.problem.card().title,
+            "clients": self.clients.card().title,
+            "x0": described(self.x0),
+            "y0": described(self.y0),
+            "metrics": listed([*self.metrics, *self.metrics_per_client]),
+        }
+        return Card(f"Task {self.name}", lines)
 
     @property
     def population(self) -> Clients:
