@@ -175,7 +175,7 @@ def _algorithms(options: argparse.Namespace) -> int:
     written = export.write(groups, folder / PICTURE, _formats(options))
     terminal.print(comparison_table(groups, terminal.width))
     shared.say_paths(terminal, {"runs": folder, "plot": [folder / PICTURE] * drawn, "also": written})
-    return shared.NUMBERS_FAIL if failed else shared.OK
+    return shared.NUMBERS_FAIL if failed or any(run.grown for group in groups for run in group.runs) else shared.OK
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -186,11 +186,23 @@ def at(configuration: Any, round: Array | int) -> Any:
     return _changed(configuration, lambda _, value: value.function(round) if isinstance(value, Schedule) else value)
 
 
+def is_step(name: str) -> bool:
+    """Whether a field is a step size: it is called lr, step, or something_lr."""
+    return name in ("lr", "step") or name.endswith("_lr")
+
+
+def given_steps(configuration: Any) -> list[str]:
+    """The step sizes that are numbers or schedules, in parts too, by path; three of one field by its name alone."""
+    given = (*hyperparameters(configuration), *dict(schedules(configuration)))
+    paths = (re.sub(r"\.[xyv]$", "", path) for path in given)
+    return list(dict.fromkeys(path for path in paths if is_step(re.sub(r"\[\d+\]$", "", path).split(".")[-1])))
+
+
 def halved(configuration: Any) -> Any:
-    """The configuration with every step size halved: what is called lr, step, or something_lr, in its parts too."""
+    """The configuration with every step size halved, in its parts too."""
 
     def half(name: str, value: Any) -> Any:
-        if value is None or (name not in ("lr", "step") and not name.endswith("_lr")):
+        if value is None or not is_step(name):
             return value
         return Schedule(lambda round: value.function(round) / 2) if isinstance(value, Schedule) else value / 2
 
