@@ -18,6 +18,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
+from fedbilevel.core.card import listed
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import text
 from fedbilevel.display.curves import encoded, require_matplotlib, run_figure, words
@@ -282,4 +283,4 @@ def _environments(runs: Sequence[tuple[RunGroup, LoadedRun]]) -> list[tuple[dict
                 made = json.loads(file.read_text(encoding="utf-8"))
                 require_object(made, "the versions of packages")
             found.setdefault(json.dumps(made), (dict(made), []))[1].append(str(run.folder.path))
-    return [(made, ", ".join(places)) for made, places in found.values()]
+    return [(made, listed(places)) for made, places in found.values()]
