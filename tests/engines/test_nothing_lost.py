@@ -89,7 +89,7 @@ def warned_of(rounds, lr, **given):
 
 def test_a_run_that_grows_is_warned_of_once_on_its_way_and_at_its_end():
     """x ← −2x: x² is 64·4ⁿ after n rounds, 1,024 times the start after five."""
-    metrics = {"height": lambda x, y: x**2, "fit_accuracy": lambda x, y: x**2}
+    metrics = {"height": lambda x, y: x**2, "fit": fb.Metric(lambda x, y: x**2, larger_is_better=True)}
     on_the_way, at_the_end = warned_of(12, 3.0, eval_every=2, metrics=metrics)
     assert (
         on_the_way
@@ -116,7 +116,7 @@ def test_what_has_grown():
 
 
 def test_the_best_row_is_chosen_by_the_column_that_is_told():
-    metrics = {"size_accuracy": lambda x, y: jnp.sum(y**2)}  # by its name, the larger the better
+    metrics = {"size_accuracy": fb.Metric(lambda x, y: jnp.sum(y**2), larger_is_better=True)}
     result = solve(10, metrics=metrics, best_by="size_accuracy")
     rows = result.history["size_accuracy"]
     assert result.best.column == "size_accuracy"

@@ -195,7 +195,7 @@ def test_wrong_input_is_refused_before_anything_runs(given, message, monkeypatch
 
 
 def test_a_test_metric_decides_only_where_that_is_said() -> None:
-    metrics = {"test_accuracy": TASK.metrics["relative_error"]}
+    metrics = {"test_accuracy": fb.Metric(TASK.metrics["relative_error"], larger_is_better=True)}
     found = swept(select="test_accuracy", metrics=metrics, select_on_test=True, rounds=1)
     assert "SELECTED ON TEST DATA" in repr(found)
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.card import Card, Shown, counted, listed, named_shape, span
-from fedbilevel.core.errors import ConfigurationError, FloorError, require, require_count
+from fedbilevel.core.errors import ConfigurationError, FloorError, explain_misspelt, require, require_count
 from fedbilevel.core.inputs import arrays_of, require_alike
 from fedbilevel.core.own import LOCAL_STEPS, Given, Values, check, read
 from fedbilevel.core.problem import Minimax, Padded, Problem
@@ -125,6 +125,7 @@ class Ragged(Shown):
         return jax.tree.map(lambda leaf: leaf[start:stop], self.values)
 
 
+@explain_misspelt
 @dataclass(frozen=True, init=False, repr=False)
 class Clients(Shown):
     """The population: each client's samples for the two losses, its weight, and how much local work it does.
@@ -384,7 +385,10 @@ def require_clients(got: object) -> Clients:
 def check_samples(problem: Problem, clients: Any) -> None:
     """Refuse samples of an inner loss where a problem has but one set of them."""
     one = isinstance(problem, Minimax) and clients.inner is not clients.outer
-    require(not one, "Clients.inner", "other samples than outer", "left out for a Minimax problem, which has one loss")
+    if one:
+        raise ConfigurationError(
+            "a Minimax problem has one loss: leave Clients.inner out, and give its samples as outer"
+        )
 
 
 def check_finite(name: str, array: Any, place: Callable[[int], str]) -> None:

@@ -15,7 +15,7 @@ from jax import Array
 from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
-from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
+from fedbilevel.core.errors import ConfigurationError, explain_misspelt, is_number, require, unknown
 from fedbilevel.core.inputs import explained, require_function
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree, join
@@ -178,6 +178,7 @@ def _derivatives(loss: Loss, x: PyTree, y: PyTree, batch: PyTree) -> list[Closed
     return programs
 
 
+@explain_misspelt
 @dataclass(frozen=True, init=False, eq=False)
 class Bilevel(Problem):
     """min over x of F(x, y*(x)) with y*(x) = argmin over y of G(x, y); F and G are weighted means over clients.
@@ -212,6 +213,7 @@ class Bilevel(Problem):
         self._set(outer, inner, structure, local, project_x)
 
 
+@explain_misspelt
 @dataclass(frozen=True, init=False, eq=False)
 class Minimax(Bilevel):
     """min over x of max over y of F(x, y): the bilevel problem with g = −f, on the samples of `Clients.outer`.
@@ -230,6 +232,7 @@ class Minimax(Bilevel):
         vars(self).update(whole=("outer", "inner") if self.whole else ())
 
 
+@explain_misspelt
 @dataclass(frozen=True, init=False, eq=False)
 class Compositional(Bilevel):
     """min over x of F(R(x)): the bilevel problem with g = ½‖y − r(x)‖², F and R being weighted means over clients.
@@ -264,6 +267,7 @@ class Compositional(Bilevel):
         self._set(lambda x, y, batch: outer(y, batch), distance, structure, project_x=project_x)
 
 
+@explain_misspelt
 @dataclass(frozen=True, init=False, eq=False)
 class SingleLevel(Problem):
     """min over x of F(x), the ordinary federated problem; y is empty and `y0` is None.
@@ -287,6 +291,7 @@ class SingleLevel(Problem):
         self._set(lambda x, y, batch: loss(x, batch), lambda x, y, batch: jnp.zeros(()), structure, project_x=project_x)
 
 
+@explain_misspelt
 @dataclass(frozen=True, init=False, eq=False)
 class SimpleBilevel(Problem):
     """min of H(x) over the minimisers x of F over X: one variable, and a preference among many solutions.
@@ -397,8 +402,12 @@ def check_losses(
         with explained(f"the {name} loss", x=x, y=y, batch=batch):
             programs[f"{name} loss"], shape = jax.make_jaxpr(loss, return_shape=True)(x, y, batch)
         if getattr(shape, "shape", None) != () or not jnp.issubdtype(shape.dtype, jnp.floating):
+            several = (
+                f"an array of shape {shape.shape}, of which jnp.mean makes one" if hasattr(shape, "shape") else shape
+            )
+            got = f"a number of type {shape.dtype}" if getattr(shape, "shape", None) == () else several
             raise ConfigurationError(
-                f"the {name} loss must return one real number (the mean over the batch); it returned {shape}"
+                f"the {name} loss must return one real number (the mean over the batch); it returned {got}"
             )
     return programs
 

@@ -304,7 +304,8 @@ Callback = Callable[[Result, Row | None], str | None]
 def stop_when(metric: str, *, above: float | None = None, below: float | None = None) -> Callback:
     """Make a callback that ends the run once `metric` of a row reaches a value."""
 
-    require(above is not None or below is not None, "stop_when", "neither above nor below", "given a value to reach")
+    if above is None and below is None:
+        raise ConfigurationError("stop_when needs `above` or `below`, the value to reach")
 
     def check(result: Result, row: Row | None) -> str | None:
         if row is None or not has(row, metric):
@@ -324,8 +325,7 @@ def stop_without_progress(metric: str, *, patience: int, larger_is_better: bool 
     Args:
         metric: a column of the history.
         patience: how many rows in a row without a better value.
-        larger_is_better: None goes by the metric, as tables do: by its declaration (`fedbilevel.Metric`), or else
-            accuracies are to grow and all else is to fall.
+        larger_is_better: None goes by the metric, as tables do: it says so itself (`fedbilevel.Metric`), or is to fall.
     """
     require_count("patience", patience)
     require_direction("larger_is_better", larger_is_better, optional=True)
