@@ -41,6 +41,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tables import with_values
 from fedbilevel.core.tree import PyTree
 from fedbilevel.display import Display
+from fedbilevel.engines.divergence import LOSSES
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.loop import FORCE
 from fedbilevel.engines.progress import showing
@@ -51,7 +52,6 @@ PointValues = Mapping[str, Any]
 """The values of the swept fields, by their dotted paths."""
 PlayRun = Callable[[int, int], History]
 """(number of a point, seed) -> what the run has measured."""
-LOSSES = ("outer_loss", "inner_loss")
 PRUNED = "pruned after"  # as the error of a run that was ended early begins, since others were better by then
 ENDS = ("mean", "worst", "best", "p10")  # of a metric that is measured on each client
 POLL = 0.1  # seconds, until a run that another process plays is looked at again
@@ -283,11 +283,9 @@ def on_edge(points: Sequence[PointValues], best: PointValues) -> Iterator[str]:
     """Say of each field whose best value is the least or the largest number of its grid that it may lie beyond."""
     for name, value in best.items():
         values = [point[name] for point in points if is_number(point[name])]
-        if not is_number(value) or min(values) == max(values) or (value == 1 and is_count(value)):  # no count is less
-            continue
-        for edge, end in (("smallest", min), ("largest", max)):
-            if value == end(values):
-                yield f"the best {name}, {value}, is the {edge} of the grid: better ones may lie beyond it"
+        smallest = value == 1 and is_count(value)  # of all counts
+        if is_number(value) and min(values) < max(values) and value in (min(values), max(values)) and not smallest:
+            yield f"the best {name}, {value}, lies on the edge of the grid: better ones may lie beyond it"
 
 
 def in_table(row: Row) -> dict[str, Any]:

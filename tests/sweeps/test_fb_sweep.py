@@ -65,8 +65,8 @@ def test_the_best_point_has_the_best_mean_over_the_seeds(two_by_two) -> None:
 @pytest.mark.parametrize(
     ("values", "best", "said"),
     [
-        ([1, 2, 3], 3, ["the best steps, 3, is the largest of the grid: better ones may lie beyond it"]),
-        ([0.5, 2, 3], 0.5, ["the best steps, 0.5, is the smallest of the grid: better ones may lie beyond it"]),
+        ([1, 2, 3], 3, ["the best steps, 3, lies on the edge of the grid: better ones may lie beyond it"]),
+        ([0.5, 2, 3], 0.5, ["the best steps, 0.5, lies on the edge of the grid: better ones may lie beyond it"]),
         ([1, 2, 3], 2, []),
         ([1, 2, 3], 1, []),  # no count is smaller
         ([3], 3, []),

@@ -94,9 +94,9 @@ def require_start(name: str, given: PyTree, variable: PyTree) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(given):
         if type(leaf) is int:
             text = (
-                f"{name}{jax.tree_util.keystr(path)} = {leaf} is a whole number, and stays what it is: write {leaf}.0"
+                f"{name}{jax.tree_util.keystr(path)} = {leaf} is a whole number, which stays: write {leaf}.0 to vary it"
             )
-            warnings.warn(InfluenceWarning(f"{text} for a number that is to be found"), stacklevel=3)
+            warnings.warn(InfluenceWarning(text), stacklevel=3)
 
 
 def arrays_of(field: str, data: PyTree, whose: str = "") -> PyTree:

@@ -402,10 +402,9 @@ def check_losses(
         with explained(f"the {name} loss", x=x, y=y, batch=batch):
             programs[f"{name} loss"], shape = jax.make_jaxpr(loss, return_shape=True)(x, y, batch)
         if getattr(shape, "shape", None) != () or not jnp.issubdtype(shape.dtype, jnp.floating):
-            several = (
-                f"an array of shape {shape.shape}, of which jnp.mean makes one" if hasattr(shape, "shape") else shape
-            )
-            got = f"a number of type {shape.dtype}" if getattr(shape, "shape", None) == () else several
+            got = getattr(shape, "dtype", shape)
+            if getattr(shape, "shape", ()):
+                got = f"an array of shape {shape.shape}, of which jnp.mean makes one"
             raise ConfigurationError(
                 f"the {name} loss must return one real number (the mean over the batch); it returned {got}"
             )

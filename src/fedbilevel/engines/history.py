@@ -234,7 +234,10 @@ class Result(Shown):
         )
 
     def summary(self) -> Card:
-        """Sum up each loss and metric from its first value to its last, and every cost, to print or for a notebook."""
+        """Sum up each loss and metric from its first value to its last, and every cost.
+
+        It prints as a table, as in a notebook, and is a mapping of its lines: `summary()["outer_loss"]` is a text.
+        """
         seconds = self.history.rows[-1].get("seconds", 0.0) if self.history.rows else 0.0
         spent = {"seconds": f"{seconds:,.1f} in rounds, {self.compile_seconds:,.1f} compiling"}
         return Card(self._title(), self.history.in_words() | dict(self.ledger.card().lines) | spent)

@@ -215,7 +215,7 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
     else:
         figure = comparison_figure(groups)
     places = [
-        text_column("run", [group.name for group, _ in runs]),
+        text_column("run", [group.text for group, _ in runs]),
         Column("seed", [Cell(str(run.summary["seed"])) for _, run in runs]),
         text_column("folder", [run.folder.path for _, run in runs]),
     ]
@@ -243,7 +243,7 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
 def _best(groups: Sequence[RunGroup]) -> str:
     """Say which method ends best by its mean, or which methods, where they are level in what is printed."""
     metric, choose = groups[0].metric, max if groups[0].larger_is_better else min
-    ends = {group.name: group.values("final") for group in groups}
+    ends = {group.text: group.values("final") for group in groups}
     best = choose(ends.values(), key=statistics.fmean)
     level = [
         name

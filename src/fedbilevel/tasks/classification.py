@@ -59,7 +59,5 @@ def classification(
         x0=model.init(jax.random.key(seed)),
         y0=None,
         metrics={f"{images.part}_accuracy": Metric(lambda x, y: measured(*x), True)},
-        metrics_per_client={
-            "client_accuracy": Metric(lambda x, y, batch: images.own_accuracy(x[0], x[1], batch), True)
-        },
+        metrics_per_client={"client_accuracy": Metric(lambda x, y, b: images.own_accuracy(x[0], x[1], b), True)},
     )

@@ -72,11 +72,9 @@ def hyper_representation(
         return outer(x, y, batch) + ridge * optax.tree.vdot(y, y)
 
     x0, y0 = model.init(jax.random.key(seed))
-    trained = (
-        {"train_accuracy": Metric(images.training_accuracy(train_samples, seed), True)}
-        if train_samples is not None
-        else {}
-    )
+    trained = {}
+    if train_samples is not None:
+        trained["train_accuracy"] = Metric(images.training_accuracy(train_samples, seed), True)
     return Task(
         name="hyper_representation",
         problem=Bilevel(outer, inner, structure=model.structure),

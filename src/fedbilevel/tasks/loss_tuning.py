@@ -112,9 +112,7 @@ def loss_tuning(
         x0={"scale": none, "shift": none, **({"weight": none if normalised else none + 1} if class_weights else {})},
         y0=model.init(jax.random.key(seed)),
         metrics={f"balanced_{images.part}_accuracy": Metric(lambda x, y: jnp.mean(each_class(*y)), True)},
-        metrics_per_client={
-            "client_accuracy": Metric(lambda x, y, batch: images.own_accuracy(y[0], y[1], batch), True)
-        },
+        metrics_per_client={"client_accuracy": Metric(lambda x, y, b: images.own_accuracy(y[0], y[1], b), True)},
     )
 
 
