@@ -14,8 +14,9 @@ import math
 import re
 import statistics
 import time
+import warnings
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -28,6 +29,8 @@ from fedbilevel.core.errors import (
     ConfigurationError,
     InUse,
     NumericalError,
+    is_count,
+    is_number,
     refuse_together,
     require,
     require_count,
@@ -38,6 +41,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tables import with_values
 from fedbilevel.core.tree import PyTree
 from fedbilevel.display import Display
+from fedbilevel.engines.divergence import LOSSES
 from fedbilevel.engines.history import History, Row
 from fedbilevel.engines.loop import FORCE
 from fedbilevel.engines.progress import showing
@@ -48,7 +52,6 @@ PointValues = Mapping[str, Any]
 """The values of the swept fields, by their dotted paths."""
 PlayRun = Callable[[int, int], History]
 """(number of a point, seed) -> what the run has measured."""
-LOSSES = ("outer_loss", "inner_loss")
 PRUNED = "pruned after"  # as the error of a run that was ended early begins, since others were better by then
 ENDS = ("mean", "worst", "best", "p10")  # of a metric that is measured on each client
 POLL = 0.1  # seconds, until a run that another process plays is looked at again
@@ -86,7 +89,8 @@ def sweep(
             its rounds by a callback, such as `stop_when("exchanges", above=300)`.
 
     Returns:
-        The sweep. A run that diverged or was refused is a row that says why.
+        The sweep. A run that diverged or was refused is a row that says why. A warning says where the best point lies
+        on the edge of the grid.
 
     Raises:
         ConfigurationError: no such field, metric or value; or every run is refused.
@@ -269,7 +273,19 @@ def played(
     if len(wrong) == len(found):
         raise wrong[0]
     runs = [[found[number, seed] for seed in seeds] for number in range(len(points))]
-    return Sweep.of(points, choices, runs, select, larger)
+    ended = Sweep.of(points, choices, runs, select, larger)
+    for text in on_edge(points, ended.best or {}):
+        warnings.warn(text, stacklevel=3)
+    return ended
+
+
+def on_edge(points: Sequence[PointValues], best: PointValues) -> Iterator[str]:
+    """Say of each field whose best value is the least or the largest number of its grid that it may lie beyond."""
+    for name, value in best.items():
+        values = [point[name] for point in points if is_number(point[name])]
+        smallest = value == 1 and is_count(value)  # of all counts
+        if is_number(value) and min(values) < max(values) and value in (min(values), max(values)) and not smallest:
+            yield f"the best {name}, {value}, lies on the edge of the grid: better ones may lie beyond it"
 
 
 def in_table(row: Row) -> dict[str, Any]:

@@ -64,8 +64,8 @@ PHASES = {
         lambda self, client, at, key: Reply(at.y, metrics={"m": at.y}),
         "the metric 'm' is float64[2]: a metric is one number",
     ),
-    "range": (looped, "for range(n) write jax.lax.fori_loop(0, n, …)"),
-    "if": (branched, "for `if` jnp.where or jax.lax.cond"),
+    "range": (looped, "of range(n) jax.lax.fori_loop(0, n, …)"),
+    "if": (branched, "of `if` jnp.where or jax.lax.cond"),
 }
 SERVER = {
     "a tuple": (
@@ -102,7 +102,7 @@ def made(hook, function):
 def test_a_wrong_return_is_refused_with_class_and_hook(hook, function, words):
     with pytest.raises(fb.errors.ConfigurationError) as error:
         solved(made(hook, function))
-    assert str(error.value).startswith(f"Mine.{hook}")
+    assert str(error.value).rpartition("`: ")[2].startswith(f"Mine.{hook}")  # after the user's line, where it raised
     assert words in str(error.value)
 
 
@@ -151,12 +151,20 @@ def test_a_phase_that_takes_no_key_is_refused_where_it_is_written():
 
 
 def test_a_value_without_annotation_is_no_silent_constant():
-    with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.decay = 0\.9 has no annotation, .*decay: float ="):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.decay = 0\.9 has no annotation; .*decay: float ="):
         type("Mine", (Descent,), {"decay": 0.9})
-    with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.local_steps = 3 has no annotation, .*: int = "):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.local_steps = 3 has no annotation; .*: int = "):
         type("Mine", (fb.FedBiO,), {"local_steps": 3})  # the field of the base would go on saying 5
     with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.client_lr = XYV"):
         type("Mine", (fb.FedBiO,), {"client_lr": XYV(1, 1, 1)})
+
+
+def test_a_property_in_place_of_a_field_is_to_be_one():
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.client_lr = <property .*; make it a field"):
+        type("Mine", (fb.FedBiO,), {"client_lr": property(lambda self: XYV(1, 1, 1))})
+    held = type("Held", (Descent,), {"inner": property(lambda self: fb.parts.LocalSGD())})
+    with pytest.raises(fb.errors.ConfigurationError, match="got descent of a LocalSGD that is no field: make it a fie"):
+        held().phase_name(held().inner.descent)
 
 
 def test_values_that_are_meant_to_be_constants_are_left_alone():

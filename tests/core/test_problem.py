@@ -1,5 +1,7 @@
 """Are losses that are not one real number refused, and models taken apart and put together again unharmed?"""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -29,8 +31,50 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_loss_returns_one_real_number(which, case):
     problem = fb.Bilevel(**{"outer": good, "inner": good, which: BAD[case]})
-    with pytest.raises(ConfigurationError, match=f"the {which} loss must return one real number"):
+    got = {"a vector": r"an array of shape \(1,\), of which jnp.mean makes one", "nothing": "None"}
+    said = f"the {which} loss must return one real number .*; it returned {got.get(case, '')}"
+    with pytest.raises(ConfigurationError, match=said):
         check_losses(problem, jnp.ones(()), jnp.ones(2), SAMPLES[0], SAMPLES[0])
+
+
+def failing(x, y, batch):
+    return batch["a"]
+
+
+def in_numpy(x, y, batch):
+    return jnp.mean(batch @ y) + np.sum(np.exp(x))
+
+
+@pytest.mark.parametrize(
+    ("loss", "line", "words"),
+    [
+        (failing, 'return batch["a"]', r"the outer loss fails \(TypeError: .*; it was given x: leaf \(\);"),
+        (in_numpy, "return jnp.mean(batch @ y) + np.sum(np.exp(x))", r"the outer loss is traced .* write jnp \(import"),
+    ],
+)
+def test_a_loss_that_fails_is_explained_beginning_with_its_own_line(loss, line, words):
+    place = f"{__file__}:{loss.__code__.co_firstlineno + 1}, `{line}`: "
+    with pytest.raises(ConfigurationError, match=f"^{re.escape(place)}{words}") as error:
+        check_losses(fb.Bilevel(loss, good), jnp.ones(()), jnp.ones(2), SAMPLES[0], SAMPLES[0])
+    assert "core/problem.py" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: fb.Bilevel(good, good, x_bounds=(0, 1)), "argument of Bilevel 'x_bounds'; did you mean 'project_x'?"),
+        (lambda: fb.Minimax(good, structur=None), "argument of Minimax 'structur'; did you mean 'structure'?"),
+        (lambda: fb.SimpleBilevel(good, good, projct=1), "argument of SimpleBilevel 'projct'; did you mean 'project'?"),
+        (lambda: fb.Clients(outers=1), "argument of Clients 'outers'; did you mean 'outer'?"),
+        (
+            lambda: fb.Metric(good, higher_is_better=True),
+            "argument of Metric 'higher_is_better'; did you mean 'larger_",
+        ),
+    ],
+)
+def test_a_misspelt_argument_is_answered_with_the_nearest(make, words):
+    with pytest.raises(ConfigurationError, match=re.escape(f"unknown {words}")):
+        make()
 
 
 def test_checking_computes_nothing():
@@ -122,5 +166,5 @@ def test_what_a_compositional_loss_makes_of_zero_padding_is_left_out():
 def test_a_minimax_problem_has_one_set_of_samples():
     problem = fb.Minimax(lambda x, y, batch: jnp.mean(batch["a"]) * x @ y - y @ y + x @ x)
     samples = {"a": np.ones((2, 3))}
-    with pytest.raises(ConfigurationError, match="left out for a Minimax problem"):
+    with pytest.raises(ConfigurationError, match="a Minimax problem has one loss"):
         fb.solve(fb.FedNest(), problem, fb.Clients(samples, samples), jnp.ones(2), jnp.ones(2), rounds=1)

@@ -102,11 +102,24 @@ def test_mini_batches_and_cohorts_take_shorter_steps(drawn):
     fb.FedNest(**nested)
 
 
-def test_the_report_begins_with_fields_for_every_method_or_why_there_are_none(drawn):
+def test_printed_it_begins_with_what_to_paste_and_then_says_why_in_ten_lines(drawn):
     _, found, _ = drawn
-    fields = str(found).partition("\n\n")[0]
+    lines = str(found).splitlines()
+    assert len(lines) <= 10
+    paste, _, why = str(found).partition("\nsimfbo: about ")
+    made = eval(paste, {"fb": fb})  # in three digits
+    wanted = fb.SimFBO(**found.fields("simfbo"))
+    leaves = zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True)
+    assert all(got == pytest.approx(exact, rel=5.1e-3) for got, exact in leaves)
+    assert jax.tree.structure(made) == jax.tree.structure(wanted)
+    for words in ("without steps: no trouble expected", f"κ = {found.condition:.3g}", "clients differ", "safe steps"):
+        assert words in why
+
+
+def test_its_details_have_fields_for_every_method_or_why_there_are_none(drawn):
+    _, found, _ = drawn
+    fields = found.details.partition("\n\n")[0]
     assert fields.startswith("without steps: no trouble expected; y and v come to a thousandth")
-    assert fields.splitlines()[1].startswith("fields with full batches")
     said = {}
     for line in fields.splitlines()[2:]:
         names, text = line.strip().split(": ", 1)
@@ -118,9 +131,10 @@ def test_the_report_begins_with_fields_for_every_method_or_why_there_are_none(dr
                 found.fields(name)
             assert str(refused.value) == f"no fields are suggested for {name}: {said[name].removeprefix('none; ')}"
         else:
+            assert isinstance(eval(said[name].partition("; ")[0], {"fb": fb}), algorithm)
             for more in ({}, {"batch_size": 4}):
                 algorithm(**found.fields(name, **more))
-            assert f"lr={1 / found.smoothness:.3g}" in said[name] or "client_lr = (x" in said[name]
+            assert f"lr={1 / found.smoothness:.3g}" in said[name] or "client_lr=fb.XYV(x=" in said[name]
 
 
 def test_a_diagnosis_is_shown_in_six_lines(drawn):
@@ -201,7 +215,7 @@ def test_an_indefinite_inner_hessian_is_said():
     assert found.mu == pytest.approx(-1, rel=1e-12)
     assert "INDEFINITE" in str(found)
     assert found.condition == np.inf
-    assert str(found).startswith("without steps: trouble, since y*(x) need not be defined")
+    assert "without steps: trouble, since y*(x) need not be defined" in str(found)
 
 
 def test_few_rounds_leave_flat_directions_out():
@@ -209,7 +223,7 @@ def test_few_rounds_leave_flat_directions_out():
     found = diagnose(*bent(1e-3), rounds=10)
     assert found.measurements.delta == pytest.approx(0.2, rel=1e-9)
     assert "cannot be learnt in 10 rounds" in str(found)
-    assert str(found).startswith("without steps: trouble, since y and v come to a thousandth of their error in about")
+    assert "without steps: trouble, since y and v come to a thousandth of their error in about" in str(found)
 
 
 def test_wrong_input_is_refused(drawn):

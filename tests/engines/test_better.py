@@ -48,11 +48,20 @@ def test_without_progress_goes_by_the_declaration(result):
     """A score that grows makes progress; so does an error that falls, which nobody declared."""
     assert solved(callbacks=[fb.stop_without_progress("score", patience=1)]).round == 4
     assert solved(callbacks=[fb.stop_without_progress("error", patience=1)]).round == 4
-    plain = {"score": lambda x, y: x[0], "test_accuracy": lambda x, y: x[0]}  # which are read by their names
+    plain = {"score": lambda x, y: x[0]}  # of which a smaller value is better
     assert solved(metrics=plain, callbacks=[fb.stop_without_progress("score", patience=1)]).round == 1
-    assert solved(metrics=plain, callbacks=[fb.stop_without_progress("test_accuracy", patience=1)]).round == 4
     stopped = solved(callbacks=[fb.stop_without_progress("score", patience=1, larger_is_better=False)])
     assert (stopped.round, stopped.stopped) == (1, "score has not improved for 1 evaluations")
+
+
+@pytest.mark.parametrize("name", ["accuracy", "inaccuracy", "test_accuracy.young"])
+def test_no_name_says_which_way_is_better(name):
+    with pytest.raises(fb.errors.ConfigurationError, match=f"the metric {name} does not say whether .* fb.Metric"):
+        solved(metrics={name: lambda x, y: x[0]})
+    with pytest.raises(fb.errors.ConfigurationError, match=f"the metric {name} does not say whether .* fb.Metric"):
+        solved(metrics_per_client={name: lambda x, y, batch: jnp.mean(batch["a"])})
+    said = solved(metrics={name: fb.Metric(lambda x, y: 1.5 - x[0], larger_is_better=False)}, rounds=1)
+    assert said.history.in_words()[name].startswith("150.00 %" if name != "inaccuracy" else "1.5 →")
 
 
 def test_patience_with_two_rows_alone_is_warned_of(result):
@@ -71,7 +80,7 @@ def test_a_saved_result_and_a_resumed_run_keep_the_declaration(result, tmp_path)
     ("make", "words"),
     [
         (lambda: fb.Metric(3, True), r"Metric\.function = 3 .* a function \(x, y\)"),
-        (lambda: fb.Metric(lambda x: x, True), r"Metric\.function takes \(x\)"),
+        (lambda: solved(metrics={"m": fb.Metric(lambda x: x, True)}), r"metrics\['m'\] takes \(x\)"),
         (lambda: fb.Metric(lambda x, y: x, "yes"), r"Metric\.larger_is_better = 'yes' .* True or False"),
         (lambda: fb.PerClient(lambda x, y, b: x, larger_is_better=1), r"PerClient\.larger_is_better = 1 .* None"),
     ],

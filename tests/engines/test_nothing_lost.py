@@ -1,11 +1,15 @@
 """What is kept of a run: the best row, the last finite x and y where it diverges, and half the steps from there on."""
 
+import warnings
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.config import at, halved
+from fedbilevel.engines.divergence import grown
+from fedbilevel.engines.history import History
 from fedbilevel.errors import ConfigurationError, NonFiniteError, NumericalWarning
 from fixed_steps import fixed
 
@@ -67,8 +71,52 @@ def test_the_error_says_how_far_x_had_gone_and_what_steps_on_y_it_allowed():
     ) in str(error.value)
 
 
+def warned_of(rounds, lr, **given):
+    """The warnings of a run from x = 8 with f = x²/2: x ← (1 − lr)x."""
+    problem = fb.SingleLevel(lambda x, batch: jnp.mean((x - batch) ** 2) / 2)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        fb.solve(
+            fb.FedAvg(lr=lr, local_steps=1, batch_size=None),
+            problem,
+            fb.Clients([np.zeros(2)] * 2),
+            jnp.full((), 8.0),
+            rounds=rounds,
+            **given,
+        )
+    return [str(one.message) for one in said if one.category is NumericalWarning]
+
+
+def test_a_run_that_grows_is_warned_of_once_on_its_way_and_at_its_end():
+    """x ← −2x: x² is 64·4ⁿ after n rounds, 1,024 times the start after five."""
+    metrics = {"height": lambda x, y: x**2, "fit": fb.Metric(lambda x, y: x**2, larger_is_better=True)}
+    on_the_way, at_the_end = warned_of(12, 3.0, eval_every=2, metrics=metrics)
+    assert (
+        on_the_way
+        == "round 6: height has grown from 64 to 2.621e+05: the run diverges; lower lr, fb.diagnose suggests steps"
+    )
+    assert at_the_end.startswith("round 12: height has grown from 64 to 1.074e+09: the run diverges; ")
+    assert len(warned_of(5, 3.0, metrics=metrics)) == 1
+    assert warned_of(4, 3.0, metrics=metrics) == []
+    assert warned_of(5, 0.5, metrics=metrics) == []
+    del metrics["height"]
+    assert warned_of(5, 3.0, metrics=metrics) == []
+
+
+def test_what_has_grown():
+    """Over 1,000 times the start, or 1 if that is more; in a single row the loss of its first round is the start."""
+    rows = [{"round": 0}, {"round": 2, "outer_loss": 5.0}, {"round": 4, "outer_loss": 4000.0}]
+    assert grown(History(rows)) == ""
+    assert grown(History(rows), {"outer_loss": [0.1, 9]}) == "round 4: outer_loss has grown from 0.1 to 4000"
+    assert grown(History(rows), {"outer_loss": [4.1, 9]}) == ""
+    assert grown(History([*rows, {"round": 6, "outer_loss": 5001.0}])).startswith(
+        "round 6: outer_loss has grown from 5 "
+    )
+    assert grown(History([{"round": 0, "time": 1.0}, {"round": 1, "time": 1e9}])) == ""  # no loss
+
+
 def test_the_best_row_is_chosen_by_the_column_that_is_told():
-    metrics = {"size_accuracy": lambda x, y: jnp.sum(y**2)}  # by its name, the larger the better
+    metrics = {"size_accuracy": fb.Metric(lambda x, y: jnp.sum(y**2), larger_is_better=True)}
     result = solve(10, metrics=metrics, best_by="size_accuracy")
     rows = result.history["size_accuracy"]
     assert result.best.column == "size_accuracy"

@@ -42,7 +42,7 @@ PROBLEM = fb.Bilevel(
 )
 METRICS = {
     "error": lambda x, y, batch: jnp.mean(jnp.abs(batch["a"] @ y - x[0])),
-    "fit_accuracy": fb.PerClient(lambda x, y, batch: jnp.mean(batch["a"] @ y > x[1]), "inner"),
+    "fit_accuracy": fb.PerClient(lambda x, y, batch: jnp.mean(batch["a"] @ y > x[1]), "inner", True),
 }
 
 

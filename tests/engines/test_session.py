@@ -108,6 +108,7 @@ def test_what_is_shown_is_true():
         "  costs     1,234 exchanges, 2.0 MB, 1 gradient, 0 hvps",
         "  more      summary(), plot(), history, ledger",
     ]
+    assert dict(result.summary()) == result.summary().lines
     summary = repr(result.summary())
     assert "10.00 % → 85.00 %, best 90.00 % at round 5" in summary
     assert "1.500 MB down, 0.500 MB up" in summary

@@ -30,6 +30,7 @@ WRONG = {
         r"clients = a list is not allowed: .*fedbilevel\.Clients\(outer, inner",
     ),
     "a function for the problem": ({"problem": outer}, "problem = <function outer .* it must be a Bilevel, Minimax"),
+    "whole numbers": ({"x0": np.zeros(3, int)}, r"x0 = .* floating array: 0\.0 in place of 0, or \.astype\(float\)$"),
     "x0 of another shape": (
         {"x0": jnp.zeros(2)},
         r"the inner loss fails \(TypeError: .*\(2,\).*; it was given x: leaf \(2,\); y: .*\['w'\] \(3,\); batch",
@@ -130,3 +131,10 @@ def test_a_mistake_in_a_method_is_met_once_and_keys_of_jaxs_own_kind_are_found()
     drawn = fb.solve(Wrong(mistake=False), PROBLEM, CLIENTS, X, Y, rounds=2).x
     reference = fb.solve(Wrong(mistake=False), PROBLEM, CLIENTS, X, Y, rounds=2, engine=fb.Reference()).x
     np.testing.assert_array_equal(drawn, reference)
+
+
+def test_a_whole_number_in_a_start_is_warned_of_since_it_stays():
+    loss = fb.SingleLevel(lambda x, batch: jnp.sum(x["a"] ** 2) + x["b"] + jnp.mean(batch["t"]))
+    with pytest.warns(fb.errors.InfluenceWarning, match=r"x0\['b'\] = 0 is a whole number, .* write 0\.0 "):
+        result = fb.solve(fb.FedAvg(), loss, fb.Clients(entries()), {"a": np.ones(2), "b": 0}, rounds=1)
+    assert result.x["b"] == 0

@@ -132,9 +132,28 @@ def test_a_run_that_cannot_be_resumed_is_left_as_it_is(damage, code, words, run,
 def test_a_number_that_is_not_finite_ends_the_run_with_its_checkpoint_kept(run, here) -> None:
     code, _, error = run(*QUADRATIC, "--set", "server_lr=50", "--rounds", 2000, "--out", "wild")
     assert code == 3
-    assert len(error.splitlines()) == 1
-    assert re.match(r"fedbilevel: round \d+, .+ (is inf|is nan|is not finite); ", error)
+    warning, said = error.splitlines()
+    assert warning.startswith("fedbilevel: warning: round 10: relative_error has grown from 1 to ")
+    assert re.match(r"fedbilevel: round \d+, .+ (is inf|is nan|is not finite); ", said)
     assert "the last good checkpoint stays in wild" in error
+
+
+@pytest.mark.parametrize("more", [["--out", "far"], ["--seeds", "1", "--out", "far"]])
+def test_a_run_that_diverged_at_its_end_is_no_success(run, here, more) -> None:
+    code, _, error = run(*QUADRATIC, "--set", "server_lr=0.9", "--rounds", 20, *more)
+    assert code == 3
+    assert re.fullmatch(
+        r"(fedbilevel: warning: round \d\d: relative_error has grown from 1 to .*: the run diverges; "
+        r"lower client_lr or server_lr, fb.diagnose suggests steps\n){2}",
+        error,
+    )
+
+
+def test_algorithms_that_are_compared_and_diverge_are_no_success(run, here) -> None:
+    chosen = ["compare", "quadratic", "--algorithms", "simfbo", "--set", "server_lr=0.9", "--rounds", 20]
+    for warnings in (2, 0):  # the second time it is only read
+        code, _, error = run(*chosen, "--out", "far", "--quiet")
+        assert (code, error.count("the run diverges")) == (3, warnings)
 
 
 def full(descriptor: int) -> None:

@@ -51,8 +51,35 @@ def test_runs_are_found_at_any_depth(runs, named, tmp_path, run) -> None:
         code, shown, error = run("compare", folder, "--out", tmp_path / "c.svg")
         assert code == 0
         assert error == f"fedbilevel: left out, not finished: {folder / 'sim' / 'seed-2'}\n"
-        assert all(words in shown for words in ("sim (2 seeds)", "shrofbo", "±", "to 0.1"))
+        assert all(words in shown for words in ("sim (2 seeds)", "ShroFBO", "±", "to 0.1"))
         assert (tmp_path / "c.svg").is_file()
+
+
+def test_runs_are_labelled_columns_and_levels_chosen(tmp_path, run) -> None:
+    """The relative error is 1, 1/11 and 1/21 after 0, 10 and 20 exchanges."""
+    for name, steps in (("simfbo", 5), ("mine", 1)):
+        write_run(tmp_path / name, experiments.configure(task="quadratic", settings=[f"local_steps={steps}"]))
+    groups = load_groups([tmp_path / "simfbo", tmp_path / "mine"])
+    assert compare.legend(groups) == ["SimFBO", "mine, SimFBO"]
+    look = compare.Look({"mine": "Ours & more"}, ["final", "exchanges to 0.5", "MB"], [0.5])
+    groups = load_groups([tmp_path / "simfbo", tmp_path / "mine"], look)
+    assert compare.legend(groups) == ["SimFBO", "Ours & more"]
+    table = compare.comparison(groups)
+    assert [column.heading for column in table.columns if column.paper] == ["", "final", "exchanges\nto 0.5", "MB"]
+    assert "SimFBO & " in tables.latex(table)
+    assert r"Ours \& more & " in tables.latex(table)
+    assert "exchanges to 0.5 & MB" in tables.latex(table)
+    chosen = ["--label", "simfbo=A", "--columns", "final", "--out", tmp_path / "c.png"]
+    code, shown, _ = run("compare", tmp_path / "simfbo", tmp_path / "mine", *chosen)
+    assert (code, "exchanges" in shown) == (0, False)
+    for wrong, words in (
+        (["--label", "sim=A"], "unknown run to label 'sim'; did you mean 'simfbo'?"),
+        (["--label", "A"], "'A' is not of the form NAME=TEXT"),
+        (["--columns", "finl"], "unknown column 'finl'; did you mean 'final'?"),
+        (["--levels", "low"], "'low' is not a positive number"),
+    ):
+        code, _, error = run("compare", tmp_path / "simfbo", *wrong, "--out", tmp_path / "c.png")
+        assert (code, words in error) == (2, True)
 
 
 def test_groups_of_one_name_are_told_apart_and_no_run_counts_twice(runs, tmp_path) -> None:

@@ -33,10 +33,13 @@ def test_diagnose_prints_commands_that_ask_for_what_it_found(run, monkeypatch) -
     reports = []
     measure = module.diagnose
     monkeypatch.setattr(module, "diagnose", lambda *args, **more: reports.append(measure(*args, **more)) or reports[0])
-    code, shown, error = run("diagnose", *SMALL, "--seed", 2, "--set", "simfbo.batch_size=none")
+    asked = ["--algorithm", "simfbo", "--algorithm", "fednest", "--set", "simfbo.batch_size=none"]
+    code, shown, error = run("diagnose", *SMALL, "--seed", 2, *asked)
     assert (code, error) == (0, "")
-    before, *commands = re.split(r"^(?=fedbilevel run)", shown, flags=re.MULTILINE)
-    assert "κ = " in before
+    commands, _, why = shown.partition("\n\n")
+    assert "κ = " in why
+    assert "aggitd" not in why
+    commands = re.split(r"\n(?=fedbilevel run)", commands)
     for name, command in zip(("simfbo", "fednest"), commands, strict=True):
         _, *words = shlex.split(command.replace("\\\n", " "))
         found, _ = _described(cli.parser().parse_args(words))
@@ -45,6 +48,14 @@ def test_diagnose_prints_commands_that_ask_for_what_it_found(run, monkeypatch) -
         made = changed(ALGORITHMS[name], fields, "algorithm", [])
         for field in fields:
             assert_near(found.algorithm.fields[field], plain(getattr(made, field)))
+
+
+def test_diagnose_says_all_else_on_request(run) -> None:
+    _, short, _ = run("diagnose", "quadratic")
+    _, whole, _ = run("diagnose", "quadratic", "--all")
+    assert whole.startswith(short)
+    assert len(short.splitlines()) <= 10
+    assert "aggitd: fb.AggITD(inner=" in whole
 
 
 def assert_near(got: object, wanted: object) -> None:

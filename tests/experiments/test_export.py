@@ -33,7 +33,7 @@ def test_a_table_for_a_readme_has_the_best_in_bold_and_no_markup() -> None:
     head, rule, first, *_, last = markdown(comparison(made_up_groups(STRANGE, 1))).splitlines()
     assert head.startswith("| run | algorithm | rounds | exchanges |")
     assert rule.startswith("| --- | --- | ---: |")
-    assert first.startswith("| 50% of_a &#38; b | simfbo | 1,000 | 123,450 | 61,700.0 |")
+    assert first.startswith("| 50% of_a &#38; b | SimFBO | 1,000 | 123,450 | 61,700.0 |")
     assert "| **6.789e-06** |" in last
     assert len({line.count("|") for line in (head, rule, first, last)}) == 1
 

@@ -19,7 +19,7 @@ from fedbilevel.cli.shared import check_names
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.facts import No
 from fedbilevel.core.submodel import Policy
-from fedbilevel.experiments import loader, names, resolve
+from fedbilevel.experiments import configure, loader, names, resolve, toml
 from fedbilevel.experiments.series import comparison_specs
 from fedbilevel.tasks import TASKS
 
@@ -32,6 +32,18 @@ def test_generated_files_say_what_the_code_says() -> None:
     files = {file.name for file, _ in found}
     assert {"__init__.py", "choosing.md", "README.md", "simfbo.md", "own-method.md", "tasks.md"} <= files
     assert [str(file) for file, text in found if file.read_text("utf-8") != text] == []
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_field_that_is_shown_can_be_set_by_the_names_that_are_shown(name) -> None:
+    """As in the section that is shown, and as the list of all fields calls it in an error: simfbo.local_steps."""
+    task = {"Bilevel": "quadratic", "SingleLevel": "classification", "Minimax": "saddle", "SimpleBilevel": "location"}
+    chosen = {"task": task[ALGORITHMS[name].solves[0].__name__], "algorithm": name}
+    section = loader.shown("algorithm", name).partition("[algorithm]")[2].partition("\n\n")[0]
+    fields = [(field, toml.value(value)) for field, value in tomllib.loads(section).items() if field != "name"]
+    expected = configure(**chosen, settings=[f"algorithm.{field}={value}" for field, value in fields])
+    for before in ("", f"{name}."):
+        assert configure(**chosen, settings=[f"{before}{field}={value}" for field, value in fields]) == expected
 
 
 HEAVY = {"jax", "jaxlib", "optax", "numpy", "matplotlib", "sklearn", "flwr"}

@@ -61,7 +61,7 @@ def test_what_is_finished_is_read(compared, run) -> None:
     before = contents(compared)
     code, shown, error = run(*again(compared))
     assert (code, error) == (0, "")
-    assert [name in shown for name in ("simfbo (2 seeds)", "shrofbo (2 seeds)", "centralised (2 seeds)")] == [True] * 3
+    assert [name in shown for name in ("SimFBO (2 seeds)", "ShroFBO (2 seeds)", "centralised (2 seeds)")] == [True] * 3
     assert contents(compared) == before
 
 
@@ -121,9 +121,9 @@ def test_a_run_that_diverges_does_not_stop_the_others(incomplete, run, monkeypat
     (incomplete / "comparison.png").unlink()
     code, shown, error = run(*again(incomplete))
     assert (code, error) == (3, "fedbilevel: simfbo/seed-1: round 3, x is nan; no checkpoint had been written\n")
-    assert "simfbo " in shown
-    assert "simfbo (2 seeds)" not in shown
-    assert "shrofbo (2 seeds)" in shown
+    assert "SimFBO " in shown
+    assert "SimFBO (2 seeds)" not in shown
+    assert "ShroFBO (2 seeds)" in shown
     assert (incomplete / "comparison.png").is_file()
 
 

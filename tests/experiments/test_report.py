@@ -91,9 +91,9 @@ def test_a_comparisons_page_has_the_table_that_compare_prints(written: dict[str,
     """The relative error of every run ends at 1/21."""
     page = Elements(written["comparison"])
     assert "run rounds exchanges MB gradients hvps GFLOP final best seconds exchanges to 0.1" in page.text("tr")
-    assert any(row.startswith("simfbo (2 seeds) 20 20 0.0 60 0 2e-06 0.04762 ± 0 ") for row in page.text("tr"))
-    assert "Best relative error at the end: 0.04762 ± 0, by fedbio and simfbo." in page.text("p")
-    assert page.text("summary") == ["Spec of fedbio (2 seeds)", "Spec of simfbo (2 seeds)"]
+    assert any(row.startswith("SimFBO (2 seeds) 20 20 0.0 60 0 2e-06 0.04762 ± 0 ") for row in page.text("tr"))
+    assert "Best relative error at the end: 0.04762 ± 0, by FedBiO and SimFBO." in page.text("p")
+    assert page.text("summary") == ["Spec of FedBiO (2 seeds)", "Spec of SimFBO (2 seeds)"]
     assert "jax 0.10.2" in page.text("tr")
     assert "<b>0.04762 ± 0</b>" in written["comparison"]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,6 +60,30 @@ def test_the_best_point_has_the_best_mean_over_the_seeds(two_by_two) -> None:
     assert first["relative_error"] == pytest.approx(np.mean(errors[best]), rel=1e-15)
     assert first["sd"] == pytest.approx(np.std(errors[best], ddof=1), rel=1e-12)
     assert two_by_two.spent == {"rounds": 24, "exchanges": 24}
+
+
+@pytest.mark.parametrize(
+    ("values", "best", "said"),
+    [
+        ([1, 2, 3], 3, ["the best steps, 3, lies on the edge of the grid: better ones may lie beyond it"]),
+        ([0.5, 2, 3], 0.5, ["the best steps, 0.5, lies on the edge of the grid: better ones may lie beyond it"]),
+        ([1, 2, 3], 2, []),
+        ([1, 2, 3], 1, []),  # no count is smaller
+        ([3], 3, []),
+        (["cg", None, 3], 3, []),
+        ([True, False], True, []),
+    ],
+)
+def test_a_best_point_on_the_edge_of_its_grid_is_warned_of(values, best, said) -> None:
+    def play(number, seed):
+        row = {"round": 1, "exchanges": 1, "loss": float(values[number] != best)}
+        return History([row])
+
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        found = played([{"steps": value} for value in values], values, [0], "loss", play)
+    assert found.best == {"steps": best}
+    assert [str(one.message) for one in warned] == said
 
 
 def test_it_says_of_itself_in_six_lines(two_by_two) -> None:
@@ -170,7 +195,7 @@ def test_wrong_input_is_refused_before_anything_runs(given, message, monkeypatch
 
 
 def test_a_test_metric_decides_only_where_that_is_said() -> None:
-    metrics = {"test_accuracy": TASK.metrics["relative_error"]}
+    metrics = {"test_accuracy": fb.Metric(TASK.metrics["relative_error"], larger_is_better=True)}
     found = swept(select="test_accuracy", metrics=metrics, select_on_test=True, rounds=1)
     assert "SELECTED ON TEST DATA" in repr(found)
 

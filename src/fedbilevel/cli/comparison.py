@@ -41,6 +41,11 @@ def add_to(add: shared.Add) -> None:
     out = "of runs: the picture, .png, .pdf or .svg (comparison.png); of algorithms: the folder (runs/…)"
     compare.add_argument("--out", metavar="PATH", help=out)
     compare.add_argument("--panel", type=_names, metavar="NAME,NAME,…", help="what the picture's panels run over")
+    compare.add_argument("--label", type=_label, action="append", default=[], metavar="NAME=TEXT", help="of a run")
+    compare.add_argument("--columns", type=_names, metavar="NAME,NAME,…", help="of the table, by their headings")
+    compare.add_argument(
+        "--levels", type=_levels, metavar="N,N,…", help="of the metric, to show the exchanges up to them"
+    )
     compare.add_argument("--size", type=_size, metavar="WxH", help="of the picture, in inches")
     for name, text in FORMATS.items():
         compare.add_argument(f"--{name}", action="store_true", help=f"also write {text}, beside the picture")
@@ -52,6 +57,17 @@ def add_to(add: shared.Add) -> None:
 
 def _names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _levels(text: str) -> list[float]:
+    return [shared.positive(part, "the metric") for part in text.split(",")]
+
+
+def _label(text: str) -> tuple[str, str]:
+    name, _, said = (part.strip() for part in text.partition("="))
+    if not (name and said):
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=TEXT")
+    return name, said
 
 
 def _size(text: str) -> tuple[float, float]:
@@ -78,6 +94,8 @@ def _compare(options: argparse.Namespace) -> int:
       --panel NAME,NAME   a panel for each: rounds, exchanges, megabytes, evaluations (gradients + hvps), gflop,
                           seconds (of this machine), time (of the clock); per_client, or per_client:NAME: metrics of
                           single clients, where they were measured (run.metrics_per_client=true)
+      --label NAME=TEXT   what tables and pictures call a run, in place of its name
+      --columns, --levels which columns the table has ("final,exchanges to 0.1"), and up to which values of the metric
       --size WxH          of the picture in inches; below 5 inches of width the type is small; it has no title
       --csv, --json, --latex, --markdown write beside the picture, with its name (fig.csv, …):
         .csv              a line for each run;  -curves.csv: one for each run and row of its history
@@ -119,7 +137,7 @@ def _runs(options: argparse.Namespace) -> int:
     terminal = shared.console()
     from fedbilevel.display.curves import can_draw, require_picture
     from fedbilevel.experiments import export
-    from fedbilevel.experiments.compare import comparison_table, draw, find_runs, load_groups
+    from fedbilevel.experiments.compare import Look, comparison_table, draw, find_runs, load_groups
     from fedbilevel.experiments.names import is_task
 
     picture = Path(options.out or "comparison.png")
@@ -129,7 +147,7 @@ def _runs(options: argparse.Namespace) -> int:
     runs, left_out = find_runs(options.what)
     for line in left_out:
         print(f"fedbilevel: left out, {line}", file=sys.stderr)
-    groups = load_groups(runs)
+    groups = load_groups(runs, Look(dict(options.label), options.columns, options.levels))
     drawn = can_draw()
     if drawn:
         draw(groups, picture, options.panel, options.size)
@@ -145,7 +163,7 @@ def _algorithms(options: argparse.Namespace) -> int:
     shared.prepare_jax()
     from fedbilevel.display.curves import SUFFIXES, can_draw
     from fedbilevel.experiments import export
-    from fedbilevel.experiments.compare import comparison_table
+    from fedbilevel.experiments.compare import Look, comparison_table, require_labelled
     from fedbilevel.experiments.series import PICTURE, comparison_folder, comparison_specs, play_all
     from fedbilevel.experiments.spec import said_of_several
 
@@ -158,6 +176,8 @@ def _algorithms(options: argparse.Namespace) -> int:
     specs = comparison_specs(
         task, options.algorithms, settings=given, data=options.data, centralised=options.centralised
     )
+    look = Look(dict(options.label), options.columns, options.levels)
+    require_labelled(look, specs)
     shared.tune(next(iter(specs.values())))
     folder = Path(options.out) if options.out else comparison_folder(specs)
     if not options.quiet:
@@ -171,11 +191,11 @@ def _algorithms(options: argparse.Namespace) -> int:
             failed.append(f"{place.relative_to(folder)}: {error}")
             print(f"fedbilevel: {failed[-1]}", file=sys.stderr)
 
-    groups = play_all(specs, folder, options.seeds, play, options.panel, options.size, picture=drawn)
+    groups = play_all(specs, folder, options.seeds, play, options.panel, options.size, drawn, look)
     written = export.write(groups, folder / PICTURE, _formats(options))
     terminal.print(comparison_table(groups, terminal.width))
     shared.say_paths(terminal, {"runs": folder, "plot": [folder / PICTURE] * drawn, "also": written})
-    return shared.NUMBERS_FAIL if failed else shared.OK
+    return shared.NUMBERS_FAIL if failed or any(run.grown for group in groups for run in group.runs) else shared.OK
 
 
 def _report(options: argparse.Namespace) -> int:

@@ -14,13 +14,12 @@ if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
     from fedbilevel.tasks import Task
 
-SUGGESTED = ("simfbo", "fednest")
-
 
 def add_to(add: shared.Add) -> None:
     check = _added(add, "check", _check, "whose estimate to check")
     check.add_argument("--draws", type=shared.count, default=100, metavar="N", help="rounds with each (%(default)s)")
-    look = _added(add, "diagnose", _diagnose, f"for which ({', '.join(SUGGESTED)})")
+    look = _added(add, "diagnose", _diagnose, "for which (simfbo)")
+    look.add_argument("--all", action="store_true", help="also all that was measured, and steps for all methods")
     look.add_argument("--rounds", type=shared.count, metavar="N", help="how many can be afforded (1000)")
 
 
@@ -84,8 +83,8 @@ def _diagnose(options: argparse.Namespace) -> int:
     """Measure what a task's step sizes depend on, and suggest some.
 
     Near the task's starting point: curvature of both losses and of the outer objective, how much clients differ, and
-    from these the step sizes that --algorithm would be given, as a command to run. Batch and cohort sizes are those
-    that `fedbilevel run` would have.
+    from these the step sizes that --algorithm would be given, as a command to run, which comes first. Batch and cohort
+    sizes are those that `fedbilevel run` would have.
 
     settings:
       --set task.clients=50             of the task
@@ -100,7 +99,7 @@ def _diagnose(options: argparse.Namespace) -> int:
     ours = [name for name in options.algorithm if not code_of(name)]
     for name in ours:
         require_suggested(name)
-    specs, spec, task = _prepared(options, options.algorithm or SUGGESTED)
+    specs, spec, task = _prepared(options, options.algorithm)
     planned = {} if options.rounds is None else {"rounds": options.rounds}
     with showing(None):
         report = diagnose(task.problem, task.population, task.x0, task.y0, key=spec.run.seed, **planned)
@@ -108,12 +107,13 @@ def _diagnose(options: argparse.Namespace) -> int:
     for name, one in specs.items():
         if code_of(one.algorithm.name):
             known = f"no step sizes are suggested for {label(one.algorithm.name)}, an algorithm of your own"
-            commands.append(f"{known}: the safe steps above hold for what its round moves x, y and v by")
+            commands.append(f"{known}: the safe steps below hold for what its round moves x, y and v by")
             continue
         batch_size = one.algorithm.fields.get("batch_size")
         fields = report.fields(name, batch_size=batch_size, cohort=one.run.cohort)
         commands.append(_command(options, name, fields))
-    shared.say(terminal, report.report(ours) if options.algorithm else report, "", *commands)
+    details = ["", report.details] if options.all else []
+    shared.say(terminal, *commands, "", *report.why(ours if options.algorithm else list(specs)), *details)
     return shared.OK
 
 
@@ -135,6 +135,7 @@ def _prepared(options: argparse.Namespace, algorithms: Sequence[str]) -> tuple[d
 def _command(options: argparse.Namespace, algorithm: str, fields: Mapping[str, Any]) -> str:
     """The command that runs the task with these fields."""
     from fedbilevel.algorithms import ALGORITHMS
+    from fedbilevel.core.card import WIDTH
     from fedbilevel.experiments import toml
     from fedbilevel.experiments.names import spelled
 
@@ -145,7 +146,13 @@ def _command(options: argparse.Namespace, algorithm: str, fields: Mapping[str, A
     given = [setting for setting in options.set if spelled("algorithm", setting.partition(".")[0]) not in ALGORITHMS]
     values = {name: toml.value(_rounded(value)).strip('"') for name, value in fields.items()}
     found = [f"algorithm.{name}={value}" for name, value in values.items()]
-    return " \\\n    ".join([shlex.join(words), *(f"--set {shlex.quote(one)}" for one in [*given, *found])])
+    lines = [shlex.join(words)]
+    for one in (f"--set {shlex.quote(one)}" for one in [*given, *found]):
+        if len(lines[-1]) + len(one) < WIDTH:
+            lines[-1] += f" {one}"
+        else:
+            lines.append(f"    {one}")
+    return " \\\n".join(lines)
 
 
 def _rounded(value: Any) -> Any:

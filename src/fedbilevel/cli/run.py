@@ -20,6 +20,7 @@ from fedbilevel.core.errors import CheckpointError, ConfigurationError, Numerica
 
 if TYPE_CHECKING:
     from fedbilevel.experiments import Folder, Spec
+    from fedbilevel.experiments.folder import LoadedRun
     from fedbilevel.tasks import Task
 
 
@@ -82,7 +83,7 @@ def _run(options: argparse.Namespace) -> int:
       first say whose. So look at the spec.toml of a stranger first. `fedbilevel compare RUN …` reads runs and executes
       nothing of them.
 
-    exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …), 4 a file could not be written,
+    exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …) or diverge, 4 a file could not be written,
       5 too few clients replied or another process was lost, 130 interrupted
     """
     together = [getattr(options, name) is not None for name in ("coordinator", "processes", "process")]
@@ -128,8 +129,13 @@ def _play(options: argparse.Namespace) -> int:
     spec, folder = _chosen(options)
     if options.seeds:
         return _run_seeds(options, spec, folder)
-    played(spec, folder, options.quiet, partial(experiments.run, spec, folder))
-    return shared.OK
+    ended = played(spec, folder, options.quiet, partial(experiments.run, spec, folder))
+    return _code(ended)
+
+
+def _code(*ended: LoadedRun | None) -> int:
+    """The exit code after runs that came to their end."""
+    return shared.NUMBERS_FAIL if any(one and one.grown for one in ended) else shared.OK
 
 
 def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:
@@ -172,13 +178,8 @@ def _resume(options: argparse.Namespace) -> int:
         shared.spec_tables(place.spec)
     spec = resumable(place, options.rounds)
     shared.tune(spec)
-    played(
-        spec,
-        place.path,
-        options.quiet,
-        partial(experiments.resume, place.path, rounds=options.rounds, force=options.force),
-    )
-    return shared.OK
+    play = partial(experiments.resume, place.path, rounds=options.rounds, force=options.force)
+    return _code(played(spec, place.path, options.quiet, play))
 
 
 def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
@@ -196,9 +197,9 @@ def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     if drawn:
         draw(load_groups(list(series)), picture)
     terminal = shared.console(options.quiet)
-    terminal.print(tables.seeds_table(runs, terminal.width))
+    terminal.print(tables.seeds_table([one.summary for one in runs if one], terminal.width))
     shared.say_paths(terminal, {"runs": folder, "plot": [picture] * drawn})
-    return shared.OK
+    return _code(*runs)
 
 
 def played(
@@ -209,10 +210,10 @@ def played(
     *,
     task: Task | None = None,
     series: Path | None = None,
-) -> dict[str, Any]:
+) -> LoadedRun | None:
     """Play a run with its progress shown, then its outcome; say how to go on if it does not reach its end.
 
-    Where several processes play it together, process 0 does that; the others' summary is empty.
+    Where several processes play it together, process 0 does that; the others return None.
 
     Args:
         play: how, as `experiments.run` or `resume`; None: as `complete`, and a run that is finished is only read.
@@ -227,7 +228,7 @@ def played(
 
     group, place = current_group(), experiments.Folder(folder)
     if play is None and place.finished:
-        return experiments.load_run(folder).summary
+        return experiments.load_run(folder)
     experiment = experiments.build(spec, task)  # shows downloads by itself
     play = play or partial(experiments.complete, spec, folder)
     quiet = quiet or not group.is_first
@@ -250,16 +251,16 @@ def played(
             raise
         raise CheckpointError(f"{error}; free some space, then {go_on}") from error
     if not group.is_first:
-        return {}
-    summary = experiments.load_run(folder).summary
+        return None
+    ended = experiments.load_run(folder)
     if series is None:
-        terminal.print(tables.summary_table(summary))
+        terminal.print(tables.summary_table(ended.summary))
         shared.say_paths(terminal, {"run": folder, "plot": [place.plot] * drawn})
     else:
-        shared.say(terminal, tables.summary_line(folder.relative_to(series), summary))
+        shared.say(terminal, tables.summary_line(folder.relative_to(series), ended.summary))
     if quiet:
         print(folder)
-    return summary
+    return ended
 
 
 CONTINUE = "continue with: fedbilevel run --resume {}"

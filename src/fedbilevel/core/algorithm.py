@@ -265,8 +265,9 @@ class Algorithm(Part):
             if known == function:  # bound to the same object: equal fields do not do
                 return name
         got = getattr(function, "__name__", repr(function))
-        own = getattr(function, "__self__", None) is self and not is_phase(function)
-        mark = ": mark it with @phase" if own else ""
+        holder = getattr(function, "__self__", None)
+        mark = ": mark it with @phase" if holder is self and not is_phase(function) else ""
+        mark = f" of a {type(holder).__name__} that is no field: make it a field" if isinstance(holder, Part) else mark
         raise ConfigurationError(f"{self.label}: an exchange takes one of its phases {sorted(phases)}, got {got}{mark}")
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:

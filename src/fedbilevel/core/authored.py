@@ -15,14 +15,10 @@ from jax import Array
 from fedbilevel.core.client import Client
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Fed, Phase, Reply
+from fedbilevel.core.inputs import NOT_YET_A_NUMBER, not_yet_a_number
 from fedbilevel.core.tree import PyTree, shapes
 
 SEVERAL = "; an update of several parts is one tuple, Reply((dx, dy))"
-NOT_YET_A_NUMBER = (
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.ConcretizationTypeError,
-)
 
 
 class Server(Protocol):
@@ -132,11 +128,7 @@ def explained(where: str) -> Iterator[None]:
     try:
         yield
     except NOT_YET_A_NUMBER as error:
-        raise ConfigurationError(
-            f"{where} is traced by JAX, and took a value that is not known before it runs for a number of Python: "
-            "for range(n) write jax.lax.fori_loop(0, n, …), for `if` jnp.where or jax.lax.cond, for numpy jax.numpy, "
-            f"and leave out int(…) and float(…). JAX says: {str(error).splitlines()[0]}"
-        ) from error
+        raise not_yet_a_number(where, error) from error
 
 
 def difference(got: PyTree, like: PyTree) -> str:

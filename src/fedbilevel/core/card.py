@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +17,20 @@ WIDTH = 110  # characters of a line
 
 
 @dataclass(frozen=True, repr=False)
-class Card:
-    """A title and a few named lines; `str` gives text, a notebook shows a table."""
+class Card(Mapping[str, str]):
+    """A title and a few named lines, a mapping of these; `str` gives text, a notebook shows a table."""
 
     title: str
     lines: Mapping[str, str]
+
+    def __getitem__(self, name: str) -> str:
+        return self.lines[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.lines)
+
+    def __len__(self) -> int:
+        return len(self.lines)
 
     def __repr__(self) -> str:
         indent = max(map(len, self.lines), default=0)

@@ -15,7 +15,15 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.card import Card, Shown, counted, listed, named_shape, span
-from fedbilevel.core.errors import ConfigurationError, FloorError, is_count, is_number, require, require_count
+from fedbilevel.core.errors import (
+    ConfigurationError,
+    FloorError,
+    explain_misspelt,
+    is_count,
+    is_number,
+    require,
+    require_count,
+)
 from fedbilevel.core.foreign import one_by_one
 from fedbilevel.core.inputs import arrays_of
 from fedbilevel.core.own import LOCAL_STEPS, Given, Values, check, read
@@ -25,6 +33,7 @@ from fedbilevel.core.tree import PyTree, rows_at
 from fedbilevel.machinery.threefry import computed_once, uniform_below
 
 
+@explain_misspelt
 @dataclass(frozen=True, init=False, repr=False)
 class Clients(Shown):
     """The population: each client's samples for the two losses, its weight, and how much local work it does.
@@ -302,7 +311,10 @@ def require_clients(got: object) -> Clients:
 def check_samples(problem: Problem, clients: Any) -> None:
     """Refuse samples of an inner loss where a problem has but one set of them."""
     one = isinstance(problem, Minimax) and clients.inner is not clients.outer
-    require(not one, "Clients.inner", "other samples than outer", "left out for a Minimax problem, which has one loss")
+    if one:
+        raise ConfigurationError(
+            "a Minimax problem has one loss: leave Clients.inner out, and give its samples as outer"
+        )
 
 
 class Places(NamedTuple):

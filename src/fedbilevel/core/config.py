@@ -23,7 +23,14 @@ import optax
 from jax import Array
 from jax.core import Tracer
 
-from fedbilevel.core.errors import ConfigurationError, is_count, refuse_together, require, require_count, unknown
+from fedbilevel.core.errors import (
+    ConfigurationError,
+    explain_misspelt,
+    is_count,
+    refuse_together,
+    require,
+    require_count,
+)
 from fedbilevel.core.tree import XYV
 
 SECTION = re.compile(r"^Args:\n((?:    .*\n?)+)", re.MULTILINE)
@@ -167,7 +174,7 @@ def config(cls: T) -> T:
     written = vars(cls).get("__doc__")
     cls.__post_init__ = post_init  # type: ignore[attr-defined]
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
-    _explain_misspelt(made)
+    explain_misspelt(made, "field")
     fields = dataclasses.fields(made)
     if written:
         made.__doc__ = _with_fields(written, cls, [field.name for field in fields])
@@ -186,11 +193,23 @@ def at(configuration: Any, round: Array | int) -> Any:
     return _changed(configuration, lambda _, value: value.function(round) if isinstance(value, Schedule) else value)
 
 
+def is_step(name: str) -> bool:
+    """Whether a field is a step size: it is called lr, step, or something_lr."""
+    return name in ("lr", "step") or name.endswith("_lr")
+
+
+def given_steps(configuration: Any) -> list[str]:
+    """The step sizes that are numbers or schedules, in parts too, by path; three of one field by its name alone."""
+    given = (*hyperparameters(configuration), *dict(schedules(configuration)))
+    paths = (re.sub(r"\.[xyv]$", "", path) for path in given)
+    return list(dict.fromkeys(path for path in paths if is_step(re.sub(r"\[\d+\]$", "", path).split(".")[-1])))
+
+
 def halved(configuration: Any) -> Any:
-    """The configuration with every step size halved: what is called lr, step, or something_lr, in its parts too."""
+    """The configuration with every step size halved, in its parts too."""
 
     def half(name: str, value: Any) -> Any:
-        if value is None or (name not in ("lr", "step") and not name.endswith("_lr")):
+        if value is None or not is_step(name):
             return value
         return Schedule(lambda round: value.function(round) / 2) if isinstance(value, Schedule) else value / 2
 
@@ -315,26 +334,12 @@ def _check_annotated(cls: type) -> None:
     own = inspect.get_annotations(cls)
     for name, value in vars(cls).items():
         number = isinstance(value, int | float | XYV) and name not in known
-        unheeded = name in fields and not isinstance(value, property)
-        if (number or unheeded) and name not in own and not name.startswith("_"):
-            field = f"{name}: {type(value).__name__} = "
+        if (number or name in fields) and name not in own and not name.startswith("_"):
+            field = f"{name}: {'…' if isinstance(value, property) else type(value).__name__} = "
             raise ConfigurationError(
-                f"{cls.__name__}.{name} = {value!r} has no annotation, and so is no field: write {field}positive(…), "
+                f"{cls.__name__}.{name} = {value!r} has no annotation; make it a field: write {field}positive(…), "
                 f"{field}static(…) or another maker of fields; for a constant, {name}: ClassVar = …"
             )
-
-
-def _explain_misspelt(cls: type) -> None:
-    """Let every misspelt keyword be answered with the nearest field."""
-    original: Any = cls.__init__  # type: ignore[misc]
-    names = [field.name for field in dataclasses.fields(cls)]
-
-    def __init__(self: Any, *given: Any, **fields: Any) -> None:
-        refuse_together([unknown(f"field of {cls.__name__}", name, names) for name in fields if name not in names])
-        original(self, *given, **fields)
-
-    __init__.__wrapped__ = original  # type: ignore[attr-defined]
-    cls.__init__ = __init__  # type: ignore[misc]
 
 
 def _prepare_number(

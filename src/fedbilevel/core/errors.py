@@ -1,10 +1,11 @@
 """Errors and warnings, one class per kind, each message saying which field, what it got and what is allowed."""
 
 import difflib
+import inspect
 import math
 from collections.abc import Iterable, Sequence
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, TypeVar
 
 __all__ = [
     "AbsenceWarning",
@@ -21,6 +22,9 @@ __all__ = [
     "NumericalError",
     "NumericalWarning",
 ]
+
+
+T = TypeVar("T", bound=type)
 
 
 class FedbilevelError(Exception):
@@ -129,8 +133,28 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationErr
 def nearest(name: str, names: Iterable[str]) -> str:
     """Return the nearest of the names; "" where none is near."""
     lower = {one.lower(): one for one in names}
+    if SAME.get(name) in lower:
+        return SAME[name]
     near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
     return lower[near[0]] if near else ""
+
+
+SAME = {"x_bounds": "project_x", "higher_is_better": "larger_is_better"}
+"""Names that people try, and what they are here."""
+
+
+def explain_misspelt(cls: T, kind: str = "argument") -> T:
+    """Let every misspelt keyword of a class be answered with the nearest name, and all."""
+    original: Any = cls.__init__  # type: ignore[misc]
+    names = list(inspect.signature(original).parameters)[1:]
+
+    def __init__(self: Any, *given: Any, **named: Any) -> None:
+        refuse_together([unknown(f"{kind} of {cls.__name__}", name, names) for name in named if name not in names])
+        original(self, *given, **named)
+
+    __init__.__wrapped__ = original  # type: ignore[attr-defined]
+    cls.__init__ = __init__  # type: ignore[misc]
+    return cls
 
 
 def refuse_together(wrong: Iterable[ConfigurationError]) -> None:

@@ -5,21 +5,31 @@ function that fails is explained by what it was given.
 from __future__ import annotations
 
 import inspect
+import os
+import traceback
+import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, InfluenceWarning, require
 from fedbilevel.core.foreign import as_numpy, kind_of, tree_of
-from fedbilevel.core.tree import PyTree, shapes
+from fedbilevel.core.tree import PyTree, in_a_module, nonfinite_leaves, shapes
 
 MISUSED = (TypeError, ValueError, LookupError, AttributeError)
 """What a function may raise because its arguments are not those that it was written for."""
+NOT_YET_A_NUMBER = (
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.ConcretizationTypeError,
+)
+NOT_OF_USERS = (str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "site-packages", "dist-packages")
 NOT_NUMBERS = {
     "S": "holds strings; encode them as integers, the same for all clients",
     "O": "holds Python objects; make numbers of them (categories: integers, the same for all clients)",
@@ -56,14 +66,50 @@ def declares_key(function: object, arguments: str) -> bool:
 
 @contextmanager
 def explained(what: str, **arguments: PyTree) -> Iterator[None]:
-    """Say of a user's function that fails what it was given: the shapes of `arguments`, by name."""
+    """Say of a user's function that fails in which line, and what it was given: the shapes of `arguments`, by name."""
     try:
         yield
     except FedbilevelError:
         raise
+    except NOT_YET_A_NUMBER as error:
+        raise not_yet_a_number(what, error) from error
     except MISUSED as error:
         given = "; ".join(f"{name}: {shapes(tree)}" for name, tree in arguments.items())
-        raise ConfigurationError(f"{what} fails ({type(error).__name__}: {error}); it was given {given}") from error
+        said = f"{what} fails ({type(error).__name__}: {error}); it was given {given}"
+        raise ConfigurationError(f"{users_line(error)}{said}") from error
+
+
+def not_yet_a_number(what: str, error: Exception) -> ConfigurationError:
+    """The error that says what to write where traced values were taken for numbers of Python."""
+    return ConfigurationError(
+        f"{users_line(error)}{what} is traced by JAX, and took a value that is not known before it runs for a number "
+        "of Python: in place of np write jnp (import jax.numpy as jnp), of range(n) jax.lax.fori_loop(0, n, …), of "
+        f"`if` jnp.where or jax.lax.cond, and leave out int(…) and float(…). JAX says: {str(error).splitlines()[0]}"
+    )
+
+
+def users_line(error: Exception) -> str:
+    """The line of the user's own where an error arose, to begin a message; "" where there is none."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [one for one in frames if not any(place in one.filename for place in NOT_OF_USERS)]
+    return f"{own[-1].filename}:{own[-1].lineno}, `{own[-1].line}`: " if own else ""
+
+
+def require_start(name: str, given: PyTree, variable: PyTree) -> None:
+    """Refuse a starting point with running statistics, or whose floating arrays, `variable`, are none or not finite;
+    warn of whole numbers."""
+    require_no_statistics(name, given)
+    some = "a pytree with at least one floating array: 0.0 in place of 0, or .astype(float)"
+    require(bool(jax.tree.leaves(variable)), name, given, some)
+    if bad := nonfinite_leaves(variable):
+        where = "" if bad == ["value"] else f" in {', '.join(bad)}"
+        raise ConfigurationError(f"{name} holds NaN or infinity{where}; it must be finite in every leaf")
+    for path, leaf in jax.tree_util.tree_leaves_with_path(given):
+        if type(leaf) is int and not in_a_module(given, path):
+            text = (
+                f"{name}{jax.tree_util.keystr(path)} = {leaf} is a whole number, which stays: write {leaf}.0 to vary it"
+            )
+            warnings.warn(InfluenceWarning(text), stacklevel=3)
 
 
 def arrays_of(field: str, data: PyTree, whose: str = "") -> PyTree:

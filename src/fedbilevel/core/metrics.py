@@ -6,57 +6,64 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from fedbilevel.core.errors import require
-from fedbilevel.core.inputs import require_function
+from fedbilevel.core.errors import ConfigurationError, explain_misspelt, require
 from fedbilevel.core.tree import PyTree
 
 MetricFunction = Callable[[PyTree, PyTree], Any]
 """(x, y) -> one number: a plain function, or a Metric."""
 
 
+@explain_misspelt
 @dataclass(frozen=True)
 class Metric:
     """A metric that says which way is better; called, it is its function.
 
     Args:
-        function: (x, y) -> one number.
+        function: (x, y) -> one number; of each client (x, y, batch) -> one number.
         larger_is_better: whether a larger value is a better one.
 
-    A plain function needs no Metric where the default is right: a metric with "accuracy" in its name is better the
-    larger it is, any other the smaller.
+    A plain function needs no Metric where a smaller value is better, as of losses and errors.
     """
 
-    function: MetricFunction
+    function: Callable[..., Any]
     larger_is_better: bool
 
     def __post_init__(self) -> None:
-        require_function("Metric.function", self.function, "x, y", " -> one number")
+        require(callable(self.function), "Metric.function", self.function, "a function (x, y) or (x, y, batch)")
         require_direction("Metric.larger_is_better", self.larger_is_better)
 
-    def __call__(self, x: PyTree, y: PyTree) -> Any:
-        return self.function(x, y)
+    def __call__(self, *given: PyTree) -> Any:
+        return self.function(*given)
 
 
 def require_direction(field: str, got: object, optional: bool = False) -> None:
     """Raise ConfigurationError unless `got` is a boolean, or None where that is allowed."""
     fits = isinstance(got, bool) or (optional and got is None)
-    require(fits, field, got, "True, False or None (as its name says)" if optional else "True or False")
+    require(fits, field, got, "True, False or None (as the metric says)" if optional else "True or False")
 
 
 def directions(metrics: Mapping[str, Any]) -> dict[str, bool]:
-    """Of each metric whether a larger value is better: as it declares, or else as its name says."""
-    return {name: larger_is_better(name, getattr(metric, "larger_is_better", None)) for name, metric in metrics.items()}
+    """Of each metric whether a larger value is better, as it says; of a plain function a smaller one is.
+
+    Raises:
+        ConfigurationError: the name of a plain function has "accuracy" in it, and so may mean the contrary.
+    """
+    found = {name: getattr(metric, "larger_is_better", None) for name, metric in metrics.items()}
+    for name in found:
+        if "accuracy" in name and found[name] is None:
+            said = "does not say whether a larger value is better: write fb.Metric(function, larger_is_better=True)"
+            raise ConfigurationError(f"the metric {name} {said}, or False")
+    return {name: bool(larger) for name, larger in found.items()}
 
 
 def larger_is_better(name: str, declared: bool | None = None) -> bool:
-    """Whether a larger value of a metric is better: as declared, or else by default: accuracies are to grow, all else
-    (errors, losses) to fall."""
+    """Whether a larger value of a metric is better: as declared; in a history that does not say, an accuracy's."""
     return in_percent(name) if declared is None else declared
 
 
 def in_percent(metric: str) -> bool:
-    """Whether values are written in per cent: those of accuracies."""
-    return "accuracy" in metric
+    """Whether values are written in per cent: of metrics called accuracy, something_accuracy, or a part of these."""
+    return re.search(r"(^|_)accuracy($|\.)", metric) is not None
 
 
 def metric_of(column: str) -> str:

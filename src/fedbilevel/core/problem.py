@@ -18,7 +18,7 @@ from jax.extend.core import ClosedJaxpr
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedbilevel.core.card import Card, Shown
-from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
+from fedbilevel.core.errors import ConfigurationError, explain_misspelt, is_number, require, unknown
 from fedbilevel.core.inputs import declares_key, explained, require_function
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree, join
@@ -241,6 +241,7 @@ def _derivatives(loss: Loss, x: PyTree, y: PyTree, batch: PyTree) -> list[Closed
     return programs
 
 
+@explain_misspelt
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Bilevel(Problem):
     """min over x of F(x, y*(x)) with y*(x) = argmin over y of G(x, y); F and G are weighted means over clients.
@@ -277,6 +278,7 @@ class Bilevel(Problem):
         self._set(outer, inner, structure, local, project_x)
 
 
+@explain_misspelt
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Minimax(Bilevel):
     """min over x of max over y of F(x, y): the bilevel problem with g = −f, on the samples of `Clients.outer`.
@@ -297,6 +299,7 @@ class Minimax(Bilevel):
         )
 
 
+@explain_misspelt
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Compositional(Bilevel):
     """min over x of F(R(x)): the bilevel problem with g = ½‖y − r(x)‖², F and R being weighted means over clients.
@@ -332,6 +335,7 @@ class Compositional(Bilevel):
         vars(self).update(draws=named(DrawingLoss, outer=outer, inner=inner))
 
 
+@explain_misspelt
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class SingleLevel(Problem):
     """min over x of F(x), the ordinary federated problem; y is empty and `y0` is None.
@@ -356,6 +360,7 @@ class SingleLevel(Problem):
         vars(self).update(draws=named(DrawingLoss, outer=loss))
 
 
+@explain_misspelt
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class SimpleBilevel(Problem):
     """min of H(x) over the minimisers x of F over X: one variable, and a preference among many solutions.
@@ -466,8 +471,11 @@ def check_losses(
         with explained(f"the {name} loss", x=x, y=y, batch=batch):
             programs[f"{name} loss"], shape = jax.make_jaxpr(loss, return_shape=True)(x, y, batch)
         if getattr(shape, "shape", None) != () or not jnp.issubdtype(shape.dtype, jnp.floating):
+            got = getattr(shape, "dtype", shape)
+            if getattr(shape, "shape", ()):
+                got = f"an array of shape {shape.shape}, of which jnp.mean makes one"
             raise ConfigurationError(
-                f"the {name} loss must return one real number (the mean over the batch); it returned {shape}"
+                f"the {name} loss must return one real number (the mean over the batch); it returned {got}"
             )
     return programs
 

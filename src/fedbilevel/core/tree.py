@@ -99,13 +99,13 @@ def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[Py
     as a rate of dropout; only the arrays are variables.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
-    chosen = [varies(leaf) and not (type(leaf) is float and _in_a_module(tree, path)) for path, leaf in leaves]
+    chosen = [varies(leaf) and not (type(leaf) is float and in_a_module(tree, path)) for path, leaf in leaves]
     pairs = list(zip((leaf for _, leaf in leaves), chosen, strict=True))
     variable = jax.tree.unflatten(structure, [jnp.asarray(leaf) if own else None for leaf, own in pairs])
     return variable, jax.tree.unflatten(structure, [None if own else leaf for leaf, own in pairs])
 
 
-def _in_a_module(tree: PyTree, path: tuple[Any, ...]) -> bool:
+def in_a_module(tree: PyTree, path: tuple[Any, ...]) -> bool:
     """Whether the leaf at a path is a field of an object, not an entry of a dict, list or (named) tuple."""
     *above, last = path or (None,)
     if not isinstance(last, jax.tree_util.GetAttrKey):

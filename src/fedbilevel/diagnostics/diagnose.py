@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from fedbilevel.algorithms.parts.hypergradients import Implicit
 from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
 from fedbilevel.core.algorithm import Part
-from fedbilevel.core.card import Card, Shown
+from fedbilevel.core.card import WIDTH, Card, Shown
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import own_values
 from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
@@ -218,7 +219,8 @@ UNDEFINED = (
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Shown):
-    """The result of `diagnose`: print it for the whole report, or call `fields` for the fields of a method.
+    """The result of `diagnose`: print it for steps to paste and why; `details` has all methods and measurements, and
+    `fields` the fields of a method.
 
     Args:
         measurements: what was measured of the losses: curvatures, the noise of batches, how clients differ.
@@ -320,20 +322,28 @@ class Diagnosis(Shown):
             "clients": f"differ in ∇y g_i by {spread.inner_share:.0%} of its mean square, in ∇x f_i by "
             f"{spread.outer_share:.0%}",
             "Φ": UNDEFINED if undefined else f"curvature from {phi.smallest:.3g} to {phi.largest:.3g}",
-            "more": "print(…) for the report; fields(NAME) for a method",
+            "more": "print(…) for steps and why; fields(NAME); details",
         }
         return Card(title, lines)
 
     def __str__(self) -> str:
-        return self.report([*SUGGESTED, *not_suggested()])
-
-    def report(self, algorithms: Sequence[str]) -> str:
-        """The fields of methods, given by their command-line names, or why there are none; then what was measured."""
-        found = self._inner()
         if self.measurements.response.negative_curvature:
-            return "\n".join([f"fields: none for any method. {UNDEFINED}", "", *found])
-        fields = [self._without_steps(), *self._fields(algorithms), ""] if algorithms else []
-        return "\n".join([*fields, *found, *self._objective()])
+            return self.details
+        more = "more: details; fields(NAME, batch_size=…, cohort=…) for other methods, batches and cohorts"
+        return "\n".join([*textwrap.wrap(_pasted("simfbo", self), WIDTH, subsequent_indent="    "), *self.why(), more])
+
+    def why(self, algorithms: Sequence[str] = ("simfbo",)) -> list[str]:
+        """Say in a few lines what the steps follow from, and how many rounds they need, by command-line names."""
+        needs = [f"{name}: {self._needs(name)}" for name in algorithms]
+        inner, objective = self._inner(), self._objective()
+        return [*needs, self._without_steps(), *inner[1:-2], inner[-1], *objective]
+
+    @property
+    def details(self) -> str:
+        """The fields of all methods, or why there are none; then all that was measured."""
+        if self.measurements.response.negative_curvature:
+            return "\n".join([f"fields: none for any method. {UNDEFINED}", "", *self._inner()])
+        return "\n".join([self._without_steps(), *self._fields(), "", *self._inner(), *self._objective()])
 
     def _without_steps(self) -> str:
         """Say whether steps that adapt, 1/L on y and v, are expected to do: (1 − 1/κ)^n of an error is left."""
@@ -345,18 +355,13 @@ class Diagnosis(Shown):
             return f"without steps: trouble, since {does}, of {self.rounds:,} planned; x may outrun them"
         return f"without steps: no trouble expected; {does}"
 
-    def _fields(self, algorithms: Sequence[str]) -> list[str]:
-        """Full batches and all clients; methods that are given the same fields share a line."""
+    def _fields(self) -> list[str]:
+        """Full batches and all clients."""
         lines = ["fields with full batches and all clients; fields(NAME, batch_size=…, cohort=…) for others:"]
-        alike: dict[str, list[str]] = {}
-        for name in [name for name in SUGGESTED if name in algorithms]:
-            text = ", ".join(f"{field} = {_short(value)}" for field, value in self.fields(name).items())
-            alike.setdefault(f"{text}{self._needs(name)}", []).append(name)
-        lines += [f"  {', '.join(names)}: {text}" for text, names in alike.items()]
+        lines += [f"  {name}: {_pasted(name, self)}; {self._needs(name)}" for name in SUGGESTED]
         reasons: dict[str, list[str]] = {}
         for name, reason in not_suggested().items():
-            if name in algorithms:
-                reasons.setdefault(reason, []).append(name)
+            reasons.setdefault(reason, []).append(name)
         return [*lines, *(f"  {', '.join(names)}: none; {reason}" for reason, names in reasons.items())]
 
     def _inner(self) -> list[str]:
@@ -402,9 +407,9 @@ class Diagnosis(Shown):
     def _needs(self, algorithm: str) -> str:
         needed = self.rounds_needed(algorithm)
         if math.isinf(needed):
-            return "; Φ being not convex here, no number of rounds is predicted"
+            return "Φ being not convex here, no number of rounds is predicted"
         late = f", more than the {self.rounds} that were planned" if needed > self.rounds else ""
-        return f"; about {float(f'{needed:.2g}'):,.0f} rounds to a thousandth of the error{late}"
+        return f"about {float(f'{needed:.2g}'):,.0f} rounds to a thousandth of the error{late}"
 
 
 def require_suggested(algorithm: str) -> None:
@@ -416,14 +421,21 @@ def require_suggested(algorithm: str) -> None:
         raise unknown("algorithm", algorithm, {**SUGGESTED, **reasons})
 
 
-def _short(value: Any) -> str:
-    """A field's value in three digits; of a part what differs from its defaults."""
+def _pasted(algorithm: str, found: Diagnosis) -> str:
+    """The Python expression for a method with its fields, in three digits."""
+    return _call(f"fb.{ALGORITHMS[algorithm].__name__}", found.fields(algorithm))
+
+
+def _call(name: str, fields: Mapping[str, Any]) -> str:
+    return f"{name}({', '.join(f'{field}={_expression(value)}' for field, value in fields.items())})"
+
+
+def _expression(value: Any) -> str:
+    """A field's value; of a part what differs from its defaults."""
     if isinstance(value, Part):
-        return (
-            f"{type(value).__name__}({', '.join(f'{name}={_short(one)}' for name, one in own_values(value).items())})"
-        )
+        return _call(f"fb.parts.{type(value).__name__}", own_values(value))
     if isinstance(value, XYV):
-        return f"({', '.join(f'{name} {size:.3g}' for name, size in value._asdict().items())})"
+        return _call("fb.XYV", value._asdict())
     return f"{value:.3g}" if isinstance(value, float) else str(value)
 
 

@@ -31,8 +31,9 @@ from jax import Array, lax
 
 from fedbilevel.core.client import Clients, require_clients
 from fedbilevel.core.errors import require
+from fedbilevel.core.inputs import require_start
 from fedbilevel.core.problem import Bilevel, check_losses
-from fedbilevel.core.tree import XYV, PyTree, is_floating, nonfinite_leaves, split
+from fedbilevel.core.tree import XYV, PyTree, is_floating, split
 from fedbilevel.engines.progress import report_stage
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.operators import Extremes, conjugate_gradient, extreme_eigenvalues
@@ -244,8 +245,7 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Differentia
     single = any(jnp.asarray(leaf).dtype != jnp.float64 for leaf in given)
     (x, x_fixed), (y, y_fixed) = split(x), split(y)
     for name, tree in (("x", x), ("y", y)):
-        require(bool(jax.tree.leaves(tree)), name, tree, "a pytree with at least one floating array")
-        require(not nonfinite_leaves(tree), name, nonfinite_leaves(tree), "finite in every leaf")
+        require_start(name, tree, tree)
     x, y = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (x, y))
     problem = problem.with_fixed(x_fixed, y_fixed)
     check_losses(problem, x, y, clients.outer.row(0), clients.inner.row(0))

@@ -1,18 +1,47 @@
-"""What a run that diverged had met: how far x had gone, and what the inner curvature then allowed."""
+"""Whether a run diverges, and what one that did had met: how far x had gone, what the inner curvature then allowed."""
+
+from collections.abc import Mapping, Sequence
 
 import jax
 import numpy as np
 import optax
 
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
+from fedbilevel.core.config import given_steps
+from fedbilevel.core.metrics import metric_of, text
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
+from fedbilevel.engines.history import History
 from fedbilevel.oracles.operators import extreme_eigenvalues
 from fedbilevel.oracles.population import Population
 
 SAMPLES = 2_000  # of the inner loss, on which curvature is measured
 PRODUCTS = 20  # with its Hessian
 ENTRIES = 1_000_000  # of y at most: twice as many vectors as products are kept
+FAR = 1000  # times what a loss was at first, or 1 if that is more: so high only steps that are too large bring it
+LOSSES = ("outer_loss", "inner_loss")
+
+
+def grown(history: History, latest: Mapping[str, Sequence[float]] | None = None) -> str:
+    """Say which loss, or metric that is to fall, is FAR above its start in the last row; "" where none is.
+
+    Args:
+        latest: losses in each round since the row before, which tell of growth within the first row.
+    """
+    for name in history.measured:
+        known = name in LOSSES or metric_of(name) in history.directions
+        values = [row[name] for row in history.rows if name in row]
+        first, last = min([values[0], *(latest or {}).get(name, [])[:1]]), values[-1]
+        if known and not history.larger_is_better(name) and last > FAR * max(first, 1):
+            return f"round {history.rows[-1]['round']}: {name} has grown from {text(name, first)} to {text(name, last)}"
+    return ""
+
+
+def what_to_lower(algorithm: Algorithm) -> str:
+    """Say which step sizes of a method were given as numbers."""
+    names = given_steps(algorithm)
+    return f"lower {' or '.join(names)}" if names else "give step sizes of your own"
 
 
 def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree], last: tuple[PyTree, PyTree]) -> str:

@@ -42,7 +42,7 @@ class Evaluation:
 
     def __init__(self, metrics: Mapping[str, MetricFunction], x_fixed: PyTree, y_fixed: PyTree) -> None:
         for name, metric in metrics.items():
-            require_function(f"metrics[{name!r}]", metric, "x, y", " -> one number")
+            require_function(f"metrics[{name!r}]", getattr(metric, "function", metric), "x, y", " -> one number")
         self.metrics, self.fixed = metrics, (x_fixed, y_fixed)
         self.traced: dict[str, ClosedJaxpr] = {}
         self.compiled: dict[str, Callable[[PyTree, PyTree], Any]] = {}
@@ -96,8 +96,7 @@ class PerClient:
     Args:
         function: (x, y, batch) -> number, a mean over the samples of the batch, like a loss.
         samples: "outer" or "inner", the samples of that loss.
-        larger_is_better: whether the client with the largest value is the best; None: as its name says, see
-            `fedbilevel.Metric`.
+        larger_is_better: whether the client with the largest value is the best; None: the one with the smallest.
     """
 
     function: Measure
@@ -117,8 +116,10 @@ def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str
     made = {}
     for name, metric in (metrics or {}).items():
         if not isinstance(metric, PerClient):
-            require_function(f"metrics_per_client[{name!r}]", metric, ARGUMENTS, " -> one number, or a PerClient")
-        made[name] = metric if isinstance(metric, PerClient) else PerClient(metric)
+            function, larger = getattr(metric, "function", metric), getattr(metric, "larger_is_better", None)
+            require_function(f"metrics_per_client[{name!r}]", function, ARGUMENTS, " -> one number, or a PerClient")
+            metric = PerClient(function, larger_is_better=larger)
+        made[name] = metric
     return made
 
 

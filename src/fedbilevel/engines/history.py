@@ -234,7 +234,10 @@ class Result(Shown):
         )
 
     def summary(self) -> Card:
-        """Sum up each loss and metric from its first value to its last, and every cost, to print or for a notebook."""
+        """Sum up each loss and metric from its first value to its last, and every cost.
+
+        It prints as a table, as in a notebook, and is a mapping of its lines: `summary()["outer_loss"]` is a text.
+        """
         seconds = self.history.rows[-1].get("seconds", 0.0) if self.history.rows else 0.0
         spent = {"seconds": f"{seconds:,.1f} in rounds, {self.compile_seconds:,.1f} compiling"}
         return Card(self._title(), self.history.in_words() | dict(self.ledger.card().lines) | spent)
@@ -304,7 +307,8 @@ Callback = Callable[[Result, Row | None], str | None]
 def stop_when(metric: str, *, above: float | None = None, below: float | None = None) -> Callback:
     """Make a callback that ends the run once `metric` of a row reaches a value."""
 
-    require(above is not None or below is not None, "stop_when", "neither above nor below", "given a value to reach")
+    if above is None and below is None:
+        raise ConfigurationError("stop_when needs `above` or `below`, the value to reach")
 
     def check(result: Result, row: Row | None) -> str | None:
         if row is None or not has(row, metric):
@@ -324,8 +328,7 @@ def stop_without_progress(metric: str, *, patience: int, larger_is_better: bool 
     Args:
         metric: a column of the history.
         patience: how many rows in a row without a better value.
-        larger_is_better: None goes by the metric, as tables do: by its declaration (`fedbilevel.Metric`), or else
-            accuracies are to grow and all else is to fall.
+        larger_is_better: None goes by the metric, as tables do: it says so itself (`fedbilevel.Metric`), or is to fall.
     """
     require_count("patience", patience)
     require_direction("larger_is_better", larger_is_better, optional=True)

@@ -35,6 +35,7 @@ from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.display import Display, Silent
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.costs import ExchangeKind, Ledger
+from fedbilevel.engines.divergence import grown, what_to_lower
 from fedbilevel.engines.engine import Carry, Run
 from fedbilevel.engines.evaluation import Evaluation, PerClientRow
 from fedbilevel.engines.fingerprint import Fingerprint
@@ -85,6 +86,7 @@ class Loop:
     seconds: float = 0.0  # in rounds, without compilation and evaluation
     losses: dict[str, list[float]] = field(default_factory=dict)  # of each round since the last row
     warned: bool = False
+    grown: str = ""  # the last warning of divergence
     saved: int | None = None  # the round of the checkpoint at the plan's path, if that is known to be good
     simulated: bool = True  # whether the clients' own states are in the carry
     next_save: float = -math.inf  # on this machine's clock, where the plan has no number of rounds; at once if resumed
@@ -145,8 +147,9 @@ class Loop:
                         self.diverged = True
                     if good is not None:
                         self.save_before(error, self.back_to(good, result.round))
-                    if isinstance(error, NonFiniteError) and (more := self.met(error.result.x, error.result.y)):
-                        error.args = (f"{error}; {more}",)
+                    if isinstance(error, NonFiniteError):
+                        more = self.met(error.result.x, error.result.y)
+                        error.args = ("; ".join(filter(None, (str(error), what_to_lower(self.algorithm), more))),)
                     raise
                 self.keep_safe(carry, row)
                 try:
@@ -161,6 +164,7 @@ class Loop:
                     self.save(carry)
         if stop:
             raise KeyboardInterrupt(self.left_off(result.round))
+        self.warn_if_grown()
         return replace(result, stopped=reason)
 
     def keep_safe(self, carry: Carry, row: Row | None) -> None:
@@ -266,8 +270,10 @@ class Loop:
         row |= {name: float(value) for name, value in own.items()}
         if self.halvings_at_most:
             row["halvings"] = self.halvings
-        self.losses.clear()
         self.history.rows.append(row)
+        if not self.grown:
+            self.warn_if_grown()
+        self.losses.clear()
         column = self.best_by or "outer_loss"
         if column in row if self.best_by is None else has(row, column):
             larger = self.history.larger_is_better(column)
@@ -275,6 +281,14 @@ class Loop:
                 self.best = Best(result.x, result.y, result.round, column, row[column])
         result.best = self.best
         return row
+
+    def warn_if_grown(self) -> None:
+        """Warn where the last row is far above the start: the numbers are finite still."""
+        found = grown(self.history, self.losses)
+        if found and found != self.grown and self.group.is_first:
+            text = f"{found}: the run diverges; {what_to_lower(self.algorithm)}, fb.diagnose suggests steps"
+            warnings.warn(NumericalWarning(text), stacklevel=5)
+        self.grown = found
 
     def agree(self, result: Result, row: Row | None, interrupted: bool, speed: float) -> tuple[str, bool, float, bool]:
         """Agree among all processes on (reason to stop, whether to stop now, rounds per second, whether to save):

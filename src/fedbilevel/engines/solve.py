@@ -19,11 +19,11 @@ from jax import Array
 from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
-from fedbilevel.core.errors import ConfigurationError, InfluenceWarning, require, require_count
-from fedbilevel.core.inputs import require_function, require_no_statistics
+from fedbilevel.core.errors import InfluenceWarning, require, require_count
+from fedbilevel.core.inputs import require_function, require_start
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, why_it_vanishes
-from fedbilevel.core.tree import PyTree, nbytes, nonfinite_leaves, split
+from fedbilevel.core.tree import PyTree, nbytes, split
 from fedbilevel.display import Display
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import fingerprint, lock, submodels
@@ -142,17 +142,15 @@ def solve(
     require_progress(progress)
     path = None if checkpoint is None else Path(checkpoint)
     key = _as_key(key)
-    require_no_statistics("x0", x0)
-    require_no_statistics("y0", y0)
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
     algorithm = adaptive(algorithm, problem, isinstance(clients, RemoteClients) or len(clients) * nbytes(y) <= VECTORS)
-    _check_start("x0", x0, x)
+    require_start("x0", x0, x)
     if isinstance(problem, SingleLevel | SimpleBilevel):
         require(y0 is None, "y0", y0, f"None, as {type(problem).__name__} problems have no inner variable")
         known = not isinstance(problem, SimpleBilevel) or problem.known
         require(known, "SimpleBilevel.outer", None, "a function (x) where the server is: it alone asks for H")
     else:
-        _check_start("y0", y0, y)
+        require_start("y0", y0, y)
     given = {name: values.rounds for name, values in clients.own.items()}
     if clients.capacity is not None and clients.capacity.ndim == 2:
         given["capacity"] = len(clients.capacity)
@@ -280,10 +278,3 @@ def _as_key(key: object) -> Array:
     require(is_key, "key", key, "a whole number or a key made by jax.random.key")
     assert isinstance(key, Array)
     return key
-
-
-def _check_start(name: str, given: PyTree, variable: PyTree) -> None:
-    require(bool(jax.tree.leaves(variable)), name, given, "a pytree with at least one floating array")
-    if bad := nonfinite_leaves(variable):
-        where = "" if bad == ["value"] else f" in {', '.join(bad)}"
-        raise ConfigurationError(f"{name} holds NaN or infinity{where}; it must be finite in every leaf")

@@ -8,13 +8,14 @@ import math
 import os
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import rich.table
 
+from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, unknown
 from fedbilevel.core.metrics import in_percent, larger_is_better, text
 from fedbilevel.display import curves
@@ -34,16 +35,37 @@ WRITTEN = (*SUFFIXES, ".csv", ".json", ".tex", ".md")  # by a comparison, among 
 
 
 @dataclass(frozen=True)
+class Look:
+    """How a comparison shows its runs.
+
+    Args:
+        labels: what to call them, by their names.
+        columns: the headings of the table's columns, in one line each; None chooses.
+        levels: of the metric, up to which costs are shown; None chooses.
+    """
+
+    labels: Mapping[str, str] = field(default_factory=dict)
+    columns: Sequence[str] | None = None
+    levels: Sequence[float] | None = None
+
+
+@dataclass(frozen=True)
 class RunGroup:
     """Runs of one spec that differ in their seeds only."""
 
     name: str
     runs: Sequence[LoadedRun]
+    look: Look = field(default_factory=Look)
+
+    @property
+    def text(self) -> str:
+        """The name for people: methods of the library as papers write them."""
+        return self.look.labels.get(self.name) or "/".join(map(written, self.name.split("/")))
 
     @property
     def label(self) -> str:
-        """The name, and of how many seeds where there are several."""
-        return self.name if len(self.runs) == 1 else f"{self.name} ({len(self.runs)} seeds)"
+        """That, and of how many seeds where there are several."""
+        return self.text if len(self.runs) == 1 else f"{self.text} ({len(self.runs)} seeds)"
 
     @property
     def metric(self) -> str:
@@ -60,7 +82,7 @@ class RunGroup:
 
     @property
     def says_algorithm(self) -> bool:
-        return path_word(self.algorithm) in self.name
+        return path_word(self.algorithm) in self.name or self.name in self.look.labels
 
     @property
     def timed(self) -> bool:
@@ -147,12 +169,12 @@ def recorded_order(folder: Path) -> list[str]:
     return names
 
 
-def load_groups(paths: Sequence[str | Path]) -> list[RunGroup]:
+def load_groups(paths: Sequence[str | Path], look: Look | None = None) -> list[RunGroup]:
     """Read runs, which `find_runs` finds, and put together those that differ in their seeds only.
 
     Raises:
-        ConfigurationError: a run cannot be read, the runs measure different things, or two that were
-            not found in the same folder are the same run.
+        ConfigurationError: a run cannot be read, the runs measure different things, two that were
+            not found in the same folder are the same run, or `look` labels one that is not there.
     """
     runs = [load_run(path) for path in find_runs(paths)[0]]
     metrics = {_measured(run): run for run in runs}
@@ -167,9 +189,21 @@ def load_groups(paths: Sequence[str | Path]) -> list[RunGroup]:
             both = f"{first.folder.path} and {run.folder.path}"
             raise ConfigurationError(f"{both} are the same run, of one spec and seed: leave one of them out")
         groups.setdefault(_but_for_seeds(run), []).append(run)
-    return [
-        RunGroup(name, members) for name, members in zip(_names(list(groups.values())), groups.values(), strict=True)
-    ]
+    names, look = _names(list(groups.values())), look or Look()
+    require_labelled(look, names)
+    return [RunGroup(name, members, look) for name, members in zip(names, groups.values(), strict=True)]
+
+
+def require_labelled(look: Look, names: Collection[str]) -> None:
+    """Refuse a label for a run that is not there."""
+    for name in look.labels:
+        if name not in names:
+            raise unknown("run to label", name, names)
+
+
+def written(name: str) -> str:
+    """A method of the library as papers write it, simfbo as SimFBO; any other name as it is."""
+    return ALGORITHMS[name].__name__ if name in ALGORITHMS else name
 
 
 def draw(
@@ -238,9 +272,9 @@ def common_seeds(groups: Sequence[RunGroup]) -> int:
 
 def legend(groups: Sequence[RunGroup]) -> list[str]:
     """The name of each group in a legend: with its algorithm, and with its number of seeds where these differ."""
-    names = [group.name if common_seeds(groups) else group.label for group in groups]
+    names = [group.text if common_seeds(groups) else group.label for group in groups]
     return [
-        name if group.says_algorithm else f"{name}, {group.algorithm}"
+        name if group.says_algorithm else f"{name}, {written(group.algorithm)}"
         for name, group in zip(names, groups, strict=True)
     ]
 
@@ -266,7 +300,7 @@ def comparison(groups: Sequence[RunGroup]) -> Table:
     tasks = [_what(group.runs[0]) for group in groups]
     names = [text_column("", legend(groups), paper="method"), text_column("run", [group.label for group in groups])]
     if not all(group.says_algorithm for group in groups):
-        names.append(text_column("algorithm", [group.algorithm for group in groups], 15))
+        names.append(text_column("algorithm", [written(group.algorithm) for group in groups], 15))
     if len(set(tasks)) > 1:
         names.append(text_column("task", tasks, 14))
     rivals, paper = [not group.pooled for group in groups], escaped(words(metric)) + r" (\%)" * in_percent(metric)
@@ -285,6 +319,12 @@ def comparison(groups: Sequence[RunGroup]) -> Table:
         Column("seconds", [Cell(values=group.values("seconds_in_rounds"), kind="seconds") for group in groups], 2),
         *_to_targets(groups, metric, rivals),
     ]
+    if (chosen := groups[0].look.columns) is not None:
+        known = {" ".join(column.heading.split()): column for column in columns[len(names) :]}
+        if wrong := [name for name in chosen if name not in known]:
+            raise unknown("column", wrong[0], known)
+        papers = {name: column.paper or escaped(name) for name, column in known.items()}
+        columns = [*names, *(replace(known[name], goes=None, paper=papers[name]) for name in chosen)]
     return Table(f"{tasks_of(groups)}: {metric}", columns, doubts(metric, ends, larger), seeds=common_seeds(groups))
 
 
@@ -325,7 +365,8 @@ def _to_targets(groups: Sequence[RunGroup], metric: str, rivals: Sequence[bool])
         found = [costs_to(group, metric, target, cost) for group in groups]
         kind = "tenths" if cost == "time" else "count"
         cells = [Cell(said if reached else "–", reached, kind) for reached, said in found]
-        level = rf"{100 * target:g}\,\%" if in_percent(metric) else f"$10^{{{round(math.log10(target))}}}$"
+        tens = f"$10^{{{round(math.log10(target))}}}$" if target in TINY else f"{target:g}"
+        level = rf"{100 * target:g}\,\%" if in_percent(metric) else tens
         paper = f"exchanges to {level}" if cost == "exchanges" else ""
         goes = 13 if (target, cost) == wanted[-1] else 7
         columns.append(Column(f"{cost}\nto {text(metric, target)}", best_of(cells, rivals, larger=False), goes, paper))
@@ -337,7 +378,9 @@ def _time(run: LoadedRun) -> float:
 
 
 def common_targets(groups: Sequence[RunGroup], metric: str) -> list[float]:
-    """The hardest milestones that some run reached, at most three."""
+    """The levels that were asked for; or else the hardest milestones that some run reached, at most three."""
+    if (asked := groups[0].look.levels) is not None:
+        return list(asked)
 
     def reached(level: float) -> bool:
         return any(cost_to(run.history, metric, level) is not None for g in groups for run in g.runs)

@@ -18,6 +18,7 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
+from fedbilevel.core.card import listed
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import text
 from fedbilevel.display.curves import encoded, require_matplotlib, run_figure, words
@@ -214,7 +215,7 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
     else:
         figure = comparison_figure(groups)
     places = [
-        text_column("run", [group.name for group, _ in runs]),
+        text_column("run", [group.text for group, _ in runs]),
         Column("seed", [Cell(str(run.summary["seed"])) for _, run in runs]),
         text_column("folder", [run.folder.path for _, run in runs]),
     ]
@@ -242,7 +243,7 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
 def _best(groups: Sequence[RunGroup]) -> str:
     """Say which method ends best by its mean, or which methods, where they are level in what is printed."""
     metric, choose = groups[0].metric, max if groups[0].larger_is_better else min
-    ends = {group.name: group.values("final") for group in groups}
+    ends = {group.text: group.values("final") for group in groups}
     best = choose(ends.values(), key=statistics.fmean)
     level = [
         name
@@ -282,4 +283,4 @@ def _environments(runs: Sequence[tuple[RunGroup, LoadedRun]]) -> list[tuple[dict
                 made = json.loads(file.read_text(encoding="utf-8"))
                 require_object(made, "the versions of packages")
             found.setdefault(json.dumps(made), (dict(made), []))[1].append(str(run.folder.path))
-    return [(made, ", ".join(places)) for made, places in found.values()]
+    return [(made, listed(places)) for made, places in found.values()]

@@ -17,6 +17,7 @@ from typing import Any
 from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, refuse_together, require
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.costs import Ledger
+from fedbilevel.engines.divergence import grown
 from fedbilevel.engines.history import History, is_number
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.loader import label, own_file
@@ -197,6 +198,11 @@ class LoadedRun:
     def metric(self) -> str:
         """The task's first metric."""
         return str(self.summary["metric"])
+
+    @property
+    def grown(self) -> str:
+        """How the run has diverged, though its numbers are finite; "" where it has not."""
+        return grown(self.history)
 
 
 def load_run(path: str | Path) -> LoadedRun:

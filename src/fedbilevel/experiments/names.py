@@ -6,6 +6,9 @@ import ast
 import functools
 import math
 import re
+import shutil
+import sys
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -107,7 +110,7 @@ def _text(nodes: list[ast.AST]) -> str:
 
 def listed(kind: str) -> str:
     """Return a line for each algorithm or task."""
-    lines = [f"{name:<20} {entry.title}" for name, entry in library(kind).items()]
+    lines = [_line(name, entry.title) for name, entry in library(kind).items()]
     return "\n".join([*lines, "", f"more about each: fedbilevel {kind}s NAME"])
 
 
@@ -123,11 +126,19 @@ def found(kind: str, words: str) -> str:
         entries = library(one) if one == "task" else {**library(one), **policies}
         ranks = {name: _rank(wanted, name, entry) for name, entry in entries.items()}
         best = sorted((name for name in ranks if ranks[name] < math.inf), key=lambda name: (ranks[name], name))
-        lines = [f"{name:<20} {entries[name].title} ({entries[name].paper})".removesuffix(" ()") for name in best]
+        lines = [_line(name, f"{entries[name].title} ({entries[name].paper})".removesuffix(" ()")) for name in best]
         more = {about if name in policies else f"more about each: fedbilevel {one}s NAME" for name in best}
         if lines:
             return "\n".join([*lines, "", *sorted(more, reverse=True)])
     raise unknown(kind, words, library(kind))
+
+
+def _line(name: str, text: str) -> str:
+    """A name and what it is; on a terminal, long texts go on below themselves."""
+    said = f"{name:<20} {text}"
+    if not sys.stdout.isatty():
+        return said
+    return textwrap.fill(said, shutil.get_terminal_size().columns, subsequent_indent=" " * 21, break_on_hyphens=False)
 
 
 def _rank(wanted: list[re.Pattern[str]], name: str, entry: Entry) -> float:

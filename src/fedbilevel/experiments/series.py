@@ -20,6 +20,7 @@ from fedbilevel.experiments.compare import (
     ORDER,
     PER_CLIENT,
     UNMEASURED,
+    Look,
     RunGroup,
     draw,
     is_per_client,
@@ -116,6 +117,7 @@ def play_all(
     panels: Sequence[str] | None = None,
     size: tuple[float, float] | None = None,
     picture: bool = True,
+    look: Look | None = None,
 ) -> list[RunGroup]:
     """Bring all runs of a comparison to their ends, and draw those that got there, unless no `picture` is wanted;
     panels and size as `draw` has them.
@@ -144,7 +146,7 @@ def play_all(
     order = list(dict.fromkeys([*recorded_order(folder), *specs]))
     write_json(folder / ORDER, order)
     done.sort(key=lambda place: order.index(place.relative_to(folder).parts[0]))
-    groups = load_groups(done)
+    groups = load_groups(done, look)
     if picture:
         draw(groups, folder / PICTURE, panels, size)
     return groups

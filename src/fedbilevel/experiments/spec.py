@@ -478,6 +478,8 @@ def located(name: str, task: str, algorithm: str) -> list[str]:
         return ["task", *path]
     if path[0] in known and len(path) > 1:
         return path
+    if path[0] == label(algorithm) and len(path) > 1:  # as the list of fields calls it
+        return ["algorithm", *path[1:]]
     holders = [section for section in known if path[0] in known[section]]
     if not holders:
         of_sections = {section: names for section, names in known.items() if section != "algorithm"}

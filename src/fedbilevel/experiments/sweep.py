@@ -45,6 +45,7 @@ from fedbilevel.data import DataError
 from fedbilevel.display import Display
 from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import write_text
+from fedbilevel.engines.divergence import LOSSES
 from fedbilevel.engines.history import History, Result, Row
 from fedbilevel.engines.progress import showing
 from fedbilevel.experiments import toml
@@ -57,7 +58,6 @@ from fedbilevel.experiments.spec import Spec
 from fedbilevel.experiments.tables import Cell, Column, Table, terminal, text_column
 from fedbilevel.sweeps import (
     ENDS,
-    LOSSES,
     PRUNED,
     PointValues,
     Sweep,

@@ -163,7 +163,8 @@ def terminal(table: Table, width: int | None = None) -> rich.table.Table:
     shown, hidden = table.shown, list[str]()
 
     def fits(least: int) -> bool:
-        """Whether there is room if only texts are folded, and none to less than `least`."""
+        """Whether there is room if only texts are folded, and none to less than `least` or, unless that is the LEAST,
+        within a word."""
         narrow = titled("")
         _add_columns(narrow, shown, least)
         return width is None or Console(width=10_000).measure(narrow).minimum <= width
@@ -188,8 +189,10 @@ def terminal(table: Table, width: int | None = None) -> rich.table.Table:
 def _add_columns(table: rich.table.Table, columns: Sequence[Column], least: int | None) -> None:
     """Add the columns; `least`: texts stay that wide, numbers whole. None: all may be folded."""
     for column in columns:
-        widest = max(cell_len(line) for said in (column.heading, *column.cells) for line in str(said).split("\n"))
-        kept = None if least is None else min(widest, least) if column.is_text else widest
+        said = [str(one) for one in (column.heading, *column.cells)]
+        widest = max(cell_len(line) for one in said for line in one.split("\n"))
+        word = max((cell_len(word) for one in said for word in one.split()), default=0) if least == READABLE else 0
+        kept = None if least is None else min(widest, max(least, word)) if column.is_text else widest
         table.add_column(
             escape(column.heading),
             justify="left" if column.is_text else "right",

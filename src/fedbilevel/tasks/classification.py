@@ -12,6 +12,7 @@ from jax import Array
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
+from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import SingleLevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
@@ -57,6 +58,6 @@ def classification(
         clients=Clients(outer=samples),
         x0=model.init(jax.random.key(seed)),
         y0=None,
-        metrics={f"{images.part}_accuracy": lambda x, y: measured(*x)},
-        metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(x[0], x[1], batch)},
+        metrics={f"{images.part}_accuracy": Metric(lambda x, y: measured(*x), True)},
+        metrics_per_client={"client_accuracy": Metric(lambda x, y, b: images.own_accuracy(x[0], x[1], b), True)},
     )

@@ -15,6 +15,7 @@ from jax import Array
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
+from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Minimax
 from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks import networks
@@ -60,7 +61,7 @@ def fair_classification(
         x0=model.init(jax.random.key(seed)),
         y0=jnp.zeros(images.data.classes),
         metrics={
-            f"{images.part}_accuracy": lambda x, y: measured(*x),
-            f"worst_class_{images.part}_accuracy": lambda x, y: jnp.min(each_class(*x)),
+            f"{images.part}_accuracy": Metric(lambda x, y: measured(*x), True),
+            f"worst_class_{images.part}_accuracy": Metric(lambda x, y: jnp.min(each_class(*x)), True),
         },
     )

@@ -30,6 +30,7 @@ from jax import Array, lax
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import is_count, is_number, require, require_count, unknown
+from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel, Problem, SingleLevel
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.submodel import Structure
@@ -141,7 +142,7 @@ def few_shot(
         clients=Clients(outer=outer, inner=inner),
         x0=x0,
         y0=y0,
-        metrics={f"{part}_accuracy": accuracy},
+        metrics={f"{part}_accuracy": Metric(accuracy, larger_is_better=True)},
     )
 
 

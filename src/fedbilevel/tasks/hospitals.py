@@ -25,6 +25,7 @@ from jax import Array
 
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import is_count, require, unknown
+from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel, SingleLevel
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import load_heart
@@ -92,7 +93,7 @@ def hospitals(
         x0=x0,
         y0=y0,
         metrics=_metrics(model, wards, "validation" if holdout else "test"),
-        metrics_per_client={"client_accuracy": lambda x, y, batch: _accuracy(model(x, y), batch)},
+        metrics_per_client={"client_accuracy": Metric(lambda x, y, batch: _accuracy(model(x, y), batch), True)},
     )
 
 
@@ -177,8 +178,8 @@ def _accuracy(model: Array, batch: Batch) -> Array:
 
 
 def _metrics(model: Model, wards: list[_Ward], part: str) -> dict[str, Callable[[PyTree, PyTree], Array]]:
-    def accuracy_of(patients: Batch) -> Callable[[PyTree, PyTree], Array]:
-        return lambda x, y: _accuracy(model(x, y), patients)
+    def accuracy_of(patients: Batch) -> Metric:
+        return Metric(lambda x, y: _accuracy(model(x, y), patients), larger_is_better=True)
 
     each = {ward.name: jax.tree.map(jnp.asarray, ward.measured) for ward in wards}
     everyone = jax.tree.map(lambda *parts: jnp.concatenate(parts), *each.values())

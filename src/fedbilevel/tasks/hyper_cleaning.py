@@ -89,8 +89,8 @@ def hyper_cleaning(
         clients=Clients(images.rows(valid), samples),
         x0=jnp.zeros((clients, int(samples.size.max()))),
         y0=model.init(jax.random.key(seed)),
-        metrics={f"{images.part}_accuracy": lambda x, y: measured(*y), **_cleaning_metrics(samples)},
-        metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(y[0], y[1], batch)},
+        metrics={f"{images.part}_accuracy": Metric(lambda x, y: measured(*y), True), **_cleaning_metrics(samples)},
+        metrics_per_client={"client_accuracy": Metric(lambda x, y, b: images.own_accuracy(y[0], y[1], b), True)},
     )
 
 

@@ -16,6 +16,7 @@ from jax import Array
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
+from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
@@ -71,13 +72,15 @@ def hyper_representation(
         return outer(x, y, batch) + ridge * optax.tree.vdot(y, y)
 
     x0, y0 = model.init(jax.random.key(seed))
-    trained = {"train_accuracy": images.training_accuracy(train_samples, seed)} if train_samples is not None else {}
+    trained = {}
+    if train_samples is not None:
+        trained["train_accuracy"] = Metric(images.training_accuracy(train_samples, seed), True)
     return Task(
         name="hyper_representation",
         problem=Bilevel(outer, inner, structure=model.structure),
         clients=Clients(images.rows(valid), images.rows(train)),
         x0=x0,
         y0=y0,
-        metrics={f"{images.part}_accuracy": images.accuracy(), **trained},
-        metrics_per_client={"client_accuracy": images.own_accuracy},
+        metrics={f"{images.part}_accuracy": Metric(images.accuracy(), True), **trained},
+        metrics_per_client={"client_accuracy": Metric(images.own_accuracy, True)},
     )

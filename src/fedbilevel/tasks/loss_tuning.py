@@ -26,6 +26,7 @@ from jax import Array
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
@@ -110,8 +111,8 @@ def loss_tuning(
         clients=population,
         x0={"scale": none, "shift": none, **({"weight": none if normalised else none + 1} if class_weights else {})},
         y0=model.init(jax.random.key(seed)),
-        metrics={f"balanced_{images.part}_accuracy": lambda x, y: jnp.mean(each_class(*y))},
-        metrics_per_client={"client_accuracy": lambda x, y, batch: images.own_accuracy(y[0], y[1], batch)},
+        metrics={f"balanced_{images.part}_accuracy": Metric(lambda x, y: jnp.mean(each_class(*y)), True)},
+        metrics_per_client={"client_accuracy": Metric(lambda x, y, b: images.own_accuracy(y[0], y[1], b), True)},
     )
 
 

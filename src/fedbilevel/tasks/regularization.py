@@ -20,6 +20,7 @@ from jax import Array
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
+from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.data import pack_arrays, partition, split
@@ -71,7 +72,7 @@ def regularization(
         x0=jnp.full(features, jnp.log(ridge)),
         y0=jnp.zeros((features, 1 if found.classes == 2 else found.classes)),
         metrics={
-            f"{part}_accuracy": lambda x, y: jnp.mean(jnp.argmax(logits(y, tested), axis=1) == truth),
+            f"{part}_accuracy": Metric(lambda x, y: jnp.mean(jnp.argmax(logits(y, tested), axis=1) == truth), True),
             f"{part}_loss": lambda x, y: cross_entropy(logits(y, tested), truth),
         },
     )

@@ -20,6 +20,7 @@ from jax import Array
 from fedbilevel.core import projections
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import SimpleBilevel
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.data import pack_arrays, partition
@@ -86,8 +87,8 @@ def selection(
         x0=jnp.asarray(start * np.random.default_rng([seed, 2]).uniform(-1, 1, rows.shape[1]), float),
         y0=None,
         metrics={
-            f"{part}_accuracy": lambda x, y: accuracy(x),
-            f"average_{part}_accuracy": lambda x, y: accuracy(y),
+            f"{part}_accuracy": Metric(lambda x, y: accuracy(x), True),
+            f"average_{part}_accuracy": Metric(lambda x, y: accuracy(y), True),
             "train_loss": lambda x, y: loss(x, training),
             "outer_loss": lambda x, y: preference(x),
             "sparsity": lambda x, y: jnp.mean(jnp.abs(x) <= SMALL * jnp.max(jnp.abs(x))),
