@@ -70,7 +70,11 @@ def test_nothing_is_kept(engine):
     assert [name for name, thing in kept.items() if thing() is not None] == []
 
 
-@pytest.mark.parametrize("options", [{}, {"on_divergence": "shrink"}, {"metrics_per_client": {"m": of_batch}}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"on_divergence": "shrink"}, {"metrics_per_client": {"m": of_batch}}],
+    ids=lambda options: "".join(options),
+)
 def test_samples_go_with_the_run_before_the_garbage_collector_comes(options, monkeypatch):
     """Of runs one after the other all samples were in memory, since each was in a circle of references."""
     held, start = [], fb.Local.start
