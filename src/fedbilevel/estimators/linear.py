@@ -1,25 +1,28 @@
-"""Linear models of several sites' rows a_j, with a penalty for each feature that is found on validation rows.
+"""Linear models of several sites' rows a_j, with a penalty for each feature that is found by cross-validation.
 
-Each site i splits its rows at random into training and validation rows. With ℓ the loss of a row, w the coefficients
-and b the intercept, which no penalty shrinks,
+Each site i deals its n_i rows into K folds, alike in classes; k_j is the fold of row j. Model k, of coefficients w_k
+and an intercept b_k that no penalty shrinks, is trained without fold k. With ℓ the loss of a row and λ_l the penalty of
+feature l,
 
-    g_i = mean of ℓ(a_jᵀw + b, c_j) over training rows + Σ_k λ_k w_k²        f_i = mean of ℓ over validation rows
+    g_i = Σ_k [K/((K − 1) n_i) Σ_{j: k_j ≠ k} ℓ(a_jᵀw_k + b_k, c_j) + Σ_l λ_l w_kl²]
+    f_i = 1/n_i Σ_j ℓ(a_jᵀw_{k_j} + b_{k_j}, c_j)
 
-and each site counts by its training rows, so that g is that of the pooled rows. One run of SimFBO, with full batches
-and steps that adapt, finds the λ for which the trained model is best on validation rows. The model that is kept has
-these λ and all rows, as scikit-learn's searches refit: Newton's method, which asks sites for gradients and for products
-with their Hessians, trains it to rounding.
+and each site counts by its rows, so that both are those of the pooled rows. One run of SimFBO, with full batches and
+steps that adapt, finds the λ whose models are best on rows that they have not seen. The model that is kept has these λ
+and all rows, as scikit-learn's searches refit: Newton's method, which asks sites for gradients and for products with
+their Hessians, trains it to rounding.
 
-Of a feature that is uncorrelated to the others, with standard deviation s_k, a penalty leaves about the share
-κ s_k²/(κ s_k² + λ_k) of the coefficient, κ being half of ℓ″, or of a bound of it. The run's variables are
+Of a feature that is uncorrelated to the others, with standard deviation s_l, a penalty leaves about the share
+κ s_l²/(κ s_l² + λ_l) of the coefficient, κ being half of ℓ″, or of a bound of it. The run's variables are
 
-    x_k = this share, from 0.001 to 0.999, 0.5 at the start        y_k = w_k s_k/√x_k        λ_k w_k² = κ (1 − x_k) y_k²
+    x_l = this share, from 0.001 to 0.999, 0.5 at the start     y_kl = w_kl s_l/√x_l     λ_l w_kl² = κ (1 − x_l) y_kl²
 
-and rows are centred, which b makes up for. The Hessian then has the diagonal 2κ, whatever scales and penalties are, and
-without correlations f is quadratic in x.
+and rows are standardised, for which w and b make up. The Hessian then has the diagonal 2κ, whatever scales and
+penalties are, and without correlations f is quadratic in x.
 """
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any
 
 import jax
@@ -29,14 +32,16 @@ from jax import Array
 from numpy.typing import NDArray
 from scipy.special import expit
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, column_or_1d, validate_data
 
+from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, is_number, require
+from fedbilevel.core.errors import ConfigurationError, is_count, require
 from fedbilevel.core.problem import Bilevel, WholeLoss
 from fedbilevel.core.projections import box
-from fedbilevel.data.loaders import stratified
+from fedbilevel.data.clients import dealt
 from fedbilevel.engines.history import stop_without_progress
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.solve import solve
@@ -51,12 +56,12 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     """Base of the estimators.
 
     Args:
-        penalties: λ, a number or one for each feature; None: found on validation rows.
+        penalties: λ, a number or one for each feature; None: found by cross-validation.
         penalty_groups: a label for each feature; those of the same label, such as the indicators of one category, share
             a penalty in units of their variances. None: each feature has its own.
-        validation: the share of each site's rows on which penalties are judged.
+        cv: K, the number of folds.
         rounds: how many the run has, at most; it ends when in a hundred of them the validation loss has not fallen.
-        random_state: the seed of the split, a whole number.
+        random_state: the seed of the folds, a whole number.
 
     `fit` sets `coef_`, `intercept_` (but of Cox's model), `penalties_` (a Series by feature where X is a data frame),
     `sites_`, and `history_`, that of the run; None where penalties are given.
@@ -72,13 +77,13 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         *,
         penalties: Any = None,
         penalty_groups: Sequence[Any] | None = None,
-        validation: float = 0.5,
+        cv: int = 5,
         rounds: int = 1000,
         random_state: int = 0,
     ) -> None:
         self.penalties = penalties
         self.penalty_groups = penalty_groups
-        self.validation = validation
+        self.cv = cv
         self.rounds = rounds
         self.random_state = random_state
 
@@ -93,7 +98,8 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         Raises:
             ValueError: what does not fit, mostly a ConfigurationError that names column or site.
         """
-        require(y is not None, "y", y, "the target, an entry for each row")
+        if y is None:
+            raise ConfigurationError(f"{type(self).__name__} requires y to be passed, but the target y is None")
         found = self._numbers(X, reset=True)
         sites = np.zeros(len(found), int) if groups is None else column_or_1d(groups)
         check_consistent_length(found, y, sites)
@@ -101,20 +107,17 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         self.sites_, members = np.unique(sites, return_inverse=True)
         parts = [np.flatnonzero(members == i) for i in range(len(self.sites_))]
         centre, spread = found.mean(0), np.where(np.ptp(found, axis=0) > 0, found.std(0), 1)
-        rows = {"row": found - centre, **self._target(y)}
-        y0: Any = {"coef": np.zeros(len(spread)), **({"intercept": np.zeros(())} if self.has_intercept else {})}
+        rows, scale = {"row": (found - centre) / spread, **self._target(y)}, self.curvature * spread**2
+        own, self.history_ = np.arange(len(spread)), None
         with jax.enable_x64(True):
-            own, scale, self.history_ = np.arange(len(spread)), self.curvature * spread**2, None
-            x = (
-                self._found(rows, parts, spread, y0)
-                if self.penalties is None
-                else scale / (scale + self._given(spread))
-            )
-            y = solve_inner(Population.of(self._problem(spread, own), self._clients(rows, parts)), x, y0).y
-            self.coef_ = np.asarray(_coefficients(x, y, spread, own))
-            self.penalties_ = scale * (1 - x) / x
+            given = self.penalties is not None
+            x = scale / (scale + self._given(len(spread))) if given else self._found(rows, parts)
+            clients = self._clients(rows, parts, np.full(len(found), -1))  # which all rows train a model without
+            y = solve_inner(Population.of(self._problem(own, 1), clients), x, self._start(len(spread), 1)).y
+            self.coef_ = np.asarray(_coefficients(x, y, own))[0] / spread
+        self.penalties_ = scale * (1 - x) / x
         if self.has_intercept:
-            self.intercept_ = float(y["intercept"] - self.coef_ @ centre)
+            self.intercept_ = float(np.asarray(y["intercept"])[0] - self.coef_ @ centre)
         if hasattr(X, "iloc"):
             self.penalties_ = type(X.iloc[0])(self.penalties_, X.columns, name="penalty")
         return self
@@ -124,23 +127,23 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         return self._numbers(X) @ self.coef_ + getattr(self, "intercept_", 0.0)
 
-    def _found(self, rows: Rows, parts: list[Floats], spread: Floats, y0: Any) -> Any:
-        """Find log λ of each feature on the sites' validation rows, and set `history_`."""
-        share, labels = self.validation, np.arange(len(spread)) if self.penalty_groups is None else self.penalty_groups
-        require(is_number(share) and 0 < share < 1, "validation", share, "above 0 and below 1")
-        require(np.shape(labels) == spread.shape, "penalty_groups", labels, f"{len(spread)} labels, one a feature")
-        of = np.unique(np.asarray(labels), return_inverse=True)[1]
-        drawn = []
-        for i, (site, part) in enumerate(zip(self.sites_, parts, strict=True)):
-            if len(part) < 2:
-                raise ConfigurationError(f"site {site} has 1 row; it needs 2, to train on one and judge by the other")
-            drawn.append([part[half] for half in stratified(rows["stratum"][part], share, self.random_state + i)])
+    def _found(self, rows: Rows, parts: list[Floats]) -> Any:
+        """Find x_l of each feature, and set `history_`."""
+        count, width = rows["row"].shape
+        labels = np.arange(width) if self.penalty_groups is None else np.asarray(self.penalty_groups)
+        require(labels.shape == (width,), "penalty_groups", labels, f"{width} labels, one for each feature")
+        of = np.unique(labels, return_inverse=True)[1]
+        require(is_count(self.cv) and 2 <= self.cv <= count, "cv", self.cv, f"2 to {count}, the number of rows")
+        seed, fold = self.random_state, np.empty(count, np.int32)
+        require(isinstance(seed, Integral) and seed >= 0, "random_state", seed, "a whole number from 0 on")
+        for i, part in enumerate(parts):
+            fold[part] = dealt(rows["stratum"][part], self.cv, np.random.default_rng([seed, i]))
         result = solve(
-            SimFBO(local_steps=1, batch_size=None),
-            self._problem(spread, of, box(0.001, 0.999)),
-            self._clients(rows, *zip(*drawn, strict=True)),
+            AdaptiveSteps(SimFBO(local_steps=1, batch_size=None), x_lr=0.05),  # of entries from 0 to 1
+            self._problem(of, self.cv),
+            self._clients(rows, parts, fold),
             np.full(np.max(of) + 1, 0.5),
-            y0,
+            self._start(width, self.cv),
             rounds=self.rounds,
             eval_every=10,
             callbacks=[stop_without_progress("outer_loss", patience=10)],
@@ -150,29 +153,38 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         self.history_ = result.history
         return np.asarray(result.x)[of]
 
-    def _problem(self, spread: Floats, of: Floats, project_x: Any = None) -> Bilevel:
-        """State the problem, in which x[of[k]] is the share of feature k."""
+    def _start(self, width: int, models: int) -> dict[str, Floats]:
+        return {"coef": np.zeros((models, width)), **({"intercept": np.zeros(models)} if self.has_intercept else {})}
+
+    def _problem(self, of: Floats, models: int) -> Bilevel:
+        """State the problem, in which x[of[l]] is the share of feature l; a single model is trained on all rows."""
+        every = np.arange(models)[:, None]
+
+        def total(x: Array, y: Any, rows: Any, chosen: Array) -> Array:
+            z = _coefficients(x, y, of) @ rows["row"].T + y.get("intercept", np.zeros(models))[:, None]
+            return jnp.sum(jnp.where(chosen, jax.vmap(self._losses, (0, None, 0))(z, rows, chosen), 0))
 
         def outer(x: Array, y: Any, rows: Any, valid: Array) -> Array:
-            z = rows["row"] @ _coefficients(x, y, spread, of) + y.get("intercept", 0.0)
-            return jnp.sum(jnp.where(valid, self._losses(z, rows, valid), 0)) / jnp.sum(valid)
+            return total(x, y, rows, valid & (rows["fold"] == every)) / jnp.sum(valid)
 
         def inner(x: Array, y: Any, rows: Any, valid: Array) -> Array:
-            return outer(x, y, rows, valid) + self.curvature * jnp.vdot(1 - x[of], y["coef"] ** 2)
+            mean = total(x, y, rows, valid & (rows["fold"] != every)) / jnp.sum(valid) / (1 - (models > 1) / models)
+            return mean + self.curvature * jnp.sum((1 - x[of]) * y["coef"] ** 2)
 
-        return Bilevel(WholeLoss(outer), WholeLoss(inner), project_x=project_x)
+        return Bilevel(WholeLoss(outer), WholeLoss(inner), project_x=box(0.001, 0.999))
 
-    def _clients(self, rows: Rows, *losses: Any) -> Clients:
-        """Make a client of each site; for each loss are given the numbers of each site's rows."""
-        taken = [[{name: values[part] for name, values in rows.items()} for part in parts] for parts in losses]
-        return Clients(*[[self._samples(one) for one in each] for each in taken], weights="size")
+    def _clients(self, rows: Rows, parts: list[Floats], fold: Floats) -> Clients:
+        """Make a client of each site."""
+        all_rows = {**rows, "fold": fold}
+        sites = [self._samples({name: values[part] for name, values in all_rows.items()}) for part in parts]
+        return Clients(sites, weights="size")
 
     def _samples(self, rows: Rows) -> Rows:
         """Return a site's samples as `_losses` wants them."""
         return rows
 
-    def _given(self, spread: Floats) -> Floats:
-        given, width = np.asarray(self.penalties, float), len(spread)
+    def _given(self, width: int) -> Floats:
+        given = np.asarray(self.penalties, float)
         fits = given.shape in ((), (width,)) and bool(np.all(np.isfinite(given) & (given >= 0)))
         require(fits, "penalties", self.penalties, f"None, a number from 0 on, or {width} of them")
         return given
@@ -186,9 +198,9 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return found
 
 
-def _coefficients(x: Any, y: Any, spread: Floats, of: Floats) -> Array:
-    """Compute w of the run's variables."""
-    return y["coef"] * jnp.sqrt(x[of]) / spread
+def _coefficients(x: Any, y: Any, of: Floats) -> Array:
+    """Compute the models' w of features of variance 1, (models, features)."""
+    return y["coef"] * jnp.sqrt(x[of])
 
 
 class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
@@ -208,9 +220,17 @@ class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
 
     curvature = 0.125
 
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = False
+        return tags
+
     def _target(self, y: Any) -> Rows:
+        check_classification_targets(y)
         self.classes_, label = np.unique(column_or_1d(y, warn=True), return_inverse=True)
-        require(len(self.classes_) == 2, "classes of y", self.classes_.tolist(), "two")
+        if len(self.classes_) != 2:
+            few = "one class only" if len(self.classes_) == 1 else f"{len(self.classes_)} classes"
+            raise ConfigurationError(f"y has {few}. Only binary classification is supported")
         return {"label": label.astype(np.float64), "stratum": label.astype(np.int32)}
 
     def _losses(self, z: Array, rows: Any, valid: Array) -> Array:
@@ -226,4 +246,5 @@ class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Floats:
         """Predict the likelier class of each row, (n,)."""
-        return self.classes_[(self.decision_function(X) > 0).astype(int)]
+        positive = self.decision_function(X) > 0
+        return self.classes_[positive.astype(int)]

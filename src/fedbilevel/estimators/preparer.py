@@ -40,7 +40,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         Raises:
             ConfigurationError: a column is missing or unknown, or holds texts where sites before had numbers.
         """
-        require(hasattr(X, "iloc"), "X", type(X).__name__, "a pandas.DataFrame")
+        _require_frame(X)
         if not hasattr(self, "categories_"):
             for name in self.categorical:
                 if name not in X.columns:
@@ -91,6 +91,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     def _numbers(self, X: Any) -> Any:
         """Return the values of the columns of numbers, NaN in gaps; check that all columns are known."""
+        _require_frame(X)
         known = list(self.feature_names_in_)
         for name in known:
             if name not in X.columns:
@@ -105,3 +106,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         values = X[numbers].to_numpy(float, na_value=np.nan)
         require(not np.isinf(values).any(), "X", "infinite numbers", "finite, or NaN in a gap")
         return values
+
+
+def _require_frame(X: Any) -> None:
+    require(hasattr(X, "iloc"), "X", type(X).__name__, "a pandas.DataFrame")

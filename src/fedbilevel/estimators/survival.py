@@ -27,7 +27,7 @@ class CoxRegression(Penalised):
         require(target.ndim == 2 and target.shape[1] == 2, "shape of y", target.shape, "(n, 2): times and events")
         times, events = np.asarray(target, np.float64).T
         require(bool(np.all(times >= 0)), "times", float(times.min()), "0 or later")
-        require(set(events) <= {0.0, 1.0}, "events", sorted(set(events))[:5], "1 where it came, 0 where not")
+        require(set(events) <= {0.0, 1.0}, "events", np.unique(events)[:5].tolist(), "1 where it came, 0 where not")
         require(bool(events.any()), "events", "none", "one at least")
         return {"time": times, "event": events, "stratum": events.astype(np.int32)}
 
@@ -36,12 +36,12 @@ class CoxRegression(Penalised):
         order = np.argsort(-rows["time"], kind="stable")
         ordered = {name: values[order] for name, values in rows.items()}
         last = np.searchsorted(-ordered["time"], -ordered["time"], side="right") - 1
-        return {"row": ordered["row"], "event": ordered["event"], "last": last.astype(np.int32)}
+        return {**ordered, "last": last.astype(np.int32)}
 
     def _losses(self, z: Array, rows: Any, valid: Array) -> Array:
         most = jax.lax.stop_gradient(jnp.max(z))  # so that no power overflows
-        at_risk = jnp.cumsum(jnp.where(valid, jnp.exp(z - most), 0))
-        return rows["event"] * (most + jnp.log(at_risk[rows["last"]]) - z)
+        at_risk = jnp.cumsum(jnp.where(valid, jnp.exp(z - most), 0))[rows["last"]]
+        return rows["event"] * (most + jnp.log(jnp.where(valid, at_risk, 1)) - z)
 
     def score(self, X: Any, y: Any, groups: Any = None) -> float:
         """Compute Harrell's concordance: of pairs of a site's rows, of which one has an event before the other's time,
