@@ -14,6 +14,8 @@ def __getattr__(name: str) -> Any:
     """Hand out a public name; they are loaded on first use, so that `fedbilevel --help` does not wait for JAX."""
     if name.startswith("__") and name != "__all__":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "estimators":  # not among the public names: it needs scikit-learn
+        return import_module("fedbilevel.estimators")
     public = import_module("fedbilevel.public")
     if name != "__all__" and name not in public.__all__:
         found = _elsewhere(name)

@@ -11,7 +11,8 @@ import hospital_files
 from fedbilevel import data
 from fedbilevel.core.client import RemoteClients
 from fedbilevel.data import loaders
-from fedbilevel.tasks.hospitals import dealt, hospital_weights, hospitals
+from fedbilevel.data.clients import dealt
+from fedbilevel.tasks.hospitals import hospital_weights, hospitals
 from implicit import implicit_gradient
 
 NAMES = list(hospital_files.SIZES)

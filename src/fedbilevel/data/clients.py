@@ -164,6 +164,15 @@ def split(
     return training, validation
 
 
+def dealt(labels: NDArray[Any], folds: int, rng: np.random.Generator) -> NDArray[np.int32]:
+    """Draw the fold of each sample, (n,) int32: class by class, samples in random order are dealt out in turn."""
+    mixed = rng.permutation(len(labels))
+    order = mixed[np.argsort(labels[mixed], kind="stable")]
+    fold = np.empty(len(labels), np.int32)
+    fold[order] = np.arange(len(labels)) % folds
+    return fold
+
+
 def _drawn(
     rng: np.random.Generator, totals: NDArray[np.integer], clients: int, alpha: float, minimum: int
 ) -> NDArray[np.int64]:

@@ -29,6 +29,7 @@ from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel, SingleLevel
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import load_heart
+from fedbilevel.data.clients import dealt
 from fedbilevel.data.loaders import FLAMBY, HOSPITALS, TRAINING, stratified
 from fedbilevel.tasks.task import Floats, Task
 
@@ -125,15 +126,6 @@ def _ward(name: str, number: int, indicators: int, folds: int, holdout: float, s
     fold = dealt(found.labels[training], folds, np.random.default_rng([seed, number, 7]))
     at = np.full(len(training), number, np.int32)
     return _Ward(name, {**some(training), "fold": fold, "hospital": at}, some(measured))
-
-
-def dealt(labels: np.ndarray, folds: int, rng: np.random.Generator) -> np.ndarray:
-    """Draw the fold of each patient, (n,) int32: class by class, patients in random order are dealt out in turn."""
-    mixed = rng.permutation(len(labels))
-    order = mixed[np.argsort(labels[mixed], kind="stable")]
-    fold = np.empty(len(labels), np.int32)
-    fold[order] = np.arange(len(labels)) % folds
-    return fold
 
 
 def hospital_weights(x: Mapping[str, Array]) -> Array:

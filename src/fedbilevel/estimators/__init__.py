@@ -1,0 +1,15 @@
+"""Estimators with scikit-learn's manners for tables of several sites: a penalty per feature, from one federated run."""
+
+from importlib.util import find_spec
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.wording import missing
+
+if find_spec("sklearn") is None:
+    raise ConfigurationError(f"estimators need {missing('scikit-learn', 'cli')}")
+
+from fedbilevel.estimators.linear import LogisticRegression, Ridge
+from fedbilevel.estimators.preparer import Preparer
+from fedbilevel.estimators.survival import CoxRegression
+
+__all__ = ["CoxRegression", "LogisticRegression", "Preparer", "Ridge"]

@@ -1,0 +1,250 @@
+"""Linear models of several sites' rows a_j, with a penalty for each feature that is found by cross-validation.
+
+Each site i deals its n_i rows into K folds, alike in classes; k_j is the fold of row j. Model k, of coefficients w_k
+and an intercept b_k that no penalty shrinks, is trained without fold k. With ℓ the loss of a row and λ_l the penalty of
+feature l,
+
+    g_i = Σ_k [K/((K − 1) n_i) Σ_{j: k_j ≠ k} ℓ(a_jᵀw_k + b_k, c_j) + Σ_l λ_l w_kl²]
+    f_i = 1/n_i Σ_j ℓ(a_jᵀw_{k_j} + b_{k_j}, c_j)
+
+and each site counts by its rows, so that both are those of the pooled rows. One run of SimFBO, with full batches and
+steps that adapt, finds the λ whose models are best on rows that they have not seen. The model that is kept has these λ
+and all rows, as scikit-learn's searches refit: Newton's method, which asks sites for gradients and for products with
+their Hessians, trains it to rounding.
+
+Of a feature that is uncorrelated to the others, with standard deviation s_l, a penalty leaves about the share
+κ s_l²/(κ s_l² + λ_l) of the coefficient, κ being half of ℓ″, or of a bound of it. The run's variables are
+
+    x_l = this share, from 0.001 to 0.999, 0.5 at the start     y_kl = w_kl s_l/√x_l     λ_l w_kl² = κ (1 − x_l) y_kl²
+
+and rows are standardised, for which w and b make up. The Hessian then has the diagonal 2κ, whatever scales and
+penalties are, and without correlations f is quadratic in x.
+"""
+
+from collections.abc import Sequence
+from numbers import Integral
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from numpy.typing import NDArray
+from scipy.special import expit
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.utils.multiclass import check_classification_targets
+from sklearn.utils.validation import check_consistent_length, check_is_fitted, column_or_1d, validate_data
+
+from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
+from fedbilevel.algorithms.simfbo import SimFBO
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import ConfigurationError, is_count, require
+from fedbilevel.core.problem import Bilevel, WholeLoss
+from fedbilevel.core.projections import box
+from fedbilevel.data.clients import dealt
+from fedbilevel.engines.history import stop_without_progress
+from fedbilevel.engines.local.engine import Local
+from fedbilevel.engines.solve import solve
+from fedbilevel.oracles.exact import solve_inner
+from fedbilevel.oracles.population import Population
+
+Floats = NDArray[Any]
+Rows = dict[str, Floats]
+
+
+class Penalised(BaseEstimator):  # type: ignore[misc]
+    """Base of the estimators.
+
+    Args:
+        penalties: λ, a number or one for each feature; None: found by cross-validation.
+        penalty_groups: a label for each feature; those of the same label, such as the indicators of one category, share
+            a penalty in units of their variances. None: each feature has its own.
+        cv: K, the number of folds.
+        rounds: how many the run has, at most; it ends when in a hundred of them the validation loss has not fallen.
+        random_state: the seed of the folds, a whole number.
+
+    `fit` sets `coef_`, `intercept_` (but of Cox's model), `penalties_` (a Series by feature where X is a data frame),
+    `sites_`, and `history_`, that of the run; None where penalties are given.
+    """
+
+    has_intercept, curvature = True, 1.0  # κ
+    history_: Any
+    _target: Any  # (y) -> what `_losses` needs, by row, and each row's stratum for the split, 0 or 1
+    _losses: Any  # (z, rows, valid) -> ℓ of a site's rows, (n,), at z = a_jᵀw + b; where not `valid`, whatever
+
+    def __init__(
+        self,
+        *,
+        penalties: Any = None,
+        penalty_groups: Sequence[Any] | None = None,
+        cv: int = 5,
+        rounds: int = 1000,
+        random_state: int = 0,
+    ) -> None:
+        self.penalties = penalties
+        self.penalty_groups = penalty_groups
+        self.cv = cv
+        self.rounds = rounds
+        self.random_state = random_state
+
+    def fit(self, X: Any, y: Any, groups: Any = None) -> Any:
+        """Find penalties and coefficients; returns the estimator.
+
+        Args:
+            X: numbers, (n, features), as a data frame or an array; `Preparer` makes them of categories and gaps.
+            y: the target, (n,); of Cox's model (n, 2): times, and 1 for an event, 0 where it had not come by then.
+            groups: the site of each row, (n,); None: all rows are one site's.
+
+        Raises:
+            ValueError: what does not fit, mostly a ConfigurationError that names column or site.
+        """
+        if y is None:
+            raise ConfigurationError(f"{type(self).__name__} requires y to be passed, but the target y is None")
+        found = self._numbers(X, reset=True)
+        sites = np.zeros(len(found), int) if groups is None else column_or_1d(groups)
+        check_consistent_length(found, y, sites)
+        require(all(site is not None and site == site for site in sites), "groups", "a gap", "the site of each row")
+        self.sites_, members = np.unique(sites, return_inverse=True)
+        parts = [np.flatnonzero(members == i) for i in range(len(self.sites_))]
+        centre, spread = found.mean(0), np.where(np.ptp(found, axis=0) > 0, found.std(0), 1)
+        rows, scale = {"row": (found - centre) / spread, **self._target(y)}, self.curvature * spread**2
+        own, self.history_ = np.arange(len(spread)), None
+        with jax.enable_x64(True):
+            given = self.penalties is not None
+            x = scale / (scale + self._given(len(spread))) if given else self._found(rows, parts)
+            clients = self._clients(rows, parts, np.full(len(found), -1))  # which all rows train a model without
+            y = solve_inner(Population.of(self._problem(own, 1), clients), x, self._start(len(spread), 1)).y
+            self.coef_ = np.asarray(_coefficients(x, y, own))[0] / spread
+        self.penalties_ = scale * (1 - x) / x
+        if self.has_intercept:
+            self.intercept_ = float(np.asarray(y["intercept"])[0] - self.coef_ @ centre)
+        if hasattr(X, "iloc"):
+            self.penalties_ = type(X.iloc[0])(self.penalties_, X.columns, name="penalty")
+        return self
+
+    def predict(self, X: Any) -> Floats:
+        """Compute a_jᵀw + b, (n,); of Cox's model the log hazard against a site's baseline."""
+        check_is_fitted(self)
+        return self._numbers(X) @ self.coef_ + getattr(self, "intercept_", 0.0)
+
+    def _found(self, rows: Rows, parts: list[Floats]) -> Any:
+        """Find x_l of each feature, and set `history_`."""
+        count, width = rows["row"].shape
+        labels = np.arange(width) if self.penalty_groups is None else np.asarray(self.penalty_groups)
+        require(labels.shape == (width,), "penalty_groups", labels, f"{width} labels, one for each feature")
+        of = np.unique(labels, return_inverse=True)[1]
+        require(is_count(self.cv) and 2 <= self.cv <= count, "cv", self.cv, f"2 to {count}, the number of rows")
+        seed, fold = self.random_state, np.empty(count, np.int32)
+        require(isinstance(seed, Integral) and seed >= 0, "random_state", seed, "a whole number from 0 on")
+        for i, part in enumerate(parts):
+            fold[part] = dealt(rows["stratum"][part], self.cv, np.random.default_rng([seed, i]))
+        result = solve(
+            AdaptiveSteps(SimFBO(local_steps=1, batch_size=None), x_lr=0.05),  # of entries from 0 to 1
+            self._problem(of, self.cv),
+            self._clients(rows, parts, fold),
+            np.full(np.max(of) + 1, 0.5),
+            self._start(width, self.cv),
+            rounds=self.rounds,
+            eval_every=10,
+            callbacks=[stop_without_progress("outer_loss", patience=10)],
+            engine=Local(devices=1),
+            progress=False,
+        )
+        self.history_ = result.history
+        return np.asarray(result.x)[of]
+
+    def _start(self, width: int, models: int) -> dict[str, Floats]:
+        return {"coef": np.zeros((models, width)), **({"intercept": np.zeros(models)} if self.has_intercept else {})}
+
+    def _problem(self, of: Floats, models: int) -> Bilevel:
+        """State the problem, in which x[of[l]] is the share of feature l; a single model is trained on all rows."""
+        every = np.arange(models)[:, None]
+
+        def total(x: Array, y: Any, rows: Any, chosen: Array) -> Array:
+            z = _coefficients(x, y, of) @ rows["row"].T + y.get("intercept", np.zeros(models))[:, None]
+            return jnp.sum(jnp.where(chosen, jax.vmap(self._losses, (0, None, 0))(z, rows, chosen), 0))
+
+        def outer(x: Array, y: Any, rows: Any, valid: Array) -> Array:
+            return total(x, y, rows, valid & (rows["fold"] == every)) / jnp.sum(valid)
+
+        def inner(x: Array, y: Any, rows: Any, valid: Array) -> Array:
+            mean = total(x, y, rows, valid & (rows["fold"] != every)) / jnp.sum(valid) / (1 - (models > 1) / models)
+            return mean + self.curvature * jnp.sum((1 - x[of]) * y["coef"] ** 2)
+
+        return Bilevel(WholeLoss(outer), WholeLoss(inner), project_x=box(0.001, 0.999))
+
+    def _clients(self, rows: Rows, parts: list[Floats], fold: Floats) -> Clients:
+        """Make a client of each site."""
+        all_rows = {**rows, "fold": fold}
+        sites = [self._samples({name: values[part] for name, values in all_rows.items()}) for part in parts]
+        return Clients(sites, weights="size")
+
+    def _samples(self, rows: Rows) -> Rows:
+        """Return a site's samples as `_losses` wants them."""
+        return rows
+
+    def _given(self, width: int) -> Floats:
+        given = np.asarray(self.penalties, float)
+        fits = given.shape in ((), (width,)) and bool(np.all(np.isfinite(given) & (given >= 0)))
+        require(fits, "penalties", self.penalties, f"None, a number from 0 on, or {width} of them")
+        return given
+
+    def _numbers(self, X: Any, reset: bool = False) -> Floats:
+        """Check the features."""
+        found = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
+        names = getattr(self, "feature_names_in_", range(found.shape[1]))
+        for name, finite in zip(names, np.isfinite(found).all(0), strict=True):
+            require(finite, f"column {name!r} of X", "a gap or infinity", "finite numbers: Preparer fills gaps")
+        return found
+
+
+def _coefficients(x: Any, y: Any, of: Floats) -> Array:
+    """Compute the models' w of features of variance 1, (models, features)."""
+    return y["coef"] * jnp.sqrt(x[of])
+
+
+class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
+    """Linear regression: ℓ = (z − c)². With scikit-learn's `Ridge` on n rows, α = n λ."""
+
+    def _target(self, y: Any) -> Rows:
+        target = column_or_1d(y, dtype=np.float64, warn=True)
+        require(bool(np.isfinite(target).all()), "y", "a gap or infinity", "finite numbers")
+        return {"target": target, "stratum": np.zeros(len(target), np.int32)}
+
+    def _losses(self, z: Array, rows: Any, valid: Array) -> Array:
+        return (z - rows["target"]) ** 2
+
+
+class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
+    """Logistic regression of two classes: ℓ = log(1 + eᶻ) − c z. With scikit-learn's on n rows, C = 1/(2 n λ)."""
+
+    curvature = 0.125
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.classifier_tags.multi_class = False
+        return tags
+
+    def _target(self, y: Any) -> Rows:
+        check_classification_targets(y)
+        self.classes_, label = np.unique(column_or_1d(y, warn=True), return_inverse=True)
+        if len(self.classes_) != 2:
+            few = "one class only" if len(self.classes_) == 1 else f"{len(self.classes_)} classes"
+            raise ConfigurationError(f"y has {few}. Only binary classification is supported")
+        return {"label": label.astype(np.float64), "stratum": label.astype(np.int32)}
+
+    def _losses(self, z: Array, rows: Any, valid: Array) -> Array:
+        return jax.nn.softplus(z) - rows["label"] * z
+
+    def decision_function(self, X: Any) -> Floats:
+        """Compute the logits of the second class, (n,)."""
+        return super().predict(X)
+
+    def predict_proba(self, X: Any) -> Floats:
+        """Compute the probabilities of both classes, (n, 2)."""
+        return expit(np.multiply.outer(self.decision_function(X), [-1, 1]))
+
+    def predict(self, X: Any) -> Floats:
+        """Predict the likelier class of each row, (n,)."""
+        positive = self.decision_function(X) > 0
+        return self.classes_[positive.astype(int)]
