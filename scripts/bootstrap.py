@@ -42,6 +42,7 @@ STARTED_OFTEN = (  # what runs and the processes of a federation import
     "flwr.supernode.cli",
     "flwr.superlink.cli",
 )
+EXTRAS = ("--all-extras", "--no-extra", "torch")  # PyTorch has gigabytes: only `--group torch` installs it
 NO_BYTECODE = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 
 
@@ -230,24 +231,36 @@ def call(uv: Path, env: dict[str, str], *arguments: str) -> None:
 
 
 def install_project(uv: Path, env: dict[str, str]) -> None:
-    """Bring .venv to what uv.lock says, with all extras, the tools and the project itself (editable)."""
+    """Bring .venv to what uv.lock says, with all extras but PyTorch, the tools and the project itself (editable)."""
 
     if VENV.exists() and not (VENV / "pyvenv.cfg").exists():  # half made when it was interrupted
         shutil.rmtree(VENV)
     python = interpreter()
     index = mirror()
     if index is None:
-        call(uv, env, "sync", "--quiet", "--locked", "--all-extras", "--python", python)
+        call(uv, env, "sync", "--quiet", "--locked", *EXTRAS, "--python", python)
         return
     # uv.lock names PyPI's own addresses, so for a mirror the same versions and checksums go by way of a list.
     env = {**env, "UV_DEFAULT_INDEX": index, "VIRTUAL_ENV": str(VENV)}
     with tempfile.TemporaryDirectory() as scratch:
         pins = str(Path(scratch, "requirements.txt"))
-        export = ("--frozen", "--all-extras", "--no-emit-project", "--output-file", pins)
+        export = ("--frozen", *EXTRAS, "--no-emit-project", "--output-file", pins)
         call(uv, env, "export", "--quiet", *export, "--python", python)
         call(uv, env, "venv", "--quiet", "--allow-existing", "--python", python, str(VENV))
         call(uv, env, "pip", "sync", "--quiet", "--require-hashes", pins)
         call(uv, env, "pip", "install", "--quiet", "--no-deps", "--editable", str(ROOT))
+
+
+def install_group(uv: Path, env: dict[str, str], group: str) -> None:
+    """Add a dependency group to .venv, from pip's index and its find-links, where builds for CPUs may lie.
+
+    The group is not taken from uv.lock: that names the builds on PyPI, which on Linux bring gigabytes for GPUs.
+    """
+    env = {**env, "VIRTUAL_ENV": str(VENV)}
+    if index := mirror():
+        env["UV_DEFAULT_INDEX"] = index
+    links = [option for link in (pip_setting("find-links") or "").split() for option in ("--find-links", link)]
+    call(uv, env, "pip", "install", "--quiet", *links, "--group", group)
 
 
 def keep_bytecode() -> None:
@@ -261,8 +274,11 @@ def keep_bytecode() -> None:
         raise SetupError(f"what was installed cannot be imported (status {status}); see above.")
 
 
-def main(lock: bool) -> None:
+def main(lock: bool, group: str | None) -> None:
     require_python()
+    if group:
+        install_group(install_uv(), uv_environment(), group)
+        return
     if up_to_date() and not lock:
         return
     started = time.monotonic()
@@ -284,7 +300,7 @@ def main(lock: bool) -> None:
 
 if __name__ == "__main__":
     try:
-        main(lock="--lock" in sys.argv[1:])
+        main(lock="--lock" in sys.argv[1:], group="torch" if "torch" in sys.argv[1:] else None)
     except SetupError as error:
         sys.exit(f"setup: {error}")
     except KeyboardInterrupt:
