@@ -25,7 +25,7 @@ test-slow: setup  ## the tests that take minutes or need downloaded data
 	$(BIN)/pytest -m slow
 
 test-torch: setup  ## install PyTorch and what is built on it, then the tests of fedbilevel.torch
-	@$(PYTHON) scripts/bootstrap.py --group torch
+	@$(PYTHON) scripts/bootstrap.py --torch
 	$(BIN)/pytest -m "" tests/pytorch "tests/test_readme.py::test_python_blocks_run[docs/tutorials/pytorch.md]"
 
 lint: setup  ## format, lint and types

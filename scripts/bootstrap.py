@@ -42,7 +42,7 @@ STARTED_OFTEN = (  # what runs and the processes of a federation import
     "flwr.supernode.cli",
     "flwr.superlink.cli",
 )
-EXTRAS = ("--all-extras", "--no-extra", "torch")  # PyTorch has gigabytes: only `--group torch` installs it
+EXTRAS = ("--all-extras", "--no-extra", "torch")  # PyTorch has gigabytes: only `--torch` installs it
 NO_BYTECODE = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 
 
@@ -251,16 +251,17 @@ def install_project(uv: Path, env: dict[str, str]) -> None:
         call(uv, env, "pip", "install", "--quiet", "--no-deps", "--editable", str(ROOT))
 
 
-def install_group(uv: Path, env: dict[str, str], group: str) -> None:
-    """Add a dependency group to .venv, from pip's index and its find-links, where builds for CPUs may lie.
+def install_pytorch(uv: Path, env: dict[str, str]) -> None:
+    """Add the extra and the dependency group `torch` to .venv.
 
-    The group is not taken from uv.lock: that names the builds on PyPI, which on Linux bring gigabytes for GPUs.
+    From pip's index and its find-links, where builds for CPUs may lie, and not from uv.lock: that names the builds on
+    PyPI, which on Linux bring gigabytes for GPUs.
     """
     env = {**env, "VIRTUAL_ENV": str(VENV)}
     if index := mirror():
         env["UV_DEFAULT_INDEX"] = index
     links = [option for link in (pip_setting("find-links") or "").split() for option in ("--find-links", link)]
-    call(uv, env, "pip", "install", "--quiet", *links, "--group", group)
+    call(uv, env, "pip", "install", "--quiet", *links, "--editable", ".[torch]", "--group", "torch")
 
 
 def keep_bytecode() -> None:
@@ -274,10 +275,10 @@ def keep_bytecode() -> None:
         raise SetupError(f"what was installed cannot be imported (status {status}); see above.")
 
 
-def main(lock: bool, group: str | None) -> None:
+def main(lock: bool, pytorch: bool) -> None:
     require_python()
-    if group:
-        install_group(install_uv(), uv_environment(), group)
+    if pytorch:
+        install_pytorch(install_uv(), uv_environment())
         return
     if up_to_date() and not lock:
         return
@@ -300,7 +301,7 @@ def main(lock: bool, group: str | None) -> None:
 
 if __name__ == "__main__":
     try:
-        main(lock="--lock" in sys.argv[1:], group="torch" if "torch" in sys.argv[1:] else None)
+        main(lock="--lock" in sys.argv[1:], pytorch="--torch" in sys.argv[1:])
     except SetupError as error:
         sys.exit(f"setup: {error}")
     except KeyboardInterrupt:
