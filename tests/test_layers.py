@@ -212,6 +212,12 @@ def test_import_fedbilevel_loads_nothing_heavy() -> None:
     assert loaded & HEAVY == set()
 
 
+def test_one_file_knows_pytorch() -> None:
+    of_torch = [file for file in FILES if PACKAGE / "torch" in file.parents]
+    names = {file.name: [name for name, _ in imported(ast.parse(file.read_text()), Path("torch"))] for file in of_torch}
+    assert [file for file in names if any(name.split(".")[0] == "torch" for name in names[file])] == ["bridge.py"]
+
+
 def test_a_file_can_be_read_from_top_to_bottom() -> None:
     lengths = {str(file.relative_to(PACKAGE)): len(file.read_text().splitlines()) for file in FILES}
     assert {name: lines for name, lines in lengths.items() if lines > 600} == {}

@@ -78,6 +78,7 @@ REFUSED = {
 }  # fmt: skip
 
 
+@pytest.mark.torch
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_a_function_is_refused_in_one_sentence(name):
     module, said = REFUSED[name]
@@ -92,13 +93,15 @@ def test_what_is_no_module_and_no_tensor_is_refused():
         from_torch(lambda x: x, X)
     with pytest.raises(ConfigurationError, match=r"example = 3 .* a tensor"):
         from_torch(module_of(lambda self, x, n: x * n), X, 3)
+    with pytest.raises(ConfigurationError, match=r"batch_axis = -1 .* counted from 0"):
+        from_torch(nn.Linear(4, 4), X, batch_axis=-1)
 
 
 def test_inputs_that_differ_from_the_example_are_refused():
     apply, start = from_torch(nn.Linear(4, 2), X)
     with pytest.raises(ConfigurationError, match=r"shape \(7, 5\), and the example had \(any, 4\).*batch_axis"):
         apply(start, np.zeros((7, 5), np.float32))
-    with pytest.raises(ConfigurationError, match="another structure"):
+    with pytest.raises(ConfigurationError, match="nested otherwise"):
         apply(start, np.zeros((7, 4)), np.zeros((7, 4)))
     with pytest.raises(ConfigurationError, match="the parameters lack bias"):
         apply({"weight": start["weight"]}, np.zeros((7, 4)))

@@ -13,6 +13,7 @@ from fedbilevel.errors import ConfigurationError  # noqa: E402
 from fedbilevel.torch import from_torch  # noqa: E402
 from fedbilevel.torch import layers as table  # noqa: E402
 
+pytestmark = pytest.mark.torch
 KEY = jax.random.key(0)
 COUNT = 40_000
 ROOM = 5 / COUNT**0.5

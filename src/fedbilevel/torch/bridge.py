@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
@@ -51,6 +50,8 @@ def from_torch(module: nn.Module, *example: Any, batch_axis: int | None = 0) -> 
         ConfigurationError: the module cannot become a function; the message says what to change.
     """
     require(isinstance(module, nn.Module), "module", type(module).__name__, "a torch.nn.Module")
+    axis = batch_axis is None or (isinstance(batch_axis, int) and batch_axis >= 0)
+    require(axis, "batch_axis", batch_axis, "an axis, counted from 0, or None")
     _refuse_batch_statistics(module)
     program = _traced(module, example, batch_axis)
     graph = _graph(program, module)
@@ -59,16 +60,13 @@ def from_torch(module: nn.Module, *example: Any, batch_axis: int | None = 0) -> 
     def apply(parameters: Mapping[str, Any], *inputs: Any, key: Any = None) -> Any:
         flat, spec = pytree.tree_flatten((inputs, {}))
         if spec != given:
-            raise ConfigurationError(f"apply got inputs of another structure than the example: {spec} is not {given}")
+            raise ConfigurationError("the inputs are nested otherwise than the example: give apply what from_torch got")
         if missing := sorted(set(graph.parameters.values()) - set(parameters)):
             raise ConfigurationError(f"the parameters lack {', '.join(missing)}: give all that from_torch returned")
         return pytree.tree_unflatten(graph.run(parameters, flat, key), out)
 
     start = parameters(module)
-    shapes = [
-        jax.ShapeDtypeStruct([n or 2 for n in a.shape], jax.dtypes.canonicalize_dtype(a.dtype)) for a in graph.inputs
-    ]
-    jax.eval_shape(graph.run, start, shapes, jax.eval_shape(lambda: jax.random.key(0)))  # what a rule refuses
+    graph.check(start)
     return apply, start
 
 
@@ -118,9 +116,9 @@ def _traced(module: nn.Module, example: tuple[Any, ...], batch_axis: int | None)
     if batch_axis is not None:
         batch = Dim("batch")  # one for all inputs; a length of 1 would be taken for a constant
         example = pytree.tree_map(
-            lambda a: torch.cat([a, a], batch_axis) if a.ndim and a.shape[batch_axis] == 1 else a, example
+            lambda a: torch.cat([a, a], batch_axis) if a.shape[batch_axis:][:1] == (1,) else a, example
         )
-        free = pytree.tree_map(lambda a: {batch_axis: batch} if a.ndim else None, example)
+        free = pytree.tree_map(lambda a: {batch_axis: batch} if a.ndim > batch_axis else None, example)
     table = default_decompositions()
     for operator in [operator for operator in table if str(operator) in RULES]:
         del table[operator]
@@ -145,6 +143,7 @@ def _traced(module: nn.Module, example: tuple[Any, ...], batch_axis: int | None)
 def _quietly() -> Iterator[None]:
     """No warnings and diagnostics of tracing; no fused encoder layer, which would be one opaque operator."""
     fused = torch.backends.mha.get_fastpath_enabled()
+    disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
     try:
         with warnings.catch_warnings():
@@ -153,7 +152,7 @@ def _quietly() -> Iterator[None]:
             yield
     finally:
         torch.backends.mha.set_fastpath_enabled(fused)
-        logging.disable(logging.NOTSET)
+        logging.disable(disabled)
 
 
 def _refuse_no_grad(program: ExportedProgram) -> None:
@@ -239,7 +238,8 @@ def _home(module: nn.Module) -> np.dtype:
     """The dtype that most of the module's floating numbers have."""
     counts = Counter[torch.dtype]()
     for p in module.parameters():
-        counts[p.dtype] += p.numel() if p.dtype.is_floating_point else 0
+        if p.dtype.is_floating_point:
+            counts[p.dtype] += p.numel()
     return _dtype(counts.most_common(1)[0][0] if counts else torch.get_default_dtype())
 
 

@@ -58,20 +58,16 @@ class Graph:
     def run(self, parameters: Mapping[str, Array], inputs: Sequence[Any], key: Array | None) -> list[Any]:
         """The outputs, in the dtype of the parameters. Operators draw with keys folded in by their number."""
         floats = [a.dtype for a in parameters.values() if jnp.issubdtype(a.dtype, jnp.floating)]
-        working = jnp.result_type(*floats) if floats else self.home
+        working = jnp.result_type(*floats) if floats else jax.dtypes.canonicalize_dtype(self.home)
         resolve = functools.partial(_resolved, home=self.home, working=working)
-        values: dict[str, Any] = {name: parameters[own] for name, own in self.parameters.items()}
+        values: dict[str, Any] = {name: jnp.asarray(parameters[own]) for name, own in self.parameters.items()}
         values |= {name: jnp.asarray(a, resolve(a.dtype)) for name, a in self.constants.items()}
         values |= {a.name: _fitting(got, a, resolve(a.dtype)) for a, got in zip(self.inputs, inputs, strict=True)}
 
         def leaf(value: Any) -> Any:
-            return (
-                values[value.name]
-                if isinstance(value, Ref)
-                else resolve(value)
-                if isinstance(value, np.dtype)
-                else value
-            )
+            if isinstance(value, Ref):
+                return values[value.name]
+            return resolve(value) if isinstance(value, np.dtype) else value
 
         for number, step in enumerate(self.steps):
             first = [functools.partial(_key, key, number, step.where)] if step.draws else []
@@ -81,6 +77,13 @@ class Graph:
                 raise ConfigurationError(f"{step.where}: {error}") from None
             values[step.name] = _cast(result, step.dtypes, resolve)
         return mapped(self.outputs, leaf)
+
+    def check(self, parameters: Mapping[str, Array]) -> None:
+        """Raise ConfigurationError if a rule refuses its arguments: trace once, on two samples."""
+        shapes = [tuple(2 if n is None else n for n in a.shape) for a in self.inputs]
+        dtypes = [jax.dtypes.canonicalize_dtype(a.dtype) for a in self.inputs]
+        inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
+        jax.eval_shape(self.run, parameters, inputs, jax.eval_shape(lambda: jax.random.key(0)))
 
 
 def mapped(tree: Any, leaf: Callable[[Any], Any]) -> Any:
