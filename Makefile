@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow lint format papers catalogue notebooks lock clean
+.PHONY: help setup demo test test-slow test-torch lint format papers catalogue notebooks lock clean
 
 # What another project left in the environment must not leak into this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -23,6 +23,10 @@ test: lint  ## the checks of `make lint`, then the tests
 
 test-slow: setup  ## the tests that take minutes or need downloaded data
 	$(BIN)/pytest -m slow
+
+test-torch: setup  ## install PyTorch and what is built on it, then the tests of fedbilevel.torch
+	@$(PYTHON) scripts/bootstrap.py torch
+	$(BIN)/pytest -m "" tests/pytorch "tests/test_readme.py::test_python_blocks_run[docs/tutorials/pytorch.md]"
 
 lint: setup  ## format, lint and types
 	$(BIN)/ruff format --check

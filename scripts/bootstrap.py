@@ -44,6 +44,7 @@ STARTED_OFTEN = (  # what runs and the processes of a federation import
     "flwr.supernode.cli",
     "flwr.superlink.cli",
 )
+EXTRAS = ("--all-extras", "--no-extra", "torch")  # PyTorch has gigabytes: only the argument `torch` installs it
 NO_BYTECODE = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 
 
@@ -232,7 +233,7 @@ def call(uv: Path, env: dict[str, str], *arguments: str) -> None:
 
 
 def install_project(uv: Path, env: dict[str, str], groups: Sequence[str]) -> None:
-    """Bring .venv to what uv.lock says, with all extras, the tools and the project itself (editable).
+    """Bring .venv to what uv.lock says, with all extras but PyTorch, the tools and the project itself (editable).
 
     Groups of dependencies that are named come on top of what is there.
     """
@@ -244,18 +245,31 @@ def install_project(uv: Path, env: dict[str, str], groups: Sequence[str]) -> Non
     named = [f"--group={group}" for group in groups]
     if index is None:
         kept = ["--inexact"] if groups else []
-        call(uv, env, "sync", "--quiet", "--locked", "--all-extras", "--python", python, *named, *kept)
+        call(uv, env, "sync", "--quiet", "--locked", *EXTRAS, "--python", python, *named, *kept)
         return
     # uv.lock names PyPI's own addresses, so for a mirror the same versions and checksums go by way of a list.
     env = {**env, "UV_DEFAULT_INDEX": index, "VIRTUAL_ENV": str(VENV)}
     with tempfile.TemporaryDirectory() as scratch:
         pins = str(Path(scratch, "requirements.txt"))
-        export = ("--frozen", "--all-extras", "--no-emit-project", "--output-file", pins)
+        export = ("--frozen", *EXTRAS, "--no-emit-project", "--output-file", pins)
         call(uv, env, "export", "--quiet", *export, "--python", python, *named)
         call(uv, env, "venv", "--quiet", "--allow-existing", "--python", python, str(VENV))
         bring = ("install", "--requirements") if groups else ("sync",)
         call(uv, env, "pip", *bring, pins, "--quiet", "--require-hashes")
         call(uv, env, "pip", "install", "--quiet", "--no-deps", "--editable", str(ROOT))
+
+
+def install_pytorch(uv: Path, env: dict[str, str]) -> None:
+    """Add the extra and the dependency group `torch` to .venv.
+
+    From pip's index and its find-links, where builds for CPUs may lie, and not from uv.lock: that names the builds on
+    PyPI, which on Linux bring gigabytes for GPUs.
+    """
+    env = {**env, "VIRTUAL_ENV": str(VENV)}
+    if index := mirror():
+        env["UV_DEFAULT_INDEX"] = index
+    links = [option for link in (pip_setting("find-links") or "").split() for option in ("--find-links", link)]
+    call(uv, env, "pip", "install", "--quiet", *links, "--editable", ".[torch]", "--group", "torch")
 
 
 def keep_bytecode() -> None:
@@ -271,6 +285,9 @@ def keep_bytecode() -> None:
 
 def main(lock: bool, groups: Sequence[str]) -> None:
     require_python()
+    if "torch" in groups:
+        install_pytorch(install_uv(), uv_environment())
+        return
     if up_to_date() and not lock and not groups:
         return
     started = time.monotonic()

@@ -16,7 +16,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "fedbilevel"
 PUBLIC_MODULES = (
-    r"fedbilevel\.(authoring|errors|parts|tasks(\.\w+)?|data|flower(\.privacy)?|engines|estimators|experiments)"
+    r"fedbilevel\.(authoring|errors|parts|tasks(\.\w+)?|data|torch|flower(\.privacy)?|engines|estimators|experiments)"
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -35,6 +35,7 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "sweeps": {"core", "display", "engines", "wording"},
     "tasks": {"machinery", "core", "data"},
     "estimators": {"core", "data", "oracles", "algorithms", "engines", "wording"},
+    "torch": {"core", "wording"},
     "experiments": {"root", "wording", "core", *BELOW_EXPERIMENTS},
     "cli": {"root", "wording", "core", "experiments", *BELOW_EXPERIMENTS},
     "root": {"core", "oracles", "algorithms", "engines", "diagnostics", "sweeps", "tasks", "data"},
@@ -51,8 +52,10 @@ FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" i
 ARRAYS = {"jax", "optax", "numpy"}
 # Third-party packages: a room in ONLY may import these alone, a room in NEVER all but these.
 ONLY = {"machinery": ARRAYS, "core": ARRAYS, "oracles": ARRAYS, "algorithms": ARRAYS}
-NEVER = {room: {"flwr"} for room in ROOMS.keys() - {"flower"}} | {"data": {"flwr", "jax", "optax"}}
-HEAVY = {"flwr", "matplotlib", "sklearn", "rich", "pandas"}
+OF_ONE_ROOM = {"flwr": "flower", "torch": "torch"}
+NEVER = {room: {package for package, only in OF_ONE_ROOM.items() if only != room} for room in ROOMS}
+NEVER["data"] |= {"jax", "optax"}
+HEAVY = {"flwr", "torch", "matplotlib", "sklearn", "rich", "pandas"}
 
 
 def room_of(path: Path) -> str:
@@ -189,6 +192,7 @@ def test_files_import_only_what_their_rooms_may() -> None:
         ("data/clients.py", "import jax.numpy as jnp"),
         ("data/clients.py", "from fedbilevel.core.errors import require"),
         ("experiments/run.py", "from fedbilevel.cli import main"),
+        ("tasks/images.py", "import torch"),
         ("__init__.py", "from fedbilevel.experiments import run"),
         ("attic/old.py", ""),
     ],
@@ -209,6 +213,12 @@ def test_import_fedbilevel_loads_nothing_heavy() -> None:
     loaded = set(shown.stdout.split())
     assert "fedbilevel" in loaded
     assert loaded & HEAVY == set()
+
+
+def test_one_file_knows_pytorch() -> None:
+    of_torch = [file for file in FILES if PACKAGE / "torch" in file.parents]
+    names = {file.name: [name for name, _ in imported(ast.parse(file.read_text()), Path("torch"))] for file in of_torch}
+    assert [file for file in names if any(name.split(".")[0] == "torch" for name in names[file])] == ["bridge.py"]
 
 
 def test_a_file_can_be_read_from_top_to_bottom() -> None:
