@@ -1,7 +1,7 @@
-"""A hundred local steps of ten vectorised clients: modules of PyTorch beside the same models written in JAX.
+"""A hundred local steps of ten vectorised clients: a module of PyTorch beside the same model written in JAX.
 
     .venv/bin/python scripts/bootstrap.py --torch
-    .venv/bin/python benchmarks/torch_modules.py [--runs 9] [--models mlp conv4]
+    .venv/bin/python benchmarks/torch_modules.py [--runs 9]
 
 Both run in one process, in turns, from the same weights and on the same samples, in one compiled program each. Ratios
 are of pairs of neighbouring runs: on a shared machine seconds alone say little.
@@ -35,40 +35,14 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Flatten(), nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, CLASSES))
 
 
-def conv4() -> nn.Module:
-    """Conv-4 of few-shot learning with 8 channels and GroupNorm, on images of 28x28."""
-    blocks: list[nn.Module] = []
-    for inputs in (1, 8, 8, 8):
-        blocks += [nn.Conv2d(inputs, 8, 3, padding=1), nn.GroupNorm(4, 8), nn.ReLU(), nn.MaxPool2d(2)]
-    return nn.Sequential(*blocks, nn.Flatten(), nn.Linear(8, CLASSES))
-
-
 def mlp_in_jax(p: Any, u: Any) -> Any:
     h = jax.nn.relu(u.reshape(len(u), -1) @ p["1.weight"] + p["1.bias"])
     return h @ p["3.weight"] + p["3.bias"]
 
 
-def conv4_in_jax(p: Any, u: Any) -> Any:
-    """Channels last, convolutions as products over patches: with a weight per client XLA's own are slow."""
-    h = jnp.moveaxis(u, 1, -1)
-    for i in (0, 4, 8, 12):
-        high, wide = h.shape[1:3]
-        padded = jnp.pad(h, ((0, 0), (1, 1), (1, 1), (0, 0)))
-        patches = jnp.concatenate([padded[:, a : a + high, b : b + wide] for a in range(3) for b in range(3)], -1)
-        h = patches @ p[f"{i}.weight"].reshape(-1, 8) + p[f"{i}.bias"]
-        groups = h.reshape(len(h), -1, 4, 2)
-        centred = groups - jnp.mean(groups, (1, 3), keepdims=True)
-        normal = centred * lax.rsqrt(jnp.mean(centred**2, (1, 3), keepdims=True) + 1e-5)
-        h = jax.nn.relu(normal.reshape(h.shape) * p[f"{i + 1}.weight"] + p[f"{i + 1}.bias"])
-        even = h[:, : high // 2 * 2, : wide // 2 * 2]
-        h = jnp.max(even.reshape(len(h), high // 2, 2, wide // 2, 2, 8), (2, 4))
-    return h.reshape(len(h), -1) @ p["17.weight"] + p["17.bias"]
-
-
 def in_jax(weights: Any) -> Any:
-    """The layouts that one takes in JAX: (inputs, outputs) and (height, width, inputs, outputs)."""
-    turned = {2: (1, 0), 4: (2, 3, 1, 0)}
-    return {name: jnp.transpose(a, turned.get(a.ndim, range(a.ndim))) for name, a in weights.items()}
+    """The layout that one takes in JAX: (inputs, outputs)."""
+    return {name: a.T for name, a in weights.items()}
 
 
 def local_steps(model: Model, batch: int) -> Any:
@@ -117,14 +91,13 @@ def compare(name: str, module: nn.Module, model: Model, batch: int, runs: int) -
     )
 
 
-MODELS = {"mlp": (mlp, mlp_in_jax, 64), "conv4": (conv4, conv4_in_jax, 16)}
+MODELS = {"mlp": (mlp, mlp_in_jax, 64)}
 
 
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     options = parser.parse_args()
     fb.tune_cpu()
     torch.manual_seed(0)
@@ -132,8 +105,7 @@ def main() -> None:
     print(f"{STEPS} steps of {CLIENTS} clients, {options.runs} runs of each in turns\n")
     print("       compile: seconds     run: median seconds     ratio         first 10 losses")
     print("         module   in JAX    module    in JAX    median    min to max     differ by")
-    for name in options.models:
-        make, model, batch = MODELS[name]
+    for name, (make, model, batch) in MODELS.items():
         compare(name, make(), model, batch, options.runs)
 
 
