@@ -9,6 +9,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+import fedbilevel as fb  # noqa: E402
 from fedbilevel.errors import ConfigurationError  # noqa: E402
 from fedbilevel.torch import from_torch  # noqa: E402
 from fedbilevel.torch import layers as table  # noqa: E402
@@ -124,3 +125,21 @@ def _matches(got, second, kept, key):
     dropped = np.asarray(table.RULES["aten.dropout.default"](lambda: key, jnp.asarray(kept.swapaxes(0, 1)), 0.5, True))
     expected = second(torch.from_numpy(np.array(dropped.swapaxes(0, 1))))[0].detach().numpy()
     return np.allclose(got, expected, atol=1e-6)
+
+
+def test_dropout_draws_by_the_key_of_a_loss():
+    """A client's gradient is that of its samples' own keys, by JAX alone: y is a weight under dropout."""
+    network = nn.Sequential(nn.Dropout(0.5), nn.Linear(3, 1, bias=False))
+    apply, weights = from_torch(network, torch.zeros(1, 3))
+    loss = fb.SingleLevel(lambda x, batch, key: jnp.mean(apply(x, batch["u"], key=key)))
+    rows = np.arange(1.0, 7.0, dtype=np.float32).reshape(2, 3)
+    method = fb.FedAvg(lr=1.0, local_steps=1, batch_size=None)
+    moved = [
+        fb.solve(method, loss, fb.Clients([{"u": rows}]), weights, rounds=1, key=key, engine=engine).x["1.weight"]
+        for key, engine in ((0, fb.Local()), (0, fb.Reference()), (1, fb.Local()))
+    ]
+    np.testing.assert_allclose(moved[0], moved[1], rtol=1e-5)
+    assert not np.allclose(moved[0], moved[2])
+    each = 2 * (np.asarray(weights["1.weight"]) - moved[0])  # of a column: 0, 2u_1, 2u_2, or both
+    sums = np.array([[0, a, b, a + b] for a, b in 2 * rows.T])
+    assert np.all(np.min(np.abs(sums - each.T), axis=1) < 1e-4)
