@@ -136,7 +136,7 @@ def test_devices_are_as_few_as_give_the_same_share(monkeypatch):
 @pytest.mark.parametrize(
     ("share_of_cache", "share", "devices", "lumpy", "chunk"),
     [
-        (1e-3, 10, 2, False, 10),  # all there are
+        (0, 10, 2, False, 10),  # all there are
         (1e-3, 10, 2, True, 5),
         (0.1, 1000, 2, False, 10),
         (0.1, 1000, 1, False, 20),  # several cores work for the one device

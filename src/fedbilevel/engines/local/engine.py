@@ -190,7 +190,7 @@ def default_chunk(state: PyTree, clients: Clients, share: int, devices: int, lum
         share = -(-share // 2)  # places are played chunk by chunk: of the last chunk some are empty
     if jax.default_backend() != "cpu":
         return share if not clients.own else -(-share // 4)  # a chunk lasts as long as its slowest client
-    most = min(share, max(1, CACHE * (1 + (devices == 1)) // nbytes(state)))
+    most = min(share, max(1, CACHE * (1 + (devices == 1)) // max(1, nbytes(state))))
     return next(chunk for chunk in range(most, 0, -1) if 10 * (-share % chunk) <= share)
 
 
