@@ -2,10 +2,11 @@
 
 from functools import partial
 
-import fedbilevel as fb
 import jax
 import optax
 import work
+
+import fedbilevel as fb
 
 fb.tune_cpu()
 clock = work.Clock()

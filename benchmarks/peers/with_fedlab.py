@@ -26,7 +26,7 @@ class Pipeline(StandalonePipeline):
 model = MLP(784, 10)
 with torch.no_grad():
     for parameter, array in zip(model.parameters(), work.start(), strict=True):
-        parameter.copy_(torch.from_numpy(array).T)
+        parameter.copy_(torch.from_numpy(array.T))
 handler = FedAvgServerHandler(model, work.ROUNDS, work.COHORT / work.CLIENTS)
 trainer = FedAvgSerialClientTrainer(model, work.CLIENTS)
 trainer.setup_dataset(Images())

@@ -1,6 +1,5 @@
 """FedAvg by pfl, with PyTorch, in one process."""
 
-import numpy as np
 import torch
 import work
 from pfl.aggregate.simulate import SimulatedBackend
@@ -38,12 +37,12 @@ class Tick(TrainingProcessCallback):
 net = Net(nn.Linear(784, 200), nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, 10))
 with torch.no_grad():
     for parameter, array in zip(net.parameters(), work.start(), strict=True):
-        parameter.copy_(torch.from_numpy(array).T)
+        parameter.copy_(torch.from_numpy(array.T))
 model = PyTorchModel(net, torch.optim.SGD, torch.optim.SGD(net.parameters(), lr=1.0))
 
 
 def dataset(user):
-    order = np.random.permutation(work.SAMPLES)
+    order = torch.randperm(work.SAMPLES)
     return Dataset(raw_data=[images[user][order], labels[user][order]], user_id=user)
 
 

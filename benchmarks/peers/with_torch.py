@@ -18,7 +18,7 @@ def load(arrays):
         parameter.copy_(array)
 
 
-x = [torch.from_numpy(array).T for array in work.start()]
+x = [torch.from_numpy(array.T) for array in work.start()]
 for r in range(work.ROUNDS):
     total = [torch.zeros_like(array) for array in x]
     for i in rng.choice(work.CLIENTS, work.COHORT, replace=False):
