@@ -16,7 +16,7 @@ PINS = {
     "torch": TORCH,
     "pfl": ["pfl==0.6.0", *TORCH],
     "fedlab": ["fedlab==1.3.0", "torchvision==0.28.0", "pandas==3.1.1", *TORCH],
-    "fedjax": ["fedjax==0.0.17", "jax==0.4.25", "jaxlib==0.4.25", "numpy==1.26.4", "scipy==1.12.0"],
+    "fedjax": ["fedjax==0.0.17", "dm-haiku==0.0.11", "jax==0.4.25", "jaxlib==0.4.25", "numpy==1.26.4", "scipy==1.12.0"],
     "flower": [
         *("flwr[simulation]==1.42.0", "ray==2.55.1", "grpcio==1.85.3", "grpcio-health-checking==1.81.1"),
         *("protobuf==6.33.6", *TORCH),

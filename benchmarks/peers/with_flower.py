@@ -55,7 +55,7 @@ def main(grid, context):
     )
     model.load_state_dict(result.arrays.to_torch_state_dict())
     some, truth = map(torch.from_numpy, work.few())
-    clock.report(F.cross_entropy(model(some), truth))
+    clock.report(F.cross_entropy(model(some), truth).item())
 
 
 run_simulation(server, client, num_supernodes=work.CLIENTS)
