@@ -12,9 +12,10 @@ is what a rule could reach.
     .venv/bin/python benchmarks/contest.py --others [NAME …] [--keep FILE] [--picture FILE]
 
 The 2NN with a cohort of 10 by other libraries, and here, by the programs peers/with_*.py, each in `.venv-peers/NAME`,
-which is made the first time. 30 steps are one pass through a client's samples, where a library knows only passes. Cold
-start: from the process's beginning to the end of the first round, imports and compilation included, no cache. Memory:
-the process's peak, and the proportional memory (PSS) of its children, such as Ray's workers, at the end of a stretch.
+which is made the first time. 30 steps are one pass through a client's samples; the other libraries make it without
+replacement, which changes the loss. Cold start: from the process's beginning to the end of the first round, imports and
+compilation included, no cache. Memory: the process's peak, and the proportional memory (PSS) of its children, such as
+Ray's workers, at the end of a stretch.
 """
 
 import argparse
