@@ -8,6 +8,14 @@ than a program without it: `fb.tune_cpu()`, before JAX starts. Every measurement
 turn; medians over the passes. "loss" is that after --rounds rounds, on 1,000 samples: batches are drawn by other keys,
 so that it agrees roughly. --chunks also plays the library with every chunk, on one device and on all: the best of them
 is what a rule could reach.
+
+    .venv/bin/python benchmarks/contest.py --others [NAME …] [--keep FILE] [--picture FILE]
+
+The 2NN with a cohort of 10 by other libraries, and here, by the programs peers/with_*.py, each in `.venv-peers/NAME`,
+which is made the first time. 30 steps are one pass through a client's samples; the other libraries make it without
+replacement, which changes the loss. Cold start: from the process's beginning to the end of the first round, imports and
+compilation included, no cache. Memory: the process's peak, and the proportional memory (PSS) of its children, such as
+Ray's workers, at the end of a stretch.
 """
 
 import argparse
@@ -19,6 +27,8 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+
+import others
 
 CLIENTS, SAMPLES, STEPS, BATCH, LR = 100, 600, 30, 20, 0.05
 MODELS = ("2nn", "mlp", "cnn", "transformer")
@@ -149,6 +159,11 @@ def main() -> None:
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=10, help="of each of five timed stretches")
     parser.add_argument("--chunks", action="store_true")
+    parser.add_argument(
+        "--others", nargs="*", choices=others.NAMES, metavar="NAME", help=f"of {', '.join(others.NAMES)}; none: all"
+    )
+    parser.add_argument("--keep", type=Path, help="of --others: add its passes to those in this file")
+    parser.add_argument("--picture", type=Path, help="of --others: draw it")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--contender", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -159,6 +174,13 @@ def main() -> None:
     from machine import describe
 
     lines = [describe(), f"load {os.getloadavg()[0]:.1f} at the start", "", *HEAD]
+    if options.others is not None:
+        lines = [
+            *lines[:-2],
+            *others.play(options.others or list(others.NAMES), options.passes, options.keep, options.picture),
+        ]
+        finish(lines, options.out)
+        return
     print("\n".join(lines), flush=True)
     for model in options.models:
         for cohort in options.cohorts:
@@ -180,9 +202,14 @@ def main() -> None:
                     f"| **{statistics.median(ms) / yardstick:.2f}** | {first:.1f} | {mb:.0f} | {loss:.3f} |"
                 )
                 print(lines[-1], flush=True)
+    finish(lines, options.out)
+
+
+def finish(lines: list[str], out: Path | None) -> None:
+    """Add the load, and write to a file what is asked to be there."""
     lines += ["", f"load {os.getloadavg()[0]:.1f} at the end"]
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
+    if out:
+        out.write_text("\n".join(lines) + "\n")
 
 
 HEAD = [

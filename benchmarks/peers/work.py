@@ -1,0 +1,87 @@
+"""What all contenders share: the task, the start and the clock. NumPy alone, since each library has an environment."""
+
+import itertools
+import json
+import os
+import resource
+import statistics
+import time
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+
+CLIENTS, SAMPLES, COHORT, STEPS, BATCH, LR = 100, 600, 10, 30, 20, 0.05
+WIDTHS = (784, 200, 200, 10)
+STRETCH = int(os.environ.get("STRETCH", 5))  # rounds
+ROUNDS = 5 * STRETCH
+STARTED = float(os.environ.get("STARTED", time.time()))  # the process, in seconds since 1970
+
+
+@cache
+def data() -> tuple[np.ndarray, np.ndarray]:
+    """Images (CLIENTS, SAMPLES, 784) and labels (CLIENTS, SAMPLES), those of contest.py."""
+    rng = np.random.default_rng(0)
+    images = rng.random((CLIENTS, SAMPLES, 784), dtype=np.float32)
+    return images, np.argmax((images - 0.5) @ rng.normal(size=(784, 10)).astype(np.float32), axis=-1)
+
+
+def few() -> tuple[np.ndarray, np.ndarray]:
+    """Ten samples of each client."""
+    images, labels = data()
+    return images[:, :10].reshape(-1, 784), labels[:, :10].reshape(-1)
+
+
+def start() -> list[np.ndarray]:
+    """Weight (into, out) and bias of each layer in turn: He's normal weights, biases 0."""
+    rng = np.random.default_rng(1)
+    layers = itertools.pairwise(WIDTHS)
+    each = [((2 / into) ** 0.5 * rng.normal(size=(into, out)), np.zeros(out)) for into, out in layers]
+    return [array.astype(np.float32) for layer in each for array in layer]
+
+
+class Clock:
+    """Take the time after the first round and after every stretch; look at the children's memory then."""
+
+    def __init__(self) -> None:
+        self.first, self.children_mb, self.looking = 0.0, 0.0, 0.0
+        self.at: list[float] = []
+
+    def tick(self, rounds: int, now: float | None = None) -> None:
+        """Hear that so many rounds are done; `now` in seconds, where the library has taken the time itself."""
+        given, now = now is not None, time.time() if now is None else now
+        if rounds == 1 and not given:
+            self.first = now - STARTED
+        if rounds % STRETCH == 0:
+            self.at.append(now - self.looking)
+            self.children_mb = max(self.children_mb, sum(map(proportional_mb, descendants())))
+            self.looking += 0 if given else time.time() - now
+
+    def report(self, loss: float) -> None:
+        """Print the line; the first stretch, which may hold what is done once, is left out."""
+        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        ms = 1e3 * statistics.median(np.diff(self.at)) / STRETCH
+        print(json.dumps({"ms": ms, "first": self.first, "mb": own + self.children_mb, "loss": float(loss)}))
+
+
+def descendants() -> list[int]:
+    """Process ids of children, their children and so on."""
+    parents = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
+        except FileNotFoundError:  # it has just ended
+            continue
+    found = [os.getpid()]
+    for one in found:
+        found += [child for child, parent in parents.items() if parent == one]
+    return found[1:]
+
+
+def proportional_mb(process: int) -> float:
+    """Resident memory, with what several processes share divided among them (PSS)."""
+    try:
+        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
