@@ -55,11 +55,26 @@ def play(names: list[str], passes: int, kept: Path | None, picture: Path | None)
             found.setdefault(name, []).append(broken.get(name) or once(name))
             if kept:
                 kept.write_text(json.dumps(found))
-    lines = [*HEAD, *(row(name, found) for name in NAMES if name in found)]
+        found.setdefault("products", []).append({"ms": products()})
+    lines = [*HEAD, *(row(name, found) for name in NAMES if name in found), "", rate(found)]
     print("\n".join(lines), flush=True)
     if picture:
         draw(found, picture)
     return lines
+
+
+def products() -> float:
+    """Milliseconds that the matrix products of a round take alone."""
+    command = [sys.executable, str(ROOM / "peers" / "products.py")]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def rate(found: dict[str, list]) -> str:
+    """How much of our round, and of the others', these products would take."""
+    alone = statistics.median(one["ms"] for one in found["products"])
+    told = f"The matrix products of a round alone, by NumPy on every core: {alone:.1f} ms"
+    ours = [one["ms"] for one in found.get("fedbilevel", []) if not isinstance(one, str)]
+    return f"{told}; of our round {alone / statistics.median(ours):.0%}." if ours else f"{told}."
 
 
 def environment(name: str) -> Path:

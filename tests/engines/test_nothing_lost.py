@@ -104,14 +104,23 @@ def test_a_run_that_grows_is_warned_of_once_on_its_way_and_at_its_end():
 
 
 def test_what_has_grown():
-    """Over 1,000 times the start, or 1 if that is more; in a single row the loss of its first round is the start."""
-    rows = [{"round": 0}, {"round": 2, "outer_loss": 5.0}, {"round": 4, "outer_loss": 4000.0}]
+    """Over 1,000 times the start, or 1 if that is more, and 10 times the median before: of rows, or of the rounds of a
+    single row. Noise about a level is not, however low it began."""
+    rows = [{"round": 0}, {"round": 4, "outer_loss": 4000.0}]
     assert grown(History(rows)) == ""
-    assert grown(History(rows), {"outer_loss": [0.1, 9]}) == "round 4: outer_loss has grown from 0.1 to 4000"
-    assert grown(History(rows), {"outer_loss": [4.1, 9]}) == ""
-    assert grown(History([*rows, {"round": 6, "outer_loss": 5001.0}])).startswith(
-        "round 6: outer_loss has grown from 5 "
-    )
+    assert grown(History(rows), {"outer_loss": [0.1, 9, 70]}) == "round 4: outer_loss has grown from 0.1 to 4000"
+    assert grown(History(rows), {"outer_loss": [4.1, 9, 70]}) == ""
+    assert grown(History(rows), {"outer_loss": [0.1, 3000, 8000]}) == ""
+    rows = [{"round": n, "outer_loss": loss} for n, loss in enumerate((5.0, 400.0, 5001.0))]
+    assert grown(History(rows)).startswith("round 2: outer_loss has grown from 5 ")
+    assert grown(History([*rows, {"round": 3, "outer_loss": 5500.0}, {"round": 4, "outer_loss": 5600.0}])) == ""
+
+
+def test_a_method_that_measures_no_loss_is_warned_of_by_the_norm_of_its_point():
+    """x ← −2x from 8: 2²⁰ and more of 8 after 20 rounds, over a million times."""
+    assert warned_of(19, 3.0) == []
+    (text,) = warned_of(20, 3.0)
+    assert text.startswith("round 20: the norm of x and y has grown from 8 to 8.389e+06: the run diverges; lower lr,")
     assert grown(History([{"round": 0, "time": 1.0}, {"round": 1, "time": 1e9}])) == ""  # no loss
 
 

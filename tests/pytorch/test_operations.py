@@ -135,6 +135,7 @@ CASES = {
     "prod": [(A,)],
     "prod.dim_int": [(A, 1, True), (TIES, 1)],
     "var.correction": [(A, [1]), (A, None, {"correction": 0.0, "keepdim": True})],
+    "std.correction": [(A, [1]), (A, None, {"correction": 0.0, "keepdim": True})],
     "_softmax": [(A, 1, False)],
     "softmax.int": [(A, -1)],
     "_log_softmax": [(A, 1, False)],

@@ -99,21 +99,33 @@ class Clients(Shown):
         object.__setattr__(self, "capacity", read_capacity("Clients.capacity", count, capacity))
 
     @classmethod
-    def split(cls, samples: PyTree, fraction: float = 0.8, *, seed: int, **options: Any) -> Clients:
+    def split(
+        cls,
+        samples: PyTree,
+        fraction: float = 0.8,
+        *,
+        seed: int,
+        sizes: Any = None,
+        weights: Any = None,
+        local_steps: Any = None,
+        own: Mapping[str, Any] | None = None,
+        capacity: Any = None,
+    ) -> Clients:
         """Divide each client's samples at random: `fraction` of them for the inner loss, the rest for the outer one.
 
         Args:
             samples: of all clients, in a form of `outer`.
             fraction: strictly between 0 and 1, rounded to whole samples; both parts have one at least.
             seed: a whole number from 0 on, which determines the parts.
-            options: weights, local_steps, own, capacity.
+            sizes: (M,) true numbers of samples, where these are stacked arrays and padded at the end.
+            weights, local_steps, own, capacity: see `Clients`.
 
         Raises:
             ConfigurationError: a client with a single sample, besides what `Clients` refuses.
         """
         require(is_number(fraction) and 0 < fraction < 1, "fraction", fraction, "strictly between 0 and 1")
         require(is_count(seed) or seed == 0, "seed", seed, "a whole number from 0 on")
-        rows = _rows("samples", samples, None)
+        rows = _rows("samples", samples, sizes)
         few = np.flatnonzero(rows.size < 2)
         if few.size:
             raise ConfigurationError(f"Clients.split: client {few[0]} has one sample; two parts need at least two")
@@ -121,7 +133,8 @@ class Clients(Shown):
         places = [start + rng.permutation(size) for start, size in zip(rows.start, rows.size, strict=True)]
         cuts = np.clip(np.rint(fraction * rows.size).astype(np.int64), 1, rows.size - 1)
         inner, outer = zip(*(np.split(own, [cut]) for own, cut in zip(places, cuts, strict=True)), strict=True)
-        return cls(rows.taken(outer), rows.taken(inner), **options)
+        told: dict[str, Any] = {"weights": weights, "local_steps": local_steps, "own": own, "capacity": capacity}
+        return cls(rows.taken(outer), rows.taken(inner), **told)
 
     def __len__(self) -> int:
         return len(self.weights)
@@ -246,6 +259,7 @@ def terms_in_words(clients: Any) -> dict[str, str]:
 
 def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
     if isinstance(data, Ragged):
+        require(sizes is None, f"Clients.{name}_sizes", sizes, "left out with a Ragged, which has them")
         arrays_of(f"Clients.{name}", data.values)
         return data.checked(name)
     data = one_by_one(f"Clients.{name}", data)

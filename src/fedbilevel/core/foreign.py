@@ -48,6 +48,8 @@ def _items(dataset: Any) -> PyTree:
     if type(dataset) is torch.Subset and type(dataset.dataset) is torch.TensorDataset:
         return dataset.dataset[as_numpy(dataset.indices)]
     items, name = [dataset[i] for i in range(len(dataset))], jax.tree_util.keystr
+    if not items:
+        raise ValueError("it is empty; every client needs a sample")
     return jax.tree_util.tree_map_with_path(lambda path, *values: _stacked(f"item{name(path)}", values), *items)
 
 

@@ -106,14 +106,17 @@ def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[Py
 
 
 def in_a_module(tree: PyTree, path: tuple[Any, ...]) -> bool:
-    """Whether the leaf at a path is a field of an object, not an entry of a dict, list or (named) tuple."""
+    """Whether the leaf at a path is a field of a module of Equinox, which takes numbers of Python for settings."""
     *above, last = path or (None,)
-    if not isinstance(last, jax.tree_util.GetAttrKey):
-        return False
     for key in above:
-        is_field = isinstance(key, jax.tree_util.GetAttrKey)
-        tree = getattr(tree, key.name) if is_field else tree[getattr(key, "key", getattr(key, "idx", None))]
-    return not isinstance(tree, tuple)
+        if isinstance(key, jax.tree_util.GetAttrKey):
+            tree = getattr(tree, key.name)
+        elif isinstance(key, jax.tree_util.DictKey | jax.tree_util.SequenceKey):
+            tree = tree[getattr(key, "key", getattr(key, "idx", None))]
+        else:
+            return False
+    of_equinox = any(base.__module__.partition(".")[0] == "equinox" for base in type(tree).__mro__)
+    return of_equinox and isinstance(last, jax.tree_util.GetAttrKey)
 
 
 def join(variable: PyTree, fixed: PyTree) -> PyTree:

@@ -6,6 +6,7 @@ import jax
 import numpy as np
 import optax
 
+from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import given_steps
@@ -20,27 +21,37 @@ SAMPLES = 2_000  # of the inner loss, on which curvature is measured
 PRODUCTS = 20  # with its Hessian
 ENTRIES = 1_000_000  # of y at most: twice as many vectors as products are kept
 FAR = 1000  # times what a loss was at first, or 1 if that is more: so high only steps that are too large bring it
+STILL = 10  # times the median of what it was before: else it is noise about a level
 LOSSES = ("outer_loss", "inner_loss")
 
 
 def grown(history: History, latest: Mapping[str, Sequence[float]] | None = None) -> str:
-    """Say which loss, or metric that is to fall, is FAR above its start in the last row; "" where none is.
+    """Say which loss, or metric that is to fall, is FAR above its start in the last row, and grows still; or "".
 
     Args:
         latest: losses in each round since the row before, which tell of growth within the first row.
     """
     for name in history.measured:
         known = name in LOSSES or metric_of(name) in history.directions
-        values = [row[name] for row in history.rows if name in row]
-        first, last = min([values[0], *(latest or {}).get(name, [])[:1]]), values[-1]
-        if known and not history.larger_is_better(name) and last > FAR * max(first, 1):
-            return f"round {history.rows[-1]['round']}: {name} has grown from {text(name, first)} to {text(name, last)}"
+        *before, last = [row[name] for row in history.rows if name in row]
+        before = before or list((latest or {}).get(name, ()))
+        if not before or not known or history.larger_is_better(name):
+            continue
+        if last > FAR * max(before[0], 1) and last > STILL * float(np.median(before)):
+            span = f"from {text(name, before[0])} to {text(name, last)}"
+            return f"round {history.rows[-1]['round']}: {name} has grown {span}"
     return ""
+
+
+def far_away(round: int, start: float, norm: float) -> str:
+    """Say that (x, y) is FAR² times as long as at the start, or than 1, as of a method that measures no loss; or ""."""
+    far = norm > FAR**2 * max(start, 1)
+    return f"round {round}: the norm of x and y has grown from {start:.4g} to {norm:.4g}" if far else ""
 
 
 def what_to_lower(algorithm: Algorithm) -> str:
     """Say which step sizes of a method were given as numbers."""
-    names = given_steps(algorithm)
+    names = given_steps(algorithm.algorithm if isinstance(algorithm, AdaptiveSteps) else algorithm)
     return f"lower {' or '.join(names)}" if names else "give step sizes of your own"
 
 

@@ -145,8 +145,7 @@ def is_one_number(value: Any) -> bool:
 
 def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | None = None) -> Row:
     """Spread a metric over columns: NAME.mean, by the clients' weights; NAME.worst, NAME.best and the deciles NAME.p10
-    … NAME.p90 over clients, each counted once, interpolated linearly. `larger`: whether a larger value is better; None:
-    as the name says (`larger_is_better`)."""
+    … NAME.p90 over clients, each counted once, interpolated linearly. `larger`: whether a larger value is better."""
     low, high = float(values.min()), float(values.max())
     worst, best = (low, high) if larger_is_better(name, larger) else (high, low)
     mean = float(np.average(values, weights=weights))

@@ -35,7 +35,7 @@ from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.display import Display, Silent
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.costs import ExchangeKind, Ledger
-from fedbilevel.engines.divergence import grown, what_to_lower
+from fedbilevel.engines.divergence import far_away, grown, what_to_lower
 from fedbilevel.engines.engine import Carry, Run
 from fedbilevel.engines.evaluation import Evaluation, PerClientRow
 from fedbilevel.engines.fingerprint import Fingerprint
@@ -86,7 +86,9 @@ class Loop:
     seconds: float = 0.0  # in rounds, without compilation and evaluation
     losses: dict[str, list[float]] = field(default_factory=dict)  # of each round since the last row
     warned: bool = False
-    grown: str = ""  # the last warning of divergence
+    growth: str = ""  # how far a loss, or the point, has grown, where that is too far
+    told: str = ""  # the last warning of it
+    norm: float | None = None  # of x and y at the first row of this process
     saved: int | None = None  # the round of the checkpoint at the plan's path, if that is known to be good
     simulated: bool = True  # whether the clients' own states are in the carry
     next_save: float = -math.inf  # on this machine's clock, where the plan has no number of rounds; at once if resumed
@@ -164,7 +166,7 @@ class Loop:
                     self.save(carry)
         if stop:
             raise KeyboardInterrupt(self.left_off(result.round))
-        self.warn_if_grown()
+        self.warn_of_growth()
         return replace(result, stopped=reason)
 
     def keep_safe(self, carry: Carry, row: Row | None) -> None:
@@ -271,8 +273,11 @@ class Loop:
         if self.halvings_at_most:
             row["halvings"] = self.halvings
         self.history.rows.append(row)
-        if not self.grown:
-            self.warn_if_grown()
+        norm = math.hypot(*(np.linalg.norm(np.ravel(leaf)) for leaf in jax.tree.leaves((at[1], at[2]))))
+        self.norm = norm if self.norm is None else self.norm
+        self.growth = grown(self.history, self.losses) or far_away(result.round, self.norm, norm)
+        if not self.told:
+            self.warn_of_growth()
         self.losses.clear()
         column = self.best_by or "outer_loss"
         if column in row if self.best_by is None else has(row, column):
@@ -282,13 +287,12 @@ class Loop:
         result.best = self.best
         return row
 
-    def warn_if_grown(self) -> None:
-        """Warn where the last row is far above the start: the numbers are finite still."""
-        found = grown(self.history, self.losses)
-        if found and found != self.grown and self.group.is_first:
-            text = f"{found}: the run diverges; {what_to_lower(self.algorithm)}, fb.diagnose suggests steps"
+    def warn_of_growth(self) -> None:
+        """Warn where the last row is far above the start, once for each row: the numbers are finite still."""
+        if self.growth and self.growth != self.told and self.group.is_first:
+            text = f"{self.growth}: the run diverges; {what_to_lower(self.algorithm)}, fb.diagnose suggests steps"
             warnings.warn(NumericalWarning(text), stacklevel=5)
-        self.grown = found
+        self.told = self.growth or self.told
 
     def agree(self, result: Result, row: Row | None, interrupted: bool, speed: float) -> tuple[str, bool, float, bool]:
         """Agree among all processes on (reason to stop, whether to stop now, rounds per second, whether to save):

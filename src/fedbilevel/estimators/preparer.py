@@ -58,6 +58,9 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         self.squares_ += np.nansum((values - means) ** 2, axis=0) + apart**2 * self.counts_ * counts / total
         self.means_ += apart * counts / total
         self.counts_ += counts
+        names = [str(name) for name in self.get_feature_names_out()]
+        for name in names:
+            require(names.count(name) == 1, f"column {name!r}", "made twice", "made once: rename a column or category")
         return self
 
     def transform(self, X: Any) -> Any:

@@ -132,7 +132,9 @@ rule("masked_fill.Scalar", "masked_fill.Tensor")(lambda x, mask, value: jnp.wher
 
 @rule("div.Tensor", "div.Scalar", "div.Tensor_mode", "div.Scalar_mode")
 def divide(a: Array, b: Any, rounding_mode: str | None = None) -> Array:
-    return {None: lambda q: q, "floor": jnp.floor, "trunc": jnp.trunc}[rounding_mode](a / b)
+    if rounding_mode == "floor":
+        return jnp.floor_divide(a, b)
+    return a / b if rounding_mode is None else jnp.trunc(a / b)
 
 
 # Sums, means, maxima, orders.
@@ -168,6 +170,13 @@ def prod(x: Array, dim: int | None = None, keepdim: bool = False, dtype: Any = N
 @rule("var.correction")
 def var(x: Array, dim: Any = None, correction: int = 1, keepdim: bool = False) -> Array:
     return jnp.var(x, axes(dim), ddof=correction, keepdims=keepdim)
+
+
+@rule("std.correction")
+def std(x: Array, dim: Any = None, correction: int = 1, keepdim: bool = False) -> Array:
+    """With derivative 0 where all are the same, as there."""
+    found = var(x, dim, correction, keepdim)
+    return jnp.where(found == 0, 0, jnp.sqrt(jnp.where(found == 0, 1, found)))
 
 
 @rule("linalg_vector_norm")
