@@ -85,7 +85,7 @@ def test_a_comparison_draws_the_clients_of_those_who_measured_them(place, tmp_pa
     cost, clients = drawn[0].axes
     assert (cost.get_ylabel(), clients.get_ylabel()) == ("test accuracy (%)", "client accuracy (%)")
     assert (len(cost.lines), clients.get_xlabel()) == (3, "traffic (MB, down + up, whole cohort)")
-    assert clients.get_title().endswith("not measured: b, fedavg")
+    assert clients.get_title().endswith("not measured: b, FedAvg")
     assert len(clients.collections) == 2  # bands from the first to the last decile
     solid, worst = clients.lines[2:]  # of c
     assert solid.get_color() == worst.get_color() == cost.lines[2].get_color() == COLOURS[2]

@@ -48,8 +48,8 @@ from fedbilevel.engines.solve import solve
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.population import Population
 
-Floats = NDArray[Any]
-Rows = dict[str, Floats]
+Numbers = NDArray[Any]
+Columns = dict[str, Numbers]
 
 
 class Penalised(BaseEstimator):  # type: ignore[misc]
@@ -122,12 +122,12 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
             self.penalties_ = type(X.iloc[0])(self.penalties_, X.columns, name="penalty")
         return self
 
-    def predict(self, X: Any) -> Floats:
+    def predict(self, X: Any) -> Numbers:
         """Compute a_jᵀw + b, (n,); of Cox's model the log hazard against a site's baseline."""
         check_is_fitted(self)
         return self._numbers(X) @ self.coef_ + getattr(self, "intercept_", 0.0)
 
-    def _found(self, rows: Rows, parts: list[Floats]) -> Any:
+    def _found(self, rows: Columns, parts: list[Numbers]) -> Any:
         """Find x_l of each feature, and set `history_`."""
         count, width = rows["row"].shape
         labels = np.arange(width) if self.penalty_groups is None else np.asarray(self.penalty_groups)
@@ -153,10 +153,10 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         self.history_ = result.history
         return np.asarray(result.x)[of]
 
-    def _start(self, width: int, models: int) -> dict[str, Floats]:
+    def _start(self, width: int, models: int) -> dict[str, Numbers]:
         return {"coef": np.zeros((models, width)), **({"intercept": np.zeros(models)} if self.has_intercept else {})}
 
-    def _problem(self, of: Floats, models: int) -> Bilevel:
+    def _problem(self, of: Numbers, models: int) -> Bilevel:
         """State the problem, in which x[of[l]] is the share of feature l; a single model is trained on all rows."""
         every = np.arange(models)[:, None]
 
@@ -173,23 +173,23 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
         return Bilevel(WholeLoss(outer), WholeLoss(inner), project_x=box(0.001, 0.999))
 
-    def _clients(self, rows: Rows, parts: list[Floats], fold: Floats) -> Clients:
+    def _clients(self, rows: Columns, parts: list[Numbers], fold: Numbers) -> Clients:
         """Make a client of each site."""
         all_rows = {**rows, "fold": fold}
         sites = [self._samples({name: values[part] for name, values in all_rows.items()}) for part in parts]
         return Clients(sites, weights="size")
 
-    def _samples(self, rows: Rows) -> Rows:
+    def _samples(self, rows: Columns) -> Columns:
         """Return a site's samples as `_losses` wants them."""
         return rows
 
-    def _given(self, width: int) -> Floats:
+    def _given(self, width: int) -> Numbers:
         given = np.asarray(self.penalties, float)
         fits = given.shape in ((), (width,)) and bool(np.all(np.isfinite(given) & (given >= 0)))
         require(fits, "penalties", self.penalties, f"None, a number from 0 on, or {width} of them")
         return given
 
-    def _numbers(self, X: Any, reset: bool = False) -> Floats:
+    def _numbers(self, X: Any, reset: bool = False) -> Numbers:
         """Check the features."""
         found = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
         names = getattr(self, "feature_names_in_", range(found.shape[1]))
@@ -198,7 +198,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return found
 
 
-def _coefficients(x: Any, y: Any, of: Floats) -> Array:
+def _coefficients(x: Any, y: Any, of: Numbers) -> Array:
     """Compute the models' w of features of variance 1, (models, features)."""
     return y["coef"] * jnp.sqrt(x[of])
 
@@ -206,7 +206,7 @@ def _coefficients(x: Any, y: Any, of: Floats) -> Array:
 class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
     """Linear regression: ℓ = (z − c)². With scikit-learn's `Ridge` on n rows, α = n λ."""
 
-    def _target(self, y: Any) -> Rows:
+    def _target(self, y: Any) -> Columns:
         target = column_or_1d(y, dtype=np.float64, warn=True)
         require(bool(np.isfinite(target).all()), "y", "a gap or infinity", "finite numbers")
         return {"target": target, "stratum": np.zeros(len(target), np.int32)}
@@ -225,7 +225,7 @@ class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
         tags.classifier_tags.multi_class = False
         return tags
 
-    def _target(self, y: Any) -> Rows:
+    def _target(self, y: Any) -> Columns:
         check_classification_targets(y)
         self.classes_, label = np.unique(column_or_1d(y, warn=True), return_inverse=True)
         if len(self.classes_) != 2:
@@ -236,15 +236,15 @@ class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
     def _losses(self, z: Array, rows: Any, valid: Array) -> Array:
         return jax.nn.softplus(z) - rows["label"] * z
 
-    def decision_function(self, X: Any) -> Floats:
+    def decision_function(self, X: Any) -> Numbers:
         """Compute the logits of the second class, (n,)."""
         return super().predict(X)
 
-    def predict_proba(self, X: Any) -> Floats:
+    def predict_proba(self, X: Any) -> Numbers:
         """Compute the probabilities of both classes, (n, 2)."""
         return expit(np.multiply.outer(self.decision_function(X), [-1, 1]))
 
-    def predict(self, X: Any) -> Floats:
+    def predict(self, X: Any) -> Numbers:
         """Predict the likelier class of each row, (n,)."""
         positive = self.decision_function(X) > 0
         return self.classes_[positive.astype(int)]

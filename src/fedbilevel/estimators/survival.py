@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.errors import require
-from fedbilevel.estimators.linear import Penalised, Rows
+from fedbilevel.estimators.linear import Columns, Penalised
 
 
 class CoxRegression(Penalised):
@@ -22,7 +22,7 @@ class CoxRegression(Penalised):
 
     has_intercept, curvature = False, 0.5
 
-    def _target(self, y: Any) -> Rows:
+    def _target(self, y: Any) -> Columns:
         structured = getattr(np.asarray(y).dtype, "names", None) is not None
         form = (
             "an array (n, 2): times, and 1 for an event or 0; of a structured one np.column_stack((y[time], y[event]))"
@@ -36,7 +36,7 @@ class CoxRegression(Penalised):
         require(bool(events.any()), "events", "none", "one at least")
         return {"time": times, "event": events, "stratum": events.astype(np.int32)}
 
-    def _samples(self, rows: Rows) -> Rows:
+    def _samples(self, rows: Columns) -> Columns:
         """Put the latest first: at risk are all rows up to `last`, the last of the same time."""
         order = np.argsort(-rows["time"], kind="stable")
         ordered = {name: values[order] for name, values in rows.items()}
