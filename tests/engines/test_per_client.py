@@ -6,7 +6,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.engines import evaluation
-from fedbilevel.engines.evaluation import DECILES, PerClient, PerClientEvaluation, spread
+from fedbilevel.engines.evaluation import DECILES, PerClient, PerClientEvaluation, as_per_client, spread
 from fedbilevel.engines.multihost import ProcessGroup
 
 BLOCK = 8
@@ -139,6 +139,18 @@ def test_samples_are_outer_or_inner_and_a_column_is_measured_once():
         fb.PerClient(METRICS["error"], "test")
     with pytest.raises(fb.errors.ConfigurationError, match=r"metrics = 'error\.worst' .* named otherwise"):
         solved(own={"error": METRICS["error"]}, metrics={"error.worst": lambda x, y: 0.0})
+
+
+def test_losses_that_take_all_samples_or_draw_are_metrics_too():
+    """Each has a function inside that takes an argument more: the mean over all of a client's samples is the loss."""
+    whole = fb.WholeLoss(lambda x, y, samples, valid: jnp.sum(jnp.where(valid, samples["a"][:, 0], 0)) / jnp.sum(valid))
+    drawn = fb.Bilevel(lambda x, y, batch, key: jnp.mean(batch["a"][:, 0]), lambda x, y, batch: y @ y).outer
+    rows = [np.array([[1.0], [3.0]]), np.array([[5.0], [7.0]])]
+    evaluate = PerClientEvaluation(
+        as_per_client({"whole": whole, "drawn": drawn}), fb.Clients([{"a": a} for a in rows]), (None, None)
+    )
+    for values in evaluate.each(jnp.ones(2), jnp.ones(3)).values():
+        np.testing.assert_allclose(values, [2.0, 6.0], rtol=1e-12)
 
 
 def test_of_several_processes_each_measures_its_share(monkeypatch):

@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import NonFiniteError, require
 from fedbilevel.core.inputs import explained, require_function
-from fedbilevel.core.metrics import MetricFunction, larger_is_better, require_direction
+from fedbilevel.core.metrics import Metric, MetricFunction, larger_is_better, require_direction
 from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree, join
 from fedbilevel.engines.history import Row
@@ -42,7 +42,8 @@ class Evaluation:
 
     def __init__(self, metrics: Mapping[str, MetricFunction], x_fixed: PyTree, y_fixed: PyTree) -> None:
         for name, metric in metrics.items():
-            require_function(f"metrics[{name!r}]", getattr(metric, "function", metric), "x, y", " -> one number")
+            function = metric.function if isinstance(metric, Metric) else metric
+            require_function(f"metrics[{name!r}]", function, "x, y", " -> one number")
         self.metrics, self.fixed = metrics, (x_fixed, y_fixed)
         self.traced: dict[str, ClosedJaxpr] = {}
         self.compiled: dict[str, Callable[[PyTree, PyTree], Any]] = {}
@@ -115,10 +116,10 @@ def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str
     require(fits, "metrics_per_client", metrics, "functions (x, y, batch) -> number by name")
     made = {}
     for name, metric in (metrics or {}).items():
+        function = metric.function if isinstance(metric, Metric) else metric
         if not isinstance(metric, PerClient):
-            function, larger = getattr(metric, "function", metric), getattr(metric, "larger_is_better", None)
             require_function(f"metrics_per_client[{name!r}]", function, ARGUMENTS, " -> one number, or a PerClient")
-            metric = PerClient(function, larger_is_better=larger)
+            metric = PerClient(function, larger_is_better=getattr(metric, "larger_is_better", None))
         made[name] = metric
     return made
 
