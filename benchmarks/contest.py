@@ -29,8 +29,9 @@ from pathlib import Path
 from typing import Any
 
 import others
+from peers import work
+from peers.work import BATCH, CLIENTS, LR, STEPS
 
-CLIENTS, SAMPLES, STEPS, BATCH, LR = 100, 600, 30, 20, 0.05
 MODELS = ("2nn", "mlp", "cnn", "transformer")
 BY_HAND = ("vmap", "scan", "shard_map")
 
@@ -81,13 +82,9 @@ def measure(model: str, cohort: int, who: str, devices: int, chunk: int, rounds:
         count = f"--xla_force_host_platform_device_count={os.cpu_count()}"
         os.environ["XLA_FLAGS"] = f"{count} --xla_cpu_multi_thread_eigen=false"
     import jax
-    import numpy as np
 
     jax.config.update("jax_enable_compilation_cache", False)
-    rng = np.random.default_rng(0)
-    image = rng.random((CLIENTS, SAMPLES, 784), dtype=np.float32)
-    label = np.argmax((image - 0.5) @ rng.normal(size=(784, 10)).astype(np.float32), axis=-1).astype(np.int32)
-    data = {"image": image, "label": label}
+    data = dict(zip(("image", "label"), work.data(), strict=True))
     play = by_library if who == "library" else by_hand
     seconds, first, loss = play(model, cohort, who, devices, chunk, rounds, data)
     from machine import peak_mb
@@ -105,7 +102,7 @@ def by_library(model: str, cohort: int, who: str, devices: int, chunk: int, roun
     start, loss = model_of(model)
     clients, problem = fb.Clients(outer=data), fb.SingleLevel(loss)
     engine = fb.Local(chunk=chunk or None, **({"devices": devices} if devices else {}))
-    method, some = fb.FedAvg(lr=LR, local_steps=STEPS, batch_size=BATCH), few(data)
+    method, some = fb.FedAvg(lr=LR, local_steps=STEPS, batch_size=BATCH), few()
     history = fb.solve(
         method, problem, clients, start, rounds=6 * rounds, eval_every=rounds, cohort=cohort, engine=engine,
         metrics={"loss": lambda x, y: loss(x, some)},
@@ -114,9 +111,9 @@ def by_library(model: str, cohort: int, who: str, devices: int, chunk: int, roun
     return list(each), time.perf_counter() - began - float(np.sum(each)) * rounds, history["loss"][1]
 
 
-def few(data: Any) -> Any:
+def few() -> Any:
     """Ten samples of each client."""
-    return {name: values[:, :10].reshape(-1, *values.shape[2:]) for name, values in data.items()}
+    return dict(zip(("image", "label"), work.few(), strict=True))
 
 
 def by_hand(model: str, cohort: int, who: str, devices: int, chunk: int, rounds: int, data: Any) -> tuple:
@@ -133,7 +130,7 @@ def by_hand(model: str, cohort: int, who: str, devices: int, chunk: int, rounds:
     )
     arrays, weights = jax.tree.map(jnp.asarray, data), jnp.full(CLIENTS, 1 / CLIENTS)
     play = lambda: jax.block_until_ready(run(start, arrays, weights, LR, jax.random.key(0), rounds))  # noqa: E731
-    loss_then = jax.jit(loss)(play(), few(data))
+    loss_then = jax.jit(loss)(play(), few())
     first, each = time.perf_counter() - began, []
     for _ in range(5):
         began = time.perf_counter()

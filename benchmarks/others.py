@@ -51,11 +51,11 @@ def play(names: list[str], passes: int, kept: Path | None, picture: Path | None)
     found: dict[str, list] = json.loads(kept.read_text()) if kept and kept.exists() else {}
     broken = {name: why for name in names if name in PINS and passes and (why := installed(name))}
     for _ in range(passes):
+        found.setdefault("products", []).append({"ms": products()})
         for name in names:
             found.setdefault(name, []).append(broken.get(name) or once(name))
             if kept:
                 kept.write_text(json.dumps(found))
-        found.setdefault("products", []).append({"ms": products()})
     lines = [*HEAD, *(row(name, found) for name in NAMES if name in found), "", rate(found)]
     print("\n".join(lines), flush=True)
     if picture:

@@ -133,8 +133,8 @@ class Clients(Shown):
         places = [start + rng.permutation(size) for start, size in zip(rows.start, rows.size, strict=True)]
         cuts = np.clip(np.rint(fraction * rows.size).astype(np.int64), 1, rows.size - 1)
         inner, outer = zip(*(np.split(own, [cut]) for own, cut in zip(places, cuts, strict=True)), strict=True)
-        told: dict[str, Any] = {"weights": weights, "local_steps": local_steps, "own": own, "capacity": capacity}
-        return cls(rows.taken(outer), rows.taken(inner), **told)
+        parts = rows.taken(outer), rows.taken(inner)
+        return cls(*parts, weights=weights, local_steps=local_steps, own=own, capacity=capacity)
 
     def __len__(self) -> int:
         return len(self.weights)

@@ -44,9 +44,7 @@ def require_function(field: str, got: object, arguments: str, otherwise: str = "
     allowed = f"a function ({arguments}){otherwise}"
     require(callable(got), field, got, allowed)
     assert callable(got)
-    try:
-        signature = inspect.signature(got)
-    except (TypeError, ValueError):  # some that are written in C have none
+    if (signature := _signature(got)) is None:
         return
     try:
         signature.bind(*arguments.split(", "))
@@ -56,12 +54,18 @@ def require_function(field: str, got: object, arguments: str, otherwise: str = "
 
 def declares_key(function: object, arguments: str) -> bool:
     """Whether a function declares one positional argument after these, of the name `key`."""
-    try:
-        found = list(inspect.signature(function).parameters.values()) if callable(function) else []
-    except (TypeError, ValueError):  # some that are written in C have none
-        return False
+    signature = _signature(function)
+    found = signature.parameters.values() if signature else ()
     after = [one for one in found if one.kind is one.POSITIONAL_OR_KEYWORD][len(arguments.split(", ")) :]
     return [one.name for one in after] == ["key"]
+
+
+def _signature(function: Any) -> inspect.Signature | None:
+    """What a function takes; None of what is no function, and of some that are written in C."""
+    try:
+        return inspect.signature(function)
+    except (TypeError, ValueError):
+        return None
 
 
 @contextmanager

@@ -100,11 +100,6 @@ def read_loss(field: str, function: Any, arguments: str) -> Any:
     return function
 
 
-def named(kind: type, **losses: object) -> tuple[str, ...]:
-    """Name the losses that are of this kind."""
-    return tuple(name for name, loss in losses.items() if isinstance(loss, kind))
-
-
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Problem(Shown):
     """Base of every kind of problem: an outer and an inner loss of (x, y, batch).
@@ -142,14 +137,18 @@ class Problem(Shown):
         structure: Structure | None = None,
         local: LocalVariable | None = None,
         project_x: Project | None = None,
+        declared: Mapping[str, object] | None = None,
     ) -> None:
+        """`declared`: the user's own functions, where the losses are made of them."""
+        declared = declared or {"outer": outer, "inner": inner}
+        whole = tuple(name for name, loss in declared.items() if isinstance(loss, WholeLoss))
+        draws = tuple(name for name, loss in declared.items() if isinstance(loss, DrawingLoss))
         known = structure is None or isinstance(structure, Structure)
         require(known, f"{type(self).__name__}.structure", structure, "a Structure, or None where nothing can be cut")
         if local not in (None, "x"):
             raise unknown(f"{type(self).__name__}.local", local, ["x"])
-        whole, drawing = named(WholeLoss, outer=outer, inner=inner), named(DrawingLoss, outer=outer, inner=inner)
-        vars(self).update(outer=outer, inner=inner, structure=structure, local=local, takes_padded=False)
-        vars(self).update(whole=whole, draws=drawing)
+        vars(self).update(outer=outer, inner=inner, structure=structure, local=local)
+        vars(self).update(whole=whole, draws=draws, takes_padded=False)
         self._keep_x_in(project_x)
 
     def _keep_x_in(self, project_x: Project | None) -> None:
@@ -293,10 +292,8 @@ class Minimax(Bilevel):
 
     def __init__(self, loss: Loss, *, structure: Structure | None = None, project_x: Project | None = None) -> None:
         loss = read_loss("Minimax.loss", loss, "x, y, batch")
-        self._set(loss, lambda x, y, batch: -loss(x, y, batch), structure, project_x=project_x)
-        vars(self).update(
-            whole=named(WholeLoss, outer=loss, inner=loss), draws=named(DrawingLoss, outer=loss, inner=loss)
-        )
+        both = {"outer": loss, "inner": loss}
+        self._set(loss, lambda x, y, batch: -loss(x, y, batch), structure, project_x=project_x, declared=both)
 
 
 @explain_misspelt
@@ -331,8 +328,8 @@ class Compositional(Bilevel):
             gap = optax.tree.sub(y, mean_inner(x, batch))
             return optax.tree.vdot(gap, gap) / 2
 
-        self._set(lambda x, y, batch: outer(y, batch), distance, structure, project_x=project_x)
-        vars(self).update(draws=named(DrawingLoss, outer=outer, inner=inner))
+        given = {"outer": outer, "inner": inner}
+        self._set(lambda x, y, batch: outer(y, batch), distance, structure, project_x=project_x, declared=given)
 
 
 @explain_misspelt
@@ -356,8 +353,9 @@ class SingleLevel(Problem):
         project_x: Project | None = None,
     ) -> None:
         loss = read_loss("SingleLevel.loss", loss, "x, batch")
-        self._set(lambda x, y, batch: loss(x, batch), lambda x, y, batch: jnp.zeros(()), structure, project_x=project_x)
-        vars(self).update(draws=named(DrawingLoss, outer=loss))
+        nothing = lambda x, y, batch: jnp.zeros(())  # noqa: E731
+        given = {"outer": loss}
+        self._set(lambda x, y, batch: loss(x, batch), nothing, structure, project_x=project_x, declared=given)
 
 
 @explain_misspelt

@@ -116,10 +116,12 @@ def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str
     require(fits, "metrics_per_client", metrics, "functions (x, y, batch) -> number by name")
     made = {}
     for name, metric in (metrics or {}).items():
-        function = metric.function if isinstance(metric, Metric) else metric
         if not isinstance(metric, PerClient):
+            function, larger = (
+                (metric.function, metric.larger_is_better) if isinstance(metric, Metric) else (metric, None)
+            )
             require_function(f"metrics_per_client[{name!r}]", function, ARGUMENTS, " -> one number, or a PerClient")
-            metric = PerClient(function, larger_is_better=getattr(metric, "larger_is_better", None))
+            metric = PerClient(function, larger_is_better=larger)
         made[name] = metric
     return made
 

@@ -175,8 +175,12 @@ def var(x: Array, dim: Any = None, correction: int = 1, keepdim: bool = False) -
 @rule("std.correction")
 def std(x: Array, dim: Any = None, correction: int = 1, keepdim: bool = False) -> Array:
     """With derivative 0 where all are the same, as there."""
-    found = var(x, dim, correction, keepdim)
-    return jnp.where(found == 0, 0, jnp.sqrt(jnp.where(found == 0, 1, found)))
+    return flat_root(var(x, dim, correction, keepdim))
+
+
+def flat_root(x: Array) -> Array:
+    """The square root, with derivative 0 at 0."""
+    return jnp.where(x == 0, 0, jnp.sqrt(jnp.where(x == 0, 1, x)))
 
 
 @rule("linalg_vector_norm")
@@ -186,8 +190,7 @@ def vector_norm(x: Array, order: float = 2, dim: Any = None, keepdim: bool = Fal
         return (jnp.sum if order == 1 else jnp.max)(jnp.sign(x) * x, axes(dim), keepdims=keepdim)
     if order != 2:
         raise ConfigurationError(f"a vector norm of order {order} has no rule: use 1, 2 or infinity")
-    squares = jnp.sum(x * x, axes(dim), keepdims=keepdim)
-    return jnp.where(squares == 0, 0, jnp.sqrt(jnp.where(squares == 0, 1, squares)))
+    return flat_root(jnp.sum(x * x, axes(dim), keepdims=keepdim))
 
 
 @rule("sort")
