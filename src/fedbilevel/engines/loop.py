@@ -273,7 +273,8 @@ class Loop:
         if self.halvings_at_most:
             row["halvings"] = self.halvings
         self.history.rows.append(row)
-        norm = math.hypot(*(np.linalg.norm(np.ravel(leaf)) for leaf in jax.tree.leaves((at[1], at[2]))))
+        with np.errstate(over="ignore"):  # beyond what a float holds it is inf, and far away
+            norm = math.hypot(*(np.linalg.norm(np.ravel(leaf)) for leaf in jax.tree.leaves((at[1], at[2]))))
         self.norm = norm if self.norm is None else self.norm
         self.growth = grown(self.history, self.losses) or far_away(result.round, self.norm, norm)
         if not self.told:
