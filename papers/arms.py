@@ -48,6 +48,7 @@ def besides(figure: Figure, found: Mapping[str, Any] | None, scale: Scale = "qui
 def whole(figure: Figure, panel: str, method: str, scale: Scale) -> dict[str, Any]:
     """All fields of an arm, by their paths."""
     own = {"clients.capacity": 1.0} | dict(flat(experiments.resolve(figure.tables(panel, method, scale)).tables()))
+    own |= {path: "by rule" for path, value in own.items() if path.startswith("engine.") and value is None}
     said = {path: value for path, value in own.items() if value is not None or path not in UNSAID}
     return {path: in_turn(value) if path.startswith("clients.") else value for path, value in said.items()}
 

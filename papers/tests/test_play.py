@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from papers import page
 from papers import play as playing
 from papers.__main__ import main, reported
 from papers.figure import Figure
@@ -202,13 +203,16 @@ def test_a_series_has_a_line_of_the_predicted_slope() -> None:
     assert axes.containers[0].get_label() == "SimFBO, mean over the second half: slope −1.00 ± 0, predicted −0.5 (grey)"
 
 
-def test_the_command_plays_a_figure_by_its_path(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plays_a_figure_by_its_path(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(page, "written", lambda: [(tmp_path / "page.md", "a page")])  # not those of the repository
     file = tmp_path / "mine-1.toml"
     file.write_text(OWN)
     assert main([str(file), "--out", str(tmp_path), "--keep", "--seeds", "0,1"]) == 0
     said = capsys.readouterr().out
     assert "| FedBiO ends nearer: FedBiO / SimFBO |" in said
-    assert {one.name for one in tmp_path.iterdir()} == {"mine-1.toml", "mine-1.json", "mine-1.png", "mine-1"}
+    assert {one.name for one in tmp_path.iterdir()} == {"mine-1.toml", "mine-1.json", "mine-1.png", "mine-1", "page.md"}
     assert main(["--list", str(file), "--out", str(tmp_path)]) == 0
     assert "undecided                  Two methods" in capsys.readouterr().out
     assert main(["--list", "--out", str(tmp_path / "none")]) == 0
