@@ -57,6 +57,21 @@ def test_rows_come_at_the_start_at_every_multiple_and_at_the_end(task):
     assert result.ledger.exchanges_by_phase == {"local_updates": 7}
 
 
+def test_without_jit_a_loss_can_be_looked_at_client_by_client(task):
+    """A client's samples are numbers there, and tracers wherever a program is traced."""
+    seen = []
+
+    def inner(x, y, batch):
+        seen.extend([] if isinstance(batch["c"], jax.core.Tracer) else [float(jnp.sum(batch["c"]))])
+        return task.problem.inner(x, y, batch)
+
+    problem = fb.Bilevel(outer=task.problem.outer, inner=inner)
+    with jax.disable_jit():
+        found = fb.solve(ALGORITHM, problem, task.clients, task.x0, task.y0, rounds=1, engine=fb.Reference())
+    assert len(set(seen)) >= 6
+    np.testing.assert_allclose(found.x, run(task, rounds=1).x, rtol=1e-12)
+
+
 def test_the_cut_into_stretches_changes_no_bit(task, monkeypatch):
     """Rows, saves and the length of a stretch decide where the program returns; never what it computes."""
     whole = run(task, eval_every=7)

@@ -1,6 +1,7 @@
 """A spec played by a federation: the same numbers as in a simulation, and what wrong configurations are told."""
 
 import json
+import logging
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from fedbilevel.cli import main
 from fedbilevel.experiments import configure, federation, load_run, read_spec, run
 from fedbilevel.experiments.federation import write_app
 from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server.engine import in_a_sentence
 from fedbilevel.flower.server.terms import Terms
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two-folders"
@@ -202,6 +204,47 @@ def test_keys_are_made_once(tmp_path, capsys):
     assert {file.name for file in (tmp_path / "keys").iterdir()} >= {"ca.crt", "server.key", "client-0", "client-1.pub"}
     assert main(command) == 2
     assert "would be overwritten" in capsys.readouterr().err
+
+
+def test_a_server_that_ends_early_says_why_what_is_kept_and_how_to_go_on(spec, tmp_path, capsys):
+    """In its error, which is what Flower lists of a failed run, and in `status`, with the exit code of `run`."""
+    out, grid = tmp_path / "a", InProcess(federation.client_app(spec), 3)
+    for context in grid.contexts.values():
+        context.node_config["max-requests"] = 2
+    with pytest.raises(
+        fb.errors.ExchangeError, match=r"2 requests in all, and no more .* is kept: submit the run again"
+    ):
+        federation.serve(spec, grid, {"out": str(out), "attempts": 1})
+    assert main(["flower", "status", str(out)]) == 5
+    said = capsys.readouterr()
+    assert "not finished; last: round 2" in said.out
+    assert f"with out='{out}' to go on" in said.err
+    federation.serve(spec, InProcess(federation.client_app(spec), 3), {"out": str(out)})
+    assert main(["flower", "status", str(out)]) == 0
+    assert "finished; last: round 3" in capsys.readouterr().out
+
+
+def test_a_run_that_diverges_has_failed_though_its_numbers_are_finite(spec, tmp_path, capsys):
+    out, steep = tmp_path / "a", spec.replace(algorithm={"client_lr": 30.0})
+    with pytest.raises(fb.errors.NumericalError, match=r"has grown .*: the run has diverged; its result is in"):
+        federation.serve(steep, InProcess(federation.client_app(steep), 3), {"out": str(out)})
+    assert load_run(out).summary["rounds"] == 4
+    assert main(["flower", "status", str(out)]) == 3
+    assert "has grown" in capsys.readouterr().err
+
+
+def test_flowers_log_has_an_error_of_ours_as_a_sentence(caplog):
+    logger = logging.getLogger("flwr")
+    logger.addFilter(in_a_sentence)
+    try:
+        for error in (fb.errors.ExchangeError("too few\nclients"), RuntimeError("ours to mend")):
+            logger.error("%s raised an exception", "ServerApp", exc_info=error)
+        logger.error("Exit Code: 201\n\nAn unhandled exception occurred in the ServerApp.")
+    finally:
+        logger.removeFilter(in_a_sentence)
+    first, second = caplog.records
+    assert (first.getMessage(), first.exc_info) == ("fedbilevel: too few clients", None)
+    assert (second.getMessage(), second.exc_info[1].args) == ("ServerApp raised an exception", ("ours to mend",))
 
 
 def test_of_bounds_on_norms_0_is_none():

@@ -57,7 +57,8 @@ def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplo
         line = f"client {client} does not count: {text} ({code.who} can mend it: {code.how})"
         assert sum(line in said for said in server) == 1  # though it is so in every exchange
     assert not any("online" in said for said in server)
-    said = status(Folder(tmp_path))
+    said, ended = status(Folder(tmp_path))
+    assert ended is None
     assert said[1:] == [
         f"client {POOR}, round 2: {why[POOR][0]}", f"    the site: {floor.how}",
         f"client {WRONG}, round 2: {why[WRONG][0]}", f"    the site: {settings.how}",
@@ -75,7 +76,7 @@ def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_
         {"round": 1, "exchange": 0, "answered": [0, 1], "refused": {"3": odd}},
     ]
     (tmp_path / "exchanges.jsonl").write_text("\n".join([*map(json.dumps, lines), '{"round": 2, "exch']))
-    assert status(Folder(tmp_path)) == [
+    assert status(Folder(tmp_path))[0] == [
         "not finished; last: round 1, exchange 0, 2 replied",
         "client 3, round 1: x y", f"    the site: {Code.OTHER.how}",
     ]  # fmt: skip

@@ -324,12 +324,13 @@ def _keys(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    """Say how far a federated run is, and who is absent and why."""
+    """Say how far a federated run is, and who is absent and why; the exit code is that of `fedbilevel run`."""
     from fedbilevel.experiments.federation import status
     from fedbilevel.experiments.folder import Folder
 
-    print(*status(Folder(options.folder)), sep="\n")
-    return shared.OK
+    said, ended = status(Folder(options.folder))
+    print(*said, sep="\n", flush=True)
+    return shared.OK if ended is None else shared.fail(shared.exit_code(ended) or 1, str(ended))
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -1,9 +1,10 @@
-"""The engine that defines the semantics: a Python loop over clients, nothing compiled. For debugging and tests."""
+"""The engine that defines the semantics: a Python loop over clients, each with its own samples alone. For debugging and
+tests."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any
 
@@ -148,9 +149,9 @@ class ReferenceFed:
 
         def ask(i: int, own: dict[str, Array]) -> tuple[Sums, Reply]:
             state = None if fresh is not None else jax.tree.map(lambda leaf: leaf[i], self.states)
-            client = self.client(i, own, state)
-            reply = self.algorithm.run_phase(name, client, message, jax.random.fold_in(key, i))
-            return weigh(reply, client.weight, jnp.ones(())), reply
+            client, round = self.client(i, own, state), jnp.asarray(self.round)
+            with jax.disable_jit(self.run.stepping):
+                return self.run.program(name, self.run.algorithm, round, client, message, jax.random.fold_in(key, i))
 
         return name, ask
 
@@ -194,9 +195,10 @@ class ReferenceFed:
         return ids, [{name: column[place] for name, column in numbers.items()} for place in range(len(ids))]
 
     def client(self, i: int, own: dict[str, Array], state: PyTree) -> Client:
+        without: Any = None  # the program has it
         clients = self.run.clients
         return Client(
-            problem=self.run.problem,
+            problem=without,
             outer=_samples("outer", clients, i),
             inner=_samples("inner", clients, i),
             id=jnp.asarray(i),
@@ -220,6 +222,15 @@ class ReferenceRun:
     def __post_init__(self) -> None:
         self.pace = self.clock.pace(len(self.clients))
         self.population = available_population(self.clock, self.clients)
+        self.stepping: bool = jax.config.jax_disable_jit  # type: ignore[attr-defined]
+        self.program = jax.jit(self.phase, static_argnums=0)
+
+    def phase(
+        self, name: str, algorithm: Algorithm, round: Array, client: Client, message: PyTree, key: Array
+    ) -> tuple[Sums, Reply]:
+        """Run a phase at a client: (its weighted sums, its reply)."""
+        reply = at(algorithm, round).run_phase(name, replace(client, problem=self.problem), message, key)
+        return weigh(reply, client.weight, jnp.ones(())), reply
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         costs = []
@@ -229,7 +240,7 @@ class ReferenceRun:
             plan, x, y = self.submodel_plan, carry.state.x, carry.state.y
             submodels = None if plan is None else RoundSubmodels(plan, algorithm, self.key, carry.round, x, y)
             fed = ReferenceFed(self, algorithm, keys, carry, submodels)
-            with jax.disable_jit():  # loops of jax.lax run in Python too: every intermediate value can be looked at
+            with jax.disable_jit():  # loops over exchanges run in Python
                 state = checked_round(algorithm, fed, carry.state, keys.algorithm)
                 fed.round_costs = fed.total_costs()
             if bad := nonfinite_leaves(state):
@@ -249,7 +260,10 @@ class ReferenceRun:
 
 @dataclass(frozen=True)
 class Reference:
-    """Simulate clients in turn, without compiling anything: slow, exact, easy to step through.
+    """Simulate clients in turn: slow, exact, easy to step through.
+
+    A phase is compiled for each client's number of samples. Within `jax.disable_jit()` nothing is compiled, loops of
+    jax.lax run in Python too, and every intermediate value can be looked at.
 
     Args:
         clock: how long exchanges take, in virtual time.

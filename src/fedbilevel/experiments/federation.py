@@ -15,8 +15,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
 from importlib import resources
@@ -27,7 +27,16 @@ from rich.console import Console
 
 from fedbilevel import __version__
 from fedbilevel.core.client import Clients, RemoteClients
-from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ExchangeError,
+    FedbilevelError,
+    InUse,
+    NumericalError,
+    require,
+    unknown,
+)
 from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.checkpoint import write_text
@@ -91,8 +100,32 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
 
     watch = Watch(Console(width=160, force_terminal=False), metric, spec.run.budget, spec.timed)
     experiment = Experiment(task, algorithm_of(spec), engine)
-    complete(spec, place.path, callbacks=[note_name, watch], plot=can_draw(), experiment=experiment, progress=watch)
+    with ending(place):
+        complete(spec, place.path, callbacks=[note_name, watch], plot=can_draw(), experiment=experiment, progress=watch)
+        if grown := load_run(place.path).grown:
+            raise NumericalError(f"{grown}: the run has diverged; its result is in {place.path}")
     print(f"run   {place.path.resolve()}", flush=True)
+
+
+ENDS = {kind.__name__: kind for kind in (ExchangeError, NumericalError, CheckpointError)}
+
+
+@contextmanager
+def ending(place: Folder) -> Iterator[None]:
+    """Hold this while a run is played: where it ends before its end, the error says what is kept and how to go on, and
+    `exchanges.jsonl` has that as its last line, for `status`."""
+    try:
+        yield
+    except tuple(ENDS.values()) as error:
+        kept = f"its last checkpoint is kept: submit the run again with out='{place.path.resolve()}' to go on"
+        if isinstance(error, InUse):
+            raise
+        if not place.finished:
+            error.args = (f"{error}; {kept if place.begun else 'no checkpoint had been written'}",)
+        kind = next(name for name, kind in ENDS.items() if isinstance(error, kind))
+        with suppress(OSError), open(place.exchanges, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"ended": str(error), "kind": kind}) + "\n")
+        raise
 
 
 def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
@@ -193,8 +226,9 @@ def run_name(place: Folder) -> str:
     return name
 
 
-def status(place: Folder) -> list[str]:
-    """Say, in lines, how far a run's server has come, and of each client that did not count when it was last asked why.
+def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
+    """Say, in lines, how far a run's server has come, and of each client that did not count when it was last asked why;
+    and the error with which the server ended, if it did.
 
     Raises:
         ConfigurationError: the folder has no exchanges.
@@ -203,23 +237,25 @@ def status(place: Folder) -> list[str]:
 
     absent: dict[int, tuple[int, Refusal]] = {}  # client -> round, why
     last: dict[str, Any] = {}
+    ended: FedbilevelError | None = None
     if not place.exchanges.is_file():
         raise ConfigurationError(f"{place.exchanges} is not there: no exchange of a federated run is over")
     for text in place.exchanges.read_text(errors="replace").splitlines():
         with suppress(ValueError, TypeError, AttributeError, KeyError):  # a line that a kill has cut
             line = json.loads(text)
             last = line if "exchange" in line else last
+            ended = ENDS[line["kind"]](line["ended"]) if "ended" in line else None
             for client in line.get("answered", []):
                 absent.pop(client, None)
             for client, told in line.get("refused", {}).items():
                 absent[int(client)] = line["round"], Refusal.read(told, int(client))
     if not last:
-        return ["no exchange is over"]
+        return ["no exchange is over"], ended
     state = "finished" if place.finished else "not finished"
     said = [f"{state}; last: round {last['round']}, exchange {last['exchange']}, {len(last['answered'])} replied"]
     for client, (round, why) in sorted(absent.items()):
         said += [f"client {client}, round {round}: {why.why}", f"    {why.code.who}: {why.code.how}"]
-    return said
+    return said, ended
 
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
@@ -301,7 +337,7 @@ def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool) -> L
         out: a new or empty folder for the app, the run, keys and logs; None chooses one in ./runs.
         persistent: whether clients' processes stay between messages.
     """
-    from fedbilevel.flower.launch.processes import Federation
+    from fedbilevel.flower.launch.processes import CommandError, Federation
 
     folder = (out or default_path("flower-demo")).resolve()
     require_free(folder)
@@ -310,10 +346,17 @@ def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool) -> L
     print(
         f"starting a SuperLink and {clients} SuperNodes, with TLS and a key each; logs in {folder / 'logs'}", flush=True
     )
-    with Federation(folder, clients, persistent=persistent) as federation:
+    floors = "min-local-samples=1 min-batch-size=1"  # these data are nobody's
+    configs = [f"partition-id={k} num-partitions={clients} {floors}" for k in range(clients)]
+    with Federation(folder, clients, persistent=persistent, node_configs=configs) as federation:
         print(f"online at {federation.address}; {spec.title}", flush=True)
-        for line in federation.run(app, f'out="{run}" client-keys="{federation.credentials.ca.parent}"'):
-            print(line, end="", flush=True)
+        try:
+            for line in federation.run(app, f'out="{run}" client-keys="{federation.credentials.ca.parent}"'):
+                print(line, end="", flush=True)
+        except CommandError:
+            if Folder(run).exchanges.is_file() and (ended := status(Folder(run))[1]):
+                raise ended from None
+            raise
     done = load_run(run)
     print("all stopped", *([f"plot  {done.folder.plot}"] if done.folder.plot.is_file() else []), sep="\n")
     return done

@@ -67,6 +67,7 @@ def compiled(function: Callable[..., Any], *like: Any, key: Hashable | None = No
     """
     leaves, tree = jax.tree.flatten(like)
 
+    @jax.disable_jit(False)  # for users' functions that are stepped through, not for ours
     def program_for(leaves: list[Any]) -> tuple[Callable[[list[Any]], list[Any]], Any]:
         structures = []
 
@@ -84,6 +85,7 @@ def compiled(function: Callable[..., Any], *like: Any, key: Hashable | None = No
 
     programs = {_placement(leaves): program_for(leaves)}
 
+    @jax.disable_jit(False)
     def call(*arguments: Any) -> Any:
         leaves = jax.tree.leaves(arguments)
         place = _placement(leaves)

@@ -22,7 +22,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_round
 from fedbilevel.core.client import RemoteClients
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import AbsenceWarning, ExchangeError, NonFiniteError, diverged, require
+from fedbilevel.core.errors import AbsenceWarning, ExchangeError, FedbilevelError, NonFiniteError, diverged, require
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines.costs import add_costs, empty_costs, split_ticks, stack_costs
@@ -39,6 +39,7 @@ from fedbilevel.flower.server.fed import FlowerFed
 from fedbilevel.flower.server.session import Session, SpoiledError, Take
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import METRICS, RequestMessage, is_run, reading, to_bytes
+from fedbilevel.wording import in_a_line
 
 log = logging.getLogger("fedbilevel.server")
 
@@ -204,6 +205,15 @@ class FlowerRun:
         trim_heap()
 
 
+def in_a_sentence(record: logging.LogRecord) -> bool:
+    """Change what Flower's log says of an error of ours to its sentence, without a traceback; leave out Flower's own
+    words on errors that nobody has foreseen. A filter of Python's logging."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, FedbilevelError):
+        record.msg, record.args, record.exc_info = "fedbilevel: %s", (in_a_line(error, 2000),), None
+    return "An unhandled exception occurred in the ServerApp" not in record.getMessage()
+
+
 def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
     """Make a ServerApp whose main is `main`(grid, run configuration), which ends in `solve(…,
     engine=Flower(grid=grid))`."""
@@ -211,7 +221,8 @@ def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
 
     @app.main()
     def run(grid: Grid, context: Context) -> None:
-        main(grid, context.run_config)
+        logging.getLogger("flwr").addFilter(in_a_sentence)
+        main(grid, context.run_config)  # of a run whose main raises Flower says that it failed, with the error's text
 
     return app
 
