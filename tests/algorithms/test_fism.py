@@ -119,7 +119,8 @@ def noting():
 def visited(algorithm, clients):
     """The run of the reference engine, and which samples each client's walk went through."""
     problem, seen = noting()
-    result = run(algorithm, clients, problem, engine=fb.Reference(), key=3)
+    with jax.disable_jit():
+        result = run(algorithm, clients, problem, engine=fb.Reference(), key=3)
     owner = np.repeat(np.arange(len(SIZES)), SIZES)
     walks, changes = [], np.flatnonzero(np.diff(owner[seen])) + 1
     for walk in np.split(np.array(seen), changes):
@@ -349,7 +350,8 @@ def test_cohorts():
     """Two of three clients in each round, weighted by p_i M/P/n_i over the mean of these sums in the rounds so far, for
     no cohort's own sum would leave the mean over cohorts that of everyone."""
     problem, seen = noting()
-    result = run(fb.FISM(**FIELDS), problem=problem, cohort=2, engine=fb.Reference(), key=0)
+    with jax.disable_jit():
+        result = run(fb.FISM(**FIELDS), problem=problem, cohort=2, engine=fb.Reference(), key=0)
     owner, cohorts = np.repeat(np.arange(len(SIZES)), SIZES), []
     while seen:
         cohorts.append(int(owner[seen[0]]))
