@@ -233,6 +233,57 @@ def test_a_run_that_diverges_has_failed_though_its_numbers_are_finite(spec, tmp_
     assert "has grown" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("private", "metric"), [(False, "outer_loss"), (True, "exchanges")])
+def test_a_server_without_a_test_set_shows_the_mean_of_what_clients_tell(private, metric, tmp_path):
+    """Their weighted mean of f; under privacy they tell nothing, and the costs alone are known."""
+    (tmp_path / "bare.py").write_text(
+        "from dataclasses import replace\nfrom fedbilevel.tasks.quadratic import quadratic\n"
+        "def task():\n    return replace(quadratic(clients=2, samples=(8, 8)), metrics={})\n"
+    )
+    steps = ["batch_size=8", "run.rounds=2", "server_lr=0.1", "client_lr=0.1"]
+    spec, out = configure(task=f"{tmp_path / 'bare.py'}:task", algorithm="simfbo", settings=steps), tmp_path / "run"
+    grid = InProcess(federation.client_app(spec), 2)
+    for node, context in grid.contexts.items() if private else ():
+        terms = {"clip": 1.0, "noise-multiplier": 0.1, "delta": 1e-5, "state-folder": str(tmp_path / str(node))}
+        context.node_config.update(terms)
+    federation.serve(spec, grid, {"out": str(out)})
+    ended = load_run(out)
+    assert ended.metric == metric
+    assert ended.summary["final"] == ended.history.rows[-1][metric]
+    assert (out / "plot.png").is_file()
+
+
+NORTH = "partition-id=0 folder='data/north'"
+PRIVATE = "clip=1.0 noise-multiplier=30.0 delta=1e-5"
+
+
+def test_a_site_is_looked_at_before_it_starts(hospitals, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(hospitals)
+    node = f"{NORTH} state-folder='{tmp_path}' {PRIVATE}"
+    assert main(["flower", "check", "spec.toml", "--node-config", node]) == 0
+    said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert said.keys() == {"client", "samples", "folder", "privacy", "floors"}
+    assert said["samples"].startswith("63 outer, 125 inner, of ['features'] float32[1, 10]")
+    assert said["privacy"] == "clip 1, noise 30; ε = 0.242 for a reply, 0 so far, at δ = 1e-05, no budget"
+
+
+@pytest.mark.parametrize(
+    ("node", "more", "message"),
+    [
+        (f"{NORTH} clipp=1.0", [], "'clipp'; did you mean 'clip'"),
+        (f"{NORTH} {PRIVATE}", [], "Site.folder = None is not allowed"),
+        (f"{NORTH} min-local-samples=64", [], "fewer samples than its floor of 64 (lower min-local-samples"),
+        ("partition-id=0 folder='data/nrth'", [], "data/nrth/validation.csv not found"),
+        (NORTH, ["--superlink", "127.0.0.1:1"], "with --root-certificates or --insecure"),
+        (NORTH, ["--superlink", "127.0.0.1:1", "--insecure"], "127.0.0.1:1 does not answer: "),
+    ],
+)
+def test_a_site_that_could_not_take_part_is_told_why(node, more, message, hospitals, monkeypatch, capsys):
+    monkeypatch.chdir(hospitals)
+    assert main(["flower", "check", "spec.toml", "--node-config", node, *more]) in (2, 4)
+    assert message in capsys.readouterr().err
+
+
 def test_flowers_log_has_an_error_of_ours_as_a_sentence(caplog):
     logger = logging.getLogger("flwr")
     logger.addFilter(in_a_sentence)

@@ -44,10 +44,6 @@ def wrong():
     return number
 
 
-def unmeasured():
-    return Task("mine", ready.problem, ready.clients, ready.x0, ready.y0)
-
-
 def loss(x, y, batch):  # is no task, nor is what says that it returns something else
     return jnp.mean(batch)
 
@@ -114,7 +110,6 @@ WRONG = {
     "sub/mine.py:number": "mine.py:number is of type int; it must be a Task, or a function that returns one",
     "sub/mine.py:wrong": "mine.py:wrong returned int; it must return a Task",
     "sub/nine.py:make": "there is no file ",
-    "sub/mine.py:unmeasured": "Task.metrics = {} is not allowed: it must be one function (x, y) -> number by",
     "my.own.py:make": "my.own.py cannot be imported: give the file a name without dots",
     "broken.py:make": "broken.py cannot be imported: invalid syntax",
     "nomodule:make": "module 'nomodule' cannot be imported: No module named 'nomodule'",

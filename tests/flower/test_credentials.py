@@ -1,14 +1,21 @@
-"""Throw-away credentials: what they certify, who can read them, that nothing is overwritten."""
+"""Throw-away credentials: what they certify, who can read them, that nothing is overwritten; and what a site hears that
+does not reach its SuperLink."""
 
 import contextlib
+import re
 import socket
 import ssl
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 
 import pytest
+from flwr.supercore.date import now
+from flwr.supernode import node_auth_http_interceptor
 
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.flower.launch import credentials
+from fedbilevel.flower.launch import connection, credentials
+from fedbilevel.flower.launch.connection import why_unreached
+from fedbilevel.flower.launch.processes import Federation
 
 
 def test_private_files_are_their_owners_alone(tmp_path):
@@ -80,3 +87,40 @@ def test_wrong_arguments_are_named(tmp_path, wrong):
     with pytest.raises(ConfigurationError, match=str(next(reversed(wrong)))):
         credentials.make(tmp_path, **wrong)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def federation(tmp_path):
+    """A SuperLink that knows one of two keys; no SuperNode."""
+    trial = Federation(tmp_path / "trial", clients=1)
+    for name in ("logs", "operator"):
+        (trial.directory / name).mkdir(parents=True)
+    trial.credentials = credentials.make(trial.directory / "credentials", clients=2)
+    trust = f'address = "{trial.address}"\nroot-certificates = "{trial.credentials.ca}"\n'
+    (trial.directory / "operator" / "config.toml").write_text(f"[superlink.federation]\n{trust}")
+    try:
+        trial.restart_superlink()
+        trial.register(0)
+        yield trial
+    finally:
+        trial.stop()
+
+
+def test_a_site_hears_why_it_does_not_reach_its_superlink(federation, tmp_path, monkeypatch):
+    address, made = federation.address, federation.credentials
+    (one, other), stranger = made.clients, credentials.make(tmp_path / "other", clients=0).ca
+    assert why_unreached(address, made.ca, one) == ""
+    assert why_unreached(address, made.ca) == ""
+    assert "its key is not registered there" in why_unreached(address, made.ca, other)
+    assert "it may have TLS, give --root-certificates" in why_unreached(address, None, one)
+    assert "certificate does not hold: unable to get local issuer" in why_unreached(address, stranger, one)
+    assert "holds no certificate in PEM" in why_unreached(address, one, one)
+    assert "does not answer" in why_unreached("127.0.0.1:1", made.ca, one)
+    assert "does not answer" in why_unreached("host:port", made.ca, one)
+    with pytest.raises(ConfigurationError, match="holds no private key"):
+        why_unreached(address, made.ca, made.ca)
+    late = timedelta(seconds=600)
+    monkeypatch.setattr(node_auth_http_interceptor, "now", lambda: now() - late)
+    monkeypatch.setattr(connection.time, "time", lambda: datetime.now(UTC).timestamp() - late.total_seconds())
+    assert re.search(r"clock is (599|600|601) s behind the SuperLink's", why_unreached(address, made.ca, one))
+    assert federation.online() == 0  # asking changes nothing there

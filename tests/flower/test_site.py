@@ -359,8 +359,30 @@ def test_logs_tell_nothing_of_data_or_updates(caplog):
     secrets = {f"{abs(value):.8f}"[:6] for value in (mark, *updates, answers[0].numbers()["inner"]) if value}
     assert len(secrets) == 3
     assert len(caplog.records) >= 4
-    assert "replied in" in caplog.text
+    assert "bytes in" in caplog.text
     assert not [secret for secret in secrets if secret in caplog.text]
+
+
+def test_a_log_begins_with_what_the_client_has_and_says_in_a_line_what_leaves_it(caplog, tmp_path):
+    caplog.set_level(logging.INFO, "fedbilevel.client")
+    terms = Privacy(clip=1.0, noise_multiplier=10.0, delta=1e-5)
+    limits = Limits(min_local_samples=5, min_batch_size=2)
+    site = federations.site(STEPS, 3, privacy=terms, folder=tmp_path, limits=limits)
+    runtime = ClientRuntime(site)
+    for exchange in range(2):
+        assert asked(runtime, exchange=exchange).refused == ""
+    begin, *lines = [record.getMessage() for record in caplog.records]
+    for part in (
+        "client 3: samples 6 outer, 6 inner, of ['D'] float64[1, 3, 3], ['E'] float64[1, 2, 3], ",
+        f"folder {tmp_path}",
+        "privacy clip 1, noise 10; ε = 0.795 for a reply, 0 so far, at δ = 1e-05, no budget",
+        "floors 5 samples, batches of 2",
+    ):
+        assert part in begin
+    assert len(lines) == 2
+    for line, number in zip(lines, (1, 2), strict=True):
+        assert "phase 'y_gradient': sent 24 bytes in" in line
+        assert line.endswith(f"ε = {terms.epsilon_after(number):.4g} so far")
 
 
 def test_a_client_that_cannot_start_says_so(caplog):

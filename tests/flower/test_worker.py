@@ -98,7 +98,7 @@ def test_the_interval_grows_with_the_quiet_time_between_its_bounds():
 def test_a_version_that_was_not_tried_gets_the_stock_supernode(caplog):
     arguments = ["--superlink", "h:1", "--insecure", "--port", "9100"]
     words = supernode.command(arguments, "1.41.3")
-    assert words[2:] == ["fedbilevel.flower.launch.supernode", "serve", "", *arguments]
+    assert words[2:] == ["fedbilevel.flower.launch.supernode", "serve", "", "", *arguments]
     assert not caplog.records
     stock = supernode.command(arguments, "1.50.0")
     assert Path(stock[0]).name == "flower-supernode"

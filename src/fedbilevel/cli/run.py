@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import sys
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -290,6 +291,14 @@ def _add_flower(add: shared.Add) -> None:
     keys.add_argument("folder", type=Path, metavar="DIR", help="where to: nothing is overwritten")
     keys.add_argument("--clients", type=shared.count, metavar="N", required=True, help="how many clients")
     keys.add_argument("--host", action="append", metavar="NAME", help="how the server is reached: name or address")
+    looked = inside("check", _check)
+    looked.add_argument("app", type=Path, metavar="APP", help="the app's folder, or a spec")
+    looked.add_argument("--node-config", metavar='"NAME=VALUE …"', required=True, help="as the SuperNode's")
+    looked.add_argument("--superlink", metavar="HOST:PORT", help="see whether it answers this site")
+    trust = looked.add_mutually_exclusive_group()
+    trust.add_argument("--root-certificates", type=Path, metavar="FILE", help="of the SuperLink's authority")
+    trust.add_argument("--insecure", action="store_true", help="the SuperLink has no TLS")
+    looked.add_argument("--auth-supernode-private-key", type=Path, metavar="FILE", help="the site's key")
     asked = inside("status", _status)
     asked.add_argument("folder", type=Path, metavar="RUN", help="the server's run folder")
     new.add_argument("--data", metavar="NAME", help="the task's data set (digits)")
@@ -299,7 +308,7 @@ def _add_flower(add: shared.Add) -> None:
 
 def _help(options: argparse.Namespace) -> int:
     """Run in a real federation, over Flower."""
-    text = "fedbilevel flower needs a command: new, keys, status or demo (see fedbilevel flower --help)"
+    text = "fedbilevel flower needs a command: new, keys, check, status or demo (see fedbilevel flower --help)"
     raise ConfigurationError(text)
 
 
@@ -320,6 +329,30 @@ def _keys(options: argparse.Namespace) -> int:
     names = options.host or ["localhost", "127.0.0.1"]
     made = credentials.make(options.folder, options.clients, names)
     print(f"server   {made.certificate}, {made.key}\nclients  {made.ca} for all; {made.clients[0]}, … for one each")
+    return shared.OK
+
+
+def _check(options: argparse.Namespace) -> int:
+    """Look at a site before it is started: configuration, data, privacy, floors, and whether the SuperLink answers.
+
+    Nothing is sent but Flower's own greeting, signed with the key. Like the site it runs the app's code, and its task
+    reads the data.
+    """
+    from fedbilevel.experiments import read_spec
+    from fedbilevel.experiments.federation import check
+
+    named = (options.insecure, options.root_certificates is not None)
+    require(options.superlink is None or any(named), "--superlink", "alone", "with --root-certificates or --insecure")
+    found = [options.app] if options.app.is_file() else sorted(options.app.glob("*/spec.toml"))
+    require(
+        len(found) == 1, "APP", str(options.app), "the folder of an app, with one spec.toml in its package, or a spec"
+    )
+    if options.app.is_dir():
+        sys.path.insert(0, str(options.app))
+    shared.prepare_jax()
+    given = options.superlink, options.root_certificates, options.auth_supernode_private_key
+    for name, said in check(read_spec(found[0]), options.node_config, *given):
+        print(f"{name:10} {said}", flush=True)
     return shared.OK
 
 

@@ -234,7 +234,7 @@ class Watch:
     def numbers(self, result: Any) -> str:
         """The objective and the first metric, as of the last row; the time, where it says more than the place does."""
         row = result.history.rows[-1] if result.history.rows else {}
-        shown = [name for name in ("outer_loss", self.metric) if name in row]
+        shown = [name for name in dict.fromkeys(("outer_loss", self.metric)) if name in row]
         clock = [f"clock {result.ledger.time:,.1f} s"] if self.timed and self.counted != "time" else []
         return "  ".join([*clock, *(f"{name} {text(name, row[name])}" for name in shown)])
 

@@ -257,7 +257,7 @@ def run_figure(history: NumberTable, metric: str, title: str, timed: bool = Fals
     each curve is drawn against exchanges or, where `timed`, against time; the metric of a timed run against both. The
     other costs stand below in numbers."""
     measured: list[str] = [name for name in (metric, f"average_{metric}") if name in history.columns]
-    losses: list[str] = [name for name in ("outer_loss", "inner_loss") if name in history.columns]
+    losses: list[str] = [name for name in ("outer_loss", "inner_loss") if name in history.columns and name != metric]
     sizes = [abs(history.rows[-1].get(name, math.nan)) for name in losses]
     alike = max(sizes, default=0.0) <= UNLIKE * min(sizes, default=math.inf)
     together = [losses] if alike else [[name] for name in losses]

@@ -118,10 +118,10 @@ def ending(place: Folder) -> Iterator[None]:
         yield
     except tuple(ENDS.values()) as error:
         kept = f"its last checkpoint is kept: submit the run again with out='{place.path.resolve()}' to go on"
-        if isinstance(error, InUse):
+        if isinstance(error, InUse) or not place.begun:
             raise
         if not place.finished:
-            error.args = (f"{error}; {kept if place.begun else 'no checkpoint had been written'}",)
+            error.args = (f"{error}; {kept}",)
         kind = next(name for name, kind in ENDS.items() if isinstance(error, kind))
         with suppress(OSError), open(place.exchanges, "a", encoding="utf-8") as file:
             file.write(json.dumps({"ended": str(error), "kind": kind}) + "\n")
@@ -164,6 +164,43 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         tells_metrics=node.get("tell_metrics", False),
         folder=Path(node["state_folder"]).expanduser() if "state_folder" in node else None,
     )
+
+
+def check(
+    spec: Spec,
+    node_config: str,
+    superlink: str | None = None,
+    root_certificates: Path | None = None,
+    key: Path | None = None,
+) -> Iterator[tuple[str, str]]:
+    """Look at a site before its SuperNode is started: yield what it holds, hides and refuses, by name, for its owner.
+
+    Args:
+        node_config: as for `flower-supernode --node-config`.
+        superlink, root_certificates, key: see `flower.launch.connection.why_unreached`; None leaves that out.
+
+    Raises:
+        ConfigurationError: the configuration or the data are wrong, the site would not take part, or the SuperLink is
+            not reached.
+    """
+    from fedbilevel.flower.versions import require_flower
+
+    require_flower()
+    from fedbilevel.flower.client.site import ClientRuntime
+    from fedbilevel.flower.launch.connection import read_node_config, why_unreached
+    from fedbilevel.flower.refusal import Refusal
+
+    runtime = ClientRuntime(site(spec, {}, read_node_config(node_config)))
+    yield "client", f"{runtime.site.id}, of {spec.title}"
+    yield from runtime.described().items()
+    try:
+        runtime.check_limits()
+    except Refusal as refusal:
+        raise ConfigurationError(f"{refusal.why} ({refusal.code.how})") from None
+    if superlink is not None:
+        if why := why_unreached(superlink, root_certificates, key):
+            raise ConfigurationError(f"--superlink: {why}")
+        yield "superlink", f"{superlink} answers" + ("" if key is None else ", and knows the key")
 
 
 def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:

@@ -108,7 +108,6 @@ def build(spec: Spec, task: Task | None = None) -> Experiment:
     engine = Local(**asdict(spec.engine), clock=spec.clock)
     use_cores(spec)
     task = task_of(spec) if task is None else task
-    first_metric(task)  # there is one
     check_solves(algorithm, task.problem)
     _check_participants(spec, algorithm, len(task.clients))
     return Experiment(task, algorithm, engine)
@@ -121,13 +120,9 @@ def use_cores(spec: Spec) -> None:
 
 
 def first_metric(task: Task) -> str:
-    """The metric that pictures, tables and the display of a run show.
-
-    Raises:
-        ConfigurationError: the task has none.
-    """
-    require(bool(task.metrics), "Task.metrics", dict(task.metrics), "one function (x, y) -> number by name, or more")
-    return next(iter(task.metrics))
+    """The metric that pictures, tables and the display of a run show: the task's first, or, where the server measures
+    nothing, the clients' weighted mean of f on their batches."""
+    return next(iter(task.metrics), "outer_loss")
 
 
 def _cohort(plan: RunPlan) -> int | Cohort | None:
@@ -450,7 +445,10 @@ class Scribe:
 
 
 def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: float, plot: bool) -> None:
-    """Write what is known at the end; the summary last, so that it marks a finished run."""
+    """Write what is known at the end; the summary last, so that it marks a finished run. Where nobody has told the
+    metric, as clients under privacy, what was measured first stands for it."""
+    if not any(metric in row for row in result.history.rows):
+        metric = next(iter(result.history.measured), "exchanges")
     write_text(place.spec, spec.to_toml())
     result.history.to_jsonl(place.history)
     write_json(place.ledger, asdict(result.ledger))

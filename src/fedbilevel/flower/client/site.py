@@ -99,6 +99,7 @@ class Site:
             privacy.check_noise(self.algorithm)
         hidden = self.privacy is None or not self.tells_metrics
         require(hidden, "Site.tells_metrics", True, "False, with privacy: its own metrics would leave it without noise")
+        require(self.folder is None or isinstance(self.folder, Path), "Site.folder", self.folder, "a pathlib.Path")
         kept = self.privacy is None or self.folder is not None
         require(kept, "Site.folder", self.folder, "a folder, with privacy: its account must never be forgotten")
 
@@ -112,7 +113,7 @@ class ClientRuntime:
         self.problem = site.problem.with_fixed(x_fixed, y_fixed)
         outer = Ragged.listed("outer", [site.outer])
         inner = outer if site.inner is None else Ragged.listed("inner", [site.inner])
-        examples = outer.example(), inner.example()
+        self.examples = examples = outer.example(), inner.example()
         check_losses(self.problem, self.x, self.y, *examples)
         self.general: Contract = wire.draw_up(site.algorithm, self.problem, self.x, self.y, examples)
         self.contract = self.cut(examples)  # the general contract, as it is for this client
@@ -131,6 +132,33 @@ class ClientRuntime:
         self.guard = None
         if site.privacy is not None and site.folder is not None:
             self.guard = PrivacyGuard(site.privacy, site.folder, site.id)
+        log.info("client %d: %s", site.id, "; ".join(f"{name} {said}" for name, said in self.described().items()))
+
+    def check_limits(self) -> None:
+        """Refuse to take part where the method, or the number of samples, is outside the site's limits and floors."""
+        limits, sizes = self.site.limits, (self.outer.longest, self.inner.longest)
+        limits.check_algorithm(self.site.algorithm)
+        limits.check_epochs(self.site.algorithm, max(sizes))
+        limits.check_samples(min(sizes))
+
+    def described(self) -> dict[str, str]:
+        """Say, for the site's owner, what this client holds, keeps, hides and refuses: nothing of it is sent."""
+        limits, terms = self.site.limits, self.site.privacy
+        hidden = "off: replies leave as they are"
+        if terms is not None and self.guard is not None:
+            account, budget = (
+                self.guard.read(),
+                "no budget" if terms.epsilon is None else f"budget ε = {terms.epsilon:g}",
+            )
+            each = f"ε = {terms.epsilon_after(1):.3g} for a reply, {account.epsilon(terms.delta):.4g} so far"
+            hidden = f"clip {terms.clip:g}, noise {terms.noise_multiplier:g}; {each}, at δ = {terms.delta:g}, {budget}"
+        features = ", ".join(wire.layout(self.examples[0]))
+        return {
+            "samples": f"{self.outer.longest} outer, {self.inner.longest} inner, of {features}",
+            "folder": str(self.site.folder or "none: what it keeps is forgotten when its SuperNode restarts"),
+            "privacy": hidden,
+            "floors": f"{limits.min_local_samples} samples, batches of {limits.min_batch_size}",
+        }
 
     def cut(self, examples: tuple[PyTree, PyTree]) -> Contract:
         """Make the contract for this client's capacity."""
@@ -148,14 +176,13 @@ class ClientRuntime:
             memory: the store of the client's state if the site has no folder.
         """
         began = time.perf_counter()
-        what = f"run {request.run[:8]!r} round {request.round} exchange {request.exchange} phase {request.phase[:40]!r}"
+        asked = f"phase {request.phase[:40]!r}" if request.phase else "greeting"
+        what = f"run {request.run[:8]!r} round {request.round} exchange {request.exchange} {asked}"
         blank = ResponseMessage(run=request.run, round=request.round, exchange=request.exchange, client=self.site.id)
         try:
             if not wire.is_run(request.run):
                 raise Refusal(Code.MALFORMED, f"{request.run[:80]!r} is not the name of a run")
-            self.site.limits.check_algorithm(self.site.algorithm)
-            self.site.limits.check_epochs(self.site.algorithm, max(self.outer.longest, self.inner.longest))
-            self.site.limits.check_samples(min(self.outer.longest, self.inner.longest))
+            self.check_limits()
             store = self.store or memory
             if not request.phase:  # a greeting
                 if request.contract != (mine := self.general.text):
@@ -165,7 +192,8 @@ class ClientRuntime:
                 response = self.tell(request, store, blank)
             else:
                 response = self.reply(request, store, blank)
-            log.info("%s: replied in %.3f s, %d bytes", what, time.perf_counter() - began, len(response.payload))
+            spent = f", ε = {response.epsilon:.4g} so far" if response.epsilon else ""
+            log.info("%s: sent %d bytes in %.3f s%s", what, len(response.payload), time.perf_counter() - began, spent)
         except Exception as error:  # noqa: BLE001  said and sent
             response = blank.refusing(refusal_of(error, what))
         return response

@@ -76,6 +76,8 @@ PATIENCE = 3  # times as long as the SuperLink took for its reply is waited at l
 LONGEST = 3.0  # seconds, though, at most: Flower's own
 ALIVE = 10.0  # seconds between two looks whether the run that the worker computes for goes on
 
+FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
+
 logger = logging.getLogger("fedbilevel.supernode")
 
 
@@ -153,13 +155,26 @@ class PipedWorker:
         self.process = self.pipe = None
 
 
-def run_supernode(arguments: list[str], interval: Callable[[float], float], app: str | None = None) -> None:
+def hush() -> None:
+    """Leave out of this process's log what Flower and its server say, but for warnings and errors."""
+    for name in ("flwr", "uvicorn", "uvicorn.error", "uvicorn.access"):
+        logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
+
+
+def run_supernode(
+    arguments: list[str], interval: Callable[[float], float], app: str | None = None, flower_log: bool = False
+) -> None:
     """Run `flower-supernode` with `arguments` until it ends, and this process with it.
 
     Args:
         interval: how many seconds to wait before asking the SuperLink again, given the seconds since the last message.
         app: what the worker replies with, "package.module:NAME"; None: the app that a run brings.
+        flower_log: whether the log has Flower's own lines, some eight for each message.
     """
+    logging.basicConfig(level=logging.WARNING, format=FORMAT)
+    logger.setLevel(logging.INFO)
+    if not flower_log:
+        hush()
     import flwr.supernode.start_client_internal as steps
     from flwr.supernode.cli import flower_supernode as command
 
@@ -195,6 +210,7 @@ def serve(steps: Any, replying: PipedWorker, interval: Callable[[float], float],
     with steps._init_connection(**{name: given[name] for name in CONNECTION}) as connection:
         node, pull_message, push_message, get_run, get_fab, pull_object, push_object, confirm = connection
         state.set_node_id(node)
+        logger.info("connected to the SuperLink at %s, as node %d", given["server_address"], node)
         last = time.monotonic()
 
         def received() -> Any:
@@ -247,7 +263,6 @@ def handle(replying: PipedWorker, state: Any, store: Any, message: Message, goes
     state.record_message_processing_start(number)
     nodes = iterate_object_tree(store.get_object_tree(number))
     objects = {node.object_id: store.get(node.object_id) for node in nodes}
-    began = time.perf_counter()
     try:
         parts = replying.reply(request_of(number, objects, context, run, state.get_fab(run.fab_hash)), goes_on)
     except RunNotRunningException:
@@ -268,8 +283,6 @@ def handle(replying: PipedWorker, state: Any, store: Any, message: Message, goes
     details = failure.decode() or "done by a worker that stays"
     for task in state.get_tasks(run_ids=[run.run_id], statuses=[Status.PENDING]):
         state.finish_task(task.task_id, sub_status=SubStatus.FAILED, details=details)
-    kind, seconds = message.metadata.message_type, time.perf_counter() - began
-    logger.info("type=%s outcome=%s seconds=%.3f", kind, "error" if failure else "reply", seconds)
 
 
 def in_turn(objects: Mapping[str, bytes]) -> list[bytes]:
@@ -406,8 +419,9 @@ def work(pipe: Connection, apps: AppSource, leave: Callable[[], object]) -> None
 
 def main() -> None:
     """Serve the pipe whose number is the first argument, with the app that the second names, if there is a second."""
-    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s %(levelname)s %(message)s")
+    logging.basicConfig(level=logging.WARNING, format=FORMAT)
     logging.getLogger("fedbilevel").setLevel(logging.INFO)
+    hush()
     for ending in (signal.SIGINT, signal.SIGTERM):
         signal.signal(ending, signal.SIG_IGN)  # the SuperNode decides
     number, *reference = sys.argv[1:]

@@ -3,7 +3,7 @@
     python -m fedbilevel.flower.launch.supernode --superlink HOST:PORT --root-certificates ca.crt \\
         --auth-supernode-private-key client.key --node-config "partition-id=0"
 
-All options are those of `flower-supernode`, except `--app`. Where Flower is of a version
+All options are those of `flower-supernode`, except `--app` and `--flower-log`. Where Flower is of a version
 that was not tried, `flower-supernode` itself is started: one process per message, slower, same numbers.
 """
 
@@ -107,6 +107,7 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         allow_abbrev=False,
     )
     parser.add_argument("--app", metavar="MODULE:NAME", help="reply with this app, whatever app a run brings")
+    parser.add_argument("--flower-log", action="store_true", help="log Flower's own lines, too")
     options, passed = parser.parse_known_args(arguments)
     if any(name.split("=")[0] == "--isolation" for name in passed):
         parser.error("--isolation is chosen here")
@@ -117,7 +118,7 @@ def command(arguments: list[str], version: str) -> list[str]:
     """Return the SuperNode's command: our own, or `flower-supernode`."""
     options, passed = parse(arguments)
     if tested(version):
-        return [sys.executable, "-m", __spec__.name, "serve", options.app or "", *passed]
+        return [sys.executable, "-m", __spec__.name, "serve", options.app or "", "all" * options.flower_log, *passed]
     tried = ", ".join(TESTED)
     if options.app:
         raise ConfigurationError(f"--app needs a Flower that was tried ({tried}); {version} would run any app")
@@ -130,8 +131,8 @@ def main() -> None:
     if sys.argv[1:2] == ["serve"]:
         from fedbilevel.flower.launch import private
 
-        app, *passed = sys.argv[2:]
-        private.run_supernode(passed, interval, app or None)
+        app, flower_log, *passed = sys.argv[2:]
+        private.run_supernode(passed, interval, app or None, bool(flower_log))
         return
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(levelname)s %(message)s")
     try:

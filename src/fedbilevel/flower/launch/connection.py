@@ -1,0 +1,107 @@
+"""What a site can know before it starts: its node configuration as Flower reads it; whether it can reach its SuperLink,
+and if not why: address, TLS, clock or key, which Flower's log says alike.
+
+The question is Flower's own request to become active, with a heartbeat that it refuses: the SuperLink looks for the key
+first, and nothing changes there.
+"""
+
+from __future__ import annotations
+
+import ssl
+import time
+from email.utils import parsedate_to_datetime
+from pathlib import Path
+from typing import Any
+
+import httpx
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import load_ssh_private_key
+from flwr.common.config import parse_config_args
+from flwr.common.constant import TIMESTAMP_TOLERANCE
+from flwr.proto.fleet_pb2 import ActivateNodeRequest
+from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
+from flwr.supernode.fleet_http_client import FleetHttpClient
+from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
+
+from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.wording import in_a_line
+
+REFUSED = 0.0  # seconds between heartbeats
+
+
+def read_node_config(text: str) -> dict[str, Any]:
+    """Read "NAME=VALUE …" as `flower-supernode --node-config` does.
+
+    Raises:
+        ConfigurationError: Flower cannot read it.
+    """
+    try:
+        return parse_config_args([text])
+    except (ValueError, OSError) as error:
+        raise ConfigurationError(f"--node-config cannot be read: {in_a_line(error)}") from error
+
+
+def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """Read a site's private key.
+
+    Raises:
+        ConfigurationError: there is none in the file.
+    """
+    try:
+        key = load_ssh_private_key(path.read_bytes(), None)
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(f"{path} holds no private key: {in_a_line(error)}") from error
+    fits = isinstance(key, ec.EllipticCurvePrivateKey)
+    require(fits, f"the key in {path}", type(key).__name__, "an ECDSA key: ssh-keygen -t ecdsa -b 384")
+    assert isinstance(key, ec.EllipticCurvePrivateKey)
+    return key
+
+
+def why_unreached(address: str, root_certificates: Path | None = None, key: Path | None = None) -> str:
+    """Try to reach the SuperLink as a site would; return why that fails, or "".
+
+    Args:
+        address: host:port.
+        root_certificates: of the authority that has signed the SuperLink's certificate; None: without TLS.
+        key: the file of the site's private key; None: whether it is registered is not asked.
+    """
+    private = generate_key_pairs()[0] if key is None else private_key(key)
+    public = private.public_key()
+    authority = None if root_certificates is None else root_certificates.read_bytes()
+    asked = ActivateNodeRequest(public_key=public_key_to_bytes(public), heartbeat_interval=REFUSED)
+    signed = [NodeAuthHttpInterceptor(private, public)]
+    try:
+        with FleetHttpClient.from_server_address(address, authority is None, authority, signed) as client:
+            client.ActivateNode(asked)
+    except httpx.HTTPStatusError as error:
+        return "" if key is None else why_refused(error.response)
+    except (httpx.TransportError, httpx.InvalidURL, ssl.SSLError, UnicodeDecodeError) as error:
+        return why_no_answer(error, address, root_certificates)
+    return ""
+
+
+def why_refused(response: httpx.Response) -> str:
+    """Say why the SuperLink refused: a clock that is off, a key that it does not know; "" for the heartbeat alone."""
+    if there := response.headers.get("date"):
+        ahead = time.time() - parsedate_to_datetime(there).timestamp()
+        if abs(ahead) > TIMESTAMP_TOLERANCE / 2:
+            way = "ahead of" if ahead > 0 else "behind"
+            return f"this machine's clock is {abs(ahead):.0f} s {way} the SuperLink's: set it by NTP"
+    if "heartbeat" in response.text.lower():
+        return ""
+    return "its key is not registered there: flwr supernode register KEY.pub, by the operator"
+
+
+def why_no_answer(error: Exception, address: str, root_certificates: Path | None) -> str:
+    """Say why nothing was answered that HTTP allows."""
+    said = in_a_line(error)
+    if isinstance(error, UnicodeDecodeError) or "does not contain a certificate" in said:
+        return f"{root_certificates} holds no certificate in PEM"
+    if "certificate verify failed" in said:
+        why = said.partition("certificate verify failed: ")[2] or said
+        return f"the SuperLink's certificate does not hold: {why}; it names its hosts, dates (the clock) and authority"
+    if root_certificates is None and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+        return f"{address} does not speak plain HTTP: it may have TLS, give --root-certificates in place of --insecure"
+    if isinstance(error, httpx.ConnectError) and "SSL" in said:
+        return f"{address} does not speak TLS ({said}): it may have been started with --insecure"
+    return f"{address} does not answer: {said}"
