@@ -37,6 +37,8 @@ def test_a_tutorial_runs_as_a_notebook(page, tmp_path, monkeypatch):
     """The hospitals' patients are made up, as many as there are."""
     pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
+    if "import torch" in page.read_text("utf-8"):
+        pytest.importorskip("torch")
     hospital_files.write(tmp_path, monkeypatch, loaders.HOSPITALS)
     monkeypatch.delenv("JAX_ENABLE_X64")  # as a reader has it
     made = scripts["run"](scripts["notebook"](page, tmp_path), tmp_path)
