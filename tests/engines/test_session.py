@@ -191,6 +191,14 @@ def test_a_result_draws_the_mean_of_a_per_client_metric_in_a_band_of_deciles(pyp
     assert axes.figure.number in pyplot.get_fignums()  # which notebooks show
 
 
+def test_a_legend_that_is_given_names_alone_names_the_means(pyplot):
+    axes = told("fit_error", 1.0, 0.5).plot()
+    told("fit_error", 1.0, 0.7).plot(axes=axes)
+    colours = [line.get_color() for line in axes.legend(["one", "other"]).get_lines()]
+    first, worst, second, _ = (line.get_color() for line in axes.lines)
+    assert colours == [first, second] != [first, worst]
+
+
 def test_a_plot_of_a_run_without_metrics_is_of_the_outer_loss(pyplot):
     """Not of what the method tells of itself, which stands before it in the rows."""
     rows = [row | {"curvature": 2.0, "inner_loss": 1.0, "outer_loss": 3.0} for row in told("e", 1.0, 0.5).rows]

@@ -36,6 +36,7 @@ NARROW = 5.0  # inches: a column of a paper, with small type
 SHORT = {"megabytes": "traffic (MB)", "evaluations": "gradients + hvps", "gflop": "GFLOP", "time": "time (s)"}
 OF_CLIENTS = "of clients: mean, 10 % to 90 %, worst (dotted)"
 ONCE = "measured once: eval_every gives more points"
+UNNAMED = "_nolegend_"  # left out where legend(["one", "other"]) names curves in turn
 SHOWN = ("p10", "p90", "worst")  # of a per-client metric, beside its mean
 UNLIKE = 20  # times: losses whose smaller would look flat on one linear axis
 SUFFIXES = (".png", ".pdf", ".svg")
@@ -248,12 +249,13 @@ def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, sc
     drawn = axes.plot(x, y, color=colour, linestyle=dashes, marker=dot, label=literal(line.label))
     if line.clients is not None:
         low, high = scale * line.clients["p10"], scale * line.clients["p90"]
-        drawn += axes.plot(x, scale * line.clients["worst"], color=colour, linestyle=":", linewidth=1.0)
+        worst = scale * line.clients["worst"]
+        drawn += axes.plot(x, worst, color=colour, linestyle=":", linewidth=1.0, label=UNNAMED)
     elif line.spread is not None:
         high = y + scale * line.spread
         low = y * (y / high) if log else y - scale * line.spread
     if line.spread is not None or line.clients is not None:
-        drawn.append(axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0))
+        drawn.append(axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0, label=UNNAMED))
     return drawn
 
 
