@@ -8,6 +8,9 @@ from pathlib import Path
 
 import pytest
 
+import hospital_files
+from fedbilevel.data import loaders
+
 ROOT = Path(__file__).resolve().parent.parent
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PAGES = [
@@ -109,12 +112,14 @@ def test_the_quick_start_is_two_lines():
 
 @pytest.mark.parametrize("page", PAGES)
 def test_python_blocks_run(page, tmp_path, monkeypatch):
-    """In one namespace, from top to bottom, as a reader would paste them."""
+    """In one namespace, from top to bottom, as a reader would paste them; hospitals have made-up patients."""
     monkeypatch.chdir(tmp_path)
     program = "\n".join(text for language, text in blocks(page) if language == "python")
     assert program
     if "import torch" in program:
         pytest.importorskip("torch")
+    if "load_heart" in program:
+        hospital_files.write(tmp_path, monkeypatch, loaders.HOSPITALS)
     exec(compile(program, page, "exec"), {"__name__": "__main__"})
 
 

@@ -41,8 +41,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tables import with_values
 from fedbilevel.core.tree import PyTree
 from fedbilevel.display import Display
-from fedbilevel.engines.divergence import LOSSES
-from fedbilevel.engines.history import History, Row
+from fedbilevel.engines.history import LOSSES, History, Row
 from fedbilevel.engines.loop import FORCE
 from fedbilevel.engines.progress import showing
 from fedbilevel.engines.solve import solve

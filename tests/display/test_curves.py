@@ -10,7 +10,10 @@ import pytest
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.display.curves import (
+    COLOURS,
     COSTS,
+    DASHES,
+    ONCE,
     Curve,
     comparison_figure,
     curve,
@@ -94,6 +97,26 @@ def test_a_history_is_drawn_against_the_cost_that_was_asked_for() -> None:
     assert draw_history(history(3, 2, 1, outer_loss=1, inner_loss=2), ["outer_loss", "inner_loss"], axes=into) is into
     assert [text.get_text() for text in into.get_legend().get_texts()] == ["outer loss", "inner loss"]
     assert into.get_ylabel() == "loss"
+
+
+def test_a_second_run_in_the_same_axes_has_another_colour_and_leaves_the_first_in_sight() -> None:
+    axes = draw_history(history(0.1, 0.5), "e", axes=new_figure((6, 4)).subplots())
+    draw_history(history(0.1, 0.4), "e", axes=axes)
+    assert [(one.get_color(), one.get_linestyle()) for one in axes.lines] == list(
+        zip(COLOURS[:2], DASHES[:2], strict=True)
+    )
+    shares = new_figure((6, 4)).subplots()
+    for end in (0.9, 0.5, 0.7):  # each alone from 3 % below its end to 1 % above
+        rows = [{**COST, "round": i, "exchanges": i, "accuracy": value} for i, value in enumerate((0.1, end))]
+        draw_history(History(rows), "accuracy", axes=shares)
+    assert shares.get_ylim() == pytest.approx((47, 91))
+
+
+def test_what_was_measured_once_is_a_dot_and_the_picture_says_how_to_get_more() -> None:
+    once = draw_history(history(3), "e", axes=new_figure((6, 4)).subplots())
+    assert (once.lines[0].get_marker(), once.get_title()) == ("o", ONCE)
+    twice = draw_history(history(3, 2), "e", axes=new_figure((6, 4)).subplots())
+    assert (twice.lines[0].get_marker(), twice.get_title()) == ("None", "")
 
 
 @pytest.mark.parametrize(

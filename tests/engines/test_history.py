@@ -36,6 +36,24 @@ def test_lines_of_json_give_back_the_same_numbers_also_from_a_file(tmp_path):
     assert History.from_jsonl(path) == History(ROWS)
 
 
+def test_metrics_come_first_then_losses_and_only_of_these_one_value_is_the_best():
+    """Row 0 has no losses yet, and what a method tells of itself stands before them."""
+    rows = [
+        {"round": 0, "gap.worst": 1.0, "curvature": 0.0},
+        {"round": 5, "gap.worst": 3.0, "curvature": 7.0, "inner_loss": 2.0, "outer_loss": 4.0},
+        {"round": 9, "gap.worst": 2.0, "curvature": 5.0, "outer_loss": 4.5},
+    ]
+    history = History(rows, {"gap": True})
+    assert history.judged == ["gap.worst", "outer_loss", "inner_loss"]
+    assert history.measured == [*history.judged, "curvature"]
+    assert history.in_words() == {
+        "gap.worst": "1 → 2, best 3 at round 5",
+        "outer_loss": "4 → 4.5, best 4 at round 5",
+        "inner_loss": "2, measured once, at round 5",
+        "curvature": "0 → 5",
+    }
+
+
 def test_two_histories_share_no_rows():
     one, other = History(), History()
     one.rows.append({"round": 0})

@@ -99,7 +99,9 @@ def test_what_is_shown_is_true():
     rows = [{"round": 0, "test_accuracy": 0.1}, {"round": 5, "test_accuracy": 0.9}, {"round": 9, "test_accuracy": 0.85}]
     ledger = authoring.Ledger(rounds=9, exchanges=1234, bytes_down=1_500_000, bytes_up=500_000, gradients=1, hvps=0)
     ledger.ticks = 7_000  # of 0.1 ms
-    result = fb.Result({"w": jnp.ones((2, 3))}, None, 9, 9, authoring.History(rows), ledger, stopped="enough")
+    result = fb.Result(
+        {"w": jnp.ones((2, 3))}, None, 9, 9, authoring.History(rows, {"test_accuracy": True}), ledger, stopped="enough"
+    )
     assert repr(result).splitlines() == [
         "Result: 9 of 9 rounds, stopped: enough",
         "  x         6 numbers: w (2, 3) float64",
@@ -187,6 +189,21 @@ def test_a_result_draws_the_mean_of_a_per_client_metric_in_a_band_of_deciles(pyp
     assert low == high
     assert axes.get_ylabel() == "fit error"
     assert axes.figure.number in pyplot.get_fignums()  # which notebooks show
+
+
+def test_a_legend_that_is_given_names_alone_names_the_means(pyplot):
+    axes = told("fit_error", 1.0, 0.5).plot()
+    told("fit_error", 1.0, 0.7).plot(axes=axes)
+    colours = [line.get_color() for line in axes.legend(["one", "other"]).get_lines()]
+    first, worst, second, _ = (line.get_color() for line in axes.lines)
+    assert colours == [first, second] != [first, worst]
+
+
+def test_a_plot_of_a_run_without_metrics_is_of_the_outer_loss(pyplot):
+    """Not of what the method tells of itself, which stands before it in the rows."""
+    rows = [row | {"curvature": 2.0, "inner_loss": 1.0, "outer_loss": 3.0} for row in told("e", 1.0, 0.5).rows]
+    assert authoring.History(rows).plot().get_ylabel() == "outer loss"
+    assert authoring.History(rows, {"e": False}).plot().get_ylabel() == "e"
 
 
 def test_what_the_first_figure_of_pyplot_sets_stays(pyplot, monkeypatch):

@@ -86,6 +86,8 @@ def test_settings_reach_their_fields() -> None:
     assert made.client_lr[1:] == (0.2, 0.3)
     assert made.local_optimizer == Momentum(decay=0.5)
     assert made.server_optimizer is optimizer("adam")
+    assert "server_optimizer=optax.adam(1.0)" in repr(made)
+    assert repr(optimizer("sgd", momentum=0.9)) == "optax.sgd(1.0, momentum=0.9)"
 
 
 def test_names_decide_the_presets_wherever_they_are_given() -> None:

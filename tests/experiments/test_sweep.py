@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import io
 import os
+import re
 import shutil
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -23,6 +26,13 @@ SMALL = ["quadratic", "--set", "clients=3", "--set", "samples=[2, 2]", "--set", 
 GRID = ["--grid", "server_lr.x=0.05,0.1", "--grid", "cohort=2,9", "--seeds", "0,1"]
 """Of three clients nine cannot be drawn, which only the run itself can know: two points of four fail."""
 FILES = ("sweep.csv", "chosen.toml")
+
+
+class Terminal(io.StringIO):
+    """A stream that says it is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
 
 
 def swept(*arguments: object) -> int:
@@ -95,6 +105,18 @@ def test_what_is_finished_is_read_and_what_is_missing_is_played(folder, copy, mo
     assert swept(*SMALL, "--grid", "server_lr.x=0.02,0.05,0.1", *GRID[2:], "--out", copy) == 0
     assert calls == [1, 0, 1]
     assert [row["server_lr.x"] for row in lines(copy)] == [x for x in ("0.02", "0.05", "0.1") for _ in range(4)]
+
+
+def test_on_a_terminal_the_line_of_a_run_stands_above_the_bar_and_does_not_cut_it(copy, monkeypatch) -> None:
+    """Both are written by the bar, into its stream; else the line would stand behind the bar, and a half of it stay."""
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    shutil.rmtree(place(copy, 0.1, 1))
+    assert cli.main(["sweep", *SMALL, *GRID, "--out", str(copy)]) == 0
+    assert "4/4 rounds" in err.getvalue()
+    assert re.search(r"\x1b\[2K(\x1b\[0m)?server_lr\.x-0\.1-cohort-2/seed-1  ", err.getvalue())
+    assert "server_lr.x-0.1-cohort-2/seed-1  " not in out.getvalue()
 
 
 def test_a_smaller_grid_says_how_many_runs_are_beside_its_own(copy, run) -> None:

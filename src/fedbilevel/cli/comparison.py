@@ -277,7 +277,8 @@ def _swept(options: argparse.Namespace, folder: Path) -> Sweep:
     names = ("trials", "pruner", "storage")
     drawing = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     given: dict[str, Any] = {name: getattr(options, name) for name in ("seeds", "select", "select_on_test")}
-    given |= {"say": partial(shared.say, shared.console(options.quiet)), "progress": False if options.quiet else None}
+    say = (lambda line: None) if options.quiet else partial(print, flush=True)  # not rich's, which would cut the bar
+    given |= {"say": say, "progress": False if options.quiet else None}
     spec_of = _spec_of(options, fields)
     for name, value in drawing.items():
         require(bool(space), f"--{name}", value, "left out without --search")

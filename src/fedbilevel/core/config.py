@@ -175,6 +175,7 @@ def config(cls: T) -> T:
     cls.__post_init__ = post_init  # type: ignore[attr-defined]
     made: Any = dataclasses.dataclass(frozen=True, kw_only=True)(cls)
     explain_misspelt(made, "field")
+    made.__setattr__ = _refuse_change
     fields = dataclasses.fields(made)
     if written:
         made.__doc__ = _with_fields(written, cls, [field.name for field in fields])
@@ -183,6 +184,11 @@ def config(cls: T) -> T:
         data_fields=[f.name for f in fields if not f.metadata.get("static")],
         meta_fields=[f.name for f in fields if f.metadata.get("static")],
     )
+
+
+def _refuse_change(self: Any, name: str, value: object) -> None:
+    made_anew = f"dataclasses.replace(…, {name}=…) makes another one"
+    raise dataclasses.FrozenInstanceError(f"{type(self).__name__} is never changed: {made_anew}")
 
 
 def at(configuration: Any, round: Array | int) -> Any:

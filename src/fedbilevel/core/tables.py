@@ -319,6 +319,10 @@ class Optimizer(optax.GradientTransformation):  # type: ignore[misc]
 
     table: Fields
 
+    def __repr__(self) -> str:
+        given = "".join(f", {name}={value!r}" for name, value in self.table.items() if name != "name")
+        return f"optax.{self.table['name']}(1.0{given})"
+
 
 @functools.lru_cache(64, typed=True)
 def optimizer(name: str, **arguments: Any) -> Optimizer:

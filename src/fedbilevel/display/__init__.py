@@ -259,7 +259,7 @@ class Speed:
         self.paused = False
 
     def text(self, whole: float) -> str:
-        """The speed, and how long it takes until `whole` is done; "" as long as it is not known."""
+        """The speed, and how long it takes until `whole` is done, if it is not; "" as long as that is not known."""
         if not self.marks:
             return ""
         (then, before), (now, done) = self.marks[0], self.marks[-1]
@@ -267,7 +267,8 @@ class Speed:
             return ""
         rate = (done - before) / (now - then)
         shown = format(rate, ",.0f" if rate >= 100 else ".3g")
-        return f"{shown} {self.unit}/s  ETA {_clock_text(max(0, whole - done) / rate)}"
+        left = f"  ETA {_clock_text((whole - done) / rate)}" if done < whole else ""
+        return f"{shown} {self.unit}/s{left}"
 
 
 def _clock_text(seconds: float) -> str:

@@ -35,6 +35,8 @@ FAR_APART = 10  # of costs: on a linear axis the cheapest run would lie in its f
 NARROW = 5.0  # inches: a column of a paper, with small type
 SHORT = {"megabytes": "traffic (MB)", "evaluations": "gradients + hvps", "gflop": "GFLOP", "time": "time (s)"}
 OF_CLIENTS = "of clients: mean, 10 % to 90 %, worst (dotted)"
+ONCE = "measured once: eval_every gives more points"
+UNNAMED = "_nolegend_"  # left out where legend(["one", "other"]) names curves in turn
 SHOWN = ("p10", "p90", "worst")  # of a per-client metric, beside its mean
 UNLIKE = 20  # times: losses whose smaller would look flat on one linear axis
 SUFFIXES = (".png", ".pdf", ".svg")
@@ -184,8 +186,9 @@ def draw_history(
         axes = figure.subplots() if figure else axes
         draw_panel(axes, curves, panel, percent=all(map(in_percent, names)))
         axes.set_ylabel(axis_label(names))
-        if any(line.clients for line in curves):
-            axes.set_title(OF_CLIENTS, fontsize="small")
+        said = {OF_CLIENTS: any(line.clients for line in curves), ONCE: min(len(line.value) for line in curves) == 1}
+        if any(said.values()):
+            axes.set_title("\n".join(text for text, holds in said.items() if holds), fontsize="small")
         if len(names) > 1:
             axes.legend(frameon=False)
     return axes
@@ -203,16 +206,18 @@ def draw_panel(
         axes: Matplotlib axes.
         panel: the cost, by its name in COSTS.
         percent: whether values are shares, which are drawn in per cent.
-        places: of each curve the place of its colour in COLOURS; None: 0, 1, … in turn.
+        places: of each curve the place of its colour in COLOURS; None: in turn, after those of the curves that are
+            there.
 
     Returns:
         The Matplotlib artists of each curve.
     """
     values = np.concatenate([line.value for line in curves])
     log, scale = not percent and _ratio(values) > 50, 100 if percent else 1
+    there, before = len(axes.get_legend_handles_labels()[1]), axes.get_ylim()
     drawn = [
         _draw_curve(axes, line, panel, COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)], scale, log)
-        for i, line in zip(range(len(curves)) if places is None else places, curves, strict=True)
+        for i, line in zip(range(there, there + len(curves)) if places is None else places, curves, strict=True)
     ]
     axes.set_xlabel(SHORT.get(panel, COSTS[panel]) if axes.figure.get_figwidth() < NARROW else COSTS[panel])
     axes.grid(alpha=0.3, linewidth=0.6)
@@ -227,7 +232,8 @@ def draw_panel(
     if log:
         axes.set_yscale("log")
     if percent and (learnt := _range_after_start(curves, panel)):
-        axes.set_ylim(100 * max(0.0, learnt[0] - 0.03), 100 * min(1.005, learnt[1] + 0.01))
+        ends = 100 * max(0.0, learnt[0] - 0.03), 100 * min(1.005, learnt[1] + 0.01)
+        axes.set_ylim((min(ends[0], before[0]), max(ends[1], before[1])) if there else ends)
     return drawn
 
 
@@ -239,15 +245,17 @@ def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, sc
     if line.level:
         return [axes.axhline(y[-1], color=LEVEL, linestyle=(0, (6, 4)), label=literal(line.label))]
     x = line.costs[panel]
-    drawn = axes.plot(x, y, color=colour, linestyle=dashes, label=literal(line.label))
+    dot = "o" if len(x) == 1 else None  # a line of one point would not be seen
+    drawn = axes.plot(x, y, color=colour, linestyle=dashes, marker=dot, label=literal(line.label))
     if line.clients is not None:
         low, high = scale * line.clients["p10"], scale * line.clients["p90"]
-        drawn += axes.plot(x, scale * line.clients["worst"], color=colour, linestyle=":", linewidth=1.0)
+        worst = scale * line.clients["worst"]
+        drawn += axes.plot(x, worst, color=colour, linestyle=":", linewidth=1.0, label=UNNAMED)
     elif line.spread is not None:
         high = y + scale * line.spread
         low = y * (y / high) if log else y - scale * line.spread
     if line.spread is not None or line.clients is not None:
-        drawn.append(axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0))
+        drawn.append(axes.fill_between(x, low, high, color=colour, alpha=0.18, linewidth=0, label=UNNAMED))
     return drawn
 
 

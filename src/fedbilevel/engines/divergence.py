@@ -10,7 +10,7 @@ from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import given_steps
-from fedbilevel.core.metrics import metric_of, text
+from fedbilevel.core.metrics import text
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.history import History
@@ -22,7 +22,6 @@ PRODUCTS = 20  # with its Hessian
 ENTRIES = 1_000_000  # of y at most: twice as many vectors as products are kept
 FAR = 1000  # times what a loss was at first, or 1 if that is more: so high only steps that are too large bring it
 STILL = 10  # times the median of what it was before: else it is noise about a level
-LOSSES = ("outer_loss", "inner_loss")
 
 
 def grown(history: History, latest: Mapping[str, Sequence[float]] | None = None) -> str:
@@ -31,11 +30,10 @@ def grown(history: History, latest: Mapping[str, Sequence[float]] | None = None)
     Args:
         latest: losses in each round since the row before, which tell of growth within the first row.
     """
-    for name in history.measured:
-        known = name in LOSSES or metric_of(name) in history.directions
+    for name in history.judged:
         *before, last = [row[name] for row in history.rows if name in row]
         before = before or list((latest or {}).get(name, ()))
-        if not before or not known or history.larger_is_better(name):
+        if not before or history.larger_is_better(name):
             continue
         if last > FAR * max(before[0], 1) and last > STILL * float(np.median(before)):
             span = f"from {text(name, before[0])} to {text(name, last)}"

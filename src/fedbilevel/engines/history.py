@@ -29,6 +29,7 @@ from fedbilevel.engines.costs import Ledger
 from fedbilevel.wording import require_object
 
 Row = dict[str, float | int]
+LOSSES = ("outer_loss", "inner_loss")
 
 
 @dataclass(repr=False)
@@ -65,8 +66,15 @@ class History(Shown):
 
     @property
     def measured(self) -> list[str]:
-        """The columns that are no costs: losses, coverage and metrics."""
-        return [name for name in self.columns if name not in ("round", "seconds", "halvings", *Ledger.COLUMNS)]
+        """The columns that are no costs: those that are judged, and after them the rest, such as coverage."""
+        found = [name for name in self.columns if name not in ("round", "seconds", "halvings", *Ledger.COLUMNS)]
+        return list(dict.fromkeys([*self.judged, *found]))
+
+    @property
+    def judged(self) -> list[str]:
+        """The columns of which it is known which values are better: metrics, and after them losses."""
+        metrics = [name for name in self.columns if metric_of(name) in self.directions]
+        return metrics + [name for name in LOSSES if name in self.columns]
 
     @property
     def per_client(self) -> list[str]:
@@ -93,14 +101,17 @@ class History(Shown):
         return listed([f"{name} {text(name, last[name])}" for name in names])
 
     def in_words(self) -> dict[str, str]:
-        """Say the first, the best and the last value of each loss and metric."""
+        """Say the first and the last value of all that was measured, and the best of each loss and metric."""
         lines = {}
         for name in self.measured:
             rows = [row for row in self.rows if name in row]
             values = [row[name] for row in rows]
-            top = best(values, self.larger_is_better(name))
-            words = (text(name, value) for value in (values[0], values[-1], top))
-            lines[name] = "{} → {}, best {} at round {:,}".format(*words, rows[values.index(top)]["round"])
+            lines[name] = f"{text(name, values[0])} → {text(name, values[-1])}"
+            if len(rows) == 1:
+                lines[name] = f"{text(name, values[0])}, measured once, at round {rows[0]['round']:,}"
+            elif name in self.judged:
+                top = best(values, self.larger_is_better(name))
+                lines[name] += f", best {text(name, top)} at round {rows[values.index(top)]['round']:,}"
         return lines
 
     def plot(
@@ -114,7 +125,7 @@ class History(Shown):
         """Draw columns against what they cost; the Matplotlib axes, of a new figure where none are given.
 
         Args:
-            metrics: a column or several, or names of per-client metrics; None: the first metric, or else loss.
+            metrics: a column or several, or names of per-client metrics; None: the first metric, or the outer loss.
             panel: the cost: "rounds", "exchanges", "megabytes", "evaluations", "gflop", "seconds" or "time".
             size: of a new figure, in inches: (3.3, 2.5) suits a column of a paper, and gets small type; None: (6, 4).
             axes: where to draw.

@@ -45,8 +45,7 @@ from fedbilevel.data import DataError
 from fedbilevel.display import Display
 from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import write_text
-from fedbilevel.engines.divergence import LOSSES
-from fedbilevel.engines.history import History, Result, Row
+from fedbilevel.engines.history import LOSSES, History, Result, Row
 from fedbilevel.engines.progress import showing
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.export import csv_text
