@@ -385,6 +385,23 @@ def test_a_log_begins_with_what_the_client_has_and_says_in_a_line_what_leaves_it
         assert line.endswith(f"ε = {terms.epsilon_after(number):.4g} so far")
 
 
+def test_samples_that_have_changed_are_said_and_refused_where_the_owner_said_so(caplog, tmp_path):
+    """A warning once, or as often as the client is asked; what is known stays until its owner deletes it."""
+    one = federations.site(STEPS, 0, folder=tmp_path)
+    other = replace(one, inner=jax.tree.map(lambda leaf: leaf + 1, one.inner))
+    for site, warned in ((one, 0), (one, 0), (other, 1), (other, 0), (one, 1)):
+        caplog.clear()
+        assert asked(ClientRuntime(site)).refused == ""
+        assert sum("its samples are not those of before" in text for text in caplog.messages) == warned
+    for _ in range(2):
+        response = asked(ClientRuntime(replace(other, same_data=True)))
+        assert response.refused == "this client has other samples than before"
+    (tmp_path / "client-0-samples.json").unlink()
+    assert asked(ClientRuntime(replace(other, same_data=True))).refused == ""
+    with pytest.raises(fb.errors.ConfigurationError, match=r"Site\.folder = None .* with same_data"):
+        replace(one, folder=None, same_data=True)
+
+
 def test_a_client_that_cannot_start_says_so(caplog):
     """Not the text of an error that is not ours: it could hold a path, or more."""
 

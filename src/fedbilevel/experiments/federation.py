@@ -59,7 +59,15 @@ SERVER |= dict.fromkeys(["message-factor", *sorted(NORMS)], float)
 
 LIMITS = {field.name.replace("_", "-"): type(field.default) for field in fields(Limits)}
 PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "epsilon": float}
-NODE = {"partition-id": int, "num-partitions": int, "state-folder": str, "tell-metrics": bool, **PRIVACY, **LIMITS}
+NODE = {
+    "partition-id": int,
+    "num-partitions": int,
+    "state-folder": str,
+    "tell-metrics": bool,
+    "same-data": bool,
+    **PRIVACY,
+    **LIMITS,
+}
 """Node configuration, besides the task's own fields."""
 
 
@@ -162,6 +170,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         privacy=Privacy(**private) if private else None,
         metrics_per_client=task.metrics_per_client if spec.run.metrics_per_client else {},
         tells_metrics=node.get("tell_metrics", False),
+        same_data=node.get("same_data", False),
         folder=Path(node["state_folder"]).expanduser() if "state_folder" in node else None,
     )
 

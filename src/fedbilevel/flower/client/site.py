@@ -29,7 +29,9 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluation, as_per_client, check_per_client
+from fedbilevel.engines.fingerprint import of_samples
 from fedbilevel.engines.machine import keep_on_disk_if_possible
+from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower import privacy, wire
 from fedbilevel.flower.client.limits import Limits, TimeLimit
@@ -62,9 +64,11 @@ class Site:
         metrics_per_client: as given to `solve` on the server: the metrics that may be measured on its own samples.
         tells_metrics: whether it does, and tells a server that asks its own values, exact and for any x and y. Not with
             `privacy`, since nothing hides them.
-        folder: where it keeps what outlives a process: its state of a run, where the algorithm has clients keep any,
-            and with `privacy` its secret and its account (no other client may share such a folder). None leaves the
-            state to Flower, which forgets it when the SuperNode restarts: the client then starts clean.
+        folder: where it keeps what outlives a process: a hash of its samples; its state of a run, where the algorithm
+            has clients keep any; with `privacy` its secret and its account (no other client may share such a folder).
+            None leaves the state to Flower, which forgets it when the SuperNode restarts: the client then starts clean.
+        same_data: whether it refuses to take part where its samples are not those that it had before, by the hash in
+            `folder`; else its log warns of that.
     """
 
     id: int
@@ -81,6 +85,7 @@ class Site:
     metrics_per_client: Mapping[str, Measure | PerClient] = field(default_factory=dict)
     tells_metrics: bool = False
     folder: Path | None = None
+    same_data: bool = False
 
     def __post_init__(self) -> None:
         check_algorithm(self.algorithm)
@@ -100,6 +105,8 @@ class Site:
         hidden = self.privacy is None or not self.tells_metrics
         require(hidden, "Site.tells_metrics", True, "False, with privacy: its own metrics would leave it without noise")
         require(self.folder is None or isinstance(self.folder, Path), "Site.folder", self.folder, "a pathlib.Path")
+        known = not self.same_data or self.folder is not None
+        require(known, "Site.folder", self.folder, "a folder, with same_data: the hash of earlier samples is there")
         kept = self.privacy is None or self.folder is not None
         require(kept, "Site.folder", self.folder, "a folder, with privacy: its account must never be forgotten")
 
@@ -129,6 +136,12 @@ class ClientRuntime:
         self.inner = self.outer if inner is outer else _samples(inner, floor)
         self.time_limit = TimeLimit(site.limits.max_seconds)
         self.store = None if site.folder is None else FolderStore(site.folder, site.id)
+        self.changed = ""
+        if self.store is not None:
+            alone = Clients(outer, None if inner is outer else inner)
+            self.changed = self.store.other_samples(of_samples(alone, current_group()), known=not site.same_data)
+        if self.changed:
+            log.warning("client %d: %s", site.id, self.changed)
         self.guard = None
         if site.privacy is not None and site.folder is not None:
             self.guard = PrivacyGuard(site.privacy, site.folder, site.id)
@@ -140,6 +153,8 @@ class ClientRuntime:
         limits.check_algorithm(self.site.algorithm)
         limits.check_epochs(self.site.algorithm, max(sizes))
         limits.check_samples(min(sizes))
+        if self.changed and self.site.same_data:
+            raise Refusal(Code.SETTINGS, "this client has other samples than before")
 
     def described(self) -> dict[str, str]:
         """Say, for the site's owner, what this client holds, keeps, hides and refuses: nothing of it is sent."""

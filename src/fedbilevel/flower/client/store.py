@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from bisect import bisect_left, bisect_right
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
@@ -93,6 +94,19 @@ class FolderStore:
         others = set(self.folder.glob(path.name.replace(run, "*"))) - {path}
         for old in sorted(others, key=lambda other: other.stat().st_mtime_ns)[: -RUNS + 1]:
             old.unlink(missing_ok=True)
+
+    def other_samples(self, hashes: Mapping[str, Any], known: bool) -> str:
+        """Say that the client had other samples before, or "".
+
+        Args:
+            hashes: of its samples.
+            known: whether these are the known ones from now on.
+        """
+        file, now = self.folder / f"client-{self.client}-samples.json", json.dumps(hashes)
+        before = file.read_text(errors="replace") if file.exists() else ""
+        if before != now and (known or not before):
+            checkpoint.write_text(file, now)
+        return f"its samples are not those of before; delete {file} to accept these" if before not in ("", now) else ""
 
     def counting(self) -> AbstractContextManager[None]:
         """Hold this from reading the count of requests until it is written: nobody else can do either meanwhile."""
