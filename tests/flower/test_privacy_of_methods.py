@@ -15,9 +15,9 @@ import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.client import Client
 from fedbilevel.core.errors import ExchangeError
+from fedbilevel.core.privacy import NoiseError, Privacy, check_noise
 from fedbilevel.flower.client.site import ClientRuntime, client_app
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.privacy import NoiseError, Privacy, check_noise
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import from_bytes, to_bytes
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
@@ -145,7 +145,7 @@ def test_a_method_that_noise_would_spoil_is_refused_by_name(case):
     algorithm, why = REFUSED[case]
     said = f"Site.privacy: {type(algorithm).__name__} does not bear noised replies: .*{why}"
     with pytest.raises(NoiseError, match=said):
-        check_noise(algorithm)
+        check_noise("Site.privacy", algorithm)
 
 
 def test_both_sides_are_told_why_a_method_is_refused(tmp_path):

@@ -28,6 +28,7 @@ from rich.console import Console
 from fedbilevel import __version__
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.privacy import Privacy
 from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.checkpoint import write_text
@@ -49,7 +50,7 @@ SERVER |= dict.fromkeys(["message-factor", *sorted(NORMS)], float)
 """Run configuration, besides `settings`, `out`, `client-keys`: fields of `flower.Terms`. Of NORMS 0 sets no bound."""
 
 LIMITS = {field.name.replace("_", "-"): type(field.default) for field in fields(Limits)}
-PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "epsilon": float}
+PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "budget": float}
 NODE = {"partition-id": int, "num-partitions": int, "state-folder": str, "tell-metrics": bool, **PRIVACY, **LIMITS}
 """Node configuration, besides the task's own fields."""
 
@@ -97,7 +98,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
 
 def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
     """Make the client of this node: its samples, its limits, its privacy, and the phases that it serves."""
-    from fedbilevel.flower import Privacy, Site
+    from fedbilevel.flower import Site
 
     spec = configured(spec, run_config)
     known = fields_of(spec.task.name, spec.algorithm.name)["task"]
@@ -150,6 +151,9 @@ def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
 def require_real(spec: Spec) -> None:
     """Refuse what a spec can say of simulations alone."""
     require(not spec.run.pooled, "run.pooled", True, "false in a federation, whose clients keep their samples")
+    if spec.privacy.terms is not None:
+        text = "[privacy] is for simulations: in a federation each client has its own, in its node configuration"
+        raise ConfigurationError(text)
     if spec.timed:
         raise ConfigurationError(
             "[clock] is for simulations: leave it out of a federation, whose clients take real time"
