@@ -79,7 +79,7 @@ class PrivacyAccount:
             raise ConfigurationError(f"accounting for privacy needs {missing('dp-accounting', 'privacy')}") from None
         accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
         for noise_multiplier, count in self.releases.items():
-            accountant.compose(dp_accounting.GaussianDpEvent(noise_multiplier / SENSITIVITY), count)
+            accountant.compose(dp_accounting.GaussianDpEvent(noise_multiplier / SENSITIVITY), int(count))
         return float(accountant.get_epsilon(delta))
 
     def to_json(self) -> str:

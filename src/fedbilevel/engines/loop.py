@@ -407,8 +407,12 @@ class Loop:
                 return files.load(copy, bare._replace(best=best), part=True)
             return files.load(copy, carry._replace(best=best))
         except CheckpointError as error:
-            before = files.load_meta(copy).get("fingerprint", {}).get("stated", {}).get("algorithm")
-            now = self.plan.begun.stated["algorithm"]
+            stated = files.load_meta(copy).get("fingerprint", {}).get("stated", {})
+            before, now = stated.get("algorithm"), self.plan.begun.stated["algorithm"]
+            terms = {name for name in stated.keys() ^ self.plan.begun.stated.keys() if name.endswith("privacy.clip")}
+            if terms and before == now:
+                there, here = ("with", "without") if terms <= stated.keys() else ("without", "with")
+                raise CheckpointError(f"{self.plan.path} belongs to a run {there} privacy, not {here}") from error
             if before in (None, now):
                 raise
             text = f"{self.plan.path} holds the state of a run of {before}, which {now} cannot go on from"
