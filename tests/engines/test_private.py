@@ -123,6 +123,8 @@ METHODS = {
     "Asynchronous": fb.Asynchronous(SIMFBO, wait_for=2),
     "SDBO, first replies": fixed(fb.SDBO()),
 }
+QUICK = ("a client state",)
+SOME = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in METHODS]
 TIMED = fb.Clock(compute=0.5, spread=0.3)
 
 
@@ -130,7 +132,7 @@ def given(name):
     return {"cohort": None} if name in ("Asynchronous", "SDBO, first replies") else {"cohort": 4}
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", SOME)
 def test_without_noise_and_clip_a_run_is_what_it_is_without_privacy(name):
     """σ = 1e-14, less than the rounding of numbers of size 1."""
     plain = solve(METHODS[name], **given(name), engine=fb.Local(clock=TIMED))
@@ -144,7 +146,7 @@ def test_without_noise_and_clip_a_run_is_what_it_is_without_privacy(name):
 # Engines
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", SOME)
 def test_engines_agree(name):
     """See tests/engines/test_agreement.py. Noise of deviation 0.15 is in the numbers that agree to 1e-12."""
     engines = fb.Reference(clock=TIMED), fb.Local(clock=TIMED, devices=2, chunk=2)
@@ -154,6 +156,7 @@ def test_engines_agree(name):
     assert one.ledger.epsilon > 0
 
 
+@pytest.mark.slow
 def test_clients_with_submodels_have_it_too():
     """They keep nothing between rounds: each exchange counts for everyone."""
     task = quadratic(clients=5, dim_x=3, dim_y=4, samples=(3, 3), units=2)
@@ -172,14 +175,12 @@ def test_clients_with_submodels_have_it_too():
 
 
 def test_epsilon_is_that_of_all_replies_where_everyone_takes_part():
-    """An exchange of SimFBO's per round, those of FedNest by its ledger: fresh cohorts are everyone, too."""
-    for algorithm in (SIMFBO, FEDNEST):
-        result = solve(algorithm, rounds=4, eval_every=2, privacy=PRIVACY)
-        per_round = result.ledger.exchanges // 4
-        expected = [0.0, PRIVACY.epsilon_after(2 * per_round), PRIVACY.epsilon_after(4 * per_round)]
-        assert result.history["epsilon"].tolist() == expected
-        assert result.ledger.epsilon == expected[-1]
-        assert "epsilon" not in result.history.measured
+    """Three inner exchanges and a correction a round."""
+    result = solve(TwoPhase(), rounds=4, eval_every=2, privacy=PRIVACY)
+    expected = [0.0, PRIVACY.epsilon_after(2 * 4), PRIVACY.epsilon_after(4 * 4)]
+    assert result.history["epsilon"].tolist() == expected
+    assert result.ledger.epsilon == expected[-1]
+    assert "epsilon" not in result.history.measured
     assert f"ε = {expected[-1]:.4g} at δ = 1e-05" in str(result.summary())
 
 
@@ -196,6 +197,7 @@ def test_epsilon_with_cohorts_is_that_of_the_client_that_was_drawn_most():
     assert solve(SIMFBO, rounds=8, cohort=2, privacy=PRIVACY).ledger.epsilon == PRIVACY.epsilon_after(counts.max())
 
 
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.NumericalWarning")
 def test_an_exchange_with_a_fresh_cohort_counts_for_everyone():
     """FedNest asks its own cohort for the inner steps, and a fresh one in each exchange of the hypergradient."""
     result = solve(FEDNEST, rounds=5, cohort=2, privacy=PRIVACY)
@@ -203,16 +205,17 @@ def test_an_exchange_with_a_fresh_cohort_counts_for_everyone():
     fresh = sum(count for name, count in phases.items() if name.startswith("hypergradient"))
     own = (result.ledger.exchanges - fresh) // 5
     assert fresh > 0 < own
-    assert result.ledger.epsilon == PRIVACY.epsilon_after(int(drawn(5, 2).max()) * own + fresh)
+    most = drawn(5, 2).max()
+    assert most < 5
+    assert result.ledger.epsilon == PRIVACY.epsilon_after(most * own + fresh)
 
 
 def test_epsilon_with_asynchronous_clients_counts_their_messages():
-    """The first of six replies ends an exchange: of clients of equal speed the first, by number, and all are asked
-    once at the start; a client that replied is asked again. After n exchanges clients were asked 5 + n times."""
-    result = solve(fb.Asynchronous(SIMFBO, wait_for=1), rounds=3, cohort=None, privacy=PRIVACY)
-    asked = result.ledger.bytes_down / (result.ledger.bytes_down / (5 + 3))
-    assert asked == 8
-    assert PRIVACY.epsilon_after(2) <= result.ledger.epsilon <= PRIVACY.epsilon_after(3)
+    """The first exchange asks all six, who are equally fast: client 0, by its number, ends it, and is asked again in
+    the second, which client 1 ends, and so on. In the seventh client 5 is asked again, in the eighth client 0."""
+    result = solve(fb.Asynchronous(SIMFBO, wait_for=1), rounds=8, cohort=None, privacy=PRIVACY, eval_every=1)
+    most = [0, 1, 2, 2, 2, 2, 2, 2, 3]
+    assert result.history["epsilon"].tolist() == [PRIVACY.epsilon_after(replies) for replies in most]
 
 
 # The budget
@@ -247,7 +250,7 @@ def test_a_budget_below_one_round_allows_none():
 # Going on
 
 
-@pytest.mark.parametrize("name", ["FedNest, fresh cohorts", "Asynchronous"])
+@pytest.mark.parametrize("name", SOME)
 def test_a_resumed_run_is_the_unbroken_one_to_the_bit(name, tmp_path):
     whole = solve(METHODS[name], **given(name), rounds=5, eval_every=1, privacy=PRIVACY)
     file = tmp_path / "run.npz"
