@@ -260,7 +260,8 @@ def cifar(place: Path, count: int) -> Format:
 @a_format
 def privacy_account(place: Path, count: int) -> Format:
     pytest.importorskip("flwr")
-    from fedbilevel.flower.privacy import Privacy, PrivacyAccount, PrivacyGuard
+    from fedbilevel.core.privacy import Privacy, PrivacyAccount
+    from fedbilevel.flower.privacy import PrivacyGuard
 
     made = PrivacyGuard(Privacy(clip=1.0, noise_multiplier=2.0, delta=1e-5), place / "secrets", client=3)
     made.write(PrivacyAccount({2.0: 5, 1.5: 7}))

@@ -24,7 +24,7 @@ BELOW_EXPERIMENTS = {"display", "sweeps", "diagnostics", "engines", "flower", "a
 ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__init__.py and public.py
     "wording": set(),
     "machinery": set(),
-    "core": {"machinery"},
+    "core": {"machinery", "wording"},
     "data": {"wording"},
     "oracles": {"core"},
     "algorithms": {"machinery", "oracles", "core"},
@@ -51,7 +51,7 @@ FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" i
 }
 ARRAYS = {"jax", "optax", "numpy"}
 # Third-party packages: a room in ONLY may import these alone, a room in NEVER all but these.
-ONLY = {"machinery": ARRAYS, "core": ARRAYS, "oracles": ARRAYS, "algorithms": ARRAYS}
+ONLY = {"machinery": ARRAYS, "core": ARRAYS | {"dp_accounting"}, "oracles": ARRAYS, "algorithms": ARRAYS}
 OF_ONE_ROOM = {"flwr": "flower", "torch": "torch"}
 NEVER = {room: {package for package, only in OF_ONE_ROOM.items() if only != room} for room in ROOMS}
 NEVER["data"] |= {"jax", "optax"}

@@ -7,6 +7,7 @@ from fedbilevel.algorithms.parts.wrappers import Asynchronous, OuterOptimizer, S
 from fedbilevel.core import projections
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.metrics import Metric
+from fedbilevel.core.privacy import Privacy
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, SimpleBilevel, SingleLevel, WholeLoss
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.submodel import Structure
@@ -38,6 +39,7 @@ __all__ = [
     "Minimax",
     "OuterOptimizer",
     "PerClient",
+    "Privacy",
     "Ragged",
     "Reference",
     "RemoteClients",

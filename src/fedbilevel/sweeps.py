@@ -388,4 +388,5 @@ def standing(point: PointValues, runs: Sequence[Mapping[str, Any]], select: str)
     metric = [run[select] for run in runs]
     spread = statistics.stdev(metric) if len(metric) > 1 else None
     costs = {name: statistics.fmean(run[column] for run in runs) for name, column in COSTS.items()}
+    costs |= {"epsilon": max(run["epsilon"] for run in runs)} if all("epsilon" in run for run in runs) else {}
     return {**point, select: statistics.fmean(metric), "sd": spread, **costs, "error": "", **point}

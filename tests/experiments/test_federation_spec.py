@@ -147,11 +147,11 @@ def test_node_configuration_says_what_a_site_allows_or_is_told_what_is_wrong(spe
     with pytest.raises(fb.errors.ConfigurationError, match=message):
         federation.site(spec, {}, node)
     limits = {"max-local-steps": 7, "max-batch-size": 9, "max-seconds": 5, "max-bytes": 100}
-    privacy = {"clip": 2, "noise-multiplier": 3.0, "delta": 1e-5, "epsilon": 4.0, "state-folder": str(tmp_path)}
+    privacy = {"clip": 2, "noise-multiplier": 3.0, "delta": 1e-5, "budget": 4.0, "state-folder": str(tmp_path)}
     site = federation.site(spec, {}, {**NODE, **limits, **privacy})
     assert (site.limits.max_local_steps, site.limits.max_batch_size) == (7, 9)
     assert (site.limits.max_seconds, site.limits.max_bytes) == (5.0, 100)
-    assert (site.privacy.clip, site.privacy.noise_multiplier, site.privacy.epsilon) == (2.0, 3.0, 4.0)
+    assert (site.privacy.clip, site.privacy.noise_multiplier, site.privacy.budget) == (2.0, 3.0, 4.0)
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,10 @@ import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ExchangeError, NonFiniteError
+from fedbilevel.core.privacy import Privacy
 from fedbilevel.core.tree import XY
 from fedbilevel.flower.client.site import Site, client_app
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.privacy import Privacy
 from fedbilevel.flower.refusal import Refusal
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.server.terms import NormBounds, Terms

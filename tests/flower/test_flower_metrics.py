@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.core.privacy import Privacy
 from fedbilevel.engines.evaluation import spread
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.client.site import ClientRuntime, client_app
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.privacy import Privacy
 from fedbilevel.flower.server.engine import ClientMetrics
 from fedbilevel.flower.wire import METRICS as METRICS_ASKED
 from fedbilevel.flower.wire import RequestMessage, to_bytes

@@ -16,12 +16,12 @@ from test_site import asked
 from two_layers import HIDDEN, OUTPUTS, PROBLEM, inner, outer
 
 import fedbilevel as fb
+from fedbilevel.core.privacy import Privacy
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import nbytes
 from fedbilevel.experiments import configure, federation, load_run, run
 from fedbilevel.flower.client.site import ClientRuntime, Site, client_app
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.privacy import Privacy
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.server.session import SubmodelPrograms
 from fedbilevel.flower.server.terms import Terms

@@ -20,7 +20,8 @@ from scipy.special import ndtr
 
 from fedbilevel import authoring
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError
-from fedbilevel.flower.privacy import BudgetSpentError, Privacy, PrivacyAccount, clipped, gaussian, load_secret
+from fedbilevel.core.privacy import BudgetSpentError, Privacy, PrivacyAccount, clipped
+from fedbilevel.flower.privacy import gaussian, load_secret, protect
 
 SECRET = bytes(range(32))
 ASKED = ("a run", 3, 1, "local")
@@ -29,7 +30,7 @@ FEW = 1e-12  # a noise multiplier under which a reply shows what was clipped: no
 
 
 def protected(update, privacy, *, secret=SECRET, spent=None, asked=ASKED):
-    return privacy.protect(update, secret, spent or PrivacyAccount(), asked)[0]
+    return protect(privacy, update, secret, spent or PrivacyAccount(), asked)[0]
 
 
 def exact_epsilon(mu, delta):
@@ -190,7 +191,7 @@ WRONG = {
     "clip": (0.0, math.inf, "1", True),
     "noise_multiplier": (-1.0, math.nan),
     "delta": (0.0, 1.0),
-    "epsilon": (0.0,),
+    "budget": (0.0,),
 }
 
 
@@ -259,10 +260,10 @@ def test_the_worst_two_data_sets_are_as_far_apart_as_the_account_says():
 
 def test_the_budget_is_refused_at_the_right_reply():
     budget = Privacy(1.0, 4.0, 1e-5).epsilon_after(5)
-    privacy, spent, sent = Privacy(1.0, 4.0, 1e-5, epsilon=budget), PrivacyAccount(), []
+    privacy, spent, sent = Privacy(1.0, 4.0, 1e-5, budget=budget), PrivacyAccount(), []
     with pytest.raises(BudgetSpentError, match="after 5 replies"):  # noqa: PT012
         while True:
-            update, spent = privacy.protect(np.ones(2), SECRET, spent, ASKED)
+            update, spent = protect(privacy, np.ones(2), SECRET, spent, ASKED)
             sent.append(update)
     assert len(sent) == spent.total == 5
     assert spent.epsilon(1e-5) == budget
@@ -271,8 +272,8 @@ def test_the_budget_is_refused_at_the_right_reply():
 def test_what_another_noise_multiplier_spent_counts_for_the_budget():
     budget = MIXED.epsilon(1e-5)
     with pytest.raises(BudgetSpentError):
-        Privacy(1.0, 50.0, 1e-5, epsilon=budget).charge(MIXED)
-    assert Privacy(1.0, 50.0, 1e-5, epsilon=1.1 * budget).charge(MIXED).releases == {1.0: 3, 4.0: 20, 50.0: 1}
+        Privacy(1.0, 50.0, 1e-5, budget=budget).charge(MIXED)
+    assert Privacy(1.0, 50.0, 1e-5, budget=1.1 * budget).charge(MIXED).releases == {1.0: 3, 4.0: 20, 50.0: 1}
 
 
 @pytest.mark.parametrize("account", [PrivacyAccount(), MIXED, PrivacyAccount({0.1 + 0.2: 7})])
@@ -288,7 +289,7 @@ def test_a_damaged_account_is_never_an_empty_one(text):
 
 def test_without_dp_accounting_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
-    with pytest.raises(ConfigurationError, match=r'in a clone of the repository, pip install "\.\[flower\]"'):
+    with pytest.raises(ConfigurationError, match=r'in a clone of the repository, pip install "\.\[privacy\]"'):
         UNIT.epsilon_after(1)
 
 

@@ -1,5 +1,7 @@
-"""Every method with clients who clip and noise their replies: which numbers are noised, and who is refused."""
+"""Every method with clients who clip and noise their replies: which numbers are noised, and who is refused; and that a
+simulation does the same."""
 
+from collections import Counter
 from dataclasses import replace
 
 import federations
@@ -13,11 +15,13 @@ from test_site import request
 
 import fedbilevel as fb
 from fedbilevel import authoring
+from fedbilevel.algorithms.parts import private
 from fedbilevel.core.client import Client
 from fedbilevel.core.errors import ExchangeError
+from fedbilevel.core.privacy import NoiseError, Privacy, check_noise
+from fedbilevel.flower import privacy
 from fedbilevel.flower.client.site import ClientRuntime, client_app
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.privacy import NoiseError, Privacy, check_noise
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import from_bytes, to_bytes
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
@@ -73,6 +77,62 @@ LARGEST = 9.42  # of a standard normal number, as `gaussian` makes them
 def test_every_method_is_here():
     named = {type(unwrapped(algorithm)) for algorithm, _ in (CASES | REFUSED).values()}
     assert named >= set(authoring.ALGORITHMS.values())
+
+
+@pytest.fixture
+def noise_of_the_run(monkeypatch):
+    """Let sites draw their noise as a simulation does: by the phase's key, and the number of the client's reply."""
+    counts, streams = Counter(), []
+    play = ClientRuntime.play
+
+    def noting(runtime, phase, message, request, state):
+        key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(request.key, np.uint32)), impl=request.key_kind)
+        for number in (runtime.site.id, private.NOISE, 0 if request.fresh else counts[runtime.site.id]):
+            key = jax.random.fold_in(key, number)
+        counts[runtime.site.id] += not request.fresh
+        streams.append(key)
+        return play(runtime, phase, message, request, state)
+
+    monkeypatch.setattr(ClientRuntime, "play", noting)
+    monkeypatch.setattr(privacy, "gaussian", lambda _, count: np.asarray(jax.random.normal(streams[-1], (count,))))
+
+
+SIMULATED = {
+    "SimFBO": (fixed(fb.SimFBO(batch_size=2, local_steps=2)), 2),
+    "SimFBO, the first two": (fb.Asynchronous(fixed(fb.SimFBO(batch_size=2)), wait_for=2), None),
+    "FedNest, fresh cohorts": (
+        fixed(fb.FedNest(batch_size=2, inner=fb.parts.SVRG(local_steps=1), hypergradient=GLOBAL)),
+        2,
+    ),
+    "ShroFBO, public counts": (fixed(fb.ShroFBO(batch_size=None)), 2),
+}
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
+@pytest.mark.parametrize(
+    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c == "FedNest, fresh cohorts")) for c in SIMULATED]
+)
+def test_a_simulation_under_privacy_is_a_federation_under_privacy(case, tmp_path, noise_of_the_run):
+    """With one noise, to the rounding of sums of a few numbers of size 1: state, costs and the ε of each row."""
+    (algorithm, cohort), terms = SIMULATED[case], Privacy(clip=0.5, noise_multiplier=0.3, delta=1e-5)
+    task = quadratic(clients=CLIENTS, dim_x=2, dim_y=3, samples=(4, 4))
+
+    def site(run, node):
+        k = node["partition-id"]
+        return federations.site(algorithm, k, task, privacy=terms, folder=kept_in(tmp_path / str(k), k))
+
+    grid = InProcess(client_app(site), CLIENTS, delay=lambda client, message: 1.0)
+    same = {"rounds": ROUNDS, "cohort": cohort, "key": 1, "eval_every": 1}
+    there = federations.solve(algorithm, grid, task=task, **same)
+    here = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, privacy=terms, **same)
+    for a, b in [(here.x, there.x), (here.y, there.y)]:
+        np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
+    for name in ("round", "exchanges", "bytes_up", "bytes_down"):
+        assert here.history[name].tolist() == there.history[name].tolist()
+    assert {"outer_loss", "inner_loss"}.isdisjoint(here.history.columns)
+    fresh = case == "FedNest, fresh cohorts"  # the simulation says an upper bound
+    mine, theirs = here.history["epsilon"][1:], there.history["epsilon"][1:]
+    assert np.all(mine >= theirs) if fresh else mine.tolist() == theirs.tolist()
 
 
 def kept_in(folder, number):
@@ -145,7 +205,7 @@ def test_a_method_that_noise_would_spoil_is_refused_by_name(case):
     algorithm, why = REFUSED[case]
     said = f"Site.privacy: {type(algorithm).__name__} does not bear noised replies: .*{why}"
     with pytest.raises(NoiseError, match=said):
-        check_noise(algorithm)
+        check_noise("Site.privacy", algorithm)
 
 
 def test_both_sides_are_told_why_a_method_is_refused(tmp_path):

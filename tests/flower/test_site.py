@@ -20,12 +20,12 @@ import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ExchangeError
+from fedbilevel.core.privacy import Privacy, PrivacyAccount
 from fedbilevel.core.tree import XY
 from fedbilevel.flower.client import site as sites
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.privacy import Privacy, PrivacyAccount
 from fedbilevel.flower.refusal import Refusal
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import RequestMessage, from_bytes
@@ -287,7 +287,7 @@ def test_a_reply_that_is_not_finite_is_not_sent(tmp_path, caplog):
 
 def test_privacy(tmp_path):
     """Replies are noised, metrics and counts stay here, every reply is charged, also by a new process."""
-    privacy = Privacy(clip=0.5, noise_multiplier=2.0, delta=1e-5, epsilon=12.0)
+    privacy = Privacy(clip=0.5, noise_multiplier=2.0, delta=1e-5, budget=12.0)
     make = lambda: ClientRuntime(federations.site(STEPS, 0, privacy=privacy, folder=tmp_path))  # noqa: E731
     plain, runtime = ClientRuntime(federations.site(STEPS, 0)), make()
     answers = [asked(runtime), asked(runtime), asked(runtime := make())]
@@ -307,7 +307,7 @@ def test_privacy(tmp_path):
 def test_a_spent_budget_stops_the_run(tmp_path):
     """One reply a client; the second exchange is below its quorum, and says why."""
     one = PRIVATE.epsilon_after(1)
-    privacy = replace(PRIVATE, epsilon=one * 1.001)
+    privacy = replace(PRIVATE, budget=one * 1.001)
     app = federations.client_app(lambda run, node: federations.site(
         STEPS, node["partition-id"], privacy=privacy, folder=tmp_path / str(node["partition-id"])))  # fmt: skip
     log = tmp_path / "log.jsonl"

@@ -71,6 +71,8 @@ def _run(options: argparse.Namespace) -> int:
         clock.network=1.0 clock.compute=0.1                   seconds for a message, and for a gradient or product
         clock.stragglers=5 clock.slowdown=5.0                 so many clients take so many times as long
         run.pooled=true                                       one client that holds every sample
+        privacy.clip=1 privacy.noise_multiplier=30 privacy.delta=1e-5 privacy.budget=4
+                                                              differential privacy of each client's replies
 
     several processes, on one or more hosts:
       The same command in each, but for --process 0, 1, …, N-1. Process 0 listens at HOST:PORT, has the run folder and
@@ -85,7 +87,7 @@ def _run(options: argparse.Namespace) -> int:
       nothing of them.
 
     exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …) or diverge, 4 a file could not be written,
-      5 too few clients replied or another process was lost, 130 interrupted
+      5 too few clients replied or another process was lost, 6 the budget of privacy ended the run, 130 interrupted
     """
     together = [getattr(options, name) is not None for name in ("coordinator", "processes", "process")]
     return _run_together(options) if any(together) else _play(options)
@@ -136,7 +138,9 @@ def _play(options: argparse.Namespace) -> int:
 
 def _code(*ended: LoadedRun | None) -> int:
     """The exit code after runs that came to their end."""
-    return shared.NUMBERS_FAIL if any(one and one.grown for one in ended) else shared.OK
+    if any(one and one.grown for one in ended):
+        return shared.NUMBERS_FAIL
+    return shared.BUDGET_SPENT if any(one and one.out_of_budget for one in ended) else shared.OK
 
 
 def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from fedbilevel.experiments import Spec
 
-OK, BAD_INPUT, NUMBERS_FAIL, NOT_WRITTEN, NOT_ANSWERED, INTERRUPTED = 0, 2, 3, 4, 5, 130
+OK, BAD_INPUT, NUMBERS_FAIL, NOT_WRITTEN, NOT_ANSWERED, BUDGET_SPENT, INTERRUPTED = 0, 2, 3, 4, 5, 6, 130
 OWN = "or your own: module:NAME or path/to/file.py:NAME"
 ALGORITHM_HELP = f"see `fedbilevel algorithms` (simfbo, or the task's); {OWN}"
 TASK_HELP = f"see `fedbilevel tasks` (hyper_representation); {OWN}"

@@ -353,7 +353,7 @@ def _prepare_number(
 ) -> Any:
     if callable(value) or isinstance(value, Schedule):
         return _scheduled(name, value, np.number, allowed)
-    _refuse_no_number(name, value, allowed)
+    refuse_no_number(name, value, allowed)
     if is_concrete(value):
         numbers = np.asarray(value, float)
         require(bool(np.all(numbers > 0) and (below == math.inf or np.all(numbers < below))), name, value, allowed)
@@ -381,7 +381,8 @@ def _is_zero(value: Any) -> bool:
     return isinstance(value, int | float | np.number) and not isinstance(value, bool) and value == 0
 
 
-def _refuse_no_number(name: str, value: Any, allowed: str) -> None:
+def refuse_no_number(name: str, value: Any, allowed: str) -> None:
+    """Refuse what can stand for no number, not even as a placeholder in a tree map."""
     none = isinstance(value, str | bool | list | tuple | dict | set | None) or dataclasses.is_dataclass(value)
     require(not none, name, value, allowed)
 
@@ -413,7 +414,7 @@ def _prepare_step_sizes(optional: bool, name: str, value: Any) -> Any:
             value = _prepare_number(f"{name}.x", value, largest)
             return XYV(value, value, value)
         else:  # a placeholder in a tree map; a sequence is none, whose order nobody could know
-            _refuse_no_number(name, value, "a number, or one for each of x, y and v by name")
+            refuse_no_number(name, value, "a number, or one for each of x, y and v by name")
             return value
     sizes, wrong = dict[str, Any](), list[ConfigurationError]()
     for part, size in value._asdict().items():

@@ -30,10 +30,17 @@ COSTS = {  # what a metric may be drawn against, and the label of that axis
     "gflop": "GFLOP (all clients)",
     "seconds": "seconds in rounds",
     "time": "time (seconds, in simulations virtual)",
+    "epsilon": "ε of privacy, the most that a client spent",
 }
 FAR_APART = 10  # of costs: on a linear axis the cheapest run would lie in its first tenth
 NARROW = 5.0  # inches: a column of a paper, with small type
-SHORT = {"megabytes": "traffic (MB)", "evaluations": "gradients + hvps", "gflop": "GFLOP", "time": "time (s)"}
+SHORT = {
+    "megabytes": "traffic (MB)",
+    "evaluations": "gradients + hvps",
+    "gflop": "GFLOP",
+    "time": "time (s)",
+    "epsilon": "ε",
+}
 OF_CLIENTS = "of clients: mean, 10 % to 90 %, worst (dotted)"
 ONCE = "measured once: eval_every gives more points"
 UNNAMED = "_nolegend_"  # left out where legend(["one", "other"]) names curves in turn
@@ -95,7 +102,7 @@ def time_of(row: Mapping[str, float]) -> float:
 
 
 def costs_of(row: Mapping[str, float]) -> dict[str, float]:
-    """Return what had been spent up to a row of a history, by the names of COSTS; "gflop" where it was counted."""
+    """Return what had been spent up to a row, by the names of COSTS; "gflop" and "epsilon" where they are known."""
     costs = {
         "rounds": row["round"],
         "exchanges": row["exchanges"],
@@ -104,7 +111,8 @@ def costs_of(row: Mapping[str, float]) -> dict[str, float]:
         "seconds": row["seconds"],
         "time": time_of(row),
     }
-    return costs | ({"gflop": row["flops"] / 1e9} if "flops" in row else {})
+    costs |= {"gflop": row["flops"] / 1e9} if "flops" in row else {}
+    return costs | ({"epsilon": row["epsilon"]} if "epsilon" in row else {})
 
 
 def curve(label: str, histories: Sequence[NumberTable], metric: str, level: bool = False) -> Curve:
@@ -351,6 +359,7 @@ def _costs(history: NumberTable, timed: bool) -> str:
     texts = [f"{row['exchanges']:,} exchanges", f"{(row['bytes_down'] + row['bytes_up']) / 1e6:,.4g} MB"]
     texts += [f"{gflop(row['flops'])} GFLOP"] if "flops" in row else []
     texts += [f"{time_of(row):,.1f} seconds of the clock"] if timed else []
+    texts += [f"ε = {row['epsilon']:.4g}"] if "epsilon" in row else []
     return " · ".join([*texts, f"{row['seconds']:,.1f} s in rounds"])
 
 

@@ -195,14 +195,15 @@ class Ledger(Shown):
         gradients: gradients on a batch, summed over clients; that of a head counts as much as that of a whole network.
         hvps: products of a vector with second derivatives on a batch, summed over clients.
         exchanges_by_phase: how many of the exchanges asked for each phase.
-        epsilon: ε of differential privacy, the largest that a client says to have spent, at `delta`; 0 without privacy.
+        epsilon: ε of differential privacy, the largest that a client has spent, or says to have, at `delta`; 0 without
+            privacy. In a simulation an upper bound where clients cannot count (see `fedbilevel.solve`).
         delta: δ of differential privacy, the largest of any client.
         ticks: the time that exchanges took, in whole ticks of the clock.
         flops: floating-point operations behind the replies that counted; None where they are not known.
         virtual: whether the time is a simulation's, or a real clock's.
     """
 
-    COLUMNS: ClassVar = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "time")
+    COLUMNS: ClassVar = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "time", "epsilon")
 
     rounds: int = 0
     exchanges: int = 0
@@ -277,7 +278,7 @@ class Ledger(Shown):
 
     def columns(self) -> dict[str, float | int]:
         """Return the columns of a row of the history; what is not known is left out."""
-        values = {name: getattr(self, name) for name in self.COLUMNS}
+        values = {name: getattr(self, name) for name in self.COLUMNS if name != "epsilon" or self.delta}
         return {name: value for name, value in values.items() if value is not None}
 
     @property

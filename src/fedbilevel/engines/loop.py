@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedbilevel.algorithms.parts.private import replies_at_most
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import halved
 from fedbilevel.core.errors import (
@@ -31,12 +32,13 @@ from fedbilevel.core.errors import (
 )
 from fedbilevel.core.local_x import gather_x
 from fedbilevel.core.metrics import best
+from fedbilevel.core.privacy import SPENT, Privacy
 from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.display import Display, Silent
 from fedbilevel.engines import checkpoint as files
-from fedbilevel.engines.costs import ExchangeKind, Ledger
+from fedbilevel.engines.costs import ExchangeKind, Ledger, empty_costs
 from fedbilevel.engines.divergence import far_away, grown, what_to_lower
-from fedbilevel.engines.engine import Carry, Run
+from fedbilevel.engines.engine import Carry, Run, Stretch
 from fedbilevel.engines.evaluation import Evaluation, PerClientRow
 from fedbilevel.engines.fingerprint import Fingerprint
 from fedbilevel.engines.history import Best, Callback, History, Result, Row, has
@@ -104,6 +106,7 @@ class Loop:
     halvings_at_most: int = 0
     diverged: bool = False
     devices: int | None = None  # over which the engine spreads a cohort, where it has several
+    privacy: Privacy | None = None  # of simulated clients
     latest: Carry | None = None  # a copy of that of the last row
     safe: Carry | None = None  # a copy to go back to
 
@@ -131,12 +134,13 @@ class Loop:
             while result.round < self.plan.rounds and not reason and not stop:
                 stretch = min(max(1, int(speed * STRETCH_SECONDS)), self.plan.until_next_stop(result.round))
                 try:
-                    carry, speed = self.advance(carry, stretch)
+                    carry, speed, spent = self.advance(carry, stretch)
                     result = self.result(carry)
                     self.display.advance(result.round, self.plan.rounds)
-                    end = self.ending(result)
+                    end = spent or self.ending(result)
                     row_due = result.round % self.plan.eval_every == 0 or result.round == self.plan.rounds
-                    row = self.add_row(result) if end or row_due else None
+                    new = result.round > self.history.rows[-1]["round"]  # else the budget allows no further round
+                    row = self.add_row(result) if new and (end or row_due) else None
                 except LostProcess:
                     raise  # what the carry held went into the stretch
                 except (ExchangeError, NonFiniteError) as error:
@@ -192,10 +196,11 @@ class Loop:
         self.run, self.per_client = self.begin(self.algorithm, carry)
         return self.result(carry), carry
 
-    def advance(self, carry: Carry, rounds: int) -> tuple[Carry, float]:
-        """Play some rounds, note their costs and losses, and return the speed that they had."""
+    def advance(self, carry: Carry, rounds: int) -> tuple[Carry, float, str]:
+        """Play some rounds, note their costs and losses, and return the speed that they had, and whether a budget of
+        privacy allows no further round, in words."""
         began, compiling = time.perf_counter(), self.run.compile_seconds
-        carry, done, round_costs = self.run.advance(carry, rounds)
+        (carry, done, round_costs), spent = self.within_budget(carry, rounds)
         self.check_state(local(carry.state), int(carry.round) - done)
         elapsed = time.perf_counter() - began - (self.run.compile_seconds - compiling)
         self.seconds += elapsed
@@ -204,7 +209,23 @@ class Loop:
             if (told := np.asarray(weight) > 0).any():  # by a schedule nobody may have replied
                 means = np.asarray(total, float)[told] / np.asarray(weight, float)[told]
                 self.losses.setdefault(name, []).extend(means.tolist())
-        return carry, done / max(elapsed, 1e-9)
+        return carry, done / max(elapsed, 1e-9), spent
+
+    def within_budget(self, carry: Carry, rounds: int) -> tuple[Stretch, str]:
+        """Play some rounds, fewer where a client would pass its budget of privacy, none where it would in the next."""
+        if (terms := self.privacy) is None:
+            return self.run.advance(carry, rounds), ""
+        while True:
+            before = carry if terms.budget is None else jax.tree.map(jnp.copy, carry)
+            stretch = self.run.advance(carry, rounds)
+            after = stretch.carry
+            cost = terms.epsilon_after(replies_at_most(local(after.state), local(after.clients)))
+            if terms.budget is None or cost <= terms.budget:
+                return stretch._replace(costs=stretch.costs._replace(privacy=(cost, terms.delta))), ""
+            carry, rounds = before, rounds // 2
+            if rounds == 0:
+                done = f"{SPENT} after round {int(carry.round)}: ε = {self.ledger.epsilon:.6g} at δ = {terms.delta:g}"
+                return Stretch(carry, 0, empty_costs()), f"{done}, and {cost:.6g} after one more, over {terms.budget:g}"
 
     def back_to(self, carry: Carry, round: int) -> Carry:
         """Go back to the carry to save, which may be of before `round`, as an engine knows that to be the last good:
@@ -367,6 +388,8 @@ class Loop:
 
     def anew(self, best: Best, carry: Carry) -> Carry:
         """Begin the method again at the best row's x and y: the state of a run that diverged is no place to go on."""
+        alone = "to start anew elsewhere, under privacy: what its clients have spent is in the state that diverged"
+        require(self.privacy is None, 'resume="force"', str(self.plan.path), alone)
         _warn(self.group, f"the run diverged: going on from x and y of its best row, of round {best.round}")
         begun = self.first(split(best.x)[0], split(best.y)[0])
         return self.back_to(
@@ -384,8 +407,12 @@ class Loop:
                 return files.load(copy, bare._replace(best=best), part=True)
             return files.load(copy, carry._replace(best=best))
         except CheckpointError as error:
-            before = files.load_meta(copy).get("fingerprint", {}).get("stated", {}).get("algorithm")
-            now = self.plan.begun.stated["algorithm"]
+            stated = files.load_meta(copy).get("fingerprint", {}).get("stated", {})
+            before, now = stated.get("algorithm"), self.plan.begun.stated["algorithm"]
+            terms = {name for name in stated.keys() ^ self.plan.begun.stated.keys() if name.endswith("privacy.clip")}
+            if terms and before == now:
+                there, here = ("with", "without") if terms <= stated.keys() else ("without", "with")
+                raise CheckpointError(f"{self.plan.path} belongs to a run {there} privacy, not {here}") from error
             if before in (None, now):
                 raise
             text = f"{self.plan.path} holds the state of a run of {before}, which {now} cannot go on from"

@@ -17,11 +17,13 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.algorithms.parts.adaptive_steps import adaptive
+from fedbilevel.algorithms.parts.private import private
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
 from fedbilevel.core.errors import InfluenceWarning, require, require_count
 from fedbilevel.core.inputs import require_function, require_start
 from fedbilevel.core.metrics import MetricFunction, directions
+from fedbilevel.core.privacy import Privacy, check_noise
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, why_it_vanishes
 from fedbilevel.core.tree import PyTree, nbytes, split
 from fedbilevel.display import Display
@@ -63,6 +65,7 @@ def solve(
     metrics_per_client: Mapping[str, Measure | PerClient] | None = None,
     best_by: str | None = None,
     on_divergence: OnDivergence = "stop",
+    privacy: Privacy | None = None,
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
     checkpoint_every: int | None = None,
@@ -92,6 +95,11 @@ def solve(
         on_divergence: where an iterate is not finite, "stop" raises NonFiniteError, whose `result` has the last finite
             x and y; "shrink" goes back to the row before the best, and on with half of every step size, with a warning,
             3 times at most. The history then has a column "halvings"; what was spent stays counted.
+        privacy: terms of local differential privacy, as a site of a federation has them, here of every client: each
+            reply is clipped and noised, by the keys of the run and in its float type, and clients tell no metrics. The
+            history has the ε of the client with the most replies; exchanges with fresh cohorts, and all where clients
+            have capacities, count for everyone: an upper bound. A run ends before the first round that would take a
+            client over the budget; `result.stopped` says so.
         callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.multihost). A
             callback that returns a reason stops the run. Where a callback raises, the run is saved first; no callback
             is called again for the rounds before, and what others returned then is lost.
@@ -135,8 +143,13 @@ def solve(
     require(best_by is None or isinstance(best_by, str), "best_by", best_by, "the name of a column of the history")
     shrinks = on_divergence == "shrink"
     require(shrinks or on_divergence == "stop", "on_divergence", on_divergence, "'stop' or 'shrink'")
-    here = not isinstance(clients, RemoteClients) and current_group().processes == 1
+    remote = isinstance(clients, RemoteClients)
+    here = not remote and current_group().processes == 1
     require(here or not shrinks, "on_divergence", on_divergence, "'stop' where other processes know the steps")
+    require(privacy is None or isinstance(privacy, Privacy), "privacy", privacy, "fedbilevel.Privacy(…) or None")
+    require(privacy is None or not remote, "privacy", privacy, "None in a federation, whose sites have their own")
+    taken_back = "'stop' under privacy: what clients have sent cannot be taken back"
+    require(privacy is None or not shrinks, "on_divergence", on_divergence, taken_back)
     for i, callback in enumerate(callbacks):
         require_function(f"callbacks[{i}]", callback, "result, row", " -> a reason to stop, or None")
     require_progress(progress)
@@ -144,6 +157,10 @@ def solve(
     key = _as_key(key)
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
     algorithm = adaptive(algorithm, problem, isinstance(clients, RemoteClients) or len(clients) * nbytes(y) <= VECTORS)
+    if privacy is not None:
+        privacy.epsilon_after(1)  # the accountant is installed
+        check_noise("privacy", algorithm)
+        algorithm = private(algorithm, privacy, counts=clients.capacity is None)
     require_start("x0", x0, x)
     if isinstance(problem, SingleLevel | SimpleBilevel):
         require(y0 is None, "y0", y0, f"None, as {type(problem).__name__} problems have no inner variable")
@@ -170,7 +187,7 @@ def solve(
     measured = check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, examples)
     evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)
 
-    remote, carry = isinstance(clients, RemoteClients), first_carry(algorithm, problem, clients, x, y)
+    carry = first_carry(algorithm, problem, clients, x, y)
     if remote and path is not None and (checkpoint_every or 1) > 1:
         fits = algorithm.client_state(problem, x, y) is None
         allowed = f"1 or None: the clients of {algorithm.label} keep a state, which goes back by one round alone"
@@ -210,11 +227,12 @@ def solve(
         lambda x, own_y: first_carry(algorithm, problem, clients, x, own_y if jax.tree.leaves(y) else y),
         met,
         history,
-        Ledger(virtual=not remote),
+        Ledger(virtual=not remote, delta=0.0 if privacy is None else privacy.delta),
         simulated=not remote,
         group=group,
         best_by=best_by,
         halvings_at_most=HALVINGS * shrinks,
+        privacy=privacy,
     )
     locked = nullcontext() if path is None else lock.exclusive(path.with_name(f".{path.name}.lock"), path, group)
     with locked, showing(progress) as display:

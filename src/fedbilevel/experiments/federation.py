@@ -37,6 +37,7 @@ from fedbilevel.core.errors import (
     require,
     unknown,
 )
+from fedbilevel.core.privacy import Privacy
 from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.checkpoint import write_text
@@ -58,7 +59,7 @@ SERVER |= dict.fromkeys(["message-factor", *sorted(NORMS)], float)
 """Run configuration, besides `settings`, `out`, `client-keys`: fields of `flower.Terms`. Of NORMS 0 sets no bound."""
 
 LIMITS = {field.name.replace("_", "-"): type(field.default) for field in fields(Limits)}
-PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "epsilon": float}
+PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "budget": float}
 NODE = {
     "partition-id": int,
     "num-partitions": int,
@@ -138,7 +139,7 @@ def ending(place: Folder) -> Iterator[None]:
 
 def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
     """Make the client of this node: its samples, its limits, its privacy, and the phases that it serves."""
-    from fedbilevel.flower import Privacy, Site
+    from fedbilevel.flower import Site
 
     spec = configured(spec, run_config)
     known = fields_of(spec.task.name, spec.algorithm.name)["task"]
@@ -229,6 +230,9 @@ def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
 def require_real(spec: Spec) -> None:
     """Refuse what a spec can say of simulations alone."""
     require(not spec.run.pooled, "run.pooled", True, "false in a federation, whose clients keep their samples")
+    if spec.privacy.terms is not None:
+        text = "[privacy] is for simulations: in a federation each client has its own, in its node configuration"
+        raise ConfigurationError(text)
     if spec.timed:
         raise ConfigurationError(
             "[clock] is for simulations: leave it out of a federation, whose clients take real time"

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import CheckpointWarning, ConfigurationError, refuse_together, require
+from fedbilevel.core.privacy import SPENT
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.divergence import grown
@@ -59,7 +60,7 @@ KINDS = {  # of what a summary says
     ("seconds_in_rounds", "seconds_compiling_this_time", "seconds_this_time"): lambda value: (
         is_number(value) and 0 <= value <= LARGEST
     ),
-    ("final", "best"): is_number,
+    ("final", "best", "delta"): is_number,
 }
 
 
@@ -203,6 +204,11 @@ class LoadedRun:
     def grown(self) -> str:
         """How the run has diverged, though its numbers are finite; "" where it has not."""
         return grown(self.history)
+
+    @property
+    def out_of_budget(self) -> bool:
+        """Whether a budget of privacy ended the run."""
+        return str(self.summary["stopped"]).startswith(SPENT)
 
 
 def load_run(path: str | Path) -> LoadedRun:

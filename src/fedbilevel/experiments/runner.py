@@ -39,6 +39,7 @@ from fedbilevel.core.errors import (
     unknown,
 )
 from fedbilevel.core.metrics import best
+from fedbilevel.core.privacy import Privacy
 from fedbilevel.core.problem import Project
 from fedbilevel.core.projections import box
 from fedbilevel.core.submodel import UnitPolicy
@@ -78,6 +79,7 @@ class Experiment(NamedTuple):
     task: Task
     algorithm: Algorithm
     engine: Engine
+    privacy: Privacy | None = None
 
     def solve(self, plan: RunPlan, **given: Any) -> Result:
         """Solve the task's problem with the plan's cohort and seed; `given` are further arguments of `solve`."""
@@ -90,6 +92,7 @@ class Experiment(NamedTuple):
             engine=self.engine,
             best_by=plan.best_by,
             on_divergence=plan.on_divergence,
+            privacy=self.privacy,
             **given,
         )
 
@@ -110,7 +113,7 @@ def build(spec: Spec, task: Task | None = None) -> Experiment:
     task = task_of(spec) if task is None else task
     check_solves(algorithm, task.problem)
     _check_participants(spec, algorithm, len(task.clients))
-    return Experiment(task, algorithm, engine)
+    return Experiment(task, algorithm, engine, spec.privacy.terms)
 
 
 def use_cores(spec: Spec) -> None:
@@ -479,6 +482,7 @@ def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str
         "best": top,
         "best_round": rows[values.index(top)]["round"],
         "last_row": last,
+        "delta": result.ledger.delta,
         "seconds_in_rounds": last["seconds"],
         "seconds_compiling_this_time": result.compile_seconds,
         "seconds_this_time": seconds,

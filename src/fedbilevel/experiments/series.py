@@ -190,7 +190,7 @@ def comparison_specs(
     return specs
 
 
-OF_A_METHOD = "clients", "submodels", "asynchronous"
+OF_A_METHOD = "clients", "submodels", "asynchronous", "privacy"
 """Sections that may be given for one method of a comparison: NAME.clients.local_steps=3."""
 
 

@@ -2,14 +2,15 @@
 
 [task] and [algorithm] have a name and the fields of what it names; [clients] has what is a client's own, as
 `fedbilevel.Clients` takes it: local_steps, capacity, and fields of the algorithm, by their paths; [asynchronous],
-[submodels], [run] and [engine] are below; [clock] has the fields of `fedbilevel.Clock`. A spec is always complete:
-`resolve` takes the fields that are not given from the presets, and else from the defaults. These layers are merged as
-tables before anything is read.
+[submodels], [privacy], [run] and [engine] are below; [clock] has the fields of `fedbilevel.Clock`. A spec is always
+complete: `resolve` takes the fields that are not given from the presets, and else from the defaults. These layers are
+merged as tables before anything is read.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -31,6 +32,7 @@ from fedbilevel.core.errors import (
     unknown,
 )
 from fedbilevel.core.own import LOCAL_STEPS, Values, check_own, read
+from fedbilevel.core.privacy import Privacy, positive_below
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tables import (
     Fields,
@@ -93,6 +95,31 @@ class AsynchronousPlan:
             for name in ("max_staleness", "delay_penalty"):
                 got = getattr(self, name)
                 require(not got, f"asynchronous.{name}", got, allowed)
+
+
+@config
+class PrivacyPlan:
+    """Whether simulated clients reply under differential privacy: these fields of `fedbilevel.Privacy`.
+
+    Args:
+        clip, noise_multiplier, delta: see `fedbilevel.Privacy`; all of them, or none: replies are sent as they are.
+        budget: the ε that a client spends at most; the run ends before the first round that would take one over it.
+    """
+
+    clip: float | None = positive_below(math.inf, default=None)
+    noise_multiplier: float | None = positive_below(math.inf, default=None)
+    delta: float | None = positive_below(1.0, default=None)
+    budget: float | None = positive_below(math.inf, default=None)
+
+    def validate(self) -> None:
+        given = [name for name, value in plain(self).items() if value is not None]
+        for name in ("clip", "noise_multiplier", "delta"):
+            require(not given or name in given, f"privacy.{name}", None, f"given with privacy.{given and given[0]}")
+
+    @property
+    def terms(self) -> Privacy | None:
+        """The terms of each client, if there are any."""
+        return None if self.clip is None else Privacy(**plain(self))
 
 
 BUDGETS = ("exchanges", "bytes", "time")
@@ -188,6 +215,7 @@ class Spec:
     clients: Mapping[str, Any]
     asynchronous: AsynchronousPlan
     submodels: UnitPolicy
+    privacy: PrivacyPlan
     run: RunPlan
     engine: EnginePlan
     clock: Clock = field(default_factory=Clock)
@@ -229,6 +257,7 @@ class Spec:
 PLANS: dict[str, Any] = {
     "asynchronous": AsynchronousPlan,
     "submodels": UnitPolicy,
+    "privacy": PrivacyPlan,
     "run": RunPlan,
     "engine": EnginePlan,
     "clock": Clock,

@@ -263,6 +263,8 @@ def sweep_table(found: Sweep, width: int | None = None) -> rich.table.Table:
         if name not in found.fields:
             cells = [Cell("–") if row[name] is None else Cell(values=[row[name]], kind="count") for row in found.rows]
             columns.append(Column(name, cells, goes))
+    if any("epsilon" in row for row in found.rows):
+        columns.append(Column("ε", [Cell(f"{row['epsilon']:.4g}" if "epsilon" in row else "–") for row in found.rows]))
     if any(row["error"] for row in found.rows):
         columns.append(text_column("failed", [row["error"] for row in found.rows]))
     return terminal(Table(f"Chosen by {found.chosen_on}", columns, [f"{found.effort}."]), width)

@@ -220,6 +220,7 @@ def summary_table(summary: dict[str, Any]) -> rich.table.Table:
         "gradients / hvps": f"{row['gradients']:,} / {row['hvps']:,}",
         **({"GFLOP": gflop(row["flops"])} if "flops" in row else {}),
         **holders(row),
+        **({"privacy": f"ε = {row['epsilon']:.4g} at δ = {summary['delta']:g}"} if "epsilon" in row else {}),
         "seconds in rounds": f"{summary['seconds_in_rounds']:.1f}",
         "this time": f"{compiling:.1f} s compiling, {summary['seconds_this_time']:.1f} s in all",
     }

@@ -12,17 +12,15 @@ if TYPE_CHECKING:
     from fedbilevel.flower.client.limits import Limits
     from fedbilevel.flower.client.site import Site, client_app
     from fedbilevel.flower.launch.in_process import InProcess
-    from fedbilevel.flower.privacy import Privacy
     from fedbilevel.flower.server.engine import Flower, server_app
     from fedbilevel.flower.server.terms import Terms
 
-__all__ = ["Flower", "InProcess", "Limits", "Privacy", "Site", "Terms", "client_app", "server_app"]
+__all__ = ["Flower", "InProcess", "Limits", "Site", "Terms", "client_app", "server_app"]
 
 _MODULES = {
     "Flower": "server.engine",
     "InProcess": "launch.in_process",
     "Limits": "client.limits",
-    "Privacy": "privacy",
     "Site": "client.site",
     "Terms": "server.terms",
     "client_app": "client.site",

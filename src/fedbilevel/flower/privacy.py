@@ -1,18 +1,16 @@
-"""Local differential privacy at a client: each reply is clipped and noised, whatever the server asks, and the account
-of what has left the client is kept on its disk."""
+"""Local differential privacy at a client: each reply is clipped and noised, whatever the server asks, by noise of the
+client's own secret, and the account of what has left the client is kept on its disk."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
 import json
-import math
 import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,194 +20,52 @@ import optax
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
-from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.errors import ConfigurationError, FedbilevelError, NonFiniteError, require, require_count
-from fedbilevel.core.facts import No
-from fedbilevel.core.fed import LastReply, Public, ReplyDelta, Withheld
-from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
+from fedbilevel.core.errors import ConfigurationError, NonFiniteError, require
+from fedbilevel.core.fed import LastReply, ReplyDelta
+from fedbilevel.core.privacy import Privacy, PrivacyAccount, private_part
+from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines import lock
 from fedbilevel.engines.checkpoint import write_text
-from fedbilevel.wording import in_a_line, missing
-
-SENSITIVITY = 2.0  # in clipping bounds: two vectors of norm ≤ C are at most 2C apart
-
-
-class BudgetSpentError(FedbilevelError):
-    """One more reply would cost a client more privacy than it allows; it does not reply."""
-
-
-@dataclass(frozen=True)
-class PrivacyAccount:
-    """A client's privacy account: how many replies have left it under each noise multiplier.
-
-    It depends on no data, so that it may be shown to anyone. Whoever keeps it stores it before the reply is sent, and
-    lets a client reply to one message at a time: an account that was written over forgets replies.
-
-    Args:
-        releases: noise multiplier z -> replies, 1 or more.
-    """
-
-    releases: Mapping[float, int] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        for noise_multiplier, count in self.releases.items():
-            fits = isinstance(noise_multiplier, float) and 0 < noise_multiplier < math.inf
-            require(fits, "PrivacyAccount.releases: a noise multiplier", noise_multiplier, "a positive float")
-            require_count(f"PrivacyAccount.releases[{noise_multiplier}]", count)
-
-    @property
-    def total(self) -> int:
-        """Replies so far."""
-        return sum(self.releases.values())
-
-    def plus(self, noise_multiplier: float) -> PrivacyAccount:
-        """Return the account after a further reply."""
-        z = float(noise_multiplier)
-        return PrivacyAccount({**self.releases, z: self.releases.get(z, 0) + 1})
-
-    def epsilon(self, delta: float) -> float:
-        """Return ε of all replies together at `delta`, by the RDP accountant of dp-accounting; 0.0 before the first.
-
-        A reply is a Gaussian mechanism of noise zC and sensitivity 2C (see `Privacy`), that is of noise multiplier
-        z/2. The figure is an upper bound: the exact ε of such replies solves, with μ² = Σ (2/z)² over them,
-        δ = Φ(−ε/μ + μ/2) − e^ε·Φ(−ε/μ − μ/2) (Dong, Roth and Su, "Gaussian differential privacy", arXiv:1905.02383).
-        No amplification by sampling is claimed: who draws the cohort knows who was asked.
-
-        Raises:
-            ConfigurationError: dp-accounting is not installed.
-        """
-        if not self.releases:
-            return 0.0
-        try:
-            import dp_accounting  # type: ignore[import-untyped]
-        except ImportError:
-            raise ConfigurationError(f"accounting for privacy needs {missing('dp-accounting', 'flower')}") from None
-        accountant = dp_accounting.rdp.RdpAccountant(neighboring_relation=dp_accounting.NeighboringRelation.REPLACE_ONE)
-        for noise_multiplier, count in self.releases.items():
-            accountant.compose(dp_accounting.GaussianDpEvent(noise_multiplier / SENSITIVITY), count)
-        return float(accountant.get_epsilon(delta))
-
-    def to_json(self) -> str:
-        """Write text that `from_json` reads back exactly."""
-        return json.dumps({repr(noise_multiplier): count for noise_multiplier, count in self.releases.items()})
-
-    @classmethod
-    def from_json(cls, text: str) -> PrivacyAccount:
-        """Read the account that `to_json` wrote.
-
-        Raises:
-            ConfigurationError: the text is anything else; it is never taken for an empty account.
-        """
-        try:
-            return cls({float(noise_multiplier): count for noise_multiplier, count in json.loads(text).items()})
-        except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            said = f"{text[:200]!r} ({in_a_line(error)})"
-            raise ConfigurationError(f"this is not a stored privacy account: {said}") from None
-
 
 SECRET_BYTES = 32
 
 
-class NoiseError(ConfigurationError):
-    """The algorithm cannot do with replies that are clipped and noised; the message says why, and nothing of data."""
+def protect(
+    privacy: Privacy, update: PyTree, secret: bytes, spent: PrivacyAccount, context: Sequence[int | str]
+) -> tuple[PyTree, PrivacyAccount]:
+    """Return the clipped and noised update (see `Privacy.noised`), and the account to store before it is sent.
 
-
-def check_noise(algorithm: Algorithm) -> None:
-    """Refuse an algorithm, with the fields that it has, whose numbers noise would spoil."""
-    if isinstance(no := algorithm.allows.noise, No):
-        raise NoiseError(f"Site.privacy: {algorithm.label} does not bear noised replies: {no.why}")
-
-
-@dataclass(frozen=True)
-class Privacy:
-    """Local differential privacy of a client's replies: clipping, then Gaussian noise, counted reply by reply.
-
-    A setting of the client's own: no message of a server changes it. What a reply sends, all leaves together, is
-    one vector u. It leaves as u·min(1, C/‖u‖₂) + N(0, (zC)²·I). Two data sets of a client, *any* two, give clipped
-    vectors that are at most 2C apart (both lie in the ball of radius C), so that a reply is a Gaussian mechanism of
-    noise multiplier zC/2C = z/2, and n replies, asked adaptively, are composed by `PrivacyAccount.epsilon`. The (ε, δ)
-    thus holds for the client's data set as a whole, not for a sample of it, and against the server itself.
-
-    Not covered: metrics, counts of work and the text of errors, which the caller must not send; the time a reply
-    takes; the low bits of floating-point noise (Mironov, "On significance of the least significant bits for
-    differential privacy", CCS 2012).
+    The noise is a function of the secret, the number of the reply, the context, the clipped vector and zC. A number
+    is never used twice, so that every reply has noise of its own, also to a repeated request: asking again
+    averages the noise, and that is what the account charges for. (Noise that came back with the same request
+    would tell, by two replies being equal or not, whether the data make a difference.) Should an account
+    be lost and a number come back, the noise still differs wherever another argument does.
 
     Args:
-        clip: C > 0, the bound on the L2 norm of what is sent.
-        noise_multiplier: z > 0; every entry gets noise of standard deviation zC.
-        delta: δ in (0, 1), at which ε is stated.
-        epsilon: ε > 0, the budget: no reply leaves that would take the account over it. With None it always replies.
+        privacy: the client's terms.
+        update: a pytree of floating leaves, but for its public parts.
+        secret: of `load_secret`; it must not leave the client.
+        spent: the account so far.
+        context: what names the request: the run, round, exchange and phase.
+
+    Returns:
+        update: NumPy arrays of the shapes, dtypes and structure that came; computed in float64, then rounded.
+        spent: the account, this reply included.
+
+    Raises:
+        BudgetSpentError: the budget does not allow it.
+        ConfigurationError: a leaf is not floating (an integer cannot be hidden in noise), or a bad argument.
+        NonFiniteError: the update holds a NaN or an infinity.
     """
+    after = privacy.charge(spent)
+    if bad := nonfinite_leaves(private_part(update)):
+        raise NonFiniteError(f"NaN or infinity in the update to protect: {', '.join(bad)}")
 
-    clip: float
-    noise_multiplier: float
-    delta: float
-    epsilon: float | None = None
+    def normal(vector: np.ndarray) -> np.ndarray:
+        key = noise_key(secret, after.total, context, vector, privacy.clip * privacy.noise_multiplier)
+        return gaussian(key, vector.size)
 
-    def __post_init__(self) -> None:
-        _require_number("Privacy.clip", self.clip, 0.0, math.inf)
-        _require_number("Privacy.noise_multiplier", self.noise_multiplier, 0.0, math.inf)
-        _require_number("Privacy.delta", self.delta, 0.0, 1.0)
-        if self.epsilon is not None:
-            _require_number("Privacy.epsilon", self.epsilon, 0.0, math.inf)
-
-    def epsilon_after(self, replies: int) -> float:
-        """Return ε, at `delta`, of `replies` ≥ 0 replies under this setting."""
-        return PrivacyAccount({float(self.noise_multiplier): replies} if replies else {}).epsilon(self.delta)
-
-    def charge(self, spent: PrivacyAccount) -> PrivacyAccount:
-        """Return the account after a further reply.
-
-        Raises:
-            BudgetSpentError: it would pass `epsilon`.
-        """
-        after = spent.plus(self.noise_multiplier)
-        if self.epsilon is not None and (cost := after.epsilon(self.delta)) > self.epsilon:
-            raise BudgetSpentError(
-                f"privacy budget spent: after {spent.total} replies a further reply would take ε to {cost:.6g} at "
-                f"δ = {self.delta:g}, and Privacy.epsilon = {self.epsilon:g}"
-            )
-        return after
-
-    def protect(
-        self, update: PyTree, secret: bytes, spent: PrivacyAccount, context: Sequence[int | str]
-    ) -> tuple[PyTree, PrivacyAccount]:
-        """Return the clipped and noised update, and the account to store before it is sent.
-
-        Parts marked `Public` are sent as they are, of those marked `Withheld` zeros (see core/fed.py); all else is
-        the vector that is clipped and noised.
-
-        The noise is a function of the secret, the number of the reply, the context, the clipped vector and zC. A number
-        is never used twice, so that every reply has noise of its own, also to a repeated request: asking again
-        averages the noise, and that is what the account charges for. (Noise that came back with the same request
-        would tell, by two replies being equal or not, whether the data make a difference.) Should an account
-        be lost and a number come back, the noise still differs wherever another argument does.
-
-        Args:
-            update: a pytree of floating leaves, but for its public parts.
-            secret: of `load_secret`; it must not leave the client.
-            spent: the account so far.
-            context: what names the request: the run, round, exchange and phase.
-
-        Returns:
-            update: NumPy arrays of the shapes, dtypes and structure that came; computed in float64, then rounded.
-            spent: the account, this reply included.
-
-        Raises:
-            BudgetSpentError: the budget does not allow it.
-            ConfigurationError: a leaf is not floating (an integer cannot be hidden in noise), or a bad argument.
-            NonFiniteError: the update holds a NaN or an infinity.
-        """
-        after = self.charge(spent)
-        private = jax.tree.map(lambda part: None if is_marked(part) else part, update, is_leaf=is_marked)
-        vector = clipped(flat(private), self.clip)
-        deviation = self.clip * self.noise_multiplier
-        key = noise_key(secret, after.total, context, vector, deviation)
-        vector = vector + deviation * gaussian(key, vector.size)
-        leaves, structure = jax.tree.flatten(jax.tree.map(np.asarray, private))
-        parts = np.split(vector, np.cumsum([leaf.size for leaf in leaves], dtype=int))  # and an empty part
-        sent = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=False)]
-        return jax.tree.map(as_sent, update, jax.tree.unflatten(structure, sent), is_leaf=is_marked), after
+    return privacy.noised(update, normal, np), after
 
 
 def load_secret(path: str | Path) -> bytes:
@@ -228,44 +84,6 @@ def load_secret(path: str | Path) -> bytes:
     secret = path.read_bytes()
     require(len(secret) == SECRET_BYTES, f"the length of {path}", len(secret), f"{SECRET_BYTES} bytes")
     return secret
-
-
-def is_marked(part: object) -> bool:
-    """Tell whether a part of an update is no part of the vector that is clipped and noised."""
-    return isinstance(part, Public | Withheld)
-
-
-def as_sent(part: PyTree, noised: PyTree) -> PyTree:
-    """Return the part of an update that is sent in place of `part`: `noised`, unless `part` is marked."""
-    if isinstance(part, Withheld):
-        return jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), part)
-    return jax.tree.map(np.asarray, part) if isinstance(part, Public) else noised
-
-
-def flat(update: PyTree) -> np.ndarray:
-    """Put all leaves into a float64 vector.
-
-    Raises:
-        ConfigurationError, NonFiniteError: as in `Privacy.protect`.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(update)
-    for path, leaf in leaves:
-        got = str(getattr(leaf, "dtype", type(leaf).__name__))
-        field = f"the dtype of update{jax.tree_util.keystr(path)}"
-        require(is_floating(leaf), field, got, "floating, for noise to be added to it")
-    if bad := nonfinite_leaves(update):
-        raise NonFiniteError(f"NaN or infinity in the update to protect: {', '.join(bad)}")
-    return np.concatenate([np.zeros(0), *(np.asarray(leaf, np.float64).ravel() for _, leaf in leaves)])
-
-
-def clipped(vector: np.ndarray, bound: float) -> np.ndarray:
-    """Scale `vector` (float64, finite) down to the L2 norm `bound` if it is longer; no square over- or underflows."""
-    largest = float(np.max(np.abs(vector), initial=0.0))
-    if largest == 0.0:
-        return vector
-    scaled = vector / largest
-    norm = math.sqrt(scaled @ scaled)
-    return vector if largest * norm <= bound else scaled * (bound / norm)
 
 
 def noise_key(secret: bytes, number: int, context: Sequence[int | str], vector: np.ndarray, deviation: float) -> bytes:
@@ -305,11 +123,6 @@ def _create_secret(path: Path) -> None:
         pass  # the other process's is as good
     finally:
         os.unlink(temporary)
-
-
-def _require_number(field: str, got: object, low: float, high: float) -> None:
-    fits = isinstance(got, int | float) and not isinstance(got, bool) and low < got < high
-    require(fits, field, got, f"a number above {low:g} and below {high:g}")
 
 
 def is_kept(part: object) -> bool:
@@ -381,7 +194,7 @@ class PrivacyGuard:
     def protect(self, update: PyTree, context: Sequence[int | str]) -> tuple[PyTree, float]:
         """Return the clipped and noised update, and ε so far, this reply included."""
         with lock.wait_for_lock(self.lock):
-            sent, spent = self.privacy.protect(update, self.secret, self.read(), context)
+            sent, spent = protect(self.privacy, update, self.secret, self.read(), context)
             self.write(spent)
         return sent, spent.epsilon(self.privacy.delta)
 

@@ -25,6 +25,7 @@ from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, FloorError, require
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.own import Given, OwnNumbers, check_own
+from fedbilevel.core.privacy import BudgetSpentError, NoiseError, Privacy, check_noise
 from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
@@ -33,10 +34,10 @@ from fedbilevel.engines.fingerprint import of_samples
 from fedbilevel.engines.machine import keep_on_disk_if_possible
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.submodels import SubmodelPlan
-from fedbilevel.flower import privacy, wire
+from fedbilevel.flower import wire
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.store import ContextStore, FolderStore, Store, Versions
-from fedbilevel.flower.privacy import Privacy, PrivacyGuard
+from fedbilevel.flower.privacy import PrivacyGuard, released, without_replies
 from fedbilevel.flower.refusal import OPERATOR, Code, Refusal
 from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage, ResponseMessage
 
@@ -101,7 +102,7 @@ class Site:
         share = self.capacity is None or 0 < self.capacity <= 1
         require(share, "Site.capacity", self.capacity, "None, or above 0 and at most 1")
         if self.privacy is not None:
-            privacy.check_noise(self.algorithm)
+            check_noise("Site.privacy", self.algorithm)
         hidden = self.privacy is None or not self.tells_metrics
         require(hidden, "Site.tells_metrics", True, "False, with privacy: its own metrics would leave it without noise")
         require(self.folder is None or isinstance(self.folder, Path), "Site.folder", self.folder, "a pathlib.Path")
@@ -163,7 +164,7 @@ class ClientRuntime:
         if terms is not None and self.guard is not None:
             account, budget = (
                 self.guard.read(),
-                "no budget" if terms.epsilon is None else f"budget ε = {terms.epsilon:g}",
+                "no budget" if terms.budget is None else f"budget ε = {terms.budget:g}",
             )
             each = f"ε = {terms.epsilon_after(1):.3g} for a reply, {account.epsilon(terms.delta):.4g} so far"
             hidden = f"clip {terms.clip:g}, noise {terms.noise_multiplier:g}; {each}, at δ = {terms.delta:g}, {budget}"
@@ -244,13 +245,13 @@ class ClientRuntime:
             counted = request.counted_round, request.counted_exchange
             kept = store.load(request.run, self.contract.state).up_to(counted, request.round)
         before = kept.states[-1] if kept.states else None if request.fresh else self.first
-        seen = before if self.guard is None else privacy.without_replies(before)
+        seen = before if self.guard is None else without_replies(before)
         reply = self.played(call.phase, message, request, seen)
         response = replace(blank, layout=wire.layout(reply.update))
         if self.guard is not None:  # metrics and counts of work tell of the data, too
             context: list[int | str] = [request.run, request.round, request.exchange, request.phase]
             sent, epsilon = self.guard.protect(reply.update, context)
-            sent, state = privacy.released(sent, before, reply.state)
+            sent, state = released(sent, before, reply.state)
             reply = reply._replace(state=state)
             response = replace(response, payload=wire.to_bytes(sent), epsilon=epsilon, delta=self.guard.privacy.delta)
         else:
@@ -369,9 +370,9 @@ def program(problem: Problem) -> Any:
 
 
 MEANT: dict[type[Exception], Code] = {
-    privacy.BudgetSpentError: Code.BUDGET,
+    BudgetSpentError: Code.BUDGET,
     FloorError: Code.FLOOR,
-    privacy.NoiseError: Code.METHOD,
+    NoiseError: Code.METHOD,
 }
 """Errors whose text is meant for servers, too."""
 

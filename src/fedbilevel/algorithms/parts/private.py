@@ -1,0 +1,133 @@
+"""A method whose clients reply under local differential privacy, as sites of a federation do, but in a simulation.
+
+The noise of a reply is drawn from the key that the phase gets, which is another for each client, round and exchange,
+and from the number of the client's reply. Clipping and noise are computed in the run's float type: float32, or float64
+under x64. Metrics of clients are dropped, as a site sends none. Counts of work stay: the simulated clock needs them,
+and the time that a reply takes is not hidden at a site either.
+
+The account: a client counts its own replies. Where it cannot keep a count, in fresh cohorts and where clients hold
+submodels, each exchange counts for every client: an upper bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedbilevel.algorithms.parts.wrappers import KeepingFed, Wrapper
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.client import Client
+from fedbilevel.core.config import static
+from fedbilevel.core.facts import Findings
+from fedbilevel.core.fed import Fed, Phase, Reply
+from fedbilevel.core.privacy import Privacy
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree
+
+NOISE = 0x6E6F6973  # of a phase's key, the stream of the noise
+
+
+class ServerState(NamedTuple):
+    """The server's state."""
+
+    inside: Any  # the state of the method inside
+    uncounted: Array  # exchanges so far whose replies the clients did not count
+
+    @property
+    def x(self) -> PyTree:
+        return self.inside.x
+
+    @property
+    def y(self) -> PyTree:
+        return self.inside.y
+
+
+class ClientState(NamedTuple):
+    """A client's state, kept between rounds."""
+
+    inside: PyTree  # what the method inside has it keep
+    replies: Array  # so far
+
+
+class Private(Wrapper):
+    """A method whose replies are clipped and noised at each client.
+
+    Args:
+        algorithm: the method.
+        privacy: the terms of every client.
+        counts: whether clients count their replies; False where they can keep nothing between rounds.
+    """
+
+    privacy: Privacy
+    counts: bool = static(default=True)
+
+    def init(self, x: PyTree, y: PyTree) -> ServerState:
+        return ServerState(self.algorithm.init(x, y), jnp.zeros((), jnp.int32))
+
+    def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
+        inside = self.algorithm.client_state(problem, x, y)
+        return ClientState(inside, jnp.zeros((), jnp.int32)) if self.counts else inside
+
+    def round(self, fed: Fed, state: ServerState, key: Array) -> ServerState:
+        counting = CountingFed(fed, state.uncounted, self.counts)
+        inside = self.algorithm.round(counting, state.inside, key)
+        return ServerState(inside, counting.kept)
+
+    def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
+        kept = client.state
+        counted = isinstance(kept, ClientState)  # not in a fresh cohort, where what a client keeps is out of reach
+        inside, number = kept if counted else (kept, jnp.zeros((), jnp.int32))
+        reply = self.algorithm.run_phase(name, replace(client, state=inside), message, key)
+        stream = jax.random.fold_in(jax.random.fold_in(key, NOISE), number)
+        sent = self.privacy.noised(reply.update, lambda u: jax.random.normal(stream, u.shape, u.dtype), jnp)
+        state = reply.state
+        if counted:
+            state = ClientState(inside if state is None else state, number + 1)
+        return reply._replace(update=sent, state=state, metrics=None)
+
+    def finished(self, state: ServerState) -> Any:
+        return self.algorithm.finished(state.inside)
+
+    def findings(self, state: ServerState) -> Findings:
+        return self.algorithm.findings(state.inside)
+
+
+class CountingFed(KeepingFed):
+    """A `Fed` that counts the exchanges whose replies the clients do not count."""
+
+    def __init__(self, fed: Fed, kept: Array, counts: bool) -> None:
+        super().__init__(fed, kept, fed.sampled)
+        self.counts = counts
+
+    def mean(
+        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
+    ) -> PyTree:
+        self.kept = self.kept + int(fresh is not None or not self.counts)
+        return self.fed.mean(phase, message, key, unbiased=unbiased, fresh=fresh)
+
+    def sum_first(self, n: int, phase: Phase, message: PyTree, key: Array, **options: Any) -> PyTree:
+        return self.fed.sum_first(n, phase, message, key, **options)
+
+
+def private(algorithm: Algorithm, privacy: Privacy, counts: bool) -> Algorithm:
+    """Return a method whose replies are clipped and noised, within the wrappers that it has: what `Asynchronous` keeps
+    and sends differences of is then what left a client."""
+    if isinstance(algorithm, Wrapper):
+        return replace(algorithm, algorithm=private(algorithm.algorithm, privacy, counts))
+    return Private(algorithm, privacy=privacy, counts=counts)
+
+
+def replies_at_most(state: Any, clients: PyTree) -> int:
+    """Return how many replies have left the client with the most of them, by the states of the server and of all
+    clients; where clients do not count, at most so many."""
+    own = [node.replies for node in jax.tree.leaves(clients, is_leaf=_keeps) if _keeps(node)]
+    servers = [node.uncounted for node in jax.tree.leaves(state, is_leaf=_keeps) if _keeps(node)]
+    return sum(int(jnp.max(count)) for count in own + servers)
+
+
+def _keeps(node: object) -> bool:
+    return isinstance(node, ServerState | ClientState)

@@ -1,0 +1,316 @@
+"""Differential privacy in a simulation: what is clipped, the law of the noise, ε, the budget, and that engines agree.
+
+Random claims are made of one seed, so that each test gives one result, and allow four standard errors.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from two_phase import TwoPhase
+
+import fedbilevel as fb
+from fedbilevel import authoring
+from fedbilevel.engines.engine import round_keys
+from fedbilevel.errors import CheckpointError, ConfigurationError
+from fedbilevel.tasks.quadratic import quadratic
+from fixed_steps import fixed
+
+TASK = quadratic(clients=6, dim_x=2, dim_y=3, samples=(3, 5))
+SIMFBO = fixed(fb.SimFBO(batch_size=2, local_steps=2))
+NEUMANN = fb.parts.Implicit(solver=fb.parts.Neumann(terms=2))
+FEDNEST = fixed(fb.FedNest(batch_size=2, inner=fb.parts.SVRG(local_steps=1), hypergradient=NEUMANN))
+FEW = fb.Privacy(clip=1e6, noise_multiplier=1e-20, delta=1e-5)  # noise of deviation 1e-14
+PRIVACY = fb.Privacy(clip=0.5, noise_multiplier=0.3, delta=1e-5)
+
+
+def solve(algorithm, task=TASK, **given):
+    return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, **({"rounds": 3, "key": 1} | given))
+
+
+def close(one, other, tolerance=1e-12):
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+# What is sent
+
+
+class Sums(NamedTuple):
+    """Of v, the mean of replies without its expectation: Σ v, Σ v vᵀ, Σ v (the last v)ᵀ, and what came last."""
+
+    x: jax.Array
+    y: jax.Array
+    square: jax.Array
+    lagged: jax.Array
+    got: jax.Array
+    last: jax.Array
+
+
+class Gradients(authoring.Algorithm):
+    """Asks for the same gradients again and again; with `again` also by the same key."""
+
+    exchanges: int = authoring.static(default=1)
+    again: bool = authoring.static(default=False)
+
+    def init(self, x, y):
+        table = jnp.zeros((x.size, x.size))
+        return Sums(x, y, table, table, {"u": x, "w": x[:1], "n": jnp.zeros(()), "q": x}, x)
+
+    @authoring.phase
+    def gradient(self, client, x, key):
+        u = jax.grad(client.problem.outer)(x, x, client.outer_batch(key, None))
+        marks = {"n": authoring.Public(jnp.ones(())), "q": authoring.Withheld(u)}
+        return authoring.Reply({"u": u, "w": u[:1], **marks}, metrics={"size": u @ u}, gradients=1)
+
+    def round(self, fed, state, key):
+        def step(fed, state, other):
+            got = fed.mean(self.gradient, state.x, key if self.again else other)
+            v, marks = got["u"], {"n": got["n"].public, "q": got["q"].withheld}
+            square, lagged = state.square + jnp.outer(v, v), state.lagged + jnp.outer(v, state.last)
+            return Sums(state.x, state.y + v, square, lagged, got | marks, v)
+
+        return fed.repeat(self.exchanges, step, state, key)
+
+
+D, P = 3, 4
+
+
+def centres(t):
+    """Clients of equal weights, with f_i(x) = ‖x − t_i‖²/2; at x = 0 they reply −t_i, of which the mean is 0."""
+    problem = fb.Bilevel(
+        lambda x, y, b: jnp.mean(jnp.sum((x - b["t"]) ** 2, -1)) / 2 + 0 * y @ y, lambda x, y, b: jnp.sum((x - y) ** 2)
+    )
+    return problem, fb.Clients([{"t": row[None]} for row in t]), jnp.zeros(D), jnp.zeros(D)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_noise_of_a_mean_has_variance_z_squared_c_squared_over_p(again):
+    """Over n exchanges: mean 0, covariance σ²/P·I with σ = zC, no correlation from one to the next, also by one key.
+    Sums of n squares have variance 2n·(σ²/P)², those of products of independent numbers half of it."""
+    n, sigma = 20_000, 0.7 * 2.0
+    terms, v = fb.Privacy(clip=2.0, noise_multiplier=0.7, delta=1e-5), sigma**2 / P
+    state = fb.solve(
+        Gradients(exchanges=n, again=again), *centres(np.zeros((P, D))), rounds=1, privacy=terms, key=3
+    ).state.inside
+    assert np.all(np.abs(state.y) < 4 * np.sqrt(n * v))
+    assert np.all(np.abs(state.square / n - v * np.eye(D)) < 4 * v * np.sqrt((1 + np.eye(D)) / n))
+    assert np.all(np.abs(state.lagged / n) < 4 * v / np.sqrt(n))
+
+
+@pytest.mark.parametrize("clip", [0.5, 2.0, 100.0])
+def test_all_unmarked_leaves_together_are_clipped(clip):
+    """u and its first entry again, of each client: ‖(u, u_0)‖ is 0.7 to 6 here. What is marked has no part in it."""
+    t = np.array([[0.5, 0, 0], [0, 1, 2], [3, 2, 1], [-4, 0, 1.0]])
+    terms = fb.Privacy(clip=clip, noise_multiplier=1e-15, delta=1e-5)
+    result = fb.solve(Gradients(), *centres(t), rounds=1, privacy=terms, eval_every=1)
+    whole = np.concatenate([-t, -t[:, :1]], 1)
+    sent = whole * np.minimum(1, clip / np.linalg.norm(whole, axis=1))[:, None]
+    got = result.state.inside.got
+    np.testing.assert_allclose(np.concatenate([got["u"], got["w"]]), sent.mean(0), atol=1e-12)
+    assert (float(got["n"]), got["q"].tolist()) == (1.0, [0.0] * D)
+    assert "size" not in result.history.columns  # as from a site, which tells no metrics
+    assert result.ledger.gradients == P  # for the clock
+
+
+METHODS = {
+    "SimFBO": SIMFBO,
+    "FedNest, fresh cohorts": FEDNEST,
+    "a client state": TwoPhase(),
+    "Asynchronous": fb.Asynchronous(SIMFBO, wait_for=2),
+    "SDBO, first replies": fixed(fb.SDBO()),
+}
+QUICK = ("a client state",)
+SOME = [pytest.param(name, marks=[] if name in QUICK else [pytest.mark.slow]) for name in METHODS]
+TIMED = fb.Clock(compute=0.5, spread=0.3)
+
+
+def given(name):
+    return {"cohort": None} if name in ("Asynchronous", "SDBO, first replies") else {"cohort": 4}
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_without_noise_and_clip_a_run_is_what_it_is_without_privacy(name):
+    """σ = 1e-14, less than the rounding of numbers of size 1."""
+    plain = solve(METHODS[name], **given(name), engine=fb.Local(clock=TIMED))
+    hidden = solve(METHODS[name], **given(name), engine=fb.Local(clock=TIMED), privacy=FEW)
+    close((plain.x, plain.y), (hidden.x, hidden.y), 1e-11)
+    assert float(jnp.linalg.norm(plain.x - TASK.x0)) > 1e-4
+    for cost in ("exchanges", "bytes_down", "bytes_up", "replies", "gradients", "hvps", "ticks"):
+        assert getattr(plain.ledger, cost) == getattr(hidden.ledger, cost)
+
+
+# Engines
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_engines_agree(name):
+    """See tests/engines/test_agreement.py. Noise of deviation 0.15 is in the numbers that agree to 1e-12."""
+    engines = fb.Reference(clock=TIMED), fb.Local(clock=TIMED, devices=2, chunk=2)
+    one, other = (solve(METHODS[name], **given(name), privacy=PRIVACY, engine=engine, rounds=2) for engine in engines)
+    close(one.state, other.state)
+    assert one.ledger == other.ledger
+    assert one.ledger.epsilon > 0
+
+
+@pytest.mark.slow
+def test_clients_with_submodels_have_it_too():
+    """They keep nothing between rounds: each exchange counts for everyone."""
+    task = quadratic(clients=5, dim_x=3, dim_y=4, samples=(3, 3), units=2)
+    task = task.with_own(own={}, capacity=[1.0, 0.5, 0.5, 1.0, 0.5])
+    algorithm = fixed(fb.RABO(batch_size=None))
+    results = [
+        solve(algorithm, task, cohort=3, rounds=2, privacy=PRIVACY, engine=engine)
+        for engine in (fb.Reference(), fb.Local())
+    ]
+    close(results[0].state, results[1].state)
+    ledger = results[1].ledger
+    assert ledger.epsilon == PRIVACY.epsilon_after(ledger.exchanges)
+
+
+# The account
+
+
+def test_epsilon_is_that_of_all_replies_where_everyone_takes_part():
+    """Three inner exchanges and a correction a round."""
+    result = solve(TwoPhase(), rounds=4, eval_every=2, privacy=PRIVACY)
+    expected = [0.0, PRIVACY.epsilon_after(2 * 4), PRIVACY.epsilon_after(4 * 4)]
+    assert result.history["epsilon"].tolist() == expected
+    assert result.ledger.epsilon == expected[-1]
+    assert "epsilon" not in result.history.measured
+    assert f"ε = {expected[-1]:.4g} at δ = 1e-05" in str(result.summary())
+
+
+def drawn(rounds, cohort, key=1):
+    """How often each client is drawn for a round."""
+    draw = fb.Cohort(cohort).draw
+    ids = [draw(round_keys(jax.random.key(key), round).cohort, 6) for round in range(rounds)]
+    return np.bincount(np.concatenate(ids), minlength=6)
+
+
+def test_epsilon_with_cohorts_is_that_of_the_client_that_was_drawn_most():
+    counts = drawn(8, 2)
+    assert 1 <= counts.min() + 1 < counts.max() < 8
+    assert solve(SIMFBO, rounds=8, cohort=2, privacy=PRIVACY).ledger.epsilon == PRIVACY.epsilon_after(counts.max())
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.NumericalWarning")
+def test_an_exchange_with_a_fresh_cohort_counts_for_everyone():
+    """FedNest asks its own cohort for the inner steps, and a fresh one in each exchange of the hypergradient."""
+    result = solve(FEDNEST, rounds=5, cohort=2, privacy=PRIVACY)
+    phases = result.ledger.exchanges_by_phase
+    fresh = sum(count for name, count in phases.items() if name.startswith("hypergradient"))
+    own = (result.ledger.exchanges - fresh) // 5
+    assert fresh > 0 < own
+    most = drawn(5, 2).max()
+    assert most < 5
+    assert result.ledger.epsilon == PRIVACY.epsilon_after(most * own + fresh)
+
+
+def test_epsilon_with_asynchronous_clients_counts_their_messages():
+    """The first exchange asks all six, who are equally fast: client 0, by its number, ends it, and is asked again in
+    the second, which client 1 ends, and so on. In the seventh client 5 is asked again, in the eighth client 0."""
+    result = solve(fb.Asynchronous(SIMFBO, wait_for=1), rounds=8, cohort=None, privacy=PRIVACY, eval_every=1)
+    most = [0, 1, 2, 2, 2, 2, 2, 2, 3]
+    assert result.history["epsilon"].tolist() == [PRIVACY.epsilon_after(replies) for replies in most]
+
+
+# The budget
+
+
+@pytest.mark.parametrize("eval_every", [1, 4, 100])
+def test_a_run_ends_before_the_round_that_would_pass_the_budget(eval_every):
+    terms = fb.Privacy(0.5, 5.0, 1e-5, budget=fb.Privacy(0.5, 5.0, 1e-5).epsilon_after(6) * 1.0001)
+    result = solve(SIMFBO, rounds=20, eval_every=eval_every, privacy=terms)
+    assert (result.round, result.ledger.exchanges, result.history.rows[-1]["round"]) == (6, 6, 6)
+    assert result.ledger.epsilon == terms.epsilon_after(6) <= terms.budget < terms.epsilon_after(7)
+    said = f"privacy budget spent after round 6: ε = {terms.epsilon_after(6):.6g} at δ = 1e-05, and "
+    assert result.stopped == f"{said}{terms.epsilon_after(7):.6g} after one more, over {terms.budget:g}"
+    close(solve(SIMFBO, rounds=6, privacy=terms).x, result.x, 0)
+
+
+def test_with_cohorts_it_ends_where_a_client_is_drawn_once_too_often():
+    terms = fb.Privacy(0.5, 5.0, 1e-5, budget=fb.Privacy(0.5, 5.0, 1e-5).epsilon_after(3))
+    expected = next(n for n in range(20) if drawn(n + 1, 2).max() > 3)
+    result = solve(SIMFBO, rounds=20, cohort=2, privacy=terms)
+    assert result.round == expected
+    assert result.stopped
+
+
+def test_a_budget_below_one_round_allows_none():
+    terms = fb.Privacy(0.5, 5.0, 1e-5, budget=0.01)
+    result = solve(SIMFBO, privacy=terms)
+    assert (result.round, len(result.history), result.ledger.epsilon) == (0, 1, 0.0)
+    assert "after round 0" in result.stopped
+
+
+# Going on
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_resumed_run_is_the_unbroken_one_to_the_bit(name, tmp_path):
+    whole = solve(METHODS[name], **given(name), rounds=5, eval_every=1, privacy=PRIVACY)
+    file = tmp_path / "run.npz"
+    solve(METHODS[name], **given(name), rounds=2, eval_every=1, privacy=PRIVACY, checkpoint=file)
+    again = solve(METHODS[name], **given(name), rounds=5, eval_every=1, privacy=PRIVACY, checkpoint=file, resume=True)
+    close(whole.state, again.state, 0)
+    assert whole.ledger == again.ledger
+    assert whole.history["epsilon"].tolist() == again.history["epsilon"].tolist()
+
+
+def test_a_run_that_spent_its_budget_ends_again_where_it_ended(tmp_path):
+    terms = fb.Privacy(0.5, 5.0, 1e-5, budget=fb.Privacy(0.5, 5.0, 1e-5).epsilon_after(2))
+    given = {"rounds": 20, "privacy": terms, "checkpoint": tmp_path / "run.npz"}
+    first = solve(SIMFBO, **given)
+    again = solve(SIMFBO, **given, resume=True)
+    assert (first.round, first.stopped) == (again.round, again.stopped)
+    assert [row["round"] for row in again.history.rows] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("terms", "said"),
+    [
+        (fb.Privacy(0.5, 0.4, 1e-5), r"its privacy\.noise_multiplier is 0\.3, not 0\.4"),
+        (fb.Privacy(0.5, 0.3, 1e-6), r"its privacy\.delta is 1e-05, not 1e-06"),
+        (fb.Privacy(0.5, 0.3, 1e-5, budget=9.0), r"its privacy\.budget is None, not 9\.0"),
+        (None, "belongs to a run with privacy, not without"),
+    ],
+)
+def test_a_checkpoint_of_other_terms_is_refused(terms, said, tmp_path):
+    file = tmp_path / "run.npz"
+    solve(SIMFBO, privacy=PRIVACY, checkpoint=file)
+    with pytest.raises(CheckpointError, match=said):
+        solve(SIMFBO, privacy=terms, rounds=5, checkpoint=file, resume=True)
+
+
+# What is refused
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"algorithm": fb.FISM()}, "privacy: FISM does not bear noised replies: .*divides by the mean of 1/n_i"),
+        ({"algorithm": fb.SimFBO()}, r"privacy: SimFBO does not bear noised replies: .*give numbers for .*server_lr"),
+        ({"privacy": {"clip": 1}}, r"privacy = .* must be fedbilevel\.Privacy"),
+        ({"on_divergence": "shrink"}, "on_divergence = 'shrink' .*cannot be taken back"),
+        ({"clients": fb.RemoteClients.of(TASK.clients)}, "privacy = .*None in a federation"),
+        ({"cohort": fb.Cohort(3, replacement=True)}, r"Cohort\.replacement"),
+    ],
+    ids=lambda given: next(iter(given)) if isinstance(given, dict) else "",
+)
+def test_what_does_not_go_together_is_refused(changes, said):
+    algorithm = changes.pop("algorithm", SIMFBO)
+    simple = isinstance(algorithm, fb.FISM)
+    problem = fb.SimpleBilevel(lambda x: x @ x, lambda x, b: jnp.sum(x), fb.projections.box(-1, 1))
+    start = (jnp.ones(2),) if simple else (TASK.x0, TASK.y0)
+    with pytest.raises(ConfigurationError, match=said):
+        fb.solve(
+            algorithm,
+            problem if simple else TASK.problem,
+            changes.pop("clients", TASK.clients),
+            *start,
+            **({"rounds": 1, "privacy": PRIVACY} | changes),
+        )
