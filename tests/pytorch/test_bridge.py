@@ -91,6 +91,10 @@ def test_what_cannot_be_a_function_is_refused_in_one_sentence(name):
 def test_what_is_no_module_and_no_tensor_is_refused():
     with pytest.raises(ConfigurationError, match=r"module = 'function' .* a torch.nn.Module"):
         from_torch(lambda x: x, X)
+    with pytest.raises(ConfigurationError, match=r"'OptimizedModule' .* inside that: module\._orig_mod$"):
+        from_torch(torch.compile(nn.Linear(4, 4)), X)
+    with pytest.raises(ConfigurationError, match=r"'DataParallel' .* inside that: module\.module$"):
+        from_torch(nn.DataParallel(nn.Linear(4, 4)), X)
     with pytest.raises(ConfigurationError, match=r"example = 3 .* a tensor"):
         from_torch(module_of(lambda self, x, n: x * n), X, 3)
     with pytest.raises(ConfigurationError, match=r"batch_axis = -1 .* counted from 0"):
@@ -213,6 +217,8 @@ def test_one_module_is_divided_by_names():
     x, y = split(start, lambda name: name.startswith("0."))
     assert (list(x), list(y)) == (["0.weight", "0.bias"], ["2.weight", "2.bias"])
     agree(apply(x | y, X.numpy()), module(X))
+    with pytest.raises(ConfigurationError, match=r"chosen = '0\.' .* a function of a name"):
+        split(start, "0.")
 
 
 def test_apply_computes_in_the_dtype_of_the_parameters():
