@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+import fedbilevel as fb  # noqa: E402
 from fedbilevel.errors import ConfigurationError  # noqa: E402
 from fedbilevel.torch import from_torch, load, parameters, split  # noqa: E402
 
@@ -99,6 +100,14 @@ def test_what_is_no_module_and_no_tensor_is_refused():
         from_torch(module_of(lambda self, x, n: x * n), X, 3)
     with pytest.raises(ConfigurationError, match=r"batch_axis = -1 .* counted from 0"):
         from_torch(nn.Linear(4, 4), X, batch_axis=-1)
+
+
+def test_tensors_and_modules_as_variables_are_refused():
+    module, rows = nn.Linear(4, 2), np.zeros((2, 3, 4), np.float32)
+    problem = fb.Bilevel(lambda x, y, u: jnp.sum(y), lambda x, y, u: jnp.sum(y**2 - x * y))
+    for start, said in (dict(module.named_parameters()), r"\['bias'\], a Parameter"), (module, "a Linear"):
+        with pytest.raises(ConfigurationError, match=f"^{said} of PyTorch is no variable.*from_torch"):
+            fb.solve(fb.SimFBO(), problem, fb.Clients(rows), 0.0, start, rounds=1)
 
 
 def test_inputs_that_differ_from_the_example_are_refused():
