@@ -74,7 +74,8 @@ class ConfigurationError(FedbilevelError, ValueError):
         if not self.path:
             return text
         if isinstance(self.allowed, str):
-            said = f"{self.path} = {self.got!r} is not allowed: it must be {self.allowed}{near}"
+            first, *more = repr(self.got).splitlines() or [""]
+            said = f"{self.path} = {first}{' …' if more else ''} is not allowed: it must be {self.allowed}{near}"
             return f"{said}; {text}" if text else said
         said = f"unknown {self.path} {str(self.got)[:200]!r}{near}{f', {text}' if text else ''}"
         return f"{said} (allowed: {', '.join(self.allowed)})"
