@@ -139,11 +139,15 @@ def test_the_check_finds_a_forbidden_import_in_flower(path: str, source: str) ->
     assert len(forbidden_in_flower(source, Path(path))) == 1
 
 
-def test_a_name_of_another_public_module_is_found() -> None:
+def test_a_name_of_another_public_module_or_a_near_one_is_found() -> None:
     import fedbilevel
 
     with pytest.raises(AttributeError, match=r"no attribute 'SVRG': fedbilevel.parts.SVRG"):
         _ = fedbilevel.SVRG
+    with pytest.raises(AttributeError, match=r"no attribute 'SimFbo': did you mean 'SimFBO'\?"):
+        _ = fedbilevel.SimFbo
+    with pytest.raises(AttributeError, match=r"no attribute 'Qqqq'$"):
+        _ = fedbilevel.Qqqq
 
 
 def test_docs_and_examples_import_nothing_private() -> None:

@@ -18,17 +18,18 @@ def __getattr__(name: str) -> Any:
         return import_module("fedbilevel.estimators")
     public = import_module("fedbilevel.public")
     if name != "__all__" and name not in public.__all__:
-        found = _elsewhere(name)
+        found = _elsewhere(name, public.__all__)
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (f": {found}" if found else ""))
     return getattr(public, name)
 
 
-def _elsewhere(name: str) -> str:
-    """The public place of a name that `fedbilevel` itself does not have, or ""."""
+def _elsewhere(name: str, here: list[str]) -> str:
+    """The public place of a name that `fedbilevel` itself does not have, or the nearest one that it has, or ""."""
     for module in ("fedbilevel.errors", "fedbilevel.parts", "fedbilevel.authoring"):
         if name in import_module(module).__all__:
             return f"{module}.{name}"
-    return ""
+    near = import_module("fedbilevel.core.errors").nearest(name, here)
+    return f"did you mean {near!r}?" if near else ""
 
 
 def __dir__() -> list[str]:

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 
 import fedbilevel as fb
@@ -21,6 +22,8 @@ def test_a_value_that_is_not_allowed_stands_in_fields() -> None:
     assert error.near == ""
     assert error.wrong == (error,)
     assert str(error) == "SimFBO.radius = -1.0 is not allowed: it must be a positive number or a schedule"
+    long = of(lambda: require(False, "a.b", fb.Clients([np.ones(2)] * 3), "2"))
+    assert str(long) == "a.b = 3 clients … is not allowed: it must be 2"
 
 
 def test_a_misspelt_name_has_the_nearest_and_all() -> None:

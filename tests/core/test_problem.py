@@ -77,6 +77,28 @@ def test_a_misspelt_argument_is_answered_with_the_nearest(make, words):
         make()
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (
+            lambda: fb.solve(round=3),
+            r"unknown argument of solve 'round'; did you mean 'rounds'\? \(allowed: ",
+        ),
+        (lambda: fb.solve(1, 2, 3, 4, rounds=5, seed=6), "unknown argument of solve 'seed'; did you mean 'key'"),
+        (lambda: fb.solve(1, 2, 3, 4), r"^solve: missing a required .*'rounds' \(arguments: algorithm, .*, rounds, "),
+        (lambda: fb.solve(1, 2, 3, 4, 5, 6), r"^solve: too many positional arguments \(arguments: "),
+        (lambda: fb.Clients.split(SAMPLES), r"^Clients.split: missing a required .*'seed' \(arguments: samples, "),
+        (lambda: fb.Clients.split(SAMPLES, sed=0), r"unknown argument of Clients.split 'sed'; did you mean 'seed'"),
+        (lambda: fb.Bilevel(good), r"^Bilevel: missing a required argument: 'inner' \(arguments: outer, inner, "),
+        (lambda: fb.SimFBO(0.1), r"^SimFBO: too many positional arguments \(fields: .*batch_size"),
+    ],
+)
+def test_a_call_that_does_not_fit_is_answered_in_one_sentence(call, said):
+    with pytest.raises(ConfigurationError, match=said) as error:
+        call()
+    assert "\n" not in str(error.value)
+
+
 def test_checking_computes_nothing():
     def loss(x, y, batch):
         calls.append(isinstance(x, jax.core.Tracer))

@@ -71,6 +71,15 @@ def test_the_error_says_how_far_x_had_gone_and_what_steps_on_y_it_allowed():
     ) in str(error.value)
 
 
+def test_a_loss_that_is_not_finite_at_the_start_is_named():
+    """Entry 3 of three scores is NaN, as JAX fills; its derivative is 0, and the curvature of y² is finite."""
+    labels = np.array([[0, 1], [2, 3]])
+    outer = lambda x, y, label: -jnp.mean(jnp.take(y, label))  # noqa: E731
+    problem = fb.Bilevel(outer, lambda x, y, label: outer(x, y, label) + jnp.exp(x) * y @ y)
+    with pytest.raises(NonFiniteError, match=r"the outer loss is not finite at the start already.*labels that are b"):
+        fb.solve(fb.SimFBO(), problem, fb.Clients(labels), 0.0, np.zeros(3), rounds=1)
+
+
 def warned_of(rounds, lr, **given):
     """The warnings of a run from x = 8 with f = x²/2: x ← (1 − lr)x."""
     problem = fb.SingleLevel(lambda x, batch: jnp.mean((x - batch) ** 2) / 2)

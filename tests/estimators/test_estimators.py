@@ -13,6 +13,7 @@ from sklearn.pipeline import make_pipeline
 import fedbilevel as fb
 from fedbilevel.data.clients import dealt
 from fedbilevel.engines.solve import solve
+from fedbilevel.errors import ConfigurationError
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.population import Population
 from implicit import implicit_gradient
@@ -231,6 +232,18 @@ ROWS, TARGET = np.arange(24.0).reshape(8, 3) % 5, np.arange(8) % 2
 def test_what_does_not_fit_is_named(model, fields, arguments, words):
     with pytest.raises(ValueError, match=words):
         getattr(fb.estimators, model)(**fields).fit(*arguments)
+
+
+def test_words_and_misspelt_arguments_are_named():
+    frame = pd.DataFrame(ROWS, columns=list("abc")).assign(site="north")
+    with pytest.raises(ConfigurationError, match=r"column 'site' of X = 'words' .* Preparer .*; sites are groups"):
+        fb.estimators.Ridge().fit(frame, TARGET)
+    with pytest.raises(ConfigurationError, match=r"groups = 'site' .* the site of each row, such as frame\['site'\]"):
+        fb.estimators.Ridge().fit(frame[["a", "b"]], TARGET, groups="site")
+    with pytest.raises(ConfigurationError, match="argument of Ridge 'round'; did you mean 'rounds'"):
+        fb.estimators.Ridge(round=3)
+    with pytest.raises(ConfigurationError, match=r"argument of Penalised.fit 'group'; did you mean 'groups'"):
+        fb.estimators.Ridge().fit(ROWS, TARGET, group=TARGET)
 
 
 def test_unknown_columns_are_named(ridge, table):

@@ -15,6 +15,7 @@ import fedbilevel as fb
 from fedbilevel.cli import main
 from fedbilevel.experiments import configure, federation, load_run, read_spec, run
 from fedbilevel.experiments.federation import write_app
+from fedbilevel.flower import versions
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import in_a_sentence
 from fedbilevel.flower.server.terms import Terms
@@ -83,6 +84,13 @@ def test_a_demo_plays_the_task_that_is_asked_for(given, task, clients, rounds, s
     assert main(["flower", "demo", *given]) == 0
     ((asked, count),) = played
     assert (asked.task.name, count, asked.run.rounds) == (task, clients, rounds)
+
+
+def test_a_demo_without_flower_writes_nothing(spec, tmp_path, monkeypatch):
+    monkeypatch.setattr(versions, "installed", lambda: None)
+    with pytest.raises(fb.errors.ConfigurationError, match="this needs Flower"):
+        federation.play_demo(spec, 2, tmp_path / "demo", persistent=True)
+    assert not (tmp_path / "demo").exists()
 
 
 def test_an_unfinished_run_goes_on_under_its_name(spec, tmp_path):

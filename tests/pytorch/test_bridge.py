@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
+import fedbilevel as fb  # noqa: E402
 from fedbilevel.errors import ConfigurationError  # noqa: E402
 from fedbilevel.torch import from_torch, load, parameters, split  # noqa: E402
 
@@ -91,10 +92,22 @@ def test_what_cannot_be_a_function_is_refused_in_one_sentence(name):
 def test_what_is_no_module_and_no_tensor_is_refused():
     with pytest.raises(ConfigurationError, match=r"module = 'function' .* a torch.nn.Module"):
         from_torch(lambda x: x, X)
+    with pytest.raises(ConfigurationError, match=r"'OptimizedModule' .* inside that: module\._orig_mod$"):
+        from_torch(torch.compile(nn.Linear(4, 4)), X)
+    with pytest.raises(ConfigurationError, match=r"'DataParallel' .* inside that: module\.module$"):
+        from_torch(nn.DataParallel(nn.Linear(4, 4)), X)
     with pytest.raises(ConfigurationError, match=r"example = 3 .* a tensor"):
         from_torch(module_of(lambda self, x, n: x * n), X, 3)
     with pytest.raises(ConfigurationError, match=r"batch_axis = -1 .* counted from 0"):
         from_torch(nn.Linear(4, 4), X, batch_axis=-1)
+
+
+def test_tensors_and_modules_as_variables_are_refused():
+    module, rows = nn.Linear(4, 2), np.zeros((2, 3, 4), np.float32)
+    problem = fb.Bilevel(lambda x, y, u: jnp.sum(y), lambda x, y, u: jnp.sum(y**2 - x * y))
+    for start, said in (dict(module.named_parameters()), r"\['bias'\], a Parameter"), (module, "a Linear"):
+        with pytest.raises(ConfigurationError, match=f"^{said} of PyTorch is no variable.*from_torch"):
+            fb.solve(fb.SimFBO(), problem, fb.Clients(rows), 0.0, start, rounds=1)
 
 
 def test_inputs_that_differ_from_the_example_are_refused():
@@ -213,6 +226,8 @@ def test_one_module_is_divided_by_names():
     x, y = split(start, lambda name: name.startswith("0."))
     assert (list(x), list(y)) == (["0.weight", "0.bias"], ["2.weight", "2.bias"])
     agree(apply(x | y, X.numpy()), module(X))
+    with pytest.raises(ConfigurationError, match=r"chosen = '0\.' .* a function of a name"):
+        split(start, "0.")
 
 
 def test_apply_computes_in_the_dtype_of_the_parameters():

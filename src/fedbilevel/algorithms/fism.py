@@ -36,7 +36,6 @@ Checked in tests/algorithms/test_fism.py (against the formulas in NumPy, solutio
 rate of Theorem 11) and tests/engines/test_agreement.py.
 """
 
-import warnings
 from abc import abstractmethod
 from typing import Any, Literal
 
@@ -50,7 +49,7 @@ from fedbilevel.algorithms.parts.iterative_regularization import DecreasingSteps
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive_integer, static
-from fedbilevel.core.errors import NumericalWarning, require, unknown
+from fedbilevel.core.errors import NumericalWarning, require, unknown, warn
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.problem import Problem
@@ -161,7 +160,7 @@ class FISM(Incremental):
             and np.ptp(shares := clients.inner.size / clients.weights) > 1e-9 * shares.max()
         ):
             text = "FISM weighs a client's walk by p_i/n_i, where its paper takes the plain mean of all walks: that is "
-            warnings.warn(NumericalWarning(f"{text}Clients(weights='size')"), stacklevel=4)
+            warn(NumericalWarning(f"{text}Clients(weights='size')"))
 
 
 class IRIG(Incremental):

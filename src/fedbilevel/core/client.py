@@ -18,6 +18,7 @@ from fedbilevel.core.card import Card, Shown, counted, listed, named_shape, span
 from fedbilevel.core.errors import (
     ConfigurationError,
     FloorError,
+    explain_call,
     explain_misspelt,
     is_count,
     is_number,
@@ -99,6 +100,7 @@ class Clients(Shown):
         object.__setattr__(self, "capacity", read_capacity("Clients.capacity", count, capacity))
 
     @classmethod
+    @explain_call
     def split(
         cls,
         samples: PyTree,

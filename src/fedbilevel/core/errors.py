@@ -1,10 +1,14 @@
 """Errors and warnings, one class per kind, each message saying which field, what it got and what is allowed."""
 
 import difflib
+import functools
 import inspect
 import math
-from collections.abc import Iterable, Sequence
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any, TypeVar
 
 __all__ = [
@@ -25,6 +29,8 @@ __all__ = [
 
 
 T = TypeVar("T", bound=type)
+F = TypeVar("F", bound=Callable)
+HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class FedbilevelError(Exception):
@@ -68,7 +74,8 @@ class ConfigurationError(FedbilevelError, ValueError):
         if not self.path:
             return text
         if isinstance(self.allowed, str):
-            said = f"{self.path} = {self.got!r} is not allowed: it must be {self.allowed}{near}"
+            first, *more = repr(self.got).splitlines() or [""]
+            said = f"{self.path} = {first}{' …' if more else ''} is not allowed: it must be {self.allowed}{near}"
             return f"{said}; {text}" if text else said
         said = f"unknown {self.path} {str(self.got)[:200]!r}{near}{f', {text}' if text else ''}"
         return f"{said} (allowed: {', '.join(self.allowed)})"
@@ -139,22 +146,43 @@ def nearest(name: str, names: Iterable[str]) -> str:
     return lower[near[0]] if near else ""
 
 
-SAME = {"x_bounds": "project_x", "higher_is_better": "larger_is_better"}
+SAME = {"seed": "key", "x_bounds": "project_x", "higher_is_better": "larger_is_better"}
 """Names that people try, and what they are here."""
 
 
 def explain_misspelt(cls: T, kind: str = "argument") -> T:
-    """Let every misspelt keyword of a class be answered with the nearest name, and all."""
+    """Let wrong arguments of a class be answered as `explain_call` does; of subclasses, too."""
     original: Any = cls.__init__  # type: ignore[misc]
-    names = list(inspect.signature(original).parameters)[1:]
+    signature = inspect.signature(original)
 
+    @functools.wraps(original)
     def __init__(self: Any, *given: Any, **named: Any) -> None:
-        refuse_together([unknown(f"{kind} of {cls.__name__}", name, names) for name in named if name not in names])
+        _require_bound(type(self).__name__, kind, signature, (self, *given), named)
         original(self, *given, **named)
 
-    __init__.__wrapped__ = original  # type: ignore[attr-defined]
     cls.__init__ = __init__  # type: ignore[misc]
     return cls
+
+
+def explain_call(function: F) -> F:
+    """Let misspelt keywords of a function be answered with the nearest name, and all; missing ones by their names."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    def called(*given: Any, **named: Any) -> Any:
+        _require_bound(function.__qualname__, "argument", signature, given, named)
+        return function(*given, **named)
+
+    return called  # type: ignore[return-value]
+
+
+def _require_bound(name: str, kind: str, signature: inspect.Signature, given: Any, named: dict[str, Any]) -> None:
+    names = [one for one in signature.parameters if one not in ("self", "cls")]
+    refuse_together([unknown(f"{kind} of {name}", one, names) for one in named if one not in names])
+    try:
+        signature.bind(*given, **named)
+    except TypeError as error:
+        raise ConfigurationError(f"{name}: {error} ({kind}s: {', '.join(names)})") from None
 
 
 def refuse_together(wrong: Iterable[ConfigurationError]) -> None:
@@ -167,6 +195,14 @@ def refuse_together(wrong: Iterable[ConfigurationError]) -> None:
 def diverged(where: str, what: str) -> NonFiniteError:
     """The error for numbers that stopped being finite in the course of a run, with what to try."""
     return NonFiniteError(f"{where}{what} is not finite; smaller steps may help, fb.diagnose suggests some")
+
+
+def warn(warning: Warning) -> None:
+    """Warn, pointing at the line outside of this library that called it."""
+    frame, level = inspect.currentframe(), 1
+    while frame and frame.f_back and frame.f_code.co_filename.startswith(HERE):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(warning, stacklevel=level)
 
 
 def require(holds: bool, field: str, got: object, allowed: str) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 import inspect
 import os
 import traceback
-import warnings
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.core.errors import ConfigurationError, FedbilevelError, InfluenceWarning, require
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, InfluenceWarning, require, warn
 from fedbilevel.core.foreign import as_numpy, kind_of, tree_of
 from fedbilevel.core.tree import PyTree, in_a_module, nonfinite_leaves, shapes
 
@@ -113,7 +112,7 @@ def require_start(name: str, given: PyTree, variable: PyTree) -> None:
             text = (
                 f"{name}{jax.tree_util.keystr(path)} = {leaf} is a whole number, which stays: write {leaf}.0 to vary it"
             )
-            warnings.warn(InfluenceWarning(text), stacklevel=3)
+            warn(InfluenceWarning(text))
 
 
 def arrays_of(field: str, data: PyTree, whose: str = "") -> PyTree:

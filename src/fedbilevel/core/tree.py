@@ -8,6 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedbilevel.core.errors import ConfigurationError
+
 PyTree = Any
 
 
@@ -99,6 +101,11 @@ def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[Py
     as a rate of dropout; only the arrays are variables.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
+    for path, leaf in leaves:
+        if is_of("torch", leaf):
+            what = f"{jax.tree_util.keystr(path)}, a {type(leaf).__name__}".removeprefix(", ")
+            arrays = "fedbilevel.torch.from_torch(module, example) returns a module's parameters as such"
+            raise ConfigurationError(f"{what} of PyTorch is no variable: x and y are arrays of JAX or NumPy; {arrays}")
     chosen = [varies(leaf) and not (type(leaf) is float and in_a_module(tree, path)) for path, leaf in leaves]
     pairs = list(zip((leaf for _, leaf in leaves), chosen, strict=True))
     variable = jax.tree.unflatten(structure, [jnp.asarray(leaf) if own else None for leaf, own in pairs])
@@ -115,8 +122,12 @@ def in_a_module(tree: PyTree, path: tuple[Any, ...]) -> bool:
             tree = tree[getattr(key, "key", getattr(key, "idx", None))]
         else:
             return False
-    of_equinox = any(base.__module__.partition(".")[0] == "equinox" for base in type(tree).__mro__)
-    return of_equinox and isinstance(last, jax.tree_util.GetAttrKey)
+    return is_of("equinox", tree) and isinstance(last, jax.tree_util.GetAttrKey)
+
+
+def is_of(library: str, value: object) -> bool:
+    """Whether the class of `value`, or one of its bases, is a library's."""
+    return any(base.__module__.partition(".")[0] == library for base in type(value).__mro__)
 
 
 def join(variable: PyTree, fixed: PyTree) -> PyTree:

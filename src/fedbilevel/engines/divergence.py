@@ -59,6 +59,12 @@ def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree
     if problem.implicit_term != "inverse" or not 0 < size <= ENTRIES:
         return ""
     population = Population.of(problem, clients, SAMPLES)
+    for name, total in ("outer", population.outer), ("inner", population.inner):
+        if not np.isfinite(total.value(*start)):
+            return (
+                f"the {name} loss is not finite at the start already, whatever the steps: look for labels that are "
+                "beyond the classes, log(0) and 0/0"
+            )
 
     def largest(x: PyTree, y: PyTree) -> float:
         found = extreme_eigenvalues(lambda v: population.inner.hess_v(x, y, v), y, 0, iterations=PRODUCTS)

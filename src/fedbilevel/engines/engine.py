@@ -5,7 +5,6 @@ Who takes part in a round, and how much each client works, are functions of the 
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -18,7 +17,7 @@ from jax import Array, lax
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_init
 from fedbilevel.core.client import Clients, RemoteClients
-from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count
+from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count, warn
 from fedbilevel.core.fed import LoopBody
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
@@ -194,7 +193,7 @@ def check_availability(clock: Clock, algorithm: Algorithm, population: int, coho
         never = [i for i, column in enumerate(zip(*clock.arrivals, strict=True)) if not any(column)]
         require(len(never) < population, "Clock.arrivals", "False in all rows", "True for some client")
         if never:
-            warnings.warn(AbsenceWarning(f"by Clock.arrivals clients {never[:10]} never reply"), stacklevel=4)
+            warn(AbsenceWarning(f"by Clock.arrivals clients {never[:10]} never reply"))
     absent = clock.never_available(population)
     if not absent.size:
         return
@@ -203,7 +202,7 @@ def check_availability(clock: Clock, algorithm: Algorithm, population: int, coho
     require(enough, *some, f"positive for more of them: a cohort of {cohort.size} may have nobody else")
     named = ", ".join(map(str, absent[:10])) + (", …" if absent.size > 10 else "")
     text = f"{absent.size} of {population} clients are never available, and the run goes on without them: {named}"
-    warnings.warn(AbsenceWarning(text), stacklevel=4)
+    warn(AbsenceWarning(text))
 
 
 def available_population(clock: Clock, clients: Clients) -> float:

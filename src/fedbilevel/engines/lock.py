@@ -10,13 +10,12 @@ from __future__ import annotations
 import os
 import socket
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TextIO
 
-from fedbilevel.core.errors import CheckpointError, CheckpointWarning, InUse
+from fedbilevel.core.errors import CheckpointError, CheckpointWarning, InUse, warn
 from fedbilevel.engines.multihost import ProcessGroup, current_group
 
 try:
@@ -140,7 +139,7 @@ def _taken(path: Path, what: Path) -> list[TextIO]:
         except OSError as error:
             file.close()
             text = f"{what} cannot be locked ({error.strerror or error}): nothing keeps a second run from writing there"
-            warnings.warn(CheckpointWarning(text), stacklevel=5)
+            warn(CheckpointWarning(text))
             return []
         if _is_at(path, file):
             file.truncate(0)

@@ -6,7 +6,6 @@ import math
 import signal
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -29,6 +28,7 @@ from fedbilevel.core.errors import (
     NumericalWarning,
     diverged,
     require,
+    warn,
 )
 from fedbilevel.core.local_x import gather_x
 from fedbilevel.core.metrics import best
@@ -190,7 +190,7 @@ class Loop:
         self.halvings += 1
         round, self.algorithm = int(self.safe.round), halved(self.algorithm)
         text = f"{error}; back to round {round} with half the steps, {self.halvings} of {self.halvings_at_most} times"
-        warnings.warn(NumericalWarning(text), stacklevel=5)
+        warn(NumericalWarning(text))
         carry, self.latest = self.back_to(jax.tree.map(jnp.copy, self.safe), result.round), self.safe
         self.run.close()
         self.run, self.per_client = self.begin(self.algorithm, carry)
@@ -254,7 +254,7 @@ class Loop:
         if found.error:
             raise NumericalError(f"round {round} or soon after: {found.error}")
         if not self.warned and found.warning:
-            warnings.warn(NumericalWarning(f"round {round} or soon after: {found.warning}"), stacklevel=5)
+            warn(NumericalWarning(f"round {round} or soon after: {found.warning}"))
             self.warned = True
 
     def result(self, carry: Carry) -> Result:
@@ -313,7 +313,7 @@ class Loop:
         """Warn where the last row is far above the start, once for each row: the numbers are finite still."""
         if self.growth and self.growth != self.told and self.group.is_first:
             text = f"{self.growth}: the run diverges; {what_to_lower(self.algorithm)}, fb.diagnose suggests steps"
-            warnings.warn(NumericalWarning(text), stacklevel=5)
+            warn(NumericalWarning(text))
         self.told = self.growth or self.told
 
     def agree(self, result: Result, row: Row | None, interrupted: bool, speed: float) -> tuple[str, bool, float, bool]:
@@ -453,7 +453,7 @@ class Loop:
 def _warn(group: ProcessGroup, text: str) -> None:
     """Warn; where there are several processes, process 0 alone does."""
     if group.is_first:
-        warnings.warn(CheckpointWarning(text), stacklevel=5)
+        warn(CheckpointWarning(text))
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -20,7 +19,7 @@ from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.algorithms.parts.private import private
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
-from fedbilevel.core.errors import InfluenceWarning, require, require_count
+from fedbilevel.core.errors import InfluenceWarning, explain_call, require, require_count, warn
 from fedbilevel.core.inputs import require_function, require_start
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.privacy import Privacy, check_noise
@@ -49,6 +48,7 @@ HALVINGS = 3  # of all steps in a run, at most
 VECTORS = 2**29  # bytes of what simulated clients keep for steps that adapt; above it they begin anew each time
 
 
+@explain_call
 def solve(
     algorithm: Algorithm,
     problem: Problem,
@@ -181,7 +181,7 @@ def solve(
     problem = problem.keyed(x, y, examples, programs)
     if why := kept(problem.key and ("vanishes", problem.key), lambda: why_it_vanishes(problem, x, y, *examples)):
         text = f"x will not move by derivatives: {why} (stop_gradient, rounding and comparisons let none pass)"
-        warnings.warn(InfluenceWarning(text), stacklevel=2)
+        warn(InfluenceWarning(text))
     check_fields(algorithm, problem, clients, x, y, rounds)
     own = as_per_client(metrics_per_client)
     measured = check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, examples)

@@ -16,7 +16,7 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.card import span
 from fedbilevel.core.client import Clients, RemoteClients
-from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require
+from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require, warn
 from fedbilevel.core.facts import No
 from fedbilevel.core.problem import Problem, SingleLevel, check_losses
 from fedbilevel.core.submodel import ClientSlot, UnitLayout, Units
@@ -81,7 +81,7 @@ class SubmodelPlan:
             if weak:
                 clients_are = "1 client" if weak == 1 else f"{weak} clients"
                 text = f"{name} trains whole models, on {clients_are} of a capacity below 1 too: {policy.why}"
-                warnings.warn(CapacityWarning(text), stacklevel=5)
+                warn(CapacityWarning(text))
             return None
         if problem.structure is None and not weak:
             return None

@@ -38,7 +38,7 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted, c
 from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, is_count, require
+from fedbilevel.core.errors import ConfigurationError, explain_call, explain_misspelt, is_count, require
 from fedbilevel.core.problem import Bilevel, WholeLoss
 from fedbilevel.core.projections import box
 from fedbilevel.data.clients import dealt
@@ -52,6 +52,7 @@ Numbers = NDArray[Any]
 Columns = dict[str, Numbers]
 
 
+@explain_misspelt
 class Penalised(BaseEstimator):  # type: ignore[misc]
     """Base of the estimators.
 
@@ -87,6 +88,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         self.rounds = rounds
         self.random_state = random_state
 
+    @explain_call
     def fit(self, X: Any, y: Any, groups: Any = None) -> Any:
         """Find penalties and coefficients; returns the estimator.
 
@@ -101,6 +103,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         if y is None:
             raise ConfigurationError(f"{type(self).__name__} requires y to be passed, but the target y is None")
         found = self._numbers(X, reset=True)
+        require(not isinstance(groups, str), "groups", groups, "the site of each row, such as frame['site']")
         sites = np.zeros(len(found), int) if groups is None else column_or_1d(groups)
         check_consistent_length(found, y, sites)
         require(all(site is not None and site == site for site in sites), "groups", "a gap", "the site of each row")
@@ -191,7 +194,14 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
     def _numbers(self, X: Any, reset: bool = False) -> Numbers:
         """Check the features."""
-        found = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
+        try:
+            found = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
+        except ValueError as error:
+            words = [name for name in getattr(X, "columns", ()) if getattr(X[name].dtype, "kind", "") not in "biuf"]
+            if not words or "could not convert" not in str(error):
+                raise
+            allowed = "numbers: Preparer makes them of categories; sites are groups, and no column"
+            raise ConfigurationError(path=f"column {words[0]!r} of X", got="words", allowed=allowed) from error
         names = getattr(self, "feature_names_in_", range(found.shape[1]))
         for name, finite in zip(names, np.isfinite(found).all(0), strict=True):
             require(finite, f"column {name!r} of X", "a gap or infinity", "finite numbers: Preparer fills gaps")

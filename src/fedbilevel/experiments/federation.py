@@ -388,7 +388,9 @@ def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool) -> L
         persistent: whether clients' processes stay between messages.
     """
     from fedbilevel.flower.launch.processes import CommandError, Federation
+    from fedbilevel.flower.versions import require_flower
 
+    require_flower()  # before anything is written
     folder = (out or default_path("flower-demo")).resolve()
     require_free(folder)
     app, run = folder / "demo", folder / "run"

@@ -30,6 +30,9 @@ from fedbilevel.torch.operations import GROUP_NORM, REFUSED, Rule
 PLACEMENT = ("device", "layout", "memory_format", "pin_memory", "requires_grad")
 """Arguments that say where and how PyTorch stores a tensor."""
 
+WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
+"""Classes around a module, that of torch.compile first, and where they have it."""
+
 
 def from_torch(module: nn.Module, *example: Any, batch_axis: int | None = 0) -> tuple[Callable[..., Any], Parameters]:
     """Translate a module into a function of its parameters.
@@ -49,7 +52,9 @@ def from_torch(module: nn.Module, *example: Any, batch_axis: int | None = 0) -> 
     Raises:
         ConfigurationError: the module cannot become a function; the message says what to change.
     """
-    require(isinstance(module, nn.Module), "module", type(module).__name__, "a torch.nn.Module")
+    kind = type(module).__name__
+    require(isinstance(module, nn.Module), "module", kind, "a torch.nn.Module")
+    require(kind not in WRAPPERS, "module", kind, f"the module inside that: module.{WRAPPERS.get(kind)}")
     axis = batch_axis is None or (isinstance(batch_axis, int) and batch_axis >= 0)
     require(axis, "batch_axis", batch_axis, "an axis, counted from 0, or None")
     _refuse_batch_statistics(module)
@@ -77,6 +82,7 @@ def parameters(module: nn.Module) -> Parameters:
 
 def split(parameters: Parameters, chosen: Callable[[str], bool]) -> tuple[Parameters, Parameters]:
     """Divide parameters by their names: those that are `chosen`, and the others; `x | y` puts them together again."""
+    require(callable(chosen), "chosen", chosen, "a function of a name, such as lambda name: name.startswith('head.')")
     x = {name: a for name, a in parameters.items() if chosen(name)}
     return x, {name: a for name, a in parameters.items() if name not in x}
 

@@ -189,18 +189,72 @@ def avg_pool(
     return total / functools.reduce(jnp.add, windows(ones, kernel, stride, padding, 1, ceil, float(count_padding), 0))
 
 
+def spans(size: int, out: int) -> list[tuple[int, int]]:
+    """What an adaptive pooling makes each entry j of `out` from: places ⌊j size / out⌋ to ⌈(j + 1) size / out⌉."""
+    return [(j * size // out, -(-(j + 1) * size // out)) for j in range(out)]
+
+
+def mixed(x: Array, axis: int, share: np.ndarray) -> Array:
+    """Entry j along the axis becomes the sum of all entries i by share[i, j]."""
+    return jnp.moveaxis(jnp.moveaxis(x, axis, -1) @ jnp.asarray(share, x.dtype), -1, axis)
+
+
 @rule("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d")
 def adaptive_avg_pool(x: Array, shape: Sequence[int | None]) -> Array:
-    """Entry j of `out` is the mean from place ⌊j size / out⌋ to ⌈(j + 1) size / out⌉."""
     for axis, out in zip(range(-len(shape), 0), shape, strict=True):
         size = x.shape[axis]
         if out is None or out == size:
             continue
         share = np.zeros((size, out))
-        for j in range(out):
-            first, last = j * size // out, -(-(j + 1) * size // out)
+        for j, (first, last) in enumerate(spans(size, out)):
             share[first:last, j] = 1 / (last - first)
-        x = jnp.moveaxis(jnp.moveaxis(x, axis, -1) @ jnp.asarray(share, x.dtype), -1, axis)
+        x = mixed(x, axis, share)
+    return x
+
+
+@rule("adaptive_max_pool2d", "adaptive_max_pool3d")
+def adaptive_max_pool(x: Array, shape: Sequence[int]) -> tuple[Array, Array]:
+    """(maxima, their places among all of a channel); the last axis first, so that the first of equal ones is taken."""
+    space = x.shape[-len(shape) :]
+    where = jnp.broadcast_to(jnp.arange(math.prod(space)).reshape(space), x.shape)
+    for axis in range(-1, -len(shape) - 1, -1):
+        best = [
+            jnp.argmax(lax.slice_in_dim(x, *span, axis=axis), axis, keepdims=True) + span[0]
+            for span in spans(x.shape[axis], shape[axis])
+        ]
+        chosen = jnp.concatenate(best, axis)
+        x, where = (jnp.take_along_axis(a, chosen, axis) for a in (x, where))
+    return x, where
+
+
+# Other sizes: `scales` are out / in where the caller gave factors, which need not be the ratio of the sizes.
+
+
+def resizings(
+    x: Array, shape: Sequence[int] | None, scales: Sequence[float] | None
+) -> list[tuple[int, int, int, float]]:
+    """(axis, size, new size, step from a new place to the next in old ones) for each axis of space."""
+    space = x.shape[2:]
+    new = [int(size * scale) for size, scale in zip(space, scales or (), strict=True)] if shape is None else shape
+    steps = [old / n for old, n in zip(space, new, strict=True)] if scales is None else [1 / scale for scale in scales]
+    return list(zip(range(2, x.ndim), space, new, steps, strict=True))
+
+
+@rule("upsample_nearest1d.vec", "upsample_nearest2d.vec", "upsample_nearest3d.vec")
+def nearest(x: Array, shape: Sequence[int] | None, scales: Sequence[float] | None) -> Array:
+    for axis, size, new, step in resizings(x, shape, scales):
+        places = np.arange(new, dtype=np.float32) * np.float32(step)  # as PyTorch rounds them
+        x = jnp.take(x, np.minimum(places.astype(int), size - 1), axis)
+    return x
+
+
+@rule("upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec")
+def linearly(x: Array, shape: Sequence[int] | None, corners: bool, scales: Sequence[float] | None) -> Array:
+    """Between the two nearest places; with `corners` the first and the last one stay where they are."""
+    for axis, size, new, step in resizings(x, shape, scales):
+        aligned = np.arange(new) * ((size - 1) / max(new - 1, 1))
+        places = aligned if corners else np.clip((np.arange(new) + 0.5) * step - 0.5, 0, size - 1)
+        x = mixed(x, axis, np.maximum(0, 1 - abs(np.arange(size)[:, None] - places)))
     return x
 
 

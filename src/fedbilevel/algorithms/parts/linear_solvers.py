@@ -12,7 +12,6 @@ The first is the expectation of the two below it, whose variance grows with N.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar, Literal, NamedTuple, get_args
@@ -26,7 +25,7 @@ from jax import Array
 from fedbilevel.core.algorithm import Part
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import counts, positive, positive_integer, static
-from fedbilevel.core.errors import NumericalWarning, require, unknown
+from fedbilevel.core.errors import NumericalWarning, require, unknown, warn
 from fedbilevel.core.facts import Findings
 from fedbilevel.core.fed import Withheld
 from fedbilevel.core.problem import Problem
@@ -254,7 +253,7 @@ def check_neumann_step(
         text = (
             f"at the start {whose} inner Hessian has a negative eigenvalue, at most {smallest:.3g}: y*(x) and v are not"
         )
-        warnings.warn(NumericalWarning(f"{text} defined there, and the hypergradient may point anywhere"), stacklevel=4)
+        warn(NumericalWarning(f"{text} defined there, and the hypergradient may point anywhere"))
     if largest > 0:
         allowed = (
             f"below 2/ℓ = {2 / largest:.4g}: at the start {whose} inner Hessian's largest eigenvalue is about ℓ = "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import warnings
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +20,7 @@ from fedbilevel.core.errors import (
     diverged,
     require,
     require_count,
+    warn,
 )
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, nbytes, on_device
@@ -140,7 +140,7 @@ class Local:
         wanted, there = before or default_devices(state, cohort), jax.local_device_count()
         if wanted > there:
             text = f"begun on {wanted} devices, the run goes on with the {there} that are here: it agrees to rounding"
-            warnings.warn(CheckpointWarning(text), stacklevel=3)
+            warn(CheckpointWarning(text))
         return replace(self, devices=min(wanted, there))
 
     def mesh(self, group: ProcessGroup, devices: int) -> Mesh | None:

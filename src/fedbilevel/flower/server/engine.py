@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import secrets
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -22,7 +21,15 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_round
 from fedbilevel.core.client import RemoteClients
 from fedbilevel.core.config import at
-from fedbilevel.core.errors import AbsenceWarning, ExchangeError, FedbilevelError, NonFiniteError, diverged, require
+from fedbilevel.core.errors import (
+    AbsenceWarning,
+    ExchangeError,
+    FedbilevelError,
+    NonFiniteError,
+    diverged,
+    require,
+    warn,
+)
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines.costs import add_costs, empty_costs, split_ticks, stack_costs
@@ -250,7 +257,7 @@ class ClientMetrics:
         if len(shared) < population and not self.warned:
             text = f"per-client metrics are those of {len(shared)} of {population} clients"
             text += f" ({in_words(silent.values(), 3)})"
-            warnings.warn(AbsenceWarning(text), stacklevel=4)
+            warn(AbsenceWarning(text))
             self.warned = True
         row: Row = {}
         for name in self.names:
