@@ -196,7 +196,7 @@ class Ledger(Shown):
         hvps: products of a vector with second derivatives on a batch, summed over clients.
         exchanges_by_phase: how many of the exchanges asked for each phase.
         epsilon: ε of differential privacy, the largest that a client has spent, or says to have, at `delta`; 0 without
-            privacy. In a simulation an upper bound where clients cannot count (see `fedbilevel.solve`).
+            privacy. In a simulation an upper bound where clients cannot count.
         delta: δ of differential privacy, the largest of any client.
         ticks: the time that exchanges took, in whole ticks of the clock.
         flops: floating-point operations behind the replies that counted; None where they are not known.
