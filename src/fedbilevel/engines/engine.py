@@ -175,7 +175,9 @@ def check_everyone(algorithm: Algorithm, population: int, cohort: Cohort, field:
 def check_drawn_again(cohort: Cohort, carry: Carry) -> None:
     """Refuse to draw a client twice in a round where clients keep something between rounds: of which draw?"""
     kept = cohort.replacement and bool(jax.tree.leaves(carry.clients))
-    allowed = "False where clients keep something between rounds, as under privacy, or for steps that are None: give numbers"
+    allowed = (
+        "False where clients keep something between rounds, as under privacy, or for steps that are None: give numbers"
+    )
     require(not kept, "Cohort.replacement", True, allowed)
 
 
