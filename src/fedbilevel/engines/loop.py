@@ -441,8 +441,9 @@ class Loop:
         require_object(meta["fingerprint"], "what the run was begun with")
         before = Fingerprint(**meta["fingerprint"])
         differences = self.plan.begun.differences(before)
-        if differences and not force:
-            raise CheckpointError(f"{path} belongs to another run: {differences}; {FORCE}")
+        accounted = "privacy.noise_multiplier is" in differences  # clients count replies, all under one
+        if differences and (accounted or not force):
+            raise CheckpointError(f"{path} belongs to another run: {differences}{'' if accounted else f'; {FORCE}'}")
         if differences:
             _warn(self.group, f"{path} is continued with other arguments: {differences}")
         if before.versions != self.plan.begun.versions:
