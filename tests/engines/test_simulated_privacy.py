@@ -14,7 +14,7 @@ from two_phase import TwoPhase
 import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.engines.engine import round_keys
-from fedbilevel.errors import CheckpointError, ConfigurationError
+from fedbilevel.errors import CheckpointError, CheckpointWarning, ConfigurationError, NonFiniteError
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
 
@@ -284,6 +284,29 @@ def test_a_checkpoint_of_other_terms_is_refused(terms, said, tmp_path):
     solve(SIMFBO, privacy=PRIVACY, checkpoint=file)
     with pytest.raises(CheckpointError, match=said):
         solve(SIMFBO, privacy=terms, rounds=5, checkpoint=file, resume=True)
+
+
+def test_not_even_by_force_is_another_noise_gone_on_with(tmp_path):
+    """Clients count replies, and not which noise each had."""
+    file = tmp_path / "run.npz"
+    solve(SIMFBO, privacy=PRIVACY, checkpoint=file)
+    with pytest.raises(CheckpointError, match=r"noise_multiplier is 0\.3, not 0\.4$"):
+        solve(SIMFBO, privacy=fb.Privacy(0.5, 0.4, 1e-5), rounds=5, checkpoint=file, resume="force")
+    with pytest.warns(CheckpointWarning, match=r"its privacy\.clip is 0\.5, not 0\.7"):
+        more = solve(SIMFBO, privacy=fb.Privacy(0.7, 0.3, 1e-5), rounds=5, checkpoint=file, resume="force")
+    assert more.ledger.epsilon == PRIVACY.epsilon_after(5)
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.NumericalWarning")
+def test_a_run_that_diverged_is_not_gone_on_from_with_a_new_account(tmp_path):
+    wide = fb.Privacy(clip=1e300, noise_multiplier=1e-150, delta=1e-5)
+    given = {"rounds": 60, "eval_every": 1, "privacy": wide, "checkpoint": tmp_path / "run.npz"}
+    given |= {"metrics": {"bounded": lambda x, y: jnp.sum(jnp.tanh(x))}, "best_by": "bounded"}
+    steep = fixed(fb.SimFBO(batch_size=None, local_steps=1, server_lr=1e30))
+    with pytest.raises(NonFiniteError, match="lower client_lr or server_lr"):
+        solve(steep, **given)
+    with pytest.raises(CheckpointError, match="under privacy start anew elsewhere"):
+        solve(SIMFBO, resume="force", **given)
 
 
 # What is refused

@@ -7,6 +7,7 @@ import numpy as np
 import optax
 
 from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
+from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import given_steps
@@ -49,7 +50,7 @@ def far_away(round: int, start: float, norm: float) -> str:
 
 def what_to_lower(algorithm: Algorithm) -> str:
     """Say which step sizes of a method were given as numbers."""
-    names = given_steps(algorithm.algorithm if isinstance(algorithm, AdaptiveSteps) else algorithm)
+    names = given_steps(algorithm.algorithm if isinstance(algorithm, AdaptiveSteps | Private) else algorithm)
     return f"lower {' or '.join(names)}" if names else "give step sizes of your own"
 
 

@@ -388,8 +388,9 @@ class Loop:
 
     def anew(self, best: Best, carry: Carry) -> Carry:
         """Begin the method again at the best row's x and y: the state of a run that diverged is no place to go on."""
-        alone = "to start anew elsewhere, under privacy: what its clients have spent is in the state that diverged"
-        require(self.privacy is None, 'resume="force"', str(self.plan.path), alone)
+        if self.privacy is not None:
+            text = f"the run in {self.plan.path} diverged, and at its best row nobody knows what its clients have spent"
+            raise CheckpointError(f"{text}: under privacy start anew elsewhere")
         _warn(self.group, f"the run diverged: going on from x and y of its best row, of round {best.round}")
         begun = self.first(split(best.x)[0], split(best.y)[0])
         return self.back_to(
@@ -440,8 +441,9 @@ class Loop:
         require_object(meta["fingerprint"], "what the run was begun with")
         before = Fingerprint(**meta["fingerprint"])
         differences = self.plan.begun.differences(before)
-        if differences and not force:
-            raise CheckpointError(f"{path} belongs to another run: {differences}; {FORCE}")
+        accounted = "privacy.noise_multiplier is" in differences  # clients count replies, all under one
+        if differences and (accounted or not force):
+            raise CheckpointError(f"{path} belongs to another run: {differences}{'' if accounted else f'; {FORCE}'}")
         if differences:
             _warn(self.group, f"{path} is continued with other arguments: {differences}")
         if before.versions != self.plan.begun.versions:

@@ -6,7 +6,8 @@ under x64. Metrics of clients are dropped, as a site sends none. Counts of work 
 and the time that a reply takes is not hidden at a site either.
 
 The account: a client counts its own replies. Where it cannot keep a count, in fresh cohorts and where clients hold
-submodels, each exchange counts for every client: an upper bound.
+submodels, each exchange counts for every client: an upper bound. A client that is out of budget is not absent, as it is
+in a federation: the run ends (engines/loop.py), since a cohort of nobody has no mean.
 """
 
 from __future__ import annotations
