@@ -331,7 +331,10 @@ def test_the_round_that_meets_a_stiff_client_steps_by_its_curvature():
     np.testing.assert_allclose(runs[met].y, problem[1].inner.row(2)["t"][0] + runs[met - 1].x, rtol=1e-6)
 
 
-@pytest.mark.parametrize("method", [fb.SimFBO, fb.FedNest, fb.AFBO, fb.RABO, fb.AggITD])
+@pytest.mark.parametrize(
+    "method",
+    [fb.SimFBO, fb.AFBO, *(pytest.param(one, marks=pytest.mark.slow) for one in (fb.FedNest, fb.RABO, fb.AggITD))],
+)
 def test_the_unit_of_the_outer_loss_is_no_matter(method):
     """h = 0 in SimFBO's round 0, since v = 0 and f knows no x: clients' first steps on x must not be of any size. All
     of f is a thousand, or a million times as much, as with sums for means; v and h are, too, and x goes the same
@@ -344,6 +347,7 @@ def test_the_unit_of_the_outer_loss_is_no_matter(method):
     np.testing.assert_allclose(ends[1:], ends[0], rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_which_steps_are_given_is_a_program_of_its_own():
     """Methods with as many numbers, of other fields, must not share what is compiled, in one process."""
     problem, _, _ = stiffening(10.0)
@@ -383,7 +387,9 @@ def test_a_client_s_step_that_is_none_is_a_twentieth_of_the_servers():
     assert np.max(np.abs(other.y / one.y - 1)) > 1e-3
 
 
-@pytest.mark.parametrize("name", ["SimFBO", "FedNest", "AggITD"])
+@pytest.mark.parametrize(
+    "name", ["SimFBO", *(pytest.param(name, marks=pytest.mark.slow) for name in ("FedNest", "AggITD"))]
+)
 def test_engines_agree_and_a_run_goes_on_with_the_same_bits(name, tmp_path):
     problem, _, _ = stiffening(10.0)
     method = half(METHODS[name])

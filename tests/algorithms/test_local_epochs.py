@@ -155,7 +155,12 @@ def test_what_is_dropped_changes_from_epoch_to_epoch():
         assert np.all(more > 0)
 
 
-@pytest.mark.parametrize("name", METHODS)
+QUICK = ("FedAvg", "FedNest")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in METHODS]
+)
 def test_engines_agree(name):
     """Each method on an engine that has it all, FedAvg on one after the other."""
     method, problem = METHODS[name]

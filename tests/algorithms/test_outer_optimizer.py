@@ -62,7 +62,7 @@ def test_adam_takes_the_direction_alone(task):
 
 
 @pytest.mark.parametrize("optimizer", [optax.contrib.dog(1.0), optax.contrib.prodigy(1.0)], ids=["dog", "prodigy"])
-@pytest.mark.parametrize("method", [fb.SimFBO, fb.FedNest])
+@pytest.mark.parametrize("method", [fb.SimFBO, pytest.param(fb.FedNest, marks=pytest.mark.slow)])
 def test_optimizers_that_find_their_step_wait_for_a_hypergradient(method, optimizer, task):
     """Without steps a first round measures and takes nothing from x: of a gradient of 0 `prodigy` would make NaN."""
     wrapped = fb.OuterOptimizer(method(batch_size=None), optimizer=optimizer)

@@ -49,6 +49,7 @@ def test_equals_the_events_written_out(method):
     assert told[-1, 0] > 1
 
 
+@pytest.mark.slow
 def test_reaches_the_solution_from_late_replies():
     """One local step each: at rest all last replies are those of the point of rest, so that it is x*."""
     task = drawn()

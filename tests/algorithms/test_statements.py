@@ -147,7 +147,7 @@ START = 2 * (1 - np.cos(1.0)) / (ETA * ROUNDS)
 """2Φ(x₀)/(ηT), of Φ(x) = 1 − cos x"""
 
 
-@pytest.mark.parametrize("hold", [1, 6, 30])
+@pytest.mark.parametrize("hold", [pytest.param(1, marks=pytest.mark.slow), 6, pytest.param(30, marks=pytest.mark.slow)])
 def test_afbo_theorem_1_delays_do_not_average_out_over_clients(hold):
     """Theorem 1's term in the delays, 3 L_f η τ̄ D̂_f/m with τ̄ = Σ τ_i/m, is wrong by its 1/m.
 

@@ -31,7 +31,15 @@ def clients():
     return fb.Clients([{"c": c} for c in TARGETS], [{"r": r} for r in ROWS], weights=WEIGHTS)
 
 
-@pytest.mark.parametrize("engine", [fb.Local(chunk=3), fb.Local(chunk=1), fb.Local(stream=True), fb.Local(devices=2)])
+@pytest.mark.parametrize(
+    "engine",
+    [
+        fb.Local(chunk=3),
+        fb.Local(chunk=1),
+        pytest.param(fb.Local(stream=True), marks=pytest.mark.slow),
+        pytest.param(fb.Local(devices=2), marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize(
     "method", [fb.SimFBO(local_steps=1, batch_size=None), fb.FedNest(batch_size=None)], ids=["SimFBO", "FedNest"]
 )

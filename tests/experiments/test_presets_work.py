@@ -52,7 +52,7 @@ def solved(spec: Spec, task: Task, **fields: object) -> fb.Result:
     ("task", "data"),
     [
         ("quadratic", None),
-        ("hyper_representation", "digits"),
+        pytest.param("hyper_representation", "digits", marks=pytest.mark.slow),
         *(
             pytest.param("hyper_representation", data, marks=[real_images, pytest.mark.slow])
             for data in ("mnist", "fashion-mnist", "cifar-10")

@@ -37,7 +37,9 @@ def on_a_terminal(monkeypatch, *arguments: str) -> tuple[int, str]:
     return code, b"".join(shown).decode()
 
 
-@pytest.mark.parametrize("length", [["--rounds", "20"], ["--exchanges", "20"]], ids=" ".join)
+@pytest.mark.parametrize(
+    "length", [["--rounds", "20"], pytest.param(["--exchanges", "20"], marks=pytest.mark.slow)], ids=" ".join
+)
 def test_a_terminal_is_shown_each_phase_and_then_the_rounds(tmp_path, monkeypatch, length) -> None:
     fb.Local.forget()  # what an earlier test has compiled is not compiled again
     monkeypatch.chdir(tmp_path)

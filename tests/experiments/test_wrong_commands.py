@@ -77,7 +77,7 @@ OTHERS = {
     "diagnose quadratic --algorithm lfednest": "no fields are suggested for lfednest: they average",
     "diagnose quadratic --set clinets=3": "did you mean 'clients'",
     "diagnose quadratic --set clients=0": "clients = 0 is not allowed",
-    "flower": "new, keys, status or demo",
+    "flower": "new, keys, check, status or demo",
 }
 CASES = OTHERS | {
     f"{command} {arguments}": words

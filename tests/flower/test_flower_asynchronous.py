@@ -120,7 +120,7 @@ CASES = {
     "ties, a mean": (Differences(n=1, max_staleness=1, probe=0), fb.Clock(network=[1, 2, 1, 3, 1, 7]), 4, UNITS),
     "AFBO": (AFBO, fb.Clock(compute=0.2, **SPREAD, seed=3), 3, {"inner.gradients": 2, "outer_directions": 3}),
 }  # fmt: skip
-SLOW = {"AFBO", "ties, a mean"}
+SLOW = {"AFBO", "work, no ties"}
 
 
 @pytest.mark.parametrize("case", [pytest.param(c, marks=pytest.mark.slow) if c in SLOW else c for c in CASES])

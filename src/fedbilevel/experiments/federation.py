@@ -193,9 +193,10 @@ def check(
         ConfigurationError: the configuration or the data are wrong, the site would not take part, or the SuperLink is
             not reached.
     """
-    from fedbilevel.flower.versions import require_flower
+    from fedbilevel.flower.versions import TESTED, require_flower, tested
 
-    require_flower()
+    version = require_flower()
+    require(tested(version), "the version of Flower", version, f"one that was tried: {', '.join(TESTED)}")
     from fedbilevel.flower.client.site import ClientRuntime
     from fedbilevel.flower.launch.connection import read_node_config, why_unreached
     from fedbilevel.flower.refusal import Refusal
