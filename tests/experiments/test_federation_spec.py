@@ -1,5 +1,6 @@
 """A spec played by a federation: the same numbers as in a simulation, and what wrong configurations are told."""
 
+import errno
 import json
 import logging
 import shutil
@@ -13,6 +14,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.cli import main
+from fedbilevel.engines import checkpoint
 from fedbilevel.experiments import configure, federation, load_run, read_spec, run
 from fedbilevel.experiments.federation import write_app
 from fedbilevel.flower import versions
@@ -261,6 +263,29 @@ def test_a_server_without_a_test_set_shows_the_mean_of_what_clients_tell(private
     assert (out / "plot.png").is_file()
 
 
+def test_a_full_disk_ends_a_server_in_a_sentence(spec, tmp_path, monkeypatch, capsys):
+    out, save, saved = tmp_path / "a", checkpoint.save, []
+
+    def full(path, *given, **options):
+        saved.append(path)
+        if len(saved) == 3:
+            raise OSError(errno.ENOSPC, "No space left on device", str(path))
+        save(path, *given, **options)
+
+    monkeypatch.setattr(checkpoint, "save", full)
+    with pytest.raises(fb.errors.CheckpointError, match=r"No space left on device.*is kept: submit the run again"):
+        federation.serve(spec, InProcess(federation.client_app(spec), 3), {"out": str(out)})
+    assert main(["flower", "status", str(out)]) == 4
+    assert "No space left on device" in capsys.readouterr().err
+
+
+def test_a_run_whose_numbers_fail_is_not_to_be_submitted_again(spec, tmp_path):
+    out, steep = tmp_path / "a", spec.replace(algorithm={"client_lr": 1e200})
+    with pytest.raises(fb.errors.NumericalError, match=r"not finite .*its last checkpoint is kept$"):
+        federation.serve(steep, InProcess(federation.client_app(steep), 3), {"out": str(out), "attempts": 1})
+    assert main(["flower", "status", str(out)]) == 3
+
+
 NORTH = "partition-id=0 folder='data/north'"
 PRIVATE = "clip=1.0 noise-multiplier=30.0 delta=1e-5"
 
@@ -273,6 +298,14 @@ def test_a_site_is_looked_at_before_it_starts(hospitals, tmp_path, monkeypatch, 
     assert said.keys() == {"client", "samples", "folder", "privacy", "floors"}
     assert said["samples"].startswith("63 outer, 125 inner, of ['features'] float32[1, 10]")
     assert said["privacy"] == "clip 1, noise 30; ε = 0.242 for a reply, 0 so far, at δ = 1e-05, no budget"
+
+
+def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(hospitals)
+    (tmp_path / "client-0-samples.json").write_text('{"other": 1}')
+    for _ in range(2):
+        assert main(["flower", "check", "spec.toml", "--node-config", f"{NORTH} state-folder='{tmp_path}'"]) == 0
+        assert "are not those of before" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -188,8 +188,8 @@ def test_a_number_that_is_not_finite_is_refused_by_name(bad):
 
 
 WRONG = {
-    "clip": (0.0, math.inf, "1", True),
-    "noise_multiplier": (-1.0, math.nan),
+    "clip": (0.0, math.inf, "1", True, np.ones(2), math.sqrt, b"1", 1 + 2j),
+    "noise_multiplier": (-1.0, math.nan, np.ones(1)),
     "delta": (0.0, 1.0),
     "budget": (0.0,),
 }

@@ -117,6 +117,8 @@ def positive_below(below: float, **default: Any) -> Any:
         allowed = f"a number above 0 and below {below:g}"
         if value is not None or not default:
             refuse_no_number(name, value, allowed)
+            several = np.ndim(value) > 0 if is_concrete(value) else callable(value)
+            require(not several and not isinstance(value, bytes | complex), name, value, allowed)
         if is_concrete(value):
             number = np.asarray(value, float)
             require(bool(np.all((number > 0) & (number < below))), name, value, allowed)

@@ -217,7 +217,13 @@ class Loop:
             return self.run.advance(carry, rounds), ""
         while True:
             before = carry if terms.budget is None else jax.tree.map(jnp.copy, carry)
-            stretch = self.run.advance(carry, rounds)
+            try:
+                stretch = self.run.advance(carry, rounds)
+            except NonFiniteError:
+                if terms.budget is None or rounds == 1:
+                    raise
+                carry, rounds = before, rounds // 2  # the budget may end the run before that round
+                continue
             after = stretch.carry
             cost = terms.epsilon_after(replies_at_most(local(after.state), local(after.clients)))
             if terms.budget is None or cost <= terms.budget:

@@ -157,6 +157,8 @@ def solve(
     key = _as_key(key)
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
     algorithm = adaptive(algorithm, problem, isinstance(clients, RemoteClients) or len(clients) * nbytes(y) <= VECTORS)
+    exact = "None under privacy: clients' own values would leave them without noise"
+    require(privacy is None or not metrics_per_client, "metrics_per_client", [*(metrics_per_client or ())], exact)
     if privacy is not None:
         privacy.epsilon_after(1)  # the accountant is installed
         check_noise("privacy", algorithm)

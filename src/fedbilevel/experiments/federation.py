@@ -116,7 +116,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
     print(f"run   {place.path.resolve()}", flush=True)
 
 
-ENDS = {kind.__name__: kind for kind in (ExchangeError, NumericalError, CheckpointError)}
+ENDS = {kind.__name__: kind for kind in (NumericalError, ExchangeError, CheckpointError, ConfigurationError)}
 
 
 @contextmanager
@@ -125,16 +125,16 @@ def ending(place: Folder) -> Iterator[None]:
     `exchanges.jsonl` has that as its last line, for `status`."""
     try:
         yield
-    except tuple(ENDS.values()) as error:
-        kept = f"its last checkpoint is kept: submit the run again with out='{place.path.resolve()}' to go on"
+    except (FedbilevelError, OSError) as error:
         if isinstance(error, InUse) or not place.begun:
             raise
-        if not place.finished:
-            error.args = (f"{error}; {kept}",)
-        kind = next(name for name, kind in ENDS.items() if isinstance(error, kind))
+        kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), CheckpointError)
+        said = str(error) if isinstance(error, FedbilevelError) else f"{error.filename or place.path}: {error.strerror}"
+        again = "" if kind is NumericalError else f": submit the run again with out='{place.path.resolve()}' to go on"
+        ended = kind(said if place.finished else f"{said}; its last checkpoint is kept{again}")
         with suppress(OSError), open(place.exchanges, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"ended": str(error), "kind": kind}) + "\n")
-        raise
+            file.write(json.dumps({"ended": str(ended), "kind": kind.__name__}) + "\n")
+        raise ended from error
 
 
 def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
@@ -201,7 +201,7 @@ def check(
     from fedbilevel.flower.launch.connection import read_node_config, why_unreached
     from fedbilevel.flower.refusal import Refusal
 
-    runtime = ClientRuntime(site(spec, {}, read_node_config(node_config)))
+    runtime = ClientRuntime(site(spec, {}, read_node_config(node_config)), serving=False)
     yield "client", f"{runtime.site.id}, of {spec.title}"
     yield from runtime.described().items()
     try:

@@ -6,8 +6,9 @@ under x64. Metrics of clients are dropped, as a site sends none. Counts of work 
 and the time that a reply takes is not hidden at a site either.
 
 The account: a client counts its own replies. Where it cannot keep a count, in fresh cohorts and where clients hold
-submodels, each exchange counts for every client: an upper bound. A client that is out of budget is not absent, as it is
-in a federation: the run ends (engines/loop.py), since a cohort of nobody has no mean.
+submodels, each exchange counts for every client: an upper bound. There a method has to give each exchange a key of its
+own: two replies of a client by one key would have the same noise. A client that is out of budget is not absent, as in a
+federation: the run ends (engines/loop.py), since a cohort of nobody has no mean.
 """
 
 from __future__ import annotations
@@ -111,6 +112,7 @@ class CountingFed(KeepingFed):
         return self.fed.mean(phase, message, key, unbiased=unbiased, fresh=fresh)
 
     def sum_first(self, n: int, phase: Phase, message: PyTree, key: Array, **options: Any) -> PyTree:
+        self.kept = self.kept + int(not self.counts)
         return self.fed.sum_first(n, phase, message, key, **options)
 
 

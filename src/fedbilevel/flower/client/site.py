@@ -113,9 +113,14 @@ class Site:
 
 
 class ClientRuntime:
-    """Responds to requests for a site. It keeps samples and compiled phases as long as it lives."""
+    """Responds to requests for a site. It keeps samples and compiled phases as long as it lives.
 
-    def __init__(self, site: Site) -> None:
+    Args:
+        site: the client.
+        serving: whether it takes part from now on, so that its samples are those that its folder knows.
+    """
+
+    def __init__(self, site: Site, serving: bool = True) -> None:
         self.site = site
         (self.x, x_fixed), (self.y, y_fixed) = split(site.x0), split(site.y0)
         self.problem = site.problem.with_fixed(x_fixed, y_fixed)
@@ -140,7 +145,9 @@ class ClientRuntime:
         self.changed = ""
         if self.store is not None:
             alone = Clients(outer, None if inner is outer else inner)
-            self.changed = self.store.other_samples(of_samples(alone, current_group()), known=not site.same_data)
+            self.changed = self.store.other_samples(
+                of_samples(alone, current_group()), known=serving and not site.same_data
+            )
         if self.changed:
             log.warning("client %d: %s", site.id, self.changed)
         self.guard = None
@@ -171,6 +178,7 @@ class ClientRuntime:
         features = ", ".join(wire.layout(self.examples[0]))
         return {
             "samples": f"{self.outer.longest} outer, {self.inner.longest} inner, of {features}",
+            **({"changed": self.changed} if self.changed else {}),
             "folder": str(self.site.folder or "none: what it keeps is forgotten when its SuperNode restarts"),
             "privacy": hidden,
             "floors": f"{limits.min_local_samples} samples, batches of {limits.min_batch_size}",

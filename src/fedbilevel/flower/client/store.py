@@ -106,7 +106,10 @@ class FolderStore:
         before = file.read_text(errors="replace") if file.exists() else ""
         if before != now and (known or not before):
             checkpoint.write_text(file, now)
-        return f"its samples are not those of before; delete {file} to accept these" if before not in ("", now) else ""
+        other = before not in ("", now)
+        return (
+            f"its samples, as they are prepared, are not those of before; delete {file} to accept them" if other else ""
+        )
 
     def counting(self) -> AbstractContextManager[None]:
         """Hold this from reading the count of requests until it is written: nobody else can do either meanwhile."""

@@ -7,6 +7,7 @@ first, and nothing changes there.
 
 from __future__ import annotations
 
+import re
 import ssl
 import time
 from email.utils import parsedate_to_datetime
@@ -19,6 +20,7 @@ from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.common.config import parse_config_args
 from flwr.common.constant import TIMESTAMP_TOLERANCE
 from flwr.proto.fleet_pb2 import ActivateNodeRequest
+from flwr.supercore.error.base import ApiErrorCode
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
@@ -74,20 +76,26 @@ def why_unreached(address: str, root_certificates: Path | None = None, key: Path
         with FleetHttpClient.from_server_address(address, authority is None, authority, signed) as client:
             client.ActivateNode(asked)
     except httpx.HTTPStatusError as error:
-        return "" if key is None else why_refused(error.response)
+        return why_refused(error.response, key is not None)
+    except ValueError:  # what it answers is none of Flower's messages
+        return f"what listens at {address} is no SuperLink"
     except (httpx.TransportError, httpx.InvalidURL, ssl.SSLError, UnicodeDecodeError) as error:
         return why_no_answer(error, address, root_certificates)
     return ""
 
 
-def why_refused(response: httpx.Response) -> str:
-    """Say why the SuperLink refused: a clock that is off, a key that it does not know; "" for the heartbeat alone."""
+def why_refused(response: httpx.Response, keyed: bool) -> str:
+    """Say why the SuperLink refused: a clock that is off, a key that it does not know; "" for the heartbeat alone, or
+    where the key is not the site's."""
     if there := response.headers.get("date"):
         ahead = time.time() - parsedate_to_datetime(there).timestamp()
         if abs(ahead) > TIMESTAMP_TOLERANCE / 2:
             way = "ahead of" if ahead > 0 else "behind"
             return f"this machine's clock is {abs(ahead):.0f} s {way} the SuperLink's: set it by NTP"
-    if "heartbeat" in response.text.lower():
+    code = re.search(r'"code": ?(\d+)', response.text)
+    if code is None and response.status_code != httpx.codes.UNAUTHORIZED:
+        return f"what listens at {response.url.netloc.decode()} is no SuperLink (HTTP {response.status_code})"
+    if not keyed or (code and int(code[1]) == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL):
         return ""
     return "its key is not registered there: flwr supernode register KEY.pub, by the operator"
 

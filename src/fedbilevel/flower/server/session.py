@@ -18,7 +18,7 @@ import numpy as np
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.card import span
 from fedbilevel.core.client import RemoteClients
-from fedbilevel.core.errors import CheckpointError, ExchangeError, require
+from fedbilevel.core.errors import CheckpointError, ExchangeError, NumericalError, require
 from fedbilevel.core.fed import Phase
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitLayout, Units
@@ -143,7 +143,7 @@ class PhaseQueues:
 MOST = 3  # clients that a round is repeated without, each after the last
 
 
-class SpoiledError(ExchangeError):
+class SpoiledError(ExchangeError, NumericalError):
     """Most clients of an exchange met numbers that are not finite: the state, not a client, must be at fault."""
 
 
