@@ -407,7 +407,8 @@ def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool) -> L
             for line in federation.run(app, f'out="{run}" client-keys="{federation.credentials.ca.parent}"'):
                 print(line, end="", flush=True)
         except CommandError:
-            if Folder(run).exchanges.is_file() and (ended := status(Folder(run))[1]):
+            place = Folder(run)
+            if place.exchanges.is_file() and (ended := status(place)[1]):
                 raise ended from None
             raise
     done = load_run(run)

@@ -128,6 +128,7 @@ class ClientRuntime:
         inner = outer if site.inner is None else Ragged.listed("inner", [site.inner])
         self.examples = examples = outer.example(), inner.example()
         check_losses(self.problem, self.x, self.y, *examples)
+        alone = Clients(outer, None if inner is outer else inner)
         self.general: Contract = wire.draw_up(site.algorithm, self.problem, self.x, self.y, examples)
         self.contract = self.cut(examples)  # the general contract, as it is for this client
         self.measured: PerClientEvaluation | None = None
@@ -135,7 +136,6 @@ class ClientRuntime:
             metrics, none = as_per_client(site.metrics_per_client), isinstance(site.problem, SimpleBilevel)
             self.at = (self.x, self.x if none else self.y)  # of simple bilevel problems y is an average of x
             check_per_client(metrics, site.x0, site.x0 if none else site.y0, examples)
-            alone = Clients(outer, None if inner is outer else inner)
             self.measured = PerClientEvaluation(metrics, alone, (x_fixed, x_fixed if none else y_fixed))
         floor = site.limits.min_batch_size
         self.outer = _samples(outer, floor)
@@ -144,10 +144,8 @@ class ClientRuntime:
         self.store = None if site.folder is None else FolderStore(site.folder, site.id)
         self.changed = ""
         if self.store is not None:
-            alone = Clients(outer, None if inner is outer else inner)
-            self.changed = self.store.other_samples(
-                of_samples(alone, current_group()), known=serving and not site.same_data
-            )
+            hashes = of_samples(alone, current_group())
+            self.changed = self.store.other_samples(hashes, known=serving and not site.same_data)
         if self.changed:
             log.warning("client %d: %s", site.id, self.changed)
         self.guard = None
