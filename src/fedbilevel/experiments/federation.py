@@ -290,7 +290,9 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
     last: dict[str, Any] = {}
     ended: FedbilevelError | None = None
     if not place.exchanges.is_file():
-        raise ConfigurationError(f"{place.exchanges} is not there: no exchange of a federated run is over")
+        raise ConfigurationError(
+            f"{place.exchanges} is not there: no exchange of a federated run is over; has it begun? see --connection"
+        )
     for text in place.exchanges.read_text(errors="replace").splitlines():
         with suppress(ValueError, TypeError, AttributeError, KeyError):  # a line that a kill has cut
             line = json.loads(text)
