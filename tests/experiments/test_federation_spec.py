@@ -295,9 +295,25 @@ def test_a_site_is_looked_at_before_it_starts(hospitals, tmp_path, monkeypatch, 
     node = f"{NORTH} state-folder='{tmp_path}' {PRIVATE}"
     assert main(["flower", "check", "spec.toml", "--node-config", node]) == 0
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert said.keys() == {"client", "samples", "folder", "privacy", "floors"}
+    assert said.keys() == {"client", "samples", "folder", "privacy", "floors", "run"}
     assert said["samples"].startswith("63 outer, 125 inner, of ['features'] float32[1, 10]")
     assert said["privacy"] == "clip 1, noise 30; ε = 0.242 for a reply, 0 so far, at δ = 1e-05, no budget"
+
+
+def test_a_site_is_told_what_its_budget_allows_of_a_run(hospitals, tmp_path, monkeypatch, capsys):
+    """Of 60 rounds of one exchange each, after 10 replies to another run."""
+    monkeypatch.chdir(hospitals)
+    command = ["flower", "check", "spec.toml", "--node-config"]
+    node, terms = f"{NORTH} state-folder='{tmp_path}' {PRIVATE}", fb.Privacy(1.0, 30.0, 1e-5)
+    assert main([*command, node]) == 0
+    (tmp_path / "account.json").write_text('{"30.0": 10}')
+    capsys.readouterr()
+    for budget, allowed in ((terms.epsilon_after(70), 60), (terms.epsilon_after(25) + 1e-9, 15), (0.5, 0)):
+        assert main([*command, f"{node} budget={budget!r}"]) == 0
+        said = capsys.readouterr().out.splitlines()[-1]
+        one, all_of_it = terms.epsilon_after(11), terms.epsilon_after(70)
+        assert f"run        ε = {one:.4g} after 1 round, ε = {all_of_it:.4g} after 60 rounds, if" in said
+        assert said.endswith("1 exchange a round" + f"; the budget ends it after {allowed} rounds" * (allowed < 60))
 
 
 def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp_path, monkeypatch, capsys):
@@ -315,12 +331,23 @@ def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp
         (f"{NORTH} {PRIVATE}", [], "Site.folder = None is not allowed"),
         (f"{NORTH} min-local-samples=64", [], "fewer samples than its floor of 64 (lower min-local-samples"),
         ("partition-id=0 folder='data/nrth'", [], "data/nrth/validation.csv not found"),
+        (
+            "partition-id=1 folder='holes'",
+            [],
+            "Clients.inner['features'] holds NaN or infinity, first in sample 2, entry (0,)",
+        ),
         (NORTH, ["--superlink", "127.0.0.1:1"], "with --root-certificates or --insecure"),
         (NORTH, ["--superlink", "127.0.0.1:1", "--insecure"], "127.0.0.1:1 does not answer: "),
     ],
 )
-def test_a_site_that_could_not_take_part_is_told_why(node, more, message, hospitals, monkeypatch, capsys):
+def test_a_site_that_could_not_take_part_is_told_why(node, more, message, hospitals, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(hospitals)
+    if "holes" in node:
+        monkeypatch.chdir(shutil.copytree(hospitals, tmp_path / "a"))
+        shutil.copytree(hospitals / "data" / "south", "holes")
+        rows = Path("holes/train.csv").read_text().splitlines()
+        rows[3] = "nan" + rows[3][rows[3].index(",") :]
+        Path("holes/train.csv").write_text("\n".join(rows))
     assert main(["flower", "check", "spec.toml", "--node-config", node, *more]) in (2, 4)
     assert message in capsys.readouterr().err
 

@@ -42,6 +42,7 @@ from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import Result, Row
+from fedbilevel.engines.recorder import exchanges_of
 from fedbilevel.experiments.folder import Folder, LoadedRun, default_path, load_run, require_free
 from fedbilevel.experiments.loader import own_file, task_maker
 from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, first_metric, task_of
@@ -208,6 +209,9 @@ def check(
         runtime.check_limits()
     except Refusal as refusal:
         raise ConfigurationError(f"{refusal.why} ({refusal.code.how})") from None
+    if runtime.guard is not None:
+        traced = exchanges_of(runtime.site.algorithm, runtime.problem, runtime.x, runtime.y, runtime.examples)
+        yield "run", runtime.guard.forecast(sum(each.times for each in traced), spec.run.rounds or 1)
     if superlink is not None:
         if why := why_unreached(superlink, root_certificates, key):
             raise ConfigurationError(f"--superlink: {why}")
