@@ -90,9 +90,7 @@ class Ragged(Shown):
         holders = np.flatnonzero((self.start <= i) & (i < self.start + self.size))
         if not holders.size:
             return f"in row {i} of what is stored, which is no client's sample"
-        whose = (
-            f" of client {holders[0]}" if len(self.size) > 1 else ""
-        )  # a single client's number is its owner's to say
+        whose = f" of client {holders[0]}" if len(self.size) > 1 else ""  # else its owner knows the number
         return f"in sample {i - self.start[holders[0]]}{whose}"
 
     def card(self) -> Card:

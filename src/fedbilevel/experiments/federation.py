@@ -170,7 +170,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         capacity=None if clients.capacity is None else float(clients.capacity[row]),
         limits=Limits(**_fields(LIMITS, node_config)),
         privacy=Privacy(**private) if private else None,
-        metrics_per_client=task.metrics_per_client if spec.run.metrics_per_client else {},
+        metrics_per_client=task.metrics_per_client,
         tells_metrics=node.get("tell_metrics", False),
         same_data=node.get("same_data", False),
         folder=Path(node["state_folder"]).expanduser() if "state_folder" in node else None,
