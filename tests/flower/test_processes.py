@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from fedbilevel.cli import main
 from fedbilevel.flower.launch import children, processes, supernode
 from fedbilevel.flower.launch.processes import (
     CommandError,
@@ -72,6 +73,7 @@ def unit(tmp_path, body):
     program = f"""
 import sys
 from functools import partial
+from fedbilevel.cli import main
 from fedbilevel.flower.launch import children, processes, supernode
 a = [sys.executable, "-c", "open({str(tmp_path / "starts")!r}, 'a').write('x'); {body}"]
 sys.exit(supernode.supervise(partial(children.spawn, a, group=False), backoff=(0.1, 0.4)))
@@ -196,6 +198,17 @@ def test_a_run_that_nothing_takes_is_told_from_one_that_has_just_come_and_from_t
         require_begun(Saying(success=True, runs=runs), "there")
     with pytest.raises(CommandError, match=r"flwr list there: no such name$"):
         require_begun(Saying(success=False, **{"error-message": "no such\nname"}), "there")
+
+
+def test_a_superlink_that_does_not_answer_is_said_in_a_line(tmp_path, monkeypatch, capsys):
+    """Flower's command ends with status 0 there."""
+    (port,) = free_ports(1)
+    (tmp_path / "config.toml").write_text(f'[superlink.there]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    assert main(["flower", "status", "--connection", "there"]) == 5
+    said = capsys.readouterr().err
+    assert said.startswith("fedbilevel: flwr list there: ")
+    assert "Connection to the SuperLink is unavailable" in said
 
 
 # With Flower
@@ -330,7 +343,7 @@ def test_clients_come_back_to_a_superlink_that_was_killed_and_kept_its_database(
 
 @pytest.mark.slow
 def test_a_superlink_whose_superexec_has_ended_begins_no_run_until_another_is_started_by_the_words_of_the_error(
-    federation, ping, monkeypatch
+    federation, ping, monkeypatch, capsys
 ):
     """The last test of this federation, which is left without a SuperExec."""
     members = children.family(federation.superlink.pid)
@@ -338,13 +351,16 @@ def test_a_superlink_whose_superexec_has_ended_begins_no_run_until_another_is_st
     os.kill(superexec, signal.SIGKILL)
     number = re.findall(r"\d{9,}", federation.console("run", str(ping), "federation"))[0]
     monkeypatch.setattr(processes, "SOON", 1.0)
+    monkeypatch.setenv("FLWR_HOME", str(federation.directory / "operator"))
     time.sleep(2.0)
-    with pytest.raises(CommandError, match=r"nothing takes it: flower-superexec has ended") as raised:
-        require_begun(federation.console, "federation")
+    assert main(["flower", "status", "--connection", "federation"]) == 5
+    said = capsys.readouterr().err
+    assert "nothing takes it: flower-superexec has ended" in said
     given = {"HOST:PORT": federation.address, "FILE": str(federation.credentials.ca)}
-    words = [given.get(word, word) for word in str(raised.value).rpartition(": ")[2].split()]
+    words = [given.get(word, word) for word in said.rpartition(": ")[2].split()]
     child = children.spawn(words, federation.log("superexec"), federation.environment("superlink"))
     try:
         wait(lambda: federation.status(number) == "finished:completed", 60.0)
+        assert main(["flower", "status", "--connection", "federation"]) == 0
     finally:
         children.stop([child])
