@@ -38,7 +38,7 @@ LIMITS = {
     "docs/decisions.md": 1600,
     "docs/explanation/engines.md": 1150,
     "docs/explanation/exchanges.md": 1050,
-    "docs/explanation/privacy.md": 1100,
+    "docs/explanation/privacy.md": 1230,
     "docs/explanation/security.md": 1350,
     "docs/glossary.md": 1000,
     "docs/how-to/asynchronous.md": 1300,
