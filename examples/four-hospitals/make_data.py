@@ -1,5 +1,6 @@
 """Four hospitals and a test set as CSV files, out of UCI's heart disease data (Janosi, Steinbrunn, Pfisterer, Detrano,
-1988, CC BY 4.0), which are downloaded where they are nowhere yet: two thirds of each hospital's patients for training."""
+1988, CC BY 4.0), which are downloaded where they are nowhere yet. A third of each hospital's patients is for the test.
+"""
 
 import os
 from pathlib import Path
@@ -11,7 +12,7 @@ from fedbilevel import data
 
 HERE = Path(__file__).parent
 HOSPITALS = ("cleveland", "hungarian", "switzerland", "va")
-COLUMNS = "age sex cp trestbps chol fbs restecg thalach exang oldpeak slope ca thal num".split()
+COLUMNS = "age,sex,cp,trestbps,chol,fbs,restecg,thalach,exang,oldpeak,slope,ca,thal,num"
 WORDS = {
     "sex": {0: "f", 1: "m"},
     "slope": {1: "up", 2: "flat", 3: "down"},
@@ -30,7 +31,7 @@ def source(name: str) -> Path:
 def main() -> None:
     held_out = []
     for name in HOSPITALS:
-        frame = pd.read_csv(source(name), names=COLUMNS, na_values="?")
+        frame = pd.read_csv(source(name), names=COLUMNS.split(","), na_values="?")
         frame["chol"] = frame["chol"].replace(0, np.nan)  # nobody's cholesterol is 0: it was not measured
         for column, words in WORDS.items():
             frame[column] = frame[column].map(words)
