@@ -158,6 +158,11 @@ class Privacy:
         """Return ε, at `delta`, of `replies` ≥ 0 replies under this setting."""
         return PrivacyAccount({float(self.noise_multiplier): replies} if replies else {}).epsilon(self.delta)
 
+    def what_to_lower(self) -> str:
+        """Say what noise may do to a run that diverges, and what makes less of it; nothing of data."""
+        noise = f"privacy adds noise of standard deviation zC = {self.clip * self.noise_multiplier:g} to every number"
+        return f"{noise}, and each step multiplies it: lower steps, clip or noise multiplier"
+
     def charge(self, spent: PrivacyAccount) -> PrivacyAccount:
         """Return the account after a further reply.
 

@@ -286,7 +286,8 @@ class ClientRuntime:
             if self.guard is None:
                 raise
             log.exception("phase %s of round %d failed", phase, request.round)
-            raise Refusal(Code.HIDDEN, "the phase failed; the client's log says more") from None
+            text = "the phase failed; the client's log says more"
+            raise Refusal(Code.HIDDEN, f"{text}. {self.guard.privacy.what_to_lower()}") from None
         return reply
 
     def play(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:
