@@ -88,8 +88,10 @@ def test_what_few_rows_tell_is_left_out(tmp_path):
     assert whole.columns_["sex"] == {"categories": {"f": 7, "m": 8}, "rarer": False}
     with pytest.raises(ConfigurationError, match="unknown category of column 'sex' 'fem'"):
         whole.transform(rows.replace({"sex": {"f": "fem"}}))
-    both = Preparer.load(tmp_path / "told.json", tmp_path / "all.json")
+    both = Preparer.load(tmp_path / "all.json", tmp_path / "told.json")
     assert both.columns_["sex"] == {"categories": {"f": 7, "m": 16}, "rarer": True}
+    both.save(tmp_path / "sum.json", min_count=7)
+    assert Preparer.load(tmp_path / "sum.json").columns_ == both.columns_
     with pytest.raises(ConfigurationError, match="min_count = 0 is not allowed: it must be a positive integer"):
         both.save(tmp_path / "sum.json", min_count=0)
 
@@ -118,17 +120,19 @@ def test_pandas_own_types_and_constant_columns():
         {
             "count": pd.array([1, None, 3], dtype="Int64"),
             "kind": pd.Categorical(["u", "v", "u"]),
-            "code": pd.Categorical([2.0, None, 1.5]),
+            "code": pd.Categorical([-2.0, None, 1.5]),
             "yes": [True, False, True],
             "same": 0.1,
         }
     )
-    made = Preparer().fit_transform(frame)
-    assert list(made) == ["count", "kind_u", "kind_v", "code_1.5", "code_2", "yes", "same"]
+    preparer = Preparer().fit(frame)
+    made = preparer.transform(frame)
+    assert list(made) == ["count", "kind_u", "kind_v", "code_-2", "code_1.5", "yes", "same"]
     np.testing.assert_allclose(made["count"], [-1, 0, 1])
     np.testing.assert_allclose(made["yes"], np.array([1, -2, 1]) / 2**0.5)
-    assert made["code_2"].tolist() == [1, 0, 0]
+    assert made["code_-2"].tolist() == [1, 0, 0]
     assert made["same"].tolist() == [0, 0, 0]
+    np.testing.assert_allclose(preparer.transform(frame.assign(same=1.1))["same"], 1)
 
 
 @pytest.mark.parametrize(

@@ -194,9 +194,9 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
     def _numbers(self, X: Any, reset: bool = False) -> Numbers:
         """Check the features."""
-        for name in getattr(X, "columns", ()):
+        for name, dtype in zip(getattr(X, "columns", ()), getattr(X, "dtypes", ()), strict=True):
             allowed = "numbers: Preparer makes them of categories; sites are groups, and no column"
-            require(getattr(X[name].dtype, "kind", "f") in "biuf", f"column {name!r} of X", "words", allowed)
+            require(getattr(dtype, "kind", "f") in "biuf", f"column {name!r} of X", str(dtype), allowed)
         found = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
         names = getattr(self, "feature_names_in_", range(found.shape[1]))
         for name, finite in zip(names, np.isfinite(found).all(0), strict=True):

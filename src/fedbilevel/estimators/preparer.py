@@ -107,7 +107,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         made = {}
         for name, told in self.columns_.items():
             if "categories" not in told:
-                deviation = (told["squares"] / max(told["count"], 1)) ** 0.5 or 1.0
+                deviation = np.sqrt(told["squares"] / max(told["count"], 1)) or 1.0
                 made[name] = np.nan_to_num((_numbers(X, name) - told["mean"]) / deviation)
                 continue
             words = _words(X[name])
