@@ -38,8 +38,8 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Make standardised numbers and indicators of a data frame's columns.
 
     Args:
-        categorical: columns of categories, where a site's are codes or all gaps; texts and pandas' categories are
-            anyway.
+        categorical: columns of codes, of 0 and 1 too, whose mean would be a count of rows; and columns of categories
+            that are all gaps at a site. Texts and pandas' categories are categories anyway.
 
     `fit` and `load` set `columns_`, what was told by column. The name of a category is its text, of 1.0 as of 1.
     """
@@ -48,7 +48,11 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         self.categorical = categorical
 
     def fit(self, X: Any, y: Any = None) -> Any:
-        """Find what the rows of a data frame tell, such as those of a site; returns the preparer."""
+        """Find what the rows of a data frame tell, such as those of a site; returns the preparer.
+
+        Raises:
+            ConfigurationError: X is no data frame, a categorical column is not there, or a number is infinite.
+        """
         _require_frame(X)
         for name in self.categorical:
             if name not in X.columns:
