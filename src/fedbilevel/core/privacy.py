@@ -55,10 +55,10 @@ class PrivacyAccount:
         """Replies so far."""
         return sum(self.releases.values())
 
-    def plus(self, noise_multiplier: float) -> PrivacyAccount:
-        """Return the account after a further reply."""
+    def plus(self, noise_multiplier: float, replies: int = 1) -> PrivacyAccount:
+        """Return the account after so many further replies."""
         z = float(noise_multiplier)
-        return PrivacyAccount({**self.releases, z: self.releases.get(z, 0) + 1})
+        return PrivacyAccount({**self.releases, z: self.releases.get(z, 0) + replies})
 
     def epsilon(self, delta: float) -> float:
         """Return ε of all replies together at `delta`, by the RDP accountant of dp-accounting; 0.0 before the first.

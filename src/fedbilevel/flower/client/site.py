@@ -223,7 +223,7 @@ class ClientRuntime:
     def tell(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
         """Respond to a request for this client's own metrics, at the x and y of the message."""
         if self.measured is None:
-            raise Refusal(Code.SETTINGS, "this client does not tell its own metrics")
+            raise Refusal(Code.SILENT, "this client does not tell its own metrics")
         self.check_contract(request)
         x, y = self.arrays(request, wire.shapes(self.at))
         self.count(request, store)
