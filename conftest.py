@@ -4,6 +4,7 @@ import gc
 import os
 import threading
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,9 @@ flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platf
 quickly = [  # compiling is most of it, and the emitters of fused loops are more than half of compiling
     "--xla_backend_optimization_level=0",
     "--xla_llvm_disable_expensive_passes=true",
-    "--xla_cpu_use_fusion_emitters=false",
     "--xla_cpu_multi_thread_eigen=false",
     "--xla_cpu_parallel_codegen_split_count=1",  # cut into up to 32 parts, a program costs more to compile
+    *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),  # unknown to later ones
 ]
 os.environ["XLA_FLAGS"] = " ".join([*flags, *quickly, "--xla_force_host_platform_device_count=2"])
 
