@@ -14,6 +14,7 @@ from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.check import check_hypergradient
 from fedbilevel.diagnostics.diagnose import diagnose
+from fedbilevel.diagnostics.replies import reply_norms
 from fedbilevel.diagnostics.structure import check_structure
 from fedbilevel.engines.engine import Cohort
 from fedbilevel.engines.evaluation import PerClient
@@ -55,6 +56,7 @@ __all__ = [
     "errors",
     "parts",
     "projections",
+    "reply_norms",
     "solve",
     "stop_when",
     "stop_without_progress",

@@ -266,9 +266,7 @@ def test_words_in_a_frame_are_encoded_by_the_call_that_is_said(kind, frame):
 
 def test_what_is_missing_in_a_frame_is_refused(pd):
     for column in ([1.0, np.nan], pd.array([1, None], dtype="Int64")):
-        assert "Clients.outer['u'] holds NaN or infinity, first in sample 1 of client 0" in said(
-            [pd.DataFrame({"u": column})]
-        )
+        assert "Clients.outer['u'] holds NaN or infinity, first in sample 1" in said([pd.DataFrame({"u": column})])
 
 
 def test_frames_of_polars():

@@ -1,5 +1,7 @@
 """Are floating-point operations counted as written down by hand, and as XLA counts where it can?"""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +15,8 @@ from fedbilevel.core.config import static
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.submodel import Structure, UnitLayout
 from fedbilevel.core.tree import XY
-from fedbilevel.engines.recorder import count, flops_of_calls, known_flops
+from fedbilevel.engines.recorder import count, exchanges_of, flops_of_calls, known_flops
+from fedbilevel.tasks.quadratic import quadratic
 
 
 def shape(*dims):
@@ -22,6 +25,27 @@ def shape(*dims):
 
 def cost(function, *arguments):
     return count(jax.make_jaxpr(function)(*arguments).jaxpr)
+
+
+SERIES = fb.parts.Implicit(solver=fb.parts.Neumann(terms=3, step=0.1))
+ROUNDS = {
+    "one": fb.SimFBO(client_lr=0.1, server_lr=0.1),
+    "loops": fb.FedNest(inner=fb.parts.SVRG(rounds=2, lr=0.1), hypergradient=SERIES, outer_lr=0.1),
+    "nested": fb.SDBO(iterations=3, estimate=fb.parts.LinearizedADMM(steps=2)),
+    "partly": fb.AggITD(inner=fb.parts.LocalSGD(rounds=4, lr=0.1), outer_lr=0.1),
+}
+
+
+@pytest.mark.parametrize("case", ROUNDS)
+def test_a_round_says_before_how_many_exchanges_it_has(case):
+    """As many as a run counts; where their number follows from the round, that is not known."""
+    algorithm, task = ROUNDS[case], quadratic(clients=2, samples=(8, 8))
+    start = algorithm, task.problem, task.x0, task.y0, RemoteClients.of(task.clients).examples()
+    played = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=1)
+    assert sum(exchange.times for exchange in exchanges_of(*start)) == played.ledger.exchanges
+    if case == "loops":
+        growing = replace(algorithm, inner=replace(algorithm.inner, rounds=lambda round: 1 + round))
+        assert not np.isfinite(sum(exchange.times for exchange in exchanges_of(growing, *start[1:])))
 
 
 def test_products_of_matrices():

@@ -113,6 +113,9 @@ def test_all_unmarked_leaves_together_are_clipped(clip):
     np.testing.assert_allclose(np.concatenate([got["u"], got["w"]]), sent.mean(0), atol=1e-12)
     assert (float(got["n"]), got["q"].tolist()) == (1.0, [0.0] * D)
     assert "size" not in result.history.columns  # as from a site, which tells no metrics
+    lengths = np.linalg.norm(whole, axis=1)
+    assert result.history["reply_norm.gradient"][-1] == pytest.approx(lengths.mean(), rel=1e-12)
+    assert result.history["clipped.gradient"][-1] == np.mean(lengths > clip)
     assert result.ledger.gradients == P  # for the clock
 
 

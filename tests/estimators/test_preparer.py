@@ -1,9 +1,15 @@
-"""A table's numbers, agreed on by sites that tell sums and names: beside everyone's rows in one place, and errors."""
+"""A table's numbers, agreed on by sites that tell sums and counts: beside everyone's rows in one place, and errors."""
+
+import json
+from itertools import permutations
 
 import numpy as np
 import pandas as pd
 import pytest
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
 
+from fedbilevel.data import DataError
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators import Preparer
 
@@ -14,24 +20,87 @@ def site(**columns):
 
 SITES = [
     site(age=[np.nan, np.nan]),
-    site(age=[np.nan, 80.0], sex=["m", "x"]),
-    site(age=[50.0, 59.0], sex=["m", None], pain=[2, 4]),
+    site(age=[np.nan, 80.1], sex=["m", "x"]),
+    site(age=[50.0, 59.3], sex=["m", None], pain=[2.0, np.nan]),  # a gap makes floats of codes
 ]
 
 
-@pytest.mark.parametrize("order", [(0, 1, 2), (2, 0, 1), (1, 2, 0)])
-def test_sites_in_any_order_tell_what_all_rows_in_one_place_do(order):
-    preparer, everyone = Preparer(categorical=["pain"]), pd.concat(SITES)
-    for i in order:
-        preparer.partial_fit(SITES[i])
-    pd.testing.assert_frame_equal(preparer.transform(everyone), Preparer(categorical=["pain"]).fit_transform(everyone))
-    assert preparer.categories_ == {"sex": ["f", "m", "x"], "pain": [1, 2, 4]}
+@pytest.fixture
+def files(tmp_path):
+    """What each site tells, everything."""
+    for number, rows in enumerate(SITES):
+        Preparer(categorical=["pain"]).fit(rows).save(tmp_path / f"{number}.json", min_count=1)
+    return [tmp_path / f"{number}.json" for number in range(3)]
+
+
+def test_sites_that_tell_sums_agree_on_what_all_rows_in_one_place_do(files):
+    """In any order to the bit; with one place to rounding."""
+    everyone = pd.concat(SITES)
+    expected = Preparer(categorical=["pain"]).fit_transform(everyone)
+    made = [Preparer.load(*order) for order in permutations(files)]
+    for preparer in made:
+        pd.testing.assert_frame_equal(preparer.transform(everyone), expected, rtol=1e-14)
+        assert preparer.columns_ == made[0].columns_
+    assert made[0].columns_["sex"] == {"categories": {"f": 1, "m": 3, "x": 1}, "rarer": False}
+    assert made[0].columns_["pain"] == {"categories": {"1": 2, "2": 1, "4": 2}, "rarer": False}
+
+
+def test_a_file_is_read_to_the_bit_and_added_to(files, tmp_path):
+    rows = np.random.default_rng(0).lognormal(3, 2, (40, 9))
+    preparer = Preparer().fit(pd.DataFrame(rows, columns=list("abcdefghi")))
+    preparer.save(tmp_path / "told.json")
+    assert Preparer.load(tmp_path / "told.json").columns_ == preparer.columns_
+    Preparer.load(*files[:2]).save(tmp_path / "two.json", min_count=1)
+    three, whole = (Preparer.load(*some).columns_ for some in ([tmp_path / "two.json", files[2]], files))
+    assert three["sex"] == whole["sex"]
+    np.testing.assert_allclose([*three["age"].values()], [*whole["age"].values()], rtol=1e-14)
+
+
+def test_a_file_has_a_line_for_each_column_and_no_rows(files):
+    """Of 50.0 and 59.3 the mean is 54.65, and the squares are 2 (9.3/2)² = 43.245."""
+    lines = files[2].read_text("utf-8").splitlines()
+    assert (lines[0], lines[-1]) == ("{", "}")
+    assert lines[2:4] == [
+        '"sex": {"categories": {"m": 1}, "rarer": false},',
+        '"pain": {"categories": {"2": 1}, "rarer": false}',
+    ]
+    age = json.loads("{" + lines[1].removesuffix(",") + "}")["age"]
+    assert age == {"count": 2, "mean": 54.65, "squares": pytest.approx(43.245, rel=1e-14)}
+
+
+def test_what_few_rows_tell_is_left_out(tmp_path):
+    """Seven numbers and a category of seven rows; the site's own rows of it become gaps, and no misspelt ones do."""
+    rows = pd.DataFrame({"age": [50.0] * 7 + [np.nan] * 8, "sex": ["f"] * 7 + ["m"] * 8, "name": [*"abcdefghijklmno"]})
+    rows["same"] = 0.1
+    Preparer().fit(rows).save(tmp_path / "told.json")
+    preparer = Preparer.load(tmp_path / "told.json")
+    assert preparer.columns_ == {
+        "age": {"count": 0, "mean": 0, "squares": 0},
+        "sex": {"categories": {"m": 8}, "rarer": True},
+        "name": {"categories": {}, "rarer": True},
+        "same": {"count": 15, "mean": 0.1, "squares": 0},
+    }
+    made = preparer.transform(rows)
+    assert preparer.get_feature_names_out().tolist() == list(made) == ["age", "sex_m", "same"]
+    assert made["sex_m"].tolist() == [0] * 7 + [1] * 8
+    Preparer().fit(rows).save(tmp_path / "all.json", min_count=7)
+    whole = Preparer.load(tmp_path / "all.json")
+    assert whole.columns_["sex"] == {"categories": {"f": 7, "m": 8}, "rarer": False}
+    with pytest.raises(ConfigurationError, match="unknown category of column 'sex' 'fem'"):
+        whole.transform(rows.replace({"sex": {"f": "fem"}}))
+    both = Preparer.load(tmp_path / "all.json", tmp_path / "told.json")
+    assert both.columns_["sex"] == {"categories": {"f": 7, "m": 16}, "rarer": True}
+    both.save(tmp_path / "sum.json", min_count=7)
+    assert Preparer.load(tmp_path / "sum.json").columns_ == both.columns_
+    with pytest.raises(ConfigurationError, match="min_count = 0 is not allowed: it must be a positive integer"):
+        both.save(tmp_path / "sum.json", min_count=0)
 
 
 def test_numbers_are_standardised_and_gaps_filled():
     """Of 50, 59 and 80 the mean is 63 and the deviation √((13² + 4² + 17²)/3) = √158."""
-    preparer = Preparer(categorical=["pain"]).fit(pd.concat(SITES))
-    made = preparer.transform(SITES[2].set_axis(["p", "q"]))
+    rows = site(age=[50.0, 59.0], sex=["m", None], pain=[2, 4])
+    preparer = Preparer(categorical=["pain"]).fit(pd.concat([SITES[0], site(age=[np.nan, 80.0], sex=["m", "x"]), rows]))
+    made = preparer.transform(rows.set_axis(["p", "q"]))
     expected = {
         "age": [-13 / 158**0.5, -4 / 158**0.5],
         "sex_f": [0.0, 0.0],
@@ -51,42 +120,119 @@ def test_pandas_own_types_and_constant_columns():
         {
             "count": pd.array([1, None, 3], dtype="Int64"),
             "kind": pd.Categorical(["u", "v", "u"]),
+            "code": pd.Categorical([-2.0, None, 1.5]),
             "yes": [True, False, True],
-            "same": 7,
+            "same": 0.1,
         }
     )
-    made = Preparer().fit_transform(frame)
-    assert list(made) == ["count", "kind_u", "kind_v", "yes", "same"]
+    preparer = Preparer().fit(frame)
+    made = preparer.transform(frame)
+    assert list(made) == ["count", "kind_u", "kind_v", "code_-2", "code_1.5", "yes", "same"]
     np.testing.assert_allclose(made["count"], [-1, 0, 1])
     np.testing.assert_allclose(made["yes"], np.array([1, -2, 1]) / 2**0.5)
+    assert made["code_-2"].tolist() == [1, 0, 0]
     assert made["same"].tolist() == [0, 0, 0]
+    np.testing.assert_allclose(preparer.transform(frame.assign(same=1.1))["same"], 1)
 
 
 @pytest.mark.parametrize(
     ("frame", "words"),
     [
-        (site().drop(columns="sex"), r"column 'sex' is missing; the frame has age, pain"),
-        (site(aeg=[1, 2]), r"unknown column 'aeg'; did you mean 'age'"),
+        (site().drop(columns="sex"), r"column 'sex' of X = 'missing' .* there, beside age, pain"),
+        (site(aeg=[1, 2]), r"unknown column of X 'aeg'; did you mean 'age'"),
         (site(age=["50", "old"]), r"type of column 'age' = '(str|object)' is not allowed: it must be of numbers"),
         (site(age=[np.inf, 1]), "infinite numbers"),
+        (site(sex=["w", "m"]), r"unknown category of column 'sex' 'w'.*allowed: f, m"),
         (np.zeros((2, 3)), r"X = 'ndarray' is not allowed: it must be a pandas.DataFrame"),
     ],
 )
-@pytest.mark.parametrize("method", ["partial_fit", "transform"])
-def test_what_does_not_fit_is_named(frame, words, method):
-    preparer = Preparer().fit(site())
+def test_rows_that_do_not_fit_are_named(frame, words):
     with pytest.raises(ConfigurationError, match=words):
-        getattr(preparer, method)(frame)
+        Preparer().fit(site()).transform(frame)
 
 
-def test_an_unknown_category_is_named():
-    with pytest.raises(ConfigurationError, match=r"unknown category of column 'sex' 'w'.*allowed: f, m"):
-        Preparer().fit(site()).transform(site(sex=["w", "m"]))
-    with pytest.raises(ConfigurationError, match=r"unknown categorical column 'pian'; did you mean 'pain'"):
-        Preparer(categorical=["pian"]).fit(site())
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (site().drop(columns="pain"), r"unknown categorical column 'pain' \(allowed: age, sex\)"),
+        (site(pain_1=[1, 2]), "column 'pain_1' = 'made twice'"),
+        (site(age=[np.inf, 1]), "infinite numbers"),
+        (site().set_axis([1, 2, "pain"], axis=1), "texts as names of columns"),
+        (site().set_axis(["age", "age", "pain"], axis=1), "each once"),
+    ],
+)
+def test_rows_that_can_tell_nothing_are_named(frame, words):
+    with pytest.raises(ConfigurationError, match=words):
+        Preparer(categorical=["pain"]).fit(frame)
 
 
-def test_fit_forgets():
+@pytest.mark.parametrize(
+    ("frame", "words"),
+    [
+        (site().drop(columns="sex"), r"column 'sex' of \S+site.json = 'missing' .* there, beside age, pain"),
+        (site(aeg=[1, 2]), r"unknown column of \S+site.json 'aeg'; did you mean 'age'"),
+        (
+            site(sex=[np.nan, np.nan]),
+            r"column 'sex' of \S+site.json = 'count, mean, squares' .* categories, rarer, as in \S+0.json: see `cat",
+        ),
+    ],
+)
+def test_a_site_with_other_columns_is_named(frame, words, files, tmp_path):
+    Preparer(categorical=["pain"]).fit(frame).save(tmp_path / "site.json")
+    with pytest.raises(ConfigurationError, match=words):
+        Preparer.load(*files, tmp_path / "site.json")
+
+
+NUMBER = {"count": 9, "mean": 0.5, "squares": 2.0}
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        "",
+        "{",
+        "[]",
+        "[" * 100_000,
+        *(
+            json.dumps({"age": one})
+            for one in (
+                7,
+                {},
+                {"categories": {"f": 8}},
+                {"categories": ["f"], "rarer": False},
+                {"categories": {"f": 0}, "rarer": False},
+                {"categories": {"f": "8"}, "rarer": False},
+                {"categories": {"f": 8}, "rarer": 1},
+                {"count": 9, "mean": 0.5},
+                {**NUMBER, "count": -1},
+                {**NUMBER, "count": 9.5},
+                {**NUMBER, "count": 10**400},
+                {**NUMBER, "mean": float("nan")},
+                {**NUMBER, "mean": 1e101},
+                {**NUMBER, "mean": "0.5"},
+                {**NUMBER, "squares": -1.0},
+                {**NUMBER, "squares": float("inf")},
+            )
+        ),
+    ],
+)
+def test_what_save_does_not_write_is_refused(told, files, tmp_path):
+    (tmp_path / "site.json").write_text(told)
+    with pytest.raises(DataError, match=r"site\.json is not what `save` writes: "):
+        Preparer.load(*files, tmp_path / "site.json")
+
+
+def test_files_are_there_and_each_once(files, tmp_path):
+    with pytest.raises(DataError, match=r"no\.json cannot be read: No such file"):
+        Preparer.load(tmp_path / "no.json")
+    for some in ([], [files[0], files[0]]):
+        with pytest.raises(ConfigurationError, match="one or more, each once"):
+            Preparer.load(*some)
+
+
+def test_fit_forgets_and_a_clone_knows_nothing():
     preparer = Preparer().fit(site(more=[1, 2])).fit(site())
     assert preparer.get_feature_names_out().tolist() == ["age", "sex_f", "sex_m", "pain"]
-    assert preparer.counts_.tolist() == [2, 2]
+    assert preparer.columns_["pain"] == {"count": 2, "mean": 2.5, "squares": 4.5}
+    with pytest.raises(NotFittedError):
+        clone(preparer).save("nowhere.json")

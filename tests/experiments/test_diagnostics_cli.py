@@ -67,3 +67,21 @@ def assert_near(got: object, wanted: object) -> None:
             assert_near(got[name], value)
     else:
         assert got == (pytest.approx(wanted, rel=5.1e-3) if isinstance(wanted, float) else wanted)
+
+
+def test_diagnose_tells_norms_of_replies_and_what_noise_does(run) -> None:
+    """Of the two, SimFBO has one phase and three parts; noise is 1,000 long on each of 5 + 8 + 8 numbers."""
+    terms = ("--set", "privacy.clip=10", "--set", "privacy.noise_multiplier=100", "--set", "privacy.delta=1e-5")
+    asked = ("diagnose", "quadratic", "--algorithm", "simfbo", "--replies", 2, "--set", "clients=3")
+    code, shown, _ = run(*asked, *terms, "--cohort", 2)
+    assert code == 0
+    lines = [line.split() for line in shown.splitlines()]
+    assert [line[1:4] for line in lines if line[:1] == ["local_updates"]] == [
+        ["all", "21", "4"], ["x", "5", "4"], ["y", "8", "4"], ["v", "8", "4"]
+    ]  # fmt: skip
+    assert f"zC = 1e+03 on each number is {1000 * 21**0.5:.3g} long" in shown
+    assert shown.count("noise hides that; lower steps, clip or noise_multiplier") == 2
+    _, shown, _ = run(*asked)
+    assert "noise" not in shown
+    code, _, error = run(*asked, "--all")
+    assert (code, error) == (2, "fedbilevel: --all: not with --replies, which measures nothing else\n")

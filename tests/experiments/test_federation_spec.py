@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,8 @@ from fedbilevel.flower import versions
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import in_a_sentence
 from fedbilevel.flower.server.terms import Terms
+from fedbilevel.flower.wire import METRICS, RequestMessage, decode
+from fedbilevel.tasks.quadratic import quadratic
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "two-folders"
 NODE = {"partition-id": 0}
@@ -243,24 +246,50 @@ def test_a_run_that_diverges_has_failed_though_its_numbers_are_finite(spec, tmp_
     assert "has grown" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("private", "metric"), [(False, "outer_loss"), (True, "exchanges")])
-def test_a_server_without_a_test_set_shows_the_mean_of_what_clients_tell(private, metric, tmp_path):
-    """Their weighted mean of f; under privacy they tell nothing, and the costs alone are known."""
-    (tmp_path / "bare.py").write_text(
-        "from dataclasses import replace\nfrom fedbilevel.tasks.quadratic import quadratic\n"
-        "def task():\n    return replace(quadratic(clients=2, samples=(8, 8)), metrics={})\n"
-    )
-    steps = ["batch_size=8", "run.rounds=2", "server_lr=0.1", "client_lr=0.1"]
+BARE = """
+from dataclasses import replace
+from fedbilevel.tasks.quadratic import outer, quadratic
+def task():
+    made = quadratic(clients=2, samples=(8, 8))
+    return replace(made, metrics={}, metrics_per_client={"fit": lambda x, y, batch: outer(x, y, batch)})
+"""
+PRIVATE = {"clip": 1.0, "noise-multiplier": 0.1, "delta": 1e-5}
+
+
+@pytest.mark.parametrize(("tell", "private", "settings", "metric"), [
+    ([0, 1], [], [], "fit.mean"),
+    ([1], [0], [], "fit.mean"),
+    ([], [], [], "outer_loss"),
+    ([], [0, 1], [], "exchanges"),
+    ([0, 1], [], ["asynchronous.wait_for=1"], "outer_loss"),
+])  # fmt: skip
+def test_a_server_without_a_test_set_shows_the_mean_of_what_clients_tell(tell, private, settings, metric, tmp_path):
+    """Of the task's metrics on their own samples, or of f on their batches; under privacy they tell nothing, and only
+    costs are known. Where all say that they do not tell they are asked once."""
+    (tmp_path / "bare.py").write_text(BARE)
+    steps = ["batch_size=8", "run.rounds=2", "run.eval_every=1", "server_lr=0.1", "client_lr=0.1", *settings]
     spec, out = configure(task=f"{tmp_path / 'bare.py'}:task", algorithm="simfbo", settings=steps), tmp_path / "run"
     grid = InProcess(federation.client_app(spec), 2)
-    for node, context in grid.contexts.items() if private else ():
-        terms = {"clip": 1.0, "noise-multiplier": 0.1, "delta": 1e-5, "state-folder": str(tmp_path / str(node))}
-        context.node_config.update(terms)
-    federation.serve(spec, grid, {"out": str(out)})
+    for client, context in enumerate(grid.contexts.values()):
+        context.node_config["tell-metrics"] = client in tell
+        context.node_config |= PRIVATE | {"state-folder": str(tmp_path / str(client))} if client in private else {}
+    asked = []
+    push, grid.push_messages = grid.push_messages, lambda messages: push([asked.append(m) or m for m in messages])
+    with (
+        nullcontext() if len(tell) == 2 else pytest.warns(fb.errors.AbsenceWarning, match=f"those of {len(tell)} of 2")
+    ):
+        federation.serve(spec, grid, {"out": str(out)})
     ended = load_run(out)
     assert ended.metric == metric
-    assert ended.summary["final"] == ended.history.rows[-1][metric]
+    assert ended.summary["final"] == (row := ended.history.rows[-1])[metric]
     assert (out / "plot.png").is_file()
+    if metric == "fit.mean":
+        task = quadratic(clients=2, samples=(8, 8))
+        fits = [float(task.problem.outer(task.x0, task.y0, task.clients.outer.row(client))) for client in tell]
+        assert ended.history.rows[0]["fit.mean"] == pytest.approx(np.average(fits, weights=task.clients.weights[tell]))
+        assert row["fit.clients"] == len(tell)
+    requests = sum(decode(RequestMessage, message).phase == METRICS for message in asked)
+    assert requests == 2 * (0 if settings else 3 if tell else 1)
 
 
 def test_a_full_disk_ends_a_server_in_a_sentence(spec, tmp_path, monkeypatch, capsys):
@@ -287,17 +316,33 @@ def test_a_run_whose_numbers_fail_is_not_to_be_submitted_again(spec, tmp_path):
 
 
 NORTH = "partition-id=0 folder='data/north'"
-PRIVATE = "clip=1.0 noise-multiplier=30.0 delta=1e-5"
+HIDES = "clip=1.0 noise-multiplier=30.0 delta=1e-5"
 
 
 def test_a_site_is_looked_at_before_it_starts(hospitals, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(hospitals)
-    node = f"{NORTH} state-folder='{tmp_path}' {PRIVATE}"
+    node = f"{NORTH} state-folder='{tmp_path}' {HIDES}"
     assert main(["flower", "check", "spec.toml", "--node-config", node]) == 0
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert said.keys() == {"client", "samples", "folder", "privacy", "floors"}
+    assert said.keys() == {"client", "samples", "folder", "privacy", "floors", "run"}
     assert said["samples"].startswith("63 outer, 125 inner, of ['features'] float32[1, 10]")
     assert said["privacy"] == "clip 1, noise 30; ε = 0.242 for a reply, 0 so far, at δ = 1e-05, no budget"
+
+
+def test_a_site_is_told_what_its_budget_allows_of_a_run(hospitals, tmp_path, monkeypatch, capsys):
+    """Of 60 rounds of one exchange each, after 10 replies to another run."""
+    monkeypatch.chdir(hospitals)
+    command = ["flower", "check", "spec.toml", "--node-config"]
+    node, terms = f"{NORTH} state-folder='{tmp_path}' {HIDES}", fb.Privacy(1.0, 30.0, 1e-5)
+    assert main([*command, node]) == 0
+    (tmp_path / "account.json").write_text('{"30.0": 10}')
+    capsys.readouterr()
+    for budget, allowed in ((terms.epsilon_after(70), 60), (terms.epsilon_after(25) + 1e-9, 15), (0.5, 0)):
+        assert main([*command, f"{node} budget={budget!r}"]) == 0
+        said = capsys.readouterr().out.splitlines()[-1]
+        one, all_of_it = terms.epsilon_after(11), terms.epsilon_after(70)
+        assert f"run        ε = {one:.4g} after 1 round, ε = {all_of_it:.4g} after 60 rounds, if" in said
+        assert said.endswith("1 exchange a round" + f"; the budget ends it after {allowed} rounds" * (allowed < 60))
 
 
 def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp_path, monkeypatch, capsys):
@@ -312,15 +357,26 @@ def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp
     ("node", "more", "message"),
     [
         (f"{NORTH} clipp=1.0", [], "'clipp'; did you mean 'clip'"),
-        (f"{NORTH} {PRIVATE}", [], "Site.folder = None is not allowed"),
+        (f"{NORTH} {HIDES}", [], "Site.folder = None is not allowed"),
         (f"{NORTH} min-local-samples=64", [], "fewer samples than its floor of 64 (lower min-local-samples"),
         ("partition-id=0 folder='data/nrth'", [], "data/nrth/validation.csv not found"),
+        (
+            "partition-id=1 folder='holes'",
+            [],
+            "Clients.inner['features'] holds NaN or infinity, first in sample 2, entry (0,)",
+        ),
         (NORTH, ["--superlink", "127.0.0.1:1"], "with --root-certificates or --insecure"),
         (NORTH, ["--superlink", "127.0.0.1:1", "--insecure"], "127.0.0.1:1 does not answer: "),
     ],
 )
-def test_a_site_that_could_not_take_part_is_told_why(node, more, message, hospitals, monkeypatch, capsys):
+def test_a_site_that_could_not_take_part_is_told_why(node, more, message, hospitals, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(hospitals)
+    if "holes" in node:
+        monkeypatch.chdir(shutil.copytree(hospitals, tmp_path / "a"))
+        shutil.copytree(hospitals / "data" / "south", "holes")
+        rows = Path("holes/train.csv").read_text().splitlines()
+        rows[3] = "nan" + rows[3][rows[3].index(",") :]
+        Path("holes/train.csv").write_text("\n".join(rows))
     assert main(["flower", "check", "spec.toml", "--node-config", node, *more]) in (2, 4)
     assert message in capsys.readouterr().err
 

@@ -5,7 +5,6 @@ that should have counted.
 """
 
 import json
-import logging
 from dataclasses import replace
 from functools import cache
 
@@ -160,17 +159,24 @@ def test_lies_within_proportion_and_without_a_factor_any_count(factor, norm_fact
     np.testing.assert_allclose(result.y, 0.5 * t.mean(0), rtol=1e-12)
 
 
-def test_of_one_the_first_counts_and_the_next_are_measured_by_the_past(tmp_path, caplog):
-    """Round 0 has no past, which is said once; later 1e30 is refused by it, and asked again in the same round."""
+def test_of_one_the_first_counts_and_the_next_are_measured_by_the_past(tmp_path):
+    """Round 0 has no past; later 1e30 is refused by it, and asked again in the same round."""
     drawn, late = federations.cohorts(ROUNDS, 1, 6), ROUNDS - 1
     faults = {(drawn[0][0], 0): bad(lambda numbers: 5000 * numbers), (drawn[late][0], late): filled(1e30)}
     log = tmp_path / "log.jsonl"
-    end = pytest.raises(ExchangeError, match=f"round {late}")
-    with caplog.at_level(logging.WARNING, "fedbilevel.server"), end:
+    with pytest.raises(ExchangeError, match=f"round {late}"):
         play(6, faults, cohort=1, log=log)
     assert set(said(log)[0]) == {(drawn[late][0], late)}
-    told = [record.getMessage() for record in caplog.records if "2 are needed" in record.getMessage()]
-    assert len(told) == 1
+
+
+def test_an_absurd_first_reply_of_a_cohort_of_one_does_not_count(tmp_path):
+    """3e18 in each of three numbers would be y for good; nothing is usual yet, so that norm_factor² is the bound."""
+    log = tmp_path / "log.jsonl"
+    with pytest.raises(ExchangeError, match="round 0"):
+        play(1, {(0, 0): filled(3e18)}, log=log)
+    (why,) = said(log)[0].values()
+    known = "its update has a norm of 5.2e+18, where no other update tells what is usual, and 1e+08 is the bound"
+    assert why["why"] == f"{known}; norm_bound = NUMBER sets another"
 
 
 # What is usual
@@ -182,7 +188,6 @@ def check(norms, phase, norm, here, message=0.0):
 
 def test_the_larger_of_here_and_the_past_is_usual():
     norms = NormBounds(Terms(norm_factor=10.0))
-    check(norms, "a", 1e9, [1e9])  # alone, and nothing before
     with pytest.raises(Refusal, match="norm of 31, where 3 is usual and 30 the bound"):
         check(norms, "a", 31.0, [1.0, 3.0, 31.0])
     norms.note("a", [1.0, 3.0, 5.0])
@@ -217,15 +222,15 @@ def test_a_factor_of_the_message_is_a_positive_number(factor):
         Terms(message_factor=factor)
 
 
-def test_the_warning_counts_the_norms_that_it_can_compare(caplog):
-    """Of four answers three are 0: one norm is left, where two would tell."""
-    with caplog.at_level(logging.WARNING, "fedbilevel.server"):
-        check(NormBounds(Terms()), "a", 0.0, [0.0, 0.0, 0.0])  # nothing is in doubt
-        check(NormBounds(Terms()), "a", 5.0, [0.0, 0.0, 0.0, 5.0])
-        check(NormBounds(Terms()), "a", 5.0, [5.0])
-    zeros, few = [record.getMessage() for record in caplog.records]
-    assert "phase a: 1 of 4 replies is not 0, where 2 are needed to tell whether one is out of proportion" in zeros
-    assert "phase a: 1 of 1 replies is not 0, where 2 are needed" in few
+@pytest.mark.parametrize(("message", "most"), [(0.0, 100.0), (0.5, 100.0), (3.0, 300.0)])
+def test_where_nothing_is_usual_the_message_or_one_is_the_measure(message, most):
+    """norm_factor² = 100 times that; of four answers three are 0, and one norm tells nothing of the others."""
+    norms = NormBounds(Terms(norm_factor=10.0))
+    for here in ([most], [0.0, 0.0, 0.0, most]):
+        check(norms, "a", most, here, message)
+    with pytest.raises(Refusal, match=f"no other update tells what is usual, and {most:g} is the bound"):
+        check(norms, "a", 1.01 * most, [1.01 * most], message)
+    check(NormBounds(Terms(norm_factor=10.0, norm_bound=1e9)), "a", 1e8, [1e8], message)
 
 
 # Undone

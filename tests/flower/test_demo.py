@@ -7,16 +7,56 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
-from fedbilevel.experiments import load_run
-from fedbilevel.flower.launch import children
-
-pytestmark = pytest.mark.slow
+import hospital_files
+from fedbilevel.cli import main
+from fedbilevel.core.errors import FedbilevelError
+from fedbilevel.experiments import federation, load_run, read_spec
+from fedbilevel.flower.launch import children, processes
+from fedbilevel.tasks import TASKS
 
 COMMAND = [str(Path(sys.executable).parent / "fedbilevel"), "flower", "demo", "--clients", "2", "--rounds", "4"]
 ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0"}
+
+
+class LookedAtError(FedbilevelError):
+    """The end of a demo whose clients were looked at."""
+
+
+class Looking:
+    """In place of a demo's processes: looks at the client with the fewest samples, as `flower check` does."""
+
+    address, credentials = "nowhere", SimpleNamespace(ca=Path("ca.crt"))
+
+    def __init__(self, folder, clients, *, persistent, node_configs):
+        self.clients, self.node_configs = clients, node_configs
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        pass
+
+    def run(self, app, run_config):
+        spec = read_spec(app / "demo" / "spec.toml")
+        held = federation.task_of(spec).population
+        assert len(held) == self.clients == len(self.node_configs)
+        fewest = int(np.argmin(np.minimum(held.outer.size, held.inner.size)))
+        said = dict(federation.check(spec, self.node_configs[fewest]))
+        raise LookedAtError(said["client"])
+
+
+@pytest.mark.parametrize("task", [pytest.param(t, marks=[pytest.mark.slow] * (t == "hospitals")) for t in TASKS])
+def test_every_client_of_a_demo_of_every_task_would_take_part(task, tmp_path, monkeypatch, capsys):
+    """Their data are nobody's: no floor of the demo's refuses a few samples, or small batches."""
+    hospital_files.write(tmp_path, monkeypatch)
+    monkeypatch.setattr(processes, "Federation", Looking)
+    assert main(["flower", "demo", "--task", task, "--out", str(tmp_path / "a")]) == 2
+    assert f"of {task}" in capsys.readouterr().err
 
 
 def started_in(folder):
@@ -30,6 +70,7 @@ def started_in(folder):
     return mine
 
 
+@pytest.mark.slow
 def test_the_demo_prints_its_curve_and_leaves_nothing(tmp_path):
     done = subprocess.run([*COMMAND, "--out", tmp_path / "a"], env=ENV, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -39,6 +80,7 @@ def test_the_demo_prints_its_curve_and_leaves_nothing(tmp_path):
     assert started_in(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_ctrl_c_stops_all(tmp_path):
     demo = subprocess.Popen([*COMMAND, "--rounds", "1000", "--out", tmp_path / "a"], env=ENV, text=True,
                             stdout=subprocess.PIPE, start_new_session=True)  # fmt: skip

@@ -2,16 +2,26 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
 
-from fedbilevel.flower.launch import children, supernode
-from fedbilevel.flower.launch.processes import Federation, StartError, free_ports
+from fedbilevel.cli import main
+from fedbilevel.flower.launch import children, processes, supernode
+from fedbilevel.flower.launch.processes import (
+    CommandError,
+    Console,
+    Federation,
+    StartError,
+    free_ports,
+    require_begun,
+)
 
 SLEEP = [sys.executable, "-c", "import time; time.sleep(600)"]
 DETACHING = """
@@ -63,7 +73,8 @@ def unit(tmp_path, body):
     program = f"""
 import sys
 from functools import partial
-from fedbilevel.flower.launch import children, supernode
+from fedbilevel.cli import main
+from fedbilevel.flower.launch import children, processes, supernode
 a = [sys.executable, "-c", "open({str(tmp_path / "starts")!r}, 'a').write('x'); {body}"]
 sys.exit(supernode.supervise(partial(children.spawn, a, group=False), backoff=(0.1, 0.4)))
 """
@@ -162,6 +173,42 @@ def test_what_does_not_start_is_reported_with_its_log_and_the_rest_is_stopped(tm
         pass
     assert federation.nodes == {}
     assert free_ports(1, federation.port) == [federation.port]  # nobody listens there any more
+
+
+class Saying(Console):
+    """What `flwr` would print."""
+
+    def __init__(self, **said):
+        self.said = said
+
+    def __call__(self, *words):
+        assert words == ("list", "there", "--format", "json")
+        return f"WARNING: old\n{json.dumps(self.said)}\n"
+
+
+def test_a_run_that_nothing_takes_is_told_from_one_that_has_just_come_and_from_those_that_have_begun():
+    now = datetime.now(UTC)
+    ages = [("pending", 0), ("running", 900), ("finished:failed", 900), ("pending", 400), ("pending", 4000)]
+    runs = [
+        {"status": state, "pending-at": f"{now - timedelta(seconds=age):%Y-%m-%d %H:%M:%SZ}"} for state, age in ages
+    ]
+    require_begun(Saying(success=True, runs=runs[:3]), "there")
+    require_begun(Saying(success=True, runs=[]), "there")
+    with pytest.raises(CommandError, match=r"waits for 400\d s \(3 in all\), and nothing takes it: flower-superexec"):
+        require_begun(Saying(success=True, runs=runs), "there")
+    with pytest.raises(CommandError, match=r"flwr list there: no such name$"):
+        require_begun(Saying(success=False, **{"error-message": "no such\nname"}), "there")
+
+
+def test_a_superlink_that_does_not_answer_is_said_in_a_line(tmp_path, monkeypatch, capsys):
+    """Flower's command ends with status 0 there."""
+    (port,) = free_ports(1)
+    (tmp_path / "config.toml").write_text(f'[superlink.there]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
+    monkeypatch.setenv("FLWR_HOME", str(tmp_path))
+    assert main(["flower", "status", "--connection", "there"]) == 5
+    said = capsys.readouterr().err
+    assert said.startswith("fedbilevel: flwr list there: ")
+    assert "Connection to the SuperLink is unavailable" in said
 
 
 # With Flower
@@ -292,3 +339,28 @@ def test_clients_come_back_to_a_superlink_that_was_killed_and_kept_its_database(
         federation.restart_superlink()
         assert [response["calls"] for response in answers(federation.run(ping))] == [1, 2]
         assert unit.poll() is None
+
+
+@pytest.mark.slow
+def test_a_superlink_whose_superexec_has_ended_begins_no_run_until_another_is_started_by_the_words_of_the_error(
+    federation, ping, monkeypatch, capsys
+):
+    """The last test of this federation, which is left without a SuperExec."""
+    members = children.family(federation.superlink.pid)
+    (superexec,) = [p for p in members if b"superexec" in Path(f"/proc/{p}/cmdline").read_bytes()]
+    os.kill(superexec, signal.SIGKILL)
+    number = re.findall(r"\d{9,}", federation.console("run", str(ping), "federation"))[0]
+    monkeypatch.setattr(processes, "SOON", 1.0)
+    monkeypatch.setenv("FLWR_HOME", str(federation.directory / "operator"))
+    time.sleep(2.0)
+    assert main(["flower", "status", "--connection", "federation"]) == 5
+    said = capsys.readouterr().err
+    assert "nothing takes it: flower-superexec has ended" in said
+    given = {"HOST:PORT": federation.address, "FILE": str(federation.credentials.ca)}
+    words = [given.get(word, word) for word in said.rpartition(": ")[2].split()]
+    child = children.spawn(words, federation.log("superexec"), federation.environment("superlink"))
+    try:
+        wait(lambda: federation.status(number) == "finished:completed", 60.0)
+        assert main(["flower", "status", "--connection", "federation"]) == 0
+    finally:
+        children.stop([child])

@@ -32,7 +32,10 @@ from fedbilevel.flower.wire import RequestMessage, from_bytes
 
 STEPS = federations.Steps()
 PRIVATE = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
-FAILED = "the phase failed; the client's log says more"
+FAILED = (
+    "the phase failed; the client's log says more. privacy adds noise of standard deviation zC = 1 to every number, "
+    "and each step multiplies it: lower steps, clip or noise multiplier"
+)
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from sklearn.linear_model import LogisticRegression
 
 import fedbilevel as fb
 import hospital_files
-from fedbilevel import data
+from fedbilevel import data, experiments
 from fedbilevel.core.client import RemoteClients
 from fedbilevel.data import loaders
 from fedbilevel.data.clients import dealt
@@ -99,6 +99,21 @@ def test_a_single_level_optimum_is_scikit_learns(offsets):
         for i, p in enumerate(task.clients.weights)
     )
     np.testing.assert_allclose(slope, 0, atol=1e-9)
+
+
+def test_the_single_level_problem_runs_with_the_preset():
+    spec = experiments.configure(task="hospitals", algorithm="fedavg", settings=["task.tuned=false", "run.rounds=2"])
+    assert experiments.run(spec).x.shape == (18,)
+
+
+def test_penalties_stay_in_their_bounds(task):
+    """Steps of 1e6 leave them on both sides. Weights have none."""
+    algorithm = fb.SimFBO(
+        local_steps=1, batch_size=None, client_lr=fb.XYV(1.0, 0.1, 0.1), server_lr=fb.XYV(1e6, 0.1, 0.1)
+    )
+    x = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=3).x
+    assert (x["penalty"].min(), x["penalty"].max()) == (-12.0, 0.0)
+    assert np.abs(x["weight"]).max() > 12
 
 
 def test_a_few_rounds_lower_the_cross_validated_loss(task):

@@ -35,7 +35,6 @@ Checked in tests/algorithms/test_aggitd.py (closed forms, unrolling, exchanges) 
 from typing import Literal, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 
@@ -147,7 +146,7 @@ class AggITD(Algorithm):
         x, y = state
         terms = self.inner.rounds
         series = self.sampling is None
-        begin = jnp.asarray(0) if series else uniform_below(draw_key, terms)
+        begin = 0 if series else uniform_below(draw_key, terms)
         if not series:
             y = self.inner.descend(fed, x, y, before_key, rounds=begin)
         change = fed.mean(self.descent_with_gradient, (x, y), at_key, unbiased=True)

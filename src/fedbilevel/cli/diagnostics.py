@@ -19,6 +19,8 @@ def add_to(add: shared.Add) -> None:
     check = _added(add, "check", _check, "whose estimate to check")
     check.add_argument("--draws", type=shared.count, default=100, metavar="N", help="rounds with each (%(default)s)")
     look = _added(add, "diagnose", _diagnose, "for which (simfbo)")
+    replies = "instead: play N rounds, say how long replies are, and what the noise of [privacy] does to x and y"
+    look.add_argument("--replies", type=shared.count, metavar="N", help=replies)
     look.add_argument("--all", action="store_true", help="also all that was measured, and steps for all methods")
     look.add_argument("--rounds", type=shared.count, metavar="N", help="how many can be afforded (1000)")
 
@@ -89,9 +91,12 @@ def _diagnose(options: argparse.Namespace) -> int:
     settings:
       --set task.clients=50             of the task
       --set batch_size=64               of the algorithms that have such a field
+      --replies 10 --set privacy.clip=1 --set privacy.noise_multiplier=30 --set privacy.delta=1e-5
     """
     terminal = shared.console()
     shared.prepare_jax()
+    if options.replies:
+        return _replies(options, terminal)
     from fedbilevel.diagnostics.diagnose import diagnose, require_suggested
     from fedbilevel.engines.progress import showing
     from fedbilevel.experiments.loader import code_of, label
@@ -114,6 +119,23 @@ def _diagnose(options: argparse.Namespace) -> int:
         commands.append(_command(options, name, fields))
     details = ["", report.details] if options.all else []
     shared.say(terminal, *commands, "", *report.why(ours if options.algorithm else list(specs)), *details)
+    return shared.OK
+
+
+def _replies(options: argparse.Namespace, terminal: Any) -> int:
+    """Play some rounds of each algorithm, and show how long replies are."""
+    from fedbilevel.diagnostics.replies import reply_norms
+    from fedbilevel.experiments.runner import build
+
+    other = {"--all": options.all, "--rounds": options.rounds}
+    if unused := [name for name, value in other.items() if value]:
+        raise ConfigurationError(f"{unused[0]}: not with --replies, which measures nothing else")
+    specs, _, task = _prepared(options, options.algorithm)
+    for name, spec in specs.items():
+        made, parts = build(spec, task), (task.problem, task.population, task.x0, task.y0)
+        given: dict[str, Any] = {"cohort": spec.run.cohort, "key": spec.run.seed, "privacy": made.privacy}
+        found = reply_norms(made.algorithm, *parts, rounds=options.replies, **given)
+        shared.say(terminal, f"{name}, {options.replies} rounds; L2 norms of replies", "", found, "")
     return shared.OK
 
 

@@ -303,8 +303,9 @@ def _add_flower(add: shared.Add) -> None:
     trust.add_argument("--root-certificates", type=Path, metavar="FILE", help="of the SuperLink's authority")
     trust.add_argument("--insecure", action="store_true", help="the SuperLink has no TLS")
     looked.add_argument("--auth-supernode-private-key", type=Path, metavar="FILE", help="the site's key")
-    asked = inside("status", _status)
-    asked.add_argument("folder", type=Path, metavar="RUN", help="the server's run folder")
+    asked = inside("status", _status).add_mutually_exclusive_group(required=True)
+    asked.add_argument("folder", nargs="?", type=Path, metavar="RUN", help="the server's run folder")
+    asked.add_argument("--connection", metavar="NAME", help="a SuperLink of Flower's config.toml: does it begin runs?")
     new.add_argument("--data", metavar="NAME", help="the task's data set (digits)")
     demo.add_argument("--out", type=Path, metavar="DIR", help="for app, run, keys and logs: new or empty (runs/…)")
     demo.add_argument("--stock", action="store_true", help="Flower's own clients, one process per message: slow")
@@ -361,10 +362,19 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _status(options: argparse.Namespace) -> int:
-    """Say how far a federated run is, and who is absent and why; the exit code is that of `fedbilevel run`."""
+    """Say how far a federated run is, who is absent and why; or whether a SuperLink begins runs.
+
+    The exit code is that of `fedbilevel run`: 5 where a run waits and nothing takes it.
+    """
     from fedbilevel.experiments.federation import status
     from fedbilevel.experiments.folder import Folder
+    from fedbilevel.flower.launch.processes import Console, require_begun
+    from fedbilevel.flower.launch.supernode import environment
 
+    if options.connection is not None:
+        require_begun(Console(environment(os.environ), Path.cwd()), options.connection)
+        print(f"{options.connection} has begun all runs that were submitted")
+        return shared.OK
     said, ended = status(Folder(options.folder))
     print(*said, sep="\n", flush=True)
     return shared.OK if ended is None else shared.fail(shared.exit_code(ended) or 1, str(ended))

@@ -77,6 +77,13 @@ def listed(parts: Sequence[str], width: int = WIDTH - 30) -> str:
     return text
 
 
+def aligned(table: Sequence[Sequence[str]]) -> str:
+    """Lines of equally many cells, in columns."""
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table)
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def described(tree: PyTree) -> str:
     """How many numbers a tree of arrays holds, and the shapes and dtypes of its leaves."""
     leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if hasattr(leaf, "dtype")]

@@ -55,10 +55,10 @@ class PrivacyAccount:
         """Replies so far."""
         return sum(self.releases.values())
 
-    def plus(self, noise_multiplier: float) -> PrivacyAccount:
-        """Return the account after a further reply."""
+    def plus(self, noise_multiplier: float, replies: int = 1) -> PrivacyAccount:
+        """Return the account after so many further replies."""
         z = float(noise_multiplier)
-        return PrivacyAccount({**self.releases, z: self.releases.get(z, 0) + 1})
+        return PrivacyAccount({**self.releases, z: self.releases.get(z, 0) + replies})
 
     def epsilon(self, delta: float) -> float:
         """Return ε of all replies together at `delta`, by the RDP accountant of dp-accounting; 0.0 before the first.
@@ -157,6 +157,11 @@ class Privacy:
     def epsilon_after(self, replies: int) -> float:
         """Return ε, at `delta`, of `replies` ≥ 0 replies under this setting."""
         return PrivacyAccount({float(self.noise_multiplier): replies} if replies else {}).epsilon(self.delta)
+
+    def what_to_lower(self) -> str:
+        """Say what noise may do to a run that diverges, and what makes less of it; nothing of data."""
+        noise = f"privacy adds noise of standard deviation zC = {self.clip * self.noise_multiplier:g} to every number"
+        return f"{noise}, and each step multiplies it: lower steps, clip or noise multiplier"
 
     def charge(self, spent: PrivacyAccount) -> PrivacyAccount:
         """Return the account after a further reply.

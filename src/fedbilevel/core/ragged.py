@@ -90,7 +90,8 @@ class Ragged(Shown):
         holders = np.flatnonzero((self.start <= i) & (i < self.start + self.size))
         if not holders.size:
             return f"in row {i} of what is stored, which is no client's sample"
-        return f"in sample {i - self.start[holders[0]]} of client {holders[0]}"
+        whose = f" of client {holders[0]}" if len(self.size) > 1 else ""  # else its owner knows the number
+        return f"in sample {i - self.start[holders[0]]}{whose}"
 
     def card(self) -> Card:
         return Card(counted(len(self.size), "row") + " of unequal length", {"samples": self.in_words("row")})

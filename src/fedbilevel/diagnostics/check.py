@@ -17,6 +17,7 @@ from jax.flatten_util import ravel_pytree
 
 from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.core.algorithm import Algorithm, check_algorithm
+from fedbilevel.core.card import aligned
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import at, field_values
 from fedbilevel.core.errors import NonFiniteError, require, require_count, unknown
@@ -94,10 +95,7 @@ class HypergradientReport:
 
     def __repr__(self) -> str:
         head = ("estimate", "cosine", "relative error", "± std. error", "cost", "")
-        lines = [head, *(_cells(row) for row in self.rows)]
-        widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
-        table = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
-        return "\n".join([*self.notes, "", *(line.rstrip() for line in table)])
+        return "\n".join([*self.notes, "", aligned([head, *(_cells(row) for row in self.rows)])])
 
 
 def check_hypergradient(

@@ -49,8 +49,10 @@ def far_away(round: int, start: float, norm: float) -> str:
 
 
 def what_to_lower(algorithm: Algorithm) -> str:
-    """Say which step sizes of a method were given as numbers."""
-    names = given_steps(algorithm.algorithm if isinstance(algorithm, AdaptiveSteps | Private) else algorithm)
+    """Say which step sizes of a method were given as numbers, and what noise they multiply."""
+    if isinstance(algorithm, Private):
+        return f"{what_to_lower(algorithm.algorithm)}; {algorithm.privacy.what_to_lower()}"
+    names = given_steps(algorithm.algorithm if isinstance(algorithm, AdaptiveSteps) else algorithm)
     return f"lower {' or '.join(names)}" if names else "give step sizes of your own"
 
 

@@ -21,7 +21,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.client import Client, Clients, Samples
-from fedbilevel.core.config import at
+from fedbilevel.core.config import at, is_concrete
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import LoopBody, Phase, Reply
 from fedbilevel.core.local_x import server_x
@@ -42,6 +42,7 @@ class RecordedExchange(NamedTuple):
     reply: Reply
     early: bool  # whether it is asked by `sum_first`
     state: PyTree  # what the client keeps, None of a member of a fresh cohort
+    times: float  # that it is asked in a round, at most; not finite where values of the run decide that
 
 
 def exchanges_of(
@@ -103,6 +104,7 @@ class Recorder:
     exchanges: list[RecordedExchange]
     sampled: bool = False
     repetition: int = 0
+    times: float = 1.0  # that the loops around an exchange repeat it
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
@@ -120,13 +122,17 @@ class Recorder:
         client = self.client(None if fresh is not None else self.state)
         reply = self.algorithm.run_phase(name, client, message, key)
         check_plain(f"the update of phase {name}", reply.update)
-        self.exchanges.append(RecordedExchange(name, _shapes(message), _shapes(reply), early, _shapes(client.state)))
+        found = name, _shapes(message), _shapes(reply), early, _shapes(client.state), self.times
+        self.exchanges.append(RecordedExchange(*found))
         return weigh(reply, client.weight, jnp.ones(()))
 
     def repeat(
         self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
     ) -> PyTree:
-        return body(self, carry, key)
+        outside, self.times = self.times, self.times * (int(n) if is_concrete(n) else math.inf)
+        carry = body(self, carry, key)
+        self.times = outside
+        return carry
 
     def client(self, state: PyTree) -> Client:
         outer, inner = (Samples(sample, jnp.asarray(0), jnp.asarray(1), 1, True) for sample in self.examples)

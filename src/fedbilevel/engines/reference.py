@@ -161,6 +161,8 @@ class ReferenceFed:
         losses = [metric for metric, value in (reply.metrics or {}).items() if not np.isfinite(value)]
         if bad := nonfinite_leaves(reply.update) + losses:
             raise diverged(f"round {self.round}, phase {name}, client {i}: ", ", ".join(bad))
+        if self.run.on_reply is not None:
+            self.run.on_reply(name, i, reply)
         if reply.state is not None and keep:
             self.states = jax.tree.map(lambda full, new: full.at[i].set(new), self.states, reply.state)
         return sums
@@ -217,6 +219,7 @@ class ReferenceRun:
     key: Array
     clock: Clock
     submodel_plan: SubmodelPlan | None = None
+    on_reply: Callable[[str, int, Reply], None] | None = None
     compile_seconds: float = 0.0
 
     def __post_init__(self) -> None:
@@ -267,9 +270,11 @@ class Reference:
 
     Args:
         clock: how long exchanges take, in virtual time.
+        on_reply: called with each reply: the name of the phase, the client, and its `Reply`.
     """
 
     clock: Clock = field(default_factory=Clock)
+    on_reply: Callable[[str, int, Reply], None] | None = None
 
     def start(
         self, algorithm: Algorithm, problem: Problem, clients: Clients, cohort: int | Cohort, key: Array, carry: Carry
@@ -281,7 +286,7 @@ class Reference:
         check_drawn_again(cohort, carry)
         away = self.clock.never_available(len(clients))
         submodel_plan = SubmodelPlan.of(algorithm, problem, clients, carry.state.x, carry.state.y, away)
-        return ReferenceRun(algorithm, problem, clients, cohort, key, self.clock, submodel_plan)
+        return ReferenceRun(algorithm, problem, clients, cohort, key, self.clock, submodel_plan, self.on_reply)
 
 
 def total_of(table: Sums, asked: Array, who: Array) -> tuple[Sums, Array]:

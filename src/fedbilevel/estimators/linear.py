@@ -194,14 +194,10 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
     def _numbers(self, X: Any, reset: bool = False) -> Numbers:
         """Check the features."""
-        try:
-            found = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
-        except ValueError as error:
-            words = [name for name in getattr(X, "columns", ()) if getattr(X[name].dtype, "kind", "") not in "biuf"]
-            if not words or "could not convert" not in str(error):
-                raise
+        for name, dtype in zip(getattr(X, "columns", ()), getattr(X, "dtypes", ()), strict=True):
             allowed = "numbers: Preparer makes them of categories; sites are groups, and no column"
-            raise ConfigurationError(path=f"column {words[0]!r} of X", got="words", allowed=allowed) from error
+            require(getattr(dtype, "kind", "f") in "biuf", f"column {name!r} of X", str(dtype), allowed)
+        found = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
         names = getattr(self, "feature_names_in_", range(found.shape[1]))
         for name, finite in zip(names, np.isfinite(found).all(0), strict=True):
             require(finite, f"column {name!r} of X", "a gap or infinity", "finite numbers: Preparer fills gaps")

@@ -1,115 +1,192 @@
 """Numbers of a table with categories and gaps, agreed on by sites that show no rows.
 
-`partial_fit` adds what a site tells: of each column of numbers how many there are, their mean and the sum of squares
-about it; of each column of categories the names that occur. After all sites a number becomes (a − mean)/deviation and
-a gap 0, which is the mean; a category becomes an indicator for each name, all 0 in a gap. `fit` on everyone's rows
-gives the same, to rounding. (scikit-learn's `StandardScaler` adds up alike, but no site without any number.)
+A site tells, of each column of numbers, how many there are, their mean and the sum of squares about it; of each column
+of categories, how many rows have each. Added up, a number becomes (a − mean)/deviation and a gap 0, which is the mean;
+a category becomes an indicator for each name, all 0 in a gap. `fit` on everyone's rows gives the same, to rounding.
+
+Sites `save` what they tell, as a text to be read before it is sent, and `load` adds such texts up. Sums are exact and
+rounded once: the order of sites changes no bit of them.
+
+What is told is little, and not nothing. The mean of one number is that number, a category of one row says that somebody
+has it, and a column of names tells them all. So `save` leaves out what fewer than `min_count` rows tell. Nothing hides
+a row from those who get two texts of a site, one with the row and one without it.
 """
 
-from collections.abc import Sequence
-from typing import Any
+import json
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, Self
 
 import numpy as np
 from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
-from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.errors import is_count, require, require_count, unknown
+from fedbilevel.data.files import as_data_error, read_bytes
+from fedbilevel.engines.checkpoint import write_text
+
+Told = dict[str, dict[str, Any]]
+"""By column {"count", "mean", "squares"}, or {"categories": rows by name, "rarer": whether there are others}."""
+
+MOST = 1e100  # of numbers: sums of their squares are finite
+NUMBERS = "biuf"  # kinds of types
 
 
 class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Make standardised numbers and indicators of a data frame's columns.
 
     Args:
-        categorical: columns whose numbers are codes of categories; texts and pandas' categories are anyway.
+        categorical: columns of codes, of 0 and 1 too, whose mean would be a count of rows; and columns of categories
+            that are all gaps at a site. Texts and pandas' categories are categories anyway.
 
-    `fit` sets `categories_`, the names by column, and `counts_`, `means_` and `squares_` of the columns of numbers.
+    `fit` and `load` set `columns_`, what was told by column. The name of a category is its text, of 1.0 as of 1.
     """
 
     def __init__(self, *, categorical: Sequence[str] = ()) -> None:
         self.categorical = categorical
 
     def fit(self, X: Any, y: Any = None) -> Any:
-        """Forget what was told, and do as `partial_fit`."""
-        if hasattr(self, "categories_"):
-            del self.categories_
-        return self.partial_fit(X)
-
-    def partial_fit(self, X: Any, y: Any = None) -> Any:
-        """Add what the rows of a data frame tell, such as those of a site; returns the preparer.
+        """Find what the rows of a data frame tell, such as those of a site; returns the preparer.
 
         Raises:
-            ConfigurationError: a column is missing or unknown, or holds texts where sites before had numbers.
+            ConfigurationError: X is no data frame, a categorical column is not there, or a number is infinite.
         """
         _require_frame(X)
-        if not hasattr(self, "categories_"):
-            for name in self.categorical:
-                if name not in X.columns:
-                    raise unknown("categorical column", name, map(str, X.columns))
-            self.feature_names_in_, self.n_features_in_ = np.asarray(X.columns, object), len(X.columns)
-            numbers = [name for name in X.columns if X[name].dtype.kind in "biuf" and name not in self.categorical]
-            self.categories_: dict[Any, list[Any]] = {name: [] for name in X.columns if name not in numbers}
-            self.counts_, self.means_, self.squares_ = np.zeros((3, len(numbers)))
-        values = self._numbers(X)
-        for name, before in self.categories_.items():
-            self.categories_[name] = sorted({*before, *X[name].dropna()}, key=str)
-        counts = np.sum(~np.isnan(values), axis=0)
-        means = np.nansum(values, axis=0) / np.maximum(counts, 1)
-        apart, total = means - self.means_, np.maximum(self.counts_ + counts, 1)
-        self.squares_ += np.nansum((values - means) ** 2, axis=0) + apart**2 * self.counts_ * counts / total
-        self.means_ += apart * counts / total
-        self.counts_ += counts
-        names = [str(name) for name in self.get_feature_names_out()]
-        for name in names:
-            require(names.count(name) == 1, f"column {name!r}", "made twice", "made once: rename a column or category")
-        return self
+        for name in self.categorical:
+            if name not in X.columns:
+                raise unknown("categorical column", name, X.columns)
+        told: Told = {}
+        for name in X.columns:
+            if name in self.categorical or X[name].dtype.kind not in NUMBERS:
+                told[name] = {"categories": _words(X[name]).value_counts().to_dict(), "rarer": False}
+            else:
+                values = _numbers(X, name)
+                values = values[~np.isnan(values)]
+                first = values[:1].sum()  # equal numbers have exactly this mean
+                mean = float(first + (values - first).sum() / max(len(values), 1))
+                told[name] = {"count": len(values), "mean": mean, "squares": float(((values - mean) ** 2).sum())}
+        return self._keep({"X": told})
+
+    def save(self, file: str | Path, *, min_count: int = 8) -> None:
+        """Write what was told as JSON, a line for each column.
+
+        Args:
+            min_count: of a column with fewer numbers none is told, and categories of fewer rows are not named; 1: all.
+        """
+        check_is_fitted(self)
+        require_count("min_count", min_count)
+        lines = []
+        for name, told in self.columns_.items():
+            if "categories" in told:
+                named = {one: rows for one, rows in told["categories"].items() if rows >= min_count}
+                told = {"categories": named, "rarer": told["rarer"] or named != told["categories"]}
+            elif told["count"] < min_count:
+                told = {"count": 0, "mean": 0.0, "squares": 0.0}
+            lines.append(json.dumps({name: told}, ensure_ascii=False)[1:-1])
+        write_text(Path(file), "{\n" + ",\n".join(lines) + "\n}\n")
+
+    @classmethod
+    def load(cls, *files: str | Path) -> Self:
+        """Read what `save` wrote, to the bit; of several sites, a file each, the sum, with columns as in the first.
+
+        Raises:
+            DataError: a file cannot be read, or holds something else.
+            ConfigurationError: a file has other columns than the first, or of another kind.
+        """
+        require(len(set(files)) == len(files) > 0, "files", files, "one or more, each once")
+        return cls()._keep({str(file): _read(Path(file)) for file in files})
 
     def transform(self, X: Any) -> Any:
         """Return a data frame of numbers without gaps, with the rows of X.
 
         Raises:
-            ConfigurationError: a column is missing or unknown, or holds what no site had told.
+            ConfigurationError: a column is missing or unknown, or holds a category that no site had told; it counts as
+                a gap in a column of which some told that there are rarer ones.
         """
         check_is_fitted(self)
-        deviation = np.sqrt(self.squares_ / np.maximum(self.counts_, 1))
-        scaled = (self._numbers(X) - self.means_) / np.where(deviation > 0, deviation, 1)
-        numbers, made = iter(np.where(np.isnan(scaled), 0, scaled).T), {}
-        for name in self.feature_names_in_:
-            if name not in self.categories_:
-                made[name] = next(numbers)
+        _require_frame(X)
+        _require_columns("X", X.columns, self.columns_)
+        made = {}
+        for name, told in self.columns_.items():
+            if "categories" not in told:
+                deviation = np.sqrt(told["squares"] / max(told["count"], 1)) or 1.0
+                made[name] = np.nan_to_num((_numbers(X, name) - told["mean"]) / deviation)
                 continue
-            known = self.categories_[name]
-            for value in X[name].dropna().unique():
-                if value not in known:
-                    raise unknown(f"category of column {name!r}", value, map(str, known))
-            made |= {f"{name}_{value}": (X[name] == value).to_numpy(float, na_value=0) for value in known}
+            words = _words(X[name])
+            if (others := set(words.dropna()) - told["categories"].keys()) and not told["rarer"]:
+                raise unknown(f"category of column {name!r}", min(others), told["categories"])
+            made |= {f"{name}_{one}": words.isin([one]).to_numpy(float) for one in told["categories"]}
         return type(X)(made, index=X.index)
 
     def get_feature_names_out(self, input_features: Any = None) -> Any:
         """Return the names of the columns that `transform` makes: of an indicator COLUMN_CATEGORY."""
         check_is_fitted(self)
-        names = [
-            [f"{name}_{one}" for one in self.categories_.get(name, [])] or [name] for name in self.feature_names_in_
-        ]
+        each = ((name, told.get("categories")) for name, told in self.columns_.items())
+        names = [[name] if rows is None else [f"{name}_{one}" for one in rows] for name, rows in each]
         return np.asarray([name for several in names for name in several], object)
 
-    def _numbers(self, X: Any) -> Any:
-        """Return the values of the columns of numbers, NaN in gaps; check that all columns are known."""
-        _require_frame(X)
-        known = list(self.feature_names_in_)
-        for name in known:
-            if name not in X.columns:
-                raise ConfigurationError(f"column {name!r} is missing; the frame has {', '.join(map(str, X.columns))}")
-        for name in X.columns:
-            if name not in known:
-                raise unknown("column", name, map(str, known))
-        numbers = [name for name in known if name not in self.categories_]
-        for name in numbers:
-            fits = X[name].dtype.kind in "biuf"
-            require(fits, f"type of column {name!r}", str(X[name].dtype), "of numbers, as at the first site")
-        values = X[numbers].to_numpy(float, na_value=np.nan)
-        require(not np.isinf(values).any(), "X", "infinite numbers", "finite, or NaN in a gap")
-        return values
+    def _keep(self, parts: Mapping[str, Told]) -> Self:
+        """Keep the sum of what was told at several places."""
+        (first, known), *_ = parts.items()
+        for place, told in parts.items():
+            _require_columns(place, told, known)
+            for name, one in told.items():
+                allowed = f"{', '.join(known[name])}, as in {first}: see `categorical`"
+                require(one.keys() == known[name].keys(), f"column {name!r} of {place}", ", ".join(one), allowed)
+        self.columns_ = {name: _sum([told[name] for told in parts.values()]) for name in known}
+        for name, count in Counter(self.get_feature_names_out()).items():
+            require(count == 1, f"column {name!r}", "made twice", "made once: rename a column or category")
+        return self
+
+
+def _sum(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Add up what was told of a column."""
+    if "categories" in told[0]:
+        rows = sum((Counter(one["categories"]) for one in told), Counter[str]())
+        return {"categories": dict(sorted(rows.items())), "rarer": any(one["rarer"] for one in told)}
+    exact = [(one["count"], Fraction(one["mean"]), Fraction(one["squares"])) for one in told]
+    count = sum(n for n, _, _ in exact)
+    mean = sum(n * m for n, m, _ in exact) / Fraction(max(count, 1))
+    return {"count": count, "mean": float(mean), "squares": float(sum(s + n * (m - mean) ** 2 for n, m, s in exact))}
+
+
+def _read(file: Path) -> Told:
+    with as_data_error(file, "is not what `save` writes"):
+        told: Told = json.loads(read_bytes(file))
+        for name, one in told.items():
+            match one:
+                case {"categories": dict(rows), "rarer": bool()} if all(map(is_count, rows.values())):
+                    continue
+                case {"count": int(n), "mean": float(m), "squares": float(s)} if (
+                    0 <= n <= MOST and abs(m) <= MOST and 0 <= s <= MOST**3
+                ):
+                    continue
+            raise ValueError(f"of column {name!r} it says {one}")
+    return told
 
 
 def _require_frame(X: Any) -> None:
-    require(hasattr(X, "iloc"), "X", type(X).__name__, "a pandas.DataFrame")
+    fits = hasattr(X, "iloc") and X.columns.is_unique and all(isinstance(name, str) for name in X.columns)
+    require(fits, "X", type(X).__name__, "a pandas.DataFrame, with texts as names of columns, each once")
+
+
+def _require_columns(place: str, names: Collection[str], known: Collection[str]) -> None:
+    for name in [*names, *known]:
+        if name not in known:
+            raise unknown(f"column of {place}", name, known)
+        require(name in names, f"column {name!r} of {place}", "missing", f"there, beside {', '.join(names)}")
+
+
+def _numbers(X: Any, name: str) -> Any:
+    """Return the values of a column of numbers, NaN in gaps."""
+    require(X[name].dtype.kind in NUMBERS, f"type of column {name!r}", str(X[name].dtype), "of numbers, as was told")
+    values = X[name].to_numpy(float, na_value=np.nan)
+    require(not np.any(np.abs(values) > MOST), f"column {name!r}", "infinite numbers", "finite, or NaN in a gap")
+    return values
+
+
+def _words(column: Any) -> Any:
+    """Return the texts of a column of categories, "1" of the number 1.0."""
+    return column.astype("string").str.replace(r"^(-?\d+)\.0$", r"\1", regex=True)

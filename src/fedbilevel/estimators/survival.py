@@ -24,10 +24,7 @@ class CoxRegression(Penalised):
 
     def _target(self, y: Any) -> Columns:
         structured = getattr(np.asarray(y).dtype, "names", None) is not None
-        form = (
-            "an array (n, 2): times, and 1 for an event or 0; of a structured one np.column_stack((y[time], y[event]))"
-        )
-        require(not structured, "y", "a structured array", form)
+        require(not structured, "y", "a structured array", "(n, 2): np.column_stack((y[time], y[event]))")
         target = np.asarray(y, np.float64)
         require(target.ndim == 2 and target.shape[1] == 2, "shape of y", target.shape, "(n, 2): times and events")
         times, events = np.asarray(target, np.float64).T

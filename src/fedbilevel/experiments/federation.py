@@ -42,6 +42,7 @@ from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import Result, Row
+from fedbilevel.engines.recorder import exchanges_of
 from fedbilevel.experiments.folder import Folder, LoadedRun, default_path, load_run, require_free
 from fedbilevel.experiments.loader import own_file, task_maker
 from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, first_metric, task_of
@@ -169,7 +170,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         capacity=None if clients.capacity is None else float(clients.capacity[row]),
         limits=Limits(**_fields(LIMITS, node_config)),
         privacy=Privacy(**private) if private else None,
-        metrics_per_client=task.metrics_per_client if spec.run.metrics_per_client else {},
+        metrics_per_client=task.metrics_per_client,
         tells_metrics=node.get("tell_metrics", False),
         same_data=node.get("same_data", False),
         folder=Path(node["state_folder"]).expanduser() if "state_folder" in node else None,
@@ -208,6 +209,9 @@ def check(
         runtime.check_limits()
     except Refusal as refusal:
         raise ConfigurationError(f"{refusal.why} ({refusal.code.how})") from None
+    if runtime.guard is not None:
+        traced = exchanges_of(runtime.site.algorithm, runtime.problem, runtime.x, runtime.y, runtime.examples)
+        yield "run", runtime.guard.forecast(sum(each.times for each in traced), spec.run.rounds or 1)
     if superlink is not None:
         if why := why_unreached(superlink, root_certificates, key):
             raise ConfigurationError(f"--superlink: {why}")
@@ -290,7 +294,9 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
     last: dict[str, Any] = {}
     ended: FedbilevelError | None = None
     if not place.exchanges.is_file():
-        raise ConfigurationError(f"{place.exchanges} is not there: no exchange of a federated run is over")
+        raise ConfigurationError(
+            f"{place.exchanges} is not there: no exchange of a federated run is over; has it begun? see --connection"
+        )
     for text in place.exchanges.read_text(errors="replace").splitlines():
         with suppress(ValueError, TypeError, AttributeError, KeyError):  # a line that a kill has cut
             line = json.loads(text)

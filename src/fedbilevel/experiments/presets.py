@@ -358,7 +358,7 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
     ("hospitals", None): Preset(
         shared={**local_steps(5), "batch_size": None},
         algorithms=HOSPITALS,
-        run={"rounds": 300, "cohort": None, "eval_every": 30, "x_bounds": {"penalty": LOG_PENALTY}},
+        run={"rounds": 300, "cohort": None, "eval_every": 30},
     ),
     ("regularization", None): linear(REGULARIZATION, PENALTIES_RUN),
     ("regularization", "covtype"): linear(COVERTYPE, PENALTIES_RUN),

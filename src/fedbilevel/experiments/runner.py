@@ -29,6 +29,7 @@ import jax
 from fedbilevel import __version__
 from fedbilevel.algorithms.parts.wrappers import Asynchronous, Submodels
 from fedbilevel.core.algorithm import Algorithm, check_solves
+from fedbilevel.core.client import RemoteClients
 from fedbilevel.core.errors import (
     CheckpointError,
     CheckpointWarning,
@@ -124,8 +125,17 @@ def use_cores(spec: Spec) -> None:
 
 def first_metric(task: Task) -> str:
     """The metric that pictures, tables and the display of a run show: the task's first, or, where the server measures
-    nothing, the clients' weighted mean of f on their batches."""
-    return next(iter(task.metrics), "outer_loss")
+    nothing, the weighted mean of the clients' own; of f on their batches, where they have none or tell none."""
+    own = [f"{name}.mean" for name in task.metrics_per_client if isinstance(task.clients, RemoteClients)]
+    return next(iter([*task.metrics, *own]), "outer_loss")
+
+
+def of_clients(spec: Spec, task: Task, algorithm: Algorithm) -> Mapping[str, Any]:
+    """The per-client metrics that a run asks for: where the spec says so, and on a server that measures nothing itself,
+    of an algorithm and clients that bear it (see `ClientMetrics`)."""
+    alone = isinstance(task.clients, RemoteClients) and not task.metrics and task.clients.capacity is None
+    asks = alone and task.problem.local is None and not algorithm.asks.asynchronous
+    return task.metrics_per_client if spec.run.metrics_per_client or asks else {}
 
 
 def _cohort(plan: RunPlan) -> int | Cohort | None:
@@ -364,7 +374,7 @@ def _play(
         current_group().decide(require_matplotlib)
     began = time.perf_counter()
     task = experiment.task
-    own = task.metrics_per_client if spec.run.metrics_per_client else {}
+    own = of_clients(spec, task, experiment.algorithm)
     have = f"of the library's {', '.join(MEASURED_PER_CLIENT)} do"
     named = f"false: task {label(spec.task.name)} has no metrics_per_client; {have}"
     require(bool(own) or not spec.run.metrics_per_client, "run.metrics_per_client", True, named)
@@ -449,9 +459,9 @@ class Scribe:
 
 def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: float, plot: bool) -> None:
     """Write what is known at the end; the summary last, so that it marks a finished run. Where nobody has told the
-    metric, as clients under privacy, what was measured first stands for it."""
+    metric, as clients under privacy, the first that was judged stands for it."""
     if not any(metric in row for row in result.history.rows):
-        metric = next(iter(result.history.measured), "exchanges")
+        metric = next(iter(result.history.judged), "exchanges")
     write_text(place.spec, spec.to_toml())
     result.history.to_jsonl(place.history)
     write_json(place.ledger, asdict(result.ledger))

@@ -151,7 +151,8 @@ class RunPlan:
         eval_every: rounds between two rows of the history; None, with a budget, makes about fifty rows of it.
         checkpoint_every: rounds between checkpoints; None writes one a second, less often where that takes long; in a
             federation one a round.
-        metrics_per_client: measure the task's per-client metrics, too, for each row.
+        metrics_per_client: measure the task's per-client metrics, too, for each row; the server of a federation that
+            has no metrics of its own asks for them in any case.
         best_by, on_divergence: see `fedbilevel.solve`.
         x_bounds: [low, high], between which every entry of x stays; or such a pair for some parts of x, by their names;
             None leaves that to the task.

@@ -6,10 +6,12 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import math
 import os
 import secrets
 import stat
 import tempfile
+from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,7 @@ import optax
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
+from fedbilevel.core.card import counted
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError, require
 from fedbilevel.core.fed import LastReply, ReplyDelta
 from fedbilevel.core.privacy import Privacy, PrivacyAccount, private_part
@@ -197,6 +200,24 @@ class PrivacyGuard:
             sent, spent = protect(self.privacy, update, self.secret, self.read(), context)
             self.write(spent)
         return sent, spent.epsilon(self.privacy.delta)
+
+    def forecast(self, replies: float, rounds: int) -> str:
+        """Say ε after a round and after a run, what was spent before included, and how many rounds the budget allows.
+
+        Args:
+            replies: in a round where the client takes part, asked once each time; not finite where that is not known.
+        """
+        if not math.isfinite(replies):
+            return "ε is not known before: how often a round asks is decided in the run"
+        terms, spent = self.privacy, self.read()
+
+        def after(round: int) -> float:
+            return spent.plus(terms.noise_multiplier, int(replies) * round).epsilon(terms.delta)
+
+        said = ", ".join(f"ε = {after(end):.4g} after {counted(end, 'round')}" for end in sorted({1, rounds}))
+        allowed = bisect_right(range(1, rounds + 1), terms.budget or math.inf, key=after)
+        ends = "" if allowed == rounds else f"; the budget ends it after {counted(allowed, 'round')}"
+        return f"{said}, if it takes part in each: {counted(int(replies), 'exchange')} a round{ends}"
 
     def read(self) -> PrivacyAccount:
         if not self.account.exists():

@@ -29,6 +29,7 @@ class Code(Enum):
     SETTINGS = "settings", SITE, "correct its node configuration or its data; its log says which"
     FAILED = "failed", SITE, "its log says more"
     HIDDEN = "hidden", SITE, "its log says more; under privacy nothing of it leaves the site"
+    SILENT = "silent", SITE, "set tell-metrics in its node configuration, if it may; else nothing is wrong"
     NUMBERS = "numbers", OPERATOR, "lower the step sizes; fb.diagnose suggests some"
     CONTRACT = "contract", OPERATOR, "give both sides the same app and the same version of fedbilevel"
     METHOD = "method", OPERATOR, "choose a method or fields that bear it"

@@ -358,7 +358,7 @@ def draw_up(
     first: dict[str, PyTree] = {}  # what is asked by fed.sum_first, and the updates' shapes
     calls: dict[str, CallSignature] = {}
 
-    for phase, message, reply, early, _ in exchanges_of(algorithm, problem, x, y, examples):
+    for phase, message, reply, early, *_ in exchanges_of(algorithm, problem, x, y, examples):
         check_plain(f"the message of phase {phase}", message)
         if early and not algorithm.asks.asynchronous:
             name = algorithm.label

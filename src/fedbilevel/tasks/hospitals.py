@@ -9,9 +9,9 @@ everyone. With ℓ the logistic loss,
     g_i = (1/n_i) Σ_j w_i [ℓ(a_jᵀy_K, c_j) + Σ_{k ≠ k_j} K/(K − 1) ℓ(a_jᵀy_k, c_j)] + Σ_k Σ_l exp(x.penalty_l) y_kl²
     f_i = (1/n_i) Σ_j ℓ(a_jᵀy_{k_j}, c_j)               w = M softmax(x.weight)
 
-x starts at penalty_l = log(ridge) and weight = 0. The models have no term in common; f sees each patient with the model
-that has not seen it, and never model K, the model that is used. Every entry of a model has its penalty, those of
-the intercepts included: g is strongly convex in y.
+x starts at penalty_l = log(ridge) and weight = 0; penalties stay within LOG_PENALTY. The models have no term in common;
+f sees each patient with the model that has not seen it, and never model K, the model that is used. Every entry of a
+model has its penalty, those of the intercepts included: g is strongly convex in y.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,6 +27,7 @@ from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import is_count, require, unknown
 from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel, SingleLevel
+from fedbilevel.core.projections import box
 from fedbilevel.core.tree import PyTree
 from fedbilevel.data import load_heart
 from fedbilevel.data.clients import dealt
@@ -35,6 +36,7 @@ from fedbilevel.tasks.task import Floats, Task
 
 Weighting = Literal["size", "equal"]
 Batch = Mapping[str, Array]
+LOG_PENALTY = -12.0, 0.0
 
 
 def hospitals(
@@ -155,7 +157,10 @@ def _tuned(count: int, features: int, folds: int, ridge: float) -> tuple[Bilevel
         return jnp.mean(each) + jnp.vdot(jnp.exp(x["penalty"]), jnp.sum(y**2, axis=1))
 
     x0 = {"penalty": jnp.full(features, jnp.log(ridge)), "weight": jnp.zeros(count)}
-    return Bilevel(outer, inner), x0, jnp.zeros((features, folds + 1)), lambda x, y: y[:, -1]
+    within = box(
+        *({"penalty": bound, "weight": side * jnp.inf} for bound, side in zip(LOG_PENALTY, (-1, 1), strict=True))
+    )
+    return Bilevel(outer, inner, project_x=within), x0, jnp.zeros((features, folds + 1)), lambda x, y: y[:, -1]
 
 
 def _single(features: int, ridge: float) -> tuple[SingleLevel, PyTree, None, Model]:

@@ -2,8 +2,9 @@
 
 The noise of a reply is drawn from the key that the phase gets, which is another for each client, round and exchange,
 and from the number of the client's reply. Clipping and noise are computed in the run's float type: float32, or float64
-under x64. Metrics of clients are dropped, as a site sends none. Counts of work stay: the simulated clock needs them,
-and the time that a reply takes is not hidden at a site either.
+under x64. Metrics of clients are dropped, as a site sends none; in their place are, by phase, the mean norm of replies
+before clipping and the share that is longer than the clip, which only a simulation can tell. Counts of work stay: the
+simulated clock needs them, and the time that a reply takes is not hidden at a site either.
 
 The account: a client counts its own replies. Where it cannot keep a count, in fresh cohorts and where clients hold
 submodels, each exchange counts for every client: an upper bound. There a method has to give each exchange a key of its
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 
 from fedbilevel.algorithms.parts.wrappers import KeepingFed, Wrapper
@@ -26,7 +28,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.config import static
 from fedbilevel.core.facts import Findings
 from fedbilevel.core.fed import Fed, Phase, Reply
-from fedbilevel.core.privacy import Privacy
+from fedbilevel.core.privacy import Privacy, private_part
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
@@ -86,10 +88,12 @@ class Private(Wrapper):
         reply = self.algorithm.run_phase(name, replace(client, state=inside), message, key)
         stream = jax.random.fold_in(jax.random.fold_in(key, NOISE), number)
         sent = self.privacy.noised(reply.update, lambda u: jax.random.normal(stream, u.shape, u.dtype), jnp)
+        norm = optax.tree.norm(private_part(reply.update))
+        metrics = {f"reply_norm.{name}": norm, f"clipped.{name}": (norm > self.privacy.clip).astype(norm.dtype)}
         state = reply.state
         if counted:
             state = ClientState(inside if state is None else state, number + 1)
-        return reply._replace(update=sent, state=state, metrics=None)
+        return reply._replace(update=sent, state=state, metrics=metrics)
 
     def finished(self, state: ServerState) -> Any:
         return self.algorithm.finished(state.inside)

@@ -223,7 +223,7 @@ class ClientRuntime:
     def tell(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
         """Respond to a request for this client's own metrics, at the x and y of the message."""
         if self.measured is None:
-            raise Refusal(Code.SETTINGS, "this client does not tell its own metrics")
+            raise Refusal(Code.SILENT, "this client does not tell its own metrics")
         self.check_contract(request)
         x, y = self.arrays(request, wire.shapes(self.at))
         self.count(request, store)
@@ -286,7 +286,8 @@ class ClientRuntime:
             if self.guard is None:
                 raise
             log.exception("phase %s of round %d failed", phase, request.round)
-            raise Refusal(Code.HIDDEN, "the phase failed; the client's log says more") from None
+            text = "the phase failed; the client's log says more"
+            raise Refusal(Code.HIDDEN, f"{text}. {self.guard.privacy.what_to_lower()}") from None
         return reply
 
     def play(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:

@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
+from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -43,9 +44,12 @@ class Console:
         return "".join(self.lines(*words, timeout=60.0))
 
     def read(self, *words: str) -> Any:
-        """Read what a command says in JSON, whatever it warns of before."""
+        """Read what a command says in JSON, whatever it warns of before; CommandError if that is why it failed."""
         text = self(*words, "--format", "json")
-        return json.JSONDecoder().raw_decode(text, text.index("{"))[0]
+        said = json.JSONDecoder().raw_decode(text, text.index("{"))[0]
+        if not said["success"]:
+            raise CommandError(f"flwr {' '.join(words)}: {' '.join(said['error-message'].split())}")
+        return said
 
     def lines(self, *words: str, timeout: float) -> Iterator[str]:
         """Yield the output of `flwr WORDS…`, line by line as it comes.
@@ -79,6 +83,29 @@ class Console:
             self.process.kill()
             self.process.wait()
             self.process = None
+
+
+SOON = 10.0  # seconds after which a run has begun, where the SuperLink is well: it is looked for in every second
+
+
+def require_begun(flwr: Console, superlink: str) -> None:
+    """See that a SuperLink has begun the runs that were submitted; `flwr run` says of each that it has started.
+
+    Args:
+        superlink: its name in Flower's config.toml.
+
+    Raises:
+        CommandError: a run waits for longer than `SOON`; or the SuperLink does not answer.
+    """
+    require_flower()
+    runs, now = flwr.read("list", superlink)["runs"], datetime.now(UTC)
+    waits = [(now - datetime.fromisoformat(r["pending-at"])).total_seconds() for r in runs if r["status"] == "pending"]
+    if (longest := max(waits, default=0.0)) > SOON:
+        raise CommandError(
+            f"a run waits for {longest:.0f} s ({len(waits)} in all), and nothing takes it: flower-superexec has ended, "
+            "which the SuperLink starts once. Start it on the SuperLink's host, and waiting runs begin: "
+            "flower-superexec --runtime-api-address HOST:PORT --root-certificates FILE"
+        )
 
 
 CONNECTION = "federation"

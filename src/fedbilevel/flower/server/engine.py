@@ -249,10 +249,14 @@ class ClientMetrics:
         alike = session.problem.local is None
         require(alike, "metrics_per_client", list(metrics), "left out over Flower where clients keep their own x")
         self.session, self.metrics, self.names, self.warned = session, metrics, sorted(metrics), False
+        self.told = True  # whether somebody may tell
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
-        """Ask all clients that are online, wait for responses until the deadline, and summarise them in a row."""
-        shared, silent = self.collect(round, to_bytes(jax.tree.map(np.asarray, (x, y))))
+        """Ask all clients that are online, wait for responses until the deadline, and summarise them in a row; ask no
+        more where all have said that they do not tell."""
+        payload = to_bytes(jax.tree.map(np.asarray, (x, y)))
+        shared, silent = self.collect(round, payload) if self.told else ({}, {})
+        self.told = bool(shared) or any(refusal.code is not Code.SILENT for refusal in silent.values())
         population = len(self.session.clients)
         if len(shared) < population and not self.warned:
             text = f"per-client metrics are those of {len(shared)} of {population} clients"

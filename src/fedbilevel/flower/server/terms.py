@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import statistics
 from collections import defaultdict, deque
@@ -145,8 +144,6 @@ false, but a false norm that is long spoils the state for everybody, and a short
 which the log then says in every round."""
 WINDOW = 100  # exchanges of a phase
 
-log = logging.getLogger("fedbilevel.server")
-
 
 class NormBounds:
     """A bound on the norm of updates, from the norms of other updates of the same phase: nobody has to give a number.
@@ -158,21 +155,22 @@ class NormBounds:
 
     Norms of 0 are left out of both medians: an update may rightly be 0 for most and not for all. The first median is of
     what has come in, u included, where that is FEWEST or more; the second of the medians of the last WINDOW exchanges
-    of this process. Where neither is known nothing is refused. The message's norm is there for updates that are
-    rounding errors for most: what is no longer than some times the point itself cannot spoil it for good. Its factor is
-    small, or a lie, which makes the next message longer, would make room for a larger lie.
+    of this process. Where neither is known, as of a first exchange with one client, norm_bound is the bound, and with
+    None norm_factor² times the message's norm, or 1 if that is more: gradients have another unit than points have. The
+    message's norm is there for updates that are rounding errors for most: what is no longer than some times the point
+    itself cannot spoil it for good. Its factor is small, or a lie, which makes the next message longer, would make room
+    for a larger lie.
 
     norm_factor is for what would end a run, and has to let pass whatever honest clients send. Labels dealt by
     Dirichlet's 0.05, digits, a client's own hypergradients (LFedNest): the longest was 1,020 times the median.
 
     Args:
-        terms: their norm_factor and message_factor are used here; norm_bound is not.
+        terms: norm_bound itself is checked elsewhere.
     """
 
     def __init__(self, terms: Terms) -> None:
-        self.factor, self.of_message = terms.norm_factor, terms.message_factor
+        self.factor, self.of_message, self.bound = terms.norm_factor, terms.message_factor, terms.norm_bound
         self.past: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
-        self.warned = False  # that nothing is known of some update
 
     def check(self, phase: str, norm: float, here: Sequence[float], message: Callable[[], float]) -> None:
         """Refuse an update that is out of proportion.
@@ -187,9 +185,10 @@ class NormBounds:
         """
         if self.factor is None or norm == 0:
             return
-        usual = self.usual(phase, here)
-        if usual is None:
-            self.warn(phase, here)
+        if (usual := self.usual(phase, here)) is None:
+            if self.bound is None and norm > (bound := self.factor * self.factor * max(1.0, message())):
+                text = f"its update has a norm of {norm:.3g}, where no other update tells what is usual"
+                raise Refusal(Code.BOUND, f"{text}, and {bound:.3g} is the bound; norm_bound = NUMBER sets another")
         elif norm > self.factor * usual and norm > (bound := max(self.factor * usual, self.of_message * message())):
             text = f"its update has a norm of {norm:.3g}, where {usual:.3g} is usual and {bound:.3g} the bound"
             raise Refusal(Code.BOUND, f"{text} (norm_factor = {self.factor:g}, message_factor = {self.of_message:g})")
@@ -204,14 +203,3 @@ class NormBounds:
         """Remember an exchange by the replies that counted."""
         if some := [norm for norm in accepted if norm > 0]:
             self.past[phase].append(statistics.median_low(some))
-
-    def warn(self, phase: str, here: Sequence[float]) -> None:
-        """Say, once, that an update counts whatever its norm."""
-        if not self.warned:
-            some = sum(norm > 0 for norm in here)
-            log.warning(
-                "phase %s: %d of %d replies %s not 0, where %d are needed to tell whether one is out of proportion, "
-                "and no earlier exchange tells it. Each counts; a number for norm_bound would be a bound here, too",
-                *(phase, some, len(here), "is" if some == 1 else "are", FEWEST),
-            )
-            self.warned = True

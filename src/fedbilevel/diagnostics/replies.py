@@ -1,0 +1,147 @@
+"""How long the replies of clients are, phase by phase and part by part, and how far the noise of privacy moves x and y.
+
+A clip is chosen by the first, steps by the second: docs/explanation/privacy.md.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+
+from fedbilevel.core.card import Card, Shown, aligned
+from fedbilevel.core.client import Clients
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.privacy import Privacy, private_part
+from fedbilevel.core.tree import PyTree, split
+from fedbilevel.engines.reference import Reference
+from fedbilevel.engines.solve import solve
+
+ALL = "all"
+SILENT = 1e-20  # a noise multiplier, of clipping alone
+
+
+@dataclass(frozen=True)
+class Moved:
+    """How far a variable moves, in L2 norm: in a round by noise alone, and in all rounds without noise.
+
+    Noise that nothing pulls back goes √n times as far in n rounds.
+    """
+
+    by_noise: float
+    without: float
+    rounds: int
+
+    def __str__(self) -> str:
+        total = self.by_noise * math.sqrt(self.rounds)
+        text = f"noise moves it by {self.by_noise:.3g} a round, up to {total:.3g} in {self.rounds}"
+        hidden = ": noise hides that; lower steps, clip or noise_multiplier" if total > self.without else ""
+        return f"{text}; without noise they move it by {self.without:.3g}{hidden}"
+
+
+@dataclass(frozen=True, repr=False)
+class ReplyNorms(Shown):
+    """The result of `reply_norms`: print it for a table.
+
+    Args:
+        norms: phase and part -> the L2 norm of that part of each reply. Parts are the fields of an update; "all" is
+            what a clip bounds: everything but what is public or withheld.
+        numbers: phase and part -> how many numbers it has.
+        privacy: the terms.
+        moved: variable -> how far it moves, under terms.
+    """
+
+    norms: Mapping[tuple[str, str], np.ndarray]
+    numbers: Mapping[tuple[str, str], int]
+    privacy: Privacy | None
+    moved: Mapping[str, Moved]
+
+    def card(self) -> Card:
+        lines = {phase: f"median {np.median(norms):.3g}" for (phase, part), norms in self.norms.items() if part == ALL}
+        return Card("L2 norms of replies", {**lines, **self._in_words(), "more": "print(…) for all parts and deciles"})
+
+    def __str__(self) -> str:
+        table: list[tuple[str, ...]] = [("phase", "part", "numbers", "replies", "10 %", "median", "90 %")]
+        for (phase, part), norms in self.norms.items():
+            deciles = [f"{size:.3g}" for size in np.percentile(norms, (10, 50, 90))]
+            table.append((phase, part, str(self.numbers[phase, part]), str(len(norms)), *deciles))
+        return "\n".join([aligned(table), *(f"{name}: {text}" for name, text in self._in_words().items())])
+
+    def _in_words(self) -> dict[str, str]:
+        if (terms := self.privacy) is None:
+            return {}
+        said = {}
+        for (phase, part), norms in self.norms.items():
+            if part == ALL:
+                noise = terms.clip * terms.noise_multiplier
+                long = noise * math.sqrt(self.numbers[phase, part])
+                shortened = f"clip = {terms.clip:g} shortens {np.mean(norms > terms.clip):.0%} of replies"
+                said[f"noise of {phase}"] = f"{shortened}; zC = {noise:.3g} on each number is {long:.3g} long"
+        return {**said, **{name: str(moved) for name, moved in self.moved.items()}}
+
+
+def reply_norms(
+    algorithm: Any,
+    problem: Any,
+    clients: Clients,
+    x: PyTree,
+    y: PyTree = None,
+    *,
+    rounds: int = 10,
+    cohort: Any = None,
+    privacy: Privacy | None = None,
+    key: int = 0,
+) -> ReplyNorms:
+    """Play rounds and tell how long replies are; under terms of privacy also how far their noise moves x and y.
+
+    Norms are those before clipping, in rounds without privacy: in a federation only a site knows its own.
+
+    Args:
+        algorithm, problem, clients, x, y, cohort, key: as for `solve`.
+        rounds: how many are played, by the engine `Reference`.
+        privacy: terms to try, of every client.
+
+    Raises:
+        ConfigurationError: an argument is not allowed.
+        NumericalError: as of `solve`; also where a round's noise alone is beyond what numbers can hold.
+    """
+    norms, numbers = defaultdict[tuple[str, str], list[float]](list), dict[tuple[str, str], int]()
+
+    def note(phase: str, client: int, reply: Reply) -> None:
+        for part, leaves in parts_of(reply.update).items():
+            norms[phase, part].append(float(optax.tree.norm(leaves)))
+            numbers[phase, part] = sum(leaf.size for leaf in leaves)
+
+    parts = problem, clients, x, y
+    given: dict[str, Any] = {"cohort": cohort, "key": key}
+    solve(algorithm, *parts, rounds=rounds, engine=Reference(on_reply=note), **given)
+    moved = {}
+    if privacy is not None:
+        silent = replace(privacy, noise_multiplier=SILENT, budget=None)
+        first, last = (solve(algorithm, *parts, rounds=n, privacy=silent, **given) for n in (1, rounds))
+        noised = solve(algorithm, *parts, rounds=1, privacy=replace(privacy, budget=None), **given)
+        for name, start in {"x": x, "y": y}.items():
+            if start is not None:
+                by_noise = distance(getattr(noised, name), getattr(first, name))
+                moved[name] = Moved(by_noise, distance(getattr(last, name), start), rounds)
+    return ReplyNorms({at: np.array(found) for at, found in norms.items()}, numbers, privacy, moved)
+
+
+def parts_of(update: PyTree) -> dict[str, list[Any]]:
+    """Return the leaves that a clip bounds, by the field of the update that they are in; all of them as ALL."""
+    leaves = jax.tree_util.tree_leaves_with_path(private_part(update))
+    parts: dict[str, list[Any]] = {ALL: [leaf for _, leaf in leaves]}
+    for path, leaf in leaves if len({path[:1] for path, _ in leaves}) > 1 else ():
+        parts.setdefault(jax.tree_util.keystr(path[:1], simple=True), []).append(leaf)
+    return parts
+
+
+def distance(one: PyTree, other: PyTree) -> float:
+    """Return the L2 norm of the difference of two trees, in what is floating."""
+    return float(optax.tree.norm(optax.tree.sub(split(one)[0], split(other)[0])))

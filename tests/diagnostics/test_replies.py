@@ -1,0 +1,77 @@
+"""How long replies are, and what noise does to x and y: against norms computed by hand and the law of the noise."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel import authoring
+from fedbilevel.core.tree import XY
+from fedbilevel.tasks.quadratic import quadratic
+from fixed_steps import fixed
+
+D, CLIENTS, ROUNDS, STEP = 400, 4, 9, 0.5
+TARGETS = np.random.default_rng(0).normal(size=(CLIENTS, D)) * np.array([[1.0], [2.0], [3.0], [4.0]])
+LENGTHS = np.linalg.norm(TARGETS, axis=1)
+
+
+class Constant(authoring.Algorithm):
+    """Clients reply with their targets, whatever they are sent; y moves by STEP of the mean, x not at all."""
+
+    def init(self, x, y):
+        return XY(x, y)
+
+    @authoring.phase
+    def tell(self, client, message, key):
+        target = client.outer_batch(key, None)["t"][0]
+        return authoring.Reply({"first": target[:100], "rest": target[100:], "one": authoring.Public(jnp.ones(()))})
+
+    def round(self, fed, state, key):
+        mean = fed.mean(self.tell, state.y, key)
+        return XY(state.x, state.y + STEP * jnp.concatenate([mean["first"], mean["rest"]]))
+
+
+def looked_at(algorithm=None, cohort=None, **given):
+    problem = fb.Bilevel(lambda x, y, b: jnp.mean(b["t"]) + y @ y + x[0], lambda x, y, b: y @ y)
+    clients = fb.Clients([{"t": row[None]} for row in TARGETS])
+    algorithm = algorithm or Constant()
+    return fb.reply_norms(algorithm, problem, clients, np.zeros(1), np.zeros(D), rounds=ROUNDS, cohort=cohort, **given)
+
+
+def test_norms_are_those_of_the_parts_and_of_what_a_clip_bounds():
+    found = looked_at()
+    assert found.numbers == {("tell", "all"): D, ("tell", "first"): 100, ("tell", "rest"): 300}
+    by_hand = {"all": TARGETS, "first": TARGETS[:, :100], "rest": TARGETS[:, 100:]}
+    for part, rows in by_hand.items():
+        expected = np.tile(np.linalg.norm(rows, axis=1), ROUNDS)
+        np.testing.assert_allclose(found.norms["tell", part], expected, rtol=1e-12)
+    low, middle, high = (f"{size:.3g}" for size in np.percentile(np.tile(LENGTHS, ROUNDS), (10, 50, 90)))
+    assert ["tell", "all", "400", "36", low, middle, high] in [line.split() for line in str(found).splitlines()]
+    assert f"median {middle}" in repr(found)
+    assert found.moved == {}
+    assert len(looked_at(cohort=2).norms["tell", "all"]) == 2 * ROUNDS
+
+
+@pytest.mark.parametrize(("clip", "z"), [(1e6, 1e-7), (50.0, 2.0)])
+def test_noise_moves_y_by_its_law_and_clipped_replies_by_their_mean(clip, z):
+    """STEP·zC·√(D/P) a round, of D squares to four of their standard errors; x, which no reply moves, by nothing."""
+    found = looked_at(privacy=fb.Privacy(clip=clip, noise_multiplier=z, delta=1e-5, budget=1e-6))
+    moved = found.moved["y"]
+    assert moved.by_noise == pytest.approx(STEP * z * clip * np.sqrt(D / CLIENTS), rel=4 / np.sqrt(2 * D))
+    mean = np.mean(TARGETS * np.minimum(1, clip / LENGTHS)[:, None], axis=0)
+    assert moved.without == pytest.approx(ROUNDS * STEP * np.linalg.norm(mean), rel=1e-6)
+    assert (found.moved["x"].by_noise, found.moved["x"].without) == (0, 0)
+    hidden = moved.by_noise * np.sqrt(ROUNDS) > moved.without
+    assert hidden == (clip == 50.0)
+    assert ("noise hides that; lower steps, clip or noise_multiplier" in str(found)) == hidden
+    share = np.mean(clip < LENGTHS)
+    assert f"clip = {clip:g} shortens {share:.0%} of replies; zC = {z * clip:.3g} on each number" in str(found)
+
+
+def test_each_phase_of_a_method_has_its_lines_and_steps_that_adapt_bear_no_noise():
+    task = quadratic(clients=3, samples=(3, 5))
+    parts = task.problem, task.clients, task.x0, task.y0
+    found = fb.reply_norms(fixed(fb.FedNest()), *parts, rounds=1)
+    assert {phase for phase, _ in found.norms} >= {"inner.gradient", "hypergradient.hessian_product", "outer_descent"}
+    with pytest.raises(fb.errors.ConfigurationError, match="does not bear noised replies"):
+        fb.reply_norms(fb.SimFBO(), *parts, rounds=1, privacy=fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5))
