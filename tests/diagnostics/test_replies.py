@@ -54,14 +54,14 @@ def test_norms_are_those_of_the_parts_and_of_what_a_clip_bounds():
 
 @pytest.mark.parametrize(("clip", "z"), [(1e6, 1e-7), (50.0, 2.0)])
 def test_noise_moves_y_by_its_law_and_clipped_replies_by_their_mean(clip, z):
-    """STEP·zC·√(D/P) a round, of D squares to four of their standard errors; x, which no reply moves, by nothing."""
+    """STEP·zC·√(nD/P) in n rounds, of D squares to four of their standard errors; no reply moves x."""
     found = looked_at(privacy=fb.Privacy(clip=clip, noise_multiplier=z, delta=1e-5, budget=1e-6))
     moved = found.moved["y"]
-    assert moved.by_noise == pytest.approx(STEP * z * clip * np.sqrt(D / CLIENTS), rel=4 / np.sqrt(2 * D))
+    assert moved.by_noise == pytest.approx(STEP * z * clip * np.sqrt(ROUNDS * D / CLIENTS), rel=4 / np.sqrt(2 * D))
     mean = np.mean(TARGETS * np.minimum(1, clip / LENGTHS)[:, None], axis=0)
     assert moved.without == pytest.approx(ROUNDS * STEP * np.linalg.norm(mean), rel=1e-6)
     assert (found.moved["x"].by_noise, found.moved["x"].without) == (0, 0)
-    hidden = moved.by_noise * np.sqrt(ROUNDS) > moved.without
+    hidden = moved.by_noise > moved.without
     assert hidden == (clip == 50.0)
     assert ("noise hides that; lower steps, clip or noise_multiplier" in str(found)) == hidden
     share = np.mean(clip < LENGTHS)
@@ -94,3 +94,22 @@ def test_norms_of_short_floats_are_not_cut_off_where_their_squares_are():
             return authoring.Reply({"first": jnp.full(100, 200, jnp.float16), "rest": jnp.full(300, 200, jnp.float16)})
 
     assert set(looked_at(Short()).norms["tell", "all"].tolist()) == {4000.0}
+
+
+def test_noise_that_reaches_x_through_y_is_seen():
+    """No reply moves an x that clients keep, but their own steps on it go by a noised y from the second round."""
+    losses = [lambda x, y, b: jnp.sum((x - y) ** 2) + jnp.sum(b["t"]), lambda x, y, b: jnp.sum((y - jnp.sum(x)) ** 2)]
+    clients = fb.Clients([{"t": np.ones((1, 1))}] * 3)
+    method = fb.SimFBO(client_lr=0.01, server_lr=0.1, local_steps=1)
+    parts = fb.Bilevel(*losses, local="x"), clients, np.ones((3, 2)), np.zeros(2)
+    found = fb.reply_norms(method, *parts, rounds=2, privacy=fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5))
+    assert found.moved["x"].by_noise > 0
+
+
+def test_a_run_that_noise_ends_is_infinitely_far():
+    task = quadratic(clients=3, samples=(3, 5))
+    parts = task.problem, task.clients, task.x0, task.y0
+    terms = fb.Privacy(clip=1.0, noise_multiplier=1e150, delta=1e-5)
+    found = fb.reply_norms(fb.SimFBO(client_lr=0.1, server_lr=1e4, local_steps=1), *parts, rounds=3, privacy=terms)
+    assert (found.moved["y"].by_noise, found.moved["x"].by_noise) == (np.inf, np.inf)
+    assert "y: noise moves it by inf" in str(found)

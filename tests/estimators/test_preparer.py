@@ -254,3 +254,14 @@ def test_fit_forgets_and_a_clone_knows_nothing():
     assert preparer.columns_["pain"] == {"count": 2, "mean": 2.5, "squares": 4.5}
     with pytest.raises(NotFittedError):
         clone(preparer).save("nowhere.json")
+
+
+@pytest.mark.parametrize("values", [pd.date_range("2026-01-01", periods=3), np.array([1j, 2, 3])])
+def test_dates_and_complex_numbers_are_no_categories_unasked(values):
+    """An indicator for each day, of which `save` would name none, would be a column that vanishes."""
+    frame = pd.DataFrame({"when": values})
+    with pytest.raises(
+        ConfigurationError, match=r"type of column 'when' = .*numbers or texts, or named in `categorical`"
+    ):
+        Preparer().fit(frame)
+    assert len(Preparer(categorical=["when"]).fit(frame).get_feature_names_out()) == 3

@@ -18,7 +18,7 @@ import optax
 
 from fedbilevel.core.card import Card, Shown, aligned
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import require
+from fedbilevel.core.errors import NonFiniteError, require
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.privacy import Privacy, norm_of, private_part, vector_of
 from fedbilevel.core.tree import PyTree, split
@@ -31,20 +31,15 @@ SILENT = 1e-20  # a noise multiplier, of clipping alone
 
 @dataclass(frozen=True)
 class Moved:
-    """How far a variable moves, in L2 norm: in a round by noise alone, and in all rounds without noise.
-
-    Noise that nothing pulls back goes √n times as far in n rounds.
-    """
+    """How far a variable moves in all rounds, in L2 norm: by noise, infinite where the run diverges, and without it."""
 
     by_noise: float
     without: float
-    rounds: int
 
     def __str__(self) -> str:
-        total = self.by_noise * math.sqrt(self.rounds)
-        text = f"noise moves it by {self.by_noise:.3g} a round, up to {total:.3g} in {self.rounds}"
-        hidden = ": noise hides that; lower steps, clip or noise_multiplier" if total > self.without else ""
-        return f"{text}; without noise they move it by {self.without:.3g}{hidden}"
+        text = f"noise moves it by {self.by_noise:.3g}, rounds without noise by {self.without:.3g}"
+        hidden = ": noise hides that; lower steps, clip or noise_multiplier"
+        return text + hidden if self.by_noise > self.without else text
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,7 +51,7 @@ class ReplyNorms(Shown):
             what a clip bounds: everything but what is public or withheld.
         numbers: phase and part -> how many numbers it has.
         privacy: the terms.
-        moved: variable -> how far it moves, under terms.
+        moved: variable -> how far it moves, under terms; noise is that of one key.
     """
 
     norms: Mapping[tuple[str, str], np.ndarray]
@@ -111,7 +106,7 @@ def reply_norms(
 
     Raises:
         ConfigurationError: an argument is not allowed.
-        NumericalError: as of `solve`; also where a round's noise alone is beyond what numbers can hold.
+        NumericalError: as of `solve`, in rounds without noise.
     """
     norms, numbers = defaultdict[tuple[str, str], list[float]](list), dict[tuple[str, str], int]()
 
@@ -125,12 +120,15 @@ def reply_norms(
     moved = {}
     if privacy is not None:
         silent = replace(privacy, noise_multiplier=SILENT, budget=None)
-        first, last = (play(rounds=n, privacy=silent) for n in (1, rounds))
-        noised = play(rounds=1, privacy=replace(privacy, budget=None))
+        ends = play(rounds=rounds, privacy=silent)
+        try:
+            noised = play(rounds=rounds, privacy=replace(privacy, budget=None))
+        except NonFiniteError:
+            noised = None
         for name, start in {"x": x, "y": y}.items():
             if start is not None:
-                by_noise = distance(getattr(noised, name), getattr(first, name))
-                moved[name] = Moved(by_noise, distance(getattr(last, name), start), rounds)
+                end = getattr(ends, name)
+                moved[name] = Moved(distance(getattr(noised, name), end) if noised else math.inf, distance(end, start))
     play(rounds=rounds, engine=Reference(on_reply=note))
     return ReplyNorms({at: np.array(found) for at, found in norms.items()}, numbers, privacy, moved)
 

@@ -59,6 +59,10 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
                 raise unknown("categorical column", name, X.columns)
         told: Told = {}
         for name in X.columns:
+            bears = name in self.categorical or X[name].dtype.kind in NUMBERS + "OSU"
+            require(
+                bears, f"type of column {name!r}", str(X[name].dtype), "numbers or texts, or named in `categorical`"
+            )
             if name in self.categorical or X[name].dtype.kind not in NUMBERS:
                 told[name] = {"categories": _words(X[name]).value_counts().to_dict(), "rarer": False}
             else:
