@@ -316,7 +316,10 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
     if not last:
         return ["no exchange is over"], ended
     state = "finished" if place.finished else "not finished"
-    said = [f"{state}; last: round {last['round']}, exchange {last['exchange']}, {len(last['answered'])} replied"]
+    spent = f", ε = {last['epsilon']:.4g} so far" if "epsilon" in last else ""
+    said = [
+        f"{state}; last: round {last['round']}, exchange {last['exchange']}, {len(last['answered'])} replied{spent}"
+    ]
     for client, (round, why) in sorted(absent.items()):
         said += [f"client {client}, round {round}: {why.why}", f"    {why.code.who}: {why.code.how}"]
     return said, ended
