@@ -1,13 +1,14 @@
 """FedAvg beside what one would write by hand in JAX: milliseconds a round, the first call, memory; and the chunk rule.
 
-    .venv/bin/python benchmarks/contest.py [--models 2nn …] [--cohorts 10 100] [--passes 3] [--chunks] [--out FILE]
+    .venv/bin/python benchmarks/contest.py [--models 2nn …] [--cohorts 10 100] [--passes 3] [--chunks N …] [--out FILE]
 
 100 clients of 600 samples like MNIST's, 30 local steps of batches of 20, float32. By hand: clients side by side (vmap),
 in turn (scan), and on as many devices as there are cores (shard_map, in turn on each). The library has one line more
 than a program without it: `fb.tune_cpu()`, before JAX starts. Every measurement is a process of its own, contenders in
 turn; medians over the passes. "loss" is that after --rounds rounds, on 1,000 samples: batches are drawn by other keys,
-so that it agrees roughly. --chunks also plays the library with every chunk, on one device and on all: the best of them
-is what a rule could reach.
+so that it agrees roughly. --chunks also plays the library with other chunks, on one device and on all: the best of them
+is what a rule could reach. On a GPU clients are side by side only, CLIENTS=1000 SAMPLES=32 in the environment are more
+and smaller ones, and memory is the device's.
 
     .venv/bin/python benchmarks/contest.py --others [NAME …] [--keep FILE] [--picture FILE]
 
@@ -139,13 +140,16 @@ def by_hand(model: str, cohort: int, who: str, devices: int, chunk: int, rounds:
     return each, first, loss_then
 
 
-def contenders(chunks: bool, cohort: int) -> list[tuple[str, int, int]]:
+def contenders(chunks: list[int] | None, cohort: int) -> list[tuple[str, int, int]]:
     """(who, devices, chunk)."""
-    cores = os.cpu_count() or 1
-    found = [("library", 0, 0), *((who, 0, 0) for who in BY_HAND)]
-    if chunks:
-        sizes = sorted({1, 2, 5, 10, 25, 50, cohort} & set(range(1, cohort + 1)))
-        found += [("library", d, c) for d in (1, cores) for c in sizes if c <= -(-cohort // d)]
+    import jax
+
+    on_cpu = jax.default_backend() == "cpu"
+    devices = {1, os.cpu_count() or 1} if on_cpu else {1}
+    found = [("library", 0, 0), *((who, 0, 0) for who in (BY_HAND if on_cpu else BY_HAND[:1]))]
+    if chunks is not None:
+        sizes = sorted({*(chunks or (1, 2, 5, 10, 25, 50, cohort))} & set(range(1, cohort + 1)))
+        found += [("library", d, c) for d in sorted(devices) for c in sizes if c <= -(-cohort // d)]
     return found
 
 
@@ -155,7 +159,7 @@ def main() -> None:
     parser.add_argument("--cohorts", nargs="+", type=int, default=[10])
     parser.add_argument("--passes", type=int, default=3)
     parser.add_argument("--rounds", type=int, default=10, help="of each of five timed stretches")
-    parser.add_argument("--chunks", action="store_true")
+    parser.add_argument("--chunks", nargs="*", type=int, metavar="N")
     parser.add_argument(
         "--others", nargs="*", choices=others.NAMES, metavar="NAME", help=f"of {', '.join(others.NAMES)}; none: all"
     )

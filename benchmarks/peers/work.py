@@ -11,7 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-CLIENTS, SAMPLES, COHORT, STEPS, BATCH, LR = 100, 600, 10, 30, 20, 0.05
+CLIENTS, SAMPLES = int(os.environ.get("CLIENTS", 100)), int(os.environ.get("SAMPLES", 600))
+COHORT, STEPS, BATCH, LR = 10, 30, 20, 0.05
 WIDTHS = (784, 200, 200, 10)
 STRETCH = int(os.environ.get("STRETCH", 5))  # rounds
 ROUNDS = 5 * STRETCH

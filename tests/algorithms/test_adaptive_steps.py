@@ -333,7 +333,7 @@ def test_the_round_that_meets_a_stiff_client_steps_by_its_curvature():
 
 @pytest.mark.parametrize(
     "method",
-    [fb.SimFBO, fb.AFBO, *(pytest.param(one, marks=pytest.mark.slow) for one in (fb.FedNest, fb.RABO, fb.AggITD))],
+    [fb.SimFBO, *(pytest.param(one, marks=pytest.mark.slow) for one in (fb.AFBO, fb.FedNest, fb.RABO, fb.AggITD))],
 )
 def test_the_unit_of_the_outer_loss_is_no_matter(method):
     """h = 0 in SimFBO's round 0, since v = 0 and f knows no x: clients' first steps on x must not be of any size. All

@@ -175,7 +175,9 @@ def test_engines_agree(name):
         assert there.ledger == here.ledger
 
 
-@pytest.mark.parametrize("name", ["FedNestSGD", "FedNest", "AFBO"])
+@pytest.mark.parametrize(
+    "name", ["FedNestSGD", *(pytest.param(name, marks=pytest.mark.slow) for name in ("FedNest", "AFBO"))]
+)
 def test_inner_rounds_count_their_gradients(name):
     """By how much more than steps with τ = 1 take, which are known: see the tests of these methods."""
     method, problem = METHODS[name]

@@ -43,7 +43,7 @@ def field(method, path):
     return method
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.slow] * ("," in name)) for name in METHODS])
 def test_each_own_number_is_used_and_the_fields_value_for_all_changes_nothing(name):
     """Two rounds on two clients; sums are the same terms in the same order, to a few roundings."""
     method = METHODS[name]

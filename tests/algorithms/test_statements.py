@@ -220,7 +220,7 @@ def lyapunov(k, q):
 CASES = {"few": (2, 100, None), "more clients and rounds": (8, 400, None), "cohorts": (8, 400, 4)}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.slow] * ("more" in one)) for one in CASES])
 @pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO])
 def test_rates_of_simfbo_theorem_1_and_shrofbo_theorem_2(method, case):
     """(9), (10): 1/√(P τ̄ T) with noise, a linear speed-up in clients; 1/T without.

@@ -112,7 +112,7 @@ def able():
     return [method for method in made if method.allows.project_x]
 
 
-@pytest.mark.parametrize("kind", SETS)
+@pytest.mark.parametrize("kind", ["box", pytest.param("ball", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", able(), ids=lambda method: method.name)
 def test_every_method_ends_at_the_sets_nearest_point(method, kind):
     project, nearest = SETS[kind]

@@ -68,10 +68,29 @@ def test_noise_moves_y_by_its_law_and_clipped_replies_by_their_mean(clip, z):
     assert f"clip = {clip:g} shortens {share:.0%} of replies; zC = {z * clip:.3g} on each number" in str(found)
 
 
-def test_each_phase_of_a_method_has_its_lines_and_steps_that_adapt_bear_no_noise():
+def test_each_phase_of_a_method_has_its_lines():
     task = quadratic(clients=3, samples=(3, 5))
     parts = task.problem, task.clients, task.x0, task.y0
     found = fb.reply_norms(fixed(fb.FedNest()), *parts, rounds=1)
     assert {phase for phase, _ in found.norms} >= {"inner.gradient", "hypergradient.hessian_product", "outer_descent"}
-    with pytest.raises(fb.errors.ConfigurationError, match="does not bear noised replies"):
-        fb.reply_norms(fb.SimFBO(), *parts, rounds=1, privacy=fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5))
+
+
+@pytest.mark.parametrize(("algorithm", "privacy", "words"), [
+    (Constant(), 3, r"privacy = 3 is not allowed: it must be fedbilevel\.Privacy"),
+    (fb.SimFBO(), fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5), "does not bear noised replies"),
+])  # fmt: skip
+def test_terms_that_are_not_allowed_are_refused_before_a_round_is_played(algorithm, privacy, words, monkeypatch):
+    monkeypatch.setattr("fedbilevel.diagnostics.replies.Reference", None)
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
+        looked_at(algorithm, privacy=privacy)
+
+
+def test_norms_of_short_floats_are_not_cut_off_where_their_squares_are():
+    """Of 400 numbers 200 in float16, whose largest is 65,504: the norm is 4,000."""
+
+    class Short(Constant):
+        @authoring.phase
+        def tell(self, client, message, key):
+            return authoring.Reply({"first": jnp.full(100, 200, jnp.float16), "rest": jnp.full(300, 200, jnp.float16)})
+
+    assert set(looked_at(Short()).norms["tell", "all"].tolist()) == {4000.0}

@@ -11,14 +11,15 @@ import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.tasks.quadratic import quadratic
 
+TWO = min(2, jax.local_device_count())  # a machine may have a single GPU
 ENGINES = {
     "vmap": fb.Local(chunk=COHORT),
     "one by one": fb.Local(chunk=1),
     "chunks": fb.Local(chunk=2),
     "permuted cohort": fb.Local(chunk=COHORT),
-    "two devices": fb.Local(devices=2),
-    "two devices, chunks": fb.Local(devices=2, chunk=2),
-    "two devices, chunks, streamed": fb.Local(devices=2, chunk=2, stream=True),
+    "two devices": fb.Local(devices=TWO),
+    "two devices, chunks": fb.Local(devices=TWO, chunk=2),
+    "two devices, chunks, streamed": fb.Local(devices=TWO, chunk=2, stream=True),
     "streamed": fb.Local(stream=True),
 }
 SOME = ("two devices, chunks, streamed",)

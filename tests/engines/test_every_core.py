@@ -153,6 +153,23 @@ def test_as_many_clients_are_vectorised_as_a_cache_holds(share_of_cache, share, 
     assert default_chunk(state, population, share, devices, lumpy) == chunk
 
 
+@pytest.mark.parametrize(
+    ("state", "share", "steps", "chunk"),
+    [
+        (10**6, 200, None, 200),  # all there are
+        (10**6, 1000, None, 250),  # 1 GB in four parts of less than 2²⁸ bytes
+        (10**6, 100, [1, 2], 25),  # in quarters, as a chunk lasts as long as its slowest client
+        (10**6, 2000, [1, 2], 250),
+        (2**29, 3, None, 1),
+        (0, 5, None, 5),
+    ],
+)
+def test_on_a_gpu_all_are_vectorised_whose_states_are_not_too_much(state, share, steps, chunk, monkeypatch):
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    population = fb.Clients([np.ones((1, 1), np.float32)] * 2, local_steps=steps)
+    assert default_chunk(jax.ShapeDtypeStruct((state,), np.uint8), population, share, 1, False) == chunk
+
+
 def test_devices_of_a_cpu_share_the_samples():
     mesh = jax.make_mesh((2,), ("clients",))
     rows = replicate(in_place({"image": np.ones((1000, 100), np.float32)}, mesh), mesh)["image"]

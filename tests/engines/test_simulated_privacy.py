@@ -101,19 +101,20 @@ def test_noise_of_a_mean_has_variance_z_squared_c_squared_over_p(again):
     assert np.all(np.abs(state.lagged / n) < 4 * v / np.sqrt(n))
 
 
-@pytest.mark.parametrize("clip", [0.5, 2.0, 100.0])
-def test_all_unmarked_leaves_together_are_clipped(clip):
-    """u and its first entry again, of each client: ‖(u, u_0)‖ is 0.7 to 6 here. What is marked has no part in it."""
-    t = np.array([[0.5, 0, 0], [0, 1, 2], [3, 2, 1], [-4, 0, 1.0]])
+@pytest.mark.parametrize(("clip", "size"), [(0.5, 1.0), (2.0, 1.0), (100.0, 1.0), (0.5, 1e200)])
+def test_all_unmarked_leaves_together_are_clipped(clip, size):
+    """u and its first entry again, of each client: ‖(u, u_0)‖ is 0.7 to 6 times the size, whose square may be infinite.
+    What is marked has no part in it."""
+    t = size * np.array([[0.5, 0, 0], [0, 1, 2], [3, 2, 1], [-4, 0, 1.0]])
     terms = fb.Privacy(clip=clip, noise_multiplier=1e-15, delta=1e-5)
     result = fb.solve(Gradients(), *centres(t), rounds=1, privacy=terms, eval_every=1)
     whole = np.concatenate([-t, -t[:, :1]], 1)
-    sent = whole * np.minimum(1, clip / np.linalg.norm(whole, axis=1))[:, None]
+    lengths = size * np.linalg.norm(whole / size, axis=1)
+    sent = whole * np.minimum(1, clip / lengths)[:, None]
     got = result.state.inside.got
     np.testing.assert_allclose(np.concatenate([got["u"], got["w"]]), sent.mean(0), atol=1e-12)
     assert (float(got["n"]), got["q"].tolist()) == (1.0, [0.0] * D)
     assert "size" not in result.history.columns  # as from a site, which tells no metrics
-    lengths = np.linalg.norm(whole, axis=1)
     assert result.history["reply_norm.gradient"][-1] == pytest.approx(lengths.mean(), rel=1e-12)
     assert result.history["clipped.gradient"][-1] == np.mean(lengths > clip)
     assert result.ledger.gradients == P  # for the clock

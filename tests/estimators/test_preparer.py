@@ -69,7 +69,7 @@ def test_a_file_has_a_line_for_each_column_and_no_rows(files):
 
 
 def test_what_few_rows_tell_is_left_out(tmp_path):
-    """Seven numbers and a category of seven rows; the site's own rows of it become gaps, and no misspelt ones do."""
+    """Seven numbers and a category of seven rows; the site's own rows of them become gaps, and no misspelt ones do."""
     rows = pd.DataFrame({"age": [50.0] * 7 + [np.nan] * 8, "sex": ["f"] * 7 + ["m"] * 8, "name": [*"abcdefghijklmno"]})
     rows["same"] = 0.1
     Preparer().fit(rows).save(tmp_path / "told.json")
@@ -82,6 +82,7 @@ def test_what_few_rows_tell_is_left_out(tmp_path):
     }
     made = preparer.transform(rows)
     assert preparer.get_feature_names_out().tolist() == list(made) == ["age", "sex_m", "same"]
+    assert made["age"].tolist() == [0] * 15
     assert made["sex_m"].tolist() == [0] * 7 + [1] * 8
     Preparer().fit(rows).save(tmp_path / "all.json", min_count=7)
     whole = Preparer.load(tmp_path / "all.json")
@@ -138,7 +139,7 @@ def test_pandas_own_types_and_constant_columns():
 @pytest.mark.parametrize(
     ("frame", "words"),
     [
-        (site().drop(columns="sex"), r"column 'sex' of X = 'missing' .* there, beside age, pain"),
+        (site().drop(columns="sex"), r"column 'sex' of X = 'missing' .* there, beside \['age', 'pain'\]"),
         (site(aeg=[1, 2]), r"unknown column of X 'aeg'; did you mean 'age'"),
         (site(age=["50", "old"]), r"type of column 'age' = '(str|object)' is not allowed: it must be of numbers"),
         (site(age=[np.inf, 1]), "infinite numbers"),
@@ -169,7 +170,7 @@ def test_rows_that_can_tell_nothing_are_named(frame, words):
 @pytest.mark.parametrize(
     ("frame", "words"),
     [
-        (site().drop(columns="sex"), r"column 'sex' of \S+site.json = 'missing' .* there, beside age, pain"),
+        (site().drop(columns="sex"), r"column 'sex' of \S+site.json = 'missing' .* there, beside \['age', 'pain'\]"),
         (site(aeg=[1, 2]), r"unknown column of \S+site.json 'aeg'; did you mean 'age'"),
         (
             site(sex=[np.nan, np.nan]),
@@ -212,6 +213,8 @@ NUMBER = {"count": 9, "mean": 0.5, "squares": 2.0}
                 {**NUMBER, "mean": "0.5"},
                 {**NUMBER, "squares": -1.0},
                 {**NUMBER, "squares": float("inf")},
+                {**NUMBER, "categories": 7},
+                {"categories": {"f": 8}, "rarer": False, "count": 8},
             )
         ),
     ],
@@ -225,9 +228,24 @@ def test_what_save_does_not_write_is_refused(told, files, tmp_path):
 def test_files_are_there_and_each_once(files, tmp_path):
     with pytest.raises(DataError, match=r"no\.json cannot be read: No such file"):
         Preparer.load(tmp_path / "no.json")
-    for some in ([], [files[0], files[0]]):
+    for some in ([], [files[0], files[0]], [files[0], f"{tmp_path}/./{files[0].name}"]):
         with pytest.raises(ConfigurationError, match="one or more, each once"):
             Preparer.load(*some)
+
+
+def test_names_of_other_sites_do_nothing_to_the_terminal_that_shows_them(files, tmp_path):
+    red, told = "\x1b[31m", {"categories": {"\x1b[31mf": 9}, "rarer": False}
+    (tmp_path / "site.json").write_text(json.dumps({"sex": told, red: NUMBER}))
+    theirs = Preparer.load(tmp_path / "site.json")
+    for rows in (
+        site().drop(columns=["age", "pain"]),
+        site(),
+        site(**{red: [1, 2]}).drop(columns=["sex", "age", "pain"]),
+    ):
+        with pytest.raises(ConfigurationError) as caught:
+            theirs.transform(rows)
+        assert "[31m" in str(caught.value)
+        assert "\x1b" not in str(caught.value)
 
 
 def test_fit_forgets_and_a_clone_knows_nothing():

@@ -83,5 +83,7 @@ def test_diagnose_tells_norms_of_replies_and_what_noise_does(run) -> None:
     assert shown.count("noise hides that; lower steps, clip or noise_multiplier") == 2
     _, shown, _ = run(*asked)
     assert "noise" not in shown
+    _, shown, _ = run(*asked, "--cohort", 5, "--set", "run.replacement=true")
+    assert "local_updates  all   21       10 " in shown
     code, _, error = run(*asked, "--all")
     assert (code, error) == (2, "fedbilevel: --all: not with --replies, which measures nothing else\n")

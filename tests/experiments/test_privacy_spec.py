@@ -9,6 +9,7 @@ import fedbilevel as fb
 from fedbilevel import experiments
 from fedbilevel.cli import main
 from fedbilevel.errors import ConfigurationError
+from fedbilevel.experiments.compare import comparison, load_groups
 from fedbilevel.experiments.federation import require_real
 
 SMALL = ["clients=4", "samples=[3, 3]", "client_lr=0.01", "server_lr=0.05", "run.eval_every=2"]
@@ -67,6 +68,18 @@ def test_wrong_terms_are_named(settings, said):
 def test_a_federation_takes_no_terms_from_a_spec():
     with pytest.raises(ConfigurationError, match="in a federation each client has its own"):
         require_real(spec(*TERMS))
+
+
+def test_runs_are_compared_by_what_they_cost(tmp_path):
+    """Each run's ε after two replies; a run without privacy has none, and of runs without any there is no column."""
+    terms = {f"privacy.noise_multiplier={z}": fb.Privacy(1, z, 1e-5).epsilon_after(2) for z in (20, 50)}
+    for i, more in enumerate([[TERMS[0], noise, TERMS[2]] for noise in terms] + [[]]):
+        experiments.run(spec(*more, "run.rounds=2"), tmp_path / f"run-{i}", plot=False)
+    groups = load_groups([tmp_path / f"run-{i}" for i in range(3)])
+    columns = {column.heading: column.cells for column in comparison(groups).columns}
+    assert [list(cell.values) for cell in columns["ε"]] == [*([cost] for cost in terms.values()), []]
+    assert str(columns["ε"][-1]) == "–"
+    assert "ε" not in {column.heading for column in comparison(groups[2:]).columns}
 
 
 def test_terms_are_swept_and_each_point_says_its_epsilon(tmp_path, capsys):

@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -73,8 +72,7 @@ def unit(tmp_path, body):
     program = f"""
 import sys
 from functools import partial
-from fedbilevel.cli import main
-from fedbilevel.flower.launch import children, processes, supernode
+from fedbilevel.flower.launch import children, supernode
 a = [sys.executable, "-c", "open({str(tmp_path / "starts")!r}, 'a').write('x'); {body}"]
 sys.exit(supernode.supervise(partial(children.spawn, a, group=False), backoff=(0.1, 0.4)))
 """
@@ -176,28 +174,35 @@ def test_what_does_not_start_is_reported_with_its_log_and_the_rest_is_stopped(tm
 
 
 class Saying(Console):
-    """What `flwr` would print."""
+    """What `flwr` would print, one time after the other."""
 
-    def __init__(self, **said):
-        self.said = said
+    def __init__(self, *said):
+        self.said = list(said)
 
     def __call__(self, *words):
         assert words == ("list", "there", "--format", "json")
-        return f"WARNING: old\n{json.dumps(self.said)}\n"
+        return f"WARNING: old\n{json.dumps(self.said.pop(0))}\n"
 
 
-def test_a_run_that_nothing_takes_is_told_from_one_that_has_just_come_and_from_those_that_have_begun():
-    now = datetime.now(UTC)
-    ages = [("pending", 0), ("running", 900), ("finished:failed", 900), ("pending", 400), ("pending", 4000)]
-    runs = [
-        {"status": state, "pending-at": f"{now - timedelta(seconds=age):%Y-%m-%d %H:%M:%SZ}"} for state, age in ages
-    ]
-    require_begun(Saying(success=True, runs=runs[:3]), "there")
-    require_begun(Saying(success=True, runs=[]), "there")
-    with pytest.raises(CommandError, match=r"waits for 400\d s \(3 in all\), and nothing takes it: flower-superexec"):
-        require_begun(Saying(success=True, runs=runs), "there")
+def runs(**states):
+    """Of a SuperLink with another clock."""
+    each = [{"run-id": one, "status": state, "pending-at": "2001-01-01 00:00:00Z"} for one, state in states.items()]
+    return {"success": True, "runs": each}
+
+
+def test_a_run_that_nothing_takes_is_told_from_one_that_has_just_come_and_from_those_that_have_begun(monkeypatch):
+    slept = []
+    monkeypatch.setattr(processes.time, "sleep", slept.append)
+    require_begun(Saying(runs(a="running", b="finished:failed")), "there")
+    require_begun(Saying(runs()), "there")
+    assert slept == []
+    require_begun(Saying(runs(a="running", b="pending"), runs(b="starting", c="pending")), "there")
+    assert slept == [10.0]
+    stays = runs(a="running", b="pending", c="pending", d="pending")
+    with pytest.raises(CommandError, match=r"nothing takes waiting runs \(2, for 10 s or more\): flower-superexec"):
+        require_begun(Saying(stays, runs(b="pending", c="pending", d="running", e="pending")), "there")
     with pytest.raises(CommandError, match=r"flwr list there: no such name$"):
-        require_begun(Saying(success=False, **{"error-message": "no such\nname"}), "there")
+        require_begun(Saying({"success": False, "error-message": "no such\nname"}), "there")
 
 
 def test_a_superlink_that_does_not_answer_is_said_in_a_line(tmp_path, monkeypatch, capsys):
@@ -352,10 +357,9 @@ def test_a_superlink_whose_superexec_has_ended_begins_no_run_until_another_is_st
     number = re.findall(r"\d{9,}", federation.console("run", str(ping), "federation"))[0]
     monkeypatch.setattr(processes, "SOON", 1.0)
     monkeypatch.setenv("FLWR_HOME", str(federation.directory / "operator"))
-    time.sleep(2.0)
     assert main(["flower", "status", "--connection", "federation"]) == 5
     said = capsys.readouterr().err
-    assert "nothing takes it: flower-superexec has ended" in said
+    assert "nothing takes waiting runs (1, for 1 s or more): flower-superexec has ended" in said
     given = {"HOST:PORT": federation.address, "FILE": str(federation.credentials.ca)}
     words = [given.get(word, word) for word in said.rpartition(": ")[2].split()]
     child = children.spawn(words, federation.log("superexec"), federation.environment("superlink"))

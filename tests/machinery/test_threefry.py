@@ -27,7 +27,7 @@ USES = {
 def test_bits_are_those_of_jax(use):
     key = jax.random.key(2**31 + 1)
     quick = written_out(key)
-    assert quick.dtype != key.dtype
+    assert (quick.dtype != key.dtype) == (jax.default_backend() == "cpu")
     np.testing.assert_array_equal(USES[use](key), USES[use](quick))
 
 

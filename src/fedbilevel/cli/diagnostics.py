@@ -125,7 +125,7 @@ def _diagnose(options: argparse.Namespace) -> int:
 def _replies(options: argparse.Namespace, terminal: Any) -> int:
     """Play some rounds of each algorithm, and show how long replies are."""
     from fedbilevel.diagnostics.replies import reply_norms
-    from fedbilevel.experiments.runner import build
+    from fedbilevel.experiments.runner import build, cohort_of
 
     other = {"--all": options.all, "--rounds": options.rounds}
     if unused := [name for name, value in other.items() if value]:
@@ -133,7 +133,7 @@ def _replies(options: argparse.Namespace, terminal: Any) -> int:
     specs, _, task = _prepared(options, options.algorithm)
     for name, spec in specs.items():
         made, parts = build(spec, task), (task.problem, task.population, task.x0, task.y0)
-        given: dict[str, Any] = {"cohort": spec.run.cohort, "key": spec.run.seed, "privacy": made.privacy}
+        given: dict[str, Any] = {"cohort": cohort_of(spec.run), "key": spec.run.seed, "privacy": made.privacy}
         found = reply_norms(made.algorithm, *parts, rounds=options.replies, **given)
         shared.say(terminal, f"{name}, {options.replies} rounds; L2 norms of replies", "", found, "")
     return shared.OK

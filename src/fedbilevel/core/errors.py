@@ -11,6 +11,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fedbilevel.wording import printable
+
 __all__ = [
     "AbsenceWarning",
     "CapacityWarning",
@@ -78,7 +80,8 @@ class ConfigurationError(FedbilevelError, ValueError):
             said = f"{self.path} = {first}{' …' if more else ''} is not allowed: it must be {self.allowed}{near}"
             return f"{said}; {text}" if text else said
         said = f"unknown {self.path} {str(self.got)[:200]!r}{near}{f', {text}' if text else ''}"
-        return f"{said} (allowed: {', '.join(self.allowed)})"
+        names = ", ".join(self.allowed)
+        return f"{said} (allowed: {printable(names, len(names))})"
 
 
 class NumericalError(FedbilevelError, ArithmeticError):

@@ -198,7 +198,7 @@ class Privacy:
             field = f"the dtype of update{jax.tree_util.keystr(path)}"
             require(is_floating(leaf), field, got, "floating, for noise to be added to it")
         leaves, structure = jax.tree.flatten(jax.tree.map(xp.asarray, private))
-        vector = clipped(xp.concatenate([xp.zeros(0), *(leaf.astype(float).ravel() for leaf in leaves)]), self.clip, xp)
+        vector = clipped(vector_of(leaves, xp), self.clip, xp)
         vector = vector + self.clip * self.noise_multiplier * normal(vector)
         parts = xp.split(vector, np.cumsum([leaf.size for leaf in leaves], dtype=int))  # and an empty part
         sent = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=False)]
@@ -221,10 +221,20 @@ def private_part(update: PyTree) -> PyTree:
     return jax.tree.map(lambda part: None if is_marked(part) else part, update, is_leaf=is_marked)
 
 
+def vector_of(update: PyTree, xp: Any = np) -> Any:
+    """Return all numbers of an update as one vector, in float64, or as JAX's in the run's float type."""
+    return xp.concatenate([xp.zeros(0), *(xp.asarray(leaf).astype(float).ravel() for leaf in jax.tree.leaves(update))])
+
+
+def norm_of(vector: Any, xp: Any = np) -> Any:
+    """Return the L2 norm of a finite vector; no square over- or underflows."""
+    largest = xp.max(xp.abs(vector), initial=0.0)
+    scaled = vector / xp.where(largest > 0, largest, 1)
+    return largest * xp.sqrt(scaled @ scaled)
+
+
 def clipped(vector: Any, bound: Any, xp: Any = np) -> Any:
     """Scale a finite vector down to the L2 norm `bound` if it is longer; no square over- or underflows."""
     with np.errstate(over="ignore"):
-        largest = xp.max(xp.abs(vector), initial=0.0)
-        scaled = vector / xp.where(largest > 0, largest, 1)
-        norm = xp.sqrt(scaled @ scaled)
-        return xp.where(largest * norm <= bound, vector, scaled * (bound / xp.where(norm > 0, norm, 1)))
+        scaled = vector / xp.maximum(xp.max(xp.abs(vector), initial=0.0), xp.finfo(vector.dtype).tiny)
+        return xp.where(norm_of(vector, xp) <= bound, vector, scaled * (bound / xp.maximum(norm_of(scaled, xp), 1)))

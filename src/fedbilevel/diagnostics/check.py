@@ -253,9 +253,7 @@ class ReportRows:
         if self.at.single:
             self.notes.append("x or y came in less than float64 and was converted")
         if not plan.solve_inner:
-            self.notes.append(
-                "the yardstick equals ∇Φ(x) only where the inner gradient vanishes; no finite differences"
-            )
+            self.notes.append("the yardstick is ∇Φ(x) only where the inner gradient vanishes; no finite differences")
         if negative:
             self.notes.append(
                 "NEGATIVE CURVATURE: the inner Hessian is not positive definite; y*(x) and ∇Φ are not defined"

@@ -9,6 +9,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -17,8 +18,9 @@ import optax
 
 from fedbilevel.core.card import Card, Shown, aligned
 from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Reply
-from fedbilevel.core.privacy import Privacy, private_part
+from fedbilevel.core.privacy import Privacy, norm_of, private_part, vector_of
 from fedbilevel.core.tree import PyTree, split
 from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.solve import solve
@@ -115,21 +117,21 @@ def reply_norms(
 
     def note(phase: str, client: int, reply: Reply) -> None:
         for part, leaves in parts_of(reply.update).items():
-            norms[phase, part].append(float(optax.tree.norm(leaves)))
+            norms[phase, part].append(float(norm_of(vector_of(leaves))))
             numbers[phase, part] = sum(leaf.size for leaf in leaves)
 
-    parts = problem, clients, x, y
-    given: dict[str, Any] = {"cohort": cohort, "key": key}
-    solve(algorithm, *parts, rounds=rounds, engine=Reference(on_reply=note), **given)
+    require(privacy is None or isinstance(privacy, Privacy), "privacy", privacy, "fedbilevel.Privacy(…) or None")
+    play = partial(solve, algorithm, problem, clients, x, y, cohort=cohort, key=key)
     moved = {}
     if privacy is not None:
         silent = replace(privacy, noise_multiplier=SILENT, budget=None)
-        first, last = (solve(algorithm, *parts, rounds=n, privacy=silent, **given) for n in (1, rounds))
-        noised = solve(algorithm, *parts, rounds=1, privacy=replace(privacy, budget=None), **given)
+        first, last = (play(rounds=n, privacy=silent) for n in (1, rounds))
+        noised = play(rounds=1, privacy=replace(privacy, budget=None))
         for name, start in {"x": x, "y": y}.items():
             if start is not None:
                 by_noise = distance(getattr(noised, name), getattr(first, name))
                 moved[name] = Moved(by_noise, distance(getattr(last, name), start), rounds)
+    play(rounds=rounds, engine=Reference(on_reply=note))
     return ReplyNorms({at: np.array(found) for at, found in norms.items()}, numbers, privacy, moved)
 
 

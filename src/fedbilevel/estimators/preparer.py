@@ -9,7 +9,7 @@ rounded once: the order of sites changes no bit of them.
 
 What is told is little, and not nothing. The mean of one number is that number, a category of one row says that somebody
 has it, and a column of names tells them all. So `save` leaves out what fewer than `min_count` rows tell. Nothing hides
-a row from those who get two texts of a site, one with the row and one without it.
+a number among zeros, nor a row from those who get two texts of a site, one with the row and one without it.
 """
 
 import json
@@ -74,6 +74,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
         Args:
             min_count: of a column with fewer numbers none is told, and categories of fewer rows are not named; 1: all.
+                Numbers of which no site told count as gaps.
         """
         check_is_fitted(self)
         require_count("min_count", min_count)
@@ -95,7 +96,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             DataError: a file cannot be read, or holds something else.
             ConfigurationError: a file has other columns than the first, or of another kind.
         """
-        require(len(set(files)) == len(files) > 0, "files", files, "one or more, each once")
+        require(len({*map(Path, files)}) == len(files) > 0, "files", files, "one or more, each once")
         return cls()._keep({str(file): _read(Path(file)) for file in files})
 
     def transform(self, X: Any) -> Any:
@@ -111,7 +112,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         made = {}
         for name, told in self.columns_.items():
             if "categories" not in told:
-                deviation = np.sqrt(told["squares"] / max(told["count"], 1)) or 1.0
+                deviation = (np.sqrt(told["squares"] / told["count"]) or 1.0) if told["count"] else np.inf
                 made[name] = np.nan_to_num((_numbers(X, name) - told["mean"]) / deviation)
                 continue
             words = _words(X[name])
@@ -157,9 +158,9 @@ def _read(file: Path) -> Told:
         told: Told = json.loads(read_bytes(file))
         for name, one in told.items():
             match one:
-                case {"categories": dict(rows), "rarer": bool()} if all(map(is_count, rows.values())):
+                case {"categories": dict(n), "rarer": bool(), **more} if not more and all(map(is_count, n.values())):
                     continue
-                case {"count": int(n), "mean": float(m), "squares": float(s)} if (
+                case {"count": int(n), "mean": float(m), "squares": float(s), **more} if not more and (
                     0 <= n <= MOST and abs(m) <= MOST and 0 <= s <= MOST**3
                 ):
                     continue
@@ -176,7 +177,7 @@ def _require_columns(place: str, names: Collection[str], known: Collection[str])
     for name in [*names, *known]:
         if name not in known:
             raise unknown(f"column of {place}", name, known)
-        require(name in names, f"column {name!r} of {place}", "missing", f"there, beside {', '.join(names)}")
+        require(name in names, f"column {name!r} of {place}", "missing", f"there, beside {[*names]}")
 
 
 def _numbers(X: Any, name: str) -> Any:

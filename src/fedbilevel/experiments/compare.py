@@ -329,11 +329,13 @@ def comparison(groups: Sequence[RunGroup]) -> Table:
 
 
 def _costs(groups: Sequence[RunGroup]) -> list[Column]:
-    """What the groups cost, as means over their seeds; operations where all runs know them."""
+    """What the groups cost, as means over their seeds, of ε the largest; operations where all runs know them."""
 
     def cells(kind: str, *names: str, of: float = 1.0) -> list[Cell]:
         return [Cell(values=[group.costs(*names) / of], kind=kind) for group in groups]
 
+    spent = [[run.summary["last_row"].get("epsilon", math.inf) for run in group.runs] for group in groups]
+    private = [Cell("–") if math.inf in each else Cell(values=[max(each)], kind="epsilon") for each in spent]
     counted = all(group.counted for group in groups)  # else a gap in the column would look like no cost
     return [
         Column("exchanges", cells("count", "exchanges"), 4, "exchanges"),
@@ -341,6 +343,7 @@ def _costs(groups: Sequence[RunGroup]) -> list[Column]:
         Column("gradients", cells("count", "gradients"), 1, "" if counted else "gradients"),
         Column("hvps", cells("count", "hvps"), 0, "" if counted else "hvps"),
         *([Column("GFLOP", cells("gflop", "flops"), 3, "GFLOP")] if counted else []),
+        *([Column("ε", private, 8, r"$\varepsilon$")] if any(cell.values for cell in private) else []),
     ]
 
 

@@ -246,9 +246,7 @@ def require_real(spec: Spec) -> None:
         text = "[privacy] is for simulations: in a federation each client has its own, in its node configuration"
         raise ConfigurationError(text)
     if spec.timed:
-        raise ConfigurationError(
-            "[clock] is for simulations: leave it out of a federation, whose clients take real time"
-        )
+        raise ConfigurationError("[clock] is for simulations: clients of a federation take real time")
 
 
 def terms(config: Mapping[str, Any]) -> Any:
@@ -302,7 +300,7 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
     ended: FedbilevelError | None = None
     if not place.exchanges.is_file():
         raise ConfigurationError(
-            f"{place.exchanges} is not there: no exchange of a federated run is over; has it begun? see --connection"
+            f"{place.exchanges} is missing: no exchange is over; has the run begun? see --connection"
         )
     for text in place.exchanges.read_text(errors="replace").splitlines():
         with suppress(ValueError, TypeError, AttributeError, KeyError):  # a line that a kill has cut
@@ -412,9 +410,7 @@ def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool) -> L
     require_free(folder)
     app, run = folder / "demo", folder / "run"
     write_app(spec, app)
-    print(
-        f"starting a SuperLink and {clients} SuperNodes, with TLS and a key each; logs in {folder / 'logs'}", flush=True
-    )
+    print(f"starting a SuperLink and {clients} SuperNodes, with TLS and keys; logs in {folder / 'logs'}", flush=True)
     floors = "min-local-samples=1 min-batch-size=1"  # these data are nobody's
     configs = [f"partition-id={k} num-partitions={clients} {floors}" for k in range(clients)]
     with Federation(folder, clients, persistent=persistent, node_configs=configs) as federation:

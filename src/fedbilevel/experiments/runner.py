@@ -88,7 +88,7 @@ class Experiment(NamedTuple):
         return solve(
             self.algorithm,
             *problem,
-            cohort=_cohort(plan),
+            cohort=cohort_of(plan),
             key=plan.seed,
             engine=self.engine,
             best_by=plan.best_by,
@@ -138,13 +138,13 @@ def of_clients(spec: Spec, task: Task, algorithm: Algorithm) -> Mapping[str, Any
     return task.metrics_per_client if spec.run.metrics_per_client or asks else {}
 
 
-def _cohort(plan: RunPlan) -> int | Cohort | None:
+def cohort_of(plan: RunPlan) -> int | Cohort | None:
     return Cohort(plan.cohort, plan.replacement) if plan.cohort is not None and plan.replacement else plan.cohort
 
 
 def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> None:
     """Refuse a cohort, a clock or a number of awaited replies that does not fit the number of clients."""
-    cohort = check_cohort(_cohort(spec.run), population)
+    cohort = check_cohort(cohort_of(spec.run), population)
     spec.clock.pace(population)  # refuses tables of another number of clients
     available = population - spec.clock.never_available(population).size
     check_everyone(algorithm, population, cohort, "run.cohort")

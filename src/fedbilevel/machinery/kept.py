@@ -12,7 +12,7 @@ import re
 import threading
 import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -109,7 +109,7 @@ def hash_of(*traced: ClosedJaxpr) -> str | None:
     they hold much data."""
     programs = [program for one in traced for program in _every(one)]
     calls_back = any("callback" in step.primitive.name for program in programs for step in program.eqns)
-    held = [constant for program in programs if isinstance(program, ClosedJaxpr) for constant in program.consts]
+    held = [constant for program in programs for constant in _constants(program)]
     if calls_back or sum(int(getattr(constant, "nbytes", 0)) for constant in held) > MUCH:
         return None
     return " ".join(map(of_program, traced))
@@ -151,6 +151,11 @@ def _programs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
     elif isinstance(value, dict | tuple | list):
         for one in value.values() if isinstance(value, dict) else value:
             yield from _programs(one)
+
+
+def _constants(program: ClosedJaxpr | Jaxpr) -> Sequence[Any]:
+    """The values that a program holds. Since JAX 0.11 every program may; a Jaxpr of before has names for them alone."""
+    return getattr(program, "consts", ())
 
 
 def _settings() -> Hashable:
@@ -214,11 +219,9 @@ def is_key(leaf: Any) -> bool:
 
 def description(value: Any) -> Iterator[str]:
     """A description of a program, or of a parameter of one of its operations, to be hashed."""
-    if isinstance(value, ClosedJaxpr):
-        yield from (of_array(constant) for constant in value.consts)
-        yield from description(value.jaxpr)
-    elif isinstance(value, Jaxpr):
-        yield from _steps(value)
+    if isinstance(value, ClosedJaxpr | Jaxpr):
+        yield from map(of_array, _constants(value))
+        yield from _steps(value.jaxpr if isinstance(value, ClosedJaxpr) else value)
     elif isinstance(value, np.ndarray | np.generic | jax.Array):
         yield of_array(value)
     elif isinstance(value, Mapping):

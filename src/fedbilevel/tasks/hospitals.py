@@ -157,9 +157,8 @@ def _tuned(count: int, features: int, folds: int, ridge: float) -> tuple[Bilevel
         return jnp.mean(each) + jnp.vdot(jnp.exp(x["penalty"]), jnp.sum(y**2, axis=1))
 
     x0 = {"penalty": jnp.full(features, jnp.log(ridge)), "weight": jnp.zeros(count)}
-    within = box(
-        *({"penalty": bound, "weight": side * jnp.inf} for bound, side in zip(LOG_PENALTY, (-1, 1), strict=True))
-    )
+    low, high = LOG_PENALTY
+    within = box({"penalty": low, "weight": -jnp.inf}, {"penalty": high, "weight": jnp.inf})
     return Bilevel(outer, inner, project_x=within), x0, jnp.zeros((features, folds + 1)), lambda x, y: y[:, -1]
 
 

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 from fedbilevel.algorithms.parts.wrappers import KeepingFed, Wrapper
@@ -28,7 +27,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.config import static
 from fedbilevel.core.facts import Findings
 from fedbilevel.core.fed import Fed, Phase, Reply
-from fedbilevel.core.privacy import Privacy, private_part
+from fedbilevel.core.privacy import Privacy, norm_of, private_part, vector_of
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
@@ -88,7 +87,7 @@ class Private(Wrapper):
         reply = self.algorithm.run_phase(name, replace(client, state=inside), message, key)
         stream = jax.random.fold_in(jax.random.fold_in(key, NOISE), number)
         sent = self.privacy.noised(reply.update, lambda u: jax.random.normal(stream, u.shape, u.dtype), jnp)
-        norm = optax.tree.norm(private_part(reply.update))
+        norm = norm_of(vector_of(private_part(reply.update), jnp), jnp)
         metrics = {f"reply_norm.{name}": norm, f"clipped.{name}": (norm > self.privacy.clip).astype(norm.dtype)}
         state = reply.state
         if counted:

@@ -167,10 +167,8 @@ class ClientRuntime:
         limits, terms = self.site.limits, self.site.privacy
         hidden = "off: replies leave as they are"
         if terms is not None and self.guard is not None:
-            account, budget = (
-                self.guard.read(),
-                "no budget" if terms.budget is None else f"budget ε = {terms.budget:g}",
-            )
+            account = self.guard.read()
+            budget = "no budget" if terms.budget is None else f"budget ε = {terms.budget:g}"
             each = f"ε = {terms.epsilon_after(1):.3g} for a reply, {account.epsilon(terms.delta):.4g} so far"
             hidden = f"clip {terms.clip:g}, noise {terms.noise_multiplier:g}; {each}, at δ = {terms.delta:g}, {budget}"
         features = ", ".join(wire.layout(self.examples[0]))

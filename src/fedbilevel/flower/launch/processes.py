@@ -17,7 +17,6 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -71,9 +70,7 @@ class Console:
                 printed.append(line)
                 yield line
             if process.wait():
-                raise CommandError(
-                    f"flwr {' '.join(words)} failed, or took longer than {timeout:.0f} s:\n{''.join(printed)}"
-                )
+                raise CommandError(f"flwr {' '.join(words)} failed, or took over {timeout:.0f} s:\n{''.join(printed)}")
         finally:
             watchdog.cancel()
             self.close()
@@ -89,20 +86,23 @@ SOON = 10.0  # seconds after which a run has begun, where the SuperLink is well:
 
 
 def require_begun(flwr: Console, superlink: str) -> None:
-    """See that a SuperLink has begun the runs that were submitted; `flwr run` says of each that it has started.
-
-    Args:
-        superlink: its name in Flower's config.toml.
+    """See that a SuperLink begins the runs that were submitted; `flwr run` says of each that it has started. Those that
+    wait are looked for twice, `SOON` apart: no clock of the SuperLink's is asked. Its name is that in config.toml.
 
     Raises:
-        CommandError: a run waits for longer than `SOON`; or the SuperLink does not answer.
+        CommandError: a run waits for longer; or the SuperLink does not answer.
     """
     require_flower()
-    runs, now = flwr.read("list", superlink)["runs"], datetime.now(UTC)
-    waits = [(now - datetime.fromisoformat(r["pending-at"])).total_seconds() for r in runs if r["status"] == "pending"]
-    if (longest := max(waits, default=0.0)) > SOON:
+
+    def pending() -> set[str]:
+        return {run["run-id"] for run in flwr.read("list", superlink)["runs"] if run["status"] == "pending"}
+
+    if waiting := pending():
+        time.sleep(SOON)
+        waiting &= pending()
+    if waiting:
         raise CommandError(
-            f"a run waits for {longest:.0f} s ({len(waits)} in all), and nothing takes it: flower-superexec has ended, "
+            f"nothing takes waiting runs ({len(waiting)}, for {SOON:g} s or more): flower-superexec has ended, "
             "which the SuperLink starts once. Start it on the SuperLink's host, and waiting runs begin: "
             "flower-superexec --runtime-api-address HOST:PORT --root-certificates FILE"
         )

@@ -14,11 +14,12 @@ from jax import Array
 
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.core.own import OwnNumbers
+from fedbilevel.core.privacy import norm_of, vector_of
 from fedbilevel.flower import wire
 from fedbilevel.flower.refusal import Refusal, in_words
 from fedbilevel.flower.server.roster import ClientReply
 from fedbilevel.flower.server.session import CountedReply, Session, SpoiledError
-from fedbilevel.flower.server.terms import CheckedReply, check_response, euclidean
+from fedbilevel.flower.server.terms import CheckedReply, check_response
 from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage
 
 
@@ -193,7 +194,7 @@ class Exchange:
             if isinstance(counted, Refusal):
                 raise counted
             sent = partial(wire.from_bytes, request.payload, counted.call.message)
-            session.norms.check(request.phase, counted.norm, here, lambda: euclidean(sent()))
+            session.norms.check(request.phase, counted.norm, here, lambda: norm_of(vector_of(sent())))
         except Refusal as refusal:
             if not self.spec.concerns(request):
                 refusal = Refusal(refusal.code, f"round {request.round}, phase {request.phase}: {refusal.why}")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.privacy import norm_of, vector_of
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.wire import CallSignature, ResponseMessage, from_bytes, layout, require_layout
@@ -107,7 +108,7 @@ def check_response(response: ResponseMessage, call: CallSignature, terms: Terms,
     if huge := [path for path, leaf in jax.tree_util.tree_leaves_with_path(update) if too_large(leaf)]:
         text = f"the square of its update is not finite in {jax.tree_util.keystr(huge[0]) or 'value'}"
         raise Refusal(Code.BOUND, text)
-    norm = euclidean(update)
+    norm = norm_of(vector_of(update))
     if terms.norm_bound is not None and norm > terms.norm_bound:
         text = f"its update has a norm of {norm:.3g}, above the bound of {terms.norm_bound:g}"
         raise Refusal(Code.BOUND, text)
@@ -130,12 +131,6 @@ def too_large(leaf: np.ndarray) -> bool:
         return False
     largest = math.sqrt(max(float(jnp.finfo(leaf.dtype).max), float(np.finfo(np.float32).max)))
     return bool(np.max(np.abs(leaf.astype(np.float64)), initial=0.0) > largest)
-
-
-def euclidean(tree: PyTree) -> float:
-    """Return the norm of all leaves together, in float64; infinite where a square overflows."""
-    with np.errstate(over="ignore"):
-        return float(np.sqrt(sum(np.sum(np.square(np.asarray(leaf, np.float64))) for leaf in jax.tree.leaves(tree))))
 
 
 FEWEST = 2
