@@ -67,7 +67,7 @@ def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplo
 
 def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_path):
     """Client 1 has replied since it was refused; client 3 has not, and nobody reads its advice from the file."""
-    with pytest.raises(fb.errors.ConfigurationError, match=r"exchanges\.jsonl is not there"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"exchanges\.jsonl is missing"):
         status(Folder(tmp_path))
     late, odd = Refusal(Code.LATE, "no reply").told(), {"code": "new", "why": "x\ny", "how": "send keys"}
     lines = [

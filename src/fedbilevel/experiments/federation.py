@@ -315,9 +315,8 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
         return ["no exchange is over"], ended
     state = "finished" if place.finished else "not finished"
     spent = f", ε = {last['epsilon']:.4g} so far" if "epsilon" in last else ""
-    said = [
-        f"{state}; last: round {last['round']}, exchange {last['exchange']}, {len(last['answered'])} replied{spent}"
-    ]
+    replied = f"{len(last['answered'])} replied{spent}"
+    said = [f"{state}; last: round {last['round']}, exchange {last['exchange']}, {replied}"]
     for client, (round, why) in sorted(absent.items()):
         said += [f"client {client}, round {round}: {why.why}", f"    {why.code.who}: {why.code.how}"]
     return said, ended
