@@ -345,19 +345,26 @@ def test_a_site_is_told_what_its_budget_allows_of_a_run(hospitals, tmp_path, mon
         assert said.endswith("1 exchange a round" + f"; the budget ends it after {allowed} rounds" * (allowed < 60))
 
 
-def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp_path, monkeypatch, capsys):
+def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp_path, monkeypatch, capsys, caplog):
     monkeypatch.chdir(hospitals)
     (tmp_path / "client-0-samples.json").write_text('{"other": 1}')
     for _ in range(2):
         assert main(["flower", "check", "spec.toml", "--node-config", f"{NORTH} state-folder='{tmp_path}'"]) == 0
         assert "are not those of before" in capsys.readouterr().out
+    assert "are not those of before" not in caplog.text  # it is said once
 
 
 @pytest.mark.parametrize(
     ("node", "more", "message"),
     [
         (f"{NORTH} clipp=1.0", [], "'clipp'; did you mean 'clip'"),
-        (f"{NORTH} {HIDES}", [], "Site.folder = None is not allowed"),
+        (
+            f"{NORTH} same-data=yes",
+            [],
+            "--node-config cannot be read: The provided configuration string is in an invalid",
+        ),
+        (NORTH.replace("0", "-1"), [], "partition-id = -1 is not allowed: it must be its number, from 0"),
+        (f"{NORTH} {HIDES}", [], "Site.folder = None is not allowed: it must be a folder (state-folder), with privacy"),
         (f"{NORTH} min-local-samples=64", [], "fewer samples than its floor of 64 (lower min-local-samples"),
         ("partition-id=0 folder='data/nrth'", [], "data/nrth/validation.csv not found"),
         (
@@ -367,6 +374,7 @@ def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp
         ),
         (NORTH, ["--superlink", "127.0.0.1:1"], "with --root-certificates or --insecure"),
         (NORTH, ["--superlink", "127.0.0.1:1", "--insecure"], "127.0.0.1:1 does not answer: "),
+        (NORTH, ["--superlink", "127.0.0.1:1", "--root-certificates", "a.crt"], "--root-certificates = 'a.crt' is not"),
     ],
 )
 def test_a_site_that_could_not_take_part_is_told_why(node, more, message, hospitals, tmp_path, monkeypatch, capsys):
@@ -377,8 +385,18 @@ def test_a_site_that_could_not_take_part_is_told_why(node, more, message, hospit
         rows = Path("holes/train.csv").read_text().splitlines()
         rows[3] = "nan" + rows[3][rows[3].index(",") :]
         Path("holes/train.csv").write_text("\n".join(rows))
-    assert main(["flower", "check", "spec.toml", "--node-config", node, *more]) in (2, 4)
+    assert main(["flower", "check", "spec.toml", "--node-config", node, *more]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("line", "why"), [('{}["label"]', "KeyError: 'label'"), ("(1, 2)[party]", "tuple index out of")]
+)
+def test_a_task_that_cannot_be_made_of_a_sites_data_is_refused_in_a_sentence(line, why, tmp_path):
+    (tmp_path / "mine.py").write_text(f"def mine(party='all'):\n    return {line}\n")
+    spec = configure(task=f"{tmp_path / 'mine.py'}:mine", algorithm="simfbo")
+    with pytest.raises(fb.errors.ConfigurationError, match=rf"cannot be made .* as party = 7: {why}"):
+        federation.site(spec, {}, {"partition-id": 7})
 
 
 def test_flowers_log_has_an_error_of_ours_as_a_sentence(caplog):

@@ -49,7 +49,9 @@ def test_everyone_with_the_clients_own_key(keys):
 
 def test_a_registered_key_does_not_take_another_clients_place(keys, caplog):
     """Node 3 has registered, with a key that is nobody's, and calls itself client 2; nodes 5 and 6 swap places."""
-    with pytest.raises(ExchangeError, match=r"3 clients are here where 4 of 6 are needed .*who has another key"):
+    with pytest.raises(
+        ExchangeError, match=r"3 clients are here where 4 of 6 are needed .*who has another key"
+    ) as told:
         solve(Registered(keys, [0, 1, 6, 3, 5, 4]), keys, quorum=0.6)
     refused = [record.getMessage() for record in caplog.records if record.name == "fedbilevel.server"]
     assert [f"node {k + 1} does not take part: it calls itself client {k}, who has another key" for k in (2, 4, 5)] == [
@@ -57,6 +59,7 @@ def test_a_registered_key_does_not_take_another_clients_place(keys, caplog):
         for line in refused
         if "another key" in line
     ]
+    assert "client 4: it calls itself client 5, who has another key" in str(told.value)  # the key says who it is
 
 
 def test_nodes_without_keys_are_nobody(keys):

@@ -16,7 +16,7 @@ from flwr.supernode import node_auth_http_interceptor
 
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.flower.launch import connection, credentials
-from fedbilevel.flower.launch.connection import why_unreached
+from fedbilevel.flower.launch.connection import private_key, why_unreached
 from fedbilevel.flower.launch.processes import Federation
 
 
@@ -108,6 +108,11 @@ def federation(tmp_path):
         trial.stop()
 
 
+def why(address, certificates=None, key=None):
+    """Of files."""
+    return why_unreached(address, certificates and certificates.read_bytes(), key and private_key(key))
+
+
 @pytest.mark.parametrize("status", [200, 404])
 def test_a_server_that_is_no_superlink_is_told_from_one(status, tmp_path):
     class Web(BaseHTTPRequestHandler):
@@ -123,25 +128,25 @@ def test_a_server_that_is_no_superlink_is_told_from_one(status, tmp_path):
     with HTTPServer(("127.0.0.1", 0), Web) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for given in (None, key):
-            assert "is no SuperLink" in why_unreached(f"127.0.0.1:{server.server_port}", None, given)
+            assert "is no SuperLink" in why(f"127.0.0.1:{server.server_port}", None, given)
         server.shutdown()
 
 
 def test_a_site_hears_why_it_does_not_reach_its_superlink(federation, tmp_path, monkeypatch):
     address, made = federation.address, federation.credentials
     (one, other), stranger = made.clients, credentials.make(tmp_path / "other", clients=0).ca
-    assert why_unreached(address, made.ca, one) == ""
-    assert why_unreached(address, made.ca) == ""
-    assert "its key is not registered there" in why_unreached(address, made.ca, other)
-    assert "it may have TLS, give --root-certificates" in why_unreached(address, None, one)
-    assert "certificate does not hold: unable to get local issuer" in why_unreached(address, stranger, one)
-    assert "holds no certificate in PEM" in why_unreached(address, one, one)
-    assert "does not answer" in why_unreached("127.0.0.1:1", made.ca, one)
-    assert "does not answer" in why_unreached("host:port", made.ca, one)
+    assert why(address, made.ca, one) == ""
+    assert why(address, made.ca) == ""
+    assert "its key is not registered there" in why(address, made.ca, other)
+    assert "it may have TLS, give --root-certificates" in why(address, None, one)
+    assert "certificate does not hold: unable to get local issuer" in why(address, stranger, one)
+    assert "holds no certificate in PEM" in why(address, one, one)
+    assert "does not answer" in why("127.0.0.1:1", made.ca, one)
+    assert "does not answer" in why("host:port", made.ca, one)
     with pytest.raises(ConfigurationError, match="holds no private key"):
-        why_unreached(address, made.ca, made.ca)
+        why(address, made.ca, made.ca)
     late = timedelta(seconds=600)
     monkeypatch.setattr(node_auth_http_interceptor, "now", lambda: now() - late)
     monkeypatch.setattr(connection.time, "time", lambda: datetime.now(UTC).timestamp() - late.total_seconds())
-    assert re.search(r"clock is (59|60)[0-9] s behind the SuperLink's", why_unreached(address, made.ca, one))
+    assert re.search(r"clock is (59|60)[0-9] s behind the SuperLink's", why(address, made.ca, one))
     assert federation.online() == 0  # asking changes nothing there

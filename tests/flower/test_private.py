@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import click
 import httpx
 import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
@@ -342,9 +343,17 @@ def test_an_app_that_is_not_there_is_told_at_the_start(capfd, monkeypatch):
     assert "--app no_such_module_here:app cannot be loaded" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("error", [None, RuntimeError("the SuperLink says 500")])
-def test_a_loop_that_has_ended_ends_the_process(error, monkeypatch):
-    """Flower logs an error of the loop and returns; the thread that serves its API would keep the process."""
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, 1),
+        (RuntimeError("the SuperLink says 500"), 1),
+        (click.ClickException("configuration of invalid format"), 2),
+    ],
+)
+def test_a_loop_that_has_ended_ends_the_process(error, status, monkeypatch, caplog):
+    """Flower logs an error of the loop and returns; the thread that serves its API would keep the process. What was
+    called wrongly is not to be started again."""
     monkeypatch.setattr(COMMAND, "start_client_internal", COMMAND.start_client_internal)  # to be put back
     monkeypatch.setattr(sys, "argv", [])
     seen = []
@@ -358,7 +367,22 @@ def test_a_loop_that_has_ended_ends_the_process(error, monkeypatch):
     monkeypatch.setattr("flwr.supernode.cli.flower_supernode", command)
     monkeypatch.setattr(private.os, "_exit", sys.exit)
     monkeypatch.setattr(private.PipedWorker, "start", lambda self: None)
-    with pytest.raises(SystemExit, match="1"):
+    with pytest.raises(SystemExit, match=str(status)):
         private.run_supernode(["--insecure"], lambda quiet: 0.0)
+    assert [record.exc_info is None for record in caplog.records] == [status == 2] * (error is not None)
     assert seen == ["fedbilevel.flower.launch.private"]
     assert sys.argv == ["flower-supernode", "--insecure"]
+
+
+def test_a_site_that_does_not_reach_its_superlink_says_why(monkeypatch, caplog):
+    """Flower says that a connection attempt has failed, and no more."""
+
+    def tried(**given):
+        raise ConnectionError
+
+    monkeypatch.setattr(private.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(private, "register_signal_handlers", lambda **_: None)
+    given = dict.fromkeys(private.CONNECTION) | {"server_address": "127.0.0.1:1", "state_factory": Mock()}
+    with pytest.raises(ConnectionError):
+        private.serve(SimpleNamespace(_init_connection=tried), Mock(), lambda quiet: 0.0, **given)
+    assert "the SuperLink is not reached yet: 127.0.0.1:1 does not answer" in caplog.text

@@ -67,17 +67,17 @@ def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplo
 
 def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_path):
     """Client 1 has replied since it was refused; client 3 has not, and nobody reads its advice from the file."""
-    with pytest.raises(fb.errors.ConfigurationError, match=r"exchanges\.jsonl is not there"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"exchanges\.jsonl is missing"):
         status(Folder(tmp_path))
     late, odd = Refusal(Code.LATE, "no reply").told(), {"code": "new", "why": "x\ny", "how": "send keys"}
     lines = [
         {"round": 0, "exchange": 0, "answered": [0], "refused": {"1": late, "3": late}},
         {"round": 0, "undone": "why", "without": [0]},
-        {"round": 1, "exchange": 0, "answered": [0, 1], "refused": {"3": odd}},
+        {"round": 1, "exchange": 0, "answered": [0, 1], "refused": {"3": odd}, "epsilon": 1.25},
     ]
     (tmp_path / "exchanges.jsonl").write_text("\n".join([*map(json.dumps, lines), '{"round": 2, "exch']))
     assert status(Folder(tmp_path))[0] == [
-        "not finished; last: round 1, exchange 0, 2 replied",
+        "not finished; last: round 1, exchange 0, 2 replied, ε = 1.25 so far",
         "client 3, round 1: x y", f"    the site: {Code.OTHER.how}",
     ]  # fmt: skip
 

@@ -38,6 +38,7 @@ from fedbilevel.core.errors import (
     unknown,
 )
 from fedbilevel.core.privacy import Privacy
+from fedbilevel.data import DataError
 from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.checkpoint import write_text
@@ -148,10 +149,13 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         if name not in NODE and name not in known:
             raise unknown("name in the node configuration", name, [*NODE, *known])
     node = _fields(NODE, node_config)
-    require("partition_id" in node, "node configuration: partition-id", None, "the number of this client, from 0")
+    client = node.get("partition_id", -1)
+    require(client >= 0, "node configuration: partition-id", node_config.get("partition-id"), "its number, from 0")
     own = {name: value for name, value in node_config.items() if name in known and name not in NODE}
-    client = node["partition_id"]
-    task = seen_by(spec.replace(task=own) if own else spec, client)
+    try:
+        task = seen_by(spec.replace(task=own) if own else spec, client)
+    except (DataError, OSError) as error:
+        raise ConfigurationError(str(error)) from error
     clients = task.population
     alone = len(clients) == 1
     require(alone or client < len(clients), "node configuration: partition-id", client, f"below {len(clients)}")
@@ -188,7 +192,7 @@ def check(
 
     Args:
         node_config: as for `flower-supernode --node-config`.
-        superlink, root_certificates, key: see `flower.launch.connection.why_unreached`; None leaves that out.
+        superlink, root_certificates, key: as the options of the SuperNode; None leaves that out.
 
     Raises:
         ConfigurationError: the configuration or the data are wrong, the site would not take part, or the SuperLink is
@@ -199,7 +203,7 @@ def check(
     version = require_flower()
     require(tested(version), "the version of Flower", version, f"one that was tried: {', '.join(TESTED)}")
     from fedbilevel.flower.client.site import ClientRuntime
-    from fedbilevel.flower.launch.connection import read_node_config, why_unreached
+    from fedbilevel.flower.launch.connection import private_key, read_node_config, why_unreached
     from fedbilevel.flower.refusal import Refusal
 
     runtime = ClientRuntime(site(spec, {}, read_node_config(node_config)), serving=False)
@@ -213,7 +217,10 @@ def check(
         traced = exchanges_of(runtime.site.algorithm, runtime.problem, runtime.x, runtime.y, runtime.examples)
         yield "run", runtime.guard.forecast(sum(each.times for each in traced), spec.run.rounds or 1)
     if superlink is not None:
-        if why := why_unreached(superlink, root_certificates, key):
+        found = root_certificates is None or root_certificates.is_file()
+        require(found, "--root-certificates", str(root_certificates), "a file")
+        authority = None if root_certificates is None else root_certificates.read_bytes()
+        if why := why_unreached(superlink, authority, None if key is None else private_key(key)):
             raise ConfigurationError(f"--superlink: {why}")
         yield "superlink", f"{superlink} answers" + ("" if key is None else ", and knows the key")
 
@@ -307,7 +314,9 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
     if not last:
         return ["no exchange is over"], ended
     state = "finished" if place.finished else "not finished"
-    said = [f"{state}; last: round {last['round']}, exchange {last['exchange']}, {len(last['answered'])} replied"]
+    spent = f", ε = {last['epsilon']:.4g} so far" if "epsilon" in last else ""
+    replied = f"{len(last['answered'])} replied{spent}"
+    said = [f"{state}; last: round {last['round']}, exchange {last['exchange']}, {replied}"]
     for client, (round, why) in sorted(absent.items()):
         said += [f"client {client}, round {round}: {why.why}", f"    {why.code.who}: {why.code.how}"]
     return said, ended

@@ -171,8 +171,10 @@ def task_of(spec: Spec, **party: str | int) -> Task:
         task = task_maker(name)(**spec.task.value, **party)
     except (FedbilevelError, DataError):
         raise
-    except (ValueError, TypeError, IndexError, OverflowError) as error:  # NumPy's, about sizes that make no sense
-        raise ConfigurationError(f"task {label(name)} cannot be made with these values: {error}") from error
+    except (ValueError, TypeError, LookupError, OverflowError) as error:  # sizes or columns that make no sense
+        seen = f", as party = {party['party']!r}" if party else ""
+        why = f"{type(error).__name__}: " * isinstance(error, KeyError) + str(error)
+        raise ConfigurationError(f"task {label(name)} cannot be made with these values{seen}: {why}") from error
     numbers, site = dict(spec.clients), party.get("party")
     capacity = numbers.pop("capacity", None)
     if isinstance(site, int):  # the server sends it its numbers, but for what it can hold

@@ -107,9 +107,9 @@ class Site:
         require(hidden, "Site.tells_metrics", True, "False, with privacy: its own metrics would leave it without noise")
         require(self.folder is None or isinstance(self.folder, Path), "Site.folder", self.folder, "a pathlib.Path")
         known = not self.same_data or self.folder is not None
-        require(known, "Site.folder", self.folder, "a folder, with same_data: the hash of earlier samples is there")
+        require(known, "Site.folder", self.folder, "a folder (state-folder), with same_data: earlier hashes are there")
         kept = self.privacy is None or self.folder is not None
-        require(kept, "Site.folder", self.folder, "a folder, with privacy: its account must never be forgotten")
+        require(kept, "Site.folder", self.folder, "a folder (state-folder), with privacy: its account is kept there")
 
 
 class ClientRuntime:
@@ -146,7 +146,7 @@ class ClientRuntime:
         if self.store is not None:
             hashes = of_samples(alone, current_group())
             self.changed = self.store.other_samples(hashes, known=serving and not site.same_data)
-        if self.changed:
+        if self.changed and serving:
             log.warning("client %d: %s", site.id, self.changed)
         self.guard = None
         if site.privacy is not None and site.folder is not None:

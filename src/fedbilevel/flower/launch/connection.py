@@ -14,6 +14,7 @@ from email.utils import parsedate_to_datetime
 from pathlib import Path
 from typing import Any
 
+import click
 import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
@@ -39,8 +40,8 @@ def read_node_config(text: str) -> dict[str, Any]:
     """
     try:
         return parse_config_args([text])
-    except (ValueError, OSError) as error:
-        raise ConfigurationError(f"--node-config cannot be read: {in_a_line(error)}") from error
+    except (ValueError, OSError, click.ClickException) as error:
+        raise ConfigurationError(f"--node-config cannot be read: {in_a_line(error, 400)}") from error
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
@@ -59,17 +60,16 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     return key
 
 
-def why_unreached(address: str, root_certificates: Path | None = None, key: Path | None = None) -> str:
+def why_unreached(address: str, authority: bytes | None = None, key: ec.EllipticCurvePrivateKey | None = None) -> str:
     """Try to reach the SuperLink as a site would; return why that fails, or "".
 
     Args:
         address: host:port.
-        root_certificates: of the authority that has signed the SuperLink's certificate; None: without TLS.
-        key: the file of the site's private key; None: whether it is registered is not asked.
+        authority: certificates, in PEM, of who has signed the SuperLink's; None: without TLS.
+        key: the site's private key; None: whether it is registered is not asked.
     """
-    private = generate_key_pairs()[0] if key is None else private_key(key)
+    private = generate_key_pairs()[0] if key is None else key
     public = private.public_key()
-    authority = None if root_certificates is None else root_certificates.read_bytes()
     asked = ActivateNodeRequest(public_key=public_key_to_bytes(public), heartbeat_interval=REFUSED)
     signed = [NodeAuthHttpInterceptor(private, public)]
     try:
@@ -80,7 +80,7 @@ def why_unreached(address: str, root_certificates: Path | None = None, key: Path
     except ValueError:  # what it answers is none of Flower's messages
         return f"what listens at {address} is no SuperLink"
     except (httpx.TransportError, httpx.InvalidURL, ssl.SSLError, UnicodeDecodeError) as error:
-        return why_no_answer(error, address, root_certificates)
+        return why_no_answer(error, address, authority is not None)
     return ""
 
 
@@ -100,15 +100,15 @@ def why_refused(response: httpx.Response, keyed: bool) -> str:
     return "its key is not registered there: flwr supernode register KEY.pub, by the operator"
 
 
-def why_no_answer(error: Exception, address: str, root_certificates: Path | None) -> str:
+def why_no_answer(error: Exception, address: str, tls: bool) -> str:
     """Say why nothing was answered that HTTP allows."""
     said = in_a_line(error)
     if isinstance(error, UnicodeDecodeError) or "does not contain a certificate" in said:
-        return f"{root_certificates} holds no certificate in PEM"
+        return "--root-certificates holds no certificate in PEM"
     if "certificate verify failed" in said:
         why = said.partition("certificate verify failed: ")[2] or said
         return f"the SuperLink's certificate does not hold: {why}; it names its hosts, dates (the clock) and authority"
-    if root_certificates is None and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
+    if not tls and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
         return f"{address} does not speak plain HTTP: it may have TLS, give --root-certificates in place of --insecure"
     if isinstance(error, httpx.ConnectError) and "SSL" in said:
         return f"{address} does not speak TLS ({said}): it may have been started with --insecure"

@@ -32,6 +32,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+import click
 import httpx
 from flwr.app import Context, Error, Message
 from flwr.app.message import remove_content_from_message
@@ -70,6 +71,7 @@ from flwr.supercore.task_identity import TaskIdentity
 from flwr.supercore.telemetry import EventType
 
 from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.flower.launch.connection import why_unreached
 from fedbilevel.flower.versions import quick_pulls
 
 PATIENCE = 3  # times as long as the SuperLink took for its reply is waited at least: many nodes must not drown it
@@ -185,13 +187,16 @@ def run_supernode(
         sys.exit(replying.process.wait() if replying.process else 1)
     module = sys.modules[command.__module__]
     vars(module)["start_client_internal"] = lambda **given: serve(steps, replying, interval, **given)
-    sys.argv = ["flower-supernode", *arguments]
+    sys.argv, status = ["flower-supernode", *arguments], 1
     try:
         command()
+    except click.ClickException as error:  # called wrongly
+        logger.error("%s", error)
+        status = 2
     except Exception:
         logger.exception("the SuperNode's loop has failed")
     replying.stop()
-    os._exit(1)  # its server's thread would keep the process
+    os._exit(status)  # its server's thread would keep the process
 
 
 CONNECTION = ["server_address", "insecure", "root_certificates", "authentication_keys", "max_retries", "max_wait_time"]
@@ -207,6 +212,9 @@ def serve(steps: Any, replying: PipedWorker, interval: Callable[[float], float],
         exit_message="SuperNode terminated gracefully.",
         exit_handlers=[replying.stop],
     )
+    keys = given["authentication_keys"]
+    if why := why_unreached(given["server_address"], given["root_certificates"], keys and keys[0]):
+        logger.warning("the SuperLink is not reached yet: %s", why)  # Flower, which tries again, does not say
     with steps._init_connection(**{name: given[name] for name in CONNECTION}) as connection:
         node, pull_message, push_message, get_run, get_fab, pull_object, push_object, confirm = connection
         state.set_node_id(node)

@@ -175,6 +175,8 @@ class Roster:
                 with wire.reading():
                     self.admit(node, wire.decode(ResponseMessage, message))
             except Refusal as refusal:
+                mine = der_of(self.registered().get(node, b"")) if self.keys else None
+                refusal.client = next((client for client, key in self.keys.items() if key == mine), refusal.client)
                 if node not in self.refusals or self.refusals[node].line != refusal.line:
                     log.warning("node %d does not take part: %s", node, refusal.line)
                 self.refusals[node] = refusal
