@@ -338,8 +338,9 @@ def test_a_site_is_told_what_its_budget_allows_of_a_run(hospitals, tmp_path, mon
     (tmp_path / "account.json").write_text('{"30.0": 10}')
     capsys.readouterr()
     for budget, allowed in ((terms.epsilon_after(70), 60), (terms.epsilon_after(25) + 1e-9, 15), (0.5, 0)):
-        assert main([*command, f"{node} budget={budget!r}"]) == 0
-        said = capsys.readouterr().out.splitlines()[-1]
+        code, (out, error) = main([*command, f"{node} budget={budget!r}"]), capsys.readouterr()
+        assert (code == 0) == (allowed > 0) == ("privacy budget spent" not in error)
+        said = out.splitlines()[-1]
         one, all_of_it = terms.epsilon_after(11), terms.epsilon_after(70)
         assert f"run        ε = {one:.4g} after 1 round, ε = {all_of_it:.4g} after 60 rounds, if" in said
         assert said.endswith("1 exchange a round" + f"; the budget ends it after {allowed} rounds" * (allowed < 60))
@@ -374,6 +375,7 @@ def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp
         ),
         (NORTH, ["--superlink", "127.0.0.1:1"], "with --root-certificates or --insecure"),
         (NORTH, ["--superlink", "127.0.0.1:1", "--insecure"], "127.0.0.1:1 does not answer: "),
+        (NORTH, ["--superlink", "https://127.0.0.1:1", "--insecure"], "it must be HOST:PORT, without https://"),
         (NORTH, ["--superlink", "127.0.0.1:1", "--root-certificates", "a.crt"], "--root-certificates = 'a.crt' is not"),
     ],
 )

@@ -238,7 +238,7 @@ def metric_of(select, *, metrics=("test_accuracy",), holdout=0.0, on_test=False)
     spec = SimpleNamespace(
         task=SimpleNamespace(name="made_up", fields=fields), run=SimpleNamespace(metrics_per_client=True)
     )
-    task = SimpleNamespace(metrics=dict.fromkeys(metrics), metrics_per_client={"client_accuracy": None})
+    task = SimpleNamespace(clients=(), metrics=dict.fromkeys(metrics), metrics_per_client={"client_accuracy": None})
     return chosen_metric(spec, select, on_test, lambda spec: task)
 
 

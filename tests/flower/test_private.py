@@ -349,6 +349,7 @@ def test_an_app_that_is_not_there_is_told_at_the_start(capfd, monkeypatch):
         (None, 1),
         (RuntimeError("the SuperLink says 500"), 1),
         (click.ClickException("configuration of invalid format"), 2),
+        (FileNotFoundError("no such key"), 2),
     ],
 )
 def test_a_loop_that_has_ended_ends_the_process(error, status, monkeypatch, caplog):

@@ -197,6 +197,7 @@ def check(
     Raises:
         ConfigurationError: the configuration or the data are wrong, the site would not take part, or the SuperLink is
             not reached.
+        BudgetSpentError: it would send no reply.
     """
     from fedbilevel.flower.versions import TESTED, require_flower, tested
 
@@ -216,7 +217,10 @@ def check(
     if runtime.guard is not None:
         traced = exchanges_of(runtime.site.algorithm, runtime.problem, runtime.x, runtime.y, runtime.examples)
         yield "run", runtime.guard.forecast(sum(each.times for each in traced), spec.run.rounds or 1)
+        runtime.guard.privacy.charge(runtime.guard.read())
     if superlink is not None:
+        place = re.fullmatch(r"[^/]+:\d+", superlink)
+        require(place is not None, "--superlink", superlink, "HOST:PORT, without https://")
         found = root_certificates is None or root_certificates.is_file()
         require(found, "--root-certificates", str(root_certificates), "a file")
         authority = None if root_certificates is None else root_certificates.read_bytes()

@@ -190,7 +190,7 @@ def run_supernode(
     sys.argv, status = ["flower-supernode", *arguments], 1
     try:
         command()
-    except click.ClickException as error:  # called wrongly
+    except (click.ClickException, FileNotFoundError) as error:  # called wrongly
         logger.error("%s", error)
         status = 2
     except Exception:
