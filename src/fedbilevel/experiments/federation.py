@@ -250,7 +250,9 @@ def require_real(spec: Spec) -> None:
         text = "[privacy] is for simulations: in a federation each client has its own, in its node configuration"
         raise ConfigurationError(text)
     if spec.timed:
-        raise ConfigurationError("[clock] is for simulations: clients of a federation take real time")
+        raise ConfigurationError(
+            "[clock] is for simulations: leave it out of a federation, whose clients take real time"
+        )
 
 
 def terms(config: Mapping[str, Any]) -> Any:

@@ -132,7 +132,9 @@ def sweep_specs(
         for seed in plan.seeds if isinstance(spec, Spec) else ():
             there = Folder(folder / point_name(point) / f"seed-{seed}")
             if changed := there.difference(plan.spec(allowed(spec), seed)):
-                raise ConfigurationError(f"{there.path} holds another run ({changed}): choose another folder")
+                raise ConfigurationError(
+                    f"{there.path} holds another run ({changed}): choose another folder with --out"
+                )
 
     def play(number: int, seed: int) -> History:
         name = point_name(points[number])
