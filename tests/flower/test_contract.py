@@ -20,7 +20,7 @@ from fedbilevel.core.config import at, static
 from fedbilevel.core.tree import XY
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.wire import difference, draw_up, layout
+from fedbilevel.flower.wire import disagreement, draw_up, layout
 from fixed_steps import fixed
 
 TASK = federations.TASK
@@ -88,11 +88,11 @@ def test_both_sides_draw_up_the_same():
 
 START = fixed(fb.SimFBO(batch_size=4))
 OTHERS = {
-    "another number": (replace(START, client_lr=0.3), {}, "hyperparameters.client_lr.v is 0.3 there and 0.1"),
-    "another count": (fixed(fb.SimFBO(batch_size=5)), {}, "hyperparameters.batch_size is 5 there and 4 here"),
-    "another method": (fixed(fb.ShroFBO(batch_size=4)), {}, "algorithm is ShroFBO there and SimFBO here"),
+    "another number": (replace(START, client_lr=0.3), {}, "client_lr.v is 0.1 at the server and 0.3 at the site"),
+    "another count": (fixed(fb.SimFBO(batch_size=5)), {}, "batch_size is 4 at the server and 5 at the site"),
+    "another method": (fixed(fb.ShroFBO(batch_size=4)), {}, "algorithm is SimFBO at the server and ShroFBO at the"),
     "a schedule": (replace(START, client_lr=optax.constant_schedule(0.1)), {}, "hyperparameters.client_lr"),
-    "other dtypes": (fixed(fb.SimFBO(batch_size=4)), {"x": jnp.zeros(2, jnp.float32)}, "calls.local_updates:"),
+    "other dtypes": (fixed(fb.SimFBO(batch_size=4)), {"x": jnp.zeros(2, jnp.float32)}, "x is float64[2] at the server"),
 }  # fmt: skip
 
 
@@ -101,13 +101,30 @@ def test_a_difference_is_found_and_named(other):
     algorithm, more, expected = OTHERS[other]
     mine, theirs = contract(fixed(fb.SimFBO(batch_size=4))), contract(algorithm, **more)
     assert mine.digest != theirs.digest
-    assert expected in difference(mine.text, theirs.text)
+    assert expected in disagreement(mine.text, theirs.text).why
+
+
+def test_another_number_of_features_is_a_difference_of_the_samples():
+    """And not of the calls, whose shapes follow from it; a site can mend it, too."""
+    fit = lambda x, y, batch: jnp.mean((batch["u"] @ y) ** 2) + jnp.sum(jnp.exp(x) * y**2)  # noqa: E731
+
+    def of(features, dtype=float):
+        zeros, example = np.zeros(features), {"u": jax.ShapeDtypeStruct((1, features), dtype)}
+        return draw_up(START, fb.Bilevel(fit, fit), zeros, zeros, (example, example)).text
+
+    said = disagreement(server=of(8), site=of(9))
+    assert said.why == "outer samples['u'] is of shape [8] at the server and of shape [9] at the site"
+    assert "the site or the operator" in said.line
+    assert of(8, np.float32) == of(8)  # samples of another dtype change no call
 
 
 def test_schedules_that_differ_later_are_found():
     a, b = (fixed(fb.SimFBO(client_lr=optax.piecewise_constant_schedule(0.1, {50: scale}))) for scale in (0.5, 0.1))
     mine, theirs = contract(a), contract(b)
-    assert "schedules.client_lr.v is ['0.1', '0.1', '0.1', '0.01', '0.01']" in difference(mine.text, theirs.text)
+    assert (
+        "schedules.client_lr.v is ['0.1', '0.1', '0.1', '0.05', '0.05'] at the server"
+        in disagreement(mine.text, theirs.text).why
+    )
     assert contract(a).digest == mine.digest
 
 
@@ -136,7 +153,8 @@ def test_a_fresh_cohort_keeps_nothing():
 def test_another_version_differs(monkeypatch):
     mine = contract(fixed(fb.SimFBO())).text
     monkeypatch.setattr("fedbilevel.flower.wire.__version__", "0.0.1")
-    assert re.search(r"fedbilevel is 0\.0\.1 there and \S+ here", difference(mine, contract(fixed(fb.SimFBO())).text))
+    said = disagreement(mine, contract(fixed(fb.SimFBO()), x=TASK.x0[:1]).text).why
+    assert re.fullmatch(r"fedbilevel is \S+ at the server and 0\.0\.1 at the site", said)
 
 
 @pytest.mark.parametrize("term", ["hyperparameters", "calls"])
@@ -146,13 +164,13 @@ def test_what_is_missing_is_a_difference(term):
     mine[term]["optional"] = None
     theirs = {**mine, term: {name: value for name, value in mine[term].items() if name != "optional"}}
     mine, theirs = json.dumps(mine), json.dumps(theirs)
-    assert difference(mine, theirs) == f"{term}.optional is missing there and None here"
-    assert difference(theirs, mine) == f"{term}.optional is None there and missing here"
+    assert disagreement(mine, theirs).why == f"{term}.optional is None at the server and missing at the site"
+    assert disagreement(theirs, mine).why == f"{term}.optional is missing at the server and None at the site"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "1", "{", "[" * 10**5])
 def test_what_is_no_contract(text):
-    assert difference(contract(TwoPhase()).text, text) == "it cannot be read"
+    assert disagreement(contract(TwoPhase()).text, text).why == "a contract cannot be read"
 
 
 def test_no_values_are_in_it():

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
+import httpx
 import pytest
 from flwr.supercore.date import now
 from flwr.supernode import node_auth_http_interceptor
@@ -145,8 +146,26 @@ def test_a_site_hears_why_it_does_not_reach_its_superlink(federation, tmp_path, 
     assert "does not answer" in why("host:port", made.ca, one)
     with pytest.raises(ConfigurationError, match="holds no private key"):
         why(address, made.ca, made.ca)
-    late = timedelta(seconds=600)
-    monkeypatch.setattr(node_auth_http_interceptor, "now", lambda: now() - late)
-    monkeypatch.setattr(connection.time, "time", lambda: datetime.now(UTC).timestamp() - late.total_seconds())
-    assert re.search(r"clock is (59|60)[0-9] s behind the SuperLink's", why(address, made.ca, one))
+    for ahead, off in {10: "1[01] s ahead of", -200: "", -600: "(59|60)[0-9] s behind"}.items():
+        with monkeypatch.context() as patch:
+            shift = timedelta(seconds=ahead)
+            patch.setattr(node_auth_http_interceptor, "now", lambda shift=shift: now() + shift)
+            patch.setattr(connection.time, "time", lambda shift=shift: (datetime.now(UTC) + shift).timestamp())
+            for key in (one, other, None):
+                said = why(address, made.ca, key)
+                if off:
+                    assert re.search(rf"clock is {off} the SuperLink's, which allows 5 s ahead and 305 s behind", said)
+                else:
+                    assert ("its key is not registered there" in said) == (key is other)
     assert federation.online() == 0  # asking changes nothing there
+
+
+@pytest.mark.parametrize(("status", "headers", "text", "said"), [
+    (401, {"date": "Thu, 01 Jan 1970 00:00:00 GMT"}, "{}", "ahead of the SuperLink's"),
+    (401, {"date": "yesterday"}, "{}", r"is no SuperLink \(HTTP 401\)"),  # a proxy's
+    (401, {}, "{}", r"is no SuperLink \(HTTP 401\)"),
+    (503, {}, '{"code": 1005, "detail": "not \x1b[2J ready"}', "refuses the site: .* \"not �\\[2J ready\""),
+])  # fmt: skip
+def test_only_a_refused_key_is_called_unregistered(status, headers, text, said):
+    response = httpx.Response(status, headers=headers, text=text, request=httpx.Request("POST", "https://host:1"))
+    assert re.search(said, connection.why_refused(response, keyed=True))

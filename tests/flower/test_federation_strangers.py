@@ -79,8 +79,8 @@ def test_an_algorithm_with_other_hyperparameters(trial):
         run = trial.submit("other", [], trial.out(), join=5.0)
         with pytest.raises(AssertionError, match="the run failed"):
             run.finish()
-        assert "refused: we do not agree: hyperparameters.lr is 0.1 there and 0.2 here" in log()
-    assert "does not take part: we do not agree: hyperparameters.lr is 0.1 there and 0.2 here" in run.text
+        assert "refused: hyperparameters.lr is 0.1 at the server and 0.2 at the site" in log()
+    assert "does not take part: hyperparameters.lr is 0.1 at the server and 0.2 at the site" in run.text
     assert "0 clients are here where 2 of 4 are needed" in run.text
     assert states(trial) == before
 

@@ -108,10 +108,10 @@ def test_a_greeting_that_cannot_be_read_refuses_one_node_only(monkeypatch, caplo
         said = replace(decode(ResponseMessage, reply), contract="unreadable")
         return Message(federations.encode(said), reply_to=message)
 
-    def unlucky(mine, theirs):
+    def unlucky(server, site):
         raise ZeroDivisionError
 
-    monkeypatch.setattr(wire, "difference", unlucky)
+    monkeypatch.setattr(wire, "disagreement", unlucky)
     result = federations.solve(STEPS, InProcess(respond, 6), terms=TERMS, cohort=6)
     missing = {(broken, round, exchange) for round in range(3) for exchange in range(2)}
     federations.same(result, federations.without(monkeypatch, STEPS, missing, cohort=6))

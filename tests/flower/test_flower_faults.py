@@ -343,9 +343,11 @@ def test_a_population_that_is_too_small():
 def test_strangers_do_not_take_part(caplog):
     """Clients of another algorithm disagree at the greeting, which says in what."""
     grid = InProcess(federations.app(federations.Steps(lr=0.2)), 6)
-    with pytest.raises(fb.errors.ExchangeError, match=re.escape("hyperparameters.lr is 0.1 there and 0.2 here")):
+    with pytest.raises(
+        fb.errors.ExchangeError, match=re.escape("hyperparameters.lr is 0.1 at the server and 0.2 at the site")
+    ):
         federations.solve(STEPS, grid, terms=TERMS)
-    assert "node 1 does not take part: we do not agree" in caplog.text
+    assert "node 1 does not take part: hyperparameters.lr is 0.1 at the server" in caplog.text
 
 
 def test_one_who_does_not_take_part_is_greeted_again(tmp_path, monkeypatch):

@@ -7,6 +7,7 @@ import ast
 import hashlib
 import importlib
 import inspect
+import re
 import signal
 import sys
 from contextlib import contextmanager
@@ -22,6 +23,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.supercore.inflatable import inflatable_utils
 from flwr.supercore.inflatable.inflatable_object import get_all_nested_objects, get_object_tree
 from flwr.supercore.object_store import ObjectStoreFactory
+from flwr.supercore.primitives.asymmetric import generate_key_pairs
 from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supernode import start_client_internal as loop
@@ -375,15 +377,33 @@ def test_a_loop_that_has_ended_ends_the_process(error, status, monkeypatch, capl
     assert sys.argv == ["flower-supernode", "--insecure"]
 
 
-def test_a_site_that_does_not_reach_its_superlink_says_why(monkeypatch, caplog):
+def refused():
+    """As Flower's connection ends where the SuperLink has refused it."""
+    try:
+        raise httpx.HTTPStatusError("412", request=None, response=httpx.Response(412))
+    except httpx.HTTPStatusError:
+        sys.exit(1)
+
+
+def unanswered():
+    raise ConnectionError
+
+
+@pytest.mark.parametrize(("tried", "reached", "said"), [
+    (unanswered, False, "the SuperLink is not reached yet: 127.0.0.1:1 does not answer"),
+    (refused, True, "believes that another SuperNode with it is online. .* let in after at most 60 s"),
+    (refused, False, ""),  # for a reason that was said
+    (sys.exit, True, ""),  # stopped
+])  # fmt: skip
+def test_a_site_that_is_not_connected_says_why(tried, reached, said, monkeypatch, caplog):
     """Flower says that a connection attempt has failed, and no more."""
-
-    def tried(**given):
-        raise ConnectionError
-
     monkeypatch.setattr(private.signal, "signal", lambda *_: None)
     monkeypatch.setattr(private, "register_signal_handlers", lambda **_: None)
+    if reached or not said:
+        monkeypatch.setattr(private, "why_unreached", lambda *_: "" if reached else "its key is not registered")
     given = dict.fromkeys(private.CONNECTION) | {"server_address": "127.0.0.1:1", "state_factory": Mock()}
-    with pytest.raises(ConnectionError):
-        private.serve(SimpleNamespace(_init_connection=tried), Mock(), lambda quiet: 0.0, **given)
-    assert "the SuperLink is not reached yet: 127.0.0.1:1 does not answer" in caplog.text
+    given["authentication_keys"] = generate_key_pairs()
+    with pytest.raises((ConnectionError, SystemExit)):
+        private.serve(SimpleNamespace(_init_connection=lambda **_: tried()), Mock(), lambda quiet: 0.0, **given)
+    assert re.search(said, caplog.text)
+    assert ("another SuperNode" in caplog.text) == ("another" in said)

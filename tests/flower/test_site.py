@@ -94,7 +94,7 @@ def test_a_greeting(runtime, ran):
     response = greeted(runtime, runtime.contract.text)
     assert (response.contract, response.client, response.refused) == (runtime.contract.text, 0, "")
     other = ClientRuntime(federations.site(federations.Steps(batch_size=5), 0)).contract.text
-    assert greeted(runtime, other).refused == "we do not agree: hyperparameters.batch_size is 5 there and 4 here"
+    assert greeted(runtime, other).refused == "hyperparameters.batch_size is 5 at the server and 4 at the site"
     assert ran == []
 
 
@@ -203,7 +203,7 @@ def test_a_phase_that_takes_too_long():
     time_limit, go = TimeLimit(0.05), threading.Event()
     with pytest.raises(Refusal, match=r"takes longer than this client's limit of 0\.05 s"):
         time_limit.run(go.wait)
-    with pytest.raises(Refusal, match="still runs here"):
+    with pytest.raises(Refusal, match="still runs at this client"):
         time_limit.run(lambda: 1)
     go.set()
     time_limit.thread.join(5)

@@ -25,14 +25,14 @@ from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.config import hyperparameters, schedules
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.core.problem import Problem
+from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.engines.costs import ExchangeKind
 from fedbilevel.engines.recorder import check_plain, exchanges_of
 from fedbilevel.flower.refusal import Code, Refusal
 
-PROTOCOL = 4
+PROTOCOL = 5
 PROBES = (0, 1, 10, 100, 1000)
 """Rounds at which schedules are compared."""
 MISSING = ("missing",)  # equal to nothing that JSON can hold
@@ -40,8 +40,12 @@ MISSING = ("missing",)  # equal to nothing that JSON can hold
 
 def layout(tree: PyTree) -> list[str]:
     """Describe each leaf by path, dtype and shape, in a line each; the receiver of bytes must have the same."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return [f"{jax.tree_util.keystr(path) or 'value'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in leaves]
+    return [f"{path or 'value'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in by_path(tree).items()]
+
+
+def by_path(tree: PyTree) -> dict[str, Any]:
+    """Return the leaves of a tree by their paths, "" for a tree that is a leaf."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def shapes(tree: PyTree) -> PyTree:
@@ -290,6 +294,7 @@ class Contract:
     """
 
     algorithm: Algorithm
+    shapes: Mapping[str, Mapping[str, str]]  # term of SHAPES -> path of a leaf -> its shape, in words
     calls: dict[str, CallSignature]
     state: PyTree  # shapes of what a client keeps between rounds, or None
     units: Mapping[str, int] | None = None  # of a client who holds a submodel: how many of each group
@@ -304,6 +309,7 @@ class Contract:
             "algorithm": self.algorithm.label,
             "hyperparameters": hyperparameters(self.algorithm),
             "schedules": self.schedules(),
+            **self.shapes,
             "calls": calls,
             "state": layout(self.state),
         }
@@ -368,24 +374,44 @@ def draw_up(
         call = CallSignature(phase, shapes(message), shapes(reply.update), tuple(sorted(reply.metrics or {})))
         calls[call.name] = call
     kept = None if state is None else shapes(jax.tree.map(jnp.asarray, state))
-    return Contract(algorithm, calls, kept)
+    return Contract(algorithm, shapes_of_terms(problem, x, y, examples), calls, kept)
 
 
-def difference(mine: str, theirs: str) -> str:
-    """Say the first difference of two contracts."""
+def shapes_of_terms(problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> dict[str, Any]:
+    """Describe samples, x and y for a contract. Dtypes of samples may differ, as those of labels do, where that changes
+    no call."""
+    samples = [{path: f"of shape {list(leaf.shape[1:])}" for path, leaf in by_path(each).items()} for each in examples]
+    y = None if isinstance(problem, SimpleBilevel) else y  # there it is an average of x, which sites do not have
+    trees = jax.eval_shape(lambda *trees: trees, x, y)  # in the precision of this process
+    variables = [{path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in by_path(tree).items()} for tree in trees]
+    return dict(zip(SHAPES, [*samples, *variables], strict=True))
+
+
+SHAPES = "outer samples", "inner samples", "x", "y"
+"""Terms of a contract that follow from the data and the task, and from which all calls follow."""
+FIRST = ["protocol", "fedbilevel", *SHAPES]
+"""Terms that are compared before the others, which may differ for no other reason."""
+
+
+def disagreement(server: str, site: str) -> Refusal:
+    """Make the refusal that names the first difference between the contracts of a server and a site, as either says it
+    to the other."""
     try:
-        a, b = json.loads(mine), json.loads(theirs)
-        for term in sorted({**a, **b}, key=lambda term: (term == "calls", term)):  # they follow from the others
+        a, b = json.loads(server), json.loads(site)
+        for term in [*FIRST, *sorted({**a, **b}.keys() - {*FIRST, "calls"}), "calls"]:
             if a.get(term, MISSING) != b.get(term, MISSING):
-                return _first(term, a.get(term, MISSING), b.get(term, MISSING))
+                said = _first(term, a.get(term, MISSING), b.get(term, MISSING))
+                return Refusal(Code.SHAPES if term in SHAPES else Code.CONTRACT, said)
     except (ValueError, TypeError, AttributeError, RecursionError):
-        return "it cannot be read"
-    return "it is written otherwise"
+        return Refusal(Code.CONTRACT, "a contract cannot be read")
+    return Refusal(Code.CONTRACT, "the two contracts are written differently")
 
 
-def _first(term: str, mine: Any, theirs: Any) -> str:
-    if isinstance(mine, dict) and isinstance(theirs, dict):
-        name = next(n for n in sorted({**mine, **theirs}) if mine.get(n, MISSING) != theirs.get(n, MISSING))
-        return _first(f"{term}.{name}", mine.get(name, MISSING), theirs.get(name, MISSING))
-    said = ["missing" if value is MISSING else str(value)[:200] for value in (theirs, mine)]
-    return f"{term} is {said[0]} there and {said[1]} here"
+def _first(term: str, server: Any, site: Any) -> str:
+    if isinstance(server, dict) and isinstance(site, dict):
+        both = sorted({**server, **site})
+        name = next(name for name in both if server.get(name, MISSING) != site.get(name, MISSING))
+        path = name if name[:1] in ("", "[", ".") else f".{name}"
+        return _first(f"{term}{path}", server.get(name, MISSING), site.get(name, MISSING))
+    said = ["missing" if value is MISSING else str(value)[:200] for value in (server, site)]
+    return f"{term} is {said[0]} at the server and {said[1]} at the site"

@@ -150,7 +150,7 @@ class TimeLimit:
             Refusal: the task overran the limit, or an earlier task that did still runs.
         """
         if not self.done.is_set() and self.thread is not None and self.thread.is_alive():
-            raise Refusal(Code.LATE, f"a phase that was given up after {self.seconds:g} s still runs here")
+            raise Refusal(Code.LATE, f"a phase that was given up after {self.seconds:g} s still runs at this client")
         self.done = done = threading.Event()
         outcome: list[T | BaseException] = []
 

@@ -206,7 +206,7 @@ class ClientRuntime:
             store = self.store or memory
             if not request.phase:  # a greeting
                 if request.contract != (mine := self.general.text):
-                    raise Refusal(Code.CONTRACT, f"we do not agree: {wire.difference(mine, request.contract)}")
+                    raise wire.disagreement(server=request.contract, site=mine)
                 response = replace(blank, contract=self.contract.text)
             elif request.phase == wire.METRICS:
                 response = self.tell(request, store, blank)

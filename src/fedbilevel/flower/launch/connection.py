@@ -19,15 +19,15 @@ import httpx
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import load_ssh_private_key
 from flwr.common.config import parse_config_args
-from flwr.common.constant import TIMESTAMP_TOLERANCE
 from flwr.proto.fleet_pb2 import ActivateNodeRequest
+from flwr.supercore.constant import MAX_TIMESTAMP_DIFF_SECONDS, MIN_TIMESTAMP_DIFF_SECONDS
 from flwr.supercore.error.base import ApiErrorCode
 from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_to_bytes
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.wording import in_a_line
+from fedbilevel.wording import in_a_line, printable
 
 REFUSED = 0.0  # seconds between heartbeats
 
@@ -87,17 +87,31 @@ def why_unreached(address: str, authority: bytes | None = None, key: ec.Elliptic
 def why_refused(response: httpx.Response, keyed: bool) -> str:
     """Say why the SuperLink refused: a clock that is off, a key that it does not know; "" for the heartbeat alone, or
     where the key is not the site's."""
-    if there := response.headers.get("date"):
-        ahead = time.time() - parsedate_to_datetime(there).timestamp()
-        if abs(ahead) > TIMESTAMP_TOLERANCE / 2:
-            way = "ahead of" if ahead > 0 else "behind"
-            return f"this machine's clock is {abs(ahead):.0f} s {way} the SuperLink's: set it by NTP"
     code = re.search(r'"code": ?(\d+)', response.text)
-    if code is None and response.status_code != httpx.codes.UNAUTHORIZED:
-        return f"what listens at {response.url.netloc.decode()} is no SuperLink (HTTP {response.status_code})"
-    if not keyed or (code and int(code[1]) == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL):
+    if code is None:
+        unsigned = (
+            response.status_code == httpx.codes.UNAUTHORIZED
+        )  # Flower looks at the time before it looks for the key
+        stranger = f"what listens at {response.url.netloc.decode()} is no SuperLink (HTTP {response.status_code})"
+        return (why_untimely(response) if unsigned else "") or stranger
+    if int(code[1]) == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL:
         return ""
-    return "its key is not registered there: flwr supernode register KEY.pub, by the operator"
+    if int(code[1]) != ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
+        return f"the SuperLink refuses the site: {printable(response.text)}"
+    return "its key is not registered there: flwr supernode register KEY.pub, by the operator" if keyed else ""
+
+
+def why_untimely(response: httpx.Response) -> str:
+    """Say how far this machine's clock is off, where Flower takes no signature of such a time; otherwise ""."""
+    try:
+        there = parsedate_to_datetime(response.headers["date"]).timestamp()  # without its fraction of a second
+    except (KeyError, ValueError):
+        return ""
+    ahead, most_ahead, most_behind = time.time() - there, -MIN_TIMESTAMP_DIFF_SECONDS, MAX_TIMESTAMP_DIFF_SECONDS
+    if 1 - most_behind < ahead < most_ahead:
+        return ""
+    way, allowed = "ahead of" if ahead > 0 else "behind", f"{most_ahead} s ahead and {most_behind} s behind"
+    return f"this machine's clock is {abs(ahead):.0f} s {way} the SuperLink's, which allows {allowed}: set it by NTP"
 
 
 def why_no_answer(error: Exception, address: str, tls: bool) -> str:

@@ -26,6 +26,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -41,7 +42,7 @@ from flwr.clientapp import ClientApp
 from flwr.clientapp.client_app import LoadClientAppError
 from flwr.clientapp.utils import get_load_client_app_fn
 from flwr.common.config import get_project_dir
-from flwr.common.constant import ErrorCode, Status, SubStatus
+from flwr.common.constant import HEARTBEAT_DEFAULT_INTERVAL, HEARTBEAT_PATIENCE, ErrorCode, Status, SubStatus
 from flwr.common.serde import (
     context_from_proto,
     context_to_proto,
@@ -76,6 +77,10 @@ from fedbilevel.flower.versions import quick_pulls
 
 PATIENCE = 3  # times as long as the SuperLink took for its reply is waited at least: many nodes must not drown it
 LONGEST = 3.0  # seconds, though, at most: Flower's own
+STILL_ONLINE = (
+    "the SuperLink knows this key, and believes that another SuperNode with it is online. If that one was killed or cut"
+    f" off, this one is let in after at most {HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL} s; if it runs, stop it"
+)
 ALIVE = 10.0  # seconds between two looks whether the run that the worker computes for goes on
 
 FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
@@ -215,7 +220,13 @@ def serve(steps: Any, replying: PipedWorker, interval: Callable[[float], float],
     keys = given["authentication_keys"]
     if why := why_unreached(given["server_address"], given["root_certificates"], keys and keys[0]):
         logger.warning("the SuperLink is not reached yet: %s", why)  # Flower, which tries again, does not say
-    with steps._init_connection(**{name: given[name] for name in CONNECTION}) as connection:
+    with ExitStack() as stack:
+        try:
+            connection = stack.enter_context(steps._init_connection(**{name: given[name] for name in CONNECTION}))
+        except SystemExit as ended:
+            if keys and not why and isinstance(ended.__context__, httpx.HTTPStatusError):  # Flower does not say why
+                logger.warning(STILL_ONLINE)
+            raise
         node, pull_message, push_message, get_run, get_fab, pull_object, push_object, confirm = connection
         state.set_node_id(node)
         logger.info("connected to the SuperLink at %s, as node %d", given["server_address"], node)

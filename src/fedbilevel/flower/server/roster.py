@@ -203,7 +203,7 @@ class Roster:
             if not 0 <= client < self.population:
                 raise Refusal(Code.PLACE, f"it calls itself client {client}, of a population of {self.population}")
             if response.contract != (expected := self.contract_of(client).text):
-                raise Refusal(Code.CONTRACT, f"we do not agree: {wire.difference(expected, response.contract)}")
+                raise wire.disagreement(server=expected, site=response.contract)
             if self.keys and der_of(self.registered().get(node, b"")) != self.keys.get(client):
                 raise Refusal(Code.KEY, f"it calls itself client {client}, who has another key")
             if (holder := self.nodes.get(client, node)) != node:
