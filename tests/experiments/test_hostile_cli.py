@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from fedbilevel import experiments
+from fedbilevel.wording import printable
 from mutations import DEEP, DIGITS, RAW
 from run_folders import write_run
 
@@ -63,6 +64,61 @@ def test_runs(content: str, run: Run, tmp_path: Path) -> None:
         (folder / name).write_text(content)
         one_sentence(run("compare", folder), 2, f"{folder / name} is damaged", found)
         (folder / name).write_text(whole)
+
+
+HOSTILE = "\x1b]0;title\x07\x1b[2Jé"
+
+
+def test_texts_of_others_command_no_terminal_and_no_page(run: Run, tmp_path: Path) -> None:
+    """Names of a task, of metrics, of packages, of folders; of files whose code would be run."""
+    folders = [
+        write_run(tmp_path / name, experiments.configure(task="quadratic", settings=[f"run.seed={seed}"]))
+        for seed, name in enumerate((f"a{HOSTILE}", "b"))
+    ]
+    for folder in folders:
+        for file, plain in {
+            "spec.toml": "quadratic",
+            "summary.json": "relative_error",
+            "history.jsonl": "relative_error",
+        }.items():
+            whole = (folder / file).read_text()
+            (folder / file).write_text(whole.replace(f'"{plain}"', json.dumps(plain + HOSTILE)))
+        (folder / "environment.json").write_text(json.dumps({"versions": HOSTILE}))
+    (tmp_path / "begun").mkdir()
+    (tmp_path / "begun" / "spec.toml").write_text((folders[0] / "spec.toml").read_text())
+    page = tmp_path / "page.html"
+    outcomes = [
+        run("compare", tmp_path, "--out", tmp_path / "c.png"),
+        run("report", tmp_path, "--out", page),
+        run("compare", *folders, "--out", tmp_path / "c.png", "--columns", HOSTILE),
+        run("run", "--spec", folders[0] / "spec.toml"),
+        run("run", "--resume", folders[0]),
+    ]
+    assert [code for code, *_ in outcomes] == [0, 0, 2, 2, 4]
+    texts = [*(text for _, *both in outcomes for text in both), page.read_text()]
+    assert "quadratic�]0;title��[2Jé" in texts[0]
+    assert "begun" in texts[1]
+    for text in texts:
+        assert printable(text, None, kept="\n") == text
+
+
+WHOLE = '{"round": 1, "exchange": 0, "answered": [0, 3], "epsilon": 2}'
+DAMAGED = [
+    WHOLE.replace("[0, 3]", "7"), WHOLE.replace("2}", '"2"}'), WHOLE.replace("1,", '"\\u001b[2J",', 1), "[" * 200_000,
+    WHOLE.replace("2}", '2, "refused": {"x": {}}}'), WHOLE.replace("2}", '2, "refused": {"1": []}}'),
+    '{"exchange": 0}', '{"ended": "why"}', '{"ended": 3, "kind": "ExchangeError"}', '{"ended": "", "kind": []}', "3",
+]  # fmt: skip
+
+
+def test_damaged_lines_are_counted_and_command_no_terminal(run: Run, tmp_path: Path) -> None:
+    """As a window's title and a cleared screen would; the exit code is that of the server's end."""
+    pytest.importorskip("flwr")
+    ended = {"ended": "too \x1b]0;few\x07 clients\ud800", "kind": "ExchangeError"}
+    (tmp_path / "exchanges.jsonl").write_text("\n".join([WHOLE, *DAMAGED, json.dumps(ended)]))
+    code, out, error = run("flower", "status", tmp_path)
+    said = f"not finished; last: round 1, exchange 0, 2 replied, ε = 2 so far\n{len(DAMAGED)} lines of "
+    assert (code, out) == (5, f"{said}{tmp_path / 'exchanges.jsonl'} cannot be read\n")
+    assert error == "fedbilevel: too �]0;few� clients�\n"
 
 
 @pytest.mark.parametrize("damage", ["meta", "compressed"])

@@ -25,8 +25,8 @@ def refuse(response, message):
     raise RuntimeError("the disk is full")
 
 
-def flower_error(response, message):
-    return Message(Error(code=8, reason="ClientApp stopped responding"), reply_to=message)
+def flowers(code):
+    return lambda response, message: Message(Error(code=code, reason="ClientApp stopped responding"), reply_to=message)
 
 
 def garbage(response, message):
@@ -49,7 +49,9 @@ def numbers(*values, dtype=float):
 
 FAULTS = {  # of an answer to the first exchange, whose update is float64[3]: the code of its refusal
     "raises": (refuse, "flower"),
-    "flower's error": (flower_error, "flower"),
+    "its app crashes": (flowers(8), "flower"),
+    "its reply expires": (flowers(4), "late"),
+    "its SuperNode is killed": (flowers(5), "absent"),
     "garbage": (garbage, "malformed"),
     "a field of another type": (half_garbage, "malformed"),
     "NaN": (changed(payload=numbers(1, math.nan, 1)), "bound"),
@@ -160,6 +162,25 @@ def test_no_answer_in_time_is_left_out(seconds, tmp_path, absent):
     seconds_taken = np.array([line["seconds"] for line in lines[:4]])
     assert np.all(seconds_taken >= [1, 1, 100, 100])
     assert np.all(seconds_taken <= np.array([1, 1, 100, 100]) + TERMS.poll)
+
+
+@pytest.mark.parametrize(("slow", "code"), [(3, "stalled"), (2, "late")])
+def test_where_most_are_late_it_may_be_no_clients_fault(slow, code, tmp_path):
+    """As where one client's huge message holds up the SuperLink: of four, of whom one cannot reply at all."""
+    *late, broken = COHORTS[0][-slow - 1 :]
+    delay = lambda client, message: math.inf if client in late and decode(RequestMessage, message).phase else 0.0  # noqa: E731
+    faults = {(broken, 0, 0): refuse}
+    options = {"rounds": 1, "terms": replace(TERMS, quorum=0.25, attempts=1)}
+    if slow == 3:
+        with pytest.raises(
+            fb.errors.ExchangeError, match=r"3 of 4 clients are late at once .* look at the SuperLink's"
+        ):
+            run(tmp_path, federations.misbehaving(CLIENTS, faults), delay=delay, **options)
+    else:
+        run(tmp_path, federations.misbehaving(CLIENTS, faults), delay=delay, **options)
+    line = json.loads((tmp_path / "exchanges.jsonl").read_text().splitlines()[0])
+    assert {line["refused"][str(client)]["code"] for client in late} == {code}
+    assert line["refused"][str(broken)]["code"] == "flower"
 
 
 def test_failing_again_and_again_means_resting_longer(tmp_path, monkeypatch):

@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(given)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda said, *_, **__: print(f"fedbilevel: warning: {said}", file=sys.stderr)
+            warnings.showwarning = lambda said, *_, **__: print_warning(said)
             check_names(options)
             return int(options.command(options))
     except (Exception, KeyboardInterrupt) as error:
@@ -32,6 +32,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code is None or options.debug:
             raise
         return fail(code, sentence(error))
+
+
+def print_warning(said: Warning | str) -> None:
+    fail(OK, f"warning: {said}")
 
 
 def parser() -> argparse.ArgumentParser:

@@ -4,7 +4,6 @@ page about runs, for people; `fedbilevel sweep`, runs over other values of some 
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -146,7 +145,7 @@ def _runs(options: argparse.Namespace) -> int:
         raise ConfigurationError(f"{tasks[0]} is a task: say what to run on it with --algorithms")
     runs, left_out = find_runs(options.what)
     for line in left_out:
-        print(f"fedbilevel: left out, {line}", file=sys.stderr)
+        shared.fail(shared.OK, f"left out, {line}")
     groups = load_groups(runs, Look(dict(options.label), options.columns, options.levels))
     drawn = can_draw()
     if drawn:
@@ -189,7 +188,7 @@ def _algorithms(options: argparse.Namespace) -> int:
             played(spec, place, options.quiet, task=task, series=folder)
         except NumericalError as error:  # the others are still worth comparing
             failed.append(f"{place.relative_to(folder)}: {error}")
-            print(f"fedbilevel: {failed[-1]}", file=sys.stderr)
+            shared.fail(shared.OK, failed[-1])
 
     groups = play_all(specs, folder, options.seeds, play, options.panel, options.size, drawn, look)
     written = export.write(groups, folder / PICTURE, _formats(options))

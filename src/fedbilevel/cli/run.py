@@ -352,12 +352,13 @@ def _check(options: argparse.Namespace) -> int:
     require(
         len(found) == 1, "APP", str(options.app), "the folder of an app, with one spec.toml in its package, or a spec"
     )
+    terminal = shared.console()
     if options.app.is_dir():
         sys.path.insert(0, str(options.app))
     shared.prepare_jax()
     given = options.superlink, options.root_certificates, options.auth_supernode_private_key
     for name, said in check(read_spec(found[0]), options.node_config, *given):
-        print(f"{name:10} {said}", flush=True)
+        shared.say(terminal, f"{name:10} {said}")
     return shared.OK
 
 
@@ -376,7 +377,7 @@ def _status(options: argparse.Namespace) -> int:
         print(f"{options.connection} has begun all runs that were submitted")
         return shared.OK
     said, ended = status(Folder(options.folder))
-    print(*said, sep="\n", flush=True)
+    shared.say(shared.console(), *said)
     return shared.OK if ended is None else shared.fail(shared.exit_code(ended) or 1, str(ended))
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbilevel.core.errors import CheckpointError, ConfigurationError, ExchangeError, FedbilevelError, NumericalError
-from fedbilevel.wording import missing
+from fedbilevel.wording import missing, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
 
 OK, BAD_INPUT, NUMBERS_FAIL, NOT_WRITTEN, NOT_ANSWERED, BUDGET_SPENT, INTERRUPTED = 0, 2, 3, 4, 5, 6, 130
+LINES = "\n\t"  # characters that stay in what is printed
 OWN = "or your own: module:NAME or path/to/file.py:NAME"
 ALGORITHM_HELP = f"see `fedbilevel algorithms` (simfbo, or the task's); {OWN}"
 TASK_HELP = f"see `fedbilevel tasks` (hyper_representation); {OWN}"
@@ -60,8 +61,8 @@ def add_length(command: argparse.ArgumentParser) -> None:
 
 
 def fail(code: int, sentence: str) -> int:
-    """Say what went wrong, and give the exit code back."""
-    print(f"fedbilevel: {sentence}", file=sys.stderr)
+    """Say what went wrong, and give the exit code back. Parts of the sentence may be somebody else's words."""
+    print(f"fedbilevel: {printable(sentence, None, kept=LINES)}", file=sys.stderr)
     return code
 
 
@@ -179,8 +180,9 @@ def console(quiet: bool = False) -> Console:
 
 
 def say(terminal: Console, *lines: object) -> None:
-    """Print lines as they are: nothing in them is markup, and none is folded."""
-    terminal.print(*map(str, lines), sep="\n", markup=False, highlight=False, soft_wrap=True)
+    """Print lines as they are, but for what a terminal would obey: nothing in them is markup, and none is folded."""
+    said = [printable(str(line), None, kept=LINES) for line in lines]
+    terminal.print(*said, sep="\n", markup=False, highlight=False, soft_wrap=True)
 
 
 def say_paths(terminal: Console, paths: Mapping[str, Path | Sequence[Path]]) -> None:

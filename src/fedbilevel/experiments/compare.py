@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import re
@@ -26,6 +25,7 @@ from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.spec import read_finished
 from fedbilevel.experiments.tables import Cell, Column, Table, best_of, escaped, terminal, text_column
+from fedbilevel.wording import printable, read_json
 
 ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of their colours
 TARGETS = 3
@@ -163,7 +163,7 @@ def recorded_order(folder: Path) -> list[str]:
     if not file.is_file():
         return []
     with as_damage(file):
-        names = json.loads(file.read_text(encoding="utf-8"))
+        names = read_json(file.read_text(encoding="utf-8"))
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError("a JSON list of the methods' names is expected")
     return names
@@ -425,7 +425,7 @@ def _names(groups: Sequence[Sequence[LoadedRun]]) -> list[str]:
     while True:
         names = ["/".join(place.parts[-length:]) for place, length in zip(places, lengths, strict=True)]
         if len(set(names)) == len(names):
-            return names
+            return [printable(name, None) for name in names]
         lengths = [length + (names.count(name) > 1) for name, length in zip(names, lengths, strict=True)]
 
 

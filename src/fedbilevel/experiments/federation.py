@@ -15,7 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
 from functools import partial
@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from fedbilevel import __version__
+from fedbilevel.core.card import counted
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import (
     CheckpointError,
@@ -42,7 +43,7 @@ from fedbilevel.data import DataError
 from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.checkpoint import write_text
-from fedbilevel.engines.history import Result, Row
+from fedbilevel.engines.history import Result, Row, is_number
 from fedbilevel.engines.recorder import exchanges_of
 from fedbilevel.experiments.folder import Folder, LoadedRun, default_path, load_run, require_free
 from fedbilevel.experiments.loader import own_file, task_maker
@@ -50,6 +51,7 @@ from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, fi
 from fedbilevel.experiments.spec import Component, Spec, configure, fields_of
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.tasks import Task
+from fedbilevel.wording import read_json
 
 if TYPE_CHECKING:
     from fedbilevel.flower import Site
@@ -292,6 +294,25 @@ def run_name(place: Folder) -> str:
     return name
 
 
+def is_count(value: Any) -> bool:
+    """Tell whether a value of a file is 0, 1, 2, …"""
+    return type(value) is int and value >= 0
+
+
+LINE: Mapping[str, Callable[[Any], bool]] = {
+    "round": is_count,
+    "exchange": is_count,
+    "answered": lambda value: isinstance(value, list) and all(map(is_count, value)),
+    "refused": lambda value: (
+        isinstance(value, dict) and all(client.isdecimal() and isinstance(why, dict) for client, why in value.items())
+    ),
+    "epsilon": is_number,
+    "ended": lambda value: isinstance(value, str),
+    "kind": lambda value: value in list(ENDS),
+}
+"""What a line of `exchanges.jsonl` may hold that `status` reads."""
+
+
 def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
     """Say, in lines, how far a run's server has come, and of each client that did not count when it was last asked why;
     and the error with which the server ended, if it did.
@@ -302,30 +323,36 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
     from fedbilevel.flower.refusal import Refusal
 
     absent: dict[int, tuple[int, Refusal]] = {}  # client -> round, why
+    replied: set[int] = set()
     last: dict[str, Any] = {}
+    unread = 0  # lines: a kill cuts one
     ended: FedbilevelError | None = None
     if not place.exchanges.is_file():
         raise ConfigurationError(
             f"{place.exchanges} is missing: no exchange is over; has the run begun? see --connection"
         )
     for text in place.exchanges.read_text(errors="replace").splitlines():
-        with suppress(ValueError, TypeError, AttributeError, KeyError):  # a line that a kill has cut
-            line = json.loads(text)
-            last = line if "exchange" in line else last
+        try:
+            line = read_json(text, LINE)
             ended = ENDS[line["kind"]](line["ended"]) if "ended" in line else None
-            for client in line.get("answered", []):
-                absent.pop(client, None)
-            for client, told in line.get("refused", {}).items():
-                absent[int(client)] = line["round"], Refusal.read(told, int(client))
+            if "exchange" in line:
+                round, answered, refused = line["round"], line["answered"], line.get("refused", {})
+                last, replied = line, replied | set(answered)
+                absent = {client: why for client, why in absent.items() if client not in answered}
+                absent |= {int(client): (round, Refusal.read(why, int(client))) for client, why in refused.items()}
+        except (ValueError, KeyError):
+            unread += 1
+    damage = [f"{counted(unread, 'line')} of {place.exchanges} cannot be read"] if unread else []
     if not last:
-        return ["no exchange is over"], ended
+        return ["no exchange is over", *damage], ended
     state = "finished" if place.finished else "not finished"
     spent = f", ε = {last['epsilon']:.4g} so far" if "epsilon" in last else ""
-    replied = f"{len(last['answered'])} replied{spent}"
-    said = [f"{state}; last: round {last['round']}, exchange {last['exchange']}, {replied}"]
+    place_of_it = f"round {last['round']}, exchange {last['exchange']}"
+    said = [f"{state}; last: {place_of_it}, {len(last['answered'])} replied{spent}"]
     for client, (round, why) in sorted(absent.items()):
-        said += [f"client {client}, round {round}: {why.why}", f"    {why.code.who}: {why.code.how}"]
-    return said, ended
+        never = "" if client in replied else " (it has never counted)"
+        said += [f"client {client}, round {round}: {why.why}{never}", f"    {why.code.who}: {why.code.how}"]
+    return said + damage, ended
 
 
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}

@@ -54,6 +54,7 @@ from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.loader import algorithm_class, code_of, full_name, label, task_maker
 from fedbilevel.experiments.presets import METHODS, preset
+from fedbilevel.wording import of_others
 
 
 @dataclass(frozen=True)
@@ -555,7 +556,7 @@ def read_finished(path: Path) -> Spec:
     wrong = Wrong()
     try:
         given = sections(toml.read(path), wrong)
-        task, algorithm = _names(given)
+        (task, algorithm), given = of_others(list(_names(given))), of_others(given)
     except ConfigurationError as error:
         raise _of_file(path, [*wrong, *error.wrong]) from error
     plans = {name: changed(plan(), given[name], name, wrong) for name, plan in PLANS.items()}

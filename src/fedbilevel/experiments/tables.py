@@ -25,6 +25,7 @@ from rich.text import Text
 from fedbilevel.core.metrics import in_percent, mean_and_sd, text
 from fedbilevel.display.curves import gflop, time_of
 from fedbilevel.engines.history import Row
+from fedbilevel.wording import printable
 
 READABLE = 20  # characters of a text before it is folded
 LEAST = 8  # where even so there is no room
@@ -279,7 +280,7 @@ def _title(summary: dict[str, Any]) -> str:
 
 def visible(text: object) -> str:
     """A text for a page: escaped, and without characters that cannot be seen, such as those that turn its direction."""
-    return html.escape("".join(one if one.isprintable() or one in "\n\t" else "\ufffd" for one in str(text)))
+    return html.escape(printable(str(text), None, kept="\n\t"))
 
 
 def page_table(table: Table) -> str:

@@ -190,7 +190,8 @@ FIELDS, LEAVES = "fields", "leaves"
 RAW = "fedbilevel.leaves"  # how an Array's bytes are to be read: our layout, not NumPy's
 INLINE = 2**23  # bytes
 TEXTS = 2**23  # characters of all texts of a message together: metrics, layout, contract
-EXPIRED = (3, 5)  # Flower's errors where a message found nobody in time
+FLOWERS = {3: Code.LATE, 4: Code.LATE, 5: Code.ABSENT}
+"""What Flower's errors mean: message or reply expired, no sign of life of the node; others are the node's."""
 
 log = logging.getLogger("fedbilevel.server")
 
@@ -249,9 +250,8 @@ def decode(kind: type[Any], message: Message) -> Any:
         Refusal: Flower reports an error, or it is no message of ours.
     """
     if message.has_error():
-        late = message.error.code in EXPIRED
         text = f"Flower's error {message.error.code}: {(message.error.reason or '')[:300]}"
-        raise Refusal(Code.LATE if late else Code.FLOWER, text)
+        raise Refusal(FLOWERS.get(message.error.code, Code.FLOWER), text)
     records = dict(message.content)
     fields, leaves = records.pop(FIELDS, None), records.pop(LEAVES, None)
     if records or not isinstance(fields, ConfigRecord):

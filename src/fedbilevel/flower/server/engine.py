@@ -209,6 +209,9 @@ class FlowerRun:
         return ClientMetrics(self.session, metrics)  # clients know the leaves that are fixed
 
     def close(self) -> None:
+        if self.before is not None and (never := self.session.never_counted()):
+            text = f"{len(never)} of {len(self.session.clients)} clients never counted in this run ({in_words(never)})"
+            warn(AbsenceWarning(text))
         trim_heap()
 
 

@@ -16,7 +16,7 @@ from fedbilevel.core.errors import ExchangeError
 from fedbilevel.core.own import OwnNumbers
 from fedbilevel.core.privacy import norm_of, vector_of
 from fedbilevel.flower import wire
-from fedbilevel.flower.refusal import Refusal, in_words
+from fedbilevel.flower.refusal import Code, Refusal, in_words
 from fedbilevel.flower.server.roster import ClientReply
 from fedbilevel.flower.server.session import CountedReply, Session, SpoiledError
 from fedbilevel.flower.server.terms import CheckedReply, check_response
@@ -89,6 +89,7 @@ class Exchange:
                 session.roster.wait(left, missing := self.needed - len(self.replies), missing)
             place = self.spec.round, self.spec.number, self.spec.phase, attempt
             began, sent = session.clock.time(), self.attempt(left)
+            self.tell_stalled(left)
             responses = [reply.checked.response for reply in self.replies[logged:]]
             seconds = session.clock.time() - began
             session.exchange_log(place, seconds, sent, responses, self.failed)
@@ -124,6 +125,15 @@ class Exchange:
             if self.enough() or not hope:
                 return sent
             roster.look(began)
+
+    def tell_stalled(self, left: list[int]) -> None:
+        """Where most of those that are online are late, it may be no client's fault: let their refusals say so."""
+        late = [client for client, why in self.failed.items() if why.code is Code.LATE]
+        online = len(left) - sum(why.code is Code.ABSENT for why in self.failed.values())
+        if len(late) >= 2 and 2 * len(late) > online:
+            for client in late:
+                text = f"{self.failed[client].why}; {len(late)} of {online} clients are late at once"
+                self.failed[client] = Refusal(Code.STALLED, text, client)
 
     def enough(self) -> bool:
         return self.spec.first and len(self.replies) >= self.needed and not self.overdue

@@ -47,7 +47,8 @@ class ExchangeLog:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.said: dict[int, str] = {}  # client -> why it is absent, as the log has it
+        self.absent: dict[int, Refusal] = {}  # client -> why, as the log has it
+        self.counted: set[int] = set()  # clients whose replies have counted
         there = path is None or path.exists()
         self.write("")
         if path is not None and not there:
@@ -78,11 +79,12 @@ class ExchangeLog:
             line["epsilon"] = epsilon  # the most that any of them says to have spent of its privacy so far
         text = "round %d exchange %d %s: %d of %d replied, %d bytes down, %d up, %.3f s"
         log.info(text, *place[:3], len(replied), len(requests), down, up, seconds)
-        self.said = {client: why for client, why in self.said.items() if client not in replied}
+        self.counted |= set(replied)
+        self.absent = {client: why for client, why in self.absent.items() if client not in replied}
         for client, refusal in sorted(refused.items()):
             line.setdefault("refused", {})[str(client)] = refusal.told()
-            if self.said.get(client) != refusal.line:
-                self.said[client] = refusal.line
+            known, self.absent[client] = self.absent.get(client), refusal
+            if known is None or known.line != refusal.line:
                 log.warning("round %d exchange %d %s: client %s does not count: %s", *place[:3], client, refusal.line)
         self.note(line)
 
@@ -236,3 +238,8 @@ class Session:
         self.take = Take(carry)
         self.phase_queues = PhaseQueues.of(carry.queues)
         self.counted = np.array(carry.clients)
+
+    def never_counted(self) -> list[Refusal]:
+        """List why clients that were asked have never counted."""
+        log = self.exchange_log
+        return [why for client, why in log.absent.items() if client not in log.counted and self.counted[client, 0] < 0]
