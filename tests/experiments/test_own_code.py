@@ -12,6 +12,7 @@ import pytest
 
 from fedbilevel import experiments
 from fedbilevel.algorithms import ALGORITHMS
+from fedbilevel.cli import shared
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines import checkpoint
 from fedbilevel.experiments import toml
@@ -288,6 +289,34 @@ def test_playing_a_spec_says_whose_code_it_runs_and_reading_it_runs_none(
     assert (here / "sub" / trace).exists()
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named", "trace"),
+    [
+        ("tasks sub/spy.py:make", "", "executed"),
+        ("algorithms sub/method.py:Damped", "", "method_executed"),
+        ("diagnose sub/spy.py:make --set task.extra=1", "", "executed"),
+        ("check sub/spy.py:make --set task.extra=1", "", "executed"),
+        ("check quadratic --algorithm sub/method.py:Damped", "", "method_executed"),
+        ("flower new app --task sub/spy.py:make --set task.extra=1", "", "executed"),
+        ("flower check foreign/spec.toml --node-config partition-id=0", "foreign/spec.toml names a task", "executed"),
+    ],
+)
+def test_looking_at_code_of_ones_own_says_whose_before_it_runs(
+    arguments, named, trace, foreign, method, here, run, monkeypatch
+) -> None:
+    """Before: where that is printed nothing has been executed yet."""
+    said: list[tuple[str, bool]] = []
+    monkeypatch.setattr(
+        shared, "printable", lambda text, *_, **__: said.append((text, (here / "sub" / trace).exists()))
+    )
+    run(*arguments.split())
+    first, before = said[0]
+    named = f"{named} of your own: " if named else ""
+    assert first == f"{named}this runs the code of sub/{'method' if 'method' in trace else 'spy'}.py"
+    assert not before
+    assert (here / "sub" / trace).exists()
+
+
 def test_an_app_has_a_copy_of_ones_own_algorithm(here, method) -> None:
     from fedbilevel.experiments.federation import write_app
 
@@ -301,7 +330,7 @@ def test_an_app_has_a_copy_of_ones_own_algorithm(here, method) -> None:
 
 def test_diagnosing_for_ones_own_algorithm_reports_and_suggests_nothing(run, here, method) -> None:
     code, shown, error = run("diagnose", "quadratic", "--algorithm", DAMPED, "--set", "clients=2")
-    assert (code, error) == (0, "")
+    assert (code, error) == (0, "fedbilevel: this runs the code of sub/method.py\n")
     assert "no step sizes are suggested for method.py:Damped, an algorithm of your own: the safe steps below" in shown
     assert "safe steps of a round" in shown
     assert not re.search("simfbo|fednest|afbo|SimFBO|FedNest", shown)  # nobody asked for these

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from fedbilevel import __version__
 from fedbilevel.cli import comparison, diagnostics, run
-from fedbilevel.cli.shared import BAD_INPUT, OK, Add, check_names, exit_code, fail, sentence
+from fedbilevel.cli.shared import BAD_INPUT, OK, Add, check_names, exit_code, fail, say_code, sentence
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,6 +70,7 @@ def _list(kind: str, words: str) -> int:
         if chosen and (set(chosen) <= set(names.library(kind)) or (asked == [words] and names.is_own(words))):
             from fedbilevel.experiments.loader import shown
 
+            say_code(*chosen)
             print("\n\n".join(shown(kind, name) for name in chosen))
             return OK
     print(names.found(kind, words) if words else names.listed(kind))

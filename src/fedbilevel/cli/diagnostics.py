@@ -46,6 +46,7 @@ def _check(options: argparse.Namespace) -> int:
       --set fednest.inner.rounds=3      of an algorithm;  algorithm.… is for all of them
     """
     terminal = shared.console()
+    shared.say_code(options.task, *options.algorithm)
     shared.prepare_jax()
     from fedbilevel.algorithms import ALGORITHMS
     from fedbilevel.core.algorithm import check_solves
@@ -94,6 +95,7 @@ def _diagnose(options: argparse.Namespace) -> int:
       --replies 10 --set privacy.clip=1 --set privacy.noise_multiplier=30 --set privacy.delta=1e-5
     """
     terminal = shared.console()
+    shared.say_code(options.task, *options.algorithm)
     shared.prepare_jax()
     if options.replies:
         return _replies(options, terminal)

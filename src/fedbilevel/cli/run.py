@@ -180,7 +180,7 @@ def _resume(options: argparse.Namespace) -> int:
 
     place = experiments.Folder(options.resume)
     if place.spec.is_file():  # of several processes, process 0 has the folder
-        shared.spec_tables(place.spec)
+        shared.spec_tables(place.spec)  # says whose code it runs
     spec = resumable(place, options.rounds)
     shared.tune(spec)
     play = partial(experiments.resume, place.path, rounds=options.rounds, force=options.force)
@@ -322,6 +322,7 @@ def _new(options: argparse.Namespace) -> int:
     from fedbilevel.experiments.federation import write_app
 
     clients = [] if options.clients is None else [f"task.clients={options.clients}"]
+    shared.say_code(options.task, options.algorithm)
     write_app(shared.configured(options, *clients), options.folder)
     print(f"app   {options.folder}\nnext  see {options.folder / 'README.md'}")
     return shared.OK
@@ -356,6 +357,7 @@ def _check(options: argparse.Namespace) -> int:
     if options.app.is_dir():
         sys.path.insert(0, str(options.app))
     shared.prepare_jax()
+    shared.spec_tables(found[0])  # says whose code it runs
     given = options.superlink, options.root_certificates, options.auth_supernode_private_key
     for name, said in check(read_spec(found[0]), options.node_config, *given):
         shared.say(terminal, f"{name:10} {said}")

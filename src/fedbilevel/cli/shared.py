@@ -78,9 +78,17 @@ def spec_tables(path: Path, task: str | None = None, algorithm: str | None = Non
     for kind, given in {"a task": task, "an algorithm": algorithm}.items():
         table = tables.get(kind.split()[1])
         name = table.get("name") if isinstance(table, dict) else table
-        if given is None and isinstance(name, str) and (code := name.rpartition(":")[0]):
-            fail(OK, f"{path} names {kind} of your own: this runs the code of {code}")
+        if given is None and isinstance(name, str):
+            say_code(name, named=f"{path} names {kind} of your own: ")
     return tables
+
+
+def say_code(*names: str | None, named: str = "") -> None:
+    """Say whose code is about to run, where tasks or algorithms of these names are a user's own. Commands say so that
+    only look at them, and those that have the name from a file, which `named` then says."""
+    for code in {name.rpartition(":")[0]: None for name in names if name}:
+        if code:
+            fail(OK, f"{named}this runs the code of {code}")
 
 
 def configured(options: argparse.Namespace, *before: str) -> Spec:
