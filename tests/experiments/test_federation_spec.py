@@ -20,6 +20,7 @@ from fedbilevel.experiments import configure, federation, load_run, read_spec, r
 from fedbilevel.experiments.federation import write_app
 from fedbilevel.flower import versions
 from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.refusal import Refusal
 from fedbilevel.flower.server.engine import in_a_sentence
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import METRICS, RequestMessage, decode
@@ -168,6 +169,28 @@ def test_node_configuration_says_what_a_site_allows_or_is_told_what_is_wrong(spe
 
 
 @pytest.mark.parametrize(
+    ("settings", "node", "refused"),
+    [
+        ("run.rounds=9 algorithm.batch_size=16 local_steps=2", {}, ""),
+        ("task.dim_x=9 task.clients=3", {}, "task.dim_x"),  # the app has 3 clients
+        ("dim_x=9", {"dim_x": 4}, ""),  # the site's own word comes first
+        ("task.dim_x=9 noise=0.5", {"settable": "algorithm.* task.noise"}, "task.dim_x"),
+        ("noise=0.5", {"settable": "algorithm.* task.noise"}, ""),
+        ("run.rounds=9", {"settable": ""}, "run.rounds"),
+        ("asynchronous.wait_for=2 clients.local_steps=2", {}, "asynchronous.wait_for, clients.local_steps"),
+    ],
+)
+def test_a_site_names_the_fields_that_a_server_may_set(settings, node, refused, spec, monkeypatch):
+    """Others are refused before the task is made of them, and the server hears which."""
+    made, seen_by = [], federation.seen_by
+    monkeypatch.setattr(federation, "seen_by", lambda spec, party: made.append(spec) or seen_by(spec, party))
+    with pytest.raises(Refusal, match=rf"a server may not set {refused} at this client") if refused else nullcontext():
+        site = federation.site(spec, {"settings": settings}, {**NODE, **node})
+        assert site.x0.shape == (node.get("dim_x", 5),)
+    assert bool(made) == (not refused)
+
+
+@pytest.mark.parametrize(
     ("config", "message"),
     [
         ({"quorom": 0.5}, "did you mean 'quorum'"),
@@ -223,9 +246,9 @@ def test_a_server_that_ends_early_says_why_what_is_kept_and_how_to_go_on(spec, t
     """In its error, which is what Flower lists of a failed run, and in `status`, with the exit code of `run`."""
     out, grid = tmp_path / "a", InProcess(federation.client_app(spec), 3)
     for context in grid.contexts.values():
-        context.node_config["max-requests"] = 2
+        context.node_config["max-requests"] = 3  # a greeting, and two rounds of an exchange
     with pytest.raises(
-        fb.errors.ExchangeError, match=r"2 requests in all, and no more .* is kept: submit the run again"
+        fb.errors.ExchangeError, match=r"3 requests in all, and no more .* is kept: submit the run again"
     ):
         federation.serve(spec, grid, {"out": str(out), "attempts": 1})
     assert main(["flower", "status", str(out)]) == 5
@@ -324,7 +347,8 @@ def test_a_site_is_looked_at_before_it_starts(hospitals, tmp_path, monkeypatch, 
     node = f"{NORTH} state-folder='{tmp_path}' {HIDES}"
     assert main(["flower", "check", "spec.toml", "--node-config", node]) == 0
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert said.keys() == {"client", "samples", "folder", "privacy", "floors", "run"}
+    assert said.keys() == {"client", "samples", "folder", "privacy", "floors", "settable", "run"}
+    assert said["settable"] == "algorithm.* run.*"
     assert said["samples"].startswith("63 outer, 125 inner, of ['features'] float32[1, 10]")
     assert said["privacy"] == "clip 1, noise 30; ε = 0.242 for a reply, 0 so far, at δ = 1e-05, no budget"
 

@@ -1,6 +1,8 @@
 """A client's floors: what it refuses to be asked, whoever asks."""
 
 import fcntl
+import re
+import threading
 from dataclasses import replace
 
 import federations
@@ -15,9 +17,13 @@ import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import CheckpointError, ConfigurationError, FloorError
-from fedbilevel.flower.client.limits import Limits, RequestCounts
-from fedbilevel.flower.client.site import ClientRuntime, _samples
+from fedbilevel.flower import wire
+from fedbilevel.flower.client.limits import GIVEN_UP, Limits, RequestCounts, make_within
+from fedbilevel.flower.client.site import ClientRuntime, _samples, client_app
 from fedbilevel.flower.client.store import FolderStore
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.refusal import Refusal
+from fedbilevel.flower.wire import RequestMessage, ResponseMessage
 from fixed_steps import fixed
 
 STEPS = federations.Steps()
@@ -112,6 +118,66 @@ def test_requests_of_a_round_and_of_all_runs(tmp_path):
     assert [asked(runtime, run=other).refused for _ in range(2)] == ["", ""]
     assert "5 requests in all" in asked(runtime, run=other, round=9).refused
     assert FolderStore(tmp_path, 0).request_counts() == RequestCounts(5, other, 2, 2)
+
+
+def test_greetings_are_requests_and_come_before_the_first_round():
+    """A run whose client replies to as many requests in a round as it has to is not cut short by its greeting."""
+    limits, kept = replace(federations.FREE, max_requests_per_round=2, max_requests=7), memory()
+    runtime = ClientRuntime(federations.site(STEPS, 0, limits=limits))
+    greet = lambda: runtime.respond(RequestMessage(run=federations.NAME, contract=runtime.contract.text), kept)  # noqa: E731
+    assert [greet().code for _ in range(3)] == ["", "", "limit"]
+    assert [runtime.respond(request(runtime, round=0), kept).code for _ in range(3)] == ["", "", "limit"]
+    assert greet().code == "limit"  # nor by going back
+    assert runtime.respond(request(runtime, round=1), kept).code == ""
+    assert kept.request_counts() == RequestCounts(5, federations.NAME, 1, 1)
+
+
+def test_what_is_outside_of_the_limits_is_not_traced(monkeypatch):
+    monkeypatch.setattr(wire, "draw_up", lambda *_: pytest.fail("it is traced"))
+    runtime = ClientRuntime(federations.site(STEPS, 0, limits=Limits()))
+    assert greeted(runtime, "").refused == "batch_size = 4 is below this client's floor of 8"
+
+
+def unending(sign, memory):
+    """Makes no site, and says when it has stopped."""
+    try:
+        held = []
+        while True:
+            held += [np.ones(memory)] if len(held) < 3 else []
+    finally:
+        sign.set()
+
+
+@pytest.mark.parametrize(("config", "memory", "why"), [
+    ({"max-seconds": 0.2}, 1, r"takes longer than its limit of 0\.2 s"),
+    ({"max-memory": 2**24}, 2**23, "takes more memory than its limit of 16777216 bytes"),
+])  # fmt: skip
+def test_what_makes_a_site_is_stopped_at_its_limits(config, memory, why):
+    """Before any message is looked at; the server hears it."""
+    sign, grid = threading.Event(), InProcess(client_app(lambda run, node: unending(sign, memory)), 1)
+    grid.contexts[1].node_config |= config
+    message = wire.request_message(1, RequestMessage(run=federations.NAME, contract=""), 100.0)
+    (number,) = grid.push_messages([message])
+    (reply,) = grid.pull_messages([number])
+    said = wire.decode(ResponseMessage, reply)
+    assert (said.code, said.client) == ("limit", 0)
+    assert re.search(why, said.refused)
+    assert sign.wait(60)
+
+
+def test_what_does_not_stop_is_not_begun_again():
+    """As a single call into C; here a lock that nobody gives back for a while."""
+    lock, limits = threading.Lock(), Limits(max_seconds=0.05)
+    lock.acquire()
+    with pytest.raises(Refusal, match="takes longer"):
+        make_within(limits, lock.acquire)
+    with pytest.raises(Refusal, match="given up, and has not stopped yet"):
+        make_within(limits, lambda: 1)
+    lock.release()
+    GIVEN_UP[0].join(60)
+    assert make_within(limits, lambda: 1) == 1
+    with pytest.raises(KeyError):
+        make_within(limits, lambda: {}[0])
 
 
 def test_nobody_else_counts_between_reading_a_count_and_writing_it(tmp_path, monkeypatch):

@@ -15,9 +15,10 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import fields, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from importlib import resources
 from pathlib import Path
@@ -50,6 +51,7 @@ from fedbilevel.experiments.loader import own_file, task_maker
 from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, first_metric, task_of
 from fedbilevel.experiments.spec import Component, Spec, configure, fields_of
 from fedbilevel.flower.client.limits import Limits
+from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.tasks import Task
 from fedbilevel.wording import read_json
 
@@ -68,12 +70,15 @@ NODE = {
     "partition-id": int,
     "num-partitions": int,
     "state-folder": str,
+    "settable": str,
     "tell-metrics": bool,
     "same-data": bool,
     **PRIVACY,
     **LIMITS,
 }
 """Node configuration, besides the task's own fields."""
+SETTABLE = "algorithm.* run.*"
+"""Fields of the spec that a server may set at a site, which may name others."""
 
 
 def server_app(spec: Spec) -> Any:
@@ -145,7 +150,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     """Make the client of this node: its samples, its limits, its privacy, and the phases that it serves."""
     from fedbilevel.flower import Site
 
-    spec = configured(spec, run_config)
+    apps, spec = spec, configured(spec, run_config)
     known = fields_of(spec.task.name, spec.algorithm.name)["task"]
     for name in node_config:
         if name not in NODE and name not in known:
@@ -154,6 +159,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     client = node.get("partition_id", -1)
     require(client >= 0, "node configuration: partition-id", node_config.get("partition-id"), "its number, from 0")
     own = {name: value for name, value in node_config.items() if name in known and name not in NODE}
+    check_settable(apps, spec, own, node.get("settable", SETTABLE))
     try:
         task = seen_by(spec.replace(task=own) if own else spec, client)
     except (DataError, OSError) as error:
@@ -174,13 +180,31 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         outer=clients.outer.row(row),
         inner=None if clients.inner is clients.outer else clients.inner.row(row),
         capacity=None if clients.capacity is None else float(clients.capacity[row]),
-        limits=Limits(**_fields(LIMITS, node_config)),
+        limits=Limits.of(node_config),
         privacy=Privacy(**private) if private else None,
         metrics_per_client=task.metrics_per_client,
         tells_metrics=node.get("tell_metrics", False),
         same_data=node.get("same_data", False),
         folder=Path(node["state_folder"]).expanduser() if "state_folder" in node else None,
     )
+
+
+def check_settable(apps: Spec, spec: Spec, own: Collection[str], settable: str) -> None:
+    """Refuse what a server has set in the spec of the app, unless `settable` names it; fields of the task that the site
+    sets itself, `own`, are not the server's.
+
+    Raises:
+        Refusal: it has set another field.
+    """
+    before, after = (
+        {f"{section}.{name}": value for section, table in each.tables().items() for name, value in table.items()}
+        for each in (apps, spec)
+    )
+    allowed = [*settable.split(), *(f"task.{name}" for name in own)]
+    others = [path for path in {**before, **after} if not any(fnmatchcase(path, pattern) for pattern in allowed)]
+    changed = [path for path in others if before.get(path) != after.get(path)]
+    if changed:
+        raise Refusal(Code.LIMIT, f"a server may not set {', '.join(changed)} at this client: settable = {settable!r}")
 
 
 def check(
@@ -207,11 +231,12 @@ def check(
     require(tested(version), "the version of Flower", version, f"one that was tried: {', '.join(TESTED)}")
     from fedbilevel.flower.client.site import ClientRuntime
     from fedbilevel.flower.launch.connection import private_key, read_node_config, why_unreached
-    from fedbilevel.flower.refusal import Refusal
 
-    runtime = ClientRuntime(site(spec, {}, read_node_config(node_config)), serving=False)
+    node = read_node_config(node_config)
+    runtime = ClientRuntime(site(spec, {}, node), serving=False)
     yield "client", f"{runtime.site.id}, of {spec.title}"
     yield from runtime.described().items()
+    yield "settable", node.get("settable", SETTABLE) or "nothing"
     try:
         runtime.check_limits()
     except Refusal as refusal:
@@ -320,8 +345,6 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
     Raises:
         ConfigurationError: the folder has no exchanges.
     """
-    from fedbilevel.flower.refusal import Refusal
-
     absent: dict[int, tuple[int, Refusal]] = {}  # client -> round, why
     replied: set[int] = set()
     last: dict[str, Any] = {}

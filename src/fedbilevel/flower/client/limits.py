@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
+import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import astuple, dataclass, fields, replace
+from pathlib import Path
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import hyperparameters, local_epochs
-from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.errors import is_number, require, require_count
 from fedbilevel.flower.refusal import Code, Refusal
 
 
 @dataclass(frozen=True)
 class RequestCounts:
-    """How many requests a client has replied to, of all runs together, greetings left out.
+    """How many requests a client has replied to, of all runs together; greetings come before round 0.
 
     Args:
         total: requests since the client began to count.
@@ -55,14 +59,16 @@ class Limits:
             algorithm's other counts and its parts' (`inner.rounds`, `hypergradient.solver.terms`, …), which are work
             for the client too.
         max_batch_size: samples of a mini-batch at most.
-        max_seconds: for a phase, compilation included. The reply to a phase that takes longer is a refusal, and further
-            messages are refused until it ends.
+        max_seconds: for a phase, compilation included, and for making the site. The reply to a phase that takes longer
+            is a refusal, and further messages are refused until it ends.
         max_bytes: of a message's arrays.
+        max_memory: bytes by which the process may grow while the site is made (Linux).
         min_batch_size: samples of a mini-batch at least, and of a walk sample by sample; a method that takes all of the
             client's samples is served, too.
         min_local_samples: a client that holds fewer samples of either loss replies to nothing.
-        max_requests_per_round: requests of one round at most, each to run a phase or to tell metrics; those that are
-            asked again count again. Rounds are the server's word: this stops mistakes, `max_requests` all else.
+        max_requests_per_round: requests of one round at most, each a greeting, or to run a phase or to tell metrics;
+            those that are asked again count again. Rounds are the server's word: this stops mistakes, `max_requests`
+            all else.
         max_requests: requests in all, whatever the run; counted in `Site.folder`, and without it for as long as Flower
             keeps a run's memory, that is, for each run apart. A client that has reached it replies to nothing.
     """
@@ -71,6 +77,7 @@ class Limits:
     max_batch_size: int = 100_000
     max_seconds: float = 600.0
     max_bytes: int = 2**30
+    max_memory: int = 2**34
     min_batch_size: int = 8
     min_local_samples: int = 8
     max_requests_per_round: int = 1_000
@@ -79,9 +86,16 @@ class Limits:
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.name != "max_seconds"):
             require_count(f"Limits.{name}", getattr(self, name))
-        require(self.max_seconds > 0, "Limits.max_seconds", self.max_seconds, "positive")
+        positive = is_number(self.max_seconds) and self.max_seconds > 0
+        require(positive, "Limits.max_seconds", self.max_seconds, "a positive number")
         lower = self.min_batch_size <= self.max_batch_size
         require(lower, "Limits.min_batch_size", self.min_batch_size, f"at most max_batch_size = {self.max_batch_size}")
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> Limits:
+        """Read the limits that a node configuration names."""
+        names = {field.name.replace("_", "-"): field.name for field in fields(cls)}
+        return cls(**{names[name]: value for name, value in config.items() if name in names})
 
     def check_algorithm(self, algorithm: Algorithm) -> None:
         """Refuse hyperparameters that ask for too much work."""
@@ -188,3 +202,52 @@ def serve(tasks: Tasks) -> None:
     while (task := tasks.get()) is not None:
         task()
         del task
+
+
+TICK = 0.05  # seconds between two looks at what is being made
+GIVEN_UP: list[threading.Thread] = []
+"""What made a site beyond its limits, and may not have stopped yet."""
+
+
+def make_within(limits: Limits, make: Callable[[], T]) -> T:
+    """Return what `make` returns, a site, or raise what it raises. What passes the limits is stopped, at its next line
+    of Python.
+
+    Raises:
+        Refusal: it takes longer or more memory than the limits allow, or what was stopped before still runs.
+    """
+    GIVEN_UP[:] = [thread for thread in GIVEN_UP if thread.is_alive()]
+    if GIVEN_UP:
+        raise Refusal(Code.LATE, "making this client was given up, and has not stopped yet")
+    outcome: list[T | BaseException] = []
+
+    def run() -> None:
+        try:
+            outcome.append(make())
+        except BaseException as error:  # noqa: BLE001  handed on to the caller's thread
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="fedbilevel-making", daemon=True)
+    until, memory, why = time.monotonic() + limits.max_seconds, resident(), ""
+    thread.start()
+    while thread.is_alive() and not why:
+        thread.join(TICK)
+        if resident() - memory > limits.max_memory:
+            why = f"more memory than its limit of {limits.max_memory} bytes"
+        elif time.monotonic() > until:
+            why = f"longer than its limit of {limits.max_seconds:g} s"
+    if outcome:
+        if isinstance(outcome[0], BaseException):
+            raise outcome[0]
+        return outcome[0]
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    GIVEN_UP.append(thread)
+    raise Refusal(Code.LIMIT, f"making this client takes {why}")
+
+
+def resident() -> int:
+    """Return the bytes of memory that this process holds; 0 where the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except OSError:
+        return 0

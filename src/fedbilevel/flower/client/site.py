@@ -6,6 +6,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +36,7 @@ from fedbilevel.engines.machine import keep_on_disk_if_possible
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower import wire
-from fedbilevel.flower.client.limits import Limits, TimeLimit
+from fedbilevel.flower.client.limits import Limits, TimeLimit, make_within
 from fedbilevel.flower.client.store import ContextStore, FolderStore, Store, Versions
 from fedbilevel.flower.privacy import PrivacyGuard, released, without_replies
 from fedbilevel.flower.refusal import OPERATOR, Code, Refusal
@@ -129,8 +130,6 @@ class ClientRuntime:
         self.examples = examples = outer.example(), inner.example()
         check_losses(self.problem, self.x, self.y, *examples)
         alone = Clients(outer, None if inner is outer else inner)
-        self.general: Contract = wire.draw_up(site.algorithm, self.problem, self.x, self.y, examples)
-        self.contract = self.cut(examples)  # the general contract, as it is for this client
         self.measured: PerClientEvaluation | None = None
         if site.tells_metrics:
             metrics, none = as_per_client(site.metrics_per_client), isinstance(site.problem, SimpleBilevel)
@@ -152,6 +151,9 @@ class ClientRuntime:
         if site.privacy is not None and site.folder is not None:
             self.guard = PrivacyGuard(site.privacy, site.folder, site.id)
         log.info("client %d: %s", site.id, "; ".join(f"{name} {said}" for name, said in self.described().items()))
+        with suppress(Refusal):  # what is outside of the limits is not even traced; each message hears it
+            self.check_limits()
+            _ = self.contract
 
     def check_limits(self) -> None:
         """Refuse to take part where the method, or the number of samples, is outside the site's limits and floors."""
@@ -180,10 +182,16 @@ class ClientRuntime:
             "floors": f"{limits.min_local_samples} samples, batches of {limits.min_batch_size}",
         }
 
-    def cut(self, examples: tuple[PyTree, PyTree]) -> Contract:
-        """Make the contract for this client's capacity."""
+    @cached_property
+    def general(self) -> Contract:
+        """The contract of a client that holds the whole model."""
+        return wire.draw_up(self.site.algorithm, self.problem, self.x, self.y, self.examples)
+
+    @cached_property
+    def contract(self) -> Contract:
+        """The contract for this client's capacity."""
         capacity = None if self.site.capacity is None else [self.site.capacity]
-        alone = RemoteClients(1, *examples, capacity=capacity)
+        alone = RemoteClients(1, *self.examples, capacity=capacity)
         submodel_plan = SubmodelPlan.of(self.site.algorithm, self.problem, alone, self.x, self.y)
         if submodel_plan is None:
             return self.general
@@ -205,6 +213,7 @@ class ClientRuntime:
             self.check_limits()
             store = self.store or memory
             if not request.phase:  # a greeting
+                self.count(request.run, -1, store)
                 if request.contract != (mine := self.general.text):
                     raise wire.disagreement(server=request.contract, site=mine)
                 response = replace(blank, contract=self.contract.text)
@@ -224,26 +233,20 @@ class ClientRuntime:
             raise Refusal(Code.SILENT, "this client does not tell its own metrics")
         self.check_contract(request)
         x, y = self.arrays(request, wire.shapes(self.at))
-        self.count(request, store)
+        self.count(request.run, request.round, store)
         measured = self.measured
         numbers = self.within_limit(lambda: {name: float(value) for name, (value,) in measured.each(x, y).items()})
         return replace(blank, metrics=json.dumps(numbers))
 
     def within_limit(self, task: Callable[[], T]) -> T:
-        """Return what `task` returns, in the precision of this thread, for which alone it may hold."""
-        x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-
-        def run() -> T:
-            with jax.enable_x64(x64):
-                return task()
-
-        return self.time_limit.run(run)
+        """Return what `task` returns, within the time limit of a phase."""
+        return self.time_limit.run(in_precision_of_here(task))
 
     def reply(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
         """Check a request for a phase, run the phase, save the client's state."""
         call = self.call(request)
         message = self.message(call, request)
-        self.count(request, store)
+        self.count(request.run, request.round, store)
         kept = Versions()  # the client's own states that the server may go back to; this request has to see the latest
         if not request.fresh and self.contract.state is not None:
             counted = request.counted_round, request.counted_exchange
@@ -267,10 +270,10 @@ class ClientRuntime:
             store.save(request.run, kept.then((request.round, request.exchange), now))
         return response
 
-    def count(self, request: RequestMessage, store: Store) -> None:
-        """Count the request; the count is kept before anything is computed."""
+    def count(self, run: str, round: int, store: Store) -> None:
+        """Count a request; the count is kept before anything is computed."""
         with store.counting():
-            request_counts = store.request_counts().next(request.run, request.round)
+            request_counts = store.request_counts().next(run, round)
             self.site.limits.check_request_counts(request_counts)
             store.save_request_counts(request_counts)
 
@@ -354,6 +357,17 @@ class ClientRuntime:
         return jax.tree.map(np.asarray, self.site.algorithm.client_state(self.problem, self.x, self.y))
 
 
+def in_precision_of_here(task: Callable[[], T]) -> Callable[[], T]:
+    """Make a task that another thread can run, in the precision of this one, for which alone it may hold."""
+    x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+
+    def run() -> T:
+        with jax.enable_x64(x64):
+            return task()
+
+    return run
+
+
 PROGRAMS: WeakKeyDictionary[Problem, Any] = WeakKeyDictionary()
 
 
@@ -404,7 +418,8 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
 
     Args:
         make: (run configuration, node configuration) -> what this client has and does. Called once per process and
-            run; a process that stays (see `fedbilevel.flower.launch.supernode`) keeps samples and compiled programs.
+            run, within the limits that the node configuration names; a process that stays (see
+            `fedbilevel.flower.launch.supernode`) keeps samples and compiled programs.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         keep_on_disk_if_possible()  # Flower's stock SuperNode starts a new process for every message
@@ -418,7 +433,8 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
             wanted = context.run_id, context.run_config, context.node_config
             made, runtime = runtimes.get(context.node_id, (None, None))
             if runtime is None or made != wanted:
-                runtime = ClientRuntime(make(context.run_config, context.node_config))
+                new = in_precision_of_here(lambda: ClientRuntime(make(context.run_config, context.node_config)))
+                runtime = make_within(Limits.of(context.node_config), new)
                 runtimes[context.node_id] = wanted, runtime
             said = wire.encode(runtime.respond(request, ContextStore(context.state)))
         except Exception as error:  # noqa: BLE001  said and sent
