@@ -18,7 +18,7 @@ from fedbilevel import authoring
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import CheckpointError, ConfigurationError, FloorError
 from fedbilevel.flower import wire
-from fedbilevel.flower.client.limits import GIVEN_UP, Limits, RequestCounts, make_within
+from fedbilevel.flower.client.limits import Limits, RequestCounts, TimeLimit
 from fedbilevel.flower.client.site import ClientRuntime, _samples, client_app
 from fedbilevel.flower.client.store import FolderStore
 from fedbilevel.flower.launch.in_process import InProcess
@@ -149,8 +149,8 @@ def unending(sign, memory):
 
 
 @pytest.mark.parametrize(("config", "memory", "why"), [
-    ({"max-seconds": 0.2}, 1, r"takes longer than its limit of 0\.2 s"),
-    ({"max-memory": 2**24}, 2**23, "takes more memory than its limit of 16777216 bytes"),
+    ({"max-seconds": 0.2}, 1, r"takes longer than this client's limit of 0\.2 s"),
+    ({"max-memory": 2**24}, 2**23, "takes more memory than this client's limit of 16777216 bytes"),
 ])  # fmt: skip
 def test_what_makes_a_site_is_stopped_at_its_limits(config, memory, why):
     """Before any message is looked at; the server hears it."""
@@ -167,17 +167,15 @@ def test_what_makes_a_site_is_stopped_at_its_limits(config, memory, why):
 
 def test_what_does_not_stop_is_not_begun_again():
     """As a single call into C; here a lock that nobody gives back for a while."""
-    lock, limits = threading.Lock(), Limits(max_seconds=0.05)
+    lock, making = threading.Lock(), TimeLimit(0.05, "making this client", 2**40)
     lock.acquire()
-    with pytest.raises(Refusal, match="takes longer"):
-        make_within(limits, lock.acquire)
-    with pytest.raises(Refusal, match="given up, and has not stopped yet"):
-        make_within(limits, lambda: 1)
+    with pytest.raises(Refusal, match=r"making this client takes longer than this client's limit of 0\.05 s"):
+        making.run(lock.acquire)
+    with pytest.raises(Refusal, match="making this client was given up, and still runs"):
+        making.run(lambda: 1)
     lock.release()
-    GIVEN_UP[0].join(60)
-    assert make_within(limits, lambda: 1) == 1
-    with pytest.raises(KeyError):
-        make_within(limits, lambda: {}[0])
+    making.thread.join(60)
+    assert making.run(lambda: 1) == 1
 
 
 def test_nobody_else_counts_between_reading_a_count_and_writing_it(tmp_path, monkeypatch):

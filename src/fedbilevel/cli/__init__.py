@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from fedbilevel import __version__
 from fedbilevel.cli import comparison, diagnostics, run
 from fedbilevel.cli.shared import BAD_INPUT, OK, Add, check_names, exit_code, fail, say_code, sentence
+from fedbilevel.wording import printable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(given)
     try:
         with warnings.catch_warnings():
-            warnings.showwarning = lambda said, *_, **__: print_warning(said)
+            warnings.showwarning = lambda said, *_, **__: print(
+                printable(f"fedbilevel: warning: {said}", None), file=sys.stderr
+            )
             check_names(options)
             return int(options.command(options))
     except (Exception, KeyboardInterrupt) as error:
@@ -32,10 +35,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if code is None or options.debug:
             raise
         return fail(code, sentence(error))
-
-
-def print_warning(said: Warning | str) -> None:
-    fail(OK, f"warning: {said}")
 
 
 def parser() -> argparse.ArgumentParser:

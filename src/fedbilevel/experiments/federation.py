@@ -370,8 +370,8 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
         return ["no exchange is over", *damage], ended
     state = "finished" if place.finished else "not finished"
     spent = f", ε = {last['epsilon']:.4g} so far" if "epsilon" in last else ""
-    place_of_it = f"round {last['round']}, exchange {last['exchange']}"
-    said = [f"{state}; last: {place_of_it}, {len(last['answered'])} replied{spent}"]
+    where = f"round {last['round']}, exchange {last['exchange']}"
+    said = [f"{state}; last: {where}, {len(last['answered'])} replied{spent}"]
     for client, (round, why) in sorted(absent.items()):
         never = "" if client in replied else " (it has never counted)"
         said += [f"client {client}, round {round}: {why.why}{never}", f"    {why.code.who}: {why.code.how}"]

@@ -7,7 +7,7 @@ import re
 import time
 import tomllib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -52,14 +52,13 @@ def require_free(path: Path) -> None:
 
 COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "seconds")  # columns that every row has
 LARGEST = 1e300  # of a cost: sums of some are floats yet
-KINDS = {  # of what a summary says
-    ("task", "algorithm", "metric", "stopped"): lambda value: isinstance(value, str),
-    ("data",): lambda value: isinstance(value, str | None),
-    ("seed", "rounds", "best_round"): lambda value: type(value) is int and 0 <= value <= LARGEST,
-    ("seconds_in_rounds", "seconds_compiling_this_time", "seconds_this_time"): lambda value: (
-        is_number(value) and 0 <= value <= LARGEST
-    ),
-    ("final", "best", "delta"): is_number,
+SECONDS = ("seconds_in_rounds", "seconds_compiling_this_time", "seconds_this_time")
+KINDS: dict[str, Callable[[Any], bool]] = {  # of what a summary says
+    **dict.fromkeys(("task", "algorithm", "metric", "stopped"), lambda value: isinstance(value, str)),
+    "data": lambda value: isinstance(value, str | None),
+    **dict.fromkeys(("seed", "rounds", "best_round"), lambda value: type(value) is int and 0 <= value <= LARGEST),
+    **dict.fromkeys(SECONDS, lambda value: is_number(value) and 0 <= value <= LARGEST),
+    **dict.fromkeys(("final", "best", "delta"), is_number),
 }
 
 
@@ -228,7 +227,7 @@ def load_run(path: str | Path) -> LoadedRun:
     with as_damage(folder.ledger):
         ledger = asdict(Ledger.of(read_json(folder.ledger.read_text(encoding="utf-8"))))
     with as_damage(folder.summary):
-        summary = _checked(read_json(folder.summary.read_text(encoding="utf-8")))
+        summary = _whole(read_json(folder.summary.read_text(encoding="utf-8"), KINDS))
         history = History.of(history.rows, summary["larger_is_better"])
     with as_damage(folder.history):
         for row in (*history.rows, summary["last_row"]):
@@ -248,14 +247,9 @@ def as_damage(file: Path) -> Iterator[None]:
         raise ConfigurationError(f"{file} is damaged: {in_a_line(error)}") from error
 
 
-def _checked(summary: Any) -> dict[str, Any]:
-    """A summary in which everything has its type. ValueError or LookupError: it is none."""
-    require_object(summary, "the outcome of a run (task, algorithm, …)")
-    for names, fits in KINDS.items():
-        for name in names:
-            if name not in summary:
-                raise ValueError(f"it has no {name}; another version may have written it")
-            if not fits(summary[name]):
-                raise ValueError(f"{name} is {str(summary[name])!r}")
+def _whole(summary: dict[str, Any]) -> dict[str, Any]:
+    """A summary that has everything. ValueError or LookupError: it has not."""
+    if lacking := [name for name in KINDS if name not in summary]:
+        raise ValueError(f"it has no {lacking[0]}; another version may have written it")
     last = History.of([summary["last_row"]], summary.get("larger_is_better"))
     return {**summary, "last_row": last.rows[0], "larger_is_better": last.directions}

@@ -143,15 +143,23 @@ Tasks = SimpleQueue[Callable[[], None] | None]
 """Tasks of a thread, in order; None ends it."""
 
 
+TICK = 0.05  # seconds between two looks at the memory of a task
+
+
 class TimeLimit:
     """Runs a task in a worker thread, and waits for it at most `seconds`; the next task has to wait for it.
 
-    One daemon thread serves all tasks: it starts with the first task and ends with this object. A task that overran
-    cannot be stopped. Its thread ends with it, and the next task gets a new thread.
+    One daemon thread serves all tasks: it starts with the first task and ends with this object. The thread of a task
+    that overran ends with it, and the next task gets a new thread.
+
+    Args:
+        what: the task, in words.
+        memory: bytes by which the process may grow meanwhile (Linux). A task that passes these limits is then stopped,
+            at its next line of Python. None: there is no limit, and a task that overran is left to itself.
     """
 
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
+    def __init__(self, seconds: float, what: str = "the phase", memory: int | None = None) -> None:
+        self.seconds, self.what, self.memory = seconds, what, memory
         self.thread: threading.Thread | None = None
         self.tasks: Tasks | None = None  # of a thread that takes further tasks
         self.done = threading.Event()  # the latest task has ended
@@ -161,10 +169,10 @@ class TimeLimit:
         """Return what `task` returns, or raise what it raises.
 
         Raises:
-            Refusal: the task overran the limit, or an earlier task that did still runs.
+            Refusal: the task overran a limit, or an earlier task that did still runs.
         """
         if not self.done.is_set() and self.thread is not None and self.thread.is_alive():
-            raise Refusal(Code.LATE, f"a phase that was given up after {self.seconds:g} s still runs at this client")
+            raise Refusal(Code.LIMIT, f"{self.what} was given up, and still runs at this client")
         self.done = done = threading.Event()
         outcome: list[T | BaseException] = []
 
@@ -178,13 +186,29 @@ class TimeLimit:
 
         tasks = self.started()
         tasks.put(run)
-        if not done.wait(self.seconds):
+        if why := self.overrun(done):
             tasks.put(None)
             self.tasks = None
-            raise Refusal(Code.LATE, f"the phase takes longer than this client's limit of {self.seconds:g} s")
+            if self.memory is not None and self.thread is not None:
+                thread, stop = ctypes.c_ulong(self.thread.ident or 0), ctypes.py_object(SystemExit)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, stop)
+            raise Refusal(Code.LIMIT, f"{self.what} takes {why}")
         if isinstance(outcome[0], BaseException):
             raise outcome[0]
         return outcome[0]
+
+    def overrun(self, done: threading.Event) -> str:
+        """Wait until the task is done or has passed a limit, which is returned in words."""
+        late, end = f"longer than this client's limit of {self.seconds:g} s", time.monotonic() + self.seconds
+        if self.memory is None:
+            return "" if done.wait(self.seconds) else late
+        before = resident()
+        while not done.wait(TICK):
+            if time.monotonic() >= end:
+                return late
+            if resident() - before > self.memory:
+                return f"more memory than this client's limit of {self.memory} bytes"
+        return ""
 
     def started(self) -> Tasks:
         """Return the tasks of a running thread, which is started if there is none (in a forked process there is
@@ -202,47 +226,6 @@ def serve(tasks: Tasks) -> None:
     while (task := tasks.get()) is not None:
         task()
         del task
-
-
-TICK = 0.05  # seconds between two looks at what is being made
-GIVEN_UP: list[threading.Thread] = []
-"""What made a site beyond its limits, and may not have stopped yet."""
-
-
-def make_within(limits: Limits, make: Callable[[], T]) -> T:
-    """Return what `make` returns, a site, or raise what it raises. What passes the limits is stopped, at its next line
-    of Python.
-
-    Raises:
-        Refusal: it takes longer or more memory than the limits allow, or what was stopped before still runs.
-    """
-    GIVEN_UP[:] = [thread for thread in GIVEN_UP if thread.is_alive()]
-    if GIVEN_UP:
-        raise Refusal(Code.LATE, "making this client was given up, and has not stopped yet")
-    outcome: list[T | BaseException] = []
-
-    def run() -> None:
-        try:
-            outcome.append(make())
-        except BaseException as error:  # noqa: BLE001  handed on to the caller's thread
-            outcome.append(error)
-
-    thread = threading.Thread(target=run, name="fedbilevel-making", daemon=True)
-    until, memory, why = time.monotonic() + limits.max_seconds, resident(), ""
-    thread.start()
-    while thread.is_alive() and not why:
-        thread.join(TICK)
-        if resident() - memory > limits.max_memory:
-            why = f"more memory than its limit of {limits.max_memory} bytes"
-        elif time.monotonic() > until:
-            why = f"longer than its limit of {limits.max_seconds:g} s"
-    if outcome:
-        if isinstance(outcome[0], BaseException):
-            raise outcome[0]
-        return outcome[0]
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
-    GIVEN_UP.append(thread)
-    raise Refusal(Code.LIMIT, f"making this client takes {why}")
 
 
 def resident() -> int:

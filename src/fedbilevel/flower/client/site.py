@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary, ref
@@ -36,7 +36,7 @@ from fedbilevel.engines.machine import keep_on_disk_if_possible
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower import wire
-from fedbilevel.flower.client.limits import Limits, TimeLimit, make_within
+from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.store import ContextStore, FolderStore, Store, Versions
 from fedbilevel.flower.privacy import PrivacyGuard, released, without_replies
 from fedbilevel.flower.refusal import OPERATOR, Code, Refusal
@@ -425,6 +425,7 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
         keep_on_disk_if_possible()  # Flower's stock SuperNode starts a new process for every message
     app = ClientApp()
     runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> its latest runtime, and what it was made for
+    makings: dict[int, TimeLimit] = {}  # node -> the limit on making it, where that has failed
 
     @app.query(wire.ACTION)
     def respond(message: Message, context: Context) -> Message:
@@ -433,8 +434,11 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
             wanted = context.run_id, context.run_config, context.node_config
             made, runtime = runtimes.get(context.node_id, (None, None))
             if runtime is None or made != wanted:
-                new = in_precision_of_here(lambda: ClientRuntime(make(context.run_config, context.node_config)))
-                runtime = make_within(Limits.of(context.node_config), new)
+                limits, new = Limits.of(context.node_config), partial(make, context.run_config, context.node_config)
+                making = TimeLimit(limits.max_seconds, "making this client", limits.max_memory)
+                making = makings.setdefault(context.node_id, making)
+                runtime = making.run(in_precision_of_here(lambda: ClientRuntime(new())))
+                del makings[context.node_id]
                 runtimes[context.node_id] = wanted, runtime
             said = wire.encode(runtime.respond(request, ContextStore(context.state)))
         except Exception as error:  # noqa: BLE001  said and sent

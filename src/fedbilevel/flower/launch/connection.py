@@ -89,11 +89,8 @@ def why_refused(response: httpx.Response, keyed: bool) -> str:
     where the key is not the site's."""
     code = re.search(r'"code": ?(\d+)', response.text)
     if code is None:
-        unsigned = (
-            response.status_code == httpx.codes.UNAUTHORIZED
-        )  # Flower looks at the time before it looks for the key
-        stranger = f"what listens at {response.url.netloc.decode()} is no SuperLink (HTTP {response.status_code})"
-        return (why_untimely(response) if unsigned else "") or stranger
+        why = why_untimely(response) if response.status_code == httpx.codes.UNAUTHORIZED else ""
+        return why or f"what listens at {response.url.netloc.decode()} is no SuperLink (HTTP {response.status_code})"
     if int(code[1]) == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL:
         return ""
     if int(code[1]) != ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
