@@ -53,7 +53,7 @@ from fedbilevel.experiments.spec import Component, Spec, configure, fields_of
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.tasks import Task
-from fedbilevel.wording import read_json
+from fedbilevel.wording import in_a_line, read_json
 
 if TYPE_CHECKING:
     from fedbilevel.flower import Site
@@ -263,7 +263,12 @@ def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
         if name not in known:
             raise unknown("name in the run configuration", name, known)
     before = spec.task.name, spec.algorithm.name
-    spec = configure(spec.tables(), settings=shlex.split(str(config.get("settings", ""))))
+    try:
+        settings = shlex.split(str(config.get("settings", "")))
+    except ValueError as error:
+        text = f"settings = {config['settings']!r} are not FIELD=VALUE … as in a shell: {in_a_line(error)}"
+        raise ConfigurationError(text) from error
+    spec = configure(spec.tables(), settings=settings)
     after = spec.task.name, spec.algorithm.name
     require(after == before, "settings", after, f"of the app's own task and algorithm, {before}: a name is code to run")
     require_real(spec)
