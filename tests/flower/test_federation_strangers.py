@@ -54,7 +54,7 @@ def test_a_supernode_without_a_registered_key(trial, tmp_path):
     assert "connected to the SuperLink" not in text
 
 
-@pytest.mark.parametrize("wrong", [{"phase": "init_client"}, {"contract": "0" * 32}, {"work": 10**6}], ids=str)
+@pytest.mark.parametrize("wrong", [{"phase": "init_client"}, {"contract": "0" * 32}, {"own": '{"steps": 9}'}], ids=str)
 def test_a_message_that_no_client_answers(wrong, trial):
     """All clients refuse it; asked rightly they answer, and what they keep is as if it had not come."""
     with written(trial, 0) as log:
