@@ -150,7 +150,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     """Make the client of this node: its samples, its limits, its privacy, and the phases that it serves."""
     from fedbilevel.flower import Site
 
-    apps, spec = spec, configured(spec, run_config)
+    of_app, spec = spec, configured(spec, run_config)
     known = fields_of(spec.task.name, spec.algorithm.name)["task"]
     for name in node_config:
         if name not in NODE and name not in known:
@@ -159,7 +159,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     client = node.get("partition_id", -1)
     require(client >= 0, "node configuration: partition-id", node_config.get("partition-id"), "its number, from 0")
     own = {name: value for name, value in node_config.items() if name in known and name not in NODE}
-    check_settable(apps, spec, own, node.get("settable", SETTABLE))
+    check_settable(of_app, spec, own, node.get("settable", SETTABLE))
     try:
         task = seen_by(spec.replace(task=own) if own else spec, client)
     except (DataError, OSError) as error:
@@ -189,17 +189,21 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     )
 
 
-def check_settable(apps: Spec, spec: Spec, own: Collection[str], settable: str) -> None:
+def check_settable(of_app: Spec, spec: Spec, own: Collection[str], settable: str) -> None:
     """Refuse what a server has set in the spec of the app, unless `settable` names it; fields of the task that the site
     sets itself, `own`, are not the server's.
 
     Raises:
-        Refusal: it has set another field.
+        ConfigurationError: `settable` names no field.
+        Refusal: the server has set another field.
     """
     before, after = (
         {f"{section}.{name}": value for section, table in each.tables().items() for name, value in table.items()}
-        for each in (apps, spec)
+        for each in (of_app, spec)
     )
+    for pattern in settable.split():
+        if not any(fnmatchcase(path, pattern) for path in (*after, "clients.*")):
+            raise unknown("field in settable", pattern, after)
     allowed = [*settable.split(), *(f"task.{name}" for name in own)]
     others = [path for path in {**before, **after} if not any(fnmatchcase(path, pattern) for pattern in allowed)]
     changed = [path for path in others if before.get(path) != after.get(path)]

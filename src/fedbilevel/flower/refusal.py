@@ -32,7 +32,7 @@ class Code(Enum):
     SILENT = "silent", SITE, "set tell-metrics in its node configuration, if it may; else nothing is wrong"
     NUMBERS = "numbers", OPERATOR, "lower the step sizes; fb.diagnose suggests some"
     CONTRACT = "contract", EITHER, "give both sides the same app and the same version of fedbilevel"
-    SHAPES = "shapes", EITHER, "compare the site's data and fields of the task with what the server expects"
+    SHAPES = "shapes", EITHER, "compare the site's data, fields of the task and JAX_ENABLE_X64 with the server's"
     METHOD = "method", OPERATOR, "choose a method or fields that bear it"
     KEY = "key", OPERATOR, "compare client-keys with the key that the node has registered"
     PLACE = "place", SITE, "correct its partition-id, or stop the other node of that number"
