@@ -1,5 +1,9 @@
 """Does a saved result come back whole, and do the ready-made callbacks stop when they say?"""
 
+import io
+import zipfile
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +12,8 @@ import pytest
 import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.errors import CheckpointError
+from fedbilevel.engines import checkpoint
+from fedbilevel.engines.history import Best
 
 
 def result(rows=(), **entries):
@@ -37,6 +43,97 @@ def test_a_result_of_another_model_is_refused(tmp_path):
         fb.Result.load(tmp_path / "result.npz", saved.x, jnp.zeros(2))
     with pytest.raises(CheckpointError, match="another model"):
         fb.Result.load(tmp_path / "result.npz", {"other": jnp.zeros(2)}, saved.y)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        jnp.arange(3.0),
+        {"w": [jnp.ones((2, 3)), (jnp.zeros(()), None)], "half": jnp.ones(2, jnp.bfloat16)},
+        (jnp.ones(1), jnp.zeros((0, 2))),
+    ],
+)
+def test_a_file_knows_how_x_and_y_are_built(x, tmp_path):
+    best = Best(jax.tree.map(lambda leaf: leaf + 1, x), None, 2, "loss", 0.5)
+    saved = result(x=x, y=None, best=best)
+    saved.save(tmp_path / "result.npz")
+    got = fb.Result.load(tmp_path / "result.npz")
+    for ours, theirs in ((got.x, x), (got.best.x, best.x)):
+        assert jax.tree.structure(ours) == jax.tree.structure(theirs)
+        for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(theirs), strict=True):
+            assert a.dtype == b.dtype
+            np.testing.assert_array_equal(a, b)
+    assert (got.y, got.best.y, got.best[2:]) == (None, None, (2, "loss", 0.5))
+
+
+class Pair(NamedTuple):
+    a: jax.Array
+
+
+@pytest.mark.parametrize("x", [{"w": jnp.ones(2), "depth": 2}, Pair(jnp.ones(2)), {1: jnp.ones(2)}])
+def test_a_file_without_an_outline_asks_for_x0_and_y0(x, tmp_path):
+    """Fixed leaves and nodes of other classes are in no file."""
+    saved = result(x=x)
+    saved.save(tmp_path / "result.npz")
+    with pytest.raises(CheckpointError, match=r"result\.npz does not say how .* Give x0 and y0 of the run as well"):
+        fb.Result.load(tmp_path / "result.npz")
+    assert jax.tree.structure(fb.Result.load(tmp_path / "result.npz", x, saved.y).x) == jax.tree.structure(x)
+
+
+def test_float64_is_not_rounded_in_silence(tmp_path):
+    result(x=jnp.ones(2)).save(tmp_path / "result.npz")
+    with jax.enable_x64(False), pytest.raises(CheckpointError, match=r"holds float64, .*jax_enable_x64"):
+        fb.Result.load(tmp_path / "result.npz")
+
+
+ONE = ["dict", ["x"], ["array"]]
+
+
+@pytest.mark.parametrize(
+    "outline",
+    [
+        "tree",
+        7,
+        [],
+        ["set", [], []],
+        ["dict", ["x"], []],
+        ["dict", [["x"]], ["array"]],
+        ["list", [], ["array"]],
+        True,
+        ONE,
+    ],
+)
+def test_an_outline_that_save_does_not_write_is_refused(outline, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "_outline", lambda tree: outline)
+    result(x=jnp.ones(2), y=None).save(tmp_path / "result.npz")
+    with pytest.raises(CheckpointError, match=r"is not a readable checkpoint|belongs to another"):
+        fb.Result.load(tmp_path / "result.npz")
+
+
+def test_a_shape_beyond_the_file_takes_no_memory(tmp_path):
+    path, claim = tmp_path / "result.npz", io.BytesIO()
+    np.lib.format.write_array_header_1_0(claim, {"descr": "<f8", "fortran_order": False, "shape": (10**12,)})
+    result(x=jnp.ones(2), y=None).save(path)
+    with zipfile.ZipFile(path) as archive:
+        entries = {entry.filename: archive.read(entry) for entry in archive.infolist()}
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in (entries | {"['x'].npy": claim.getvalue()}).items():
+            archive.writestr(name, content)
+    with pytest.raises(CheckpointError, match=r"\['x'\] is no array of floating numbers, or shorter than its shape"):
+        fb.Result.load(path)
+
+
+def test_checkpoints_and_results_are_told_apart(tmp_path):
+    start = fb.Clients(np.ones((2, 3))), 0.5, 0.5
+    problem = fb.Bilevel(lambda x, y, b: (x * y - b.mean()) ** 2, lambda x, y, b: (y - x) ** 2)
+    options = {"rounds": 1, "checkpoint": tmp_path / "run.npz", "engine": fb.Reference()}
+    fb.solve(fb.FedBiO(), problem, *start, **options).save(tmp_path / "result.npz")
+    with pytest.raises(
+        CheckpointError, match=r"run\.npz holds no result .* continued by fb\.solve\(…, checkpoint='.*run"
+    ):
+        fb.Result.load(tmp_path / "run.npz")
+    with pytest.raises(CheckpointError, match=r"result\.npz holds a result: a run is continued from its checkpoint"):
+        fb.solve(fb.FedBiO(), problem, *start, **options | {"checkpoint": tmp_path / "result.npz"}, resume=True)
 
 
 def told(callback, values, metric="m"):

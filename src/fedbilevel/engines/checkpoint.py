@@ -1,6 +1,7 @@
 """Saving and loading trees of arrays: atomic, checked, and never a pickle."""
 
 import json
+import math
 import os
 import zipfile
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import IO, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 
 from fedbilevel.core.errors import CheckpointError, FedbilevelError
 from fedbilevel.core.tree import PyTree
@@ -21,17 +23,19 @@ META = "__meta__"
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
-def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False) -> None:
+def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False, outlined: bool = False) -> None:
     """Write the leaves of `tree` and the JSON object `meta`, so that `path` is at any moment whole, old or new.
 
-    `keep`: what stood at `path` before is then at `previous(path)`.
+    `keep`: what stood at `path` before is then at `previous(path)`. `outlined`: the file says how dicts, lists and
+    tuples hold the leaves, for `own_shapes`, if `tree` has no other nodes.
 
     Raises:
         CheckpointError: no space, no permission; what stood at `path` before still does.
     """
     arrays = {_name(p): np.asarray(_plain(leaf)) for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     dtypes = {name: str(array.dtype) for name, array in arrays.items()}  # NumPy's format knows no bfloat16
-    arrays[META] = np.frombuffer(json.dumps({"meta": meta, "dtypes": dtypes}).encode(), np.uint8)
+    header = {"meta": meta, "dtypes": dtypes, "outline": _outline(tree) if outlined else None}
+    arrays[META] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays), previous(path) if keep else None)
 
 
@@ -80,7 +84,7 @@ def load(path: Path, like: PyTree, part: bool = False) -> tuple[PyTree, dict[str
     """
     expected = {_name(place): _plain(leaf) for place, leaf in jax.tree_util.tree_leaves_with_path(like)}
     with as_checkpoint_error(path), _opened(path) as archive:
-        meta, dtypes = _header(archive)
+        meta, dtypes, _ = _header(archive)
         stored = {name.removesuffix(".npy") for name in archive.namelist()} - {META}
         if odd := sorted(set(expected) - stored if part else set(expected) ^ stored):
             raise CheckpointError(f"{path} belongs to another model or algorithm: it differs in {', '.join(odd[:5])}")
@@ -91,6 +95,33 @@ def load(path: Path, like: PyTree, part: bool = False) -> tuple[PyTree, dict[str
         return jax.random.wrap_key_data(restored, impl=jax.random.key_impl(leaf)) if is_key(leaf) else restored
 
     return jax.tree_util.tree_map_with_path(restore, like), meta
+
+
+def own_shapes(path: Path) -> PyTree:
+    """Return the tree that a file says it holds, of floating arrays, with their shapes and dtypes, to `load` it.
+
+    Raises:
+        CheckpointError: not a checkpoint, one without an outline, or of float64 where JAX has none.
+    """
+
+    def shape_of(place: Any, _: str) -> jax.ShapeDtypeStruct:
+        name = _name(place)
+        with archive.open(f"{name}.npy") as file:
+            shape, stored = _head(file)
+        dtype, size = jnp.dtype(dtypes[name]), math.prod(shape) * stored.itemsize
+        if not jnp.issubdtype(dtype, jnp.floating) or size > archive.getinfo(f"{name}.npy").file_size:
+            raise ValueError(f"{name} is no array of floating numbers, or shorter than its shape")
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            text = f'{path} holds {dtype}, which JAX has after jax.config.update("jax_enable_x64", True) alone'
+            raise CheckpointError(text)
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    with as_checkpoint_error(path), _opened(path) as archive:
+        _, dtypes, outline = _header(archive)
+        if outline is None:
+            text = f"{path} does not say how its arrays belong together: it holds a model of another library, or an "
+            raise CheckpointError(f"{text}earlier version has written it. Give x0 and y0 of the run as well")
+        return jax.tree_util.tree_map_with_path(shape_of, _outlined(outline))
 
 
 def load_meta(path: Path) -> dict[str, Any]:
@@ -131,14 +162,37 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
         yield archive
 
 
-def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str]]:
-    """Read what `save` was given beside the arrays, and the arrays' dtypes."""
+def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str], Any]:
+    """Read what `save` was given beside the arrays, the arrays' dtypes, and the outline of the tree."""
     if f"{META}.npy" not in archive.namelist():
         raise ValueError("it was not written by this library")
     with archive.open(f"{META}.npy") as file:
         _head(file)
         header = json.loads(file.read())
-    return dict(header["meta"]), dict(header["dtypes"])
+    return dict(header["meta"]), dict(header["dtypes"]), header.get("outline")
+
+
+def _outline(tree: PyTree) -> Any:
+    """Describe a tree of dicts, lists and tuples by values of JSON; None where it has other nodes."""
+    if isinstance(tree, Array | np.ndarray):
+        return "array"
+    if tree is None:
+        return "none"
+    kind = type(tree)
+    keys = list(tree) if kind is dict else []
+    if kind not in (dict, list, tuple) or not all(isinstance(key, str) for key in keys):
+        return None
+    parts = [_outline(part) for part in (tree.values() if keys else tree)]
+    return None if None in parts else [kind.__name__, keys, parts]
+
+
+def _outlined(outline: Any) -> PyTree:
+    """Make the tree that `_outline` describes, with "array" in place of each array."""
+    if outline in ("array", "none"):
+        return outline if outline == "array" else None
+    kind, keys, parts = outline
+    made = [_outlined(part) for part in parts]
+    return dict(zip(keys, made, strict=True)) if kind == "dict" else {"list": list, "tuple": tuple}[kind](made)
 
 
 def _leaf(archive: zipfile.ZipFile, path: Path, name: str, dtype: str, expected: Any) -> np.ndarray:

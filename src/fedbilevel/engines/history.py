@@ -17,10 +17,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 
 from fedbilevel.core.card import Card, Shown, counted, described, listed, span
-from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
+from fedbilevel.core.errors import CheckpointError, ConfigurationError, require, require_count, unknown
 from fedbilevel.core.metrics import best, larger_is_better, metric_of, require_direction, text
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.display.curves import draw_history
@@ -269,19 +270,35 @@ class Result(Shown):
         return f"Result: {self.round:,} of {self.rounds:,} rounds{why}"
 
     @classmethod
-    def load(cls, path: str | Path, x0: PyTree, y0: PyTree) -> Result:
-        """Read what `save` wrote; x0 and y0 give the structures of x and y (their values do not matter)."""
-        like, best = _variables(x0, y0), None
-        noted = checkpoint.load_meta(Path(path)).get("best")
-        tree, meta = checkpoint.load(Path(path), like | ({"best": like} if noted else {}))
+    def load(cls, path: str | Path, x0: PyTree = None, y0: PyTree = None) -> Result:
+        """Read what `save` wrote.
+
+        Args:
+            path: the file.
+            x0, y0: where the run started, which give the structures of x and y (their values do not matter); needed
+                where these are models of other libraries or hold more than floating arrays.
+
+        Raises:
+            CheckpointError: there is no such file, it holds something else, or it does not fit x0 and y0.
+        """
+        path, best = Path(path), None
+        noted = checkpoint.load_meta(path)
+        if "rounds" not in noted:
+            how = f"a checkpoint of a run is continued by fb.solve(…, checkpoint={str(path)!r}, resume=True)"
+            raise CheckpointError(f"{path} holds no result that Result.save wrote; {how}")
+        given = _variables(x0, y0)
+        like = given | ({"best": given} if noted.get("best") else {})
+        tree, meta = checkpoint.load(path, checkpoint.own_shapes(path) if x0 is None else like)
 
         def whole(part: dict[str, PyTree]) -> tuple[PyTree, PyTree]:
+            if x0 is None:
+                return part["x"], part["y"]
             return join(part["x"], split(x0)[1]), join(part["y"], split(y0)[1])
 
-        x, y = whole(tree)
-        with checkpoint.as_checkpoint_error(Path(path)):
-            if noted:
-                round, column, value = noted
+        with checkpoint.as_checkpoint_error(path):
+            x, y = whole(tree)
+            if meta.get("best"):
+                round, column, value = meta["best"]
                 best = Best(*whole(tree["best"]), int(round), str(column), float(value))
             return cls(
                 x,
@@ -297,6 +314,7 @@ class Result(Shown):
 
     def save(self, path: str | Path) -> None:
         """Write x, y, history and ledger to a .npz file, atomically; `Result.load` reads it back."""
+        fixed = jax.tree.leaves((split(self.x)[1], split(self.y)[1]))
         meta = {
             "history": self.history.rows,
             "larger_is_better": self.history.directions,
@@ -308,7 +326,7 @@ class Result(Shown):
             "best": self.best and self.best[2:],
         }
         best = {} if self.best is None else {"best": _variables(self.best.x, self.best.y)}
-        checkpoint.save(Path(path), _variables(self.x, self.y) | best, meta)
+        checkpoint.save(Path(path), _variables(self.x, self.y) | best, meta, outlined=not fixed)
 
 
 Callback = Callable[[Result, Row | None], str | None]

@@ -408,6 +408,8 @@ class Loop:
         is of another algorithm, the error names both."""
         x, held = carry.state.x if carry.local_x is None else carry.local_x, files.load_meta(copy)
         best = (x, carry.state.y) if held.get("best") else None
+        if "rounds" in held:
+            raise CheckpointError(f"{self.plan.path} holds a result: a run is continued from its checkpoint alone")
         try:
             if force and held.get("diverged") and best and self.simulated:
                 bare = carry._replace(state=None, clients=None, queues=None, local_x=None)
