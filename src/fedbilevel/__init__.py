@@ -3,6 +3,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import fedbilevel.core.forked  # noqa: F401  (notes forks from now on, and imports no JAX)
+
 if TYPE_CHECKING:
     from fedbilevel.algorithms import *  # noqa: F403
     from fedbilevel.public import *  # noqa: F403

@@ -1,5 +1,7 @@
 """Estimators against closed forms, scikit-learn and NumPy; what they refuse; how they fit into scikit-learn."""
 
+import warnings
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -7,13 +9,13 @@ import sklearn
 from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import LeaveOneGroupOut, cross_val_score
+from sklearn.model_selection import GroupKFold, LeaveOneGroupOut, cross_val_score
 from sklearn.pipeline import make_pipeline
 
 import fedbilevel as fb
 from fedbilevel.data.clients import dealt
 from fedbilevel.engines.solve import solve
-from fedbilevel.errors import ConfigurationError
+from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.population import Population
 from implicit import implicit_gradient
@@ -52,6 +54,42 @@ def test_ridge_with_given_penalties_is_that_of_the_pooled_rows(table, penalties)
     np.testing.assert_allclose(model.intercept_, b, rtol=1e-8)
     np.testing.assert_allclose(model.predict(rows), rows @ w + b, rtol=1e-8)
     assert model.history_ is None
+
+
+@pytest.mark.parametrize("unit", [2.0**300, 2.0**-300])
+def test_a_target_in_another_unit_has_the_same_penalties(unit, table):
+    """To the bit, as powers of two round nothing: coefficients grow with the unit, and losses with its square."""
+    model, other = (fb.estimators.Ridge(rounds=20).fit(table[0], table[1] * one, groups=SITES) for one in (1.0, unit))
+    np.testing.assert_array_equal(other.penalties_, model.penalties_)
+    np.testing.assert_array_equal(other.coef_, model.coef_ * unit)
+    assert other.intercept_ == model.intercept_ * unit
+    np.testing.assert_array_equal(other.history_["outer_loss"], model.history_["outer_loss"] * unit**2)
+
+
+def test_fit_without_sites_warns_and_says_what_reaches_it(table):
+    """scikit-learn hands the groups of a cross-validation to the splitter alone."""
+    rows, target = table
+    ridge, every = fb.estimators.Ridge(penalties=0.01), GroupKFold(3)
+    with pytest.warns(
+        DataWarning, match=r"Ridge\.fit got no groups, .*enable_metadata_routing.*set_fit_request\(groups"
+    ):
+        cross_val_score(ridge, rows, target, groups=SITES, cv=every)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert ridge.fit(rows, target, groups=np.zeros(200)).sites_.tolist() == [0]
+    cox = fb.estimators.CoxRegression(penalties=0.01).fit(ROWS, CENSORED, groups=TARGET)
+    with pytest.warns(DataWarning, match=r"CoxRegression\.score got no groups"):
+        cox.score(ROWS, CENSORED)
+
+
+def test_sites_and_classes_that_are_spelled_alike_are_named():
+    with pytest.warns(
+        DataWarning, match=r"groups has names that differ by blanks or case alone.*: 'North', 'north '\."
+    ):
+        model = fb.estimators.Ridge(penalties=1.0).fit(ROWS, TARGET, groups=["North", "north "] * 4)
+    assert model.sites_.tolist() == ["North", "north "]
+    with pytest.warns(DataWarning, match=r"y has names .*: 'Ill', 'ill'"), pytest.raises(ValueError, match="3 classes"):
+        fb.estimators.LogisticRegression().fit(ROWS, ["ill", "Ill", "well", "well"] * 2, groups=np.zeros(8))
 
 
 def test_ridge_ends_at_its_own_penalties_solution(ridge, table):
@@ -196,7 +234,7 @@ def test_cox_regression_recovers_the_coefficients(survival):
 def test_concordance_is_of_pairs_of_a_site():
     """Pairs: (0, 1) is in order, (0, 2) tied, (3, 4) out of order; 1 is censored, and b's rows meet none of a's."""
     model = fb.estimators.CoxRegression(penalties=0.1)
-    model.fit(np.arange(5.0)[:, None], np.ones((5, 2)))
+    model.fit(np.arange(5.0)[:, None], np.ones((5, 2)), groups=np.zeros(5))
     model.coef_ = np.array([1.0])
     rows = np.array([[2.0], [1.0], [2.0], [0.0], [3.0]])
     target = np.array([[1, 1], [2, 0], [3, 0], [1, 1], [2, 1]])
@@ -204,34 +242,68 @@ def test_concordance_is_of_pairs_of_a_site():
 
 
 ROWS, TARGET = np.arange(24.0).reshape(8, 3) % 5, np.arange(8) % 2
+ONE_SITE = {"groups": np.zeros(8)}
+CENSORED = np.column_stack([np.arange(1.0, 9), TARGET])
+
+
+def with_cell(value):
+    rows = ROWS.copy()
+    rows[2, 1] = value
+    return rows
 
 
 @pytest.mark.parametrize(
     ("model", "fields", "arguments", "words"),
     [
         ("Ridge", {}, (ROWS, None), "requires y to be passed"),
-        ("Ridge", {}, (np.where(ROWS == 4, np.nan, ROWS), TARGET), r"column 0 of X = 'a gap .* Preparer fills gaps"),
-        ("Ridge", {}, (ROWS, np.where(TARGET, np.nan, 1)), r"y = 'a gap or infinity'"),
-        ("Ridge", {}, (ROWS, TARGET, ["a"] * 7), "inconsistent numbers of samples"),
-        ("Ridge", {}, (ROWS, TARGET, ["a"] * 7 + [None]), r"groups = 'a gap' .* the site of each row"),
+        ("Ridge", {}, (np.where(ROWS == 4, np.nan, ROWS), TARGET), r"column 0 of X, row 3 = 'a gap' .* Preparer fill"),
+        ("Ridge", {}, (with_cell(np.inf), TARGET), r"column 1 of X, row 2 = inf"),
+        ("Ridge", {}, (with_cell(1.7e308), TARGET), r"column 1 of X, row 2 = 1\.7e\+308 .* from -1e\+100 to 1e\+100"),
+        ("CoxRegression", {}, (with_cell(-1e155), CENSORED), r"column 1 of X, row 2 = -1e\+155"),
+        (
+            "LogisticRegression",
+            {},
+            (ROWS * 1e-155, TARGET),
+            r"deviation of column 0 of X = 'below 1e-100' .* smaller unit",
+        ),
+        ("Ridge", {}, (ROWS, TARGET * 1e155), r"y, row 1 = 1e\+155"),
+        ("Ridge", {}, (ROWS, TARGET * 5e-324), r"standard deviation of y = 'below 1e-100'"),
+        ("Ridge", {}, (ROWS, np.where(TARGET, np.nan, 1)), r"y, row 1 = 'a gap' .* rows without a target"),
+        ("Ridge", {}, (ROWS, [0, pd.NA] * 4), r"y, row 1 = 'a gap'"),
+        ("Ridge", {}, (ROWS, ["a"] * 8), r"y must hold numbers: could not convert string to float"),
+        ("Ridge", {}, (ROWS, np.arange(8).astype("M8[D]")), r"type of y = 'datetime64\[D\]' .* numbers"),
+        ("LogisticRegression", {}, (ROWS, ["a", pd.NA] * 4), r"y, entry 1 = 'a gap' .* the class of each row"),
+        ("LogisticRegression", {}, (ROWS, np.where(TARGET, np.nan, 1)), r"y, entry 1 = 'a gap'"),
+        (
+            "CoxRegression",
+            {},
+            (ROWS, [[1, 1], [pd.NA, 0]] * 4),
+            r"times = \[nan, nan, nan, nan\] .* finite, and 0 or later",
+        ),
+        ("CoxRegression", {}, (ROWS, CENSORED * [np.inf, 1]), r"times = \[inf, "),
+        ("Ridge", {}, (ROWS, TARGET, ["a"] * 7), r"groups = \(7,\) .* the site of each row.*, 8 in all"),
+        ("Ridge", {}, (ROWS, TARGET, ["a"] * 7 + [None]), r"groups, entry 7 = 'a gap' .* the site of each row"),
+        ("Ridge", {}, (ROWS, TARGET, pd.array(["a", pd.NA] * 4, dtype="string")), r"groups, entry 1 = 'a gap'"),
+        ("Ridge", {}, (ROWS, TARGET, ["a", 1] * 4), r"groups = 'int and str' .* of one type, .*groups\.astype\(str\)"),
         ("Ridge", {"cv": 1}, (ROWS, TARGET), r"cv = 1 is not allowed: it must be 2 to 8"),
         ("Ridge", {"cv": 9}, (ROWS, TARGET), r"cv = 9"),
         ("Ridge", {"random_state": -1}, (ROWS, TARGET), r"random_state = -1 .* a whole number from 0 on"),
         ("Ridge", {"rounds": 0}, (ROWS, TARGET), r"rounds = 0"),
         ("Ridge", {"penalties": -1.0}, (ROWS, TARGET), r"penalties = -1.0 .* None, a number from 0 on, or 3 of them"),
         ("Ridge", {"penalties": [1, 2]}, (ROWS, TARGET), r"penalties = \[1, 2\]"),
-        ("Ridge", {"penalty_groups": ["a", "b"]}, (ROWS, TARGET), r"penalty_groups = .* 3 labels, one for each"),
+        ("Ridge", {"penalties": "auto"}, (ROWS, TARGET), r"penalties must hold numbers"),
+        ("Ridge", {"penalty_groups": ["a", "b"]}, (ROWS, TARGET), r"penalty_groups = \(2,\) .* each feature, 3 in all"),
         ("LogisticRegression", {}, (ROWS, np.ones(8)), "y has one class only"),
         ("LogisticRegression", {}, (ROWS, np.arange(8) % 3), "y has 3 classes. Only binary"),
         ("CoxRegression", {}, (ROWS, TARGET), r"shape of y = \(8,\) .* \(n, 2\): times and events"),
-        ("CoxRegression", {}, (ROWS, np.column_stack([TARGET - 1, TARGET])), r"times = -1.0 .* 0 or later"),
+        ("CoxRegression", {}, (ROWS, np.column_stack([TARGET - 1, TARGET])), r"times = \[-1.0, .* 0 or later"),
         ("CoxRegression", {}, (ROWS, np.column_stack([TARGET, TARGET + 1])), r"events = \[1.0, 2.0\]"),
         ("CoxRegression", {}, (ROWS, np.column_stack([TARGET, 0 * TARGET])), r"events = 'none' .* one at least"),
     ],
 )
 def test_what_does_not_fit_is_named(model, fields, arguments, words):
     with pytest.raises(ValueError, match=words):
-        getattr(fb.estimators, model)(**fields).fit(*arguments)
+        getattr(fb.estimators, model)(**fields).fit(*arguments, **({} if arguments[2:] else ONE_SITE))
 
 
 def test_words_and_misspelt_arguments_are_named():

@@ -1,6 +1,8 @@
 """A table's numbers, agreed on by sites that tell sums and counts: beside everyone's rows in one place, and errors."""
 
 import json
+import re
+import warnings
 from itertools import permutations
 
 import numpy as np
@@ -10,7 +12,7 @@ from sklearn.base import clone
 from sklearn.exceptions import NotFittedError
 
 from fedbilevel.data import DataError
-from fedbilevel.errors import ConfigurationError
+from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import Preparer
 
 
@@ -142,7 +144,7 @@ def test_pandas_own_types_and_constant_columns():
         (site().drop(columns="sex"), r"column 'sex' of X = 'missing' .* there, beside \['age', 'pain'\]"),
         (site(aeg=[1, 2]), r"unknown column of X 'aeg'; did you mean 'age'"),
         (site(age=["50", "old"]), r"type of column 'age' = '(str|object)' is not allowed: it must be of numbers"),
-        (site(age=[np.inf, 1]), "infinite numbers"),
+        (site(age=[np.inf, 1]), r"column 'age', row 0 = inf .* from -1e\+100 to 1e\+100; a gap is NaN"),
         (site(sex=["w", "m"]), r"unknown category of column 'sex' 'w'.*allowed: f, m"),
         (np.zeros((2, 3)), r"X = 'ndarray' is not allowed: it must be a pandas.DataFrame"),
     ],
@@ -157,7 +159,8 @@ def test_rows_that_do_not_fit_are_named(frame, words):
     [
         (site().drop(columns="pain"), r"unknown categorical column 'pain' \(allowed: age, sex\)"),
         (site(pain_1=[1, 2]), "column 'pain_1' = 'made twice'"),
-        (site(age=[np.inf, 1]), "infinite numbers"),
+        (site(age=[np.nan, 1e155]), r"column 'age', row 1 = 1e\+155"),
+        (site(age=[1e-200, 2e-200]), r"standard deviation of column 'age' = 'below 1e-100'"),
         (site().set_axis([1, 2, "pain"], axis=1), "texts as names of columns"),
         (site().set_axis(["age", "age", "pain"], axis=1), "each once"),
     ],
@@ -246,6 +249,48 @@ def test_names_of_other_sites_do_nothing_to_the_terminal_that_shows_them(files, 
             theirs.transform(rows)
         assert "[31m" in str(caught.value)
         assert "\x1b" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("column", "words"),
+    [
+        (["M", "M ", "m"], r"column 'a' has names that differ by blanks or case alone, .* different: 'M', 'M ', 'm'\."),
+        (["New York", "NewYork\u200b", "x"], r"'New York', 'NewYork\\u200b'\."),
+        (["e\u0301", "\xe9", "x"], "'e\u0301', '\xe9'"),
+        (pd.Categorical(["M", "m", "x"]), "'M', 'm'"),
+        (
+            ["50", "61,5", "?"],
+            r"column 'a' has 3 texts as categories; 2 are numbers, but not '\?'\. read_csv.*\['\?'\]",
+        ),
+        (np.array([1, 2.5, 3], object), r"column 'a' has 3 texts as categories; 3 are numbers\. pd\.to_numeric"),
+        (["M", "F", "x"], None),
+        (["250", "V58", "E11"], None),
+        (["a1", "a 2", "inf"], None),
+        (pd.Categorical([1, 2, 3]), None),
+    ],
+)
+def test_categories_that_are_probably_none_are_warned_of(column, words):
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = Preparer().fit(pd.DataFrame({"a": column})).get_feature_names_out()
+    assert len(made) == 3
+    assert [one.category for one in caught] == [DataWarning] * (words is not None)
+    assert words is None or re.search(words, str(caught[0].message))
+
+
+def test_codes_that_are_named_are_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Preparer(categorical=["a"]).fit(pd.DataFrame({"a": ["1", "2", "?"]}))
+
+
+def test_spellings_of_other_sites_and_later_rows_are_warned_of(tmp_path):
+    for name, sex in (("one", ["M", "F"] * 8), ("other", ["m", "F"] * 8)):
+        Preparer().fit(pd.DataFrame({"sex": [*sex, "rare"]})).save(tmp_path / name)
+    with pytest.warns(DataWarning, match="column 'sex' .*: 'M', 'm'"):
+        Preparer.load(tmp_path / "one", tmp_path / "other")
+    with pytest.warns(DataWarning, match="column 'sex' .*: 'M', 'M '"):
+        assert Preparer.load(tmp_path / "one").transform(pd.DataFrame({"sex": ["M "]}))["sex_M"].tolist() == [0]
 
 
 def test_fit_forgets_and_a_clone_knows_nothing():

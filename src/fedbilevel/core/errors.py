@@ -19,6 +19,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointWarning",
     "ConfigurationError",
+    "DataWarning",
     "ExchangeError",
     "FedbilevelError",
     "FloorError",
@@ -80,7 +81,7 @@ class ConfigurationError(FedbilevelError, ValueError):
             said = f"{self.path} = {first}{' …' if more else ''} is not allowed: it must be {self.allowed}{near}"
             return f"{said}; {text}" if text else said
         said = f"unknown {self.path} {str(self.got)[:200]!r}{near}{f', {text}' if text else ''}"
-        names = ", ".join(self.allowed)
+        names = ", ".join(self.allowed) or "none"
         return f"{said} (allowed: {printable(names, len(names))})"
 
 
@@ -110,6 +111,10 @@ class CapacityWarning(UserWarning):
 
 class InfluenceWarning(UserWarning):
     """The run goes on, but x or y does not enter a loss that it should be chosen by."""
+
+
+class DataWarning(UserWarning):
+    """The call goes on, but a table or its sites look otherwise than they were meant."""
 
 
 class CheckpointWarning(UserWarning):

@@ -31,6 +31,7 @@ from jax import Array, lax
 
 from fedbilevel.core.client import Clients, require_clients
 from fedbilevel.core.errors import require
+from fedbilevel.core.forked import refuse_forked_child
 from fedbilevel.core.inputs import require_start
 from fedbilevel.core.problem import Bilevel, check_losses
 from fedbilevel.core.tree import XYV, PyTree, is_floating, split
@@ -240,6 +241,7 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Differentia
         isinstance(problem, Bilevel), "problem", type(problem).__name__, "a Bilevel, Minimax or Compositional problem"
     )
     assert isinstance(problem, Bilevel)
+    refuse_forked_child()
     clients = require_clients(clients)
     given = [leaf for leaf in jax.tree.leaves((x, y)) if is_floating(leaf)]
     single = any(jnp.asarray(leaf).dtype != jnp.float64 for leaf in given)

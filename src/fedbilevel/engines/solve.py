@@ -20,6 +20,7 @@ from fedbilevel.algorithms.parts.private import private
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
 from fedbilevel.core.errors import InfluenceWarning, explain_call, require, require_count, warn
+from fedbilevel.core.forked import refuse_forked_child
 from fedbilevel.core.inputs import require_function, require_start
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.privacy import Privacy, check_noise
@@ -126,6 +127,7 @@ def solve(
             .NAME.lock beside it, says which), or it belongs to another run: samples, start, losses, metrics,
             hyperparameters, key or cohort are others; the message names them.
     """
+    refuse_forked_child()
     check_algorithm(algorithm)
     check_solves(algorithm, problem)
     clients = clients if isinstance(clients, RemoteClients) else require_clients(clients)

@@ -38,13 +38,23 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted, c
 from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, explain_call, explain_misspelt, is_count, require
+from fedbilevel.core.errors import (
+    ConfigurationError,
+    DataWarning,
+    explain_call,
+    explain_misspelt,
+    is_count,
+    require,
+    warn,
+)
+from fedbilevel.core.forked import refuse_forked_child
 from fedbilevel.core.problem import Bilevel, WholeLoss
 from fedbilevel.core.projections import box
 from fedbilevel.data.clients import dealt
 from fedbilevel.engines.history import stop_without_progress
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.solve import solve
+from fedbilevel.estimators.columns import labels, moments, numbers, require_sizes
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.population import Population
 
@@ -70,6 +80,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
     has_intercept, curvature = True, 1.0  # κ
     history_: Any
+    _mean, _unit = 0.0, 1.0  # of the target that the model is trained on, where it is standardised
     _target: Any  # (y) -> what `_losses` needs, by row, and each row's stratum for the split, 0 or 1
     _losses: Any  # (z, rows, valid) -> ℓ of a site's rows, (n,), at z = a_jᵀw + b; where not `valid`, whatever
 
@@ -100,27 +111,27 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         Raises:
             ValueError: what does not fit, mostly a ConfigurationError that names column or site.
         """
+        refuse_forked_child()
         if y is None:
             raise ConfigurationError(f"{type(self).__name__} requires y to be passed, but the target y is None")
         found = self._numbers(X, reset=True)
-        require(not isinstance(groups, str), "groups", groups, "the site of each row, such as frame['site']")
-        sites = np.zeros(len(found), int) if groups is None else column_or_1d(groups)
-        check_consistent_length(found, y, sites)
-        require(all(site is not None and site == site for site in sites), "groups", "a gap", "the site of each row")
-        self.sites_, members = np.unique(sites, return_inverse=True)
+        check_consistent_length(found, y)
+        self.sites_, members = self._sites("fit", groups, len(found))
         parts = [np.flatnonzero(members == i) for i in range(len(self.sites_))]
-        centre, spread = found.mean(0), np.where(np.ptp(found, axis=0) > 0, found.std(0), 1)
+        columns = [moments(f"{name} of X", found[:, k]) for k, name in enumerate(self._names())]
+        centre, squares = np.array(columns).T
+        spread = np.where(squares > 0, np.sqrt(squares / len(found)), 1)
         rows, scale = {"row": (found - centre) / spread, **self._target(y)}, self.curvature * spread**2
         own, self.history_ = np.arange(len(spread)), None
         with jax.enable_x64(True):
-            given = self.penalties is not None
-            x = scale / (scale + self._given(len(spread))) if given else self._found(rows, parts)
+            given = None if self.penalties is None else self._given(len(spread))
+            x = self._found(rows, parts) if given is None else scale / (scale + given)
             clients = self._clients(rows, parts, np.full(len(found), -1))  # which all rows train a model without
             y = solve_inner(Population.of(self._problem(own, 1), clients), x, self._start(len(spread), 1)).y
-            self.coef_ = np.asarray(_coefficients(x, y, own))[0] / spread
-        self.penalties_ = scale * (1 - x) / x
+            self.coef_ = np.asarray(_coefficients(x, y, own))[0] * (self._unit / spread)
+        self.penalties_ = scale * (1 - x) / x if given is None else given
         if self.has_intercept:
-            self.intercept_ = float(np.asarray(y["intercept"])[0] - self.coef_ @ centre)
+            self.intercept_ = float(self._mean + self._unit * np.asarray(y["intercept"])[0] - centre @ self.coef_)
         if hasattr(X, "iloc"):
             self.penalties_ = type(X.iloc[0])(self.penalties_, X.columns, name="penalty")
         return self
@@ -133,9 +144,8 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     def _found(self, rows: Columns, parts: list[Numbers]) -> Any:
         """Find x_l of each feature, and set `history_`."""
         count, width = rows["row"].shape
-        labels = np.arange(width) if self.penalty_groups is None else np.asarray(self.penalty_groups)
-        require(labels.shape == (width,), "penalty_groups", labels, f"{width} labels, one for each feature")
-        of = np.unique(labels, return_inverse=True)[1]
+        groups = np.arange(width) if self.penalty_groups is None else self.penalty_groups
+        _, of = labels("penalty_groups", groups, width, "a label for each feature")
         require(is_count(self.cv) and 2 <= self.cv <= count, "cv", self.cv, f"2 to {count}, the number of rows")
         seed, fold = self.random_state, np.empty(count, np.int32)
         require(isinstance(seed, Integral) and seed >= 0, "random_state", seed, "a whole number from 0 on")
@@ -154,6 +164,8 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
             progress=False,
         )
         self.history_ = result.history
+        for row in self.history_.rows:  # losses are squares of what the target is measured in
+            row.update({name: row[name] * self._unit**2 for name in ("outer_loss", "inner_loss") if name in row})
         return np.asarray(result.x)[of]
 
     def _start(self, width: int, models: int) -> dict[str, Numbers]:
@@ -187,20 +199,37 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return rows
 
     def _given(self, width: int) -> Numbers:
-        given = np.asarray(self.penalties, float)
+        given = numbers("penalties", self.penalties)
         fits = given.shape in ((), (width,)) and bool(np.all(np.isfinite(given) & (given >= 0)))
         require(fits, "penalties", self.penalties, f"None, a number from 0 on, or {width} of them")
-        return given
+        return np.broadcast_to(given, width)
+
+    def _sites(self, method: str, groups: Any, count: int) -> tuple[Numbers, Numbers]:
+        """Return the sites, and for each row the index of its site; warn where there are none."""
+        if groups is None:
+            name = type(self).__name__
+            text = (
+                f"{name}.{method} got no groups, so that all rows count as one site's. Pass groups=frame['site'], or "
+                "groups=np.zeros(len(X)) for a single site. cross_val_score and searches pass sites on after "
+                f"sklearn.set_config(enable_metadata_routing=True), with {name}().set_{method}_request(groups=True) "
+                "and params={'groups': frame['site']}"
+            )
+            warn(DataWarning(text))
+            groups = np.zeros(count, int)
+        return labels("groups", groups, count, "the site of each row, such as frame['site']")
+
+    def _names(self) -> list[str]:
+        """Name the features in messages, by their columns or numbers."""
+        return [f"column {name!r}" for name in getattr(self, "feature_names_in_", range(self.n_features_in_))]
 
     def _numbers(self, X: Any, reset: bool = False) -> Numbers:
         """Check the features."""
         for name, dtype in zip(getattr(X, "columns", ()), getattr(X, "dtypes", ()), strict=True):
             allowed = "numbers: Preparer makes them of categories; sites are groups, and no column"
             require(getattr(dtype, "kind", "f") in "biuf", f"column {name!r} of X", str(dtype), allowed)
-        found = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite="allow-nan")
-        names = getattr(self, "feature_names_in_", range(found.shape[1]))
-        for name, finite in zip(names, np.isfinite(found).all(0), strict=True):
-            require(finite, f"column {name!r} of X", "a gap or infinity", "finite numbers: Preparer fills gaps")
+        found = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite=False)
+        for k, name in enumerate(self._names()):
+            require_sizes(f"{name} of X", found[:, k], "make a code for a gap NaN, and let Preparer fill gaps")
         return found
 
 
@@ -213,9 +242,11 @@ class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
     """Linear regression: ℓ = (z − c)². With scikit-learn's `Ridge` on n rows, α = n λ."""
 
     def _target(self, y: Any) -> Columns:
-        target = column_or_1d(y, dtype=np.float64, warn=True)
-        require(bool(np.isfinite(target).all()), "y", "a gap or infinity", "finite numbers")
-        return {"target": target, "stratum": np.zeros(len(target), np.int32)}
+        target = column_or_1d(numbers("y", y), warn=True)
+        require_sizes("y", target, "leave rows without a target out")
+        self._mean, squares = moments("y", target)
+        self._unit = float(np.sqrt(squares / len(target))) or 1.0
+        return {"target": (target - self._mean) / self._unit, "stratum": np.zeros(len(target), np.int32)}
 
     def _losses(self, z: Array, rows: Any, valid: Array) -> Array:
         return (z - rows["target"]) ** 2
@@ -232,8 +263,9 @@ class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
         return tags
 
     def _target(self, y: Any) -> Columns:
-        check_classification_targets(y)
-        self.classes_, label = np.unique(column_or_1d(y, warn=True), return_inverse=True)
+        y = column_or_1d(np.asarray(y, object), warn=True)
+        self.classes_, label = labels("y", y, len(y), "the class of each row")
+        check_classification_targets(self.classes_[label])
         if len(self.classes_) != 2:
             few = "one class only" if len(self.classes_) == 1 else f"{len(self.classes_)} classes"
             raise ConfigurationError(f"y has {few}. Only binary classification is supported")

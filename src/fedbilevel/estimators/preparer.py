@@ -26,11 +26,11 @@ from sklearn.utils.validation import check_is_fitted
 from fedbilevel.core.errors import is_count, require, require_count, unknown
 from fedbilevel.data.files import as_data_error, read_bytes
 from fedbilevel.engines.checkpoint import write_text
+from fedbilevel.estimators.columns import MOST, moments, require_sizes, warn_of_numerals, warn_of_spellings
 
 Told = dict[str, dict[str, Any]]
 """By column {"count", "mean", "squares"}, or {"categories": rows by name, "rarer": whether there are others}."""
 
-MOST = 1e100  # of numbers: sums of their squares are finite
 NUMBERS = "biuf"  # kinds of types
 
 
@@ -65,12 +65,13 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             )
             if name in self.categorical or X[name].dtype.kind not in NUMBERS:
                 told[name] = {"categories": _words(X[name]).value_counts().to_dict(), "rarer": False}
+                if name not in self.categorical and str(X[name].dtype) != "category":
+                    warn_of_numerals(name, told[name]["categories"])
             else:
                 values = _numbers(X, name)
                 values = values[~np.isnan(values)]
-                first = values[:1].sum()  # equal numbers have exactly this mean
-                mean = float(first + (values - first).sum() / max(len(values), 1))
-                told[name] = {"count": len(values), "mean": mean, "squares": float(((values - mean) ** 2).sum())}
+                mean, squares = moments(f"column {name!r}", values)
+                told[name] = {"count": len(values), "mean": mean, "squares": squares}
         return self._keep({"X": told})
 
     def save(self, file: str | Path, *, min_count: int = 8) -> None:
@@ -120,8 +121,10 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
                 made[name] = np.nan_to_num((_numbers(X, name) - told["mean"]) / deviation)
                 continue
             words = _words(X[name])
-            if (others := set(words.dropna()) - told["categories"].keys()) and not told["rarer"]:
-                raise unknown(f"category of column {name!r}", min(others), told["categories"])
+            if others := set(words.dropna()) - told["categories"].keys():
+                if not told["rarer"]:
+                    raise unknown(f"category of column {name!r}", min(others), told["categories"])
+                warn_of_spellings(f"column {name!r}", [*told["categories"], *sorted(others)])
             made |= {f"{name}_{one}": words.isin([one]).to_numpy(float) for one in told["categories"]}
         return type(X)(made, index=X.index)
 
@@ -141,6 +144,8 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
                 allowed = f"{', '.join(known[name])}, as in {first}: see `categorical`"
                 require(one.keys() == known[name].keys(), f"column {name!r} of {place}", ", ".join(one), allowed)
         self.columns_ = {name: _sum([told[name] for told in parts.values()]) for name in known}
+        for name, one in self.columns_.items():
+            warn_of_spellings(f"column {name!r}", one.get("categories", ()))
         for name, count in Counter(self.get_feature_names_out()).items():
             require(count == 1, f"column {name!r}", "made twice", "made once: rename a column or category")
         return self
@@ -188,7 +193,7 @@ def _numbers(X: Any, name: str) -> Any:
     """Return the values of a column of numbers, NaN in gaps."""
     require(X[name].dtype.kind in NUMBERS, f"type of column {name!r}", str(X[name].dtype), "of numbers, as was told")
     values = X[name].to_numpy(float, na_value=np.nan)
-    require(not np.any(np.abs(values) > MOST), f"column {name!r}", "infinite numbers", "finite, or NaN in a gap")
+    require_sizes(f"column {name!r}", np.where(np.isnan(values), 0, values), "a gap is NaN")
     return values
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.errors import require
+from fedbilevel.estimators.columns import numbers
 from fedbilevel.estimators.linear import Columns, Penalised
 
 
@@ -25,10 +26,11 @@ class CoxRegression(Penalised):
     def _target(self, y: Any) -> Columns:
         structured = getattr(np.asarray(y).dtype, "names", None) is not None
         require(not structured, "y", "a structured array", "(n, 2): np.column_stack((y[time], y[event]))")
-        target = np.asarray(y, np.float64)
+        target = numbers("y", y)
         require(target.ndim == 2 and target.shape[1] == 2, "shape of y", target.shape, "(n, 2): times and events")
-        times, events = np.asarray(target, np.float64).T
-        require(bool(np.all(times >= 0)), "times", float(times.min()), "0 or later")
+        times, events = target.T
+        wrong = times[~(np.isfinite(times) & (times >= 0))]
+        require(not wrong.size, "times", wrong[:5].tolist(), "finite, and 0 or later")
         require(set(events) <= {0.0, 1.0}, "events", np.unique(events)[:5].tolist(), "1 where it came, 0 where not")
         require(bool(events.any()), "events", "none", "one at least")
         return {"time": times, "event": events, "stratum": events.astype(np.int32)}
@@ -50,7 +52,8 @@ class CoxRegression(Penalised):
         the share in which it has the higher hazard; equal ones count half.
         """
         risk, target = self.predict(X), self._target(y)
-        sites = np.zeros(len(risk)) if groups is None else np.asarray(groups)
+        alone = groups is None and len(self.sites_) == 1
+        sites = self._sites("score", np.zeros(len(risk)) if alone else groups, len(risk))[1]
         time, event = target["time"], target["event"] > 0
         pairs = event[:, None] & (time[:, None] < time) & (sites[:, None] == sites)
         return float(np.sum(np.where(risk[:, None] == risk, 0.5, risk[:, None] > risk)[pairs]) / np.sum(pairs))

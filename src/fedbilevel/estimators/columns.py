@@ -1,0 +1,111 @@
+"""Checks of what tables hold: gaps, numbers that a float cannot square, and names that people spell in several ways."""
+
+import math
+import unicodedata
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedbilevel.core.errors import ConfigurationError, DataWarning, require, warn
+
+MOST = 1e100
+"""The largest number, and 1/MOST the smallest standard deviation: sums of squares neither overflow nor become 0."""
+
+
+def numbers(field: str, values: Any) -> NDArray[np.float64]:
+    """Return values as floats of the same shape, with NaN in gaps.
+
+    Raises:
+        ConfigurationError: dates, complex numbers, or texts that are no numbers.
+    """
+    try:
+        array = np.asarray(values)
+        if array.dtype.kind == "O":
+            array = np.reshape([np.nan if _is_gap(one) else float(one) for one in array.flat], array.shape)
+        found = array.astype(np.float64) if array.dtype.kind in "biufSU" else None
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ConfigurationError(f"{field} must hold numbers: {error}") from error
+    require(found is not None, f"type of {field}", str(array.dtype), "numbers")
+    assert found is not None
+    return found
+
+
+def require_sizes(field: str, column: NDArray[np.float64], gaps: str) -> None:
+    """Refuse a column with a gap, an infinity or a number above MOST; `gaps` says what to do about gaps."""
+    bad = np.flatnonzero(~(np.abs(column) <= MOST))
+    if bad.size:
+        got = "a gap" if math.isnan(column[bad[0]]) else float(column[bad[0]])
+        require(False, f"{field}, row {bad[0]}", got, f"a number from {-MOST:g} to {MOST:g}; {gaps}")
+
+
+def moments(field: str, column: NDArray[np.float64]) -> tuple[float, float]:
+    """Return the mean and the sum of squares about it, exactly 0 where all numbers are equal.
+
+    Raises:
+        ConfigurationError: the numbers differ by so little that their squares are lost.
+    """
+    first = column[:1].sum()  # equal numbers have exactly this mean
+    mean = float(first + (column - first).sum() / max(len(column), 1))
+    squares = float(((column - mean) ** 2).sum())
+    fits = squares >= len(column) / MOST**2 or bool(np.all(column == first))
+    allowed = f"{1 / MOST:g} or more, or 0: measure it in a smaller unit"
+    require(fits, f"standard deviation of {field}", f"below {1 / MOST:g}", allowed)
+    return mean, squares
+
+
+def labels(field: str, given: Any, count: int, allowed: str) -> tuple[NDArray[Any], NDArray[np.intp]]:
+    """Return the distinct labels in order, and for each of `count` entries the index of its label.
+
+    Raises:
+        ConfigurationError: a gap, another shape, or labels that have no order, such as numbers and texts together.
+    """
+    array = np.asarray(given, object)
+    array = array[:, 0] if array.shape == (count, 1) else array
+    shaped = array.shape == (count,)
+    require(shaped, field, array.shape if array.ndim else given, f"{allowed}, {count} in all")
+    gap = next((place for place, one in enumerate(array) if _is_gap(one)), None)
+    require(gap is None, f"{field}, entry {gap}", "a gap", allowed)
+    try:
+        names, members = np.unique(array, return_inverse=True)
+    except TypeError:
+        kinds = " and ".join(sorted({type(one).__name__ for one in array}))
+        raise ConfigurationError(path=field, got=kinds, allowed=f"of one type, such as {field}.astype(str)") from None
+    warn_of_spellings(field, names)
+    return np.array(names.tolist()), members
+
+
+def warn_of_spellings(field: str, names: Iterable[Any]) -> None:
+    """Warn of names that differ by blanks, by case, or by the coding of a character alone."""
+    spellings: dict[str, list[str]] = {}
+    for name in names:
+        if isinstance(name, str):
+            seen = [one for one in unicodedata.normalize("NFKC", name) if one.isprintable() and one != " "]
+            spellings.setdefault("".join(seen).casefold(), []).append(name)
+    if several := [", ".join(map(repr, found)) for found in spellings.values() if len(found) > 1]:
+        text = f"{field} has names that differ by blanks or case alone, and count as different: {'; '.join(several)}"
+        warn(DataWarning(f"{text}. If they mean the same, spell them alike, as .str.strip().str.lower() does"))
+
+
+def warn_of_numerals(column: str, words: Collection[str]) -> None:
+    """Warn of a column of texts with more numbers than other words, as a single "?" makes of a column of numbers."""
+    others = [word for word in words if not _is_numeral(word)]
+    if len(words) > 2 * len(others):
+        but = f", but not {', '.join(map(repr, others[:5]))}" if others else ""
+        text = f"column {column!r} has {len(words)} texts as categories; {len(words) - len(others)} are numbers{but}"
+        how = f"read_csv(…, na_values={others[:5]}) or " if others else ""
+        warn(DataWarning(f"{text}. {how}pd.to_numeric makes numbers of them; codes are named in `categorical`"))
+
+
+def _is_numeral(word: str) -> bool:
+    try:
+        return math.isfinite(float(word.replace(",", ".")))
+    except ValueError:
+        return False
+
+
+def _is_gap(value: Any) -> bool:
+    """Tell whether a value is None, NaN or one of pandas' gaps, which do not equal themselves."""
+    same = value == value
+    return value is None or not (isinstance(same, bool | np.bool_) and same)
