@@ -49,7 +49,14 @@ SAMPLES = {
         {},
         r"\['k'\] of client 0 holds PRNG keys; .*key_data",
     ),
-    "a tuple of clients": (tuple(ENTRIES), {}, r"\[0\] \(4, 2\), .*; several clients come in a list, not in a tuple"),
+    "a tuple of clients": (tuple(ENTRIES), {}, r"\[0\] \(4, 2\), .* clients, .* not in a tuple: list\(samples\)$"),
+    "a dict of clients": (dict(zip("abc", ENTRIES, strict=True)), {}, r"not in a dict: list\(samples.values\(\)\)$"),
+    "lists of unequal lengths": (
+        [{"t": [[1.0], [1.0, 2.0]]}],
+        {},
+        r"\['t'\] of client 0 is a list .* unequal lengths: pad",
+    ),
+    "a masked array": ([np.ma.array([1.0, 2.0], mask=[0, 1])], {}, r"of client 0 is a masked array; .*\.filled"),
     "no arrays": ([None, None], {}, "client 0 disagree .* no arrays"),
     "a NaN in one leaf": ({"u": GOOD, "t": with_value(np.nan)}, {}, r"\['t'\] holds NaN"),
     "leaves of different lengths": ({"u": GOOD, "t": GOOD[:, :3]}, {}, r"\['t'\] \(3, 3, 2\), \['u'\] \(3, 4, 2\)"),
@@ -96,6 +103,7 @@ def test_both_losses_need_the_same_clients():
         ([1.0, -0.1, 1.0], "positive and finite"),
         ([1.0, np.inf, 1.0], "finite"),
         ([1.0, 0.0, 1.0], "positive and finite"),
+        ([1.0, 1e-320, 1e300], "the smallest counts as 0"),
         ("sizes", "'size'"),
     ],
 )
@@ -103,6 +111,11 @@ def test_bad_weights_are_refused(weights, words):
     with pytest.raises(ConfigurationError, match=words) as raised:
         Clients(GOOD, GOOD, weights=weights)
     assert "Clients.weights" in str(raised.value)
+
+
+def test_large_weights_sum_to_one():
+    """The sum of these, 3.5e308, is beyond what a float holds."""
+    np.testing.assert_allclose(Clients(GOOD, GOOD, weights=[1e308, 1e308, 1.5e308]).weights, [2 / 7, 2 / 7, 3 / 7])
 
 
 @pytest.mark.parametrize(

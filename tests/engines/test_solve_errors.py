@@ -55,6 +55,18 @@ WRONG = {
         {"metrics": {"m": lambda x, y: y["q"]}, "engine": fb.Reference()},
         r"metrics\['m'\] fails \(KeyError: 'q'\); it was given x: leaf \(3,\); y: ",
     ),
+    "columns taken for an array": (
+        {"problem": fb.Bilevel(lambda x, y, batch: batch[:, 0].sum(), inner)},
+        r"batch is a dict, with parts such as batch\['t'\]; .* as frame\.to_numpy\(\), stay one$",
+    ),
+    "a list for an array": (
+        {"x0": [0.0, 0.0, 0.0]},
+        r"x is a list, .* x\[0\]; np\.asarray\(x0\) makes one array of it$",
+    ),
+    "a callback without a list": ({"callbacks": fb.stop_when("m", above=1)}, r"callbacks = .* a list of functions"),
+    "callbacks that are used up": ({"callbacks": iter([print])}, r"callbacks = .* a list of functions"),
+    "a metric for each client without a name": ({"metrics_per_client": outer}, r"metrics_per_client = .* by name"),
+    "a metric called 3": ({"metrics": {3: lambda x, y: 0.0}}, r"the name of a metric = 3 .* a text"),
     "a callback of one argument": (
         {"callbacks": [lambda row: None]},
         r"callbacks\[0\] takes \(row\); .*\(result, row\)",

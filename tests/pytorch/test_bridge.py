@@ -228,6 +228,17 @@ def test_one_module_is_divided_by_names():
     agree(apply(x | y, X.numpy()), module(X))
     with pytest.raises(ConfigurationError, match=r"chosen = '0\.' .* a function of a name"):
         split(start, "0.")
+    with pytest.raises(ConfigurationError, match=r"chosen = 'true of 0 of 4 names' .*: 0\.weight, 0\.bias, 2\.weight"):
+        split(start, lambda name: name.startswith("head."))
+
+
+def test_arrays_and_tensors_that_are_taken_for_each_other_are_explained():
+    with pytest.raises(ConfigurationError, match=r"example = 'ndarray' .* a tensor, as torch\.tensor\(array, dtype=…"):
+        from_torch(nn.Linear(4, 3), X.numpy())
+    for wrong in (nn.Linear(4, 4), torch.sin, torch.from_numpy, lambda y: y * torch.ones(4), torch.as_tensor):
+        problem = fb.Bilevel(lambda x, y, batch, wrong=wrong: wrong(y).sum(), lambda x, y, batch: (x * y**2).sum())
+        with pytest.raises(ConfigurationError, match=r"the outer loss fails .*fedbilevel\.torch\.from_torch\("):
+            fb.solve(fb.SimFBO(), problem, fb.Clients(np.zeros((2, 3))), 0.0, np.zeros(4), rounds=1)
 
 
 def test_apply_computes_in_the_dtype_of_the_parameters():

@@ -278,6 +278,8 @@ def checked_weights(field: str, weights: Any, count: int, otherwise: str = "None
     p = _numbers(field, weights, f"{otherwise} or one number per client")
     require(p.shape == (count,), field, p.shape, f"of shape {(count,)}, one per client")
     require(bool(np.all(np.isfinite(p)) and np.all(p > 0)), field, weights, "positive and finite")
+    p = np.ldexp(p, -np.frexp(p.max())[1])  # so that their sum is finite
+    require(bool(np.all(p > 0)), field, weights, "nearer to each other: beside the largest, the smallest counts as 0")
     return np.asarray(p / p.sum())
 
 

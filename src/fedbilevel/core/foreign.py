@@ -7,7 +7,7 @@ not say who holds what is refused with the call that says it.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, ValuesView
 from typing import Any, NamedTuple
 
 import jax
@@ -137,4 +137,4 @@ def one_by_one(field: str, data: Any) -> Any:
         lost = len(data.obj) - sum(map(len, groups))
         require(not lost, field, f"groups without {lost} of the rows", "of all rows: groupby(…, dropna=False)")
         return groups
-    return list(data) if isinstance(data, Iterator) else data
+    return list(data) if isinstance(data, Iterator | ValuesView) else data

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
+import sys
 import traceback
 from collections import Counter
 from collections.abc import Hashable, Iterator, Sequence
@@ -29,9 +31,11 @@ NOT_YET_A_NUMBER = (
     jax.errors.ConcretizationTypeError,
 )
 NOT_OF_USERS = (str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "site-packages", "dist-packages")
+TORCH = os.path.join("-packages", "torch", "")
 NOT_NUMBERS = {
     "S": "holds strings; encode them as integers, the same for all clients",
-    "O": "holds Python objects; make numbers of them (categories: integers, the same for all clients)",
+    "O": "holds Python objects; make numbers of categories (integers, the same for all clients), and a list of the "
+    "arrays of several clients",
     "M": "holds dates; make numbers of them, such as days since one of them",
 }
 NOT_NUMBERS |= {"U": NOT_NUMBERS["S"], "T": NOT_NUMBERS["S"], "m": NOT_NUMBERS["M"]}
@@ -79,7 +83,30 @@ def explained(what: str, **arguments: PyTree) -> Iterator[None]:
     except MISUSED as error:
         given = "; ".join(f"{name}: {shapes(tree)}" for name, tree in arguments.items())
         said = f"{what} fails ({type(error).__name__}: {error}); it was given {given}"
-        raise ConfigurationError(f"{users_line(error)}{said}") from error
+        raise ConfigurationError(f"{users_line(error)}{said}{_advice(error, arguments)}") from error
+
+
+def _advice(error: Exception, arguments: dict[str, PyTree]) -> str:
+    """Say what to write where PyTorch was called, or where a dict, list or tuple was taken for an array."""
+    said, files = str(error), [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    of_torch = re.search(r"Tensor|'Parameter'|expected np\.ndarray", said) or any(TORCH in file for file in files)
+    if of_torch and "torch" in sys.modules:
+        how = "fedbilevel.torch.from_torch(module, example) turns a module into a function that can"
+        return f"; PyTorch cannot compute with arrays of JAX: {how}, and jax.numpy has its other operations"
+    for name, tree in reversed(arguments.items()):
+        kind = dict if isinstance(tree, dict) else type(tree)
+        numbered = kind is dict and isinstance(error, KeyError) and not isinstance(error.args[0], str)
+        named = numbered or re.search(rf"\b({kind.__name__}|slice)\b", said)
+        if not (kind in (dict, list, tuple) and tree and named):
+            continue
+        advice = (
+            f"; {name} is a {kind.__name__}, with parts such as {name}[{next(iter(tree)) if kind is dict else 0!r}]"
+        )
+        if name == "batch":
+            return f"{advice}; clients come in a list, and samples that are an array, as frame.to_numpy(), stay one"
+        plain = kind is not dict and not any(map(np.shape, jax.tree.leaves(tree)))
+        return f"{advice}; np.asarray({name}0) makes one array of it" if plain else advice
+    return ""
 
 
 def not_yet_a_number(what: str, error: Exception) -> ConfigurationError:
@@ -136,8 +163,16 @@ def _is_plain(node: Any) -> bool:
 
 def _array(name: str, leaf: Any, path: Any, encode: str) -> Any:
     if _is_plain(leaf):
-        kind = type(leaf).__name__
-        raise ConfigurationError(f"{name} is a {kind} of plain values; make an array of it, np.asarray(…)")
+        try:
+            np.asarray(leaf)
+            how = "make an array of it, np.asarray(…)"
+        except ValueError:
+            how = "its parts are of unequal lengths: pad them to one, and mark the padding by a key of its own"
+        raise ConfigurationError(f"{name} is a {type(leaf).__name__} of plain values; {how}")
+    if hasattr(leaf, "toarray"):
+        raise ConfigurationError(f"{name} is a sparse {type(leaf).__name__}; make an array of it, .toarray()")
+    if isinstance(leaf, np.ma.MaskedArray):
+        raise ConfigurationError(f"{name} is a masked array; fill its gaps, .filled(…), and mark them by another key")
     if kind_of(leaf):
         raise ConfigurationError(
             f"{name} is a {type(leaf).__name__}; such a thing is all that a client holds, not a part"

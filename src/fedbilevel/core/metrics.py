@@ -50,6 +50,7 @@ def directions(metrics: Mapping[str, Any]) -> dict[str, bool]:
     """
     found = {name: getattr(metric, "larger_is_better", None) for name, metric in metrics.items()}
     for name in found:
+        require(isinstance(name, str), "the name of a metric", name, "a text")
         if "accuracy" in name and found[name] is None:
             said = "does not say whether a larger value is better: write fb.Metric(function, larger_is_better=True)"
             raise ConfigurationError(f"the metric {name} {said}, or False")

@@ -35,7 +35,10 @@ class Ragged(Shown):
     @classmethod
     def stacked(cls, name: str, arrays: PyTree, sizes: np.ndarray | None) -> Ragged:
         """From leaves (clients, samples, ...); client i uses its first sizes[i] samples. Copies nothing."""
-        hint = "; several clients come in a list, not in a tuple" if type(arrays) is tuple else ""
+        called, hint = type(arrays).__name__, ""
+        if isinstance(arrays, dict | tuple):
+            make = "list(samples.values())" if isinstance(arrays, dict) else "list(samples)"
+            hint = f"; where its parts are clients, they come in a list and not in a {called}: {make}"
         arrays = arrays_of(f"Clients.{name}", arrays)
         leading = {np.shape(leaf)[:2] for leaf in jax.tree.leaves(arrays)}
         if len(leading) != 1 or len(next(iter(leading))) != 2:

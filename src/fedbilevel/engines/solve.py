@@ -152,6 +152,7 @@ def solve(
     require(privacy is None or not remote, "privacy", privacy, "None in a federation, whose sites have their own")
     taken_back = "'stop' under privacy: what clients have sent cannot be taken back"
     require(privacy is None or not shrinks, "on_divergence", on_divergence, taken_back)
+    require(isinstance(callbacks, list | tuple), "callbacks", callbacks, "a list of functions, such as [callback]")
     for i, callback in enumerate(callbacks):
         require_function(f"callbacks[{i}]", callback, "result, row", " -> a reason to stop, or None")
     require_progress(progress)
@@ -160,7 +161,8 @@ def solve(
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
     algorithm = adaptive(algorithm, problem, isinstance(clients, RemoteClients) or len(clients) * nbytes(y) <= VECTORS)
     exact = "None under privacy: clients' own values would leave them without noise"
-    require(privacy is None or not metrics_per_client, "metrics_per_client", [*(metrics_per_client or ())], exact)
+    own = as_per_client(metrics_per_client)
+    require(privacy is None or not own, "metrics_per_client", [*own], exact)
     if privacy is not None:
         privacy.epsilon_after(1)  # the accountant is installed
         check_noise("privacy", algorithm)
@@ -187,7 +189,6 @@ def solve(
         text = f"x will not move by derivatives: {why} (stop_gradient, rounding and comparisons let none pass)"
         warn(InfluenceWarning(text))
     check_fields(algorithm, problem, clients, x, y, rounds)
-    own = as_per_client(metrics_per_client)
     measured = check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, examples)
     evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)
 

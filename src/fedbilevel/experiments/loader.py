@@ -120,13 +120,21 @@ def _found(kind: str, name: str, known: Mapping[str, Any]) -> Any:
         raise unknown(kind, name, known)
     module = _module(place)
     if attribute not in vars(module):
-        defined = [  # there, and not imported by it
-            one
-            for one, value in vars(module).items()
-            if isinstance(value, Task) or getattr(value, "__module__", "") == module.__name__
-        ]
-        raise unknown(f"{kind} in {place}", attribute, defined)
+        raise unknown(f"{kind} in {place}", attribute, _defined(kind, module))
     return vars(module)[attribute]
+
+
+def _defined(kind: str, module: ModuleType) -> list[str]:
+    """Return the names of what a module itself defines that may be an algorithm or a task."""
+
+    def fits(value: Any) -> bool:
+        if isinstance(value, Task) or getattr(value, "__module__", "") != module.__name__:
+            return kind == "task" and isinstance(value, Task)
+        if kind == "task":
+            return inspect.isfunction(value)
+        return inspect.isclass(value) and issubclass(value, Algorithm) and not inspect.isabstract(value)
+
+    return [name for name, value in vars(module).items() if fits(value)]
 
 
 FOLDER: list[Path] = []

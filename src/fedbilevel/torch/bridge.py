@@ -22,6 +22,7 @@ from torch.export import Dim, ExportedProgram, default_decompositions, export
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
+from fedbilevel.core.card import listed
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.torch.graph import Graph, Input, Parameters, Ref, Step, mapped
 from fedbilevel.torch.layers import DRAWING, RULES
@@ -84,6 +85,8 @@ def split(parameters: Parameters, chosen: Callable[[str], bool]) -> tuple[Parame
     """Divide parameters by their names: those that are `chosen`, and the others; `x | y` puts them together again."""
     require(callable(chosen), "chosen", chosen, "a function of a name, such as lambda name: name.startswith('head.')")
     x = {name: a for name, a in parameters.items() if chosen(name)}
+    some = f"a function that is true of some names, and not of all: {listed([*parameters])}"
+    require(0 < len(x) < len(parameters), "chosen", f"true of {len(x)} of {len(parameters)} names", some)
     return x, {name: a for name, a in parameters.items() if name not in x}
 
 
@@ -117,7 +120,9 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
 def _traced(module: nn.Module, example: tuple[Any, ...], batch_axis: int | None) -> ExportedProgram:
     """The module as PyTorch's own operators, functional, without those that other operators can replace."""
     for given in pytree.tree_leaves(example):
-        require(isinstance(given, torch.Tensor), "example", given, "a tensor: fix others in a module around this one")
+        allowed = "a tensor, as torch.tensor(array, dtype=…) makes: fix others in a module around this one"
+        got = type(given).__name__ if hasattr(given, "shape") else given
+        require(isinstance(given, torch.Tensor), "example", got, allowed)
     free = None
     if batch_axis is not None:
         batch = Dim("batch")  # one for all inputs; a length of 1 would be taken for a constant
