@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.forked import refuse_forked_child
 
 PyTree = Any
 
@@ -98,8 +99,10 @@ def split(tree: PyTree, varies: Callable[[Any], bool] = is_floating) -> tuple[Py
     """Split a model into (floating arrays, or what `varies`; all else); each has None where the other has a leaf.
 
     An Equinox module, for one, carries activation functions among its leaves, and numbers of Python in its fields, such
-    as a rate of dropout; only the arrays are variables.
+    as a rate of dropout; only the arrays are variables. Every call that computes begins with this, and so it is refused
+    here where JAX cannot compute.
     """
+    refuse_forked_child()
     leaves, structure = jax.tree_util.tree_flatten_with_path(tree)
     for path, leaf in leaves:
         if is_of("torch", leaf):

@@ -31,7 +31,6 @@ from jax import Array, lax
 
 from fedbilevel.core.client import Clients, require_clients
 from fedbilevel.core.errors import require
-from fedbilevel.core.forked import refuse_forked_child
 from fedbilevel.core.inputs import require_start
 from fedbilevel.core.problem import Bilevel, check_losses
 from fedbilevel.core.tree import XYV, PyTree, is_floating, split
@@ -241,11 +240,10 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Differentia
         isinstance(problem, Bilevel), "problem", type(problem).__name__, "a Bilevel, Minimax or Compositional problem"
     )
     assert isinstance(problem, Bilevel)
-    refuse_forked_child()
     clients = require_clients(clients)
     given = [leaf for leaf in jax.tree.leaves((x, y)) if is_floating(leaf)]
+    (x, x_fixed), (y, y_fixed) = split(x), split(y)  # before JAX is asked for anything
     single = any(jnp.asarray(leaf).dtype != jnp.float64 for leaf in given)
-    (x, x_fixed), (y, y_fixed) = split(x), split(y)
     for name, tree in (("x", x), ("y", y)):
         require_start(name, tree, tree)
     x, y = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (x, y))

@@ -20,7 +20,6 @@ from fedbilevel.algorithms.parts.private import private
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
 from fedbilevel.core.errors import InfluenceWarning, explain_call, require, require_count, warn
-from fedbilevel.core.forked import refuse_forked_child
 from fedbilevel.core.inputs import require_function, require_start
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.privacy import Privacy, check_noise
@@ -127,7 +126,6 @@ def solve(
             .NAME.lock beside it, says which), or it belongs to another run: samples, start, losses, metrics,
             hyperparameters, key or cohort are others; the message names them.
     """
-    refuse_forked_child()
     check_algorithm(algorithm)
     check_solves(algorithm, problem)
     clients = clients if isinstance(clients, RemoteClients) else require_clients(clients)
@@ -157,8 +155,8 @@ def solve(
         require_function(f"callbacks[{i}]", callback, "result, row", " -> a reason to stop, or None")
     require_progress(progress)
     path = None if checkpoint is None else Path(checkpoint)
+    (x, x_fixed), (y, y_fixed) = split(x0), split(y0)  # before JAX is asked for anything
     key = _as_key(key)
-    (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
     algorithm = adaptive(algorithm, problem, isinstance(clients, RemoteClients) or len(clients) * nbytes(y) <= VECTORS)
     exact = "None under privacy: clients' own values would leave them without noise"
     own = as_per_client(metrics_per_client)

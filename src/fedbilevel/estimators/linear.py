@@ -106,7 +106,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         Args:
             X: numbers, (n, features), as a data frame or an array; `Preparer` makes them of categories and gaps.
             y: the target, (n,); of Cox's model (n, 2): times, and 1 for an event, 0 where it had not come by then.
-            groups: the site of each row, (n,); None: all rows are one site's.
+            groups: the site of each row, (n,); None: all rows are one site's, with a warning.
 
         Raises:
             ValueError: what does not fit, mostly a ConfigurationError that names column or site.

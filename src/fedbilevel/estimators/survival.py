@@ -49,7 +49,8 @@ class CoxRegression(Penalised):
 
     def score(self, X: Any, y: Any, groups: Any = None) -> float:
         """Compute Harrell's concordance: of pairs of a site's rows, of which one has an event before the other's time,
-        the share in which it has the higher hazard; equal ones count half.
+        the share in which it has the higher hazard; equal ones count half. Without groups all rows count as one
+        site's, with a warning if the model was trained on several.
         """
         risk, target = self.predict(X), self._target(y)
         alone = groups is None and len(self.sites_) == 1
