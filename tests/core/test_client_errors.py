@@ -91,6 +91,17 @@ def test_bad_samples_are_refused(case, field):
     assert f"Clients.{field}" in str(raised.value)
 
 
+def test_a_number_beyond_the_precision_of_jax_is_named():
+    """The largest number of float32 is 3.4e38."""
+    words = r"holds -1e\+39, which is infinite in float32, first in sample 2 of client 1, entry \(1,\)$"
+    with jax.enable_x64(False):
+        Clients(with_value(-3e38))
+        with pytest.raises(ConfigurationError, match=words):
+            Clients(with_value(-1e39))
+    with jax.enable_x64(True):
+        Clients(with_value(-1e39))
+
+
 def test_both_losses_need_the_same_clients():
     with pytest.raises(ConfigurationError, match="outer has 2 clients and inner has 3"):
         Clients(GOOD[:2], GOOD)

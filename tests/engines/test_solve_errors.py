@@ -57,11 +57,11 @@ WRONG = {
     ),
     "columns taken for an array": (
         {"problem": fb.Bilevel(lambda x, y, batch: batch[:, 0].sum(), inner)},
-        r"batch is a dict, with parts such as batch\['t'\]; .* as frame\.to_numpy\(\), stay one$",
+        r"batch is a dict with parts such as batch\['t'\]; .* as frame\.to_numpy\(\), stay one$",
     ),
     "a list for an array": (
         {"x0": [0.0, 0.0, 0.0]},
-        r"x is a list, .* x\[0\]; np\.asarray\(x0\) makes one array of it$",
+        r"x is a list with .* x\[0\]; np\.asarray makes one array of it$",
     ),
     "a callback without a list": ({"callbacks": fb.stop_when("m", above=1)}, r"callbacks = .* a list of functions"),
     "callbacks that are used up": ({"callbacks": iter([print])}, r"callbacks = .* a list of functions"),

@@ -94,18 +94,13 @@ def _advice(error: Exception, arguments: dict[str, PyTree]) -> str:
         how = "fedbilevel.torch.from_torch(module, example) turns a module into a function that can"
         return f"; PyTorch cannot compute with arrays of JAX: {how}, and jax.numpy has its other operations"
     for name, tree in reversed(arguments.items()):
-        kind = dict if isinstance(tree, dict) else type(tree)
-        numbered = kind is dict and isinstance(error, KeyError) and not isinstance(error.args[0], str)
-        named = numbered or re.search(rf"\b({kind.__name__}|slice)\b", said)
-        if not (kind in (dict, list, tuple) and tree and named):
-            continue
-        advice = (
-            f"; {name} is a {kind.__name__}, with parts such as {name}[{next(iter(tree)) if kind is dict else 0!r}]"
-        )
-        if name == "batch":
-            return f"{advice}; clients come in a list, and samples that are an array, as frame.to_numpy(), stay one"
-        plain = kind is not dict and not any(map(np.shape, jax.tree.leaves(tree)))
-        return f"{advice}; np.asarray({name}0) makes one array of it" if plain else advice
+        kind = "dict" if isinstance(tree, dict) else type(tree).__name__
+        if kind in ("dict", "list", "tuple") and tree and re.search(rf"\b({kind}|slice)\b|^\d+$", said):
+            part = f"{name}[{next(iter(tree)) if kind == 'dict' else 0!r}]"
+            array = "; np.asarray makes one array of it" if kind != "dict" else ""
+            if name == "batch":
+                array = "; clients come in a list, and samples that are an array, as frame.to_numpy(), stay one"
+            return f"; {name} is a {kind} with parts such as {part}{array}"
     return ""
 
 

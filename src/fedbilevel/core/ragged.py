@@ -141,8 +141,15 @@ def _length(what: str, tree: PyTree) -> int:
 
 
 def check_finite(name: str, array: Any, place: Callable[[int], str]) -> None:
-    """Raise ConfigurationError if a floating array holds NaN or infinity; `place` says in words whose row i is."""
-    if jnp.issubdtype(array.dtype, jnp.floating) and not np.all(np.isfinite(array)):
-        row, *within = (int(i) for i in np.argwhere(~np.isfinite(array))[0])
-        entry = f", entry {tuple(within)}" if within else ""
-        raise ConfigurationError(f"{name} holds NaN or infinity, first {place(row)}{entry}")
+    """Raise ConfigurationError if a floating array holds NaN, infinity, or a number that is infinite in the precision
+    in which JAX computes; `place` says in words whose row i is."""
+    if not jnp.issubdtype(array.dtype, jnp.floating):
+        return
+    precision = jax.dtypes.canonicalize_dtype(array.dtype)
+    with np.errstate(over="ignore"):
+        finite = np.isfinite(np.asarray(array).astype(precision, copy=False))
+    if not np.all(finite):
+        row, *within = (int(i) for i in np.argwhere(~finite)[0])
+        found, entry = array[(row, *within)], f", entry {tuple(within)}" if within else ""
+        what = f"{found:g}, which is infinite in {precision}" if np.isfinite(found) else "NaN or infinity"
+        raise ConfigurationError(f"{name} holds {what}, first {place(row)}{entry}")

@@ -76,6 +76,21 @@ def labels(field: str, given: Any, count: int, allowed: str) -> tuple[NDArray[An
     return np.array(names.tolist()), members
 
 
+def sites_of(model: Any, method: str, groups: Any, count: int) -> tuple[NDArray[Any], NDArray[np.intp]]:
+    """Return the sites, and for each row the index of its site; warn where the model's method got no groups."""
+    if groups is None:
+        name = type(model).__name__
+        text = (
+            f"{name}.{method} got no groups, so that all rows count as one site's. Pass groups=frame['site'], or "
+            "groups=np.zeros(len(X)) for a single site. cross_val_score and searches pass sites on after "
+            f"sklearn.set_config(enable_metadata_routing=True), with {name}().set_{method}_request(groups=True) "
+            "and params={'groups': frame['site']}"
+        )
+        warn(DataWarning(text))
+        groups = np.zeros(count, int)
+    return labels("groups", groups, count, "the site of each row, such as frame['site']")
+
+
 def warn_of_spellings(field: str, names: Iterable[Any]) -> None:
     """Warn of names that differ by blanks, by case, or by the coding of a character alone."""
     spellings: dict[str, list[str]] = {}

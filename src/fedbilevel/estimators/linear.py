@@ -38,15 +38,7 @@ from sklearn.utils.validation import check_consistent_length, check_is_fitted, c
 from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import (
-    ConfigurationError,
-    DataWarning,
-    explain_call,
-    explain_misspelt,
-    is_count,
-    require,
-    warn,
-)
+from fedbilevel.core.errors import ConfigurationError, explain_call, explain_misspelt, is_count, require
 from fedbilevel.core.forked import refuse_forked_child
 from fedbilevel.core.problem import Bilevel, WholeLoss
 from fedbilevel.core.projections import box
@@ -54,7 +46,7 @@ from fedbilevel.data.clients import dealt
 from fedbilevel.engines.history import stop_without_progress
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.solve import solve
-from fedbilevel.estimators.columns import labels, moments, numbers, require_sizes
+from fedbilevel.estimators.columns import labels, moments, numbers, require_sizes, sites_of
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.population import Population
 
@@ -116,7 +108,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
             raise ConfigurationError(f"{type(self).__name__} requires y to be passed, but the target y is None")
         found = self._numbers(X, reset=True)
         check_consistent_length(found, y)
-        self.sites_, members = self._sites("fit", groups, len(found))
+        self.sites_, members = sites_of(self, "fit", groups, len(found))
         parts = [np.flatnonzero(members == i) for i in range(len(self.sites_))]
         columns = [moments(f"{name} of X", found[:, k]) for k, name in enumerate(self._names())]
         centre, squares = np.array(columns).T
@@ -203,20 +195,6 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         fits = given.shape in ((), (width,)) and bool(np.all(np.isfinite(given) & (given >= 0)))
         require(fits, "penalties", self.penalties, f"None, a number from 0 on, or {width} of them")
         return np.broadcast_to(given, width)
-
-    def _sites(self, method: str, groups: Any, count: int) -> tuple[Numbers, Numbers]:
-        """Return the sites, and for each row the index of its site; warn where there are none."""
-        if groups is None:
-            name = type(self).__name__
-            text = (
-                f"{name}.{method} got no groups, so that all rows count as one site's. Pass groups=frame['site'], or "
-                "groups=np.zeros(len(X)) for a single site. cross_val_score and searches pass sites on after "
-                f"sklearn.set_config(enable_metadata_routing=True), with {name}().set_{method}_request(groups=True) "
-                "and params={'groups': frame['site']}"
-            )
-            warn(DataWarning(text))
-            groups = np.zeros(count, int)
-        return labels("groups", groups, count, "the site of each row, such as frame['site']")
 
     def _names(self) -> list[str]:
         """Name the features in messages, by their columns or numbers."""

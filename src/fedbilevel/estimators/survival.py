@@ -14,7 +14,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.errors import require
-from fedbilevel.estimators.columns import numbers
+from fedbilevel.estimators.columns import numbers, sites_of
 from fedbilevel.estimators.linear import Columns, Penalised
 
 
@@ -54,7 +54,7 @@ class CoxRegression(Penalised):
         """
         risk, target = self.predict(X), self._target(y)
         alone = groups is None and len(self.sites_) == 1
-        sites = self._sites("score", np.zeros(len(risk)) if alone else groups, len(risk))[1]
+        _, sites = sites_of(self, "score", np.zeros(len(risk)) if alone else groups, len(risk))
         time, event = target["time"], target["event"] > 0
         pairs = event[:, None] & (time[:, None] < time) & (sites[:, None] == sites)
         return float(np.sum(np.where(risk[:, None] == risk, 0.5, risk[:, None] > risk)[pairs]) / np.sum(pairs))
