@@ -22,6 +22,7 @@ import numpy as np
 
 from fedbilevel.core.card import Card, Shown, counted, described, listed, span
 from fedbilevel.core.errors import CheckpointError, ConfigurationError, require, require_count, unknown
+from fedbilevel.core.inputs import require_function
 from fedbilevel.core.metrics import best, larger_is_better, metric_of, require_direction, text
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.display.curves import draw_history
@@ -331,6 +332,15 @@ class Result(Shown):
 
 Callback = Callable[[Result, Row | None], str | None]
 """(result so far, the row just measured or None between rows) -> a reason to stop, or None to go on."""
+
+
+def check_callbacks(callbacks: object) -> None:
+    """Refuse a single function, an iterator, which a look at it would use up, and functions of other arguments."""
+    allowed = "a list of functions, such as [callback]"
+    require(isinstance(callbacks, list | tuple), "callbacks", callbacks, allowed)
+    assert isinstance(callbacks, list | tuple)
+    for i, callback in enumerate(callbacks):
+        require_function(f"callbacks[{i}]", callback, "result, row", " -> a reason to stop, or None")
 
 
 def stop_when(metric: str, *, above: float | None = None, below: float | None = None) -> Callback:

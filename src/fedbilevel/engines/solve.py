@@ -20,7 +20,7 @@ from fedbilevel.algorithms.parts.private import private
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
 from fedbilevel.core.errors import InfluenceWarning, explain_call, require, require_count, warn
-from fedbilevel.core.inputs import require_function, require_start
+from fedbilevel.core.inputs import require_start
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.privacy import Privacy, check_noise
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, why_it_vanishes
@@ -32,7 +32,7 @@ from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.divergence import what_was_met
 from fedbilevel.engines.engine import Carry, Cohort, Engine, Run, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Measure, PerClient, PerClientRow, as_per_client, check_per_client
-from fedbilevel.engines.history import Callback, History, Result
+from fedbilevel.engines.history import Callback, History, Result, check_callbacks
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
 from fedbilevel.engines.machine import use_every_core
@@ -150,9 +150,7 @@ def solve(
     require(privacy is None or not remote, "privacy", privacy, "None in a federation, whose sites have their own")
     taken_back = "'stop' under privacy: what clients have sent cannot be taken back"
     require(privacy is None or not shrinks, "on_divergence", on_divergence, taken_back)
-    require(isinstance(callbacks, list | tuple), "callbacks", callbacks, "a list of functions, such as [callback]")
-    for i, callback in enumerate(callbacks):
-        require_function(f"callbacks[{i}]", callback, "result, row", " -> a reason to stop, or None")
+    check_callbacks(callbacks)
     require_progress(progress)
     path = None if checkpoint is None else Path(checkpoint)
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)  # before JAX is asked for anything

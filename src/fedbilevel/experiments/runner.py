@@ -56,6 +56,7 @@ from fedbilevel.engines.history import (
     History,
     Result,
     Row,
+    check_callbacks,
     cost,
     in_words,
     reason,
@@ -372,6 +373,7 @@ def _play(
     resume: Resume,
 ) -> Result:
     """Play a run in its folder, which is locked and has been looked at."""
+    check_callbacks(callbacks)
     if plot:
         current_group().decide(require_matplotlib)
     began = time.perf_counter()
