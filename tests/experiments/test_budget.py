@@ -57,7 +57,7 @@ def test_an_interrupted_run_ends_at_the_same_bits(random_length, tmp_path) -> No
         experiments.run(spec, tmp_path / "run", plot=False, callbacks=[interrupt])
     with pytest.raises(ConfigurationError, match="ends after 60 exchanges, not after rounds"):
         experiments.resume(tmp_path / "run", rounds=99, plot=False)
-    with pytest.raises(ConfigurationError, match="callbacks = .* a list of functions"):
+    with pytest.raises(ConfigurationError, match=r"callbacks = .* a list of functions"):
         experiments.resume(tmp_path / "run", plot=False, callbacks=interrupt)
     experiments.resume(tmp_path / "run", plot=False)
     assert outcome(tmp_path / "run") == outcome(folder)

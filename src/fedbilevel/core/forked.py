@@ -24,6 +24,6 @@ def refuse_forked_child() -> None:
     if _started_in and os.getpid() not in _started_in:
         raise ConfigurationError(
             f"process {os.getpid()} was forked from process {_started_in[0]} after JAX had started there, and JAX "
-            'cannot compute in it: start processes by multiprocessing.get_context("spawn") or by joblib, which does '
-            "not fork, or fork before the first computation"
+            'cannot compute in it: start processes by multiprocessing.get_context("spawn") or by the default backend '
+            "of joblib, neither of which forks, or fork before the first computation"
         )
