@@ -172,7 +172,7 @@ def test_no_page_is_longer_than_its_limit():
 
 def test_all_pages_together_are_no_more_than_a_small_book():
     pages = [ROOT / "CHANGELOG.md", *(page for room in ("docs", "papers") for page in (ROOT / room).rglob("*.md"))]
-    assert 20_000 < sum(len(page.read_text("utf-8").split()) for page in pages) <= 55_200
+    assert 20_000 < sum(len(page.read_text("utf-8").split()) for page in pages) <= 56_000
 
 
 def test_every_page_is_in_an_index():

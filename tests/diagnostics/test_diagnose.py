@@ -230,12 +230,14 @@ def test_wrong_input_is_refused(drawn):
     task, found, _ = drawn
     problem, clients, x, y = bent(0.0)
     flat = fb.Bilevel(problem.outer, lambda x, y, b: jnp.mean(b) * (x @ y))
+    concave = fb.Bilevel(problem.outer, lambda x, y, b: jnp.mean(b) * (x @ y) - 10 * y @ y)
     for make, words in (
         (lambda: found.fields("fednst"), "unknown algorithm 'fednst'; did you mean 'fednest'"),
         (lambda: found.fields("simfbo", batch_size=0), "batch_size = 0"),
         (lambda: diagnose(task.problem, task.clients, task.x0, task.y0, rounds=0), "rounds = 0"),
         (lambda: diagnose(task.problem, task.clients, task.x0 * np.nan, task.y0), "finite in every leaf"),
-        (lambda: diagnose(flat, clients, x, y), "largest curvature"),
+        (lambda: diagnose(flat, clients, x, y), r"as low as 0, .* Add a ridge .* c above 0"),
+        (lambda: diagnose(concave, clients, x, y), r"as low as -20, .* c above 10"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             make()

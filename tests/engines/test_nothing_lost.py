@@ -71,13 +71,51 @@ def test_the_error_says_how_far_x_had_gone_and_what_steps_on_y_it_allowed():
     ) in str(error.value)
 
 
-def test_a_loss_that_is_not_finite_at_the_start_is_named():
-    """Entry 3 of three scores is NaN, as JAX fills; its derivative is 0, and the curvature of y² is finite."""
-    labels = np.array([[0, 1], [2, 3]])
-    outer = lambda x, y, label: -jnp.mean(jnp.take(y, label))  # noqa: E731
-    problem = fb.Bilevel(outer, lambda x, y, label: outer(x, y, label) + jnp.exp(x) * y @ y)
-    with pytest.raises(NonFiniteError, match=r"the outer loss is not finite at the start already.*labels that are b"):
-        fb.solve(fb.SimFBO(), problem, fb.Clients(labels), 0.0, np.zeros(3), rounds=1)
+STARTS_BADLY = {
+    "a logarithm of 0": (lambda x, y: jnp.sum(jnp.log(y)), 0, "the inner loss is not finite at the start already"),
+    "a norm at 0": (
+        lambda x, y: jnp.sqrt(y @ y),
+        0,
+        "a derivative of the inner loss is not finite at the start already",
+    ),
+    "a second derivative at 0": (lambda x, y: jnp.sum(jnp.abs(y) ** 1.5), 0, "a derivative of the inner loss is not"),
+    "a concave loss": (
+        lambda x, y: -10 * y @ y,
+        1,
+        r"as low as -1\d\.\d, not above 0, .* Add a ridge .* c above [5-9]",
+    ),
+    "a penalty that turns negative": (
+        lambda x, y: x @ y**2,
+        1,
+        r"was convex in y at the start; .* A penalty that turned negative",
+    ),
+}
+"""A term of the inner loss, the start of y, and what is said."""
+
+
+@pytest.mark.parametrize("case", STARTS_BADLY)
+def test_what_no_smaller_step_mends_is_said_without_steps(case):
+    term, start, words = STARTS_BADLY[case]
+
+    def inner(x, y, batch):
+        return jnp.mean((batch["a"] @ y - batch["b"]) ** 2) / 2 + term(x, y) + 1e-3 * jnp.sum(10**x * y**2)
+
+    losses = fb.Bilevel(lambda x, y, batch: jnp.mean((batch["a"] @ y - batch["b"]) ** 2), inner)
+    method = fixed(fb.SimFBO(local_steps=2, batch_size=None, server_lr=STEPS))
+    with pytest.raises(NonFiniteError, match=words) as error:
+        fb.solve(method, losses, population(), jnp.full(3, 0.1), jnp.full(3, float(start)), rounds=10_000)
+    assert "steps may help" not in str(error.value)
+    assert "lower" not in str(error.value)
+
+
+@pytest.mark.parametrize("which", ["outer", "inner"])
+def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(which):
+    """Its derivative is 0: the numbers that are exchanged would stay finite."""
+    losses = {"outer": problem().outer, "inner": problem().inner}
+    losses[which] = lambda x, y, batch, loss=losses[which]: loss(x, y, batch) + jnp.log(-1.0)
+    for method in fb.FedMBO(batch_size=None), fb.AggITD(batch_size=None):
+        with pytest.raises(NonFiniteError, match=f"the {which} loss is not finite at the start already"):
+            fb.solve(method, fb.Bilevel(**losses), population(), *START, rounds=1)
 
 
 def warned_of(rounds, lr, **given):

@@ -176,7 +176,7 @@ def test_a_bad_client_is_named_with_its_phase(alike, engine):
 def test_a_loss_or_metric_that_is_not_finite_is_not_masked(task):
     """log of a negative number is NaN while its gradient is finite: the iterates alone would not show it."""
     outer = lambda x, y, batch: task.problem.outer(x, y, batch) + jnp.log(0.5 - jnp.vdot(y, y))  # noqa: E731
-    with pytest.raises(fb.errors.NonFiniteError, match=r"round \d, .*, client \d: outer_loss is not finite"):
+    with pytest.raises(fb.errors.NonFiniteError, match=r"round \d, .*, client \d: .*outer_loss is not finite"):
         fb.solve(ALGORITHM, fb.Bilevel(outer, task.problem.inner), task.clients, task.x0, task.y0 + 0.4, rounds=9)
     with pytest.raises(fb.errors.NonFiniteError, match="round 0, evaluation: odd is nan"):
         run(task, metrics={"odd": lambda x, y: jnp.log(-1.0 + 0 * jnp.sum(x))})

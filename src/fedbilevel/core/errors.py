@@ -95,6 +95,7 @@ class NonFiniteError(NumericalError):
     carry: object = None  # that of the run before the round, where the engine still has it: `solve` saves it
     result: Any = None
     """What `solve` would have returned before that round, where it is still known: x and y are finite."""
+    of_iterate: bool = False  # of the run, and not of a metric alone: `solve` adds what may help
 
 
 class NumericalWarning(UserWarning):
@@ -201,8 +202,10 @@ def refuse_together(wrong: Iterable[ConfigurationError]) -> None:
 
 
 def diverged(where: str, what: str) -> NonFiniteError:
-    """The error for numbers that stopped being finite in the course of a run, with what to try."""
-    return NonFiniteError(f"{where}{what} is not finite; smaller steps may help, fb.diagnose suggests some")
+    """The error for numbers that stopped being finite in the course of a run."""
+    error = NonFiniteError(f"{where}{what} is not finite")
+    error.of_iterate = True
+    return error
 
 
 def warn(warning: Warning) -> None:

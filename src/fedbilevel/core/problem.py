@@ -107,6 +107,7 @@ class Problem(Shown):
     `implicit_term` says how ∇Φ(x) = ∇x F − ∇²xy G·v gets its v at y = y*(x): by inverting ∇²yy G ("inverse"), as ∇y F
     itself where that Hessian is the identity ("identity"), or not at all where ∇y F vanishes ("none").
     `inner_is_mean`: whether the inner loss is the mean of its values on single samples; if not it takes padded batches.
+    `own_losses`: which of the two are the user's, and not made of the other one, or empty.
     """
 
     outer: Loss
@@ -116,6 +117,7 @@ class Problem(Shown):
     project_x: Project | None
     implicit_term: ClassVar[ImplicitTerm]
     inner_is_mean: ClassVar[bool] = True
+    own_losses: ClassVar[tuple[str, ...]] = ("outer", "inner")
     whole: tuple[str, ...]  # "outer", "inner": which losses take all of a client's samples
     draws: tuple[str, ...]  # "outer", "inner": which losses take a key
     takes_padded: bool  # whether its losses take a `Padded` batch
@@ -215,12 +217,15 @@ class Problem(Shown):
         return changed
 
     def over_batches(self) -> Self:
-        """A copy of this problem whose losses take a `Padded` batch too, and give the mean over its valid samples."""
+        """A copy of this problem whose losses take a `Padded` batch too, and give the mean over its valid samples.
+
+        Where such a loss is NaN, its derivatives are NaN too, so that no method goes on from there.
+        """
         if self.takes_padded:
             return self
         as_it_is, mean = (lambda loss: loss), self.inner_is_mean and "inner" not in self.whole
         outer = as_it_is if "outer" in self.whole else _mean_over
-        return self.with_losses(outer, _mean_over if mean else as_it_is)._padded()
+        return self.with_losses(outer, _mean_over if mean else as_it_is).with_losses(_spoiling)._padded()
 
     def _padded(self) -> Self:
         vars(self).update(takes_padded=True)
@@ -289,6 +294,7 @@ class Minimax(Bilevel):
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "none"
+    own_losses: ClassVar[tuple[str, ...]] = ("outer",)
 
     def __init__(self, loss: Loss, *, structure: Structure | None = None, project_x: Project | None = None) -> None:
         loss = read_loss("Minimax.loss", loss, "x, y, batch")
@@ -344,6 +350,7 @@ class SingleLevel(Problem):
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "none"
+    own_losses: ClassVar[tuple[str, ...]] = ("outer",)
 
     def __init__(
         self,
@@ -449,6 +456,17 @@ def _mean_over(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
         return jax.tree.map(mean, each)
 
     return mean_function
+
+
+def _spoiling(loss: Loss) -> Loss:
+    """The loss, with NaN for its derivatives where it is NaN. JAX's own may be finite there: an entry beyond an axis is
+    NaN, and its derivative 0."""
+
+    def spoiled(x: PyTree, y: PyTree, batch: PyTree) -> Array:
+        value = loss(x, y, batch)
+        return value * jnp.where(jnp.isnan(value), jnp.nan, 1).astype(value.dtype)
+
+    return spoiled
 
 
 def _jitted(function: F) -> F:

@@ -256,7 +256,8 @@ class ReportRows:
             self.notes.append("the yardstick is ∇Φ(x) only where the inner gradient vanishes; no finite differences")
         if negative:
             self.notes.append(
-                "NEGATIVE CURVATURE: the inner Hessian is not positive definite; y*(x) and ∇Φ are not defined"
+                "NEGATIVE CURVATURE: the inner Hessian is not positive definite; y*(x) and ∇Φ are not defined (a ridge "
+                "on the inner loss in y mends that)"
             )
         # rounding of a gradient is about ε·L·‖y‖; a thousand times that is no longer rounding
         limit = 1e3 * float(np.finfo(np.float64).eps) * max(high, 1.0) * max(1.0, float(optax.tree.norm(found.inner.y)))

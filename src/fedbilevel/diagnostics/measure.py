@@ -30,10 +30,11 @@ import optax
 from jax import Array, lax
 
 from fedbilevel.core.client import Clients, require_clients
-from fedbilevel.core.errors import require
+from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.inputs import require_start
 from fedbilevel.core.problem import Bilevel, check_losses
 from fedbilevel.core.tree import XYV, PyTree, is_floating, split
+from fedbilevel.engines.divergence import needs_ridge
 from fedbilevel.engines.progress import report_stage
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.operators import Extremes, conjugate_gradient, extreme_eigenvalues
@@ -84,6 +85,9 @@ def measure(
     report_stage("measuring curvature at the start")
     here = curvature(population, x, y, seed)
     low, high = here.inner.smallest, here.inner.largest
+    require(bool(np.isfinite(high)), "the largest curvature of the inner loss in y", high, "finite")
+    if high <= 0:
+        raise ConfigurationError(needs_ridge(low))
     delta = 0.0 if low >= high / rounds else high / rounds - min(low, 0.0)
     report_stage("measuring how y*(x) and Φ respond")
     found = response(few, x, y, delta, seed)

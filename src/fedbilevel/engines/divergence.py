@@ -13,14 +13,15 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.config import given_steps
 from fedbilevel.core.metrics import text
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines.history import History
-from fedbilevel.oracles.operators import extreme_eigenvalues
-from fedbilevel.oracles.population import Population
+from fedbilevel.oracles.operators import Extremes, extreme_eigenvalues
+from fedbilevel.oracles.population import Population, Total
 
 SAMPLES = 2_000  # of the inner loss, on which curvature is measured
 PRODUCTS = 20  # with its Hessian
 ENTRIES = 1_000_000  # of y at most: twice as many vectors as products are kept
+ROUNDING = 1e-3  # relative, of a curvature that is 0
 FAR = 1000  # times what a loss was at first, or 1 if that is more: so high only steps that are too large bring it
 STILL = 10  # times the median of what it was before: else it is noise about a level
 
@@ -56,33 +57,71 @@ def what_to_lower(algorithm: Algorithm) -> str:
     return f"lower {' or '.join(names)}" if names else "give step sizes of your own"
 
 
-def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree], last: tuple[PyTree, PyTree]) -> str:
-    """Say which part of x had moved most from the start to the last finite point, and which steps on y it allowed."""
+def what_was_met(
+    problem: Problem, clients: Clients, start: tuple[PyTree, PyTree], last: tuple[PyTree, PyTree]
+) -> tuple[str, bool]:
+    """Say why a run diverged, as far as the losses at its start and at its last finite point tell; and whether smaller
+    steps may help: not where the losses, or the curvature of the inner loss, are at fault."""
     size = sum(leaf.size for leaf in jax.tree.leaves(last[1]))
-    if problem.implicit_term != "inverse" or not 0 < size <= ENTRIES:
-        return ""
+    if problem.local is not None:
+        return "", True
     population = Population.of(problem, clients, SAMPLES)
-    for name, total in ("outer", population.outer), ("inner", population.inner):
-        if not np.isfinite(total.value(*start)):
-            return (
-                f"the {name} loss is not finite at the start already, whatever the steps: look for labels that are "
-                "beyond the classes, log(0) and 0/0"
-            )
+    for name in problem.own_losses:
+        if why := not_finite_at(name, getattr(population, name), *start):
+            return why, False
+    if problem.implicit_term != "inverse" or not 0 < size <= ENTRIES:
+        return "", True
+    way = jax.tree.map(np.subtract, last[1], start[1])
 
-    def largest(x: PyTree, y: PyTree) -> float:
-        found = extreme_eigenvalues(lambda v: population.inner.hess_v(x, y, v), y, 0, iterations=PRODUCTS)
-        return max(abs(found.smallest), abs(found.largest))
+    def ends(x: PyTree, y: PyTree) -> Extremes:
+        return extreme_eigenvalues(lambda v: population.inner.hess_v(x, y, v), y, 0, iterations=PRODUCTS)
 
-    before, after = largest(*start), largest(*last)
+    before, after = ends(*start), ends(*last)
+    lowered = ends(jax.tree.map(np.minimum, *(point[0] for point in (start, last))), start[1])
+    flat = -ROUNDING * abs(before.largest)
+    if before.smallest < flat and optax.tree.vdot(way, population.inner.hess_v(*start, way)) < 0:
+        return needs_ridge(before.smallest), False
+    if lowered.smallest < flat <= before.smallest:
+        return (
+            f"the inner loss was convex in y at the start; with x as low as it became its curvature is as low as "
+            f"{lowered.smallest:.3g}, and no step size helps. A penalty that turned negative does that: keep x "
+            "positive (project_x, in a spec run.x_bounds), or write 10**x in place of x"
+        ), False
     leaves = zip(jax.tree_util.tree_leaves_with_path(start[0]), jax.tree.leaves(last[0]), strict=True)
     moved = {f"x{jax.tree_util.keystr(path)}": float(np.max(np.abs(np.subtract(b, a)))) for (path, a), b in leaves}
     name = max(moved, key=lambda one: moved[one])
-    if not (after > 0 and np.isfinite([before, after, moved[name]]).all()):
-        return ""
-    far = float(optax.tree.norm(jax.tree.map(np.subtract, last[1], start[1])))
-    bounds = "; bounds on x (project_x, in a spec run.x_bounds) keep L where it is" if after > 2 * before else ""
+    low, high = (max(abs(found.smallest), abs(found.largest)) for found in (before, after))
+    if not (high > 0 and np.isfinite([low, high, moved[name]]).all()):
+        return "", True
+    bounds = "; bounds on x (project_x, in a spec run.x_bounds) keep L where it is" if high > 2 * low else ""
     return (
-        f"{name} had moved by up to {moved[name]:.3g}, y by {far:.3g} in norm, and the largest curvature of the inner "
-        f"loss in y was L = {after:.3g}, {before:.3g} at the start: there a step on y must be below 2/L = "
-        f"{2 / after:.3g}{bounds}"
+        f"{name} had moved by up to {moved[name]:.3g}, y by {float(optax.tree.norm(way)):.3g} in norm, and the largest "
+        f"curvature of the inner loss in y was L = {high:.3g}, {low:.3g} at the start: there a step on y must be below "
+        f"2/L = {2 / high:.3g}{bounds}"
+    ), True
+
+
+def not_finite_at(name: str, total: Total, x: PyTree, y: PyTree) -> str:
+    """Say that a loss, or a derivative of it, is not finite at the start; or ""."""
+    if not np.isfinite(total.value(x, y)):
+        return (
+            f"the {name} loss is not finite at the start already, whatever the steps: look for labels that are beyond "
+            "the classes, log(0) and 0/0"
+        )
+    v = jax.tree.map(np.ones_like, y)
+    if nonfinite_leaves((total.gradients(x, y), total.products(x, y, v))):
+        return (
+            f"a derivative of the {name} loss is not finite at the start already, whatever the steps, though the loss "
+            "is: so it is of a square root, a norm or a power at 0; start elsewhere, or add a small number within, as "
+            "in jnp.sqrt((y**2).sum() + 1e-12)"
+        )
+    return ""
+
+
+def needs_ridge(smallest: float) -> str:
+    """Say of an inner loss whose smallest curvature is not positive that it needs a ridge, and how large a one."""
+    return (
+        f"the inner loss is not strongly convex in y: its curvature is as low as {smallest:.3g}, not above 0, so that "
+        f"y*(x) is not defined and no step size helps. Add a ridge to it: c * (y**2).sum() with c above "
+        f"{abs(smallest) / 2:.3g}"
     )

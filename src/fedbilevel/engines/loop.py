@@ -82,7 +82,7 @@ class Loop:
     callbacks: Sequence[Callback]
     algorithm: Algorithm
     first: Callable[[PyTree, PyTree], Carry]  # the carry before round 0 of a run from x and y
-    met: Callable[[PyTree, PyTree], str]  # what is known of a run that diverged, by its last finite x and y
+    met: Callable[[PyTree, PyTree], tuple[str, bool]]  # see `what_was_met`, by the last finite x and y
     history: History = field(default_factory=History)
     ledger: Ledger = field(default_factory=Ledger)
     seconds: float = 0.0  # in rounds, without compilation and evaluation
@@ -153,9 +153,11 @@ class Loop:
                         self.diverged = True
                     if good is not None:
                         self.save_before(error, self.back_to(good, result.round))
-                    if isinstance(error, NonFiniteError):
-                        more = self.met(error.result.x, error.result.y)
-                        error.args = ("; ".join(filter(None, (str(error), what_to_lower(self.algorithm), more))),)
+                    if isinstance(error, NonFiniteError) and error.of_iterate:
+                        met, by_steps = self.met(error.result.x, error.result.y)
+                        smaller = "smaller steps may help, fb.diagnose suggests some"
+                        advice = (smaller, what_to_lower(self.algorithm)) if by_steps else ()
+                        error.args = ("; ".join(filter(None, (str(error), *advice, met))),)
                     raise
                 self.keep_safe(carry, row)
                 try:
@@ -170,7 +172,7 @@ class Loop:
                     self.save(carry)
         if stop:
             raise KeyboardInterrupt(self.left_off(result.round))
-        self.warn_of_growth()
+        self.warn_of_growth(result)
         return replace(result, stopped=reason)
 
     def keep_safe(self, carry: Carry, row: Row | None) -> None:
@@ -305,7 +307,7 @@ class Loop:
         self.norm = norm if self.norm is None else self.norm
         self.growth = grown(self.history, self.losses) or far_away(result.round, self.norm, norm)
         if not self.told:
-            self.warn_of_growth()
+            self.warn_of_growth(result)
         self.losses.clear()
         column = self.best_by or "outer_loss"
         if column in row if self.best_by is None else has(row, column):
@@ -315,11 +317,12 @@ class Loop:
         result.best = self.best
         return row
 
-    def warn_of_growth(self) -> None:
+    def warn_of_growth(self, result: Result) -> None:
         """Warn where the last row is far above the start, once for each row: the numbers are finite still."""
         if self.growth and self.growth != self.told and self.group.is_first:
-            text = f"{self.growth}: the run diverges; {what_to_lower(self.algorithm)}, fb.diagnose suggests steps"
-            warn(NumericalWarning(text))
+            met, by_steps = self.met(result.x, result.y)
+            advice = f"{what_to_lower(self.algorithm)}, fb.diagnose suggests steps" if by_steps else met
+            warn(NumericalWarning(f"{self.growth}: the run diverges; {advice}"))
         self.told = self.growth or self.told
 
     def agree(self, result: Result, row: Row | None, interrupted: bool, speed: float) -> tuple[str, bool, float, bool]:

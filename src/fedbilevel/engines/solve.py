@@ -215,9 +215,9 @@ def solve(
         group.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))
     history = History(directions=directions({**own, **(metrics or {})}))
 
-    def met(last_x: PyTree, last_y: PyTree) -> str:
+    def met(last_x: PyTree, last_y: PyTree) -> tuple[str, bool]:
         if not isinstance(clients, Clients) or group.processes > 1:
-            return ""
+            return "", True
         return what_was_met(problem, clients, (x, y), (split(last_x)[0], split(last_y)[0]))
 
     loop = Loop(

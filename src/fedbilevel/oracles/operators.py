@@ -118,11 +118,13 @@ class Extremes(NamedTuple):
     largest_vector: PyTree
 
 
+@np.errstate(over="ignore", invalid="ignore")
 def extreme_eigenvalues(operator: Operator, like: PyTree, seed: int, *, iterations: int = 60) -> Extremes:
     """Find them by Lanczos with k = min(iterations, dim) products from a random start, on the host, operator compiled.
 
     An invariant subspace that is met on the way is left by a new random direction, so that k = dim gives the whole
-    spectrum whatever its multiplicities. Memory: 2k vectors of the size of `like`, in float64.
+    spectrum whatever its multiplicities. Memory: 2k vectors of the size of `like`, in float64. Where a product is not
+    finite, all results are NaN.
     """
     require_count("lanczos iterations", iterations)
     rng, dim = np.random.default_rng(seed), sum(leaf.size for leaf in jax.tree.leaves(like))

@@ -253,7 +253,8 @@ def check_neumann_step(
         text = (
             f"at the start {whose} inner Hessian has a negative eigenvalue, at most {smallest:.3g}: y*(x) and v are not"
         )
-        warn(NumericalWarning(f"{text} defined there, and the hypergradient may point anywhere"))
+        more = "the hypergradient may point anywhere (a ridge on the inner loss in y mends that)"
+        warn(NumericalWarning(f"{text} defined there, and {more}"))
     if largest > 0:
         allowed = (
             f"below 2/ℓ = {2 / largest:.4g}: at the start {whose} inner Hessian's largest eigenvalue is about ℓ = "
