@@ -1,7 +1,7 @@
 """How often one `solve` calls what the user wrote: JAX traces each function once for arguments of the same shapes.
 
-Shapes that a run may ask for: two samples, for the checks before the first round; one, where the samples of a padded
-batch, or of a population, are taken one by one; and a batch, as clients draw them.
+Shapes that a run may ask for: two samples, and one, for the checks before the first round, which also do where the
+samples of a padded batch, or of a population, are taken one by one; and a batch, as clients draw them.
 """
 
 import jax.numpy as jnp
@@ -18,15 +18,14 @@ from fixed_steps import fixed
 
 SAMPLES = [np.random.default_rng(i).normal(size=(n, 3)) for i, n in enumerate((4, 6))]
 CLIENTS = fb.Clients(SAMPLES, [2 * rows for rows in SAMPLES])
-BATCHES = {"outer": 2, "inner": 1}  # two, which is the batch too; of the outer loss also one, for its influence
-BOTH = {"outer": 2, "inner": 2}  # of the inner loss too, where samples are taken one by one
+BATCHES = {"outer": 2, "inner": 2}  # two, which is the batch too, and one
 LOCAL = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=3, step=0.01))
 CASES = {
     "SimFBO": (fixed(fb.SimFBO(batch_size=2)), BATCHES),
-    "SimFBO, all samples": (fixed(fb.SimFBO(batch_size=None)), BOTH),  # unequal clients: one by one
-    "LFedNest": (fixed(fb.LFedNest(batch_size=2, hypergradient=LOCAL)), BOTH),
-    "RABO": (fixed(fb.RABO(batch_size=2, hypergradient=LOCAL)), BOTH),
-    "AFBO, asynchronous": (fb.Asynchronous(fixed(fb.AFBO(batch_size=2, hypergradient=LOCAL)), wait_for=1), BOTH),
+    "SimFBO, all samples": (fixed(fb.SimFBO(batch_size=None)), BATCHES),  # unequal clients: one by one
+    "LFedNest": (fixed(fb.LFedNest(batch_size=2, hypergradient=LOCAL)), BATCHES),
+    "RABO": (fixed(fb.RABO(batch_size=2, hypergradient=LOCAL)), BATCHES),
+    "AFBO, asynchronous": (fb.Asynchronous(fixed(fb.AFBO(batch_size=2, hypergradient=LOCAL)), wait_for=1), BATCHES),
     "FedAvg": (fb.FedAvg(batch_size=2), {"loss": 2}),
     "FISM": (fb.FISM(), {"preference": 3, "inner": 2, "project": 1}),  # H with the samples that it ignores, and without
 }

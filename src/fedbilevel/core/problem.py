@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 from jax.extend.core import ClosedJaxpr
-from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedbilevel.core.card import Card, Shown
 from fedbilevel.core.errors import ConfigurationError, explain_misspelt, is_number, require, unknown
@@ -496,49 +495,29 @@ def check_losses(
     return programs
 
 
-def why_it_vanishes(problem: Problem, x: PyTree, y: PyTree, outer_batch: PyTree, inner_batch: PyTree) -> str | None:
-    """Say why x's gradient, ∇x F − ∇²xy G·v with v = 0 where ∇y F is, is 0 everywhere, or return None.
+def why_it_vanishes(problem: Problem, moves: Mapping[str, bool]) -> str:
+    """Say why x does not move, or not through y*, by its gradient ∇x F − ∇²xy G·v with v = 0 where ∇y F is; or "".
 
-    It is read off the traced losses; nothing is computed, and batches may be shapes. A derivative is there if it
-    depends on the number that it is multiplied by: where a loss has no path to x, or none that lets a derivative
-    through, its derivative is a constant 0 that no factor enters.
+    Args:
+        moves: whether the derivatives "f_x", "f_y", "g_x", "g_y" and "g_xy" are other than 0 anywhere.
     """
-    outer = problem.outer, x, y, outer_batch
-    inner = problem.inner, x, y, inner_batch
-    if _slopes(0, *outer):
-        return None
+    f_x, f_y, g_x, g_y, g_xy = (moves[name] for name in ("f_x", "f_y", "g_x", "g_y", "g_xy"))
     if isinstance(problem, SimpleBilevel):
-        moves = problem.subgradient is not None or _slopes(0, *inner)
-        return None if moves else "no loss has a derivative in x"
-    if isinstance(problem, SingleLevel | Minimax):
-        return "the loss has no derivative in x"
-    if not _slopes(1, *outer):
-        return "the outer loss has a derivative neither in x nor in y"
-    if not _meets(*inner):
-        return "the outer loss has no derivative in x, and the inner loss's derivative in y has none"
-    return None
-
-
-def _slopes(argument: int, loss: Loss, x: PyTree, y: PyTree, batch: PyTree) -> bool:
-    """Whether a loss has a derivative in x (argument 0) or in y (1)."""
-
-    def slope(factor: Array, x: PyTree, y: PyTree, batch: PyTree) -> PyTree:
-        return jax.vjp(lambda x, y: loss(x, y, batch), x, y)[1](factor)[argument]
-
-    return _used(slope, jax.eval_shape(loss, x, y, batch), x, y, batch)
-
-
-def _meets(loss: Loss, x: PyTree, y: PyTree, batch: PyTree) -> bool:
-    """Whether a loss's derivative in y has a derivative in x."""
-
-    def product(v: PyTree, x: PyTree, y: PyTree, batch: PyTree) -> PyTree:
-        return jax.vjp(lambda x: jax.grad(loss, 1)(x, y, batch), x)[1](v)
-
-    return _used(product, y, x, y, batch)
-
-
-def _used(function: Callable[..., PyTree], *arguments: PyTree) -> bool:
-    """Whether any result of the function depends on its first argument."""
-    traced = jax.make_jaxpr(function)(*arguments).jaxpr
-    _, used = dce_jaxpr(traced, [True] * len(traced.outvars))
-    return any(used[: len(jax.tree.leaves(arguments[0]))])
+        why = "" if problem.subgradient or f_x or g_x else "no loss has a derivative in x"
+    elif isinstance(problem, SingleLevel | Minimax):
+        why = "" if f_x else "the loss has no derivative in x"
+    else:
+        why = "" if g_xy else "the derivative of the inner loss in y does not depend on x"
+        why = why if g_y else "the inner loss has no derivative in y"
+        why = why if f_y else "the outer loss has no derivative in y"
+        if why and f_x:
+            claim = "x changes nothing about y*" if f_y else "y* changes nothing about the outer loss"
+            order = (
+                ""
+                if g_x
+                else ". Are the losses in the right order? Bilevel(outer, inner) takes the validation loss first"
+            )
+            return f"{claim}: {why}. Only the outer loss itself moves x{order}"
+        why = why and f"the outer loss has no derivative in x, and {why}"
+    blocked = "stop_gradient, rounding and comparisons let no derivative pass"
+    return why and f"x will not move by derivatives: {why} ({blocked})"

@@ -45,6 +45,20 @@ def move(point: PyTree, size: Any, direction: PyTree) -> PyTree:
     return jax.tree.map(lambda p, d: p + (size * d).astype(p.dtype), point, direction)
 
 
+@np.errstate(invalid="ignore", over="ignore")  # of entries that are infinite, or almost
+def near(tree: PyTree, rng: np.random.Generator) -> PyTree:
+    """Move floating arrays at random by a tenth of their root mean square, or by a tenth where they are 0: no two
+    entries are equal then. The results are NumPy's arrays."""
+
+    def moved(leaf: Any) -> np.ndarray:
+        kind: Any = np.float64 if leaf.dtype == np.float64 else np.float32
+        array = np.asarray(leaf, kind)
+        size = 0.1 * (float(np.sqrt(np.mean(np.square(array)))) or 1.0)
+        return np.asarray(array + size * rng.standard_normal(array.shape, kind)).astype(leaf.dtype)
+
+    return jax.tree.map(moved, tree)
+
+
 def scaled(size: Any, tree: PyTree) -> PyTree:
     """size·tree, in its own dtypes."""
     return jax.tree.map(lambda leaf: (size * leaf).astype(leaf.dtype), tree)

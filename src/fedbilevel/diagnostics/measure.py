@@ -32,9 +32,10 @@ from jax import Array, lax
 from fedbilevel.core.client import Clients, require_clients
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.inputs import require_start
-from fedbilevel.core.problem import Bilevel, check_losses
+from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.tree import XYV, PyTree, is_floating, split
 from fedbilevel.engines.divergence import needs_ridge
+from fedbilevel.engines.first_look import first_look
 from fedbilevel.engines.progress import report_stage
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.operators import Extremes, conjugate_gradient, extreme_eigenvalues
@@ -252,7 +253,8 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Differentia
         require_start(name, tree, tree)
     x, y = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (x, y))
     problem = problem.with_fixed(x_fixed, y_fixed)
-    check_losses(problem, x, y, clients.outer.row(0), clients.inner.row(0))
+    prepared = problem.prepared()
+    first_look(prepared, clients, x, y, prepared.traced(x, y, clients.examples()))
     return DifferentiablePoint(problem, x, y, x_fixed, y_fixed, single)
 
 

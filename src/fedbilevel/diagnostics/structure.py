@@ -5,14 +5,12 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitLayout
-from fedbilevel.core.tree import PyTree, epsilon, split
+from fedbilevel.core.tree import PyTree, epsilon, near, split
 
-MOVE = 0.1  # of an array's root mean square: how far its entries are moved at random, so that no two are equal
 # A sum of n terms in another order differs by about √n ε of what its terms are: n = 10⁴ a layer, ten layers deep.
 ROUNDING = 1000
 
@@ -44,7 +42,7 @@ def check_structure(
     problem = problem.with_fixed(x_fixed, y_fixed)
     unit_layout = UnitLayout.of(structure, x, y)
     rng = np.random.default_rng(key)
-    moved = tuple(jax.tree.map(lambda leaf: _moved(leaf, rng), part) for part in (x, y))
+    moved = near((x, y), rng)
     losses = {"outer": (jax.jit(problem.outer), outer_batch), "inner": (jax.jit(problem.inner), inner_batch)}
     before = {name: loss(*moved, batch) for name, (loss, batch) in losses.items()}
     size = {name: max(abs(float(before[name])), abs(float(loss(x, y, b)))) for name, (loss, b) in losses.items()}
@@ -63,12 +61,6 @@ def check_structure(
             f"permuting units changes a loss, so that the axes of these groups are not said completely, or not "
             f"rightly: {', '.join(found)}"
         )
-
-
-def _moved(leaf: Array, rng: np.random.Generator) -> Array:
-    """An array near this one, all of whose entries differ."""
-    size = float(jnp.sqrt(jnp.mean(jnp.square(leaf)))) or 1.0
-    return leaf + jnp.asarray(MOVE * size * rng.standard_normal(leaf.shape), leaf.dtype)
 
 
 def _derangement(units: int, rng: np.random.Generator) -> np.ndarray:

@@ -19,11 +19,11 @@ from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.algorithms.parts.private import private
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
-from fedbilevel.core.errors import InfluenceWarning, explain_call, require, require_count, warn
+from fedbilevel.core.errors import explain_call, require, require_count
 from fedbilevel.core.inputs import require_start
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.privacy import Privacy, check_noise
-from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel, why_it_vanishes
+from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.tree import PyTree, nbytes, split
 from fedbilevel.display import Display
 from fedbilevel.engines import checkpoint as files
@@ -32,6 +32,7 @@ from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.divergence import what_was_met
 from fedbilevel.engines.engine import Carry, Cohort, Engine, Run, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Measure, PerClient, PerClientRow, as_per_client, check_per_client
+from fedbilevel.engines.first_look import first_look
 from fedbilevel.engines.history import Callback, History, Result, check_callbacks
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
@@ -39,7 +40,6 @@ from fedbilevel.engines.machine import use_every_core
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.progress import TRACING, require_progress, showing
 from fedbilevel.engines.recorder import known_flops
-from fedbilevel.machinery.kept import kept
 
 Resume = bool | Literal["auto", "force"]
 RESUME = (False, True, "auto", "force")
@@ -181,12 +181,11 @@ def solve(
     examples = clients.examples()
     programs = problem.traced(x, y, examples)
     problem = problem.keyed(x, y, examples, programs)
-    if why := kept(problem.key and ("vanishes", problem.key), lambda: why_it_vanishes(problem, x, y, *examples)):
-        text = f"x will not move by derivatives: {why} (stop_gradient, rounding and comparisons let none pass)"
-        warn(InfluenceWarning(text))
     check_fields(algorithm, problem, clients, x, y, rounds)
     measured = check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, examples)
     evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)
+    if isinstance(clients, Clients):
+        current_group().decide(lambda: first_look(problem, clients, x, y, programs))
 
     carry = first_carry(algorithm, problem, clients, x, y)
     if remote and path is not None and (checkpoint_every or 1) > 1:

@@ -23,6 +23,7 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 T = TypeVar("T")
 LIMIT = 64  # things kept
 MUCH = 2**20  # bytes of constants, with which a program is not kept
+QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 _KEPT: OrderedDict[Hashable, Any] = OrderedDict()
 _LOCK = threading.Lock()
@@ -58,14 +59,17 @@ def forget() -> None:
         _KEPT.clear()
 
 
-def compiled(function: Callable[..., Any], *like: Any, key: Hashable | None = None) -> Callable[..., Any]:
+def compiled(
+    function: Callable[..., Any], *like: Any, key: Hashable | None = None, quickly: bool = False
+) -> Callable[..., Any]:
     """Compile a function for arguments like these. Arguments that lie on other devices later are compiled for when they
-    come.
+    come. `quickly`: in less time, to a program that takes longer.
 
     Without a key the function is traced anew, and an earlier program that was traced to the same is taken. A `key` says
     all that it depends on beside its name and the leaves of its arguments: then it is traced once.
     """
     leaves, tree = jax.tree.flatten(like)
+    options = QUICKLY if quickly and jax.default_backend() == "cpu" else None
 
     @jax.disable_jit(False)  # for users' functions that are stepped through, not for ours
     def program_for(leaves: list[Any]) -> tuple[Callable[[list[Any]], list[Any]], Any]:
@@ -78,8 +82,8 @@ def compiled(function: Callable[..., Any], *like: Any, key: Hashable | None = No
 
         def make() -> tuple[Callable[[list[Any]], list[Any]], Any]:
             traced = jax.jit(of_leaves).trace(leaves)
-            known = None if key is not None else program_key(traced.jaxpr, leaves)
-            return kept(known, lambda: traced.lower().compile()), structures[0]
+            known = None if key is not None else program_key(traced.jaxpr, leaves, quickly)
+            return kept(known, lambda: traced.lower().compile(options)), structures[0]
 
         return kept(key and (key, function.__qualname__, shapes_of(leaves)), make)
 

@@ -27,11 +27,12 @@ from fedbilevel.core.errors import ConfigurationError, FedbilevelError, FloorErr
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.own import Given, OwnNumbers, check_own
 from fedbilevel.core.privacy import BudgetSpentError, NoiseError, Privacy, check_noise
-from fedbilevel.core.problem import Problem, SimpleBilevel, check_losses
+from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
 from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluation, as_per_client, check_per_client
 from fedbilevel.engines.fingerprint import of_samples
+from fedbilevel.engines.first_look import first_look
 from fedbilevel.engines.machine import keep_on_disk_if_possible
 from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.submodels import SubmodelPlan
@@ -128,8 +129,8 @@ class ClientRuntime:
         outer = Ragged.listed("outer", [site.outer])
         inner = outer if site.inner is None else Ragged.listed("inner", [site.inner])
         self.examples = examples = outer.example(), inner.example()
-        check_losses(self.problem, self.x, self.y, *examples)
-        alone = Clients(outer, None if inner is outer else inner)
+        alone, prepared = Clients(outer, None if inner is outer else inner), self.problem.prepared()
+        first_look(prepared, alone, self.x, self.y, prepared.traced(self.x, self.y, examples))
         self.measured: PerClientEvaluation | None = None
         if site.tells_metrics:
             metrics, none = as_per_client(site.metrics_per_client), isinstance(site.problem, SimpleBilevel)

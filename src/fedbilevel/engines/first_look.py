@@ -1,0 +1,202 @@
+"""A look at the losses by value before the first round, for mistakes that would end in numbers which look right.
+
+Does x change y*, and y the outer loss? Is a loss the mean of its values on single samples? Do samples index an axis
+beyond its end? All is computed at random points near the start, on a few samples of a few clients.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.extend.core import ClosedJaxpr
+
+from fedbilevel.core.card import counted
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import ConfigurationError, InfluenceWarning, NumericalWarning, warn
+from fedbilevel.core.local_x import local_block
+from fedbilevel.core.problem import Padded, Problem, why_it_vanishes
+from fedbilevel.core.ragged import Ragged
+from fedbilevel.core.tree import PyTree, epsilon, near, on_device
+from fedbilevel.engines.multihost import current_group
+from fedbilevel.machinery.indexing import indexed_axes
+from fedbilevel.machinery.kept import compiled
+from fedbilevel.oracles.population import chosen
+
+PAIRS = 16  # of samples, each pair of one client; in the first half of them a sample stands twice
+LOOKS = 50  # at other points, clients and samples, before a derivative counts as 0
+LONGEST = 64  # samples of a client for a loss that takes all of them
+TOLERANCE = 1e-4  # relative, of a mean of two
+ROWS = 2**22  # samples that are read for their labels
+MAPPED_ROWS = 2**12  # of a memory-mapped array
+SHARE = 0.25  # of pairs that differ by more: less is rounding
+
+
+class Seen(NamedTuple):
+    """What the losses are like at x and y, with products of second derivatives with v, on pairs of samples.
+
+    Args:
+        moves: by name, such as "g_xy", whether that derivative is not 0.
+        reach: which entries of y, and of v, a gradient step on them moves.
+        values: by loss that should be a mean, its value on each pair, (PAIRS,), and on each sample, (PAIRS, 2).
+    """
+
+    moves: dict[str, Any]
+    reach: tuple[PyTree, PyTree]
+    values: dict[str, tuple[Any, Any]]
+
+
+def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, programs: Mapping[str, ClosedJaxpr]) -> None:
+    """Warn where x is not chosen through y*, or will not move, and where a loss is no mean over samples.
+
+    Of several processes the first one looks at the samples of its own share of the clients.
+
+    Args:
+        problem: prepared for a run, in the floating arrays of x and y alone.
+        programs: what its functions are traced to.
+
+    Raises:
+        ConfigurationError: samples index an axis beyond its end.
+    """
+    rng, share = np.random.default_rng(0), len(clients) // current_group().processes
+    held = {"outer": clients.outer, "inner": clients.inner}
+    rows = {name: Ragged(own.values, own.start[:share], own.size[:share]) for name, own in held.items()}
+    for name in problem.own_losses:
+        if name not in problem.whole:  # which may index samples
+            check_indices(name, programs[f"{name} loss"], rows[name])
+    look = Look(problem, rows, rng, count=programs["outer loss"].in_avals[-1].shape[0])
+    x, still = x if problem.local is None else local_block(x), jax.tree.map(np.zeros_like, y)
+    seen = look(*near((x, y, still), rng))
+    for name, (pairs, alone) in seen.values.items():
+        if why := why_no_mean(np.asarray(pairs, float), np.asarray(alone, float), epsilon(pairs)):
+            whole = "A loss that needs all of a client's samples at once is an fb.WholeLoss"
+            warn(NumericalWarning(f"the {name} loss is not a mean over the samples of its batch: {why}. {whole}"))
+    moves = dict.fromkeys(seen.moves, False)
+    for _ in range(LOOKS):
+        moves = {name: moves[name] or bool(moved) for name, moved in seen.moves.items()}
+        if not (why := why_it_vanishes(problem, moves)):
+            break
+        seen = look(*near((x, y, still), rng))
+    if why:
+        warn(
+            InfluenceWarning(
+                f"{why} (seen near the start, on samples of {counted(min(share, LOOKS * PAIRS), 'client')})"
+            )
+        )
+    elif problem.implicit_term != "none" and not leaves_the_start(look, x, (y, still)):
+        text = "x will not move from this start: all derivatives that move it are 0 there, and stay 0 as y moves"
+        warn(InfluenceWarning(f"{text}. Unless it is the solution, start at random numbers, such as random weights"))
+
+
+def leaves_the_start(look: Look, x: PyTree, start: tuple[PyTree, PyTree]) -> bool:
+    """Tell whether x moves at the start of y and v, or after these have moved wherever their gradient steps go."""
+    reach = jax.tree.map(lambda leaf: np.zeros(leaf.shape, bool), start)
+    for _ in range(LOOKS):
+        seen = look(x, *jax.tree.map(np.where, reach, near(start, look.rng), start))
+        if seen.moves["f_x"] or seen.moves["g_xy"]:
+            return True
+        reach = jax.tree.map(np.logical_or, reach, seen.reach)
+    return False
+
+
+@dataclass
+class Look:
+    """Looks at the losses, each time on other pairs of samples, or on single ones where `count` is 1."""
+
+    problem: Problem
+    rows: Mapping[str, Ragged]
+    rng: np.random.Generator
+    count: int
+    program: Callable[..., Seen] | None = None
+
+    def __call__(self, x: PyTree, y: PyTree, v: PyTree) -> Seen:
+        clients = len(self.rows["outer"].size)
+        ids = np.resize(self.rng.choice(clients, min(clients, PAIRS), replace=False), PAIRS)
+        weights = self.rng.normal(size=PAIRS)
+        given = on_device((x, y, v, weights, {name: self.batches(name, ids) for name in self.rows}))
+        key = self.problem.key and ("first look", self.problem.key)
+        self.program = self.program or compiled(self.seen, *given, key=key, quickly=True)
+        return self.program(*given)
+
+    def batches(self, name: str, ids: np.ndarray) -> PyTree:
+        """Draw a pair of samples of each client, (PAIRS, 2, …); for a loss that takes them all, LONGEST at most."""
+        rows, whole = self.rows[name], name in self.problem.whole
+        count = min(LONGEST, int(rows.size.max())) if whole else self.count
+        own = [self.rng.choice(rows.size[i], min(count, rows.size[i]), replace=False) for i in ids]
+        own = own if whole else [*(places[:1] for places in own[: PAIRS // 2]), *own[PAIRS // 2 :]]
+        index = rows.start[ids][:, None] + np.stack([np.resize(places, count) for places in own])
+        values = jax.tree.map(lambda leaf: np.asarray(leaf[index]), rows.values)
+        return Padded(values, np.arange(count) < rows.size[ids][:, None]) if whole else values
+
+    def seen(self, x: PyTree, y: PyTree, v: PyTree, weights: Array, batches: Mapping[str, PyTree]) -> Seen:
+        """See sums over the pairs, with random weights, so that nothing cancels."""
+        problem = self.problem
+
+        def on_pairs(name: str, x: PyTree, y: PyTree) -> Array:
+            return jax.vmap(lambda pair: getattr(problem, name)(x, y, pair))(batches[name])
+
+        def slopes(name: str, y: PyTree) -> tuple[PyTree, PyTree]:
+            return jax.grad(lambda x, y: weights @ on_pairs(name, x, y), (0, 1))(x, y)
+
+        def values(name: str) -> tuple[Array, Array]:
+            loss = getattr(problem, name)
+            if name == "inner" and not problem.inner_is_mean:  # its derivative in y, y − r(x), is a mean
+                loss = lambda x, y, batch: sum(map(jnp.sum, jax.tree.leaves(jax.grad(problem.inner, 1)(x, y, batch))))  # noqa: E731
+            alone = jax.vmap(lambda one: loss(x, y, jax.tree.map(lambda leaf: leaf[None], one)))
+            return jax.vmap(lambda pair: (loss(x, y, pair), alone(pair)))(batches[name])
+
+        f_x, f_y = slopes("outer", y)
+        (g_x, g_y), (g_xy, g_yy) = jax.jvp(lambda y: slopes("inner", y), (y,), (v,))
+        named = {"f_x": f_x, "f_y": f_y, "g_x": g_x, "g_y": g_y, "g_xy": g_xy}
+        moves = {name: sum(jnp.any(leaf != 0) for leaf in jax.tree.leaves(slope)) for name, slope in named.items()}
+        reach = jax.tree.map(lambda a: a != 0, g_y), jax.tree.map(lambda a, b: (a != 0) | (b != 0), f_y, g_yy)
+        no_means = (*problem.whole, *problem.draws) if self.count > 1 else problem.own_losses
+        return Seen(moves, reach, {name: values(name) for name in problem.own_losses if name not in no_means})
+
+
+@np.errstate(invalid="ignore")  # of infinite losses, for which nothing is known
+def why_no_mean(pairs: np.ndarray, alone: np.ndarray, eps: float) -> str:
+    """Say why values on pairs of samples, (PAIRS,), are no means of those on single samples, (PAIRS, 2), or ""."""
+    size = np.maximum(np.abs(pairs), np.abs(alone).max(1))
+    off = np.abs(pairs - alone.mean(1)) > max(TOLERANCE, 30 * eps) * size
+    twice, mixed = (np.mean(half) > SHARE for half in np.split(off, 2))
+    if twice:
+        return "a sample that appears twice counts twice. It looks like a sum: write .mean() in place of .sum()"
+    if mixed:
+        return (
+            "what a sample adds depends on the other samples. It looks like a difference of arrays of shapes (n, 1) "
+            "and (n,), which JAX broadcasts to (n, n): give both the same shape, for example by [:, 0]"
+        )
+    return ""
+
+
+def check_indices(name: str, program: ClosedJaxpr, rows: Ragged) -> None:
+    """Refuse samples that index an axis of a loss beyond its end, as class C of C outputs; warn of negative ones."""
+    leaves = jax.tree_util.tree_leaves_with_path(rows.values)
+    first = len(program.in_avals) - len(leaves)
+    for axis in sorted(indexed_axes(program)):
+        if axis.argument < first:
+            continue
+        path, leaf = leaves[axis.argument - first]
+        limit, clients = MAPPED_ROWS if isinstance(leaf, np.memmap) else ROWS, len(rows.size)
+        places, _ = chosen(rows, np.arange(clients), np.ones(clients), limit)
+        table = np.asarray(leaf[places]).reshape(len(places), -1) + axis.shift
+        low, high = table.min(1), table.max(1)
+        beyond = bool(high.max() >= axis.length)
+        sample = high.argmax() if beyond else low.argmin()
+        if not beyond and low[sample] >= 0:
+            continue
+        text = (
+            f"Clients.{name}{jax.tree_util.keystr(path)} {rows.place(int(places[sample]))} makes the {name} loss take "
+            f"entry {int((high if beyond else low)[sample])} of an axis whose entries are 0 to {axis.length - 1}. JAX "
+            "takes another entry, NaN or none in its place, without a word: number classes from 0, in the same way for "
+            "all clients, and give the model an output for each"
+        )
+        if axis.operation == "gather" and beyond:
+            raise ConfigurationError(text)
+        warn(NumericalWarning(text))  # entries from the end, or none, may be meant

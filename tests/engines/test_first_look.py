@@ -1,0 +1,260 @@
+"""Are losses that would end in numbers which look right named before the first round, and no others?"""
+
+import re
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+import hospital_files
+from fedbilevel.core.tree import split
+from fedbilevel.engines.first_look import first_look
+from fedbilevel.errors import ConfigurationError, InfluenceWarning
+from fedbilevel.tasks import TASKS
+
+RNG = np.random.default_rng(0)
+U, CLASSES = RNG.normal(size=(4, 20, 3)), RNG.permutation(np.arange(80) % 3).reshape(4, 20)
+SAMPLES = {"u": U, "t": U.sum(-1), "i": np.arange(80).reshape(4, 20), "other": np.tile(np.arange(20)[::-1], (4, 1))}
+X, Y = np.full(3, -1.0), np.zeros(3)
+ZEROS = np.zeros((3, 4)), {"w": np.zeros(4), "b": 0.0}
+
+
+def fit(x, y, batch):
+    return jnp.mean((batch["u"] @ y - batch["t"]) ** 2)
+
+
+def ridge(x, y, batch):
+    return fit(x, y, batch) + jnp.sum(10**x * y**2)
+
+
+def summed(x, y, batch):
+    return jnp.sum((batch["u"] @ y - batch["t"]) ** 2)
+
+
+def broadcast(x, y, batch):
+    return jnp.mean((batch["u"] @ y[:, None] - batch["t"]) ** 2)
+
+
+def weighted(x, y, batch):
+    return jnp.mean(jax.nn.sigmoid(x[batch["i"]]) * (batch["u"] @ y - batch["t"]) ** 2) + y @ y
+
+
+def network(x, y, batch):
+    hidden = jnp.tanh(batch["u"] @ x)
+    return jnp.mean((hidden @ y["w"] + y["b"] - batch["t"]) ** 2) + jnp.sum(y["w"] ** 2)
+
+
+def together(x, y, samples, valid):
+    """A sum over a client's samples, of which each indexes another one."""
+    each = (samples["u"] @ y - samples["t"][samples["other"]]) ** 2
+    return jnp.sum(jnp.where(valid, each, 0)) + 10**x @ y**2
+
+
+def drawing(x, y, batch, key):
+    return ridge(x, y, batch) + jax.random.normal(key, (3,)) @ y
+
+
+def plus(loss, term):
+    return lambda x, y, batch: loss(x, y, batch) + term(x, y)
+
+
+def composed(reduce):
+    return fb.Compositional(lambda y, batch: y @ y, lambda x, batch: reduce(batch["u"], 0) * x)
+
+
+def said(problem, clients=SAMPLES, x=X, y=Y):
+    """What is warned of before the first round."""
+    (x, x_fixed), (y, y_fixed) = split(x), split(y)
+    clients = fb.Clients(clients) if isinstance(clients, dict) else clients
+    prepared = problem.with_fixed(x_fixed, y_fixed).prepared()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        first_look(prepared, clients, x, y, prepared.traced(x, y, clients.examples()))
+    return [str(one.message) for one in found]
+
+
+def scanned(x, y, batch):
+    step = lambda carry, xi: (carry + jax.lax.stop_gradient(xi) * jnp.sum(y**2), None)  # noqa: E731
+    return fit(x, y, batch) + jax.lax.scan(step, 0.0, x)[0]
+
+
+@jax.custom_vjp
+def square(a):
+    return a**2
+
+
+square.defvjp(lambda a: (a**2, a), lambda a, g: (2 * a * g,))
+
+
+def simple(outer, **more):
+    return fb.SimpleBilevel(outer, lambda x, batch: jnp.mean(batch["t"]), fb.projections.ball(1.0), **more)
+
+
+STAYS = "^x will not move by derivatives: the outer loss has no derivative in x"
+NO_MEAN = "loss is not a mean over the samples"
+WRONG = {
+    "the wrong order": (
+        fb.Bilevel(ridge, fit),
+        r"^x changes nothing about y\*: .* Bilevel\(outer, inner\) takes the val",
+    ),
+    "an outer loss of x alone": (
+        fb.Bilevel(lambda x, y, b: x @ x, ridge),
+        r"^y\* changes nothing about the outer loss",
+    ),
+    "x shifts the inner loss": (fb.Bilevel(fit, plus(fit, lambda x, y: x @ x)), STAYS),
+    "a weight of 0": (fb.Bilevel(fit, plus(fit, lambda x, y: 0.0 * jnp.sum((y - x) ** 2))), STAYS),
+    "stop_gradient": (fb.Bilevel(fit, lambda x, y, b: ridge(jax.lax.stop_gradient(x), y, b)), STAYS),
+    "round": (fb.Bilevel(fit, lambda x, y, b: ridge(jnp.round(x), y, b)), STAYS),
+    "stop_gradient in a loop": (fb.Bilevel(fit, scanned), STAYS),
+    "an outer loss of neither": (
+        fb.Bilevel(lambda x, y, b: jnp.mean(b["t"]), ridge),
+        f"{STAYS}, and the outer loss has",
+    ),
+    "an inner loss of x alone": (
+        fb.Bilevel(ridge, lambda x, y, b: x @ x),
+        r"^x changes nothing about y\*: the inner loss h",
+    ),
+    "a composition without x": (fb.Compositional(lambda y, b: y @ y, lambda x, b: b["u"].mean(0)), STAYS),
+    "a saddle without x": (fb.Minimax(lambda x, y, b: -fit(x, y, b)), "the loss has no derivative in x"),
+    "one level without x": (fb.SingleLevel(lambda x, b: jnp.mean(b["t"])), "the loss has no derivative in x"),
+    "a preference without x": (simple(lambda x: jnp.ones(())), "no loss has a derivative in x"),
+    "x beyond a clip": (fb.Bilevel(fit, plus(fit, lambda x, y: jnp.clip(x, 0, 9) @ y**2)), STAYS),
+    "a sum": (fb.Bilevel(summed, ridge), rf"^the outer {NO_MEAN}.* looks like a sum"),
+    "a sum and a penalty": (
+        fb.Bilevel(fit, plus(summed, lambda x, y: 10**x @ y**2)),
+        rf"^the inner {NO_MEAN}.* looks like a",
+    ),
+    "(n, 1) and (n,)": (fb.Bilevel(broadcast, ridge), rf"^the outer {NO_MEAN}.* shapes \(n, 1\) and \(n,\)"),
+    "a sum within": (composed(jnp.sum), rf"^the inner {NO_MEAN}.* looks like a sum"),
+}
+SOUND = {
+    "README": (fb.Bilevel(fit, ridge), X, Y),
+    "weights by sample": (fb.Bilevel(fit, weighted), np.zeros(80), Y),
+    "a network": (fb.Bilevel(network, network), RNG.normal(size=(3, 4)), ZEROS[1]),
+    "a composition": (composed(jnp.mean), X, Y),
+    "all of a client's samples": (fb.Bilevel(fb.WholeLoss(together), fb.WholeLoss(together)), X, Y),
+    "a loss that draws": (fb.Bilevel(drawing, drawing), X, Y),
+    "derivatives of one's own": (fb.Bilevel(fit, plus(fit, lambda x, y: jnp.sum(square(x * y)))), X, Y),
+    "a subgradient of one's own": (simple(lambda x: jnp.ones(()), subgradient=lambda x: x), X, None),
+    "an infinite loss": (fb.Bilevel(lambda *at: fit(*at) / 1e-320, ridge), X, Y),
+    "one level": (fb.SingleLevel(lambda x, b: fit(None, x, b)), X, None),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_is_wrong_is_said(case):
+    problem, words = WRONG[case]
+    (text,) = said(problem, y=None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else Y)
+    assert re.search(words, text)
+
+
+@pytest.mark.parametrize("case", SOUND)
+def test_nothing_is_said_of_sound_losses(case):
+    problem, x, y = SOUND[case]
+    assert said(problem, x=x, y=y) == []
+
+
+def test_solve_says_it_at_the_users_line_and_x_stays():
+    """The claim itself: after rounds of a method that goes by derivatives x has not moved by a bit."""
+    with pytest.warns(InfluenceWarning, match="will not move") as caught:
+        result = fb.solve(fb.SimFBO(), WRONG["round"][0], fb.Clients(SAMPLES), X, Y, rounds=3)
+    assert caught[0].filename == __file__
+    assert np.array_equal(result.x, X)
+
+
+def test_x_of_few_clients_is_found():
+    """x enters the loss of two clients in a hundred, whose samples are in the first sixteen pairs or in later ones."""
+    held = (np.arange(100) % 50 == 0)[:, None] * np.ones((100, 2))
+    samples = {"u": RNG.normal(size=(100, 2, 3)), "t": np.ones((100, 2)), "held": held}
+    own = lambda x, y, batch: fit(x, y, batch) + jnp.mean(batch["held"]) * (10**x @ y**2)  # noqa: E731
+    assert said(fb.Bilevel(fit, own), samples) == []
+
+
+def test_a_start_that_is_left_by_no_derivative_is_named():
+    """At x = 0 and w = 0 the hidden layer is 0, and with it all derivatives in w and x; b alone moves."""
+    (text,) = said(fb.Bilevel(network, network), x=ZEROS[0], y=ZEROS[1])
+    assert text.startswith("x will not move from this start: ")
+    result = fb.solve(fb.FedBiO(), fb.Bilevel(network, network), fb.Clients(SAMPLES), *ZEROS, rounds=2)
+    assert not np.any(result.x)
+
+
+def test_targets_that_are_rarely_other_than_0_are_no_such_start():
+    """Derivatives at y = 0 are 0 but for one sample in 200."""
+    t = np.where(np.arange(4000) % 200 == 0, 1.0, 0.0).reshape(4, 1000)
+    assert said(fb.Bilevel(fit, ridge), {"u": RNG.normal(size=(4, 1000, 3)), "t": t}) == []
+
+
+OWN = [*sorted(set(TASKS) - {"few_shot"}), pytest.param("few_shot", marks=pytest.mark.slow)]  # downloaded characters
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_nothing_is_said_of_the_librarys_own_tasks(name, tmp_path, monkeypatch):
+    if name == "hospitals":
+        hospital_files.write(tmp_path, monkeypatch)
+    task = TASKS[name]()
+    assert said(task.problem, task.clients, task.x0, task.y0) == []
+
+
+LOOK_UPS = {
+    "an index": lambda scores, c: scores[jnp.arange(len(c)), c],
+    "an index from 1": lambda scores, c: scores[jnp.arange(len(c)), (c + 1) - 1],
+    "vmap": jax.vmap(lambda scores, c: scores[c]),
+    "take_along_axis": lambda scores, c: jnp.take_along_axis(scores, c[:, None], axis=1),
+    "take": lambda scores, c: jnp.take(jnp.eye(3), c, axis=0) * scores,
+    "floats": lambda scores, c: scores[jnp.arange(len(c)), c.astype(float).astype(int)],
+    "one_hot": lambda scores, c: jax.nn.one_hot(c, 3) * scores,
+}
+"""(scores, classes) -> what is taken of them."""
+SCORES = np.ones(()), np.zeros((3, 3))
+
+
+def entropy(look_up):
+    """The loss of a linear model of three classes, with a ridge, so that x has an influence."""
+
+    def loss(x, y, batch):
+        return -jnp.mean(look_up(jax.nn.log_softmax(batch["u"] @ y), batch["c"])) + x * jnp.sum(y**2)
+
+    return fb.Bilevel(loss, loss)
+
+
+def said_of(classes, look_up):
+    return said(entropy(look_up), {"u": U, "c": classes}, *SCORES)
+
+
+@pytest.mark.parametrize("name", LOOK_UPS)
+def test_labels_beyond_the_classes_are_refused_or_warned_of(name):
+    """Of 1, 2, 3 for three classes, and of -1, which JAX takes for the last one, or for none."""
+    assert said_of(CLASSES, LOOK_UPS[name]) == []
+    words = (
+        r"Clients\.outer\['c'\] in sample \d+ of client \d makes the outer loss take entry {} of an axis .* 0 to 2\. "
+    )
+    if name == "one_hot":  # an entry that is in no class may be meant
+        assert re.match(words.format(3), said_of(CLASSES + 1, LOOK_UPS[name])[0])
+    else:
+        with pytest.raises(ConfigurationError, match=words.format(3)):
+            said_of(CLASSES + 1, LOOK_UPS[name])
+    outer, inner = said_of(np.where(CLASSES == 2, -1, CLASSES), LOOK_UPS[name])
+    assert re.match(words.format(-1), outer)
+    assert inner.startswith("Clients.inner['c']")
+
+
+def test_labels_that_the_loss_compares_may_be_masked():
+    masked = lambda scores, c: jnp.where(c >= 0, LOOK_UPS["take_along_axis"](scores, c)[:, 0], 0)  # noqa: E731
+    assert said_of(np.where(CLASSES == 2, -100, CLASSES), masked) == []
+
+
+def test_padding_is_no_sample():
+    padded = {"u": np.pad(U, ((0, 0), (0, 1), (0, 0))), "c": np.pad(CLASSES, ((0, 0), (0, 1)), constant_values=99)}
+    clients = fb.Clients(padded, outer_sizes=np.full(4, 20))
+    assert said(entropy(LOOK_UPS["an index"]), clients, *SCORES) == []
+
+
+@pytest.mark.parametrize("look", [fb.diagnose, fb.check_hypergradient])
+def test_diagnose_and_check_say_it_too(look):
+    with pytest.warns(InfluenceWarning, match="x changes nothing about y"):
+        look(WRONG["the wrong order"][0], fb.Clients(SAMPLES), X, Y)
+    with pytest.raises(ConfigurationError, match="entry 3 of an axis"):
+        look(entropy(LOOK_UPS["vmap"]), fb.Clients({"u": U, "c": CLASSES + 1}), *SCORES)
