@@ -1,5 +1,6 @@
 """Does `solve` keep its promises: rows, callbacks, early stops, and errors that name what is wrong?"""
 
+import contextlib
 import os
 import signal
 
@@ -323,14 +324,47 @@ def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
         run(task, rounds=6, checkpoint=path, resume=True)
 
 
-def test_ctrl_c_saves_and_resuming_ends_with_the_same_bits(task, tmp_path):
+class Handled(Exception):
+    """What a program's own handler of SIGTERM raises."""
+
+
+def end_it(number, frame):
+    raise Handled
+
+
+@pytest.mark.parametrize(
+    ("number", "handler", "ends"),
+    [
+        (signal.SIGINT, signal.default_int_handler, KeyboardInterrupt),
+        (signal.SIGTERM, signal.SIG_DFL, SystemExit),
+        (signal.SIGTERM, end_it, Handled),
+        (signal.SIGTERM, lambda *_: None, KeyboardInterrupt),
+    ],
+)
+def test_a_signal_is_obeyed_after_saving_and_resuming_ends_with_the_same_bits(number, handler, ends, task, tmp_path):
     path = tmp_path / "run.npz"
     whole = run(task, rounds=9, eval_every=4)
-    press = at(4, lambda: os.kill(os.getpid(), signal.SIGINT))
-    with pytest.raises(KeyboardInterrupt, match=f"saved after round [48] of 9 to {path}; .* with resume=True goes on"):
-        run(task, rounds=9, eval_every=4, checkpoint=path, checkpoint_every=100, callbacks=[press])
+    press = at(4, lambda: os.kill(os.getpid(), number))
+    said = f"saved after round [48] of 9 to {path}; .* with resume=True goes on"
+    warns = pytest.warns(fb.errors.CheckpointWarning, match=said) if ends is SystemExit else contextlib.nullcontext()
+    before = signal.signal(number, handler)
+    try:
+        with warns, pytest.raises(ends, match=said if ends is KeyboardInterrupt else None) as caught:
+            run(task, rounds=9, eval_every=4, checkpoint=path, checkpoint_every=100, callbacks=[press])
+        assert signal.getsignal(number) is handler
+    finally:
+        signal.signal(number, before)
+    assert ends is not SystemExit or caught.value.code == 128 + 15
     resumed = run(task, rounds=9, eval_every=4, checkpoint=path, resume=True)
     assert same_run(whole, resumed)
+
+
+def test_a_signal_that_a_program_ignores_does_not_end_a_run(task):
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        assert run(task, callbacks=[at(0, lambda: os.kill(os.getpid(), signal.SIGTERM))]).round == 7
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_stays(task, tmp_path):

@@ -6,6 +6,9 @@ import errno
 import json
 import os
 import re
+import signal
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -179,12 +182,52 @@ def test_a_disk_that_fills_up_on_the_way(run, here, monkeypatch) -> None:
     assert run("run", "--resume", "disk", "--quiet")[0] == 0
 
 
-def test_an_interruption_before_the_first_checkpoint(run, here, monkeypatch) -> None:
-    def interrupted(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
+def mixed_up(number: int) -> None:
+    """A library makes an error of its own of the KeyboardInterrupt that a signal has raised in it."""
+    try:
+        os.kill(os.getpid(), number)
+        time.sleep(30)
+    except KeyboardInterrupt:
+        raise ImportError("compiling failed: " + 500 * "\n") from None
 
-    monkeypatch.setattr(runner, "solve", interrupted)
-    code, _, error = run(*QUADRATIC, "--out", "never")
-    assert code == 130
-    assert error == "fedbilevel: interrupted before the first checkpoint; there is nothing to resume\n"
-    assert not (here / "never").exists()
+
+def caught(number: int) -> None:
+    """A library catches it, and goes on."""
+    with suppress(ImportError):
+        mixed_up(number)
+
+
+def held_back(number: int) -> None:
+    os.kill(os.getpid(), number)
+
+
+NOTHING = "interrupted before the first checkpoint; there is nothing to resume"
+CONTINUE = "interrupted; continue with: fedbilevel run --resume it"
+
+
+@pytest.mark.parametrize(
+    ("number", "place", "comes", "says"),
+    [
+        (signal.SIGINT, (runner, "solve"), mixed_up, NOTHING),
+        (signal.SIGTERM, (runner, "solve"), mixed_up, NOTHING),
+        (signal.SIGTERM, (experiments, "configure"), mixed_up, "interrupted"),
+        (signal.SIGTERM, (runner.Scribe, "open"), caught, CONTINUE),
+        (signal.SIGTERM, (display.Watch, "__call__"), held_back, CONTINUE),
+    ],
+)
+def test_a_signal_ends_a_run_in_a_sentence_wherever_it_comes(
+    number, place, comes, says, run, here, monkeypatch
+) -> None:
+    real = getattr(*place)
+
+    def interrupted(*given: object, **named: object) -> object:
+        comes(number)
+        return real(*given, **named)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(*place, interrupted)
+        code, _, error = run(*QUADRATIC, "--rounds", 1000, "--out", "it")
+    assert (code, error) == (128 + number, f"fedbilevel: {says}\n")
+    assert (here / "it").exists() == (says == CONTINUE)
+    if says == CONTINUE:
+        assert run("run", "--resume", "it", "--quiet")[0] == 0

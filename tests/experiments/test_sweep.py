@@ -7,6 +7,7 @@ import io
 import os
 import re
 import shutil
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -128,13 +129,14 @@ def test_a_smaller_grid_says_how_many_runs_are_beside_its_own(copy, run) -> None
     assert "; beside 3 other runs in this folder." in contents(copy)["chosen.toml"]
 
 
-def test_an_interrupted_sweep_goes_on_to_the_same_files(folder, tmp_path, monkeypatch, run) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_sweep_goes_on_to_the_same_files(number, folder, tmp_path, monkeypatch, run) -> None:
     """Interrupted within a run, whose first rounds are in its checkpoint."""
     real = runner.Scribe.__call__
 
     def interrupted(self, result, row) -> None:
         if row and row["round"] == 0 and self.spec.run.seed == 1:
-            raise KeyboardInterrupt
+            os.kill(os.getpid(), number)
         real(self, result, row)
 
     part = tmp_path / "part"
@@ -142,7 +144,7 @@ def test_an_interrupted_sweep_goes_on_to_the_same_files(folder, tmp_path, monkey
         patch.setattr(runner.Scribe, "__call__", interrupted)
         code, _, error = run("sweep", *SMALL, *GRID, "--out", part, "--quiet")
     words = f"fedbilevel: interrupted; continue with the same command and --out {part}"
-    assert (code, error.strip()) == (130, words)
+    assert (code, error.strip()) == (128 + number, words)
     assert not (part / "sweep.csv").exists()
     assert swept(*SMALL, *GRID, "--out", part) == 0
     assert contents(part) == contents(folder)

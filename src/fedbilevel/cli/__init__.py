@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from fedbilevel import __version__
 from fedbilevel.cli import comparison, diagnostics, run
 from fedbilevel.cli.shared import BAD_INPUT, OK, Add, check_names, exit_code, fail, say_code, sentence
+from fedbilevel.core import interrupts
 from fedbilevel.wording import printable
 
 
@@ -23,18 +24,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given[:1] == ["reproduce"]:
         return fail(BAD_INPUT, "figures of the papers are played by `python -m papers`, in a clone of the repository")
     options = parser().parse_args(given)
-    try:
-        with warnings.catch_warnings():
-            warnings.showwarning = lambda said, *_, **__: print(
-                printable(f"fedbilevel: warning: {said}", None), file=sys.stderr
-            )
-            check_names(options)
-            return int(options.command(options))
-    except (Exception, KeyboardInterrupt) as error:
-        code = exit_code(error)
-        if code is None or options.debug:
-            raise
-        return fail(code, sentence(error))
+    with interrupts.raised():
+        try:
+            with interrupts.unmixed(), warnings.catch_warnings():
+                warnings.showwarning = lambda said, *_, **__: print(
+                    printable(f"fedbilevel: warning: {said}", None), file=sys.stderr
+                )
+                check_names(options)
+                return int(options.command(options))
+        except (Exception, KeyboardInterrupt) as error:
+            code = exit_code(error)
+            if code is None or options.debug:
+                raise
+            return fail(code, sentence(error))
 
 
 def parser() -> argparse.ArgumentParser:

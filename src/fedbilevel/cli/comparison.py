@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedbilevel.cli import shared
 from fedbilevel.cli.run import played
+from fedbilevel.core import interrupts
 from fedbilevel.core.errors import ConfigurationError, NumericalError, require
 
 if TYPE_CHECKING:
@@ -259,9 +260,10 @@ def _sweep(options: argparse.Namespace) -> int:
 
     folder = options.out or default_path("sweep", Path(options.base or "").stem)
     try:
-        found = _swept(options, folder)
+        with interrupts.unmixed():
+            found = _swept(options, folder)
     except KeyboardInterrupt:
-        return shared.fail(shared.INTERRUPTED, f"interrupted; continue with the same command and --out {folder}")
+        return shared.fail(interrupts.exit_code(), f"interrupted; continue with the same command and --out {folder}")
     terminal.print(sweep_table(found, terminal.width))
     shared.say_paths(terminal, {"runs": folder, **write_files(found, folder)})
     return shared.OK if found.best else shared.fail(shared.NUMBERS_FAIL, "every point failed: nothing is chosen")

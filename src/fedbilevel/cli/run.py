@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import fedbilevel.experiments as experiments  # which loads nothing yet; "from fedbilevel import" would load all
 from fedbilevel.cli import shared
+from fedbilevel.core import interrupts
 from fedbilevel.core.errors import CheckpointError, ConfigurationError, NumericalError, require
 
 if TYPE_CHECKING:
@@ -87,7 +88,8 @@ def _run(options: argparse.Namespace) -> int:
       nothing of them.
 
     exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …) or diverge, 4 a file could not be written,
-      5 too few clients replied or another process was lost, 6 the budget of privacy ended the run, 130 interrupted
+      5 too few clients replied or another process was lost, 6 the budget of privacy ended the run, 130 Ctrl-C,
+      143 SIGTERM
     """
     together = [getattr(options, name) is not None for name in ("coordinator", "processes", "process")]
     return _run_together(options) if any(together) else _play(options)
@@ -243,10 +245,10 @@ def played(
     drawn = series is None and group.decide(can_draw)
     watch = Watch(shared.console(quiet or brief), first_metric(experiment.task), spec.run.budget, spec.timed)
     try:
-        with showing(watch) as display:
+        with interrupts.unmixed(), showing(watch) as display:
             play(experiment=experiment, callbacks=[watch], progress=display, plot=drawn)
     except KeyboardInterrupt:
-        raise SystemExit(shared.fail(shared.INTERRUPTED, _how_to_resume(place, series, group.is_first))) from None
+        raise SystemExit(shared.fail(interrupts.exit_code(), _how_to_resume(place, series, group.is_first))) from None
     except NumericalError as error:
         stays = f"the last good checkpoint stays in {folder}" if place.begun else "no checkpoint had been written"
         raise type(error)(f"{error}; {stays if group.is_first else ELSEWHERE}") from error

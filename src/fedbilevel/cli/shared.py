@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fedbilevel.core import interrupts
 from fedbilevel.core.errors import CheckpointError, ConfigurationError, ExchangeError, FedbilevelError, NumericalError
 from fedbilevel.wording import missing, printable
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
     from fedbilevel.experiments import Spec
 
-OK, BAD_INPUT, NUMBERS_FAIL, NOT_WRITTEN, NOT_ANSWERED, BUDGET_SPENT, INTERRUPTED = 0, 2, 3, 4, 5, 6, 130
+OK, BAD_INPUT, NUMBERS_FAIL, NOT_WRITTEN, NOT_ANSWERED, BUDGET_SPENT = 0, 2, 3, 4, 5, 6
 LINES = "\n\t"  # characters that stay in what is printed
 OWN = "or your own: module:NAME or path/to/file.py:NAME"
 ALGORITHM_HELP = f"see `fedbilevel algorithms` (simfbo, or the task's); {OWN}"
@@ -217,10 +218,11 @@ def tune(spec: Spec) -> None:
 
 def exit_code(error: BaseException) -> int | None:
     """The exit code for an error that is explained in one sentence; None for one that is a fault of ours."""
+    if isinstance(error, KeyboardInterrupt):
+        return interrupts.exit_code()
     from fedbilevel.data.files import DataError
 
     codes: dict[Any, int] = {
-        KeyboardInterrupt: INTERRUPTED,
         NumericalError: NUMBERS_FAIL,
         ExchangeError: NOT_ANSWERED,
         (CheckpointError, OSError): NOT_WRITTEN,

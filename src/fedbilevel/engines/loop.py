@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import math
-import signal
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.algorithms.parts.private import replies_at_most
+from fedbilevel.core import interrupts
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import halved
 from fedbilevel.core.errors import (
@@ -124,12 +122,12 @@ class Loop:
         reason = self.ending(result)  # of a run that is resumed after its end
         speed = 0.0  # rounds per second; not known before the first stretch
         self.display.advance(result.round, self.plan.rounds)
-        with hold_interrupt() as interrupted:
+        with interrupts.held() as came:
             if not self.history.rows:
                 first = self.add_row(result)
                 self.keep_safe(carry, first)
                 self.save(carry)  # from now on there is something to resume
-                given, stop, *_ = self.agree(result, first, interrupted.is_set(), speed)
+                given, stop, *_ = self.agree(result, first, bool(came), speed)
                 reason = reason or given
             while result.round < self.plan.rounds and not reason and not stop:
                 stretch = min(max(1, int(speed * STRETCH_SECONDS)), self.plan.until_next_stop(result.round))
@@ -161,7 +159,7 @@ class Loop:
                     raise
                 self.keep_safe(carry, row)
                 try:
-                    reason, stop, speed, due = self.agree(result, row, interrupted.is_set(), speed)
+                    reason, stop, speed, due = self.agree(result, row, bool(came), speed)
                 except LostProcess:
                     raise
                 except Exception as error:  # of a callback
@@ -171,7 +169,7 @@ class Loop:
                 if due or reason or stop:
                     self.save(carry)
         if stop:
-            raise KeyboardInterrupt(self.left_off(result.round))
+            interrupts.end(came, self.left_off(result.round))
         self.warn_of_growth(result)
         return replace(result, stopped=reason)
 
@@ -327,7 +325,7 @@ class Loop:
 
     def agree(self, result: Result, row: Row | None, interrupted: bool, speed: float) -> tuple[str, bool, float, bool]:
         """Agree among all processes on (reason to stop, whether to stop now, rounds per second, whether to save):
-        process 0 decides, and anybody's Ctrl-C stops all."""
+        process 0 decides, and a signal to any process stops all."""
 
         def here() -> tuple[str, float, bool]:
             reasons = [callback(result, row) for callback in self.callbacks]  # every one is called
@@ -467,23 +465,3 @@ def _warn(group: ProcessGroup, text: str) -> None:
     """Warn; where there are several processes, process 0 alone does."""
     if group.is_first:
         warn(CheckpointWarning(text))
-
-
-@contextmanager
-def hold_interrupt() -> Iterator[threading.Event]:
-    """Turn the first Ctrl-C into an event that is looked at between stretches; a second Ctrl-C acts at once."""
-    pressed = threading.Event()
-    if threading.current_thread() is not threading.main_thread():  # signals reach the main thread only
-        yield pressed
-        return
-    before = signal.getsignal(signal.SIGINT)
-
-    def note(number: int, frame: Any) -> None:
-        pressed.set()
-        signal.signal(signal.SIGINT, before)
-
-    signal.signal(signal.SIGINT, note)
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -32,6 +32,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
+from fedbilevel.core import interrupts
 from fedbilevel.core.errors import (
     CheckpointError,
     ConfigurationError,
@@ -332,7 +333,6 @@ WORD_SECONDS = 2  # of waiting for the others to come, before it says so
 TOPOLOGY_MINUTES = 24 * 60  # JAX's deadlines for the first use of a device, which may come after a long download
 AUTO = "auto"
 LOST = 5  # exit code
-INTERRUPTED = 130  # exit code
 
 
 def join(
@@ -373,7 +373,7 @@ def join(
         try:
             with (
                 group.meanwhile(f"{others} did not all come to {coordinator} within {patience:.0f} s"),
-                _interrupt_at_once(),
+                interrupts.handled_by(signal.SIG_DFL),  # JAX waits without looking at Python's handlers
             ):
                 _initialize(group, coordinator, processes, process, int(patience))
         except ConfigurationError:
@@ -475,19 +475,6 @@ def _patiently(sentence: str) -> Iterator[None]:
         timer.cancel()
 
 
-@contextmanager
-def _interrupt_at_once() -> Iterator[None]:
-    """Let Ctrl-C end the process while JAX waits for others, which it does without looking at Python's signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
-
-
 def explain_abort(group: ProcessGroup) -> Callable[[], None]:
     """Have the C library's abort() say `sentence` and end with its exit code; a function that undoes it.
 
@@ -528,7 +515,8 @@ def leave_when_failing(group: ProcessGroup) -> None:
 
     def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         before(kind, error, trace)
-        code = LOST if isinstance(error, LostProcess) else INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        codes = {LostProcess: LOST, KeyboardInterrupt: interrupts.exit_code()}
+        code = next((code for of, code in codes.items() if isinstance(error, of)), 1)
         group.part(code, f"{kind.__name__}: {error}")
 
     sys.excepthook = leave
