@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from fedbilevel import __version__
 from fedbilevel.cli import comparison, diagnostics, run
-from fedbilevel.cli.shared import BAD_INPUT, OK, Add, check_names, exit_code, fail, say_code, sentence
+from fedbilevel.cli.shared import BAD_INPUT, OK, Add, check_fields, check_names, exit_code, fail, say_code, sentence
 from fedbilevel.core import interrupts
 from fedbilevel.wording import printable
 
@@ -30,6 +30,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 warnings.showwarning = lambda said, *_, **__: print(
                     printable(f"fedbilevel: warning: {said}", None), file=sys.stderr
                 )
+                check_fields(options)
                 check_names(options)
                 return int(options.command(options))
         except (Exception, KeyboardInterrupt) as error:

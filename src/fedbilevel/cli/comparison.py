@@ -4,6 +4,7 @@ page about runs, for people; `fedbilevel sweep`, runs over other values of some 
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
@@ -304,6 +305,11 @@ def _fields(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
     return fields
 
 
+def _bare(field: str) -> str:
+    """Return the path of a field without the section, which may be left out."""
+    return re.sub(r"^(run|task|algorithm)\.", "", field)
+
+
 def _spec_of(options: argparse.Namespace, fields: Collection[str]) -> SpecOf:
     """What makes the spec of a point, from the options and the point's values."""
     from fedbilevel.experiments import configure
@@ -314,7 +320,7 @@ def _spec_of(options: argparse.Namespace, fields: Collection[str]) -> SpecOf:
     named = {"task": None if file else options.base, "algorithm": options.algorithm, "data": options.data}
     given = shared.settings(options)
     for setting in given:
-        if setting.partition("=")[0].strip().removeprefix("run.") in (name.removeprefix("run.") for name in fields):
+        if _bare(setting.partition("=")[0].strip()) in map(_bare, fields):
             raise ConfigurationError(f"{setting} is set for all points, and swept: leave one of them out")
 
     def spec_of(point: PointValues) -> Spec:

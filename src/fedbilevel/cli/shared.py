@@ -155,6 +155,28 @@ OPTIONS: dict[str, dict[str, Any]] = {
 """Options that several commands have, as `add_argument` takes them."""
 
 
+RUN = ("rounds", "exchanges", "bytes", "time", "cohort", "eval_every")
+FIELDS: dict[str, tuple[str, ...]] = {name: (f"run.{name}",) for name in RUN} | {
+    "clients": ("task.clients",),
+    "data": ("task.data",),
+}
+FIELDS |= dict.fromkeys(("task", "what", "base"), ("task.name",))
+FIELDS |= dict.fromkeys(("algorithm", "algorithms"), ("algorithm.name",))
+FIELDS |= dict.fromkeys(("seed", "seeds"), ("run.seed", "task.seed", "clock.seed"))
+"""The fields of a spec that each option sets."""
+
+
+def check_fields(options: argparse.Namespace) -> None:
+    """Refuse a field that gets two values: by --set and by an option of its own."""
+    for setting in getattr(options, "set", []):
+        name = setting.partition("=")[0].strip()
+        for option, paths in FIELDS.items():
+            given = getattr(options, option, None) not in (None, [])
+            if given and any(name in (path, path.partition(".")[2]) for path in paths):
+                other = "TASK" if paths == ("task.name",) else f"--{option.replace('_', '-')}"
+                raise ConfigurationError(f"{name} gets two values, by --set {setting} and by {other}: leave one out")
+
+
 def check_names(options: argparse.Namespace) -> None:
     """Spell names as the library does, and refuse those that are neither its own nor a user's, before anything heavy
     is imported."""
@@ -169,8 +191,7 @@ def check_names(options: argparse.Namespace) -> None:
 
 def settings(options: argparse.Namespace) -> list[str]:
     """The settings of --set and of the options for single fields of [run], in the form FIELD=VALUE."""
-    names = ("rounds", "exchanges", "bytes", "time", "cohort", "eval_every")
-    flags = {name: getattr(options, name, None) for name in names}
+    flags = {name: getattr(options, name, None) for name in RUN}
     return [*options.set, *(f"run.{name}={value}" for name, value in flags.items() if value is not None)]
 
 
