@@ -142,7 +142,10 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
             ["algorithm.client_lr.x: ", "'init_valu'; did you mean 'init_value'", "transition_steps"],
         ),
         (["client_lr.x={schedule = 'constant_schedule', value = nan}"], ["client_lr.x: value at round 0 = nan"]),
-        (["client_lr.x={schedule = 'constant_schedule', value = 'x'}"], ["client_lr.x: value at round 0 = 'x'"]),
+        (
+            ["client_lr.x={schedule = 'constant_schedule', value = 'x'}"],
+            ["client_lr.x: value of constant_schedule = 'x'"],
+        ),
         (["client_lr.x={schedule = 'inject_hyperparams'}"], ["schedule of Optax 'inject_hyperparams' (allowed: const"]),
         (["client_lr.x={schedule = 3}"], ["algorithm.client_lr.x.schedule = 3", "a name of Optax"]),
         (["local_optimizer=momentun"], ["did you mean 'momentum'"]),
@@ -150,7 +153,15 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
         (["server_optimizer=3"], ["algorithm.server_optimizer = 3", "a name of Optax"]),
         (["server_optimizer={name = 'adam', b = 1}"], ["algorithm.server_optimizer: ", "'b'; did you mean 'b"]),
         (["server_optimizer={name = 'adam', learning_rate = 0.1}"], ["'learning_rate'", "allowed: b1, b2"]),
-        (["server_optimizer={name = 'adam', b1 = 'x'}"], ["algorithm.server_optimizer: ", "'str'"]),
+        (
+            ["server_optimizer={name = 'adam', b1 = 'x'}"],
+            ["algorithm.server_optimizer: b1 of adam = 'x' is not allowed: it must be a number"],
+        ),
+        (["server_optimizer={name = 'adam', nesterov = 'no'}"], ["nesterov of adam = 'no' is not", "be true or false"]),
+        (
+            ["server_lr.x={schedule = 'linear_schedule', init_value = 1, end_value = 0, transition_steps = 1.5}"],
+            ["algorithm.server_lr.x: transition_steps of linear_schedule = 1.5 is not", "it must be a whole number"],
+        ),
         (["server_optimizer=chain"], ["unknown optimizer of Optax 'chain'"]),
         (["hidden=64"], ["task.hidden = 64", "Sequence[int]"]),
         (["hidden=[a]"], ["not a TOML value"]),

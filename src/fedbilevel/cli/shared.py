@@ -156,13 +156,14 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 RUN = ("rounds", "exchanges", "bytes", "time", "cohort", "eval_every")
-FIELDS: dict[str, tuple[str, ...]] = {name: (f"run.{name}",) for name in RUN} | {
+FIELDS: dict[str, tuple[str, ...]] = {
+    **{name: (f"run.{name}",) for name in RUN},
+    **dict.fromkeys(("seed", "seeds"), ("run.seed", "task.seed", "clock.seed")),
+    **dict.fromkeys(("task", "what", "base"), ("task.name",)),
+    **dict.fromkeys(("algorithm", "algorithms"), ("algorithm.name",)),
     "clients": ("task.clients",),
     "data": ("task.data",),
 }
-FIELDS |= dict.fromkeys(("task", "what", "base"), ("task.name",))
-FIELDS |= dict.fromkeys(("algorithm", "algorithms"), ("algorithm.name",))
-FIELDS |= dict.fromkeys(("seed", "seeds"), ("run.seed", "task.seed", "clock.seed"))
 """The fields of a spec that each option sets."""
 
 

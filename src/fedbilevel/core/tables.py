@@ -284,7 +284,8 @@ class OptaxSchedule:
         known = [name for name in vars(optax.schedules) if re.fullmatch(r"[a-z]\w*(_schedule|_decay)", name)]
         if self.name not in known:
             raise unknown("schedule of Optax", self.name, known)
-        _refuse_unknown_arguments(getattr(optax.schedules, self.name), dict(self.arguments))
+        arguments = {name: _keyed_by_round(value) for name, value in self.arguments}
+        _check_arguments(getattr(optax.schedules, self.name), arguments)
         first = self(0)
         fits = isinstance(first, NUMBERS) and np.ndim(first) == 0 and math.isfinite(first)
         require(fits, "value at round 0", first, "a finite number")
@@ -308,10 +309,19 @@ def _keyed_by_round(value: Any) -> Any:
     return {int(key): one for key, one in value.items()} if table else value
 
 
-def _refuse_unknown_arguments(function: Callable[..., Any], given: Iterable[str]) -> None:
-    """Refuse arguments that a function of Optax does not have; the learning rate is not to be given."""
-    known = [name for name in inspect.signature(function).parameters if name != RATE]
-    refuse_together(unknown(f"argument of {function.__name__}", name, known) for name in given if name not in known)
+def _check_arguments(function: Callable[..., Any], given: Fields) -> None:
+    """Refuse unknown arguments of a function of Optax, and values that its annotations do not allow; the learning rate
+    is not to be given."""
+    known = {name: one.annotation for name, one in inspect.signature(function).parameters.items() if name != RATE}
+    kinds = {"a number": 0.5, "a whole number": 1, "true or false": True, "text": ""}
+    wrong: Wrong = []
+    for name, value in given.items():
+        if name not in known:
+            wrong.append(unknown(f"argument of {function.__name__}", name, known))
+        elif value == value and not _fits(known[name], value):  # NaN is a number here
+            allowed = next((words for words, one in kinds.items() if _fits(known[name], one)), str(known[name]))
+            wrong.append(ConfigurationError(path=f"{name} of {function.__name__}", got=value, allowed=allowed))
+    refuse_together(wrong)
 
 
 class Optimizer(optax.GradientTransformation):  # type: ignore[misc]
@@ -332,7 +342,7 @@ def optimizer(name: str, **arguments: Any) -> Optimizer:
     """
     if not callable(getattr(optax, name, None)) or RATE not in inspect.signature(getattr(optax, name)).parameters:
         raise unknown("optimizer of Optax", name, ["adagrad", "adam", "amsgrad", "sgd", "yogi"])
-    _refuse_unknown_arguments(getattr(optax, name), arguments)
+    _check_arguments(getattr(optax, name), arguments)
     made = Optimizer(*getattr(optax, name)(**{RATE: 1.0}, **arguments))
     jax.eval_shape(lambda x: made.update(x, made.init(x), x), np.ones(1))  # the error about a wrong argument
     made.table = {"name": name, **arguments}
