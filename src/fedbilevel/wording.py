@@ -1,7 +1,5 @@
-"""Helpers for error messages: missing packages, and text of others: printable, and read from JSON with its types."""
+"""Helpers for error messages: missing packages, and texts of others, which are made printable."""
 
-import json
-from collections.abc import Callable, Mapping
 from typing import Any
 
 JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
@@ -35,26 +33,6 @@ def of_others(value: Any) -> Any:
     if isinstance(value, dict):
         return {of_others(name): of_others(content) for name, content in value.items()}
     return [of_others(content) for content in value] if isinstance(value, list) else value
-
-
-def read_json(text: str, kinds: Mapping[str, Callable[[Any], bool]] | None = None) -> Any:
-    """Read JSON that anybody may have written, as `of_others`.
-
-    Args:
-        kinds: of an object, name -> whether a value there is of the right type; it may lack the name. None: any JSON.
-
-    Raises:
-        ValueError: it is no JSON, or a value is of another type.
-    """
-    try:
-        found = of_others(json.loads(text))
-    except RecursionError:
-        raise ValueError("lists and objects are in each other to a depth that no file of ours has") from None
-    if kinds is not None:
-        require_object(found, ", ".join(kinds))
-        if wrong := [name for name, fits in kinds.items() if name in found and not fits(found[name])]:
-            raise ValueError(f"{wrong[0]} is {printable(repr(found[wrong[0]]))}")
-    return found
 
 
 def require_object(value: Any, holds: str) -> None:

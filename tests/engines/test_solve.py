@@ -319,6 +319,11 @@ def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
     path.unlink()
     with pytest.raises(fb.errors.ConfigurationError, match="unless resume=True"):
         run(task, rounds=6, checkpoint=path)
+    before.unlink()
+    before.symlink_to(os.devnull)
+    with pytest.raises(fb.errors.CheckpointError, match="is not a readable checkpoint: it is a pipe or a device"):
+        run(task, rounds=6, checkpoint=path, resume=True)
+    before.unlink()
     before.write_bytes(b"")
     with pytest.raises(fb.errors.CheckpointError, match=r"there is no file .*; .*previous.npz is not a readable"):
         run(task, rounds=6, checkpoint=path, resume=True)

@@ -1,6 +1,7 @@
 """A table's numbers, agreed on by sites that tell sums and counts: beside everyone's rows in one place, and errors."""
 
 import json
+import os
 import re
 import warnings
 from itertools import permutations
@@ -197,6 +198,8 @@ NUMBER = {"count": 9, "mean": 0.5, "squares": 2.0}
         "{",
         "[]",
         "[" * 100_000,
+        '{"age": {"count": 8, "mean": 0.5, "squares": 1.0}, "age": {"count": 9, "mean": 0.5, "squares": 1.0}}',
+        '{"age": {"count": 8, "count": 9, "mean": 0.5, "squares": 1.0}}',
         *(
             json.dumps({"age": one})
             for one in (
@@ -229,6 +232,11 @@ def test_what_save_does_not_write_is_refused(told, files, tmp_path):
 
 
 def test_files_are_there_and_each_once(files, tmp_path):
+    with pytest.raises(DataError, match=r"null cannot be read: it is a pipe or a device, and not a regular file"):
+        Preparer.load(os.devnull)
+    (tmp_path / "long.json").write_bytes(b"{}" + bytes(2**24))
+    with pytest.raises(DataError, match=r"long\.json cannot be read: it has more than 16,777,216 bytes"):
+        Preparer.load(tmp_path / "long.json")
     with pytest.raises(DataError, match=r"no\.json cannot be read: No such file"):
         Preparer.load(tmp_path / "no.json")
     for some in ([], [files[0], files[0]], [files[0], f"{tmp_path}/./{files[0].name}"]):

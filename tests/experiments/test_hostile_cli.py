@@ -35,6 +35,7 @@ SPECS = {
     f"run.rounds = {RAW[DIGITS]}": "is not TOML",
     f"run.rounds = {10**400}": "'run' has an integer of more than 64 bits",
     f"run.rounds = {'[' * 50 + ']' * 50}": "has lists and tables in each other to a depth of more than 10",
+    f"run{100_000 * '.a'} = 1": "is not TOML: a key has 50 parts or more",
     "run.seed = 1979-05-27": "'1979-05-27', a date or a time",
     'task.name = "a\\u0000/b.py:make"': "is not the name of a file",
     'task.name = "~nobody-of-that-name/b.py:make"': "is not the name of a file",
@@ -54,11 +55,37 @@ def test_specs(content: str, run: Run, tmp_path: Path) -> None:
         one_sentence(run("compare", folder), 2, SPECS[content], "spec.toml")
 
 
-@pytest.mark.parametrize("content", ["[]", "null", "{}", RAW[DEEP], "\0"])
+NO_FILE = "spec.toml: it is a pipe or a device, and not a regular file"
+READERS = {
+    "a spec": (["run", "quadratic", "--rounds", 1, "--spec"], 2, f"cannot read {NO_FILE}"),
+    "a sweep's base": (["sweep", "--grid", "cohort=1,2", "--rounds", 1], 2, f"cannot read {NO_FILE}"),
+}
+
+
+@pytest.mark.parametrize(("command", "code", "words"), READERS.values(), ids=READERS)
+def test_files_without_an_end(command: list, code: int, words: str, run: Run, tmp_path: Path, monkeypatch) -> None:
+    """As /dev/zero; a device that has one, of which there would be an empty spec."""
+    monkeypatch.chdir(tmp_path)
+    Path("spec.toml").symlink_to(os.devnull)
+    one_sentence(run(*command, "spec.toml"), code, words)
+    Path("spec.toml").unlink()
+    os.mkfifo("spec.toml")
+    one_sentence(run(*command, "spec.toml"), code, words)
+    Path("spec.toml").unlink()
+    Path("spec.toml").write_bytes(b"#" * (2**22 + 1))
+    one_sentence(run(*command, "spec.toml"), code, "cannot read spec.toml: it has more than 4,194,304 bytes")
+
+
+TWICE = '{"round": 0, "round": 10}'
+
+
+@pytest.mark.parametrize("content", ["[]", "null", "{}", RAW[DEEP], "\0", TWICE])
 def test_runs(content: str, run: Run, tmp_path: Path) -> None:
     """What else may be wrong in them tests/test_hostile_files.py tries."""
     folder = write_run(tmp_path / "run", experiments.configure(task="quadratic", settings=["rounds=20"]))
-    found = {"[]": "a list was found", "null": "null was found"}.get(content, "")
+    found = {"[]": "a list was found", "null": "null was found", TWICE: "the key 'round' is there twice"}.get(
+        content, ""
+    )
     for name in ("history.jsonl", "summary.json"):
         whole = (folder / name).read_text()
         (folder / name).write_text(content)

@@ -62,6 +62,7 @@ SEARCH = {
     "--search server_lr.x=-1:1 --trials 3": "algorithm.server_lr.x = -1 is not allowed",
     "--search server_lr.x=0.1:1 --grid server_lr.x=1": "--grid server_lr.x is given twice",
     "--search cohort=1:2 --trials 3 --storage nonsense://x": "nonsense://x cannot be used",
+    "--search cohort=1:2 --trials 3 --storage /dev/null": "/dev/null cannot be used: it is a pipe or a device",
     "--search cohort=1:2 --trials 3 --select nothing": "unknown metric to select on 'nothing'",
 }
 COMPARE = {

@@ -281,7 +281,9 @@ def test_an_account_is_read_back_as_it_was_written(account):
     assert PrivacyAccount.from_json(account.to_json()) == account
 
 
-@pytest.mark.parametrize("text", ["", "[]", "null", '{"1.0": 0}', '{"1.0": 1.5}', '{"NaN": 2}', '{"a": 2}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "null", '{"1.0": 0}', '{"1.0": 1.5}', '{"NaN": 2}', '{"a": 2}', '{"1.0": 9, "1.0": 2}']
+)
 def test_a_damaged_account_is_never_an_empty_one(text):
     with pytest.raises(ConfigurationError, match="not a stored privacy account"):
         PrivacyAccount.from_json(text)

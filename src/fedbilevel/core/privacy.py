@@ -21,6 +21,7 @@ from fedbilevel.core.errors import ConfigurationError, FedbilevelError, require,
 from fedbilevel.core.facts import No
 from fedbilevel.core.fed import Public, Withheld
 from fedbilevel.core.tree import PyTree, is_floating
+from fedbilevel.reading import parse_json
 from fedbilevel.wording import in_a_line, missing
 
 SENSITIVITY = 2.0  # in clipping bounds: two vectors of norm ≤ C are at most 2C apart
@@ -94,7 +95,7 @@ class PrivacyAccount:
             ConfigurationError: the text is anything else; it is never taken for an empty account.
         """
         try:
-            return cls({float(noise_multiplier): count for noise_multiplier, count in json.loads(text).items()})
+            return cls({float(noise_multiplier): count for noise_multiplier, count in parse_json(text).items()})
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             said = f"{text[:200]!r} ({in_a_line(error)})"
             raise ConfigurationError(f"this is not a stored privacy account: {said}") from None

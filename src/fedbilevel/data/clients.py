@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedbilevel.data.files import DataError, as_data_error, mapped, read_bytes, temporary, unknown_name
+from fedbilevel.reading import parse_json
 from fedbilevel.wording import printable
 
 Indices = NDArray[np.int64]
@@ -318,7 +319,7 @@ def open_clients(folder: str | Path) -> Packed:
     root = Path(folder)
     problem = f"is not a manifest of {FORMAT} version {VERSION}"
     with as_data_error(root / MANIFEST, problem):
-        manifest = json.loads(read_bytes(root / MANIFEST))
+        manifest = parse_json(read_bytes(root / MANIFEST))
         if (manifest["format"], manifest["version"]) != (FORMAT, VERSION):
             raise ValueError(f"format is {manifest['format']!r} {manifest['version']!r}")
         arrays = {name: _open(root, name, entry) for name, entry in dict(manifest["arrays"]).items()}

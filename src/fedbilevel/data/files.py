@@ -24,9 +24,11 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedbilevel import reading
 from fedbilevel.wording import in_a_line
 
 CHUNK = 1 << 18  # bytes that are read at once
+LONGEST = 1 << 28  # bytes of a file; the longest of those below has 170 MB
 
 
 class DataError(ValueError):
@@ -93,6 +95,7 @@ class Expanded:
 def mapped(path: Path, problem: str) -> NDArray[Any]:
     """Map the array of numbers in a .npy file, read-only: it takes no memory, whatever its header says."""
     with as_data_error(path, problem):
+        reading.require_regular(path)
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
         if array.dtype.kind not in "biufc":
             raise ValueError(f"it holds {array.dtype}, not numbers")
@@ -201,10 +204,10 @@ def read(name: str, file: File, progress: Progress | None = None) -> bytes:
     return content
 
 
-def read_bytes(path: Path) -> bytes:
-    """Return the content of a file. DataError if the operating system refuses."""
+def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
+    """Return the content of a file. DataError if it is no regular file, too long, or the operating system refuses."""
     try:
-        return path.read_bytes()
+        return reading.read_bytes(path, longest)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 

@@ -17,6 +17,7 @@ from jax import Array
 from fedbilevel.core.errors import CheckpointError, FedbilevelError
 from fedbilevel.core.tree import PyTree
 from fedbilevel.machinery.kept import is_key
+from fedbilevel.reading import parse_json, require_regular
 from fedbilevel.wording import in_a_line
 
 META = "__meta__"
@@ -153,6 +154,7 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
 @contextmanager
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     """Open the archive, if nothing in it expands: what is read takes no more memory than the file is long."""
+    require_regular(path)
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -168,7 +170,7 @@ def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str], A
         raise ValueError("it was not written by this library")
     with archive.open(f"{META}.npy") as file:
         _head(file)
-        header = json.loads(file.read())
+        header = parse_json(file.read())
     return dict(header["meta"]), dict(header["dtypes"]), header.get("outline")
 
 

@@ -28,10 +28,12 @@ from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.display.curves import draw_history
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.costs import Ledger
+from fedbilevel.reading import parse_json, read_bytes
 from fedbilevel.wording import require_object
 
 Row = dict[str, float | int]
 LOSSES = ("outer_loss", "inner_loss")
+LONGEST = 2**28  # bytes of a history in a file
 
 
 @dataclass(repr=False)
@@ -166,8 +168,8 @@ class History(Shown):
         Raises:
             ValueError: it is something else.
         """
-        text = source.read_text(encoding="utf-8") if isinstance(source, Path) else source
-        return cls.of([json.loads(line) for line in text.splitlines() if line.strip()])
+        text = read_bytes(source, LONGEST).decode() if isinstance(source, Path) else source
+        return cls.of([parse_json(line) for line in text.splitlines() if line.strip()])
 
     @classmethod
     def of(cls, rows: Any, directions: Any = None) -> History:

@@ -27,6 +27,7 @@ from fedbilevel.core.errors import is_count, require, require_count, unknown
 from fedbilevel.data.files import as_data_error, read_bytes
 from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.estimators.columns import MOST, moments, require_sizes, warn_of_numerals, warn_of_spellings
+from fedbilevel.reading import LONGEST, parse_json
 
 Told = dict[str, dict[str, Any]]
 """By column {"count", "mean", "squares"}, or {"categories": rows by name, "rarer": whether there are others}."""
@@ -164,7 +165,7 @@ def _sum(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def _read(file: Path) -> Told:
     with as_data_error(file, "is not what `save` writes"):
-        told: Told = json.loads(read_bytes(file))
+        told: Told = parse_json(read_bytes(file, LONGEST))
         for name, one in told.items():
             match one:
                 case {"categories": dict(n), "rarer": bool(), **more} if not more and all(map(is_count, n.values())):

@@ -25,7 +25,8 @@ from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.spec import read_finished
 from fedbilevel.experiments.tables import Cell, Column, Table, best_of, escaped, terminal, text_column
-from fedbilevel.wording import printable, read_json
+from fedbilevel.reading import read_json
+from fedbilevel.wording import printable
 
 ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of their colours
 TARGETS = 3
@@ -163,7 +164,7 @@ def recorded_order(folder: Path) -> list[str]:
     if not file.is_file():
         return []
     with as_damage(file):
-        names = read_json(file.read_text(encoding="utf-8"))
+        names = read_json(file)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
             raise ValueError("a JSON list of the methods' names is expected")
     return names

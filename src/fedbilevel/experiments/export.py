@@ -39,7 +39,8 @@ from fedbilevel.experiments.compare import (
 from fedbilevel.experiments.folder import LoadedRun, as_damage
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.tables import Cell, Column, Table, latex, markdown, page_table, text_column, visible
-from fedbilevel.wording import read_json, require_object
+from fedbilevel.reading import read_json
+from fedbilevel.wording import require_object
 
 SCHEMA = 1  # of the JSON file; docs/how-to/comparing.md says what is in it
 CURRENCIES = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "seconds", "time")
@@ -280,7 +281,7 @@ def _environments(runs: Sequence[tuple[RunGroup, LoadedRun]]) -> list[tuple[dict
         file = run.folder.environment
         if file.is_file():
             with as_damage(file):
-                made = read_json(file.read_text(encoding="utf-8"))
+                made = read_json(file)
                 require_object(made, "the versions of packages")
             found.setdefault(json.dumps(made), (dict(made), []))[1].append(str(run.folder.path))
     return [(made, listed(places)) for made, places in found.values()]

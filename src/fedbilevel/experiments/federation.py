@@ -52,8 +52,9 @@ from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, fi
 from fedbilevel.experiments.spec import Component, Spec, configure, fields_of
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.refusal import Code, Refusal
+from fedbilevel.reading import parse_printable, read_bytes
 from fedbilevel.tasks import Task
-from fedbilevel.wording import in_a_line, read_json
+from fedbilevel.wording import in_a_line
 
 if TYPE_CHECKING:
     from fedbilevel.flower import Site
@@ -254,7 +255,7 @@ def check(
         require(place is not None, "--superlink", superlink, "HOST:PORT, without https://")
         found = root_certificates is None or root_certificates.is_file()
         require(found, "--root-certificates", str(root_certificates), "a file")
-        authority = None if root_certificates is None else root_certificates.read_bytes()
+        authority = None if root_certificates is None else read_bytes(root_certificates)
         if why := why_unreached(superlink, authority, None if key is None else private_key(key)):
             raise ConfigurationError(f"--superlink: {why}")
         yield "superlink", f"{superlink} answers" + ("" if key is None else ", and knows the key")
@@ -365,7 +366,7 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
         )
     for text in place.exchanges.read_text(errors="replace").splitlines():
         try:
-            line = read_json(text, LINE)
+            line = parse_printable(text, LINE)
             ended = ENDS[line["kind"]](line["ended"]) if "ended" in line else None
             if "exchange" in line:
                 round, answered, refused = line["round"], line["answered"], line.get("refused", {})

@@ -22,7 +22,8 @@ from fedbilevel.engines.history import History, is_number
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.loader import label, own_file
 from fedbilevel.experiments.spec import Spec, read_finished, sections
-from fedbilevel.wording import in_a_line, read_json, require_object
+from fedbilevel.reading import parse_printable, read_bytes, read_json
+from fedbilevel.wording import in_a_line, require_object
 
 
 def default_path(*names: str | None) -> Path:
@@ -129,7 +130,7 @@ class Folder:
         if not self.environment.is_file():
             return None
         with as_damage(self.environment):
-            found = read_json(self.environment.read_text(encoding="utf-8"))
+            found = read_json(self.environment)
             require_object(found, "the environment of a run")
             return dict(found["code"]) if "code" in found else None
 
@@ -222,12 +223,12 @@ def load_run(path: str | Path) -> LoadedRun:
         raise ConfigurationError(f"the run in {folder.path} has not finished: fedbilevel run --resume {folder.path}")
     spec = read_finished(folder.spec)
     with as_damage(folder.history):
-        lines = folder.history.read_text(encoding="utf-8").splitlines()
-        history = History.of([read_json(line) for line in lines if line.strip()])
+        lines = read_bytes(folder.history).decode().splitlines()
+        history = History.of([parse_printable(line) for line in lines if line.strip()])
     with as_damage(folder.ledger):
-        ledger = asdict(Ledger.of(read_json(folder.ledger.read_text(encoding="utf-8"))))
+        ledger = asdict(Ledger.of(read_json(folder.ledger)))
     with as_damage(folder.summary):
-        summary = _whole(read_json(folder.summary.read_text(encoding="utf-8"), KINDS))
+        summary = _whole(read_json(folder.summary, KINDS))
         history = History.of(history.rows, summary["larger_is_better"])
     with as_damage(folder.history):
         for row in (*history.rows, summary["last_row"]):

@@ -55,6 +55,7 @@ from fedbilevel.experiments.runner import first_metric, run_of
 from fedbilevel.experiments.series import TaskCache, seeded
 from fedbilevel.experiments.spec import Spec
 from fedbilevel.experiments.tables import Cell, Column, Table, terminal, text_column
+from fedbilevel.reading import require_regular
 from fedbilevel.sweeps import (
     ENDS,
     PRUNED,
@@ -489,6 +490,8 @@ def require_reachable(place: str) -> None:
     """Connect to a database's server before there is anything in the folder; a file may lie in it."""
     import sqlalchemy
 
+    if "://" not in place and Path(place).exists():
+        require_regular(Path(place))
     if "://" not in place or place.startswith("sqlite"):
         return
     try:

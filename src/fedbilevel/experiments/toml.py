@@ -4,16 +4,20 @@ TOML has no null: None is written "none", and "none" is read as None where a fie
 """
 
 import json
+import re
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.reading import read_bytes
 from fedbilevel.wording import in_a_line
 
 DEPTH = 10  # of lists and tables in each other; what a field may be has 3 at most
-LONGEST = 200  # characters of a wrong text in an error
+LONGEST = 2**22  # bytes of a file
+SHOWN = 200  # characters of a wrong text in an error
+DOTTED = re.compile(r"""(?<![\w"'-])(?:["'\w-]++[ \t]*+\.[ \t]*+){50}""")
 WORD = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./")
 
 
@@ -63,23 +67,30 @@ def value(content: Any) -> str:
 def parse_value(text: str) -> Any:
     """A TOML value, or a bare word as text: 3, 0.1, true, [64, 32], {name = "adam"}, mnist."""
     try:
-        document = tomllib.loads(f"value = {text}")
+        document = _loads(f"value = {text}")
     except (ValueError, RecursionError):
         if text and set(text) <= WORD and not text.isdecimal():
             return text
         raise ConfigurationError(
-            f"{text[:LONGEST]!r} is not a TOML value (a list is [1, 2]; quote text that is not a single word)"
+            f"{text[:SHOWN]!r} is not a TOML value (a list is [1, 2]; quote text that is not a single word)"
         ) from None
     if list(document) != ["value"]:
-        raise ConfigurationError(f"{text[:LONGEST]!r} is not a single TOML value")
-    _check(text[:LONGEST], document["value"])
+        raise ConfigurationError(f"{text[:SHOWN]!r} is not a single TOML value")
+    _check(text[:SHOWN], document["value"])
     return document["value"]
+
+
+def _loads(text: str) -> dict[str, Any]:
+    """The tables of a document; tomllib compares each part of a key with each other, so that long ones have no end."""
+    if DOTTED.search(text):
+        raise ValueError("a key has 50 parts or more")
+    return tomllib.loads(text)
 
 
 def read(path: Path) -> dict[str, Any]:
     """The content of a TOML file; errors name the file, and the line where the notation is wrong."""
     try:
-        document = tomllib.loads(path.read_text(encoding="utf-8"))
+        document = _loads(read_bytes(path, LONGEST).decode())
     except FileNotFoundError:
         raise ConfigurationError(f"there is no file {path}") from None
     except OSError as error:
@@ -87,7 +98,7 @@ def read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not TOML: {in_a_line(error)}") from error
     for name, content in document.items():
-        _check(f"{path}: {name[:LONGEST]!r}", content)
+        _check(f"{path}: {name[:SHOWN]!r}", content)
     return document
 
 

@@ -27,6 +27,7 @@ from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
 from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.reading import read_bytes
 from fedbilevel.wording import in_a_line, printable
 
 REFUSED = 0.0  # seconds between heartbeats
@@ -51,7 +52,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
         ConfigurationError: there is none in the file.
     """
     try:
-        key = load_ssh_private_key(path.read_bytes(), None)
+        key = load_ssh_private_key(read_bytes(path), None)
     except (OSError, ValueError, TypeError) as error:
         raise ConfigurationError(f"{path} holds no private key: {in_a_line(error)}") from error
     fits = isinstance(key, ec.EllipticCurvePrivateKey)
