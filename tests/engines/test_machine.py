@@ -126,10 +126,10 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path, monkeypatc
     assert {file.name for file in tmp_path.glob("*-cache")} == {"whole-cache", "new-cache"}
 
 
-def solved_on(devices):
+def solved_on(devices, cohort=None):
     rows = np.ones((1, 2))
     problem, engine = fb.SingleLevel(lambda x, batch: x @ x), fb.Local(devices=devices)
-    return fb.solve(fb.FedAvg(), problem, fb.Clients([rows] * 9), rows[0], rounds=1, engine=engine)
+    return fb.solve(fb.FedAvg(), problem, fb.Clients([rows] * 9), rows[0], rounds=1, engine=engine, cohort=cohort)
 
 
 @pytest.mark.parametrize(
@@ -140,6 +140,10 @@ def solved_on(devices):
             "devices = 8 is not allowed: it must be at most 2, the devices with which JAX has starte",
         ),
         (lambda: solved_on(8), "Local.devices = 8 is not allowed: it must be at most 2, .* fb.tune_cpu"),
+        (
+            lambda: solved_on(2, cohort=1),
+            "Local.devices = 2 is not allowed: it must be at most 1, the clients of a rou",
+        ),
         (lambda: fb.tune_cpu(2), ""),
     ],
 )
@@ -149,3 +153,15 @@ def test_devices_that_are_not_there_are_said(call, says, monkeypatch):
     jax.devices()
     with pytest.raises(fb.errors.ConfigurationError, match=says) if says else contextlib.nullcontext():
         call()
+
+
+def test_no_more_devices_are_presented_than_work_side_by_side(monkeypatch):
+    """With 512 on two cores XLA's threads waited for each other without end."""
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setattr(machine, "backends_are_initialized", lambda: False)
+    most = max(machine.cores(), 8)
+    fb.tune_cpu(most)
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=f"devices = {most + 1} is not allowed: it must be at most {most}"
+    ):
+        fb.tune_cpu(most + 1)

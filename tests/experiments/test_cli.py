@@ -11,6 +11,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+import jax
 import pytest
 from command_line import QUADRATIC, leftovers
 
@@ -199,6 +200,31 @@ def caught(number: int) -> None:
 
 def held_back(number: int) -> None:
     os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (MemoryError("Unable to allocate 7 EiB"), "Unable to allocate 7 EiB"),
+        (
+            jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nmore"),
+            "Out of memory allo",
+        ),
+        (jax.errors.JaxRuntimeError("INTERNAL: something else"), None),
+    ],
+)
+def test_a_run_that_needs_more_memory_than_there_is(error, says, run, here, monkeypatch) -> None:
+    def short(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(runner, "solve", short)
+    if says is None:
+        with pytest.raises(type(error)):
+            run(*QUADRATIC, "--out", "it")
+        return
+    code, _, words = run(*QUADRATIC, "--out", "it")
+    assert (code, words.count("\n")) == (2, 1)
+    assert words.startswith(f"fedbilevel: there is not enough memory ({says}")
 
 
 NOTHING = "interrupted before the first checkpoint; there is nothing to resume"

@@ -55,6 +55,25 @@ def test_ties_without_units_or_too_strong_are_refused(wrong, named):
         quadratic(condition=2.0, **wrong)
 
 
+@pytest.mark.parametrize(
+    ("task", "sizes", "named"),
+    [
+        ("quadratic", {"clients": 10**11}, "clients = 100000000000 .* each takes 26,960 bytes"),
+        ("quadratic", {"samples": (1, 10**12)}, "clients = 10 .* must be at most 0"),
+        ("compositional", {"clients": 2**31 - 1}, "clients"),
+        ("portfolio", {"clients": 10**11}, "clients"),
+        ("saddle", {"clients": 2**31 - 1}, "clients"),
+        ("location", {"targets": 2**31 - 1}, "targets"),
+        ("few_shot", {"test_episodes": 2**31 - 1}, "test_episodes"),
+        ("few_shot", {"tasks": 2**31 - 1}, "tasks"),
+    ],
+)
+def test_what_does_not_fit_into_memory_is_refused_before_it_is_made(task, sizes, named):
+    """Machines of 10 TB do not exist; a client has 16 bytes for each of its numbers, and 2,000 more."""
+    with pytest.raises(fb.errors.ConfigurationError, match=f"{named}.* and this machine has .* GB"):
+        TASKS[task](**sizes)
+
+
 def test_the_quadratic_is_what_it_says():
     """κ of each A_i, clients that differ, unequal weights and sizes, and no symmetry in B and E."""
     task = quadratic(condition=50.0)

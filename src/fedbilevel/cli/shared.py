@@ -250,13 +250,23 @@ def exit_code(error: BaseException) -> int | None:
         (CheckpointError, OSError): NOT_WRITTEN,
         (FedbilevelError, DataError): BAD_INPUT,
     }
+    if lacks_memory(error):
+        return BAD_INPUT
     return next((code for kinds, code in codes.items() if isinstance(error, kinds)), None)
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether memory could not be had, by NumPy, Python or XLA."""
+    return isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED")
 
 
 def sentence(error: BaseException) -> str:
     """The message for an error; for an error of the operating system the file and the reason, without a number."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
+    if lacks_memory(error):
+        first = str(error).partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
+        return f"there is not enough memory ({first}): fewer clients, samples or numbers of a model take less"
     if isinstance(error, OSError) and not isinstance(error, FedbilevelError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return str(error)

@@ -33,6 +33,7 @@ __all__ = [
 
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable)
+LARGEST = 2**31 - 1  # of counts: compiled programs count in 32 bits
 HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
@@ -233,6 +234,7 @@ def is_count(got: object) -> bool:
 
 
 def require_count(field: str, got: object, optional: bool = False) -> None:
-    """Raise ConfigurationError unless `got` is a positive integer, or None where that is allowed."""
+    """Raise ConfigurationError unless `got` is a positive integer of 32 bits, or None where that is allowed."""
+    require(not is_count(got) or got <= LARGEST, field, got, f"at most {LARGEST:,}")  # type: ignore[operator]
     fits = (optional and got is None) or is_count(got)
     require(fits, field, got, "a positive integer or None" if optional else "a positive integer")

@@ -26,6 +26,7 @@ from fedbilevel.wording import missing
 TESTED = "0.10."  # an unknown flag ends the process, so what was not tested is left alone
 MEGABYTES = 500
 WRITTEN = 60.0  # seconds that writing both halves of a program takes at most
+TRIAL = 8  # devices that may be presented on fewer cores; hundreds wait for each other without end
 COUNT = "--xla_force_host_platform_device_count"
 _asked: list[int | None] = []  # with what tune_cpu was called
 
@@ -53,6 +54,8 @@ def tune_cpu(devices: int | None = None) -> None:
         require((devices or 1) <= there, "devices", devices, f"{late}, and before the first array of jax.numpy")
         if devices is None:
             advise_of_cores()
+    most = max(cores(), TRIAL)
+    require((devices or 1) <= most, "devices", devices, f"at most {most} on this machine, which has {cores()} cores")
     _asked.append(devices)
     present = os.environ.get("XLA_FLAGS", "")
     count = _count_given() or devices or cores()

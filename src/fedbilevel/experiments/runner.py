@@ -52,6 +52,7 @@ from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.checkpoint import write_bytes, write_json, write_text, writing
 from fedbilevel.engines.engine import Cohort, Engine, check_cohort, check_everyone
 from fedbilevel.engines.history import (
+    ENDLESS,
     Callback,
     History,
     Result,
@@ -519,7 +520,7 @@ def rounds_between_rows(plan: RunPlan, experiment: Experiment) -> int:
     with warnings.catch_warnings(action="ignore"):  # the run itself says it again
         first = experiment.solve(plan, rounds=PROBE, progress=False)
     probed = cost(first.history.rows[-1], name)
-    return max(1, int(amount * PROBE / (ROWS * probed))) if probed > 0 else 1
+    return max(1, int(min(ENDLESS, amount * PROBE / (ROWS * probed)))) if probed > 0 else 1
 
 
 PACKAGES = ("jax", "jaxlib", "optax", "numpy", "scikit-learn")

@@ -15,7 +15,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Compositional
-from fedbilevel.tasks.task import Floats, Task, client_means, scattered
+from fedbilevel.tasks.task import Floats, Task, client_means, require_memory, scattered
 
 
 def outer(y: Array, batch: dict[str, Array]) -> Array:
@@ -56,6 +56,7 @@ def compositional(
     require(heterogeneity >= 0, "heterogeneity", heterogeneity, "at least 0")
     require(noise >= 0, "noise", noise, "at least 0")
     require(1 <= samples[0] <= samples[1], "samples", samples, "a pair (fewest, most), at least 1 each")
+    require_memory(sum(samples) / 2 * dim_y * (dim_x + 3), clients=clients)
     rng = np.random.default_rng(seed)
     axes, shift, target = np.linalg.qr(rng.normal(size=(dim_y, dim_x)))[0], *rng.normal(size=(2, dim_y))
 

@@ -40,7 +40,7 @@ from fedbilevel.data.characters import by_alphabet
 from fedbilevel.tasks import networks
 from fedbilevel.tasks.images import NETWORKS
 from fedbilevel.tasks.networks import EVALUATION_BATCH, cross_entropy, in_passes
-from fedbilevel.tasks.task import Task
+from fedbilevel.tasks.task import Task, require_memory
 
 Objective = Literal["bilevel", "joint", "protonet", "maml", "fomaml"]
 
@@ -116,6 +116,8 @@ def few_shot(
     require_count("queries", queries, optional=True)
     asked = left if queries is None else queries
     require(asked <= left, "queries", queries, f"at most {left}: a character has {left + shot} drawings")
+    require_memory(clients * way * (shot + asked) * found.train.images[0, 0].nbytes / 8, tasks=tasks)
+    require_memory(way * found.test.images.shape[1], test_episodes=test_episodes)
     require(way <= len(found.test.images), "way", way, f"at most {len(found.test.images)}, the {part} characters")
 
     net = NETWORKS[network](found.train.images.shape[2:], tuple(hidden), way)

@@ -22,7 +22,7 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
 from fedbilevel.core.problem import SimpleBilevel
 from fedbilevel.data import iid
-from fedbilevel.tasks.task import Floats, Task
+from fedbilevel.tasks.task import Floats, Task, require_memory
 
 HALF_WIDTH = 10.0
 LAYOUTS = ("overlapping", "scattered")
@@ -51,6 +51,7 @@ def location(
     require_count("targets", targets)
     if layout not in LAYOUTS:
         raise unknown("layout", layout, LAYOUTS)
+    require_memory(dim, targets=targets)
     require(1 <= clients <= targets, "clients", clients, f"1 to {targets}, the number of targets")
     rng = np.random.default_rng(seed)
     anchor, start = rng.uniform(-HALF_WIDTH, HALF_WIDTH, (2, dim))

@@ -23,7 +23,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
 from fedbilevel.core.problem import Compositional
-from fedbilevel.tasks.task import Floats, Task
+from fedbilevel.tasks.task import Floats, Task, require_memory
 
 FACTORS = ((0.6, 4.0), (0.2, 2.0), (0.2, 1.5))  # mean and standard deviation of each, percent a month
 RESIDUAL = (2.0, 5.0)  # range of the standard deviation of an asset's own part, percent a month
@@ -72,6 +72,7 @@ def portfolio(
     require(0 < risk_aversion < np.inf, "risk_aversion", risk_aversion, "positive and finite")
     require(2 <= months[0] <= months[1], "months", months, "a pair (fewest, most), at least 2 each")
     require(heterogeneity >= 0, "heterogeneity", heterogeneity, "at least 0")
+    require_memory(sum(months) / 2 * assets, clients=clients)
     rng = np.random.default_rng(seed)
     premia, sizes = np.array(FACTORS).T
     loadings = rng.normal([1, 0, 0], [0.3, 1, 1], size=(assets, 3))

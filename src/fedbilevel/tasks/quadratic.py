@@ -28,7 +28,7 @@ from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
-from fedbilevel.tasks.task import Floats, Task, client_means, scattered
+from fedbilevel.tasks.task import Floats, Task, client_means, require_memory, scattered
 
 RIDGE = 1.0  # ρ
 NORMS = {"B": 1.0, "E": 0.5}  # spectral; ‖E‖² < ρ·λ_min(D) makes Φ strongly convex: ∇²Φ ⪰ ρ − ‖E‖²/λ_min(D) = ¾
@@ -141,6 +141,7 @@ def quadratic(
     most = min(1 / condition, 0.5) / max(units, 1) ** 0.5
     require(0 <= tie < most, "tie", tie, f"from 0 to below {most:.4g}, so that the losses stay convex")
     require(units > 0 or tie == 0, "units", units, "1 or more, with a tie")
+    require_memory(sum(samples) * dim_y * (dim_x + dim_y), clients=clients)
     rng = np.random.default_rng(seed)
 
     def scatter(name: str) -> np.ndarray:

@@ -21,7 +21,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Minimax
-from fedbilevel.tasks.task import Floats, Task, client_means
+from fedbilevel.tasks.task import Floats, Task, client_means, require_memory
 
 COUPLING = 0.1  # the largest t_i
 
@@ -66,6 +66,7 @@ def saddle(
     require_count("dim", dim)
     require(0 < ridge < np.inf, "ridge", ridge, "positive and finite")
     require(0 <= spread < np.inf, "spread", spread, "at least 0 and finite")
+    require_memory(dim * (dim + 3), clients=clients)
     rng = np.random.default_rng(seed)
     size = (clients, dim)
     linear = spread * rng.normal(size=size)

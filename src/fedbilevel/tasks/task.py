@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,13 +11,14 @@ import numpy as np
 
 from fedbilevel.core.card import Card, Shown, described, listed
 from fedbilevel.core.client import Clients, RemoteClients, with_own
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
 Floats = np.ndarray[Any, np.dtype[Any]]
 """Floating-point arrays of NumPy. Docstrings give the shapes."""
+OBJECTS = 2000  # bytes of a client's dictionaries and arrays, beside its numbers
 
 
 @dataclass(frozen=True, repr=False)
@@ -58,6 +60,20 @@ class Task(Shown):
     def with_own(self, **numbers: Any) -> Task:
         """Return the same task whose clients have these `local_steps`, `own` and `capacity`: see `Clients`."""
         return replace(self, clients=with_own(self.clients, **numbers))
+
+
+def require_memory(each: float, **count: int) -> None:
+    """Refuse a number of clients, or of other things, that do not fit into this machine's memory.
+
+    Args:
+        each: how many numbers in double precision one of them has; they are in memory twice when clients are packed.
+        count: how many there are, by the name of the argument.
+    """
+    ((name, got),) = count.items()
+    if hasattr(os, "sysconf"):  # not on Windows
+        memory, size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 16 * each + OBJECTS
+        why = f"each takes {size:,.0f} bytes, and this machine has {memory / 1e9:.3g} GB"
+        require(got * size <= memory, name, got, f"at most {int(memory / size):,}: {why}")
 
 
 def scattered(

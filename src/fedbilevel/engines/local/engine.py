@@ -91,6 +91,9 @@ class Local:
         cohort = Cohort.of(cohort)
         if self.devices is None:
             return self.settled(carry.state, cohort).start(algorithm, problem, clients, cohort, key, carry)
+        require(
+            self.devices <= cohort.size, "Local.devices", self.devices, f"at most {cohort.size}, the clients of a round"
+        )
         check_availability(self.clock, algorithm, len(clients), cohort)
         check_drawn_again(cohort, carry)
         group = current_group()
