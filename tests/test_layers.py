@@ -30,7 +30,7 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "oracles": {"core"},
     "algorithms": {"machinery", "oracles", "core"},
     "display": {"core", "wording"},
-    "engines": {"machinery", "core", "oracles", "algorithms", "display", "reading", "wording"},
+    "engines": {"root", "machinery", "core", "oracles", "algorithms", "display", "reading", "wording"},
     "diagnostics": {"core", "oracles", "engines", "algorithms"},
     "flower": {"root", "core", "engines", "algorithms", "reading", "wording"},
     "sweeps": {"core", "display", "engines", "wording"},

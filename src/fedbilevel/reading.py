@@ -83,3 +83,9 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         names = [name for name, _ in pairs]
         raise ValueError(f"the key {printable(next(name for name in names if names.count(name) > 1))!r} is there twice")
     return found
+
+
+def newer_format(version: Any, format: int, known: int, here: str) -> str:
+    """Say that a file has a later format than is known `here`, and which version wrote it; "" where it has not."""
+    of = f"fedbilevel {printable(str(version), 20)}"
+    return f"was written by {of}, in a format that fedbilevel {here} does not read: update it" if format > known else ""

@@ -159,6 +159,7 @@ def test_no_more_devices_are_presented_than_work_side_by_side(monkeypatch):
     """With 512 on two cores XLA's threads waited for each other without end."""
     monkeypatch.setenv("XLA_FLAGS", "")
     monkeypatch.setattr(machine, "backends_are_initialized", lambda: False)
+    monkeypatch.setattr(machine, "_asked", [])
     most = max(machine.cores(), 8)
     fb.tune_cpu(most)
     with pytest.raises(

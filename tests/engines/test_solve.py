@@ -1,6 +1,7 @@
 """Does `solve` keep its promises: rows, callbacks, early stops, and errors that name what is wrong?"""
 
 import contextlib
+import json
 import os
 import signal
 
@@ -370,6 +371,47 @@ def test_a_signal_that_a_program_ignores_does_not_end_a_run(task):
         assert run(task, callbacks=[at(0, lambda: os.kill(os.getpid(), signal.SIGTERM))]).round == 7
     finally:
         signal.signal(signal.SIGTERM, before)
+
+
+def rewritten(path, **header):
+    """Write other entries into the header of a checkpoint; None takes them out."""
+    with np.load(path) as stored:
+        arrays = dict(stored)
+    found = json.loads(arrays["__meta__"].tobytes())
+    versions = found["meta"]["fingerprint"]["versions"].partition(", ")[2]
+    before = f"fedbilevel {header['fedbilevel']}, " if header["fedbilevel"] else ""
+    found["meta"]["fingerprint"]["versions"] = before + versions
+    found = {name: one for name, one in {**found, **header}.items() if one is not None}
+    np.savez(path, **{**arrays, "__meta__": np.frombuffer(json.dumps(found).encode(), np.uint8)})
+
+
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [
+        (
+            {"fedbilevel": "0.1.0"},
+            "was written by fedbilevel 0.1.0, jax .*, and is continued by fedbilevel .*may diff",
+        ),
+        ({"fedbilevel": None, "format": None}, r"was written by jax .*, and is continued by fedbilevel \S+, jax"),
+    ],
+)
+def test_a_run_does_not_go_on_under_another_version_in_silence(header, said, task, tmp_path):
+    path = tmp_path / "run.npz"
+    whole = run(task, rounds=6, checkpoint=path)
+    rewritten(path, **header)
+    with pytest.warns(fb.errors.CheckpointWarning, match=said):
+        assert same_bits(run(task, rounds=6, checkpoint=path, resume=True).state, whole.state)
+
+
+def test_a_checkpoint_of_a_later_format_says_which_version_reads_it(task, tmp_path):
+    path = tmp_path / "run.npz"
+    run(task, rounds=6, checkpoint=path)
+    rewritten(path, fedbilevel="9.1\x1b[2J", format=files.FORMAT + 1)
+    files.previous(path).unlink()  # a run would go on from it
+    said = rf"run\.npz was written by fedbilevel 9\.1.\[2J, in a format that fedbilevel {fb.__version__} does not read"
+    with pytest.raises(fb.errors.CheckpointError, match=said) as caught:
+        run(task, rounds=6, checkpoint=path, resume=True)
+    assert str(caught.value).isprintable()
 
 
 def test_a_checkpoint_of_another_run_is_refused_and_stays(task, tmp_path):

@@ -8,6 +8,7 @@ import signal
 import time
 from pathlib import Path
 
+import jax
 import pytest
 from command_line import QUADRATIC, leftovers, outcome, wait_for
 
@@ -77,6 +78,10 @@ def test_a_run_is_extended_and_meanwhile_nothing_marks_it_as_finished(tmp_path, 
     assert run(*QUADRATIC, "--rounds", 30, "--out", short)[0] == 0
     assert all(file.exists() for file in finished)
     (short / ".checkpoint.npz.123.tmp").write_bytes(b"half")  # of a killed run
+    environment = json.loads((short / "environment.json").read_text())
+    (short / "environment.json").write_text("[]")
+    assert "environment.json is damaged: a JSON object" in run("run", "--resume", short, "--rounds", 50)[2]
+    (short / "environment.json").write_text(json.dumps({**environment, "jax": "another"}))
 
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
@@ -89,7 +94,10 @@ def test_a_run_is_extended_and_meanwhile_nothing_marks_it_as_finished(tmp_path, 
     assert "has not finished" in run("compare", short)[2]
     assert run("run", "--resume", short, "--quiet")[0] == 0
     assert leftovers(short) == []
+    environments = [environment := json.loads((short / "environment.json").read_text()), *environment["resumed"]]
+    assert [one["jax"] for one in environments] == ["another", jax.__version__, jax.__version__]
     assert run(*QUADRATIC, "--rounds", 50, "--out", long)[0] == 0
+    assert "resumed" not in json.loads((long / "environment.json").read_text())
     assert outcome(short) == outcome(long)
     assert (short / "spec.toml").read_text() == (long / "spec.toml").read_text()
     summary = json.loads((short / "summary.json").read_text())

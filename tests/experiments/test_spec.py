@@ -10,6 +10,7 @@ import numpy as np
 import optax
 import pytest
 
+import fedbilevel
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.parts.local_steps import Momentum
 from fedbilevel.core.config import at, static
@@ -176,6 +177,15 @@ def test_a_wrong_setting_is_explained(settings: list[str], words: list[str]) -> 
     message = str(error.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+def test_a_spec_says_which_version_wrote_it_and_its_mistakes_are_blamed_on_that(tmp_path) -> None:
+    spec, file = resolve({"task": "quadratic"}), tmp_path / "spec.toml"
+    assert tomllib.loads(spec.to_toml())["fedbilevel"] == fedbilevel.__version__
+    assert resolve(tomllib.loads(spec.to_toml())) == spec
+    file.write_text(spec.to_toml().replace(f'"{fedbilevel.__version__}"', '"9.1"') + "\n[weather]\nrain = 1\n")
+    with pytest.raises(ConfigurationError, match=r"section of a spec 'weather'.*; it was written by fedbilevel 9\.1, "):
+        read_spec(file)
 
 
 def test_values_survive_being_written_as_toml() -> None:

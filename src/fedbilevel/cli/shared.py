@@ -76,6 +76,8 @@ def spec_tables(path: Path, task: str | None = None, algorithm: str | None = Non
     from fedbilevel.experiments import toml
 
     tables = toml.read(path)
+    if other := toml.other_version(tables):
+        fail(OK, f"{path}: {other}; numbers may differ")
     for kind, given in {"a task": task, "an algorithm": algorithm}.items():
         table = tables.get(kind.split()[1])
         name = table.get("name") if isinstance(table, dict) else table

@@ -14,13 +14,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedbilevel import __version__
 from fedbilevel.core.errors import CheckpointError, FedbilevelError
 from fedbilevel.core.tree import PyTree
 from fedbilevel.machinery.kept import is_key
-from fedbilevel.reading import parse_json, require_regular
+from fedbilevel.reading import newer_format, parse_json, require_regular
 from fedbilevel.wording import in_a_line
 
 META = "__meta__"
+FORMAT = 1  # of what `save` writes: a file of a later format is refused
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -35,7 +37,8 @@ def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False, 
     """
     arrays = {_name(p): np.asarray(_plain(leaf)) for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     dtypes = {name: str(array.dtype) for name, array in arrays.items()}  # NumPy's format knows no bfloat16
-    header = {"meta": meta, "dtypes": dtypes, "outline": _outline(tree) if outlined else None}
+    header = {"fedbilevel": __version__, "format": FORMAT, "meta": meta, "dtypes": dtypes}
+    header["outline"] = _outline(tree) if outlined else None
     arrays[META] = np.frombuffer(json.dumps(header).encode(), np.uint8)
     write_atomically(path, lambda file: np.savez(file, allow_pickle=False, **arrays), previous(path) if keep else None)
 
@@ -81,7 +84,8 @@ def load(path: Path, like: PyTree, part: bool = False) -> tuple[PyTree, dict[str
     """Read what `save` wrote; `like` gives the structure, shapes and dtypes that are expected, of a `part` or of all.
 
     Raises:
-        CheckpointError: not a checkpoint, or that of another model or algorithm; the message names the leaf.
+        CheckpointError: not a checkpoint, or that of another model or algorithm; the message names the leaf. Or a later
+            version has written it, in a format that this one does not know.
     """
     expected = {_name(place): _plain(leaf) for place, leaf in jax.tree_util.tree_leaves_with_path(like)}
     with as_checkpoint_error(path), _opened(path) as archive:
@@ -171,6 +175,8 @@ def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str], A
     with archive.open(f"{META}.npy") as file:
         _head(file)
         header = parse_json(file.read())
+    if why := newer_format(header.get("fedbilevel"), int(header.get("format", FORMAT)), FORMAT, __version__):
+        raise CheckpointError(f"{archive.filename} {why}")
     return dict(header["meta"]), dict(header["dtypes"]), header.get("outline")
 
 

@@ -15,6 +15,7 @@ import numpy as np
 import optax
 from jax.extend.core import ClosedJaxpr
 
+from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.config import Schedule, field_values, hyperparameters, schedules
@@ -27,7 +28,8 @@ from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.multihost import ProcessGroup
 from fedbilevel.machinery.kept import BLOCKS, ROWS, WHOLE, bytes_of, description, of_array, of_program, short
 
-VERSIONS = f"jax {jax.__version__}, optax {optax.__version__}, Python {sys.version_info[0]}.{sys.version_info[1]}"
+PYTHON = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
+VERSIONS = f"fedbilevel {__version__}, jax {jax.__version__}, optax {optax.__version__}, {PYTHON}"
 LIBRARIES = ("fedbilevel", "optax", "jax", "jaxlib", "chex", "numpy", "builtins")
 """Packages whose functions read nothing that changes."""
 Hashes = dict[str, str]

@@ -456,9 +456,8 @@ class Loop:
         if differences:
             _warn(self.group, f"{path} is continued with other arguments: {differences}")
         if before.versions != self.plan.begun.versions:
-            versions = f"{before.versions} there, {self.plan.begun.versions} here"
-            text = f"whether losses and schedules are those that {path} was begun with is not known: {versions}"
-            _warn(self.group, text)
+            versions = f"{path} was written by {before.versions}, and is continued by {self.plan.begun.versions}"
+            _warn(self.group, f"{versions}: numbers may differ, and losses and schedules are not compared")
 
 
 def _warn(group: ProcessGroup, text: str) -> None:

@@ -36,11 +36,9 @@ from fedbilevel.experiments.compare import (
     load_groups,
     tasks_of,
 )
-from fedbilevel.experiments.folder import LoadedRun, as_damage
+from fedbilevel.experiments.folder import LoadedRun
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.tables import Cell, Column, Table, latex, markdown, page_table, text_column, visible
-from fedbilevel.reading import read_json
-from fedbilevel.wording import require_object
 
 SCHEMA = 1  # of the JSON file; docs/how-to/comparing.md says what is in it
 CURRENCIES = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "seconds", "time")
@@ -278,10 +276,6 @@ def _environments(runs: Sequence[tuple[RunGroup, LoadedRun]]) -> list[tuple[dict
     """Each environment that some runs recorded, with their folders; none of those whose folder has lost it."""
     found: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for _, run in runs:
-        file = run.folder.environment
-        if file.is_file():
-            with as_damage(file):
-                made = read_json(file)
-                require_object(made, "the versions of packages")
-            found.setdefault(json.dumps(made), (dict(made), []))[1].append(str(run.folder.path))
-    return [(made, listed(places)) for made, places in found.values()]
+        for made in run.folder.environments():
+            found.setdefault(json.dumps(made), (made, []))[1].append(str(run.folder.path))
+    return [(made, listed(list(dict.fromkeys(places)))) for made, places in found.values()]

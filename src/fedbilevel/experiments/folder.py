@@ -127,12 +127,20 @@ class Folder:
 
     def _code(self) -> dict[str, str] | None:
         """The hashes of the user's own files that the run was begun with; None where they are not recorded."""
-        if not self.environment.is_file():
-            return None
         with as_damage(self.environment):
-            found = read_json(self.environment)
-            require_object(found, "the environment of a run")
-            return dict(found["code"]) if "code" in found else None
+            return next((dict(begun["code"]) for begun in self.environments()[:1] if "code" in begun), None)
+
+    def environments(self) -> list[dict[str, Any]]:
+        """Where the run was begun, and where it was resumed, each time; nothing where that is not recorded."""
+        if not self.environment.is_file():
+            return []
+        with as_damage(self.environment):
+            begun = read_json(self.environment)
+            require_object(begun, "the environment of a run")
+            resumed = list(begun.pop("resumed", []))
+            for one in resumed:
+                require_object(one, "the environment of a resumed run")
+            return [begun, *resumed]
 
     def sweep(self) -> None:
         """Remove the temporary files of a process that was killed while it wrote."""

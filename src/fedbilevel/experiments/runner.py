@@ -356,6 +356,7 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
     except CheckpointError as error:
         raise CheckpointError(f"{error}; start the run again: fedbilevel run --spec {place.spec}") from error
     spec = read_spec(place.spec)
+    place.environments()  # can be read, and so be added to
     if rounds is not None and spec.run.rounds is None:
         raise ConfigurationError(f"the run in {place.path} ends after {in_words(spec.run.budget)}, not after rounds")
     if rounds is not None and spec.run.rounds is not None and rounds < spec.run.rounds:
@@ -383,7 +384,7 @@ def _play(
     have = f"of the library's {', '.join(MEASURED_PER_CLIENT)} do"
     named = f"false: task {label(spec.task.name)} has no metrics_per_client; {have}"
     require(bool(own) or not spec.run.metrics_per_client, "run.metrics_per_client", True, named)
-    scribe = Scribe(spec, place)
+    scribe = Scribe(spec, place, resumed=resume in (True, "force"))
     with showing(progress) as display:
         rounds, eval_every, ends = _length(spec, place, experiment, resume)
         with _opened(scribe) if not resume else contextlib.nullcontext():
@@ -440,8 +441,8 @@ class Scribe:
     A resumed run opens its folder at the first call: if nothing comes of the resumption, the folder stays as it was.
     """
 
-    def __init__(self, spec: Spec, place: Folder) -> None:
-        self.spec, self.place = spec, place
+    def __init__(self, spec: Spec, place: Folder, resumed: bool = False) -> None:
+        self.spec, self.place, self.resumed = spec, place, resumed
         self.opened, self.written = False, 0.0
 
     def open(self) -> None:
@@ -451,7 +452,8 @@ class Scribe:
             for file in (self.place.summary, self.place.result, self.place.ledger, self.place.plot):
                 file.unlink(missing_ok=True)
         write_text(self.place.spec, self.spec.to_toml())
-        write_json(self.place.environment, environment_of(self.spec))
+        begun, *resumed = [*(self.place.environments() if self.resumed else []), environment_of(self.spec)]
+        write_json(self.place.environment, begun | ({"resumed": resumed} if resumed else {}))
         self.opened = True
 
     def __call__(self, result: Result, row: Row | None) -> None:

@@ -19,7 +19,6 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import read_capacity
 from fedbilevel.core.config import config, positive_integer
@@ -231,9 +230,8 @@ class Spec:
             **{section: plain(getattr(self, section)) for section in PLANS},
         }
 
-    def to_toml(self) -> str:
-        comment = f"A run of fedbilevel {__version__}; repeat it with: fedbilevel run --spec THIS_FILE"
-        return toml.dumps(self.tables(), comment)
+    def to_toml(self, comment: str = "Repeat this run with: fedbilevel run --spec THIS_FILE") -> str:
+        return toml.dumps({**toml.STAMP, **self.tables()}, comment)
 
     def replace(self, **tables: Fields) -> Spec:
         """Copy the spec with some fields changed, e.g. spec.replace(run={"rounds": 500})."""
@@ -341,7 +339,7 @@ def sections(tables: Fields, wrong: Wrong) -> dict[str, dict[str, Any]]:
     given = {name: dict[str, Any]() for name in SECTIONS}
     for name, content in tables.items():
         try:
-            given[name] = _table(name, content)
+            given |= {} if name in toml.STAMP else {name: _table(name, content)}
         except ConfigurationError as error:
             wrong.append(error)
     return given
@@ -540,12 +538,12 @@ def read_spec(path: str | Path) -> Spec:
     try:
         return resolve(tables)
     except ConfigurationError as error:
-        raise _of_file(path, error.wrong) from error
+        raise _of_file(path, tables, error.wrong) from error
 
 
-def _of_file(path: str | Path, wrong: Iterable[ConfigurationError]) -> ConfigurationError:
-    """Say in one line what is wrong in a file."""
-    return ConfigurationError(f"{path}: {'; '.join(map(str, wrong))}")
+def _of_file(path: str | Path, tables: Fields, wrong: Iterable[ConfigurationError]) -> ConfigurationError:
+    """Say in one line what is wrong in a file, and which version wrote it, where that was another one."""
+    return ConfigurationError(f"{path}: {'; '.join(filter(None, [*map(str, wrong), toml.other_version(tables)]))}")
 
 
 def read_finished(path: Path) -> Spec:
@@ -553,15 +551,15 @@ def read_finished(path: Path) -> Spec:
 
     The fields of its task and algorithm are tables as they were written.
     """
-    wrong = Wrong()
+    wrong, tables = Wrong(), toml.read(path)
     try:
-        given = sections(toml.read(path), wrong)
+        given = sections(tables, wrong)
         (task, algorithm), given = of_others(list(_names(given))), of_others(given)
     except ConfigurationError as error:
-        raise _of_file(path, [*wrong, *error.wrong]) from error
+        raise _of_file(path, tables, [*wrong, *error.wrong]) from error
     plans = {name: changed(plan(), given[name], name, wrong) for name, plan in PLANS.items()}
     if wrong:
-        raise _of_file(path, wrong)
+        raise _of_file(path, tables, wrong)
     named = Component(task, _as_it_stands(given["task"])), Component(algorithm, _as_it_stands(given["algorithm"]))
     return Spec(*named, clients=dict(_by_path(given["clients"])), **plans)
 

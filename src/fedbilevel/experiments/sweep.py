@@ -296,7 +296,7 @@ def chosen_toml(found: Sweep) -> str:
         f"{found.effort}.",
         f"Run it with: fedbilevel run --spec {CHOSEN}{several}",
     ]
-    return toml.dumps(found.algorithm.tables(), "\n".join(lines))
+    return str(found.algorithm.to_toml("\n".join(lines)))
 
 
 @dataclass(frozen=True)

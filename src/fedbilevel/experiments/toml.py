@@ -10,26 +10,31 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.reading import read_bytes
-from fedbilevel.wording import in_a_line
+from fedbilevel import __version__
+from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.reading import newer_format, read_bytes
+from fedbilevel.wording import in_a_line, printable
 
 DEPTH = 10  # of lists and tables in each other; what a field may be has 3 at most
+FORMAT = 1  # of specs: one of a later format, which may have other sections, is refused
+STAMP = {"fedbilevel": __version__, "format": FORMAT}
+"""What stands before the sections of a spec."""
 LONGEST = 2**22  # bytes of a file
 SHOWN = 200  # characters of a wrong text in an error
 DOTTED = re.compile(r"""(?<![\w"'-])(?:["'\w-]++[ \t]*+\.[ \t]*+){50}""")
 WORD = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./")
 
 
-def dumps(tables: Mapping[str, Mapping[str, Any]], comment: str = "") -> str:
-    """A document of one [section] per entry.
+def dumps(tables: Mapping[str, Any], comment: str = "") -> str:
+    """A document of one [section] per table, and before these the values that are none.
 
     A table inside a section is written inline, but for those with a "name" and more: these are sections of their own,
     [section.field], after the fields of the section that holds them.
     """
     lines = [f"# {line}" for line in comment.splitlines()]
+    lines += [f"{_key(name)} = {value(one)}" for name, one in tables.items() if not isinstance(one, Mapping)]
     for section, fields in tables.items():
-        lines += _section(_key(section), fields)
+        lines += _section(_key(section), fields) if isinstance(fields, Mapping) else []
     return "\n".join(lines).lstrip("\n") + "\n"
 
 
@@ -88,7 +93,11 @@ def _loads(text: str) -> dict[str, Any]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a TOML file; errors name the file, and the line where the notation is wrong."""
+    """The content of a spec in TOML; errors name the file, and the line where the notation is wrong.
+
+    Raises:
+        ConfigurationError: it is no TOML, or of a later format than this version knows; that version is named.
+    """
     try:
         document = _loads(read_bytes(path, LONGEST).decode())
     except FileNotFoundError:
@@ -97,9 +106,20 @@ def read(path: Path) -> dict[str, Any]:
         raise ConfigurationError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not TOML: {in_a_line(error)}") from error
+    format = document.get("format", FORMAT)
+    require(type(format) is int, f"{path}: format", format, "a whole number")
+    if why := newer_format(document.get("fedbilevel"), format, FORMAT, __version__):
+        raise ConfigurationError(f"{path} {why}")
     for name, content in document.items():
         _check(f"{path}: {name[:SHOWN]!r}", content)
     return document
+
+
+def other_version(document: Mapping[str, Any]) -> str:
+    """Say which version wrote a spec; "" where it was this one, or is not known."""
+    version = document.get("fedbilevel", __version__)
+    there = f"it was written by fedbilevel {printable(str(version), 20)}"
+    return "" if version == __version__ else f"{there}, and this is {__version__}"
 
 
 def _check(where: str, content: Any, depth: int = 0) -> None:
