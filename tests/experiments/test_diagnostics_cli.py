@@ -11,6 +11,7 @@ from fedbilevel import cli
 from fedbilevel.authoring import ALGORITHMS
 from fedbilevel.cli.run import _described
 from fedbilevel.core.tables import changed, plain
+from fedbilevel.experiments import configure
 
 SMALL = ["quadratic", "--set", "task.clients=3", "--set", "samples=[3, 3]"]
 
@@ -27,14 +28,19 @@ def test_check_prints_the_report_with_the_methods_asked_for(run) -> None:
     assert errors["fednest"] < 0.01  # its tolerance is a residual of 1e-3, and full batches leave no noise
 
 
-def test_diagnose_prints_commands_that_ask_for_what_it_found(run, monkeypatch) -> None:
+@pytest.mark.parametrize("source", ["task", "spec"])
+def test_diagnose_prints_commands_that_ask_for_what_it_found(source, run, monkeypatch, tmp_path) -> None:
+    """Of a spec, too; the fields of its algorithm are not those of another one."""
+    spec = tmp_path / "spec.toml"
+    spec.write_text(configure(task="quadratic", settings=SMALL[2::2]).to_toml())
+    given = SMALL if source == "task" else ["--spec", spec]
     from fedbilevel.diagnostics import diagnose as module
 
     reports = []
     measure = module.diagnose
     monkeypatch.setattr(module, "diagnose", lambda *args, **more: reports.append(measure(*args, **more)) or reports[0])
     asked = ["--algorithm", "simfbo", "--algorithm", "fednest", "--set", "simfbo.batch_size=none"]
-    code, shown, error = run("diagnose", *SMALL, "--seed", 2, *asked)
+    code, shown, error = run("diagnose", *given, "--seed", 2, *asked)
     assert (code, error) == (0, "")
     commands, _, why = shown.partition("\n\n")
     assert "κ = " in why

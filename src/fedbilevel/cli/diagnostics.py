@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbilevel.cli import shared
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.errors import ConfigurationError, refuse_together
 
 if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
@@ -28,7 +29,7 @@ def add_to(add: shared.Add) -> None:
 def _added(add: shared.Add, name: str, function: Callable[[Any], int], which: str) -> argparse.ArgumentParser:
     command = add(name, function)
     command.add_argument("task", nargs="?", metavar="TASK", help=shared.TASK_HELP)
-    shared.add_options(command, "data", "set", "cohort", seed="of the task and of what is drawn (0)")
+    shared.add_options(command, "data", "set", "spec", "cohort", seed="of the task and of what is drawn (0)")
     of = f"{which}; {shared.OWN}; repeatable"
     command.add_argument("--algorithm", action="append", default=[], metavar="NAME", help=of)
     return command
@@ -142,13 +143,18 @@ def _replies(options: argparse.Namespace, terminal: Any) -> int:
 
 
 def _prepared(options: argparse.Namespace, algorithms: Sequence[str]) -> tuple[dict[str, Spec], Spec, Task]:
-    """The spec of each algorithm, or of the default one where none is named; the first of them, and its task."""
+    """The spec of each algorithm, or of that of --spec or the default where none is named; the first, and its task."""
+    from fedbilevel.core.tables import Wrong
     from fedbilevel.experiments.runner import task_of
     from fedbilevel.experiments.series import comparison_specs, seeded
-    from fedbilevel.experiments.spec import DEFAULT_ALGORITHM
+    from fedbilevel.experiments.spec import DEFAULT_ALGORITHM, sections
 
     given = [*options.set, *([f"run.cohort={options.cohort}"] if options.cohort else [])]
-    specs = comparison_specs(options.task, algorithms or [DEFAULT_ALGORITHM], settings=given, data=options.data)
+    tables = shared.spec_tables(Path(options.spec), options.task, *algorithms[:1]) if options.spec else {}
+    base = sections(tables, wrong := Wrong())
+    refuse_together(wrong)
+    task, own = options.task or base["task"].get("name"), base["algorithm"].get("name", DEFAULT_ALGORITHM)
+    specs = comparison_specs(task, algorithms or [own], settings=given, data=options.data, base=base)
     if options.seed is not None:
         specs = {name: seeded(spec, options.seed) for name, spec in specs.items()}
     first = next(iter(specs.values()))
@@ -164,7 +170,7 @@ def _command(options: argparse.Namespace, algorithm: str, fields: Mapping[str, A
     from fedbilevel.experiments.names import spelled
 
     words = ["fedbilevel", "run", *([options.task] if options.task else []), "--algorithm", algorithm]
-    for name in ("data", "seed", "cohort", "rounds"):
+    for name in ("spec", "data", "seed", "cohort", "rounds"):
         if getattr(options, name, None) is not None:
             words += [f"--{name}", str(getattr(options, name))]
     given = [setting for setting in options.set if spelled("algorithm", setting.partition(".")[0]) not in ALGORITHMS]

@@ -24,7 +24,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbilevel import reading
+from fedbilevel.reading import read_bytes as read_regular
+from fedbilevel.reading import require_regular
 from fedbilevel.wording import in_a_line
 
 CHUNK = 1 << 18  # bytes that are read at once
@@ -95,7 +96,7 @@ class Expanded:
 def mapped(path: Path, problem: str) -> NDArray[Any]:
     """Map the array of numbers in a .npy file, read-only: it takes no memory, whatever its header says."""
     with as_data_error(path, problem):
-        reading.require_regular(path)
+        require_regular(path)
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
         if array.dtype.kind not in "biufc":
             raise ValueError(f"it holds {array.dtype}, not numbers")
@@ -207,7 +208,7 @@ def read(name: str, file: File, progress: Progress | None = None) -> bytes:
 def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
     """Return the content of a file. DataError if it is no regular file, too long, or the operating system refuses."""
     try:
-        return reading.read_bytes(path, longest)
+        return read_regular(path, longest)
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}.") from error
 

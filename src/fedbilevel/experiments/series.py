@@ -14,6 +14,7 @@ import numpy as np
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.core.tables import Fields
 from fedbilevel.display.curves import require_matplotlib
 from fedbilevel.engines.checkpoint import write_json
 from fedbilevel.experiments.compare import (
@@ -159,10 +160,12 @@ def comparison_specs(
     settings: Sequence[str] = (),
     data: str | None = None,
     centralised: bool = False,
+    base: Fields | None = None,
 ) -> dict[str, Spec]:
     """The spec of each algorithm, and of the run with a single client, by the names of their folders.
 
-    The name of a folder is that of the algorithm; for the arguments see `compare_algorithms`.
+    The name of a folder is that of the algorithm; for the arguments see `compare_algorithms`. `base`: the tables of a
+    spec, which the others change.
     """
     require(len(algorithms) > 0, "algorithms", list(algorithms), "one or more names")
     algorithms = [name if name in ALGORITHMS else spelled("algorithm", name) for name in algorithms]
@@ -174,7 +177,7 @@ def comparison_specs(
     specs = {}
     for key, name in zip(keys, algorithms, strict=True):
         try:
-            specs[key] = configure(task=task, algorithm=name, data=data, settings=each[name])
+            specs[key] = configure(base, task=task, algorithm=name, data=data, settings=each[name])
         except ConfigurationError as error:
             raise ConfigurationError(f"{label(name)}: {error}") from error
     if centralised:

@@ -448,7 +448,8 @@ def configure(
 ) -> Spec:
     """Make a spec from the tables of `base`, then the names, then settings.
 
-    Names come first, wherever they are given: they decide which presets fill in the rest.
+    Names come first, wherever they are given: they decide which presets fill in the rest. The name of another task or
+    algorithm than that of `base` takes the place of its whole table.
 
     Args:
         base: see `resolve`.
@@ -466,6 +467,10 @@ def configure(
     pairs = [(path, name) for path, name in named.items() if name is not None]
     pairs += [*map(_parsed, settings), *(values or {}).items()]
     names = [(path.split("."), name) for path, name in pairs if path in named]
+    for (section, of), name in names:
+        two = [tables[section].get("name", name), name]
+        if of == "name" and len({full_name(section, str(one)) for one in two}) > 1:  # the fields are of another one
+            tables[section] = {}
     tables = overlaid(tables, reduce(put, names, {}))
     found, chosen = [], _loaded_names(tables, wrong)
     for path, value in pairs:
