@@ -117,6 +117,12 @@ def test_all_unmarked_leaves_together_are_clipped(clip, size):
     assert "size" not in result.history.columns  # as from a site, which tells no metrics
     assert result.history["reply_norm.gradient"][-1] == pytest.approx(lengths.mean(), rel=1e-12)
     assert result.history["clipped.gradient"][-1] == np.mean(lengths > clip)
+    columns = {f"reply_norm.gradient.p{percent}": at for percent, at in ((10, 0), (50, 1), (90, 3))}
+    if size == 1e200:  # beyond what is told
+        assert not columns.keys() & {*result.history.columns}
+    else:  # of four, in the same quarter of an octave as the shortest, the second and the longest
+        found = np.array([result.history[name][-1] / np.sort(lengths)[at] for name, at in columns.items()])
+        assert np.all(np.abs(np.log2(found)) < 1 / 4)
     assert result.ledger.gradients == P  # for the clock
 
 

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.algorithms.parts.private import replies_at_most
+from fedbilevel.algorithms.parts.private import quantiles, replies_at_most
 from fedbilevel.core import interrupts
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import halved
@@ -84,7 +84,7 @@ class Loop:
     history: History = field(default_factory=History)
     ledger: Ledger = field(default_factory=Ledger)
     seconds: float = 0.0  # in rounds, without compilation and evaluation
-    losses: dict[str, list[float]] = field(default_factory=dict)  # of each round since the last row
+    losses: dict[str, list[Any]] = field(default_factory=dict)  # of each round since the last row
     warned: bool = False
     growth: str = ""  # how far a loss, or the point, has grown, where that is too far
     told: str = ""  # the last warning of it
@@ -207,7 +207,7 @@ class Loop:
         self.ledger.add(round_costs, done, self.costs)
         for (_, name), (total, weight) in round_costs.metrics.items():
             if (told := np.asarray(weight) > 0).any():  # by a schedule nobody may have replied
-                means = np.asarray(total, float)[told] / np.asarray(weight, float)[told]
+                means = (np.asarray(total, float)[told].T / np.asarray(weight, float)[told]).T
                 self.losses.setdefault(name, []).extend(means.tolist())
         return carry, done / max(elapsed, 1e-9), spent
 
@@ -288,7 +288,11 @@ class Loop:
         """Evaluate and append to the history. Means are of exactly rounded sums: no partition of rounds shows."""
         row: Row = {"round": result.round, **self.ledger.columns(), "seconds": self.seconds}
         for name, values in self.losses.items():
-            row[name] = math.fsum(values) / len(values)
+            means = [math.fsum(one) / len(values) for one in np.reshape(values, (len(values), -1)).T.tolist()]
+            if len(means) > 1 and self.privacy is not None:
+                row |= quantiles(name, means, self.privacy.clip)
+            else:
+                row[name] = means[0]
         own = self.algorithm.findings(result.state).columns
         at = result.round, split(result.x)[0], result.state.y
         each = self.per_client(*at) if self.per_client else {}
@@ -433,7 +437,9 @@ class Loop:
         self.history = History.of(meta["history"], self.history.directions)
         self.ledger = Ledger.of(meta["ledger"])
         self.seconds, self.devices = float(meta["seconds"]), int(meta.get("devices", 1) or 0) or None
-        self.losses = {str(name): [float(value) for value in values] for name, values in meta["losses"].items()}
+        self.losses = {
+            str(name): [np.asarray(one, float).tolist() for one in values] for name, values in meta["losses"].items()
+        }
         if carry.best is not None:
             round, column, value = meta["best"]
             x, y = (join(part, fixed) for part, fixed in zip(carry.best, self.evaluation.fixed, strict=True))

@@ -158,7 +158,7 @@ class ReferenceFed:
     def reply(self, ask: AskClient, name: str, i: int, own: dict[str, Array], keep: bool) -> Sums:
         """Get the reply of client i, weighted and checked, and keep its own new state."""
         sums, reply = ask(i, own)
-        losses = [metric for metric, value in (reply.metrics or {}).items() if not np.isfinite(value)]
+        losses = [metric for metric, value in (reply.metrics or {}).items() if not np.all(np.isfinite(value))]
         if bad := nonfinite_leaves(reply.update) + losses:
             raise diverged(f"round {self.round}, phase {name}, client {i}: ", ", ".join(bad))
         if self.run.on_reply is not None:

@@ -2,8 +2,11 @@
 
 The noise of a reply is drawn from the key that the phase gets, which is another for each client, round and exchange,
 and from the number of the client's reply. Clipping and noise are computed in the run's float type: float32, or float64
-under x64. Metrics of clients are dropped, as a site sends none; in their place are, by phase, the mean norm of replies
-before clipping and the share that is longer than the clip, which only a simulation can tell. Counts of work stay: the
+under x64. Metrics of clients are dropped, as a site sends none. In their place are, by phase, the mean norm of replies
+before clipping, its quantiles, and the share that is longer than the clip. They are exact, so that a clip can be chosen
+by them, and not covered by ε: only a simulation, which has the samples anyway, can tell them. Quantiles are made of the
+shares of replies that are no longer than some bounds, since nothing but sums over clients leaves an exchange. Counts of
+work stay: the
 simulated clock needs them, and the time that a reply takes is not hidden at a site either.
 
 The account: a client counts its own replies. Where it cannot keep a count, in fresh cohorts and where clients hold
@@ -14,11 +17,13 @@ federation: the run ends (engines/loop.py), since a cohort of nobody has no mean
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from fedbilevel.algorithms.parts.wrappers import KeepingFed, Wrapper
@@ -32,6 +37,9 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
 NOISE = 0x6E6F6973  # of a phase's key, the stream of the noise
+BOUNDS = 2.0 ** (np.arange(-32, 33) / 4)
+"""Of norms, in clips, for quantiles: four in an octave, from C/256 to 256 C."""
+QUANTILES = (10, 50, 90)  # per cent
 
 
 class ServerState(NamedTuple):
@@ -88,7 +96,9 @@ class Private(Wrapper):
         stream = jax.random.fold_in(jax.random.fold_in(key, NOISE), number)
         sent = self.privacy.noised(reply.update, lambda u: jax.random.normal(stream, u.shape, u.dtype), jnp)
         norm = norm_of(vector_of(private_part(reply.update), jnp), jnp)
-        metrics = {f"reply_norm.{name}": norm, f"clipped.{name}": (norm > self.privacy.clip).astype(norm.dtype)}
+        within = (norm <= self.privacy.clip * jnp.asarray(BOUNDS)).astype(norm.dtype)
+        clipped = (norm > self.privacy.clip).astype(norm.dtype)
+        metrics = {f"reply_norm.{name}": norm, f"clipped.{name}": clipped, f"within.{name}": within}
         state = reply.state
         if counted:
             state = ClientState(inside if state is None else state, number + 1)
@@ -125,6 +135,27 @@ def private(algorithm: Algorithm, privacy: Privacy, counts: bool) -> Algorithm:
     if isinstance(algorithm, Wrapper):
         return replace(algorithm, algorithm=private(algorithm.algorithm, privacy, counts))
     return Private(algorithm, privacy=privacy, counts=counts)
+
+
+def quantiles(name: str, shares: Sequence[float], clip: float) -> dict[str, float]:
+    """Return the quantiles of the norms of replies, as columns of the history.
+
+    Between two bounds the logarithms of norms count as uniform. A quantile beyond the bounds is left out.
+
+    Args:
+        name: "within.PHASE".
+        shares: of replies that are no longer than each of BOUNDS times the clip.
+        clip: C.
+    """
+    found = {}
+    for percent in QUANTILES:
+        above = int(np.searchsorted(shares, percent / 100))
+        if 0 < above < len(shares):
+            low, high = shares[above - 1 : above + 1]
+            part = (percent / 100 - low) / (high - low)
+            norm = clip * BOUNDS[above - 1] ** (1 - part) * BOUNDS[above] ** part
+            found[f"reply_norm.{name.removeprefix('within.')}.p{percent}"] = float(norm)
+    return found
 
 
 def replies_at_most(state: Any, clients: PyTree) -> int:

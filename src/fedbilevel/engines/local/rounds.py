@@ -206,7 +206,7 @@ class Rounds:
         else:
             clients = jax.tree.map(lambda full, new: full.at[ids].set(new[where]), carry.clients, underway.states)
         flags = [jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(state) if is_floating(leaf)]
-        flags += [jnp.isfinite(round_costs.metrics[name][0]) for name in sorted(round_costs.metrics)]
+        flags += [jnp.all(jnp.isfinite(round_costs.metrics[name][0])) for name in sorted(round_costs.metrics)]
         carry = Carry(carry.round + 1, state, clients, underway.now, queues, carry.local_x)
         return carry, round_costs, jnp.stack(flags)
 
