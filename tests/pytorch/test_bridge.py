@@ -63,6 +63,10 @@ REFUSED = {
         module_of(lambda self, x: nn.functional.batch_norm(self.a(x), None, None, training=True)),
         "mixes the samples of a batch.*GroupNorm",
     ),
+    "statistics of instances": (
+        nn.Sequential(nn.Unflatten(1, (1, 4)), nn.InstanceNorm1d(1, track_running_stats=True)),
+        r"^1 \(InstanceNorm1d\) keeps running statistics.*track_running_stats=False, or call \.eval\(\)",
+    ),
     "buffer": (with_buffer(counting), r"changes calls in place: call \.eval\(\)"),
     "input in place": (module_of(in_place), r"changes \w+ in place.*\.clone\(\)"),
     "branch": (module_of(lambda self, x: self.a(x) if x.sum() > 0 else x), "branches on data.*torch.where"),
@@ -193,6 +197,28 @@ def test_statistics_and_modes_are_those_of_the_module():
     assert start == {}
     agree(apply(start, sequence.numpy()), frozen(sequence), 5 * CLOSE)
     assert torch.backends.mha.get_fastpath_enabled()
+
+
+def test_constants_are_not_taken_for_parameters():
+    """As a state_dict has them: the statistics of batch norm, and how many batches they are of, an integer."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 4)).eval()
+    module[2].weight = module[0].weight
+    module[2].bias.requires_grad_(False)
+    apply, start = from_torch(module, X)
+    everything = {name: jnp.asarray(a.numpy()) for name, a in module.state_dict().items()}
+    fixed = "1.num_batches_tracked, 1.running_mean, 1.running_var, 2.bias, 2.weight"
+    with pytest.raises(ConfigurationError, match=rf"the parameters have {fixed}, which are buffers, frozen or tied"):
+        apply(everything, X.numpy())
+    agree(apply(start | {"head": jnp.ones(3)}, X.numpy()), module(X))  # of another module
+
+
+def test_an_integer_of_a_buffer_is_not_cut_to_32_bits():
+    module = module_of(lambda self, x: self.a(x) * self.calls)
+    module.register_buffer("calls", torch.tensor(2**40))
+    apply, start = from_torch(module, X)
+    agree(apply(start, X.numpy()) / 2**40, module(X) / 2**40)
+    with jax.enable_x64(False), pytest.raises(ConfigurationError, match=f"holds {2**40}, and JAX has .* 32 bits"):
+        from_torch(module, X)
 
 
 def test_parameters_are_copied_out_and_in():

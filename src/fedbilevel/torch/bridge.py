@@ -62,6 +62,7 @@ def from_torch(module: nn.Module, *example: Any, batch_axis: int | None = 0) -> 
     program = _traced(module, example, batch_axis)
     graph = _graph(program, module)
     given, out = program.call_spec.in_spec, program.call_spec.out_spec
+    constant = {*module.state_dict()} - {*parameters(module)}
 
     def apply(parameters: Mapping[str, Any], *inputs: Any, key: Any = None) -> Any:
         flat, spec = pytree.tree_flatten((inputs, {}))
@@ -69,6 +70,9 @@ def from_torch(module: nn.Module, *example: Any, batch_axis: int | None = 0) -> 
             raise ConfigurationError("the inputs are nested otherwise than the example: give apply what from_torch got")
         if missing := sorted(set(graph.parameters.values()) - set(parameters)):
             raise ConfigurationError(f"the parameters lack {', '.join(missing)}: give all that from_torch returned")
+        if fixed := sorted(constant & set(parameters)):
+            what = "buffers, frozen or tied, and constants of this function: give no more than from_torch returned"
+            raise ConfigurationError(f"the parameters have {', '.join(fixed)}, which are {what}")
         return pytree.tree_unflatten(graph.run(parameters, flat, key), out)
 
     start = parameters(module)
@@ -114,6 +118,11 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
         if isinstance(part, nn.modules.batchnorm._BatchNorm) and (part.training or part.running_mean is None):
             raise ConfigurationError(
                 f"{name or 'the module'} ({type(part).__name__}) mixes the samples of a batch: {GROUP_NORM}"
+            )
+        if isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.training and part.track_running_stats:
+            raise ConfigurationError(
+                f"{name or 'the module'} ({type(part).__name__}) keeps running statistics, which would stay as they "
+                "are: make it with track_running_stats=False, or call .eval() to use those that it has"
             )
 
 

@@ -79,7 +79,12 @@ class Graph:
         return mapped(self.outputs, leaf)
 
     def check(self, parameters: Mapping[str, Array]) -> None:
-        """Raise ConfigurationError if a rule refuses its arguments: trace once, on two samples."""
+        """Raise ConfigurationError if a rule refuses its arguments: trace once, on two samples; or if an integer of a
+        buffer has more bits than JAX."""
+        for a in self.constants.values():
+            if a.dtype.kind in "iu" and np.any(a.astype(jax.dtypes.canonicalize_dtype(a.dtype)) != a):
+                text = f"a buffer holds {np.max(np.abs(a))}, and JAX has integers of 32 bits"
+                raise ConfigurationError(f'{text}: jax.config.update("jax_enable_x64", True) before')
         shapes = [tuple(2 if n is None else n for n in a.shape) for a in self.inputs]
         dtypes = [jax.dtypes.canonicalize_dtype(a.dtype) for a in self.inputs]
         inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
