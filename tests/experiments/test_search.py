@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
+import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from command_line import survived
 
-from fedbilevel import experiments
+from fedbilevel import cli, experiments
 from fedbilevel.core.errors import ConfigurationError, NumericalError
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import configure, sweep
@@ -119,6 +121,37 @@ def test_a_torn_line_of_the_journal_is_cut_off(played, tmp_path) -> None:
     file = tmp_path / sweep.JOURNAL
     file.write_bytes(file.read_bytes()[:-30])
     assert len(searched(tmp_path, 4).rows) == 4
+
+
+HOLDER = """
+import sys, time
+from pathlib import Path
+from fedbilevel.experiments.sweep import JournalLock
+lock = JournalLock(Path(sys.argv[1]))
+lock.acquire()
+open(sys.argv[1], "ab").write(b'{"torn": ')
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_search_goes_on_where_a_process_was_killed_that_held_its_storage(tmp_path, start, monkeypatch) -> None:
+    """What it wrote last is torn. Optuna's own lock, which an earlier version has left, holds nobody up: of a relative
+    path it would for ever."""
+    monkeypatch.chdir(tmp_path)
+    given = ["sweep", *SMALL, *STEPS, "--out", "search", "--quiet", "--trials"]
+    assert cli.main([*given, "1"]) == 0
+    journal = Path("search", sweep.JOURNAL)
+    journal.with_name(f"{journal.name}.lock").symlink_to(journal)
+    holder = subprocess.Popen([sys.executable, "-c", HOLDER, journal], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout.readline() == "held\n"
+    holder.kill()
+    holder.communicate()
+    searching = start(*given, "2")
+    _, said = searching.communicate(timeout=300)
+    assert searching.returncode == 0, said
+    with open(Path("search", "sweep.csv"), encoding="utf-8") as file:
+        assert len(list(csv.DictReader(file))) == 2
 
 
 def test_the_point_of_a_worker_that_a_database_misses_is_played_by_another(played, tmp_path, monkeypatch) -> None:

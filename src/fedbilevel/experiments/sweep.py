@@ -508,26 +508,43 @@ def storage_at(place: str) -> Any:
     from optuna.storages.journal import JournalFileBackend
 
     if "://" not in place:
-        mend(Path(place))
-        return JournalStorage(JournalFileBackend(place))
+        return JournalStorage(JournalFileBackend(place, lock_obj=JournalLock(Path(place))))  # type: ignore[arg-type]
     again = RetryHeartbeatStaleTrialCallback(max_retry=2)
     return RDBStorage(place, heartbeat_interval=BEAT, grace_period=GRACE, heartbeat_stale_trial_callback=again)
 
 
-def mend(file: Path) -> None:
-    """Cut a torn last line off a journal: Optuna would append to it, and never read the file again."""
-    from optuna.storages.journal import JournalFileSymlinkLock
+class JournalLock:
+    """The lock of a journal, as Optuna calls it.
 
-    if not file.is_file():
-        return
-    alone = JournalFileSymlinkLock(str(file))
-    alone.acquire()
-    try:
-        content = file.read_bytes()
-        if content and not content.endswith(b"\n"):
-            os.truncate(file, content.rfind(b"\n") + 1)
-    finally:
-        alone.release()
+    A process that is killed leaves Optuna's own locks behind, for half a minute, or for ever where a path is relative.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        self.journal = journal
+
+    def acquire(self) -> bool:
+        self.held = held(self.journal)
+        self.held.__enter__()
+        return True
+
+    def release(self) -> None:
+        self.held.__exit__(None, None, None)
+
+
+@contextmanager
+def held(journal: Path) -> Iterator[None]:
+    """Hold a journal for this process alone to write, by a lock that the system frees where a process is killed.
+
+    A torn last line is cut off: Optuna would append to it, and never read the file again.
+    """
+    with lock.wait_for_lock(journal.with_name(f".{journal.name}.lock")):
+        if journal.is_file() and journal.stat().st_size:
+            with open(journal, "rb+") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+        yield
 
 
 @contextmanager
