@@ -233,8 +233,9 @@ def is_count(got: object) -> bool:
     return isinstance(got, Integral) and not isinstance(got, bool) and int(got) >= 1
 
 
-def require_count(field: str, got: object, optional: bool = False) -> None:
-    """Raise ConfigurationError unless `got` is a positive integer of 32 bits, or None where that is allowed."""
-    require(not is_count(got) or got <= LARGEST, field, got, f"at most {LARGEST:,}")  # type: ignore[operator]
+def require_count(field: str, got: object, optional: bool = False, largest: int = LARGEST) -> None:
+    """Raise ConfigurationError unless `got` is a positive integer of 32 bits, or of another size, or, if `optional`,
+    None."""
+    require(not is_count(got) or got <= largest, field, got, f"at most {largest:,}")  # type: ignore[operator]
     fits = (optional and got is None) or is_count(got)
     require(fits, field, got, "a positive integer or None" if optional else "a positive integer")

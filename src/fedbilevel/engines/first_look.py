@@ -69,7 +69,7 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
     for name in problem.own_losses:
         if name not in problem.whole:  # which may index samples
             check_indices(name, programs[f"{name} loss"], rows[name])
-    look = Look(problem, rows, rng, count=programs["outer loss"].in_avals[-1].shape[0])
+    look = FirstLook(problem, rows, rng, count=programs["outer loss"].in_avals[-1].shape[0])
     x, still = x if problem.local is None else local_block(x), jax.tree.map(np.zeros_like, y)
     seen = look(*near((x, y, still), rng))
     for name, (pairs, alone) in seen.values.items():
@@ -93,7 +93,7 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
         warn(InfluenceWarning(f"{text}. Unless it is the solution, start at random numbers, such as random weights"))
 
 
-def leaves_the_start(look: Look, x: PyTree, start: tuple[PyTree, PyTree]) -> bool:
+def leaves_the_start(look: FirstLook, x: PyTree, start: tuple[PyTree, PyTree]) -> bool:
     """Tell whether x moves at the start of y and v, or after these have moved wherever their gradient steps go."""
     reach = jax.tree.map(lambda leaf: np.zeros(leaf.shape, bool), start)
     for _ in range(LOOKS):
@@ -105,7 +105,7 @@ def leaves_the_start(look: Look, x: PyTree, start: tuple[PyTree, PyTree]) -> boo
 
 
 @dataclass
-class Look:
+class FirstLook:
     """Looks at the losses, each time on other pairs of samples, or on single ones where `count` is 1."""
 
     problem: Problem

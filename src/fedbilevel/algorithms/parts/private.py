@@ -6,8 +6,7 @@ under x64. Metrics of clients are dropped, as a site sends none. In their place 
 before clipping, its quantiles, and the share that is longer than the clip. They are exact, so that a clip can be chosen
 by them, and not covered by ε: only a simulation, which has the samples anyway, can tell them. Quantiles are made of the
 shares of replies that are no longer than some bounds, since nothing but sums over clients leaves an exchange. Counts of
-work stay: the
-simulated clock needs them, and the time that a reply takes is not hidden at a site either.
+work stay: the simulated clock needs them, and the time that a reply takes is not hidden at a site either.
 
 The account: a client counts its own replies. Where it cannot keep a count, in fresh cohorts and where clients hold
 submodels, each exchange counts for every client: an upper bound. There a method has to give each exchange a key of its

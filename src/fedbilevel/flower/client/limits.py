@@ -85,7 +85,7 @@ class Limits:
 
     def __post_init__(self) -> None:
         for name in (field.name for field in fields(self) if field.name != "max_seconds"):
-            require_count(f"Limits.{name}", getattr(self, name))
+            require_count(f"Limits.{name}", getattr(self, name), largest=2**63 - 1)
         positive = is_number(self.max_seconds) and self.max_seconds > 0
         require(positive, "Limits.max_seconds", self.max_seconds, "a positive number")
         lower = self.min_batch_size <= self.max_batch_size
