@@ -6,6 +6,7 @@ near x = 3: Φ′(x) = x − 3 − ε ln 10 (y* − Σ p t)ᵀy*. ε is κ^-2, s
 """
 
 import dataclasses
+import itertools
 import re
 
 import jax
@@ -15,7 +16,9 @@ import pytest
 from alone import client_alone
 
 import fedbilevel as fb
-from fedbilevel.algorithms.parts.adaptive_steps import Squares, Steps, Stiffness
+from fedbilevel.algorithms.parts.adagrad import REACH, AdaGrad
+from fedbilevel.algorithms.parts.adaptive_steps import Steps
+from fedbilevel.algorithms.parts.curvature import PowerMethod, ServerCurvature
 from fedbilevel.core.fed import Reply
 from fedbilevel.parts import SVRG, Implicit, LocalImplicit, LocalSGD, MeanGradient, Neumann, SystemSteps
 from fedbilevel.tasks import quadratic
@@ -111,7 +114,7 @@ def test_none_diverges_where_x_makes_the_inner_problem_stiffer(name, condition):
     κ = 10⁴ it is hardly gone: y is then no further off than at the start, |y*(0)| = 10^x |y*(x)|."""
     problem, x, y = stiffening(condition)
     result = played(half(METHODS[name]), problem, 1_300)
-    assert float(result.state.curvature.largest) == pytest.approx(10 ** float(result.x) * LARGEST, rel=1e-6)
+    assert 0.95 < float(result.state.curvature.largest) / (10 ** float(result.x) * LARGEST) < 1 + 1e-6
     if condition == 10.0:
         assert abs(float(result.x) - x) < (1e-9 if name in EXACT else 1e-3)
         np.testing.assert_allclose(result.y, y * 10 ** (x - float(result.x)), rtol=1e-8)
@@ -119,19 +122,33 @@ def test_none_diverges_where_x_makes_the_inner_problem_stiffer(name, condition):
     assert np.linalg.norm(result.y) <= 10**x * np.linalg.norm(y)
 
 
+def left_of(run, a, tau=1, c=0.5):
+    """The matrix that is left of an error in y after a run in which x stays, by the L of its history: clients that are
+    alike make τ steps of c/L, with the L before the round, and the server goes as far, or less by as much as L rose."""
+    left, known = np.eye(DIM), run.history["curvature"]
+    for before, after in itertools.pairwise(known):
+        if before > 0:
+            factor = min(before / after, 1)
+            once = np.linalg.matrix_power(np.eye(DIM) - c / before * a, tau)
+            left = ((1 - factor) * np.eye(DIM) + factor * once) @ left
+    return left
+
+
 @pytest.mark.parametrize("condition", [10.0, 100.0, 1e4])
 @pytest.mark.parametrize("name", ["SimFBO", "FedNest", "AFBO", "RABO"])
 def test_the_error_in_y_falls_by_the_rate_of_half_of_1_over_L(name, condition):
-    """Where x stays, y_N = y* + (I − ½A/L)^{N−1} (0 − y*), A = Σ p A_i; round 0 measures. Ten products leave L off by
-    κ^{-20/3}/2 at most, 1e-7 for κ = 10; 50 rounds then leave y off by 50 times as much."""
+    """Where x stays, y_N = y* + Π (I − ½A/L_n)(0 − y*), A = Σ p A_i, with the L of the history, which is the largest
+    eigenvalue but for what a random vector takes from the power method; round 0 measures."""
     (problem, clients), _, _ = stiffening(condition)
     x_stays = METHODS[name], ("server_lr" if name == "SimFBO" else "outer_lr")
     step = fb.XYV(x=1e-12, y=None, v=None) if name == "SimFBO" else 1e-12
-    result = played(half(dataclasses.replace(x_stays[0], **{x_stays[1]: step})), (problem, clients), 50)
+    method = half(dataclasses.replace(x_stays[0], **{x_stays[1]: step}))
+    result = played(method, (problem, clients), 50, eval_every=1)
     a = sum(p * clients.inner.row(i)["A"][0] for i, p in enumerate(WEIGHTS))
     star = np.linalg.solve(a, sum(p * clients.inner.row(i)["c"][0] for i, p in enumerate(WEIGHTS)))
-    left = np.linalg.matrix_power(np.eye(DIM) - 0.5 * a / LARGEST, 49)
-    np.testing.assert_allclose(result.y, star - left @ star, rtol=1e-5)
+    np.testing.assert_allclose(result.y, star - left_of(result, a) @ star, rtol=1e-5)
+    assert np.all(result.history["curvature"][1:] > 0.95 * LARGEST)
+    assert np.all(result.history["curvature"] < (1 + 1e-6) * LARGEST)
 
 
 def test_local_steps_and_their_sums_bear_unequal_work():
@@ -150,40 +167,45 @@ def test_local_steps_and_their_sums_bear_unequal_work():
 def test_the_server_s_step_is_the_longer_of_two_safe_ones():
     """L Σ p a = 3·2 beside Σ p a L = 9 and 4, for sums that clients do not drift in; √r c/L beside them, over
     Σ p a Σ p/a = 2·2 where that is 4. A curvature that is not a number is no step of 0."""
-    known = Stiffness(*map(jnp.asarray, (3.0, 2.0, 0.5, 9.0, 0.0)))
+    known = ServerCurvature(*map(jnp.asarray, (3.0, 2.0, 0.5, 9.0, 0.0)))
     assert list(map(float, known.steps(1.0))) == pytest.approx([1 / 9, 0])
     assert list(map(float, known._replace(summed=jnp.asarray(4.0)).steps(1.0))) == pytest.approx([1 / 6, 0])
     alike = known._replace(agreement=jnp.asarray(0.81))
     assert list(map(float, alike.steps(0.5))) == pytest.approx([0.9 * 0.5 / 3, 0.9 * 0.5 / 3])
     assert list(map(float, alike._replace(inverse=jnp.asarray(2.0)).steps(1.0))) == pytest.approx([1 / 9, 0.3])
-    assert list(map(float, Stiffness.unknown().steps(1.0))) == [0, 0]
+    assert list(map(float, ServerCurvature.unknown().steps(1.0))) == [0, 0]
     assert np.isnan(alike._replace(largest=jnp.asarray(jnp.nan)).steps(1.0)).all()
 
 
 @pytest.mark.parametrize("method", [fb.SimFBO, fb.FedBiO, fb.ShroFBO])
 def test_clients_that_are_alike_go_on_by_all_their_local_steps(method):
-    """r = 1: y_N = y* + (I − ½A/L)^{τ(N−1)} (0 − y*), as if there were one client; round 0 measures. FedBiO's replies
-    are steps themselves, 0 in round 0, so that r is known a round later, and round 1 is by ½/(τL). With τ = 8, 1, 3
-    none leaves the contraction either, and y comes to y*."""
+    """r = 1: y_N = y* + Π (I − ½A/L_n)^τ (0 − y*), as if there were one client; round 0 measures. FedBiO's replies are
+    steps themselves, 0 in round 0, so that r is known a round later, and round 1 is by ½/(τL). With τ = 8, 1, 3 none
+    leaves the contraction either, and y comes to y*."""
     (problem, clients), _, _ = stiffening(10.0)
     outer, inner = clients.outer.row(0), clients.inner.row(0)
     a, c = inner["A"][0], inner["c"][0]
     steps = {"client_lr" if method is fb.FedBiO else "server_lr": fb.XYV(x=1e-12, y=None, v=None)}
     made = fb.AdaptiveSteps(method(batch_size=None, local_steps=4, **steps), y_lr=0.5)
     star = np.linalg.solve(a, c)
-    later = method is fb.FedBiO
-    run = played(made, (problem, fb.Clients([outer] * 3, [inner] * 3, weights=WEIGHTS)), 6 + later)
-    ratio = 0.5 * a / np.linalg.eigvalsh(a)[-1]
-    left = np.linalg.matrix_power(np.eye(DIM) - ratio, 4 * 5)
-    left = left @ np.linalg.matrix_power(np.eye(DIM) - ratio / 4, 4 * later)
+    alike = problem, fb.Clients([outer] * 3, [inner] * 3, weights=WEIGHTS)
+    run = played(made, alike, 6, eval_every=1)
+    if method is fb.FedBiO:
+        known = run.history["curvature"]
+        first = np.linalg.matrix_power(np.eye(DIM) - 0.5 / 4 / known[1] * a, 4)
+        later = np.eye(DIM)
+        for before in known[2:-1]:
+            later = np.linalg.matrix_power(np.eye(DIM) - 0.5 / before * a, 4) @ later
+        left = later @ first
+    else:
+        left = left_of(run, a, tau=4)
     np.testing.assert_allclose(run.y, star - left @ star, rtol=1e-5, atol=1e-6)
     unequal = fb.Clients([outer] * 3, [inner] * 3, weights=WEIGHTS, local_steps=[8, 1, 3])
     np.testing.assert_allclose(played(made, (problem, unequal), 150).y, star, rtol=1e-4)
     if method is not fb.FedBiO:  # no drift: 9 steps of ½/(4L) along the mean of four gradients at the same place
         short = dataclasses.replace(made, algorithm=dataclasses.replace(made.algorithm, client_lr=1e-12))
-        run = played(short, (problem, fb.Clients([outer] * 3, [inner] * 3, weights=WEIGHTS)), 10)
-        left = np.linalg.matrix_power(np.eye(DIM) - ratio, 9)
-        np.testing.assert_allclose(run.y, star - left @ star, rtol=1e-5, atol=1e-6)
+        run = played(short, alike, 10, eval_every=1)
+        np.testing.assert_allclose(run.y, star - left_of(run, a) @ star, rtol=1e-5, atol=1e-6)
 
 
 def test_clients_that_differ_do_not_drift_where_they_come_to_rest():
@@ -194,9 +216,10 @@ def test_clients_that_differ_do_not_drift_where_they_come_to_rest():
     assert float(run.state.curvature.agreement) < 1e-4
 
 
-def test_one_product_a_round_follows_a_hessian_that_turns_and_grows():
-    """Eigenvalues 10^x (1, ½), their axes turned by a quarter while x goes from 0 to 3 in 300 rounds. A round turns
-    them by φ = π/600. u lags by δ, tan δ = ½ tan(δ + φ), so δ ≈ φ, and L_i is right but for δ² or so, 3e-5."""
+def test_few_products_a_round_follow_a_hessian_that_turns_and_grows():
+    """Eigenvalues 10^x (1, ½), their axes turned by a quarter while x goes from 0 to 3 in 300 rounds. The random vector
+    is at most 0.3 of what begins; two products make 0.075 of it in the other direction, by which L_i is too low by
+    ¾·0.075²/2 = 0.2 %. A round turns the axes by π/600, which is less."""
 
     def inner(x, y, batch):
         turn = x * jnp.pi / 6
@@ -213,76 +236,120 @@ def test_one_product_a_round_follows_a_hessian_that_turns_and_grows():
         there = fb.XYV(x, jnp.zeros(2), jnp.zeros(2))
         own = dataclasses.replace(client, state=kept)
         reply: Reply = method.run_phase(
-            "local_updates", own, (there, Steps(*map(jnp.asarray, (0.1, 0.1, 0.1)))), jax.random.key(0)
+            "local_updates", own, (there, Steps(*map(jnp.asarray, (0.1, 0.1)))), jax.random.key(0)
         )
         return reply.state, reply.update[1].largest, reply.hvps
 
     for place, x in enumerate(np.linspace(0, 3, 300)):
         kept, largest, hvps = asked(kept, x)
-        assert float(largest) == pytest.approx(10**x, rel=2e-2 if place == 0 else 2e-4)
-        assert int(hvps) == 2 + (10 if place == 0 else 1)  # SimFBO's two, and the products
+        assert 0.997 < float(largest) / 10**x < 1 + 1e-6
+        assert int(hvps) == 2 + (10 if place == 0 else 3)  # SimFBO's two, and the products
+
+
+def test_a_direction_that_becomes_stiff_is_seen_after_the_power_method_has_settled():
+    """Eigenvalues 1, where u settles, and from then on one more that grows by a quarter in each round, of which u has
+    nothing left: L_i is never low by a factor of 2.5, at which steps of 1/L_i would be unstable for several rounds."""
+
+    def inner(x, y, batch):
+        return 0.5 * (y[0] ** 2 + 1e-2 * x * y[1] ** 2 + 1e-3 * jnp.sum(y[2:] ** 2)) + 0 * jnp.mean(batch)
+
+    problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch) * x, inner)
+    client = client_alone(problem, np.ones((2,)), np.ones((2,)))
+    power = PowerMethod.begin(jnp.zeros(50), keep=True)
+    measured = jax.jit(lambda power, x, key: power.measured(client, x, jnp.zeros(50), None, key)[0])
+    keys = jax.random.split(jax.random.key(0), 250)
+    for key in keys[:200]:
+        power = measured(power, 1.0, key)
+    assert float(power.largest) == pytest.approx(1, rel=0.01)
+    ratios = []
+    for round, key in enumerate(keys[200:]):
+        power = measured(power, 1.25**round, key)
+        ratios.append(max(1, 1e-2 * 1.25**round) / float(power.largest))
+    assert 1.25**49 * 1e-2 > 500
+    assert max(ratios) < 2.5
+    assert ratios[-1] == pytest.approx(1, rel=0.05)
 
 
 def test_costs_are_the_methods_and_those_of_the_measures():
-    """Three clients, 7 rounds: FIRST products of each, then one; a message carries three numbers more, and a reply that
+    """Three clients, 7 rounds: 10 products of each, then 3; a message carries two numbers more, and a reply that
     measures five. FedNest measures with q, once in each of its T = 2 inner rounds. Steps on x alone: no product."""
     problem, _, _ = stiffening(10.0)
     fednest = fb.FedNest(inner=SVRG(rounds=2), batch_size=None, outer_lr=0.02)
     for method, often in ((EXACT["SimFBO"], 1), (fednest, 2)):
         plain, followed = (played(one, problem, 7).ledger for one in (fixed(method), method))
-        assert followed.hvps == plain.hvps + 3 * (10 + (7 * often - 1))
+        assert followed.hvps == plain.hvps + 3 * (10 + 3 * (7 * often - 1))
         assert followed.gradients == plain.gradients
-        assert followed.bytes_down == plain.bytes_down + 3 * 8 * plain.replies
+        assert followed.bytes_down == plain.bytes_down + 2 * 8 * plain.replies
         assert followed.bytes_up == plain.bytes_up + 5 * 8 * 3 * 7 * often
     x_alone = fb.SimFBO(server_lr=fb.XYV(x=None, y=STEP, v=STEP), client_lr=0.02, **LOOP)
     assert played(x_alone, problem, 7).ledger.hvps == 3 * 7 * 2
 
 
-def test_steps_on_x_are_those_of_adagrad_norm():
-    """∇Φ = x − 3e, y apart: α_t = r_t/√Σ_{s≤t} ‖h_s‖², r_t = min(η √d, max(η, η‖x_0‖, max ‖x_s − x_0‖)), in NumPy; no
-    step where every h was 0."""
-    e, x = np.array([1.0, -2.0, 3.0]), np.zeros(3)
+def by_hand(x, gradient, rounds, lr=0.1):
+    """x after so many rounds of AdaGrad for each entry, in NumPy."""
+    start, squares, far = x, 0.0, 0.0
+    least = REACH * lr * min(1, max(np.linalg.norm(x), 1) / len(x) ** 0.5)
+    for _ in range(rounds):
+        h, far = gradient(x), np.maximum(far, np.abs(x - start))
+        squares = squares + h**2
+        x = x - np.minimum(np.clip(far, least, REACH * lr) / np.sqrt(squares), lr / np.abs(h)) * h
+    return x
+
+
+@pytest.mark.parametrize("rounds", [1, 12])
+def test_steps_on_x_are_those_of_adagrad_for_each_entry(rounds):
+    """∇Φ = s(x − 3e), s = (1, 10, 10^-4), y apart. Every entry moves at its own pace, whatever its scale, also where
+    clients make local steps on x, of other lengths each."""
+    e, s = np.array([1.0, -2.0, 3.0]), np.array([1.0, 10.0, 1e-4])
     problem = fb.Bilevel(
-        lambda x, y, batch: jnp.sum((x - 3 * batch.mean(0)) ** 2) / 2, lambda x, y, batch: jnp.vdot(y, y) / 2
+        lambda x, y, batch: s @ (x - 3 * batch.mean(0)) ** 2 / 2, lambda x, y, batch: jnp.vdot(y, y) / 2
     )
     given = problem, fb.Clients([e[None], e[None]])
-    for method in (fb.SimFBO, fb.FedNest, fb.AFBO, fb.AggITD, fb.RABO, fb.FedBiO):
-        method = method(batch_size=None, **({"local_steps": 1} if hasattr(method, "local_steps") else {}))
-        run = fb.solve(method, *given, np.zeros(3), np.zeros(2), rounds=5, eval_every=1)
-        x, total, far = np.zeros(3), 0.0, 0.0
-        for _ in range(5):
-            h, far = x - 3 * e, max(far, np.linalg.norm(x))
-            total += h @ h
-            step = min(0.2 * np.sqrt(3), max(0.2, far)) / np.sqrt(total)
-            x = x - step * h
-        assert far > 0.2 * np.sqrt(3)
-        np.testing.assert_allclose(run.x, x, rtol=1e-6)
-        assert run.history["x_step"][-1] == pytest.approx(step, rel=1e-6)
+    expected = by_hand(np.zeros(3), lambda x: s * (x - 3 * e), rounds)
+    for method in (fb.SimFBO, fb.FedNest, fb.AFBO, fb.AggITD, fb.RABO, fb.FedBiO, fb.LFedNest):
+        run = fb.solve(method(batch_size=None), *given, np.zeros(3), np.zeros(2), rounds=rounds)
+        np.testing.assert_allclose(run.x, expected, rtol=1e-6)
+    assert np.all(np.abs(expected) > 0.06 * rounds)
     at_rest = fb.solve(fb.SimFBO(batch_size=None), *given, 3 * e, np.zeros(2), rounds=3)
     np.testing.assert_array_equal(at_rest.x, 3 * e)
+    assert at_rest.remarks == ()
 
 
-def test_the_first_step_on_a_network_is_a_part_of_its_length_and_clients_are_careful():
-    """x_0 = (3, 4), 50 times: d = 100, ‖x_0‖ = 35: r_0 is η √d = 2, and a client's a twentieth, 0.1. Of a tenth of that
-    x_0, r_0 is η‖x_0‖ = 0.2·√12.5."""
-    whole, small = jnp.tile(jnp.asarray([3.0, 4.0]), 50), jnp.tile(jnp.asarray([0.3, 0.4]), 50)
-    h = jnp.zeros(100).at[0].set(10.0)
-    first = Squares.none(whole).after(whole, h, 0.2)
-    assert [float(first.step), float(first.own)] == pytest.approx([2 / 10, 0.1 / 10 * 1e-3])
-    again = first.after(whole, h, 0.2)
-    assert [float(again.step), float(again.own)] == pytest.approx([0.2 / 2**0.5, 0.01 / 2**0.5 / 2**0.5])
-    grown = again.after(whole, 100 * h, 0.2)
-    assert float(grown.own) == pytest.approx(float(grown.step) / 20 * float(grown.step / again.step))
-    part = Squares.none(small).after(small, h, 0.2)
-    assert float(part.step) == pytest.approx(0.2 * 12.5**0.5 / 10)
-    nothing = Squares.none(whole).after(whole, 0 * h, 0.2)
-    assert [float(nothing.step), float(nothing.own)] == [0, pytest.approx(1e-2)]
+def test_no_entry_moves_by_more_than_the_field_says():
+    """x_0 = (0.1, 0.2), 50 times: ‖x_0‖ = √2.5, and r_0 = Rη √2.5/10, below η. All of h in one entry moves it by r_0 at
+    most; of ten times that x_0 by η, since r_0 is then Rη."""
+    small = jnp.tile(jnp.asarray([0.1, 0.2]), 50)
+    one = jnp.zeros(100).at[0].set(1e9)
+    for start, numerator in ((small, 0.1 * REACH * 2.5**0.5 / 10), (10 * small, 0.1 * REACH)):
+        moved, after = AdaGrad.begin(start).moved(start, one, 0.1)
+        most = min(numerator, 0.1)
+        np.testing.assert_allclose(moved - start, -most * (np.arange(100) == 0), rtol=1e-6, atol=1e-12)
+        assert float(after.step) == pytest.approx(most / 1e9)
+        again, _ = after.moved(moved, one, 0.1)
+        assert float(moved[0] - again[0]) == pytest.approx(min(numerator / 2**0.5, 0.1))
+    still, nothing = AdaGrad.begin(small).moved(small, 0 * one, 0.1)
+    assert np.array_equal(still, small)
+    assert float(nothing.step) == 0
+
+
+def test_entries_without_a_minimum_are_named():
+    """Φ = e^-x_0 + (x_1 − 2)² wants x_0 = ∞; x_1 comes to rest, and x_2 is in no loss."""
+    problem = fb.Bilevel(
+        lambda x, y, batch: jnp.exp(-x["a"][0]) + (x["a"][1] - 2) ** 2 + 0 * jnp.mean(batch),
+        lambda x, y, batch: jnp.vdot(y, y) / 2,
+    )
+    start = {"a": np.zeros(3)}
+    run = fb.solve(fb.SimFBO(batch_size=None), problem, fb.Clients([np.ones((1, 1))]), start, np.zeros(1), rounds=300)
+    (remark,) = run.remarks
+    assert remark.startswith("x['a'][0] of 3 entries of x were still moving steadily at the end")
+    assert "project_x" in remark
+    assert "still moving" in str(run)
 
 
 @pytest.mark.parametrize("method", [fb.SimFBO, fb.FedNest, fb.AFBO, fb.RABO, fb.AggITD, fb.FedBiO])
 def test_a_hypergradient_far_below_x_is_not_rounded_off(method):
     """∇Φ = 10^-6 (x − 3e) at x near −4, in single precision, whose steps there are 5e-7: a first step of 10^-3 h is
-    less. In ten rounds x goes on by η at least."""
+    less. In ten rounds x goes on by 2η at least."""
     problem = fb.Bilevel(lambda x, y, batch: 1e-6 * jnp.sum((x - 3) ** 2) / 2, lambda x, y, batch: jnp.vdot(y, y) / 2)
     clients = fb.Clients([np.ones((1, 1), np.float32)] * 2)
     start = np.full(3, -4, np.float32)
@@ -448,7 +515,7 @@ def test_an_estimate_apart_from_rounds_is_by_steps_measured_there():
 
 
 def test_where_clients_would_keep_much_they_begin_anew(monkeypatch):
-    """Then no state is as large as y, each measure takes ten products, and the method ends where it did."""
+    """Then no state is as large as y, each measure takes ten products, not three, and the method ends where it did."""
     problem, x, y = stiffening(10)
     method, sizes, begin = half(EXACT["SimFBO"]).algorithm, [], fb.Local.start
 
@@ -459,10 +526,10 @@ def test_where_clients_would_keep_much_they_begin_anew(monkeypatch):
     monkeypatch.setattr(fb.Local, "start", watched)
     ends = []
     for most in (3 * DIM * 8, 3 * DIM * 8 - 1):
-        monkeypatch.setattr("fedbilevel.engines.solve.VECTORS", most)
+        monkeypatch.setattr("fedbilevel.engines.solve.KEPT", most)
         ends.append(played(method, problem, 7))
     assert sizes == [3 * DIM, 3]
-    assert ends[1].ledger.hvps - ends[0].ledger.hvps == 3 * 6 * (10 - 1)  # from the second round on
+    assert ends[1].ledger.hvps - ends[0].ledger.hvps == 3 * 6 * (10 - 3)  # from the second round on
     end = fb.solve(
         fb.AdaptiveSteps(method, y_lr=0.5, remember=False), *problem, jnp.zeros(()), jnp.zeros(DIM), rounds=2500
     )

@@ -223,27 +223,31 @@ SMALLER = fixed(fb.SimFBO(local_steps=2, batch_size=None, server_lr=fb.XYV(x=0.0
 
 @pytest.mark.parametrize("smaller", [SMALLER, fb.SimFBO(local_steps=2, batch_size=None)], ids=["numbers", "None"])
 def test_a_checkpoint_of_a_diverged_run_can_be_gone_on_from(tmp_path, smaller):
-    """By force, as a new run from x and y of the best row goes: batches are whole, so that keys play no role.
-    Steps that are None have a state of another kind."""
+    """By force, as a new run from x and y of the best row goes: batches are whole, so that keys play no role,
+    but for the random vectors with which curvature is measured. Steps that are None have a state of another kind."""
     path = tmp_path / "run.npz"
     last = diverged(checkpoint=path)
     with pytest.warns(fb.errors.CheckpointWarning, match=rf"x and y of its best row, of round {last.best.round}"):
         on = solve(last.best.round + 5, smaller, checkpoint=path, resume="force")
-    assert [row["round"] for row in on.history.rows] == [0, last.best.round, last.best.round + 5]
-    same(on, fb.solve(smaller, problem(), population(), last.best.x, last.best.y, rounds=5))
+    assert [row["round"] for row in on.history.rows if row["round"] > last.best.round] == [last.best.round + 5]
+    new = fb.solve(smaller, problem(), population(), last.best.x, last.best.y, rounds=5)
+    for leaf, expected in ((on.x, new.x), (on.y, new.y)):
+        np.testing.assert_allclose(leaf, expected, rtol=0 if smaller is SMALLER else 1e-3)
 
 
 def test_a_run_that_diverges_again_and_again_ends():
     """Steps that are 8 times too large after three halvings."""
     wild = fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(x=0.1, y=1e3, v=0.1)))
-    with pytest.warns(NumericalWarning, match="3 of 3 times"), pytest.raises(NonFiniteError):
-        solve(500, wild, on_divergence="shrink")
+    with pytest.warns(NumericalWarning, match="3 of 3 times"):
+        result = solve(500, wild, on_divergence="shrink")
+    assert "the run diverges" in result.stopped
+    assert result.round < 500
 
 
 @pytest.mark.parametrize(
     ("given", "match"),
     [
-        ({"on_divergence": "half"}, "on_divergence = 'half' is not allowed: it must be 'stop' or 'shrink'"),
+        ({"on_divergence": "half"}, "on_divergence = 'half' is not allowed: it must be 'stop', 'shrink' or None"),
         ({"best_by": 3}, "best_by = 3"),
         ({"best_by": "outer_los"}, "unknown metric 'outer_los'; did you mean 'outer_loss'"),
     ],

@@ -181,7 +181,7 @@ def test_a_run_resumed_in_the_middle_of_a_round(folder, tmp_path):
     With a folder clients start anew, too; without one Flower's memory of them has to be there still.
     """
     task = federations.TASK
-    whole = fb.solve(ALGORITHM, task.problem, task.clients, task.x0, task.y0, rounds=3, cohort=4, key=1)
+    whole = fb.solve(ALGORITHM, task.problem, task.clients, task.x0, task.y0, rounds=3, cohort=4, key=1, eval_every=3)
 
     def make(run, node):
         place = tmp_path / str(node["partition-id"]) if folder else None

@@ -119,7 +119,7 @@ class Epochs(Nested):
         outer_steps: τ_i, a client's local steps on x in a round, which may be its own (`Clients.own`).
     """
 
-    outer_lr: float = positive(default=None, adaptive="local x")
+    outer_lr: float = positive(default=None, adaptive="x")
     inner: Any
     outer_steps: int = positive_integer(default=1, own=True)
 

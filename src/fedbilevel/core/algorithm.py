@@ -254,6 +254,10 @@ class Algorithm(Part):
         """Find an error, a warning, and columns of the history in the server's state after some rounds."""
         return Findings()
 
+    def remarks(self, state: Any) -> tuple[str, ...]:
+        """Say in sentences what a user should know of the server's state at the end of a run."""
+        return ()
+
     def phase_name(self, function: object) -> str:
         """Find the name of a phase, given as the bound method that an exchange gets.
 

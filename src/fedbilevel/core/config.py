@@ -38,10 +38,16 @@ ENTRY = re.compile(r"^    (\w+):.*(?:\n        .*)*", re.MULTILINE)
 KINDS = {bool: "True or False", optax.GradientTransformation: "an optax optimizer, such as optax.adam(1.0)"}
 """Kinds of static fields that are known by their defaults."""
 StepKind = Literal["x", "local x", "shared", "total", "local", "drift", "short"]
-"""What a step is that may be None, to be adapted: on x, of the server alone or of clients too; or one on y or v:
-the same number for the server and all clients; the total of a client's local steps; one of them, along whose sum the
-server moves; or one that only decides how far clients drift apart, on x too, where that of the server adapts: as long
-as clients agree on, or short, the part TIED of the server's."""
+"""What a step that may be None, to be adapted, is used for.
+
+- "x": the server's step on x;
+- "local x": a client's steps on x, whose changes the server adds up;
+- "shared": a step on y or v, the same for the server and all clients;
+- "total": the total of a client's local steps on y;
+- "local": one local step on x, y or v, along whose sum the server moves;
+- "drift": one local step that only decides how far clients drift apart, as far as they agree; on x it is 0;
+- "short": the same, as the part TIED of the server's step.
+"""
 TIED = 0.05
 """A client's step that is None is this part of the server's step that it is tied to."""
 T = TypeVar("T", bound=type)

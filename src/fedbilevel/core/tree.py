@@ -64,6 +64,11 @@ def scaled(size: Any, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: (size * leaf).astype(leaf.dtype), tree)
 
 
+def over(numerator: Any, denominator: Any) -> Array:
+    """numerator/denominator, or 0 where the denominator is 0; NaN stays NaN."""
+    return jnp.where(denominator == 0, 0, numerator / jnp.where(denominator == 0, 1, denominator))
+
+
 def rows_at(tree: PyTree, index: Array) -> PyTree:
     """Leaves (n, ...) at the places `index`, which are known to be in 0..n − 1: nothing is checked."""
 

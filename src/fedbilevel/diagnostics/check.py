@@ -394,7 +394,9 @@ def sample(
     require(type(given).estimates_hypergradient(), "estimator", given, wanted)
     given = at(given, 0)
     cls: Any = type(given)
-    result = solve(_probe(cls)(**field_values(given)), problem, clients, x, y, rounds=draws, **options)
+    result = solve(
+        _probe(cls)(**field_values(given)), problem, clients, x, y, rounds=draws, eval_every=draws, **options
+    )
     spread = sum(float(jnp.sum(leaf)) for leaf in jax.tree.leaves(result.state.squares))
     error = (spread / (draws - 1) / draws) ** 0.5 if draws > 1 else float("nan")
     return result.state.mean, error, result.ledger.exchanges / draws
@@ -422,6 +424,9 @@ def _probe(cls: Any) -> Any:
 
         def findings(self, state: ProbeState) -> Findings:
             return Findings()
+
+        def remarks(self, state: ProbeState) -> tuple[str, ...]:
+            return ()
 
     Probe.__name__, Probe.__qualname__, Probe.__module__ = cls.__name__, cls.__qualname__, cls.__module__
     return Probe

@@ -23,21 +23,26 @@ PRODUCTS = 20  # with its Hessian
 ENTRIES = 1_000_000  # of y at most: twice as many vectors as products are kept
 ROUNDING = 1e-3  # relative, of a curvature that is 0
 FAR = 1000  # times what a loss was at first, or 1 if that is more: so high only steps that are too large bring it
+HIGH = 10  # the same, in two rows that follow each other, where a run can return to a better row with smaller steps
 STILL = 10  # times the median of what it was before: else it is noise about a level
 
 
-def grown(history: History, latest: Mapping[str, Sequence[float]] | None = None) -> str:
+def grown(history: History, latest: Mapping[str, Sequence[float]] | None = None, returns: bool = False) -> str:
     """Say which loss, or metric that is to fall, is FAR above its start in the last row, and grows still; or "".
 
     Args:
         latest: losses in each round since the row before, which tell of growth within the first row.
+        returns: whether the run can return to a better row: it then counts, too, that the last two rows are HIGH above
+            the start and grow. One row alone may have met a client that is unlike the others.
     """
     for name in history.judged:
         *before, last = [row[name] for row in history.rows if name in row]
         before = before or list((latest or {}).get(name, ()))
         if not before or history.larger_is_better(name):
             continue
-        if last > FAR * max(before[0], 1) and last > STILL * float(np.median(before)):
+        start = max(before[0], 1)
+        far = last > (HIGH if returns else FAR) * start and last > STILL * float(np.median(before))
+        if far and (not returns or last > before[-1] > HIGH * start):
             span = f"from {text(name, before[0])} to {text(name, last)}"
             return f"round {history.rows[-1]['round']}: {name} has grown {span}"
     return ""
@@ -54,7 +59,8 @@ def what_to_lower(algorithm: Algorithm) -> str:
     if isinstance(algorithm, Private):
         return f"{what_to_lower(algorithm.algorithm)}; {algorithm.privacy.what_to_lower()}"
     names = given_steps(algorithm.algorithm if isinstance(algorithm, AdaptiveSteps) else algorithm)
-    return f"lower {' or '.join(names)}" if names else "give step sizes of your own"
+    adapt = "bound x (project_x), or let it move more slowly (fb.AdaptiveSteps(method, x_lr=0.02))"
+    return f"lower {' or '.join(names)}" if names else adapt
 
 
 def what_was_met(

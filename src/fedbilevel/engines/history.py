@@ -225,6 +225,8 @@ class Result(Shown):
         compile_seconds: seconds that went into compiling, which no row of the history counts.
         stopped: why the run ended early; empty where it did not.
         best: x and y of the best row of the history, by the column that `best_by` of `solve` says; None without one.
+        remarks: sentences about the end: that the run ended worse than it began, or which entries of x have not come to
+            rest.
         state: the server's state, as the method keeps it; None in a result that was read from a file.
     """
 
@@ -237,6 +239,7 @@ class Result(Shown):
     compile_seconds: float = 0.0
     stopped: str = ""
     best: Best | None = None
+    remarks: tuple[str, ...] = ()
     state: Any = None
 
     def card(self) -> Card:
@@ -244,6 +247,8 @@ class Result(Shown):
         if self.best is not None:
             value = text(self.best.column, self.best.value)
             lines["best"] = f"{self.best.column} {value} at round {self.best.round:,}"
+        if self.remarks:
+            lines["remarks"] = "; ".join(self.remarks)
         return Card(
             self._title(), lines | {"costs": self.ledger.in_short(), "more": "summary(), plot(), history, ledger"}
         )
@@ -312,6 +317,7 @@ class Result(Shown):
                 ledger=Ledger.of(meta["ledger"]),
                 compile_seconds=float(meta["compile_seconds"]),
                 stopped=str(meta["stopped"]),
+                remarks=tuple(map(str, meta.get("remarks", ()))),
                 best=best,
             )
 
@@ -326,6 +332,7 @@ class Result(Shown):
             "rounds": self.rounds,
             "compile_seconds": self.compile_seconds,
             "stopped": self.stopped,
+            "remarks": self.remarks,
             "best": self.best and self.best[2:],
         }
         best = {} if self.best is None else {"best": _variables(self.best.x, self.best.y)}

@@ -29,7 +29,7 @@ from fedbilevel.core.errors import (
     warn,
 )
 from fedbilevel.core.local_x import gather_x
-from fedbilevel.core.metrics import best
+from fedbilevel.core.metrics import best, text
 from fedbilevel.core.privacy import SPENT, Privacy
 from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.display import Display, Silent
@@ -85,6 +85,7 @@ class Loop:
     ledger: Ledger = field(default_factory=Ledger)
     seconds: float = 0.0  # in rounds, without compilation and evaluation
     losses: dict[str, list[Any]] = field(default_factory=dict)  # of each round since the last row
+    began: dict[str, float] = field(default_factory=dict)  # the losses of the first round
     warned: bool = False
     growth: str = ""  # how far a loss, or the point, has grown, where that is too far
     told: str = ""  # the last warning of it
@@ -139,11 +140,19 @@ class Loop:
                     row_due = result.round % self.plan.eval_every == 0 or result.round == self.plan.rounds
                     new = result.round > self.history.rows[-1]["round"]  # else the budget allows no further round
                     row = self.add_row(result) if new and (end or row_due) else None
+                    if row and self.growth and self.halvings_at_most:
+                        words = self.diverging(result)
+                        result, carry = self.shrink(self.growth, result)
+                        if self.halvings <= self.halvings_at_most:
+                            continue
+                        row, end, self.told = None, words, self.growth
+                        warn(NumericalWarning(words))
+                    self.warn_of_growth(result, once=True)
                 except LostProcess:
                     raise  # what the carry held went into the stretch
                 except (ExchangeError, NonFiniteError) as error:
                     if isinstance(error, NonFiniteError) and self.halvings < self.halvings_at_most:
-                        result, carry = self.shrink(error, result)
+                        result, carry = self.shrink(str(error), result)
                         continue
                     good = getattr(error, "carry", None) or (carry if isinstance(error, ExchangeError) else None)
                     if isinstance(error, NonFiniteError):
@@ -171,7 +180,10 @@ class Loop:
         if stop:
             interrupts.end(came, self.left_off(result.round))
         self.warn_of_growth(result)
-        return replace(result, stopped=reason)
+        remarks = self.remarks(result)
+        for remark in remarks if self.group.is_first else ():
+            warn(NumericalWarning(remark))
+        return replace(result, stopped=reason, remarks=(*remarks, *self.algorithm.remarks(result.state)))
 
     def keep_safe(self, carry: Carry, row: Row | None) -> None:
         """Keep a copy of the carry from which the best row was reached, if a run that diverges is to go on from it.
@@ -184,16 +196,17 @@ class Loop:
             self.latest = jax.tree.map(jnp.copy, carry)
             self.safe = self.safe or self.latest
 
-    def shrink(self, error: NonFiniteError, result: Result) -> tuple[Result, Carry]:
-        """Go back to the row before the best with half the steps; return the result and the carry there."""
+    def shrink(self, why: str, result: Result) -> tuple[Result, Carry]:
+        """Go back to the row before the best, with half the steps where the run goes on; return result and carry."""
         assert self.safe is not None
         self.halvings += 1
-        round, self.algorithm = int(self.safe.round), halved(self.algorithm)
-        text = f"{error}; back to round {round} with half the steps, {self.halvings} of {self.halvings_at_most} times"
-        warn(NumericalWarning(text))
-        carry, self.latest = self.back_to(jax.tree.map(jnp.copy, self.safe), result.round), self.safe
-        self.run.close()
-        self.run, self.per_client = self.begin(self.algorithm, carry)
+        carry = self.back_to(jax.tree.map(jnp.copy, self.safe), result.round)
+        if self.halvings <= self.halvings_at_most:
+            self.latest, self.algorithm = self.safe, halved(self.algorithm)
+            text = f"{why}; back to round {int(carry.round)} with half the steps"
+            warn(NumericalWarning(f"{text}, {self.halvings} of {self.halvings_at_most} times"))
+            self.run.close()
+            self.run, self.per_client = self.begin(self.algorithm, carry)
         return self.result(carry), carry
 
     def advance(self, carry: Carry, rounds: int) -> tuple[Carry, float, str]:
@@ -209,6 +222,8 @@ class Loop:
             if (told := np.asarray(weight) > 0).any():  # by a schedule nobody may have replied
                 means = (np.asarray(total, float)[told].T / np.asarray(weight, float)[told]).T
                 self.losses.setdefault(name, []).extend(means.tolist())
+                if means.ndim == 1:
+                    self.began.setdefault(name, float(means[0]))
         return carry, done / max(elapsed, 1e-9), spent
 
     def within_budget(self, carry: Carry, rounds: int) -> tuple[Stretch, str]:
@@ -301,15 +316,14 @@ class Loop:
             require(new, "metrics", name, "named otherwise: the history has a column of that name")
             row[name] = value
         row |= {name: float(value) for name, value in own.items()}
-        if self.halvings_at_most:
+        if self.halvings:
             row["halvings"] = self.halvings
         self.history.rows.append(row)
         with np.errstate(over="ignore"):  # beyond what a float holds it is inf, and far away
             norm = math.hypot(*(np.linalg.norm(np.ravel(leaf)) for leaf in jax.tree.leaves((at[1], at[2]))))
         self.norm = norm if self.norm is None else self.norm
-        self.growth = grown(self.history, self.losses) or far_away(result.round, self.norm, norm)
-        if not self.told:
-            self.warn_of_growth(result)
+        returns = self.halvings_at_most > 0
+        self.growth = grown(self.history, self.losses, returns) or far_away(result.round, self.norm, norm)
         self.losses.clear()
         column = self.best_by or "outer_loss"
         if column in row if self.best_by is None else has(row, column):
@@ -319,13 +333,42 @@ class Loop:
         result.best = self.best
         return row
 
-    def warn_of_growth(self, result: Result) -> None:
+    def remarks(self, result: Result) -> list[str]:
+        """Say in a sentence that the run ended worse than it began, or that its best row lies in its first half."""
+        best, rows = self.best, self.history.rows
+        if best is None or best.column not in rows[-1]:
+            return []
+        values = [row[best.column] for row in rows if best.column in row]
+        first, last, sign = self.began.get(best.column, values[0]), values[-1], 1
+        if self.history.larger_is_better(best.column):
+            sign = -1
+        steps = np.abs(np.diff(values))
+        noise = 0.01 * max(abs(first), abs(last)) + 3 * float(np.median(steps)) if len(steps) > 1 else 0.1 * abs(first)
+        lost, gained = sign * (last - best.value), sign * (first - best.value)
+        if sign * (last - first) > noise:
+            said = (
+                f"{best.column} ended at {text(best.column, last)}, worse than {text(best.column, first)} at the start"
+            )
+        elif 2 * best.round < result.round and lost > noise + 0.1 * gained:
+            said = f"{best.column} ended at {text(best.column, last)}, after {text(best.column, best.value)}"
+        else:
+            return []
+        where = f"result.best has x and y of its best row, of round {best.round}"
+        return [f"{said}: {where}; {what_to_lower(self.algorithm)}"]
+
+    def diverging(self, result: Result) -> str:
+        """Say how far a loss, or the point, has grown, and what helps."""
+        met, by_steps = self.met(result.x, result.y)
+        advice = f"{what_to_lower(self.algorithm)}, fb.diagnose suggests steps" if by_steps else met
+        return f"{self.growth}: the run diverges; {advice}"
+
+    def warn_of_growth(self, result: Result, once: bool = False) -> None:
         """Warn where the last row is far above the start, once for each row: the numbers are finite still."""
-        if self.growth and self.growth != self.told and self.group.is_first:
-            met, by_steps = self.met(result.x, result.y)
-            advice = f"{what_to_lower(self.algorithm)}, fb.diagnose suggests steps" if by_steps else met
-            warn(NumericalWarning(f"{self.growth}: the run diverges; {advice}"))
-        self.told = self.growth or self.told
+        if not self.growth or self.growth == self.told or (once and self.told):
+            return
+        self.told = self.growth
+        if self.group.is_first:
+            warn(NumericalWarning(self.diverging(result)))
 
     def agree(self, result: Result, row: Row | None, interrupted: bool, speed: float) -> tuple[str, bool, float, bool]:
         """Agree among all processes on (reason to stop, whether to stop now, rounds per second, whether to save):
@@ -355,6 +398,7 @@ class Loop:
             "ledger": asdict(self.ledger),
             "seconds": self.seconds,
             "losses": self.losses,
+            "began": self.began,
             "halvings": self.halvings,
             "diverged": self.diverged,
             "devices": self.devices,
@@ -440,6 +484,7 @@ class Loop:
         self.losses = {
             str(name): [np.asarray(one, float).tolist() for one in values] for name, values in meta["losses"].items()
         }
+        self.began = {str(name): float(value) for name, value in meta.get("began", {}).items()}
         if carry.best is not None:
             round, column, value = meta["best"]
             x, y = (join(part, fixed) for part, fixed in zip(carry.best, self.evaluation.fixed, strict=True))

@@ -19,6 +19,7 @@ from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.algorithms.parts.private import private
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
+from fedbilevel.core.config import open_steps
 from fedbilevel.core.errors import explain_call, require, require_count
 from fedbilevel.core.inputs import require_start
 from fedbilevel.core.metrics import MetricFunction, directions
@@ -45,7 +46,8 @@ Resume = bool | Literal["auto", "force"]
 RESUME = (False, True, "auto", "force")
 OnDivergence = Literal["stop", "shrink"]
 HALVINGS = 3  # of all steps in a run, at most
-VECTORS = 2**29  # bytes of what simulated clients keep for steps that adapt; above it they begin anew each time
+ROWS = 20  # of a history, where nobody says how many rounds lie between two
+KEPT = 2**29  # bytes of what simulated clients keep for steps that adapt; above it they begin anew each time
 
 
 @explain_call
@@ -64,7 +66,7 @@ def solve(
     metrics: Mapping[str, MetricFunction] | None = None,
     metrics_per_client: Mapping[str, Measure | PerClient] | None = None,
     best_by: str | None = None,
-    on_divergence: OnDivergence = "stop",
+    on_divergence: OnDivergence | None = None,
     privacy: Privacy | None = None,
     callbacks: Sequence[Callback] = (),
     checkpoint: str | Path | None = None,
@@ -85,16 +87,19 @@ def solve(
             replacement=True)` draws with replacement.
         key: a seed or a JAX key; with the arguments above it determines the numbers, whatever the engine.
         engine: Local() by default.
-        eval_every: rounds between rows of the history; None writes the first and the last row only.
+        eval_every: rounds between rows of the history; None makes about twenty rows.
         metrics: functions (x, y) -> scalar by name, computed for every row; `Metric` says whether larger is better.
         metrics_per_client: functions (x, y, batch) -> number by name, means over the samples of the batch, computed for
             every row on all outer samples of each client (`PerClient(function, "inner")`: the inner ones). The history
             gets NAME.mean, by the clients' weights, NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
         best_by: the column of the history by whose best row `result.best` is chosen, such as a metric on validation
             samples; None: "outer_loss", the validation loss in the rounds before the row, where the method tells it.
-        on_divergence: where an iterate is not finite, "stop" raises NonFiniteError, whose `result` has the last finite
-            x and y; "shrink" goes back to the row before the best, and on with half of every step size, with a warning,
-            3 times at most. The history then has a column "halvings"; what was spent stays counted.
+        on_divergence: what to do where an iterate is not finite. "stop" raises NonFiniteError, whose `result` has the
+            last finite x and y. "shrink" returns to the row before the best and continues with half of every step size,
+            with a warning, 3 times at most. It also does so where a loss grows and was more than 10 times that of the
+            start in the last two rows; the fourth time this ends the run. The history then has a column "halvings";
+            what was spent stays counted. None: "shrink" where steps adapt, on this machine alone and without privacy;
+            else "stop".
         privacy: terms of local differential privacy, as a site of a federation has them, here of every client: each
             reply is clipped and noised, by the keys of the run and in its float type, and clients tell no metrics. The
             history has the ε of the client with the most replies; exchanges with fresh cohorts, and all where clients
@@ -142,7 +147,7 @@ def solve(
     require(metrics is None or isinstance(metrics, Mapping), "metrics", metrics, "functions (x, y) -> number by name")
     require(best_by is None or isinstance(best_by, str), "best_by", best_by, "the name of a column of the history")
     shrinks = on_divergence == "shrink"
-    require(shrinks or on_divergence == "stop", "on_divergence", on_divergence, "'stop' or 'shrink'")
+    require(on_divergence in (None, "stop", "shrink"), "on_divergence", on_divergence, "'stop', 'shrink' or None")
     remote = isinstance(clients, RemoteClients)
     here = not remote and current_group().processes == 1
     require(here or not shrinks, "on_divergence", on_divergence, "'stop' where other processes know the steps")
@@ -155,7 +160,7 @@ def solve(
     path = None if checkpoint is None else Path(checkpoint)
     (x, x_fixed), (y, y_fixed) = split(x0), split(y0)  # before JAX is asked for anything
     key = _as_key(key)
-    algorithm = adaptive(algorithm, problem, isinstance(clients, RemoteClients) or len(clients) * nbytes(y) <= VECTORS)
+    algorithm = adaptive(algorithm, problem, isinstance(clients, RemoteClients) or len(clients) * nbytes(y) <= KEPT)
     exact = "None under privacy: clients' own values would leave them without noise"
     own = as_per_client(metrics_per_client)
     require(privacy is None or not own, "metrics_per_client", [*own], exact)
@@ -188,6 +193,8 @@ def solve(
         current_group().decide(lambda: first_look(problem, clients, x, y, programs))
 
     carry = first_carry(algorithm, problem, clients, x, y)
+    if on_divergence is None and here and privacy is None and open_steps(algorithm):
+        shrinks = nbytes((carry.state, carry.clients)) <= KEPT  # a copy or two are kept to return to
     if remote and path is not None and (checkpoint_every or 1) > 1:
         fits = algorithm.client_state(problem, x, y) is None
         allowed = f"1 or None: the clients of {algorithm.label} keep a state, which goes back by one round alone"
@@ -208,7 +215,7 @@ def solve(
         measured |= {name: evaluation.trace(name, x, carry.state.y) for name in evaluation.metrics}
         begun = replace(begun, metrics=fingerprint.of_metrics(measured, {**own, **evaluation.metrics}))
     save_every = 1 if remote and checkpoint_every is None else checkpoint_every  # a round is costly there
-    plan = LoopPlan(rounds, eval_every or rounds, save_every, path, begun)
+    plan = LoopPlan(rounds, eval_every or -(-rounds // ROWS), save_every, path, begun)
     group.saved = ""
     if group.processes > 1:
         group.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))

@@ -170,7 +170,7 @@ class RunPlan:
     checkpoint_every: int | None = positive_integer(default=None, optional=True)
     metrics_per_client: bool = False
     best_by: str | None = None
-    on_divergence: Literal["stop", "shrink"] = "stop"
+    on_divergence: Literal["stop", "shrink"] | None = None
     x_bounds: Sequence[float] | Mapping[str, Any] | None = None
 
     def validate(self) -> None:

@@ -1,57 +1,40 @@
-"""Steps that nobody chooses: those of y and v follow the inner curvature, those of x the hypergradients so far.
+"""Adaptive step sizes: the steps of a method that are None, each by itself.
 
-They are for the fields of a method that are None, each by itself.
+Steps on y and v follow the inner curvature. As x moves, the inner Hessian changes, and with it the steps that it
+allows. When a phase that `measures` asks a client, the client measures its largest curvature L_i and reports it
+(curvature.py). L = Σ p_i L_i bounds the largest curvature of the inner loss of all clients. With c = `y_lr`, steps are
 
-y and v. As x moves, so does the inner Hessian, and with it the steps it allows. A client keeps a unit vector u_i. When
-a phase that `measures` asks it, it makes a product with its own Hessian at the x and y of the message: a step of the
-power method, which goes on from the round before,
+    c/L     a step on y or v that is the same for all, or the total of a client's τ_i local steps
+    c/L_i   where each client solves a linear system of its own: `LocalImplicit`, `Coordinates`
 
-    u ← ∇²yy g_i(x, y) u,   L_i = ‖u‖,   u ← u/‖u‖                               FIRST times when it has made none
+One of several local steps is never longer than 1/L_i. In round 0 the server does not know L, and its steps are 0. A
+cohort may have a larger L than the cohorts before it. Therefore the server scales replies for y and v down to the step
+that the L measured with them allows. Products with the Hessian, with which fresh cohorts measure nothing, are scaled
+down so that c/L is at most c⟨v, Hv⟩/‖Hv‖², which is at least c/λ, λ being the largest eigenvalue of H.
 
-L_i comes to the largest eigenvalue, from below, and L = Σ p_i L_i to a bound of that of ∇²yy G, from above. Both follow
-a rise at once, and a fall by the factor FALL in a round. In the next round c/L, c = `y_lr`, is
+SimFBO, ShroFBO and FedBiO move along the mean q of sums q_i of a_i local directions. Two steps are safe. One is that of
+a single step along the mean gradient, the smaller of c/(L Σ p a) and c/(Σ p a L_i); clients then need not move, and
+their local steps only average over more samples. The other is the client's own, η ≤ 1/L_i: each (I − ηH_i)^a is a
+contraction, and so is their mean, which is a times as fast where clients are alike. Where they differ, its fixed point
+is another. How much they are alike shows in their replies for y:
 
-    a step on y or v that is the same for all, or the total of a client's τ_i local steps
-    with L_i for L where each client solves a system of its own: `LocalImplicit`, `Coordinates`
+    r = ‖q‖² / Σ p_i ‖q_i‖²        1: all move in the same direction;  0: they move apart, and only drift remains
 
-and no local step of several is above 1/L_i. In round 0 L is not known, and these steps are 0. A cohort may be stiffer
-than those before it: what clients reply for y and v is shortened to the step that L bears with what they measured for
-it. Products with the Hessian, of which fresh cohorts measure nothing, are shortened so that c/L is c⟨v, Hv⟩/‖Hv‖² at
-most, which never is below c/λ, λ the largest eigenvalue of H.
+Clients step by η = c √r/L, and the server by the larger of c √r/(L Σ p a Σ p/a) and the safe step of the first kind; by
+the latter where clients' steps are given. (Divya Jhunjhunwala et al., "FedExP", ICLR 2023, extrapolate by 1/r where
+clients' steps are shortened by √r here.)
 
-Where the server moves along the mean q of sums q_i of a_i local directions (SimFBO, ShroFBO, FedBiO), two steps are
-safe. One is that of a single step along the mean gradient, c/(L Σ p a), or c/(Σ p a L_i) if that is less: clients then
-need not drift at all, and their local steps bring nothing but larger batches. The other is a client's own, η ≤ 1/L_i:
-(I − ηH_i)^a is a contraction, and so is the mean of these, a times as fast where clients are alike; where they are not,
-it comes to rest elsewhere. How much they are alike is seen in what they reply for y:
+Steps on x are AdaGrad's, for each entry (adagrad.py), along the hypergradient h of the round. h is what the method
+takes from x, divided by the method's own step: the server's step is LONG, so that h is not lost by rounding. Where
+clients step on x themselves, their steps are SHORT, so that they find h at the x of the server, and their replies are
+scaled by LONG/SHORT. With longer steps a client would run away whose own hypergradient is many times the mean.
 
-    r = ‖q‖² / Σ p_i ‖q_i‖²      1: all go the same way;  0: they go apart, or are at rest, and only drift is left
-
-So clients step by η = c √r/L, and the server by the larger of c √r/(L Σ p a Σ p/a) and the safe step of the first kind,
-or by this where clients' steps are given.
-Divya Jhunjhunwala et al., "FedExP", ICLR 2023, extrapolate by 1/r where we shorten clients' steps by √r.
-
-x. What a round takes from x is its step times a direction h_t, an estimate of the hypergradient, of d entries. With
-η = `x_lr`, it is the step of AdaGrad-norm, whose numerator is as far as x has come, as in DoG, within bounds:
-
-    α_t = r_t / √(Σ_{s≤t} ‖h_s‖²),   r_t = min(η √d, max(η, η‖x_0‖, max_{s≤t} ‖x_s − x_0‖)),   x ← x − α_t h_t
-
-R. Ward, X. Wu and L. Bottou, "AdaGrad stepsizes: sharp convergence over nonconvex landscapes", JMLR 2020; in bilevel
-optimization AdaSDBO (NeurIPS 2025) has it without clients. M. Ivgi, O. Hinder and Y. Carmon, "DoG is SGD's best
-friend", ICML 2023. The bound η √d is a change by η in root mean square, an order that is known where the entries of x
-are logarithms, logits or weights of samples: x does not outrun y. Those of a network are many, and better not all moved
-so far at once: its first step is η of its length. A step that the server alone makes is LONG, so that h is not rounded
-off in x, and is made α_t. A client's own in round t + 1 is α_t, but with η √d/20 for r_t where that is less: else it
-leaves where its step on y is safe; times α_t/α_{t−1}, at most 1 and at least PROBE: else it does where h has just
-grown. Before any h it is 0 where the server alone makes steps that count; else PROBE, and ten times as much in each
-round, up to 1.
-
-A message carries three numbers more, and a reply to a phase that measures five.
+A message carries two numbers more, and a reply to a phase that measures five.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -61,6 +44,8 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from fedbilevel.algorithms.parts.adagrad import AdaGrad
+from fedbilevel.algorithms.parts.curvature import Measured, PowerMethod, ServerCurvature
 from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalWork, Plain
 from fedbilevel.algorithms.parts.wrappers import KeepingFed, OuterOptimizer, Submodels, Wrapper
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, refuse_unless_allowed, takes_and_gives
@@ -72,113 +57,35 @@ from fedbilevel.core.facts import Allows, Findings, No
 from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.own import as_client, replaced
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree, move, scaled
-from fedbilevel.oracles.products import hess_v
+from fedbilevel.core.tree import PyTree, over, scaled
 
-FIRST = 10  # products of a client that has made none
-FALL = 0.95  # what is left of a curvature, at least, from one measure to the next
-PRODUCTS = 0x4C  # of a phase's key, the stream of the products
-PROBE = 1e-3  # clients' step on x before any h is known
-LONG = 1e6  # the server's step on x, from which h is found
+LONG = 1e12  # the server's step on x, from which h is found
+SHORT = 1e-12  # a client's own, too short to move x
 FLAT = (
     "the inner loss has no curvature in y where the run is, so that steps on y that adapt are 0: give numbers for them"
 )
 
 
-class Measured(NamedTuple):
-    """What a client tells with its reply."""
-
-    largest: Array  # L_i
-    work: Array  # a_i, directions in a sum that the server moves along
-    inverse: Array  # 1/a_i
-    summed: Array  # a_i L_i
-    square: Array  # ‖q_i‖²
-
-
-class Stiffness(NamedTuple):
-    """What the server knows of all clients."""
-
-    largest: Array  # Σ p_i L_i; 0 before anyone has measured
-    work: Array  # Σ p_i a_i
-    inverse: Array  # Σ p_i/a_i
-    summed: Array  # Σ p_i a_i L_i
-    agreement: Array  # r
-
-    @classmethod
-    def unknown(cls) -> Stiffness:
-        return cls(*jnp.zeros((len(cls._fields),)))
-
-    def after(self, measured: Measured, square: Array) -> Stiffness:
-        """Follow what was measured, and ‖q‖²: a rise of what curves at once, a fall by FALL at most."""
-        agreement = over(square, measured.square)
-        rises = (jnp.maximum(FALL * old, new) for old, new in zip(self[:-1], measured[:-1], strict=True))
-        largest, work, inverse, summed = rises
-        return Stiffness(largest, work, inverse, summed, jnp.minimum(agreement, 1).astype(self.agreement.dtype))
-
-    def steps(self, fraction: Any) -> tuple[Array, Array]:
-        """Return the server's step on y and v, and a client's; 0 where nothing is known."""
-        safe = over(fraction, jnp.maximum(self.largest * self.work, self.summed))
-        own = jnp.sqrt(self.agreement) * over(fraction, self.largest)
-        return jnp.maximum(safe, over(own, self.work * self.inverse)), own
-
-
-class Squares(NamedTuple):
-    """What the server keeps of the hypergradients so far."""
-
-    total: Array  # Σ ‖h_s‖²
-    step: Array  # α of the last round, 0 before
-    own: Array  # a client's step
-    start: PyTree  # x_0
-    far: Array  # max ‖x_s − x_0‖
-
-    @classmethod
-    def none(cls, x: PyTree) -> Squares:
-        return cls(jnp.zeros(()), jnp.zeros(()), jnp.asarray(PROBE), x, jnp.zeros(()))
-
-    def after(self, x: PyTree, h: PyTree, lr: Any) -> Squares:
-        """Add h, found at x."""
-        norm = lambda tree: optax.tree.norm(tree).astype(self.total.dtype)  # noqa: E731
-        bound = lr * sum(leaf.size for leaf in jax.tree.leaves(h)) ** 0.5
-        far = jnp.maximum(self.far, norm(optax.tree.sub(x, self.start)))
-        r = jnp.minimum(bound, jnp.maximum(lr * jnp.maximum(1, norm(self.start)), far))
-        total = self.total + norm(h) ** 2
-        step = over(r, jnp.sqrt(total))
-        own = over(jnp.minimum(r, TIED * bound), jnp.sqrt(total)) * jnp.clip(over(step, self.step), PROBE, 1)
-        return Squares(total, step, jnp.where(total == 0, jnp.minimum(10 * self.own, 1), own), self.start, far)
-
-
 class Steps(NamedTuple):
-    """The steps of a round, which messages carry."""
+    """The steps on y and v that a message carries."""
 
-    outer: Array  # a client's, on x
     inner: Array
-    drift: Array  # a client's, on y and v, where they only decide how far it drifts
-
-
-class Vector(NamedTuple):
-    """What a client keeps of the power method."""
-
-    unit: PyTree  # None: it begins anew each time
-    largest: Array  # L_i; 0 before its first product
-
-    @classmethod
-    def first(cls, y: PyTree) -> Vector:
-        return cls(unit(optax.tree.random_like(jax.random.key(PRODUCTS), y)), jnp.zeros(()))
+    drift: Array  # a client's, where they only decide how far it drifts
 
 
 class ClientState(NamedTuple):
     """A client's state, kept between rounds."""
 
     inside: PyTree  # what the method inside has it keep
-    vector: Vector
+    power: PowerMethod
 
 
 class State(NamedTuple):
     """The server's state."""
 
     inside: Any  # the state of the method inside
-    curvature: Stiffness
-    squares: Squares
+    curvature: ServerCurvature
+    outer: AdaGrad
 
     @property
     def x(self) -> PyTree:
@@ -190,22 +97,23 @@ class State(NamedTuple):
 
 
 class AdaptiveSteps(Wrapper):
-    """A method whose steps that are None adapt: on y and v to the inner curvature, on x to the hypergradients so far.
+    """Adapt the steps of a method that are None: on y and v to the inner curvature, on x to the hypergradients so far.
 
-    `solve` puts it around each method that has such steps. The history has L as `curvature`, and the step on x as
-    `x_step`, where these are adapted.
+    `solve` puts it around each method that has such steps. The history has the curvature L as `curvature`, and the
+    length of a move of x over that of the hypergradient as `x_step`, where these steps are adapted.
 
     Args:
         algorithm: the method.
-        y_lr: c, the steps on y and v in units of 1/L, below 2: from one round to the next L may grow by 2/c before a
-            step is too long for it.
-        x_lr: η, by how much the first step changes the entries of x, in root mean square.
-        remember: whether a client keeps u_i, which is as large as y; else it makes FIRST products each time. `solve`
-            sets it to False where simulated clients would keep more than half a gigabyte.
+        y_lr: c, the steps on y and v in units of 1/L, below 2. A step stays stable where L is measured too low by a
+            factor of up to 2/c.
+        x_lr: η, the most that a round changes an entry of x.
+        remember: whether a client keeps the vector of its power method, which is as large as y; if not, it makes 10
+            products in place of 3 each time. `solve` sets it to False where simulated clients would keep more than half
+            a gigabyte.
     """
 
     y_lr: float = positive(default=1.0)
-    x_lr: float = positive(default=0.2)
+    x_lr: float = positive(default=0.1)
     remember: bool = static(default=True)
 
     def validate(self) -> None:
@@ -248,20 +156,19 @@ class AdaptiveSteps(Wrapper):
         with_steps(self.algorithm, lambda open_: 0.0).check(problem, clients, x, y)
 
     def init(self, x: PyTree, y: PyTree) -> State:
-        return State(self.algorithm.init(x, y), Stiffness.unknown(), Squares.none(x))
+        return State(self.algorithm.init(x, y), ServerCurvature.unknown(), AdaGrad.begin(x))
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> ClientState:
-        vector = Vector.first(y) if self.remember else Vector(None, jnp.zeros(()))
-        return ClientState(self.algorithm.client_state(problem, x, y), vector)
+        return ClientState(self.algorithm.client_state(problem, x, y), PowerMethod.begin(y, self.remember))
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         measuring = self.measuring(fed, state)
-        inside, squares = measuring.method.round(measuring, state.inside, key), state.squares
+        inside, outer = measuring.method.round(measuring, state.inside, key), state.outer
         if "x" in self.adapted:
-            h = scaled(1 / self.taken(measuring.steps), optax.tree.sub(state.x, inside.x))
-            squares = squares.after(state.x, h, self.x_lr)
-            inside = with_x(self, inside, move(state.x, -squares.step, h), "where its step adapts")
-        return State(inside, measuring.kept, squares)
+            h = scaled(1 / LONG, optax.tree.sub(state.x, inside.x))
+            x, outer = outer.moved(state.x, h, self.x_lr)
+            inside = with_x(self, inside, x, "where its step adapts")
+        return State(inside, measuring.kept, outer)
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         """Estimate it as the method inside does, with the steps that a round at (x, y) would leave to the next."""
@@ -275,19 +182,14 @@ class AdaptiveSteps(Wrapper):
         open_ = {(step.kind, step.of) for step in open_steps(self.algorithm).values()}
         drifts = all(("drift", of) in open_ for kind, of in open_ if kind == "shared" and of != "x")
         known = state.curvature if drifts else state.curvature._replace(agreement=jnp.zeros(()))
-        quiet = jnp.logical_and(state.squares.total == 0, not self.clients_move_x)
-        steps = Steps(jnp.where(quiet, 0, state.squares.own), *known.steps(self.y_lr))
-        method = with_steps(self.algorithm, lambda open_: self.taken(steps) if open_.of == "x" else steps.inner)
-        return MeasuringFed(fed, self, method, steps, known)
-
-    def taken(self, steps: Steps) -> Any:
-        """Return the step on x of the method inside, from which h is found."""
-        return steps.outer if self.clients_move_x else LONG
+        inner, _ = known.steps(self.y_lr)
+        method = with_steps(self.algorithm, lambda open_: LONG if open_.of == "x" else inner)
+        return MeasuringFed(fed, self, method, inner, known)
 
     @property
     def clients_move_x(self) -> bool:
-        """Say whether what a round takes from x are steps of clients."""
-        return any(open_.kind in ("local", "local x") for open_ in open_steps(self.algorithm).values())
+        """Say whether replies contain changes of x by clients' own steps, so that the server adds them up."""
+        return any(step.of == "x" and step.kind in ("local", "local x") for step in open_steps(self.algorithm).values())
 
     @property
     def shared(self) -> set[str]:
@@ -308,50 +210,34 @@ class AdaptiveSteps(Wrapper):
     def findings(self, state: State) -> Findings:
         found, known = self.algorithm.findings(state.inside), state.curvature
         of_y = {"curvature": known.largest} if self.adapted - {"x"} else {}
-        of_x = {"x_step": state.squares.step} if "x" in self.adapted else {}
+        of_x = {"x_step": state.outer.step} if "x" in self.adapted else {}
         flat = bool(of_y) and float(known.work) > 0 and float(known.largest) == 0
         return found._replace(columns=found.columns | of_y | of_x, warning=FLAT if flat else found.warning)
 
+    def remarks(self, state: State) -> tuple[str, ...]:
+        restless = state.outer.remark(float(self.x_lr)) if "x" in self.adapted else ""
+        return (*self.algorithm.remarks(state.inside), *filter(None, [restless]))
+
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         content, steps = message
-        kept = client.state or ClientState(None, Vector(None, jnp.zeros(())))  # a fresh cohort's is out of reach
-        inside, phase = replace(client, state=kept.inside), self.algorithm.phases[name]
-        vector, products = kept.vector, None
+        kept = client.state or ClientState(None, PowerMethod(None, jnp.zeros(())))  # a fresh cohort's is out of reach
+        phase, power, products = self.algorithm.phases[name], kept.power, None
         if self.measures(phase):
-            vector, products = self.measure(takes_and_gives(phase)[0], client, kept.vector, content, key)
+            x, y = (next(parts_like(kind, takes_and_gives(phase)[0], content)) for kind in "xy")
+            power, products = power.measured(client, x, y, self.batch_size, key)
         batched = replace(client, batch_size=self.batch_size)
-        method = with_steps(self.algorithm, partial(self.size, batched, steps, vector.largest))
-        reply = method.run_phase(name, inside, content, key)
+        method = with_steps(self.algorithm, partial(self.size, batched, steps, power.largest))
+        reply = method.run_phase(name, replace(client, state=kept.inside), content, key)
         if client.state is not None:
-            vector = vector if self.remember else vector._replace(unit=None)
-            reply = reply._replace(state=ClientState(kept.inside if reply.state is None else reply.state, vector))
+            reply = reply._replace(state=ClientState(kept.inside if reply.state is None else reply.state, power))
         if products is None:
             return reply
-        work = self.directions_of(client)
-        told = vector.largest, work, 1 / work, work * vector.largest, square_of_y(phase, reply.update)
-        measured = Measured(*(number.astype(vector.largest.dtype) for number in told))
+        measured = Measured.of(power.largest, self.directions_of(client), square_of_y(phase, reply.update))
         return reply._replace(update=(reply.update, measured), hvps=reply.hvps + products)
 
     def measures(self, phase: Phase) -> bool:
         """Say whether curvature is measured with a phase."""
         return self.adapted != {"x"} and bool(getattr(phase, "__measures__", False))
-
-    def measure(self, takes: PyTree, client: Client, kept: Vector, content: PyTree, key: Array) -> tuple[Vector, Array]:
-        """Go on with the power method on a batch of its own; return what to keep, and how many products it took."""
-        at: dict[str, PyTree] = {}
-        jax.tree.map(lambda kind, part: at.setdefault(kind, part), takes, content)
-        anew = kept.unit is None
-        kept = Vector(Vector.first(at["y"]).unit, kept.largest) if anew else kept
-        products = jnp.where((kept.largest > 0) & (not anew), 1, FIRST)
-        stream = jax.random.fold_in(key, PRODUCTS)
-
-        def once(n: Array, found: Vector) -> Vector:
-            batch = client.inner_batch(jax.random.fold_in(stream, n), self.batch_size)
-            product = hess_v(client.problem, at["x"], at["y"], found.unit, batch)
-            return Vector(unit(product), optax.tree.norm(product).astype(found.largest.dtype))
-
-        found = jax.lax.fori_loop(0, products, once, kept)
-        return found._replace(largest=jnp.maximum(found.largest, FALL * kept.largest)), products
 
     def directions_of(self, client: Client) -> Array:
         """Return a_i: how many directions a sum has that the server moves along; 1 where it is a mean."""
@@ -360,10 +246,10 @@ class AdaptiveSteps(Wrapper):
             return jnp.ones(())
         return jnp.asarray(getattr(method, "local_optimizer", Plain()).total(client.local_steps(method.local_steps)))
 
-    def size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Array:
+    def size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Any:
         """Return a client's step: that of all clients, or what its own curvature `own` bears, where that is known."""
         if open_.of == "x":
-            return steps.outer if open_.kind == "drift" else self.taken(steps)
+            return 0.0 if open_.kind == "drift" else SHORT
         step, bears = steps.inner, jnp.where(own > 0, 1 / jnp.where(own > 0, own, 1), jnp.inf)
         if open_.kind == "alone":
             return jnp.where(own > 0, self.y_lr * bears, step)
@@ -399,21 +285,26 @@ def adaptive(algorithm: Algorithm, problem: Problem, remember: bool = True) -> A
     return AdaptiveSteps(algorithm, remember=remember)
 
 
+def parts_like(kind: str, declared: PyTree, tree: PyTree) -> Iterator[PyTree]:
+    """Yield the parts of a message or update that are declared to be shaped like x or y, in their order."""
+    parts: list[PyTree] = []
+    jax.tree.map(lambda one, part: parts.append(part) if one == kind else None, declared, tree)
+    return iter(parts)
+
+
 def square_of_y(phase: Phase, update: PyTree) -> Array:
     """Return the squared norm of the first part of an update that is shaped like y: that of y itself, not of v."""
-    parts: list[PyTree] = []
-    jax.tree.map(lambda kind, part: parts.append(part) if kind == "y" else None, takes_and_gives(phase)[1], update)
-    return jnp.asarray(optax.tree.norm(parts[:1], squared=True))
+    return jnp.asarray(optax.tree.norm([*parts_like("y", takes_and_gives(phase)[1], update)][:1], squared=True))
 
 
-def over(numerator: Any, denominator: Any) -> Array:
-    """Return the quotient, or 0 where the denominator is 0; NaN goes on, to be found in x or y."""
-    return jnp.where(denominator == 0, 0, numerator / jnp.where(denominator == 0, 1, denominator))
+def rescaled(phase: Phase, update: PyTree, kind: str, factors: Sequence[Any]) -> PyTree:
+    """Multiply the first parts of an update that are declared to be shaped like x or y by these factors."""
+    in_order = iter(factors)
 
+    def one(declared: str, part: PyTree) -> PyTree:
+        return scaled(next(in_order, 1), part) if declared == kind else part
 
-def unit(vector: PyTree) -> PyTree:
-    """Return the vector at length 1, or as it is where it is 0."""
-    return scaled(over(1, optax.tree.norm(vector)), vector)
+    return jax.tree.map(one, takes_and_gives(phase)[1], update)
 
 
 def with_steps(method: Algorithm, size: Callable[[OpenStep], Any]) -> Any:
@@ -427,34 +318,35 @@ def with_steps(method: Algorithm, size: Callable[[OpenStep], Any]) -> Any:
 class MeasuringFed(KeepingFed):
     """A `Fed` whose messages carry the steps, and whose replies what clients measure, which it keeps."""
 
-    def __init__(self, fed: Fed, wrapper: AdaptiveSteps, method: Any, steps: Steps, known: Stiffness) -> None:
+    def __init__(self, fed: Fed, wrapper: AdaptiveSteps, method: Any, inner: Array, known: ServerCurvature) -> None:
         super().__init__(fed, known, fed.sampled)
-        self.wrapper, self.method, self.steps, self.agreement = wrapper, method, steps, known.agreement
+        self.wrapper, self.method, self.inner, self.agreement = wrapper, method, inner, known.agreement
+
+    def steps(self) -> Steps:
+        """Return the steps that what is known by now allows."""
+        return Steps(*self.kept._replace(agreement=self.agreement).steps(self.wrapper.y_lr))
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
         asked = self.wrapper.phases[self.method.phase_name(phase)]
-        update = self.fed.mean(asked, (message, self.steps), key, unbiased=unbiased, fresh=fresh)
+        update = self.fed.mean(asked, (message, self.steps()), key, unbiased=unbiased, fresh=fresh)
         if self.wrapper.measures(phase):
             update, measured = update
             self.kept = self.kept.after(measured, square_of_y(phase, update))
-            bears, _ = self.kept._replace(agreement=self.agreement).steps(self.wrapper.y_lr)
-            return self.shortened(bears, ("y", "v"), phase, update)
-        if getattr(phase, "__multiplies__", False):
-            curves, square = optax.tree.vdot(message[-1], update), optax.tree.norm(update, squared=True)
-            bears = jnp.where(curves < 0, jnp.inf, self.wrapper.y_lr * over(curves, square))
-            return self.shortened(bears, ("product",), phase, update)
+            factor = self.allowed(self.steps().inner)
+            update = rescaled(phase, update, "y", [factor if name in self.wrapper.shared else 1 for name in "yv"])
+        elif getattr(phase, "__multiplies__", False) and "product" in self.wrapper.shared:
+            along, square = optax.tree.vdot(message[-1], update), optax.tree.norm(update, squared=True)
+            most = jnp.where(along < 0, jnp.inf, self.wrapper.y_lr * over(along, square))
+            update = rescaled(phase, update, "y", [self.allowed(most)])
+        if self.wrapper.clients_move_x:
+            update = rescaled(phase, update, "x", [LONG / SHORT])
         return update
 
-    def shortened(self, bears: Array, names: Sequence[str], phase: Phase, update: PyTree) -> PyTree:
-        """Shorten what of an update the server moves along by steps that are the same for all, to the step it bears."""
-        factor, parts = jnp.minimum(over(bears, self.steps.inner), 1), iter(names)
-
-        def one(kind: str, part: PyTree) -> PyTree:
-            return scaled(factor, part) if kind == "y" and next(parts, "") in self.wrapper.shared else part
-
-        return jax.tree.map(one, takes_and_gives(phase)[1], update)
+    def allowed(self, most: Array) -> Array:
+        """Return the factor that brings a move by the server's step on y down to one by the step `most`."""
+        return jnp.minimum(over(most, self.inner), 1)
 
     def sum_first(self, n: int, phase: Phase, *message: Any, **options: Any) -> PyTree:
         raise ConfigurationError(f"{self.wrapper.label} asks fed.sum_first, and cannot have AdaptiveSteps")

@@ -105,6 +105,9 @@ class Wrapper(Algorithm):
     def findings(self, state: Any) -> Findings:
         return self.algorithm.findings(state)
 
+    def remarks(self, state: Any) -> tuple[str, ...]:
+        return self.algorithm.remarks(getattr(state, "inside", state))
+
 
 class Submodels(UnitPolicy, Wrapper):
     """A method that trains submodels, with another choice of units than its own, which is by importance.

@@ -1,0 +1,96 @@
+"""AdaGrad for each entry of x, whose numerator is the distance that the entry has come.
+
+With h_t the hypergradient of round t, j an entry of x, d the number of entries, η the field `x_lr` and R = REACH,
+
+    x_j ← x_j − min(r_{t,j} / √(Σ_{s≤t} h_{s,j}²),  η / |h_{t,j}|) h_{t,j}
+
+    r_{t,j} = min(Rη, max(r_0, max_{s≤t} |x_{s,j} − x_{0,j}|)),    r_0 = Rη min(1, max(‖x_0‖, 1) / √d)
+
+No entry moves by more than η in a round, and the unit of the outer loss has no influence. Every entry has a sum of its
+own. With one sum for all of x, a bound on the length of a move lets all of the move go into one entry: with 39
+penalties 10^x, one of them could grow 18-fold in a round, and the inner curvature with it.
+
+The numerator is DoG's. Small entries, such as the weights of a network, start with small steps; entries that have far
+to go get longer ones, up to Rη.
+
+η = 0.1 changes a penalty 10^x by a quarter, and a weight exp(x) by a tenth. REACH comes from a sweep over random
+problems (benchmarks/results/family.txt): with 1, x is too slow where the solution is far away; with 5, it overshoots.
+
+Sources: J. Duchi, E. Hazan and Y. Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic
+Optimization", JMLR 2011. A. Défossez, L. Bottou, F. Bach and N. Usunier, "A Simple Convergence Proof of Adam and
+Adagrad", TMLR 2022, for losses that are not convex. M. Ivgi, O. Hinder and Y. Carmon, "DoG is SGD's Best Friend", ICML
+2023.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from fedbilevel.core.tree import PyTree, move, over
+
+REACH = 3  # the largest numerator, in units of η
+STEADY = 0.9  # an entry moves steadily where the sum of its moves is at least this part of the sum of their lengths
+SHOWN = 5  # entries that a remark names at most
+
+
+class AdaGrad(NamedTuple):
+    """What the server remembers of the hypergradients and of x."""
+
+    squares: PyTree  # Σ h²
+    start: PyTree  # x_0
+    farthest: PyTree  # max |x_s − x_0|
+    step: Array  # ‖x_{t+1} − x_t‖ / ‖h_t‖ of the last round
+    rounds: Array  # t
+    way: PyTree  # Σ_s (s/t)³ (x_{s+1} − x_s): how far each entry has come in the last quarter of the rounds or so
+    path: PyTree  # the same sum of |x_{s+1} − x_s|
+
+    @classmethod
+    def begin(cls, x: PyTree) -> AdaGrad:
+        zeros = optax.tree.zeros_like(x)
+        return cls(zeros, x, zeros, jnp.zeros(()), jnp.zeros(()), zeros, zeros)
+
+    def moved(self, x: PyTree, h: PyTree, lr: Any) -> tuple[PyTree, AdaGrad]:
+        """Return the next x and the next memory, given the hypergradient h at x and η = lr."""
+        size = max(1, sum(leaf.size for leaf in jax.tree.leaves(x)))
+        least = REACH * lr * jnp.minimum(1, jnp.maximum(optax.tree.norm(self.start), 1) / size**0.5)
+
+        def change(h: Array, squares: Array, farthest: Array) -> Array:
+            adagrad = over(jnp.clip(farthest, least, REACH * lr), jnp.sqrt(squares))
+            return (-jnp.minimum(adagrad, over(lr, jnp.abs(h))) * h).astype(h.dtype)
+
+        squares = jax.tree.map(lambda total, h: total + h**2, self.squares, h)
+        distance = jax.tree.map(lambda x, start: jnp.abs(x - start), x, self.start)
+        farthest = jax.tree.map(jnp.maximum, self.farthest, distance)
+        changes = jax.tree.map(change, h, squares, farthest)
+        step = over(optax.tree.norm(changes), optax.tree.norm(h)).astype(self.step.dtype)
+        fading = (self.rounds / (self.rounds + 1)) ** 3
+        way = move(changes, fading, self.way)
+        path = move(jax.tree.map(jnp.abs, changes), fading, self.path)
+        memory = AdaGrad(squares, self.start, farthest, step, self.rounds + 1, way, path)
+        return optax.tree.add(x, changes), memory
+
+    def remark(self, lr: float) -> str:
+        """Name the entries of x that still move steadily, by η/2 or more in the last quarter of the rounds; or ""."""
+        ways, paths = jax.tree_util.tree_leaves_with_path(self.way), jax.tree.leaves(self.path)
+        distance = {}
+        for (place, way), path in zip(ways, paths, strict=True):
+            steady = (np.abs(way) > STEADY * np.asarray(path)) & (np.asarray(path) > lr / 2)
+            for index in np.argwhere(steady).tolist():
+                entry = f"x{jax.tree_util.keystr(place)}{index or ''}"
+                distance[entry] = float(np.abs(way[tuple(index)]))
+        if not distance:
+            return ""
+        first = ", ".join(sorted(distance, key=lambda entry: -distance[entry])[:SHOWN])
+        more = f" and {len(distance) - SHOWN} more" if len(distance) > SHOWN else ""
+        size = sum(way.size for _, way in ways)
+        entries = "x was" if size == 1 else f"{first}{more} of {size:,} entries of x were"
+        return (
+            f"{entries} still moving steadily at the end: either the run needs more rounds, or the outer loss has no "
+            "minimum there, as of a penalty that wants to be infinite or 0; then bound x with project_x"
+        )
