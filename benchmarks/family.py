@@ -1,0 +1,318 @@
+"""A random family of bilevel problems: methods without steps on each, beside the best of 12 pairs of fixed steps.
+
+A member is drawn by the seeds (family, group, number); GROUPS has what the members of a group have in common. In ridge,
+logistic and Cox regression ("mix") and in softmax regression, x are the exponents of penalties b^x_j y_j², one for each
+feature. In "raw", x are the penalties themselves, which turn negative where a step is too long. In "clean", x are the
+weights σ(x_i) of samples, of which a third have the wrong label. In "representation", x is a linear map.
+
+Of each member are drawn: the base b, of e, 10 and 100; x0 in [-5, 2], one value for all entries or one for each; the
+scales of features, all 1 or from 0.1 to 30; how many features are zero everywhere; how far clients differ in their
+truth and in the scale of their samples; and the weights of clients.
+
+`no_steps.py --family` prints the table.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import fedbilevel as fb
+from fedbilevel.algorithms.parts.adaptive_steps import with_steps
+from fedbilevel.algorithms.parts.curvature import unit
+from fedbilevel.core.config import OpenStep
+
+FAMILY = 7  # the seed of the members whose best of 12 is kept
+KEPT = Path(__file__).with_suffix(".json")  # by method and group, the best of 12 of each member
+ROUNDS = {"SimFBO": 300, "ShroFBO": 300, "FedBiO": 300, "AFBO": 150, "RABO": 150, "AggITD": 100, "FedNest": 60}
+ROUNDS["FedMBO"] = 60  # 300 exchanges or more, of each
+FIXED = [(x, y) for x in (0.03, 0.3, 3.0) for y in (0.1, 0.3, 1.0, 3.0)]
+"""12 pairs of steps: on x; and on y and v, in units of one over the largest inner curvature at the start."""
+SHORT = 0.05  # where steps only decide how far clients drift, they are this part of the others
+
+
+class Group(NamedTuple):
+    """What the members of a group have in common."""
+
+    kind: str
+    dim: int
+    clients: int
+    samples: int  # of each client, for each loss
+    local_steps: int
+    batch_size: int | None
+    asked: int  # how many clients, in each round
+    members: int
+    precision: int = 64
+
+
+GROUPS = [
+    Group("mix", 39, 6, 30, 5, None, 6, 32),
+    Group("mix", 39, 6, 30, 5, None, 6, 24, 32),
+    Group("mix", 100, 3, 60, 1, None, 3, 16),
+    Group("mix", 39, 12, 30, 20, 8, 4, 32, 32),
+    Group("representation", 20, 6, 40, 5, None, 6, 16),
+    Group("softmax", 20, 6, 40, 5, None, 6, 16, 32),
+    Group("raw", 10, 6, 60, 5, None, 6, 16),
+    Group("mix", 10, 50, 20, 5, 8, 17, 24, 32),
+    Group("mix", 20, 9, 40, 1, 8, 3, 24),
+    Group("clean", 20, 6, 30, 5, 8, 6, 16, 32),
+    Group("mix", 30, 3, 40, 20, None, 3, 16),
+    Group("mix", 1, 6, 30, 5, None, 6, 16, 32),
+]
+
+
+@dataclass(frozen=True)
+class Member:
+    """A problem, its samples and weights, and where runs start."""
+
+    problem: fb.Bilevel
+    outer: dict[str, np.ndarray]
+    inner: dict[str, np.ndarray]
+    weights: np.ndarray
+    x0: np.ndarray
+    y0: np.ndarray
+    key: int
+
+    @property
+    def clients(self) -> fb.Clients:
+        return fb.Clients(self.outer, self.inner, weights=self.weights)
+
+    def outer_loss(self, x: Any, y: Any) -> float:
+        """Compute the outer loss of all clients."""
+        return float(jnp.sum(self.weights * jax.vmap(lambda batch: self.problem.outer(x, y, batch))(self.outer)))
+
+    def largest_curvature(self) -> float:
+        """Compute the largest eigenvalue of the inner Hessian at the start, by 50 steps of the power method."""
+
+        def inner(y: Any) -> Any:
+            return jnp.sum(self.weights * jax.vmap(lambda batch: self.problem.inner(self.x0, y, batch))(self.inner))
+
+        def product(u: Any) -> Any:
+            return jax.jvp(jax.grad(inner), (jnp.asarray(self.y0),), (u,))[1]
+
+        def once(_: int, u: Any) -> Any:
+            return unit(product(u))
+
+        start = optax.tree.random_like(jax.random.key(0), jnp.asarray(self.y0))
+        return float(optax.tree.norm(product(jax.lax.fori_loop(0, 50, once, start))))
+
+
+def logistic(s: Any, batch: dict[str, Any]) -> Any:
+    """The logistic loss of each sample, for labels 0 and 1."""
+    return jax.nn.softplus(s) - batch["t"] * s
+
+
+def cox(s: Any, batch: dict[str, Any]) -> Any:
+    """Cox's partial likelihood, as the loss of a batch; "time" is the rank of a sample's time."""
+    at_risk = batch["time"][None, :] >= batch["time"][:, None]
+    return jnp.mean(batch["t"] * (jax.nn.logsumexp(jnp.where(at_risk, s[None, :], -1e9), axis=1) - s))
+
+
+def loss(kind: str, y: Any, batch: dict[str, Any]) -> Any:
+    """The mean loss of a batch, without penalties."""
+    s = batch["u"] @ y
+    if kind == "softmax":
+        return jnp.mean(jax.nn.logsumexp(s, 1) - jnp.sum(s * batch["t"], 1))
+    if kind == "clean":
+        return jnp.mean(logistic(s, batch))
+    ridge = 0.5 * jnp.mean((s - batch["t"]) ** 2)
+    if kind != "mix":
+        return ridge
+    which = batch["which"][0]
+    return jnp.where(which == 0, ridge, jnp.where(which == 1, jnp.mean(logistic(s, batch)), cox(s, batch)))
+
+
+@cache
+def problem_of(kind: str) -> fb.Bilevel:
+    """The two losses of a kind."""
+
+    def outer(x: Any, y: Any, batch: dict[str, Any]) -> Any:
+        return loss(kind, x @ y if kind == "representation" else y, batch)
+
+    def inner(x: Any, y: Any, batch: dict[str, Any]) -> Any:
+        if kind == "representation":
+            return outer(x, y, batch) + 0.05 * jnp.vdot(y, y)
+        if kind == "clean":
+            weights = jax.nn.sigmoid(x[batch["id"]])
+            return jnp.mean(weights * logistic(batch["u"] @ y, batch)) + 0.01 * jnp.vdot(y, y)
+        if kind == "raw":
+            return outer(x, y, batch) + jnp.sum(x * y**2) + 1e-3 * jnp.vdot(y, y)
+        penalties = jnp.exp(x * batch["log base"][0])
+        return outer(x, y, batch) + jnp.sum((penalties[:, None] if y.ndim == 2 else penalties) * y**2)
+
+    return fb.Bilevel(outer, inner)
+
+
+def member(group: int, number: int, family: int = FAMILY) -> Member:
+    """Draw a member of the family."""
+    kind, d, clients, n, *_ = GROUPS[group]
+    r = np.random.default_rng([family, group, number])
+    model = ("ridge", "logistic", "cox")[number % 3] if kind == "mix" else kind
+    base = r.choice([np.e, 10.0, 100.0])
+    x0 = np.full(d, r.uniform(-5, 2)) if r.random() < 0.7 else r.uniform(-5, 2, d)
+    scales = np.ones(d) if r.random() < 0.5 else 10 ** r.uniform(-1, 1.477, d)
+    if r.random() < 0.3:
+        scales[max(1, r.integers(1, d + 1)) :] = 0
+    apart, spread = r.choice([0, 0.5, 1.0]), r.choice([0, 0.5])
+    truth = np.zeros((d, 3) if kind == "softmax" else d)
+    truth[:5] = r.normal(size=truth[:5].shape)
+    weights = np.ones(clients) if r.random() < 0.5 else r.uniform(0.3, 3, clients)
+
+    def samples(wrong_labels: bool) -> dict[str, np.ndarray]:
+        features = r.normal(size=(clients, n, d)) * np.exp(spread * r.normal(size=(clients, 1, 1)))
+        own = truth + apart * r.normal(size=(clients, *truth.shape)) * (truth != 0)
+        z = np.einsum("mnd,md...->mn...", features, own)
+        batch = {"u": features * scales, "log base": np.full((clients, n), np.log(base))}
+        if model == "softmax":
+            batch["t"] = np.eye(3)[np.argmax(z + r.gumbel(size=z.shape), -1)]
+        elif model in ("logistic", "clean"):
+            batch["t"] = (r.random(z.shape) < 1 / (1 + np.exp(-z))).astype(float)
+        elif model == "cox":
+            event, censored = r.exponential(np.exp(-np.clip(z, -20, 20))), r.exponential(2.0, z.shape)
+            batch["time"] = np.argsort(np.argsort(np.minimum(event, censored), -1), -1).astype(float)
+            batch["t"] = (event <= censored).astype(float)
+        else:
+            batch["t"] = z + r.normal(size=z.shape)
+        if kind == "mix":
+            batch["which"] = np.full((clients, n), float(number % 3))
+            batch.setdefault("time", np.zeros((clients, n)))
+        if kind == "clean":
+            batch["id"] = np.arange(clients * n).reshape(clients, n)
+            if wrong_labels:
+                batch["t"] = np.where(r.random(z.shape) < 0.3, 1 - batch["t"], batch["t"])
+        return batch
+
+    inner, outer, y0 = samples(True), samples(False), np.zeros_like(truth)
+    if kind == "raw":
+        x0 = np.full(d, 10 ** r.uniform(-2, 1))
+    if kind == "clean":
+        x0 = np.full(clients * n, r.uniform(-3, 2))
+    if kind == "representation":
+        x0, y0 = r.normal(size=(d, 4)) * 10 ** r.uniform(-1, 0.5) / np.sqrt(d), np.zeros(4)
+    return Member(problem_of(kind), outer, inner, weights / weights.sum(), x0, y0, key=group)
+
+
+def method(name: str, group: int) -> Any:
+    """A method with the batches and local steps of a group, without steps."""
+    made, shared = getattr(fb, name)(batch_size=GROUPS[group].batch_size), GROUPS[group]
+    if hasattr(made, "local_steps"):
+        return replace(made, local_steps=shared.local_steps)
+    return replace(made, inner=replace(made.inner, local_steps=shared.local_steps))
+
+
+def fixed(name: str, group: int, x: float, y: float) -> Any:
+    """A method with a pair of steps, of a round: several local steps divide it among them."""
+    bare = method(name, group)
+    several = getattr(bare, "local_steps", 1)
+
+    def size(step: OpenStep) -> float:
+        one = (x if step.of == "x" else y) / several
+        return SHORT * one if step.kind in ("drift", "short") else one
+
+    return with_steps(bare, size)
+
+
+def run(algorithm: Any, drawn: Member, name: str, group: int, **options: Any) -> fb.Result:
+    """Play a method on a member for as many rounds as make 300 exchanges."""
+    asked = GROUPS[group].asked
+    cohort = None if asked == GROUPS[group].clients else asked
+    given = {"rounds": ROUNDS[name], "cohort": cohort, "key": drawn.key, "progress": False} | options
+    return fb.solve(algorithm, drawn.problem, drawn.clients, drawn.x0, drawn.y0, **given)
+
+
+class End(NamedTuple):
+    """Where a run without steps ended."""
+
+    start: float  # the outer loss of all clients at the start
+    loss: float  # and at the end, infinite where it is not finite
+    best: float  # and in the best row
+    said: tuple[str, ...]  # what the result remarks, and why the run stopped
+
+
+def played(name: str, group: int, number: int, family: int = FAMILY) -> End:
+    """Play a method without steps on a member."""
+    drawn = member(group, number, family)
+    with precision(GROUPS[group].precision), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        start = drawn.outer_loss(drawn.x0, drawn.y0)
+        try:
+            result = run(method(name, group), drawn, name, group)
+        except fb.errors.NonFiniteError as error:
+            return End(start, np.inf, np.inf, (str(error),))
+        end, best = (drawn.outer_loss(at.x, at.y) for at in (result, result.best or result))
+    said = tuple(filter(None, [*result.remarks, result.stopped]))
+    return End(start, end if np.isfinite(end) else np.inf, best, said)
+
+
+def best_of_12(name: str, group: int, number: int, family: int = FAMILY) -> float:
+    """Play a method with each pair of fixed steps on a member; return the least outer loss at the end."""
+    drawn, ends = member(group, number, family), [np.inf]
+    with precision(GROUPS[group].precision), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        top = drawn.largest_curvature()
+        for x, y in FIXED:
+            try:
+                result = run(fixed(name, group, x, y / top), drawn, name, group)
+            except (fb.errors.NonFiniteError, fb.errors.ConfigurationError):  # a Neumann step of 2/L is refused
+                continue
+            ends.append(drawn.outer_loss(result.x, result.y))
+    return min(end for end in ends if not np.isnan(end))
+
+
+@contextmanager
+def precision(bits: int) -> Iterator[None]:
+    """Compute in float32 or float64."""
+    with jax.enable_x64(bits == 64):
+        yield
+
+
+def kept(name: str, group: int) -> list[float]:
+    """Read the best of 12 of each member of a group from the file, infinite where all of them diverged.
+
+    These runs were made without `solve`, which refuses a Neumann step or a step of AggITD that is above 2/L.
+    """
+    return [np.inf if best is None else best for best in json.loads(KEPT.read_text("utf-8"))[name][str(group)]]
+
+
+def table(names: list[str], groups: list[int], family: int = FAMILY) -> None:
+    """Print where methods end, for each group and for all: see the head that is printed."""
+    print(
+        "not finite: runs without steps that ended so; worse: that ended above 1.001 times the outer loss of the start;"
+        "\nunsaid: those of them whose result says nothing of it; median, 90 %: of the loss at the end over the"
+        f"\nbest of 12 pairs of fixed steps{'' if family == FAMILY else ', which are known for family 7 alone'}\n"
+    )
+    for name in names:
+        print(f"{name:20}{'not finite':>12}{'worse':>7}{'unsaid':>8}{'median':>8}{'90 %':>8}{'largest':>9}")
+        ends: list[End] = []
+        tuned: list[float] = []
+        for group in groups:
+            shared = GROUPS[group]
+            of_group = [played(name, group, number, family) for number in range(shared.members)]
+            best = kept(name, group) if family == FAMILY else [np.nan] * shared.members
+            row(f"{shared.kind}, d = {shared.dim}, τ = {shared.local_steps}", of_group, best)
+            ends += of_group
+            tuned += best
+        row("all", ends, tuned)
+
+
+def row(label: str, ends: list[End], tuned: list[float]) -> None:
+    """Print a row of the table."""
+    worse = [end for end in ends if end.loss > 1.001 * end.start]
+    ratios = np.array([end.loss / best for end, best in zip(ends, tuned, strict=True)])
+    median, high, most = np.quantile(ratios, [0.5, 0.9, 1.0], method="nearest")
+    infinite = sum(not np.isfinite(end.loss) for end in ends)
+    unsaid = sum(not end.said for end in worse)
+    print(
+        f"{label:20}{infinite:8}/{len(ends):3}{len(worse):7}{unsaid:8}{median:8.3f}{high:8.3f}{most:9.3g}", flush=True
+    )

@@ -1,0 +1,44 @@
+"""Methods without steps on random problems (benchmarks/family.py): none diverges, and none ends worse than it began
+without a word. The best of 12 pairs of fixed steps, to which ends are compared, is kept in benchmarks/family.json."""
+
+import numpy as np
+import pytest
+
+from family import GROUPS, ROUNDS, kept, played
+
+OTHER = 8  # a family that no number of the scheme was chosen on
+FEW = {"SimFBO": 1, "FedBiO": 6, "AFBO": 8, "AggITD": 4}
+"""A group for each of four methods: stiffening penalties in float32, raw penalties, few clients asked, a map."""
+
+
+def check(ends):
+    """That all are finite, and that those above their start say so."""
+    assert all(np.isfinite(end.loss) for end in ends)
+    assert all(end.said for end in ends if end.loss > 1.001 * end.start)
+
+
+@pytest.mark.parametrize("name", FEW)
+def test_a_few_members(name):
+    ends = [played(name, FEW[name], number, OTHER) for number in range(4)]
+    check(ends)
+    assert sum(end.loss < end.start for end in ends) >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("group", range(len(GROUPS)))
+@pytest.mark.parametrize("name", ROUNDS)
+def test_other_members(name, group):
+    check([played(name, group, number, OTHER) for number in range(GROUPS[group].members)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ROUNDS)
+def test_steps_that_nobody_chose_end_where_the_best_of_12_do(name):
+    """The outer loss at the end, over that of the best of 12: 1.02 in the median, 1.15 at the 90th percentile."""
+    members = [(group, number) for group in range(len(GROUPS)) for number in range(GROUPS[group].members)]
+    ends = [played(name, *one) for one in members]
+    check(ends)
+    best = np.concatenate([kept(name, group) for group in range(len(GROUPS))])
+    ratios = np.array([end.loss for end in ends]) / best
+    assert np.median(ratios) <= 1.02
+    assert np.quantile(ratios, 0.9) <= 1.15
