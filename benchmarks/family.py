@@ -285,7 +285,7 @@ def kept(name: str, group: int) -> list[float]:
     return [np.inf if best is None else best for best in json.loads(KEPT.read_text("utf-8"))[name][str(group)]]
 
 
-def table(names: list[str], groups: list[int], family: int = FAMILY) -> None:
+def table(names: list[str], family: int = FAMILY) -> None:
     """Print where methods end, for each group and for all: see the head that is printed."""
     print(
         "not finite: runs without steps that ended so; worse: that ended above 1.001 times the outer loss of the start;"
@@ -293,14 +293,15 @@ def table(names: list[str], groups: list[int], family: int = FAMILY) -> None:
         f"\nbest of 12 pairs of fixed steps{'' if family == FAMILY else ', which are known for family 7 alone'}\n"
     )
     for name in names:
-        print(f"{name:20}{'not finite':>12}{'worse':>7}{'unsaid':>8}{'median':>8}{'90 %':>8}{'largest':>9}")
+        print(f"{name:52}{'not finite':>12}{'worse':>7}{'unsaid':>8}{'median':>8}{'90 %':>8}{'largest':>9}")
         ends: list[End] = []
         tuned: list[float] = []
-        for group in groups:
+        for group in range(len(GROUPS)):
             shared = GROUPS[group]
             of_group = [played(name, group, number, family) for number in range(shared.members)]
             best = kept(name, group) if family == FAMILY else [np.nan] * shared.members
-            row(f"{shared.kind}, d = {shared.dim}, τ = {shared.local_steps}", of_group, best)
+            label = f"{shared.kind}, d = {shared.dim}, {shared.clients} clients, τ = {shared.local_steps}"
+            row(f"{label}, {shared.precision} bits", of_group, best)
             ends += of_group
             tuned += best
         row("all", ends, tuned)
@@ -314,5 +315,5 @@ def row(label: str, ends: list[End], tuned: list[float]) -> None:
     infinite = sum(not np.isfinite(end.loss) for end in ends)
     unsaid = sum(not end.said for end in worse)
     print(
-        f"{label:20}{infinite:8}/{len(ends):3}{len(worse):7}{unsaid:8}{median:8.3f}{high:8.3f}{most:9.3g}", flush=True
+        f"{label:52}{infinite:8}/{len(ends):3}{len(worse):7}{unsaid:8}{median:8.3f}{high:8.3f}{most:9.3g}", flush=True
     )

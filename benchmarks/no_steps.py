@@ -1,12 +1,15 @@
 """Methods without steps beside tuned ones: where they end, and what finding the steps cost.
 
 FEDBILEVEL_DATA=… python benchmarks/no_steps.py [METHOD …] [--tasks NAME …] [--seeds 8] [--tuned FILE]
+python benchmarks/no_steps.py --family [NUMBER] [METHOD …]
 
 For each task three runs with the preset's batches and local steps, as many exchanges each: with steps chosen among 16
 by the outer loss at the end of as many runs of that length; with README's 0.1, SimFBO alone; and without steps. "Holds"
 says that the last is within one point of accuracy, or of error, of the first, or where the first ends after twice the
 exchanges. Then 8 seeds, and starts of x two units off where x are no weights of a network, without steps: which are
 finite, and the range in which they end. --tuned takes the steps given by hand from an earlier table, and its rows.
+
+--family: on the random problems of family.py in place of these tasks, for eight methods.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from typing import Any
 import jax
 import numpy as np
 
+import family
 import fedbilevel as fb
 from fedbilevel.experiments import resolve
 from fedbilevel.experiments.runner import Experiment, build, first_metric
@@ -129,13 +133,17 @@ def row(label: str, name: str, seeds: int, before: tuple[float, int, float] | No
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("methods", nargs="*", default=["simfbo"])
+    parser.add_argument("methods", nargs="*")
     parser.add_argument("--tasks", nargs="*", default=list(TASKS))
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--tuned", type=Path)
+    parser.add_argument("--family", type=int, nargs="?", const=family.FAMILY)
     asked = parser.parse_args()
+    if asked.family is not None:
+        family.table(asked.methods or list(family.ROUNDS), asked.family)
+        return
     before = tuned_before(asked.tuned) if asked.tuned else {}
-    for name in asked.methods:
+    for name in asked.methods or ["simfbo"]:
         tasks = [label for label in asked.tasks if not before or (name, label) in before]
         print(f"\n{name}\n{'':46}{'tuned':>10}{'cost':>9}{'0.1':>10}{'none':>10}{'twice':>10}  holds finite  range")
         held = [row(label, name, asked.seeds, before.get((name, label))) for label in tasks]

@@ -41,4 +41,4 @@ def test_steps_that_nobody_chose_end_where_the_best_of_12_do(name):
     best = np.concatenate([kept(name, group) for group in range(len(GROUPS))])
     ratios = np.array([end.loss for end in ends]) / best
     assert np.median(ratios) <= 1.02
-    assert np.quantile(ratios, 0.9) <= 1.15
+    assert np.quantile(ratios, 0.9, method="nearest") <= 1.15

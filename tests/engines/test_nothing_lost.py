@@ -2,6 +2,7 @@
 
 import warnings
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -242,6 +243,23 @@ def test_a_run_that_diverges_again_and_again_ends():
         result = solve(500, wild, on_divergence="shrink")
     assert "the run diverges" in result.stopped
     assert result.round < 500
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
+@pytest.mark.parametrize("method", [fb.SimFBO, fb.AFBO])
+def test_a_run_without_steps_that_no_step_suits_ends_at_finite_numbers(method):
+    """g = ln(1 + e^-y) + x y²/2 is convex for x > 0 alone. f wants y = 100, hence x = σ(-y)/y, which is 0 but for
+    rounding: x crosses 0 however short its steps are."""
+    problem = fb.Bilevel(
+        lambda x, y, batch: jnp.mean((y - batch) ** 2) / 2,
+        lambda x, y, batch: jax.nn.softplus(-y) + x * y**2 / 2 + 0 * jnp.mean(batch),
+    )
+    clients = fb.Clients([np.full(4, 100.0)] * 2)
+    result = fb.solve(method(batch_size=None), problem, clients, jnp.asarray(0.3), jnp.zeros(()), rounds=300)
+    assert np.isfinite([result.x, result.y]).all()
+    assert "the run diverges" in result.stopped
+    assert "project_x" in result.stopped
+    assert result.history["halvings"][-1] <= 3
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,11 @@ def outcome(folder: Path) -> tuple[dict, list, dict]:
     return arrays, rows, json.loads((folder / "ledger.json").read_text())
 
 
+def without_remarks(error: str) -> str:
+    """What was printed, but for remarks on where runs end: after few rounds their loss is often above the start."""
+    return "".join(line for line in error.splitlines(True) if "result.best has x and y" not in line)
+
+
 def leftovers(folder: Path) -> list[str]:
     """Names of temporary files that atomic writing has left behind."""
     return [path.name for path in folder.rglob("*.tmp")]

@@ -81,7 +81,8 @@ def both(case, log):
     engine = Flower(grid=grid, log=log)
     here = fb.solve(algorithm, problem, clients, task.x0, y0, **same)
     there = fb.solve(algorithm, problem, fb.RemoteClients.of(clients), task.x0, y0, **same, engine=engine)
-    assert float(jnp.linalg.norm(here.x - task.x0)) > 1e-3  # agreement on a state that stood still would prove nothing
+    moved = jnp.linalg.norm(here.x - task.x0) + (0 if y0 is None else jnp.linalg.norm(here.y - y0))
+    assert float(moved) > 1e-3  # agreement on a state that stood still would prove nothing
     return here, there
 
 

@@ -27,23 +27,29 @@ HIGH = 10  # the same, in two rows that follow each other, where a run can retur
 STILL = 10  # times the median of what it was before: else it is noise about a level
 
 
-def grown(history: History, latest: Mapping[str, Sequence[float]] | None = None, returns: bool = False) -> str:
+def grown(
+    history: History,
+    latest: Mapping[str, Sequence[float]] | None = None,
+    began: Mapping[str, float] | None = None,
+) -> str:
     """Say which loss, or metric that is to fall, is FAR above its start in the last row, and grows still; or "".
 
     Args:
         latest: losses in each round since the row before, which tell of growth within the first row.
-        returns: whether the run can return to a better row: it then counts, too, that the last two rows are HIGH above
-            the start and grow. One row alone may have met a client that is unlike the others.
+        began: given where a run can return to a better row: the losses of all clients in the first round, where each
+            exchange asks all. Such a run returns where one of these is FAR above its start, whether it grows still or
+            not, and where the last two rows are HIGH above the start and grow: one may have met an unlike client.
     """
     for name in history.judged:
         *before, last = [row[name] for row in history.rows if name in row]
         before = before or list((latest or {}).get(name, ()))
         if not before or history.larger_is_better(name):
             continue
-        start = max(before[0], 1)
-        far = last > (HIGH if returns else FAR) * start and last > STILL * float(np.median(before))
-        if far and (not returns or last > before[-1] > HIGH * start):
-            span = f"from {text(name, before[0])} to {text(name, last)}"
+        first = (began or {}).get(name, before[0])
+        start, grows = max(first, 1), last > STILL * float(np.median(before))
+        far, high = last > FAR * start, last > before[-1] > HIGH * start
+        if (far and grows) if began is None else (far and name in began) or (high and grows):
+            span = f"from {text(name, first)} to {text(name, last)}"
             return f"round {history.rows[-1]['round']}: {name} has grown {span}"
     return ""
 

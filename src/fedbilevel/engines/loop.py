@@ -91,6 +91,7 @@ class Loop:
     told: str = ""  # the last warning of it
     norm: float | None = None  # of x and y at the first row of this process
     saved: int | None = None  # the round of the checkpoint at the plan's path, if that is known to be good
+    everyone: bool = False  # whether each exchange asks all clients
     simulated: bool = True  # whether the clients' own states are in the carry
     next_save: float = -math.inf  # on this machine's clock, where the plan has no number of rounds; at once if resumed
     group: ProcessGroup = field(default_factory=current_group)  # of the processes that run together
@@ -130,6 +131,8 @@ class Loop:
                 self.save(carry)  # from now on there is something to resume
                 given, stop, *_ = self.agree(result, first, bool(came), speed)
                 reason = reason or given
+            else:
+                self.keep_safe(carry, self.history.rows[-1])
             while result.round < self.plan.rounds and not reason and not stop:
                 stretch = min(max(1, int(speed * STRETCH_SECONDS)), self.plan.until_next_stop(result.round))
                 try:
@@ -141,18 +144,18 @@ class Loop:
                     new = result.round > self.history.rows[-1]["round"]  # else the budget allows no further round
                     row = self.add_row(result) if new and (end or row_due) else None
                     if row and self.growth and self.halvings_at_most:
-                        words = self.diverging(result)
-                        result, carry = self.shrink(self.growth, result)
-                        if self.halvings <= self.halvings_at_most:
+                        result, carry, end = self.shrink(self.growth, result)
+                        if not end:
                             continue
-                        row, end, self.told = None, words, self.growth
-                        warn(NumericalWarning(words))
+                        row = None
                     self.warn_of_growth(result, once=True)
                 except LostProcess:
                     raise  # what the carry held went into the stretch
                 except (ExchangeError, NonFiniteError) as error:
-                    if isinstance(error, NonFiniteError) and self.halvings < self.halvings_at_most:
-                        result, carry = self.shrink(str(error), result)
+                    if isinstance(error, NonFiniteError) and self.may_shrink:
+                        result, carry, reason = self.shrink(str(error), result)
+                        if reason:
+                            self.save(carry)
                         continue
                     good = getattr(error, "carry", None) or (carry if isinstance(error, ExchangeError) else None)
                     if isinstance(error, NonFiniteError):
@@ -188,7 +191,8 @@ class Loop:
     def keep_safe(self, carry: Carry, row: Row | None) -> None:
         """Keep a copy of the carry from which the best row was reached, if a run that diverges is to go on from it.
 
-        The carry of that row itself may be on its way already: losses are those of the rounds before it.
+        The carry of that row itself may be on its way already: losses are those of the rounds before it. A run that is
+        resumed goes back no further than to where it was resumed.
         """
         if self.halvings_at_most and row is not None:
             if self.best is not None and self.best.round == row["round"]:
@@ -196,18 +200,30 @@ class Loop:
             self.latest = jax.tree.map(jnp.copy, carry)
             self.safe = self.safe or self.latest
 
-    def shrink(self, why: str, result: Result) -> tuple[Result, Carry]:
-        """Go back to the row before the best, with half the steps where the run goes on; return result and carry."""
+    @property
+    def may_shrink(self) -> bool:
+        """Say whether a run whose numbers are not finite goes back: not where that is so before its first row."""
+        return self.halvings < self.halvings_at_most or (self.halvings_at_most > 0 and len(self.history.rows) > 1)
+
+    def shrink(self, why: str, result: Result) -> tuple[Result, Carry, str]:
+        """Go back to the row before the best, with half the steps; or for good, where they were halved often enough.
+
+        Return the result and the carry there, and why the run ends, or "".
+        """
         assert self.safe is not None
         self.halvings += 1
+        met = self.diverging(why, result) if self.halvings > self.halvings_at_most else ""
         carry = self.back_to(jax.tree.map(jnp.copy, self.safe), result.round)
-        if self.halvings <= self.halvings_at_most:
-            self.latest, self.algorithm = self.safe, halved(self.algorithm)
-            text = f"{why}; back to round {int(carry.round)} with half the steps"
-            warn(NumericalWarning(f"{text}, {self.halvings} of {self.halvings_at_most} times"))
-            self.run.close()
-            self.run, self.per_client = self.begin(self.algorithm, carry)
-        return self.result(carry), carry
+        if met:
+            self.growth = self.told = why
+            warn(NumericalWarning(met))
+            return self.result(carry), carry, met
+        self.latest, self.algorithm = self.safe, halved(self.algorithm)
+        text = f"{why}; back to round {int(carry.round)} with half the steps"
+        warn(NumericalWarning(f"{text}, {self.halvings} of {self.halvings_at_most} times"))
+        self.run.close()
+        self.run, self.per_client = self.begin(self.algorithm, carry)
+        return self.result(carry), carry, ""
 
     def advance(self, carry: Carry, rounds: int) -> tuple[Carry, float, str]:
         """Play some rounds, note their costs and losses, and return the speed that they had, and whether a budget of
@@ -322,8 +338,8 @@ class Loop:
         with np.errstate(over="ignore"):  # beyond what a float holds it is inf, and far away
             norm = math.hypot(*(np.linalg.norm(np.ravel(leaf)) for leaf in jax.tree.leaves((at[1], at[2]))))
         self.norm = norm if self.norm is None else self.norm
-        returns = self.halvings_at_most > 0
-        self.growth = grown(self.history, self.losses, returns) or far_away(result.round, self.norm, norm)
+        began = (self.began if self.everyone else {}) if self.halvings_at_most else None
+        self.growth = grown(self.history, self.losses, began) or far_away(result.round, self.norm, norm)
         self.losses.clear()
         column = self.best_by or "outer_loss"
         if column in row if self.best_by is None else has(row, column):
@@ -342,8 +358,8 @@ class Loop:
         first, last, sign = self.began.get(best.column, values[0]), values[-1], 1
         if self.history.larger_is_better(best.column):
             sign = -1
-        steps = np.abs(np.diff(values))
-        noise = 0.01 * max(abs(first), abs(last)) + 3 * float(np.median(steps)) if len(steps) > 1 else 0.1 * abs(first)
+        bends = np.abs(np.diff(values, 2))  # of what falls or rises steadily they are 0, but for noise
+        noise = 0.01 * max(abs(first), abs(last)) + 2 * float(np.median(bends)) if len(bends) else 0.1 * abs(first)
         lost, gained = sign * (last - best.value), sign * (first - best.value)
         if sign * (last - first) > noise:
             said = (
@@ -354,13 +370,18 @@ class Loop:
         else:
             return []
         where = f"result.best has x and y of its best row, of round {best.round}"
-        return [f"{said}: {where}; {what_to_lower(self.algorithm)}"]
+        trained = [row["inner_loss"] for row in rows if "inner_loss" in row]
+        if trained and trained[-1] < self.began.get("inner_loss", trained[0]):
+            helps = "the training of y may have raised it, and more rounds for x may lower it"
+        else:
+            helps = what_to_lower(self.algorithm)
+        return [f"{said}: {where}; {helps}"]
 
-    def diverging(self, result: Result) -> str:
-        """Say how far a loss, or the point, has grown, and what helps."""
+    def diverging(self, why: str, result: Result) -> str:
+        """Say how far a loss, or the point, has grown, or what is not finite, and what helps."""
         met, by_steps = self.met(result.x, result.y)
         advice = f"{what_to_lower(self.algorithm)}, fb.diagnose suggests steps" if by_steps else met
-        return f"{self.growth}: the run diverges; {advice}"
+        return f"{why}: the run diverges; {advice}"
 
     def warn_of_growth(self, result: Result, once: bool = False) -> None:
         """Warn where the last row is far above the start, once for each row: the numbers are finite still."""
@@ -368,7 +389,7 @@ class Loop:
             return
         self.told = self.growth
         if self.group.is_first:
-            warn(NumericalWarning(self.diverging(result)))
+            warn(NumericalWarning(self.diverging(self.growth, result)))
 
     def agree(self, result: Result, row: Row | None, interrupted: bool, speed: float) -> tuple[str, bool, float, bool]:
         """Agree among all processes on (reason to stop, whether to stop now, rounds per second, whether to save):

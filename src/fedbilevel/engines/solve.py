@@ -235,6 +235,7 @@ def solve(
         met,
         history,
         Ledger(virtual=not remote, delta=0.0 if privacy is None else privacy.delta),
+        everyone=cohort.size == len(clients) and not cohort.replacement,
         simulated=not remote,
         group=group,
         best_by=best_by,

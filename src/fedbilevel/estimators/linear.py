@@ -144,7 +144,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         for i, part in enumerate(parts):
             fold[part] = dealt(rows["stratum"][part], self.cv, np.random.default_rng([seed, i]))
         result = solve(
-            AdaptiveSteps(SimFBO(local_steps=1, batch_size=None), x_lr=0.05),  # of entries from 0 to 1
+            AdaptiveSteps(SimFBO(local_steps=1, batch_size=None), x_lr=0.02),  # of entries from 0 to 1
             self._problem(of, self.cv),
             self._clients(rows, parts, fold),
             np.full(np.max(of) + 1, 0.5),
