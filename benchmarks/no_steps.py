@@ -1,7 +1,7 @@
 """Methods without steps beside tuned ones: where they end, and what finding the steps cost.
 
 FEDBILEVEL_DATA=… python benchmarks/no_steps.py [METHOD …] [--tasks NAME …] [--seeds 8] [--tuned FILE]
-python benchmarks/no_steps.py --family [NUMBER] [METHOD …]
+python benchmarks/no_steps.py [METHOD …] --family [NUMBER] [--reach R]
 
 For each task three runs with the preset's batches and local steps, as many exchanges each: with steps chosen among 16
 by the outer loss at the end of as many runs of that length; with README's 0.1, SimFBO alone; and without steps. "Holds"
@@ -9,7 +9,8 @@ says that the last is within one point of accuracy, or of error, of the first, o
 exchanges. Then 8 seeds, and starts of x two units off where x are no weights of a network, without steps: which are
 finite, and the range in which they end. --tuned takes the steps given by hand from an earlier table, and its rows.
 
---family: on the random problems of family.py in place of these tasks, for eight methods.
+--family: on the random problems of family.py in place of these tasks, for eight methods; --reach: with another REACH of
+the steps on x (algorithms/parts/adagrad.py).
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ import numpy as np
 
 import family
 import fedbilevel as fb
+from fedbilevel.algorithms.parts import adagrad
 from fedbilevel.experiments import resolve
 from fedbilevel.experiments.runner import Experiment, build, first_metric
 
@@ -138,7 +140,9 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=8)
     parser.add_argument("--tuned", type=Path)
     parser.add_argument("--family", type=int, nargs="?", const=family.FAMILY)
+    parser.add_argument("--reach", type=float, default=adagrad.REACH)
     asked = parser.parse_args()
+    adagrad.REACH = asked.reach
     if asked.family is not None:
         family.table(asked.methods or list(family.ROUNDS), asked.family)
         return

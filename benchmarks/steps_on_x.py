@@ -1,4 +1,4 @@
-"""Steps on x that nobody chooses: AdaGrad-norm as it is the default, beside optimizers of Optax with one setting each.
+"""Steps on x that nobody chooses: those of AdaptiveSteps beside optimizers of Optax with one setting each.
 
 FEDBILEVEL_DATA=… python benchmarks/steps_on_x.py [METHOD …] [--tasks NAME …] [--out FILE]
 

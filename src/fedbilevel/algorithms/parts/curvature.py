@@ -11,7 +11,8 @@ it, begins with w and makes FIRST steps.
 Without w, L_i would be blind to a direction that has just become stiff: once u_i has settled, its component there has
 decayed to rounding error, and where Hessians are diagonal, nothing brings it back. With an eigenvalue that grows by a
 quarter in each round, the most that a penalty 10^x allows, L_i is then low by a factor of 10⁴ at worst; with w, by 2.2,
-and by 1.03 where nothing grows (simulated for 5 to 3,000 dimensions). Steps of 1/L_i are stable up to a factor of 2.
+and by 1.04 where nothing grows (benchmarks/results/power_method.txt, with other values of MIX and AGAIN). Steps of
+1/L_i are stable up to a factor of 2.
 
 The server adds up what clients report. Every number follows a rise at once, and a fall by the factor FALL in a round.
 """

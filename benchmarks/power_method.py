@@ -1,0 +1,57 @@
+"""How far below the largest curvature the power method of `AdaptiveSteps` gets, while a direction becomes stiff.
+
+python benchmarks/power_method.py
+
+A diagonal Hessian: one entry is 1, the others lie between 1 and 10^-SPREAD. When the vector has settled, another entry
+grows from 0.01 by a factor in each round, up to 10⁶. Each cell is the largest curvature over the measured one at its
+worst round, the worst of 25 draws; "at rest" is that of 100 rounds in which nothing grows. A step of 1/L is stable up
+to 2. MIX is the length of the random vector that is added to the kept one, AGAIN the number of products
+(algorithms/parts/curvature.py); 1.26 is what a penalty 10^x grows by in a round at most, 1.58 twice that in x.
+"""
+
+import numpy as np
+
+from fedbilevel.algorithms.parts.curvature import AGAIN, FALL, MIX
+
+SCHEMES = [(0.0, 1), (0.0, AGAIN), (0.03, AGAIN), (0.1, AGAIN), (MIX, AGAIN), (1.0, AGAIN), (MIX, 2), (MIX, 5)]
+DRAWS = 25
+
+
+def measured(vector, largest, diagonal, rng, mix, products):
+    """Continue the power method: the next vector, and the curvature that a client reports."""
+    random = rng.normal(size=len(diagonal))
+    vector = vector / np.linalg.norm(vector) + mix * random / np.linalg.norm(random)
+    for _ in range(products):
+        vector = vector / np.linalg.norm(vector)
+        vector = diagonal * vector
+    return vector, max(np.linalg.norm(vector), FALL * largest)
+
+
+def lowest(size, spread, growth, mix, products, seed):
+    """Play 60 rounds in which an entry grows, or 100 in which none does; return the worst ratio."""
+    rng = np.random.default_rng(seed)
+    diagonal = 10 ** rng.uniform(-spread, 0, size)
+    diagonal[0], diagonal[-1] = 1, 0.01
+    vector, largest, worst = rng.normal(size=size), 0.0, 1.0
+    for _ in range(300):
+        vector = diagonal * vector / np.linalg.norm(vector)
+    for _ in range(60 if growth > 1 else 100):
+        diagonal[-1] = min(diagonal[-1] * growth, 1e6)
+        vector, largest = measured(vector, largest, diagonal, rng, mix, products)
+        worst = max(worst, diagonal.max() / largest)
+    return worst
+
+
+def main() -> None:
+    print(f"{'':36}" + "".join(f"{f'{mix:g}, {products}':>9}" for mix, products in SCHEMES) + "   (MIX, AGAIN)")
+    for spread in (0.3, 2):
+        for size in (5, 39, 400, 3000):
+            for growth in (1.0, 1.26, 1.58):
+                cells = [max(lowest(size, spread, growth, *one, seed) for seed in range(DRAWS)) for one in SCHEMES]
+                grows = f"grows by {growth:g}" if growth > 1 else "at rest"
+                label = f"{size:5} entries, spread {spread:g}, {grows}"
+                print(f"{label:36}" + "".join(f"{cell:9.3g}" for cell in cells), flush=True)
+
+
+if __name__ == "__main__":
+    main()
