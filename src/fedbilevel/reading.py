@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import stat
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,8 @@ def parse_json(text: str | bytes) -> Any:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) < len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"the key {printable(next(name for name in names if names.count(name) > 1))!r} is there twice")
+        (name, times), *_ = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"the key {printable(name)!r} is there {'twice' if times == 2 else f'{times} times'}")
     return found
 
 

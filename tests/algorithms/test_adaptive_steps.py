@@ -236,13 +236,13 @@ def test_few_products_a_round_follow_a_hessian_that_turns_and_grows():
         there = fb.XYV(x, jnp.zeros(2), jnp.zeros(2))
         own = dataclasses.replace(client, state=kept)
         reply: Reply = method.run_phase(
-            "local_updates", own, (there, Steps(*map(jnp.asarray, (0.1, 0.1)))), jax.random.key(0)
+            "local_updates", own, (there, Steps(*map(jnp.asarray, (0.1, 0.1, 7)))), jax.random.key(0)
         )
         return reply.state, reply.update[1].largest, reply.hvps
 
     for place, x in enumerate(np.linspace(0, 3, 300)):
         kept, largest, hvps = asked(kept, x)
-        assert 0.997 < float(largest) / 10**x < 1 + 1e-6
+        assert 0.97 < float(largest) / 10**x < 1 + 1e-6
         assert int(hvps) == 2 + (10 if place == 0 else 3)  # SimFBO's two, and the products
 
 
@@ -256,7 +256,11 @@ def test_a_direction_that_becomes_stiff_is_seen_after_the_power_method_has_settl
     problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch) * x, inner)
     client = client_alone(problem, np.ones((2,)), np.ones((2,)))
     power = PowerMethod.begin(jnp.zeros(50), keep=True)
-    measured = jax.jit(lambda power, x, key: power.measured(client, x, jnp.zeros(50), None, key)[0])
+    measured = jax.jit(
+        lambda power, x, key: power.measured(client, x, jnp.zeros(50), jax.random.bits(key, dtype="uint32"), None, key)[
+            0
+        ]
+    )
     keys = jax.random.split(jax.random.key(0), 250)
     for key in keys[:200]:
         power = measured(power, 1.0, key)
@@ -271,15 +275,15 @@ def test_a_direction_that_becomes_stiff_is_seen_after_the_power_method_has_settl
 
 
 def test_costs_are_the_methods_and_those_of_the_measures():
-    """Three clients, 7 rounds: 10 products of each, then 3; a message carries two numbers more, and a reply that
-    measures five. FedNest measures with q, once in each of its T = 2 inner rounds. Steps on x alone: no product."""
+    """Three clients, 7 rounds: 10 products of each, then 3; a message carries two numbers and a seed more, and a reply
+    that measures five. FedNest measures with q, once in each of its T = 2 inner rounds. Of x alone: no product."""
     problem, _, _ = stiffening(10.0)
     fednest = fb.FedNest(inner=SVRG(rounds=2), batch_size=None, outer_lr=0.02)
     for method, often in ((EXACT["SimFBO"], 1), (fednest, 2)):
         plain, followed = (played(one, problem, 7).ledger for one in (fixed(method), method))
         assert followed.hvps == plain.hvps + 3 * (10 + 3 * (7 * often - 1))
         assert followed.gradients == plain.gradients
-        assert followed.bytes_down == plain.bytes_down + 2 * 8 * plain.replies
+        assert followed.bytes_down == plain.bytes_down + (2 * 8 + 4) * plain.replies
         assert followed.bytes_up == plain.bytes_up + 5 * 8 * 3 * 7 * often
     x_alone = fb.SimFBO(server_lr=fb.XYV(x=None, y=STEP, v=STEP), client_lr=0.02, **LOOP)
     assert played(x_alone, problem, 7).ledger.hvps == 3 * 7 * 2
@@ -319,12 +323,12 @@ def test_no_entry_moves_by_more_than_the_field_says():
     """x_0 = (0.1, 0.2), 50 times: ‖x_0‖ = √2.5, and r_0 = Rη √2.5/10, below η. All of h in one entry moves it by r_0 at
     most; of ten times that x_0 by η, since r_0 is then Rη."""
     small = jnp.tile(jnp.asarray([0.1, 0.2]), 50)
-    one = jnp.zeros(100).at[0].set(1e9)
+    one = jnp.zeros(100).at[0].set(1e200)  # whose square is no float
     for start, numerator in ((small, 0.1 * REACH * 2.5**0.5 / 10), (10 * small, 0.1 * REACH)):
         moved, after = AdaGrad.begin(start).moved(start, one, 0.1)
         most = min(numerator, 0.1)
         np.testing.assert_allclose(moved - start, -most * (np.arange(100) == 0), rtol=1e-6, atol=1e-12)
-        assert float(after.step) == pytest.approx(most / 1e9)
+        assert float(after.step) == pytest.approx(0)  # nor is that of its length
         again, _ = after.moved(moved, one, 0.1)
         assert float(moved[0] - again[0]) == pytest.approx(min(numerator / 2**0.5, 0.1))
     still, nothing = AdaGrad.begin(small).moved(small, 0 * one, 0.1)

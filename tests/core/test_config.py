@@ -182,7 +182,7 @@ def test_a_schedule_may_reach_zero_wherever_it_is_evaluated():
         (lambda: fb.FedAvg(lr=None), "FedAvg.lr = None"),
         (
             lambda: fb.SimFBO(local_steps=2**31),
-            "SimFBO.local_steps = 2147483648 is not allowed: it must be at most 2,147,",
+            "SimFBO.local_steps = 2147483648 is not allowed: it must be at most 1,000,000,",
         ),
         (lambda: fb.FedNest(inner=fb.parts.SVRG), "it must be SVRG(…)"),
         (lambda: fb.FISM(refresh="no"), "FISM.refresh = 'no' is not allowed: it must be True or False"),

@@ -119,6 +119,14 @@ def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(which):
             fb.solve(method, fb.Bilevel(**losses), population(), *START, rounds=1)
 
 
+def test_a_start_that_is_at_fault_is_said_at_once(recwarn):
+    """A run without steps does not try smaller ones first."""
+    losses = fb.Bilevel(problem().outer, lambda x, y, batch: problem().inner(x, y, batch) + jnp.sqrt(y @ y))
+    with pytest.raises(NonFiniteError, match="a derivative of the inner loss is not finite at the start already"):
+        fb.solve(fb.SimFBO(batch_size=None), losses, population(), *START, rounds=5)
+    assert not [one for one in recwarn if "half the steps" in str(one.message)]
+
+
 def warned_of(rounds, lr, **given):
     """The warnings of a run from x = 8 with f = x²/2: x ← (1 − lr)x."""
     problem = fb.SingleLevel(lambda x, batch: jnp.mean((x - batch) ** 2) / 2)
@@ -247,9 +255,9 @@ def test_a_run_that_diverges_again_and_again_ends():
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
 @pytest.mark.parametrize("method", [fb.SimFBO, fb.AFBO])
-def test_a_run_without_steps_that_no_step_suits_ends_at_finite_numbers(method):
-    """g = ln(1 + e^-y) + x y²/2 is convex for x > 0 alone. f wants y = 100, hence x = σ(-y)/y, which is 0 but for
-    rounding: x crosses 0 however short its steps are."""
+def test_a_run_without_steps_that_no_step_suits_ends_at_finite_numbers(method, tmp_path):
+    """And again where it is resumed. g = ln(1 + e^-y) + x y²/2 is convex for x > 0 alone. f wants y = 100, hence
+    x = σ(-y)/y, which is 0 but for rounding: x crosses 0 however short its steps are."""
     problem = fb.Bilevel(
         lambda x, y, batch: jnp.mean((y - batch) ** 2) / 2,
         lambda x, y, batch: jax.nn.softplus(-y) + x * y**2 / 2 + 0 * jnp.mean(batch),
@@ -259,7 +267,14 @@ def test_a_run_without_steps_that_no_step_suits_ends_at_finite_numbers(method):
     assert np.isfinite([result.x, result.y]).all()
     assert "the run diverges" in result.stopped
     assert "project_x" in result.stopped
+    assert result.remarks == ()
     assert result.history["halvings"][-1] <= 3
+    given = {"rounds": 300, "checkpoint": tmp_path / "run.npz", "checkpoint_every": 1}
+    ends = [
+        fb.solve(method(batch_size=None), problem, clients, jnp.asarray(0.3), jnp.zeros(()), **given, resume=resume)
+        for resume in (False, True)
+    ]
+    assert [(end.round, end.stopped) for end in ends] == [(result.round, result.stopped)] * 2
 
 
 @pytest.mark.parametrize(

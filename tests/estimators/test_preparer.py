@@ -318,3 +318,15 @@ def test_dates_and_complex_numbers_are_no_categories_unasked(values):
     ):
         Preparer().fit(frame)
     assert len(Preparer(categorical=["when"]).fit(frame).get_feature_names_out()) == 3
+
+
+@pytest.mark.parametrize("code", [-999.0, 1e6, -3.4e38])
+def test_a_code_for_a_gap_is_warned_of(code):
+    """One number in 120 of standard deviation 10: it has (code − 50)²/(n σ² + …) > 0.9 of the squares."""
+    ages = np.random.default_rng(0).normal(50, 10, 120)
+    Preparer().fit(pd.DataFrame({"age": ages}))
+    ages[7] = code
+    with pytest.warns(
+        DataWarning, match=rf"1 of 120 numbers of column 'age', such as {re.escape(f'{code:g}')}, make (9.|100)%"
+    ):
+        Preparer().fit(pd.DataFrame({"age": ages}))

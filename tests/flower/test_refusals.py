@@ -76,11 +76,13 @@ def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_
         {"round": 0, "undone": "why", "without": [0]},
         {"round": 1, "exchange": 0, "answered": [0, 1], "refused": {"3": odd}, "epsilon": 1.25},
     ]
-    (tmp_path / "exchanges.jsonl").write_text("\n".join([*map(json.dumps, lines), '{"round": 2, "exch']))
+    wrong = [{**lines[2], "epsilon": float("nan")}, {**lines[2], "answered": [5], "refused": {"9" * 5000: odd}}]
+    cut = '{"round": 2, "exch'
+    (tmp_path / "exchanges.jsonl").write_text("\n".join([*map(json.dumps, [*lines, *wrong]), cut]))
     assert status(Folder(tmp_path))[0] == [
         "not finished; last: round 1, exchange 0, 2 replied, ε = 1.25 so far",
         "client 3, round 1: x y (it has never counted)", f"    the site: {Code.OTHER.how}",
-        f"1 line of {tmp_path / 'exchanges.jsonl'} cannot be read",
+        f"3 lines of {tmp_path / 'exchanges.jsonl'} cannot be read",
     ]  # fmt: skip
 
 

@@ -170,14 +170,23 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def check_fields(options: argparse.Namespace) -> None:
-    """Refuse a field that gets two values: by --set and by an option of its own."""
-    for setting in getattr(options, "set", []):
-        name = setting.partition("=")[0].strip()
+    """Refuse a field that gets two values: by --set or --grid, and by the same again or an option of its own."""
+    given = [(name, setting) for name in ("set", "grid", "search") for setting in getattr(options, name, [])]
+    before: dict[str, list[tuple[str, str]]] = {}  # by option, the fields and settings so far
+    for by, setting in given:
+        name, said = setting.partition("=")[0].strip(), f"--{by} {setting}"
+        others = [f"--{by} {other}" for path, other in before.setdefault(by, []) if _same_field(name, path)]
         for option, paths in FIELDS.items():
-            given = getattr(options, option, None) not in (None, [])
-            if given and any(name in (path, path.partition(".")[2]) for path in paths):
-                other = "TASK" if paths == ("task.name",) else f"--{option.replace('_', '-')}"
-                raise ConfigurationError(f"{name} gets two values, by --set {setting} and by {other}: leave one out")
+            if getattr(options, option, None) not in (None, []) and any(_same_field(name, path) for path in paths):
+                others.append("TASK" if paths == ("task.name",) else f"--{option.replace('_', '-')}")
+        if others:
+            raise ConfigurationError(f"{name} gets two values, by {said} and by {others[0]}: leave one out")
+        before[by].append((name, setting))
+
+
+def _same_field(one: str, other: str) -> bool:
+    """Tell whether two paths are the same field: its section may be left out."""
+    return one == other or one == other.partition(".")[2] or one.partition(".")[2] == other
 
 
 def check_names(options: argparse.Namespace) -> None:

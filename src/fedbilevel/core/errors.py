@@ -33,7 +33,7 @@ __all__ = [
 
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable)
-LARGEST = 2**31 - 1  # of counts: compiled programs count in 32 bits
+LARGEST = 10**9  # of counts: compiled programs count in 32 bits, twice as many, too
 HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
 

@@ -1,6 +1,7 @@
 """Whether a run diverges, and what one that did had met: how far x had gone, what the inner curvature then allowed."""
 
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -69,48 +70,55 @@ def what_to_lower(algorithm: Algorithm) -> str:
     return f"lower {' or '.join(names)}" if names else adapt
 
 
-def what_was_met(
-    problem: Problem, clients: Clients, start: tuple[PyTree, PyTree], last: tuple[PyTree, PyTree]
-) -> tuple[str, bool]:
-    """Say why a run diverged, as far as the losses at its start and at its last finite point tell; and whether smaller
-    steps may help: not where the losses, or the curvature of the inner loss, are at fault."""
+class Met(NamedTuple):
+    """What a run that diverged had met, in words."""
+
+    text: str = ""
+    by_steps: bool = True  # whether smaller steps may help: not where the losses, or the inner curvature, are at fault
+    at_start: bool = False  # whether the fault is there at the start already
+
+
+def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree], last: tuple[PyTree, PyTree]) -> Met:
+    """Find out why a run diverged, as far as the losses at its start and at its last finite point tell."""
     size = sum(leaf.size for leaf in jax.tree.leaves(last[1]))
     if problem.local is not None:
-        return "", True
+        return Met()
     population = Population.of(problem, clients, SAMPLES)
     for name in problem.own_losses:
         if why := not_finite_at(name, getattr(population, name), *start):
-            return why, False
+            return Met(why, by_steps=False, at_start=True)
     if problem.implicit_term != "inverse" or not 0 < size <= ENTRIES:
-        return "", True
+        return Met()
     way = jax.tree.map(np.subtract, last[1], start[1])
 
     def ends(x: PyTree, y: PyTree) -> Extremes:
         return extreme_eigenvalues(lambda v: population.inner.hess_v(x, y, v), y, 0, iterations=PRODUCTS)
 
     before, after = ends(*start), ends(*last)
-    lowered = ends(jax.tree.map(np.minimum, *(point[0] for point in (start, last))), start[1])
+    low_x = jax.tree.map(np.minimum, start[0], last[0])
+    lowered = ends(low_x, start[1])
     flat = -ROUNDING * abs(before.largest)
     if before.smallest < flat and optax.tree.vdot(way, population.inner.hess_v(*start, way)) < 0:
-        return needs_ridge(before.smallest), False
+        return Met(needs_ridge(before.smallest), by_steps=False, at_start=True)
     if lowered.smallest < flat <= before.smallest:
-        return (
+        return Met(
             f"the inner loss was convex in y at the start; with x as low as it became its curvature is as low as "
             f"{lowered.smallest:.3g}, and no step size helps. A penalty that turned negative does that: keep x "
-            "positive (project_x, in a spec run.x_bounds), or write 10**x in place of x"
-        ), False
+            "positive (project_x, in a spec run.x_bounds), or write 10**x in place of x",
+            by_steps=False,
+        )
     leaves = zip(jax.tree_util.tree_leaves_with_path(start[0]), jax.tree.leaves(last[0]), strict=True)
     moved = {f"x{jax.tree_util.keystr(path)}": float(np.max(np.abs(np.subtract(b, a)))) for (path, a), b in leaves}
     name = max(moved, key=lambda one: moved[one])
     low, high = (max(abs(found.smallest), abs(found.largest)) for found in (before, after))
     if not (high > 0 and np.isfinite([low, high, moved[name]]).all()):
-        return "", True
+        return Met()
     bounds = "; bounds on x (project_x, in a spec run.x_bounds) keep L where it is" if high > 2 * low else ""
-    return (
+    return Met(
         f"{name} had moved by up to {moved[name]:.3g}, y by {float(optax.tree.norm(way)):.3g} in norm, and the largest "
         f"curvature of the inner loss in y was L = {high:.3g}, {low:.3g} at the start: there a step on y must be below "
         f"2/L = {2 / high:.3g}{bounds}"
-    ), True
+    )
 
 
 def not_finite_at(name: str, total: Total, x: PyTree, y: PyTree) -> str:

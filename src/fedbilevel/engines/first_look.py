@@ -169,8 +169,9 @@ def why_no_mean(pairs: np.ndarray, alone: np.ndarray, eps: float) -> str:
         return "a sample that appears twice counts twice. It looks like a sum: write .mean() in place of .sum()"
     if mixed:
         return (
-            "what a sample adds depends on the other samples. It looks like a difference of arrays of shapes (n, 1) "
-            "and (n,), which JAX broadcasts to (n, n): give both the same shape, for example by [:, 0]"
+            "what a sample adds depends on the other samples. So it is of a difference of arrays of shapes (n, 1) and "
+            "(n,), which JAX broadcasts to (n, n): give both the same shape, for example by [:, 0]. It is so, too, of "
+            "the root of a mean, a largest value, or what is centred within a batch: fb.WholeLoss takes such a loss"
         )
     return ""
 

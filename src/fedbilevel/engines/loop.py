@@ -35,7 +35,7 @@ from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.display import Display, Silent
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.costs import ExchangeKind, Ledger, empty_costs
-from fedbilevel.engines.divergence import far_away, grown, what_to_lower
+from fedbilevel.engines.divergence import Met, far_away, grown, what_to_lower
 from fedbilevel.engines.engine import Carry, Run, Stretch
 from fedbilevel.engines.evaluation import Evaluation, PerClientRow
 from fedbilevel.engines.fingerprint import Fingerprint
@@ -80,7 +80,7 @@ class Loop:
     callbacks: Sequence[Callback]
     algorithm: Algorithm
     first: Callable[[PyTree, PyTree], Carry]  # the carry before round 0 of a run from x and y
-    met: Callable[[PyTree, PyTree], tuple[str, bool]]  # see `what_was_met`, by the last finite x and y
+    met: Callable[[PyTree, PyTree], Met]  # see `what_was_met`, by the last finite x and y
     history: History = field(default_factory=History)
     ledger: Ledger = field(default_factory=Ledger)
     seconds: float = 0.0  # in rounds, without compilation and evaluation
@@ -105,6 +105,7 @@ class Loop:
     halvings: int = 0  # of the steps, so far
     halvings_at_most: int = 0
     diverged: bool = False
+    gave_up: str = ""  # why a run ended that went on diverging with smaller steps
     devices: int | None = None  # over which the engine spreads a cohort, where it has several
     privacy: Privacy | None = None  # of simulated clients
     latest: Carry | None = None  # a copy of that of the last row
@@ -121,7 +122,7 @@ class Loop:
 
     def play_on(self, carry: Carry) -> Result:
         result, stop = self.result(carry), False
-        reason = self.ending(result)  # of a run that is resumed after its end
+        reason = self.gave_up or self.ending(result)  # of a run that is resumed after its end
         speed = 0.0  # rounds per second; not known before the first stretch
         self.display.advance(result.round, self.plan.rounds)
         with interrupts.held() as came:
@@ -152,7 +153,7 @@ class Loop:
                 except LostProcess:
                     raise  # what the carry held went into the stretch
                 except (ExchangeError, NonFiniteError) as error:
-                    if isinstance(error, NonFiniteError) and self.may_shrink:
+                    if isinstance(error, NonFiniteError) and self.may_shrink(result):
                         result, carry, reason = self.shrink(str(error), result)
                         if reason:
                             self.save(carry)
@@ -164,10 +165,10 @@ class Loop:
                     if good is not None:
                         self.save_before(error, self.back_to(good, result.round))
                     if isinstance(error, NonFiniteError) and error.of_iterate:
-                        met, by_steps = self.met(error.result.x, error.result.y)
+                        met = self.met(error.result.x, error.result.y)
                         smaller = "smaller steps may help, fb.diagnose suggests some"
-                        advice = (smaller, what_to_lower(self.algorithm)) if by_steps else ()
-                        error.args = ("; ".join(filter(None, (str(error), *advice, met))),)
+                        advice = (smaller, what_to_lower(self.algorithm)) if met.by_steps else ()
+                        error.args = ("; ".join(filter(None, (str(error), *advice, met.text))),)
                     raise
                 self.keep_safe(carry, row)
                 try:
@@ -183,10 +184,8 @@ class Loop:
         if stop:
             interrupts.end(came, self.left_off(result.round))
         self.warn_of_growth(result)
-        remarks = self.remarks(result)
-        for remark in remarks if self.group.is_first else ():
-            warn(NumericalWarning(remark))
-        return replace(result, stopped=reason, remarks=(*remarks, *self.algorithm.remarks(result.state)))
+        remarks = () if self.gave_up else (self.remark(result), *self.algorithm.remarks(result.state))
+        return replace(result, stopped=reason, remarks=tuple(filter(None, remarks)))
 
     def keep_safe(self, carry: Carry, row: Row | None) -> None:
         """Keep a copy of the carry from which the best row was reached, if a run that diverges is to go on from it.
@@ -200,10 +199,11 @@ class Loop:
             self.latest = jax.tree.map(jnp.copy, carry)
             self.safe = self.safe or self.latest
 
-    @property
-    def may_shrink(self) -> bool:
-        """Say whether a run whose numbers are not finite goes back: not where that is so before its first row."""
-        return self.halvings < self.halvings_at_most or (self.halvings_at_most > 0 and len(self.history.rows) > 1)
+    def may_shrink(self, result: Result) -> bool:
+        """Say whether a run whose numbers are not finite goes back: not where its start is at fault."""
+        if self.halvings_at_most == 0 or len(self.history.rows) > 1:
+            return self.halvings_at_most > 0
+        return self.halvings < self.halvings_at_most and not self.met(result.x, result.y).at_start
 
     def shrink(self, why: str, result: Result) -> tuple[Result, Carry, str]:
         """Go back to the row before the best, with half the steps; or for good, where they were halved often enough.
@@ -211,13 +211,14 @@ class Loop:
         Return the result and the carry there, and why the run ends, or "".
         """
         assert self.safe is not None
-        self.halvings += 1
-        met = self.diverging(why, result) if self.halvings > self.halvings_at_most else ""
+        if self.halvings == self.halvings_at_most:
+            self.gave_up = self.diverging(why, result)
+            warn(NumericalWarning(self.gave_up))
         carry = self.back_to(jax.tree.map(jnp.copy, self.safe), result.round)
-        if met:
-            self.growth = self.told = why
-            warn(NumericalWarning(met))
-            return self.result(carry), carry, met
+        self.growth = ""
+        if self.gave_up:
+            return self.result(carry), carry, self.gave_up
+        self.halvings += 1
         self.latest, self.algorithm = self.safe, halved(self.algorithm)
         text = f"{why}; back to round {int(carry.round)} with half the steps"
         warn(NumericalWarning(f"{text}, {self.halvings} of {self.halvings_at_most} times"))
@@ -349,38 +350,40 @@ class Loop:
         result.best = self.best
         return row
 
-    def remarks(self, result: Result) -> list[str]:
-        """Say in a sentence that the run ended worse than it began, or that its best row lies in its first half."""
+    def remark(self, result: Result) -> str:
+        """Say that a run ended worse than it began, or that its best row lies in its first half; or "".
+
+        Both are warned of, but for a run whose last row is its best: training y may have raised the outer loss.
+        """
         best, rows = self.best, self.history.rows
         if best is None or best.column not in rows[-1]:
-            return []
+            return ""
         values = [row[best.column] for row in rows if best.column in row]
-        first, last, sign = self.began.get(best.column, values[0]), values[-1], 1
-        if self.history.larger_is_better(best.column):
-            sign = -1
+        first, last = self.began.get(best.column, values[0]), values[-1]
+        sign = -1 if self.history.larger_is_better(best.column) else 1
         bends = np.abs(np.diff(values, 2))  # of what falls or rises steadily they are 0, but for noise
         noise = 0.01 * max(abs(first), abs(last)) + 2 * float(np.median(bends)) if len(bends) else 0.1 * abs(first)
         lost, gained = sign * (last - best.value), sign * (first - best.value)
+        ended, began, least = (text(best.column, value) for value in (last, first, best.value))
         if sign * (last - first) > noise:
-            said = (
-                f"{best.column} ended at {text(best.column, last)}, worse than {text(best.column, first)} at the start"
-            )
+            said = f"{best.column} ended at {ended}, worse than {began} at the start"
         elif 2 * best.round < result.round and lost > noise + 0.1 * gained:
-            said = f"{best.column} ended at {text(best.column, last)}, after {text(best.column, best.value)}"
+            said = f"{best.column} ended at {ended}, after {least}"
         else:
-            return []
-        where = f"result.best has x and y of its best row, of round {best.round}"
-        trained = [row["inner_loss"] for row in rows if "inner_loss" in row]
-        if trained and trained[-1] < self.began.get("inner_loss", trained[0]):
-            helps = "the training of y may have raised it, and more rounds for x may lower it"
-        else:
-            helps = what_to_lower(self.algorithm)
-        return [f"{said}: {where}; {helps}"]
+            return ""
+        if best.round == result.round:
+            return f"{said}, where y was not trained; it was falling, and more rounds may lower it"
+        remark = (
+            f"{said}: result.best has x and y of its best row, of round {best.round}; {what_to_lower(self.algorithm)}"
+        )
+        if self.group.is_first:
+            warn(NumericalWarning(remark))
+        return remark
 
     def diverging(self, why: str, result: Result) -> str:
         """Say how far a loss, or the point, has grown, or what is not finite, and what helps."""
-        met, by_steps = self.met(result.x, result.y)
-        advice = f"{what_to_lower(self.algorithm)}, fb.diagnose suggests steps" if by_steps else met
+        met = self.met(result.x, result.y)
+        advice = f"{what_to_lower(self.algorithm)}, fb.diagnose suggests steps" if met.by_steps else met.text
         return f"{why}: the run diverges; {advice}"
 
     def warn_of_growth(self, result: Result, once: bool = False) -> None:
@@ -421,7 +424,8 @@ class Loop:
             "losses": self.losses,
             "began": self.began,
             "halvings": self.halvings,
-            "diverged": self.diverged,
+            "diverged": self.diverged or bool(self.gave_up),
+            "gave_up": self.gave_up,
             "devices": self.devices,
             "best": self.best and self.best[2:],
         }
@@ -468,6 +472,7 @@ class Loop:
             text = f"the run in {self.plan.path} diverged, and at its best row nobody knows what its clients have spent"
             raise CheckpointError(f"{text}: under privacy start anew elsewhere")
         _warn(self.group, f"the run diverged: going on from x and y of its best row, of round {best.round}")
+        self.gave_up = ""
         begun = self.first(split(best.x)[0], split(best.y)[0])
         return self.back_to(
             begun._replace(round=jnp.full_like(carry.round, best.round), now=carry.now), int(carry.round)
@@ -510,6 +515,7 @@ class Loop:
             round, column, value = meta["best"]
             x, y = (join(part, fixed) for part, fixed in zip(carry.best, self.evaluation.fixed, strict=True))
             self.best = Best(x, y, int(round), str(column), float(value))
+        self.gave_up = str(meta.get("gave_up", ""))
         for _ in range(int(meta.get("halvings", 0))):
             self.halvings, self.algorithm = self.halvings + 1, halved(self.algorithm)
         return carry._replace(best=None)

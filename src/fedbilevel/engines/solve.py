@@ -30,7 +30,7 @@ from fedbilevel.display import Display
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import fingerprint, lock, submodels
 from fedbilevel.engines.costs import Ledger
-from fedbilevel.engines.divergence import what_was_met
+from fedbilevel.engines.divergence import Met, what_was_met
 from fedbilevel.engines.engine import Carry, Cohort, Engine, Run, check_cohort, first_carry
 from fedbilevel.engines.evaluation import Evaluation, Measure, PerClient, PerClientRow, as_per_client, check_per_client
 from fedbilevel.engines.first_look import first_look
@@ -112,9 +112,10 @@ def solve(
         checkpoint_every: rounds between saves; None saves once a second, or as often as takes a tenth of the time, and
             with `RemoteClients` after every round. Also before round 0, at the end, on Ctrl-C, and where a callback
             raises.
-        resume: True continues from `checkpoint`, to the same bits as an unbroken run; "auto" does where the file
-            exists, and else starts; "force" is True, and goes on where arguments are others than those that the run was
-            begun with, with a warning that names them.
+        resume: True continues from `checkpoint`, to the same bits as an unbroken run, but that a run which diverges
+            later returns no further than to where it was resumed; "auto" does where the file exists, and else starts;
+            "force" is True, and goes on where arguments are others than those that the run was begun with, with a
+            warning that names them.
         count_flops: trace a round once more for what it costs the clients in operations (see recorder.py): 0.2 to 1 s.
         progress: show what is being done (tracing, compiling), and the rounds with their speed and the time left. None:
             in a notebook, and on a terminal where `rich` is installed; nothing goes into pipes and files. True: there,
@@ -221,9 +222,9 @@ def solve(
         group.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))
     history = History(directions=directions({**own, **(metrics or {})}))
 
-    def met(last_x: PyTree, last_y: PyTree) -> tuple[str, bool]:
+    def met(last_x: PyTree, last_y: PyTree) -> Met:
         if not isinstance(clients, Clients) or group.processes > 1:
-            return "", True
+            return Met()
         return what_was_met(problem, clients, (x, y), (split(last_x)[0], split(last_y)[0]))
 
     loop = Loop(

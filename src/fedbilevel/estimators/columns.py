@@ -12,6 +12,8 @@ from fedbilevel.core.errors import ConfigurationError, DataWarning, require, war
 
 MOST = 1e100
 """The largest number, and 1/MOST the smallest standard deviation: sums of squares neither overflow nor become 0."""
+ABSURD = 50  # times the median distance from the median
+SHARE = 0.9  # of the variance
 
 
 def numbers(field: str, values: Any) -> NDArray[np.float64]:
@@ -43,6 +45,8 @@ def require_sizes(field: str, column: NDArray[np.float64], gaps: str) -> None:
 def moments(field: str, column: NDArray[np.float64]) -> tuple[float, float]:
     """Return the mean and the sum of squares about it, exactly 0 where all numbers are equal.
 
+    Warns where few numbers make most of these squares, as a code for a missing value does.
+
     Raises:
         ConfigurationError: the numbers differ by so little that their squares are lost.
     """
@@ -52,7 +56,25 @@ def moments(field: str, column: NDArray[np.float64]) -> tuple[float, float]:
     fits = squares >= len(column) / MOST**2 or bool(np.all(column == first))
     allowed = f"{1 / MOST:g} or more, or 0: measure it in a smaller unit"
     require(fits, f"standard deviation of {field}", f"below {1 / MOST:g}", allowed)
+    if squares > 0:
+        _warn_of_codes(field, column)
     return mean, squares
+
+
+def _warn_of_codes(field: str, column: NDArray[np.float64]) -> None:
+    """Warn of numbers that are ABSURD times as far from the median as half of all are, and most of the variance."""
+    away = np.abs(column - np.median(column))
+    far = away > ABSURD * np.median(away)
+    if np.median(away) > 0 and far.any():
+        share = float(np.sum((away[far] / away.max()) ** 2) / np.sum((away / away.max()) ** 2))
+        if share > SHARE:
+            rare = ", ".join(f"{number:g}" for number in np.unique(column[far])[:3])
+            text = f"{far.sum()} of {len(column)} numbers of {field}, such as {rare}, make {share:.0%} of its variance"
+            warn(
+                DataWarning(
+                    f"{text}. If they are codes for gaps, make them NaN; if not, the logarithm may serve better"
+                )
+            )
 
 
 def labels(field: str, given: Any, count: int, allowed: str) -> tuple[NDArray[Any], NDArray[np.intp]]:

@@ -339,9 +339,10 @@ LINE: Mapping[str, Callable[[Any], bool]] = {
     "exchange": is_count,
     "answered": lambda value: isinstance(value, list) and all(map(is_count, value)),
     "refused": lambda value: (
-        isinstance(value, dict) and all(client.isdecimal() and isinstance(why, dict) for client, why in value.items())
+        isinstance(value, dict)
+        and all(client.isdecimal() and len(client) < 10 and isinstance(why, dict) for client, why in value.items())
     ),
-    "epsilon": is_number,
+    "epsilon": lambda value: is_number(value) and value >= 0,
     "ended": lambda value: isinstance(value, str),
     "kind": lambda value: value in list(ENDS),
 }
@@ -361,18 +362,19 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
     unread = 0  # lines: a kill cuts one
     ended: FedbilevelError | None = None
     if not place.exchanges.is_file():
-        raise ConfigurationError(
-            f"{place.exchanges} is missing: no exchange is over; has the run begun? see --connection"
+        what = (
+            "is no regular file" if place.exchanges.exists() else "is missing: no exchange is over; has the run begun?"
         )
+        raise ConfigurationError(f"{place.exchanges} {what} see --connection")
     for text in place.exchanges.read_text(errors="replace").splitlines():
         try:
             line = parse_printable(text, LINE)
             ended = ENDS[line["kind"]](line["ended"]) if "ended" in line else None
             if "exchange" in line:
                 round, answered, refused = line["round"], line["answered"], line.get("refused", {})
+                whys = {int(client): (round, Refusal.read(why, int(client))) for client, why in refused.items()}
                 last, replied = line, replied | set(answered)
-                absent = {client: why for client, why in absent.items() if client not in answered}
-                absent |= {int(client): (round, Refusal.read(why, int(client))) for client, why in refused.items()}
+                absent = {client: why for client, why in absent.items() if client not in answered} | whys
         except (ValueError, KeyError):
             unread += 1
     damage = [f"{counted(unread, 'line')} of {place.exchanges} cannot be read"] if unread else []

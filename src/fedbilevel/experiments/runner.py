@@ -347,7 +347,8 @@ def resumable(place: Folder, rounds: int | None) -> Spec:
 
 def _resumable(place: Folder, rounds: int | None) -> Spec:
     if not place.spec.is_file():
-        raise ConfigurationError(f"{place.path} is not the folder of a run: it has no spec.toml")
+        why = "its spec.toml is no regular file" if place.spec.exists() else "it has no spec.toml"
+        raise ConfigurationError(f"{place.path} is not the folder of a run: {why}")
     if not place.begun and place.remains() is None:
         raise CheckpointError(f"{place.path} has no checkpoint.npz to resume from")
     try:

@@ -20,6 +20,7 @@ FORMAT = 1  # of specs: one of a later format, which may have other sections, is
 STAMP = {"fedbilevel": __version__, "format": FORMAT}
 """What stands before the sections of a spec."""
 LONGEST = 2**22  # bytes of a file
+NAMES = 1_000  # in a table
 SHOWN = 200  # characters of a wrong text in an error
 DOTTED = re.compile(r"""(?<![\w"'-])(?:["'\w-]++[ \t]*+\.[ \t]*+){50}""")
 WORD = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./")
@@ -107,7 +108,9 @@ def read(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise ConfigurationError(f"{path} is not TOML: {in_a_line(error)}") from error
     format = document.get("format", FORMAT)
-    require(type(format) is int, f"{path}: format", format, "a whole number")
+    version = document.get("fedbilevel", "")
+    require(type(format) is int and format > 0, f"{path}: format", format, "a whole number from 1 on")
+    require(isinstance(version, str), f"{path}: fedbilevel", version, "the text of a version, such as '0.2.0'")
     if why := newer_format(document.get("fedbilevel"), format, FORMAT, __version__):
         raise ConfigurationError(f"{path} {why}")
     for name, content in document.items():
@@ -127,6 +130,8 @@ def _check(where: str, content: Any, depth: int = 0) -> None:
     if isinstance(content, Mapping | list):
         if depth == DEPTH:
             raise ConfigurationError(f"{where} has lists and tables in each other to a depth of more than {DEPTH}")
+        if isinstance(content, Mapping) and len(content) > NAMES:
+            raise ConfigurationError(f"{where} has a table of {len(content):,} names, more than {NAMES:,}")
         for item in content.values() if isinstance(content, Mapping) else content:
             _check(where, item, depth + 1)
     elif isinstance(content, int):

@@ -73,6 +73,8 @@ def require_memory(each: float, **count: int) -> None:
     if hasattr(os, "sysconf"):  # not on Windows
         memory, size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 16 * each + OBJECTS
         why = f"each takes {size:,.0f} bytes, and this machine has {memory / 1e9:.3g} GB"
+        if size > memory:
+            raise ConfigurationError(f"not one of {name} fits into memory: {why}; lower samples or dimensions")
         require(got * size <= memory, name, got, f"at most {int(memory / size):,}: {why}")
 
 

@@ -13,8 +13,10 @@ penalties 10^x, one of them could grow 18-fold in a round, and the inner curvatu
 The numerator is DoG's. Small entries, such as the weights of a network, start with small steps; entries that have far
 to go get longer ones, up to Rη.
 
-η = 0.1 changes a penalty 10^x by a quarter, and a weight exp(x) by a tenth. REACH comes from a sweep over random
-problems (benchmarks/results/family.txt): with 1, x is too slow where the solution is far away; with 5, it overshoots.
+η = 0.1 changes a penalty 10^x by a quarter at most, and a weight exp(x) by a tenth. What depends on several entries of
+x can change by more: where an inner curvature is 10^(x_1 + … + x_d), a smaller η is needed. REACH comes from a sweep
+over random problems (benchmarks/results/family.txt): with 1, x is too slow where the solution is far away; with 5, it
+overshoots.
 
 Sources: J. Duchi, E. Hazan and Y. Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic
 Optimization", JMLR 2011. A. Défossez, L. Bottou, F. Bach and N. Usunier, "A Simple Convergence Proof of Adam and
@@ -42,7 +44,7 @@ SHOWN = 5  # entries that a remark names at most
 class AdaGrad(NamedTuple):
     """What the server remembers of the hypergradients and of x."""
 
-    squares: PyTree  # Σ h²
+    norms: PyTree  # √(Σ h²), of which no square over- or underflows
     start: PyTree  # x_0
     farthest: PyTree  # max |x_s − x_0|
     step: Array  # ‖x_{t+1} − x_t‖ / ‖h_t‖ of the last round
@@ -60,19 +62,19 @@ class AdaGrad(NamedTuple):
         size = max(1, sum(leaf.size for leaf in jax.tree.leaves(x)))
         least = REACH * lr * jnp.minimum(1, jnp.maximum(optax.tree.norm(self.start), 1) / size**0.5)
 
-        def change(h: Array, squares: Array, farthest: Array) -> Array:
-            adagrad = over(jnp.clip(farthest, least, REACH * lr), jnp.sqrt(squares))
+        def change(h: Array, norm: Array, farthest: Array) -> Array:
+            adagrad = over(jnp.clip(farthest, least, REACH * lr), norm)
             return (-jnp.minimum(adagrad, over(lr, jnp.abs(h))) * h).astype(h.dtype)
 
-        squares = jax.tree.map(lambda total, h: total + h**2, self.squares, h)
+        norms = jax.tree.map(jnp.hypot, self.norms, h)
         distance = jax.tree.map(lambda x, start: jnp.abs(x - start), x, self.start)
         farthest = jax.tree.map(jnp.maximum, self.farthest, distance)
-        changes = jax.tree.map(change, h, squares, farthest)
+        changes = jax.tree.map(change, h, norms, farthest)
         step = over(optax.tree.norm(changes), optax.tree.norm(h)).astype(self.step.dtype)
         fading = (self.rounds / (self.rounds + 1)) ** 3
         way = move(changes, fading, self.way)
         path = move(jax.tree.map(jnp.abs, changes), fading, self.path)
-        memory = AdaGrad(squares, self.start, farthest, step, self.rounds + 1, way, path)
+        memory = AdaGrad(norms, self.start, farthest, step, self.rounds + 1, way, path)
         return optax.tree.add(x, changes), memory
 
     def remark(self, lr: float) -> str:

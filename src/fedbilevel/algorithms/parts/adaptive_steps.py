@@ -29,7 +29,7 @@ takes from x, divided by the method's own step: the server's step is LONG, so th
 clients step on x themselves, their steps are SHORT, so that they find h at the x of the server, and their replies are
 scaled by LONG/SHORT. With longer steps a client would run away whose own hypergradient is many times the mean.
 
-A message carries two numbers more, and a reply to a phase that measures five.
+A message carries two numbers and a seed more, and a reply to a phase that measures five.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.parts.adagrad import AdaGrad
-from fedbilevel.algorithms.parts.curvature import Measured, PowerMethod, ServerCurvature
+from fedbilevel.algorithms.parts.curvature import STREAM, Measured, PowerMethod, ServerCurvature
 from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalWork, Plain
 from fedbilevel.algorithms.parts.wrappers import KeepingFed, OuterOptimizer, Submodels, Wrapper
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, refuse_unless_allowed, takes_and_gives
@@ -67,10 +67,11 @@ FLAT = (
 
 
 class Steps(NamedTuple):
-    """The steps on y and v that a message carries."""
+    """The steps on y and v that a message carries, and what the random vector of a measurement is drawn by."""
 
     inner: Array
     drift: Array  # a client's, where they only decide how far it drifts
+    seed: Array
 
 
 class ClientState(NamedTuple):
@@ -106,7 +107,7 @@ class AdaptiveSteps(Wrapper):
         algorithm: the method.
         y_lr: c, the steps on y and v in units of 1/L, below 2. A step stays stable where L is measured too low by a
             factor of up to 2/c.
-        x_lr: η, the most that a round changes an entry of x.
+        x_lr: η, the most that a round changes an entry of x; less where a penalty depends on several entries.
         remember: whether a client keeps the vector of its power method, which is as large as y; if not, it makes 10
             products in place of 3 each time. `solve` sets it to False where simulated clients would keep more than half
             a gigabyte.
@@ -224,7 +225,7 @@ class AdaptiveSteps(Wrapper):
         phase, power, products = self.algorithm.phases[name], kept.power, None
         if self.measures(phase):
             x, y = (next(parts_like(kind, takes_and_gives(phase)[0], content)) for kind in "xy")
-            power, products = power.measured(client, x, y, self.batch_size, key)
+            power, products = power.measured(client, x, y, steps.seed, self.batch_size, key)
         batched = replace(client, batch_size=self.batch_size)
         method = with_steps(self.algorithm, partial(self.size, batched, steps, power.largest))
         reply = method.run_phase(name, replace(client, state=kept.inside), content, key)
@@ -322,19 +323,20 @@ class MeasuringFed(KeepingFed):
         super().__init__(fed, known, fed.sampled)
         self.wrapper, self.method, self.inner, self.agreement = wrapper, method, inner, known.agreement
 
-    def steps(self) -> Steps:
+    def steps(self) -> tuple[Array, Array]:
         """Return the steps that what is known by now allows."""
-        return Steps(*self.kept._replace(agreement=self.agreement).steps(self.wrapper.y_lr))
+        return self.kept._replace(agreement=self.agreement).steps(self.wrapper.y_lr)
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
         asked = self.wrapper.phases[self.method.phase_name(phase)]
-        update = self.fed.mean(asked, (message, self.steps()), key, unbiased=unbiased, fresh=fresh)
+        steps = Steps(*self.steps(), jax.random.bits(jax.random.fold_in(key, STREAM), dtype="uint32"))
+        update = self.fed.mean(asked, (message, steps), key, unbiased=unbiased, fresh=fresh)
         if self.wrapper.measures(phase):
             update, measured = update
             self.kept = self.kept.after(measured, square_of_y(phase, update))
-            factor = self.allowed(self.steps().inner)
+            factor = self.allowed(self.steps()[0])
             update = rescaled(phase, update, "y", [factor if name in self.wrapper.shared else 1 for name in "yv"])
         elif getattr(phase, "__multiplies__", False) and "product" in self.wrapper.shared:
             along, square = optax.tree.vdot(message[-1], update), optax.tree.norm(update, squared=True)

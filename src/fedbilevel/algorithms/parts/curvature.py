@@ -48,12 +48,15 @@ class PowerMethod(NamedTuple):
         return cls(optax.tree.zeros_like(y) if keep else None, jnp.zeros(()))
 
     def measured(
-        self, client: Client, x: PyTree, y: PyTree, batch_size: int | None, key: Array
+        self, client: Client, x: PyTree, y: PyTree, seed: Array, batch_size: int | None, key: Array
     ) -> tuple[PowerMethod, Array]:
-        """Continue at x and y; return what to keep, and how many products were made."""
+        """Continue at x and y; return what to keep, and how many products were made.
+
+        w is drawn by `seed`, the same for all clients, so that an engine that has them all draws it once.
+        """
         key = jax.random.fold_in(key, STREAM)
         products: Any = FIRST
-        start = unit(optax.tree.random_like(key, y))
+        start = unit(optax.tree.random_like(jax.random.key(seed), y))
         if self.vector is not None:
             products = jnp.where(self.largest > 0, AGAIN, FIRST)
             start = unit(move(self.vector, jnp.where(self.largest > 0, MIX, 1), start))
