@@ -12,6 +12,7 @@ import pytest
 
 os.environ["JAX_ENABLE_X64"] = "1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["TERM"] = "xterm"  # what a dumb terminal shows is tested by name
 flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
 quickly = [  # compiling is most of it, and the emitters of fused loops are more than half of compiling
     "--xla_backend_optimization_level=0",

@@ -58,11 +58,11 @@ def ran(monkeypatch):
 def request(runtime, of="y_gradient", **changes):
     """A good request about a phase at x = y = 1, changed."""
     call = next(call for call in runtime.contract.calls.values() if call.phase == of)
-    size = sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(call.message))
+    parts = [np.ones(leaf.shape, leaf.dtype).tobytes() for leaf in jax.tree.leaves(call.message)]
     good = RequestMessage(
         run=federations.NAME, contract=runtime.contract.digest, round=2, exchange=1, phase=of, call=call.name,
         key=np.asarray(jax.random.key_data(jax.random.key(5))).tobytes(), key_kind="threefry2x32", weight=0.25,
-        payload=np.ones(size).tobytes())  # fmt: skip
+        payload=b"".join(parts))  # fmt: skip
     return replace(good, **changes)
 
 

@@ -21,7 +21,7 @@ import jax
 import numpy as np
 
 from fedbilevel.core.card import Card, Shown, counted, described, listed, span
-from fedbilevel.core.errors import CheckpointError, ConfigurationError, require, require_count, unknown
+from fedbilevel.core.errors import LARGEST, CheckpointError, ConfigurationError, require, require_count, unknown
 from fedbilevel.core.inputs import require_function
 from fedbilevel.core.metrics import best, larger_is_better, metric_of, require_direction, text
 from fedbilevel.core.tree import PyTree, join, split
@@ -196,7 +196,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
-ENDLESS = 2**31 - 1  # rounds, for runs that end otherwise
+ENDLESS = LARGEST  # rounds, for runs that end otherwise
 Budget = tuple[str, float]
 """What is counted, and how much of it: ("rounds", 300), ("exchanges", 500), ("bytes", 1e9) or ("time", 200.0)."""
 

@@ -14,9 +14,9 @@ The numerator is DoG's. Small entries, such as the weights of a network, start w
 to go get longer ones, up to Rη.
 
 η = 0.1 changes a penalty 10^x by a quarter at most, and a weight exp(x) by a tenth. What depends on several entries of
-x can change by more: where an inner curvature is 10^(x_1 + … + x_d), a smaller η is needed. REACH comes from a sweep
-over random problems (benchmarks/results/family.txt): with 1, x is too slow where the solution is far away; with 5, it
-overshoots.
+x can change by more: where an inner curvature is 10^(x_1 + … + x_d), a smaller η is needed. REACH comes from two
+sweeps (benchmarks/results/family.txt). On random problems the worst tenth of ends rises a little with it, since x
+overshoots. On quadratics, whose solutions are far away, x is too slow with 1.
 
 Sources: J. Duchi, E. Hazan and Y. Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic
 Optimization", JMLR 2011. A. Défossez, L. Bottou, F. Bach and N. Usunier, "A Simple Convergence Proof of Adam and
