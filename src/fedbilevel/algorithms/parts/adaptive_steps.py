@@ -107,7 +107,8 @@ class AdaptiveSteps(Wrapper):
         algorithm: the method.
         y_lr: c, the steps on y and v in units of 1/L, below 2. A step stays stable where L is measured too low by a
             factor of up to 2/c.
-        x_lr: η, the most that a round changes an entry of x; less where a penalty depends on several entries.
+        x_lr: η, the most that a round changes an entry of x. Give less, such as 0.02, where x are the weights of a
+            network, or where a penalty depends on several entries.
         remember: whether a client keeps the vector of its power method, which is as large as y; if not, it makes 10
             products in place of 3 each time. `solve` sets it to False where simulated clients would keep more than half
             a gigabyte.
