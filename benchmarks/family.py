@@ -223,12 +223,13 @@ def fixed(name: str, group: int, x: float, y: float) -> Any:
     return with_steps(bare, size)
 
 
-def run(algorithm: Any, drawn: Member, name: str, group: int, **options: Any) -> fb.Result:
+def run(algorithm: Any, drawn: Member, name: str, group: int) -> fb.Result:
     """Play a method on a member for as many rounds as make 300 exchanges."""
     asked = GROUPS[group].asked
     cohort = None if asked == GROUPS[group].clients else asked
-    given = {"rounds": ROUNDS[name], "cohort": cohort, "key": drawn.key, "progress": False} | options
-    return fb.solve(algorithm, drawn.problem, drawn.clients, drawn.x0, drawn.y0, **given)
+    start = drawn.x0, drawn.y0
+    options = {"rounds": ROUNDS[name], "cohort": cohort, "key": drawn.key, "progress": False}
+    return fb.solve(algorithm, drawn.problem, drawn.clients, *start, **options)
 
 
 class End(NamedTuple):

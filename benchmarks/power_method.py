@@ -3,8 +3,8 @@
 python benchmarks/power_method.py
 
 A diagonal Hessian: one entry is 1, the others lie between 1 and 10^-SPREAD. When the vector has settled, another entry
-grows from 0.01 by a factor in each round, up to 10⁶. Each cell is the largest curvature over the measured one at its
-worst round, the worst of 25 draws; "at rest" is that of 100 rounds in which nothing grows. A step of 1/L is stable up
+grows from 0.01 by a factor in each round, up to 10⁶. A cell is the largest curvature divided by the measured one, in
+the worst round of the worst of 25 draws. In rows "at rest" nothing grows for 100 rounds. A step of 1/L is stable up
 to 2. MIX is the length of the random vector that is added to the kept one, AGAIN the number of products
 (algorithms/parts/curvature.py); 1.26 is what a penalty 10^x grows by in a round at most, 1.58 twice that in x.
 """

@@ -1,4 +1,4 @@
-"""Steps on x that nobody chooses: those of AdaptiveSteps beside optimizers of Optax with one setting each.
+"""Steps on x that nobody chooses: AdaptiveSteps beside optimizers of Optax, which have one setting each.
 
 FEDBILEVEL_DATA=… python benchmarks/steps_on_x.py [METHOD …] [--tasks NAME …] [--out FILE]
 
