@@ -1,14 +1,23 @@
-"""AdaGrad for each entry of x, whose numerator is the distance that the entry has come.
+"""AdaGrad for x, whose numerator is the distance that an entry has come.
 
-With h_t the hypergradient of round t, j an entry of x, d the number of entries, η the field `x_lr` and R = REACH,
+With h_t the hypergradient of round t, j an entry of x, d the number of entries, η the field `x_lr`, R = REACH, and
+w_t ≤ 1 how much x waits for y (`ServerCurvature.slower`),
 
-    x_j ← x_j − min(r_{t,j} / √(Σ_{s≤t} h_{s,j}²),  η / |h_{t,j}|) h_{t,j}
+    x_j ← x_j − min(w_t r_{t,j} / s_{t,j},  η / |h_{t,j}|) h_{t,j}
 
-    r_{t,j} = min(Rη, max(r_0, max_{s≤t} |x_{s,j} − x_{0,j}|)),    r_0 = Rη min(1, max(‖x_0‖, 1) / √d)
+    r_{t,j} = min(Rη, max(r_0, max_{u≤t} |x_{u,j} − x_{0,j}|)),    r_0 = Rη min(1, max(‖x_0‖, 1) / √d)
 
-No entry moves by more than η in a round, and the unit of the outer loss has no influence. Every entry has a sum of its
-own. With one sum for all of x, a bound on the length of a move lets all of the move go into one entry: with 39
-penalties 10^x, one of them could grow 18-fold in a round, and the inner curvature with it.
+    s_{t,j}² = Σ_{u≤t} h_{u,j}²                       where x, or a leaf of it, is a number or a vector
+    s_{t,j}² = ½ Σ_{u≤t} (h_{u,j}² + mean of h_u²)    where it has two dimensions or more, the mean over that leaf
+
+No entry moves by more than η in a round, and the unit of the outer loss has no influence.
+
+Entries of a vector, such as penalties, are unlike quantities, and every one has a sum of its own. With one sum for all
+of them, a bound on the length of a move lets all of the move go into one entry: with 39 penalties 10^x, one of them
+could grow 18-fold in a round, and the inner curvature with it. Entries of a matrix, such as the weights of a network,
+are alike and many. With sums of their own alone, weights that matter for few samples, such as those of pixels at the
+rim of an image, would move as far as all others, and what they learn would be noise. (Adafactor, too, treats matrices
+otherwise than vectors.)
 
 The numerator is DoG's. Small entries, such as the weights of a network, start with small steps; entries that have far
 to go get longer ones, up to Rη.
@@ -21,7 +30,7 @@ overshoots. On quadratics, whose solutions are far away, x is too slow with 1.
 Sources: J. Duchi, E. Hazan and Y. Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic
 Optimization", JMLR 2011. A. Défossez, L. Bottou, F. Bach and N. Usunier, "A Simple Convergence Proof of Adam and
 Adagrad", TMLR 2022, for losses that are not convex. M. Ivgi, O. Hinder and Y. Carmon, "DoG is SGD's Best Friend", ICML
-2023.
+2023. N. Shazeer and M. Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018.
 """
 
 from __future__ import annotations
@@ -44,7 +53,7 @@ SHOWN = 5  # entries that a remark names at most
 class AdaGrad(NamedTuple):
     """What the server remembers of the hypergradients and of x."""
 
-    norms: PyTree  # √(Σ h²), of which no square over- or underflows
+    norms: PyTree  # √(Σ h²) by entry, of which no square over- or underflows
     start: PyTree  # x_0
     farthest: PyTree  # max |x_s − x_0|
     step: Array  # ‖x_{t+1} − x_t‖ / ‖h_t‖ of the last round
@@ -57,13 +66,14 @@ class AdaGrad(NamedTuple):
         zeros = optax.tree.zeros_like(x)
         return cls(zeros, x, zeros, jnp.zeros(()), jnp.zeros(()), zeros, zeros)
 
-    def moved(self, x: PyTree, h: PyTree, lr: Any) -> tuple[PyTree, AdaGrad]:
-        """Return the next x and the next memory, given the hypergradient h at x and η = lr."""
+    def moved(self, x: PyTree, h: PyTree, lr: Any, slower: Any = 1) -> tuple[PyTree, AdaGrad]:
+        """Return the next x and the next memory, given the hypergradient h at x, η = lr and w = slower."""
         size = max(1, sum(leaf.size for leaf in jax.tree.leaves(x)))
         least = REACH * lr * jnp.minimum(1, jnp.maximum(optax.tree.norm(self.start), 1) / size**0.5)
 
         def change(h: Array, norm: Array, farthest: Array) -> Array:
-            adagrad = over(jnp.clip(farthest, least, REACH * lr), norm)
+            sums = norm if norm.ndim < 2 else jnp.hypot(norm, root_mean_square(norm)) / 2**0.5
+            adagrad = over(slower * jnp.clip(farthest, least, REACH * lr), sums)
             return (-jnp.minimum(adagrad, over(lr, jnp.abs(h))) * h).astype(h.dtype)
 
         norms = jax.tree.map(jnp.hypot, self.norms, h)
@@ -96,3 +106,9 @@ class AdaGrad(NamedTuple):
             f"{entries} still moving steadily at the end: either the run needs more rounds, or the outer loss has no "
             "minimum there, as of a penalty that wants to be infinite or 0; then bound x with project_x"
         )
+
+
+def root_mean_square(leaf: Array) -> Array:
+    """√⟨leaf²⟩, of which no square over- or underflows."""
+    largest = jnp.max(jnp.abs(leaf), initial=0)
+    return largest * jnp.sqrt(jnp.mean(over(leaf, largest) ** 2))

@@ -24,10 +24,11 @@ Clients step by η = c √r/L, and the server by the larger of c √r/(L Σ p a 
 the latter where clients' steps are given. (Divya Jhunjhunwala et al., "FedExP", ICLR 2023, extrapolate by 1/r where
 clients' steps are shortened by √r here.)
 
-Steps on x are AdaGrad's, for each entry (adagrad.py), along the hypergradient h of the round. h is what the method
-takes from x, divided by the method's own step: the server's step is LONG, so that h is not lost by rounding. Where
-clients step on x themselves, their steps are SHORT, so that they find h at the x of the server, and their replies are
-scaled by LONG/SHORT. With longer steps a client would run away whose own hypergradient is many times the mean.
+Steps on x are AdaGrad's, along the hypergradient h of the round, and shorter where the inner curvature has risen
+(adagrad.py, curvature.py). h is what the method takes from x, divided by the method's own step: the server's step is
+LONG, so that h is not lost by rounding. Where clients step on x themselves, their steps are SHORT, so that they find h
+at the x of the server, and their replies are scaled by LONG/SHORT. With longer steps a client would run away whose own
+hypergradient is many times the mean.
 
 A message carries two numbers and a seed more, and a reply to a phase that measures five.
 """
@@ -107,8 +108,8 @@ class AdaptiveSteps(Wrapper):
         algorithm: the method.
         y_lr: c, the steps on y and v in units of 1/L, below 2. A step stays stable where L is measured too low by a
             factor of up to 2/c.
-        x_lr: η, the most that a round changes an entry of x. Give less, such as 0.02, where x are the weights of a
-            network, or where a penalty depends on several entries.
+        x_lr: η, the most that a round changes an entry of x. Give less, such as 0.02, where x is too fast for y, or
+            where a penalty depends on several entries.
         remember: whether a client keeps the vector of its power method, which is as large as y; if not, it makes 10
             products in place of 3 each time. `solve` sets it to False where simulated clients would keep more than half
             a gigabyte.
@@ -168,7 +169,7 @@ class AdaptiveSteps(Wrapper):
         inside, outer = measuring.method.round(measuring, state.inside, key), state.outer
         if "x" in self.adapted:
             h = scaled(1 / LONG, optax.tree.sub(state.x, inside.x))
-            x, outer = outer.moved(state.x, h, self.x_lr)
+            x, outer = outer.moved(state.x, h, self.x_lr, measuring.kept.slower)
             inside = with_x(self, inside, x, "where its step adapts")
         return State(inside, measuring.kept, outer)
 

@@ -15,6 +15,10 @@ and by 1.04 where nothing grows (benchmarks/results/power_method.txt, with other
 1/L_i are stable up to a factor of 2.
 
 The server adds up what clients report. Every number follows a rise at once, and a fall by the factor FALL in a round.
+
+Where L rises because x has moved, steps of 1/L on y become shorter, and y follows x more slowly. Steps on x then become
+shorter by the same factor, so that x waits for y: by least/L, where the least L so far counts as higher by the factor
+RISE with each measurement. Otherwise the weights of a network as x can grow until y no longer follows.
 """
 
 from __future__ import annotations
@@ -33,6 +37,7 @@ from fedbilevel.oracles.products import hess_v
 FIRST = 10  # products of a client that has kept no vector
 AGAIN = 3  # products of a client that has
 MIX = 0.3  # the length of the random vector beside the one that was kept
+RISE = 1.005  # by how much L may rise from one measurement to the next without a shorter step on x
 FALL = 0.95  # what remains of a curvature, at least, from one measurement to the next
 STREAM = 0x4C  # of a phase's key, the stream of the measurement
 
@@ -93,6 +98,7 @@ class ServerCurvature(NamedTuple):
     work: Array  # Σ p_i a_i
     inverse: Array  # Σ p_i/a_i
     summed: Array  # Σ p_i a_i L_i
+    least: Array  # the least L so far, times RISE for each measurement since
     agreement: Array  # r
 
     @classmethod
@@ -102,15 +108,21 @@ class ServerCurvature(NamedTuple):
     def after(self, measured: Measured, square: Array) -> ServerCurvature:
         """Add a measurement, given ‖q‖², q being the mean of the replies for y."""
         agreement = jnp.minimum(over(square, measured.square), 1).astype(self.agreement.dtype)
-        rises = (jnp.maximum(FALL * old, new) for old, new in zip(self[:-1], measured[:-1], strict=True))
+        rises = (jnp.maximum(FALL * old, new) for old, new in zip(self[:-2], measured[:-1], strict=True))
         largest, work, inverse, summed = rises
-        return ServerCurvature(largest, work, inverse, summed, agreement)
+        least = jnp.where(self.least > 0, jnp.minimum(RISE * self.least, largest), largest)
+        return ServerCurvature(largest, work, inverse, summed, least, agreement)
 
     def steps(self, fraction: Any) -> tuple[Array, Array]:
         """Return the server's step on y and v, and a client's; 0 where nothing is known."""
         safe = over(fraction, jnp.maximum(self.largest * self.work, self.summed))
         own = jnp.sqrt(self.agreement) * over(fraction, self.largest)
         return jnp.maximum(safe, over(own, self.work * self.inverse)), own
+
+    @property
+    def slower(self) -> Array:
+        """Return least/L, by which steps on x are shorter, as those on y are."""
+        return jnp.where(self.largest > 0, over(self.least, self.largest), 1)
 
 
 def unit(vector: PyTree) -> PyTree:
