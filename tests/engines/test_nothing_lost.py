@@ -254,7 +254,7 @@ def test_a_run_that_diverges_again_and_again_ends():
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
-@pytest.mark.parametrize("method", [fb.SimFBO, fb.AFBO])
+@pytest.mark.parametrize("method", [fb.SimFBO, fb.FedBiO])
 def test_a_run_without_steps_that_no_step_suits_ends_at_finite_numbers(method, tmp_path):
     """And again where it is resumed. g = ln(1 + e^-y) + x y²/2 is convex for x > 0 alone. f wants y = 100, hence
     x = σ(-y)/y, which is 0 but for rounding: x crosses 0 however short its steps are."""
