@@ -178,7 +178,7 @@ def test_the_server_s_step_is_the_longer_of_two_safe_ones():
 
 
 def test_x_waits_where_the_inner_curvature_rises():
-    """L = 8, 2, 6, 6: the least is 8, then as much as L, which falls by 5 % at most, and follows a rise by half a
+    """L = 8, 2, 6, 6: the least is 8, then as much as L, which falls by 5 % at most, and follows a rise by a fifth of a
     percent. x's steps are least/L as long."""
     known, expected = ServerCurvature.unknown(), []
     assert float(known.slower) == 1
@@ -186,7 +186,7 @@ def test_x_waits_where_the_inner_curvature_rises():
         one = Measured.of(jnp.asarray(largest), jnp.ones(()), jnp.ones(()))
         known = known.after(one, jnp.ones(()))
         expected.append(float(known.slower))
-    assert expected == pytest.approx([1, 1, 7.6 * 1.005 / 16, 7.6 * 1.005**2 / 16])
+    assert expected == pytest.approx([1, 1, 7.6 * 1.002 / 16, 7.6 * 1.002**2 / 16])
     x, h = jnp.ones(3), jnp.asarray([1.0, 2.0, -3.0])
     usual, slow = (AdaGrad.begin(x).moved(x, 1e3 * h, 0.1, w)[0] - x for w in (1, 0.2))
     np.testing.assert_allclose(slow, -0.2 * 0.3 * np.sign(h), rtol=1e-6)

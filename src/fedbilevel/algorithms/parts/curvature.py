@@ -37,7 +37,7 @@ from fedbilevel.oracles.products import hess_v
 FIRST = 10  # products of a client that has kept no vector
 AGAIN = 3  # products of a client that has
 MIX = 0.3  # the length of the random vector beside the one that was kept
-RISE = 1.005  # by how much L may rise from one measurement to the next without a shorter step on x
+RISE = 1.002  # by how much L may rise from one measurement to the next without a shorter step on x
 FALL = 0.95  # what remains of a curvature, at least, from one measurement to the next
 STREAM = 0x4C  # of a phase's key, the stream of the measurement
 
