@@ -8,6 +8,7 @@ near x = 3: Φ′(x) = x − 3 − ε ln 10 (y* − Σ p t)ᵀy*. ε is κ^-2, s
 import dataclasses
 import itertools
 import re
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -167,7 +168,7 @@ def test_local_steps_and_their_sums_bear_unequal_work():
 def test_the_server_s_step_is_the_longer_of_two_safe_ones():
     """L Σ p a = 3·2 beside Σ p a L = 9 and 4, for sums that clients do not drift in; √r c/L beside them, over
     Σ p a Σ p/a = 2·2 where that is 4. A curvature that is not a number is no step of 0."""
-    known = ServerCurvature(*map(jnp.asarray, (3.0, 2.0, 0.5, 9.0, 3.0, 0.0)))
+    known = ServerCurvature(*map(jnp.asarray, (3.0, 2.0, 0.5, 9.0, 1.0, 0.0)))
     assert list(map(float, known.steps(1.0))) == pytest.approx([1 / 9, 0])
     assert list(map(float, known._replace(summed=jnp.asarray(4.0)).steps(1.0))) == pytest.approx([1 / 6, 0])
     alike = known._replace(agreement=jnp.asarray(0.81))
@@ -177,16 +178,21 @@ def test_the_server_s_step_is_the_longer_of_two_safe_ones():
     assert np.isnan(alike._replace(largest=jnp.asarray(jnp.nan)).steps(1.0)).all()
 
 
-def test_x_waits_where_the_inner_curvature_rises():
-    """L = 8, 2, 6, 6: the least is 8, then as much as L, which falls by 5 % at most, and follows a rise by a fifth of a
-    percent. x's steps are least/L as long."""
-    known, expected = ServerCurvature.unknown(), []
-    assert float(known.slower) == 1
-    for largest in (8.0, 2.0, 16.0, 16.0):
-        one = Measured.of(jnp.asarray(largest), jnp.ones(()), jnp.ones(()))
-        known = known.after(one, jnp.ones(()))
-        expected.append(float(known.slower))
-    assert expected == pytest.approx([1, 1, 7.6 * 1.002 / 16, 7.6 * 1.002**2 / 16])
+def test_x_waits_where_a_client_s_curvature_rises():
+    """L_i = 8, 2, 16, 16: the least is 8, then L_i, which falls by 5 % at most; and follows a rise by half a percent.
+    x's steps are least_i/L_i as long, in the mean over clients, whatever their curvatures are."""
+    problem = fb.Bilevel(lambda x, y, b: jnp.vdot(y, y), lambda x, y, b: jnp.mean(b) * x * jnp.vdot(y, y) / 2)
+    client = SimpleNamespace(problem=problem, inner_batch=lambda key, size: jnp.ones(1))
+    power, expected = PowerMethod.begin(jnp.zeros(2), keep=True), []
+    for x in (8.0, 2.0, 16.0, 16.0):
+        seed = jnp.asarray(1, jnp.uint32)
+        power, _ = power.measured(client, jnp.asarray(x), jnp.zeros(2), seed, None, jax.random.key(0))
+        expected.append(float(Measured.of(power, jnp.ones(()), jnp.ones(())).slower))
+    assert expected == pytest.approx([1, 1, 7.6 * 1.005 / 16, 7.6 * 1.005**2 / 16])
+    numbers = [Measured(*map(jnp.asarray, (1.0, 1, 1, 1, slower, 1))) for slower in (1.0, 0.4)]
+    mean = jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, *numbers)
+    assert float(ServerCurvature.unknown().slower) == 1
+    assert float(ServerCurvature.unknown().after(mean, jnp.ones(())).slower) == pytest.approx(0.85)
     x, h = jnp.ones(3), jnp.asarray([1.0, 2.0, -3.0])
     usual, slow = (AdaGrad.begin(x).moved(x, 1e3 * h, 0.1, w)[0] - x for w in (1, 0.2))
     np.testing.assert_allclose(slow, -0.2 * 0.3 * np.sign(h), rtol=1e-6)
@@ -300,7 +306,7 @@ def test_costs_are_the_methods_and_those_of_the_measures():
         assert followed.hvps == plain.hvps + 3 * (10 + 3 * (7 * often - 1))
         assert followed.gradients == plain.gradients
         assert followed.bytes_down == plain.bytes_down + (2 * 8 + 4) * plain.replies
-        assert followed.bytes_up == plain.bytes_up + 5 * 8 * 3 * 7 * often
+        assert followed.bytes_up == plain.bytes_up + 6 * 8 * 3 * 7 * often
     x_alone = fb.SimFBO(server_lr=fb.XYV(x=None, y=STEP, v=STEP), client_lr=0.02, **LOOP)
     assert played(x_alone, problem, 7).ledger.hvps == 3 * 7 * 2
 

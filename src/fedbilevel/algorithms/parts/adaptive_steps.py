@@ -30,7 +30,7 @@ LONG, so that h is not lost by rounding. Where clients step on x themselves, the
 at the x of the server, and their replies are scaled by LONG/SHORT. With longer steps a client would run away whose own
 hypergradient is many times the mean.
 
-A message carries two numbers and a seed more, and a reply to a phase that measures five.
+A message carries two numbers and a seed more, and a reply to a phase that measures six.
 """
 
 from __future__ import annotations
@@ -223,7 +223,9 @@ class AdaptiveSteps(Wrapper):
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         content, steps = message
-        kept = client.state or ClientState(None, PowerMethod(None, jnp.zeros(())))  # a fresh cohort's is out of reach
+        kept = client.state or ClientState(
+            None, PowerMethod(None, jnp.zeros(()), jnp.zeros(()))
+        )  # a fresh cohort's is out of reach
         phase, power, products = self.algorithm.phases[name], kept.power, None
         if self.measures(phase):
             x, y = (next(parts_like(kind, takes_and_gives(phase)[0], content)) for kind in "xy")
@@ -235,7 +237,7 @@ class AdaptiveSteps(Wrapper):
             reply = reply._replace(state=ClientState(kept.inside if reply.state is None else reply.state, power))
         if products is None:
             return reply
-        measured = Measured.of(power.largest, self.directions_of(client), square_of_y(phase, reply.update))
+        measured = Measured.of(power, self.directions_of(client), square_of_y(phase, reply.update))
         return reply._replace(update=(reply.update, measured), hvps=reply.hvps + products)
 
     def measures(self, phase: Phase) -> bool:

@@ -16,9 +16,10 @@ and by 1.04 where nothing grows (benchmarks/results/power_method.txt, with other
 
 The server adds up what clients report. Every number follows a rise at once, and a fall by the factor FALL in a round.
 
-Where L rises because x has moved, steps of 1/L on y become shorter, and y follows x more slowly. Steps on x then become
-shorter by the same factor, so that x waits for y: by least/L, where the least L so far counts as higher by the factor
-RISE with each measurement. Otherwise the weights of a network as x can grow until y no longer follows.
+Where L_i rises because x has moved, steps of 1/L on y become shorter, and y follows x more slowly. Steps on x then
+become shorter, too, so that x waits for y: by the mean of least_i/L_i, where the least L_i so far counts as higher by
+the factor RISE with each measurement. Otherwise the weights of a network as x can grow until y no longer follows. Each
+client compares with itself, so that a cohort with other clients than before slows nothing down.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from fedbilevel.oracles.products import hess_v
 FIRST = 10  # products of a client that has kept no vector
 AGAIN = 3  # products of a client that has
 MIX = 0.3  # the length of the random vector beside the one that was kept
-RISE = 1.002  # by how much L may rise from one measurement to the next without a shorter step on x
+RISE = 1.005  # by how much L_i may rise from one measurement to the next without a shorter step on x
 FALL = 0.95  # what remains of a curvature, at least, from one measurement to the next
 STREAM = 0x4C  # of a phase's key, the stream of the measurement
 
@@ -47,10 +48,11 @@ class PowerMethod(NamedTuple):
 
     vector: PyTree  # u_i; None: it begins anew each time
     largest: Array  # L_i; 0 before the first product
+    least: Array  # the least L_i so far, times RISE for each measurement since; 0 before the first
 
     @classmethod
     def begin(cls, y: PyTree, keep: bool) -> PowerMethod:
-        return cls(optax.tree.zeros_like(y) if keep else None, jnp.zeros(()))
+        return cls(optax.tree.zeros_like(y) if keep else None, jnp.zeros(()), jnp.zeros(()))
 
     def measured(
         self, client: Client, x: PyTree, y: PyTree, seed: Array, batch_size: int | None, key: Array
@@ -69,11 +71,12 @@ class PowerMethod(NamedTuple):
         def once(n: Array, found: PowerMethod) -> PowerMethod:
             batch = client.inner_batch(jax.random.fold_in(key, n), batch_size)
             product = hess_v(client.problem, x, y, found.vector, batch)
-            return PowerMethod(unit(product), optax.tree.norm(product).astype(self.largest.dtype))
+            return found._replace(vector=unit(product), largest=optax.tree.norm(product).astype(found.largest.dtype))
 
-        vector, largest = jax.lax.fori_loop(0, products, once, PowerMethod(start, self.largest))
-        kept = None if self.vector is None else vector
-        return PowerMethod(kept, jnp.maximum(largest, FALL * self.largest)), jnp.asarray(products)
+        found = jax.lax.fori_loop(0, products, once, self._replace(vector=start))
+        largest = jnp.maximum(found.largest, FALL * self.largest)
+        least = jnp.where(self.least > 0, jnp.minimum(RISE * self.least, largest), largest)
+        return PowerMethod(None if self.vector is None else found.vector, largest, least), jnp.asarray(products)
 
 
 class Measured(NamedTuple):
@@ -83,11 +86,13 @@ class Measured(NamedTuple):
     work: Array  # a_i
     inverse: Array  # 1/a_i
     summed: Array  # a_i L_i
+    slower: Array  # least_i/L_i; 1 where there is no curvature
     square: Array  # ‖q_i‖², q_i being its reply for y
 
     @classmethod
-    def of(cls, largest: Array, work: Array, square: Array) -> Measured:
-        numbers = largest, work, 1 / work, work * largest, square
+    def of(cls, found: PowerMethod, work: Array, square: Array) -> Measured:
+        largest, slower = found.largest, jnp.where(found.largest > 0, over(found.least, found.largest), 1)
+        numbers = largest, work, 1 / work, work * largest, slower, square
         return cls(*(number.astype(largest.dtype) for number in numbers))
 
 
@@ -98,31 +103,25 @@ class ServerCurvature(NamedTuple):
     work: Array  # Σ p_i a_i
     inverse: Array  # Σ p_i/a_i
     summed: Array  # Σ p_i a_i L_i
-    least: Array  # the least L so far, times RISE for each measurement since
+    slower: Array  # Σ p_i least_i/L_i of the last measurement, by which steps on x are shorter
     agreement: Array  # r
 
     @classmethod
     def unknown(cls) -> ServerCurvature:
-        return cls(*jnp.zeros((len(cls._fields),)))
+        return cls(*jnp.zeros((len(cls._fields),)))._replace(slower=jnp.ones(()))
 
     def after(self, measured: Measured, square: Array) -> ServerCurvature:
         """Add a measurement, given ‖q‖², q being the mean of the replies for y."""
         agreement = jnp.minimum(over(square, measured.square), 1).astype(self.agreement.dtype)
-        rises = (jnp.maximum(FALL * old, new) for old, new in zip(self[:-2], measured[:-1], strict=True))
+        rises = (jnp.maximum(FALL * old, new) for old, new in zip(self[:-2], measured[:-2], strict=True))
         largest, work, inverse, summed = rises
-        least = jnp.where(self.least > 0, jnp.minimum(RISE * self.least, largest), largest)
-        return ServerCurvature(largest, work, inverse, summed, least, agreement)
+        return ServerCurvature(largest, work, inverse, summed, measured.slower, agreement)
 
     def steps(self, fraction: Any) -> tuple[Array, Array]:
         """Return the server's step on y and v, and a client's; 0 where nothing is known."""
         safe = over(fraction, jnp.maximum(self.largest * self.work, self.summed))
         own = jnp.sqrt(self.agreement) * over(fraction, self.largest)
         return jnp.maximum(safe, over(own, self.work * self.inverse)), own
-
-    @property
-    def slower(self) -> Array:
-        """Return least/L, by which steps on x are shorter, as those on y are."""
-        return jnp.where(self.largest > 0, over(self.least, self.largest), 1)
 
 
 def unit(vector: PyTree) -> PyTree:
