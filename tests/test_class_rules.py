@@ -15,12 +15,13 @@ import pytest
 import fedbilevel as fb
 from fedbilevel import algorithms, authoring, parts
 from fedbilevel.algorithms.parts.hypergradients import Hypergradient
+from fedbilevel.algorithms.parts.layers import Layer
 from fedbilevel.algorithms.parts.local_steps import LocalOptimizer
 from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm, Part
 from fedbilevel.core.config import positive
 
-CONTRACTS = (Part, Algorithm, Hypergradient, LocalOptimizer, Wrapper)
+CONTRACTS = (Part, Algorithm, Hypergradient, Layer, LocalOptimizer, Wrapper)
 """Classes whose hooks have defaults, which a class below gives at most once."""
 
 PUBLIC = {

@@ -6,12 +6,13 @@ marked with `phase`: see docs/how-to/own-method.md. To run published methods, `f
 
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
+from fedbilevel.algorithms.parts.layers import Asked, Layer
 from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalOptimizer, Plain, descend
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, counts, fraction, positive, positive_integer, static, step_sizes
 from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
-from fedbilevel.core.fed import Fed, Public, Reply, Withheld
+from fedbilevel.core.fed import Coded, Fed, Public, Reply, Total, Withheld
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, XYV
 from fedbilevel.diagnostics.check import HypergradientReport
@@ -27,8 +28,10 @@ __all__ = [
     "XYV",
     "Algorithm",
     "Allows",
+    "Asked",
     "Asks",
     "Client",
+    "Coded",
     "Diagnosis",
     "Facts",
     "Fed",
@@ -36,6 +39,7 @@ __all__ = [
     "History",
     "HypergradientReport",
     "Implicit",
+    "Layer",
     "Ledger",
     "LocalDirections",
     "LocalImplicit",
@@ -44,6 +48,7 @@ __all__ = [
     "Plain",
     "Public",
     "Reply",
+    "Total",
     "UnitPolicy",
     "Withheld",
     "config",

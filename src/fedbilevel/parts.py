@@ -1,6 +1,7 @@
-"""Parts, the values of methods' fields: rounds on y, hypergradients, linear solvers, local steps.
+"""Parts, the values of methods' fields: rounds on y, hypergradients, linear solvers, local steps; and layers.
 
 FedNest(inner=parts.SVRG(rounds=3), hypergradient=parts.Implicit(solver=parts.CG(max_steps=20)), outer_lr=0.1)
+layered(SimFBO(server_lr=0.05, client_lr=0.05), parts.TopK(share=0.1))
 """
 
 from fedbilevel.algorithms.adbo import Lagrangian, LinearizedADMM
@@ -10,6 +11,8 @@ from fedbilevel.algorithms.parts.hypergradients import Exact, Implicit, LocalImp
 from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
 from fedbilevel.algorithms.parts.local_steps import Anchored, Mixed, Momentum, Plain, Proximal
+from fedbilevel.algorithms.parts.robust import CentredClipping, Krum, Median, TrimmedMean
+from fedbilevel.algorithms.parts.top_k import TopK
 from fedbilevel.algorithms.rabo import Coordinates, PrintedSlopes
 from fedbilevel.oracles.differences import Differences
 
@@ -17,15 +20,18 @@ __all__ = [
     "CG",
     "SVRG",
     "Anchored",
+    "CentredClipping",
     "Coordinates",
     "Differences",
     "Exact",
     "Implicit",
+    "Krum",
     "Lagrangian",
     "LinearizedADMM",
     "LocalImplicit",
     "LocalSGD",
     "MeanGradient",
+    "Median",
     "Mixed",
     "Momentum",
     "Neumann",
@@ -33,4 +39,6 @@ __all__ = [
     "PrintedSlopes",
     "Proximal",
     "SystemSteps",
+    "TopK",
+    "TrimmedMean",
 ]

@@ -3,6 +3,7 @@
 from fedbilevel import algorithms, errors, parts
 from fedbilevel.algorithms import *  # noqa: F403
 from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
+from fedbilevel.algorithms.parts.layers import layered
 from fedbilevel.algorithms.parts.wrappers import Asynchronous, OuterOptimizer, Submodels
 from fedbilevel.core import projections
 from fedbilevel.core.client import Clients, RemoteClients
@@ -54,6 +55,7 @@ __all__ = [
     "check_structure",
     "diagnose",
     "errors",
+    "layered",
     "parts",
     "projections",
     "reply_norms",

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.algorithms.parts.composed import composed
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
 from fixed_steps import fixed
 
@@ -126,5 +127,6 @@ def test_another_word_for_local_is_refused():
 
 
 def test_a_client_keeps_its_row_alone():
-    kept = fixed(fb.SimFBO()).client_state(split_quadratic("x")[0], jnp.asarray(START), jnp.zeros(DIM_Y))
+    problem, _ = split_quadratic("x")
+    kept = composed(fixed(fb.SimFBO()), problem).client_state(problem, jnp.asarray(START), jnp.zeros(DIM_Y))
     assert [leaf.shape for leaf in jax.tree.leaves(kept)] == [(1, DIM_X)]

@@ -14,7 +14,6 @@ from fedbilevel.engines.costs import (
     Sums,
     add_costs,
     exchange_costs,
-    normalise,
     split_ticks,
     weigh,
 )
@@ -115,12 +114,12 @@ def test_the_two_means_of_all_and_over_those_who_hold_an_entry():
     """Entries that both of two clients hold, the one of weight ¼ alone, and nobody; the unbiased mean of a cohort of
     weight 0.4 among ten clients is 10/2·0.4 = 2 times the other."""
     whole = Sums(jnp.asarray(3.0), jnp.asarray(0.2), {}, *[jnp.asarray(2)] * 3)
-    assert float(normalise(whole, population=10, unbiased=True)) == 15.0
-    assert float(normalise(whole, population=10, unbiased=False)) == 3.0 / 0.2
+    assert float(whole.total(10).mean(True)) == 15.0
+    assert float(whole.total(10).mean(False)) == 3.0 / 0.2
     held = jnp.array([0.4, 0.25, 0.0])
     sums = Sums(jnp.array([0.8, 0.75, 0.0]), jnp.asarray(0.4), {}, *[jnp.asarray(2)] * 3, held)
-    np.testing.assert_allclose(normalise(sums, population=10, unbiased=False), [2.0, 3.0, 0.0], rtol=1e-15)
-    np.testing.assert_allclose(normalise(sums, population=10, unbiased=True), [4.0, 6.0, 0.0], rtol=1e-15)
+    np.testing.assert_allclose(sums.total(10).mean(False), [2.0, 3.0, 0.0], rtol=1e-15)
+    np.testing.assert_allclose(sums.total(10).mean(True), [4.0, 6.0, 0.0], rtol=1e-15)
 
 
 def test_books_merge_by_kind_of_exchange_and_metric():

@@ -51,6 +51,10 @@ CASES = {
         )), "equal", None, None
     ),
     "two phases, a loop, client state": (TwoPhase(), "equal", None, None),
+    "SimFBO, top-k": (fb.layered(fixed(fb.SimFBO(batch_size=4)), fb.parts.TopK(share=0.3)), "equal", None, None),
+    "SimFBO, steps that adapt, trimmed mean": (
+        fb.layered(fb.SimFBO(batch_size=4), fb.parts.TrimmedMean()), "equal", None, None
+    ),
     "FedAvg, single level": (fb.FedAvg(batch_size=4), "equal", None, SINGLE_LEVEL),
     "FedAvg, local epochs, ragged": (fb.FedAvg(batch_size=2, local_epochs=2), "ragged", None, SINGLE_LEVEL),
     "FedNest-SGD, local epochs, ragged": (

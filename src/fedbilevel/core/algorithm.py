@@ -32,7 +32,6 @@ from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
 from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.own import as_client, check_own
 from fedbilevel.core.problem import Bilevel, Problem
-from fedbilevel.core.projections import check_set
 from fedbilevel.core.tree import PyTree
 from fedbilevel.core.weights import PlacedWeights
 
@@ -232,10 +231,8 @@ class Algorithm(Part):
         return Allows()
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
-        """Make each client's state before round 0: `init_client`, and its block of x where clients keep x."""
-        if problem.local is None:
-            return self.init_client(x, y)
-        return local_x.LocalX(local_x.local_block(x), self.init_client(None, y))
+        """Make each client's state before round 0: `init_client`, without x where clients keep x."""
+        return self.init_client(local_x.server_x(problem, x), y)
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         """Estimate the hypergradient at (x, y), in the shape of x, by the exchanges of a round.
@@ -286,9 +283,7 @@ class Algorithm(Part):
         checked = partial(reply_of, f"{self.label}.{name}", phase)
         if isinstance(message, PlacedWeights):
             client, message = replace(client, problem=message.on_whole_models(client.problem)), message.content
-        if client.problem.local is None:
-            return checked(client, message, key)
-        return local_x.run(checked, takes_and_gives(phase), self.allows.local_x, client, message, key)
+        return checked(client, message, key)
 
     @classmethod
     def estimates_hypergradient(cls) -> bool:
@@ -325,15 +320,6 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
 def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, rounds: int) -> None:
     """Let the algorithm refuse a problem, or clients, that its fields do not fit."""
     check_own(algorithm, clients.own, len(clients), rounds)
-    if problem.local is not None:
-        refuse_unless_allowed(
-            algorithm, "local_x", f"cannot leave x to its clients (Bilevel.local = {problem.local!r})"
-        )
-        if isinstance(clients, Clients):
-            local_x.check_split(clients, x)
-    if problem.project_x is not None:
-        refuse_unless_allowed(algorithm, "project_x", f"cannot keep x in a set ({type(problem).__name__}.project_x)")
-        check_set(f"{type(problem).__name__}.project_x", problem.project_x, x)
     if problem.whole:
         why = f"None: the {' and the '.join(problem.whole)} loss takes all of a client's samples (WholeLoss)"
         for path, epochs in local_epochs(algorithm).items():

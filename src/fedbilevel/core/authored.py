@@ -72,7 +72,7 @@ def checked_round(algorithm: Server, fed: Fed, state: Any, key: Array) -> Any:
         new = algorithm.round(fed, state, key)
     if wrong := difference(new, state):
         raise ConfigurationError(f"{where} must return a state like that which it got, as init made it: {wrong}")
-    return new if fed.problem.project_x is None else with_x(algorithm, new, fed.problem.project_x(new.x))
+    return new
 
 
 def with_x(algorithm: Server, state: Any, x: PyTree, cause: str = "with a project_x") -> Any:

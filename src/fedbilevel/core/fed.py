@@ -6,6 +6,7 @@ of the paths; no message decides what a client noises.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import jax
@@ -44,6 +45,81 @@ LoopBody = Callable[["Fed", Any, Array], Any]
 """(fed, carry, key) -> carry: what `Fed.repeat` does again and again."""
 
 
+class Total(NamedTuple):
+    """What came of an exchange, summed over the P clients who replied.
+
+    Where clients hold submodels, each entry is the sum over the clients that hold it. An entry that nobody holds is 0,
+    and the unbiased mean is (M/P) Σ p_i times the mean of the others.
+
+    Args:
+        update: Σ p_i u_i.
+        weight: Σ p_i.
+        responders: P.
+        population: M; where some clients are never available, M' / Σ p_i over the M' others.
+        held: of submodels: for each entry of the update, Σ p_i over the clients that hold it.
+        rows: where every reply was asked for: the updates, leaves (P, ...), and the weights (P,), 0 for a row that only
+            pads the cohort.
+    """
+
+    update: PyTree
+    weight: Any
+    responders: Any
+    population: Any
+    held: PyTree = None
+    rows: Any = None
+
+    @classmethod
+    def of_mean(cls, mean: PyTree) -> "Total":
+        """Make a total of what is a mean over everyone already."""
+        one = jnp.ones(())
+        return cls(mean, one, one, 1)
+
+    def mean(self, unbiased: bool = False) -> PyTree:
+        """Take the mean that `Fed.mean` promises."""
+        if self.held is not None:
+            share = self.population / self.responders * self.weight if unbiased else jnp.ones(())
+
+            def mean(leaf: Array, held: Array) -> Array:
+                return leaf / jnp.where(held > 0, held, 1) * share.astype(leaf.dtype)
+
+            return jax.tree.map(mean, self.update, self.held)
+        if unbiased:
+            return jax.tree.map(lambda u: u * (self.population / self.responders.astype(u.dtype)), self.update)
+        return jax.tree.map(lambda leaf: leaf / self.weight.astype(leaf.dtype), self.update)
+
+
+class Means:
+    """`Fed.mean` by `Fed.sum`."""
+
+    sum: Callable[..., Total]
+
+    def mean(
+        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
+    ) -> PyTree:
+        """Take the mean of what came: see `Fed.mean`."""
+        return self.sum(phase, message, key, fresh=fresh).mean(unbiased)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Coded:
+    """A part of an update in the form in which it is sent. It is decoded before replies are weighed and summed.
+
+    Args:
+        wire: a pytree of arrays, whose bytes the ledger counts.
+        decode: wire -> the part of the update; a module's function or a frozen dataclass, so that two are equal.
+    """
+
+    wire: PyTree
+    decode: Callable[[PyTree], PyTree] = field(metadata={"static": True})
+
+
+def decoded(update: PyTree) -> PyTree:
+    """Decode the parts of an update that are sent otherwise."""
+    coded = lambda part: isinstance(part, Coded)  # noqa: E731
+    return jax.tree.map(lambda part: part.decode(part.wire) if coded(part) else part, update, is_leaf=coded)
+
+
 class Fed(Protocol):
     """The exchanges that a round may make. No primitive returns per-client values to the server."""
 
@@ -69,6 +145,12 @@ class Fed(Protocol):
         `fresh` = c asks the round's c-th fresh cohort, 0 ≤ c < asks.fresh_cohorts, instead of the round's own: as many
         clients, drawn independently of all other cohorts. What they keep between rounds is out of reach there.
         """
+        ...
+
+    def sum(
+        self, phase: Phase, message: PyTree, key: Array, *, fresh: int | Array | None = None, each: bool = False
+    ) -> Total:
+        """Ask as `mean` does, for the total; with `each` for every reply too. For layers: methods ask for means."""
         ...
 
     def sum_first(

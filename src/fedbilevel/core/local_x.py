@@ -7,18 +7,15 @@ that the client can make: neither x nor a gradient in x needs to be in any messa
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
 
-from fedbilevel.core.client import Client, Clients
+from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
-from fedbilevel.core.fed import Phase, Reply
-from fedbilevel.core.tree import PyTree, move
+from fedbilevel.core.tree import PyTree
 
 if TYPE_CHECKING:
     from fedbilevel.core.problem import Problem
@@ -28,7 +25,6 @@ class LocalX(NamedTuple):
     """What a client keeps where x is split by client."""
 
     x: PyTree  # its block, leaves (1, ...)
-    inside: PyTree  # what the method has it keep
 
 
 def server_x(problem: Problem, x: PyTree) -> PyTree:
@@ -39,38 +35,6 @@ def server_x(problem: Problem, x: PyTree) -> PyTree:
 def local_block(x: PyTree) -> PyTree:
     """Leaves (1, ...): the block that every client starts with."""
     return jax.tree.map(lambda leaf: leaf[:1], x)
-
-
-def run(
-    phase: Phase,
-    parts: tuple[PyTree, PyTree],
-    lr: Any,
-    client: Client,
-    message: PyTree,
-    key: Array,
-) -> Reply:
-    """A phase with the client's block in the place of x, which then steps −lr·p_i along the reply's part in x.
-
-    Args:
-        parts: what the phase takes and gives: see `fedbilevel.core.algorithm.phase`.
-        lr: the size of the server's step on x.
-    """
-    takes, gives = parts
-    kept: LocalX = client.state
-    message = jax.tree.map(lambda kind, part: kept.x if kind == "x" else part, takes, message)
-    reply = phase(replace(client, state=kept.inside), message, key)
-    block = kept.x
-
-    def without(kind: str, part: PyTree) -> PyTree:
-        nonlocal block
-        if kind != "x":
-            return part
-        block = move(block, -lr * client.weight, part)
-        return None
-
-    update = jax.tree.map(without, gives, reply.update)
-    inside = kept.inside if reply.state is None else reply.state
-    return reply._replace(update=update, state=LocalX(block, inside))
 
 
 def gather_x(clients: PyTree) -> PyTree:

@@ -39,7 +39,7 @@ from fedbilevel.engines.first_look import first_look
 from fedbilevel.engines.progress import report_stage
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.operators import Extremes, conjugate_gradient, extreme_eigenvalues
-from fedbilevel.oracles.population import Population, Total
+from fedbilevel.oracles.population import Population, WeightedLoss
 
 CLIENTS = 20  # whose own losses are looked at
 SAMPLES = 20  # whose own curvature is looked at
@@ -98,7 +98,7 @@ def measure(
     report_stage("measuring single samples")
     total = Population.of(problem, clients, SAMPLES).inner
     alone = jax.tree.map(lambda a: a.reshape(-1, 1, 1, *a.shape[2:]), total.samples)
-    each = Total(alone, jnp.ones((total.weights.size, 1, 1)), total.loss)
+    each = WeightedLoss(alone, jnp.ones((total.weights.size, 1, 1)), total.loss)
     return Measurements(
         delta=delta,
         here=here,
@@ -126,7 +126,7 @@ def spread(problem: Any, clients: Clients, x: PyTree, y: PyTree, max_samples: in
     return Spread(*_dissimilarity(p, inner), *_dissimilarity(p, outer), tops(each.inner, x, y, seed))
 
 
-def tops(each: Total, x: PyTree, y: PyTree, seed: int) -> list[float]:
+def tops(each: WeightedLoss, x: PyTree, y: PyTree, seed: int) -> list[float]:
     """The largest eigenvalue of ∇²yy of each of some stacked losses."""
 
     def top(i: int) -> float:
@@ -142,7 +142,7 @@ def _gradients(each: Population, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
 
 
 @jax.jit
-def _hess_v_of(each: Total, i: Array, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
+def _hess_v_of(each: WeightedLoss, i: Array, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[i], each).hess_v(x, y, v)
 
 

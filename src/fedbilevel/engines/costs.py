@@ -16,7 +16,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.card import Card, Shown, counted, listed
-from fedbilevel.core.fed import Reply
+from fedbilevel.core.fed import Reply, Total, decoded
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.engines.virtual_time import TICK
 from fedbilevel.wording import printable, require_object
@@ -98,26 +98,32 @@ def exchange_costs(
     ticks: int | Array = 0,
     age: Array | None = None,
     *,
-    update: PyTree = None,
     exchanges: int = 1,
 ) -> RoundCosts:
     """Make the costs of an exchange, in which so many clients were asked, and which took so many ticks of the clock.
 
     `age`: of an exchange that was asked by `sum_first`, Σ p_i·(exchanges since its client was asked), for the metric
-    `staleness`. `update`: what one client sent, where the sum is shaped otherwise. `exchanges`: 0 for a further part
-    of an exchange, with clients whose messages have other sizes.
+    `staleness`. `exchanges`: 0 for a further part of an exchange, with clients whose messages have other sizes.
     """
     count = ExchangeCount(jnp.asarray(exchanges, jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
     metrics = {(phase, name): (value, sums.weight) for name, value in sums.metrics.items()}
     if age is not None:
         metrics[phase, "staleness"] = age, sums.weight
-    call = (phase, nbytes(message), nbytes(sums.update if update is None else update))
+    call = (phase, nbytes(message), nbytes(sums.update) if sums.sent is None else sums.sent.bytes)
     return RoundCosts({call: count}, sums.gradients, sums.hvps, metrics, split_ticks(ticks))
 
 
 def split_ticks(ticks: int | Array) -> Array:
     """Split ticks into (multiples of PART, rest): sums over the 65,536 longest possible exchanges fit into 32 bits."""
     return jnp.stack([jnp.asarray(ticks // PART, jnp.int32), jnp.asarray(ticks % PART, jnp.int32)])
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Sent:
+    """How many bytes each of some clients has sent: as it was sent, not as it is summed."""
+
+    bytes: int
 
 
 class Sums(NamedTuple):
@@ -130,6 +136,17 @@ class Sums(NamedTuple):
     gradients: Array
     hvps: Array
     held: PyTree = None  # of submodels: for each entry of the update, Σ p_i over the clients that hold it
+    sent: Sent | None = None  # by each client; None in sums over clients that sent unequal parts
+
+    def total(self, population: Any, rows: Any = None) -> Total:
+        """What the server's side of a method sees of it."""
+        return Total(self.update, self.weight, self.responders, population, self.held, rows)
+
+    @property
+    def row(self) -> tuple[PyTree, Array]:
+        """Of a single client: its reply as it is, and its weight, 0 for a place that only pads the cohort."""
+        weight = jnp.where(self.weight > 0, self.weight, 1)
+        return jax.tree.map(lambda leaf: leaf / weight.astype(leaf.dtype), self.update), self.weight
 
 
 def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
@@ -140,33 +157,14 @@ def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
         return leaf * weight.astype(leaf.dtype)
 
     return Sums(
-        jax.tree.map(weighted, reply.update),
+        jax.tree.map(weighted, decoded(reply.update)),
         weight,
         {name: weight * value for name, value in (reply.metrics or {}).items()},
         counts.astype(jnp.int32),
         (counts * reply.gradients).astype(jnp.int32),
         (counts * reply.hvps).astype(jnp.int32),
+        sent=Sent(nbytes(reply.update)),
     )
-
-
-def normalise(sums: Sums, population: float, unbiased: bool) -> PyTree:
-    """Take the mean that `Fed.mean` promises: Σ p_i u_i / Σ p_i, or (M/P) Σ p_i u_i over the P who replied.
-
-    Args:
-        sums: those of the P clients who replied. Where clients hold submodels, each entry has the sums of the clients
-            that hold it; an entry that nobody holds is 0, and the unbiased mean is (M/P) Σ p_i times this mean.
-        population: M; where some clients are never available, M' / Σ p_i over the M' others.
-    """
-    if sums.held is not None:
-        share = population / sums.responders * sums.weight if unbiased else jnp.ones(())
-
-        def mean(leaf: Array, held: Array) -> Array:
-            return leaf / jnp.where(held > 0, held, 1) * share.astype(leaf.dtype)
-
-        return jax.tree.map(mean, sums.update, sums.held)
-    if unbiased:
-        return jax.tree.map(lambda leaf: leaf * (population / sums.responders.astype(leaf.dtype)), sums.update)
-    return jax.tree.map(lambda leaf: leaf / sums.weight.astype(leaf.dtype), sums.update)
 
 
 _IN_JSON: dict[Any, tuple[str, Callable[[Any], bool]]] = {

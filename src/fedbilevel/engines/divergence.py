@@ -8,6 +8,7 @@ import numpy as np
 import optax
 
 from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
+from fedbilevel.algorithms.parts.layers import Layered
 from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
@@ -17,7 +18,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines.history import History
 from fedbilevel.oracles.operators import Extremes, extreme_eigenvalues
-from fedbilevel.oracles.population import Population, Total
+from fedbilevel.oracles.population import Population, WeightedLoss
 
 SAMPLES = 2_000  # of the inner loss, on which curvature is measured
 PRODUCTS = 20  # with its Hessian
@@ -63,8 +64,9 @@ def far_away(round: int, start: float, norm: float) -> str:
 
 def what_to_lower(algorithm: Algorithm) -> str:
     """Say which step sizes of a method were given as numbers, and what noise they multiply."""
-    if isinstance(algorithm, Private):
-        return f"{what_to_lower(algorithm.algorithm)}; {algorithm.privacy.what_to_lower()}"
+    if isinstance(algorithm, Layered):
+        noise = f"; {algorithm.privacy.what_to_lower()}" if isinstance(algorithm.privacy, Private) else ""
+        return f"{what_to_lower(algorithm.algorithm)}{noise}"
     names = given_steps(algorithm.algorithm if isinstance(algorithm, AdaptiveSteps) else algorithm)
     adapt = "bound x (project_x), or let it move more slowly (fb.AdaptiveSteps(method, x_lr=0.02))"
     return f"lower {' or '.join(names)}" if names else adapt
@@ -121,7 +123,7 @@ def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree
     )
 
 
-def not_finite_at(name: str, total: Total, x: PyTree, y: PyTree) -> str:
+def not_finite_at(name: str, total: WeightedLoss, x: PyTree, y: PyTree) -> str:
     """Say that a loss, or a derivative of it, is not finite at the start; or ""."""
     if not np.isfinite(total.value(x, y)):
         return (

@@ -23,13 +23,13 @@ from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.client import Client, Clients, Samples
 from fedbilevel.core.config import at, is_concrete
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.core.fed import LoopBody, Phase, Reply
+from fedbilevel.core.fed import LoopBody, Means, Phase, Reply, Total
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, is_floating, nbytes
-from fedbilevel.engines.costs import ExchangeKind, Sums, normalise, weigh
+from fedbilevel.engines.costs import ExchangeKind, Sums, weigh
 from fedbilevel.engines.fingerprint import method_key
 from fedbilevel.machinery.kept import kept, of_array, shapes_of
 
@@ -93,8 +93,11 @@ def _shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree)
 
 
+MANY = 1000  # replies that a robust rule sees while it is traced: no fewer than it needs
+
+
 @dataclass(eq=False)
-class Recorder:
+class Recorder(Means):
     """A `Fed` for tracing: every exchange has a single client, whose samples are the examples."""
 
     algorithm: Algorithm
@@ -106,10 +109,10 @@ class Recorder:
     repetition: int = 0
     times: float = 1.0  # that the loops around an exchange repeat it
 
-    def mean(
-        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
-    ) -> PyTree:
-        return normalise(self.asked(phase, message, key, fresh, early=False), 1, unbiased)
+    def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
+        sums = self.asked(phase, message, key, fresh, early=False)
+        rows = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (MANY, *leaf.shape)), sums.row) if each else None
+        return sums.total(1, rows)
 
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None

@@ -18,7 +18,7 @@ from fedbilevel.core.authored import checked_round
 from fedbilevel.core.client import Client, Clients, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
-from fedbilevel.core.fed import Phase, Reply
+from fedbilevel.core.fed import Means, Phase, Reply, Total
 from fedbilevel.core.own import changing, numbers_of
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.ragged import Ragged, check_finite
@@ -31,7 +31,6 @@ from fedbilevel.engines.costs import (
     add_costs,
     empty_costs,
     exchange_costs,
-    normalise,
     split_ticks,
     stack_costs,
     weigh,
@@ -58,7 +57,7 @@ AskClient = Callable[[int, dict[str, Array]], tuple[Sums, Reply]]
 PutBack = Callable[[Sums], Sums]
 
 
-class ReferenceFed:
+class ReferenceFed(Means):
     """The exchanges of a round, client by client. An error names the client.
 
     Where clients hold submodels, each is sent its part of a message, and each entry is averaged over the clients that
@@ -82,11 +81,9 @@ class ReferenceFed:
         self.own = self.cohort(keys)
         self.round_costs = empty_costs()
 
-    def mean(
-        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
-    ) -> PyTree:
+    def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
         ids, own = self.own if fresh is None else self.cohort(self.keys.of_fresh(fresh))
-        totals, spent = [], []
+        totals, spent, replies = [], [], []
         asked: list[int] = []
         for place, i in enumerate(ids.tolist()):
             if not self.run.pace.ever_available(i):
@@ -99,10 +96,12 @@ class ReferenceFed:
             self.round_costs = add_costs(self.round_costs, costs)
             spent.append(sums.gradients + sums.hvps)
             asked.append(i)
-            totals.append(whole(sums))
+            totals.append(whole(sums)._replace(sent=None))
+            replies.append(sums.row)
         ticks = self.wait_for(jnp.array(asked), jnp.stack(spent))
         self.round_costs = self.round_costs._replace(time=self.round_costs.time + split_ticks(ticks))
-        return normalise(reduce(partial(jax.tree.map, jnp.add), totals), self.run.population, unbiased)
+        rows = jax.tree.map(lambda *leaves: jnp.stack(leaves), *replies) if each else None
+        return reduce(partial(jax.tree.map, jnp.add), totals).total(self.run.population, rows)
 
     def portion(self, phase: Phase, message: PyTree, i: int) -> tuple[PyTree, PutBack]:
         """Cut the part of a message that client i is sent; with it, what puts its sums into the whole shapes."""

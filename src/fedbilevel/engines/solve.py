@@ -16,7 +16,8 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.algorithms.parts.adaptive_steps import adaptive
-from fedbilevel.algorithms.parts.private import private
+from fedbilevel.algorithms.parts.composed import composed
+from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
 from fedbilevel.core.config import open_steps
@@ -168,7 +169,8 @@ def solve(
     if privacy is not None:
         privacy.epsilon_after(1)  # the accountant is installed
         check_noise("privacy", algorithm)
-        algorithm = private(algorithm, privacy, counts=clients.capacity is None)
+    noise = None if privacy is None else Private(**vars(privacy), counts=clients.capacity is None)
+    algorithm = composed(algorithm, problem, noise)
     require_start("x0", x0, x)
     if isinstance(problem, SingleLevel | SimpleBilevel):
         require(y0 is None, "y0", y0, f"None, as {type(problem).__name__} problems have no inner variable")

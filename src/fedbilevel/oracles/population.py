@@ -26,14 +26,14 @@ from fedbilevel.core.tree import PyTree, is_floating, on_device
 CHUNK = 256  # samples that are vectorised together
 
 
-def hess_v(total: Total, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
+def hess_v(total: WeightedLoss, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
     """Return ∇²yy F·v, like y. Not compiled: JAX would keep the loss, and with it all that it closes over."""
     return total.stream(lambda loss: jax.jvp(lambda y: jax.grad(loss, 1)(x, y), (y,), (v,))[1])
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class Total:
+class WeightedLoss:
     """A loss as a weighted sum over samples: a pytree, so that its data are arguments of whatever is compiled.
 
     Where g is not a mean over samples but g = ½‖y − r(x)‖², r being such a mean (compositional problems), `value`
@@ -92,8 +92,8 @@ class Total:
 class Population:
     """F and G of all clients, or of as many samples as were taken."""
 
-    outer: Total
-    inner: Total
+    outer: WeightedLoss
+    inner: WeightedLoss
 
     @classmethod
     def of(cls, problem: Problem, clients: Clients, max_samples: int | None = None) -> Population:
@@ -105,11 +105,11 @@ class Population:
         require_count("max_samples", max_samples, optional=True)
         every = np.arange(len(clients))
 
-        def total(name: str) -> Total:
+        def total(name: str) -> WeightedLoss:
             loss, rows = _loss_and_samples(problem, clients, name)
             index, weights = chosen(rows, every, clients.weights, max_samples)
             samples, share = on_device(_chunked(rows, index, weights))
-            return Total(samples, share, loss)
+            return WeightedLoss(samples, share, loss)
 
         return cls(total("outer"), total("inner"))
 
@@ -122,7 +122,7 @@ class Population:
         require(len(ids) > 0, "ids", ids, "at least one client")
         share = None if max_samples is None else max(1, max_samples // len(ids))
 
-        def total(name: str) -> Total:
+        def total(name: str) -> WeightedLoss:
             loss, rows = _loss_and_samples(problem, clients, name)
             longest = int(rows.size[list(ids)].max()) if share is None else min(share, int(rows.size[list(ids)].max()))
             return _stacked(loss, rows, [chosen(rows, np.array([i]), np.ones(1), share) for i in ids], longest)
@@ -133,7 +133,7 @@ class Population:
     def batches(cls, problem: Problem, clients: Clients, ids: Sequence[int], size: int, seed: int) -> Population:
         """Stack the losses of single clients as `each` does, on a batch of each, drawn as clients draw theirs."""
 
-        def total(name: str) -> Total:
+        def total(name: str) -> WeightedLoss:
             loss, rows = _loss_and_samples(problem, clients, name)
             rng = np.random.default_rng(seed)
             places = [rows.start[i] + rng.integers(rows.size[i], size=size) for i in ids]
@@ -168,11 +168,11 @@ def chosen(rows: Ragged, ids: np.ndarray, p: np.ndarray, limit: int | None) -> t
     return rows.start[ids][owner] + place - (ends - sizes)[owner], weights / weights.sum()
 
 
-def _stacked(loss: Loss, rows: Ragged, parts: Sequence[tuple[np.ndarray, np.ndarray]], length: int) -> Total:
+def _stacked(loss: Loss, rows: Ragged, parts: Sequence[tuple[np.ndarray, np.ndarray]], length: int) -> WeightedLoss:
     """Stack a loss for each of `parts`, (places, weights of these), padded to `length` samples."""
     chunks = [_chunked(rows, index, weights, length) for index, weights in parts]
     samples, weight = on_device(jax.tree.map(lambda *leaves: np.stack(leaves), *chunks))
-    return Total(samples, weight, loss)
+    return WeightedLoss(samples, weight, loss)
 
 
 def _chunked(

@@ -47,6 +47,7 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.adagrad import AdaGrad
 from fedbilevel.algorithms.parts.curvature import STREAM, Measured, PowerMethod, ServerCurvature
+from fedbilevel.algorithms.parts.layers import Layered
 from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalWork, Plain
 from fedbilevel.algorithms.parts.wrappers import KeepingFed, OuterOptimizer, Submodels, Wrapper
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, refuse_unless_allowed, takes_and_gives
@@ -282,7 +283,7 @@ def adaptive(algorithm: Algorithm, problem: Problem, remember: bool = True) -> A
         return algorithm
     if isinstance(algorithm, AdaptiveSteps):
         return algorithm
-    if isinstance(algorithm, OuterOptimizer):
+    if isinstance(algorithm, OuterOptimizer | Layered):
         return replace(algorithm, algorithm=adaptive(algorithm.algorithm, problem, remember))
     if isinstance(algorithm, Wrapper):
         entry = "submodels" if isinstance(algorithm, Submodels) else "late"

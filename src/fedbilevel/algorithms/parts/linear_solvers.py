@@ -33,7 +33,7 @@ from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.machinery.kept import compiled
 from fedbilevel.machinery.threefry import uniform_below
 from fedbilevel.oracles.operators import Iteration, extreme_eigenvalues
-from fedbilevel.oracles.population import Population, Total, hess_v
+from fedbilevel.oracles.population import Population, WeightedLoss, hess_v
 
 Sampling = Literal["random", "random_per_client"]
 Product = Callable[[Any, PyTree, Array, Any], PyTree]
@@ -262,6 +262,6 @@ def check_neumann_step(
         require(float(step) * largest < 2, field, float(step), f"{allowed}{largest:.4g}")
 
 
-def _hess_v(several: Total, k: Array, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
+def _hess_v(several: WeightedLoss, k: Array, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
     """Multiply by the Hessian in y of the k-th of several losses, whose leaves are stacked."""
     return hess_v(jax.tree.map(lambda leaf: leaf[k], several), x, y, v)

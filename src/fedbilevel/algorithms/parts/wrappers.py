@@ -39,7 +39,7 @@ from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive_integer, static, wrapped
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.facts import Allows, Asks, Findings, No
-from fedbilevel.core.fed import Fed, LastReply, LoopBody, Phase, Reply, ReplyDelta
+from fedbilevel.core.fed import Fed, LastReply, LoopBody, Means, Phase, Reply, ReplyDelta, Total
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
@@ -320,7 +320,7 @@ class Asynchronous(Wrapper):
         return found._replace(columns=found.columns | delays)
 
 
-class KeepingFed:
+class KeepingFed(Means):
     """A `Fed` that a wrapper gives the method inside; its loops carry what it keeps from exchange to exchange."""
 
     def __init__(self, fed: Fed, kept: Any, sampled: bool) -> None:
@@ -348,6 +348,9 @@ class LastRepliesFed(KeepingFed):
     def __init__(self, fed: Fed, wrapper: Asynchronous, replies: dict[str, LastReplies]) -> None:
         super().__init__(fed, replies, sampled=False)
         self.wrapper = wrapper
+
+    def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
+        return Total.of_mean(self.mean(phase, message, key))
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None

@@ -13,7 +13,7 @@ from jax import Array, lax
 
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.client import Client, Samples
-from fedbilevel.core.fed import LoopBody, Phase
+from fedbilevel.core.fed import LoopBody, Means, Phase, Total
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import in_flight
@@ -23,7 +23,6 @@ from fedbilevel.engines.costs import (
     add_costs,
     empty_costs,
     exchange_costs,
-    normalise,
     split_ticks,
     weigh,
 )
@@ -105,7 +104,7 @@ class ExchangeState(NamedTuple):
 
 
 @dataclass(eq=False)
-class LocalFed:
+class LocalFed(Means):
     """The exchanges of a round: see `Fed`. Sums stream over chunks; replies of single clients are never stacked.
 
     The members of a cohort are grouped by class of capacity, and each class is sent its part of a message. Without
@@ -128,29 +127,28 @@ class LocalFed:
         self.sampled = self.layout.draws.some(self.layout.population)
         self.round_costs = empty_costs()
 
-    def mean(
-        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
-    ) -> PyTree:
+    def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
         classes = self.members if fresh is None else self.draw(fresh, self.repetition)
         name = self.algorithm.phase_name(phase)
-        sums, units, entries = [], [], []
+        sums, units, entries, rows = [], [], [], []
         for number, members in enumerate(classes):
-            of_class, states, computed, (down, up) = self.sums_of(phase, message, key, fresh, number, members)
+            of_class, (states, computed, row), down = self.sums_of(phase, message, key, fresh, number, members, each)
             if fresh is None:
                 self.underway = self.underway._replace(states=states)
-            sums.append(of_class)
+            sums.append(of_class._replace(sent=None))
             units.append(computed)
+            rows.append(row)
             first = int(number == 0)  # the others are further parts of the same exchange
-            entries.append(exchange_costs(name, down, of_class, of_class.responders, update=up, exchanges=first))
+            entries.append(exchange_costs(name, down, of_class, of_class.responders, exchanges=first))
         ticks = self.wait_for(_joined(classes), None if self.pace.compute is None else _joined(units))
         time = empty_costs()._replace(time=split_ticks(ticks))
         self.round_costs = reduce(add_costs, [self.round_costs, *entries, time])
         total = reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums)
-        return normalise(total, self.layout.available_population, unbiased)
+        return total.total(self.layout.available_population, _joined(rows) if each else None)
 
     def sums_of(
-        self, phase: Phase, message: PyTree, key: Array, fresh: Any, number: int, members: Members
-    ) -> tuple[Sums, PyTree, Any, tuple[PyTree, PyTree]]:
+        self, phase: Phase, message: PyTree, key: Array, fresh: Any, number: int, members: Members, each: bool
+    ) -> tuple[Sums, tuple[PyTree, Any, Any], PyTree]:
         """Make the exchange with a class of capacity.
 
         Args:
@@ -158,17 +156,19 @@ class LocalFed:
             members: those of the class on this device.
 
         Returns:
-            The sums over the class, in the shapes of the whole model; the next states of its members; the gradients and
-            hvps that each computed, or None where the clock does not ask; the shapes of a message down and of a reply.
+            The sums over the class, in the shapes of the whole model; the next states of its members, the gradients and
+            hvps that each computed, or None where the clock does not ask, and, with `each`, all replies of the cohort;
+            the shapes of a message.
         """
         submodels = self.submodels
-        shapes: list[PyTree] = [None, None]
+        shapes: PyTree = None
         if submodels is not None:
             takes, gives = takes_and_gives(phase)
             same = submodels.units(number)
             small = submodels.unit_layout.sent(takes, message, same) if submodels.alike else None
 
         def contribute(member: Members, state: PyTree) -> tuple[Sums, tuple[PyTree, Any]]:
+            nonlocal shapes
             if submodels is None:
                 part = message
             elif submodels.alike:
@@ -178,20 +178,20 @@ class LocalFed:
                 part = submodels.unit_layout.sent(takes, message, units)
             sums, kept = self.question(phase, part, key)[1](member, state)
             if submodels is not None:
-                shapes[:] = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), (part, sums.update))
+                shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), part)
             if submodels is not None and not submodels.alike:
                 sums = put_back(submodels.unit_layout, gives, sums, units)
-            return sums, (kept, None if self.pace.compute is None else sums.gradients + sums.hvps)
+            work = None if self.pace.compute is None else sums.gradients + sums.hvps
+            return sums, (kept, (work, sums.row if each else None))
 
         states, chunk = self.underway.states if fresh is None else None, chunk_of(self.layout, number)
-        sums, (states, computed) = sum_over_clients(contribute, members, states, chunk, self.gaps)
+        sums, (states, (computed, rows)) = sum_over_clients(contribute, members, states, chunk, self.gaps)
         if self.layout.axis:
             sums = lax.psum(sums, self.layout.axis)
-        if submodels is None:
-            return sums, states, computed, (message, sums.update)
-        if submodels.alike:
+            rows = lax.all_gather(rows, self.layout.axis, tiled=True) if each else None
+        if submodels is not None and submodels.alike:
             sums = put_back(submodels.unit_layout, gives, sums, same)
-        return sums, states, computed, (shapes[0], shapes[1])
+        return sums, (states, computed, rows), message if submodels is None else shapes
 
     @property
     def gaps(self) -> bool:

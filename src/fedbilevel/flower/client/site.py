@@ -20,6 +20,7 @@ from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
 
 from fedbilevel.algorithms.parts.adaptive_steps import adaptive
+from fedbilevel.algorithms.parts.composed import composed
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_solves
 from fedbilevel.core.client import Client, Clients, RemoteClients, Samples
 from fedbilevel.core.config import at
@@ -93,7 +94,7 @@ class Site:
     def __post_init__(self) -> None:
         check_algorithm(self.algorithm)
         check_solves(self.algorithm, self.problem)
-        object.__setattr__(self, "algorithm", adaptive(self.algorithm, self.problem))
+        object.__setattr__(self, "algorithm", composed(adaptive(self.algorithm, self.problem), self.problem))
         require(isinstance(self.own, Mapping), "Site.own", self.own, "numbers by name")
         path_of = "Site.own[{!r}]".format
         for name, number in self.own.items():

@@ -14,7 +14,7 @@ from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, require, require_count
-from fedbilevel.core.fed import Phase, Reply
+from fedbilevel.core.fed import Means, Phase, Reply, Total
 from fedbilevel.core.own import OwnNumbers, changing, numbers_of
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree
@@ -31,7 +31,7 @@ Metrics = dict[str, tuple[Any, Any]]
 """Metric name -> (Σ p_i m_i, Σ p_i) over the clients that sent it."""
 
 
-class FlowerFed:
+class FlowerFed(Means):
     """The `Fed` of one round over Flower. A client that does not reply, or whose reply cannot count, is treated as
     absent from that exchange.
 
@@ -62,16 +62,16 @@ class FlowerFed:
         self.classes = classes  # (M,) the capacity class of each client
         self.first_of_class = np.unique(classes, return_index=True)[1]
 
-    def mean(
-        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
-    ) -> PyTree:
+    def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
         spec = self.spec(phase, message, key, fresh=fresh is not None, first=False)
         cohort = self.own if fresh is None else self.cohort(self.keys.of_fresh(int(fresh)))
         exchange = Exchange(self.session, spec, cohort, self.session.terms.needed(len(cohort)), set())
         replies = exchange.gather()
         sums = self.total(spec.phase, replies)
         self.record(exchange, sums, self.measured(replies))
-        return jax.tree.map(jnp.asarray, costs.normalise(sums, len(self.session.clients), unbiased))
+        rows = [self.weighed(reply).row for reply in replies] if each else None
+        total = sums.total(len(self.session.clients), rows and jax.tree.map(lambda *leaves: np.stack(leaves), *rows))
+        return jax.tree.map(jnp.asarray, total)
 
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
@@ -185,7 +185,7 @@ class FlowerFed:
             sums = reduce(partial(jax.tree.map, np.add), map(self.weighed, group))
             if self.submodels is not None:
                 sums = self.session.submodel_programs.put_back(self.unbound(phase), sums, self.units(client))
-            totals.append(sums)
+            totals.append(sums._replace(sent=None))
         return reduce(partial(jax.tree.map, np.add), totals)
 
     def weighed(self, reply: CountedReply) -> Sums:

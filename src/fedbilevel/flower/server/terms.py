@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.fed import decoded
 from fedbilevel.core.privacy import norm_of, vector_of
 from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
 from fedbilevel.flower.refusal import Code, Refusal
@@ -102,7 +103,7 @@ def check_response(response: ResponseMessage, call: CallSignature, terms: Terms,
         Refusal: the response must not count.
     """
     require_layout("its update", response.layout, layout(call.update))
-    update = from_bytes(response.payload, call.update)
+    update = decoded(from_bytes(response.payload, call.update))
     if bad := nonfinite_leaves(update):
         raise Refusal(Code.BOUND, f"its update is not finite in {', '.join(bad)}")
     if huge := [path for path, leaf in jax.tree_util.tree_leaves_with_path(update) if too_large(leaf)]:

@@ -1,0 +1,132 @@
+"""Robust rules, which take the place of the mean of clients' replies and which few bad clients cannot move far.
+
+They need every reply of an exchange, as rows (P, d), with the weights (P,) of the clients, 0 for a row that only pads
+the cohort: P·d numbers of memory at the server.
+
+Sources: D. Yin, Y. Chen, K. Ramchandran and P. Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
+Statistical Rates", ICML 2018 (trimmed mean, median). P. Blanchard, E. M. El Mhamdi, R. Guerraoui and J. Stainer,
+"Machine Learning with Adversaries: Byzantine Tolerant Gradient Descent", NeurIPS 2017 (Krum). S. P. Karimireddy, L. He
+and M. Jaggi, "Learning from History for Byzantine Robust Optimization", ICML 2021 (centred clipping).
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jax.flatten_util import ravel_pytree
+
+from fedbilevel.algorithms.parts.layers import Ask, Asked, Kept, Layer
+from fedbilevel.core.config import positive, positive_integer
+from fedbilevel.core.errors import require
+from fedbilevel.core.facts import Allows, No
+from fedbilevel.core.fed import Total
+
+
+class RobustRule(Layer):
+    """Put a rule in the place of the mean of replies."""
+
+    place, cannot = "rule", "cannot have a robust rule"
+    excludes: ClassVar[Mapping[str, str]] = {"top_k": "the server would have to keep the memory of every client"}
+
+    def allows(self, inside: Allows) -> Allows:
+        late = No("its server has a robust rule, and knows late replies by their sum alone")
+        return inside._replace(late=late, submodels=No("its server has a robust rule, and few clients hold an entry"))
+
+    def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:
+        updates, weights = ask(replace(asked, each=True)).rows
+        rows = jax.vmap(lambda update: ravel_pytree(update)[0])(updates)
+        _, unravel = ravel_pytree(jax.tree.map(lambda leaf: leaf[0], updates))
+        return Total.of_mean(unravel(self.of(rows, weights))), kept
+
+    @abstractmethod
+    def of(self, rows: Array, weights: Array) -> Array:
+        """Return one vector (d,) for the replies (P, d) of clients with these weights (P,)."""
+
+
+def require_replies(path: str, bad: int, rows: Array, least: int) -> None:
+    """Refuse a number of bad clients that so many replies do not outvote."""
+    allowed = f"less for {len(rows)} replies in an exchange, of which it needs {least}"
+    require(len(rows) >= least, path, bad, allowed)
+
+
+class TrimmedMean(RobustRule):
+    """Take the mean of each entry without its largest and its smallest values. Weights do not count.
+
+    Args:
+        trim: how many values are left out at each end; an exchange needs 2·trim + 1 replies or more.
+    """
+
+    kind = "trimmed_mean"
+    trim: int = positive_integer(default=1)
+
+    def of(self, rows: Array, weights: Array) -> Array:
+        require_replies("TrimmedMean.trim", self.trim, rows, 2 * self.trim + 1)
+        here = weights > 0
+        count = jnp.sum(here)
+        ascending = jnp.sort(jnp.where(here[:, None], rows, jnp.inf), axis=0)  # padding comes last
+        place = jnp.arange(len(rows))[:, None]
+        inside = (place >= self.trim) & (place < count - self.trim)
+        return jnp.sum(jnp.where(inside, ascending, 0), axis=0) / jnp.sum(inside)
+
+
+class Median(RobustRule):
+    """Take the weighted median of each entry: the least value up to which the weights are half of all, or more."""
+
+    kind = "median"
+
+    def of(self, rows: Array, weights: Array) -> Array:
+        order = jnp.argsort(rows, axis=0)
+        below = jnp.cumsum(weights[order], axis=0)
+        half = jnp.argmax(below >= below[-1:] / 2, axis=0)
+        return jnp.take_along_axis(jnp.take_along_axis(rows, order, 0), half[None], 0)[0]
+
+
+class Krum(RobustRule):
+    """Take the reply that is nearest to its P − bad − 2 nearest others, by the sum of squares. Weights do not count.
+
+    Args:
+        bad: how many clients may be bad; an exchange needs 2·bad + 3 replies or more.
+    """
+
+    kind = "krum"
+    bad: int = positive_integer(default=1)
+
+    def of(self, rows: Array, weights: Array) -> Array:
+        require_replies("Krum.bad", self.bad, rows, 2 * self.bad + 3)
+        here = weights > 0
+        squares = jax.lax.map(lambda row: jnp.sum((rows - row) ** 2, axis=1), rows)
+        others = here[None] & ~jnp.eye(len(rows), dtype=bool)
+        near = jnp.sort(jnp.where(others, squares, jnp.inf), axis=1)
+        among = jnp.arange(len(rows)) < jnp.sum(here) - self.bad - 2
+        score = jnp.sum(jnp.where(among, near, 0), axis=1)
+        return rows[jnp.argmin(jnp.where(here, score, jnp.inf))]
+
+
+class CentredClipping(RobustRule):
+    """Move from the median by the weighted mean of the replies' differences to it, each cut to a length, some times.
+
+    Args:
+        radius: τ, the largest length of a difference, in the unit of replies.
+        steps: how many times.
+    """
+
+    kind = "centred_clipping"
+    radius: float = positive(default=1.0)
+    steps: int = positive_integer(default=3)
+
+    def of(self, rows: Array, weights: Array) -> Array:
+        shares = (weights / jnp.sum(weights))[:, None]
+
+        def step(_: Any, center: Array) -> Array:
+            away = rows - center
+            length = jnp.linalg.norm(away, axis=1, keepdims=True)
+            kept = jnp.minimum(1, self.radius / jnp.where(length > 0, length, 1))
+            return center + jnp.sum(shares * kept * away, axis=0)
+
+        return jax.lax.fori_loop(0, self.steps, step, Median().of(rows, weights))

@@ -1,0 +1,182 @@
+"""Layers in general: each asks once and runs once, keeps what it began with, and is the same on every engine."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel import authoring, parts
+from fedbilevel.algorithms.parts.in_set import InSet
+from fedbilevel.algorithms.parts.layers import Asked, Layer, Layered, innermost, layered
+from fedbilevel.algorithms.parts.own_block import OwnBlock
+from fedbilevel.algorithms.parts.private import Private
+from fedbilevel.authoring import Reply, Total
+from fedbilevel.core.tree import XYV
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.tasks.quadratic import quadratic
+from test_class_rules import below
+
+METHOD = fb.SimFBO(local_steps=1, batch_size=None, server_lr=XYV(0.2, 0.1, 0.1), client_lr=0.1)
+LAYERS = {
+    "in_set": InSet(),
+    "own_block": OwnBlock(),
+    "private": Private(clip=1.0, noise_multiplier=0.5, delta=1e-5),
+    "top_k": parts.TopK(share=0.5),
+    "trimmed_mean": parts.TrimmedMean(),
+    "median": parts.Median(),
+    "krum": parts.Krum(),
+    "centred_clipping": parts.CentredClipping(),
+}
+
+
+def test_every_layer_is_tried():
+    kinds = {cls.kind for cls in below(Layer) if hasattr(cls, "kind") and cls.__module__.startswith("fedbilevel.")}
+    assert kinds == set(LAYERS)
+
+
+@pytest.mark.parametrize("kind", LAYERS)
+def test_a_layer_asks_once_runs_once_and_keeps_what_it_began_with(kind):
+    """Called twice, what is inside would be paid for twice; called never, its reply would be another's."""
+    task, calls = quadratic(clients=6, dim_x=6, dim_y=3, samples=(2, 2)), []
+    own = {"local": "x"} if kind == "own_block" else {"project_x": jnp.abs}
+    problem = fb.Bilevel(task.problem.outer, task.problem.inner, **own)
+    layer, x, y = LAYERS[kind], jnp.asarray(task.x0), jnp.asarray(task.y0)
+    part = XYV(jnp.ones(6), jnp.ones(3), jnp.ones(3))
+    rows = jax.tree.map(lambda leaf: jnp.stack([leaf * i for i in range(6)]), part), jnp.full(6, 1 / 6)
+    phase = METHOD.phase_name(METHOD.local_updates)
+    asked = Asked(METHOD, phase, part, jax.random.key(0))
+    client = SimpleNamespace(weight=jnp.asarray(0.5))
+
+    def ask(again):
+        calls.append("ask")
+        update = part
+        if kind == "top_k":
+            update = (part, jax.tree.map(lambda _: None, part)), authoring.Public(jnp.ones(()))
+        return Total(update, jnp.ones(()), jnp.asarray(6), 6, rows=rows if again.each else None)
+
+    def run(client, message):
+        calls.append("run")
+        return Reply(part)
+
+    kept = layer.server_slot(METHOD, x, y)
+    total, after = layer.exchange(asked, kept, ask)
+    assert jax.tree.structure(after) == jax.tree.structure(kept)
+    assert isinstance(total, Total)
+    kept = layer.client_slot(METHOD, problem, x, y)
+    reply, after = layer.reply(asked, kept, client, run)
+    assert jax.tree.structure(after) == jax.tree.structure(kept)
+    assert isinstance(reply, Reply)
+    assert calls == ["ask", "run"]
+
+
+PAIRS = {
+    "top-k": (layered(METHOD, parts.TopK(share=0.3)), None),
+    "top-k, privacy": (layered(METHOD, parts.TopK(share=0.3)), fb.Privacy(clip=1.0, noise_multiplier=0.3, delta=1e-5)),
+    "trimmed mean": (layered(METHOD, parts.TrimmedMean()), None),
+    "median": (layered(METHOD, parts.Median()), None),
+    "Krum": (layered(METHOD, parts.Krum()), None),
+    "centred clipping, steps that adapt": (
+        layered(fb.SimFBO(batch_size=None), parts.CentredClipping(radius=9.0)),
+        None,
+    ),
+    "centred clipping, FedNest": (layered(fb.FedNest(batch_size=None), parts.CentredClipping(radius=9.0)), None),
+}
+ENGINES = (fb.Local(), fb.Local(devices=2), fb.Local(chunk=2))
+
+
+@pytest.mark.parametrize("case", PAIRS)
+def test_engines_agree(case):
+    """x is in a set as well; cohorts of 5 of 7 unlike clients, which chunks and devices pad."""
+    method, privacy = PAIRS[case]
+    task = quadratic(clients=7, dim_x=4, dim_y=3, samples=(3, 3))
+    problem = fb.Bilevel(task.problem.outer, task.problem.inner, project_x=lambda x: jnp.clip(x, -0.5, 0.5))
+
+    def run(engine):
+        given = problem, task.clients, task.x0, task.y0
+        return fb.solve(method, *given, rounds=3, cohort=5, key=4, engine=engine, privacy=privacy)
+
+    expected = run(fb.Reference())
+    assert np.max(np.abs(np.asarray(expected.x) - task.x0)) > 1e-3
+    for engine in ENGINES:
+        found = run(engine)
+        np.testing.assert_allclose(found.x, expected.x, rtol=1e-10, atol=1e-12)
+        np.testing.assert_allclose(found.y, expected.y, rtol=1e-10, atol=1e-12)
+        assert found.ledger == expected.ledger
+
+
+def rows():
+    """Replies of 6 clients and two rows of padding, whose weights are 0."""
+    r = np.random.default_rng(3)
+    return np.concatenate([r.normal(size=(6, 5)), 1e6 * np.ones((2, 5))]), np.array(
+        [0.3, 0.1, 0.2, 0.2, 0.15, 0.05, 0, 0]
+    )
+
+
+def test_rules_are_those_written_out():
+    """In NumPy, over the rows that are no padding."""
+    of, weights = rows()
+    real, p = of[:6], weights[:6]
+    ascending = np.sort(real, axis=0)
+    np.testing.assert_allclose(parts.TrimmedMean(trim=2).of(of, weights), ascending[2:4].mean(0), rtol=1e-12)
+    median = [min(v for v in column if p[column <= v].sum() >= 0.5) for column in real.T]
+    np.testing.assert_allclose(parts.Median().of(of, weights), median, rtol=1e-12)
+    squares = ((real[:, None] - real[None]) ** 2).sum(-1)
+    score = [np.sort(np.delete(squares[i], i))[: 6 - 1 - 2].sum() for i in range(6)]
+    np.testing.assert_allclose(parts.Krum(bad=1).of(of, weights), real[np.argmin(score)], rtol=1e-12)
+    v = np.array(median)
+    for _ in range(3):
+        away = real - v
+        v = v + p @ (away * np.minimum(1, 0.8 / np.linalg.norm(away, axis=1, keepdims=True)))
+    np.testing.assert_allclose(parts.CentredClipping(radius=0.8).of(of, weights), v, rtol=1e-12)
+
+
+def liar(away):
+    """x and y* = x + the mean of the clients' c, of which the last client's is off by `away`; x* = −mean c/1.1."""
+    center = np.random.default_rng(0).normal(size=(8, 3)) * 0.1
+    center[-1] += away
+    problem = fb.Bilevel(
+        lambda x, y, batch: jnp.vdot(y, y) / 2 + jnp.vdot(x, x) / 20,
+        lambda x, y, batch: jnp.mean(jnp.sum((y - x - batch["c"]) ** 2, 1)) / 2,
+    )
+    return problem, fb.Clients([{"c": row[None]} for row in center]), -center[:-1].mean(0) / 1.1
+
+
+@pytest.mark.parametrize("kind", ["trimmed_mean", "median", "krum", "centred_clipping"])
+def test_one_bad_client_of_eight_does_not_move_x_far(kind):
+    """The mean is off by an eighth of 10,000. What a rule leaves is within the clients' own spread, 0.1, or a few τ."""
+    problem, clients, best = liar(1e4)
+    given = problem, clients, jnp.zeros(3), jnp.zeros(3)
+    rule = parts.CentredClipping(radius=0.1) if kind == "centred_clipping" else LAYERS[kind]
+    method = fb.SimFBO(local_steps=1, batch_size=None, server_lr=0.1, client_lr=0.1)
+    off = [float(np.linalg.norm(fb.solve(one, *given, rounds=300).x - best)) for one in (method, layered(method, rule))]
+    assert off[0] > 1000
+    assert off[1] < 0.3
+
+
+def test_what_cannot_be_together_says_why():
+    task = quadratic(clients=4)
+    few = task.problem, task.clients, task.x0, task.y0
+    for make, text in (
+        (lambda: layered(METHOD, parts.Median(), parts.Krum()), "two layers of one place"),
+        (lambda: layered(METHOD, parts.Median(), parts.TopK()), "memory of every client"),
+        (lambda: Layered(METHOD, rule=parts.TopK()), "a layer of that place"),
+        (lambda: layered(fb.FedNest(batch_size=None), parts.TopK()), "TopK"),
+        (lambda: fb.Asynchronous(layered(METHOD, parts.Median()), wait_for=2), "late replies by their sum"),
+        (lambda: fb.Submodels(layered(METHOD, parts.Median())), "few clients hold"),
+        (lambda: parts.Krum(bad=0), "Krum.bad"),
+        (lambda: fb.solve(layered(METHOD, parts.Krum()), *few, rounds=1), "needs 5"),
+        (lambda: fb.solve(layered(METHOD, parts.TrimmedMean(trim=2)), *few, rounds=1), "needs 5"),
+        (lambda: fb.solve(layered(fb.SimFBO(batch_size=None), parts.TopK()), *few, rounds=1), "give numbers for"),
+    ):
+        with pytest.raises(ConfigurationError, match=text):
+            make()
+
+
+def test_no_layer_is_the_method_itself_and_they_go_within_wrappers():
+    assert layered(METHOD, None) is METHOD
+    assert isinstance(innermost(fb.Asynchronous(METHOD, wait_for=2), InSet()).algorithm, Layered)
+    both = layered(layered(METHOD, InSet()), parts.Median())
+    assert [layer.kind for layer in both.layers] == ["median", "in_set"]

@@ -1,0 +1,77 @@
+"""Compressed replies: the limit with and without the memory, on clients that differ, the bytes, and both engines."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.algorithms.parts.layers import layered
+from fedbilevel.algorithms.parts.top_k import Scatter, TopK
+from fedbilevel.core.tree import XYV
+
+RNG = np.random.default_rng(0)
+CLIENTS, DIM = 5, 6
+WEIGHTS = np.array([0.3, 0.25, 0.2, 0.15, 0.1])
+CURVES = RNG.uniform(0.5, 1.5, (CLIENTS, DIM))  # ∇²yy g_i is diagonal, and another for each client
+CENTERS, TARGETS = RNG.normal(size=(2, CLIENTS, DIM))
+SHAPE = fb.SimFBO(local_steps=1, batch_size=None, server_lr=XYV(0.025, 0.05, 0.05), client_lr=0.1)
+
+
+def problem():
+    """g_i = ½‖y − x − c_i‖² in the norm of H_i, f_i = ½‖y − t_i‖² + ‖x‖²/20."""
+    return fb.Bilevel(
+        lambda x, y, batch: jnp.mean(jnp.sum((y - batch["target"]) ** 2, 1)) / 2 + jnp.sum(x**2) / 20,
+        lambda x, y, batch: jnp.mean(jnp.sum(batch["curve"] * (y - x - batch["center"]) ** 2, 1)) / 2,
+    )
+
+
+def population():
+    outer = [{"target": row[None]} for row in TARGETS]
+    inner = [{"curve": h[None], "center": c[None]} for h, c in zip(CURVES, CENTERS, strict=True)]
+    return fb.Clients(outer, inner, weights=WEIGHTS)
+
+
+def best():
+    """y*(x) = x + b with b = H̄⁻¹ Σ p H c; Φ = ½‖x + b − t̄‖² + ‖x‖²/20."""
+    curve = WEIGHTS @ CURVES
+    return (WEIGHTS @ TARGETS - (WEIGHTS @ (CURVES * CENTERS)) / curve) / 1.1
+
+
+def run(method, rounds=4000, **options):
+    return fb.solve(method, problem(), population(), jnp.zeros(DIM), jnp.zeros(DIM), rounds=rounds, **options)
+
+
+def test_with_the_memory_the_limit_is_exact_and_without_it_it_is_not():
+    off = {}
+    for remember in (True, False):
+        result = run(layered(SHAPE, TopK(share=0.2, remember=remember)))
+        off[remember] = float(np.linalg.norm(result.x - best()))
+    assert off[True] < 1e-12
+    assert off[False] > 1e-2
+
+
+def test_cohorts_of_some_come_to_the_same_limit():
+    """Clients that are not asked keep their g_i, and so does the server."""
+    result = run(layered(SHAPE, TopK(share=0.3)), rounds=4000, cohort=3, key=2)
+    np.testing.assert_allclose(result.x, best(), atol=1e-11)
+
+
+def test_all_entries_are_the_method_itself_and_engines_agree():
+    whole = run(SHAPE, rounds=5).x
+    np.testing.assert_allclose(run(layered(SHAPE, TopK(share=1.0)), rounds=5).x, whole, atol=1e-13)
+    some = [run(layered(SHAPE, TopK(share=0.2)), rounds=5, engine=engine).x for engine in (fb.Reference(), fb.Local())]
+    np.testing.assert_allclose(*some, atol=1e-13)
+
+
+@pytest.mark.parametrize("engine", [fb.Reference(), fb.Local()])
+def test_the_ledger_counts_what_is_sent(engine):
+    """4 of 18 entries, 8 bytes each, their places in 4, and one number that says whether the client is new."""
+    ledger = run(layered(SHAPE, TopK(share=0.2)), rounds=2, engine=engine).ledger
+    assert ledger.bytes_up == 2 * CLIENTS * (4 * (8 + 4) + 8)
+    assert ledger.bytes_down == 2 * CLIENTS * 3 * DIM * 8
+
+
+def test_places_that_are_none_are_left_out():
+    """A site of a federation sends what it likes."""
+    whole = Scatter(lambda vector: vector, 4)((jnp.asarray([1.0, 2.0, 3.0, 4.0]), jnp.asarray([-1, 0, 4, 10**9])))
+    np.testing.assert_array_equal(whole, [2, 0, 0, 0])
