@@ -414,6 +414,19 @@ def test_a_checkpoint_of_a_later_format_says_which_version_reads_it(task, tmp_pa
     assert str(caught.value).isprintable()
 
 
+def test_a_checkpoint_of_an_earlier_format_goes_on_where_its_state_is_the_same(task, tmp_path):
+    """Else it is refused, and the sentence names the version and the format."""
+    path = tmp_path / "run.npz"
+    whole = run(task, rounds=6, checkpoint=path)
+    rewritten(path, fedbilevel="0.2.0", format=files.FORMAT - 1)
+    assert same_bits(run(task, rounds=6, checkpoint=path, resume=True).state, whole.state)
+    files.previous(path).unlink(missing_ok=True)
+    rewritten(path, fedbilevel="0.2.0", format=files.FORMAT - 1)
+    said = "was written by fedbilevel 0.2.0 in format 1, and runs go on in format 2: it differs in"
+    with pytest.raises(fb.errors.CheckpointError, match=said):
+        files.load(path, {"another": jnp.zeros(())})
+
+
 def test_a_checkpoint_of_another_run_is_refused_and_stays(task, tmp_path):
     path = tmp_path / "run.npz"
     run(task, checkpoint=path)

@@ -19,10 +19,10 @@ from fedbilevel.core.errors import CheckpointError, FedbilevelError
 from fedbilevel.core.tree import PyTree
 from fedbilevel.machinery.kept import is_key
 from fedbilevel.reading import newer_format, parse_json, require_regular
-from fedbilevel.wording import in_a_line
+from fedbilevel.wording import in_a_line, printable
 
 META = "__meta__"
-FORMAT = 1  # of what `save` writes: a file of a later format is refused
+FORMAT = 2  # of what `save` writes; one of a later format is refused, of an earlier one where its state differs
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -89,10 +89,11 @@ def load(path: Path, like: PyTree, part: bool = False) -> tuple[PyTree, dict[str
     """
     expected = {_name(place): _plain(leaf) for place, leaf in jax.tree_util.tree_leaves_with_path(like)}
     with as_checkpoint_error(path), _opened(path) as archive:
-        meta, dtypes, _ = _header(archive)
+        meta, dtypes, _, earlier = _header(archive)
         stored = {name.removesuffix(".npy") for name in archive.namelist()} - {META}
         if odd := sorted(set(expected) - stored if part else set(expected) ^ stored):
-            raise CheckpointError(f"{path} belongs to another model or algorithm: it differs in {', '.join(odd[:5])}")
+            what = earlier or "belongs to another model or algorithm"
+            raise CheckpointError(f"{path} {what}: it differs in {', '.join(odd[:5])}")
         arrays = {name: _leaf(archive, path, name, dtypes[name], leaf) for name, leaf in expected.items()}
 
     def restore(place: Any, leaf: Any) -> Any:
@@ -122,7 +123,7 @@ def own_shapes(path: Path) -> PyTree:
         return jax.ShapeDtypeStruct(shape, dtype)
 
     with as_checkpoint_error(path), _opened(path) as archive:
-        _, dtypes, outline = _header(archive)
+        _, dtypes, outline, _ = _header(archive)
         if outline is None:
             text = f"{path} does not say how its arrays belong together: it holds a model of another library, or an "
             raise CheckpointError(f"{text}earlier version has written it. Give x0 and y0 of the run as well")
@@ -168,16 +169,21 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
         yield archive
 
 
-def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str], Any]:
-    """Read what `save` was given beside the arrays, the arrays' dtypes, and the outline of the tree."""
+def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str], Any, str]:
+    """Read what `save` was given beside the arrays, the arrays' dtypes, the outline of the tree, and which earlier
+    version wrote the file, in a sentence, or ""."""
     if f"{META}.npy" not in archive.namelist():
         raise ValueError("it was not written by this library")
     with archive.open(f"{META}.npy") as file:
         _head(file)
         header = parse_json(file.read())
-    if why := newer_format(header.get("fedbilevel"), int(header.get("format", FORMAT)), FORMAT, __version__):
+    version, format = header.get("fedbilevel"), int(header.get("format", FORMAT))
+    if why := newer_format(version, format, FORMAT, __version__):
         raise CheckpointError(f"{archive.filename} {why}")
-    return dict(header["meta"]), dict(header["dtypes"]), header.get("outline")
+    by = (
+        f"was written by fedbilevel {printable(str(version), 20)} in format {format}, and runs go on in format {FORMAT}"
+    )
+    return dict(header["meta"]), dict(header["dtypes"]), header.get("outline"), by if format < FORMAT else ""
 
 
 def _outline(tree: PyTree) -> Any:
