@@ -180,19 +180,21 @@ def test_the_server_s_step_is_the_longer_of_two_safe_ones():
 
 def test_x_waits_where_a_client_s_curvature_rises():
     """L_i = 8, 2, 16, 16: the least is 8, then L_i, which falls by 5 % at most; and follows a rise by half a percent.
-    x's steps are least_i/L_i as long, in the mean over clients, whatever their curvatures are."""
+    x's steps are Σ least_i / Σ L_i as long."""
     problem = fb.Bilevel(lambda x, y, b: jnp.vdot(y, y), lambda x, y, b: jnp.mean(b) * x * jnp.vdot(y, y) / 2)
     client = SimpleNamespace(problem=problem, inner_batch=lambda key, size: jnp.ones(1))
     power, expected = PowerMethod.begin(jnp.zeros(2), keep=True), []
     for x in (8.0, 2.0, 16.0, 16.0):
         seed = jnp.asarray(1, jnp.uint32)
         power, _ = power.measured(client, jnp.asarray(x), jnp.zeros(2), seed, None, jax.random.key(0))
-        expected.append(float(Measured.of(power, jnp.ones(()), jnp.ones(())).slower))
+        measured = Measured.of(power, jnp.ones(()), jnp.ones(()))
+        expected.append(float(ServerCurvature.unknown().after(measured, jnp.ones(())).slower))
     assert expected == pytest.approx([1, 1, 7.6 * 1.005 / 16, 7.6 * 1.005**2 / 16])
-    numbers = [Measured(*map(jnp.asarray, (1.0, 1, 1, 1, slower, 1))) for slower in (1.0, 0.4)]
-    mean = jax.tree.map(lambda a, b: 0.75 * a + 0.25 * b, *numbers)
+    numbers = [Measured(*map(jnp.asarray, (1.0, 1, 1, 1, least, 1))) for least in (1.0, 0.4)]
     assert float(ServerCurvature.unknown().slower) == 1
-    assert float(ServerCurvature.unknown().after(mean, jnp.ones(())).slower) == pytest.approx(0.85)
+    for scale in (1, 7):  # unbiased means of a cohort are those of all, times its share of the weights
+        mean = jax.tree.map(lambda a, b, scale=scale: scale * (0.75 * a + 0.25 * b), *numbers)
+        assert float(ServerCurvature.unknown().after(mean, jnp.ones(())).slower) == pytest.approx(0.85)
     x, h = jnp.ones(3), jnp.asarray([1.0, 2.0, -3.0])
     usual, slow = (AdaGrad.begin(x).moved(x, 1e3 * h, 0.1, w)[0] - x for w in (1, 0.2))
     np.testing.assert_allclose(slow, -0.2 * 0.3 * np.sign(h), rtol=1e-6)

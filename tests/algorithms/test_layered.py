@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedbilevel as fb
@@ -16,6 +17,7 @@ from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.authoring import Reply, Total
 from fedbilevel.core.tree import XYV
 from fedbilevel.errors import ConfigurationError
+from fedbilevel.flower.client.site import Site
 from fedbilevel.tasks.quadratic import quadratic
 from test_class_rules import below
 
@@ -133,6 +135,18 @@ def test_rules_are_those_written_out():
     np.testing.assert_allclose(parts.CentredClipping(radius=0.8).of(of, weights), v, rtol=1e-12)
 
 
+def test_a_reply_that_is_not_finite_is_a_bad_one_as_well():
+    """And fewer replies than a rule needs, beside padding, are no number."""
+    of, weights = rows()
+    for bad in (np.nan, np.inf, -np.inf):
+        with_it = np.where(np.arange(8)[:, None] == 2, bad, of)
+        for kind in ("trimmed_mean", "median", "krum", "centred_clipping"):
+            assert np.isfinite(LAYERS[kind].of(jnp.asarray(with_it), jnp.asarray(weights))).all(), (kind, bad)
+    few = jnp.asarray(np.where(np.arange(8) < 3, weights, 0))
+    assert np.isnan(parts.Krum(bad=1).of(jnp.asarray(of), few)).all()
+    assert np.isnan(parts.TrimmedMean(trim=2).of(jnp.asarray(of), few)).all()
+
+
 def liar(away):
     """x and y* = x + the mean of the clients' c, of which the last client's is off by `away`; x* = −mean c/1.1."""
     center = np.random.default_rng(0).normal(size=(8, 3)) * 0.1
@@ -156,17 +170,41 @@ def test_one_bad_client_of_eight_does_not_move_x_far(kind):
     assert off[1] < 0.3
 
 
-def test_what_cannot_be_together_says_why():
+class TwoOfAKind(Layer):
+    kind, place = "top_k", "privacy"
+
+
+def test_what_cannot_be_together_says_why(tmp_path):
     task = quadratic(clients=4)
     few = task.problem, task.clients, task.x0, task.y0
+    own_x = fb.Bilevel(task.problem.outer, task.problem.inner, local="x")
+    half = fb.Clients(task.clients.outer, task.clients.inner, capacity=0.5)
+    coded, noise = layered(METHOD, parts.TopK()), fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    own = {"id": 0, "algorithm": coded, "problem": few[0], "x0": few[2], "y0": few[3]}
+    own |= {"outer": task.clients.outer.row(0), "inner": task.clients.inner.row(0)}
+    optimized = fb.OuterOptimizer(METHOD, optimizer=optax.sgd(1.0))
     for make, text in (
         (lambda: layered(METHOD, parts.Median(), parts.Krum()), "two layers of one place"),
-        (lambda: layered(METHOD, parts.Median(), parts.TopK()), "memory of every client"),
+        (lambda: layered(METHOD, parts.Median(), parts.TopK()), "Median and TopK cannot be together"),
         (lambda: Layered(METHOD, rule=parts.TopK()), "a layer of that place"),
         (lambda: layered(fb.FedNest(batch_size=None), parts.TopK()), "TopK"),
-        (lambda: fb.Asynchronous(layered(METHOD, parts.Median()), wait_for=2), "late replies by their sum"),
-        (lambda: fb.Submodels(layered(METHOD, parts.Median())), "few clients hold"),
+        (lambda: fb.Asynchronous(layered(METHOD, parts.Median()), wait_for=2), "replies of one exchange"),
+        (lambda: fb.Submodels(layered(METHOD, parts.Median())), "whole replies"),
+        (lambda: fb.AdaptiveSteps(layered(fb.SimFBO(), parts.Median())), "layers go around it"),
         (lambda: parts.Krum(bad=0), "Krum.bad"),
+        (lambda: layered(METHOD, parts.TopK), "an instance"),
+        (lambda: layered(3, parts.TopK()), "a method"),
+        (lambda: fb.reply_norms(layered(METHOD, parts.TopK()), *few), "with TopK"),
+        (lambda: Site(**own, privacy=noise, folder=tmp_path), "Site.privacy = 'with TopK'"),
+        (lambda: layered(METHOD, TwoOfAKind(), parts.TopK()), "another for each layer"),
+        (lambda: fb.solve(layered(fb.Asynchronous(METHOD, wait_for=2), parts.Median()), *few, rounds=1), "waits for"),
+        (lambda: fb.solve(layered(METHOD, parts.Median()), few[0], half, *few[2:], rounds=1), "Clients.capacity"),
+        (
+            lambda: fb.solve(optimized, own_x, *few[1:], rounds=1),
+            "cannot leave",
+        ),
+        (lambda: fb.solve(fb.SimFBO(batch_size=None), own_x, *few[1:], rounds=1), "give numbers for"),
+        (lambda: type("Nowhere", (Layer,), {"kind": "nowhere", "place": "nowhere"}), "Nowhere.place"),
         (lambda: fb.solve(layered(METHOD, parts.Krum()), *few, rounds=1), "needs 5"),
         (lambda: fb.solve(layered(METHOD, parts.TrimmedMean(trim=2)), *few, rounds=1), "needs 5"),
         (lambda: fb.solve(layered(fb.SimFBO(batch_size=None), parts.TopK()), *few, rounds=1), "give numbers for"),

@@ -16,6 +16,7 @@ import jax
 import numpy as np
 import optax
 
+from fedbilevel.algorithms.parts.layers import require_whole_replies
 from fedbilevel.core.card import Card, Shown, aligned
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import NonFiniteError, require
@@ -116,6 +117,7 @@ def reply_norms(
             numbers[phase, part] = sum(leaf.size for leaf in leaves)
 
     require(privacy is None or isinstance(privacy, Privacy), "privacy", privacy, "fedbilevel.Privacy(…) or None")
+    require_whole_replies("algorithm", algorithm)
     play = partial(solve, algorithm, problem, clients, x, y, cohort=cohort, key=key)
     moved = {}
     if privacy is not None:

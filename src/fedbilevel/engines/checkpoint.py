@@ -177,7 +177,7 @@ def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str], A
     with archive.open(f"{META}.npy") as file:
         _head(file)
         header = parse_json(file.read())
-    version, format = header.get("fedbilevel"), int(header.get("format", FORMAT))
+    version, format = header.get("fedbilevel"), int(header.get("format", 1))
     if why := newer_format(version, format, FORMAT, __version__):
         raise CheckpointError(f"{archive.filename} {why}")
     by = (

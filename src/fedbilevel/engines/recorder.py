@@ -93,7 +93,7 @@ def _shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree)
 
 
-MANY = 1000  # replies that a robust rule sees while it is traced: no fewer than it needs
+MANY = 10_000  # replies that a robust rule sees while it is traced: no fewer than it needs
 
 
 @dataclass(eq=False)

@@ -128,6 +128,8 @@ class AdaptiveSteps(Wrapper):
         allowed = "a method with steps that are None, such as SimFBO(), FedNest() or AFBO()"
         twice = isinstance(self.algorithm, AdaptiveSteps)
         require(bool(self.adapted) and not twice, name, self.algorithm.label + " in AdaptiveSteps" * twice, allowed)
+        outside = "the method itself; layers go around it: fb.layered(fb.AdaptiveSteps(method), …)"
+        require(not isinstance(self.algorithm, Layered), name, f"{self.algorithm.label} in layers", outside)
         measuring = self.adapted == {"x"} or any(map(self.measures, self.algorithm.phases.values()))
         require(measuring, name, self.algorithm.label, "a method with a phase that measures: @phase(…, measures=True)")
         at_once = "a method that waits for everyone: late replies are made of steps of other rounds"

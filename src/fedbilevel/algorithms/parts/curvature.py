@@ -14,12 +14,13 @@ quarter in each round, the most that a penalty 10^x allows, L_i is then low by a
 and by 1.04 where nothing grows (benchmarks/results/power_method.txt, with other values of MIX and AGAIN). Steps of
 1/L_i are stable up to a factor of 2.
 
-The server adds up what clients report. Every number follows a rise at once, and a fall by the factor FALL in a round.
+The server adds up what clients report. Sums of curvature follow a rise at once, and a fall by the factor FALL in a
+round.
 
 Where L_i rises because x has moved, steps of 1/L on y become shorter, and y follows x more slowly. Steps on x then
-become shorter, too, so that x waits for y: by the mean of least_i/L_i, where the least L_i so far counts as higher by
-the factor RISE with each measurement. Otherwise the weights of a network as x can grow until y no longer follows. Each
-client compares with itself, so that a cohort with other clients than before slows nothing down.
+become shorter, too, so that x waits for y: by Σ p_i least_i / Σ p_i L_i, where the least L_i so far counts as higher
+by the factor RISE with each measurement. Otherwise the weights of a network as x can grow until y no longer follows.
+Each client compares with itself, so that a cohort with other clients than before slows nothing down.
 """
 
 from __future__ import annotations
@@ -86,13 +87,13 @@ class Measured(NamedTuple):
     work: Array  # a_i
     inverse: Array  # 1/a_i
     summed: Array  # a_i L_i
-    slower: Array  # least_i/L_i; 1 where there is no curvature
+    least: Array  # the least L_i so far
     square: Array  # ‖q_i‖², q_i being its reply for y
 
     @classmethod
     def of(cls, found: PowerMethod, work: Array, square: Array) -> Measured:
-        largest, slower = found.largest, jnp.where(found.largest > 0, over(found.least, found.largest), 1)
-        numbers = largest, work, 1 / work, work * largest, slower, square
+        largest = found.largest
+        numbers = largest, work, 1 / work, work * largest, found.least, square
         return cls(*(number.astype(largest.dtype) for number in numbers))
 
 
@@ -103,7 +104,7 @@ class ServerCurvature(NamedTuple):
     work: Array  # Σ p_i a_i
     inverse: Array  # Σ p_i/a_i
     summed: Array  # Σ p_i a_i L_i
-    slower: Array  # Σ p_i least_i/L_i of the last measurement, by which steps on x are shorter
+    slower: Array  # Σ p_i least_i / Σ p_i L_i of the last measurement, by which steps on x are shorter
     agreement: Array  # r
 
     @classmethod
@@ -115,7 +116,8 @@ class ServerCurvature(NamedTuple):
         agreement = jnp.minimum(over(square, measured.square), 1).astype(self.agreement.dtype)
         rises = (jnp.maximum(FALL * old, new) for old, new in zip(self[:-2], measured[:-2], strict=True))
         largest, work, inverse, summed = rises
-        return ServerCurvature(largest, work, inverse, summed, measured.slower, agreement)
+        slower = jnp.where(measured.largest == 0, 1, over(measured.least, measured.largest))
+        return ServerCurvature(largest, work, inverse, summed, slower.astype(agreement.dtype), agreement)
 
     def steps(self, fraction: Any) -> tuple[Array, Array]:
         """Return the server's step on y and v, and a client's; 0 where nothing is known."""

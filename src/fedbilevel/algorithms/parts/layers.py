@@ -10,12 +10,14 @@ On either side it may keep something (`server_slot`, `client_slot`), which is ca
 round to round, beside what the method keeps. No layer knows of another.
 
 All layers of a run are in one `Layered`, which `layered` makes. It has a field for each place. The order of the fields
-is that of the layers, from the phase to the wire: what never leaves a client is taken out before anything is noised,
-and what is noised is all that codes work on, so that they cost no privacy. The state comes last.
+is that of the layers around a phase: what never leaves a client is taken out before the rest is noised, and codes work
+on what has been noised, so that they cost no privacy. A rule acts at the server alone, and the state at the end of a
+round.
 """
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -28,7 +30,7 @@ from fedbilevel.algorithms.parts.wrappers import KeepingFed, Wrapper
 from fedbilevel.core.algorithm import Algorithm, Part, refuse_unless_allowed
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.core.facts import Allows, Findings
+from fedbilevel.core.facts import Allows, Findings, No
 from fedbilevel.core.fed import Fed, Phase, Reply, Total
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
@@ -55,6 +57,7 @@ class Asked:
     each: bool = False
 
 
+PLACES = "kept", "privacy", "rule", "coded", "state"
 Kept = Any
 Ask = Callable[[Asked], Total]
 Inside = Callable[[Client, PyTree], Reply]
@@ -63,24 +66,37 @@ Inside = Callable[[Client, PyTree], Reply]
 class Layer(Part):
     """Base class of layers: what happens around every exchange of a method. A subclass gives what it changes."""
 
+    kind: ClassVar[str]
+    """Its name, by which what it keeps is found."""
+
     place: ClassVar[str]
-    """Which field of `Layered` is its."""
+    """The field of `Layered` that it takes: one of PLACES."""
 
     needs: ClassVar[str] = ""
-    """Which entry of `Allows` has to be given for it."""
+    """The entry of `Allows` that a method must give."""
 
     cannot: ClassVar[str] = ""
-    """What a method cannot do that does not allow it, in words for messages."""
+    """What a method without that entry cannot do; the words of the error."""
 
     excludes: ClassVar[Mapping[str, str]] = {}
-    """Other kinds of layers that it cannot be with, and why."""
+    """Kinds of layers that exclude it, each with the reason."""
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if not inspect.isabstract(cls):
+            where = cls.__name__
+            require(isinstance(getattr(cls, "kind", None), str), f"{where}.kind", getattr(cls, "kind", None), "a name")
+            require(
+                getattr(cls, "place", None) in PLACES, f"{where}.place", getattr(cls, "place", None), ", ".join(PLACES)
+            )
+            require(cls.needs in ("", *Allows._fields), f"{where}.needs", cls.needs, ", ".join(Allows._fields))
 
     def allows(self, inside: Allows) -> Allows:
         """What may be done with a method that has this layer."""
         return inside
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
-        """Refuse a problem, or clients, that it is not for."""
+        """Raise ConfigurationError for a problem, or for clients, that the layer does not fit."""
 
     def server_slot(self, method: Algorithm, x: PyTree, y: PyTree) -> PyTree:
         """What the server keeps for it; None: nothing."""
@@ -150,10 +166,12 @@ class Layered(Wrapper):
         for layer in self.layers:
             name, others = type(layer).__name__, {other.kind: other for other in self.layers}
             require(getattr(self, layer.place) is layer, f"Layered.{layer.place}", name, "a layer of that place")
+            require(others[layer.kind] is layer, f"{name}.kind", layer.kind, "another for each layer")
             if layer.needs:
                 refuse_unless_allowed(known, layer.needs, layer.cannot or f"cannot have {name}")
             for kind, why in layer.excludes.items():
-                require(kind not in others, name, f"with {kind}", f"without: {why}")
+                if kind in others:
+                    raise ConfigurationError(f"{name} and {type(others[kind]).__name__} cannot be together: {why}")
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -164,11 +182,23 @@ class Layered(Wrapper):
     @property
     def allows(self) -> Allows:
         found = self.algorithm.allows
+        if self.whole:
+            late, parts = No(f"{self.whole} needs replies of one exchange"), No(f"{self.whole} needs whole replies")
+            found = found._replace(late=late, submodels=parts)
         for layer in self.layers:
             found = layer.allows(found)
         return found
 
+    @property
+    def whole(self) -> str:
+        """Name the layer that needs whole replies of one exchange, a rule or a code; or ""."""
+        return next((type(layer).__name__ for layer in (self.rule, self.coded) if layer is not None), "")
+
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
+        if self.whole:
+            path = f"{self.algorithm.label} with {self.whole}"
+            require(not self.algorithm.asks.asynchronous, path, "late replies", "a method that waits for everyone")
+            require(clients.capacity is None, "Clients.capacity", "given", f"None with {self.whole}: replies are whole")
         for layer in self.layers:
             layer.check(self.algorithm, problem, clients, x, y)
         self.algorithm.check(problem, clients, x, y)
@@ -271,10 +301,15 @@ def layered(algorithm: Algorithm, *layers: Layer | None) -> Algorithm:
     Raises:
         ConfigurationError: the method, or another layer, does not allow one; two are of one place.
     """
+    require(isinstance(algorithm, Algorithm), "layered: the method", algorithm, "a method, such as fb.SimFBO()")
+    for layer in layers:
+        allowed = "an instance of a subclass of authoring.Layer, such as fb.parts.TopK()"
+        require(layer is None or isinstance(layer, Layer), "layered: a layer", layer, allowed)
     chosen: dict[str, Any] = {layer.place: layer for layer in layers if layer is not None}
     has = {} if not isinstance(algorithm, Layered) else {layer.place: layer for layer in algorithm.layers}
     if len(chosen) < len([*filter(None, layers)]) or chosen.keys() & has.keys():
-        raise ConfigurationError(f"two layers of one place, of {sorted({*chosen, *has})}")
+        names = [type(layer).__name__ for layer in (*has.values(), *layers) if layer is not None]
+        raise ConfigurationError(f"two layers of one place, among {', '.join(names)}")
     if isinstance(algorithm, Layered):
         return replace(algorithm, **chosen)
     return Layered(algorithm, **chosen) if chosen else algorithm
@@ -285,6 +320,22 @@ def innermost(algorithm: Algorithm, *layers: Layer | None) -> Algorithm:
     if isinstance(algorithm, Wrapper) and not isinstance(algorithm, Layered):
         return replace(algorithm, algorithm=innermost(algorithm.algorithm, *layers))
     return layered(algorithm, *layers)
+
+
+def layers_of(algorithm: Algorithm) -> list[Layer]:
+    """Find the layers of a method, also within the wrappers that it has."""
+    own = list(algorithm.layers) if isinstance(algorithm, Layered) else []
+    return own + (layers_of(algorithm.algorithm) if isinstance(algorithm, Wrapper) else [])
+
+
+def require_whole_replies(path: str, algorithm: Algorithm) -> None:
+    """Refuse a method whose replies are coded: their form has other numbers than the replies.
+
+    Raises:
+        ConfigurationError: it has a layer of the place "coded".
+    """
+    coded = [type(layer).__name__ for layer in layers_of(algorithm) if layer.place == "coded"]
+    require(not coded, path, f"with {''.join(coded)}", "a method without a code, such as TopK, for its replies")
 
 
 def slots_of(tree: PyTree, kind: str) -> list[Any]:

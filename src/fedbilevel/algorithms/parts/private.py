@@ -45,7 +45,7 @@ class Private(Privacy, Layer):
         counts: whether clients count their replies; False where they can keep nothing between rounds.
     """
 
-    kind, place, needs = "private", "privacy", "noise"
+    kind, place, needs, cannot = "private", "privacy", "noise", "cannot have noise"
 
     counts: bool = static(default=True)
 

@@ -24,7 +24,6 @@ from jax.flatten_util import ravel_pytree
 from fedbilevel.algorithms.parts.layers import Ask, Asked, Kept, Layer
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.errors import require
-from fedbilevel.core.facts import Allows, No
 from fedbilevel.core.fed import Total
 
 
@@ -33,10 +32,6 @@ class RobustRule(Layer):
 
     place, cannot = "rule", "cannot have a robust rule"
     excludes: ClassVar[Mapping[str, str]] = {"top_k": "the server would have to keep the memory of every client"}
-
-    def allows(self, inside: Allows) -> Allows:
-        late = No("its server has a robust rule, and knows late replies by their sum alone")
-        return inside._replace(late=late, submodels=No("its server has a robust rule, and few clients hold an entry"))
 
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:
         updates, weights = ask(replace(asked, each=True)).rows
@@ -49,10 +44,12 @@ class RobustRule(Layer):
         """Return one vector (d,) for the replies (P, d) of clients with these weights (P,)."""
 
 
-def require_replies(path: str, bad: int, rows: Array, least: int) -> None:
-    """Refuse a number of bad clients that so many replies do not outvote."""
-    allowed = f"less for {len(rows)} replies in an exchange, of which it needs {least}"
-    require(len(rows) >= least, path, bad, allowed)
+def require_replies(path: str, bad: int, weights: Array, least: int) -> Array:
+    """Refuse a number of bad clients for which an exchange needs more replies; return 1, or NaN where that is only
+    known once padding is told from replies."""
+    allowed = f"less for {len(weights)} replies in an exchange, of which it needs {least}"
+    require(len(weights) >= least, path, bad, allowed)
+    return jnp.where(jnp.sum(weights > 0) >= least, 1.0, jnp.nan)
 
 
 class TrimmedMean(RobustRule):
@@ -66,13 +63,13 @@ class TrimmedMean(RobustRule):
     trim: int = positive_integer(default=1)
 
     def of(self, rows: Array, weights: Array) -> Array:
-        require_replies("TrimmedMean.trim", self.trim, rows, 2 * self.trim + 1)
+        enough = require_replies("TrimmedMean.trim", self.trim, weights, 2 * self.trim + 1)
         here = weights > 0
         count = jnp.sum(here)
         ascending = jnp.sort(jnp.where(here[:, None], rows, jnp.inf), axis=0)  # padding comes last
         place = jnp.arange(len(rows))[:, None]
         inside = (place >= self.trim) & (place < count - self.trim)
-        return jnp.sum(jnp.where(inside, ascending, 0), axis=0) / jnp.sum(inside)
+        return enough.astype(rows.dtype) * jnp.sum(jnp.where(inside, ascending, 0), axis=0) / jnp.sum(inside)
 
 
 class Median(RobustRule):
@@ -98,14 +95,14 @@ class Krum(RobustRule):
     bad: int = positive_integer(default=1)
 
     def of(self, rows: Array, weights: Array) -> Array:
-        require_replies("Krum.bad", self.bad, rows, 2 * self.bad + 3)
+        enough = require_replies("Krum.bad", self.bad, weights, 2 * self.bad + 3)
         here = weights > 0
         squares = jax.lax.map(lambda row: jnp.sum((rows - row) ** 2, axis=1), rows)
         others = here[None] & ~jnp.eye(len(rows), dtype=bool)
         near = jnp.sort(jnp.where(others, squares, jnp.inf), axis=1)
         among = jnp.arange(len(rows)) < jnp.sum(here) - self.bad - 2
         score = jnp.sum(jnp.where(among, near, 0), axis=1)
-        return rows[jnp.argmin(jnp.where(here, score, jnp.inf))]
+        return enough.astype(rows.dtype) * rows[jnp.argmin(jnp.where(here & jnp.isfinite(score), score, jnp.inf))]
 
 
 class CentredClipping(RobustRule):
@@ -121,7 +118,8 @@ class CentredClipping(RobustRule):
     steps: int = positive_integer(default=3)
 
     def of(self, rows: Array, weights: Array) -> Array:
-        shares = (weights / jnp.sum(weights))[:, None]
+        finite = jnp.all(jnp.isfinite(rows), axis=1)
+        rows, shares = jnp.where(finite[:, None], rows, 0), (jnp.where(finite, weights, 0) / jnp.sum(weights))[:, None]
 
         def step(_: Any, center: Array) -> Array:
             away = rows - center

@@ -34,7 +34,6 @@ from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import require
-from fedbilevel.core.facts import Allows, No
 from fedbilevel.core.fed import Coded, Public, Reply, Total, decoded
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.privacy import is_marked, private_part
@@ -51,7 +50,7 @@ class Memory(NamedTuple):
 
 @dataclass(frozen=True)
 class Scatter:
-    """Put entries at their places, and 0 elsewhere; places that are none, which a site could send, are left out."""
+    """Put entries at their places, and 0 elsewhere; places beyond the end are left out, since a site can send any."""
 
     unravel: Callable[[Array], PyTree]
     size: int
@@ -77,10 +76,6 @@ class TopK(Layer):
 
     def validate(self) -> None:
         require(0 < self.share <= 1, "TopK.share", self.share, "above 0, at most 1")
-
-    def allows(self, inside: Allows) -> Allows:
-        why = "its clients send differences to what they sent before"
-        return inside._replace(late=No(why), submodels=No(f"{why}, of the whole model"))
 
     def server_slot(self, method: Algorithm, x: PyTree, y: PyTree) -> PyTree:
         phases = {name: takes_and_gives(method.phases[name])[1] for name in method.allows.late or ()}

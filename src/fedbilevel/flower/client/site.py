@@ -21,6 +21,7 @@ from flwr.clientapp import ClientApp
 
 from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.algorithms.parts.composed import composed
+from fedbilevel.algorithms.parts.layers import require_whole_replies
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_solves
 from fedbilevel.core.client import Client, Clients, RemoteClients, Samples
 from fedbilevel.core.config import at
@@ -106,6 +107,7 @@ class Site:
         require(share, "Site.capacity", self.capacity, "None, or above 0 and at most 1")
         if self.privacy is not None:
             check_noise("Site.privacy", self.algorithm)
+            require_whole_replies("Site.privacy", self.algorithm)
         hidden = self.privacy is None or not self.tells_metrics
         require(hidden, "Site.tells_metrics", True, "False, with privacy: its own metrics would leave it without noise")
         require(self.folder is None or isinstance(self.folder, Path), "Site.folder", self.folder, "a pathlib.Path")
