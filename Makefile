@@ -18,8 +18,10 @@ setup:  ## install everything into .venv (quick when nothing has changed)
 demo: setup  ## train on the embedded handwritten digits
 	$(BIN)/fedbilevel run
 
-test: lint  ## the checks of `make lint`, then the tests
-	$(BIN)/pytest
+test: setup  ## the checks of `make lint`, and the tests; types are checked beside them
+	$(BIN)/ruff format --check
+	$(BIN)/ruff check
+	@$(BIN)/mypy & types=$$!; $(BIN)/pytest; tests=$$?; wait $$types && exit $$tests
 
 test-slow: setup  ## the tests that take minutes or need downloaded data
 	$(BIN)/pytest -m slow

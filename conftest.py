@@ -1,5 +1,6 @@
 """What every test needs before jax is imported: float64, two devices, one place for compiled programs."""
 
+import contextlib
 import gc
 import os
 import threading
@@ -21,6 +22,7 @@ quickly = [  # compiling is most of it, and the emitters of fused loops are more
     "--xla_cpu_parallel_codegen_split_count=1",  # cut into up to 32 parts, a program costs more to compile
     *["--xla_cpu_use_fusion_emitters=false"] * version("jaxlib").startswith("0.10."),  # unknown to later ones
 ]
+PROGRAMS = 500 * 10**6  # bytes of compiled programs that are kept between runs; one run compiles some 100 million
 os.environ["XLA_FLAGS"] = " ".join([*flags, *quickly, "--xla_force_host_platform_device_count=2"])
 
 
@@ -33,11 +35,41 @@ def pytest_configure(config: pytest.Config) -> None:
 
     gc.set_threshold(20_000, 20, 20)  # tracing makes many objects, and little garbage
     _share_contexts()
-    if cache := getattr(config, "cache", None):  # there is none under `-p no:cacheprovider`
-        os.environ["JAX_COMPILATION_CACHE_DIR"] = str(cache.mkdir("jax"))  # for processes of tests, too
-        jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-        jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_programs())  # for processes of tests, too
+    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Of `-n auto`: a worker for each core, up to 4, since each takes a gigabyte."""
+    return min(os.cpu_count() or 1, 4)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Keep the newest of the compiled programs, up to PROGRAMS bytes; JAX itself would look at all for each new one."""
+    if hasattr(session.config, "workerinput"):
+        return
+    room = PROGRAMS
+    for file in sorted(_programs().iterdir(), key=lambda file: -file.stat().st_mtime):
+        room -= file.stat().st_size
+        if room < 0:
+            file.unlink(missing_ok=True)
+
+
+def _programs() -> Path:
+    """The folder of compiled programs: the user's, so that a new clone finds what another has compiled.
+
+    Without a folder of the user's, or where nothing can be written there, it is one of this clone.
+    """
+    places = [os.environ.get("XDG_CACHE_HOME"), os.path.expanduser("~/.cache"), str(Path(__file__).parent / "build")]
+    for place in filter(os.path.isabs, filter(None, places)):
+        folder = Path(place) / "fedbilevel" / "tests"
+        with contextlib.suppress(OSError):
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                return folder
+    raise OSError("there is no folder for compiled programs")
 
 
 def _share_contexts() -> None:
@@ -73,6 +105,18 @@ def pytest_pyfunc_call() -> Iterator[None]:
 def pytest_collection_finish() -> None:
     """What is imported by now stays: no need to look for garbage in it."""
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def _flags_stay_as_they_are() -> Iterator[None]:
+    """Take back what a command that ran here has added to XLA_FLAGS (`tune_cpu`).
+
+    JAX reads them once, but hashes them into the key of every program: all later ones would be compiled again, here and
+    in the next run.
+    """
+    before = os.environ["XLA_FLAGS"]
+    yield
+    os.environ["XLA_FLAGS"] = before
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -48,6 +48,8 @@ TWO_PHASES = "two phases, a loop, client state"
 """A case that is compared on every engine; the others are on one, which has it all."""
 COHORT = 5
 """Of 8: divided by neither the chunks nor the number of devices of test_agreement.py."""
+LENGTHS = (3, 5, 5, 3, 5, 3, 3, 5)
+"""Samples of f; of g the other way round, so that clients are of two kinds: Reference compiles each phase for each."""
 WORK = np.array([1, 2, 3, 4, 1, 2, 3, 4])
 SINGLE_LEVEL = fb.SingleLevel(lambda x, batch: outer(x, jnp.resize(x, batch["t"].shape[-1]), batch))
 MINIMAX = fb.Minimax(lambda x, y, batch: outer(x, y, batch) - 2 * jnp.vdot(y, y))
@@ -56,6 +58,11 @@ SIMPLE_BILEVEL = fb.SimpleBilevel(
     lambda x, batch: inner(jnp.zeros(batch["B"].shape[-1]), jnp.resize(x, batch["c"].shape[-1]), batch),
     fb.projections.box(-0.3, 0.5),
 )
+
+
+def cut(rows: Any, lengths: tuple[int, ...]) -> list[Any]:
+    """The first samples of each client."""
+    return [jax.tree.map(lambda leaf, n=n: leaf[:n], rows.row(i)) for i, n in enumerate(lengths)]
 
 
 def unwrapped(algorithm: Algorithm) -> Algorithm:
@@ -83,8 +90,8 @@ def two_rounds(case: str, engine: Any) -> tuple[Any, Any]:
     """What the next round begins with after two rounds, and their costs."""
     algorithm, work, problem, clock, _, own = cases(case)[case]
     algorithm = fixed(algorithm)
-    task = quadratic(clients=8, samples=(3, 5))
-    rows, weights = (task.clients.outer, task.clients.inner), task.clients.weights
+    task = quadratic(clients=8, samples=(5, 5))
+    rows, weights = (cut(task.clients.outer, LENGTHS), cut(task.clients.inner, LENGTHS[::-1])), task.clients.weights
     clients = fb.Clients(*rows, weights=weights, local_steps=work, own=own)
     problem = problem or task.problem
     y0 = None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else task.y0

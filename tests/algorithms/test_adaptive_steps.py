@@ -30,6 +30,18 @@ LARGEST = float(WEIGHTS @ SCALES)  # of ∇²yy G at x = 0
 STEP = 0.5 / LARGEST  # suits the start: below 2/L
 
 
+def stiff(x, y, batch):
+    return jnp.mean(0.5 * 10**x * jnp.einsum("i,nij,j->n", y, batch["A"], y) - batch["c"] @ y)
+
+
+def far(x, y, batch):
+    """ε is a number of each sample, so that one program serves every κ."""
+    return 0.5 * (x - 3) ** 2 + 0.5 * jnp.mean(batch["ε"] * jnp.sum((y - batch["t"]) ** 2, axis=-1))
+
+
+STIFFENING = fb.Bilevel(far, stiff)
+
+
 def stiffening(condition):
     """The problem, its clients, and its solution (x, y)."""
     rng, epsilon = np.random.default_rng(0), condition**-2
@@ -37,13 +49,10 @@ def stiffening(condition):
     a = [scale * (q * np.geomspace(1 / condition, 1, DIM)) @ q.T for scale in SCALES]
     c, t = rng.normal(size=(2, 3, DIM))
 
-    def inner(x, y, batch):
-        return jnp.mean(0.5 * 10**x * jnp.einsum("i,nij,j->n", y, batch["A"], y) - batch["c"] @ y)
-
-    def outer(x, y, batch):
-        return 0.5 * (x - 3) ** 2 + 0.5 * epsilon * jnp.mean(jnp.sum((y - batch["t"]) ** 2, axis=-1))
-
-    rows = [{"t": t[i : i + 1]} for i in range(3)], [{"A": a[i][None], "c": c[i : i + 1]} for i in range(3)]
+    rows = (
+        [{"t": t[i : i + 1], "ε": np.array([epsilon])} for i in range(3)],
+        [{"A": a[i][None], "c": c[i : i + 1]} for i in range(3)],
+    )
     k = np.linalg.solve(sum(p * own for p, own in zip(WEIGHTS, a, strict=True)), WEIGHTS @ c)
     low, high = 2.0, 4.0
     for _ in range(60):  # Φ′ grows
@@ -51,7 +60,7 @@ def stiffening(condition):
         y = 10**-x * k
         rising = x - 3 - epsilon * np.log(10) * (y - WEIGHTS @ t) @ y > 0
         low, high = (low, x) if rising else (x, high)
-    return (fb.Bilevel(outer, inner), fb.Clients(*rows, weights=WEIGHTS)), x, 10**-x * k
+    return (STIFFENING, fb.Clients(*rows, weights=WEIGHTS)), x, 10**-x * k
 
 
 def played(algorithm, problem, rounds, **options):

@@ -30,7 +30,7 @@ COMPILED_BEFORE = (fb.AFBO, fb.FISM, fb.ShroFBO, fb.RABO, fb.FedNest, fb.FedNest
 
 
 def outcome(algorithm, problem, rounds=4):
-    task = quadratic(clients=4, dim_x=2, dim_y=3, samples=(2, 4))
+    task = quadratic(clients=4, dim_x=2, dim_y=3, samples=(3, 3))
     clients, y0 = task.clients, task.y0
     work = (
         None if isinstance(problem, fb.SimpleBilevel) else WORK
@@ -39,7 +39,9 @@ def outcome(algorithm, problem, rounds=4):
     clients = fb.Clients(clients.outer, weights=clients.weights, local_steps=work, **inner)
     if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel):
         y0 = None
-    return fb.solve(algorithm, problem or task.problem, clients, task.x0 + 0.1, y0, rounds=rounds)
+    return fb.solve(
+        algorithm, problem or task.problem, clients, task.x0 + 0.1, y0, rounds=rounds, engine=fb.Reference()
+    )
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,8 @@ def test_draws_are_shared_where_equations_share_them_and_apart_elsewhere(name):
     """And a fresh cohort is another one. Of 512 clients two cohorts are the same with chance 1/512, two draws never."""
     row, watched = TABLE[name], Watched()
     rows = population(CLIENTS if row.method.asks.cohorts else 1)
-    one_round(row.method, watched.outer, watched.inner, rows, cohort=1, key=5, engine=fb.Reference())
+    with jax.disable_jit():
+        one_round(row.method, watched.outer, watched.inner, rows, cohort=1, key=5, engine=fb.Reference())
     jax.effects_barrier()
     outer, inner = watched.seen["outer"], watched.seen["inner"]
     found = {"outer": len(outer), "inner": len(inner), "both": len(outer & inner)}
@@ -230,7 +231,11 @@ def test_a_cohort_counts_by_its_weight(name):
     row = TABLE[name]
     outer, inner = (lambda x, y, b: x @ x / 2 + b["a"][0] * 0), (lambda x, y, b: (y + 1) @ (y + 1) / 2 + b["a"][0] * 0)
     rows, method = {"a": np.zeros((2, 4))}, replace(row.method, batch_size=None)
-    like, unlike = (one_round(method, outer, inner, rows, weights, cohort=1) for weights in (None, (0.75, 0.25)))
+    with jax.disable_jit():
+        like, unlike = (
+            one_round(method, outer, inner, rows, weights, cohort=1, engine=fb.Reference())
+            for weights in (None, (0.75, 0.25))
+        )
 
     def step(end: Any, exchanges: int) -> float:
         """Which part of the way from 1 to −1 each of some like exchanges left behind."""

@@ -13,7 +13,7 @@ from fixed_steps import fixed
 
 @pytest.fixture(scope="module")
 def task():
-    return quadratic(clients=4, condition=5, noise=0.0)
+    return quadratic(clients=4, condition=5, noise=0.0, samples=(3, 3))
 
 
 def run(algorithm, task, rounds, **options):
@@ -31,13 +31,13 @@ def run(algorithm, task, rounds, **options):
     ids=lambda method: method.name,
 )
 def test_plain_descent_of_rate_1_is_the_method_itself(method, task):
-    for engine in (fb.Local(), fb.Reference()):
-        plain, wrapped = (
-            run(one, task, 3, engine=engine) for one in (method, fb.OuterOptimizer(method, optimizer=optax.sgd(1.0)))
-        )
-        np.testing.assert_allclose(wrapped.x, plain.x, rtol=1e-12)
-        np.testing.assert_allclose(wrapped.y, plain.y, rtol=1e-12)
-        assert wrapped.ledger == plain.ledger
+    engine = fb.Reference()
+    plain, wrapped = (
+        run(one, task, 3, engine=engine) for one in (method, fb.OuterOptimizer(method, optimizer=optax.sgd(1.0)))
+    )
+    np.testing.assert_allclose(wrapped.x, plain.x, rtol=1e-12)
+    np.testing.assert_allclose(wrapped.y, plain.y, rtol=1e-12)
+    assert wrapped.ledger == plain.ledger
 
 
 def test_momentum_is_the_sum_written_out(task):

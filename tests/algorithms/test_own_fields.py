@@ -55,9 +55,9 @@ def test_each_own_number_is_used_and_the_fields_value_for_all_changes_nothing(na
         task = replace(task, clients=fb.Clients(task.clients.outer))
     y0 = None if isinstance(problem, fb.SingleLevel | fb.SimpleBilevel) else task.y0
 
-    def state(own, engine=None):
+    def state(own):
         given = task.with_own(own=own).clients, task.x0 + 1, y0
-        result = fb.solve(method, problem, *given, rounds=2, engine=engine)
+        result = fb.solve(method, problem, *given, rounds=2, engine=fb.Reference())
         return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(result.state)])
 
     paths = [*dict(own_fields(method)), *([] if name in ("ADBO", "SDBO") else [LOCAL_STEPS])]
@@ -71,7 +71,6 @@ def test_each_own_number_is_used_and_the_fields_value_for_all_changes_nothing(na
     np.testing.assert_allclose(same, state({}), rtol=1e-12, atol=1e-14)
     for path, other in others.items():
         assert np.max(np.abs(state({**alike, path: other}) - same)) > 1e-9, path
-    np.testing.assert_allclose(state(others, fb.Reference()), state(others), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("method", [fb.ADBO(), fb.SDBO(), fb.IRG(), fb.BiFISTA()], ids=lambda method: method.label)

@@ -274,6 +274,8 @@ def test_with_products_that_are_means_over_all_it_is_fedmbo_draw_by_draw():
     rabo, fedmbo = (run(method(**fields), drawn, 3, cohort=3) for method in (fb.RABO, fb.FedMBO))
     assert np.array_equal(rabo.x, fedmbo.x)
     assert np.array_equal(rabo.y, fedmbo.y)
+    assert np.all(rabo.x != drawn.x0)
+    assert np.all(rabo.y != drawn.y0)
 
 
 def test_problems_that_need_no_inverse():

@@ -19,25 +19,35 @@ from fedbilevel.engines import machine
 
 PROGRAM = """
 import sys
+import jax
 import fedbilevel as fb
 from fedbilevel.tasks.quadratic import quadratic
 
+seen = []
+jax.monitoring.register_event_listener(lambda event, **_: seen.append(event))
 fb.Local.keep_on_disk(sys.argv[1], megabytes=int(sys.argv[2]))
 task = quadratic(clients=2)
 fb.solve(fb.FedBiO(local_steps=1), task.problem, task.clients, task.x0, task.y0, rounds=1)
+print(*(seen.count("/jax/compilation_cache/cache_" + kind) for kind in ("hits", "misses")))
 """
 
 
 def programs(folder, megabytes):
-    """The files of the programs that are in the folder after a process used it."""
-    subprocess.run([sys.executable, "-c", PROGRAM, str(folder), str(megabytes)], check=True)
-    return {file.name for file in folder.glob("*-cache")}
+    """How many programs a process found in the folder, how many it had to compile, and whose files are there then."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(folder), str(megabytes)], check=True, capture_output=True, text=True
+    )
+    hits, misses = map(int, done.stdout.split()[-2:])
+    return hits, misses, {file.name for file in folder.glob("*-cache")}
 
 
 def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
-    first = programs(tmp_path, 100)
-    assert first
-    assert programs(tmp_path, 100) == first
+    _, compiled, files = programs(tmp_path, 100)
+    assert compiled > 0
+    found, again, later = programs(tmp_path, 100)
+    assert found >= compiled
+    assert again == 0
+    assert later == files
 
 
 @pytest.fixture

@@ -26,10 +26,13 @@ def example(tmp_path, monkeypatch):
     hospital_files.write(tmp_path, monkeypatch, loaders.HOSPITALS)
     place = shutil.copytree(EXAMPLE, tmp_path / "example", ignore=shutil.ignore_patterns("data", "runs", "__pycache__"))
     monkeypatch.chdir(place)
-    sys.path.append(str(place))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(place)])
     for file in ("make_data.py", "agree.py"):
         runpy.run_path(file, run_name="__main__")
-    return place
+    yield place
+    for name, module in list(sys.modules.items()):  # else another test's file of that name could not be loaded
+        if place in Path(getattr(module, "__file__", None) or "/").parents:
+            del sys.modules[name]
 
 
 def test_each_reads_its_own_folder_and_the_agreed_columns(example, tmp_path):
