@@ -50,9 +50,13 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
     """Keep the newest of the compiled programs, up to PROGRAMS bytes; JAX itself would look at all for each new one."""
     if hasattr(session.config, "workerinput"):
         return
-    room = PROGRAMS
-    for file in sorted(_programs().iterdir(), key=lambda file: -file.stat().st_mtime):
-        room -= file.stat().st_size
+    room, files = PROGRAMS, []
+    for file in _programs().iterdir():
+        with contextlib.suppress(FileNotFoundError):  # another run has removed it
+            found = file.stat()
+            files.append((found.st_mtime, found.st_size, file))
+    for _, size, file in sorted(files, reverse=True):
+        room -= size
         if room < 0:
             file.unlink(missing_ok=True)
 
