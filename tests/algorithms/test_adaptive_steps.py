@@ -210,6 +210,18 @@ def test_x_waits_where_a_client_s_curvature_rises():
     np.testing.assert_allclose(usual, -0.1 * np.sign(h), rtol=1e-6)
 
 
+def test_x_waits_in_a_run():
+    """From round 60 to 61, L having grown 10-fold or more: |Δx| = w r |h|/√Σh², h² being what the sum has grown by."""
+    problem, _, _ = stiffening(10.0)
+    method = fb.SimFBO(batch_size=None)
+    before, after = (played(method, problem, rounds) for rounds in (60, 61))
+    outer, slower = after.state.outer, float(after.state.curvature.slower)
+    assert slower < 0.3
+    h = np.sqrt(float(outer.norms) ** 2 - float(before.state.outer.norms) ** 2)
+    expected = slower * min(float(outer.farthest), 0.1 * REACH) * h / float(outer.norms)
+    assert abs(float(after.x - before.x)) == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.parametrize("method", [fb.SimFBO, fb.FedBiO, fb.ShroFBO])
 def test_clients_that_are_alike_go_on_by_all_their_local_steps(method):
     """r = 1: y_N = y* + Π (I − ½A/L_n)^τ (0 − y*), as if there were one client; round 0 measures. FedBiO's replies are
