@@ -121,7 +121,7 @@ def decoded(update: PyTree) -> PyTree:
 
 
 class Fed(Protocol):
-    """The exchanges that a round may make. No primitive returns per-client values to the server."""
+    """The exchanges that a round may make. No method gets the value of a single client; layers may, by `sum`."""
 
     problem: Problem
     """What the server knows of it: the losses and what they are like, without anyone's samples."""

@@ -226,9 +226,8 @@ class AdaptiveSteps(Wrapper):
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         content, steps = message
-        kept = client.state or ClientState(
-            None, PowerMethod(None, jnp.zeros(()), jnp.zeros(()))
-        )  # a fresh cohort's is out of reach
+        of_fresh = ClientState(None, PowerMethod.begin(None, keep=False))  # in a fresh cohort none is within reach
+        kept = client.state or of_fresh
         phase, power, products = self.algorithm.phases[name], kept.power, None
         if self.measures(phase):
             x, y = (next(parts_like(kind, takes_and_gives(phase)[0], content)) for kind in "xy")

@@ -91,10 +91,6 @@ class Layer(Part):
             )
             require(cls.needs in ("", *Allows._fields), f"{where}.needs", cls.needs, ", ".join(Allows._fields))
 
-    def allows(self, inside: Allows) -> Allows:
-        """What may be done with a method that has this layer."""
-        return inside
-
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
         """Raise ConfigurationError for a problem, or for clients, that the layer does not fit."""
 
@@ -181,13 +177,10 @@ class Layered(Wrapper):
 
     @property
     def allows(self) -> Allows:
-        found = self.algorithm.allows
-        if self.whole:
-            late, parts = No(f"{self.whole} needs replies of one exchange"), No(f"{self.whole} needs whole replies")
-            found = found._replace(late=late, submodels=parts)
-        for layer in self.layers:
-            found = layer.allows(found)
-        return found
+        if not self.whole:
+            return self.algorithm.allows
+        late, parts = No(f"{self.whole} needs replies of one exchange"), No(f"{self.whole} needs whole replies")
+        return self.algorithm.allows._replace(late=late, submodels=parts)
 
     @property
     def whole(self) -> str:
@@ -272,21 +265,23 @@ class LayersFed(KeepingFed):
 
     def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
         def ask(asked: Asked) -> Total:
-            return self.fed.sum(phase, asked.message, asked.key, fresh=fresh, each=each or asked.each)
+            return self.fed.sum(phase, asked.message, asked.key, fresh=asked.fresh, each=asked.each)
 
-        return self.through(phase, message, key, fresh, ask)
+        return self.through(phase, message, key, ask, fresh, each)
 
     def sum_first(self, n: int, phase: Phase, message: PyTree, key: Array, **options: Any) -> PyTree:
         def ask(asked: Asked) -> Total:
             return Total.of_mean(self.fed.sum_first(n, phase, asked.message, asked.key, **options))
 
-        return self.through(phase, message, key, None, ask).update
+        return self.through(phase, message, key, ask).update
 
-    def through(self, phase: Phase, message: PyTree, key: Array, fresh: Any, ask: Ask) -> Total:
+    def through(
+        self, phase: Phase, message: PyTree, key: Array, ask: Ask, fresh: Any = None, each: bool = False
+    ) -> Total:
         """Ask through all layers: the first sees the message as the method made it, and the total last."""
         for layer in reversed(self.method.layers):
             ask = partial(self.one, layer, ask)
-        return ask(Asked(self.method.algorithm, self.method.phase_name(phase), message, key, fresh))
+        return ask(Asked(self.method.algorithm, self.method.phase_name(phase), message, key, fresh, each))
 
     def one(self, layer: Layer, ask: Ask, asked: Asked) -> Total:
         total, slot = layer.exchange(asked, self.kept.get(layer.kind), ask)

@@ -45,8 +45,11 @@ class RobustRule(Layer):
 
 
 def require_replies(path: str, bad: int, weights: Array, least: int) -> Array:
-    """Refuse a number of bad clients for which an exchange needs more replies; return 1, or NaN where that is only
-    known once padding is told from replies."""
+    """Refuse a number of bad clients for which an exchange needs more replies.
+
+    Rows that only pad the cohort are known by their weights, when the rule is computed: then return 1, or NaN where too
+    few replies are left.
+    """
     allowed = f"less for {len(weights)} replies in an exchange, of which it needs {least}"
     require(len(weights) >= least, path, bad, allowed)
     return jnp.where(jnp.sum(weights > 0) >= least, 1.0, jnp.nan)

@@ -105,7 +105,8 @@ class ExchangeState(NamedTuple):
 
 @dataclass(eq=False)
 class LocalFed(Means):
-    """The exchanges of a round: see `Fed`. Sums stream over chunks; replies of single clients are never stacked.
+    """The exchanges of a round: see `Fed`. Sums stream over chunks. Replies of single clients are stacked only where
+    a layer asks for each of them.
 
     The members of a cohort are grouped by class of capacity, and each class is sent its part of a message. Without
     capacities there is a single class, which is sent the whole.
