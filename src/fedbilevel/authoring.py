@@ -8,6 +8,7 @@ from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.layers import Asked, Layer
 from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalOptimizer, Plain, descend
+from fedbilevel.algorithms.parts.memory import Compressor
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, counts, fraction, positive, positive_integer, static, step_sizes
@@ -32,6 +33,7 @@ __all__ = [
     "Asks",
     "Client",
     "Coded",
+    "Compressor",
     "Diagnosis",
     "Facts",
     "Fed",

@@ -4,7 +4,9 @@ from fedbilevel import algorithms, errors, parts
 from fedbilevel.algorithms import *  # noqa: F403
 from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
 from fedbilevel.algorithms.parts.layers import layered
-from fedbilevel.algorithms.parts.wrappers import Asynchronous, OuterOptimizer, Submodels
+from fedbilevel.algorithms.parts.memory import Asynchronous
+from fedbilevel.algorithms.parts.outer_optimizer import OuterOptimizer
+from fedbilevel.algorithms.parts.wrappers import Submodels
 from fedbilevel.core import projections
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.metrics import Metric

@@ -18,6 +18,7 @@ from compiled_losses import with_compiled_losses
 from two_phase import TwoPhase
 
 import fedbilevel as fb
+from fedbilevel.algorithms.parts.layers import Layered
 from fedbilevel.authoring import Algorithm
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
@@ -66,8 +67,8 @@ def cut(rows: Any, lengths: tuple[int, ...]) -> list[Any]:
 
 
 def unwrapped(algorithm: Algorithm) -> Algorithm:
-    """The method inside of `Asynchronous`."""
-    return algorithm.algorithm if isinstance(algorithm, fb.Asynchronous) else algorithm
+    """The method inside of its layers."""
+    return algorithm.algorithm if isinstance(algorithm, Layered) else algorithm
 
 
 @cache

@@ -105,8 +105,8 @@ def afbo(task, algorithm, rounds, n, times, work, absent=(), arrivals=None):
     fed, told = Federation(task, times, absent, arrivals), []
     x, y, v = np.zeros(task.x0.shape), np.zeros(task.y0.shape), np.zeros(task.y0.shape)
     c, wait = 0.0, None
-    if isinstance(algorithm, fb.Asynchronous):
-        c, wait, algorithm = algorithm.delay_penalty, algorithm.max_staleness, algorithm.algorithm
+    if algorithm.asks.asynchronous:
+        c, wait, algorithm = algorithm.late.delay_penalty, algorithm.late.max_staleness, algorithm.algorithm
     local = isinstance(algorithm.hypergradient, fb.parts.LocalImplicit)
 
     def series(matrix, b, i):

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.algorithms.parts.wrappers import LastReplies
-from fedbilevel.core.fed import LastReply, Public, ReplyDelta
+from fedbilevel.algorithms.parts.memory import LastReplies, LastReply, ReplyDelta
+from fedbilevel.core.fed import Public
 
 CLIENTS, SIZE = 6, 3
 

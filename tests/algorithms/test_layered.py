@@ -1,6 +1,6 @@
 """Layers in general: each asks once and runs once, keeps what it began with, and is the same on every engine."""
 
-from types import SimpleNamespace
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,15 +9,19 @@ import optax
 import pytest
 
 import fedbilevel as fb
-from fedbilevel import authoring, parts
+from fedbilevel import parts
+from fedbilevel.algorithms.parts.adaptive_steps import Steps
+from fedbilevel.algorithms.parts.curvature import Measured
 from fedbilevel.algorithms.parts.in_set import InSet
-from fedbilevel.algorithms.parts.layers import Asked, Layer, Layered, innermost, layered
+from fedbilevel.algorithms.parts.layers import Asked, Layer, Layered, layered
+from fedbilevel.algorithms.parts.memory import Memory, ReplyDelta
 from fedbilevel.algorithms.parts.own_block import OwnBlock
 from fedbilevel.algorithms.parts.private import Private
-from fedbilevel.authoring import Reply, Total
+from fedbilevel.authoring import Public, Reply, Total
+from fedbilevel.core.client import Client
 from fedbilevel.core.tree import XYV
+from fedbilevel.engines.reference import _samples
 from fedbilevel.errors import ConfigurationError
-from fedbilevel.flower.client.site import Site
 from fedbilevel.tasks.quadratic import quadratic
 from test_class_rules import below
 
@@ -26,7 +30,9 @@ LAYERS = {
     "in_set": InSet(),
     "own_block": OwnBlock(),
     "private": Private(clip=1.0, noise_multiplier=0.5, delta=1e-5),
-    "top_k": parts.TopK(share=0.5),
+    "memory": Memory(compressor=parts.TopK(share=0.5), late=fb.Asynchronous(wait_for=2)),
+    "adaptive_steps": fb.AdaptiveSteps(),
+    "outer_optimizer": fb.OuterOptimizer(optimizer=optax.adam(0.1)),
     "trimmed_mean": parts.TrimmedMean(),
     "median": parts.Median(),
     "krum": parts.Krum(),
@@ -48,26 +54,34 @@ def test_a_layer_asks_once_runs_once_and_keeps_what_it_began_with(kind):
     layer, x, y = LAYERS[kind], jnp.asarray(task.x0), jnp.asarray(task.y0)
     part = XYV(jnp.ones(6), jnp.ones(3), jnp.ones(3))
     rows = jax.tree.map(lambda leaf: jnp.stack([leaf * i for i in range(6)]), part), jnp.full(6, 1 / 6)
-    phase = METHOD.phase_name(METHOD.local_updates)
-    asked = Asked(METHOD, phase, part, jax.random.key(0))
-    client = SimpleNamespace(weight=jnp.asarray(0.5))
+    method = fb.SimFBO(local_steps=1, batch_size=None) if kind == "adaptive_steps" else METHOD
+    phase = method.phase_name(method.local_updates)
+    asked = Asked(method, phase, part, jax.random.key(0))
+    samples = [_samples(name, task.clients, 0) for name in ("outer", "inner")]
+    client = Client(problem, *samples, id=jnp.asarray(0), weight=jnp.asarray(0.5), state=None)
 
     def ask(again):
         calls.append("ask")
         update = part
-        if kind == "top_k":
-            update = (part, jax.tree.map(lambda _: None, part)), authoring.Public(jnp.ones(()))
+        if kind == "memory":
+            update = ReplyDelta((part, jax.tree.map(lambda _: None, part)), *[Public(jnp.ones(()))] * 2)
+        if kind == "adaptive_steps":
+            update = part, Measured(*jnp.ones(len(Measured._fields)))
         return Total(update, jnp.ones(()), jnp.asarray(6), 6, rows=rows if again.each else None)
 
-    def run(client, message):
+    def run(again, client):
         calls.append("run")
         return Reply(part)
 
-    kept = layer.server_slot(METHOD, x, y)
+    kept = layer.server_slot(method, x, y)
     total, after = layer.exchange(asked, kept, ask)
     assert jax.tree.structure(after) == jax.tree.structure(kept)
     assert isinstance(total, Total)
-    kept = layer.client_slot(METHOD, problem, x, y)
+    kept = layer.client_slot(method, problem, x, y)
+    asked = {
+        "memory": replace(asked, message=(part, jnp.asarray(0))),
+        "adaptive_steps": replace(asked, message=(part, Steps(*jnp.ones(2), jnp.asarray(1, jnp.uint32)))),
+    }.get(kind, asked)
     reply, after = layer.reply(asked, kept, client, run)
     assert jax.tree.structure(after) == jax.tree.structure(kept)
     assert isinstance(reply, Reply)
@@ -170,34 +184,35 @@ def test_one_bad_client_of_eight_does_not_move_x_far(kind):
     assert off[1] < 0.3
 
 
+class Eight(Layer):
+    kind, place = "eight", "coded"
+
+
 class TwoOfAKind(Layer):
-    kind, place = "top_k", "privacy"
+    kind, place = "memory", "privacy"
 
 
-def test_what_cannot_be_together_says_why(tmp_path):
+def test_what_cannot_be_together_says_why():
     task = quadratic(clients=4)
     few = task.problem, task.clients, task.x0, task.y0
     own_x = fb.Bilevel(task.problem.outer, task.problem.inner, local="x")
     half = fb.Clients(task.clients.outer, task.clients.inner, capacity=0.5)
-    coded, noise = layered(METHOD, parts.TopK()), fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
-    own = {"id": 0, "algorithm": coded, "problem": few[0], "x0": few[2], "y0": few[3]}
-    own |= {"outer": task.clients.outer.row(0), "inner": task.clients.inner.row(0)}
     optimized = fb.OuterOptimizer(METHOD, optimizer=optax.sgd(1.0))
     for make, text in (
         (lambda: layered(METHOD, parts.Median(), parts.Krum()), "two layers of one place"),
         (lambda: layered(METHOD, parts.Median(), parts.TopK()), "Median and TopK cannot be together"),
         (lambda: Layered(METHOD, rule=parts.TopK()), "a layer of that place"),
         (lambda: layered(fb.FedNest(batch_size=None), parts.TopK()), "TopK"),
-        (lambda: fb.Asynchronous(layered(METHOD, parts.Median()), wait_for=2), "replies of one exchange"),
+        (lambda: fb.Asynchronous(layered(METHOD, parts.Median()), wait_for=2), "Median and Asynchronous cannot"),
         (lambda: fb.Submodels(layered(METHOD, parts.Median())), "whole replies"),
-        (lambda: fb.AdaptiveSteps(layered(fb.SimFBO(), parts.Median())), "layers go around it"),
+        (lambda: layered(fb.Asynchronous(METHOD, wait_for=2), Eight()), "an authoring.Compressor makes short"),
+        (lambda: Layered(layered(METHOD, parts.Median()), late=fb.Asynchronous(wait_for=2)), "in layers"),
         (lambda: parts.Krum(bad=0), "Krum.bad"),
         (lambda: layered(METHOD, parts.TopK), "an instance"),
         (lambda: layered(3, parts.TopK()), "a method"),
         (lambda: fb.reply_norms(layered(METHOD, parts.TopK()), *few), "with TopK"),
-        (lambda: Site(**own, privacy=noise, folder=tmp_path), "Site.privacy = 'with TopK'"),
         (lambda: layered(METHOD, TwoOfAKind(), parts.TopK()), "another for each layer"),
-        (lambda: fb.solve(layered(fb.Asynchronous(METHOD, wait_for=2), parts.Median()), *few, rounds=1), "waits for"),
+        (lambda: layered(fb.ADBO(wait_for=2), parts.Median()), "waits for"),
         (lambda: fb.solve(layered(METHOD, parts.Median()), few[0], half, *few[2:], rounds=1), "Clients.capacity"),
         (
             lambda: fb.solve(optimized, own_x, *few[1:], rounds=1),
@@ -213,8 +228,13 @@ def test_what_cannot_be_together_says_why(tmp_path):
             make()
 
 
-def test_no_layer_is_the_method_itself_and_they_go_within_wrappers():
+def test_layers_are_at_their_places_whatever_their_order():
     assert layered(METHOD, None) is METHOD
-    assert isinstance(innermost(fb.Asynchronous(METHOD, wait_for=2), InSet()).algorithm, Layered)
     both = layered(layered(METHOD, InSet()), parts.Median())
     assert [layer.kind for layer in both.layers] == ["median", "in_set"]
+    late = layered(fb.Asynchronous(METHOD, wait_for=2), parts.TopK(share=0.5))
+    assert late == fb.Asynchronous(layered(METHOD, parts.TopK(share=0.5)), wait_for=2)
+    assert late == layered(METHOD, fb.Asynchronous(wait_for=2), parts.TopK(share=0.5))
+    assert [layer.kind for layer in late.layers] == ["memory"]
+    submodels = fb.Submodels(METHOD, policy="random")
+    assert layered(submodels, InSet()) == fb.Submodels(layered(METHOD, InSet()), policy="random")

@@ -134,7 +134,7 @@ def test_what_is_none_of_the_forms_is_refused(given, words):
         (
             fb.Asynchronous(fb.AFBO(inner=MeanGradient(rounds=4)), wait_for=2),
             {"local_steps": np.ones((5, 2, 3), int)},
-            r"'local_steps'\] = 'of shape \(5, 2, 3\)' .* \(5, 4, M\): Asynchronous makes 4 inner rounds in a round",
+            r"'local_steps'\] = 'of shape \(5, 2, 3\)' .* \(5, 4, M\): AFBO makes 4 inner rounds in a round",
         ),
         (
             fb.AFBO(inner=MeanGradient(rounds=lambda round: 1 + round // 2)),

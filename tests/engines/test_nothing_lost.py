@@ -209,7 +209,7 @@ def test_every_step_is_halved_and_nothing_else():
     half = at(halved(fb.Asynchronous(fixed(fb.AFBO(inner=inner, outer_lr=0.6)), wait_for=2)), 1)
     method = half.algorithm
     assert (method.inner.lr, method.inner.client_lr, method.outer_lr) == ((0.2, 0.6), 0.01, 0.3)
-    assert (half.wait_for, method.inner.rounds, method.batch_size) == (2, 2, 32)
+    assert (half.late.wait_for, method.inner.rounds, method.batch_size) == (2, 2, 32)
     assert method.hypergradient.solver.step == fixed(fb.AFBO()).hypergradient.solver.step / 2
     assert halved(fixed(fb.SimFBO(radius=3.0))).radius == 3.0
 

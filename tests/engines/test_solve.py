@@ -422,7 +422,7 @@ def test_a_checkpoint_of_an_earlier_format_goes_on_where_its_state_is_the_same(t
     assert same_bits(run(task, rounds=6, checkpoint=path, resume=True).state, whole.state)
     files.previous(path).unlink(missing_ok=True)
     rewritten(path, fedbilevel="0.2.0", format=files.FORMAT - 1)
-    said = "was written by fedbilevel 0.2.0 in format 1, and runs go on in format 2: it differs in"
+    said = "was written by fedbilevel 0.2.0 in format 2, and runs go on in format 3: it differs in"
     with pytest.raises(fb.errors.CheckpointError, match=said):
         files.load(path, {"another": jnp.zeros(())})
 

@@ -85,13 +85,13 @@ def noise_of_the_run(monkeypatch):
     counts, streams = Counter(), []
     play = ClientRuntime.play
 
-    def noting(runtime, phase, message, request, state):
+    def noting(runtime, algorithm, phase, message, request, state):
         key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(request.key, np.uint32)), impl=request.key_kind)
         for number in (runtime.site.id, private.NOISE, 0 if request.fresh else counts[runtime.site.id]):
             key = jax.random.fold_in(key, number)
         counts[runtime.site.id] += not request.fresh
         streams.append(key)
-        return play(runtime, phase, message, request, state)
+        return play(runtime, algorithm, phase, message, request, state)
 
     monkeypatch.setattr(ClientRuntime, "play", noting)
     monkeypatch.setattr(privacy, "gaussian", lambda _, count: np.asarray(jax.random.normal(streams[-1], (count,))))
@@ -105,6 +105,11 @@ SIMULATED = {
         2,
     ),
     "ShroFBO, public counts": (fixed(fb.ShroFBO(batch_size=None)), 2),
+    "ShroFBO, top-k": (fb.layered(fixed(fb.ShroFBO(batch_size=None)), fb.parts.TopK(share=0.4)), 2),
+    "SimFBO, the first two, top-k": (
+        fb.layered(fixed(fb.SimFBO(batch_size=2)), fb.Asynchronous(wait_for=2), fb.parts.TopK(share=0.4)),
+        None,
+    ),
 }
 
 

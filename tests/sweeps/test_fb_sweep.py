@@ -263,8 +263,8 @@ def test_fields_of_parts_are_replaced_by_their_paths() -> None:
         fb.FedNest(), {"hypergradient.solver": fb.parts.CG(), "hypergradient.solver.max_steps": 7, "inner.lr": 0.2}
     )
     assert (whole.hypergradient.solver, whole.inner.lr) == (fb.parts.CG(max_steps=7), 0.2)
-    wrapped = with_values(fb.Asynchronous(fb.SimFBO(), wait_for=1), {"algorithm.server_lr.y": 0.3, "wait_for": 2})
-    assert (wrapped.algorithm.server_lr.y, wrapped.wait_for) == (0.3, 2)
+    wrapped = with_values(fb.Asynchronous(fb.SimFBO(), wait_for=1), {"algorithm.server_lr.y": 0.3, "late.wait_for": 2})
+    assert (wrapped.algorithm.server_lr.y, wrapped.late.wait_for) == (0.3, 2)
 
 
 def test_a_part_is_swept_before_its_fields_and_not_after_them() -> None:

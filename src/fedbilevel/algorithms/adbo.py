@@ -61,7 +61,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.wrappers import ROUNDING
+from fedbilevel.algorithms.parts.memory import ROUNDING
 from fedbilevel.core.algorithm import Algorithm, Part, phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive, positive_integer, step_sizes

@@ -4,8 +4,8 @@ Anonymous. "Anarchic Federated Bilevel Optimization". Manuscript under double-bl
 WiOpt 2024. Algorithms 1 and 2.
 
 A round is K inner exchanges and an outer exchange, each of which ends with the first replies to arrive:
-`Asynchronous(AFBO(…), wait_for=n)`; AFBO alone waits for everyone's. Client i, at the (x, y) that it was last sent,
-makes E_i local steps, and, when it is asked to, estimates the hypergradient:
+`layered(AFBO(…), Asynchronous(wait_for=n))`; AFBO alone waits for everyone's. Client i, at the (x, y) that it was last
+sent, makes E_i local steps, and, when it is asked to, estimates the hypergradient:
 
     inner   y_{e+1} = y_e − η G_e,   G_e = ∇y g_i(x, y_e; ξ_e)         G_i = (1/E_i) Σ_e G_e
             y ← y − β_k mean_i G_i                                                                K exchanges

@@ -291,16 +291,19 @@ class Algorithm(Part):
         return cls.hypergradient_at is not Algorithm.hypergradient_at
 
 
-def refuse_unless_allowed(algorithm: Algorithm, entry: str, cannot: str) -> None:
-    """Raise ConfigurationError with a method's reason against an entry of `Allows`, and the names of those without."""
+def refuse_unless_allowed(algorithm: Algorithm, entry: str, cannot: str, allows: Allows | None = None) -> None:
+    """Raise ConfigurationError with the reason against an entry of `Allows`, and the names of methods without one.
 
-    def reason(method: Algorithm) -> str:
-        found = method.allows._asdict()[entry]
+    `allows`: what the method allows in its layers; None: alone.
+    """
+
+    def reason(allows: Allows) -> str:
+        found = allows._asdict()[entry]
         return found.why if isinstance(found, No) else ""
 
-    if why := reason(algorithm):
+    if why := reason(algorithm.allows if allows is None else allows):
         made = [cls() for cls in ALGORITHMS.values() if all(field.default is not MISSING for field in fields(cls))]
-        able = ", ".join(sorted(type(method).__name__ for method in made if not reason(method)))
+        able = ", ".join(sorted(type(method).__name__ for method in made if not reason(method.allows)))
         raise ConfigurationError(f"{algorithm.label} {cannot}: {why}; methods that can: {able}")
 
 

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax import Array
 
 from fedbilevel.core.problem import Problem
@@ -205,33 +204,3 @@ class Withheld(NamedTuple):
     """
 
     withheld: Any
-
-
-class LastReply(NamedTuple):
-    """A client's own last reply to a phase, which it keeps. Under privacy that is what it sent."""
-
-    update: PyTree
-    exchange: Array  # of that phase, in which it was asked for; -1 before the first
-
-    @classmethod
-    def none(cls, like: PyTree) -> "LastReply":
-        """Begin before the first reply, for updates with the shapes of `like`."""
-        return cls(jax.tree.map(jnp.zeros_like, like), jnp.asarray(-1, jnp.int32))
-
-
-class ReplyDelta(NamedTuple):
-    """What a client sends in place of a reply: the difference to its last one. The server adds these differences up.
-
-    `joins` and `exchanges` are public: the server knows whose replies have counted and what it asked when.
-    """
-
-    update: PyTree  # u − the last u; under privacy u is clipped and noised first, so that noise does not add up
-    joins: Public  # 1 in the first reply, then 0
-    exchanges: Public  # t − the last t
-
-    @classmethod
-    def since(cls, last: LastReply, update: PyTree, exchange: Array) -> tuple["ReplyDelta", LastReply]:
-        """Take the difference from the last reply to this, asked for in that exchange; also return what to keep now."""
-        joins, exchanges = (last.exchange < 0).astype(float), (exchange - last.exchange).astype(float)
-        change = optax.tree.sub(update, last.update)
-        return cls(change, Public(joins), Public(exchanges)), LastReply(update, exchange)

@@ -200,7 +200,7 @@ def check_rule(
 
 def check_inner_rounds(path: str, name: str, values: Values, method: Any, rounds: int) -> None:
     """Refuse numbers by inner round that nothing would ask by it, and tables that do not fit the number of these."""
-    whose = type(method).__name__
+    whose = method.label
     got = f"of shape {np.shape(values.values)}" if isinstance(values, Given) else str(values)
     most = inner_rounds(method, len(values.values) if isinstance(values, Given) else rounds)
     inside = name == LOCAL_STEPS or name.startswith("inner.")

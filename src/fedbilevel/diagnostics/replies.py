@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import optax
 
-from fedbilevel.algorithms.parts.layers import require_whole_replies
+from fedbilevel.algorithms.parts.layers import layers_at
 from fedbilevel.core.card import Card, Shown, aligned
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import NonFiniteError, require
@@ -117,7 +117,8 @@ def reply_norms(
             numbers[phase, part] = sum(leaf.size for leaf in leaves)
 
     require(privacy is None or isinstance(privacy, Privacy), "privacy", privacy, "fedbilevel.Privacy(…) or None")
-    require_whole_replies("algorithm", algorithm)
+    coded = [type(layer).__name__ for layer in layers_at(algorithm) if layer.place == "coded"]
+    require(not coded, "algorithm", f"with {', '.join(coded)}", "a method without a code: it sends other numbers")
     play = partial(solve, algorithm, problem, clients, x, y, cohort=cohort, key=key)
     moved = {}
     if privacy is not None:

@@ -22,7 +22,7 @@ from fedbilevel.reading import newer_format, parse_json, require_regular
 from fedbilevel.wording import in_a_line, printable
 
 META = "__meta__"
-FORMAT = 2  # of what `save` writes; one of a later format is refused, of an earlier one where its state differs
+FORMAT = 3  # of what `save` writes; one of a later format is refused, of an earlier one where its state differs
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 

@@ -7,9 +7,9 @@ import jax
 import numpy as np
 import optax
 
-from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
-from fedbilevel.algorithms.parts.layers import Layered
+from fedbilevel.algorithms.parts.layers import layers_at
 from fedbilevel.algorithms.parts.private import Private
+from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
 from fedbilevel.core.config import given_steps
@@ -64,12 +64,13 @@ def far_away(round: int, start: float, norm: float) -> str:
 
 def what_to_lower(algorithm: Algorithm) -> str:
     """Say which step sizes of a method were given as numbers, and what noise they multiply."""
-    if isinstance(algorithm, Layered):
-        noise = f"; {algorithm.privacy.what_to_lower()}" if isinstance(algorithm.privacy, Private) else ""
-        return f"{what_to_lower(algorithm.algorithm)}{noise}"
-    names = given_steps(algorithm.algorithm if isinstance(algorithm, AdaptiveSteps) else algorithm)
-    adapt = "bound x (project_x), or let it move more slowly (fb.AdaptiveSteps(method, x_lr=0.02))"
-    return f"lower {' or '.join(names)}" if names else adapt
+    private = [layer for layer in layers_at(algorithm) if isinstance(layer, Private)]
+    noise = "".join(f"; {layer.what_to_lower()}" for layer in private)
+    while isinstance(algorithm, Wrapper):
+        algorithm = algorithm.algorithm
+    names = given_steps(algorithm)
+    adapt = "bound x (project_x), or let it move more slowly (fb.layered(method, fb.AdaptiveSteps(x_lr=0.02)))"
+    return (f"lower {' or '.join(names)}" if names else adapt) + noise
 
 
 class Met(NamedTuple):

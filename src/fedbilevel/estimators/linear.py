@@ -36,6 +36,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, column_or_1d, validate_data
 
 from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
+from fedbilevel.algorithms.parts.layers import layered
 from fedbilevel.algorithms.simfbo import SimFBO
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, explain_call, explain_misspelt, is_count, require
@@ -144,7 +145,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         for i, part in enumerate(parts):
             fold[part] = dealt(rows["stratum"][part], self.cv, np.random.default_rng([seed, i]))
         result = solve(
-            AdaptiveSteps(SimFBO(local_steps=1, batch_size=None), x_lr=0.02),  # of entries from 0 to 1
+            layered(SimFBO(local_steps=1, batch_size=None), AdaptiveSteps(x_lr=0.02)),  # of entries from 0 to 1
             self._problem(of, self.cv),
             self._clients(rows, parts, fold),
             np.full(np.max(of) + 1, 0.5),

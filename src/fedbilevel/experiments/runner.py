@@ -27,7 +27,9 @@ from typing import Any, NamedTuple
 import jax
 
 from fedbilevel import __version__
-from fedbilevel.algorithms.parts.wrappers import Asynchronous, Submodels
+from fedbilevel.algorithms.parts.layers import layered
+from fedbilevel.algorithms.parts.memory import Asynchronous
+from fedbilevel.algorithms.parts.wrappers import Submodels
 from fedbilevel.core.algorithm import Algorithm, check_solves
 from fedbilevel.core.client import RemoteClients
 from fedbilevel.core.errors import (
@@ -163,7 +165,7 @@ def algorithm_of(spec: Spec) -> Algorithm:
     if spec.submodels != UnitPolicy():
         algorithm = Submodels(algorithm, **asdict(spec.submodels))
     waits = spec.asynchronous.wait_for is None
-    return algorithm if waits else Asynchronous(algorithm, **asdict(spec.asynchronous))
+    return algorithm if waits else layered(algorithm, Asynchronous(**asdict(spec.asynchronous)))
 
 
 def task_of(spec: Spec, **party: str | int) -> Task:

@@ -14,17 +14,13 @@ import tempfile
 from bisect import bisect_right
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import jax
 import numpy as np
-import optax
 from cryptography.hazmat.primitives.ciphers import Cipher
 from cryptography.hazmat.primitives.ciphers.algorithms import ChaCha20
 
 from fedbilevel.core.card import counted
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError, require
-from fedbilevel.core.fed import LastReply, ReplyDelta
 from fedbilevel.core.privacy import Privacy, PrivacyAccount, private_part
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines import lock
@@ -126,48 +122,6 @@ def _create_secret(path: Path) -> None:
         pass  # the other process's is as good
     finally:
         os.unlink(temporary)
-
-
-def is_kept(part: object) -> bool:
-    return isinstance(part, LastReply)
-
-
-def without_replies(state: PyTree) -> PyTree:
-    """Return the state as a phase has to see it, for its change to be the reply itself: the last replies are 0."""
-
-    def emptied(part: Any) -> Any:
-        return part._replace(update=jax.tree.map(np.zeros_like, part.update)) if is_kept(part) else part
-
-    return jax.tree.map(emptied, state, is_leaf=is_kept)
-
-
-def released(sent: PyTree, before: PyTree, after: PyTree) -> tuple[PyTree, PyTree]:
-    """Return the update to send and the state to keep, where a reply is sent as its difference from the last reply.
-
-    The difference of two noised replies is sent, not the noised difference of two replies: what the server has added up
-    is then each client's last reply with the noise of a single reply, however many there were. All that leaves the
-    client, and all that it keeps, is made of replies that were clipped and noised, so that nothing more is spent.
-
-    Args:
-        sent: the update, noised; a `ReplyDelta` has the reply itself.
-        before: what the client kept, or None.
-        after: what the phase, called with `without_replies(before)`, would keep.
-    """
-    if not isinstance(sent, ReplyDelta):
-        return sent, after
-    last: list[Any] = []
-
-    def renewed(old: Any, new: Any) -> Any:
-        if not is_kept(old):
-            return new
-        if int(new.exchange) == int(old.exchange):  # of another kind of reply
-            return old
-        last.append(old.update)
-        return new._replace(update=sent.update)
-
-    kept = jax.tree.map(renewed, before, after, is_leaf=is_kept)
-    (old,) = last
-    return sent._replace(update=optax.tree.sub(sent.update, jax.tree.map(np.asarray, old))), kept
 
 
 class PrivacyGuard:

@@ -47,16 +47,15 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.adagrad import AdaGrad
 from fedbilevel.algorithms.parts.curvature import STREAM, Measured, PowerMethod, ServerCurvature
-from fedbilevel.algorithms.parts.layers import Layered
+from fedbilevel.algorithms.parts.layers import Ask, Asked, Inside, Kept, Layer, layered, layers_at
 from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalWork, Plain
-from fedbilevel.algorithms.parts.wrappers import KeepingFed, OuterOptimizer, Submodels, Wrapper
-from fedbilevel.core.algorithm import Algorithm, check_algorithm, refuse_unless_allowed, takes_and_gives
+from fedbilevel.core.algorithm import Algorithm, refuse_unless_allowed, takes_and_gives
 from fedbilevel.core.authored import with_x
-from fedbilevel.core.client import Client, Clients, RemoteClients
+from fedbilevel.core.client import Client
 from fedbilevel.core.config import TIED, OpenStep, is_concrete, open_steps, positive, static
-from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Findings, No
-from fedbilevel.core.fed import Fed, Phase, Reply
+from fedbilevel.core.fed import Phase, Reply, Total
 from fedbilevel.core.own import as_client, replaced
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, over, scaled
@@ -76,37 +75,22 @@ class Steps(NamedTuple):
     seed: Array
 
 
-class ClientState(NamedTuple):
-    """A client's state, kept between rounds."""
+class Known(NamedTuple):
+    """What the server keeps."""
 
-    inside: PyTree  # what the method inside has it keep
-    power: PowerMethod
-
-
-class State(NamedTuple):
-    """The server's state."""
-
-    inside: Any  # the state of the method inside
     curvature: ServerCurvature
     outer: AdaGrad
-
-    @property
-    def x(self) -> PyTree:
-        return self.inside.x
-
-    @property
-    def y(self) -> PyTree:
-        return self.inside.y
+    inner: Array  # the step on y and v of this round
+    agreement: Array  # r of the round before, which this round's steps go by
 
 
-class AdaptiveSteps(Wrapper):
+class AdaptiveSteps(Layer):
     """Adapt the steps of a method that are None: on y and v to the inner curvature, on x to the hypergradients so far.
 
     `solve` puts it around each method that has such steps. The history has the curvature L as `curvature`, and the
     length of a move of x over that of the hypergradient as `x_step`, where these steps are adapted.
 
     Args:
-        algorithm: the method.
         y_lr: c, the steps on y and v in units of 1/L, below 2. A step stays stable where L is measured too low by a
             factor of up to 2/c.
         x_lr: η, the most that a round changes an entry of x. Give less, such as 0.02, where x is too fast for y, or
@@ -116,142 +100,101 @@ class AdaptiveSteps(Wrapper):
             a gigabyte.
     """
 
+    kind, place, learns = "adaptive_steps", "steps", True
+
     y_lr: float = positive(default=1.0)
     x_lr: float = positive(default=0.1)
     remember: bool = static(default=True)
 
     def validate(self) -> None:
-        check_algorithm(self.algorithm)
-        c, first, name = self.y_lr, self.x_lr, "AdaptiveSteps.algorithm"
+        c, first = self.y_lr, self.x_lr
         require(not is_concrete(first) or first < float("inf"), "AdaptiveSteps.x_lr", first, "finite")
         require(not is_concrete(c) or c < 2, "AdaptiveSteps.y_lr", c, "below 2")
-        allowed = "a method with steps that are None, such as SimFBO(), FedNest() or AFBO()"
-        twice = isinstance(self.algorithm, AdaptiveSteps)
-        require(bool(self.adapted) and not twice, name, self.algorithm.label + " in AdaptiveSteps" * twice, allowed)
-        outside = "the method itself; layers go around it: fb.layered(fb.AdaptiveSteps(method), …)"
-        require(not isinstance(self.algorithm, Layered), name, f"{self.algorithm.label} in layers", outside)
-        measuring = self.adapted == {"x"} or any(map(self.measures, self.algorithm.phases.values()))
-        require(measuring, name, self.algorithm.label, "a method with a phase that measures: @phase(…, measures=True)")
-        at_once = "a method that waits for everyone: late replies are made of steps of other rounds"
-        require(not self.algorithm.asks.asynchronous, name, f"{self.algorithm.label} in Asynchronous", at_once)
 
-    @property
-    def allows(self) -> Allows:
-        open_ = (path for path, step in open_steps(self.algorithm).items() if step.kind != "drift")
+    def fits(self, method: Algorithm) -> None:
+        name, allowed = "AdaptiveSteps.algorithm", "a method with steps that are None, such as SimFBO() or AFBO()"
+        require(bool(adapted(method)), name, method.label, allowed)
+        measuring = adapted(method) == {"x"} or any(measures(method, phase) for phase in method.phases.values())
+        require(measuring, name, method.label, "a method with a phase that measures: @phase(…, measures=True)")
+        at_once = "a method that waits for everyone: late replies are made of steps of other rounds"
+        require(not method.asks.asynchronous, name, f"{method.label} with first replies", at_once)
+
+    def allows(self, inside: Allows, method: Algorithm) -> Allows:
+        open_ = (path for path, step in open_steps(method).items() if step.kind != "drift")
         numbers = f"; give numbers for {', '.join(open_)}"
         return Allows(
             late=No(f"its steps are those of this round's curvature, and late replies are made of other ones{numbers}"),
             submodels=No(f"curvature is that of the whole y, and a client that holds a part has another one{numbers}"),
             noise=No(f"a client's curvature tells of its data, and steps by a noised one may be of any size{numbers}"),
             local_x=No(f"its steps are found from the x that the server has{numbers}"),
-            project_x=self.algorithm.allows.project_x,
+            project_x=inside.project_x,
         )
 
-    @property
-    def adapted(self) -> set[str]:
-        """Say of which of x, y and v steps are adapted."""
-        return {step.of for step in open_steps(self.algorithm).values()}
-
-    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        drifts = {path for path, step in open_steps(self.algorithm).items() if step.kind == "drift" and step.of != "x"}
+    def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
+        drifts = {path for path, step in open_steps(method).items() if step.kind == "drift" and step.of != "x"}
         own = sorted(drifts.intersection(clients.own))
         numbers = "left out, or server_lr given: a server's step that adapts is found from those of clients, too"
         require(not own, f"Clients.own[{', '.join(own)}]", "given", numbers)
-        if clients.capacity is not None and not isinstance(self.algorithm.allows.submodels, No):
-            refuse_unless_allowed(self, "submodels", "needs steps where Clients.capacity is given")
-        with_steps(self.algorithm, lambda open_: 0.0).check(problem, clients, x, y)
+        if clients.capacity is not None and not isinstance(method.allows.submodels, No):
+            without = self.allows(method.allows, method)
+            refuse_unless_allowed(method, "submodels", "needs steps where Clients.capacity is given", without)
 
-    def init(self, x: PyTree, y: PyTree) -> State:
-        return State(self.algorithm.init(x, y), ServerCurvature.unknown(), AdaGrad.begin(x))
+    def server_slot(self, method: Algorithm, x: PyTree, y: PyTree) -> Known:
+        curvature, zero = ServerCurvature.unknown(), jnp.zeros(())
+        return Known(curvature, AdaGrad.begin(x), zero, zero)
 
-    def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> ClientState:
-        return ClientState(self.algorithm.client_state(problem, x, y), PowerMethod.begin(y, self.remember))
+    def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> PowerMethod:
+        return PowerMethod.begin(y, self.remember)
 
-    def round(self, fed: Fed, state: State, key: Array) -> State:
-        measuring = self.measuring(fed, state)
-        inside, outer = measuring.method.round(measuring, state.inside, key), state.outer
-        if "x" in self.adapted:
-            h = scaled(1 / LONG, optax.tree.sub(state.x, inside.x))
-            x, outer = outer.moved(state.x, h, self.x_lr, measuring.kept.slower)
-            inside = with_x(self, inside, x, "where its step adapts")
-        return State(inside, measuring.kept, outer)
-
-    def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """Estimate it as the method inside does, with the steps that a round at (x, y) would leave to the next."""
-        first, estimate = jax.random.split(key)
-        before = AdaptiveSteps.round(self, fed, AdaptiveSteps.init(self, x, y), first)
-        measuring = self.measuring(fed, before)
-        return measuring.method.hypergradient_at(measuring, x, y, estimate)
-
-    def measuring(self, fed: Fed, state: State) -> MeasuringFed:
-        """Make the `Fed` of a round, with the method that has the steps of this state."""
-        open_ = {(step.kind, step.of) for step in open_steps(self.algorithm).values()}
+    def before_round(self, method: Algorithm, kept: Known) -> tuple[Algorithm, Known]:
+        """Give the method the steps of what is known."""
+        open_ = {(step.kind, step.of) for step in open_steps(method).values()}
         drifts = all(("drift", of) in open_ for kind, of in open_ if kind == "shared" and of != "x")
-        known = state.curvature if drifts else state.curvature._replace(agreement=jnp.zeros(()))
-        inner, _ = known.steps(self.y_lr)
-        method = with_steps(self.algorithm, lambda open_: LONG if open_.of == "x" else inner)
-        return MeasuringFed(fed, self, method, inner, known)
+        agreement = kept.curvature.agreement if drifts else jnp.zeros(())
+        inner, _ = kept.curvature._replace(agreement=agreement).steps(self.y_lr)
+        begun = with_steps(method, lambda open_: LONG if open_.of == "x" else inner)
+        return begun, kept._replace(inner=inner, agreement=agreement)
 
-    @property
-    def clients_move_x(self) -> bool:
-        """Say whether replies contain changes of x by clients' own steps, so that the server adds them up."""
-        return any(step.of == "x" and step.kind in ("local", "local x") for step in open_steps(self.algorithm).values())
+    def steps(self, kept: Known) -> tuple[Array, Array]:
+        """Return the steps, of the server and of clients, that what is known by now allows."""
+        return kept.curvature._replace(agreement=kept.agreement).steps(self.y_lr)
 
-    @property
-    def shared(self) -> set[str]:
-        """Say which of y, v and the products for v are multiplied by a step that adapts and is the same for all."""
+    def exchange(self, asked: Asked, kept: Known, ask: Ask) -> tuple[Total, Known]:
+        """Send the steps with the message, and scale the replies to the steps that curvature allows."""
+        phase, message = asked.method.phases[asked.phase], asked.message
+        steps = Steps(*self.steps(kept), jax.random.bits(jax.random.fold_in(asked.key, STREAM), dtype="uint32"))
+        total = ask(replace(asked, message=(message, steps)))
+        if measures(asked.method, phase):
+            update, _ = total.update
+            mean, measured = total.mean(asked.unbiased)
+            kept = kept._replace(curvature=kept.curvature.after(measured, square_of_y(phase, mean)))
+            factor, shared = allowed(self.steps(kept)[0], kept.inner), shared_steps(asked.method)
+            total = total._replace(update=rescaled(phase, update, "y", [factor if of in shared else 1 for of in "yv"]))
+        elif getattr(phase, "__multiplies__", False) and "product" in shared_steps(asked.method):
+            product = total.mean(asked.unbiased)
+            along, square = optax.tree.vdot(message[-1], product), optax.tree.norm(product, squared=True)
+            most = jnp.where(along < 0, jnp.inf, self.y_lr * over(along, square))
+            total = total._replace(update=rescaled(phase, total.update, "y", [allowed(most, kept.inner)]))
+        if clients_move_x(asked.method):
+            total = total._replace(update=rescaled(phase, total.update, "x", [LONG / SHORT]))
+        return total, kept
 
-        def one(part: Any) -> bool:
-            return part.local_steps == 1 and getattr(part, "local_epochs", None) is None
-
-        return {
-            "product" if "hypergradient" in path.split(".") else step.of
-            for path, step in open_steps(self.algorithm).items()
-            if step.kind == "shared" or (step.kind in ("total", "local") and one(step.part))
-        }
-
-    def finished(self, state: State) -> Any:
-        return self.algorithm.finished(state.inside)
-
-    def findings(self, state: State) -> Findings:
-        found, known = self.algorithm.findings(state.inside), state.curvature
-        of_y = {"curvature": known.largest} if self.adapted - {"x"} else {}
-        of_x = {"x_step": state.outer.step} if "x" in self.adapted else {}
-        flat = bool(of_y) and float(known.work) > 0 and float(known.largest) == 0
-        return found._replace(columns=found.columns | of_y | of_x, warning=FLAT if flat else found.warning)
-
-    def remarks(self, state: State) -> tuple[str, ...]:
-        restless = state.outer.remark(float(self.x_lr)) if "x" in self.adapted else ""
-        return (*self.algorithm.remarks(state.inside), *filter(None, [restless]))
-
-    def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
-        content, steps = message
-        of_fresh = ClientState(None, PowerMethod.begin(None, keep=False))  # in a fresh cohort none is within reach
-        kept = client.state or of_fresh
-        phase, power, products = self.algorithm.phases[name], kept.power, None
-        if self.measures(phase):
-            x, y = (next(parts_like(kind, takes_and_gives(phase)[0], content)) for kind in "xy")
-            power, products = power.measured(client, x, y, steps.seed, self.batch_size, key)
-        batched = replace(client, batch_size=self.batch_size)
-        method = with_steps(self.algorithm, partial(self.size, batched, steps, power.largest))
-        reply = method.run_phase(name, replace(client, state=kept.inside), content, key)
-        if client.state is not None:
-            reply = reply._replace(state=ClientState(kept.inside if reply.state is None else reply.state, power))
+    def reply(self, asked: Asked, kept: PowerMethod | None, client: Client, run: Inside) -> tuple[Reply, Kept]:
+        """Measure the client's curvature, and run the phase with the steps that it allows."""
+        method, (message, steps) = asked.method, asked.message
+        power = PowerMethod.begin(None, keep=False) if kept is None else kept  # out of reach in a fresh cohort
+        phase, products = method.phases[asked.phase], None
+        if measures(method, phase):
+            x, y = (next(parts_like(kind, takes_and_gives(phase)[0], message)) for kind in "xy")
+            power, products = power.measured(client, x, y, steps.seed, method.batch_size, asked.key)
+        batched = replace(client, batch_size=method.batch_size)
+        sized = with_steps(method, partial(self.size, batched, steps, power.largest))
+        reply = run(replace(asked, method=sized, message=message), client)
+        after = None if kept is None else power
         if products is None:
-            return reply
-        measured = Measured.of(power, self.directions_of(client), square_of_y(phase, reply.update))
-        return reply._replace(update=(reply.update, measured), hvps=reply.hvps + products)
-
-    def measures(self, phase: Phase) -> bool:
-        """Say whether curvature is measured with a phase."""
-        return self.adapted != {"x"} and bool(getattr(phase, "__measures__", False))
-
-    def directions_of(self, client: Client) -> Array:
-        """Return a_i: how many directions a sum has that the server moves along; 1 where it is a mean."""
-        method = as_client(self.algorithm, client.own)
-        if not isinstance(method, LocalDirections):
-            return jnp.ones(())
-        return jnp.asarray(getattr(method, "local_optimizer", Plain()).total(client.local_steps(method.local_steps)))
+            return reply, after
+        measured = Measured.of(power, directions_of(method, client), square_of_y(phase, reply.update))
+        return reply._replace(update=(reply.update, measured), hvps=reply.hvps + products), after
 
     def size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Any:
         """Return a client's step: that of all clients, or what its own curvature `own` bears, where that is known."""
@@ -270,6 +213,27 @@ class AdaptiveSteps(Wrapper):
         several = bears * (1 if open_.kind == "local" else tau)
         return jnp.where(tau > 1, jnp.minimum(step, several), step)
 
+    def after_round(
+        self, method: Algorithm, problem: Problem, kept: Known, before: Any, after: Any
+    ) -> tuple[Any, Known]:
+        """Move x along the hypergradient, which is what the round took from x over its step."""
+        if "x" not in adapted(method):
+            return after, kept
+        h = scaled(1 / LONG, optax.tree.sub(before.x, after.x))
+        x, outer = kept.outer.moved(before.x, h, self.x_lr, kept.curvature.slower)
+        return with_x(method, after, x, "where its step adapts"), kept._replace(outer=outer)
+
+    def findings(self, method: Algorithm, kept: Known, found: Findings) -> Findings:
+        of, known = adapted(method), kept.curvature
+        of_y = {"curvature": known.largest} if of - {"x"} else {}
+        of_x = {"x_step": kept.outer.step} if "x" in of else {}
+        flat = bool(of_y) and float(known.work) > 0 and float(known.largest) == 0
+        return found._replace(columns=found.columns | of_y | of_x, warning=FLAT if flat else found.warning)
+
+    def remarks(self, method: Algorithm, kept: Known) -> tuple[str, ...]:
+        restless = kept.outer.remark(float(self.x_lr)) if "x" in adapted(method) else ""
+        return (restless,) if restless else ()
+
 
 def adaptive(algorithm: Algorithm, problem: Problem, remember: bool = True) -> Algorithm:
     """Return a method as it runs on a problem: in AdaptiveSteps where it has steps that are None, and are used.
@@ -280,16 +244,50 @@ def adaptive(algorithm: Algorithm, problem: Problem, remember: bool = True) -> A
         ConfigurationError: they are inside a wrapper that allows no such steps.
     """
     solved = problem.implicit_term == "inverse"  # there is a system for v
-    if not any(solved or "hypergradient" not in path.split(".") for path in open_steps(algorithm)):
-        return algorithm
-    if isinstance(algorithm, AdaptiveSteps):
-        return algorithm
-    if isinstance(algorithm, OuterOptimizer | Layered):
-        return replace(algorithm, algorithm=adaptive(algorithm.algorithm, problem, remember))
-    if isinstance(algorithm, Wrapper):
-        entry = "submodels" if isinstance(algorithm, Submodels) else "late"
-        refuse_unless_allowed(AdaptiveSteps(algorithm.algorithm), entry, f"needs steps in {type(algorithm).__name__}")
-    return AdaptiveSteps(algorithm, remember=remember)
+    used = any(solved or "hypergradient" not in path.split(".") for path in open_steps(algorithm))
+    has = any(isinstance(layer, AdaptiveSteps) for layer in layers_at(algorithm))
+    return layered(algorithm, AdaptiveSteps(remember=remember)) if used and not has else algorithm
+
+
+def adapted(method: Algorithm) -> set[str]:
+    """Say of which of x, y and v steps are adapted."""
+    return {step.of for step in open_steps(method).values()}
+
+
+def measures(method: Algorithm, phase: Phase) -> bool:
+    """Say whether curvature is measured with a phase."""
+    return adapted(method) != {"x"} and bool(getattr(phase, "__measures__", False))
+
+
+def clients_move_x(method: Algorithm) -> bool:
+    """Say whether replies contain changes of x by clients' own steps, so that the server adds them up."""
+    return any(step.of == "x" and step.kind in ("local", "local x") for step in open_steps(method).values())
+
+
+def shared_steps(method: Algorithm) -> set[str]:
+    """Say which of y, v and the products for v are multiplied by a step that adapts and is the same for all."""
+
+    def one(part: Any) -> bool:
+        return part.local_steps == 1 and getattr(part, "local_epochs", None) is None
+
+    return {
+        "product" if "hypergradient" in path.split(".") else step.of
+        for path, step in open_steps(method).items()
+        if step.kind == "shared" or (step.kind in ("total", "local") and one(step.part))
+    }
+
+
+def directions_of(method: Algorithm, client: Client) -> Array:
+    """Return a_i: how many directions a sum has that the server moves along; 1 where it is a mean."""
+    own = as_client(method, client.own)
+    if not isinstance(own, LocalDirections):
+        return jnp.ones(())
+    return jnp.asarray(getattr(own, "local_optimizer", Plain()).total(client.local_steps(own.local_steps)))
+
+
+def allowed(most: Array, step: Array) -> Array:
+    """Return the factor that brings a move by the server's step on y and v down to one by the step `most`."""
+    return jnp.minimum(over(most, step), 1)
 
 
 def parts_like(kind: str, declared: PyTree, tree: PyTree) -> Iterator[PyTree]:
@@ -320,41 +318,3 @@ def with_steps(method: Algorithm, size: Callable[[OpenStep], Any]) -> Any:
     for path, open_ in open_steps(method).items():
         changed = replaced(changed, path.split("."), size(open_))
     return changed
-
-
-class MeasuringFed(KeepingFed):
-    """A `Fed` whose messages carry the steps, and whose replies what clients measure, which it keeps."""
-
-    def __init__(self, fed: Fed, wrapper: AdaptiveSteps, method: Any, inner: Array, known: ServerCurvature) -> None:
-        super().__init__(fed, known, fed.sampled)
-        self.wrapper, self.method, self.inner, self.agreement = wrapper, method, inner, known.agreement
-
-    def steps(self) -> tuple[Array, Array]:
-        """Return the steps that what is known by now allows."""
-        return self.kept._replace(agreement=self.agreement).steps(self.wrapper.y_lr)
-
-    def mean(
-        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
-    ) -> PyTree:
-        asked = self.wrapper.phases[self.method.phase_name(phase)]
-        steps = Steps(*self.steps(), jax.random.bits(jax.random.fold_in(key, STREAM), dtype="uint32"))
-        update = self.fed.mean(asked, (message, steps), key, unbiased=unbiased, fresh=fresh)
-        if self.wrapper.measures(phase):
-            update, measured = update
-            self.kept = self.kept.after(measured, square_of_y(phase, update))
-            factor = self.allowed(self.steps()[0])
-            update = rescaled(phase, update, "y", [factor if name in self.wrapper.shared else 1 for name in "yv"])
-        elif getattr(phase, "__multiplies__", False) and "product" in self.wrapper.shared:
-            along, square = optax.tree.vdot(message[-1], update), optax.tree.norm(update, squared=True)
-            most = jnp.where(along < 0, jnp.inf, self.wrapper.y_lr * over(along, square))
-            update = rescaled(phase, update, "y", [self.allowed(most)])
-        if self.wrapper.clients_move_x:
-            update = rescaled(phase, update, "x", [LONG / SHORT])
-        return update
-
-    def allowed(self, most: Array) -> Array:
-        """Return the factor that brings a move by the server's step on y down to one by the step `most`."""
-        return jnp.minimum(over(most, self.inner), 1)
-
-    def sum_first(self, n: int, phase: Phase, *message: Any, **options: Any) -> PyTree:
-        raise ConfigurationError(f"{self.wrapper.label} asks fed.sum_first, and cannot have AdaptiveSteps")

@@ -1,7 +1,8 @@
 """Layers: what happens around every exchange of a method, whatever the method is.
 
-A layer has a function for the server and one for a client, each around what is inside, and one for the end of a round:
+A layer has a function for the server and one for a client, each around what is inside, and two for a round:
 
+    server   before_round(method, kept)          returns the method as the round runs it
     server   exchange(asked, kept, ask)          `ask` sends a message on, toward the wire, and returns a `Total`
     client   reply(asked, kept, client, run)     `run` runs what is inside: other layers, and then the phase
     server   after_round(…, before, after)       returns the state at the end of a round
@@ -11,14 +12,16 @@ round to round, beside what the method keeps. No layer knows of another.
 
 All layers of a run are in one `Layered`, which `layered` makes. It has a field for each place. The order of the fields
 is that of the layers around a phase: what never leaves a client is taken out before the rest is noised, and codes work
-on what has been noised, so that they cost no privacy. A rule acts at the server alone, and the state at the end of a
-round.
+on what has been noised, so that they cost no privacy. A rule acts at the server alone, and the last two places at the
+end of a round.
 """
 
 from __future__ import annotations
 
+import copy
 import inspect
-from collections.abc import Callable, Mapping
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -26,14 +29,21 @@ from typing import Any, ClassVar, NamedTuple
 import jax
 from jax import Array
 
-from fedbilevel.algorithms.parts.wrappers import KeepingFed, Wrapper
-from fedbilevel.core.algorithm import Algorithm, Part, refuse_unless_allowed
+from fedbilevel.algorithms.parts.wrappers import Wrapper
+from fedbilevel.core.algorithm import Algorithm, Part, check_algorithm, refuse_unless_allowed
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.core.facts import Allows, Findings, No
-from fedbilevel.core.fed import Fed, Phase, Reply, Total
+from fedbilevel.core.facts import Allows, Asks, Findings
+from fedbilevel.core.fed import Fed, LoopBody, Phase, Reply, Total
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
+
+
+class First(NamedTuple):
+    """An exchange that ends with the first replies: see `Fed.sum_first`."""
+
+    replies: int
+    max_staleness: int | None = None
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,8 @@ class Asked:
         key: the random key of the exchange at the server, of a client's phase at the client.
         fresh: at the server, the number of a fresh cohort, whose clients keep nothing; None for the round's own.
         each: at the server, whether the total must have every reply.
+        first: at the server, how many replies end the exchange; None where it waits for all that were asked.
+        unbiased: at the server, which mean of the total the method takes (`Total.mean`).
     """
 
     method: Algorithm
@@ -55,41 +67,76 @@ class Asked:
     key: Array
     fresh: Any = None
     each: bool = False
+    first: First | None = None
+    unbiased: bool = False
 
 
-PLACES = "kept", "privacy", "rule", "coded", "state"
+PLACES = "steps", "kept", "privacy", "rule", "coded", "late", "outer", "state"
 Kept = Any
 Ask = Callable[[Asked], Total]
-Inside = Callable[[Client, PyTree], Reply]
+Inside = Callable[[Asked, Client], Reply]
 
 
-class Layer(Part):
+class Around(Part):
+    """Base class of what `layered` puts around a method. `Kind(method, …)` is short for `layered(method, Kind(…))`."""
+
+    place: ClassVar[str]
+    """The field of `Layered` that it takes: one of PLACES."""
+
+    def __new__(cls, algorithm: Algorithm | None = None, /, **fields: Any) -> Any:
+        return super().__new__(cls) if algorithm is None else layered(algorithm, cls(**fields))
+
+    @abstractmethod
+    def layer(self, among: Mapping[str, Around]) -> Layer | None:
+        """Return the layer that acts for it, given what is at all places; None where that of another place does."""
+
+
+class Layer(Around):
     """Base class of layers: what happens around every exchange of a method. A subclass gives what it changes."""
 
     kind: ClassVar[str]
     """Its name, by which what it keeps is found."""
 
-    place: ClassVar[str]
-    """The field of `Layered` that it takes: one of PLACES."""
-
     needs: ClassVar[str] = ""
     """The entry of `Allows` that a method must give."""
-
-    cannot: ClassVar[str] = ""
-    """What a method without that entry cannot do; the words of the error."""
 
     excludes: ClassVar[Mapping[str, str]] = {}
     """Kinds of layers that exclude it, each with the reason."""
 
+    learns: ClassVar[bool] = False
+    """Whether it learns in a round what an estimate of the hypergradient needs."""
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if not inspect.isabstract(cls):
-            where = cls.__name__
-            require(isinstance(getattr(cls, "kind", None), str), f"{where}.kind", getattr(cls, "kind", None), "a name")
-            require(
-                getattr(cls, "place", None) in PLACES, f"{where}.place", getattr(cls, "place", None), ", ".join(PLACES)
-            )
-            require(cls.needs in ("", *Allows._fields), f"{where}.needs", cls.needs, ", ".join(Allows._fields))
+            kind, place = getattr(cls, "kind", None), getattr(cls, "place", None)
+            require(place in PLACES, f"{cls.__name__}.place", place, ", ".join(PLACES))
+            require(isinstance(kind, str), f"{cls.__name__}.kind", kind, "a name")
+            require(cls.needs in ("", *Allows._fields), f"{cls.__name__}.needs", cls.needs, ", ".join(Allows._fields))
+
+    def layer(self, among: Mapping[str, Around]) -> Layer:
+        return self
+
+    @property
+    def label(self) -> str:
+        """Its name in messages to the user."""
+        return type(self).__name__
+
+    @property
+    def cannot(self) -> str:
+        """What a method cannot do that does not give the entry `needs`; the words of the error."""
+        return f"cannot have {self.label}"
+
+    def fits(self, method: Algorithm) -> None:
+        """Raise ConfigurationError for a method that it cannot be put around."""
+
+    def asks(self, inside: Asks) -> Asks:
+        """What rounds ask of an engine, given what they ask without it."""
+        return inside
+
+    def allows(self, inside: Allows, method: Algorithm) -> Allows:
+        """What may be done with the method, given what may be done without it."""
+        return inside
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
         """Raise ConfigurationError for a problem, or for clients, that the layer does not fit."""
@@ -102,6 +149,10 @@ class Layer(Part):
         """What each client keeps for it; None: nothing."""
         return None
 
+    def before_round(self, method: Algorithm, kept: Kept) -> tuple[Algorithm, Kept]:
+        """At the server: the method as the round runs it."""
+        return method, kept
+
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:
         """At the server: ask, and return what came, and what to keep now."""
         return ask(asked), kept
@@ -109,11 +160,19 @@ class Layer(Part):
     def reply(self, asked: Asked, kept: Kept, client: Client, run: Inside) -> tuple[Reply, Kept]:
         """At a client: run what is inside, and return its reply, and what to keep now. `kept` is None in a fresh
         cohort, where what a client keeps is out of reach."""
-        return run(client, asked.message), kept
+        return run(asked, client), kept
 
     def after_round(self, method: Algorithm, problem: Problem, kept: Kept, before: Any, after: Any) -> tuple[Any, Kept]:
         """At the server: the state at the end of a round."""
         return after, kept
+
+    def findings(self, method: Algorithm, kept: Kept, found: Findings) -> Findings:
+        """Add what it finds in what the server keeps to what the method found."""
+        return found
+
+    def remarks(self, method: Algorithm, kept: Kept) -> tuple[str, ...]:
+        """Say in sentences what a user should know of what the server keeps at the end of a run."""
+        return ()
 
 
 class LayeredState(NamedTuple):
@@ -143,58 +202,75 @@ class Layered(Wrapper):
 
     Args:
         algorithm: the method.
+        steps: what finds the steps that are None.
         kept: what never leaves a client.
         privacy: what hides its data.
         rule: what takes the place of the mean of all replies.
         coded: what makes replies short.
+        late: what continues with the first replies.
+        outer: what takes the place of the method's own steps on x.
         state: what is done with the state at the end of a round.
     """
 
+    steps: Layer | None = None
     kept: Layer | None = None
     privacy: Layer | None = None
     rule: Layer | None = None
-    coded: Layer | None = None
+    coded: Around | None = None
+    late: Around | None = None
+    outer: Layer | None = None
     state: Layer | None = None
 
     def validate(self) -> None:
         """Refuse a layer that the method, or another layer, does not allow."""
-        known = self.algorithm
-        for layer in self.layers:
-            name, others = type(layer).__name__, {other.kind: other for other in self.layers}
-            require(getattr(self, layer.place) is layer, f"Layered.{layer.place}", name, "a layer of that place")
-            require(others[layer.kind] is layer, f"{name}.kind", layer.kind, "another for each layer")
-            if layer.needs:
-                refuse_unless_allowed(known, layer.needs, layer.cannot or f"cannot have {name}")
+        check_algorithm(self.algorithm)
+        require(not layers_at(self.algorithm), "Layered.algorithm", "in layers", "a method without any: use layered")
+        for place in PLACES:
+            part = getattr(self, place)
+            fits = part is None or (isinstance(part, Around) and part.place == place)
+            require(fits, f"Layered.{place}", type(part).__name__, "a layer of that place")
+        layers = self.layers
+        for layer in layers:
+            others = {other.kind: other for other in layers if other is not layer}
+            require(layer.kind not in others, f"{layer.label}.kind", layer.kind, "another for each layer")
             for kind, why in layer.excludes.items():
                 if kind in others:
-                    raise ConfigurationError(f"{name} and {type(others[kind]).__name__} cannot be together: {why}")
+                    raise ConfigurationError(f"{layer.label} and {others[kind].label} cannot be together: {why}")
+            if layer.needs:
+                allows = self.allows_with(others.values())
+                refuse_unless_allowed(self.algorithm, layer.needs, layer.cannot, allows)
+            layer.fits(self.algorithm)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """From the phase to the wire."""
-        every = self.kept, self.privacy, self.rule, self.coded, self.state
+        """From the phase to the wire, and then those of the end of a round."""
+        among = {place: part for place in PLACES if (part := getattr(self, place)) is not None}
+        every = (part.layer(among) for part in among.values())
         return tuple(layer for layer in every if layer is not None)
 
     @property
-    def allows(self) -> Allows:
-        if not self.whole:
-            return self.algorithm.allows
-        late, parts = No(f"{self.whole} needs replies of one exchange"), No(f"{self.whole} needs whole replies")
-        return self.algorithm.allows._replace(late=late, submodels=parts)
+    def asks(self) -> Asks:
+        asks = self.algorithm.asks
+        for layer in self.layers:
+            asks = layer.asks(asks)
+        return asks
 
     @property
-    def whole(self) -> str:
-        """Name the layer that needs whole replies of one exchange, a rule or a code; or ""."""
-        return next((type(layer).__name__ for layer in (self.rule, self.coded) if layer is not None), "")
+    def allows(self) -> Allows:
+        return self.allows_with(self.layers)
+
+    def allows_with(self, layers: Iterable[Layer]) -> Allows:
+        """What may be done with the method in some of its layers."""
+        allows = self.algorithm.allows
+        for layer in layers:
+            allows = layer.allows(allows, self.algorithm)
+        return allows
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        if self.whole:
-            path = f"{self.algorithm.label} with {self.whole}"
-            require(not self.algorithm.asks.asynchronous, path, "late replies", "a method that waits for everyone")
-            require(clients.capacity is None, "Clients.capacity", "given", f"None with {self.whole}: replies are whole")
         for layer in self.layers:
             layer.check(self.algorithm, problem, clients, x, y)
-        self.algorithm.check(problem, clients, x, y)
+        method, _ = self.begun(self.slots("server_slot", x, y))
+        method.check(problem, clients, x, y)
 
     def slots(self, make: str, *given: Any) -> dict[str, Any]:
         """What the layers keep on one side, without those that keep nothing."""
@@ -209,89 +285,167 @@ class Layered(Wrapper):
         inside, slots = self.algorithm.client_state(problem, x, y), self.slots("client_slot", problem, x, y)
         return LayeredClient(inside, slots) if slots else inside
 
+    def begun(self, slots: dict[str, Any]) -> tuple[Algorithm, dict[str, Any]]:
+        """Return the method as a round runs it, and what the layers keep."""
+        method = self.algorithm
+        for layer in self.layers:
+            method, slot = layer.before_round(method, slots.get(layer.kind))
+            slots = _with(slots, layer, slot)
+        return method, slots
+
     def round(self, fed: Fed, state: Any, key: Array) -> Any:
         before = _parted(state, LayeredState)
-        layers = LayersFed(fed, self, before.slots)
-        inside, slots = self.algorithm.round(layers, before.inside, key), dict(layers.kept)
+        method, slots = self.begun(before.slots)
+        asking = LayersFed(fed, self, method, slots)
+        inside, slots = method.round(asking, before.inside, key), asking.slots
         for layer in self.layers:
             own = slots.get(layer.kind)
             inside, slot = layer.after_round(self.algorithm, fed.problem, own, before.inside, inside)
-            slots |= {} if slot is None else {layer.kind: slot}
+            slots = _with(slots, layer, slot)
         return LayeredState(inside, slots) if isinstance(state, LayeredState) else inside
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
+        """Estimate it as the method does, after a round at (x, y) where a layer learns in it."""
         slots = self.slots("server_slot", x, y)
-        return self.algorithm.hypergradient_at(LayersFed(fed, self, slots), x, y, key)
+        if any(layer.learns for layer in self.layers):
+            first, key = jax.random.split(key)
+            slots = Layered.round(self, fed, Layered.init(self, x, y), first).slots
+        method, slots = self.begun(slots)
+        return method.hypergradient_at(LayersFed(fed, self, method, slots), x, y, key)
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
-        before = _parted(client.state, LayeredClient)
-        slots = dict(before.slots)
-
-        def run(depth: int, client: Client, message: PyTree) -> Reply:
-            if depth == 0:
-                return self.algorithm.run_phase(name, replace(client, state=before.inside), message, key)
-            layer = self.layers[depth - 1]
-            asked, own = Asked(self.algorithm, name, message, key), slots.get(layer.kind)
-            reply, slot = layer.reply(asked, own, client, partial(run, depth - 1))
-            slots.update({} if slot is None else {layer.kind: slot})
-            return reply
-
-        reply = run(len(self.layers), client, message)
-        if not isinstance(client.state, LayeredClient):
-            return reply
-        inside = before.inside if reply.state is None else reply.state
-        return reply._replace(state=LayeredClient(inside, slots))
+        asked = Asked(self.algorithm, name, message, key)
+        return around(self.layers, run_inside)(asked, client)
 
     def finished(self, state: Any) -> Any:
         return self.algorithm.finished(_parted(state, LayeredState).inside)
 
     def findings(self, state: Any) -> Findings:
-        return self.algorithm.findings(_parted(state, LayeredState).inside)
+        inside, slots = _parted(state, LayeredState)
+        found = self.algorithm.findings(inside)
+        for layer in self.layers:
+            found = layer.findings(self.algorithm, slots.get(layer.kind), found)
+        return found
 
     def remarks(self, state: Any) -> tuple[str, ...]:
-        return self.algorithm.remarks(_parted(state, LayeredState).inside)
+        inside, slots = _parted(state, LayeredState)
+        remarks = self.algorithm.remarks(inside)
+        for layer in self.layers:
+            remarks += layer.remarks(self.algorithm, slots.get(layer.kind))
+        return remarks
+
+
+def cut(algorithm: Algorithm, place: str) -> tuple[Algorithm, tuple[Layer, ...]]:
+    """Cut the layers of a method at a place: return the method with those before it, and the layers from there on.
+
+    A phase of the first, with the rest `around` it, is a phase of the method.
+    """
+    if isinstance(algorithm, Wrapper) and not isinstance(algorithm, Layered):
+        inside, outside = cut(algorithm.algorithm, place)
+        return replace(algorithm, algorithm=inside), outside
+    if not isinstance(algorithm, Layered):
+        return algorithm, ()
+    after: dict[str, Any] = dict.fromkeys(PLACES[PLACES.index(place) :])
+    inside = replace(algorithm, **after)
+    return inside, algorithm.layers[len(inside.layers) :]
 
 
 def _parted(state: Any, kind: Any) -> Any:
     return state if isinstance(state, kind) else kind(state, {})
 
 
-class LayersFed(KeepingFed):
-    """The `Fed` of a method with layers; it keeps what they keep on the server."""
+def _with(slots: dict[str, Any], layer: Layer, slot: Any) -> dict[str, Any]:
+    return slots if slot is None else {**slots, layer.kind: slot}
 
-    def __init__(self, fed: Fed, method: Layered, slots: dict[str, Any]) -> None:
-        super().__init__(fed, slots, fed.sampled)
-        self.method = method
+
+def run_inside(asked: Asked, client: Client) -> Reply:
+    """Inside a phase, within all layers, and return its reply, whose state has what the layers keep as well."""
+    before = _parted(client.state, LayeredClient)
+    reply = asked.method.run_phase(asked.phase, replace(client, state=before.inside), asked.message, asked.key)
+    if not isinstance(client.state, LayeredClient):
+        return reply
+    inside = before.inside if reply.state is None else reply.state
+    return reply._replace(state=before._replace(inside=inside))
+
+
+def around(layers: Iterable[Layer], run: Inside) -> Inside:
+    """Put layers around `run`, the first of them next to it."""
+
+    def one(layer: Layer, run: Inside, asked: Asked, client: Client) -> Reply:
+        kept = _parted(client.state, LayeredClient).slots.get(layer.kind)
+        reply, slot = layer.reply(asked, kept, client, run)
+        if slot is None:
+            return reply
+        return reply._replace(state=reply.state._replace(slots=_with(reply.state.slots, layer, slot)))
+
+    for layer in layers:
+        run = partial(one, layer, run)
+    return run
+
+
+class LayersFed:
+    """The `Fed` of a method with layers; its loops carry what they keep on the server from exchange to exchange."""
+
+    def __init__(self, fed: Fed, layered: Layered, method: Algorithm, slots: dict[str, Any]) -> None:
+        self.fed, self.layered, self.method, self.slots = fed, layered, method, slots
+        self.problem, self.repetition, self.sampled = fed.problem, fed.repetition, fed.sampled
+
+    def asked(self, phase: Phase, message: PyTree, key: Array, **options: Any) -> Asked:
+        return Asked(self.layered.algorithm, self.method.phase_name(phase), message, key, **options)
+
+    def mean(
+        self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
+    ) -> PyTree:
+        return self.through(self.asked(phase, message, key, fresh=fresh, unbiased=unbiased)).mean(unbiased)
 
     def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
-        def ask(asked: Asked) -> Total:
-            return self.fed.sum(phase, asked.message, asked.key, fresh=asked.fresh, each=asked.each)
+        return self.through(self.asked(phase, message, key, fresh=fresh, each=each))
 
-        return self.through(phase, message, key, ask, fresh, each)
+    def sum_first(
+        self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
+    ) -> PyTree:
+        return self.through(self.asked(phase, message, key, first=First(n, max_staleness))).update
 
-    def sum_first(self, n: int, phase: Phase, message: PyTree, key: Array, **options: Any) -> PyTree:
-        def ask(asked: Asked) -> Total:
-            return Total.of_mean(self.fed.sum_first(n, phase, asked.message, asked.key, **options))
-
-        return self.through(phase, message, key, ask).update
-
-    def through(
-        self, phase: Phase, message: PyTree, key: Array, ask: Ask, fresh: Any = None, each: bool = False
-    ) -> Total:
+    def through(self, asked: Asked) -> Total:
         """Ask through all layers: the first sees the message as the method made it, and the total last."""
-        for layer in reversed(self.method.layers):
+        ask: Ask = self.ask
+        for layer in reversed(self.layered.layers):
             ask = partial(self.one, layer, ask)
-        return ask(Asked(self.method.algorithm, self.method.phase_name(phase), message, key, fresh, each))
+        return ask(asked)
 
     def one(self, layer: Layer, ask: Ask, asked: Asked) -> Total:
-        total, slot = layer.exchange(asked, self.kept.get(layer.kind), ask)
-        if slot is not None:
-            self.kept = {**self.kept, layer.kind: slot}
+        total, slot = layer.exchange(asked, self.slots.get(layer.kind), ask)
+        self.slots = _with(self.slots, layer, slot)
         return total
 
+    def ask(self, asked: Asked) -> Total:
+        phase = self.layered.phases[asked.phase]
+        if asked.first is None:
+            return self.fed.sum(phase, asked.message, asked.key, fresh=asked.fresh, each=asked.each)
+        n, most = asked.first
+        return Total.of_mean(self.fed.sum_first(n, phase, asked.message, asked.key, max_staleness=most))
 
-def layered(algorithm: Algorithm, *layers: Layer | None) -> Algorithm:
+    def repeat(
+        self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
+    ) -> PyTree:
+        """Repeat exchanges in a loop that carries what the layers keep with it."""
+
+        def threaded(fed: Fed, both: tuple[Any, Any], key: Array) -> tuple[Any, Any]:
+            inside: Any = copy.copy(self)
+            inside.fed, inside.slots, inside.problem, inside.repetition = fed, both[1], fed.problem, fed.repetition
+            return body(inside, both[0], key), inside.slots
+
+        done = None if until is None else (lambda both: until(both[0]))
+        carry, self.slots = self.fed.repeat(n, threaded, (carry, self.slots), key, until=done)
+        return carry
+
+
+def layered(algorithm: Algorithm, *layers: Around | None) -> Algorithm:
     """Return the method with these layers, each at its place; the method itself where there are none.
+
+    Args:
+        algorithm: the method; it may have other layers already.
+        layers: such as `fb.Asynchronous(wait_for=3)`, `fb.parts.TopK()`, or a layer of your own. None is left out.
 
     Raises:
         ConfigurationError: the method, or another layer, does not allow one; two are of one place.
@@ -299,46 +453,29 @@ def layered(algorithm: Algorithm, *layers: Layer | None) -> Algorithm:
     require(isinstance(algorithm, Algorithm), "layered: the method", algorithm, "a method, such as fb.SimFBO()")
     for layer in layers:
         allowed = "an instance of a subclass of authoring.Layer, such as fb.parts.TopK()"
-        require(layer is None or isinstance(layer, Layer), "layered: a layer", layer, allowed)
-    chosen: dict[str, Any] = {layer.place: layer for layer in layers if layer is not None}
-    has = {} if not isinstance(algorithm, Layered) else {layer.place: layer for layer in algorithm.layers}
-    if len(chosen) < len([*filter(None, layers)]) or chosen.keys() & has.keys():
-        names = [type(layer).__name__ for layer in (*has.values(), *layers) if layer is not None]
-        raise ConfigurationError(f"two layers of one place, among {', '.join(names)}")
+        require(layer is None or isinstance(layer, Around), "layered: a layer", layer, allowed)
+    if isinstance(algorithm, Wrapper) and not isinstance(algorithm, Layered):
+        return replace(algorithm, algorithm=layered(algorithm.algorithm, *layers))
+    has = [*layers_at(algorithm), *filter(None, layers)]
+    chosen: dict[str, Any] = {layer.place: layer for layer in has}
+    if len(chosen) < len(has):
+        names = ", ".join(type(layer).__name__ for layer in has)
+        raise ConfigurationError(f"two layers of one place around {algorithm.label}, among {names}")
     if isinstance(algorithm, Layered):
         return replace(algorithm, **chosen)
     return Layered(algorithm, **chosen) if chosen else algorithm
 
 
-def innermost(algorithm: Algorithm, *layers: Layer | None) -> Algorithm:
-    """Return the method with these layers within the wrappers that it has."""
+def layers_at(algorithm: Algorithm) -> list[Around]:
+    """Find what is at the places of a method with layers, also within another wrapper."""
     if isinstance(algorithm, Wrapper) and not isinstance(algorithm, Layered):
-        return replace(algorithm, algorithm=innermost(algorithm.algorithm, *layers))
-    return layered(algorithm, *layers)
-
-
-def layers_of(algorithm: Algorithm) -> list[Layer]:
-    """Find the layers of a method, also within the wrappers that it has."""
-    own = list(algorithm.layers) if isinstance(algorithm, Layered) else []
-    return own + (layers_of(algorithm.algorithm) if isinstance(algorithm, Wrapper) else [])
-
-
-def require_whole_replies(path: str, algorithm: Algorithm) -> None:
-    """Refuse a method whose replies are coded: their form has other numbers than the replies.
-
-    Raises:
-        ConfigurationError: it has a layer of the place "coded".
-    """
-    coded = [type(layer).__name__ for layer in layers_of(algorithm) if layer.place == "coded"]
-    require(not coded, path, f"with {''.join(coded)}", "a method without a code, such as TopK, for its replies")
+        return layers_at(algorithm.algorithm)
+    places = (getattr(algorithm, place) for place in PLACES if isinstance(algorithm, Layered))
+    return [layer for layer in places if layer is not None]
 
 
 def slots_of(tree: PyTree, kind: str) -> list[Any]:
     """Find what the layers of a kind keep in the states of the server or of the clients."""
     is_slots = lambda node: isinstance(node, LayeredState | LayeredClient)  # noqa: E731
-    found: list[Any] = []
     nodes = [node for node in jax.tree.leaves(tree, is_leaf=is_slots) if is_slots(node)]
-    for node in nodes:
-        found += [node.slots[kind]] if kind in node.slots else []
-        found += slots_of(node.inside, kind)
-    return found
+    return [node.slots[kind] for node in nodes if kind in node.slots]

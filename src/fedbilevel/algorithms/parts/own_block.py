@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -30,7 +31,8 @@ class OwnBlock(Layer):
 
     def reply(self, asked: Asked, kept: Kept, client: Client, run: Inside) -> tuple[Reply, Kept]:
         takes, gives = takes_and_gives(asked.method.phases[asked.phase])
-        reply = run(client, jax.tree.map(lambda kind, part: kept.x if kind == "x" else part, takes, asked.message))
+        message = jax.tree.map(lambda kind, part: kept.x if kind == "x" else part, takes, asked.message)
+        reply = run(replace(asked, message=message), client)
         block, lr = kept.x, asked.method.allows.local_x
 
         def without(kind: str, part: PyTree) -> PyTree:

@@ -61,7 +61,7 @@ class Private(Privacy, Layer):
         return ask(asked), kept + int(asked.fresh is not None or not self.counts)
 
     def reply(self, asked: Asked, kept: Kept, client: Client, run: Inside) -> tuple[Reply, Kept]:
-        reply, number = run(client, asked.message), jnp.zeros((), jnp.int32) if kept is None else kept
+        reply, number = run(asked, client), jnp.zeros((), jnp.int32) if kept is None else kept
         stream = jax.random.fold_in(jax.random.fold_in(asked.key, NOISE), number)
         sent = self.noised(reply.update, lambda u: jax.random.normal(stream, u.shape, u.dtype), jnp)
         norm = norm_of(vector_of(private_part(reply.update), jnp), jnp)

@@ -22,16 +22,31 @@ from jax import Array
 from jax.flatten_util import ravel_pytree
 
 from fedbilevel.algorithms.parts.layers import Ask, Asked, Kept, Layer
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.errors import require
+from fedbilevel.core.facts import Allows, No
 from fedbilevel.core.fed import Total
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree
 
 
 class RobustRule(Layer):
     """Put a rule in the place of the mean of replies."""
 
     place, cannot = "rule", "cannot have a robust rule"
-    excludes: ClassVar[Mapping[str, str]] = {"top_k": "the server would have to keep the memory of every client"}
+    excludes: ClassVar[Mapping[str, str]] = {"memory": "the server would have to keep the last reply of every client"}
+
+    def fits(self, method: Algorithm) -> None:
+        late = "a method that waits for everyone: a rule needs replies of one exchange"
+        require(not method.asks.asynchronous, f"{self.label}, its method", f"{method.label} with first replies", late)
+
+    def allows(self, inside: Allows, method: Algorithm) -> Allows:
+        return inside._replace(submodels=No(f"{self.label} needs whole replies"))
+
+    def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
+        whole = f"None with {self.label}: replies are whole"
+        require(clients.capacity is None, "Clients.capacity", "given", whole)
 
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:
         updates, weights = ask(replace(asked, each=True)).rows

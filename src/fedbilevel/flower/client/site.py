@@ -18,10 +18,11 @@ import jax.numpy as jnp
 import numpy as np
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
+from jax import Array
 
 from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.algorithms.parts.composed import composed
-from fedbilevel.algorithms.parts.layers import require_whole_replies
+from fedbilevel.algorithms.parts.layers import Asked, around, cut
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_solves
 from fedbilevel.core.client import Client, Clients, RemoteClients, Samples
 from fedbilevel.core.config import at
@@ -41,7 +42,7 @@ from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower import wire
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.store import ContextStore, FolderStore, Store, Versions
-from fedbilevel.flower.privacy import PrivacyGuard, released, without_replies
+from fedbilevel.flower.privacy import PrivacyGuard
 from fedbilevel.flower.refusal import OPERATOR, Code, Refusal
 from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage, ResponseMessage
 
@@ -107,7 +108,6 @@ class Site:
         require(share, "Site.capacity", self.capacity, "None, or above 0 and at most 1")
         if self.privacy is not None:
             check_noise("Site.privacy", self.algorithm)
-            require_whole_replies("Site.privacy", self.algorithm)
         hidden = self.privacy is None or not self.tells_metrics
         require(hidden, "Site.tells_metrics", True, "False, with privacy: its own metrics would leave it without noise")
         require(self.folder is None or isinstance(self.folder, Path), "Site.folder", self.folder, "a pathlib.Path")
@@ -256,19 +256,17 @@ class ClientRuntime:
             counted = request.counted_round, request.counted_exchange
             kept = store.load(request.run, self.contract.state).up_to(counted, request.round)
         before = kept.states[-1] if kept.states else None if request.fresh else self.first
-        seen = before if self.guard is None else without_replies(before)
-        reply = self.played(call.phase, message, request, seen)
-        response = replace(blank, layout=wire.layout(reply.update))
-        if self.guard is not None:  # metrics and counts of work tell of the data, too
-            context: list[int | str] = [request.run, request.round, request.exchange, request.phase]
-            sent, epsilon = self.guard.protect(reply.update, context)
-            sent, state = released(sent, before, reply.state)
-            reply = reply._replace(state=state)
-            response = replace(response, payload=wire.to_bytes(sent), epsilon=epsilon, delta=self.guard.privacy.delta)
-        else:
-            metrics = json.dumps({name: float(value) for name, value in (reply.metrics or {}).items()})
-            response = replace(response, payload=wire.to_bytes(reply.update), metrics=metrics)
-            response = replace(response, gradients=int(reply.gradients), hvps=int(reply.hvps))
+        reply, epsilon = self.released(call.phase, message, request, before)
+        response = replace(
+            blank,
+            layout=wire.layout(reply.update),
+            payload=wire.to_bytes(reply.update),
+            metrics=json.dumps({name: float(value) for name, value in (reply.metrics or {}).items()}),
+            gradients=int(reply.gradients),
+            hvps=int(reply.hvps),
+            epsilon=epsilon,
+            delta=0.0 if self.guard is None else self.guard.privacy.delta,
+        )
         if reply.state is not None and not request.fresh:  # last: what is refused must leave no trace
             now = jax.tree.map(np.asarray, reply.state)
             store.save(request.run, kept.then((request.round, request.exchange), now))
@@ -281,10 +279,33 @@ class ClientRuntime:
             self.site.limits.check_request_counts(request_counts)
             store.save_request_counts(request_counts)
 
-    def played(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:
+    def released(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> tuple[Reply, float]:
+        """Return the reply as it leaves this client, and ε so far.
+
+        Under privacy the guard stands at its place among the layers of the method. Those outside, which send
+        differences and codes, work on what is noised already, so that they cost no further ε.
+        """
+        guard, algorithm, epsilon = self.guard, self.site.algorithm, 0.0
+        if guard is None:
+            return self.played(algorithm, phase, message, request, state), epsilon
+        inside, outside = cut(algorithm, "privacy")
+        context: list[int | str] = [request.run, request.round, request.exchange, request.phase]
+
+        def protected(asked: Asked, client: Client) -> Reply:
+            nonlocal epsilon
+            reply = self.played(inside, phase, asked.message, request, client.state)
+            update, epsilon = guard.protect(reply.update, context)
+            return Reply(update, reply.state)  # metrics and counts of work tell of the data, too
+
+        asked = Asked(algorithm, phase, message, jax.random.fold_in(self.key(request), self.site.id))
+        return around(outside, protected)(asked, self.client(request, state)), epsilon
+
+    def played(
+        self, algorithm: Algorithm, phase: str, message: PyTree, request: RequestMessage, state: PyTree
+    ) -> Reply:
         """Run the phase within the time limit; its reply must be finite. Under privacy no error depends on data."""
         try:
-            reply = self.within_limit(lambda: self.play(phase, message, request, state))
+            reply = self.within_limit(lambda: self.play(algorithm, phase, message, request, state))
             if bad := nonfinite_leaves((reply.update, reply.metrics)):
                 raise Refusal(Code.NUMBERS, f"the reply is not finite in {', '.join(bad)}")
         except Exception:
@@ -295,11 +316,19 @@ class ClientRuntime:
             raise Refusal(Code.HIDDEN, f"{text}. {self.guard.privacy.what_to_lower()}") from None
         return reply
 
-    def play(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:
+    def play(self, algorithm: Algorithm, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:
         """Run the phase, compiled: data, state and hyperparameters are arguments of the program."""
+        round, client = jnp.asarray(request.round, jnp.int32), self.client(request, state)
+        reply: Reply = program(self.problem)(phase, algorithm, round, client, message, self.key(request))
+        return jax.block_until_ready(reply)
+
+    def key(self, request: RequestMessage) -> Array:
+        return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(request.key, np.uint32)), impl=request.key_kind)
+
+    def client(self, request: RequestMessage, state: PyTree) -> Client:
+        """Make what a phase sees of this client."""
         without: Any = None  # the program has it
-        key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(request.key, np.uint32)), impl=request.key_kind)
-        client = Client(
+        return Client(
             problem=without,
             outer=self.outer,
             inner=self.inner,
@@ -308,9 +337,6 @@ class ClientRuntime:
             state=state,
             own=self.own(request),
         )
-        round = jnp.asarray(request.round, jnp.int32)
-        reply: Reply = program(self.problem)(phase, self.site.algorithm, round, client, message, key)
-        return jax.block_until_ready(reply)
 
     def call(self, request: RequestMessage) -> CallSignature:
         self.check_contract(request)

@@ -1,0 +1,52 @@
+"""An optimizer of optax in place of a method's own steps on x."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from fedbilevel.algorithms.parts.layers import Kept, Layer
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.authored import with_x
+from fedbilevel.core.config import static
+from fedbilevel.core.errors import require
+from fedbilevel.core.facts import Allows, No
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree
+
+
+class OuterOptimizer(Layer):
+    """Let an optimizer make the steps on x: it is fed with what a round takes from x, in place of a gradient.
+
+    S. Reddi and others, "Adaptive Federated Optimization", ICLR 2021. The method's own step on x scales what it is fed;
+    Adam, AdaGrad, and `dog` and `prodigy` of `optax.contrib`, which find their step, take the direction alone.
+
+    Args:
+        optimizer: an optax optimizer; its learning rate is the step on x.
+    """
+
+    kind, place = "outer_optimizer", "outer"
+
+    optimizer: optax.GradientTransformation = static()
+
+    def validate(self) -> None:
+        known = isinstance(self.optimizer, optax.GradientTransformation)
+        require(known, "OuterOptimizer.optimizer", self.optimizer, "an optax optimizer, such as optax.adam(0.05)")
+
+    def allows(self, inside: Allows, method: Algorithm) -> Allows:
+        return inside._replace(local_x=No("the optimizer of x is the server's"))
+
+    def server_slot(self, method: Algorithm, x: PyTree, y: PyTree) -> optax.OptState:
+        return self.optimizer.init(x)
+
+    def after_round(self, method: Algorithm, problem: Problem, kept: Kept, before: Any, after: Any) -> tuple[Any, Kept]:
+        taken = optax.tree.sub(before.x, after.x)
+        updates, optimizer = self.optimizer.update(taken, kept, before.x)
+        moved = optax.apply_updates(before.x, updates), optimizer
+        some = optax.tree.norm(taken) != 0  # else x and optimizer stay: of a first 0 `prodigy` makes NaN
+        x, optimizer = jax.tree.map(partial(jnp.where, some), moved, (before.x, kept))
+        return with_x(method, after, x, "in an OuterOptimizer"), optimizer
