@@ -14,8 +14,9 @@ quarter in each round, the most that a penalty 10^x allows, L_i is then low by a
 and by 1.04 where nothing grows (benchmarks/results/power_method.txt, with other values of MIX and AGAIN). Steps of
 1/L_i are stable up to a factor of 2.
 
-The server adds up what clients report. Sums of curvature follow a rise at once, and a fall by the factor FALL in a
-round.
+The server takes the same mean of what clients report as of their replies. Where that is the unbiased mean of a cohort,
+(M/P) Σ p_i, curvature and reply are long or short by the same factor, so that a step of 1/L stays safe. The server's
+curvature follows a rise at once, and a fall by the factor FALL in a round.
 
 Where L_i rises because x has moved, steps of 1/L on y become shorter, and y follows x more slowly. Steps on x then
 become shorter, too, so that x waits for y: by Σ p_i least_i / Σ p_i L_i, where the least L_i so far counts as higher
