@@ -42,8 +42,8 @@ from fedbilevel.core.tables import with_values
 from fedbilevel.core.tree import PyTree
 from fedbilevel.display import Display
 from fedbilevel.engines.history import LOSSES, History, Row
-from fedbilevel.engines.loop import FORCE
 from fedbilevel.engines.progress import showing
+from fedbilevel.engines.saver import FORCE
 from fedbilevel.engines.solve import solve
 
 T = TypeVar("T")

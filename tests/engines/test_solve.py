@@ -12,7 +12,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.engines import checkpoint as files
-from fedbilevel.engines import loop as module
+from fedbilevel.engines import loop, saver
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
 
@@ -77,7 +77,7 @@ def test_without_jit_a_loss_can_be_looked_at_client_by_client(task):
 def test_the_cut_into_stretches_changes_no_bit(task, monkeypatch):
     """Rows, saves and the length of a stretch decide where the program returns; never what it computes."""
     whole = run(task, eval_every=7)
-    monkeypatch.setattr(module, "STRETCH_SECONDS", 0.0)  # one round at a time
+    monkeypatch.setattr(loop, "STRETCH_SECONDS", 0.0)  # one round at a time
     pieces = run(task, eval_every=7)
     assert same_bits(whole.state, pieces.state)
     assert whole.history["outer_loss"][-1] == pieces.history["outer_loss"][-1]
@@ -189,7 +189,7 @@ LATER = fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(1e-3, 1
 
 
 def test_of_a_run_that_diverges_the_state_before_that_round_is_saved(alike, tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "SAVE_SECONDS", 1e9)
+    monkeypatch.setattr(saver, "SAVE_SECONDS", 1e9)
     path, good = tmp_path / "run.npz", run(alike, LATER, rounds=3)
     with pytest.raises(fb.errors.NonFiniteError, match="round 3, phase local_updates, client 0"):
         run(alike, LATER, rounds=50, eval_every=2, checkpoint=path)
@@ -214,7 +214,7 @@ def explode():
 
 def test_a_run_whose_callback_raises_is_saved_first(task, tmp_path, monkeypatch):
     """With the row that the callback was given, if any; the callback is not called for it again."""
-    monkeypatch.setattr(module, "SAVE_SECONDS", 1e9)
+    monkeypatch.setattr(saver, "SAVE_SECONDS", 1e9)
     path, whole, seen = tmp_path / "run.npz", run(task, rounds=9, eval_every=2), []
     with pytest.raises(ValueError, match="no space for the picture"):
         run(task, rounds=9, eval_every=2, checkpoint=path, callbacks=[at(4, explode)])
@@ -240,7 +240,7 @@ def no_space_later(monkeypatch):
 
 def test_an_error_is_not_hidden_by_a_disk_that_is_full_when_it_is_saved(alike, tmp_path, monkeypatch):
     """Neither a callback's error nor that of a run that diverges; a warning says that its state was not saved."""
-    monkeypatch.setattr(module, "SAVE_SECONDS", 1e9)  # a busy machine saves on the way, too
+    monkeypatch.setattr(saver, "SAVE_SECONDS", 1e9)  # a busy machine saves on the way, too
     path = tmp_path / "run.npz"
     for changes, error in [
         ({"callbacks": [at(1, explode)]}, ValueError),
@@ -265,9 +265,9 @@ def kill():
 @pytest.mark.parametrize("kill_at", [1, 5])
 def test_a_run_that_was_killed_goes_on_from_where_the_clock_had_it_saved(task, tmp_path, monkeypatch, kill_at):
     """Here after every round; there are no rows between the first and the last."""
-    monkeypatch.setattr(module, "STRETCH_SECONDS", 0.0)
-    monkeypatch.setattr(module, "SAVE_SECONDS", 0.0)
-    monkeypatch.setattr(module, "SAVE_SHARE", np.inf)
+    monkeypatch.setattr(loop, "STRETCH_SECONDS", 0.0)
+    monkeypatch.setattr(saver, "SAVE_SECONDS", 0.0)
+    monkeypatch.setattr(saver, "SAVE_SHARE", np.inf)
     path, whole = tmp_path / "run.npz", run(task, cohort=4)
     with pytest.raises(Killed):
         run(task, cohort=4, checkpoint=path, callbacks=[at(kill_at, kill)])
@@ -286,9 +286,9 @@ def test_saves_are_some_seconds_apart_unless_rounds_are_given(
 ):
     """Where a save is a larger share of the time than it may be, the next one waits, too."""
     rounds = []
-    monkeypatch.setattr(module, "SAVE_SECONDS", seconds)
-    monkeypatch.setattr(module, "SAVE_SHARE", share)
-    monkeypatch.setattr(module.files, "save", lambda path, carry, meta, keep: rounds.append(int(carry.round)))
+    monkeypatch.setattr(saver, "SAVE_SECONDS", seconds)
+    monkeypatch.setattr(saver, "SAVE_SHARE", share)
+    monkeypatch.setattr(files, "save", lambda path, carry, meta, keep: rounds.append(int(carry.round)))
     run(task, rounds=5, eval_every=1, checkpoint=tmp_path / "run.npz", checkpoint_every=every)
     assert rounds == saved
 
@@ -297,8 +297,8 @@ def test_a_resumed_run_is_saved_soon(task, tmp_path, monkeypatch):
     """So that one that is killed again and again gets on, though each time within a second."""
     run(task, rounds=3, eval_every=1, checkpoint=tmp_path / "run.npz")
     rounds = []
-    monkeypatch.setattr(module, "SAVE_SECONDS", 1e9)
-    monkeypatch.setattr(module.files, "save", lambda path, carry, meta, keep: rounds.append(int(carry.round)))
+    monkeypatch.setattr(saver, "SAVE_SECONDS", 1e9)
+    monkeypatch.setattr(files, "save", lambda path, carry, meta, keep: rounds.append(int(carry.round)))
     run(task, rounds=6, eval_every=1, checkpoint=tmp_path / "run.npz", resume=True)
     assert rounds == [4, 6]
 

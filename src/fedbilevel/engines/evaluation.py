@@ -37,13 +37,19 @@ Measure = Callable[[PyTree, PyTree, PyTree], Any]
 """(x, y, batch) -> scalar: a mean over the samples of the batch, whose leaves are (samples, ...)."""
 
 
+def check_metrics(metrics: Mapping[str, MetricFunction] | None) -> None:
+    """Check the argument `metrics` of `solve`."""
+    fits = metrics is None or isinstance(metrics, Mapping)
+    require(fits, "metrics", metrics, "functions (x, y) -> number by name")
+    for name, metric in (metrics or {}).items():
+        function = metric.function if isinstance(metric, Metric) else metric
+        require_function(f"metrics[{name!r}]", function, "x, y", " -> one number")
+
+
 class Evaluation:
     """Functions of (x, y) by name; the arrays they close over become arguments, not constants of the program."""
 
     def __init__(self, metrics: Mapping[str, MetricFunction], x_fixed: PyTree, y_fixed: PyTree) -> None:
-        for name, metric in metrics.items():
-            function = metric.function if isinstance(metric, Metric) else metric
-            require_function(f"metrics[{name!r}]", function, "x, y", " -> one number")
         self.metrics, self.fixed = metrics, (x_fixed, y_fixed)
         self.traced: dict[str, ClosedJaxpr] = {}
         self.compiled: dict[str, Callable[[PyTree, PyTree], Any]] = {}

@@ -42,6 +42,7 @@ from fedbilevel.core.errors import (
     NumericalError,
     require,
     require_count,
+    warn,
 )
 
 LISTEN_MILLISECONDS = 2000  # between two looks at Ctrl-C while waiting for another process
@@ -272,6 +273,12 @@ _OF_THIS_PROCESS = ProcessGroup()
 def current_group() -> ProcessGroup:
     """Get the group that this process belongs to: the group that it joined (see `join`), or itself alone."""
     return _OF_THIS_PROCESS
+
+
+def warn_on_first(warning: Warning) -> None:
+    """Warn; where several processes run together, process 0 alone does."""
+    if current_group().is_first:
+        warn(warning)
 
 
 @contextmanager

@@ -1,18 +1,12 @@
-"""One call runs a method: check the arguments, say what identifies the run, start the engine, play the rounds."""
+"""One call runs a method: check the arguments, pose the problem, identify the run, and let it run."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from numbers import Integral
 from pathlib import Path
-from typing import Any, Literal
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from fedbilevel.algorithms.parts.adaptive_steps import adaptive
@@ -21,33 +15,35 @@ from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
 from fedbilevel.core.config import open_steps
-from fedbilevel.core.errors import explain_call, require, require_count
-from fedbilevel.core.inputs import require_start
-from fedbilevel.core.metrics import MetricFunction, directions
+from fedbilevel.core.errors import explain_call, require
+from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.privacy import Privacy, check_noise
-from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
-from fedbilevel.core.tree import PyTree, nbytes, split
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.display import Display
 from fedbilevel.engines import checkpoint as files
-from fedbilevel.engines import fingerprint, lock, submodels
+from fedbilevel.engines import lock
 from fedbilevel.engines.costs import Ledger
-from fedbilevel.engines.divergence import Met, what_was_met
-from fedbilevel.engines.engine import Carry, Cohort, Engine, Run, check_cohort, first_carry
-from fedbilevel.engines.evaluation import Evaluation, Measure, PerClient, PerClientRow, as_per_client, check_per_client
-from fedbilevel.engines.first_look import first_look
-from fedbilevel.engines.history import Callback, History, Result, check_callbacks
+from fedbilevel.engines.engine import Carry, Cohort, Engine, check_cohort
+from fedbilevel.engines.evaluation import Measure, PerClient
+from fedbilevel.engines.execution import Execution
+from fedbilevel.engines.fingerprint import Fingerprint, of_samples
+from fedbilevel.engines.history import Callback, History, Result
+from fedbilevel.engines.identity import identity_of, in_common
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
 from fedbilevel.engines.machine import use_every_core
+from fedbilevel.engines.measurements import RunMeasurements
 from fedbilevel.engines.multihost import current_group
-from fedbilevel.engines.progress import TRACING, require_progress, showing
-from fedbilevel.engines.recorder import known_flops
+from fedbilevel.engines.options import OnDivergence, Resume, RunOptions, refuse_combinations
+from fedbilevel.engines.posed import PosedProblem
+from fedbilevel.engines.progress import TRACING, showing
+from fedbilevel.engines.rescue import Rescue
+from fedbilevel.engines.resumption import take_up
+from fedbilevel.engines.saver import Saver
 
-Resume = bool | Literal["auto", "force"]
-RESUME = (False, True, "auto", "force")
-OnDivergence = Literal["stop", "shrink"]
 HALVINGS = 3  # of all steps in a run, at most
-ROWS = 20  # of a history, where nobody says how many rounds lie between two
+ROWS = 20  # of a history, where the number of rounds between two rows is left open
 KEPT = 2**29  # bytes of what simulated clients keep for steps that adapt; above it they begin anew each time
 
 
@@ -137,173 +133,106 @@ def solve(
     check_solves(algorithm, problem)
     clients = clients if isinstance(clients, RemoteClients) else require_clients(clients)
     check_samples(problem, clients)
-    require_count("rounds", rounds)
-    require_count("eval_every", eval_every, optional=True)
-    require_count("checkpoint_every", checkpoint_every, optional=True)
-    require(resume in RESUME, "resume", resume, "True, False, 'auto' or 'force'")
-    require(not resume or checkpoint is not None, "resume", resume, "used together with checkpoint")
-    cohort = check_cohort(cohort, len(clients))
-    chosen: Engine = engine or Local()
-    if isinstance(chosen, Local) and chosen.devices is None and cohort.size > 1 and current_group().processes == 1:
+    options = RunOptions(
+        rounds=rounds, cohort=cohort, key=key, engine=engine, eval_every=eval_every, metrics=metrics,
+        metrics_per_client=metrics_per_client, best_by=best_by, on_divergence=on_divergence, privacy=privacy,
+        callbacks=callbacks, checkpoint=checkpoint, checkpoint_every=checkpoint_every, resume=resume,
+        count_flops=count_flops, progress=progress,
+    )  # fmt: skip
+    refuse_combinations(options, problem, clients, y0)
+    cohort, engine = check_cohort(cohort, len(clients)), engine or Local()
+    if isinstance(engine, Local) and engine.devices is None and cohort.size > 1 and current_group().processes == 1:
         use_every_core()  # before anything here starts JAX
-    require(metrics is None or isinstance(metrics, Mapping), "metrics", metrics, "functions (x, y) -> number by name")
-    require(best_by is None or isinstance(best_by, str), "best_by", best_by, "the name of a column of the history")
-    shrinks = on_divergence == "shrink"
-    require(on_divergence in (None, "stop", "shrink"), "on_divergence", on_divergence, "'stop', 'shrink' or None")
-    remote = isinstance(clients, RemoteClients)
-    here = not remote and current_group().processes == 1
-    require(here or not shrinks, "on_divergence", on_divergence, "'stop' where other processes know the steps")
-    require(privacy is None or isinstance(privacy, Privacy), "privacy", privacy, "fedbilevel.Privacy(…) or None")
-    require(privacy is None or not remote, "privacy", privacy, "None in a federation, whose sites have their own")
-    taken_back = "'stop' under privacy: what clients have sent cannot be taken back"
-    require(privacy is None or not shrinks, "on_divergence", on_divergence, taken_back)
-    check_callbacks(callbacks)
-    require_progress(progress)
-    path = None if checkpoint is None else Path(checkpoint)
-    (x, x_fixed), (y, y_fixed) = split(x0), split(y0)  # before JAX is asked for anything
-    key = _as_key(key)
-    algorithm = adaptive(algorithm, problem, isinstance(clients, RemoteClients) or len(clients) * nbytes(y) <= KEPT)
-    exact = "None under privacy: clients' own values would leave them without noise"
-    own = as_per_client(metrics_per_client)
-    require(privacy is None or not own, "metrics_per_client", [*own], exact)
-    if privacy is not None:
-        privacy.epsilon_after(1)  # the accountant is installed
-        check_noise("privacy", algorithm)
-    noise = None if privacy is None else Private(**vars(privacy), counts=clients.capacity is None)
-    algorithm = composed(algorithm, problem, noise)
-    require_start("x0", x0, x)
-    if isinstance(problem, SingleLevel | SimpleBilevel):
-        require(y0 is None, "y0", y0, f"None, as {type(problem).__name__} problems have no inner variable")
-        known = not isinstance(problem, SimpleBilevel) or problem.known
-        require(known, "SimpleBilevel.outer", None, "a function (x) where the server is: it alone asks for H")
-    else:
-        require_start("y0", y0, y)
-    given = {name: values.rounds for name, values in clients.own.items()}
-    if clients.capacity is not None and clients.capacity.ndim == 2:
-        given["capacity"] = len(clients.capacity)
-    for name, most in given.items():
-        enough = most is None or rounds <= most
-        require(enough, "rounds", rounds, f"at most {most}: for so many rounds clients' {name} are given")
-    problem = problem.with_fixed(x_fixed, y_fixed).prepared()
-    y_fixed = x_fixed if isinstance(problem, SimpleBilevel) else y_fixed  # its results' y is an average of x
-    examples = clients.examples()
-    programs = problem.traced(x, y, examples)
-    problem = problem.keyed(x, y, examples, programs)
-    check_fields(algorithm, problem, clients, x, y, rounds)
-    measured = check_per_client(own, x0, x0 if isinstance(problem, SimpleBilevel) else y0, examples)
-    evaluation = Evaluation(metrics or {}, x_fixed, y_fixed)
-    if isinstance(clients, Clients):
-        current_group().decide(lambda: first_look(problem, clients, x, y, programs))
-
-    carry = first_carry(algorithm, problem, clients, x, y)
-    if on_divergence is None and here and privacy is None and open_steps(algorithm):
-        shrinks = nbytes((carry.state, carry.clients)) <= KEPT  # a copy or two are kept to return to
-    if remote and path is not None and (checkpoint_every or 1) > 1:
-        fits = algorithm.client_state(problem, x, y) is None
-        allowed = f"1 or None: the clients of {algorithm.label} keep a state, which goes back by one round alone"
-        require(fits, "checkpoint_every", checkpoint_every, allowed)
-    drawn = {"cohort": cohort.size, **({"replacement": True} if cohort.replacement else {})}
-    stated = {**drawn, "key": np.asarray(jax.random.key_data(key)).tolist()}
-    if chosen.clock is not None:
-        words = repr(chosen.clock)
-        stated["clock"] = words if len(words) < 500 else hashlib.sha256(words.encode()).hexdigest()
-        if callable(arrivals := chosen.clock.arrivals):
-            programs = {**programs, "Clock.arrivals": jax.make_jaxpr(arrivals)(0, 0, key)}
-        elif arrivals is not None:
-            stated["clock's arrivals"] = hashlib.sha256(repr(arrivals).encode()).hexdigest()
+    posed = PosedProblem.of(problem, clients, x0, y0, options)
+    method = method_of(algorithm, posed, options)
+    check_fields(method, posed.problem, clients, posed.x, posed.y, rounds)
+    posed.look()
+    execution = Execution(method, posed, engine, cohort, options.jax_key, privacy)
+    carry = execution.first_carry(posed.x, posed.y)
+    loop = loop_of(execution, carry, options)
     group = current_group()
-    begun = fingerprint.Fingerprint({}, {}, {})
-    if path is not None or group.processes > 1:  # else nobody compares it
-        begun = fingerprint.take(stated, algorithm, problem, clients, x, y, programs)
-        measured |= {name: evaluation.trace(name, x, carry.state.y) for name in evaluation.metrics}
-        begun = replace(begun, metrics=fingerprint.of_metrics(measured, {**own, **evaluation.metrics}))
-    save_every = 1 if remote and checkpoint_every is None else checkpoint_every  # a round is costly there
-    plan = LoopPlan(rounds, eval_every or -(-rounds // ROWS), save_every, path, begun)
     group.saved = ""
     if group.processes > 1:
-        group.require_same(_in_common(plan, chosen, resume, {"metrics": metrics, "metrics_per_client": own}))
-    history = History(directions=directions({**own, **(metrics or {})}))
-
-    def met(last_x: PyTree, last_y: PyTree) -> Met:
-        if not isinstance(clients, Clients) or group.processes > 1:
-            return Met()
-        return what_was_met(problem, clients, (x, y), (split(last_x)[0], split(last_y)[0]))
-
-    loop = Loop(
-        plan,
-        evaluation,
-        callbacks,
-        algorithm,
-        lambda x, own_y: first_carry(algorithm, problem, clients, x, own_y if jax.tree.leaves(y) else y),
-        met,
-        history,
-        Ledger(virtual=not remote, delta=0.0 if privacy is None else privacy.delta),
-        everyone=cohort.size == len(clients) and not cohort.replacement,
-        simulated=not remote,
-        group=group,
-        best_by=best_by,
-        halvings_at_most=HALVINGS * shrinks,
-        privacy=privacy,
-    )
-    locked = nullcontext() if path is None else lock.exclusive(path.with_name(f".{path.name}.lock"), path, group)
+        group.require_same(in_common(loop, options))
+    path = options.path
+    locked = nullcontext() if path is None else lock.exclusive(path.with_name(f".{path.name}.lock"), path)
     with locked, showing(progress) as display:
         display.stage(TRACING)
-        if count_flops:
-            capacities = submodels.classes(algorithm, problem, clients, x, y)
-            loop.costs = known_flops(algorithm, problem, clients, x, y, capacities)
-            loop.ledger.flops = None if loop.costs is None else 0
-        going_on = group.decide(lambda: _goes_on(path, resume))
-        if path is not None:
-            loop.plan = replace(plan, begun=replace(begun, samples=fingerprint.of_samples(clients, group)))
-        if going_on:
-            carry = loop.restore(carry, force=resume == "force")
-        settled: Engine = chosen
-        if isinstance(chosen, Local):
-            settled = chosen.settled(carry.state, cohort, before=loop.devices)
-            loop.devices = settled.devices
         loop.display = display
+        if count_flops:
+            loop.measurements.count_flops(execution.reply_flops())
+        going_on = group.decide(lambda: goes_on(options))
+        if path is not None:
+            loop.saver.fingerprint = replace(loop.saver.fingerprint, samples=of_samples(clients, group))
+        if going_on:
+            carry = take_up(loop, carry, force=resume == "force")
+        execution.settle(carry)
+        return loop.play(carry)
 
-        def begin(algorithm: Algorithm, carry: Carry) -> tuple[Run, PerClientRow | None]:
-            run = settled.start(algorithm, problem, clients, cohort, key, carry)
-            return run, run.per_client(own, (x_fixed, y_fixed)) if own else None
 
-        return loop.play(begin, carry)
+def method_of(algorithm: Algorithm, posed: PosedProblem, options: RunOptions) -> Algorithm:
+    """Return the method as it runs: with steps that adapt where they are None, in the layers that are asked for.
+
+    Raises:
+        ConfigurationError: it does not allow one of them.
+    """
+    remember = not posed.simulated or len(posed.clients) * nbytes(posed.y) <= KEPT
+    algorithm, noise = adaptive(algorithm, posed.problem, remember), None
+    if (terms := options.privacy) is not None:
+        terms.epsilon_after(1)  # the accountant is installed
+        check_noise("privacy", algorithm)
+        noise = Private(**vars(terms), counts=posed.clients.capacity is None)
+    return composed(algorithm, posed.problem, noise)
 
 
-def _goes_on(path: Path | None, resume: Resume) -> bool:
+def loop_of(execution: Execution, carry: Carry, options: RunOptions) -> Loop:
+    """Put together what runs, measures, saves and rescues a run that begins with `carry`."""
+    posed, terms, cohort = execution.posed, options.privacy, execution.cohort
+    save_every = options.checkpoint_every
+    if not posed.simulated:
+        check_saves(execution, options)
+        save_every = save_every or 1  # a round is costly there
+    identity = Fingerprint({}, {}, {})
+    if options.path is not None or current_group().processes > 1:  # else it is compared with nothing
+        identity = identity_of(execution, carry)
+    return Loop(
+        LoopPlan(options.rounds, options.eval_every or -(-options.rounds // ROWS), save_every),
+        execution,
+        RunMeasurements(
+            posed.evaluation,
+            History(directions=options.directions),
+            Ledger(virtual=posed.simulated, delta=0.0 if terms is None else terms.delta),
+            best_by=options.best_by,
+            clip=None if terms is None else terms.clip,
+        ),
+        Saver(options.path, identity),
+        Rescue(posed.met, not cohort.some(len(posed.clients)), halvings_at_most(execution, carry, options)),
+        options.callbacks,
+    )
+
+
+def halvings_at_most(execution: Execution, carry: Carry, options: RunOptions) -> int:
+    """Say how often a run that diverges may halve its steps: as `on_divergence` says, or where steps adapt."""
+    shrinks = options.on_divergence == "shrink"
+    here = execution.posed.simulated and current_group().processes == 1
+    if options.on_divergence is None and here and options.privacy is None and open_steps(execution.method):
+        shrinks = nbytes((carry.state, carry.clients)) <= KEPT  # a copy or two are kept to return to
+    return HALVINGS * shrinks
+
+
+def check_saves(execution: Execution, options: RunOptions) -> None:
+    """Refuse rare checkpoints of clients elsewhere that keep a state: it goes back by a single round."""
+    if options.path is not None and (options.checkpoint_every or 1) > 1:
+        method, posed = execution.method, execution.posed
+        fits = method.client_state(posed.problem, posed.x, posed.y) is None
+        allowed = f"1 or None: the clients of {method.label} keep a state, which goes back by one round alone"
+        require(fits, "checkpoint_every", options.checkpoint_every, allowed)
+
+
+def goes_on(options: RunOptions) -> bool:
     """Tell whether to continue from a checkpoint; only `resume` = "auto" goes by whether the file exists."""
+    path, resume = options.path, options.resume
     exists = path is not None and files.exist(path)
     if not resume:
         require(not exists, "checkpoint", str(path), "a new file, unless resume=True continues from it")
     return exists if resume == "auto" else bool(resume)
-
-
-def _in_common(
-    plan: LoopPlan, engine: Engine, resume: Resume, metrics: Mapping[str, Mapping[str, Any] | None]
-) -> dict[str, Any]:
-    """List what several processes must have in common; but for the samples, of which each may have only its own."""
-    return {
-        **plan.begun.stated,
-        **plan.begun.hashed,
-        **{name: str(hashes) for name, hashes in plan.begun.by_round.items()},
-        **plan.begun.functions,
-        "engine": repr(engine),
-        "resume": str(resume),
-        **{kind: ", ".join(sorted(named or {})) for kind, named in metrics.items()},
-        "rounds": plan.rounds,
-        "eval_every": plan.eval_every,
-        "checkpoint_every": plan.save_every,
-        "checkpoint": "None" if plan.path is None else "given",
-        "jax_enable_x64": jnp.result_type(float) == np.float64,
-        "JAX's backend": jax.default_backend(),
-    }
-
-
-def _as_key(key: object) -> Array:
-    """Make a JAX key from a seed or a key."""
-    if isinstance(key, Integral) and not isinstance(key, bool):
-        return jax.random.key(int(key))
-    is_key = isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
-    require(is_key, "key", key, "a whole number or a key made by jax.random.key")
-    assert isinstance(key, Array)
-    return key

@@ -70,8 +70,9 @@ from fedbilevel.engines.history import (
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.machine import use_every_core
 from fedbilevel.engines.multihost import current_group
+from fedbilevel.engines.options import Resume
 from fedbilevel.engines.progress import MEASURING, WRITING, report_stage, showing
-from fedbilevel.engines.solve import Resume, solve
+from fedbilevel.engines.solve import solve
 from fedbilevel.experiments.folder import Folder, load_run, own_code
 from fedbilevel.experiments.loader import label, task_maker
 from fedbilevel.experiments.spec import RunPlan, Spec, read_spec, resolve

@@ -1,0 +1,148 @@
+"""A method at work on an engine: start it, let it run some rounds within its privacy budget, start it again."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedbilevel.algorithms.parts.private import replies_at_most
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.config import halved
+from fedbilevel.core.errors import NonFiniteError, NumericalError, NumericalWarning, diverged, warn
+from fedbilevel.core.local_x import gather_x
+from fedbilevel.core.privacy import SPENT, Privacy
+from fedbilevel.core.tree import PyTree, nonfinite_leaves
+from fedbilevel.engines import submodels
+from fedbilevel.engines.costs import ExchangeKind, empty_costs
+from fedbilevel.engines.engine import Carry, Cohort, Engine, Run, Stretch, first_carry
+from fedbilevel.engines.evaluation import PerClientRow
+from fedbilevel.engines.local.engine import Local
+from fedbilevel.engines.local.samples import local
+from fedbilevel.engines.posed import PosedProblem
+from fedbilevel.engines.recorder import known_flops
+
+
+@dataclass
+class Execution:
+    """A method, what is posed to it, and the engine that runs it.
+
+    It refers to nothing that refers back to it: in a circle, the samples would stay until the garbage collector came.
+    """
+
+    method: Algorithm  # as it runs: in the layers that the run asks for, with the steps that are left
+    posed: PosedProblem
+    engine: Engine
+    cohort: Cohort
+    key: Array
+    privacy: Privacy | None  # of simulated clients
+    devices: int | None = None  # over which the engine spreads a cohort, where it has several
+    run: Run = field(init=False)
+    per_client: PerClientRow | None = field(init=False)
+    warned: bool = False
+
+    def first_carry(self, x: PyTree, y: PyTree) -> Carry:
+        """Make the carry before round 0 of a run from x and y; a problem without an inner variable ignores y."""
+        y = y if jax.tree.leaves(self.posed.y) else self.posed.y
+        return first_carry(self.method, self.posed.problem, self.posed.clients, x, y)
+
+    def reply_flops(self) -> dict[ExchangeKind, int] | None:
+        """Trace a round for what a client's reply costs in operations, by the kind of exchange; None: not known."""
+        given = self.method, self.posed.problem, self.posed.clients, self.posed.x, self.posed.y
+        return known_flops(*given, submodels.classes(*given))
+
+    def settle(self, carry: Carry) -> None:
+        """Settle on how many devices to use, once for the whole run: those of before, if it is resumed."""
+        if isinstance(self.engine, Local):
+            self.engine = self.engine.settled(carry.state, self.cohort, before=self.devices)
+            self.devices = self.engine.devices
+
+    def start(self, carry: Carry) -> None:
+        """Start the engine from a carry."""
+        posed = self.posed
+        self.run = self.engine.start(self.method, posed.problem, posed.clients, self.cohort, self.key, carry)
+        self.per_client = self.run.per_client(posed.per_client, posed.fixed) if posed.per_client else None
+
+    def restart(self, carry: Carry) -> None:
+        """Start the engine again from another carry, with half of every step size."""
+        self.halve()
+        self.run.close()
+        self.start(carry)
+
+    def halve(self, times: int = 1) -> None:
+        """Halve every step size, so many times."""
+        for _ in range(times):
+            self.method = halved(self.method)
+
+    def advance(self, carry: Carry, rounds: int) -> tuple[Stretch, float, str]:
+        """Run some rounds; return them, the seconds that they took without compilation, and why a privacy budget allows
+        no further round, or ""."""
+        began, compiling = time.perf_counter(), self.run.compile_seconds
+        stretch, spent = self.within_budget(carry, rounds)
+        self.check_state(local(stretch.carry.state), int(stretch.carry.round) - stretch.rounds)
+        return stretch, time.perf_counter() - began - (self.run.compile_seconds - compiling), spent
+
+    def within_budget(self, carry: Carry, rounds: int) -> tuple[Stretch, str]:
+        """Run some rounds: fewer where a client would exceed its privacy budget, none where the next round would."""
+        if (terms := self.privacy) is None:
+            return self.run.advance(carry, rounds), ""
+        while True:
+            before = carry if terms.budget is None else jax.tree.map(jnp.copy, carry)
+            try:
+                stretch = self.run.advance(carry, rounds)
+            except NonFiniteError:
+                if terms.budget is None or rounds == 1:
+                    raise
+                carry, rounds = before, rounds // 2  # the budget may end the run before that round
+                continue
+            cost = self.epsilon(terms, stretch.carry)
+            if terms.budget is None or cost <= terms.budget:
+                return stretch._replace(costs=stretch.costs._replace(privacy=(cost, terms.delta))), ""
+            carry, rounds = before, rounds // 2
+            if rounds == 0:
+                now = f"ε = {self.epsilon(terms, carry):.6g} at δ = {terms.delta:g}"
+                why = f"{now}, and {cost:.6g} after one more, over {terms.budget:g}"
+                return Stretch(carry, 0, empty_costs()), f"{SPENT} after round {int(carry.round)}: {why}"
+
+    @staticmethod
+    def epsilon(terms: Privacy, carry: Carry) -> float:
+        """Compute the ε of the client with the most replies so far."""
+        return terms.epsilon_after(replies_at_most(local(carry.state), local(carry.clients)))
+
+    def check_state(self, state: Any, round: int) -> None:
+        """Raise or warn of trouble that the method sees in the state after some rounds, which began with `round`."""
+        found = self.method.findings(state)
+        if found.error:
+            raise NumericalError(f"round {round} or soon after: {found.error}")
+        if not self.warned and found.warning:
+            warn(NumericalWarning(f"round {round} or soon after: {found.warning}"))
+            self.warned = True
+
+    def point(self, carry: Carry) -> tuple[PyTree, Any]:
+        """Take x and the server's state from a carry: nothing changes the arrays of a server's state, and `gather_x`
+        makes new arrays.
+
+        Raises:
+            NonFiniteError: x, of which each client has its own part, is not finite.
+        """
+        state = jax.device_put(local(carry.state))  # arrays stay where they are; NumPy's go to the device
+        if carry.local_x is None:
+            return state.x, state
+        if not self.posed.simulated:
+            return carry.local_x, state
+        x = gather_x(local(carry.clients))
+        if bad := nonfinite_leaves(x):
+            raise diverged(f"round {int(carry.round)} or before, x: ", ", ".join(bad))
+        return x, state
+
+    def ending(self, state: Any) -> str:
+        """Say why the method has nothing left to do, or ""."""
+        return f"{self.method.label} has finished" if self.method.finished(state) else ""
+
+    def close(self) -> None:
+        """Release what the engine holds."""
+        self.run.close()

@@ -1,0 +1,149 @@
+"""What a run has measured: its costs, the losses of its rounds, a row of the history now and then, and the best row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from fedbilevel.algorithms.parts.private import quantiles
+from fedbilevel.core.errors import NumericalWarning, require
+from fedbilevel.core.metrics import best, text
+from fedbilevel.core.tree import PyTree, join, split
+from fedbilevel.engines.costs import ExchangeKind, Ledger
+from fedbilevel.engines.engine import Stretch
+from fedbilevel.engines.evaluation import Evaluation, PerClientRow
+from fedbilevel.engines.history import Best, History, Result, Row, has
+from fedbilevel.engines.multihost import warn_on_first
+
+
+@dataclass
+class RunMeasurements:
+    """The measurements of a run so far."""
+
+    evaluation: Evaluation
+    history: History
+    ledger: Ledger
+    best_by: str | None = None  # a column of the history; None: "outer_loss"
+    clip: float | None = None  # of replies under privacy
+    flops: Mapping[ExchangeKind, int] | None = None  # of a client's reply, where they are known
+    seconds: float = 0.0  # in rounds, without compilation and evaluation
+    losses: dict[str, list[Any]] = field(default_factory=dict)  # of each round since the last row
+    began: dict[str, float] = field(default_factory=dict)  # the losses of the first round
+    best: Best | None = None
+
+    def count_flops(self, flops: Mapping[ExchangeKind, int] | None) -> None:
+        """Count the operations of clients from now on, if it is known what a reply costs."""
+        self.flops, self.ledger.flops = flops, None if flops is None else 0
+
+    def note(self, stretch: Stretch, seconds: float) -> None:
+        """Add the costs of some rounds, and note their losses."""
+        self.seconds += seconds
+        self.ledger.add(stretch.costs, stretch.rounds, self.flops)
+        for (_, name), (total, weight) in stretch.costs.metrics.items():
+            if (told := np.asarray(weight) > 0).any():  # by a schedule there may be no reply
+                means = (np.asarray(total, float)[told].T / np.asarray(weight, float)[told]).T
+                self.losses.setdefault(name, []).extend(means.tolist())
+                if means.ndim == 1:
+                    self.began.setdefault(name, float(means[0]))
+
+    def add_row(self, result: Result, findings: Mapping[str, Any], per_client: PerClientRow | None) -> Row:
+        """Evaluate and append to the history. Means are of exactly rounded sums: no partition of rounds shows.
+
+        Args:
+            result: the point to measure.
+            findings: columns that the method finds in the server's state.
+            per_client: measures the metrics of each client.
+        """
+        row: Row = {"round": result.round, **self.ledger.columns(), "seconds": self.seconds, **self.mean_losses()}
+        at = result.round, split(result.x)[0], result.state.y
+        each = per_client(*at) if per_client else {}
+        for name, value in [*self.evaluation(*at).items(), *each.items()]:
+            new = name not in row and name not in findings
+            require(new, "metrics", name, "named otherwise: the history has a column of that name")
+            row[name] = value
+        row |= {name: float(value) for name, value in findings.items()}
+        self.history.rows.append(row)
+        return row
+
+    def mean_losses(self) -> Row:
+        """Average each loss over the rounds since the last row; of the norms of noised replies, take quantiles."""
+        row: Row = {}
+        for name, values in self.losses.items():
+            means = [math.fsum(one) / len(values) for one in np.reshape(values, (len(values), -1)).T.tolist()]
+            if len(means) > 1 and self.clip is not None:
+                row |= quantiles(name, means, self.clip)
+            else:
+                row[name] = means[0]
+        return row
+
+    def close_row(self, result: Result, row: Row) -> None:
+        """Compare a new row with the best one, and begin to collect the losses of the next."""
+        self.losses.clear()
+        column = self.best_by or "outer_loss"
+        if column in row if self.best_by is None else has(row, column):
+            larger = self.history.larger_is_better(column)
+            if self.best is None or best((row[column], self.best.value), larger) != self.best.value:
+                self.best = Best(result.x, result.y, result.round, column, row[column])
+        result.best = self.best
+
+    def forget_after(self, round: int) -> None:
+        """Forget what was measured after a round to which the run returns, but for its costs."""
+        self.history.rows[:] = [row for row in self.history.rows if row["round"] <= round]
+        self.ledger.rounds = round
+        self.losses.clear()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what a checkpoint has of the measurements, but for the best row."""
+        return {
+            "history": self.history.rows,
+            "ledger": asdict(self.ledger),
+            "seconds": self.seconds,
+            "losses": self.losses,
+            "began": self.began,
+        }
+
+    def continue_from(self, meta: Mapping[str, Any], best: tuple[PyTree, PyTree] | None) -> None:
+        """Take up the measurements of a checkpoint; `best`: the variables of the best row, if it has one."""
+        self.history = History.of(meta["history"], self.history.directions)
+        self.ledger = Ledger.of(meta["ledger"])
+        self.seconds = float(meta["seconds"])
+        self.losses = {
+            str(name): [np.asarray(one, float).tolist() for one in values] for name, values in meta["losses"].items()
+        }
+        self.began = {str(name): float(value) for name, value in meta.get("began", {}).items()}
+        if best is not None:
+            round, column, value = meta["best"]
+            x, y = (join(part, fixed) for part, fixed in zip(best, self.evaluation.fixed, strict=True))
+            self.best = Best(x, y, int(round), str(column), float(value))
+
+    def remark(self, result: Result, advice: str) -> str:
+        """Say that a run ended worse than it began, or that its best row lies in its first half; or "".
+
+        Both are warned of, with `advice`, but for a run whose last row is its best: training y may have raised the
+        outer loss.
+        """
+        best, rows = self.best, self.history.rows
+        if best is None or best.column not in rows[-1]:
+            return ""
+        values = [row[best.column] for row in rows if best.column in row]
+        first, last = self.began.get(best.column, values[0]), values[-1]
+        sign = -1 if self.history.larger_is_better(best.column) else 1
+        bends = np.abs(np.diff(values, 2))  # of what falls or rises steadily they are 0, but for noise
+        noise = 0.01 * max(abs(first), abs(last)) + 2 * float(np.median(bends)) if len(bends) else 0.1 * abs(first)
+        lost, gained = sign * (last - best.value), sign * (first - best.value)
+        ended, began, least = (text(best.column, value) for value in (last, first, best.value))
+        if sign * (last - first) > noise:
+            said = f"{best.column} ended at {ended}, worse than {began} at the start"
+        elif 2 * best.round < result.round and lost > noise + 0.1 * gained:
+            said = f"{best.column} ended at {ended}, after {least}"
+        else:
+            return ""
+        if best.round == result.round:
+            return f"{said}, where y was not trained; it was falling, and more rounds may lower it"
+        remark = f"{said}: result.best has x and y of its best row, of round {best.round}; {advice}"
+        warn_on_first(NumericalWarning(remark))
+        return remark

@@ -1,0 +1,143 @@
+"""What `solve` is asked for beside a method, a problem and clients: each option, and which of them go together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from pathlib import Path
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from fedbilevel.core.client import Clients, RemoteClients
+from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.metrics import MetricFunction, directions
+from fedbilevel.core.privacy import Privacy
+from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
+from fedbilevel.core.tree import PyTree
+from fedbilevel.display import Display
+from fedbilevel.engines.engine import Cohort, Engine
+from fedbilevel.engines.evaluation import Measure, PerClient, as_per_client, check_metrics
+from fedbilevel.engines.history import Callback, check_callbacks
+from fedbilevel.engines.multihost import current_group
+from fedbilevel.engines.progress import require_progress
+
+Resume = bool | Literal["auto", "force"]
+RESUME = (False, True, "auto", "force")
+OnDivergence = Literal["stop", "shrink"]
+Requirement = tuple[bool, str, object, str]
+"""Whether a condition holds, and what `require` says where it does not: the field, its value, what is allowed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """The keyword arguments of `solve`, which explains them; each is checked by itself when they are put together.
+
+    Whether they suit each other, the problem and the clients is the matter of `refuse_combinations`; whether the
+    cohort suits the population, that of `check_cohort`.
+    """
+
+    rounds: int
+    cohort: int | Cohort | None = None
+    key: int | Array = 0
+    engine: Engine | None = None
+    eval_every: int | None = None
+    metrics: Mapping[str, MetricFunction] | None = None
+    metrics_per_client: Mapping[str, Measure | PerClient] | None = None
+    best_by: str | None = None
+    on_divergence: OnDivergence | None = None
+    privacy: Privacy | None = None
+    callbacks: Sequence[Callback] = ()
+    checkpoint: str | Path | None = None
+    checkpoint_every: int | None = None
+    resume: Resume = False
+    count_flops: bool = False
+    progress: bool | Display | None = None
+
+    def __post_init__(self) -> None:
+        require_count("rounds", self.rounds)
+        require_count("eval_every", self.eval_every, optional=True)
+        require_count("checkpoint_every", self.checkpoint_every, optional=True)
+        require(self.resume in RESUME, "resume", self.resume, "True, False, 'auto' or 'force'")
+        named = self.best_by is None or isinstance(self.best_by, str)
+        require(named, "best_by", self.best_by, "the name of a column of the history")
+        known = self.on_divergence in (None, "stop", "shrink")
+        require(known, "on_divergence", self.on_divergence, "'stop', 'shrink' or None")
+        terms = self.privacy is None or isinstance(self.privacy, Privacy)
+        require(terms, "privacy", self.privacy, "fedbilevel.Privacy(…) or None")
+        check_callbacks(self.callbacks)
+        require_progress(self.progress)
+        is_seed = isinstance(self.key, Integral) and not isinstance(self.key, bool)
+        require(is_seed or _is_key(self.key), "key", self.key, "a whole number or a key made by jax.random.key")
+        check_metrics(self.metrics)
+        _ = self.directions  # of all metrics, which checks their names, too
+
+    @property
+    def jax_key(self) -> Array:
+        """The key as JAX has it, which starts JAX."""
+        return self.key if isinstance(self.key, Array) else jax.random.key(int(self.key))
+
+    @property
+    def path(self) -> Path | None:
+        """Where the checkpoint is."""
+        return None if self.checkpoint is None else Path(self.checkpoint)
+
+    @property
+    def per_client(self) -> dict[str, PerClient]:
+        """The metrics that are measured on each client, plain functions made into `PerClient`."""
+        return as_per_client(self.metrics_per_client)
+
+    @property
+    def directions(self) -> dict[str, bool]:
+        """Of each metric, whether a larger value is better."""
+        return directions({**self.per_client, **(self.metrics or {})})
+
+
+def _is_key(key: object) -> bool:
+    """Tell whether this is a single key of JAX."""
+    return isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
+
+
+def refuse_combinations(
+    options: RunOptions, problem: Problem, clients: Clients | RemoteClients, y0: PyTree = None
+) -> None:
+    """Refuse options that do not go together, or not with this problem, these clients or this start.
+
+    Raises:
+        ConfigurationError: names the first that does not.
+    """
+    for refusal in _refusals(options, problem, clients, y0):
+        require(*refusal)
+
+
+def _refusals(
+    options: RunOptions, problem: Problem, clients: Clients | RemoteClients, y0: PyTree
+) -> Iterator[Requirement]:
+    """List what has to hold between options, problem, clients and start."""
+    resume, on_divergence, privacy = options.resume, options.on_divergence, options.privacy
+    yield not resume or options.checkpoint is not None, "resume", resume, "used together with checkpoint"
+
+    stops, remote = on_divergence != "shrink", isinstance(clients, RemoteClients)
+    here = not remote and current_group().processes == 1
+    yield stops or here, "on_divergence", on_divergence, "'stop' where other processes know the steps"
+    public, kept = privacy is None, "what clients have sent cannot be taken back"
+    yield public or not remote, "privacy", privacy, "None in a federation, whose sites have their own"
+    yield public or stops, "on_divergence", on_divergence, f"'stop' under privacy: {kept}"
+    measured, exact = [*options.per_client], "clients' own values would leave them without noise"
+    yield public or not measured, "metrics_per_client", measured, f"None under privacy: {exact}"
+
+    kind = type(problem).__name__
+    inner = not isinstance(problem, SingleLevel | SimpleBilevel)
+    yield inner or y0 is None, "y0", y0, f"None, as {kind} problems have no inner variable"
+    known = not isinstance(problem, SimpleBilevel) or problem.known
+    yield known, "SimpleBilevel.outer", None, "a function (x) where the server is: it alone asks for H"
+
+    given = {name: values.rounds for name, values in clients.own.items()}
+    if clients.capacity is not None and clients.capacity.ndim == 2:
+        given["capacity"] = len(clients.capacity)
+    for name, most in given.items():
+        enough = most is None or options.rounds <= most
+        yield enough, "rounds", options.rounds, f"at most {most}: for so many rounds clients' {name} are given"

@@ -1,0 +1,73 @@
+"""What is posed to a method: the problem in its variables alone, the clients, the start, and what is measured."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jax.extend.core import ClosedJaxpr
+
+from fedbilevel.core.client import Clients, RemoteClients
+from fedbilevel.core.inputs import require_start
+from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
+from fedbilevel.core.tree import PyTree, split
+from fedbilevel.engines.divergence import Met, what_was_met
+from fedbilevel.engines.evaluation import Evaluation, PerClient, check_per_client
+from fedbilevel.engines.first_look import first_look
+from fedbilevel.engines.multihost import current_group
+from fedbilevel.engines.options import RunOptions
+
+
+@dataclass(frozen=True, eq=False)
+class PosedProblem:
+    """A problem with clients and a start, traced and ready for a run."""
+
+    problem: Problem  # in the floating arrays of x and y alone; prepared, and with the key of its programs
+    clients: Clients | RemoteClients
+    x: PyTree  # the floating arrays of x0
+    y: PyTree  # those of y0
+    fixed: tuple[PyTree, PyTree]  # the other leaves of x and y
+    programs: Mapping[str, ClosedJaxpr]  # what the problem's functions are traced to, by name
+    evaluation: Evaluation
+    per_client: Mapping[str, PerClient]  # metrics that are measured on each client
+    per_client_programs: Mapping[str, ClosedJaxpr]
+
+    @classmethod
+    def of(
+        cls, problem: Problem, clients: Clients | RemoteClients, x0: PyTree, y0: PyTree, options: RunOptions
+    ) -> PosedProblem:
+        """Split the start into variables and fixed leaves, and trace losses and per-client metrics.
+
+        Raises:
+            ConfigurationError: the start is not finite or has no variables, or a function fails on it.
+        """
+        (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
+        require_start("x0", x0, x)
+        if not isinstance(problem, SingleLevel | SimpleBilevel):
+            require_start("y0", y0, y)
+        problem = problem.with_fixed(x_fixed, y_fixed).prepared()
+        examples = clients.examples()
+        programs = problem.traced(x, y, examples)
+        problem = problem.keyed(x, y, examples, programs)
+        if isinstance(problem, SimpleBilevel):  # the y of its results is an average of x
+            y0, y_fixed = x0, x_fixed
+        measured = check_per_client(options.per_client, x0, y0, examples)
+        evaluation = Evaluation(options.metrics or {}, x_fixed, y_fixed)
+        fixed = x_fixed, y_fixed
+        return cls(problem, clients, x, y, fixed, programs, evaluation, options.per_client, measured)
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the clients' samples are on this machine."""
+        return isinstance(self.clients, Clients)
+
+    def look(self) -> None:
+        """Warn of losses whose numbers would mislead, where the samples are here (see `first_look`)."""
+        if isinstance(clients := self.clients, Clients):
+            current_group().decide(lambda: first_look(self.problem, clients, self.x, self.y, self.programs))
+
+    def met(self, x: PyTree, y: PyTree) -> Met:
+        """Find out what a run that diverged had met, by its last finite x and y (see `what_was_met`)."""
+        if not isinstance(self.clients, Clients) or current_group().processes > 1:
+            return Met()
+        return what_was_met(self.problem, self.clients, (self.x, self.y), (split(x)[0], split(y)[0]))

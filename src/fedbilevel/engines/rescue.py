@@ -1,0 +1,115 @@
+"""How a run that diverges is rescued: it returns to a good row with half of every step size, a few times at most."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.errors import NonFiniteError, NumericalWarning, warn
+from fedbilevel.core.tree import PyTree, split
+from fedbilevel.engines.divergence import Met, far_away, grown, what_to_lower
+from fedbilevel.engines.engine import Carry
+from fedbilevel.engines.history import History, Result
+from fedbilevel.engines.multihost import warn_on_first
+
+
+@dataclass
+class Rescue:
+    """Whether a run diverges, where it may return to, and how often it has."""
+
+    met: Callable[[PyTree, PyTree], Met]  # what a run that diverged had met, by its last finite x and y
+    everyone: bool  # whether each exchange asks all clients
+    halvings_at_most: int  # of the steps; 0: the run never returns
+    halvings: int = 0  # so far
+    growth: str = ""  # how far a loss, or the point, has grown, where that is too far
+    told: str = ""  # the last warning of it
+    norm: float | None = None  # of x and y at the first row of this process
+    latest: Carry | None = None  # a copy of that of the last row
+    safe: Carry | None = None  # a copy to return to
+    gave_up: str = ""  # why a run ended that went on diverging with smaller steps
+
+    def watch(
+        self, history: History, losses: Mapping[str, list[Any]], began: Mapping[str, float], result: Result
+    ) -> None:
+        """Look at a new row for growth.
+
+        Args:
+            history: its last row is the new one.
+            losses: of each round since the row before.
+            began: the losses of the first round.
+            result: the point of the row.
+        """
+        point = jax.tree.leaves((split(result.x)[0], result.state.y))
+        with np.errstate(over="ignore"):  # beyond what a float holds it is inf, and far away
+            norm = math.hypot(*(np.linalg.norm(np.ravel(leaf)) for leaf in point))
+        self.norm = norm if self.norm is None else self.norm
+        first = (began if self.everyone else {}) if self.halvings_at_most else None
+        self.growth = grown(history, losses, first) or far_away(result.round, self.norm, norm)
+
+    def keep(self, carry: Carry, is_best: bool) -> None:
+        """Keep a copy of a row's carry, and of that from which the best row was reached, to return to.
+
+        The carry of the best row itself may diverge already: its losses are those of the rounds before it. A run that
+        is resumed returns no further than to where it was resumed.
+        """
+        if self.halvings_at_most:
+            if is_best:
+                self.safe = self.latest
+            self.latest = jax.tree.map(jnp.copy, carry)
+            self.safe = self.safe or self.latest
+
+    def may_return(self, rows: int, result: Result) -> bool:
+        """Say whether a run of so many rows whose numbers are not finite returns: not where its start is at fault."""
+        if self.halvings_at_most == 0 or rows > 1:
+            return self.halvings_at_most > 0
+        return self.halvings < self.halvings_at_most and not self.met(result.x, result.y).at_start
+
+    def carry_to_return_to(self, why: str, result: Result, method: Algorithm) -> Carry:
+        """Return the carry of before the best row, and count and warn of the return; or, if the steps were halved often
+        enough, give up: the run ends there, with the warning in `gave_up`."""
+        assert self.safe is not None
+        if self.halvings == self.halvings_at_most:
+            self.gave_up = self.diverging(why, result, method)
+            warn(NumericalWarning(self.gave_up))
+        else:
+            self.halvings, self.latest = self.halvings + 1, self.safe
+            back = f"{why}; back to round {int(self.safe.round)} with half the steps"
+            warn(NumericalWarning(f"{back}, {self.halvings} of {self.halvings_at_most} times"))
+        self.growth = ""
+        return jax.tree.map(jnp.copy, self.safe)
+
+    def diverging(self, why: str, result: Result, method: Algorithm) -> str:
+        """Say how far a loss, or the point, has grown, or what is not finite, and what helps."""
+        met = self.met(result.x, result.y)
+        advice = f"{what_to_lower(method)}, fb.diagnose suggests steps" if met.by_steps else met.text
+        return f"{why}: the run diverges; {advice}"
+
+    def warn_of_growth(self, result: Result, method: Algorithm, once: bool = False) -> None:
+        """Warn where the last row is far above the start, once for each row: the numbers are finite still."""
+        if not self.growth or self.growth == self.told or (once and self.told):
+            return
+        self.told = self.growth
+        warn_on_first(NumericalWarning(self.diverging(self.growth, result, method)))
+
+    def explain(self, error: NonFiniteError, method: Algorithm) -> None:
+        """Add to an error that ends the run what it had met, and what helps."""
+        met = self.met(error.result.x, error.result.y)
+        smaller = "smaller steps may help, fb.diagnose suggests some"
+        advice = (smaller, what_to_lower(method)) if met.by_steps else ()
+        error.args = ("; ".join(filter(None, (str(error), *advice, met.text))),)
+
+    def to_json(self, diverged: bool) -> dict[str, Any]:
+        """Return what a checkpoint has of it; `diverged`: whether the run ends because it diverges."""
+        return {"halvings": self.halvings, "diverged": diverged or bool(self.gave_up), "gave_up": self.gave_up}
+
+    def continue_from(self, meta: Mapping[str, Any]) -> None:
+        """Take up what a checkpoint has of it."""
+        self.gave_up = str(meta.get("gave_up", ""))
+        self.halvings = int(meta.get("halvings", 0))

@@ -1,0 +1,55 @@
+"""How a run goes on from its checkpoint: where it was, or, if it diverged there and by force, at its best row."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from fedbilevel.core.errors import CheckpointError, CheckpointWarning, require
+from fedbilevel.core.tree import split
+from fedbilevel.engines import checkpoint as files
+from fedbilevel.engines.engine import Carry
+from fedbilevel.engines.loop import Loop
+from fedbilevel.engines.multihost import warn_on_first
+
+
+def take_up(loop: Loop, like: Carry, force: bool) -> Carry:
+    """Take up a run where its checkpoint has it; return the carry to go on from.
+
+    Args:
+        loop: the run, at its beginning.
+        like: its first carry, which gives structure and shapes.
+        force: also go on from the checkpoint of another run, and from one of a run that diverged.
+
+    Raises:
+        CheckpointError: it cannot be read, or belongs to another run.
+        ConfigurationError: it has done more rounds than are asked for.
+    """
+    carry, meta, file = loop.saver.load(like, force, anew=loop.execution.posed.simulated)
+    with files.as_checkpoint_error(file):
+        loop.measurements.continue_from(meta, carry.best)
+        loop.rescue.continue_from(meta)
+        loop.execution.devices = int(meta.get("devices", 1) or 0) or None
+    carry = carry._replace(best=None)
+    if carry.state is None:  # only the best row was read
+        carry = begin_anew(loop, carry)
+    loop.execution.halve(loop.rescue.halvings)
+    done, rounds = int(carry.round), loop.plan.rounds
+    loop.saver.continue_from(file, done)
+    require(done <= rounds, "rounds", rounds, f"at least {done}, which the checkpoint has done")
+    return carry
+
+
+def begin_anew(loop: Loop, carry: Carry) -> Carry:
+    """Begin the method again at the best row's x and y: the state of a run that diverged is no place to go on."""
+    best = loop.measurements.best
+    assert best is not None
+    if loop.execution.privacy is not None:
+        text = f"the run in {loop.saver.path} diverged, and at its best row nobody knows what its clients have spent"
+        raise CheckpointError(f"{text}: under privacy start anew elsewhere")
+    text = f"the run diverged: going on from x and y of its best row, of round {best.round}"
+    warn_on_first(CheckpointWarning(text))
+    loop.rescue.gave_up = ""
+    if best.round < int(carry.round):
+        loop.measurements.forget_after(best.round)
+    first = loop.execution.first_carry(split(best.x)[0], split(best.y)[0])
+    return first._replace(round=jnp.full_like(carry.round, best.round), now=carry.now)

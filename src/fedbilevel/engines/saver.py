@@ -1,0 +1,151 @@
+"""The checkpoint of a run: write it in good time, and read it only for the run that it belongs to."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.core.errors import CheckpointError, CheckpointWarning
+from fedbilevel.engines import checkpoint as files
+from fedbilevel.engines.engine import Carry
+from fedbilevel.engines.fingerprint import Fingerprint
+from fedbilevel.engines.multihost import current_group, warn_on_first
+from fedbilevel.wording import require_object
+
+SAVE_SECONDS = 1.0  # between two checkpoints, at least, where the number of rounds is left open
+SAVE_SHARE = 0.1  # of the time that goes to them, at most
+FORCE = 'resume="force", in a shell --force, goes on with what is given now'  # where a checkpoint is of another run
+
+
+@dataclass
+class Saver:
+    """The checkpoint file of a run, written by process 0."""
+
+    path: Path | None  # None: nothing is saved
+    fingerprint: Fingerprint  # of this run
+    round: int | None = None  # of the checkpoint at `path`, if that is known to be good
+    next_save: float = -math.inf  # on this machine's clock; a run that is resumed is saved soon
+
+    @property
+    def is_due(self) -> bool:
+        """Whether it is time to save, by the clock."""
+        return time.perf_counter() >= self.next_save
+
+    def save(self, carry: Carry, meta: dict[str, Any]) -> None:
+        """Write a checkpoint, if there is a path: a carry, and what else there is to go on from, as JSON.
+
+        Raises:
+            CheckpointError: it could not be written; that of before stays.
+        """
+        if (path := self.path) is None:
+            return
+        began, round, group = time.perf_counter(), int(carry.round), current_group()
+        meta = {"fingerprint": asdict(self.fingerprint), **meta}
+        group.decide(lambda: files.save(path, carry, meta, keep=self.round not in (None, round)))
+        self.round = round
+        group.saved = str(path)
+        now = time.perf_counter()
+        self.next_save = now + max(SAVE_SECONDS, (now - began) / SAVE_SHARE)
+
+    def save_before(self, error: Exception, carry: Carry, meta: dict[str, Any]) -> None:
+        """Save before an error goes on. Where that fails too, the user still sees the error."""
+        try:
+            self.save(carry, meta)
+        except CheckpointError as failed:
+            text = f"the run ends by {type(error).__name__}, and saving it failed: {failed}"
+            warn_on_first(CheckpointWarning(text))
+
+    def left_off(self, round: int, rounds: int) -> str:
+        """Say where an interrupted run stands, and how to go on."""
+        if self.path is None:
+            return f"ended after round {round} of {rounds}; nothing was saved, as no checkpoint was asked for"
+        return (
+            f"saved after round {round} of {rounds} to {self.path}; the same call with resume=True goes on from there"
+        )
+
+    def load(self, like: Carry, force: bool, anew: bool) -> tuple[Carry, dict[str, Any], Path]:
+        """Read the newest checkpoint that can be read.
+
+        Args:
+            like: a carry with the structure and shapes that are expected.
+            force: read that of another run as well, with a warning.
+            anew: whether a run that diverged can, by force, begin again at its best row.
+
+        Returns:
+            The carry, without a state where the method has to begin again; the JSON object; and the file.
+
+        Raises:
+            CheckpointError: none can be read, or it belongs to another run.
+        """
+        path, group = self.path, current_group()
+        assert path is not None
+        file = Path(group.decide(lambda: str(files.newest(path))))
+        with group.copy_of(file) as copy:
+            carry, meta = self.read(copy, like, force and anew)
+        with files.as_checkpoint_error(file):
+            self.compare(meta, force)
+        return carry, meta, file
+
+    def read(self, copy: Path, like: Carry, anew: bool) -> tuple[Carry, dict[str, Any]]:
+        """Read a copy of the checkpoint; of a run that diverged, if it is to begin `anew`, the best row alone.
+
+        Raises:
+            CheckpointError: it does not fit; if it is of another algorithm, the error names both.
+        """
+        held, x = files.load_meta(copy), like.state.x if like.local_x is None else like.local_x
+        best = (x, like.state.y) if held.get("best") else None
+        if "rounds" in held:
+            raise CheckpointError(f"{self.path} holds a result: a run is continued from its checkpoint alone")
+        try:
+            if anew and held.get("diverged") and best:
+                bare = like._replace(state=None, clients=None, queues=None, local_x=None)
+                return files.load(copy, bare._replace(best=best), part=True)
+            return files.load(copy, like._replace(best=best))
+        except CheckpointError as error:
+            if why := self.misfit(held.get("fingerprint", {}).get("stated", {})):
+                raise CheckpointError(f"{self.path} {why}") from error
+            raise
+
+    def misfit(self, stated: dict[str, Any]) -> str:
+        """Say why a run of which that was stated has another state than this one, or ""."""
+        mine = self.fingerprint.stated
+        before, now = stated.get("algorithm"), mine["algorithm"]
+        terms = {name for name in stated.keys() ^ mine.keys() if name.endswith("privacy.clip")}
+        if terms and before == now:
+            there, here = ("with", "without") if terms <= stated.keys() else ("without", "with")
+            return f"belongs to a run {there} privacy, not {here}"
+        if before in (None, now):
+            return ""
+        said = f"holds the state of a run of {before}, which {now} cannot go on from"
+        return f'{said}, also not with resume="force" (--force): start anew elsewhere'
+
+    def compare(self, meta: dict[str, Any], force: bool) -> None:
+        """Refuse the checkpoint of another run, naming what differs; by force, warn of it."""
+        path = self.path
+        if "fingerprint" not in meta:
+            raise CheckpointError(f"{path} does not say what its run was begun with: an earlier version has written it")
+        require_object(meta["fingerprint"], "what the run was begun with")
+        before = Fingerprint(**meta["fingerprint"])
+        differences = self.fingerprint.differences(before)
+        accounted = "privacy.noise_multiplier is" in differences  # clients count replies, all under one
+        if differences and (accounted or not force):
+            raise CheckpointError(f"{path} belongs to another run: {differences}{'' if accounted else f'; {FORCE}'}")
+        if differences:
+            warn_on_first(CheckpointWarning(f"{path} is continued with other arguments: {differences}"))
+        if before.versions != self.fingerprint.versions:
+            versions = f"{path} was written by {before.versions}, and is continued by {self.fingerprint.versions}"
+            text = f"{versions}: numbers may differ, and losses and schedules are not compared"
+            warn_on_first(CheckpointWarning(text))
+
+    def continue_from(self, file: Path, round: int) -> None:
+        """Go on from a checkpoint that was read, in that round; warn if it is not the one at `path`."""
+        if file == self.path:
+            self.round = round
+        else:
+            assert self.path is not None
+            text = f"{files.trouble(self.path)}: going on from {file}, round {round}"
+            warn_on_first(CheckpointWarning(text))
+        current_group().saved = str(self.path)
