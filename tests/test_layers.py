@@ -212,6 +212,15 @@ def test_hooks_of_algorithms_are_methods_not_looked_for() -> None:
     assert {name: lines for name, lines in found.items() if lines} == {}
 
 
+def test_what_the_loop_of_a_run_calls_does_not_know_each_other() -> None:
+    parts = {f"fedbilevel.engines.{name}" for name in ("execution", "measurements", "rescue", "saver")}
+    trees = {part: ast.parse((PACKAGE / "engines" / f"{part.rpartition('.')[2]}.py").read_text()) for part in parts}
+    found = {
+        part: {name.rpartition(".")[0] for name, _ in imported(tree, Path("engines"))} for part, tree in trees.items()
+    }
+    assert [part for part in found if found[part] & {*parts, "fedbilevel.engines.loop"}] == []
+
+
 def test_import_fedbilevel_loads_nothing_heavy() -> None:
     program = "import sys, fedbilevel; print(*sorted({name.partition('.')[0] for name in sys.modules}))"
     shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)

@@ -3,11 +3,20 @@
 import inspect
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.engines.options import RunOptions
+from fedbilevel.core.client import RemoteClients
+from fedbilevel.engines.options import RunOptions, refuse_combinations
+
+SAMPLES = [{"t": np.ones(2)}, {"t": np.ones(3)}]
+HERE, ELSEWHERE = fb.Clients(SAMPLES), RemoteClients(2, SAMPLES[0])
+PRIVACY = fb.Privacy(1.0, 5.0, 1e-5)
+BILEVEL = fb.Bilevel(lambda x, y, batch: jnp.sum(x * y), lambda x, y, batch: jnp.sum((x - y) ** 2))
+SINGLE = fb.SingleLevel(lambda x, batch: jnp.sum(x**2))
+SIMPLE = fb.SimpleBilevel(None, lambda x, batch: jnp.sum(x**2), fb.projections.ball(1.0))
 
 
 def keywords(function):
@@ -55,3 +64,36 @@ def test_a_metric_is_named_by_text_and_says_which_way_is_better():
     }.items():
         with pytest.raises(fb.errors.ConfigurationError, match=words):
             RunOptions(rounds=1, metrics={name: lambda x, y: 0.0})
+
+
+@pytest.mark.parametrize(
+    ("options", "problem", "clients", "y0", "words"),
+    [
+        ({"resume": "auto"}, BILEVEL, HERE, 0.0, "resume = 'auto' .* together with checkpoint"),
+        ({"on_divergence": "shrink"}, BILEVEL, ELSEWHERE, 0.0, "on_divergence = .* other processes know the steps"),
+        ({"privacy": PRIVACY}, BILEVEL, ELSEWHERE, 0.0, "privacy = .* whose sites have their own"),
+        ({"privacy": PRIVACY, "on_divergence": "shrink"}, BILEVEL, HERE, 0.0, "on_divergence = .* under privacy"),
+        (
+            {"privacy": PRIVACY, "metrics_per_client": {"m": lambda x, y, batch: 0.0}},
+            BILEVEL, HERE, 0.0, r"metrics_per_client = \['m'\] .* None under privacy",
+        ),
+        ({}, SINGLE, HERE, 0.0, "y0 = 0.0 .* SingleLevel problems have no inner variable"),
+        ({}, SIMPLE, HERE, None, r"SimpleBilevel\.outer = None .* a function \(x\) where the server is"),
+        ({}, BILEVEL, fb.Clients(SAMPLES, local_steps=[[1, 2]] * 3), 0.0, "rounds = 5 .* at most 3: .* local_steps"),
+        ({}, BILEVEL, fb.Clients(SAMPLES, capacity=[[0.5, 1.0]] * 4), 0.0, "rounds = 5 .* at most 4: .* capacity"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_by_its_name(options, problem, clients, y0, words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
+        refuse_combinations(RunOptions(rounds=5, **options), problem, clients, y0)
+
+
+def test_what_goes_together_is_let_through():
+    options = RunOptions(rounds=3, privacy=PRIVACY, on_divergence="stop", checkpoint="run.npz", resume=True)
+    refuse_combinations(options, BILEVEL, fb.Clients(SAMPLES, local_steps=[[1, 2]] * 3), 0.0)
+
+
+def test_clients_elsewhere_that_keep_a_state_need_a_checkpoint_of_every_round(tmp_path):
+    options = {"rounds": 4, "checkpoint": tmp_path / "run.npz", "checkpoint_every": 2}
+    with pytest.raises(fb.errors.ConfigurationError, match=r"checkpoint_every = 2 .* SimFBO keep a state"):
+        fb.solve(fb.SimFBO(local_steps=1), BILEVEL, ELSEWHERE, jnp.zeros(()), jnp.zeros(()), **options)

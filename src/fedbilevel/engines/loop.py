@@ -73,16 +73,16 @@ class Loop:
         """Run from where the run stands to the end."""
         reason, stop = self.rescue.gave_up or self.execution.ending(self.result.state), False
         self.display.advance(self.result.round, self.plan.rounds)
-        with interrupts.held() as came:
+        with interrupts.held() as signals:
             if rows := self.measurements.history.rows:
                 self.keep_safe(rows[-1])
             else:
-                given, stop = self.begin(bool(came))
+                given, stop = self.begin(bool(signals))
                 reason = reason or given
             while self.result.round < self.plan.rounds and not reason and not stop:
-                reason, stop = self.turn(came)
+                reason, stop = self.turn(signals)
         if stop:
-            interrupts.end(came, self.saver.left_off(self.result.round, self.plan.rounds))
+            interrupts.end(signals, self.saver.left_off(self.result.round, self.plan.rounds))
         return self.ended(reason)
 
     def begin(self, interrupted: bool) -> tuple[str, bool]:
@@ -93,7 +93,7 @@ class Loop:
         reason, stop, _ = self.agree(row, interrupted)
         return reason, stop
 
-    def turn(self, came: list[int]) -> tuple[str, bool]:
+    def turn(self, signals: list[int]) -> tuple[str, bool]:
         """Run a stretch, call back and save; or, where the run diverges, return to a better row. Return a reason to
         end, or "", and whether to stop at once."""
         try:
@@ -114,7 +114,7 @@ class Loop:
             self.fail(error)
             raise
         self.keep_safe(row)
-        reason, stop, due = self.agree_or_save(row, bool(came))
+        reason, stop, due = self.agree_or_save(row, bool(signals))
         reason = end or reason
         if due or reason or stop:
             self.saver.save(*self.checkpoint(self.carry))
@@ -170,7 +170,7 @@ class Loop:
     def go_back(self, why: str) -> str:
         """Return to before the best row with half the steps; or for good, where they were halved often enough: then
         return why the run ends, else ""."""
-        carry = self.rescue.carry_to_return_to(why, self.result, self.execution.method)
+        carry = self.rescue.retreat(why, self.result, self.execution.method)
         self.forget_after(carry)
         if not self.rescue.gave_up:
             self.execution.restart(carry)

@@ -44,8 +44,8 @@ class RunMeasurements:
         self.seconds += seconds
         self.ledger.add(stretch.costs, stretch.rounds, self.flops)
         for (_, name), (total, weight) in stretch.costs.metrics.items():
-            if (told := np.asarray(weight) > 0).any():  # by a schedule there may be no reply
-                means = (np.asarray(total, float)[told].T / np.asarray(weight, float)[told]).T
+            if (replied := np.asarray(weight) > 0).any():  # by a schedule there may be no reply
+                means = (np.asarray(total, float)[replied].T / np.asarray(weight, float)[replied]).T
                 self.losses.setdefault(name, []).extend(means.tolist())
                 if means.ndim == 1:
                     self.began.setdefault(name, float(means[0]))

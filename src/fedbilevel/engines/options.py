@@ -1,4 +1,4 @@
-"""What `solve` is asked for beside a method, a problem and clients: each option, and which of them go together."""
+"""What `solve` is asked for beside a method, a problem and clients: the options, and which of them go together."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Requirement = tuple[bool, str, object, str]
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The keyword arguments of `solve`, which explains them; each is checked by itself when they are put together.
+    """The keyword arguments of `solve`, whose docstring explains them; each field is checked by itself.
 
-    Whether they suit each other, the problem and the clients is the matter of `refuse_combinations`; whether the
-    cohort suits the population, that of `check_cohort`.
+    `refuse_combinations` checks whether they suit each other, the problem and the clients; `check_cohort`, which needs
+    the population, checks the cohort.
     """
 
     rounds: int
@@ -109,11 +109,11 @@ def refuse_combinations(
     Raises:
         ConfigurationError: names the first that does not.
     """
-    for refusal in _refusals(options, problem, clients, y0):
-        require(*refusal)
+    for requirement in requirements(options, problem, clients, y0):
+        require(*requirement)
 
 
-def _refusals(
+def requirements(
     options: RunOptions, problem: Problem, clients: Clients | RemoteClients, y0: PyTree
 ) -> Iterator[Requirement]:
     """List what has to hold between options, problem, clients and start."""

@@ -22,14 +22,14 @@ from fedbilevel.engines.multihost import warn_on_first
 
 @dataclass
 class Rescue:
-    """Whether a run diverges, where it may return to, and how often it has."""
+    """Whether a run diverges, to which carry it may return, and how often it has returned."""
 
     met: Callable[[PyTree, PyTree], Met]  # what a run that diverged had met, by its last finite x and y
     everyone: bool  # whether each exchange asks all clients
-    halvings_at_most: int  # of the steps; 0: the run never returns
+    halvings_at_most: int  # of all step sizes; 0: the run never returns
     halvings: int = 0  # so far
     growth: str = ""  # how far a loss, or the point, has grown, where that is too far
-    told: str = ""  # the last warning of it
+    warned_of: str = ""  # the last growth that was warned of
     norm: float | None = None  # of x and y at the first row of this process
     latest: Carry | None = None  # a copy of that of the last row
     safe: Carry | None = None  # a copy to return to
@@ -67,13 +67,15 @@ class Rescue:
 
     def may_return(self, rows: int, result: Result) -> bool:
         """Say whether a run of so many rows whose numbers are not finite returns: not where its start is at fault."""
-        if self.halvings_at_most == 0 or rows > 1:
+        if rows > 1:
             return self.halvings_at_most > 0
         return self.halvings < self.halvings_at_most and not self.met(result.x, result.y).at_start
 
-    def carry_to_return_to(self, why: str, result: Result, method: Algorithm) -> Carry:
-        """Return the carry of before the best row, and count and warn of the return; or, if the steps were halved often
-        enough, give up: the run ends there, with the warning in `gave_up`."""
+    def retreat(self, why: str, result: Result, method: Algorithm) -> Carry:
+        """Return a copy of the carry from which the best row was reached, and count and warn of the return.
+
+        Where the steps were halved often enough, give up: the run then ends there, and `gave_up` says why.
+        """
         assert self.safe is not None
         if self.halvings == self.halvings_at_most:
             self.gave_up = self.diverging(why, result, method)
@@ -93,9 +95,9 @@ class Rescue:
 
     def warn_of_growth(self, result: Result, method: Algorithm, once: bool = False) -> None:
         """Warn where the last row is far above the start, once for each row: the numbers are finite still."""
-        if not self.growth or self.growth == self.told or (once and self.told):
+        if not self.growth or self.growth == self.warned_of or (once and self.warned_of):
             return
-        self.told = self.growth
+        self.warned_of = self.growth
         warn_on_first(NumericalWarning(self.diverging(self.growth, result, method)))
 
     def explain(self, error: NonFiniteError, method: Algorithm) -> None:

@@ -1,0 +1,85 @@
+"""Where does a run that diverges return to, how often, and what does it say?"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.authoring import XY
+from fedbilevel.engines.costs import Ledger
+from fedbilevel.engines.divergence import Met
+from fedbilevel.engines.engine import Carry
+from fedbilevel.engines.history import History, Result
+from fedbilevel.engines.rescue import Rescue
+from fedbilevel.engines.virtual_time import ClockState
+
+METHOD = fb.FedAvg(lr=0.1)
+
+
+def carry(round):
+    return Carry(jnp.asarray(round), XY(jnp.asarray(float(round)), None), None, ClockState.start())
+
+
+def result(round, x=1.0):
+    state = XY(jnp.asarray(x), None)
+    return Result(state.x, None, round, 9, History([{"round": round}]), Ledger(), state=state)
+
+
+def rescue(halvings_at_most=2, **met):
+    return Rescue(lambda x, y: Met(**met), everyone=True, halvings_at_most=halvings_at_most)
+
+
+def test_a_run_returns_to_the_row_before_its_best_and_gives_up_in_the_end():
+    found = rescue()
+    for round, is_best in [(0, True), (2, False), (4, True), (6, False)]:
+        found.keep(carry(round), is_best)
+    for times in (1, 2):
+        with pytest.warns(fb.errors.NumericalWarning, match=f"why; back to round 2 with half the steps, {times} of 2"):
+            assert int(found.retreat("why", result(7), METHOD).round) == 2
+        assert (found.halvings, found.gave_up) == (times, "")
+    with pytest.warns(fb.errors.NumericalWarning, match="why: the run diverges; lower lr"):
+        assert int(found.retreat("why", result(7), METHOD).round) == 2
+    assert found.halvings == 2
+    assert found.gave_up.startswith("why: the run diverges")
+
+
+def test_a_run_that_never_returns_keeps_no_copies():
+    found = rescue(halvings_at_most=0)
+    found.keep(carry(0), is_best=True)
+    assert found.latest is None
+    assert not found.may_return(5, result(1))
+
+
+def test_a_run_whose_start_is_at_fault_does_not_return_to_it():
+    assert rescue().may_return(1, result(1))
+    assert not rescue(at_start=True).may_return(1, result(1))
+    assert rescue(at_start=True).may_return(2, result(1))
+
+
+def test_a_point_that_is_far_from_where_it_began_is_warned_of_once():
+    found = rescue()
+    for round, x in [(0, 2.0), (1, 2e5), (2, 3e6)]:
+        found.watch(History([{"round": round}]), {}, {}, result(round, x))
+    assert found.growth == "round 2: the norm of x and y has grown from 2 to 3e+06"
+    with pytest.warns(fb.errors.NumericalWarning, match="has grown from 2 to"):
+        found.warn_of_growth(result(2), METHOD)
+    found.warn_of_growth(result(2), METHOD)
+
+
+def test_what_a_checkpoint_has_of_it_is_taken_up():
+    found, again = rescue(), rescue()
+    found.halvings, found.gave_up = 2, "it diverged"
+    again.continue_from(found.to_json(diverged=False))
+    assert (again.halvings, again.gave_up) == (2, "it diverged")
+    assert found.to_json(diverged=False)["diverged"] is True
+    assert rescue().to_json(diverged=False)["diverged"] is False
+
+
+def test_an_error_says_what_may_help():
+    error = fb.errors.NonFiniteError("round 3, server update: .x is not finite")
+    error.result = result(3, np.inf)
+    rescue().explain(error, METHOD)
+    assert (
+        str(error)
+        == "round 3, server update: .x is not finite; smaller steps may help, fb.diagnose suggests some; lower lr"
+    )
