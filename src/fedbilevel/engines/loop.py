@@ -10,7 +10,6 @@ from fedbilevel.core import interrupts
 from fedbilevel.core.errors import ExchangeError, NonFiniteError
 from fedbilevel.core.tree import join, split
 from fedbilevel.display import Display, Silent
-from fedbilevel.engines.divergence import what_to_lower
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.execution import Execution
 from fedbilevel.engines.history import Callback, Result, Row
@@ -236,5 +235,5 @@ class Loop:
         self.rescue.warn_of_growth(result, method)
         remarks: tuple[str, ...] = ()
         if not self.rescue.gave_up:
-            remarks = self.measurements.remark(result, what_to_lower(method)), *method.remarks(result.state)
+            remarks = self.measurements.remark(result, method), *method.remarks(result.state)
         return replace(result, stopped=reason, remarks=tuple(filter(None, remarks)))

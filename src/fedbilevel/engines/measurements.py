@@ -10,10 +10,12 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.algorithms.parts.private import quantiles
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import NumericalWarning, require
 from fedbilevel.core.metrics import best, text
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.engines.costs import ExchangeKind, Ledger
+from fedbilevel.engines.divergence import what_to_lower
 from fedbilevel.engines.engine import Stretch
 from fedbilevel.engines.evaluation import Evaluation, PerClientRow
 from fedbilevel.engines.history import Best, History, Result, Row, has
@@ -120,11 +122,10 @@ class RunMeasurements:
             x, y = (join(part, fixed) for part, fixed in zip(best, self.evaluation.fixed, strict=True))
             self.best = Best(x, y, int(round), str(column), float(value))
 
-    def remark(self, result: Result, advice: str) -> str:
+    def remark(self, result: Result, method: Algorithm) -> str:
         """Say that a run ended worse than it began, or that its best row lies in its first half; or "".
 
-        Both are warned of, with `advice`, but for a run whose last row is its best: training y may have raised the
-        outer loss.
+        Both are warned of, but for a run whose last row is its best: training y may have raised the outer loss.
         """
         best, rows = self.best, self.history.rows
         if best is None or best.column not in rows[-1]:
@@ -144,6 +145,7 @@ class RunMeasurements:
             return ""
         if best.round == result.round:
             return f"{said}, where y was not trained; it was falling, and more rounds may lower it"
-        remark = f"{said}: result.best has x and y of its best row, of round {best.round}; {advice}"
+        better = f"result.best has x and y of its best row, of round {best.round}"
+        remark = f"{said}: {better}; {what_to_lower(method)}"
         warn_on_first(NumericalWarning(remark))
         return remark
