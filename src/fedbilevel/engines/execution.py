@@ -31,7 +31,7 @@ from fedbilevel.engines.recorder import known_flops
 class Execution:
     """A method, what is posed to it, and the engine that runs it.
 
-    It refers to nothing that refers back to it: in a circle, the samples would stay until the garbage collector came.
+    Nothing here may refer back to it: in a reference cycle, samples would stay in memory until garbage is collected.
     """
 
     method: Algorithm  # as it runs: in the layers that the run asks for, with the steps that are left

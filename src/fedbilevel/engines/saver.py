@@ -35,10 +35,10 @@ class Saver:
         return time.perf_counter() >= self.next_save
 
     def save(self, carry: Carry, meta: dict[str, Any]) -> None:
-        """Write a checkpoint, if there is a path: a carry, and what else there is to go on from, as JSON.
+        """Write a checkpoint, if there is a path: a carry, and all else that a run goes on from, as JSON.
 
         Raises:
-            CheckpointError: it could not be written; that of before stays.
+            CheckpointError: it could not be written; the one before stays.
         """
         if (path := self.path) is None:
             return
@@ -90,7 +90,7 @@ class Saver:
         return carry, meta, file
 
     def read(self, copy: Path, like: Carry, anew: bool) -> tuple[Carry, dict[str, Any]]:
-        """Read a copy of the checkpoint; of a run that diverged, if it is to begin `anew`, the best row alone.
+        """Read a copy of the checkpoint. If a run that diverged is to begin `anew`, read its best row alone.
 
         Raises:
             CheckpointError: it does not fit; if it is of another algorithm, the error names both.
@@ -110,7 +110,7 @@ class Saver:
             raise
 
     def misfit(self, stated: dict[str, Any]) -> str:
-        """Say why a run of which that was stated has another state than this one, or ""."""
+        """Say why the state of a run does not fit this one, by what its fingerprint states; or ""."""
         mine = self.fingerprint.stated
         before, now = stated.get("algorithm"), mine["algorithm"]
         terms = {name for name in stated.keys() ^ mine.keys() if name.endswith("privacy.clip")}
