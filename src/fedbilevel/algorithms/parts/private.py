@@ -11,7 +11,7 @@ work stay: the simulated clock needs them, and the time that a reply takes is no
 The account: a client counts its own replies. Where it cannot keep a count, in fresh cohorts and where clients hold
 submodels, each exchange counts for every client: an upper bound. There a method has to give each exchange a key of its
 own: two replies of a client by one key would have the same noise. A client that is out of budget is not absent, as in a
-federation: the run ends (engines/loop.py), since a cohort of nobody has no mean.
+federation: the run ends (engines/execution.py), since a cohort of nobody has no mean.
 """
 
 from __future__ import annotations
