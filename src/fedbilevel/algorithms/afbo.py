@@ -31,7 +31,7 @@ Departures from the paper:
    as N_i grows. Here the length is random and the factor N_i, which makes its expectation the series
    s Σ_{n<N_i} (I − s∇²yy g_i)^n; this series is the default, and Neumann(sampling="random") the product. N_i is the
    same for all clients unless Neumann.terms has several numbers.
-3. Server memory without a table: see parts/wrappers.py. Delays count from when a reply was asked for, not from its
+3. Server memory without a table: see parts/memory.py. Delays count from when a reply was asked for, not from its
    arrival.
 4. Weights are p_i, not 1/M. Steps may be divided by 1 + c·delay (`delay_penalty` of `Asynchronous`), since the paper
    says that delays want smaller steps, and different ones for α and β.
