@@ -7,16 +7,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.core.fed import Reply
-from fedbilevel.engines.costs import (
-    ExchangeCount,
-    Ledger,
-    RoundCosts,
-    Sums,
-    add_costs,
-    exchange_costs,
-    split_ticks,
-    weigh,
-)
+from fedbilevel.engines.costs import PART, Book, ExchangeCount, Ledger, RoundCosts, Sums, split_ticks, weigh
 
 
 def a_book(calls, gradients=0, hvps=0, cohort=1, lost=0):
@@ -124,15 +115,19 @@ def test_the_two_means_of_all_and_over_those_who_hold_an_entry():
 
 def test_books_merge_by_kind_of_exchange_and_metric():
     sums = Sums(jnp.ones(2), jnp.asarray(0.5), {"loss": jnp.asarray(2.0)}, *[jnp.asarray(n) for n in (3, 4, 5)])
-    ask = exchange_costs("ask", {"m": jnp.zeros(3)}, sums, asked=3)
-    tell = exchange_costs("tell", jnp.zeros(1), sums._replace(metrics={"gain": jnp.asarray(1.0)}), asked=4)
-    both = add_costs(add_costs(ask, tell), ask)
-    counts = {call: tuple(int(n) for n in count) for call, count in both.calls.items()}
-    assert counts == {("ask", 24, 16): (2, 6, 6), ("tell", 8, 16): (1, 4, 3)}
-    assert [int(n) for n in (both.gradients, both.hvps)] == [12, 15]
-    assert {name: [float(n) for n in pair] for name, pair in both.metrics.items()} == {
-        ("ask", "loss"): [4.0, 1.0],
+    more, gain = sums._replace(update=jnp.ones(1)), sums._replace(metrics={"gain": jnp.asarray(1.0)})
+    ask, book = [({"m": jnp.zeros(3)}, sums, 3)], Book()
+    book.enter("ask", ask, ticks=PART + 2)
+    book.enter("tell", [(jnp.zeros(1), gain, 4)], age=jnp.asarray(3.0))
+    book.enter("ask", [*ask, (jnp.zeros(1), more, 5)], ticks=1)
+    counts = {kind: tuple(int(n) for n in count) for kind, count in book.costs.calls.items()}
+    assert counts == {("ask", 24, 16): (2, 6, 6), ("tell", 8, 16): (1, 4, 3), ("ask", 8, 8): (0, 5, 3)}
+    assert [int(n) for n in (book.costs.gradients, book.costs.hvps)] == [16, 20]
+    assert book.costs.time.tolist() == [1, 3]
+    assert {name: [float(n) for n in pair] for name, pair in book.costs.metrics.items()} == {
+        ("ask", "loss"): [6.0, 1.5],
         ("tell", "gain"): [1.0, 0.5],
+        ("tell", "staleness"): [3.0, 0.5],
     }
 
 

@@ -39,8 +39,7 @@ def population(**options):
 def layout(clients):
     return ProgramLayout(
         population=len(clients),
-        cohort=COHORT,
-        replacement=False,
+        cohort=fb.Cohort(COHORT),
         fresh=FRESH,
         outer_longest=int(OUTER.max()),
         outer_equal=False,

@@ -299,13 +299,12 @@ def replayed(parts, rounds, log, forgets=()):
             asked, answered = log[self.round, self.exchanges]
             assert asked == self.algorithm.phase_name(phase)
             self.exchanges += 1
-            whole = ids, own = self.own
-            places = [place for place, client in enumerate(ids.tolist()) if client in answered]
-            self.own = ids[np.array(places, int)], [own[place] for place in places]
+            whole = self.members
+            self.members = [(client, own) for client, own in whole if client in answered]
             try:
                 return super().mean(phase, *arguments, **options)
             finally:
-                self.own = whole
+                self.members = whole
 
     with mock.patch.object(reference, "ReferenceFed", Answered):
         run = fb.Reference().start(algorithm, task.problem, task.clients, CLIENTS, jax.random.key(0), carry)

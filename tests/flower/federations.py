@@ -86,13 +86,12 @@ def without(monkeypatch, algorithm, absent, *, task=TASK, rounds=3, cohort=4, ke
 
         def mean(self, *arguments, **options):
             number, self.exchanges = self.exchanges, self.exchanges + 1
-            whole = ids, own = self.own
-            there = np.array([(i, self.round, number) not in absent for i in ids.tolist()])
-            self.own = ids[there], [numbers for numbers, here in zip(own, there, strict=True) if here]
+            whole = self.members
+            self.members = [(i, own) for i, own in whole if (i, self.round, number) not in absent]
             try:
                 return super().mean(*arguments, **options)
             finally:
-                self.own = whole
+                self.members = whole
 
     with monkeypatch.context() as patch:
         patch.setattr(reference, "ReferenceFed", Absent)

@@ -90,27 +90,39 @@ def unpacked(rows: dict[str, np.ndarray], like: RoundCosts) -> RoundCosts:
     return jax.tree.map(take, like)
 
 
-def exchange_costs(
-    phase: str,
-    message: PyTree,
-    sums: Sums,
-    asked: int | Array,
-    ticks: int | Array = 0,
-    age: Array | None = None,
-    *,
-    exchanges: int = 1,
-) -> RoundCosts:
-    """Make the costs of an exchange, in which so many clients were asked, and which took so many ticks of the clock.
+class Book:
+    """The costs of a round, or of one turn of a compiled loop, to which each exchange is added."""
 
-    `age`: of an exchange that was asked by `sum_first`, Σ p_i·(exchanges since its client was asked), for the metric
-    `staleness`. `exchanges`: 0 for a further part of an exchange, with clients whose messages have other sizes.
-    """
-    count = ExchangeCount(jnp.asarray(exchanges, jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
-    metrics = {(phase, name): (value, sums.weight) for name, value in sums.metrics.items()}
-    if age is not None:
-        metrics[phase, "staleness"] = age, sums.weight
-    call = (phase, nbytes(message), nbytes(sums.update) if sums.sent is None else sums.sent.bytes)
-    return RoundCosts({call: count}, sums.gradients, sums.hvps, metrics, split_ticks(ticks))
+    def __init__(self) -> None:
+        self.costs = empty_costs()
+
+    def add(self, costs: RoundCosts) -> None:
+        """Add costs that were summed elsewhere."""
+        self.costs = add_costs(self.costs, costs)
+
+    def enter(
+        self,
+        phase: str,
+        parts: Sequence[tuple[PyTree, Sums, int | Array]],
+        ticks: int | Array = 0,
+        age: Array | None = None,
+    ) -> None:
+        """Enter an exchange that took so many ticks of the clock.
+
+        Args:
+            parts: a message, the sums over the replies to it, and how many clients were asked; several of them where
+                clients are sent messages of different sizes. Together they count as one exchange.
+            age: after `sum_first`, Σ p_i·(exchanges since the client was asked), for the metric `staleness`.
+        """
+        for number, (message, sums, asked) in enumerate(parts):
+            first = number == 0
+            count = ExchangeCount(jnp.asarray(first, jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
+            metrics = {(phase, name): (value, sums.weight) for name, value in sums.metrics.items()}
+            if age is not None:
+                metrics[phase, "staleness"] = age, sums.weight
+            kind = phase, nbytes(message), nbytes(sums.update) if sums.sent is None else sums.sent.bytes
+            time = split_ticks(ticks if first else 0)
+            self.add(RoundCosts({kind: count}, sums.gradients, sums.hvps, metrics, time))
 
 
 def split_ticks(ticks: int | Array) -> Array:

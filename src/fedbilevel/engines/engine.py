@@ -6,6 +6,7 @@ Who takes part in a round, and how much each client works, are functions of the 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -18,14 +19,16 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_init
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count, warn
-from fedbilevel.core.fed import LoopBody
+from fedbilevel.core.fed import LoopBody, Means
 from fedbilevel.core.local_x import server_x
+from fedbilevel.core.own import Values, changing, numbers_of
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.costs import RoundCosts
+from fedbilevel.engines.costs import Book, RoundCosts
 from fedbilevel.engines.evaluation import PerClient, PerClientRow
 from fedbilevel.engines.in_flight import InFlight, early_replies, nothing_in_flight
 from fedbilevel.engines.recorder import key_of_round
+from fedbilevel.engines.submodels import RoundSubmodels
 from fedbilevel.engines.virtual_time import Clock, ClockState, Pace
 from fedbilevel.machinery.kept import compiled
 from fedbilevel.machinery.threefry import uniform_below
@@ -114,21 +117,6 @@ def first_carry(
     if remote:
         states = jnp.full((population, 2), -1, jnp.int32)
     return Carry(round, state, states, now, queues, None if problem.local is None else x)
-
-
-def repeated(
-    fed: Any, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
-) -> PyTree:
-    """Run `Fed.repeat` in Python, for engines whose rounds are not compiled: clients get the repetition's numbers."""
-    outside = fed.repetition, fed.own
-    for i in range(int(n)):
-        if until is not None and until(carry):
-            break
-        fed.repetition = i
-        fed.own = fed.cohort(fed.keys) if fed.renumbers else fed.own
-        carry = body(fed, carry, jax.random.fold_in(key, i))
-    fed.repetition, fed.own = outside
-    return carry
 
 
 def check_simulated(clients: Any) -> None:
@@ -254,6 +242,86 @@ def round_keys(key: Array, round: Array | int) -> RoundKeys:
     """Derive the streams of round `round` from the run's key: resuming needs only the number of the round."""
     cohort, own, algorithm = jax.random.split(jax.random.fold_in(key, round), 3)
     return RoundKeys(cohort, own, algorithm, round)
+
+
+MemberNumbers = Mapping[str, np.generic]
+"""The own numbers of one member of a cohort, by name."""
+
+
+@dataclass(frozen=True)
+class Cohorts:
+    """Who takes part in an exchange, and with which own numbers.
+
+    Args:
+        cohort: how many clients are drawn, and how.
+        population: how many there are.
+        own: clients' own numbers.
+        keys: of the round, or of one of its fresh cohorts.
+        repetition: the number of the repetition within the innermost `Fed.repeat`; outside 0.
+    """
+
+    cohort: Cohort
+    population: int
+    own: Mapping[str, Values]
+    keys: RoundKeys
+    repetition: Array | int = 0
+
+    @property
+    def sampled(self) -> bool:
+        """Whether a round may leave out some clients."""
+        return self.cohort.some(self.population)
+
+    def fresh(self, number: Array | int) -> Cohorts:
+        """Return what draws the round's fresh cohort of that number."""
+        return replace(self, keys=self.keys.of_fresh(number))
+
+    def repeated(self, i: Array | int) -> Cohorts:
+        """Return the cohorts in the i-th repetition: the same clients, with their own numbers in it."""
+        return replace(self, repetition=i)
+
+    def ids(self) -> Array:
+        """Draw the clients, (P,)."""
+        return self.cohort.draw(self.keys.cohort, self.population)
+
+    def numbers(self, ids: Array) -> dict[str, Array]:
+        """Return the own numbers of these clients, (P,) each, by name."""
+        return numbers_of(self.own, self.keys.own, self.keys.round, ids, self.repetition)
+
+    def members(self) -> list[tuple[int, MemberNumbers]]:
+        """List the clients with their own numbers, drawn by compiled functions also within `jax.disable_jit()`."""
+        with jax.disable_jit(False):
+            ids = self.ids()
+            numbers = jax.tree.map(np.asarray, self.numbers(ids))
+        return [(i, {name: column[place] for name, column in numbers.items()}) for place, i in enumerate(ids.tolist())]
+
+
+class PythonFed(Means):
+    """The exchanges of a round that runs in Python: what the engines that do not compile rounds share."""
+
+    sum_first: Callable[..., PyTree]
+
+    def __init__(
+        self, algorithm: Algorithm, problem: Problem, cohorts: Cohorts, submodels: RoundSubmodels | None
+    ) -> None:
+        self.algorithm, self.problem, self.cohorts, self.submodels = algorithm, problem, cohorts, submodels
+        self.sampled, self.members, self.book = cohorts.sampled, cohorts.members(), Book()
+
+    @property
+    def repetition(self) -> int | Array:
+        return self.cohorts.repetition
+
+    def repeat(
+        self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
+    ) -> PyTree:
+        outside = self.cohorts, self.members
+        for i in range(int(n)):
+            if until is not None and until(carry):
+                break
+            self.cohorts = self.cohorts.repeated(i)
+            self.members = self.cohorts.members() if changing(self.cohorts.own) else self.members
+            carry = body(self, carry, jax.random.fold_in(key, i))
+        self.cohorts, self.members = outside
+        return carry
 
 
 @partial(jax.jit, static_argnums=(1, 2))

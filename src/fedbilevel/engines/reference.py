@@ -18,26 +18,18 @@ from fedbilevel.core.authored import checked_round
 from fedbilevel.core.client import Client, Clients, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
-from fedbilevel.core.fed import Means, Phase, Reply, Total
-from fedbilevel.core.own import changing, numbers_of
+from fedbilevel.core.fed import Phase, Reply, Total
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.ragged import Ragged, check_finite
-from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines import in_flight
-from fedbilevel.engines.costs import (
-    RoundCosts,
-    Sums,
-    add_costs,
-    empty_costs,
-    exchange_costs,
-    split_ticks,
-    stack_costs,
-    weigh,
-)
+from fedbilevel.engines.costs import RoundCosts, Sums, stack_costs, weigh
 from fedbilevel.engines.engine import (
     Carry,
     Cohort,
+    Cohorts,
+    MemberNumbers,
+    PythonFed,
     RoundKeys,
     Stretch,
     available_population,
@@ -45,7 +37,6 @@ from fedbilevel.engines.engine import (
     check_drawn_again,
     check_first,
     check_simulated,
-    repeated,
     round_keys,
 )
 from fedbilevel.engines.evaluation import PerClient, PerClientEvaluation, PerClientRow
@@ -53,11 +44,11 @@ from fedbilevel.engines.machine import trim_heap
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, covered, put_back
 from fedbilevel.engines.virtual_time import Clock
 
-AskClient = Callable[[int, dict[str, Array]], tuple[Sums, Reply]]
+AskClient = Callable[[int, MemberNumbers], tuple[Sums, Reply]]
 PutBack = Callable[[Sums], Sums]
 
 
-class ReferenceFed(Means):
+class ReferenceFed(PythonFed):
     """The exchanges of a round, client by client. An error names the client.
 
     Where clients hold submodels, each is sent its part of a message, and each entry is averaged over the clients that
@@ -72,35 +63,26 @@ class ReferenceFed(Means):
         carry: Carry,
         submodels: RoundSubmodels | None = None,
     ) -> None:
-        self.submodels = submodels
-        self.run, self.algorithm, self.keys = run, algorithm, keys
-        self.round, self.states, self.now, self.queues = int(carry.round), carry.clients, carry.now, carry.queues
-        self.problem = run.problem
-        self.sampled = run.cohort.some(len(run.clients))
-        self.repetition, self.renumbers = 0, bool(changing(run.clients.own))
-        self.own = self.cohort(keys)
-        self.round_costs = empty_costs()
+        cohorts = Cohorts(run.cohort, len(run.clients), run.clients.own, keys)
+        super().__init__(algorithm, run.problem, cohorts, submodels)
+        self.run, self.round = run, int(carry.round)
+        self.states, self.now, self.queues = carry.clients, carry.now, carry.queues
 
     def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
-        ids, own = self.own if fresh is None else self.cohort(self.keys.of_fresh(fresh))
-        totals, spent, replies = [], [], []
-        asked: list[int] = []
-        for place, i in enumerate(ids.tolist()):
+        members = self.members if fresh is None else self.cohorts.fresh(fresh).members()
+        name, asked, parts, totals = self.algorithm.phase_name(phase), [], [], []
+        for place, (i, own) in enumerate(members):
             if not self.run.pace.ever_available(i):
                 continue
             part, whole = self.portion(phase, message, i)
             again = jax.random.fold_in(key, place) if self.run.cohort.replacement else key
-            name, ask = self.question(phase, part, again, fresh)
-            sums = self.reply(ask, name, i, own[place], fresh is None)
-            costs = exchange_costs(name, part, sums, 1, exchanges=int(not asked))
-            self.round_costs = add_costs(self.round_costs, costs)
-            spent.append(sums.gradients + sums.hvps)
+            sums = self.reply(self.question(name, part, again, fresh), name, i, own, fresh is None)
             asked.append(i)
+            parts.append((part, sums, 1))
             totals.append(whole(sums)._replace(sent=None))
-            replies.append(sums.row)
-        ticks = self.wait_for(jnp.array(asked), jnp.stack(spent))
-        self.round_costs = self.round_costs._replace(time=self.round_costs.time + split_ticks(ticks))
-        rows = jax.tree.map(lambda *leaves: jnp.stack(leaves), *replies) if each else None
+        units = [sums.gradients + sums.hvps for _, sums, _ in parts]
+        self.book.enter(name, parts, self.wait_for(jnp.array(asked), jnp.stack(units)))
+        rows = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(sums.row for _, sums, _ in parts)) if each else None
         return reduce(partial(jax.tree.map, jnp.add), totals).total(self.run.population, rows)
 
     def portion(self, phase: Phase, message: PyTree, i: int) -> tuple[PyTree, PutBack]:
@@ -108,14 +90,8 @@ class ReferenceFed(Means):
         if self.submodels is None:
             return message, lambda sums: sums
         (takes, gives), layout = takes_and_gives(phase), self.submodels.unit_layout
-        units = self.units(self.submodels, i)
+        units = self.submodels.units_of(i)
         return layout.sent(takes, message, units), lambda sums: put_back(layout, gives, sums, units)
-
-    def units(self, submodels: RoundSubmodels, i: int) -> Units:
-        """List the units that client i holds in this round."""
-        plan = submodels.submodel_plan
-        number, rank = plan.member(self.round, i)
-        return submodels.units(number, i, rank)
 
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
@@ -123,8 +99,8 @@ class ReferenceFed(Means):
         count = len(self.run.clients)
         available = count - self.run.clock.never_available(count).size
         queues = check_first(n, available, max_staleness, self.queues, self.run.pace)
-        name, ask = self.question(phase, message, key, None)
-        _, own = self.own
+        name, own = self.algorithm.phase_name(phase), dict(self.members)
+        ask = self.question(name, message, key, None)
         number, table = queues.number(name), queues.by_phase[name].replies
         units = jnp.zeros(count, jnp.int32)
         if self.run.pace.compute is not None:
@@ -138,23 +114,21 @@ class ReferenceFed(Means):
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, total_of)
         self.queues, total, age = in_flight.counted(queues, plan, name, total_of)
         self.now = self.now.later(self.run.pace, plan.ticks)
-        costs = exchange_costs(name, message, total, jnp.sum(plan.asked), plan.ticks, age)
-        self.round_costs = add_costs(self.round_costs, costs)
+        self.book.enter(name, [(message, total, jnp.sum(plan.asked))], plan.ticks, age)
         return total.update
 
-    def question(self, phase: Phase, message: PyTree, key: Array, fresh: Any) -> tuple[str, AskClient]:
-        """Return a phase's name, and the function (client, its own numbers) -> (weighted sums, reply) to run it."""
-        name = self.algorithm.phase_name(phase)
+    def question(self, name: str, message: PyTree, key: Array, fresh: Any) -> AskClient:
+        """Return the function (client, its own numbers) -> (weighted sums, reply) that runs a phase."""
 
-        def ask(i: int, own: dict[str, Array]) -> tuple[Sums, Reply]:
+        def ask(i: int, own: MemberNumbers) -> tuple[Sums, Reply]:
             state = None if fresh is not None else jax.tree.map(lambda leaf: leaf[i], self.states)
             client, round = self.client(i, own, state), jnp.asarray(self.round)
             with jax.disable_jit(self.run.stepping):
                 return self.run.program(name, self.run.algorithm, round, client, message, jax.random.fold_in(key, i))
 
-        return name, ask
+        return ask
 
-    def reply(self, ask: AskClient, name: str, i: int, own: dict[str, Array], keep: bool) -> Sums:
+    def reply(self, ask: AskClient, name: str, i: int, own: MemberNumbers, keep: bool) -> Sums:
         """Get the reply of client i, weighted and checked, and keep its own new state."""
         sums, reply = ask(i, own)
         losses = [metric for metric, value in (reply.metrics or {}).items() if not np.all(np.isfinite(value))]
@@ -178,24 +152,14 @@ class ReferenceFed(Means):
         self.now = self.now.later(pace, ticks)
         return ticks
 
-    repeat = repeated
-
     def total_costs(self) -> RoundCosts:
         """Return the costs of the round, at its end; with submodels also how many of its clients hold each entry."""
         if (submodels := self.submodels) is None:
-            return self.round_costs
-        available = [(i, jnp.asarray(self.run.pace.ever_available(i), float)) for i in self.own[0].tolist()]
-        holders = [submodels.holders(self.units(submodels, i), counts) for i, counts in available]
-        return covered(self.round_costs, holders)
+            return self.book.costs
+        available = [(i, jnp.asarray(self.run.pace.ever_available(i), float)) for i, _ in self.members]
+        return covered(self.book.costs, [submodels.holders(submodels.units_of(i), counts) for i, counts in available])
 
-    def cohort(self, keys: RoundKeys) -> tuple[Array, list[dict[str, Array]]]:
-        """Draw the ids of a cohort, (P,), and each member's own numbers in the repetition."""
-        with jax.disable_jit(False):
-            ids = self.run.cohort.draw(keys.cohort, len(self.run.clients))
-            numbers = numbers_of(self.run.clients.own, keys.own, keys.round, ids, self.repetition)
-        return ids, [{name: column[place] for name, column in numbers.items()} for place in range(len(ids))]
-
-    def client(self, i: int, own: dict[str, Array], state: PyTree) -> Client:
+    def client(self, i: int, own: MemberNumbers, state: PyTree) -> Client:
         without: Any = None  # the program has it
         clients = self.run.clients
         return Client(
@@ -205,7 +169,7 @@ class ReferenceFed(Means):
             id=jnp.asarray(i),
             weight=jnp.asarray(clients.weights[i], float),
             state=state,
-            own=own,
+            own=jax.tree.map(jnp.asarray, own),
         )
 
 
@@ -244,11 +208,10 @@ class ReferenceRun:
             fed = ReferenceFed(self, algorithm, keys, carry, submodels)
             with jax.disable_jit():  # loops over exchanges run in Python
                 state = checked_round(algorithm, fed, carry.state, keys.algorithm)
-                fed.round_costs = fed.total_costs()
+                costs.append(fed.total_costs())
             if bad := nonfinite_leaves(state):
                 raise diverged(f"round {round}, server update: ", ", ".join(bad))
             carry = Carry(carry.round + 1, state, fed.states, fed.now, fed.queues, carry.local_x)
-            costs.append(fed.round_costs)
             if algorithm.finished(state):
                 break
         return Stretch(carry, len(costs), stack_costs(costs))

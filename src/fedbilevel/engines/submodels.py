@@ -183,6 +183,11 @@ class RoundSubmodels:
         holder = ClientSlot(self.round, self.key, id, rank, self.submodel_plan.peers[number])
         return self.policy.units(self.unit_layout, self.submodel_plan.kept[number], self.importance, holder)
 
+    def units_of(self, client: int) -> Units:
+        """Choose the units that this client holds in the round."""
+        number, rank = self.submodel_plan.member(int(self.round), client)
+        return self.units(number, client, rank)
+
     def holders(self, units: Units, count: Array) -> Holders:
         """Say which entries so many clients that hold these units hold, and how much of the model they lack."""
         x_and_y, model = ("x", "y"), self.model

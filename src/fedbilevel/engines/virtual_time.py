@@ -212,7 +212,7 @@ class Pace(NamedTuple):
         key = jax.random.fold_in(self.key, now.exchanges)
         return numbers_of({"arrivals": self.arrivals}, key, row, ids)["arrivals"] != 0
 
-    def ever_available(self, ids: Array) -> Any:
+    def ever_available(self, ids: Array | int) -> Any:
         """Tell whether each of these clients is ever available."""
         return True if self.lasts is None else jnp.asarray(self.lasts)[ids] > 0
 

@@ -107,8 +107,7 @@ class Local:
         make: type[Streamed | Resident] = Streamed if stream else Resident
         layout = ProgramLayout(
             population=len(clients),
-            cohort=cohort.size,
-            replacement=cohort.replacement,
+            cohort=cohort,
             fresh=algorithm.asks.fresh_cohorts,
             outer_longest=longest_in_steps(clients.outer.size),
             outer_equal=bool(np.all(clients.outer.size == clients.outer.size[0])),
@@ -282,7 +281,7 @@ class LocalRun:
             bad += "".join(f"; {name}" for name in nonfinite_replies(carry.queues))
         else:
             clock, submodel_plan = self.clock, self.layout.submodel_plan
-            replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.draws, key, clock, submodel_plan)
+            replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, clock, submodel_plan)
             replay.advance(carry, 1)  # raises, unless the compiler's rounding alone overflowed
         raise diverged(f"round {round}, ", bad)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Any, NamedTuple
 
@@ -14,19 +14,12 @@ from jax import Array, lax
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.fed import LoopBody, Means, Phase, Total
+from fedbilevel.core.own import changing
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import in_flight
-from fedbilevel.engines.costs import (
-    RoundCosts,
-    Sums,
-    add_costs,
-    empty_costs,
-    exchange_costs,
-    split_ticks,
-    weigh,
-)
-from fedbilevel.engines.engine import Cohort, check_first
+from fedbilevel.engines.costs import Book, RoundCosts, Sums, weigh
+from fedbilevel.engines.engine import Cohort, Cohorts, check_first
 from fedbilevel.engines.in_flight import InFlight
 from fedbilevel.engines.local.placement import DeviceRows, Shares, vectorised
 from fedbilevel.engines.submodels import Holders, RoundSubmodels, SubmodelPlan, covered, put_back
@@ -64,8 +57,7 @@ class ProgramLayout:
     """What shapes the program of a method and a problem; equal layouts share a program."""
 
     population: int
-    cohort: int
-    replacement: bool  # whether a client may be drawn several times
+    cohort: Cohort
     fresh: int  # fresh cohorts per round
     outer_longest: int
     outer_equal: bool
@@ -79,17 +71,9 @@ class ProgramLayout:
     shares: Shares | None = None  # of several processes
     submodel_plan: SubmodelPlan | None = None  # where clients hold submodels
 
-    @property
-    def draws(self) -> Cohort:
-        """How a round's clients are drawn."""
-        return Cohort(self.cohort, self.replacement)
 
-
-DrawMembers = Callable[[Array | int, Array | int], tuple[Members, ...]]
-"""The number of a fresh cohort, and of the repetition -> its members on this device, by class of capacity."""
-
-Renumber = Callable[[tuple[Members, ...], Array], tuple[Members, ...]]
-"""(members, the number of the repetition) -> the same with their own numbers in it."""
+GatherMembers = Callable[[Cohorts, Array | int], tuple[Members, ...]]
+"""(the round's cohorts, the number of a fresh one) -> the members of that on this device, by class of capacity."""
 
 ClientFunction = Callable[[Members, PyTree], tuple[Sums, PyTree]]
 """(a client, its state) -> its weighted reply and its next state."""
@@ -117,34 +101,33 @@ class LocalFed(Means):
     algorithm: Algorithm
     data: SampleArrays
     pace: Pace
+    cohorts: Cohorts
     members: tuple[Members, ...]
     underway: ExchangeState
-    draw: DrawMembers
+    fresh: GatherMembers
     submodels: RoundSubmodels | None
-    renumber: Renumber
-    repetition: Array | int = 0
+    book: Book = field(init=False, default_factory=Book)
 
     def __post_init__(self) -> None:
-        self.sampled = self.layout.draws.some(self.layout.population)
-        self.round_costs = empty_costs()
+        self.sampled = self.cohorts.sampled
+
+    @property
+    def repetition(self) -> int | Array:
+        return self.cohorts.repetition
 
     def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
-        classes = self.members if fresh is None else self.draw(fresh, self.repetition)
-        name = self.algorithm.phase_name(phase)
-        sums, units, entries, rows = [], [], [], []
+        classes = self.members if fresh is None else self.fresh(self.cohorts, fresh)
+        parts, units, rows = [], [], []
         for number, members in enumerate(classes):
             of_class, (states, computed, row), down = self.sums_of(phase, message, key, fresh, number, members, each)
             if fresh is None:
                 self.underway = self.underway._replace(states=states)
-            sums.append(of_class._replace(sent=None))
+            parts.append((down, of_class, of_class.responders))
             units.append(computed)
             rows.append(row)
-            first = int(number == 0)  # the others are further parts of the same exchange
-            entries.append(exchange_costs(name, down, of_class, of_class.responders, exchanges=first))
         ticks = self.wait_for(_joined(classes), None if self.pace.compute is None else _joined(units))
-        time = empty_costs()._replace(time=split_ticks(ticks))
-        self.round_costs = reduce(add_costs, [self.round_costs, *entries, time])
-        total = reduce(lambda a, b: jax.tree.map(jnp.add, a, b), sums)
+        self.book.enter(self.algorithm.phase_name(phase), parts, ticks)
+        total = reduce(partial(jax.tree.map, jnp.add), [of_class._replace(sent=None) for _, of_class, _ in parts])
         return total.total(self.layout.available_population, _joined(rows) if each else None)
 
     def sums_of(
@@ -199,7 +182,7 @@ class LocalFed(Means):
         """Whether whole chunks of places may be empty: of a class of capacity, or of a process's share of a cohort."""
         if self.submodels is None:
             return self.layout.shares is not None
-        return self.layout.draws.some(self.layout.population)
+        return self.sampled
 
     @property
     def everyone(self) -> Members:
@@ -221,8 +204,7 @@ class LocalFed(Means):
         queues = in_flight.handed_in(in_flight.written(queues, name, table), plan, rows.total)
         queues, total, age = in_flight.counted(queues, plan, name, rows.total)
         self.underway = ExchangeState(states, self.underway.now.later(self.pace, plan.ticks), queues)
-        costs = exchange_costs(name, message, total, jnp.sum(plan.asked), plan.ticks, age)
-        self.round_costs = add_costs(self.round_costs, costs)
+        self.book.enter(name, [(message, total, jnp.sum(plan.asked))], plan.ticks, age)
         return total.update
 
     def question(self, phase: Phase, message: PyTree, key: Array) -> tuple[str, ClientFunction]:
@@ -284,9 +266,10 @@ class LocalFed(Means):
     ) -> PyTree:
         @partial(jax.jit, inline=True)  # traced once, for its costs' shapes; the loop takes up what that gives
         def once(i: Array, carry: PyTree, underway: ExchangeState) -> tuple[PyTree, ExchangeState, RoundCosts]:
-            fed = replace(self, underway=underway, repetition=i, members=self.renumber(self.members, i))
+            cohorts = self.cohorts.repeated(i)
+            fed = replace(self, cohorts=cohorts, members=renumbered(self.members, cohorts), underway=underway)
             carry = body(fed, carry, jax.random.fold_in(key, i))
-            return carry, fed.underway, fed.round_costs
+            return carry, fed.underway, fed.book.costs
 
         def unfinished(loop: tuple[Array, PyTree, ExchangeState, RoundCosts]) -> Array:
             i, carry, *_ = loop
@@ -303,15 +286,15 @@ class LocalFed(Means):
         zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shape)
         start = (jnp.zeros((), jnp.int32), carry, self.underway, zero)
         _, carry, self.underway, total = lax.while_loop(unfinished, step, start)
-        self.round_costs = add_costs(self.round_costs, total)
+        self.book.add(total)
         return carry
 
     def total_costs(self) -> RoundCosts:
         """Return the costs of the round, at its end; with submodels also how many of its clients hold each entry."""
         if self.submodels is None:
-            return self.round_costs
+            return self.book.costs
         holders = [self.holders(self.submodels, number, members) for number, members in enumerate(self.members)]
-        return covered(self.round_costs, holders)
+        return covered(self.book.costs, holders)
 
     def holders(self, submodels: RoundSubmodels, number: int, members: Members) -> Holders:
         """Count the members of a class who hold each entry, over all devices."""
@@ -344,11 +327,19 @@ class LocalFed(Means):
         )
 
 
+def renumbered(members: tuple[Members, ...], cohorts: Cohorts) -> tuple[Members, ...]:
+    """Give members the own numbers that they have in another repetition."""
+    if not (own := changing(cohorts.own)):
+        return members
+    numbers = replace(cohorts, own=own).numbers
+    return tuple(of_class._replace(own=of_class.own | numbers(of_class.id)) for of_class in members)
+
+
 def chunk_of(layout: ProgramLayout, number: int) -> int:
     """Choose how many clients of a class to vectorise together: at most as many as a cohort has of them on average."""
     if layout.submodel_plan is None:
         return layout.chunk
-    average = -(-layout.cohort * layout.submodel_plan.places[number] // layout.population)
+    average = -(-layout.cohort.size * layout.submodel_plan.places[number] // layout.population)
     return max(1, min(layout.chunk, average))
 
 

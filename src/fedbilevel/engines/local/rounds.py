@@ -16,11 +16,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_round
 from fedbilevel.core.config import at
-from fedbilevel.core.own import Values, changing, numbers_of
+from fedbilevel.core.own import Values
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, rows_at
 from fedbilevel.engines.costs import RoundCosts, packed
-from fedbilevel.engines.engine import Carry, RoundKeys, round_keys
+from fedbilevel.engines.engine import Carry, Cohorts, RoundKeys, round_keys
 from fedbilevel.engines.fingerprint import method_key
 from fedbilevel.engines.in_flight import with_tables
 from fedbilevel.engines.local.fed import HOST, ExchangeState, LocalFed, Members, ProgramLayout, SampleArrays, chunk_of
@@ -155,7 +155,7 @@ class Rounds:
     def one_round(self, carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
         """Play a round: return its costs, and whether each floating leaf of the new state and each metric is finite."""
         keys = round_keys(inputs.key, carry.round)
-        ids, where, members = self.cohort(keys, inputs)
+        ids, where, members = self.members(self.cohorts(keys, inputs), inputs)
         queues = None
         if self.layout.submodel_plan:  # whose clients keep nothing
             states = None
@@ -174,12 +174,10 @@ class Rounds:
             inputs: ProgramInputs,
         ) -> Any:
             algorithm = at(inputs.algorithm, keys.round)
-            plan, x, y, draw = self.layout.submodel_plan, state.x, state.y, partial(self.fresh, keys, inputs)
+            plan, x, y = self.layout.submodel_plan, state.x, state.y
             submodels = None if plan is None else RoundSubmodels(plan, algorithm, inputs.key, keys.round, x, y)
-            renumber, data, pace = partial(renumbered, keys, inputs), inputs.data, inputs.pace
-            fed = LocalFed(
-                self.layout, self.problem, algorithm, data, pace, members, underway, draw, submodels, renumber
-            )
+            whole = self.layout, self.problem, algorithm, inputs.data, inputs.pace, self.cohorts(keys, inputs)
+            fed = LocalFed(*whole, members, underway, partial(self.fresh, inputs), submodels)
             state = checked_round(algorithm, fed, state, keys.algorithm)
             return state, fed.underway, fed.total_costs()
 
@@ -210,9 +208,13 @@ class Rounds:
         carry = Carry(carry.round + 1, state, clients, underway.now, queues, carry.local_x)
         return carry, round_costs, jnp.stack(flags)
 
-    def fresh(self, keys: RoundKeys, inputs: ProgramInputs, number: Array | int, k: Array | int) -> tuple[Members, ...]:
-        """Draw this device's share of the round's fresh cohort of that number, in the k-th repetition."""
-        *_, members = self.cohort(keys.of_fresh(number), inputs, number + 1, k)
+    def cohorts(self, keys: RoundKeys, inputs: ProgramInputs) -> Cohorts:
+        """Return what draws the cohorts of the round with these keys."""
+        return Cohorts(self.layout.cohort, self.layout.population, inputs.own, keys)
+
+    def fresh(self, inputs: ProgramInputs, cohorts: Cohorts, number: Array | int) -> tuple[Members, ...]:
+        """Gather this device's share of the round's fresh cohort of that number."""
+        *_, members = self.members(cohorts.fresh(number), inputs, number + 1)
         if self.mesh is None:
             return members
         devices, mine = self.mesh.size, lax.axis_index(self.layout.axis)
@@ -223,24 +225,23 @@ class Rounds:
 
         return jax.tree.map(of_this_device, members)
 
-    def cohort(
-        self, keys: RoundKeys, inputs: ProgramInputs, place: Array | int = 0, k: Array | int = 0
+    def members(
+        self, cohorts: Cohorts, inputs: ProgramInputs, place: Array | int = 0
     ) -> tuple[Array, Any, tuple[Members, ...]]:
-        """Draw a cohort.
+        """Gather a cohort; `place`: which of those of the round.
 
         Returns:
             Its ids, (P,); their places among the members; the members of each class of capacity, padded and sorted by
             work. Without capacities there is one class.
         """
-        size = self.layout.cohort
+        size = self.layout.cohort.size
         if inputs.ids is None:
-            draws = self.layout.draws
-            ids = draws.draw(keys.cohort, self.layout.population)
-            members = rows_at(inputs.table, ids) if draws.some(self.layout.population) else inputs.table
-        else:  # the cohort at `place` of those that the source gathered
+            ids = cohorts.ids()
+            members = rows_at(inputs.table, ids) if cohorts.sampled else inputs.table
+        else:  # the source has gathered it
             ids, members = jax.tree.map(lambda column: column[place], (inputs.ids, inputs.table))
-        members = members._replace(own=numbers_of(inputs.own, keys.own, keys.round, ids, k) or None)
-        if self.layout.replacement:
+        members = members._replace(own=cohorts.numbers(ids) or None)
+        if self.layout.cohort.replacement:
             members = members._replace(place=jnp.arange(size))
         everyone = jnp.ones(size, jnp.result_type(float))  # where nobody is masked a constant: nothing is multiplied
         members = members._replace(counts=everyone * inputs.pace.ever_available(ids))
@@ -249,7 +250,7 @@ class Rounds:
             order = jnp.argsort(sum(counts))  # chunks of like work: a chunk lasts as long as its slowest
             ids, members = ids[order], jax.tree.map(lambda column: column[order], members)
         if inputs.classes is not None:
-            now = [column if column.ndim == 1 else column[keys.round] for column in inputs.classes]
+            now = [column if column.ndim == 1 else column[cohorts.keys.round] for column in inputs.classes]
             number, rank = rows_at(now, ids)
             members = members._replace(number=number, rank=rank)
         if shares := self.layout.shares:
@@ -264,8 +265,8 @@ class Rounds:
     def of_class(self, members: Members, number: int) -> Members:
         """Make places for as many members as a class of capacity can have in a cohort; members fill the first."""
         assert self.layout.submodel_plan is not None
-        of_class = self.layout.cohort if self.layout.replacement else self.layout.submodel_plan.places[number]
-        places = min(self.layout.cohort, of_class)
+        cohort, most = self.layout.cohort, self.layout.submodel_plan.places[number]
+        places = cohort.size if cohort.replacement else min(cohort.size, most)
         order = jnp.argsort(members.number != number, stable=True)[:places]
         members = jax.tree.map(lambda column: column[order], members)
         members = members._replace(counts=members.counts * (members.number == number))
@@ -280,14 +281,6 @@ class Rounds:
         taken = np.minimum(places, size - 1)  # gathered: XLA's partitioner loses track of concatenations
         members = jax.tree.map(lambda column: column[taken], members)
         return members._replace(counts=members.counts * (places < size))
-
-
-def renumbered(keys: RoundKeys, inputs: ProgramInputs, members: tuple[Members, ...], k: Array) -> tuple[Members, ...]:
-    """Give the members of the round's own cohort their own numbers in the k-th repetition."""
-    if not (own := changing(inputs.own)):
-        return members
-    now = [numbers_of(own, keys.own, keys.round, of_class.id, k) for of_class in members]
-    return tuple(of_class._replace(own=of_class.own | new) for of_class, new in zip(members, now, strict=True))
 
 
 def padded(tree: PyTree, extra: int) -> PyTree:

@@ -16,7 +16,7 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree
-from fedbilevel.engines.engine import round_keys
+from fedbilevel.engines.engine import Cohorts, round_keys
 from fedbilevel.engines.local.fed import HOST, Members, ProgramLayout, SampleArrays
 
 SMALL = 2**24  # bytes
@@ -82,8 +82,10 @@ class Streamed:
         self.key = key
         self.x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may hold for the caller's thread alone
         for name, longest in (("outer", layout.outer_longest), ("inner", layout.inner_longest)):
-            if layout.cohort * (1 + layout.fresh) * longest >= 2**31:
-                raise ConfigurationError(f"a cohort of {layout.cohort} with {longest} {name} samples each is too large")
+            if layout.cohort.size * (1 + layout.fresh) * longest >= 2**31:
+                raise ConfigurationError(
+                    f"a cohort of {layout.cohort.size} with {longest} {name} samples each is too large"
+                )
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="fedbilevel-prefetch")
         self.pending: dict[int, Future[RoundInputs]] = {}
 
@@ -117,7 +119,7 @@ class Streamed:
         shares, flat = self.layout.shares, ids.ravel()
         if shares is None:
             return flat, np.arange(flat.size, dtype=np.int64)
-        each = min(self.layout.cohort, shares.largest)
+        each = min(self.layout.cohort.size, shares.largest)
         place = np.concatenate([number * each + shares.ranks(cohort) for number, cohort in enumerate(ids)])
         own = shares.owner(flat) == shares.mine
         here = np.full(len(ids) * each, -1, flat.dtype)
@@ -126,9 +128,8 @@ class Streamed:
 
     def cohorts(self, round: int) -> np.ndarray:
         """Draw the ids of the round's own cohort and of its fresh cohorts, (1 + fresh, P)."""
-        own = round_keys(self.key, round)
-        keys = [own, *(own.of_fresh(number) for number in range(self.layout.fresh))]
-        return np.stack([self.layout.draws.draw(k.cohort, len(self.clients)) for k in keys])
+        own = Cohorts(self.layout.cohort, len(self.clients), self.clients.own, round_keys(self.key, round))
+        return np.stack([cohorts.ids() for cohorts in (own, *map(own.fresh, range(self.layout.fresh)))])
 
     def close(self) -> None:
         self.thread.shutdown(cancel_futures=True)

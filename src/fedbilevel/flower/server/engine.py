@@ -144,7 +144,7 @@ class FlowerRun:
                 if take is this:
                     break
                 this, again = Take(carry), None
-            undone = add_costs(undone, fed.round_costs._replace(metrics={}))
+            undone = add_costs(undone, fed.book.costs._replace(metrics={}))
         before, self.seconds = self.seconds, self.seconds + session.clock.time() - began
         ticks = round(self.seconds / TICK) - round(before / TICK)  # of the totals: they do not drift
         costs = stack_costs([add_costs(undone, fed.total_costs())])
@@ -175,7 +175,7 @@ class FlowerRun:
 
     def play(self, fed: FlowerFed, carry: Carry) -> Carry:
         """Run the round that begins with this carry."""
-        state = checked_round(fed.algorithm, fed, carry.state, fed.keys.algorithm)
+        state = checked_round(fed.algorithm, fed, carry.state, fed.cohorts.keys.algorithm)
         if bad := nonfinite_leaves(state):
             raise diverged(f"round {fed.round}, server update: ", ", ".join(bad))
         counted, queues = jnp.asarray(self.session.counted), self.saved_queues(fed, carry.queues)

@@ -14,13 +14,12 @@ from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, require, require_count
-from fedbilevel.core.fed import Means, Phase, Reply, Total
-from fedbilevel.core.own import OwnNumbers, changing, numbers_of
+from fedbilevel.core.fed import Phase, Reply, Total
 from fedbilevel.core.submodel import Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import costs
 from fedbilevel.engines.costs import ExchangeCount, ExchangeKind, RoundCosts, Sums
-from fedbilevel.engines.engine import RoundKeys, draw_cohort, repeated
+from fedbilevel.engines.engine import Cohort, Cohorts, PythonFed, RoundKeys
 from fedbilevel.engines.submodels import RoundSubmodels, covered
 from fedbilevel.flower import wire
 from fedbilevel.flower.server.exchange import EncodedMessage, Exchange, ExchangeSpec
@@ -31,7 +30,7 @@ Metrics = dict[str, tuple[Any, Any]]
 """Metric name -> (Σ p_i m_i, Σ p_i) over the clients that sent it."""
 
 
-class FlowerFed(Means):
+class FlowerFed(PythonFed):
     """The `Fed` of one round over Flower. A client that does not reply, or whose reply cannot count, is treated as
     absent from that exchange.
 
@@ -47,25 +46,23 @@ class FlowerFed(Means):
     def __init__(
         self, session: Session, algorithm: Algorithm, round: int, keys: RoundKeys, submodels: RoundSubmodels | None
     ) -> None:
-        self.session, self.algorithm, self.round, self.keys, self.submodels = session, algorithm, round, keys, submodels
-        self.problem, clients = session.problem, session.clients
-        self.sampled = session.cohort < len(clients)
-        self.repetition, self.renumbers = 0, bool(changing(clients.own))
-        self.own = self.cohort(keys)
+        cohorts = Cohorts(Cohort(session.cohort), len(session.clients), session.clients.own, keys)
+        super().__init__(algorithm, session.problem, cohorts, submodels)
+        self.session, self.round, clients = session, round, session.clients
         self.replied: set[int] = set()  # clients of the round's own cohort that have replied
         self.session.roster.refresh()
-        self.round_costs = costs.empty_costs()
         self.exchanges = 0
         self.privacy: tuple[float, float] | None = None  # the largest ε and δ that a client of this round has spent
-        self.units: Callable[[int], Units] = cache(self.units_of)
         classes = np.zeros(len(clients), int) if submodels is None else submodels.submodel_plan.number
         self.classes = classes  # (M,) the capacity class of each client
         self.first_of_class = np.unique(classes, return_index=True)[1]
+        if submodels is not None:
+            self.units: Callable[[int], Units] = cache(submodels.units_of)
 
     def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
         spec = self.spec(phase, message, key, fresh=fresh is not None, first=False)
-        cohort = self.own if fresh is None else self.cohort(self.keys.of_fresh(int(fresh)))
-        exchange = Exchange(self.session, spec, cohort, self.session.terms.needed(len(cohort)), set())
+        members = self.members if fresh is None else self.cohorts.fresh(int(fresh)).members()
+        exchange = Exchange(self.session, spec, dict(members), self.session.terms.needed(len(members)), set())
         replies = exchange.gather()
         sums = self.total(spec.phase, replies)
         self.record(exchange, sums, self.measured(replies))
@@ -87,12 +84,12 @@ class FlowerFed(Means):
         require(1 <= n <= count, "fed.sum_first: n", n, f"1 to {count} (all clients)")
         require_count("fed.sum_first: max_staleness", max_staleness, optional=True)
         spec = self.spec(phase, message, key, fresh=False, first=True)
-        name, queues = spec.phase, session.phase_queues
+        name, own, queues = spec.phase, dict(self.members), session.phase_queues
         now = queues.exchanges[name]
         working = {client for client, request in session.roster.unsettled() if spec.concerns(request)}
-        overdue = set() if max_staleness is None else queues.overdue(name, self.own, working, max_staleness)
+        overdue = set() if max_staleness is None else queues.overdue(name, own, working, max_staleness)
         before, asked = queues.resumed.get(name, (None, 0.0))
-        exchange = Exchange(session, spec, self.own, n if before is None else n - int(before.responders), overdue)
+        exchange = Exchange(session, spec, own, n if before is None else n - int(before.responders), overdue)
         replies = exchange.gather()
         sums, _ = self.early(name, replies)
         stale = sum(session.clients.weights[reply.client] * (now - reply.asked) for reply in replies)
@@ -112,29 +109,10 @@ class FlowerFed(Means):
             self.session.clients.weights[reply.client] * reply.asked for reply in replies
         )
 
-    repeat = repeated
-
-    def cohort(self, keys: RoundKeys) -> dict[int, OwnNumbers]:
-        """Draw clients by `keys` -> their own numbers in the repetition."""
-        clients = self.session.clients
-        ids = draw_cohort(keys.cohort, len(clients), self.session.cohort)
-        numbers = numbers_of(clients.own, keys.own, keys.round, ids, self.repetition)
-        own = {name: column.tolist() for name, column in numbers.items()}
-        return {
-            client: {name: column[place] for name, column in own.items()} for place, client in enumerate(ids.tolist())
-        }
-
     def representative(self, client: int) -> int:
         """Return the lowest id among the clients that hold the same units as this client."""
         alike = self.submodels is None or self.submodels.alike
         return int(self.first_of_class[self.classes[client]]) if alike else client
-
-    def units_of(self, client: int) -> Units:
-        """Return the units that a client holds in this round."""
-        assert self.submodels is not None
-        plan = self.submodels.submodel_plan
-        number, rank = plan.member(self.round, client)
-        return self.submodels.units(number, client, rank)
 
     def spec(self, phase: Phase, message: PyTree, key: Array, *, fresh: bool, first: bool) -> ExchangeSpec:
         """Describe the next exchange of the round. Its message is encoded once for all clients that hold the same
@@ -219,7 +197,7 @@ class FlowerFed(Means):
             hvps=sums.hvps,
             metrics={(spec.phase, name): pair for name, pair in metrics.items()},
         )
-        self.round_costs = costs.add_costs(self.round_costs, entry)
+        self.book.add(entry)
         if not spec.fresh:
             self.replied |= {reply.client for reply in exchange.replies}
 
@@ -227,11 +205,11 @@ class FlowerFed(Means):
         """Return the costs of the round, at its end; with submodels also how many of the clients that replied hold each
         entry of x and y."""
         if self.submodels is None:
-            return self.round_costs
-        alike = Counter(map(self.representative, sorted(self.replied or self.own)))
+            return self.book.costs
+        alike = Counter(map(self.representative, sorted(self.replied or dict(self.members))))
         holders = self.submodels.holders
         held = [holders(self.units(client), jnp.asarray(float(number))) for client, number in alike.items()]
-        return covered(self.round_costs, held)
+        return covered(self.book.costs, held)
 
 
 def message_counts(exchange: Exchange, responders: int) -> dict[ExchangeKind, ExchangeCount]:
