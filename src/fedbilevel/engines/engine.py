@@ -21,7 +21,7 @@ from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count, require, require_count, warn
 from fedbilevel.core.fed import LoopBody, Means
 from fedbilevel.core.local_x import server_x
-from fedbilevel.core.own import Values, changing, numbers_of
+from fedbilevel.core.own import OwnNumbers, Values, changing, numbers_of
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import Book, RoundCosts
@@ -244,19 +244,15 @@ def round_keys(key: Array, round: Array | int) -> RoundKeys:
     return RoundKeys(cohort, own, algorithm, round)
 
 
-MemberNumbers = Mapping[str, np.generic]
-"""The own numbers of one member of a cohort, by name."""
-
-
 @dataclass(frozen=True)
 class Cohorts:
-    """Who takes part in an exchange, and with which own numbers.
+    """The cohorts of a round: which clients take part in its exchanges, and with which own numbers.
 
     Args:
         cohort: how many clients are drawn, and how.
-        population: how many there are.
-        own: clients' own numbers.
-        keys: of the round, or of one of its fresh cohorts.
+        population: the number of clients to draw from.
+        own: the clients' own numbers, by name.
+        keys: the random streams of the round, or of one of its fresh cohorts.
         repetition: the number of the repetition within the innermost `Fed.repeat`; outside 0.
     """
 
@@ -272,23 +268,23 @@ class Cohorts:
         return self.cohort.some(self.population)
 
     def fresh(self, number: Array | int) -> Cohorts:
-        """Return what draws the round's fresh cohort of that number."""
+        """Return the same for the round's fresh cohort of that number."""
         return replace(self, keys=self.keys.of_fresh(number))
 
     def repeated(self, i: Array | int) -> Cohorts:
-        """Return the cohorts in the i-th repetition: the same clients, with their own numbers in it."""
+        """Return the same clients with their own numbers in the i-th repetition."""
         return replace(self, repetition=i)
 
     def ids(self) -> Array:
-        """Draw the clients, (P,)."""
+        """Draw the ids of the clients, (P,)."""
         return self.cohort.draw(self.keys.cohort, self.population)
 
     def numbers(self, ids: Array) -> dict[str, Array]:
         """Return the own numbers of these clients, (P,) each, by name."""
         return numbers_of(self.own, self.keys.own, self.keys.round, ids, self.repetition)
 
-    def members(self) -> list[tuple[int, MemberNumbers]]:
-        """List the clients with their own numbers, drawn by compiled functions also within `jax.disable_jit()`."""
+    def members(self) -> list[tuple[int, OwnNumbers]]:
+        """Draw the clients, and list their ids with their own numbers: the same bits within `jax.disable_jit()`."""
         with jax.disable_jit(False):
             ids = self.ids()
             numbers = jax.tree.map(np.asarray, self.numbers(ids))
@@ -296,7 +292,7 @@ class Cohorts:
 
 
 class PythonFed(Means):
-    """The exchanges of a round that runs in Python: what the engines that do not compile rounds share."""
+    """The part of a `Fed` that `Reference` and `Flower` share: their rounds run in Python and are not compiled."""
 
     sum_first: Callable[..., PyTree]
 

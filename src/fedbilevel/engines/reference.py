@@ -19,6 +19,7 @@ from fedbilevel.core.client import Client, Clients, Samples
 from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
 from fedbilevel.core.fed import Phase, Reply, Total
+from fedbilevel.core.own import OwnNumbers
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
@@ -28,7 +29,6 @@ from fedbilevel.engines.engine import (
     Carry,
     Cohort,
     Cohorts,
-    MemberNumbers,
     PythonFed,
     RoundKeys,
     Stretch,
@@ -44,7 +44,7 @@ from fedbilevel.engines.machine import trim_heap
 from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, covered, put_back
 from fedbilevel.engines.virtual_time import Clock
 
-AskClient = Callable[[int, MemberNumbers], tuple[Sums, Reply]]
+AskClient = Callable[[int, OwnNumbers], tuple[Sums, Reply]]
 PutBack = Callable[[Sums], Sums]
 
 
@@ -120,7 +120,7 @@ class ReferenceFed(PythonFed):
     def question(self, name: str, message: PyTree, key: Array, fresh: Any) -> AskClient:
         """Return the function (client, its own numbers) -> (weighted sums, reply) that runs a phase."""
 
-        def ask(i: int, own: MemberNumbers) -> tuple[Sums, Reply]:
+        def ask(i: int, own: OwnNumbers) -> tuple[Sums, Reply]:
             state = None if fresh is not None else jax.tree.map(lambda leaf: leaf[i], self.states)
             client, round = self.client(i, own, state), jnp.asarray(self.round)
             with jax.disable_jit(self.run.stepping):
@@ -128,7 +128,7 @@ class ReferenceFed(PythonFed):
 
         return ask
 
-    def reply(self, ask: AskClient, name: str, i: int, own: MemberNumbers, keep: bool) -> Sums:
+    def reply(self, ask: AskClient, name: str, i: int, own: OwnNumbers, keep: bool) -> Sums:
         """Get the reply of client i, weighted and checked, and keep its own new state."""
         sums, reply = ask(i, own)
         losses = [metric for metric, value in (reply.metrics or {}).items() if not np.all(np.isfinite(value))]
@@ -159,7 +159,7 @@ class ReferenceFed(PythonFed):
         available = [(i, jnp.asarray(self.run.pace.ever_available(i), float)) for i, _ in self.members]
         return covered(self.book.costs, [submodels.holders(submodels.units_of(i), counts) for i, counts in available])
 
-    def client(self, i: int, own: MemberNumbers, state: PyTree) -> Client:
+    def client(self, i: int, own: OwnNumbers, state: PyTree) -> Client:
         without: Any = None  # the program has it
         clients = self.run.clients
         return Client(

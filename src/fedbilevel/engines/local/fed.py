@@ -73,7 +73,7 @@ class ProgramLayout:
 
 
 GatherMembers = Callable[[Cohorts, Array | int], tuple[Members, ...]]
-"""(the round's cohorts, the number of a fresh one) -> the members of that on this device, by class of capacity."""
+"""(the round's cohorts, the number of a fresh one) -> its members on this device, by class of capacity."""
 
 ClientFunction = Callable[[Members, PyTree], tuple[Sums, PyTree]]
 """(a client, its state) -> its weighted reply and its next state."""
@@ -328,7 +328,7 @@ class LocalFed(Means):
 
 
 def renumbered(members: tuple[Members, ...], cohorts: Cohorts) -> tuple[Members, ...]:
-    """Give members the own numbers that they have in another repetition."""
+    """Give members their own numbers in another repetition, that of `cohorts`."""
     if not (own := changing(cohorts.own)):
         return members
     numbers = replace(cohorts, own=own).numbers

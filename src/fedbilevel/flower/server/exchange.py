@@ -13,8 +13,8 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.errors import ExchangeError
+from fedbilevel.core.own import OwnNumbers
 from fedbilevel.core.privacy import norm_of, vector_of
-from fedbilevel.engines.engine import MemberNumbers
 from fedbilevel.flower import wire
 from fedbilevel.flower.refusal import Code, Refusal, in_words
 from fedbilevel.flower.server.roster import ClientReply
@@ -63,7 +63,7 @@ class Exchange:
     """
 
     def __init__(
-        self, session: Session, spec: ExchangeSpec, own: dict[int, MemberNumbers], needed: int, overdue: set[int]
+        self, session: Session, spec: ExchangeSpec, own: dict[int, OwnNumbers], needed: int, overdue: set[int]
     ) -> None:
         self.session, self.spec, self.own, self.needed, self.overdue = session, spec, own, needed, overdue
         self.replies: list[CountedReply] = session.phase_queues.kept.pop(spec.phase, []) if spec.first else []
@@ -232,7 +232,7 @@ class Exchange:
             key=np.asarray(jax.random.key_data(spec.key)).tobytes(),
             key_kind=str(jax.random.key_impl(spec.key)),
             weight=float(session.clients.weights[client]),
-            own=json.dumps({name: number.item() for name, number in self.own[client].items()}),
+            own=json.dumps(self.own[client], default=np.generic.item),  # numbers of NumPy
             fresh=spec.fresh,
             counted_round=int(session.counted[client, 0]),
             counted_exchange=int(session.counted[client, 1]),
