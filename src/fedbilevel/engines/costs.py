@@ -115,13 +115,12 @@ class Book:
             age: after `sum_first`, Σ p_i·(exchanges since the client was asked), for the metric `staleness`.
         """
         for number, (message, sums, asked) in enumerate(parts):
-            first = number == 0
-            count = ExchangeCount(jnp.asarray(first, jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
+            count = ExchangeCount(jnp.asarray(number == 0, jnp.int32), jnp.asarray(asked, jnp.int32), sums.responders)
             metrics = {(phase, name): (value, sums.weight) for name, value in sums.metrics.items()}
             if age is not None:
                 metrics[phase, "staleness"] = age, sums.weight
             kind = phase, nbytes(message), nbytes(sums.update) if sums.sent is None else sums.sent.bytes
-            time = split_ticks(ticks if first else 0)
+            time = split_ticks(ticks if number == len(parts) - 1 else 0)  # added last: constants fold before it
             self.add(RoundCosts({kind: count}, sums.gradients, sums.hvps, metrics, time))
 
 
