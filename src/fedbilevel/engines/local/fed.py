@@ -169,20 +169,14 @@ class LocalFed(Means):
             return sums, (kept, (work, sums.row if each else None))
 
         states, chunk = self.underway.states if fresh is None else None, chunk_of(self.layout, number)
-        sums, (states, (computed, rows)) = sum_over_clients(contribute, members, states, chunk, self.gaps)
+        gaps = self.layout.shares is not None if submodels is None else self.sampled  # of a process's or class's places
+        sums, (states, (computed, rows)) = sum_over_clients(contribute, members, states, chunk, gaps)
         if self.layout.axis:
             sums = lax.psum(sums, self.layout.axis)
             rows = lax.all_gather(rows, self.layout.axis, tiled=True) if each else None
         if submodels is not None and submodels.alike:
             sums = put_back(submodels.unit_layout, gives, sums, same)
         return sums, (states, computed, rows), message if submodels is None else shapes
-
-    @property
-    def gaps(self) -> bool:
-        """Whether whole chunks of places may be empty: of a class of capacity, or of a process's share of a cohort."""
-        if self.submodels is None:
-            return self.layout.shares is not None
-        return self.sampled
 
     @property
     def everyone(self) -> Members:
