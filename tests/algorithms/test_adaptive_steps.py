@@ -602,3 +602,22 @@ def test_where_clients_would_keep_much_they_begin_anew(monkeypatch):
     )
     np.testing.assert_allclose(end.x, x, rtol=1e-2)
     np.testing.assert_allclose(end.y, y, rtol=1e-2, atol=1e-6)
+
+
+def test_the_curvature_of_a_cohort_is_the_mean_that_its_replies_are():
+    """One of two clients of weights ¾ and ¼, g_i = h_i y²/2: L = (M/P) p_i h_i, as of the q that the server takes."""
+    weights, curves = np.array([0.75, 0.25]), np.array([2.0, 8.0])
+    clients = fb.Clients([{"h": np.array([h])} for h in curves], weights=weights)
+    problem = fb.Bilevel(
+        lambda x, y, batch: jnp.sum((y - 1) ** 2) + jnp.sum(x**2),
+        lambda x, y, batch: jnp.mean(batch["h"]) * jnp.sum((y - x) ** 2) / 2,
+    )
+    method, zero = fb.SimFBO(local_steps=1, batch_size=None), np.zeros(1)
+    found = {
+        round(
+            float(fb.solve(method, problem, clients, zero, zero, rounds=1, cohort=1, key=key).history["curvature"][-1]),
+            3,
+        )
+        for key in range(6)
+    }
+    assert found == {2 * 0.75 * 2.0, 2 * 0.25 * 8.0}

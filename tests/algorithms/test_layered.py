@@ -9,7 +9,7 @@ import optax
 import pytest
 
 import fedbilevel as fb
-from fedbilevel import parts
+from fedbilevel import authoring, parts
 from fedbilevel.algorithms.parts.adaptive_steps import Steps
 from fedbilevel.algorithms.parts.curvature import Measured
 from fedbilevel.algorithms.parts.in_set import InSet
@@ -188,6 +188,37 @@ class Eight(Layer):
     kind, place = "eight", "coded"
 
 
+class LateOfMine(Layer):
+    kind, place = "late_of_mine", "late"
+
+
+class EveryReply(Layer):
+    kind, place = "every_reply", "rule"
+
+    def exchange(self, asked, kept, ask):
+        updates, _ = ask(replace(asked, each=True)).rows
+        return Total.of_mean(jax.tree.map(lambda rows: rows[0], updates)), kept
+
+
+class BareReply(Layer):
+    kind, place = "bare_reply", "kept"
+
+    def reply(self, asked, kept, client, run):
+        return run(asked, client)
+
+
+class KeepsAtOnce(Layer):
+    kind, place = "keeps_at_once", "kept"
+
+    def exchange(self, asked, kept, ask):
+        return ask(asked), jnp.ones(())
+
+
+class OneEntry(authoring.Compressor):
+    def coded(self, tree):
+        return jax.tree.map(lambda leaf: leaf[:1], tree)
+
+
 class TwoOfAKind(Layer):
     kind, place = "memory", "privacy"
 
@@ -198,6 +229,10 @@ def test_what_cannot_be_together_says_why():
     own_x = fb.Bilevel(task.problem.outer, task.problem.inner, local="x")
     half = fb.Clients(task.clients.outer, task.clients.inner, capacity=0.5)
     optimized = fb.OuterOptimizer(METHOD, optimizer=optax.sgd(1.0))
+
+    def played(*layers):
+        return fb.solve(layered(METHOD, *layers), *few, rounds=1)
+
     for make, text in (
         (lambda: layered(METHOD, parts.Median(), parts.Krum()), "two layers of one place"),
         (lambda: layered(METHOD, parts.Median(), parts.TopK()), "Median and TopK cannot be together"),
@@ -219,6 +254,22 @@ def test_what_cannot_be_together_says_why():
             "cannot leave",
         ),
         (lambda: fb.solve(fb.SimFBO(batch_size=None), own_x, *few[1:], rounds=1), "give numbers for"),
+        (lambda: played(EveryReply(), parts.TopK()), "every reply of an exchange was asked for: TopK"),
+        (lambda: played(EveryReply(), fb.Asynchronous(wait_for=2)), "every reply of an exchange was asked for: Async"),
+        (lambda: fb.solve(layered(fb.ADBO(wait_for=2), EveryReply()), *few, rounds=1), "ends with the first replies"),
+        (lambda: played(BareReply()), "BareReply.reply returned Reply.*it returns a Reply and what the layer keeps"),
+        (lambda: played(KeepsAtOnce()), "KeepsAtOnce.exchange keeps .*, but server_slot says that nothing is kept"),
+        (lambda: played(OneEntry()), "OneEntry.coded: what is decoded must be like the tree that it got"),
+        (lambda: fb.solve(layered(METHOD, Eight()), few[0], half, *few[2:], rounds=1), "Clients.capacity"),
+        (lambda: fb.solve(fb.Asynchronous(wait_for=2), *few, rounds=1), "goes around a method: fb.layered"),
+        (lambda: fb.Asynchronous(METHOD, 2), "a method alone; fields are given by name"),
+        (lambda: fb.OuterOptimizer(optax.adam(0.1)), "a method alone; fields are given by name"),
+        (lambda: parts.TopK(share="a"), "TopK.share"),
+        (
+            lambda: type("Misspelt", (Layer,), {"kind": "x", "place": "kept", "exchanges": print}),
+            "did you mean 'exchange'",
+        ),
+        (lambda: type("Elsewhere", (authoring.Compressor,), {"place": "codes"}), "Elsewhere.place"),
         (lambda: type("Nowhere", (Layer,), {"kind": "nowhere", "place": "nowhere"}), "Nowhere.place"),
         (lambda: fb.solve(layered(METHOD, parts.Krum()), *few, rounds=1), "needs 5"),
         (lambda: fb.solve(layered(METHOD, parts.TrimmedMean(trim=2)), *few, rounds=1), "needs 5"),
@@ -238,3 +289,14 @@ def test_layers_are_at_their_places_whatever_their_order():
     assert [layer.kind for layer in late.layers] == ["memory"]
     submodels = fb.Submodels(METHOD, policy="random")
     assert layered(submodels, InSet()) == fb.Submodels(layered(METHOD, InSet()), policy="random")
+    assert [layer.kind for layer in layered(METHOD, LateOfMine(), parts.TopK()).layers] == ["memory", "late_of_mine"]
+
+
+@pytest.mark.parametrize("layer", [parts.TopK(share=1.0), fb.Asynchronous(wait_for=4)])
+def test_an_estimate_needs_replies_to_its_own_message(layer):
+    task, local = quadratic(clients=4), parts.LocalImplicit(solver=parts.Neumann(step=0.1))
+    method = layered(
+        fb.LFedNest(batch_size=None, hypergradient=local, inner=fb.parts.LocalSGD(lr=0.1), outer_lr=0.1), layer
+    )
+    with pytest.raises(ConfigurationError, match=r"hypergradient_at = 'with \w+' .* a method without it"):
+        fb.check_hypergradient(task.problem, task.clients, task.x0, task.y0, estimators={"short": method})

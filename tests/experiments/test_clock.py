@@ -101,7 +101,7 @@ def test_the_level_without_a_federation_has_no_stragglers() -> None:
     specs = comparison_specs("quadratic", ["simfbo"], settings=settings, centralised=True)
     clock = specs["centralised"].clock
     assert (clock.compute, clock.stragglers, specs["simfbo"].clock.stragglers) == (3.0, 0, 2)
-    assert build(specs["centralised"]).algorithm.wait_for == 1
+    assert build(specs["centralised"]).algorithm.late.wait_for == 1
 
 
 def test_a_budget_of_time_ends_at_the_first_row_that_reaches_it(compared) -> None:

@@ -20,6 +20,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.core.privacy import NoiseError, Privacy, check_noise
 from fedbilevel.flower import privacy
+from fedbilevel.flower.client.phases import SitePhases
 from fedbilevel.flower.client.site import ClientRuntime, client_app
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.terms import Terms
@@ -83,17 +84,17 @@ def test_every_method_is_here():
 def noise_of_the_run(monkeypatch):
     """Let sites draw their noise as a simulation does: by the phase's key, and the number of the client's reply."""
     counts, streams = Counter(), []
-    play = ClientRuntime.play
+    client = SitePhases.client
 
-    def noting(runtime, algorithm, phase, message, request, state):
+    def noting(phases, request, state):
         key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(request.key, np.uint32)), impl=request.key_kind)
-        for number in (runtime.site.id, private.NOISE, 0 if request.fresh else counts[runtime.site.id]):
+        for number in (phases.id, private.NOISE, 0 if request.fresh else counts[phases.id]):
             key = jax.random.fold_in(key, number)
-        counts[runtime.site.id] += not request.fresh
+        counts[phases.id] += not request.fresh
         streams.append(key)
-        return play(runtime, algorithm, phase, message, request, state)
+        return client(phases, request, state)
 
-    monkeypatch.setattr(ClientRuntime, "play", noting)
+    monkeypatch.setattr(SitePhases, "client", noting)
     monkeypatch.setattr(privacy, "gaussian", lambda _, count: np.asarray(jax.random.normal(streams[-1], (count,))))
 
 
@@ -273,3 +274,40 @@ def test_noise_does_not_add_up_over_differences(tmp_path):
 
 def reference_client(runtime):
     return Client(runtime.problem, runtime.outer, runtime.inner, jnp.asarray(0), jnp.asarray(0.25), None)
+
+
+class Peek(authoring.Layer):
+    """A layer outside of privacy that would send what it sees."""
+
+    kind, place = "peek", "coded"
+
+    def reply(self, asked, kept, client, run):
+        assert (client.outer, client.inner, client.state.inside) == (None, None, None)
+        return run(asked, client)._replace(metrics={"seen": jnp.ones(())}), kept
+
+
+LATE_AND_SHORT = {
+    "late": fb.Asynchronous(wait_for=2),
+    "short": fb.parts.TopK(share=0.4),
+    "a layer of one's own": Peek(),
+}
+
+
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("name", LATE_AND_SHORT)
+def test_layers_outside_of_privacy_see_what_is_noised_in_both_precisions(name, x64, tmp_path):
+    """And no samples; what they add is not sent."""
+    algorithm = fb.layered(fixed(fb.SimFBO(batch_size=2)), LATE_AND_SHORT[name])
+    terms = Privacy(clip=0.5, noise_multiplier=0.3, delta=1e-5)
+    with jax.enable_x64(x64):
+        task = quadratic(clients=CLIENTS, dim_x=2, dim_y=3, samples=(4, 4))
+
+        def site(run, node):
+            folder = tmp_path / str(node["partition-id"])
+            folder.mkdir(exist_ok=True)
+            return federations.site(algorithm, node["partition-id"], task, privacy=terms, folder=folder)
+
+        result = federations.solve(algorithm, InProcess(client_app(site), CLIENTS), task=task, rounds=2, cohort=None)
+    assert np.isfinite(result.x).all()
+    assert "seen" not in result.history.columns
+    assert result.ledger.epsilon > 0

@@ -303,8 +303,9 @@ def refuse_unless_allowed(algorithm: Algorithm, entry: str, cannot: str, allows:
 
     if why := reason(algorithm.allows if allows is None else allows):
         made = [cls() for cls in ALGORITHMS.values() if all(field.default is not MISSING for field in fields(cls))]
-        able = ", ".join(sorted(type(method).__name__ for method in made if not reason(method.allows)))
-        raise ConfigurationError(f"{algorithm.label} {cannot}: {why}; methods that can: {able}")
+        able = sorted(type(method).__name__ for method in made if not reason(method.allows))
+        others = "" if algorithm.label in able else f"; methods that can: {', '.join(able)}"  # else a layer forbids it
+        raise ConfigurationError(f"{algorithm.label} {cannot}: {why}{others}")
 
 
 def check_solves(algorithm: Algorithm, problem: Problem) -> None:
@@ -333,5 +334,7 @@ def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree
 
 def check_algorithm(candidate: object) -> None:
     """Refuse what is no instance of a subclass of `Algorithm`."""
-    made = isinstance(candidate, Algorithm)
-    require(made, "algorithm", candidate, "an instance of a subclass of Algorithm, e.g. SimFBO()")
+    allowed = "an instance of a subclass of Algorithm, e.g. SimFBO()"
+    if isinstance(candidate, Part):
+        allowed += f"; a {type(candidate).__name__} goes around a method: fb.layered(SimFBO(), …), or is a field of one"
+    require(isinstance(candidate, Algorithm), "algorithm", candidate, allowed)

@@ -45,6 +45,7 @@ from fedbilevel.engines.saver import Saver
 HALVINGS = 3  # of all steps in a run, at most
 ROWS = 20  # of a history, where the number of rounds between two rows is left open
 KEPT = 2**29  # bytes of what simulated clients keep for steps that adapt; above it they begin anew each time
+IDLE = 2**25  # the same of those whom a round does not ask: the more there are, the longer a round takes
 
 
 @explain_call
@@ -144,7 +145,7 @@ def solve(
     if isinstance(engine, Local) and engine.devices is None and cohort.size > 1 and current_group().processes == 1:
         use_every_core()  # before anything here starts JAX
     posed = PosedProblem.of(problem, clients, x0, y0, options)
-    method = method_of(algorithm, posed, options)
+    method = method_of(algorithm, posed, cohort, options)
     check_fields(method, posed.problem, clients, posed.x, posed.y, rounds)
     posed.look()
     execution = Execution(method, posed, engine, cohort, options.jax_key, privacy)
@@ -170,13 +171,14 @@ def solve(
         return loop.play(carry)
 
 
-def method_of(algorithm: Algorithm, posed: PosedProblem, options: RunOptions) -> Algorithm:
+def method_of(algorithm: Algorithm, posed: PosedProblem, cohort: Cohort, options: RunOptions) -> Algorithm:
     """Return the method as it runs: with steps that adapt where they are None, in the layers that are asked for.
 
     Raises:
         ConfigurationError: it does not allow one of them.
     """
-    remember = not posed.simulated or len(posed.clients) * nbytes(posed.y) <= KEPT
+    count, size = len(posed.clients), nbytes(posed.y)
+    remember = not posed.simulated or (count * size <= KEPT and (count - cohort.size) * size <= IDLE)
     algorithm, noise = adaptive(algorithm, posed.problem, remember), None
     if (terms := options.privacy) is not None:
         terms.epsilon_after(1)  # the accountant is installed

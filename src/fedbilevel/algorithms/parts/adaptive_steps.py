@@ -87,7 +87,8 @@ class Known(NamedTuple):
 class AdaptiveSteps(Layer):
     """Adapt the steps of a method that are None: on y and v to the inner curvature, on x to the hypergradients so far.
 
-    `solve` puts it around each method that has such steps. The history has the curvature L as `curvature`, and the
+    `solve` puts it around each method that has such steps; `fb.AdaptiveSteps(method, …)` is short for
+    `fb.layered(method, fb.AdaptiveSteps(…))`. The history has the curvature L as `curvature`, and the
     length of a move of x over that of the hypergradient as `x_step`, where these steps are adapted.
 
     Args:
@@ -241,7 +242,7 @@ def adaptive(algorithm: Algorithm, problem: Problem, remember: bool = True) -> A
     `remember`: see `AdaptiveSteps`.
 
     Raises:
-        ConfigurationError: they are inside a wrapper that allows no such steps.
+        ConfigurationError: another layer, or a wrapper, does not allow such steps.
     """
     solved = problem.implicit_term == "inverse"  # there is a system for v
     used = any(solved or "hypergradient" not in path.split(".") for path in open_steps(algorithm))

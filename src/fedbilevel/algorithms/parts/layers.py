@@ -8,7 +8,8 @@ A layer has a function for the server and one for a client, each around what is 
     server   after_round(…, before, after)       returns the state at the end of a round
 
 On either side it may keep something (`server_slot`, `client_slot`), which is carried from exchange to exchange and from
-round to round, beside what the method keeps. No layer knows of another.
+round to round, beside what the method keeps. A layer is written without the others; `excludes` and the memory that late
+and short replies share are the exceptions.
 
 All layers of a run are in one `Layered`, which `layered` makes. It has a field for each place. The order of the fields
 is that of the layers around a phase: what never leaves a client is taken out before the rest is noised, and codes work
@@ -23,6 +24,7 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,9 +33,10 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm, Part, check_algorithm, refuse_unless_allowed
+from fedbilevel.core.authored import described
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.core.facts import Allows, Asks, Findings
+from fedbilevel.core.facts import Allows, Asks, Findings, No
 from fedbilevel.core.fed import Fed, LoopBody, Phase, Reply, Total
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
@@ -83,12 +86,22 @@ class Around(Part):
     place: ClassVar[str]
     """The field of `Layered` that it takes: one of PLACES."""
 
-    def __new__(cls, algorithm: Algorithm | None = None, /, **fields: Any) -> Any:
-        return super().__new__(cls) if algorithm is None else layered(algorithm, cls(**fields))
+    def __new__(cls, algorithm: Any = None, *more: Any, **fields: Any) -> Any:
+        if algorithm is None and not more:
+            return super().__new__(cls)
+        allowed = "a method alone; fields are given by name"
+        require(isinstance(algorithm, Algorithm) and not more, f"{cls.__name__}(…)", more or algorithm, allowed)
+        return layered(algorithm, cls(**fields))
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        place = vars(cls).get("place", PLACES[0])
+        require(place in PLACES, f"{cls.__name__}.place", place, ", ".join(PLACES))
 
     @abstractmethod
     def layer(self, among: Mapping[str, Around]) -> Layer | None:
-        """Return the layer that acts for it, given what is at all places; None where that of another place does."""
+        """Return the layer that does its work. `among` has what is at each place, so that two places can share one
+        layer. None: the layer of the other place does the work of both."""
 
 
 class Layer(Around):
@@ -108,9 +121,13 @@ class Layer(Around):
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        known = {name for name in dir(Layer) if name[0] != "_"}
+        for name in vars(cls).keys() - known:
+            if near := get_close_matches(name, known, n=1, cutoff=0.8):
+                raise ConfigurationError(f"{cls.__name__}.{name} is no function of layers: did you mean {near[0]!r}?")
         if not inspect.isabstract(cls):
             kind, place = getattr(cls, "kind", None), getattr(cls, "place", None)
-            require(place in PLACES, f"{cls.__name__}.place", place, ", ".join(PLACES))
+            require(place is not None, f"{cls.__name__}.place", place, ", ".join(PLACES))
             require(isinstance(kind, str), f"{cls.__name__}.kind", kind, "a name")
             require(cls.needs in ("", *Allows._fields), f"{cls.__name__}.needs", cls.needs, ", ".join(Allows._fields))
 
@@ -126,6 +143,11 @@ class Layer(Around):
     def cannot(self) -> str:
         """What a method cannot do that does not give the entry `needs`; the words of the error."""
         return f"cannot have {self.label}"
+
+    @property
+    def whole(self) -> bool:
+        """Whether it needs whole replies, and not those of submodels: by its place."""
+        return self.place in ("rule", "coded")
 
     def fits(self, method: Algorithm) -> None:
         """Raise ConfigurationError for a method that it cannot be put around."""
@@ -264,10 +286,14 @@ class Layered(Wrapper):
         allows = self.algorithm.allows
         for layer in layers:
             allows = layer.allows(allows, self.algorithm)
+            if layer.whole:
+                allows = allows._replace(submodels=No(f"{layer.label} needs whole replies"))
         return allows
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         for layer in self.layers:
+            whole = f"None with {layer.label}: replies are whole"
+            require(not layer.whole or clients.capacity is None, "Clients.capacity", "given", whole)
             layer.check(self.algorithm, problem, clients, x, y)
         method, _ = self.begun(self.slots("server_slot", x, y))
         method.check(problem, clients, x, y)
@@ -305,7 +331,14 @@ class Layered(Wrapper):
         return LayeredState(inside, slots) if isinstance(state, LayeredState) else inside
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """Estimate it as the method does, after a round at (x, y) where a layer learns in it."""
+        """Estimate it as the method does, after a round at (x, y) where a layer learns in it.
+
+        Raises:
+            ConfigurationError: replies are late or short: they would be those of other points.
+        """
+        for part in filter(None, (self.coded, self.late)):
+            allowed = "a method without it: its replies are made of those to other points"
+            require(False, f"{self.label}.hypergradient_at", f"with {type(part).__name__}", allowed)
         slots = self.slots("server_slot", x, y)
         if any(layer.learns for layer in self.layers):
             first, key = jax.random.split(key)
@@ -335,19 +368,26 @@ class Layered(Wrapper):
         return remarks
 
 
-def cut(algorithm: Algorithm, place: str) -> tuple[Algorithm, tuple[Layer, ...]]:
-    """Cut the layers of a method at a place: return the method with those before it, and the layers from there on.
+def cut(algorithm: Algorithm, place: str) -> tuple[Algorithm, Algorithm, tuple[Layer, ...]]:
+    """Cut the layers of a method at a place: return the method in the layers before it, the method alone, and the
+    layers from there on.
 
-    A phase of the first, with the rest `around` it, is a phase of the method.
+    Running a phase of the first inside `around(layers, …)` is the same as running it of the whole.
     """
     if isinstance(algorithm, Wrapper) and not isinstance(algorithm, Layered):
-        inside, outside = cut(algorithm.algorithm, place)
-        return replace(algorithm, algorithm=inside), outside
+        inside, method, outside = cut(algorithm.algorithm, place)
+        return replace(algorithm, algorithm=inside), method, outside
     if not isinstance(algorithm, Layered):
-        return algorithm, ()
+        return algorithm, algorithm, ()
     after: dict[str, Any] = dict.fromkeys(PLACES[PLACES.index(place) :])
     inside = replace(algorithm, **after)
-    return inside, algorithm.layers[len(inside.layers) :]
+    return inside, algorithm.algorithm, algorithm.layers[len(inside.layers) :]
+
+
+def only_slots(state: PyTree, layers: Iterable[Layer]) -> PyTree:
+    """Return a client's state without what others than these layers keep there."""
+    slots = _parted(state, LayeredClient).slots
+    return LayeredClient(None, {layer.kind: slots[layer.kind] for layer in layers if layer.kind in slots})
 
 
 def _parted(state: Any, kind: Any) -> Any:
@@ -356,6 +396,22 @@ def _parted(state: Any, kind: Any) -> Any:
 
 def _with(slots: dict[str, Any], layer: Layer, slot: Any) -> dict[str, Any]:
     return slots if slot is None else {**slots, layer.kind: slot}
+
+
+def checked(layer: Layer, function: str, kind: type, returned: Any, slots: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Return what a function of a layer returned, and what it keeps.
+
+    Raises:
+        ConfigurationError: it is no pair of these, or it keeps something that it did not begin with.
+    """
+    where = f"{layer.label}.{function}"
+    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], kind):
+        got = described(returned)
+        raise ConfigurationError(f"{where} returned {got}: it returns a {kind.__name__} and what the layer keeps")
+    if returned[1] is not None and layer.kind not in slots:
+        make = "client_slot" if kind is Reply else "server_slot"
+        raise ConfigurationError(f"{where} keeps {described(returned[1])}, but {make} says that nothing is kept")
+    return returned
 
 
 def run_inside(asked: Asked, client: Client) -> Reply:
@@ -372,8 +428,8 @@ def around(layers: Iterable[Layer], run: Inside) -> Inside:
     """Put layers around `run`, the first of them next to it."""
 
     def one(layer: Layer, run: Inside, asked: Asked, client: Client) -> Reply:
-        kept = _parted(client.state, LayeredClient).slots.get(layer.kind)
-        reply, slot = layer.reply(asked, kept, client, run)
+        slots = _parted(client.state, LayeredClient).slots
+        reply, slot = checked(layer, "reply", Reply, layer.reply(asked, slots.get(layer.kind), client, run), slots)
         if slot is None:
             return reply
         return reply._replace(state=reply.state._replace(slots=_with(reply.state.slots, layer, slot)))
@@ -414,12 +470,17 @@ class LayersFed:
         return ask(asked)
 
     def one(self, layer: Layer, ask: Ask, asked: Asked) -> Total:
-        total, slot = layer.exchange(asked, self.slots.get(layer.kind), ask)
+        returned = layer.exchange(asked, self.slots.get(layer.kind), ask)
+        total, slot = checked(layer, "exchange", Total, returned, self.slots)
         self.slots = _with(self.slots, layer, slot)
         return total
 
     def ask(self, asked: Asked) -> Total:
         phase = self.layered.phases[asked.phase]
+        if asked.first is not None and asked.each:
+            raise ConfigurationError(
+                f"{self.layered.label}: an exchange that ends with the first replies has no others"
+            )
         if asked.first is None:
             return self.fed.sum(phase, asked.message, asked.key, fresh=asked.fresh, each=asked.each)
         n, most = asked.first

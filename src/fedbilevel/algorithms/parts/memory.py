@@ -46,6 +46,7 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.layers import Around, Ask, Asked, First, Inside, Kept, Layer
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
+from fedbilevel.core.authored import difference
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive_integer, static
 from fedbilevel.core.errors import ConfigurationError, require
@@ -69,7 +70,7 @@ class Compressor(Around):
     place = "coded"
 
     def layer(self, among: Mapping[str, Around]) -> Layer | None:
-        return None if "late" in among else Memory(compressor=self)
+        return None if isinstance(among.get("late"), Asynchronous) else Memory(compressor=self)
 
     @abstractmethod
     def coded(self, tree: PyTree) -> PyTree:
@@ -78,6 +79,8 @@ class Compressor(Around):
 
 class Asynchronous(Around):
     """Continue as soon as some clients have replied, with the last replies of all others.
+
+    `fb.Asynchronous(method, wait_for=3)` is short for `fb.layered(method, fb.Asynchronous(wait_for=3))`.
 
     Args:
         wait_for: how many replies an exchange waits for.
@@ -171,12 +174,16 @@ class ReplyDelta(NamedTuple):
         cls, last: LastReply, update: PyTree, exchange: Array, compressor: Compressor | None = None
     ) -> tuple[ReplyDelta, LastReply]:
         """Take the difference from the last reply to this, asked for in that exchange; also return what to keep now."""
-        joins, exchanges = (last.exchange < 0).astype(float), (exchange - last.exchange).astype(float)
+        joins, exchanges = (jnp.asarray(n, float) for n in (last.exchange < 0, exchange - last.exchange))
         change = optax.tree.sub(update, last.update)
         if compressor is not None:
             marked = jax.tree.map(lambda part: part if is_marked(part) else None, change, is_leaf=is_marked)
-            coded = compressor.coded(private_part(change))
-            update = optax.tree.add(last.update, join(decoded(coded), marked))
+            private = private_part(change)
+            coded = compressor.coded(private)
+            if wrong := difference(restored := decoded(coded), private):
+                name = f"{type(compressor).__name__}.coded"
+                raise ConfigurationError(f"{name}: what is decoded must be like the tree that it got: {wrong}")
+            update = optax.tree.add(last.update, join(restored, marked))
             change = (coded, marked)
         return cls(change, Public(joins), Public(exchanges)), LastReply(update, exchange)
 
@@ -199,6 +206,10 @@ class Memory(Layer):
         return type(self.late or self.compressor).__name__
 
     @property
+    def whole(self) -> bool:
+        return self.compressor is not None
+
+    @property
     def cannot(self) -> str:
         return "cannot be Asynchronous" if self.late else f"cannot send differences to earlier replies ({self.label})"
 
@@ -207,13 +218,9 @@ class Memory(Layer):
 
     def allows(self, inside: Allows, method: Algorithm) -> Allows:
         late = No(f"its replies are differences to earlier ones already ({self.label})")
-        parts = inside.submodels if self.compressor is None else No(f"{self.label} needs whole replies")
-        return inside._replace(late=late, submodels=parts)
+        return inside._replace(late=late)
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
-        if self.compressor is not None:
-            whole = f"None with {type(self.compressor).__name__}: replies are whole"
-            require(clients.capacity is None, "Clients.capacity", "given", whole)
         if self.late is None:
             return
         alone = self.late.delay_penalty == 0 or problem.local is None
@@ -232,6 +239,9 @@ class Memory(Layer):
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:
         if asked.fresh is not None or asked.phase not in kept:
             return ask(asked), kept
+        if asked.each:
+            why = f"{self.label} sends differences to earlier replies, of which the server knows the sum alone"
+            raise ConfigurationError(f"every reply of an exchange was asked for: {why}")
         last = kept[asked.phase]
         first = None if self.late is None else First(self.late.wait_for, self.late.max_staleness)
         delta = ask(replace(asked, message=(asked.message, last.exchanges), first=first)).update

@@ -25,6 +25,8 @@ class OuterOptimizer(Layer):
     S. Reddi and others, "Adaptive Federated Optimization", ICLR 2021. The method's own step on x scales what it is fed;
     Adam, AdaGrad, and `dog` and `prodigy` of `optax.contrib`, which find their step, take the direction alone.
 
+    `fb.OuterOptimizer(method, optimizer=…)` is short for `fb.layered(method, fb.OuterOptimizer(optimizer=…))`.
+
     Args:
         optimizer: an optax optimizer; its learning rate is the step on x.
     """

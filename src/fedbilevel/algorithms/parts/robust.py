@@ -25,10 +25,7 @@ from fedbilevel.algorithms.parts.layers import Ask, Asked, Kept, Layer
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.errors import require
-from fedbilevel.core.facts import Allows, No
 from fedbilevel.core.fed import Total
-from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree
 
 
 class RobustRule(Layer):
@@ -40,13 +37,6 @@ class RobustRule(Layer):
     def fits(self, method: Algorithm) -> None:
         late = "a method that waits for everyone: a rule needs replies of one exchange"
         require(not method.asks.asynchronous, f"{self.label}, its method", f"{method.label} with first replies", late)
-
-    def allows(self, inside: Allows, method: Algorithm) -> Allows:
-        return inside._replace(submodels=No(f"{self.label} needs whole replies"))
-
-    def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
-        whole = f"None with {self.label}: replies are whole"
-        require(clients.capacity is None, "Clients.capacity", "given", whole)
 
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:
         updates, weights = ask(replace(asked, each=True)).rows

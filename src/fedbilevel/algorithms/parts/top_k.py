@@ -41,7 +41,8 @@ class TopK(Compressor):
     share: float = static(default=0.1)
 
     def validate(self) -> None:
-        require(0 < self.share <= 1, "TopK.share", self.share, "above 0, at most 1")
+        number = isinstance(self.share, int | float) and not isinstance(self.share, bool)
+        require(number and 0 < self.share <= 1, "TopK.share", self.share, "a number above 0, at most 1")
 
     def coded(self, tree: PyTree) -> Coded:
         vector, unravel = ravel_pytree(tree)

@@ -11,23 +11,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary, ref
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flwr.app import Context, Message
 from flwr.clientapp import ClientApp
-from jax import Array
 
 from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.algorithms.parts.composed import composed
-from fedbilevel.algorithms.parts.layers import Asked, around, cut
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_solves
-from fedbilevel.core.client import Client, Clients, RemoteClients, Samples
-from fedbilevel.core.config import at
+from fedbilevel.core.client import Clients, RemoteClients, Samples
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, FloorError, require
-from fedbilevel.core.fed import Reply
 from fedbilevel.core.own import Given, OwnNumbers, check_own
 from fedbilevel.core.privacy import BudgetSpentError, NoiseError, Privacy, check_noise
 from fedbilevel.core.problem import Problem, SimpleBilevel
@@ -41,6 +36,7 @@ from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower import wire
 from fedbilevel.flower.client.limits import Limits, TimeLimit
+from fedbilevel.flower.client.phases import SitePhases, in_precision_of_here
 from fedbilevel.flower.client.store import ContextStore, FolderStore, Store, Versions
 from fedbilevel.flower.privacy import PrivacyGuard
 from fedbilevel.flower.refusal import OPERATOR, Code, Refusal
@@ -143,7 +139,6 @@ class ClientRuntime:
         floor = site.limits.min_batch_size
         self.outer = _samples(outer, floor)
         self.inner = self.outer if inner is outer else _samples(inner, floor)
-        self.time_limit = TimeLimit(site.limits.max_seconds)
         self.store = None if site.folder is None else FolderStore(site.folder, site.id)
         self.changed = ""
         if self.store is not None:
@@ -154,6 +149,8 @@ class ClientRuntime:
         self.guard = None
         if site.privacy is not None and site.folder is not None:
             self.guard = PrivacyGuard(site.privacy, site.folder, site.id)
+        samples = self.outer, self.inner
+        self.phases = SitePhases(site.id, site.algorithm, self.problem, samples, site.own, site.limits, self.guard)
         log.info("client %d: %s", site.id, "; ".join(f"{name} {said}" for name, said in self.described().items()))
         with suppress(Refusal):  # what is outside of the limits is not even traced; each message hears it
             self.check_limits()
@@ -239,12 +236,10 @@ class ClientRuntime:
         x, y = self.arrays(request, wire.shapes(self.at))
         self.count(request.run, request.round, store)
         measured = self.measured
-        numbers = self.within_limit(lambda: {name: float(value) for name, (value,) in measured.each(x, y).items()})
+        numbers = self.phases.within_limit(
+            lambda: {name: float(value) for name, (value,) in measured.each(x, y).items()}
+        )
         return replace(blank, metrics=json.dumps(numbers))
-
-    def within_limit(self, task: Callable[[], T]) -> T:
-        """Return what `task` returns, within the time limit of a phase."""
-        return self.time_limit.run(in_precision_of_here(task))
 
     def reply(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
         """Check a request for a phase, run the phase, save the client's state."""
@@ -256,7 +251,7 @@ class ClientRuntime:
             counted = request.counted_round, request.counted_exchange
             kept = store.load(request.run, self.contract.state).up_to(counted, request.round)
         before = kept.states[-1] if kept.states else None if request.fresh else self.first
-        reply, epsilon = self.released(call.phase, message, request, before)
+        reply, epsilon = self.phases.reply(request, message, before)
         response = replace(
             blank,
             layout=wire.layout(reply.update),
@@ -279,65 +274,6 @@ class ClientRuntime:
             self.site.limits.check_request_counts(request_counts)
             store.save_request_counts(request_counts)
 
-    def released(self, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> tuple[Reply, float]:
-        """Return the reply as it leaves this client, and ε so far.
-
-        Under privacy the guard stands at its place among the layers of the method. Those outside, which send
-        differences and codes, work on what is noised already, so that they cost no further ε.
-        """
-        guard, algorithm, epsilon = self.guard, self.site.algorithm, 0.0
-        if guard is None:
-            return self.played(algorithm, phase, message, request, state), epsilon
-        inside, outside = cut(algorithm, "privacy")
-        context: list[int | str] = [request.run, request.round, request.exchange, request.phase]
-
-        def protected(asked: Asked, client: Client) -> Reply:
-            nonlocal epsilon
-            reply = self.played(inside, phase, asked.message, request, client.state)
-            update, epsilon = guard.protect(reply.update, context)
-            return Reply(update, reply.state)  # metrics and counts of work tell of the data, too
-
-        asked = Asked(algorithm, phase, message, jax.random.fold_in(self.key(request), self.site.id))
-        return around(outside, protected)(asked, self.client(request, state)), epsilon
-
-    def played(
-        self, algorithm: Algorithm, phase: str, message: PyTree, request: RequestMessage, state: PyTree
-    ) -> Reply:
-        """Run the phase within the time limit; its reply must be finite. Under privacy no error depends on data."""
-        try:
-            reply = self.within_limit(lambda: self.play(algorithm, phase, message, request, state))
-            if bad := nonfinite_leaves((reply.update, reply.metrics)):
-                raise Refusal(Code.NUMBERS, f"the reply is not finite in {', '.join(bad)}")
-        except Exception:
-            if self.guard is None:
-                raise
-            log.exception("phase %s of round %d failed", phase, request.round)
-            text = "the phase failed; the client's log says more"
-            raise Refusal(Code.HIDDEN, f"{text}. {self.guard.privacy.what_to_lower()}") from None
-        return reply
-
-    def play(self, algorithm: Algorithm, phase: str, message: PyTree, request: RequestMessage, state: PyTree) -> Reply:
-        """Run the phase, compiled: data, state and hyperparameters are arguments of the program."""
-        round, client = jnp.asarray(request.round, jnp.int32), self.client(request, state)
-        reply: Reply = program(self.problem)(phase, algorithm, round, client, message, self.key(request))
-        return jax.block_until_ready(reply)
-
-    def key(self, request: RequestMessage) -> Array:
-        return jax.random.wrap_key_data(jnp.asarray(np.frombuffer(request.key, np.uint32)), impl=request.key_kind)
-
-    def client(self, request: RequestMessage, state: PyTree) -> Client:
-        """Make what a phase sees of this client."""
-        without: Any = None  # the program has it
-        return Client(
-            problem=without,
-            outer=self.outer,
-            inner=self.inner,
-            id=jnp.asarray(self.site.id, jnp.int32),
-            weight=jnp.asarray(request.weight, float),
-            state=state,
-            own=self.own(request),
-        )
-
     def call(self, request: RequestMessage) -> CallSignature:
         self.check_contract(request)
         phases = sorted({call.phase for call in self.contract.calls.values()})
@@ -347,17 +283,6 @@ class ClientRuntime:
         if call is None or call.phase != request.phase:
             raise Refusal(Code.CONTRACT, f"phase {request.phase} is not asked with such a message in this run")
         return call
-
-    def own(self, request: RequestMessage) -> dict[str, Any]:
-        """Read the client's own numbers in the round: the server's, and over them the site's; refuse what is none."""
-        sent = wire.numbers_in("own numbers", request.own)
-        try:
-            check_own(self.site.algorithm, {name: Given(np.asarray(number)) for name, number in sent.items()})
-        except ConfigurationError as error:
-            raise Refusal(Code.CONTRACT, f"own numbers: {error}") from None
-        numbers = {**sent, **self.site.own}
-        self.site.limits.check_own(numbers)
-        return {name: jnp.asarray(n, jnp.int32 if isinstance(n, int) else float) for name, n in numbers.items()}
 
     def check_contract(self, request: RequestMessage) -> None:
         if request.contract != self.contract.digest:
@@ -385,37 +310,6 @@ class ClientRuntime:
     @cached_property
     def first(self) -> PyTree:
         return jax.tree.map(np.asarray, self.site.algorithm.client_state(self.problem, self.x, self.y))
-
-
-def in_precision_of_here(task: Callable[[], T]) -> Callable[[], T]:
-    """Make a task that another thread can run, in the precision of this one, for which alone it may hold."""
-    x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
-
-    def run() -> T:
-        with jax.enable_x64(x64):
-            return task()
-
-    return run
-
-
-PROGRAMS: WeakKeyDictionary[Problem, Any] = WeakKeyDictionary()
-
-
-def program(problem: Problem) -> Any:
-    """Return the function that runs phases of a problem, compiled once for all clients in this process that share it.
-
-    It is freed with the problem: JAX keeps a compiled program, and its arguments other than arrays, as long as its
-    function lives.
-    """
-    known: Any = ref(problem)
-
-    def play(phase: str, algorithm: Algorithm, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
-        client = replace(client, problem=known().over_batches())  # an epoch's last batch is padded
-        return at(algorithm, round).run_phase(phase, client, message, jax.random.fold_in(key, client.id))
-
-    if problem not in PROGRAMS:
-        PROGRAMS[problem] = jax.jit(play, static_argnums=0)
-    return PROGRAMS[problem]
 
 
 MEANT: dict[type[Exception], Code] = {

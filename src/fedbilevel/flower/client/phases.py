@@ -1,0 +1,203 @@
+"""Phases at a site: run on its samples, within its limits, and under its privacy, up to the reply that leaves it.
+
+Under privacy the guard stands at its place among the layers of the method. The layers outside of it, which send
+differences and short forms of replies, get what is noised already, and nothing else of the client, so that what they
+send costs no further ε.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary, ref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel.algorithms.parts.layers import Asked, Layer, around, cut, only_slots
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.client import Client, Samples
+from fedbilevel.core.config import at
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.own import Given, OwnNumbers, check_own
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree, nonfinite_leaves
+from fedbilevel.flower import wire
+from fedbilevel.flower.client.limits import Limits, TimeLimit
+from fedbilevel.flower.privacy import PrivacyGuard
+from fedbilevel.flower.refusal import Code, Refusal
+from fedbilevel.flower.wire import RequestMessage
+
+T = TypeVar("T")
+log = logging.getLogger("fedbilevel.client")
+
+
+class SitePhases:
+    """Runs the phases of a site's method.
+
+    Args:
+        id: the client's number.
+        algorithm: the method in its layers.
+        problem: its losses.
+        outer, inner: its samples.
+        own: its own numbers of the method, which take precedence over those that the server sends.
+        limits: what it lets a server ask.
+        guard: what clips and noises its replies; None without privacy.
+    """
+
+    def __init__(
+        self,
+        id: int,
+        algorithm: Algorithm,
+        problem: Problem,
+        samples: tuple[Samples, Samples],
+        own: OwnNumbers,
+        limits: Limits,
+        guard: PrivacyGuard | None,
+    ) -> None:
+        self.id, self.algorithm, self.problem, self.own = id, algorithm, problem, own
+        (self.outer, self.inner), self.limits, self.guard = samples, limits, guard
+        self.time_limit = TimeLimit(limits.max_seconds)
+
+    def within_limit(self, task: Callable[[], T]) -> T:
+        """Return what `task` returns, within the time limit of a phase."""
+        return self.time_limit.run(in_precision_of_here(task))
+
+    def reply(self, request: RequestMessage, message: PyTree, state: PyTree) -> tuple[Reply, float]:
+        """Return the reply to a request as it leaves this client, and ε so far.
+
+        Raises:
+            Refusal: the request is outside of the site's limits, or the reply is not finite. Under privacy no text
+                depends on data.
+        """
+        client = self.client(request, state)
+        if self.guard is not None:
+            return self.reply_under_privacy(self.guard, request, message, client)
+        asked = Asked(self.algorithm, request.phase, message, self.key(request))
+        reply = self.within_limit(lambda: self.run(request.round, asked, client))
+        return finite(reply), 0.0
+
+    def reply_under_privacy(
+        self, guard: PrivacyGuard, request: RequestMessage, message: PyTree, client: Client
+    ) -> tuple[Reply, float]:
+        """Return a reply that was clipped and noised at the place of privacy among the layers, and ε so far."""
+        inside, method, outside = cut(self.algorithm, "privacy")
+        context: list[int | str] = [request.run, request.round, request.exchange, request.phase]
+        epsilon, released, given_up = 0.0, False, False
+
+        def protected(asked: Asked, _: Client) -> Reply:
+            nonlocal epsilon, released
+            if asked.method is not method:
+                raise ConfigurationError("a layer outside of privacy gives the phase another method")
+            reply = finite(self.run(request.round, replace(asked, method=inside), client))
+            if given_up:
+                raise Refusal(Code.LIMIT, "the phase was given up")
+            released = True
+            update, epsilon = guard.protect(reply.update, context)
+            return Reply(jax.tree.map(jnp.asarray, update), reply.state)
+
+        def task() -> Reply:
+            layers = tuple(at(layer, request.round) for layer in outside)
+            asked = Asked(method, request.phase, jax.tree.map(as_array, message), self.key(request))
+            sent = around(layers, protected)(asked, self.seen_outside(client, layers))
+            return finite(Reply(sent.update, sent.state))  # metrics and counts of work tell of the data, too
+
+        try:
+            return jax.block_until_ready(self.within_limit(task)), epsilon
+        except Exception:
+            given_up = True
+            if released:
+                raise
+            log.exception("phase %s of round %d failed", request.phase, request.round)
+            text = "the phase failed; the client's log says more"
+            raise Refusal(Code.HIDDEN, f"{text}. {guard.privacy.what_to_lower()}") from None
+
+    def seen_outside(self, client: Client, layers: tuple[Layer, ...]) -> Client:
+        """Make what layers outside of the guard see of the client: its number, its weight, and what they keep."""
+        none: Any = None
+        state = only_slots(client.state, layers)
+        return Client(none, outer=none, inner=none, id=client.id, weight=client.weight, state=state)
+
+    def run(self, round: int, asked: Asked, client: Client) -> Reply:
+        """Run a phase, compiled: data, state and hyperparameters are arguments of the program."""
+        number = jnp.asarray(round, jnp.int32)
+        run = program(self.problem)
+        reply: Reply = run(asked.phase, asked.method, number, client, asked.message, asked.key)
+        return jax.block_until_ready(reply)
+
+    def key(self, request: RequestMessage) -> Array:
+        """Make the client's key of an exchange."""
+        key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(request.key, np.uint32)), impl=request.key_kind)
+        return jax.random.fold_in(key, self.id)
+
+    def client(self, request: RequestMessage, state: PyTree) -> Client:
+        """Make what a phase sees of this client."""
+        without: Any = None  # the program has it
+        return Client(
+            problem=without,
+            outer=self.outer,
+            inner=self.inner,
+            id=jnp.asarray(self.id, jnp.int32),
+            weight=jnp.asarray(request.weight, float),
+            state=state,
+            own=self.own_numbers(request),
+        )
+
+    def own_numbers(self, request: RequestMessage) -> dict[str, Any]:
+        """Read the client's own numbers in the round: the server's, and over them the site's; refuse what is none."""
+        sent = wire.numbers_in("own numbers", request.own)
+        try:
+            check_own(self.algorithm, {name: Given(np.asarray(number)) for name, number in sent.items()})
+        except ConfigurationError as error:
+            raise Refusal(Code.CONTRACT, f"own numbers: {error}") from None
+        numbers = {**sent, **self.own}
+        self.limits.check_own(numbers)
+        return {name: jnp.asarray(n, jnp.int32 if isinstance(n, int) else float) for name, n in numbers.items()}
+
+
+def finite(reply: Reply) -> Reply:
+    """Return the reply; refuse one that is not finite."""
+    if bad := nonfinite_leaves((reply.update, reply.metrics)):
+        raise Refusal(Code.NUMBERS, f"the reply is not finite in {', '.join(bad)}")
+    return reply
+
+
+def as_array(leaf: Any) -> Any:
+    """Make an array of JAX of one of NumPy; numbers of Python stay."""
+    return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
+
+
+def in_precision_of_here(task: Callable[[], T]) -> Callable[[], T]:
+    """Make a task that another thread can run, in the precision of this one, for which alone it may hold."""
+    x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
+
+    def run() -> T:
+        with jax.enable_x64(x64):
+            return task()
+
+    return run
+
+
+PROGRAMS: WeakKeyDictionary[Problem, Any] = WeakKeyDictionary()
+
+
+def program(problem: Problem) -> Any:
+    """Return the function that runs phases of a problem, compiled once for all clients in this process that share it.
+
+    It is freed with the problem: JAX keeps a compiled program, and its arguments other than arrays, as long as its
+    function lives.
+    """
+    known: Any = ref(problem)
+
+    def run(phase: str, algorithm: Algorithm, round: Any, client: Client, message: PyTree, key: Any) -> Reply:
+        client = replace(client, problem=known().over_batches())  # an epoch's last batch is padded
+        return at(algorithm, round).run_phase(phase, client, message, key)
+
+    if problem not in PROGRAMS:
+        PROGRAMS[problem] = jax.jit(run, static_argnums=0)
+    return PROGRAMS[problem]
