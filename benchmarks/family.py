@@ -31,7 +31,7 @@ import optax
 import fedbilevel as fb
 from fedbilevel.algorithms.parts.adaptive_steps import with_steps
 from fedbilevel.algorithms.parts.curvature import unit
-from fedbilevel.core.config import OpenStep
+from fedbilevel.core.hyperparameters import OpenStep
 
 FAMILY = 7  # the seed of the members whose best of 12 is kept
 KEPT = Path(__file__).with_suffix(".json")  # by method and group, the best of 12 of each member

@@ -10,13 +10,14 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel import authoring
-from fedbilevel.algorithms.afbo import AFBO
+from fedbilevel.algorithms.afbo import AFBO, MeanGradient
 from fedbilevel.algorithms.parts.hypergradients import LocalImplicit
 from fedbilevel.algorithms.parts.linear_solvers import Neumann
 from fedbilevel.algorithms.parts.local_steps import Momentum, Proximal
 from fedbilevel.algorithms.simfbo import SimFBO
-from fedbilevel.core.config import Schedule, at, config, fraction, hyperparameters, positive, static, step_sizes
+from fedbilevel.core.config import Schedule, config, fraction, positive, static, step_sizes
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.hyperparameters import at, entries, hyperparameters, replaced
 from fedbilevel.core.tree import XYV
 
 
@@ -37,6 +38,25 @@ def test_hyperparameters_are_what_json_holds():
     assert several["hypergradient.solver.terms"] == [2, 3]
     assert json.loads(json.dumps([several, optimizer])) == [several, optimizer]
     assert "server_optimizer" not in optimizer
+
+
+def test_entries_are_those_of_the_fields_in_order_and_of_parts_after_the_part():
+    inner = MeanGradient(rounds=2, lr=[0.1, lambda round: 0.2])
+    method = fb.Asynchronous(AFBO(inner=inner), wait_for=2)
+    found = {entry.path: entry for entry in entries(method)}
+    names = ["algorithm", "hypergradient", "solver", "terms"]
+    assert list(found)[:4] == [".".join(names[: depth + 1]) for depth in range(4)]
+    assert found["algorithm.inner.lr[1]"].holders == (method, method.algorithm, inner)
+    assert found["algorithm.inner.lr[1]"].keys == ("algorithm", "inner", "lr", 1)
+    assert "inner.lr[1]" in [entry.path for entry in entries(method, unwrapped=True)]
+    assert [entry.of for entry in entries(SimFBO()) if entry.field.name == "client_lr"] == ["x", "y", "v"]
+
+
+def test_a_value_is_replaced_where_its_keys_lead():
+    method = fb.Asynchronous(AFBO(inner=MeanGradient(rounds=2, lr=[0.1, 0.2])), wait_for=2)
+    changed = replaced(method, ("algorithm", "inner", "lr", 1), 0.5)
+    assert (changed.algorithm.inner.lr, method.algorithm.inner.lr) == ((0.1, 0.5), (0.1, 0.2))
+    assert replaced(SimFBO(), ("client_lr", "y"), 0.5).client_lr == XYV(None, 0.5, None)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.core.config import at, halved
+from fedbilevel.core.hyperparameters import at, halved
 from fedbilevel.engines.divergence import grown
 from fedbilevel.engines.history import History
 from fedbilevel.errors import ConfigurationError, NonFiniteError, NumericalWarning

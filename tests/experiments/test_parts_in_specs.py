@@ -9,8 +9,8 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.algorithm import ALGORITHMS
-from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.tables import merged
 from fedbilevel.experiments import configure, presets, resolve
 from fedbilevel.experiments.presets import Preset

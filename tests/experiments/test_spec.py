@@ -13,8 +13,9 @@ import pytest
 import fedbilevel
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.algorithms.parts.local_steps import Momentum
-from fedbilevel.core.config import at, static
+from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.tables import optimizer
 from fedbilevel.core.tree import XYV
 from fedbilevel.experiments import configure, read_spec, resolve, toml

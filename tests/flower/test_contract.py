@@ -16,7 +16,8 @@ from two_phase import TwoPhase
 import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.algorithms import ALGORITHMS
-from fedbilevel.core.config import at, static
+from fedbilevel.core.config import static
+from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.tree import XY
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess

@@ -43,11 +43,11 @@ from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import check_neumann_step
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
-from fedbilevel.core.config import at as at_round
 from fedbilevel.core.config import positive, positive_integer, static
 from fedbilevel.core.errors import require_count, unknown
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.hyperparameters import at as at_round
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, PyTree, move, scaled

@@ -57,10 +57,11 @@ from fedbilevel.algorithms.parts.linear_solvers import SolveInfo, check_neumann_
 from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
-from fedbilevel.core.config import at, positive, positive_integer
+from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.differences import Differences, coordinate_slopes

@@ -188,7 +188,7 @@ def _command(options: argparse.Namespace, algorithm: str, fields: Mapping[str, A
 def _rounded(value: Any) -> Any:
     """A value in the spec's form, in three digits; of a part its kind and what differs from its defaults."""
     from fedbilevel.core.algorithm import Part
-    from fedbilevel.core.config import own_values
+    from fedbilevel.core.hyperparameters import own_values
 
     if isinstance(value, Part):
         value = {"name": value.kind, **own_values(value)}

@@ -17,9 +17,7 @@ from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import (
     config,
     counts,
-    field_values,
     fraction,
-    local_epochs,
     positive,
     positive_integer,
     share,
@@ -30,6 +28,7 @@ from fedbilevel.core.config import (
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
 from fedbilevel.core.fed import Fed, Phase, Reply
+from fedbilevel.core.hyperparameters import field_values, local_epochs
 from fedbilevel.core.own import as_client, check_own
 from fedbilevel.core.problem import Bilevel, Problem
 from fedbilevel.core.tree import PyTree

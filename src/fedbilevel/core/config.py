@@ -1,21 +1,20 @@
 """Hyperparameters: frozen dataclasses that are pytrees, checked when built.
 
-Numbers are pytree leaves, so that a sweep is a `vmap` over the configuration itself; static fields recompile. A step
-size may be an optax schedule: `at` replaces it by its value at a round. A field says its default by name,
-`lr: float = positive(default=0.1)`: type checkers do not see it otherwise.
+Numbers are pytree leaves, so that a sweep is a `vmap` over the configuration itself; static fields recompile. A field
+states its default by name, `lr: float = positive(default=0.1)`: type checkers do not see it otherwise. What is read
+from a configuration is in core/hyperparameters.py.
 """
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import functools
 import inspect
 import math
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, NamedTuple, TypeVar, dataclass_transform
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar, dataclass_transform
 
 import jax
 import numpy as np
@@ -46,10 +45,8 @@ StepKind = Literal["x", "local x", "shared", "total", "local", "drift", "short"]
 - "total": the total of a client's local steps on y;
 - "local": one local step on x, y or v, along whose sum the server moves;
 - "drift": one local step that only decides how far clients drift apart, as far as they agree; on x it is 0;
-- "short": the same, as the part TIED of the server's step.
+- "short": the same, as the part TIED (core/hyperparameters.py) of the server's step.
 """
-TIED = 0.05
-"""A client's step that is None is this part of the server's step that it is tied to."""
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -195,147 +192,6 @@ def config(cls: T) -> T:
 def _refuse_change(self: Any, name: str, value: object) -> None:
     made_anew = f"dataclasses.replace(…, {name}=…) makes another one"
     raise dataclasses.FrozenInstanceError(f"{type(self).__name__} is never changed: {made_anew}")
-
-
-def at(configuration: Any, round: Array | int) -> Any:
-    """The configuration with every schedule replaced by its value at `round` (0 is the first).
-
-    Values of schedules are not checked: a step size may well begin or end at 0.
-    """
-    return _changed(configuration, lambda _, value: value.function(round) if isinstance(value, Schedule) else value)
-
-
-def is_step(name: str) -> bool:
-    """Whether a field is a step size: it is called lr, step, or something_lr."""
-    return name in ("lr", "step") or name.endswith("_lr")
-
-
-def given_steps(configuration: Any) -> list[str]:
-    """The step sizes that are numbers or schedules, in parts too, by path; three of one field by its name alone."""
-    given = (*hyperparameters(configuration), *dict(schedules(configuration)))
-    paths = (re.sub(r"\.[xyv]$", "", path) for path in given)
-    return list(dict.fromkeys(path for path in paths if is_step(re.sub(r"\[\d+\]$", "", path).split(".")[-1])))
-
-
-def halved(configuration: Any) -> Any:
-    """The configuration with every step size halved, in its parts too."""
-
-    def half(name: str, value: Any) -> Any:
-        if value is None or not is_step(name):
-            return value
-        return Schedule(lambda round: value.function(round) / 2) if isinstance(value, Schedule) else value / 2
-
-    return _changed(configuration, half)
-
-
-def _changed(configuration: Any, change: Callable[[str, Any], Any]) -> Any:
-    """The configuration with change(field's name, value) for each value in it, of several in a field and of parts too.
-
-    Nothing is checked again.
-    """
-
-    def value_of(name: str, value: Any) -> Any:
-        if isinstance(value, XYV):
-            return XYV(*(value_of(name, one) for one in value))
-        if type(value) is tuple:
-            return tuple(value_of(name, one) for one in value)
-        part = dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule)
-        return _changed(value, change) if part else change(name, value)
-
-    changed = copy.copy(configuration)
-    for field in dataclasses.fields(changed):
-        object.__setattr__(changed, field.name, value_of(field.name, getattr(changed, field.name)))
-    return changed
-
-
-def schedules(configuration: Any, within: str = "") -> Iterator[tuple[str, Schedule]]:
-    """List the schedules of a configuration and of those in its fields, by path."""
-    for name, value in field_values(configuration).items():
-        sizes = {f".{part}": size for part, size in value._asdict().items()} if isinstance(value, XYV) else {"": value}
-        if type(value) is tuple:
-            sizes = {f"[{place}]": size for place, size in enumerate(value)}
-        yield from ((f"{within}{name}{part}", size) for part, size in sizes.items() if isinstance(size, Schedule))
-        if dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
-            yield from schedules(value, f"{within}{name}.")
-
-
-def tied(configuration: Any) -> Any:
-    """The configuration with a number for every step that is None and tied to another, in parts too."""
-    changed = copy.copy(configuration)
-    for field in dataclasses.fields(changed):
-        value, to = getattr(changed, field.name), field.metadata.get("tied")
-        if to and isinstance(value, XYV):
-            pairs = zip(value, getattr(changed, to), strict=True)
-            value = XYV(*(TIED * server if size is None and server is not None else size for size, server in pairs))
-        elif to and value is None and (server := getattr(changed, to)) is not None:
-            value = TIED * (jax.numpy.min(jax.numpy.asarray(server)) if isinstance(server, tuple) else server)
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
-            value = tied(value)
-        object.__setattr__(changed, field.name, value)
-    return changed
-
-
-class OpenStep(NamedTuple):
-    """A step that is None and adapts."""
-
-    part: Any  # the method, or the part of it, whose field it is
-    kind: str  # a StepKind, or "alone" where each client solves a system of its own
-    of: str  # x, y or v
-
-
-def open_steps(configuration: Any, within: str = "", alone: bool = False) -> dict[str, OpenStep]:
-    """List the steps that are None and adapt, in parts too, by path."""
-    found: dict[str, OpenStep] = {}
-    alone = alone or getattr(configuration, "alone", False)
-    for field in dataclasses.fields(configuration):
-        value, kind, path = getattr(configuration, field.name), field.metadata.get("adaptive"), within + field.name
-        server = getattr(configuration, field.metadata.get("tied") or field.name)
-        if kind and isinstance(value, XYV):
-            sizes = zip(XYV._fields, value, server, strict=True)
-            both = (of for of, size, same in sizes if size is None and same is None)
-            found |= {f"{path}.{of}": OpenStep(configuration, kind, of) for of in both}
-        elif kind and value is None and server is None:
-            found[path] = OpenStep(configuration, "alone" if alone else kind, "x" if kind.endswith("x") else "y")
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
-            found |= open_steps(value, f"{path}.", alone)
-    return found
-
-
-def field_values(configuration: Any) -> dict[str, Any]:
-    """The fields of a configuration by name."""
-    return {field.name: getattr(configuration, field.name) for field in dataclasses.fields(configuration)}
-
-
-def own_values(configuration: Any) -> dict[str, Any]:
-    """The fields that differ from their defaults, by name."""
-    defaults = {field.name: field.default for field in dataclasses.fields(configuration)}
-    return {name: value for name, value in field_values(configuration).items() if value != defaults[name]}
-
-
-def hyperparameters(configuration: Any) -> dict[str, Any]:
-    """Every number and plain choice of a configuration by its path, as JSON has it; functions are left out."""
-    leaves = jax.tree_util.tree_leaves_with_path(configuration)
-    values = {jax.tree_util.keystr(path).lstrip("."): np.asarray(leaf).tolist() for path, leaf in leaves}
-    return values | _choices(configuration)
-
-
-def local_epochs(configuration: Any) -> dict[str, int]:
-    """The fields `local_epochs` that are not None, in parts too, by path."""
-    found = {path: value for path, value in _choices(configuration).items() if path.split(".")[-1] == "local_epochs"}
-    return {path: epochs for path, epochs in found.items() if epochs is not None}
-
-
-def _choices(configuration: Any, within: str = "") -> dict[str, Any]:
-    """The static fields, with those of configurations in fields."""
-    values: dict[str, Any] = {}
-    for field in dataclasses.fields(configuration):
-        value, path = getattr(configuration, field.name), f"{within}{field.name}"
-        several = isinstance(value, tuple) and all(map(is_count, value))  # an optax optimizer is a tuple, too
-        if dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule):
-            values |= _choices(value, f"{path}.")
-        elif field.metadata.get("static") and (several or isinstance(value, int | float | str | None)):
-            values[path] = list(value) if several else value
-    return values
 
 
 def _check_annotated(cls: type) -> None:

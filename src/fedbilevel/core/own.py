@@ -19,11 +19,10 @@ the client's number in the method's field, and knows no table.
 
 from __future__ import annotations
 
-import copy
 import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import jax
@@ -32,9 +31,9 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.card import span
-from fedbilevel.core.config import Schedule, local_epochs, tied
+from fedbilevel.core.config import Schedule
 from fedbilevel.core.errors import ConfigurationError, refuse_together, require, require_count, unknown
-from fedbilevel.core.tree import XYV
+from fedbilevel.core.hyperparameters import entries, local_epochs, replaced, tied
 from fedbilevel.machinery.threefry import uniform_below
 
 LOCAL_STEPS = "local_steps"
@@ -241,16 +240,11 @@ def numbers_of(
     return {name: each(name, values) for name, values in own.items()}
 
 
-def own_fields(method: Any, within: str = "") -> Iterator[tuple[str, Callable[[str, Any], Any]]]:
+def own_fields(method: Any) -> Iterator[tuple[str, Callable[[str, Any], Any]]]:
     """List the fields of a method and of its parts that may be a client's own, by path, with what checks a number."""
-    for entry in fields(method):
-        value, path = getattr(method, entry.name), f"{within}{entry.name}"
-        if entry.metadata.get("own"):
-            parts = [f".{name}" for name in XYV._fields] if isinstance(value, XYV) else [""]
-            accept = positive_number if isinstance(value, XYV) else entry.metadata["prepare"]
-            yield from ((path + part, accept) for part in parts)
-        elif is_dataclass(value) and not isinstance(value, type):
-            yield from own_fields(value, within if entry.metadata.get("wrapped") else f"{path}.")
+    for entry in entries(method, unwrapped=True):
+        if entry.field.metadata.get("own"):
+            yield entry.path, positive_number if entry.of else entry.field.metadata["prepare"]
 
 
 def positive_number(path: str, number: Any) -> None:
@@ -304,16 +298,3 @@ def as_client(method: Any, own: Mapping[str, Array]) -> Any:
         if path != LOCAL_STEPS:
             method = replaced(method, path.split("."), number)
     return tied(method)
-
-
-def replaced(node: Any, path: list[str], number: Any) -> Any:
-    """Return a method, or a part or field of it, with a number in the field of this path."""
-    if not path:
-        return number
-    name, *rest = path
-    inside = replaced(getattr(node, name), rest, number)
-    if isinstance(node, XYV):
-        return node._replace(**{name: inside})
-    changed = copy.copy(node)
-    object.__setattr__(changed, name, inside)  # nothing is checked again: numbers may be of a round that is traced
-    return changed

@@ -19,10 +19,10 @@ from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.core.algorithm import Algorithm, check_algorithm
 from fedbilevel.core.card import aligned
 from fedbilevel.core.client import Clients
-from fedbilevel.core.config import at, field_values
 from fedbilevel.core.errors import NonFiniteError, require, require_count, unknown
 from fedbilevel.core.facts import Findings
 from fedbilevel.core.fed import Fed
+from fedbilevel.core.hyperparameters import at, field_values
 from fedbilevel.core.problem import ImplicitTerm
 from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
 from fedbilevel.diagnostics.measure import DifferentiablePoint, point, same_shapes

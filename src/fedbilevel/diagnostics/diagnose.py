@@ -19,8 +19,8 @@ from fedbilevel.algorithms.parts.linear_solvers import CG, Neumann
 from fedbilevel.core.algorithm import Part
 from fedbilevel.core.card import WIDTH, Card, Shown
 from fedbilevel.core.client import Clients
-from fedbilevel.core.config import own_values
 from fedbilevel.core.errors import ConfigurationError, require_count, unknown
+from fedbilevel.core.hyperparameters import own_values
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.tree import XYV, PyTree
 from fedbilevel.diagnostics.measure import Measurements, measure, point

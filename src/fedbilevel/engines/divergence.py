@@ -12,7 +12,7 @@ from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
-from fedbilevel.core.config import given_steps
+from fedbilevel.core.hyperparameters import given_steps
 from fedbilevel.core.metrics import text
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, nonfinite_leaves

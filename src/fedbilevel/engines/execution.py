@@ -12,8 +12,8 @@ from jax import Array
 
 from fedbilevel.algorithms.parts.private import replies_at_most
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.config import halved
 from fedbilevel.core.errors import NonFiniteError, NumericalError, NumericalWarning, diverged, warn
+from fedbilevel.core.hyperparameters import halved
 from fedbilevel.core.local_x import gather_x
 from fedbilevel.core.privacy import SPENT, Privacy
 from fedbilevel.core.tree import PyTree, nonfinite_leaves

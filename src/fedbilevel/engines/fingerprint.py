@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from functools import partial
 from itertools import pairwise
 from types import CodeType, FunctionType
@@ -18,7 +18,8 @@ from jax.extend.core import ClosedJaxpr
 from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, RemoteClients
-from fedbilevel.core.config import Schedule, field_values, hyperparameters, schedules
+from fedbilevel.core.config import Schedule
+from fedbilevel.core.hyperparameters import entries, field_values, hyperparameters, is_part, schedules
 from fedbilevel.core.metrics import directions
 from fedbilevel.core.own import Computed, Values
 from fedbilevel.core.problem import Problem
@@ -124,7 +125,7 @@ def of_rules(own: Mapping[str, Values | None]) -> Hashes:
 def of_method(algorithm: Algorithm) -> tuple[dict[str, Any], Hashes]:
     """Return (the method's name, its parts' names and its numbers; hashes of its schedules and optimizers, by name)."""
     parts = field_values(algorithm)
-    functions = {f"schedule {path}": _of_number(schedule) for path, schedule in schedules(algorithm)}
+    functions = {f"schedule {path}": _of_schedule(schedule) for path, schedule in schedules(algorithm)}
     for name, part in parts.items():
         if isinstance(part, optax.GradientTransformation):
             functions[name] = short(*_made_of(part))
@@ -145,38 +146,27 @@ def of_metrics(programs: Mapping[str, ClosedJaxpr], metrics: Mapping[str, Any]) 
 def method_key(algorithm: Algorithm) -> Hashable | None:
     """Say all that a round of a method of this library depends on, but for its numbers; None of another method, or one
     with a user's function in its optimizer, whose code may read what has changed."""
-    parts = list(_parts(algorithm))
+    values = list(entries(algorithm))
+    parts = [algorithm, *(entry.value for entry in values if is_part(entry.value))]
     if not all(type(part).__module__.startswith("fedbilevel.") for part in parts):
         return None
     said: list[str] = []
-    for part in parts:
-        for entry in fields(part):
-            value = getattr(part, entry.name)
-            if isinstance(value, Schedule):
-                said += [entry.name, _of_number(value)]
-            elif entry.metadata.get("static"):
-                if _of_a_user(value):
-                    return None
-                said += [entry.name, *_made_of(value)]
-            elif isinstance(value, tuple):
-                leaves, structure = jax.tree.flatten(value, is_leaf=lambda node: isinstance(node, Schedule))
-                said += [str(structure), *map(_of_number, leaves)]  # which of them are None
-            elif value is None:
-                said.append(entry.name)
+    for entry in values:
+        said.append(entry.path)
+        if isinstance(entry.value, Schedule):
+            said.append(_of_schedule(entry.value))
+        elif entry.field.metadata.get("static"):
+            if _of_a_user(entry.value):
+                return None
+            said += _made_of(entry.value)
+        elif entry.value is None:
+            said.append("None")
     return short(*said), *map(type, parts)
 
 
-def _of_number(value: Any) -> str:
+def _of_schedule(schedule: Schedule) -> str:
     """Hash what a schedule computes now: JAX would keep the trace of the same function, and not see what it reads."""
-    return of_program(jax.make_jaxpr(lambda round: value.function(round))(0)) if isinstance(value, Schedule) else ""
-
-
-def _parts(part: Any) -> Iterator[Any]:
-    """List a configuration and all configurations in its fields."""
-    yield part
-    for value in field_values(part).values():
-        if is_dataclass(value) and not isinstance(value, type | Schedule):
-            yield from _parts(value)
+    return of_program(jax.make_jaxpr(lambda round: schedule.function(round))(0))
 
 
 def of_samples(clients: Clients | RemoteClients, group: ProcessGroup) -> dict[str, list[str | None]]:

@@ -21,9 +21,10 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.client import Client, Clients, Samples
-from fedbilevel.core.config import at, is_concrete
+from fedbilevel.core.config import is_concrete
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import LoopBody, Means, Phase, Reply, Total
+from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.ragged import Ragged

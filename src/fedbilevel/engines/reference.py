@@ -16,9 +16,9 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.authored import checked_round
 from fedbilevel.core.client import Client, Clients, Samples
-from fedbilevel.core.config import at
 from fedbilevel.core.errors import diverged
 from fedbilevel.core.fed import Phase, Reply, Total
+from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.own import OwnNumbers
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.ragged import Ragged, check_finite

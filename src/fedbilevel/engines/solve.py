@@ -14,8 +14,8 @@ from fedbilevel.algorithms.parts.composed import composed
 from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_fields, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, check_samples, require_clients
-from fedbilevel.core.config import open_steps
 from fedbilevel.core.errors import explain_call, require
+from fedbilevel.core.hyperparameters import open_steps
 from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.privacy import Privacy, check_noise
 from fedbilevel.core.problem import Problem

@@ -23,8 +23,8 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, RecordDict
 
 from fedbilevel import __version__
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
-from fedbilevel.core.config import hyperparameters, schedules
 from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.hyperparameters import hyperparameters, schedules
 from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, nbytes

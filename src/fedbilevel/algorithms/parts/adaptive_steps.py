@@ -52,11 +52,12 @@ from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalWork, 
 from fedbilevel.core.algorithm import Algorithm, refuse_unless_allowed, takes_and_gives
 from fedbilevel.core.authored import with_x
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import TIED, OpenStep, is_concrete, open_steps, positive, static
+from fedbilevel.core.config import is_concrete, positive, static
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Findings, No
 from fedbilevel.core.fed import Phase, Reply, Total
-from fedbilevel.core.own import as_client, replaced
+from fedbilevel.core.hyperparameters import TIED, OpenStep, open_steps, replaced
+from fedbilevel.core.own import as_client
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, over, scaled
 

@@ -21,10 +21,11 @@ from jax import Array
 from fedbilevel.algorithms.parts.linear_solvers import CG, InClient, Neumann, Product, SolveInfo, check_neumann_step
 from fedbilevel.core.algorithm import Part, phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
-from fedbilevel.core.config import at, static
+from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.facts import Allows, Findings, No
 from fedbilevel.core.fed import Fed, Reply, Withheld
+from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tree import PyTree

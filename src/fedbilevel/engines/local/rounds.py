@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_round
-from fedbilevel.core.config import at
+from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.own import Values
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, is_floating, rows_at

@@ -14,8 +14,8 @@ from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from fedbilevel.core.algorithm import Algorithm
-from fedbilevel.core.config import hyperparameters, local_epochs
 from fedbilevel.core.errors import is_number, require, require_count
+from fedbilevel.core.hyperparameters import hyperparameters, local_epochs
 from fedbilevel.flower.refusal import Code, Refusal
 
 

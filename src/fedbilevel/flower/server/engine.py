@@ -20,7 +20,6 @@ from jax import Array
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_round
 from fedbilevel.core.client import RemoteClients
-from fedbilevel.core.config import at
 from fedbilevel.core.errors import (
     AbsenceWarning,
     ExchangeError,
@@ -30,6 +29,7 @@ from fedbilevel.core.errors import (
     require,
     warn,
 )
+from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines.costs import add_costs, empty_costs, split_ticks, stack_costs
