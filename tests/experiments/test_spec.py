@@ -16,12 +16,13 @@ from fedbilevel.algorithms.parts.local_steps import Momentum
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.hyperparameters import at
-from fedbilevel.core.tables import optimizer
+from fedbilevel.core.tables import merged, optimizer, shared_by
 from fedbilevel.core.tree import XYV
 from fedbilevel.experiments import configure, read_spec, resolve, toml
-from fedbilevel.experiments.presets import PRESETS
+from fedbilevel.experiments.presets import GROUPS, METHODS, PRESETS, RUNS
 from fedbilevel.experiments.runner import algorithm_of, build, task_of
 from fedbilevel.tasks import TASKS
+from fedbilevel.tasks.images import WITH_LINEAR
 
 COSINE = '{schedule = "cosine_decay_schedule", init_value = 0.1, decay_steps = 500, alpha = 0.1}'
 
@@ -45,6 +46,26 @@ def test_presets_name_fields_that_exist(task: str, data: str | None) -> None:
         fields = {**shared, **preset.algorithms.get(algorithm, {})}
         chosen = {"name": algorithm, **fields}
         resolve({"task": {"name": task, **preset.task}, "algorithm": chosen, "run": preset.of_run(algorithm)})
+    assert merged({}, *(shared_by(cls, preset.shared) for cls in ALGORITHMS.values())) == preset.shared
+    for network, fields in preset.networks.items():
+        resolve({"task": {"name": task, "network": network, **fields}})
+    assert preset.networks.keys() <= WITH_LINEAR.keys()
+    for algorithm, fields in preset.asynchronous.items():
+        resolve({"task": task, "algorithm": algorithm, "asynchronous": fields})
+
+
+def test_presets_name_tasks_methods_and_groups_that_exist() -> None:
+    assert {*METHODS.values(), *RUNS} | {name for names in GROUPS.values() for name in names} <= ALGORITHMS.keys()
+    assert {*METHODS} | {task for task, _ in PRESETS} <= {*TASKS}
+    assert not GROUPS.keys() & ALGORITHMS.keys()
+
+
+def test_in_presets_a_methods_own_fields_count_before_those_of_its_smallest_group() -> None:
+    few_shot = PRESETS["few_shot", None].algorithms
+    steps = {name: few_shot[name]["hypergradient"]["solver"]["step"] for name in ("fednest", "rabo")}
+    assert steps == {"fednest": 6.0, "rabo": 0.6}
+    assert PRESETS["hyper_cleaning", "mnist"].algorithms["fednest"]["outer_lr"] == 30_000
+    assert PRESETS["portfolio", None] == PRESETS["compositional", None]
 
 
 def test_a_task_may_have_its_own_method_and_a_method_a_single_client() -> None:
