@@ -1,8 +1,8 @@
 """Sweeps: the same run with other values of its fields, and which of them are best on a holdout.
 
 `fedbilevel.sweep` plays every point of a grid with `solve`. The command `fedbilevel sweep` plays runs in folders. Both
-have the points in common (`product`, `made`), the order of play (`played`), the table (`Sweep`), and the rule that test
-data do not decide (`require_holdout`).
+have the points in common (`product`, `made`), the order of play (`played`), the table (`row_of`, `Sweep`), and the rule
+that test data do not decide (`require_holdout`). A search has the table and the rule.
 """
 
 from __future__ import annotations
@@ -252,20 +252,16 @@ def played(
     waiting = deque(itertools.product(seeds, range(len(points))))
     while waiting:
         seed, number = waiting.popleft()
-        row: dict[str, Any] = {"seed": seed, "error": ""}
         try:
             history = play(number, seed)
-            require_known(select, history.rows[-1])
+            row = row_of(history, seed, select)
             larger = history.larger_is_better(select)
-            row |= in_table(history.rows[-1])
-            if not math.isfinite(row[select]):
-                row["error"] = f"{select} is {row[select]}"
         except InUse:
             waiting.append((seed, number))
             time.sleep(POLL)
             continue
         except (ConfigurationError, NumericalError) as error:
-            row["error"] = str(error)
+            row = {"seed": seed, "error": str(error)}
             wrong += [error] if isinstance(error, ConfigurationError) else []
         found[number, seed] = row
         said({**points[number], **row})
@@ -285,6 +281,17 @@ def on_edge(points: Sequence[PointValues], best: PointValues) -> Iterator[str]:
         smallest = value == 1 and is_count(value)  # of all counts
         if is_number(value) and min(values) < max(values) and value in (min(values), max(values)) and not smallest:
             yield f"the best {name}, {value}, lies on the edge of the grid: better ones may lie beyond it"
+
+
+def row_of(history: History, seed: int, select: str) -> dict[str, Any]:
+    """Return what a run has for the table of a sweep; a metric to select on that is not finite is an error.
+
+    Raises:
+        ConfigurationError: the metric is not measured.
+    """
+    last = in_table(history.rows[-1])
+    require_known(select, last)
+    return {"seed": seed, "error": "" if math.isfinite(last[select]) else f"{select} is {last[select]}", **last}
 
 
 def in_table(row: Row) -> dict[str, Any]:

@@ -13,8 +13,8 @@ from command_line import survived
 from fedbilevel import cli, experiments
 from fedbilevel.core.errors import ConfigurationError, NumericalError
 from fedbilevel.engines.history import History
-from fedbilevel.experiments import configure, sweep
-from fedbilevel.experiments.sweep import Range, search_specs
+from fedbilevel.experiments import configure, search, sweep
+from fedbilevel.experiments.search import Range, search_specs
 
 optuna = pytest.importorskip("optuna")
 SPACE = {"server_lr.x": Range(0.001, 1, log=True), "local_steps": Range(1, 8), "batch_size": ["none", 4]}
@@ -87,6 +87,21 @@ def test_a_search_goes_on_with_its_study_and_draws_on_as_it_would_have(played, t
         searched(tmp_path / "part", 6, {**SPACE, "server_lr.x": Range(0.001, 2, log=True)})
 
 
+def test_trials_whose_metric_is_not_a_number_have_ended_and_are_not_drawn_anew(monkeypatch, tmp_path) -> None:
+    steps = []
+
+    def run(spec, *given, **named) -> History:
+        assert len(steps) < 3
+        steps.append(spec.algorithm.fields["server_lr"]["x"])
+        return History([{"round": 20, "exchanges": 20.0, "relative_error": float("nan")}])
+
+    monkeypatch.setattr(sweep, "run_of", run)
+    found = searched(tmp_path, 3)
+    assert found.best is None
+    assert {row["error"] for row in found.rows} == {"relative_error is nan"}
+    assert found.spent == {"rounds": 60, "exchanges": 60}
+
+
 def test_another_text_of_ones_own_task_is_another_search(tmp_path, run) -> None:
     own, text = tmp_path / "own.py", "from fedbilevel.tasks import quadratic\ndef mine(): return quadratic(clients=3)\n"
     own.write_text(text)
@@ -109,8 +124,8 @@ def test_what_a_run_could_not_read_is_no_fault_of_the_study(monkeypatch, tmp_pat
 def test_the_trial_of_a_process_that_was_killed_is_no_loss(played, tmp_path) -> None:
     """Another point is drawn in its place."""
     searched(tmp_path, 2)
-    storage = sweep.storage_at(str(tmp_path / sweep.JOURNAL))
-    optuna.load_study(study_name=sweep.STUDY, storage=storage).ask()
+    storage = search.storage_at(str(tmp_path / search.JOURNAL))
+    optuna.load_study(study_name=search.STUDY, storage=storage).ask()
     found = searched(tmp_path, 4)
     assert len(found.rows) == 4
     assert len(set(played)) == 4
@@ -118,7 +133,7 @@ def test_the_trial_of_a_process_that_was_killed_is_no_loss(played, tmp_path) -> 
 
 def test_a_torn_line_of_the_journal_is_cut_off(played, tmp_path) -> None:
     searched(tmp_path, 3)
-    file = tmp_path / sweep.JOURNAL
+    file = tmp_path / search.JOURNAL
     file.write_bytes(file.read_bytes()[:-30])
     assert len(searched(tmp_path, 4).rows) == 4
 
@@ -126,7 +141,7 @@ def test_a_torn_line_of_the_journal_is_cut_off(played, tmp_path) -> None:
 HOLDER = """
 import sys, time
 from pathlib import Path
-from fedbilevel.experiments.sweep import JournalLock
+from fedbilevel.experiments.search import JournalLock
 lock = JournalLock(Path(sys.argv[1]))
 lock.acquire()
 open(sys.argv[1], "ab").write(b'{"torn": ')
@@ -141,7 +156,7 @@ def test_a_search_goes_on_where_a_process_was_killed_that_held_its_storage(tmp_p
     monkeypatch.chdir(tmp_path)
     given = ["sweep", *SMALL, *STEPS, "--out", "search", "--quiet", "--trials"]
     assert cli.main([*given, "1"]) == 0
-    journal = Path("search", sweep.JOURNAL)
+    journal = Path("search", search.JOURNAL)
     journal.with_name(f"{journal.name}.lock").symlink_to(journal)
     holder = subprocess.Popen([sys.executable, "-c", HOLDER, journal], stdout=subprocess.PIPE, text=True)
     assert holder.stdout.readline() == "held\n"
@@ -155,11 +170,11 @@ def test_a_search_goes_on_where_a_process_was_killed_that_held_its_storage(tmp_p
 
 
 def test_the_point_of_a_worker_that_a_database_misses_is_played_by_another(played, tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(sweep, "BEAT", 1)
-    monkeypatch.setattr(sweep, "GRACE", 1)
+    monkeypatch.setattr(search, "BEAT", 1)
+    monkeypatch.setattr(search, "GRACE", 1)
     place = f"sqlite:///{tmp_path}/shared.db"
     searched(tmp_path / "a", 1, storage=place)
-    study = optuna.load_study(study_name=sweep.STUDY, storage=sweep.storage_at(place))
+    study = optuna.load_study(study_name=search.STUDY, storage=search.storage_at(place))
     lost = study.ask()
     lost.suggest_float("server_lr.x", 0.001, 1, log=True)
     monkeypatch.setattr(
@@ -207,7 +222,7 @@ def test_what_is_no_range_is_refused(text) -> None:
 def test_a_damaged_journal_is_refused(run, tmp_path) -> None:
     given = ["sweep", "quadratic", "--search", "cohort=1:2", "--trials", "3", "--out", tmp_path]
     for text in ("{", "{}\n", "[]\n", "\xff\n"):
-        (tmp_path / sweep.JOURNAL).write_text(text + "\n")
+        (tmp_path / search.JOURNAL).write_text(text + "\n")
         code, _, error = run(*given)
         assert (code, "study.journal cannot be used" in error) == (2, True)
     code, _, error = run(*given, "--storage", tmp_path)
@@ -215,7 +230,7 @@ def test_a_damaged_journal_is_refused(run, tmp_path) -> None:
 
 
 def test_no_password_is_shown() -> None:
-    shown = sweep.without_password("the study in postgresql+psycopg://me:se:cret@host/db cannot be used: me@host")
+    shown = search.without_password("the study in postgresql+psycopg://me:se:cret@host/db cannot be used: me@host")
     assert shown == "the study in postgresql+psycopg://me:***@host/db cannot be used: me@host"
 
 

@@ -271,7 +271,8 @@ def _sweep(options: argparse.Namespace) -> int:
 
 
 def _swept(options: argparse.Namespace, folder: Path) -> Sweep:
-    from fedbilevel.experiments.sweep import Range, parse_values, search_specs, sweep_specs
+    from fedbilevel.experiments.search import Range, search_specs
+    from fedbilevel.experiments.sweep import parse_values, sweep_specs
 
     fields = _fields(options)
     grid = {name: parse_values(text) for name, (option, text) in fields.items() if option == "--grid"}

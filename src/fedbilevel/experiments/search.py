@@ -1,0 +1,331 @@
+"""A search over the fields of a spec: a sweep whose points are drawn by an ordinary study of Optuna.
+
+The objective of the study is a run for each seed, in folders.
+
+    trial-003/seed-0
+
+The same command goes on with the study, and several processes with it share the trials. The trial of a process that was
+killed is no loss: another point is drawn. Draws depend on the number of the trial and on what came of those before. The
+rows of the first seed's run are the intermediate values by which a pruner may end a trial.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import statistics
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedbilevel.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    FedbilevelError,
+    NumericalError,
+    is_number,
+    require,
+)
+from fedbilevel.core.metrics import directions
+from fedbilevel.display import Display
+from fedbilevel.engines import lock
+from fedbilevel.engines.history import History, Result, Row
+from fedbilevel.engines.progress import showing
+from fedbilevel.experiments import toml
+from fedbilevel.experiments.folder import own_code
+from fedbilevel.experiments.series import TaskCache
+from fedbilevel.experiments.sweep import (
+    PointRuns,
+    PrintLine,
+    SpecOf,
+    chosen_metric,
+    in_a_line,
+    other_runs,
+    require_sweepable,
+)
+from fedbilevel.reading import require_regular
+from fedbilevel.sweeps import PRUNED, PointValues, Sweep, in_table, row_of
+from fedbilevel.wording import in_a_line as quoted
+from fedbilevel.wording import missing
+
+if TYPE_CHECKING:
+    import optuna
+
+STUDY, JOURNAL, LOCK = "fedbilevel", "study.journal", ".study.lock"
+BEAT, GRACE = 10, 60  # seconds between a worker's signs of life in a database, and until another gets its point
+DIGITS = 4  # of a number that is drawn: as many as a paper quotes
+PRUNERS = {"halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner", "median": "MedianPruner"}
+UNREADABLE = (ImportError, OSError, ValueError, LookupError, TypeError, AttributeError)  # of a driver, or a journal
+Space = Mapping[str, "Range | Sequence[Any]"]
+"""What each field is drawn from: a range of numbers, or some values."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """Numbers between two ends, drawn uniformly or by their logarithm; whole ones where both ends are."""
+
+    low: float
+    high: float
+    log: bool = False
+
+    @classmethod
+    def parse(cls, name: str, text: str) -> Range:
+        """Read "0.001:1:log", "0:0.5" or, of whole numbers alone, "1:8".
+
+        Raises:
+            ConfigurationError: it is none of these.
+        """
+        form = "of the form LOW:HIGH or LOW:HIGH:log, LOW below HIGH, and above 0 with log"
+        low, *rest = text.split(":")
+        try:
+            ends = [toml.parse_value(low.strip()), toml.parse_value(rest[0].strip())] if rest else []
+        except ConfigurationError:
+            ends = []
+        log = rest[1:] == ["log"]
+        fits = len(ends) == 2 and all(map(is_number, ends)) and rest[1:] in ([], ["log"]) and ends[0] < ends[1]
+        require(fits and (not log or ends[0] > 0), f"--search {name}", text, form)
+        return cls(ends[0], ends[1], log)
+
+    def __str__(self) -> str:
+        return f"{self.low}:{self.high}{':log' * self.log}"
+
+    def drawn(self, trial: optuna.Trial, name: str) -> float:
+        if isinstance(self.low, int) and isinstance(self.high, int):
+            return trial.suggest_int(name, self.low, self.high, log=self.log)
+        number = float(f"{trial.suggest_float(name, self.low, self.high, log=self.log):.{DIGITS}g}")
+        return min(max(number, float(self.low)), float(self.high))
+
+
+def search_specs(
+    spec_of: SpecOf,
+    space: Space,
+    folder: Path,
+    *,
+    trials: int,
+    seeds: Sequence[int] | None = None,
+    select: str | None = None,
+    select_on_test: bool = False,
+    storage: str | None = None,
+    pruner: str | None = None,
+    say: PrintLine = lambda line: None,
+    progress: bool | Display | None = False,
+) -> Sweep:
+    """Draw and play points until so many trials have ended, by this process and others with the same storage.
+
+    Args:
+        spec_of, folder, seeds, select, select_on_test, say, progress: see `sweep_specs`.
+        space: what each field is drawn from.
+        trials: how many, those of other processes included; two processes that end at once may make another.
+        storage: a database URL of SQLAlchemy (sqlite:///…, postgresql://…), or the path of a file; None keeps a file in
+            the folder.
+        pruner: a name of PRUNERS, which ends trials early; None plays all to their ends.
+
+    Raises:
+        ConfigurationError: wrong input, another sweep in the storage or the folder, or Optuna is not installed.
+        CheckpointError: something cannot be written.
+    """
+    require_optuna()
+    import optuna
+
+    require_sweepable(space)
+    first = spec_of({name: of.low if isinstance(of, Range) else of[0] for name, of in space.items()})
+    spec_of({name: of.high if isinstance(of, Range) else of[-1] for name, of in space.items()})  # is allowed, too
+    plan = PointRuns(seeds, [first.run.seed] if seeds is None else seeds)
+    tasks = TaskCache(keep=len(plan.seeds))
+    first = plan.spec(first, plan.seeds[0])
+    select = chosen_metric(first, select, select_on_test, tasks)
+    task = tasks(first)
+    larger = History(directions=directions({**task.metrics_per_client, **task.metrics})).larger_is_better(select)
+    definition: dict[str, Any] = {"seeds": list(plan.seeds), "select": select}
+    for section, fields in first.tables().items():
+        definition |= {f"{section}.{name}": value for name, value in fields.items()}
+    for name, of in space.items():
+        definition[f"--search {name}"] = str(of) if isinstance(of, Range) else list(of)
+    definition |= {f"code.{name}": digest for name, digest in own_code(first).items()}
+    place = storage or str(folder / JOURNAL)
+    study = open_study(folder, place, json.loads(json.dumps(definition)), larger, pruner)
+
+    def objective(trial: optuna.Trial) -> float:
+        study.sampler = optuna.samplers.TPESampler(seed=trial.number)
+        point = {name: drawn(trial, name, of) for name, of in space.items()}
+        rows = played(trial, point)
+        trial.set_user_attr("point", point)
+        trial.set_user_attr("rows", rows)
+        for row in rows:
+            say(in_a_line(f"{trial_name(trial)}/seed-{row['seed']}", row, select))
+        for error in filter(None, (row["error"] for row in rows)):
+            raise optuna.TrialPruned(error)
+        return statistics.fmean(row[select] for row in rows)
+
+    def played(trial: optuna.Trial, point: PointValues) -> list[dict[str, Any]]:
+        """Return the row of each seed's run; all of them have the error with which the trial ended early."""
+
+        def report(result: Result, row: Row | None) -> None:
+            if row and select in row and row["round"]:
+                trial.report(row[select], int(row["round"]))
+                if trial.should_prune():
+                    pruned.update(in_table(row))
+                    raise optuna.TrialPruned(f"{PRUNED} {row['round']:,.0f} rounds")
+
+        rows: list[dict[str, Any]] = []
+        pruned: dict[str, Any] = {}  # the last row of a run that is ended early
+        try:
+            spec = spec_of(point)
+            for seed in plan.seeds:
+                display.begin(f"{trial_name(trial)}, seed {seed}")
+                watching = [] if rows else [report]
+                history = plan.play(spec, seed, folder / trial_name(trial), tasks, callbacks=watching, progress=display)
+                rows.append(row_of(history, seed, select))
+        except (ConfigurationError, NumericalError, optuna.TrialPruned) as error:
+            begun, *others = ({"seed": seed, "error": str(error)} for seed in plan.seeds)
+            return [{**begun, **pruned}, *others]
+        return rows
+
+    ends = optuna.trial.TrialState.COMPLETE, optuna.trial.TrialState.PRUNED
+    with showing(progress) as display, storing(place, CheckpointError):
+        if len(study.get_trials(deepcopy=False, states=ends)) < trials:
+            study.optimize(objective, callbacks=[optuna.study.MaxTrialsCallback(trials, states=ends)])
+        attributes = [one.user_attrs for one in study.get_trials(deepcopy=False, states=ends)]
+    points, runs = ([one[name] for one in attributes] for name in ("point", "rows"))
+    found = Sweep.of(points, points, runs, select, larger)
+    found.others = other_runs(folder, map(trial_name, study.get_trials(deepcopy=False)), plan.seeds)
+    found.algorithm = None if found.algorithm is None else spec_of(found.algorithm)
+    return found
+
+
+def trial_name(trial: optuna.Trial | optuna.trial.FrozenTrial) -> str:
+    """Name a trial's folder."""
+    return f"trial-{trial.number:03d}"
+
+
+def drawn(trial: optuna.Trial, name: str, of: Range | Sequence[Any]) -> Any:
+    """Draw a value for a trial."""
+    if isinstance(of, Range):
+        return of.drawn(trial, name)
+    choices = {toml.value(value): value for value in of}
+    return choices[trial.suggest_categorical(name, list(choices))]
+
+
+def require_optuna() -> None:
+    """Say what to install where Optuna is missing, and let it say nothing of what we say ourselves."""
+    try:
+        import optuna
+    except ModuleNotFoundError:
+        raise ConfigurationError(f"--search needs {missing('optuna', 'sweep')}") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+
+
+def open_study(
+    folder: Path, place: str, definition: Mapping[str, Any], larger: bool, pruner: str | None
+) -> optuna.Study:
+    """Open the study in a storage, new or of the same search.
+
+    Raises:
+        ConfigurationError: the storage cannot be used, or holds another search.
+    """
+    import optuna
+
+    with storing(place, ConfigurationError, *UNREADABLE):
+        require_reachable(place)
+    with lock.wait_for_lock(folder / LOCK), storing(place, ConfigurationError, *UNREADABLE):  # one process makes it
+        study = optuna.create_study(
+            storage=storage_at(place),
+            study_name=STUDY,
+            direction="maximize" if larger else "minimize",
+            pruner=getattr(optuna.pruners, PRUNERS[pruner])() if pruner else optuna.pruners.NopPruner(),
+            load_if_exists=True,
+        )
+        there = study.user_attrs.setdefault("definition", definition)
+        for name in {**there, **definition}:
+            if (was := there.get(name)) != (now := definition.get(name)):
+                file = name.removeprefix("code.")
+                changed = f"{name} is {was!r} there, and {now!r} here" if file == name else f"{file} has changed since"
+                option = "--out" if place == str(folder / JOURNAL) else "--storage"
+                raise ConfigurationError(f"{place} has another search: {changed}; choose another {option}")
+        study.set_user_attr("definition", definition)
+    return study
+
+
+def require_reachable(place: str) -> None:
+    """Connect to a database's server before there is anything in the folder; a file may lie in it."""
+    import sqlalchemy
+
+    if "://" not in place and Path(place).exists():
+        require_regular(Path(place))
+    if "://" not in place or place.startswith("sqlite"):
+        return
+    try:
+        engine = sqlalchemy.create_engine(place)
+    except ModuleNotFoundError as error:
+        raise ImportError(f"its driver, the Python package {error.name}, is not installed") from error
+    engine.connect().close()
+    engine.dispose()
+
+
+def storage_at(place: str) -> Any:
+    """Return Optuna's storage: in a file; or in the database at a URL, where a lost worker's trial is tried again."""
+    from optuna.storages import JournalStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
+    from optuna.storages.journal import JournalFileBackend
+
+    if "://" not in place:
+        return JournalStorage(JournalFileBackend(place, lock_obj=JournalLock(Path(place))))  # type: ignore[arg-type]
+    again = RetryHeartbeatStaleTrialCallback(max_retry=2)
+    return RDBStorage(place, heartbeat_interval=BEAT, grace_period=GRACE, heartbeat_stale_trial_callback=again)
+
+
+class JournalLock:
+    """The lock of a journal, as Optuna calls it.
+
+    A process that is killed leaves Optuna's own locks behind, for half a minute, or for ever where a path is relative.
+    """
+
+    def __init__(self, journal: Path) -> None:
+        self.journal = journal
+
+    def acquire(self) -> bool:
+        self.held = held(self.journal)
+        self.held.__enter__()
+        return True
+
+    def release(self) -> None:
+        self.held.__exit__(None, None, None)
+
+
+@contextmanager
+def held(journal: Path) -> Iterator[None]:
+    """Hold a journal for this process alone to write, by a lock that the system frees where a process is killed.
+
+    A torn last line is cut off: Optuna would append to it, and never read the file again.
+    """
+    with lock.wait_for_lock(journal.with_name(f".{journal.name}.lock")):
+        if journal.is_file() and journal.stat().st_size:
+            with open(journal, "rb+") as file:
+                file.seek(-1, os.SEEK_END)
+                if file.read() != b"\n":
+                    file.seek(0)
+                    file.truncate(file.read().rfind(b"\n") + 1)
+        yield
+
+
+@contextmanager
+def storing(place: str, kind: type[FedbilevelError], *others: type[Exception]) -> Iterator[None]:
+    """Say which storage cannot be used, and why: errors of its database, and `others`, become an error of `kind`."""
+    from sqlalchemy.exc import SQLAlchemyError
+
+    wrong: tuple[type[Exception], ...] = (SQLAlchemyError, *others)
+    try:
+        yield
+    except wrong as error:
+        if isinstance(error, FedbilevelError):
+            raise
+        raise kind(without_password(f"the study in {place} cannot be used: {quoted(error)}")) from error
+
+
+def without_password(text: str) -> str:
+    """Hide the password of a database's URL in a text."""
+    return re.sub(r"(://[^:/@\s]*):[^@\s]*@", r"\1:***@", text)
