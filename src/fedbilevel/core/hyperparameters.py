@@ -24,7 +24,6 @@ from fedbilevel.core.tree import XYV
 TIED = 0.05
 """A client's step that is None is this part of the server's step that it is tied to."""
 
-
 Keys = tuple[str | int, ...]
 """Names of fields, from outside to inside; at the end x, y, v or a number where the field has several values."""
 
