@@ -21,9 +21,9 @@ from jax import Array
 from fedbilevel.algorithms.parts.layers import Asked, Layer, around, cut, only_slots
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client, Samples
-from fedbilevel.core.config import at
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Reply
+from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.own import Given, OwnNumbers, check_own
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
