@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-torch lint format papers catalogue notebooks lock clean
+.PHONY: help setup demo test test-slow test-torch lint format papers benchmarks catalogue notebooks lock clean
 
 # What another project left in the environment must not leak into this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -41,6 +41,9 @@ format: setup  ## put the format right, and what lint can mend
 
 papers: setup  ## figures of the papers, and what came out (.venv/bin/python -m papers plays them)
 	$(BIN)/python -m papers --list
+
+benchmarks: setup  ## a line for each benchmark (.venv/bin/python -m benchmarks NAME runs one)
+	$(BIN)/python -m benchmarks
 
 catalogue: setup  ## lists and tables of methods and tasks, from their classes, docstrings and fields
 	$(BIN)/python scripts/catalogue.py

@@ -1,18 +1,18 @@
 """Bilevel optimization beside hyperparameter search, every exchange counted: penalties of logistic models.
 
-    FEDBILEVEL_DATA=FOLDER .venv/bin/python benchmarks/beside_search.py play --out DIR [--splits 0 1 2 3 4]
-    .venv/bin/python benchmarks/beside_search.py table --out DIR [--picture FILE]
-
 x holds the log-penalties of groups of features, in [-12, 0]; the intercept's is fixed. f is the loss on clients'
 validation samples, g that on their training samples, with the penalties (as in the task `regularization`). All methods
 begin at x = -6 and y = 0, and take all samples of everyone in each exchange. SimFBO and FedNest have their default
 steps. A trial of a search trains y at a fixed x by SimFBO's own local steps on y, whose size adapts to the curvature,
 from the best y so far; only exchanges that move y are counted. "One penalty" is a search along the diagonal, and "x =
--6" no search at all. `play` writes a file for each problem and split; `table` prints and draws what these hold.
+-6" no search at all. Data sets are read from $FEDBILEVEL_DATA.
+
+Differences are to SimFBO, with 95 % intervals; the last column has the exchanges after which SimFBO was as low. With
+--folder every problem and split is kept in a file there, and what is there is not run again.
 """
 
-import argparse
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import optuna
 from scipy.stats import t as student
 
 import fedbilevel as fb
+from benchmarks.harness import head, row
 from fedbilevel.data import load_heart
 from fedbilevel.data.loaders import FLAMBY, HOSPITALS, TRAINING, stratified
 from fedbilevel.display.curves import Curve, draw_panel, encoded, new_figure, typography
@@ -39,7 +40,8 @@ PROBLEMS = {  # by name: data, and the group of each feature
     "covtype, d = 54": ("covtype", list(range(54))),
     "digits, d = 64": ("digits", list(range(64))),
 }
-BUDGET = 1000  # exchanges
+BUDGET = 1000  # exchanges of each method
+QUICK = {"problems": ["hospitals, d = 4"], "splits": [0, 1]}
 CLIENTS, SAMPLES = 18, {"covtype": 400, "digits": 79}  # of covtype and digits, each client's, half of them validation
 RUNGS = {"random search": (40,), "TPE": (40,), "TPE, one penalty": (40,), "halving": (20, 60, 180)}
 """Of each search the exchanges of a trial, or its rungs: the best of a few on split 100, which is in no result."""
@@ -61,7 +63,7 @@ class Setting(NamedTuple):
 
 
 def shares(data: str, split: int) -> tuple[list[Any], list[Any], dict[str, np.ndarray]]:
-    """Training and validation samples of each client, and everyone's test samples."""
+    """Return the training and validation samples of each client, and the test samples of all."""
     parts = []
     if data == "heart":
         for name in HOSPITALS:
@@ -108,14 +110,14 @@ def solved(method: Any, at: Setting, x: Any, y: Any, rounds: int) -> Any:
 
 
 def by_method(name: str, at: Setting) -> tuple[np.ndarray, Any]:
-    """The losses (rows of exchanges and loss) and the best (x, y) of a method with its default steps."""
+    """Return the losses (rows of exchanges and loss) and the best (x, y) of a method with its default steps."""
     one = solved(METHODS[name], at, at.x0, at.y0, 1).ledger.exchanges
     run = solved(METHODS[name], at, at.x0, at.y0, BUDGET // one)
     return np.column_stack([run.history["exchanges"], run.history["validation"]]), run.best
 
 
 def by_search(name: str, at: Setting, seed: int) -> tuple[np.ndarray, Any]:
-    """The same of a search; a solve's first round only measures curvature, and is not counted."""
+    """Return the same of a search; a solve's first round only measures curvature, and is not counted."""
     sampler = (optuna.samplers.TPESampler if "TPE" in name else optuna.samplers.RandomSampler)(seed=seed)
     pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=RUNGS[name][0], reduction_factor=3)
     study = optuna.create_study(sampler=sampler, pruner=pruner)
@@ -139,8 +141,8 @@ def by_search(name: str, at: Setting, seed: int) -> tuple[np.ndarray, Any]:
     return np.array(rows), best
 
 
-def play(name: str, split: int) -> dict[str, np.ndarray]:
-    """Of each method: the least loss so far, after 0, 1, … exchanges, and loss and accuracy on test samples."""
+def compare(name: str, split: int) -> dict[str, np.ndarray]:
+    """Return of each method the least loss so far, after 0, 1, … exchanges, and loss and accuracy on test samples."""
     at, found = setting(name, split), {}
     for method in EVERYONE if len(at.x0) > 1 else [one for one in EVERYONE if "one penalty" not in one]:
         rows, best = by_method(method, at) if method in METHODS else by_search(method, at, split)
@@ -153,41 +155,43 @@ def play(name: str, split: int) -> dict[str, np.ndarray]:
     return found
 
 
-def kept(out: Path, name: str) -> dict[str, np.ndarray]:
-    """What the splits of a problem hold, stacked."""
-    splits = [np.load(file) for file in sorted(out.glob(f"{name}, split *.npz"))]
-    return {key: np.stack([one[key] for one in splits]) for key in (splits[0].files if splits else [])}
+def measured(name: str, splits: Sequence[int], folder: Path) -> dict[str, np.ndarray]:
+    """Return the same for several splits, stacked; read what is in the folder, and write there what is not."""
+    found = []
+    for split in splits:
+        file = folder / f"{name}, split {split}.npz"
+        if not file.exists():
+            np.savez(file, **compare(name, split))
+        found.append(dict(np.load(file)))
+    return {key: np.stack([one[key] for one in found]) for key in found[0]}
 
 
 def difference(values: np.ndarray, to: np.ndarray) -> str:
-    """The mean paired difference over splits, and half its 95 % Student interval."""
+    """Write the mean paired difference over splits, and half its 95 % Student interval."""
     change, n = values - to, len(values)
     return f"{change.mean():+.4f} ± {student.ppf(0.975, n - 1) * change.std(ddof=1) / np.sqrt(n):.4f}"
 
 
 def interval(right: np.ndarray) -> str:
-    """A 95 % bootstrap interval, in %, of the mean over splits: test samples are drawn, the same ones in each split."""
+    """Write a 95 % bootstrap interval, in %, of the mean over splits, for which the same test samples are drawn."""
     each, rng = 100 * right.mean(0), np.random.default_rng(0)
     low, high = np.quantile([rng.choice(each, len(each)).mean() for _ in range(2000)], [0.025, 0.975])
     return f"[{low:.1f}, {high:.1f}]"
 
 
-def table(found: dict[str, dict[str, np.ndarray]]) -> Iterator[str]:
-    """Lines in Markdown; differences are to SimFBO; at the end the exchanges after which SimFBO was as low."""
-    heads = "validation loss", "difference", "test loss", "difference", "test accuracy, %", "difference", "SimFBO after"
-    yield f"| problem | method | {' | '.join(heads)} |\n|---|---|{'---:|' * len(heads)}"
-    for name, of in found.items():
-        for method in (one for one in EVERYONE if f"{one}/least" in of):
-            valid, test, right = of[f"{method}/least"][:, -1], of[f"{method}/loss"].mean(1), 1.0 * of[f"{method}/right"]
-            cells = [f"{valid.mean():.4f}", difference(valid, of["SimFBO/least"][:, -1])]
-            cells += [f"{test.mean():.4f}", difference(test, of["SimFBO/loss"].mean(1))]
-            cells += [f"{100 * right.mean():.1f} {interval(right)}"]
-            cells += [f"{100 * (right - of['SimFBO/right']).mean():+.1f} {interval(right - of['SimFBO/right'])}"]
-            after = np.argmax(of["SimFBO/least"].mean(0) <= valid.mean())  # 0 where never
-            yield f"| {name} | {method} | {' | '.join(cells)} | {after or 'never'} |"
+def rows(name: str, of: dict[str, np.ndarray]) -> None:
+    """Print the rows of a problem."""
+    for method in (one for one in EVERYONE if f"{one}/least" in of):
+        valid, test, right = of[f"{method}/least"][:, -1], of[f"{method}/loss"].mean(1), 1.0 * of[f"{method}/right"]
+        cells = [f"{valid.mean():.4f}", difference(valid, of["SimFBO/least"][:, -1])]
+        cells += [f"{test.mean():.4f}", difference(test, of["SimFBO/loss"].mean(1))]
+        cells += [f"{100 * right.mean():.1f} {interval(right)}"]
+        cells += [f"{100 * (right - of['SimFBO/right']).mean():+.1f} {interval(right - of['SimFBO/right'])}"]
+        after = np.argmax(of["SimFBO/least"].mean(0) <= valid.mean())  # 0 where never
+        row(name, method, *cells, after or "never")
 
 
-def picture(found: dict[str, dict[str, np.ndarray]], file: Path) -> None:
+def draw(found: dict[str, dict[str, np.ndarray]], file: Path) -> None:
     """Draw the least validation loss so far, the mean over splits, against exchanges; a panel for each problem."""
     with typography((13.0, 7.6)):
         figure = new_figure((13.0, 7.6))
@@ -204,24 +208,20 @@ def picture(found: dict[str, dict[str, np.ndarray]], file: Path) -> None:
         file.write_bytes(encoded(figure, file))
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("play", "table"))
-    parser.add_argument("--out", type=Path, required=True, help="the folder of what is played")
-    parser.add_argument("--splits", type=int, nargs="+", default=range(5))
-    parser.add_argument("--picture", type=Path, help="of table: a file to draw into")
-    options = parser.parse_args()
-    if options.what == "table":
-        found = {name: of for name in PROBLEMS if (of := kept(options.out, name))}
-        print("\n".join(table(found)))
-        if options.picture:
-            picture(found, options.picture)
-        return
-    options.out.mkdir(parents=True, exist_ok=True)
-    for split in options.splits:
-        for name in PROBLEMS:
-            np.savez(options.out / f"{name}, split {split}.npz", **play(name, split))
-
-
-if __name__ == "__main__":
-    main()
+def main(
+    problems: tuple[str, ...] = tuple(PROBLEMS),
+    splits: tuple[int, ...] = (0, 1, 2, 3, 4),
+    folder: str = "",
+    picture: str = "",
+) -> None:
+    losses = ("validation loss", "difference", "test loss", "difference", "test accuracy, %", "difference")
+    head("problem", "method", *losses, "SimFBO after")
+    with tempfile.TemporaryDirectory() as scratch:
+        place = Path(folder or scratch)
+        place.mkdir(parents=True, exist_ok=True)
+        found = {}
+        for name in problems:
+            found[name] = measured(name, splits, place)
+            rows(name, found[name])
+    if picture:
+        draw(found, Path(picture))

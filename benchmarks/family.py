@@ -9,7 +9,7 @@ Of each member are drawn: the base b, of e, 10 and 100; x0 in [-5, 2], one value
 scales of features, all 1 or from 0.1 to 30; how many features are zero everywhere; how far clients differ in their
 truth and in the scale of their samples; and the weights of clients.
 
-`no_steps.py --family` prints the table.
+`python -m benchmarks no_steps --family 7` prints the table.
 """
 
 from __future__ import annotations

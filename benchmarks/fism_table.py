@@ -1,27 +1,21 @@
-"""Table I of the FISM paper: seconds until the stopping rule holds, on the location problem; and a hand-compiled loop.
-
-    python benchmarks/fism_table.py              all of it
-    python benchmarks/fism_table.py table --runs 2 --largest 1000
-    python benchmarks/fism_table.py loop
+"""Table I of the FISM paper: seconds until the stopping rule holds, on the location problem; and a loop in C.
 
 n in {10, 50, 100}, m in {500, 1000, 5000, 10000} balls, IR-IG and FISM with S in {1, 2, 4, 8} clients, ten runs each
 (balls, anchor and start drawn anew), γ_k = 1/k^0.8, λ_k = 1/k^0.1 (here divided by m), tolerance 1e-5, float32.
 Seconds are of processor time in the engine's compiled rounds, compilation apart: every process keeps to one core, where
 that is the running time unless others use the core too. All methods of an (n, m) run in the same process, in turns. The
-ten runs of a cell share one program: the anchor is an argument there,
-which `solve`, that compiles each time, takes for a constant; that both end alike is asserted.
+ten runs of a cell share one program: the anchor is an argument there, which `solve`, that compiles each time, takes for
+a constant; that both end alike is asserted. Figures in parentheses are the paper's.
 
-The loop: whole rounds without the stopping rule beside fism_loop.c, compiled with `cc -O3 -march=native`.
+The loop: whole rounds without the stopping rule beside fism_loop.c, compiled with `cc -O3 -march=native`, best ms per
+round.
 """
 
-import argparse
 import copy
 import ctypes
 import itertools
 import multiprocessing
 import os
-import resource
-import shutil
 import subprocess
 import tempfile
 import time
@@ -31,8 +25,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
+import fedbilevel as fb
+from benchmarks.harness import head, row, turns
+from fedbilevel.engines.engine import first_carry
+from fedbilevel.tasks import location
+
+QUICK = {"runs": 1, "largest": 1000}
 # XLA compiles a loop as one piece where a pass through its body reads and writes less than this, 1024 bytes by default;
 # else every operation of every pass is dispatched by itself
 SMALL_LOOPS = "--xla_backend_extra_options=xla_cpu_small_while_loop_byte_threshold=1000000"
@@ -55,20 +57,12 @@ PAPER = {  # seconds, in the order of METHODS
 
 
 def method(name: str, m: int, tolerance: float | None) -> Any:
-    import fedbilevel as fb
-
     cls = fb.IRIG if name == "IR-IG" else fb.FISM
     return cls(lr=1.0, lr_decay=0.8, regularization=1 / m, regularization_decay=0.1, tolerance=tolerance)
 
 
 def prepared(name: str, n: int, m: int, tolerance: float | None, seed: int) -> tuple[Any, Any, Any, Any]:
-    """A run of the engine before its first round, its carry, the anchor, and the task."""
-    import jax
-
-    import fedbilevel as fb
-    from fedbilevel.engines.engine import first_carry
-    from fedbilevel.tasks import location
-
+    """Return a run of the engine before its first round, its carry, the anchor, and the task."""
     task = location(dim=n, targets=m, clients=METHODS[name], layout="scattered", seed=seed)
     anchor = -jax.grad(task.problem.outer)(np.zeros_like(task.x0), None, None)  # H = ½‖x − a‖²
     algorithm = method(name, m, tolerance)
@@ -78,11 +72,7 @@ def prepared(name: str, n: int, m: int, tolerance: float | None, seed: int) -> t
 
 
 def program_of(run: Any, task: Any) -> Callable[..., Any]:
-    """The engine's rounds with the anchor as an argument: (anchor, carry, count, inputs)."""
-    import jax
-    import jax.numpy as jnp
-
-    import fedbilevel as fb
+    """Return the engine's rounds with the anchor as an argument: (anchor, carry, count, inputs)."""
 
     def rounds(anchor: Any, carry: Any, count: Any, inputs: Any) -> Any:
         distances = lambda x, batch: task.problem.inner(x, None, batch)  # noqa: E731
@@ -95,9 +85,7 @@ def program_of(run: Any, task: Any) -> Callable[..., Any]:
 
 
 def play(run: Any, carry: Any, rounds: int) -> tuple[Any, float]:
-    """Up to so many rounds, fewer where the algorithm has finished; the carry and the seconds."""
-    import jax
-
+    """Run up to so many rounds, fewer if the algorithm has finished; return the carry and the seconds."""
     began = time.process_time()
     while int(carry.round) < rounds and not run.algorithm.finished(carry.state):
         carry = run.advance(carry, rounds - int(carry.round)).carry
@@ -106,7 +94,7 @@ def play(run: Any, carry: Any, rounds: int) -> tuple[Any, float]:
 
 
 def cells(n: int, m: int, runs: int) -> dict[str, list[tuple[float, int]]]:
-    """Seconds and rounds of every method and run at one (n, m)."""
+    """Return seconds and rounds of every method and run at one (n, m)."""
     programs: dict[str, Callable[..., Any]] = {}
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in METHODS}
     for seed, name in itertools.product(range(runs), METHODS):
@@ -125,18 +113,16 @@ def cells(n: int, m: int, runs: int) -> dict[str, list[tuple[float, int]]]:
 
 def agrees(task: Any, m: int, carry: Any) -> None:
     """Assert that `fb.solve` ends where the shared program did."""
-    import fedbilevel as fb
-
     result = fb.solve(method("S = 8", m, 1e-5), task.problem, task.clients, task.x0, rounds=ROUNDS)
     assert result.round == int(carry.round), (result.round, int(carry.round))
     np.testing.assert_allclose(result.x, carry.state.x, atol=np.sqrt(result.round * m) * 10 * np.finfo(np.float32).eps)
 
 
-def hand_compiled(folder: str, *options: str) -> Callable[..., np.ndarray]:
-    """(name, n, m, rounds, run's task, anchor) -> x, by fism_loop.c."""
-    library = Path(folder, f"loop{len(options)}.so")
+def hand_compiled(folder: str) -> Callable[..., np.ndarray]:
+    """Return (name, n, m, rounds, task, anchor) -> x, by fism_loop.c."""
+    library = Path(folder, "loop.so")
     source = str(Path(__file__).with_name("fism_loop.c"))
-    command = ["cc", "-O3", "-march=native", *options, "-shared", "-fPIC", "-o", str(library), source, "-lm"]
+    command = ["cc", "-O3", "-march=native", "-shared", "-fPIC", "-o", str(library), source, "-lm"]
     subprocess.run(command, check=True)
     function = ctypes.CDLL(str(library)).fism_rounds
 
@@ -153,99 +139,67 @@ def hand_compiled(folder: str, *options: str) -> Callable[..., np.ndarray]:
 
 
 def beside_loop(name: str, n: int, m: int, passes: int = 15) -> tuple[list[float], float]:
-    """Best ms per round of the engine and of the two loops, in turns; the largest difference of their x."""
+    """Return the best ms per round of the engine and of the loop, in turns; the largest difference of their x."""
     rounds = max(10, 100_000 // m)
     with tempfile.TemporaryDirectory() as folder:
-        loops = [hand_compiled(folder), hand_compiled(folder, "-ffast-math")]
+        loop = hand_compiled(folder)
     run, start, anchor, task = prepared(name, n, m, None, 0)
     ours, _ = play(run, copy.deepcopy(start), rounds)  # compiles
-    theirs = loops[0](name, n, m, rounds, task, anchor)
+    theirs = loop(name, n, m, rounds, task, anchor)
     gap = float(np.max(np.abs(np.asarray(ours.state.x) - theirs)))
     # steps are all but nonexpansive, and each rounds entries of at most 10: roundings add up like a random walk at most
     assert gap <= np.sqrt(rounds * m) * 10 * np.finfo(np.float32).eps, gap
-    best = [float("inf")] * 3
-    for _ in range(passes):
-        seconds = [play(run, copy.deepcopy(start), rounds)[1]]
-        for loop in loops:
-            began = time.process_time()
-            loop(name, n, m, rounds, task, anchor)
-            seconds.append(time.process_time() - began)
-        best = [min(a, b / rounds * 1e3) for a, b in zip(best, seconds, strict=True)]
-    return best, gap
+
+    def of_loop() -> float:
+        began = time.process_time()
+        loop(name, n, m, rounds, task, anchor)
+        return time.process_time() - began
+
+    contenders = {"engine": lambda: play(run, copy.deepcopy(start), rounds)[1], "loop": of_loop}
+    return [1e3 * min(seconds) / rounds for seconds in turns(contenders, passes).values()], gap
 
 
-def settle(cores: Any, flags: str) -> None:
-    """Take a core, and set XLA up, before JAX is there."""
+def settle(cores: Any) -> None:
+    """Take a core, and set XLA's flags, before JAX starts."""
     os.sched_setaffinity(0, {cores.get()})
-    os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), flags]).strip()
+    os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), SMALL_LOOPS]).strip()
 
 
-def on_cores(function: Callable[..., Any], jobs: list[tuple[Any, ...]], processes: int, flags: str) -> list[Any]:
-    """What a function gives for each job, in order, by processes with one core each."""
+def on_cores(function: Callable[..., Any], jobs: list[tuple[Any, ...]], processes: int) -> list[Any]:
+    """Return a function's result for each job, in order, by processes with one core each."""
     here = sorted(os.sched_getaffinity(0))[:processes]
     context = multiprocessing.get_context("spawn")
     cores = context.Queue()
     for core in here:
         cores.put(core)
-    with context.Pool(len(here), settle, (cores, flags)) as pool:
+    with context.Pool(len(here), settle, (cores,)) as pool:
         return pool.starmap(function, jobs, chunksize=1)
 
 
 def table(runs: int, largest: int, processes: int) -> None:
-    began = time.perf_counter()
+    """Print the paper's table."""
     sizes = sorted(((n, m) for n in DIMS for m in TARGETS if m <= largest), key=lambda s: -s[0] * s[1])
-    results = on_cores(cells, [(*size, runs) for size in sizes], processes, SMALL_LOOPS)
-    seconds, rounds, shares = ([], [], [])  # rows of three tables
+    results = on_cores(cells, [(*size, runs) for size in sizes], processes)
+    head("n", "m", *(f"{name}: s; over IR-IG's; rounds" for name in METHODS))
     for size, found in sorted(zip(sizes, results, strict=True)):
+        assert max(rounds for of_method in found.values() for _, rounds in of_method) < ROUNDS, "some did not end"
         means = [np.mean(found[name], axis=0) for name in METHODS]
         paper, base = PAPER[size], means[0][0]
-        assert max(r for runs_ in found.values() for _, r in runs_) < ROUNDS, "some did not end"
-        seconds.append([f"{mean[0]:.3f} ({there})" for mean, there in zip(means, paper, strict=True)])
-        rounds.append([f"{mean[1]:.0f}" for mean in means])
-        shares.append(
-            [f"{mean[0] / base:.2f} ({there / paper[0]:.2f})" for mean, there in zip(means, paper, strict=True)]
-        )
-    titles = f"Seconds, means of {runs} runs (paper's)", "Rounds", "Seconds over IR-IG's (paper's)"
-    for title, rows in zip(titles, (seconds, rounds, shares), strict=True):
-        print(f"\n{title}\n\n| n | m | " + " | ".join(METHODS) + " |\n|" + "---:|" * (2 + len(METHODS)))
-        for size, row in zip(sorted(sizes), rows, strict=True):
-            print("| " + " | ".join([*map(str, size), *row]) + " |")
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    whole, cpu = time.perf_counter() - began, used.ru_utime + used.ru_stime
-    print(f"\n{whole:.0f} s in all, with compilation, in {processes} processes; {cpu:.0f} s of processor time")
+        shown = [
+            f"{seconds:.3f} ({there}); {seconds / base:.2f} ({there / paper[0]:.2f}); {rounds:.0f}"
+            for (seconds, rounds), there in zip(means, paper, strict=True)
+        ]
+        row(*size, *shown)
 
 
-def loop() -> None:
-    if shutil.which("cc") is None:
-        print("no C compiler (cc) here: nothing to compare with")
-        return
-    names, print_row = (
-        ("IR-IG", "S = 1", "S = 8"),
-        "| {} | {} | {} | {:.3f} | {:.3f} | {:.3f} | {:.2f} | {:.2f} | {:.0e} |",
-    )
-    for title, flags, each in (("loops in one piece", SMALL_LOOPS, (1000, 10000)), ("XLA's defaults", "", (10000,))):
-        print(f"{title}: best ms per round; × is ours over that loop")
-        print("| n | m | | ours | -O3 | -O3 -ffast-math | × -O3 | × fast | largest difference |")
-        jobs = [(name, n, m) for n in DIMS for m in each for name in names]
-        for (name, n, m), (ms, gap) in zip(jobs, on_cores(beside_loop, jobs, 1, flags), strict=True):
-            print(print_row.format(n, m, name, *ms, ms[0] / ms[1], ms[0] / ms[2], gap))
+def beside_loops(largest: int) -> None:
+    """Print the table of rounds beside the loop."""
+    head("n", "m", "method", "library, ms", "loop in C, ms", "ratio", "largest difference of x")
+    jobs = [(name, n, m) for n in DIMS for m in (1000, 10000) if m <= largest for name in ("IR-IG", "S = 1", "S = 8")]
+    for (name, n, m), (ms, gap) in zip(jobs, on_cores(beside_loop, jobs, 1), strict=True):
+        row(n, m, name, *(f"{one:.3f}" for one in ms), f"{ms[0] / ms[1]:.2f}", f"{gap:.0e}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("part", nargs="?", choices=("table", "loop"), help="both, when left out")
-    parser.add_argument("--runs", type=int, default=10)
-    parser.add_argument("--largest", type=int, default=max(TARGETS), help="m")
-    parser.add_argument("--processes", type=int, default=2, help="at once, with a core each")
-    options = parser.parse_args()
-    from machine import describe
-
-    print(describe(), "; load", ", ".join(f"{load:.1f}" for load in os.getloadavg()), flush=True)
-    if options.part != "loop":
-        table(options.runs, options.largest, options.processes)
-    if options.part != "table":
-        loop()
-
-
-if __name__ == "__main__":
-    main()
+def main(runs: int = 10, largest: int = max(TARGETS), processes: int = 2) -> None:
+    table(runs, largest, processes)
+    beside_loops(largest)

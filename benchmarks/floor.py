@@ -1,42 +1,35 @@
-"""The library beside hand-written JAX programs of the same mathematics: first call, second call, rounds, memory.
-
-    .venv/bin/python benchmarks/floor.py [--rows NAME ...] [--passes 3] [--cores] [--out FILE] [--check]
+"""The library and hand-written JAX programs of the same mathematics: first call, second call, rounds, memory.
 
 The programs are in benchmarks/peers, at most 60 lines each: the same batch sizes, local steps and numbers of gradients
 and products, the same data type, XLA's own settings for both; with --cores the library's own for it, as its commands
-have them (`fb.tune_cpu()`). Each measurement is a process of its own, the library's
-and the peer's in turn; XLA's cache on disk is off. Printed are medians over the passes:
+have them (`fb.tune_cpu()`). Each measurement is a process of its own, the library's and the peer's in turn; XLA's cache
+on disk is off. Printed are medians over the passes (library, peer, ratio):
 
 first    processor seconds of the first call: tracing, compilation and the rounds
-second   the same of a second call, with other step sizes and another seed; and how often the user's loss
-         is traced in a third one
-round    milliseconds of a round once everything is compiled, by the wall clock
+second   the same of a second call, with other step sizes and another seed
+traces   how often the user's loss is traced in a third call
+round    milliseconds of a round once everything is compiled, by the clock
 memory   peak of the process in MB, everything that it imports included; on a GPU, of the device
 
---check compares iterates after 12 rounds of full batches, in float64, in place of measuring anything.
+--check measures nothing, and compares iterates after 12 rounds of full batches, in float64.
 """
 
-import argparse
-import json
-import os
-import resource
-import statistics
-import subprocess
 import sys
-import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from machine import describe, peak_mb
-from peers import afbo, fednest, fism, lfednest, problems, rabo, simfbo
+import fedbilevel as fb
+from benchmarks.harness import head, in_process, medians, row, seconds, turns
+from benchmarks.machine import peak_mb, processor_seconds
+from benchmarks.peers import afbo, fednest, fism, lfednest, problems, rabo, simfbo
 
+QUICK = {"rows": ["simfbo-quadratic-6"], "passes": 1}
 CAPACITIES = (1.0, 0.5, 0.25, 0.125, 0.0625)
 Play = Callable[[float, int, int], Any]
 """(factor on all step sizes, seed, rounds) -> (x, y)."""
@@ -113,7 +106,7 @@ def problem_of(s: Setting, dtype: Any) -> Any:
 
 
 def hand_written(s: Setting, p: Any) -> Play:
-    """The peer of a row."""
+    """Return the peer of a row."""
     shared = {"local_steps": s.local_steps, "batch_size": s.batch}
     alone = s.one_by_one and jax.default_backend() == "cpu"  # where one client's products fill the processor
     asking = {"cohort": s.cohort, "one_by_one": alone}
@@ -151,9 +144,7 @@ def hand_written(s: Setting, p: Any) -> Play:
 
 
 def of_library(s: Setting, p: Any) -> tuple[Callable[..., Any], Play]:
-    """(solve, the same as a play) of a row."""
-    import fedbilevel as fb
-
+    """Return what solves a row, with options of `fb.solve`, and the same as a `Play`."""
     engine, capacity = None, None
     if s.kind == "fism":
         rows = jax.tree.map(np.asarray, p.data)
@@ -173,7 +164,8 @@ def of_library(s: Setting, p: Any) -> tuple[Callable[..., Any], Play]:
 
     def solve(scale: float, seed: int, rounds: int, **options: Any) -> Any:
         given = problem, clients, p.x, *(() if s.kind == "fism" else (p.y,))
-        return fb.solve(algorithm(s, scale), *given, rounds=rounds, cohort=s.cohort, key=seed, engine=engine, **options)
+        options = {"engine": engine, **options}
+        return fb.solve(algorithm(s, scale), *given, rounds=rounds, cohort=s.cohort, key=seed, **options)
 
     def play(scale: float, seed: int, rounds: int) -> Any:
         result = solve(scale, seed, rounds)
@@ -183,9 +175,7 @@ def of_library(s: Setting, p: Any) -> tuple[Callable[..., Any], Play]:
 
 
 def algorithm(s: Setting, scale: float) -> Any:
-    """The library's method of a row."""
-    import fedbilevel as fb
-
+    """Return the library's method of a row."""
     t = [scale * step for step in s.steps]
     walk: Any = {"local_steps": s.local_steps}
     if s.kind == "simfbo":
@@ -207,41 +197,36 @@ def algorithm(s: Setting, scale: float) -> Any:
 
 
 def fb_rows(rows: Any, sizes: np.ndarray) -> list[Any]:
-    """One entry a client, of their own lengths."""
+    """Return an entry for each client, of its own length."""
     return [{name: a[i, :n] for name, a in rows.items()} for i, n in enumerate(sizes)]
 
 
-def measure(name: str, who: str, cores: bool) -> dict[str, Any]:
-    """One contender, in this process."""
+def measure(name: str, who: str, cores: bool) -> dict[str, float]:
+    """Measure one contender, in this process."""
     s = ROWS[name]
     if cores and who == "library":
-        import fedbilevel as fb
-
         fb.tune_cpu()
-    jax.config.update("jax_enable_compilation_cache", False)
     p = problem_of(s, np.float32)
     if who == "library":
         solve, play = of_library(s, p)
     else:
         play = hand_written(s, p)
-    out: dict[str, Any] = {}
+    out: dict[str, float] = {}
     for call, (scale, seed) in {"first": (1.0, 0), "second": (0.9, 1)}.items():
         began = processor_seconds()
         play(scale, seed, s.rounds)
         out[call] = processor_seconds() - began
     out["traces"] = traces(p.inner if s.kind == "fism" else p.outer, lambda: play(0.8, 2, s.rounds))
     if who == "library":
-        seconds = solve(1.0, 0, 6 * s.timed, eval_every=s.timed).history["seconds"]
-        each = np.diff(np.asarray(seconds, float))[1:] / s.timed  # the first stretch warms up
+        times = solve(1.0, 0, 6 * s.timed, eval_every=s.timed).history["seconds"]
+        each = np.diff(np.asarray(times, float))[1:] / s.timed  # the first stretch warms up
     else:
-        each = [timed(play, s.timed) for _ in range(5)]
-    out["round_ms"] = 1e3 * float(np.median(each))
-    out["memory_mb"] = peak_mb()
-    return out
+        each = [seconds(lambda: play(1.0, 0, s.timed)) / s.timed for _ in range(5)]
+    return {**out, "round": 1e3 * float(np.median(each)), "memory": peak_mb()}
 
 
 def traces(loss: Callable[..., Any], call: Callable[[], Any]) -> int:
-    """How often a call runs a loss in Python; watched from outside, as a loss that counts is another each time."""
+    """Count how often a call runs a loss in Python, from outside: a loss that counts would be another each time."""
     count = 0
 
     def watch(frame: Any, event: str, _: Any) -> None:
@@ -256,21 +241,10 @@ def traces(loss: Callable[..., Any], call: Callable[[], Any]) -> int:
     return count
 
 
-def timed(play: Play, rounds: int) -> float:
-    began = time.perf_counter()
-    play(1.0, 0, rounds)
-    return (time.perf_counter() - began) / rounds
-
-
-def processor_seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 def compared(name: str) -> tuple[float, float]:
-    """How far apart library and peer are after rounds of full batches with everyone, in float64; how far they went.
+    """Return how far apart library and peer are after rounds of full batches of all clients, and how far they went.
 
-    Wants jax_enable_x64. Sizes are small ones, so that it takes seconds.
+    It needs jax_enable_x64. Sizes are small, so that it takes seconds.
     """
     s = ROWS[name]
     small = dict(SMALL[s.data["task"]])
@@ -285,81 +259,25 @@ def compared(name: str) -> tuple[float, float]:
 
 
 def difference(a: Any, b: Any) -> float:
-    """The largest difference of two trees, relative to the largest entry."""
+    """Return the largest difference of two trees, relative to the largest entry."""
     pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
     return max(float(jnp.max(jnp.abs(u - v)) / jnp.maximum(jnp.max(jnp.abs(v)), 1)) for u, v in pairs)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", nargs="+", choices=ROWS, default=list(ROWS), metavar="NAME", help=", ".join(ROWS))
-    parser.add_argument("--passes", type=int, default=3)
-    parser.add_argument(
-        "--out", type=Path, help="write the table here as well, and every measurement beside it as JSON"
-    )
-    parser.add_argument("--cores", action="store_true")
-    parser.add_argument("--check", action="store_true")
-    parser.add_argument("--contender", choices=("library", "peer"), help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.check:
+FORMS = {"first": ".2f", "second": ".3f", "traces": ".0f", "round": ".3f", "memory": ".0f"}
+
+
+def main(rows: tuple[str, ...] = tuple(ROWS), passes: int = 3, cores: bool = False, check: bool = False) -> None:
+    if check:
         jax.config.update("jax_enable_x64", True)
-        for name in options.rows:
-            print("{:24s} apart {:.1e} after a way of {:.1e}".format(name, *compared(name)), flush=True)
+        head("row", "apart", "after a way of")
+        for name in rows:
+            row(name, *(f"{one:.1e}" for one in compared(name)))
         return
-    if options.contender:
-        print(json.dumps(measure(options.rows[0], options.contender, options.cores)))
-        return
-    found: dict[str, dict[str, list[dict[str, Any]]]] = {}
-    lines = [describe(), f"load {load()} at the start", "", *HEAD]
-    print("\n".join(lines), flush=True)
-    for name in options.rows:
-        row = found.setdefault(name, {"library": [], "peer": []})
-        for _ in range(options.passes):
-            for who, passes in row.items():
-                passes.append(once(name, who, options.cores))
-        lines.append(line(name, row))
-        print(lines[-1], flush=True)
-    lines += ["", f"load {load()} at the end"]
-    print("\n".join(lines[-2:]))
-    if options.out:
-        options.out.write_text("\n".join(lines) + "\n")
-        options.out.with_suffix(".json").write_text(json.dumps(found, indent=1))
-
-
-HEAD = [
-    "| row | first, s: library, peer, ratio | second, s: library, peer, ratio; traces | "
-    "round, ms: library, peer, ratio | memory, MB: library, peer, ratio |",
-    "|---|---|---|---|---|",
-]
-
-
-def line(name: str, row: dict[str, list[dict[str, Any]]]) -> str:
-    """A row of the table: medians, and their ratio."""
-
-    def pair(key: str, form: str) -> str:
-        ours, theirs = (statistics.median(one[key] for one in row[who]) for who in ("library", "peer"))
-        return f"{ours:{form}}, {theirs:{form}}, **{ours / theirs:.2f}**"
-
-    traces = "{}, {}".format(*(max(one["traces"] for one in row[who]) for who in ("library", "peer")))
-    return (
-        f"| {name} | {pair('first', '.2f')} | {pair('second', '.3f')}; {traces} | "
-        f"{pair('round_ms', '.3f')} | {pair('memory_mb', '.0f')} |"
-    )
-
-
-def load() -> str:
-    return ", ".join(f"{one:.1f}" for one in os.getloadavg())
-
-
-def once(name: str, who: str, cores: bool) -> dict[str, Any]:
-    """One measurement, in a process of its own."""
-    command = [sys.executable, __file__, "--rows", name, "--contender", who, *["--cores"] * cores]
-    with tempfile.TemporaryDirectory() as home:  # no cache of anybody's
-        environment = {**os.environ, "JAX_COMPILATION_CACHE_DIR": home, "JAX_ENABLE_COMPILATION_CACHE": "false"}
-        done = subprocess.run(command, check=True, capture_output=True, text=True, env=environment)
-    result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return result
-
-
-if __name__ == "__main__":
-    main()
+    head("row", "first, s", "second, s", "traces", "round, ms", "memory, MB")
+    for name in rows:
+        contenders = {who: partial(in_process, measure, name, who, cores) for who in ("library", "peer")}
+        ours, theirs = map(medians, turns(contenders, passes).values())
+        cells = [f"{ours[key]:{form}}, {theirs[key]:{form}}" for key, form in FORMS.items()]
+        ratios = [f", **{ours[key] / theirs[key]:.2f}**" if key != "traces" else "" for key in FORMS]
+        row(name, *(cell + ratio for cell, ratio in zip(cells, ratios, strict=True)))

@@ -1,27 +1,27 @@
-"""What an exchange costs beside a bare Flower message of the same bytes: `python benchmarks/flower_exchange.py`.
+"""What an exchange costs beside a bare Flower message of the same bytes.
 
 Both go there and back to all clients, in turn, on the same engine: in process, in Flower's simulation (Ray), over a
-SuperLink and SuperNodes with TLS and keys (workers that stay, or Flower's own processes). The phase hands its message
-back, so that nothing but the exchange is timed. The first of each kind (imports, compilation) is left out.
+SuperLink and SuperNodes with TLS and keys. The phase returns its message, so that nothing but the exchange is timed.
+The first of each kind (imports, compilation) is left out.
 """
 
-from __future__ import annotations
-
-import argparse
 import json
 import os
 import socket
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
+from statistics import median
 
+from benchmarks.harness import head, row
+from benchmarks.machine import load
 from fedbilevel.flower.launch import children
 from fedbilevel.flower.launch.processes import Console, Federation, flower_command, free_ports
 from fedbilevel.flower.launch.supernode import environment
 
+QUICK = {"engines": ["in-process"], "clients": [2], "repetitions": 2}
 PROJECT = """
 [build-system]
 requires = ["hatchling"]
@@ -129,7 +129,7 @@ app = server_app(main)
 
 
 def write_app(directory: Path) -> Path:
-    """The Flower app that measures."""
+    """Write the Flower app that measures."""
     (directory / "cost").mkdir(parents=True)
     (directory / "pyproject.toml").write_text(PROJECT)
     for name, content in {"__init__": "", "echo": ECHO, "client": CLIENT, "server": SERVER}.items():
@@ -137,8 +137,8 @@ def write_app(directory: Path) -> Path:
     return directory
 
 
-def in_process(app: Path, config: dict[str, int]) -> list[str]:
-    """The lines that the server prints."""
+def in_process(app: Path, config: dict[str, int], place: Path) -> list[str]:
+    """Return the lines that the server prints, all parties in one process."""
     program = "import sys, fedbilevel.flower as f; from cost.client import app; from cost.server import main; "
     program += f"c = {config}; main(f.InProcess(app, c['clients'], run_config=c), c)"
     done = subprocess.run([sys.executable, "-c", program], cwd=app, capture_output=True, text=True, check=True)
@@ -146,6 +146,7 @@ def in_process(app: Path, config: dict[str, int]) -> list[str]:
 
 
 def simulated(app: Path, config: dict[str, int], place: Path) -> list[str]:
+    """Return the same in Flower's simulation."""
     (port,) = free_ports(1)
     place.mkdir(parents=True)
     (place / "config.toml").write_text(f'[superlink.simulation]\naddress = "127.0.0.1:{port}"\ninsecure = true\n')
@@ -166,8 +167,9 @@ def simulated(app: Path, config: dict[str, int], place: Path) -> list[str]:
         children.stop([link])
 
 
-def deployed(app: Path, config: dict[str, int], place: Path, persistent: bool) -> list[str]:
-    with Federation(place, config["clients"], persistent=persistent, deadline=240) as federation:
+def deployed(app: Path, config: dict[str, int], place: Path) -> list[str]:
+    """Return the same of a federation of processes."""
+    with Federation(place, config["clients"], deadline=240) as federation:
         return list(federation.run(app, as_text(config), timeout=1800))
 
 
@@ -175,45 +177,31 @@ def as_text(config: dict[str, int]) -> str:
     return " ".join(f"{name}={value}" for name, value in config.items())
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    engines = ["in-process", "simulation", "deployment", "stock"]
-    parser.add_argument("--engines", nargs="+", choices=engines, default=engines[:3])
-    parser.add_argument("--clients", type=int, nargs="+", default=[2, 10])
-    parser.add_argument("--floats", type=int, default=400_000, help="float32 each way")
-    parser.add_argument("--repetitions", type=int, default=7)
-    options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
-        app = write_app(Path(scratch) / "app")
-        for engine in options.engines:
-            for clients in options.clients:
-                config = {"clients": clients, "floats": options.floats, "repetitions": options.repetitions}
-                place = Path(scratch) / f"{engine}-{clients}"
-                if engine == "in-process":
-                    lines = in_process(app, config)
-                elif engine == "simulation":
-                    lines = simulated(app, config, place)
-                else:
-                    lines = deployed(app, config, place, engine == "deployment")
-                report(engine, clients, options.floats, lines)
+ENGINES = {"in-process": in_process, "simulation": simulated, "deployment": deployed}
 
 
-def report(engine: str, clients: int, floats: int, lines: list[str]) -> None:
-    """Print a line of the table."""
+def measure(app: Path, engine: str, config: dict[str, int], place: Path) -> dict[str, list[float]]:
+    """Return the seconds of bare messages and of exchanges, without the first of each."""
+    lines = ENGINES[engine](app, config, place)
     found = [line for line in lines if "COST" in line]
     if not found:
         raise SystemExit("".join(lines[-40:]))
-    times = json.loads(found[0][found[0].index("{") :])
-    shown = {}
-    for kind, seconds in times.items():
-        rest = seconds[1:]
-        shown[kind] = statistics.median(rest), min(rest)
-    ratio = shown["exchange"][0] / shown["bare"][0]
-    figures = ", ".join(f"{kind} median {median:.3f} s least {least:.3f} s" for kind, (median, least) in shown.items())
-    load = os.getloadavg()[0]
-    what = f"{engine:11} {clients:3d} clients {4 * floats / 1e6:.1f} MB each way"
-    print(f"{what}: {figures}; {ratio:.2f} x, load {load:.1f}", flush=True)
+    return {kind: times[1:] for kind, times in json.loads(found[0][found[0].index("{") :]).items()}
 
 
-if __name__ == "__main__":
-    main()
+def main(
+    engines: tuple[str, ...] = tuple(ENGINES),
+    clients: tuple[int, ...] = (2, 10),
+    floats: int = 400_000,
+    repetitions: int = 7,
+) -> None:
+    head("engine", "clients", "MB each way", "bare, s (least)", "exchange, s (least)", "ratio", "load")
+    with tempfile.TemporaryDirectory() as scratch:
+        app = write_app(Path(scratch) / "app")
+        for engine in engines:
+            for count in clients:
+                config = {"clients": count, "floats": floats, "repetitions": repetitions}
+                times = measure(app, engine, config, Path(scratch) / f"{engine}-{count}")
+                cells = [f"{median(times[kind]):.3f} ({min(times[kind]):.3f})" for kind in ("bare", "exchange")]
+                ratio = median(times["exchange"]) / median(times["bare"])
+                row(engine, count, f"{4 * floats / 1e6:.1f}", *cells, f"{ratio:.2f}", load())

@@ -1,22 +1,39 @@
-"""kill -9 for one process of a federation at a moment of a run; what was killed is started again, and the run goes on.
+"""kill -9 for one process of a federation at random moments, under load; it is started again, and the run continues.
 
-The result is to be that of the run that nothing happened to: the quorum is everybody, so that whoever was killed is
-asked again. A server that was killed is submitted again with the same folder, a SuperLink is started again with its
-database and the run submitted to it; the other two are started again by their supervisor.
+One federation of four clients on this machine's loopback, with TLS and keys, while another process takes all cores; six
+kills in each run. The result must be that of the undisturbed run: the quorum is all clients, so that a killed one is
+asked again. A server is submitted again with the same folder, a SuperLink is started again with its database and the
+run submitted to it; SuperNodes and workers are started again by their supervisor.
+
+Printed are the process that was killed, in which exchange and how many seconds after its start; the seconds to the end
+of the first exchange that began afterwards; and the largest difference of x and y, at the end of the run, from those
+of the undisturbed run.
 """
 
 import os
 import random
 import signal
+import sys
+import tempfile
 import time
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from federation_app import CLIENTS, EXCHANGES, LONGEST, Hang, command_of, exchanges_of
 
-from fedbilevel.flower.launch import children
+from benchmarks.harness import ROOT, head, row
+from benchmarks.machine import load
 
+os.environ |= {"JAX_ENABLE_X64": "1", "JAX_PLATFORMS": "cpu"}
+sys.path[:0] = [str(ROOT / "tests" / "flower"), str(ROOT / "tests" / "engines")]
+
+from federation_app import CLIENTS, EXCHANGES, LONGEST, SAME, Hang, Trial, command_of, exchanges_of  # noqa: E402
+
+from fedbilevel.flower.launch import children  # noqa: E402
+
+QUICK = {"times": 2}
+BUSY = "import os\nfor _ in range(os.cpu_count() - 1):\n    if os.fork() == 0:\n        break\nwhile True:\n    pass"
 VICTIMS = ("server", "SuperLink", "SuperNode", "worker")
 ROUNDS = 12
 EACH = 6  # kills in one run
@@ -31,22 +48,21 @@ COMMANDS = {
 
 
 class Moment(NamedTuple):
-    """When and whom a kill meets: so many exchanges are over, and so many seconds have gone by since."""
+    """Which process is killed, after how many exchanges, and how many seconds later."""
 
     victim: str
     client: int  # whose SuperNode or worker
     exchange: int  # 0, 1, … of the run
     after: float
 
-    def __str__(self):
+    def cells(self):
+        """Return its part of a row."""
         whose = f" of client {self.client}" if self.victim in ("SuperNode", "worker") else ""
-        return (
-            f"{self.victim + whose:22} {self.exchange // EXCHANGES:5} {self.exchange % EXCHANGES:8} {self.after:7.2f}"
-        )
+        return f"{self.victim}{whose}", *divmod(self.exchange, EXCHANGES), f"{self.after:.2f}"
 
 
 def plan(times, seed, longest):
-    """The moments of each run: each victim equally often in all, within an exchange up to `longest` seconds."""
+    """Return the moments of each run: each victim equally often in all, within an exchange up to `longest` seconds."""
     rng = random.Random(seed)
     victims = [VICTIMS[k % len(VICTIMS)] for k in range(times)]
     rng.shuffle(victims)
@@ -61,7 +77,7 @@ def plan(times, seed, longest):
 
 
 def undisturbed(trial):
-    """The result's x and y, and the median seconds of an exchange."""
+    """Return the result's x and y, and the median seconds of an exchange."""
     run = trial.play(ALGORITHM, [], **CONFIG)
     seconds = [line["seconds"] for line in exchanges_of(run.out / "exchanges.jsonl")]
     return arrays(run), float(np.median(seconds))
@@ -73,7 +89,7 @@ def arrays(run):
 
 
 def complete(log):
-    """The places (number of the exchange in the run) that everybody answered, in the order of time."""
+    """Return the numbers of the exchanges in the run that all clients answered, in the order of time."""
     found, answered = [], set()
     for line in exchanges_of(log) if log.exists() else []:
         answered = set(line["answered"]) | (answered if line["attempt"] else set())
@@ -83,10 +99,10 @@ def complete(log):
 
 
 def play(trial, moments, expected):
-    """Play a run in which all this happens.
+    """Make a run with all these kills.
 
     Returns:
-        for each kill the seconds to the end of the first exchange begun afterwards, answered by everybody; how far x
+        for each kill the seconds to the end of the first exchange begun afterwards, answered by all clients; how far x
         and y are from `expected`, at most.
     """
     out, seconds = trial.out(), []
@@ -94,7 +110,7 @@ def play(trial, moments, expected):
     log = out / "exchanges.jsonl"
     for moment in moments:
         begun = partial(is_begun, out, moment.exchange)
-        run.wait(begun, f"{moment} is not reached", LONGEST)
+        run.wait(begun, f"{moment.cells()} is not reached", LONGEST)
         time.sleep(moment.after)
         after, killed = len(complete(log)) + 2, time.monotonic()  # an exchange that begins after the kill
         os.kill(process(trial, moment), signal.SIGKILL)
@@ -105,7 +121,9 @@ def play(trial, moments, expected):
                 trial.federation.restart_superlink(120)
                 gone(trial, COMMANDS["server"])
             run, after = trial.submit(ALGORITHM, [], out, **CONFIG), len(complete(log)) + 1
-        run.wait(lambda after=after: len(complete(log)) >= after, f"it does not go on after {moment}", LONGEST)
+        run.wait(
+            lambda after=after: len(complete(log)) >= after, f"it does not continue after {moment.cells()}", LONGEST
+        )
         seconds.append(time.monotonic() - killed)
     run.finish()
     pairs = zip(arrays(run), expected, strict=True)
@@ -113,12 +131,12 @@ def play(trial, moments, expected):
 
 
 def is_begun(out, exchange):
-    """Whether the run has a checkpoint, and so many of its exchanges are over."""
+    """Return whether the run has a checkpoint, and so many of its exchanges are over."""
     return (out / "checkpoint.npz").exists() and (exchange == 0 or exchange - 1 in complete(out / "exchanges.jsonl"))
 
 
 def process(trial, moment):
-    """The process that is killed."""
+    """Return the process that is killed."""
     if moment.victim == "SuperLink":
         return trial.federation.superlink.pid
     among = children.family(trial.federation.nodes[moment.client].pid) if moment.victim != "server" else trial.pids()
@@ -127,7 +145,7 @@ def process(trial, moment):
 
 
 def running(pids, command):
-    """Those of the processes that run a command."""
+    """Return those of the processes that run a command."""
     words = {pid: command_of(pid) for pid in pids}
     return [pid for pid in pids if command in words[pid] and "fedbilevel.flower.launch.children" not in words[pid]]
 
@@ -139,3 +157,34 @@ def gone(trial, command, seconds=120):
         if time.monotonic() > until:
             raise Hang(f"{command} goes on without its SuperLink for {seconds} s")
         time.sleep(0.1)
+
+
+def outcomes(trial, moments, expected):
+    """Return how many of a run's kills it continued after to the expected result, and a row for each."""
+    try:
+        seconds, difference = play(trial, moments, expected)
+    except Exception as error:  # noqa: BLE001  reported; the next run is made all the same
+        print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+        trial.renew()
+        return 0, [(*moment.cells(), type(error).__name__, "", load()) for moment in moments]
+    pairs = zip(moments, seconds, strict=True)
+    rows = [(*moment.cells(), f"{took:.1f}", f"{difference:.1e}", load()) for moment, took in pairs]
+    return len(moments) * (difference <= SAME), rows
+
+
+def main(times: int = 30, seed: int = 0) -> None:
+    good = 0
+    with tempfile.TemporaryDirectory() as folder, Trial(Path(folder), None, None) as trial:
+        busy = children.spawn([sys.executable, "-c", BUSY])
+        try:
+            expected, typical = undisturbed(trial)
+            print(f"undisturbed: {typical:.2f} s an exchange")
+            head("killed", "round", "exchange", "after, s", "to continue, s", "difference", "load")
+            for moments in plan(times, seed, typical):
+                same, rows = outcomes(trial, moments, expected)
+                good += same
+                for cells in rows:
+                    row(*cells)
+        finally:
+            children.stop([busy], grace=0)
+        print(f"{good} of {times} kills changed nothing; processes left: {trial.left() or 'none'}")

@@ -1,9 +1,12 @@
 """What the numbers were measured on, and the yardstick of speed: the machine's own matrix-product rate."""
 
+from __future__ import annotations
+
 import os
 import platform
 import resource
 import time
+from importlib.metadata import version
 
 import numpy as np
 
@@ -11,20 +14,27 @@ os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # contenders ar
 
 
 def describe() -> str:
-    """One line: processor, cores, Python, JAX and its device."""
-    import jax
-
+    """Name the processor, its cores and the versions of Python and JAX, without starting JAX."""
     with open("/proc/cpuinfo") as file:
         model = next((line.split(":", 1)[1].strip() for line in file if line.startswith("model name")), "unknown CPU")
-    device = jax.devices()[0]
-    return (
-        f"{model}, {os.cpu_count()} cores; Python {platform.python_version()}, jax {jax.__version__}, "
-        f"{device.platform} ({device.device_kind})"
-    )
+    return f"{model}, {os.cpu_count()} cores; Python {platform.python_version()}, jax {version('jax')}"
+
+
+def device() -> str:
+    """Name JAX's first device."""
+    import jax
+
+    first = jax.devices()[0]
+    return f"{first.platform} ({first.device_kind})"
+
+
+def load() -> str:
+    """Return the mean number of running processes over the last minute."""
+    return f"{os.getloadavg()[0]:.1f}"
 
 
 def peak_mb() -> float:
-    """The most memory so far: of JAX's device where it says so, as GPUs do, else of this process."""
+    """Return the most memory so far: of JAX's device where it is reported, as by GPUs, else of this process."""
     import jax
 
     stats = jax.devices()[0].memory_stats() or {}
@@ -33,9 +43,17 @@ def peak_mb() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
+def processor_seconds() -> float:
+    """Return the user and system time of this process so far."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
 def gemm_rate(size: int = 1024, repeats: int = 10) -> float:
-    """Best GFLOP/s of the float32 product of two size×size matrices: NumPy's on all cores; on a GPU JAX's, in its
-    default precision, of matrices eight times as wide."""
+    """Return the best GFLOP/s of the float32 product of two size×size matrices.
+
+    On a CPU it is NumPy's, on all cores; on a GPU JAX's, in its default precision, of matrices eight times as wide.
+    """
     import jax
 
     on_cpu = jax.default_backend() == "cpu"

@@ -1,77 +1,44 @@
-"""Does a process that solves one problem after the other keep its size? Prints its memory every so many solves.
+"""Whether a process that solves one problem after another keeps its size.
 
-    python benchmarks/memory.py [--solves 500] [--every 50] [--federated]
-
-Each solve is a problem of its own: other losses (which close over arrays), samples, start, metrics. `--federated` plays
-over Flower, with the clients in this process. The first solves load code and fill caches of a size of their own.
+Each solve is a problem of its own: other losses (which close over arrays), samples, start and metrics. The first
+solves load code and fill caches of a fixed size.
 """
 
-import argparse
 import gc
-from collections.abc import Iterator
 from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
 
 import fedbilevel as fb
+from benchmarks.harness import head, row
 
 CLIENTS, DIMENSION = 4, 3
+QUICK = {"solves": 4, "every": 2}
 
 
 def megabytes() -> float:
-    """Of this process that are in memory (Linux)."""
+    """Return the memory of this process (Linux)."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / 1e6
 
 
-def engine(problem: fb.Bilevel, clients: fb.Clients, federated: bool, start: tuple) -> tuple:
-    """An engine, and the clients as it wants them."""
-    if not federated:
-        return None, clients
-    from fedbilevel.flower import Flower, Site, client_app
-    from fedbilevel.flower.launch.in_process import InProcess
-
-    def site(run: object, node: dict) -> Site:
-        client = node["partition-id"]
-        own = {"outer": clients.outer.row(client), "inner": clients.inner.row(client)}
-        return Site(id=client, algorithm=ALGORITHM, problem=problem, x0=start[0], y0=start[1], **own)
-
-    return Flower(grid=InProcess(client_app(site), CLIENTS)), fb.RemoteClients.of(clients)
-
-
-ALGORITHM = fb.SimFBO(local_steps=2, batch_size=8)
-
-
-def solve(number: int, federated: bool) -> None:
+def solve(number: int) -> None:
+    """Solve the problem of a number."""
     rng = np.random.default_rng(number)
     scale, samples = jnp.asarray(rng.normal(size=DIMENSION)), rng.normal(size=(CLIENTS, 8, DIMENSION))
     problem = fb.Bilevel(
         outer=lambda x, y, batch: jnp.mean((batch @ (scale * y) - jnp.sum(x)) ** 2),
         inner=lambda x, y, batch: jnp.mean((batch @ y - jnp.sum(x)) ** 2) + scale @ scale * (y @ y),
     )
-    clients, start = fb.Clients(samples, samples.copy()), (jnp.zeros(2), jnp.zeros(DIMENSION))
-    chosen, known = engine(problem, clients, federated, start)
+    clients, method = fb.Clients(samples, samples.copy()), fb.SimFBO(local_steps=2, batch_size=8)
     metrics = {"size": lambda x, y: scale @ y}
-    fb.solve(ALGORITHM, problem, known, *start, rounds=3, engine=chosen, metrics=metrics)
+    fb.solve(method, problem, clients, jnp.ones(2), jnp.ones(DIMENSION), rounds=3, metrics=metrics)
 
 
-def sizes(solves: int, every: int, federated: bool) -> Iterator[tuple[int, float]]:
+def main(solves: int = 500, every: int = 50) -> None:
+    head("solves", "MB")
     for number in range(1, solves + 1):
-        solve(number, federated)
+        solve(number)
         if number % every == 0:
             gc.collect()
-            yield number, megabytes()
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--solves", type=int, default=500)
-    parser.add_argument("--every", type=int, default=50)
-    parser.add_argument("--federated", action="store_true")
-    options = parser.parse_args()
-    for number, size in sizes(options.solves, options.every, options.federated):
-        print(f"{number:5d} solves {size:7.1f} MB", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            row(number, f"{megabytes():.1f}")

@@ -1,21 +1,17 @@
 """Methods without steps beside tuned ones: where they end, and what finding the steps cost.
 
-FEDBILEVEL_DATA=… python benchmarks/no_steps.py [METHOD …] [--tasks NAME …] [--seeds 8] [--tuned FILE]
-python benchmarks/no_steps.py [METHOD …] --family [NUMBER] [--reach R]
-
 For each task three runs with the preset's batches and local steps, as many exchanges each: with steps chosen among 16
 by the outer loss at the end of as many runs of that length; with README's 0.1, SimFBO alone; and without steps. "Holds"
 says that the last is within one point of accuracy, or of error, of the first, or where the first ends after twice the
 exchanges. Then 8 seeds, and starts of x two units off where x are no weights of a network, without steps: which are
 finite, and the range in which they end. --tuned takes the steps given by hand from an earlier table, and its rows.
 
---family: on the random problems of family.py in place of these tasks, for eight methods; --reach: with another REACH of
-the steps on x (algorithms/parts/adagrad.py).
+--family 7: on the random problems of family.py in place of these tasks, for eight methods; --reach: with another REACH
+of the steps on x (algorithms/parts/adagrad.py). Data sets are read from $FEDBILEVEL_DATA.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import re
 import warnings
@@ -26,8 +22,8 @@ from typing import Any
 import jax
 import numpy as np
 
-import family
 import fedbilevel as fb
+from benchmarks import family as random_problems
 from fedbilevel.algorithms.parts import adagrad
 from fedbilevel.experiments import resolve
 from fedbilevel.experiments.runner import Experiment, build, first_metric
@@ -49,6 +45,7 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 GRID = list(itertools.product((0.01, 0.1, 1.0, 10.0), (0.03, 0.1, 0.3, 1.0)))
 """Steps on x, and on y and v."""
+QUICK = {"tasks": ["quadratic, κ = 10"], "seeds": 1}
 
 
 def given(method: Any, x: float | None, y: float | None) -> Any:
@@ -133,26 +130,21 @@ def row(label: str, name: str, seeds: int, before: tuple[float, int, float] | No
     return bool(holds)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("methods", nargs="*")
-    parser.add_argument("--tasks", nargs="*", default=list(TASKS))
-    parser.add_argument("--seeds", type=int, default=8)
-    parser.add_argument("--tuned", type=Path)
-    parser.add_argument("--family", type=int, nargs="?", const=family.FAMILY)
-    parser.add_argument("--reach", type=float, default=adagrad.REACH)
-    asked = parser.parse_args()
-    adagrad.REACH = asked.reach
-    if asked.family is not None:
-        family.table(asked.methods or list(family.ROUNDS), asked.family)
+def main(
+    methods: tuple[str, ...] = (),
+    tasks: tuple[str, ...] = tuple(TASKS),
+    seeds: int = 8,
+    tuned: str = "",
+    family: int = 0,
+    reach: float = adagrad.REACH,
+) -> None:
+    adagrad.REACH = reach
+    if family:
+        random_problems.table(list(methods or random_problems.ROUNDS), family)
         return
-    before = tuned_before(asked.tuned) if asked.tuned else {}
-    for name in asked.methods or ["simfbo"]:
-        tasks = [label for label in asked.tasks if not before or (name, label) in before]
+    before = tuned_before(Path(tuned)) if tuned else {}
+    for name in methods or ["simfbo"]:
+        labels = [label for label in tasks if not before or (name, label) in before]
         print(f"\n{name}\n{'':46}{'tuned':>10}{'cost':>9}{'0.1':>10}{'none':>10}{'twice':>10}  holds finite  range")
-        held = [row(label, name, asked.seeds, before.get((name, label))) for label in tasks]
+        held = [row(label, name, seeds, before.get((name, label))) for label in labels]
         print(sum(held), "of", len(held), "hold")
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,5 @@
 """How far below the largest curvature the power method of `AdaptiveSteps` gets, while a direction becomes stiff.
 
-python benchmarks/power_method.py
-
 A diagonal Hessian: one entry is 1, the others lie between 1 and 10^-SPREAD. When the vector has settled, another entry
 grows from 0.01 by a factor in each round, up to 10⁶. A cell is the largest curvature divided by the measured one, in
 the worst round of the worst of 25 draws. In rows "at rest" nothing grows for 100 rounds. A step of 1/L is stable up
@@ -11,10 +9,12 @@ to 2. MIX is the length of the random vector that is added to the kept one, AGAI
 
 import numpy as np
 
+from benchmarks.harness import head, row
 from fedbilevel.algorithms.parts.curvature import AGAIN, FALL, MIX
 
 SCHEMES = [(0.0, 1), (0.0, AGAIN), (0.03, AGAIN), (0.1, AGAIN), (MIX, AGAIN), (1.0, AGAIN), (MIX, 2), (MIX, 5)]
 DRAWS = 25
+QUICK = {"draws": 1}
 
 
 def measured(vector, largest, diagonal, rng, mix, products):
@@ -42,16 +42,10 @@ def lowest(size, spread, growth, mix, products, seed):
     return worst
 
 
-def main() -> None:
-    print(f"{'':36}" + "".join(f"{f'{mix:g}, {products}':>9}" for mix, products in SCHEMES) + "   (MIX, AGAIN)")
+def main(draws: int = DRAWS) -> None:
+    head("entries", "spread", "another grows by", *(f"MIX {mix:g}, AGAIN {products}" for mix, products in SCHEMES))
     for spread in (0.3, 2):
         for size in (5, 39, 400, 3000):
             for growth in (1.0, 1.26, 1.58):
-                cells = [max(lowest(size, spread, growth, *one, seed) for seed in range(DRAWS)) for one in SCHEMES]
-                grows = f"grows by {growth:g}" if growth > 1 else "at rest"
-                label = f"{size:5} entries, spread {spread:g}, {grows}"
-                print(f"{label:36}" + "".join(f"{cell:9.3g}" for cell in cells), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+                cells = [max(lowest(size, spread, growth, *one, seed) for seed in range(draws)) for one in SCHEMES]
+                row(size, spread, growth if growth > 1 else "at rest", *(f"{cell:.3g}" for cell in cells))

@@ -1,7 +1,5 @@
 """What a curious server reads off one client's answers: its samples, by three kinds of requests.
 
-python benchmarks/reading_samples.py
-
 One client with 181 handwritten digits trains a linear classifier by FedAvg, one local step a round, so that an answer
 is a gradient. The server asks for what it likes: it sends classifiers of its own making, and as many requests as the
 client answers. A sample counts as read when every pixel is right to 1e-3 (they lie in 0..1).
@@ -11,8 +9,6 @@ client answers. A sample counts as read when every pixel is right to 1e-3 (they 
 - all samples at once: of two classifiers whose first class begins at thresholds between which one sample lies, the
   difference of the gradients is that sample. The server finds such thresholds by halving.
 """
-
-from __future__ import annotations
 
 import secrets
 import tempfile
@@ -26,13 +22,15 @@ import optax
 from flwr.app import RecordDict
 
 import fedbilevel as fb
+from benchmarks.harness import head, row
 from fedbilevel import data
 from fedbilevel.flower import Limits, Privacy, Site
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.client.store import ContextStore
 from fedbilevel.flower.wire import RequestMessage, from_bytes, to_bytes
 
-SAMPLES, CLASSES, MOST = 181, 10, 1500
+SAMPLES, CLASSES = 181, 10
+QUICK = {"most": 20}
 NO_FLOORS = Limits(min_batch_size=1, min_local_samples=1, max_requests_per_round=10**6)
 
 
@@ -44,7 +42,7 @@ def loss(x, batch):
 class Server:
     """Asks one client, and keeps the samples that it has read."""
 
-    def __init__(self, batch_size: int | None, limits: Limits, privacy: Privacy | None = None) -> None:
+    def __init__(self, batch_size: int | None, limits: Limits, privacy: Privacy | None, most: int) -> None:
         digits = data.load("digits")
         self.truth = digits.train_images.reshape(-1, 64)[:SAMPLES].astype(float)
         outer = {"image": self.truth, "label": digits.train_labels[:SAMPLES]}
@@ -54,12 +52,13 @@ class Server:
         problem, own = fb.SingleLevel(loss), {"limits": limits, "privacy": privacy, "folder": folder}
         self.runtime = ClientRuntime(Site(id=0, algorithm=algorithm, problem=problem, x0=self.x0, outer=outer, **own))
         (self.call,) = self.runtime.contract.calls.values()
-        self.memory, self.run, self.asked, self.refused = ContextStore(RecordDict()), secrets.token_hex(16), 0, ""
+        self.memory, self.run, self.most = ContextStore(RecordDict()), secrets.token_hex(16), most
+        self.asked, self.refused = 0, ""
         self.read: set[int] = set()
 
     def request(self, x: dict[str, np.ndarray]) -> dict[str, np.ndarray] | None:
-        """The client's mean gradient at x, on samples that the client draws; None once it refuses, or at MOST."""
-        if self.asked == MOST:
+        """Return the client's mean gradient at x, on samples that it draws; None once it refuses, or after `most`."""
+        if self.asked == self.most:
             return None
         key = np.asarray(jax.random.key_data(jax.random.key(self.asked))).tobytes()
         contract, payload = self.runtime.contract.digest, to_bytes(x)
@@ -117,24 +116,18 @@ class Server:
             work += [(left, threshold, low, middle), (threshold, right, middle, high)]
 
 
-def main() -> None:
+def main(most: int = 1500) -> None:
     jax.config.update("jax_enable_x64", True)
-    floors, few = Limits(), Limits(max_requests=100)
     noise = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
-    print(f"{'the server requests about':24s}{'the client has':34s}{'requests':>9s}  samples read of {SAMPLES}")
+    head("the server requests about", "the client has", "requests", f"samples read of {SAMPLES}", "refusal")
     kinds = {"one sample": (1, Server.single), "8 samples": (8, Server.small), "all samples": (None, Server.whole)}
     for kind, (batch_size, attack) in kinds.items():
         for client, limits, privacy in (
             ("no floors", NO_FLOORS, None),
-            ("the default floors", floors, None),
-            ("100 requests in all", few, None),
-            ("default floors and noise", floors, noise),
+            ("the default floors", Limits(), None),
+            ("100 requests in all", Limits(max_requests=100), None),
+            ("default floors and noise", Limits(), noise),
         ):
-            server = Server(batch_size, replace(limits), privacy)
+            server = Server(batch_size, replace(limits), privacy, most)
             attack(server)
-            why = f"   ({server.refused})" if server.refused else ""
-            print(f"{kind:24s}{client:34s}{server.asked:9d}  {len(server.read)}{why}", flush=True)
-
-
-if __name__ == "__main__":
-    main()
+            row(kind, client, server.asked, len(server.read), server.refused)

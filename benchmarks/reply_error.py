@@ -1,11 +1,10 @@
-"""How wrong a client's reply is in float32, by how its local steps are summed: python benchmarks/reply_error.py
+"""How wrong a client's reply is in float32, by how its local steps are summed.
 
 τ steps of gradient descent on a 2NN (784-200-200-10), batches of 20 of 200 samples. Against the same in float64: the
 sum of the steps, taken at start + sum; the iterate, from which the start is subtracted at the end; and the iterate with
-Kahan's compensation. The sum and Kahan's cost a pass over the model a step, or three, more than the iterate.
+Kahan's compensation. Per step the sum costs one pass over the model more than the iterate, and Kahan's three. Errors
+are relative to the norm of the reply.
 """
-
-from __future__ import annotations
 
 import itertools
 
@@ -14,7 +13,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
+from benchmarks.harness import head, row
+
 SIZES = (784, 200, 200, 10)
+SUMS = ("sum", "iterate", "Kahan")
+QUICK = {"steps": [1, 10]}
 
 
 def loss(weights, rows, labels):
@@ -24,13 +27,15 @@ def loss(weights, rows, labels):
 
 
 def reply(how, dtype, tau, lr):
-    """The change by τ local steps of size lr."""
+    """Return the change by τ local steps of size lr."""
     rng = np.random.default_rng(0)
     start = [jnp.asarray(rng.normal(size=(a, b)) / a**0.5, dtype) for a, b in itertools.pairwise(SIZES)]
     rows, labels = jnp.asarray(rng.random((200, SIZES[0])), dtype), jnp.asarray(rng.integers(0, 10, 200))
     drawn = jnp.asarray(rng.integers(0, 200, (tau, 20)))
-    step = lambda at, k: optax.tree.scale(dtype(-lr), jax.grad(loss)(at, rows[drawn[k]], labels[drawn[k]]))  # noqa: E731
     nothing, add, sub = optax.tree.zeros_like(start), optax.tree.add, optax.tree.sub
+
+    def step(at, k):
+        return optax.tree.scale(dtype(-lr), jax.grad(loss)(at, rows[drawn[k]], labels[drawn[k]]))
 
     def kahan(k, carry):
         at, lost = carry
@@ -46,18 +51,14 @@ def reply(how, dtype, tau, lr):
     return sub(sub(end, start), lost)
 
 
-def main() -> None:
+def main(steps: tuple[int, ...] = (1, 10, 100, 1_000)) -> None:
     jax.config.update("jax_enable_x64", True)
-    print(f"{'step':>8}{'local steps':>13}{'sum':>10}{'iterate':>10}{'Kahan':>10}   error over the reply's own norm")
-    for lr, tau in itertools.product((0.1, 1e-3, 1e-5), (1, 10, 100, 1_000)):
+    head("step size", "local steps", *SUMS)
+    for lr, tau in itertools.product((0.1, 1e-3, 1e-5), steps):
         exact = jax.jit(lambda lr=lr, tau=tau: reply("sum", np.float64, tau, lr))()
         errors = []
-        for how in ("sum", "iterate", "kahan"):
-            found = jax.jit(lambda how=how, lr=lr, tau=tau: reply(how, np.float32, tau, lr))()
-            off = optax.tree.norm([a.astype(np.float64) - b for a, b in zip(found, exact, strict=True)])
+        for how in SUMS:
+            rounded = jax.jit(lambda how=how, lr=lr, tau=tau: reply(how, np.float32, tau, lr))()
+            off = optax.tree.norm([a.astype(np.float64) - b for a, b in zip(rounded, exact, strict=True)])
             errors.append(float(off / optax.tree.norm(exact)))
-        print(f"{lr:8.0e}{tau:13,}" + "".join(f"{error:10.0e}" for error in errors), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+        row(f"{lr:.0e}", f"{tau:,}", *(f"{one:.0e}" for one in errors))

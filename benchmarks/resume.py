@@ -1,12 +1,9 @@
-"""Kill a run with -9 at random moments, resume it, and compare with the run that nobody disturbed, bit by bit.
-
-    python benchmarks/resume.py [--times 10]
+"""Kill a run with -9 at random moments, resume it, and compare it with the undisturbed run, bit by bit.
 
 Each trial starts `fedbilevel run` on the embedded digits, kills the process after a random share of the time that the
 undisturbed run took, resumes, kills once more with probability one half, and resumes to the end.
 """
 
-import argparse
 import json
 import random
 import subprocess
@@ -17,71 +14,62 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.harness import seconds
+
 RUN = ["run", "--rounds", "2000", "--eval-every", "100", "--set", "run.checkpoint_every=7", "--quiet"]
+QUICK = {"times": 1}
 
 
 def start(arguments: list[str]) -> subprocess.Popen:
-    command = [sys.executable, "-m", "fedbilevel.cli", *arguments]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen([sys.executable, "-m", "fedbilevel.cli", *arguments], stdout=subprocess.DEVNULL)
 
 
-def finish(arguments: list[str]) -> float:
-    began = time.perf_counter()
-    process = start(arguments)
-    _, errors = process.communicate()
-    if process.returncode:
-        raise SystemExit(f"{' '.join(arguments)} failed: {errors.decode()}")
-    return time.perf_counter() - began
+def finish(arguments: list[str]) -> None:
+    """Run a command to its end."""
+    if code := start(arguments).wait():
+        raise SystemExit(f"{' '.join(arguments)} ended with {code}")
 
 
 def outcome(folder: Path) -> tuple[dict[str, bytes], list[dict]]:
-    """The result's arrays as bytes, and the history without its clock."""
+    """Return the result's arrays as bytes, and the history without its clock."""
     with np.load(folder / "result.npz") as stored:
         arrays = {name: stored[name].tobytes() for name in stored.files if not name.startswith("__")}
     rows = [json.loads(line) for line in (folder / "history.jsonl").read_text().splitlines()]
     return arrays, [{k: v for k, v in row.items() if k != "seconds"} for row in rows]
 
 
-def trial(folder: Path, whole_time: float, chance: random.Random) -> list[str]:
-    """One run with one or two kills; what the disk held at each."""
+def trial(folder: Path, whole_time: float, chance: random.Random) -> tuple[list[str], Path]:
+    """Kill a run once or twice, and finish it; return its states at these moments, and its folder."""
     moments = []
+    resume = ["run", "--resume", str(folder), "--quiet"]
     for attempt in range(1 + chance.randint(0, 1)):
         fresh = not (folder / "checkpoint.npz").exists()
         if fresh and attempt:
             break
-        process = start([*RUN, "--out", str(folder)] if fresh else ["run", "--resume", str(folder), "--quiet"])
+        process = start([*RUN, "--out", str(folder)] if fresh else resume)
         time.sleep(chance.uniform(0.2, 1.0) * whole_time)
         moments.append("at its end" if process.poll() is not None else "killed")
         process.kill()
         process.wait()
     if (folder / "checkpoint.npz").exists():
-        finish(["run", "--resume", str(folder), "--quiet"])
-    else:  # killed before the first checkpoint: there is nothing to resume, so begin again beside it
-        moments.append("before its first checkpoint, begun again")
-        finish([*RUN, "--out", str(folder.with_name(folder.name + "-again"))])
-    return moments
+        finish(resume)
+        return moments, folder
+    again = folder.with_name(f"{folder.name}-again")
+    finish([*RUN, "--out", str(again)])
+    return [*moments, "before its first checkpoint, started again"], again
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--times", type=int, default=10)
-    options = parser.parse_args()
+def main(times: int = 10) -> None:
     chance = random.Random(0)
     with tempfile.TemporaryDirectory() as temporary:
         base = Path(temporary)
         finish([*RUN, "--out", str(base / "warm")])
-        whole_time = finish([*RUN, "--out", str(base / "whole")])
+        whole_time = seconds(lambda: finish([*RUN, "--out", str(base / "whole")]))
         expected = outcome(base / "whole")
         same = 0
-        for i in range(options.times):
-            folder = base / f"trial-{i}"
-            moments = trial(folder, whole_time, chance)
-            again = folder.with_name(folder.name + "-again")
-            equal = outcome(again if again.exists() else folder) == expected
+        for i in range(times):
+            moments, folder = trial(base / f"trial-{i}", whole_time, chance)
+            equal = outcome(folder) == expected
             same += equal
             print(f"trial {i}: {', '.join(moments)}; bit-identical: {equal}", flush=True)
-    print(f"{same} of {options.times} bit-identical to the undisturbed run ({whole_time:.1f} s)")
-
-
-if __name__ == "__main__":
-    main()
+    print(f"{same} of {times} bit-identical to the undisturbed run ({whole_time:.1f} s)")

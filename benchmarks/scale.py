@@ -1,55 +1,42 @@
-"""Does a round get dearer when the population grows? A cohort of 100 out of 1,000 and out of 1,000,000 clients.
+"""Whether a round costs more when the population grows: a cohort of 100 out of 1,000 and out of 1,000,000 clients.
 
-    python benchmarks/scale.py [--clients 1000000] [--folder DIR]
-
-Both populations are memory-mapped; the two are timed in turns, in separate processes, and the peak resident memory is
-that of the process with the large one.
+Both populations are memory-mapped (2.7 GB in a temporary folder); each measurement is a process of its own, the two in
+turns. Aims: a ratio of at most 1.5, and at most 4 GiB.
 """
 
-import argparse
-import json
-import resource
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
+import jax
 import numpy as np
 
+import fedbilevel as fb
+from benchmarks.harness import head, in_process, row, spread, turns
+from benchmarks.machine import peak_mb
+from fedbilevel.data import open_clients, write_clients
+from fedbilevel.tasks import networks
+
 FEATURES, CLASSES, SAMPLES = 32, 10, 10
-ROUNDS, COHORT = 300, 100
+ROUNDS, COHORT, BLOCK = 300, 100, 10_000
+QUICK = {"clients": 20_000, "passes": 1}
 
 
 def population(clients: int) -> Iterator[dict[str, np.ndarray]]:
-    """Clients with ten training and ten validation samples each, labelled by a random linear map."""
+    """Yield clients with ten training and ten validation samples each, labelled by a random linear map."""
     rng = np.random.default_rng(0)
     truth = rng.normal(size=(FEATURES, CLASSES))
-    block = 10_000
-    for first in range(0, clients, block):
-        count = min(block, clients - first)
-        images = rng.normal(size=(count, 2 * SAMPLES, FEATURES)).astype(np.float32)
+    for first in range(0, clients, BLOCK):
+        images = rng.normal(size=(min(BLOCK, clients - first), 2 * SAMPLES, FEATURES)).astype(np.float32)
         labels = np.argmax(images @ truth, axis=-1).astype(np.int32)
         for image, label in zip(images, labels, strict=True):
             yield {"image": image, "label": label}
 
 
-def prepare(folder: Path, clients: int) -> Path:
-    from fedbilevel.data import write_clients
-
-    path = folder / str(clients)
-    if not path.exists():
-        write_clients(path, np.full(clients, 2 * SAMPLES), population(clients))
-    return path
-
-
-def measure(path: Path) -> dict[str, float]:
-    """Seconds per round after the first ones, and this process's peak memory in GiB."""
-    import fedbilevel as fb
-    from fedbilevel.data import open_clients
-    from fedbilevel.tasks import networks
-
-    packed = open_clients(path)
+def measure(path: str) -> dict[str, float]:
+    """Return milliseconds per round after the first ones, and this process's peak memory."""
+    packed = open_clients(Path(path))
     first, rest = np.asarray(packed.start), np.full(len(packed.start), SAMPLES)
     clients = fb.Clients(
         inner=fb.Ragged(packed.arrays, first, rest), outer=fb.Ragged(packed.arrays, first + SAMPLES, rest)
@@ -62,44 +49,24 @@ def measure(path: Path) -> dict[str, float]:
     def inner(x, y, batch):
         return outer(x, y, batch) + 1e-3 * sum((leaf**2).sum() for leaf in y.values())
 
-    import jax
-
     x0, y0 = model.init(jax.random.key(0))
-    algorithm = fb.SimFBO(local_steps=5, batch_size=10)
+    method, stretch = fb.SimFBO(local_steps=5, batch_size=10), ROUNDS // 3
     result = fb.solve(
-        algorithm, fb.Bilevel(outer, inner), clients, x0, y0, rounds=ROUNDS, cohort=COHORT, eval_every=ROUNDS // 3
+        method, fb.Bilevel(outer, inner), clients, x0, y0, rounds=ROUNDS, cohort=COHORT, eval_every=stretch
     )
     seconds = result.history["seconds"]
-    memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20
-    return {"seconds": (seconds[-1] - seconds[1]) / (ROUNDS - ROUNDS // 3), "memory": memory}
+    return {"ms": 1e3 * (seconds[-1] - seconds[1]) / (ROUNDS - stretch), "mb": peak_mb()}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--clients", type=int, default=1_000_000)
-    parser.add_argument("--folder", type=Path, help="where to keep the populations (2.7 GB); default: temporary")
-    parser.add_argument("--measure", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.measure:
-        print(json.dumps(measure(arguments.measure)))
-        return
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = arguments.folder or Path(temporary)
-        paths = {clients: prepare(folder, clients) for clients in (1_000, arguments.clients)}
-        found: dict[int, list[dict[str, float]]] = {clients: [] for clients in paths}
-        for _ in range(3):
-            for clients, path in paths.items():
-                command = [sys.executable, __file__, "--measure", str(path)]
-                done = subprocess.run(command, check=True, capture_output=True, text=True)
-                found[clients].append(json.loads(done.stdout.splitlines()[-1]))
-    for clients, runs in found.items():
-        best = min(run["seconds"] for run in runs)
-        memory = max(run["memory"] for run in runs)
-        times = ", ".join(f"{1e3 * run['seconds']:.1f}" for run in runs)
-        print(f"{clients:>9,} clients: {1e3 * best:6.1f} ms per round (runs: {times}), peak memory {memory:.2f} GiB")
-    small, large = (min(run["seconds"] for run in runs) for runs in found.values())
-    print(f"ratio {large / small:.2f} (to reach: at most 1.5), memory to stay under 4 GiB")
-
-
-if __name__ == "__main__":
-    main()
+def main(clients: int = 1_000_000, passes: int = 3) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = (1_000, clients)
+        for size in sizes:
+            write_clients(Path(folder, str(size)), np.full(size, 2 * SAMPLES), population(size))
+        contenders = {f"{size:,}": partial(in_process, measure, f"{folder}/{size}") for size in sizes}
+        measured = turns(contenders, passes)
+    best = {name: min(one["ms"] for one in runs) for name, runs in measured.items()}
+    head("clients", "ms a round: median, least and most", "least, over that of 1,000 clients", "peak memory, GiB")
+    for name, runs in measured.items():
+        memory = max(one["mb"] for one in runs) / 1024
+        row(name, spread((one["ms"] for one in runs), ".1f"), f"{best[name] / best['1,000']:.2f}", f"{memory:.2f}")

@@ -1,9 +1,4 @@
-"""Processor seconds of a second `solve`, which finds the programs of the first one, and how many programs it compiles.
-
-python benchmarks/second_solve.py
-"""
-
-from __future__ import annotations
+"""Processor time of a second `solve`, which finds the programs of the first one, and how many programs it compiles."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -15,16 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedbilevel as fb
+from benchmarks.harness import head, row
 from fedbilevel.tasks import quadratic
 
-REPETITIONS = 5
-RNG = np.random.default_rng(0)
-SAMPLES = RNG.normal(size=(4, 5, 3))
+SAMPLES = np.random.default_rng(0).normal(size=(4, 5, 3))
+QUICK = {"passes": 1}
 Solve = Callable[[], Any]
 
 
 def losses() -> tuple[Any, Any]:
-    """Defined anew by each call, as by a notebook's cell that runs again."""
+    """Define the losses anew, as a cell of a notebook does that is executed again."""
 
     def outer(x: Any, y: Any, batch: Any) -> Any:
         return jnp.mean((batch @ y - jnp.sum(x)) ** 2)
@@ -35,49 +30,45 @@ def losses() -> tuple[Any, Any]:
     return outer, inner
 
 
-def tiny(problem: fb.Bilevel | None = None, key: int = 0, scale: float = 1.0, **fields: Any) -> Solve:
-    """Fifty rounds of SimFBO on four clients."""
-    method = fb.SimFBO(local_steps=2, batch_size=2, **fields)
+def tiny(problem: fb.Bilevel | None = None, key: int = 0, scale: float = 1.0, lr: float = 0.01, **fields: Any) -> Solve:
+    """Prepare fifty rounds of SimFBO on four clients."""
+    method = fb.SimFBO(local_steps=2, batch_size=2, client_lr=lr, server_lr=lr, **fields)
     clients = fb.Clients(scale * SAMPLES, SAMPLES[::-1].copy())
     return lambda: fb.solve(
         method, problem or fb.Bilevel(*losses()), clients, jnp.ones(2), jnp.zeros(3), rounds=50, key=key
     )
 
 
-def capacities(seed: int, **fields: Any) -> Solve:
-    """Five rounds of RABO where half of the clients hold half of the model."""
+def capacities(seed: int, lr: float = 0.02) -> Solve:
+    """Prepare five rounds of RABO where half of the clients hold half of the model."""
     task = quadratic(clients=4, samples=(5, 5), units=4, seed=seed).with_own(capacity=[0.5, 1, 0.5, 1])
-    return lambda: fb.solve(fb.RABO(**fields), task.problem, task.clients, task.x0, task.y0, rounds=5, key=seed)
-
-
-def seconds(solve: Solve, compiled: list[str]) -> tuple[float, int]:
-    """Processor seconds and compilations of one solve."""
-    before, began = len(compiled), time.process_time()
-    solve()
-    return time.process_time() - began, len(compiled) - before
+    own = fb.parts.LocalImplicit(solver=fb.parts.Neumann(step=0.03))
+    method = fb.RABO(inner=fb.parts.LocalSGD(lr=0.03), hypergradient=own, outer_lr=lr)
+    return lambda: fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=5, key=seed)
 
 
 def cases() -> Iterator[tuple[str, Solve]]:
+    """Yield the solves in the order in which they find each other's programs."""
     same = fb.Bilevel(*losses())
     yield "tiny quadratic, first", tiny(same)
     yield "the same again", tiny(same)
-    yield "another step, radius and seed", tiny(same, key=7, client_lr=0.03, server_lr=0.1, radius=4.0)
+    yield "another step, radius and seed", tiny(same, key=7, lr=0.03, radius=4.0)
     yield "other samples", tiny(same, scale=2.0)
     yield "the same code defined again", tiny()
     yield "RABO on two capacities, first", capacities(0)
     yield "another seed", capacities(1)
-    yield "another step", capacities(0, outer_lr=0.01)
+    yield "another step", capacities(0, lr=0.01)
 
 
-def main() -> None:
+def main(passes: int = 5) -> None:
     compiled: list[str] = []
     event = "/jax/core/compile/backend_compile_duration"
     jax.monitoring.register_event_duration_secs_listener(lambda name, *_, **__: name == event and compiled.append(name))
-    print(f"{'':32}   seconds  compilations")
+    head("solve", "processor s", "compilations")
     for name, solve in cases():
-        found = [seconds(solve, compiled) for _ in range(1 if "first" in name else REPETITIONS)]
-        print(f"{name:32} {median(one for one, _ in found):9.4f}  {sum(count for _, count in found):6}")
-
-
-if __name__ == "__main__":
-    main()
+        before, times = len(compiled), []
+        for _ in range(1 if "first" in name else passes):
+            began = time.process_time()
+            solve()
+            times.append(time.process_time() - began)
+        row(name, f"{median(times):.4f}", len(compiled) - before)

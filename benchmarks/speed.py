@@ -1,194 +1,171 @@
-"""SimFBO rounds per second against the machine's matrix-product rate and against a serial PyTorch loop.
+"""SimFBO, FedNest and LFedNest beside serial PyTorch loops, and beside the machine's matrix-product rate.
 
-    python -m venv .venv-torch && .venv-torch/bin/pip install torch==2.13.0 numpy
-    python benchmarks/speed.py --torch .venv-torch/bin/python
+The rows simfbo-mnist, fednest-mnist and lfednest-mnist of floor.py: model 784-200-10 (x: hidden layer, y: head), 100
+clients with 300 + 300 samples, cohort 10, batch 64, float32; SimFBO with τ = 10, the others with the setting of
+FedNest's published scripts, one inner round of τ = 25 steps, N = 5, one outer step. Every contender is a process of its
+own, in turns; so is NumPy's matrix product. All get the same cohorts, batches and lengths N' of the product, and must
+end at the same numbers. PyTorch is installed in `.venv-peers/torch` the first time.
 
-Model 784-200-10 (x: hidden layer, y: head), 100 clients with 300 + 300 samples, cohort 10, τ = 10, batch 64, float32.
-Every contender runs in a process of its own, in turns, several times; so does NumPy's matrix product. Both loops get
-the same cohorts and batches and must end at the same numbers.
-
-Work counted: per local step the products that no formulation can leave out, forward and backward through the first
-layer for each of the two losses, 4 · 2·64·784·200 FLOP, and as many through the head.
+Work counted: of SimFBO the products that no formulation can leave out, forward and backward through the first layer for
+each of the two losses, 4 · 2·64·784·200 FLOP, and as many through the head. Of the others the least that the products
+with the first layer can be: forward once for each training sample of the cohort and once for each validation batch,
+backward for the two batches that the hypergradient is made of, 2·784·200 FLOP a sample.
 """
 
-import argparse
-import json
-import os
 import subprocess
-import sys
 import tempfile
-import time
+from functools import partial
 from pathlib import Path
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.random import fold_in, split
 
-CLIENTS, COHORT, SAMPLES, TAU, BATCH = 100, 10, 300, 10, 64
-PIXELS, HIDDEN, CLASSES = 784, 200, 10
-LOCAL, SERVER, RIDGE = (0.03, 0.1, 0.1), (0.05, 0.1, 0.1), 5e-4
-CHECKED_ROUNDS, TIMED_ROUNDS, PASSES = 3, 30, 5
-FLOP = COHORT * TAU * 4 * 2 * BATCH * HIDDEN * (PIXELS + CLASSES)
+import fedbilevel as fb
+from benchmarks import floor
+from benchmarks.harness import head, in_process, row, turns
+from benchmarks.libraries import python_with
+from benchmarks.machine import gemm_rate
+from fedbilevel.engines.engine import draw_cohort, round_keys
+from fedbilevel.machinery.threefry import uniform_below
 
-ENGINES = {  # name: (devices, tuned)
-    "fedbilevel, XLA's defaults": (1, False),
-    "fedbilevel, tune_cpu(1)": (1, True),
-    "fedbilevel, tune_cpu(2), devices=2": (2, True),
-}
-
-
-def build() -> tuple:
-    """The problem, its clients, and the start."""
-    import jax
-
-    import fedbilevel as fb
-    from fedbilevel.tasks import networks
-
-    rng = np.random.default_rng(0)
-    model = networks.mlp((PIXELS,), (HIDDEN,), CLASSES)
-
-    def half() -> dict[str, np.ndarray]:
-        images = rng.normal(size=(CLIENTS, SAMPLES, PIXELS)).astype(np.float32)
-        return {"image": images, "label": rng.integers(0, CLASSES, size=(CLIENTS, SAMPLES)).astype(np.int32)}
-
-    def outer(x, y, batch):
-        return networks.cross_entropy(model.logits(x, y, batch["image"]), batch["label"])
-
-    def inner(x, y, batch):
-        return outer(x, y, batch) + RIDGE * sum((leaf**2).sum() for leaf in jax.tree.leaves(y))
-
-    clients = fb.Clients(inner=half(), outer=half())
-    x0, y0 = model.init(jax.random.key(0))
-    algorithm = fb.SimFBO(local_steps=TAU, batch_size=BATCH, client_lr=fb.XYV(*LOCAL), server_lr=fb.XYV(*SERVER))
-    return algorithm, fb.Bilevel(outer, inner), clients, x0, y0
+ENGINES = {"XLA's defaults": (1, False), "tune_cpu(1)": (1, True), "tune_cpu(2)": (2, True)}  # name: (devices, tuned)
+THREADS = {"simfbo": ("",), "fednest": ("1", "2"), "lfednest": ("1", "2")}  # of PyTorch; "": its own choice
+CHECKED = 3  # rounds after which all must be at the same numbers
+APART = 1e-4  # at the most, in float32, where a round moves entries by 1e-2
+SAMPLES, CLIENTS, PIXELS, HIDDEN, CLASSES = 300, 100, 784, 200, 10
+QUICK = {"methods": ["simfbo"], "passes": 1, "timed": 2}
 
 
-def write_problem(path: Path, rounds: int) -> None:
-    """The same start, data and draws as the engine's, for the peer."""
-    import jax
-
-    from fedbilevel.engines.engine import draw_cohort, round_keys
-    from fedbilevel.machinery.threefry import uniform_below
-
-    _, _, clients, x0, y0 = build()
-    cohorts, draws = [], {"outer": [], "inner": []}
-    for r in range(rounds):
-        keys = round_keys(jax.random.key(0), r)
-        cohorts.append(draw_cohort(keys.cohort, CLIENTS, COHORT))
-
-        def steps(i, key=keys.algorithm):
-            mine = jax.random.fold_in(key, i)
-            pairs = jax.vmap(lambda k: jax.random.split(jax.random.fold_in(mine, k)))(np.arange(TAU))
-            return jax.vmap(jax.vmap(lambda k: uniform_below(k, SAMPLES, (BATCH,))))(pairs)
-
-        batches = np.asarray(jax.vmap(steps)(cohorts[-1]))  # (P, τ, 2, B)
-        draws["outer"].append(batches[:, :, 0])
-        draws["inner"].append(batches[:, :, 1])
-    sets = {"inner": clients.inner.values, "outer": clients.outer.values}
-    np.savez(
-        path,
-        x_w=x0[0]["weight"], x_b=x0[0]["bias"], y_w=y0["weight"], y_b=y0["bias"],
-        v_w=np.zeros_like(y0["weight"]), v_b=np.zeros_like(y0["bias"]),
-        cohorts=np.stack(cohorts), inner_batches=np.stack(draws["inner"]), outer_batches=np.stack(draws["outer"]),
-        local_steps=np.array(LOCAL), server_steps=np.array(SERVER), ridge=np.array(RIDGE),
-        **{f"{s}_images": v["image"].reshape(CLIENTS, SAMPLES, PIXELS) for s, v in sets.items()},
-        **{f"{s}_labels": v["label"].reshape(CLIENTS, SAMPLES) for s, v in sets.items()},
-    )  # fmt: skip
+def setting(method: str) -> floor.Setting:
+    return floor.ROWS[f"{method}-mnist"]
 
 
-def run_engine(name: str, result: Path) -> None:
-    """One contender of ours, in this process: seconds per round, and where it ends after a few rounds."""
-    import fedbilevel as fb
-
-    devices, tuned = ENGINES[name]
+def library(method: str, engine: str, timed: int, result: str) -> float:
+    """Measure the library in this process: milliseconds per round; write where it is after a few rounds."""
+    devices, tuned = ENGINES[engine]
     if tuned:
         fb.tune_cpu(devices)
-    arguments = build()
-    began = time.perf_counter()
-    few = fb.solve(*arguments, rounds=CHECKED_ROUNDS, cohort=COHORT, engine=fb.Local(devices=devices))
-    first = time.perf_counter() - began
-    many = fb.solve(
-        *arguments, rounds=3 * TIMED_ROUNDS, cohort=COHORT, engine=fb.Local(devices=devices), eval_every=TIMED_ROUNDS
-    )
-    each = np.diff(many.history["seconds"])[1:] / TIMED_ROUNDS  # the first stretch warms up
-    np.savez(
-        result, x_w=few.x[0]["weight"], y_w=few.y["weight"], v_w=few.state.iterate.v["weight"],
-        seconds_per_round=each, first=first,
-    )  # fmt: skip
+    solve, _ = floor.of_library(setting(method), floor.problem_of(setting(method), np.float32))
+    few = solve(1.0, 0, CHECKED, engine=fb.Local(devices=devices))
+    many = solve(1.0, 0, 3 * timed, engine=fb.Local(devices=devices), eval_every=timed)
+    v = {"v_w": few.state.iterate.v["weight"]} if method == "simfbo" else {}
+    np.savez(result, x_w=few.x[0]["weight"], y_w=few.y["weight"], **v)
+    return 1e3 * float(np.diff(many.history["seconds"])[1:].mean()) / timed  # the first stretch warms up
 
 
-def once(command: list[str], result: Path) -> dict[str, np.ndarray]:
+def batch(key: Any) -> Any:
+    """Return the indices of one draw."""
+    return uniform_below(key, SAMPLES, (64,))
+
+
+def folded(key: Any, numbers: Any) -> Any:
+    """Return the indices of a draw for each number folded into the key."""
+    return jax.vmap(lambda n: batch(fold_in(key, n)))(np.asarray(numbers))
+
+
+def simfbo_draws(s: floor.Setting, client: Any, key: Any) -> dict[str, Any]:
+    """Draw a client's share of a round of SimFBO."""
+    pairs = jax.vmap(lambda k: split(fold_in(fold_in(key, client), k)))(np.arange(s.local_steps))
+    batches = jax.vmap(jax.vmap(batch))(pairs)
+    return {"outer_batches": batches[:, 0], "inner_batches": batches[:, 1]}
+
+
+def fednest_draws(s: floor.Setting, client: Any, key: Any) -> dict[str, Any]:
+    """Draw a client's share of a round of FedNest: the keys of its exchanges, with the client's number folded in."""
+    inner, outer = split(key)
+    anchor, descent = split(fold_in(inner, 0))  # of the only inner round
+    start, system, last = split(split(outer)[0], 3)
+    length, products = split(system)
+    hyper_outer, hyper_inner = split(fold_in(last, client))
+    return {
+        "anchor_batches": batch(fold_in(anchor, client)),
+        "inner_batches": folded(fold_in(descent, client), range(1, s.local_steps)),  # the first step draws nothing
+        "start_batches": batch(fold_in(start, client)),
+        "lengths": uniform_below(length, s.terms),
+        "product_batches": jax.vmap(lambda n: batch(fold_in(fold_in(products, n), client)))(np.arange(s.terms - 1)),
+        "hyper_outer_batches": batch(hyper_outer),
+        "hyper_inner_batches": batch(hyper_inner),
+    }
+
+
+def lfednest_draws(s: floor.Setting, client: Any, key: Any) -> dict[str, Any]:
+    """Draw a client's share of a round of LFedNest: two exchanges, in the second everything for x."""
+    inner, outer = split(key)
+    hyper_outer, system, hyper_inner = split(fold_in(fold_in(outer, client), 0), 3)
+    length, products = split(system)
+    return {
+        "inner_batches": folded(fold_in(fold_in(inner, 0), client), range(s.local_steps)),
+        "lengths": uniform_below(length, s.terms),
+        "product_batches": folded(products, range(s.terms - 1)),
+        "hyper_outer_batches": batch(hyper_outer),
+        "hyper_inner_batches": batch(hyper_inner),
+    }
+
+
+DRAWS = {"simfbo": simfbo_draws, "fednest": fednest_draws, "lfednest": lfednest_draws}
+
+
+def write_problem(method: str, timed: int, file: str) -> None:
+    """Write the same start, data and draws as the library's, as the arrays of torch_loops.py."""
+    s = setting(method)
+    p = floor.problem_of(s, np.float32)
+
+    def draws(r: Any) -> dict[str, Any]:
+        keys = round_keys(jax.random.key(0), r)
+        cohort = draw_cohort(keys.cohort, CLIENTS, s.cohort)
+        return {"cohorts": cohort, **jax.vmap(lambda client: DRAWS[method](s, client, keys.algorithm))(cohort)}
+
+    data = {f"{name}_{key}s": a for name in ("inner", "outer") for key, a in p.data[name].items()}
+    start = {"x_w": p.x[0]["weight"], "x_b": p.x[0]["bias"], "y_w": p.y["weight"], "y_b": p.y["bias"]}
+    numbers = {"steps": s.steps, "terms": s.terms, "ridge": 5e-4, "checked": CHECKED}
+    np.savez(file, **data, **start, **numbers, **jax.vmap(draws)(jnp.arange(CHECKED + timed)))
+
+
+def peer(python: str, problem: str, threads: str, result: str) -> float:
+    """Measure PyTorch: milliseconds per round."""
+    command = [python, str(Path(__file__).with_name("torch_loops.py")), problem, result, *filter(None, [threads])]
     subprocess.run(command, check=True)
-    with np.load(result) as stored:
-        return dict(stored)
+    return float(np.load(result)["ms"])
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--torch", help="a Python that has torch; without it the peer is left out")
-    parser.add_argument("--passes", type=int, default=PASSES)
-    parser.add_argument("--engine", choices=sorted(ENGINES), help=argparse.SUPPRESS)
-    parser.add_argument("--write", help=argparse.SUPPRESS)
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    if options.engine:
-        run_engine(options.engine, options.result)
-        return
-    if options.write:
-        write_problem(Path(options.write), CHECKED_ROUNDS)
-        return
-
-    from machine import describe, gemm_rate
-
-    here = [sys.executable, __file__]
-    with tempfile.TemporaryDirectory() as folder:
-        problem, result = Path(folder, "problem.npz"), Path(folder, "result.npz")
-        contenders = {name: [*here, "--engine", name, "--result", str(result)] for name in ENGINES}
-        if options.torch:
-            subprocess.run([*here, "--write", str(problem)], check=True)
-            peer = str(Path(__file__).with_name("peer_torch.py"))
-            contenders["PyTorch, torch.func, serial"] = [options.torch, peer, str(problem), str(result)]
-        found: dict[str, list] = {name: [] for name in contenders}
-        ends, rates = {}, []
-        for _ in range(options.passes):
-            rates.append(gemm_rate())
-            for name, command in contenders.items():
-                out = once(command, result)
-                found[name].extend(out["seconds_per_round"].tolist())
-                ends[name] = out
-        rates.append(gemm_rate())
-        first = first_rounds(here, result, Path(folder, "cache"))
-    report(found, ends, rates, describe())
-    print(f"first {CHECKED_ROUNDS} rounds compiled, tune_cpu(1): {first[0]:.1f} s; warm cache: {first[1]:.1f} s")
+def flop(s: floor.Setting) -> float:
+    """Return the operations of a round that are counted."""
+    if s.kind == "simfbo":
+        return s.cohort * s.local_steps * 4 * 2 * s.batch * HIDDEN * (PIXELS + CLASSES)
+    return s.cohort * (SAMPLES + s.batch * (4 if s.kind == "fednest" else 3)) * 2 * PIXELS * HIDDEN
 
 
-def first_rounds(here: list[str], result: Path, cache: Path) -> tuple[float, float]:
-    """Seconds to the end of the first rounds in a new process, with an empty and with a filled compilation cache."""
-    settings = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    command = [*here, "--engine", "fedbilevel, tune_cpu(1)", "--result", str(result)]
-    times = []
-    for _ in range(2):
-        subprocess.run(command, check=True, env={**os.environ, **settings})
-        with np.load(result) as stored:
-            times.append(float(stored["first"]))
-    return times[0], times[1]
+def compare(method: str, passes: int, timed: int, folder: Path) -> None:
+    """Print the table of one method."""
+    problem, ends = str(folder / "problem.npz"), {}
+    in_process(write_problem, method, timed, problem)
+    contenders: dict[str, Any] = {"NumPy": gemm_rate}
+    for engine in ENGINES:
+        ends[engine] = str(folder / f"{engine}.npz")
+        contenders[engine] = partial(in_process, library, method, engine, timed, ends[engine])
+    for threads in THREADS[method]:
+        name = f"PyTorch, threads={threads}" if threads else "PyTorch"
+        ends[name] = str(folder / f"{name}.npz")
+        contenders[name] = partial(peer, python_with("torch"), problem, threads, ends[name])
+    measured = turns(contenders, passes)
+    rates = measured.pop("NumPy")
+    print(f"\n{method}: NumPy float32 1024³ {', '.join(f'{rate:.0f}' for rate in rates)} GFLOP/s")
+    torch = min((ms for name, ms in measured.items() if name.startswith("PyTorch")), key=min)
+    columns = "ms a round: least", "median", "GFLOP/s", "of NumPy's best", "× PyTorch: least", "median"
+    head("contender", *columns, f"apart after {CHECKED} rounds")
+    ours = np.load(ends["XLA's defaults"])
+    for name, ms in measured.items():
+        end, middle, rate = np.load(ends[name]), float(np.median(ms)), flop(setting(method)) / min(ms) / 1e6
+        apart = max(float(np.max(np.abs(end[key] - ours[key]))) for key in ours.files)
+        cells = f"{min(ms):.1f}", f"{middle:.1f}", f"{rate:.0f}", f"{rate / max(rates):.2f}"
+        row(name, *cells, f"{min(torch) / min(ms):.2f}", f"{np.median(torch) / middle:.2f}", f"{apart:.1e}")
+        assert apart < APART, f"{name} does not compute what the library does"
 
 
-def report(found: dict[str, list], ends: dict, rates: list[float], machine: str) -> None:
-    peak = max(rates)
-    print(machine)
-    print(f"NumPy float32 1024³: best {peak:.0f} GFLOP/s, passes {', '.join(f'{r:.0f}' for r in rates)}")
-    torch = next((v for k, v in found.items() if k.startswith("PyTorch")), None)
-    print(f"{'':38s}  ms/round: best  median   GFLOP/s   of peak   × PyTorch (best, median)")
-    for name, seconds in found.items():
-        best, median = min(seconds), float(np.median(seconds))
-        ratio = f"{min(torch) / best:8.2f} {np.median(torch) / median:8.2f}" if torch else ""
-        rate = FLOP / best / 1e9
-        print(f"{name:38s} {1e3 * best:15.1f} {1e3 * median:7.1f} {rate:9.0f} {rate / peak:9.2f}  {ratio}")
-    ours = ends[next(iter(ENGINES))]
-    for name, end in ends.items():
-        gap = max(float(np.max(np.abs(end[k] - ours[k]))) for k in ("x_w", "y_w", "v_w"))
-        print(f"{name}: after {CHECKED_ROUNDS} rounds within {gap:.1e} of the first row (float32)")
-    print(json.dumps({"peak_gflops": peak, "ms": {k: 1e3 * min(v) for k, v in found.items()}}))
-
-
-if __name__ == "__main__":
-    main()
+def main(methods: tuple[str, ...] = tuple(DRAWS), passes: int = 3, timed: int = 20) -> None:
+    for method in methods:
+        with tempfile.TemporaryDirectory() as folder:
+            compare(method, passes, timed, Path(folder))

@@ -1,13 +1,10 @@
-"""Draws who works on what and when, by the engines' own clock: docs/images/timeline.png.
-
-python benchmarks/timeline.py [FILE]
+"""Draw who works on what and when, by the engines' own clock: docs/images/timeline.png.
 
 Five clients, one of them slow, ten gradients and products for an answer. Above every exchange waits for all, below for
 the first three answers. A bar is work on one message, from when it was sent to when its answer is there; its number and
 colour say in which exchange it was sent.
 """
 
-import sys
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -100,7 +97,7 @@ def draw(panel: Any, n: int) -> None:
     panel.spines[["top", "right", "left"]].set_visible(False)
 
 
-def main(file: str = "docs/images/timeline.png") -> None:
+def main(picture: str = "docs/images/timeline.png") -> None:
     figure = Figure(figsize=(10.5, 6.4), layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     draw(above, CLIENTS)
@@ -108,8 +105,4 @@ def main(file: str = "docs/images/timeline.png") -> None:
     below.set_xlabel(
         "virtual seconds   (bars: work on the message of that exchange; grey: idle; lines: ends of exchanges)"
     )
-    figure.savefig(file, dpi=110, metadata={"Software": None})
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    figure.savefig(picture, dpi=110, metadata={"Software": None})

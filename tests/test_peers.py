@@ -1,17 +1,13 @@
 """The hand-written programs of benchmarks/peers are short, and the same mathematics as the library's methods."""
 
-import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import floor
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))
-
-import floor  # noqa: E402
-
-SHARED = {"problems", "work"}  # what all contenders are given: not part of a program
-PROGRAMS = [program for program in sorted((BENCHMARKS / "peers").glob("*.py")) if program.stem not in SHARED]
+PEERS = Path(floor.__file__).parent / "peers"
+SHARED = {"__init__", "problems", "work"}  # what all contenders are given: not part of a program
+PROGRAMS = [program for program in sorted(PEERS.glob("*.py")) if program.stem not in SHARED]
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program.stem)

@@ -1,1 +1,1 @@
-"""Hand-written JAX programs of the mathematics of some methods: the floor that the library is measured against."""
+"""Programs of other hands: the same mathematics, without this library."""

@@ -3,9 +3,9 @@
 import jax
 import jax.numpy as jnp
 
-from peers.arrivals import IDLE, Lane, exchange
-from peers.common import move
-from peers.lfednest import descent, hypergradient
+from benchmarks.peers.arrivals import IDLE, Lane, exchange
+from benchmarks.peers.common import move
+from benchmarks.peers.lfednest import descent, hypergradient
 
 
 def program(problem, *, wait_for, local_steps, batch_size, terms):

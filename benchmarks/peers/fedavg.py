@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from peers.common import asked, mean, move
+from benchmarks.peers.common import asked, mean, move
 
 
 def program(loss, *, local_steps, batch_size, cohort, one_by_one=False, devices=1):

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from peers.common import asked, batch, mean, move, zeros
+from benchmarks.peers.common import asked, batch, mean, move, zeros
 
 
 def program(problem, *, local_steps, batch_size, terms, random=False, cohort=None, one_by_one=False):

@@ -2,7 +2,7 @@
 
 import jax
 
-from peers.common import asked, batch, mean, move, zeros
+from benchmarks.peers.common import asked, batch, mean, move, zeros
 
 
 def descent(problem, x, y, own, key, local_steps, batch_size, lr):

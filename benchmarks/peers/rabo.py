@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from peers.common import mean, move
-from peers.lfednest import descent, hypergradient
+from benchmarks.peers.common import mean, move
+from benchmarks.peers.lfednest import descent, hypergradient
 
 
 def cut(x, y, units):

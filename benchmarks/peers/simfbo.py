@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from peers.common import asked, dot, mean, move
+from benchmarks.peers.common import asked, dot, mean, move
 
 
 def program(problem, *, local_steps, batch_size, cohort=None, one_by_one=False):

@@ -2,6 +2,7 @@
 
 import os
 import sys
+from pathlib import Path
 
 import work
 
@@ -12,8 +13,8 @@ import jax
 import jax.numpy as jnp
 import optax
 
-sys.path.append(os.path.dirname(os.path.dirname(__file__)))
-from peers import fedavg
+sys.path.append(str(Path(__file__).parents[2]))
+from benchmarks.peers import fedavg
 
 clock = work.Clock()
 data = dict(zip(("image", "label"), map(jnp.asarray, work.data()), strict=True))

@@ -3,8 +3,7 @@ without a word. The best of 12 pairs of fixed steps, to which ends are compared,
 
 import numpy as np
 import pytest
-
-from family import GROUPS, ROUNDS, kept, played
+from benchmarks.family import GROUPS, ROUNDS, kept, played
 
 OTHER = 8  # a family that no number of the scheme was chosen on
 FEW = {"SimFBO": 1, "FedBiO": 6, "AFBO": 4, "AggITD": 5}

@@ -1,6 +1,5 @@
 """What goes wrong in a federation of real processes, a function each: it plays a run and says how far the result is
-from that of the run in which those clients were absent in those exchanges. Used by tests, and by
-benchmarks/flower_faults.py again and again.
+from that of the run in which those clients were absent in those exchanges.
 
 A client that fails in exchange e of round t is left out to the end of that round and asked again in the next one.
 """

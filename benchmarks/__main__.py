@@ -1,0 +1,111 @@
+"""Run a benchmark: `python -m benchmarks NAME [options]`; without a name, list all of them.
+
+A benchmark is a module of this folder with a function `main`. The parameters of `main` are the options: their names,
+defaults and types. Words in a default are also the choice that there is; an empty tuple takes any words. QUICK in the
+module holds the values that `--quick` sets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import inspect
+import io
+import sys
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from time import strftime
+from types import ModuleType
+from typing import get_args, get_type_hints
+
+from benchmarks import machine
+
+ROOM = Path(__file__).parent
+
+
+class Copy(io.TextIOBase):
+    """A stream that prints, and remembers what was printed."""
+
+    def __init__(self) -> None:
+        self.stdout = sys.stdout
+        self.text = ""
+
+    def write(self, text: str) -> int:
+        self.text += text
+        return self.stdout.write(text)
+
+    def flush(self) -> None:
+        self.stdout.flush()
+
+
+def benchmarks() -> dict[str, str]:
+    """Return the name of each benchmark, and the first line of its docstring."""
+    parsed = {path.stem: ast.parse(path.read_text("utf-8")) for path in sorted(ROOM.glob("[a-z]*.py"))}
+    return {
+        name: (ast.get_docstring(tree) or "").splitlines()[0]
+        for name, tree in parsed.items()
+        if any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
+    }
+
+
+def parser_of(name: str, module: ModuleType) -> argparse.ArgumentParser:
+    """Make the command line of a benchmark."""
+    parser = argparse.ArgumentParser(
+        f"python -m benchmarks {name}", description=module.__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    kinds = get_type_hints(module.main)
+    for option, parameter in inspect.signature(module.main).parameters.items():
+        flag, default = f"--{option.replace('_', '-')}", parameter.default
+        if isinstance(default, bool):
+            parser.add_argument(flag, action="store_true")
+        elif isinstance(default, tuple):
+            kind = get_args(kinds[option])[0]
+            choices = (default or None) if kind is str else None
+            text = ", ".join(map(str, default))
+            parser.add_argument(flag, nargs="+", type=kind, choices=choices, default=default, metavar="…", help=text)
+        else:
+            parser.add_argument(flag, type=type(default), default=default, metavar="…", help=f"({default})")
+    parser.add_argument("--quick", action="store_true", help=f"the smallest setting: {getattr(module, 'QUICK', {})}")
+    parser.add_argument("--keep", action="store_true", help=f"write what is printed to benchmarks/results/{name}.txt")
+    return parser
+
+
+def run(name: str, arguments: list[str]) -> None:
+    """Run a benchmark with its options; print the machine and its load before and after."""
+    module = import_module(f"benchmarks.{name}")
+    parser = parser_of(name, module)
+    if parser.parse_args(arguments).quick:
+        parser.set_defaults(**getattr(module, "QUICK", {}))
+    options = vars(parser.parse_args(arguments))
+    keep = options.pop("keep")
+    del options["quick"]
+    copy = Copy()
+    with redirect_stdout(copy):
+        print(f"python -m benchmarks {name} {' '.join(arguments)}".rstrip())
+        print(f"{strftime('%d %B %Y')}, {machine.describe()}, load {machine.load()}", flush=True)
+        module.main(**options)
+        print(f"\non {machine.device()}, load {machine.load()} at the end")
+    if keep:
+        (ROOM / "results" / f"{name}.txt").write_text(copy.text, "utf-8")
+
+
+def main(arguments: list[str]) -> int:
+    """Run the command; return its exit code."""
+    lines = benchmarks()
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print("python -m benchmarks NAME [--quick] [--keep] [options]; NAME --help lists the options.\n")
+        print("\n".join(f"{name:16} {line}" for name, line in lines.items()))
+        return 0
+    name, *rest = arguments
+    if name not in lines:
+        near = difflib.get_close_matches(name, lines, 1, 0)
+        print(f"benchmarks: {name!r} is no benchmark; the nearest name is {near[0]!r}", file=sys.stderr)
+        return 2
+    run(name, rest)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

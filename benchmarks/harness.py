@@ -1,0 +1,95 @@
+"""What all benchmarks share: turns, processes of their own, medians and the form of a table.
+
+What a benchmark prints is what `--keep` writes to its file of results.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from importlib import import_module
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeVar
+
+ROOT = Path(__file__).resolve().parent.parent
+Measured = TypeVar("Measured")
+
+
+def turns(contenders: Mapping[str, Callable[[], Measured]], passes: int) -> dict[str, list[Measured]]:
+    """Call the contenders in turn, A B A B …, so that other work of the machine meets all of them alike.
+
+    Returns:
+        By contender, what each of its calls returned.
+    """
+    measured: dict[str, list[Measured]] = {name: [] for name in contenders}
+    for _ in range(passes):
+        for name, contender in contenders.items():
+            measured[name].append(contender())
+    return measured
+
+
+def seconds(call: Callable[[], Any]) -> float:
+    """Return the seconds that a call takes, by the clock."""
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def in_process(
+    function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None, limit: float = 3600
+) -> Any:
+    """Call a benchmark's function in a process of its own, without XLA's cache of programs on disk.
+
+    Args:
+        function: one of the top level of a module, whose arguments and result can be written as JSON.
+        environment: variables to set.
+        limit: seconds after which the process is killed.
+
+    Raises:
+        subprocess.TimeoutExpired: the limit was reached.
+        subprocess.CalledProcessError: the call failed; its error is on stderr.
+    """
+    command = [sys.executable, "-m", "benchmarks.harness", function.__module__, function.__name__]
+    done = subprocess.run(
+        [*command, json.dumps(arguments)],
+        check=True,
+        cwd=ROOT,
+        env={**os.environ, "JAX_ENABLE_COMPILATION_CACHE": "false", **(environment or {})},
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=limit,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def medians(measured: list[dict[str, float]]) -> dict[str, float]:
+    """Return the median of each measure over the passes."""
+    return {name: median(one[name] for one in measured) for name in measured[0]}
+
+
+def spread(values: Iterable[float], form: str) -> str:
+    """Write the median, the least and the largest of some values."""
+    values = list(values)
+    return f"{median(values):{form}} ({min(values):{form}} to {max(values):{form}})"
+
+
+def head(*columns: str) -> None:
+    """Print the head of a table in Markdown, after an empty line."""
+    print()
+    row(*columns)
+    row(*["---"] * len(columns))
+
+
+def row(*cells: object) -> None:
+    """Print a row of a table."""
+    print(f"| {' | '.join(map(str, cells))} |", flush=True)
+
+
+if __name__ == "__main__":
+    module, name, given = sys.argv[1:]
+    print(json.dumps(getattr(import_module(module), name)(*json.loads(given))))
