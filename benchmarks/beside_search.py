@@ -7,11 +7,9 @@ steps. A trial of a search trains y at a fixed x by SimFBO's own local steps on 
 from the best y so far; only exchanges that move y are counted. "One penalty" is a search along the diagonal, and "x =
 -6" no search at all. Data sets are read from $FEDBILEVEL_DATA.
 
-Differences are to SimFBO, with 95 % intervals; the last column has the exchanges after which SimFBO was as low. With
---folder every problem and split is kept in a file there, and what is there is not run again.
+Differences are to SimFBO, with 95 % intervals; the last column has the exchanges after which SimFBO was as low.
 """
 
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,14 +153,9 @@ def compare(name: str, split: int) -> dict[str, np.ndarray]:
     return found
 
 
-def measured(name: str, splits: Sequence[int], folder: Path) -> dict[str, np.ndarray]:
-    """Return the same for several splits, stacked; read what is in the folder, and write there what is not."""
-    found = []
-    for split in splits:
-        file = folder / f"{name}, split {split}.npz"
-        if not file.exists():
-            np.savez(file, **compare(name, split))
-        found.append(dict(np.load(file)))
+def measured(name: str, splits: Sequence[int]) -> dict[str, np.ndarray]:
+    """Return the same for several splits, stacked."""
+    found = [compare(name, split) for split in splits]
     return {key: np.stack([one[key] for one in found]) for key in found[0]}
 
 
@@ -211,17 +204,13 @@ def draw(found: dict[str, dict[str, np.ndarray]], file: Path) -> None:
 def main(
     problems: tuple[str, ...] = tuple(PROBLEMS),
     splits: tuple[int, ...] = (0, 1, 2, 3, 4),
-    folder: str = "",
     picture: str = "",
 ) -> None:
     losses = ("validation loss", "difference", "test loss", "difference", "test accuracy, %", "difference")
     head("problem", "method", *losses, "SimFBO after")
-    with tempfile.TemporaryDirectory() as scratch:
-        place = Path(folder or scratch)
-        place.mkdir(parents=True, exist_ok=True)
-        found = {}
-        for name in problems:
-            found[name] = measured(name, splits, place)
-            rows(name, found[name])
+    found = {}
+    for name in problems:
+        found[name] = measured(name, splits)
+        rows(name, found[name])
     if picture:
         draw(found, Path(picture))

@@ -3,9 +3,9 @@
 n in {10, 50, 100}, m in {500, 1000, 5000, 10000} balls, IR-IG and FISM with S in {1, 2, 4, 8} clients, ten runs each
 (balls, anchor and start drawn anew), γ_k = 1/k^0.8, λ_k = 1/k^0.1 (here divided by m), tolerance 1e-5, float32.
 Seconds are of processor time in the engine's compiled rounds, compilation apart: every process keeps to one core, where
-that is the running time unless others use the core too. All methods of an (n, m) run in the same process, in turns. The
-ten runs of a cell share one program: the anchor is an argument there, which `solve`, that compiles each time, takes for
-a constant; that both end alike is asserted. Figures in parentheses are the paper's.
+that is the running time unless others use the core, too. All methods of an (n, m) run in the same process, in turns.
+The ten runs of a cell share one program: the anchor is an argument there, which `solve`, that compiles each time, takes
+for a constant; that both end alike is asserted. Figures in parentheses are the paper's.
 
 The loop: whole rounds without the stopping rule beside fism_loop.c, compiled with `cc -O3 -march=native`, best ms per
 round.
@@ -14,7 +14,6 @@ round.
 import copy
 import ctypes
 import itertools
-import multiprocessing
 import os
 import subprocess
 import tempfile
@@ -30,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import fedbilevel as fb
-from benchmarks.harness import head, row, turns
+from benchmarks.harness import head, in_process, row, turns
 from fedbilevel.engines.engine import first_carry
 from fedbilevel.tasks import location
 
@@ -62,7 +61,8 @@ def method(name: str, m: int, tolerance: float | None) -> Any:
 
 
 def prepared(name: str, n: int, m: int, tolerance: float | None, seed: int) -> tuple[Any, Any, Any, Any]:
-    """Return a run of the engine before its first round, its carry, the anchor, and the task."""
+    """Keep to one core; return a run of the engine before its first round, its carry, the anchor, and the task."""
+    os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     task = location(dim=n, targets=m, clients=METHODS[name], layout="scattered", seed=seed)
     anchor = -jax.grad(task.problem.outer)(np.zeros_like(task.x0), None, None)  # H = ½‖x − a‖²
     algorithm = method(name, m, tolerance)
@@ -159,29 +159,11 @@ def beside_loop(name: str, n: int, m: int, passes: int = 15) -> tuple[list[float
     return [1e3 * min(seconds) / rounds for seconds in turns(contenders, passes).values()], gap
 
 
-def settle(cores: Any) -> None:
-    """Take a core, and set XLA's flags, before JAX starts."""
-    os.sched_setaffinity(0, {cores.get()})
-    os.environ["XLA_FLAGS"] = " ".join([*os.environ.get("XLA_FLAGS", "").split(), SMALL_LOOPS]).strip()
-
-
-def on_cores(function: Callable[..., Any], jobs: list[tuple[Any, ...]], processes: int) -> list[Any]:
-    """Return a function's result for each job, in order, by processes with one core each."""
-    here = sorted(os.sched_getaffinity(0))[:processes]
-    context = multiprocessing.get_context("spawn")
-    cores = context.Queue()
-    for core in here:
-        cores.put(core)
-    with context.Pool(len(here), settle, (cores,)) as pool:
-        return pool.starmap(function, jobs, chunksize=1)
-
-
-def table(runs: int, largest: int, processes: int) -> None:
-    """Print the paper's table."""
-    sizes = sorted(((n, m) for n in DIMS for m in TARGETS if m <= largest), key=lambda s: -s[0] * s[1])
-    results = on_cores(cells, [(*size, runs) for size in sizes], processes)
+def main(runs: int = 10, largest: int = max(TARGETS)) -> None:
+    flags = {"XLA_FLAGS": SMALL_LOOPS}
     head("n", "m", *(f"{name}: s; over IR-IG's; rounds" for name in METHODS))
-    for size, found in sorted(zip(sizes, results, strict=True)):
+    for size in ((n, m) for n in DIMS for m in TARGETS if m <= largest):
+        found = in_process(cells, *size, runs, environment=flags)
         assert max(rounds for of_method in found.values() for _, rounds in of_method) < ROUNDS, "some did not end"
         means = [np.mean(found[name], axis=0) for name in METHODS]
         paper, base = PAPER[size], means[0][0]
@@ -190,16 +172,8 @@ def table(runs: int, largest: int, processes: int) -> None:
             for (seconds, rounds), there in zip(means, paper, strict=True)
         ]
         row(*size, *shown)
-
-
-def beside_loops(largest: int) -> None:
-    """Print the table of rounds beside the loop."""
     head("n", "m", "method", "library, ms", "loop in C, ms", "ratio", "largest difference of x")
-    jobs = [(name, n, m) for n in DIMS for m in (1000, 10000) if m <= largest for name in ("IR-IG", "S = 1", "S = 8")]
-    for (name, n, m), (ms, gap) in zip(jobs, on_cores(beside_loop, jobs, 1), strict=True):
-        row(n, m, name, *(f"{one:.3f}" for one in ms), f"{ms[0] / ms[1]:.2f}", f"{gap:.0e}")
-
-
-def main(runs: int = 10, largest: int = max(TARGETS), processes: int = 2) -> None:
-    table(runs, largest, processes)
-    beside_loops(largest)
+    for n, m, name in itertools.product(DIMS, (1000, 10000), ("IR-IG", "S = 1", "S = 8")):
+        if m <= largest:
+            ms, gap = in_process(beside_loop, name, n, m, environment=flags)
+            row(n, m, name, *(f"{one:.3f}" for one in ms), f"{ms[0] / ms[1]:.2f}", f"{gap:.0e}")

@@ -1,10 +1,10 @@
 """FedAvg by other libraries, by hand and here: a round, the cold start, memory, lines of code.
 
 The 2NN of `contest` with a cohort of 10, by the programs peers/with_*.py, each library in an environment of its own,
-`.venv-peers/NAME`, which is made the first time (5 GB in all, more with PyTorch for GPUs). 30 steps are one pass
+`.venv-peers/NAME`, which is made the first time (3 GB in all, more with PyTorch for GPUs). 30 steps are one pass
 through a client's samples; the other libraries make it without replacement, which changes the loss. Cold start: from
 the process's beginning to the end of the first round, imports and compilation included, no cache. Memory: the process's
-peak, and the proportional memory (PSS) of its children, such as Ray's workers, at the end of a stretch.
+peak.
 """
 
 import json
@@ -27,16 +27,11 @@ TORCH = ["torch==2.13.0", "numpy==2.4.6"]
 PINS = {
     "torch": TORCH,
     "pfl": ["pfl==0.6.0", *TORCH],
-    "fedlab": ["fedlab==1.3.0", "torchvision==0.28.0", "pandas==3.1.1", *TORCH],
     "fedjax": ["fedjax==0.0.17", "dm-haiku==0.0.11", "jax==0.4.25", "jaxlib==0.4.25", "numpy==1.26.4", "scipy==1.12.0"],
-    "flower": [
-        *("flwr[simulation]==1.42.0", "ray==2.55.1", "grpcio==1.85.3", "grpcio-health-checking==1.81.1"),
-        *("protobuf==6.33.6", *TORCH),
-    ],
 }
-"""What pip installs. FedJAX needs a JAX that still has `jax.tree_map`; without its pins Flower's pip does not end."""
+"""What pip installs. FedJAX needs a JAX that still has `jax.tree_map`."""
 
-SHOWN = ("torch", "pfl", "fedlab", "fedjax", "jax", "flwr", "ray")
+SHOWN = ("torch", "pfl", "fedjax", "jax")
 HERE = {
     "fedbilevel": ["with_fedbilevel.py"],
     "vmap": ["with_jax.py", "vmap"],
@@ -48,12 +43,10 @@ NAMES = {
     "shard_map": "JAX by hand, shard_map",
     "torch": "PyTorch, serial",
     "pfl": "pfl",
-    "fedlab": "FedLab",
     "fedjax": "FedJAX",
-    "flower": "Flower, simulation",
 }
 LIMIT = 600  # seconds of one program
-QUICK = {"names": ["fedbilevel", "vmap"], "passes": 1, "stretch": 1}
+QUICK = {"names": ["fedbilevel", "vmap"], "passes": 1, "stretch": 2}
 
 
 def python_with(name: str) -> str:
@@ -68,10 +61,10 @@ def python_with(name: str) -> str:
 
 
 def measure(name: str, stretch: int) -> dict[str, float]:
-    """Run one program. Ray's workers get the priority that the other programs have."""
+    """Run one program."""
     program, *arguments = HERE.get(name) or [f"with_{name}.py"]
     python = sys.executable if name in HERE else python_with(name)
-    settings = {"STRETCH": str(stretch), "RAY_worker_niceness": "0", "STARTED": str(time.time())}
+    settings = {"STRETCH": str(stretch), "STARTED": str(time.time())}
     done = subprocess.run(
         [python, str(PEERS / program), *arguments],
         check=True, stdout=subprocess.PIPE, text=True, timeout=LIMIT, env={**os.environ, **settings},
@@ -89,8 +82,7 @@ def versions(name: str) -> str:
     """Name what the round is computed with."""
     if name in HERE:
         return f"jax {version('jax')}"
-    pins = [pin for pin in PINS[name] if re.split(r"[\[=]", pin)[0] in SHOWN]
-    return ", ".join(re.sub(r"(\[.*\])?==", " ", pin) for pin in pins)
+    return ", ".join(pin.replace("==", " ") for pin in PINS[name] if pin.partition("==")[0] in SHOWN)
 
 
 def lines_of(name: str) -> int:

@@ -24,7 +24,7 @@ from flwr.app import RecordDict
 import fedbilevel as fb
 from benchmarks.harness import head, row
 from fedbilevel import data
-from fedbilevel.flower import Limits, Privacy, Site
+from fedbilevel.flower import Limits, Site
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.client.store import ContextStore
 from fedbilevel.flower.wire import RequestMessage, from_bytes, to_bytes
@@ -42,7 +42,7 @@ def loss(x, batch):
 class Server:
     """Asks one client, and keeps the samples that it has read."""
 
-    def __init__(self, batch_size: int | None, limits: Limits, privacy: Privacy | None, most: int) -> None:
+    def __init__(self, batch_size: int | None, limits: Limits, privacy: fb.Privacy | None, most: int) -> None:
         digits = data.load("digits")
         self.truth = digits.train_images.reshape(-1, 64)[:SAMPLES].astype(float)
         outer = {"image": self.truth, "label": digits.train_labels[:SAMPLES]}
@@ -118,7 +118,7 @@ class Server:
 
 def main(most: int = 1500) -> None:
     jax.config.update("jax_enable_x64", True)
-    noise = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    noise = fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
     head("the server requests about", "the client has", "requests", f"samples read of {SAMPLES}", "refusal")
     kinds = {"one sample": (1, Server.single), "8 samples": (8, Server.small), "all samples": (None, Server.whole)}
     for kind, (batch_size, attack) in kinds.items():

@@ -7,7 +7,6 @@ import resource
 import statistics
 import time
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 
@@ -42,47 +41,21 @@ def start() -> list[np.ndarray]:
 
 
 class Clock:
-    """Take the time after the first round and after every stretch; look at the children's memory then."""
+    """Take the time after the first round and after every stretch."""
 
     def __init__(self) -> None:
-        self.first, self.children_mb, self.looking = 0.0, 0.0, 0.0
+        self.first = 0.0
         self.at: list[float] = []
 
     def tick(self, rounds: int, now: float | None = None) -> None:
-        """Hear that so many rounds are done; `now` in seconds, where the library has taken the time itself."""
-        given, now = now is not None, time.time() if now is None else now
-        if rounds == 1 and not given:
-            self.first = now - STARTED
+        """Note that so many rounds are done; `now` in seconds, where the library has taken the time itself."""
+        if rounds == 1 and now is None:
+            self.first = time.time() - STARTED
         if rounds % STRETCH == 0:
-            self.at.append(now - self.looking)
-            self.children_mb = max(self.children_mb, sum(map(proportional_mb, descendants())))
-            self.looking += 0 if given else time.time() - now
+            self.at.append(time.time() if now is None else now)
 
     def report(self, loss: float) -> None:
         """Print the line; the first stretch, which may hold what is done once, is left out."""
-        own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         ms = 1e3 * statistics.median(np.diff(self.at)) / STRETCH
-        print(json.dumps({"ms": ms, "first": self.first, "mb": own + self.children_mb, "loss": float(loss)}))
-
-
-def descendants() -> list[int]:
-    """Process ids of children, their children and so on."""
-    parents = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            parents[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-        except FileNotFoundError:  # it has just ended
-            continue
-    found = [os.getpid()]
-    for one in found:
-        found += [child for child, parent in parents.items() if parent == one]
-    return found[1:]
-
-
-def proportional_mb(process: int) -> float:
-    """Resident memory, with what several processes share divided among them (PSS)."""
-    try:
-        lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0.0
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:")) / 1024
+        print(json.dumps({"ms": ms, "first": self.first, "mb": mb, "loss": float(loss)}))
