@@ -4,8 +4,7 @@ n in {10, 50, 100}, m in {500, 1000, 5000, 10000} balls, IR-IG and FISM with S i
 (balls, anchor and start drawn anew), γ_k = 1/k^0.8, λ_k = 1/k^0.1 (here divided by m), tolerance 1e-5, float32.
 Seconds are of processor time in the engine's compiled rounds, compilation apart: every process keeps to one core, where
 that is the running time unless others use the core, too. All methods of an (n, m) run in the same process, in turns.
-The ten runs of a cell share one program: the anchor is an argument there, which `solve`, that compiles each time, takes
-for a constant; that both end alike is asserted. Figures in parentheses are the paper's.
+Figures in parentheses are the paper's.
 
 The loop: whole rounds without the stopping rule beside fism_loop.c, compiled with `cc -O3 -march=native`, best ms per
 round.
@@ -19,13 +18,10 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 import fedbilevel as fb
@@ -71,19 +67,6 @@ def prepared(name: str, n: int, m: int, tolerance: float | None, seed: int) -> t
     return run, carry, anchor, task
 
 
-def program_of(run: Any, task: Any) -> Callable[..., Any]:
-    """Return the engine's rounds with the anchor as an argument: (anchor, carry, count, inputs)."""
-
-    def rounds(anchor: Any, carry: Any, count: Any, inputs: Any) -> Any:
-        distances = lambda x, batch: task.problem.inner(x, None, batch)  # noqa: E731
-        problem = fb.SimpleBilevel(lambda x: jnp.sum((x - anchor) ** 2) / 2, distances, task.problem.project)
-        here = copy.copy(run)
-        here.layout = replace(run.layout, problem=problem.over_batches())
-        return here.rounds(carry, count, inputs)
-
-    return jax.jit(rounds, donate_argnums=1)
-
-
 def play(run: Any, carry: Any, rounds: int) -> tuple[Any, float]:
     """Run up to so many rounds, fewer if the algorithm has finished; return the carry and the seconds."""
     began = time.process_time()
@@ -95,27 +78,13 @@ def play(run: Any, carry: Any, rounds: int) -> tuple[Any, float]:
 
 def cells(n: int, m: int, runs: int) -> dict[str, list[tuple[float, int]]]:
     """Return seconds and rounds of every method and run at one (n, m)."""
-    programs: dict[str, Callable[..., Any]] = {}
     found: dict[str, list[tuple[float, int]]] = {name: [] for name in METHODS}
     for seed, name in itertools.product(range(runs), METHODS):
-        run, carry, anchor, task = prepared(name, n, m, 1e-5, seed)
-        if name not in programs:
-            programs[name] = program_of(run, task)
-            run.program = partial(programs[name], anchor)
-            play(run, copy.deepcopy(carry), 1)  # compiles
-        run.program = partial(programs[name], anchor)
+        run, carry, _, _ = prepared(name, n, m, 1e-5, seed)
+        play(run, copy.deepcopy(carry), 1)  # compiles
         carry, seconds = play(run, carry, ROUNDS)
         found[name].append((seconds, int(carry.round)))
-        if (n, m, seed, name) == (DIMS[0], TARGETS[0], 0, "S = 8"):
-            agrees(task, m, carry)
     return found
-
-
-def agrees(task: Any, m: int, carry: Any) -> None:
-    """Assert that `fb.solve` ends where the shared program did."""
-    result = fb.solve(method("S = 8", m, 1e-5), task.problem, task.clients, task.x0, rounds=ROUNDS)
-    assert result.round == int(carry.round), (result.round, int(carry.round))
-    np.testing.assert_allclose(result.x, carry.state.x, atol=np.sqrt(result.round * m) * 10 * np.finfo(np.float32).eps)
 
 
 def hand_compiled(folder: str) -> Callable[..., np.ndarray]:

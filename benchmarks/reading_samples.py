@@ -78,14 +78,17 @@ class Server:
         self.read.update(np.flatnonzero(near).tolist())
 
     def single(self) -> None:
-        """Batches of one sample."""
+        """Request batches of one sample."""
         while (g := self.request(self.x0)) is not None:
             own = int(np.argmin(g["bias"]))
             self.note(g["weight"][:, own] / g["bias"][own])
 
     def small(self) -> None:
-        """Batches of 8 samples: at 0 all classes are as likely, so that g_c = (mean − sum of class c)/8, up to known
-        factors, and a class that is absent from the batch gives the mean away."""
+        """Request batches of 8 samples.
+
+        At 0 all classes are as likely, so that g_c = (mean − sum of class c)/8, up to known factors, and a class that
+        is absent from the batch gives the mean away.
+        """
         while (g := self.request(self.x0)) is not None:
             counts = np.round(8 * (0.1 - g["bias"]))
             if (absent := np.flatnonzero(counts == 0)).size:
@@ -93,7 +96,7 @@ class Server:
                     self.note(8 * (g["weight"][:, absent[0]] - g["weight"][:, single]))
 
     def whole(self) -> None:
-        """All samples at once: halve the thresholds until one sample lies between two of them."""
+        """Request all samples at once: halve the thresholds until one sample lies between two of them."""
         direction = np.random.default_rng(0).normal(size=64)
 
         def above(threshold: float) -> dict[str, np.ndarray] | None:

@@ -46,7 +46,7 @@ class Setting:
         return kind(inner=self.inner, hypergradient=hypergradient, outer_lr=self.outer_lr, batch_size=self.batch_size)
 
     def fedmbo(self) -> fb.FedMBO:
-        """What others are compared with, by products of random length."""
+        """Return the method that others are compared with, by products of random length."""
         return self.make(fb.FedMBO, fb.parts.Implicit(solver=replace(self.solver, sampling="random_per_client")))
 
 

@@ -33,7 +33,7 @@ class Work(NamedTuple):
 
 
 def play(n: int) -> tuple[list[Work], list[float], dict[Work, int]]:
-    """All work, the ends of the exchanges, and in which exchange an answer counted, if each waits for n answers."""
+    """Return all work, the ends of exchanges, and in which exchange a reply counted, if each waits for n replies."""
     pace, now = CLOCK.pace(CLIENTS), ClockState.start()
     zero = jnp.zeros((), jnp.int32)
     nothing = Sums(None, zero, {}, zero, zero, zero)
@@ -63,7 +63,7 @@ def play(n: int) -> tuple[list[Work], list[float], dict[Work, int]]:
 
 
 def draw(panel: Any, n: int) -> None:
-    """One way of waiting: a row per client, a line per exchange."""
+    """Draw one way of waiting: a row per client, a line per exchange."""
     works, ends, counted = play(n)
     slow = max(works, key=lambda work: work.ends - work.begins).client
     rows = [client for client in range(CLIENTS) if client != slow] + [slow]

@@ -9,7 +9,7 @@ from benchmarks.peers.lfednest import descent, hypergradient
 
 
 def program(problem, *, wait_for, local_steps, batch_size, terms):
-    """run((x, y), data, weights, (η, β, Neumann step, α, ticks of an answer), key, rounds) -> (x, y)."""
+    """Return run((x, y), data, weights, (η, β, Neumann step, α, ticks of an answer), key, rounds) -> (x, y)."""
 
     @jax.jit
     def run(start, data, weights, steps, key, rounds):

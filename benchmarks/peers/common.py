@@ -5,22 +5,22 @@ import jax.numpy as jnp
 
 
 def move(point, lr, direction):
-    """point − lr·direction, for trees."""
+    """Return point − lr·direction, for trees."""
     return jax.tree.map(lambda a, d: a - lr * d, point, direction)
 
 
 def dot(a, b):
-    """⟨a, b⟩, for trees."""
+    """Return ⟨a, b⟩, for trees."""
     return sum(jnp.vdot(u, v) for u, v in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True))
 
 
 def zeros(tree):
-    """Zeros of the same shapes."""
+    """Return zeros of the same shapes."""
     return jax.tree.map(jnp.zeros_like, tree)
 
 
 def batch(samples, size, key, count):
-    """`count` of a client's samples, drawn with replacement from its first `size`; None: all that are stored."""
+    """Draw `count` of a client's first `size` samples, with replacement; None: all that are stored."""
     if count is None:
         return samples
     chosen = (jax.random.uniform(key, (count,)) * size).astype(jnp.int32)
@@ -28,7 +28,7 @@ def batch(samples, size, key, count):
 
 
 def asked(key, data, weights, cohort):
-    """The data, weights and keys of a cohort drawn without replacement; None: of everyone."""
+    """Draw the data, weights and keys of a cohort, without replacement; None: of all clients."""
     if cohort is not None:
         ids = jax.lax.top_k(jax.random.uniform(key, (len(weights),)), cohort)[1]  # a twentieth of random.choice
         data, weights = jax.tree.map(lambda a: a[ids], (data, weights))
@@ -36,7 +36,7 @@ def asked(key, data, weights, cohort):
 
 
 def mean(phase, data, weights, keys, one_by_one=False):
-    """Σ w_i phase(data_i, key_i), for trees; clients side by side or, where each fills the processor, in turn."""
+    """Return Σ w_i phase(data_i, key_i), for trees; clients side by side or, where one fills the processor, in turn."""
     if not one_by_one:
         return jax.tree.map(lambda a: jnp.tensordot(weights, a, 1), jax.vmap(phase)(data, keys))
 

@@ -10,7 +10,7 @@ from benchmarks.peers.common import asked, mean, move
 
 
 def program(loss, *, local_steps, batch_size, cohort, one_by_one=False, devices=1):
-    """run(x, data of (M, n, …), weights, lr, key, rounds) -> x."""
+    """Return run(x, data of (M, n, …), weights, lr, key, rounds) -> x."""
 
     def change(data, x, lr, i, key):
         def step(point, key):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 
 
 def program(problem):
-    """run((x, average), data, mask, (γ₁, a, λ₁, b), None, rounds) -> (x, average); mask (M, n): whose samples exist."""
+    """Return run((x, average), data, mask, (γ₁, a, λ₁, b), None, rounds) -> (x, average); mask (M, n) of samples."""
 
     @jax.jit
     def run(start, data, mask, steps, _, rounds):

@@ -8,14 +8,14 @@ import numpy as np
 
 
 def made(outer, features, head, **rest):
-    """A problem whose inner loss is head(features(x, batch), y)."""
+    """Make a problem whose inner loss is head(features(x, batch), y)."""
 
     inner = lambda x, y, batch: head(features(x, batch), y)  # noqa: E731
     return SimpleNamespace(outer=outer, inner=inner, features=features, head=head, **rest)
 
 
 def quadratic(clients=6, dim_x=5, dim_y=8, samples=(5, 10), seed=0, dtype=np.float32):
-    """The library's quadratic task, drawn at once for many clients: the inner Hessians differ, and so do their axes."""
+    """Draw the library's quadratic task at once for many clients: the inner Hessians differ, and so do their axes."""
     rng = np.random.default_rng(seed)
     most = samples[1]
     axes = np.linalg.qr(rng.normal(size=(clients, dim_y, dim_y)))[0]
@@ -56,7 +56,7 @@ def quadratic(clients=6, dim_x=5, dim_y=8, samples=(5, 10), seed=0, dtype=np.flo
 def images(
     clients=100, samples=300, pixels=784, hidden=200, classes=10, ridge=5e-4, network="mlp", seed=0, dtype=np.float32
 ):
-    """MNIST's shapes: x the body, y the head with a ridge; random images, which cost what real ones do."""
+    """Draw random images of MNIST's shapes, which cost what real ones do: x the body, y the head with a ridge."""
     rng = np.random.default_rng(seed)
 
     def half():
@@ -91,7 +91,7 @@ def images(
 
 
 def cnn(dtype):
-    """Two convolutions and a layer, of the library's own networks, as both sides take it: (body, its start, width)."""
+    """Return two convolutions and a layer, of the library's networks, for both sides: (body, its start, width)."""
     from fedbilevel.tasks import networks
 
     network = networks.cnn((28, 28, 1), (8, 16, 64), 10)
@@ -100,7 +100,7 @@ def cnn(dtype):
 
 
 def transformer(dtype):
-    """One block of 4 heads over 28 rows of 28 pixels, width 64: (body, its start, width)."""
+    """Return one block of 4 heads over 28 rows of 28 pixels, width 64: (body, its start, width)."""
     shapes = {
         "in": (28, 64), "place": (28, 64), "qkv": (64, 192), "mix": (64, 64), "up": (64, 128), "down": (128, 64),
     }  # fmt: skip
@@ -125,7 +125,7 @@ BODIES = {"cnn": cnn, "transformer": transformer}
 
 
 def location(clients=8, targets=1000, dim=10, seed=0, dtype=np.float32):
-    """FISM's location problem: of all points nearest to balls on average, the one nearest to an anchor."""
+    """Draw FISM's location problem: of all points nearest to balls on average, the one nearest to an anchor."""
     rng = np.random.default_rng(seed)
     anchor, start = rng.uniform(-10, 10, (2, dim)).astype(dtype)
     most = -(-targets // clients)

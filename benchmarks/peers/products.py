@@ -16,7 +16,7 @@ ROUNDS = 10
 
 
 def of_clients(count: int, barrier: object, found: object) -> None:
-    """Forward, gradient of the weights, and, but for the first layer, of what comes in: three products a layer."""
+    """Multiply forward, for the gradient of the weights, and, but for the first layer, of the inputs."""
     rng = np.random.default_rng(0)
     layers = [
         (rng.normal(size=(work.BATCH, a)), rng.normal(size=(a, b)), rng.normal(size=(work.BATCH, b)))

@@ -7,7 +7,7 @@ from benchmarks.peers.common import asked, dot, mean, move
 
 
 def program(problem, *, local_steps, batch_size, cohort=None, one_by_one=False):
-    """run((x, y, v), data, weights, (client's steps, server's steps, radius), key, rounds) -> (x, y, v)."""
+    """Return run((x, y, v), data, weights, (client's steps, server's steps, radius), key, rounds) -> (x, y, v)."""
 
     def directions(iterate, outer_batch, inner_batch):
         x, y, v = iterate

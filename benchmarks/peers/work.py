@@ -20,20 +20,20 @@ STARTED = float(os.environ.get("STARTED", time.time()))  # the process, in secon
 
 @cache
 def data() -> tuple[np.ndarray, np.ndarray]:
-    """Images (CLIENTS, SAMPLES, 784) and labels (CLIENTS, SAMPLES), those of contest.py."""
+    """Return images (CLIENTS, SAMPLES, 784) and labels (CLIENTS, SAMPLES)."""
     rng = np.random.default_rng(0)
     images = rng.random((CLIENTS, SAMPLES, 784), dtype=np.float32)
     return images, np.argmax((images - 0.5) @ rng.normal(size=(784, 10)).astype(np.float32), axis=-1)
 
 
 def few() -> tuple[np.ndarray, np.ndarray]:
-    """Ten samples of each client."""
+    """Return ten samples of each client."""
     images, labels = data()
     return images[:, :10].reshape(-1, 784), labels[:, :10].reshape(-1)
 
 
 def start() -> list[np.ndarray]:
-    """Weight (into, out) and bias of each layer in turn: He's normal weights, biases 0."""
+    """Return weight (into, out) and bias of each layer in turn: He's normal weights, biases 0."""
     rng = np.random.default_rng(1)
     layers = itertools.pairwise(WIDTHS)
     each = [((2 / into) ** 0.5 * rng.normal(size=(into, out)), np.zeros(out)) for into, out in layers]
