@@ -1,8 +1,8 @@
 """Run a benchmark: `python -m benchmarks NAME [options]`; without a name, list all of them.
 
 A benchmark is a module of this folder with a function `main`. The parameters of `main` are the options: their names,
-defaults and types. Words in a default are also the choice that there is; an empty tuple takes any words. QUICK in the
-module holds the values that `--quick` sets.
+defaults and types. A tuple of words as the default also lists the words that are allowed; an empty one allows any.
+QUICK in the module has the values that `--quick` sets.
 """
 
 from __future__ import annotations
