@@ -174,7 +174,7 @@ def outcomes(trial, moments, expected):
 
 def main(times: int = 30, seed: int = 0) -> None:
     good = 0
-    with tempfile.TemporaryDirectory() as folder, Trial(Path(folder), None, None) as trial:
+    with tempfile.TemporaryDirectory() as folder, Trial(Path(folder), None) as trial:
         busy = children.spawn([sys.executable, "-c", BUSY])
         try:
             expected, typical = undisturbed(trial)
@@ -187,4 +187,4 @@ def main(times: int = 30, seed: int = 0) -> None:
                     row(*cells)
         finally:
             children.stop([busy], grace=0)
-        print(f"{good} of {times} kills changed nothing; processes left: {trial.left() or 'none'}")
+    print(f"{good} of {times} kills changed nothing; processes left: {trial.left() or 'none'}")
