@@ -25,6 +25,7 @@ import numpy as np
 import fedbilevel as fb
 from benchmarks import family as random_problems
 from fedbilevel.algorithms.parts import adagrad
+from fedbilevel.algorithms.parts.layers import Layered
 from fedbilevel.experiments import resolve
 from fedbilevel.experiments.runner import Experiment, build, first_metric
 
@@ -50,7 +51,7 @@ QUICK = {"tasks": ["quadratic, κ = 10"], "seeds": 1}
 
 def given(method: Any, x: float | None, y: float | None) -> Any:
     """The method with these steps, or with none."""
-    if isinstance(method, fb.Asynchronous):  # presets of AFBO: late replies bear no steps that adapt
+    if isinstance(method, Layered):  # presets of AFBO: late replies bear no steps that adapt
         return given(method.algorithm, x, y)
     names = {field.name for field in fields(method)}
     steps = fb.XYV(x=x, y=y, v=y)
