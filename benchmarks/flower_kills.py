@@ -3,7 +3,8 @@
 One federation of four clients on this machine's loopback, with TLS and keys, while another process takes all cores; six
 kills in each run. The result must be that of the undisturbed run: the quorum is all clients, so that a killed one is
 asked again. A server is submitted again with the same folder, a SuperLink is started again with its database and the
-run submitted to it; SuperNodes and workers are started again by their supervisor.
+run submitted to it: another run for Flower, so that every client has a folder of its own for what it keeps. SuperNodes
+and workers are started again by their supervisor.
 
 Printed are the process that was killed, in which exchange and how many seconds after its start; the seconds to the end
 of the first exchange that began afterwards; and the largest difference of x and y, at the end of the run, from those
@@ -174,7 +175,7 @@ def outcomes(trial, moments, expected):
 
 def main(times: int = 30, seed: int = 0) -> None:
     good = 0
-    with tempfile.TemporaryDirectory() as folder, Trial(Path(folder), None) as trial:
+    with tempfile.TemporaryDirectory() as folder, Trial(Path(folder), None, forgetful=None) as trial:
         busy = children.spawn([sys.executable, "-c", BUSY])
         try:
             expected, typical = undisturbed(trial)

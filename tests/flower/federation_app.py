@@ -96,6 +96,7 @@ class Trial:
 
     folder: Path
     ports: int | None  # the first; None: any
+    forgetful: int | None = FORGETFUL
     federation: Federation = field(init=False)
     console: Console = field(init=False)  # for runs; the federation's own stays free
     runs: int = 0
@@ -127,7 +128,7 @@ class Trial:
 
     def node_config(self, client):
         """What a client's SuperNode is told: all but one have a folder for what they keep."""
-        kept = "" if client == FORGETFUL else f" state-folder='{self.folder / 'states' / str(client)}'"
+        kept = "" if client == self.forgetful else f" state-folder='{self.folder / 'states' / str(client)}'"
         return f"partition-id={client} num-partitions={CLIENTS} min-batch-size=4 min-local-samples=6{kept}"
 
     def renew(self):
