@@ -6,8 +6,9 @@ says that the last is within one point of accuracy, or of error, of the first, o
 exchanges. Then 8 seeds, and starts of x two units off where x are no weights of a network, without steps: which are
 finite, and the range in which they end. --tuned takes the steps given by hand from an earlier table, and its rows.
 
---family 7: on the random problems of family.py in place of these tasks, for eight methods; --reach: with another REACH
-of the steps on x (algorithms/parts/adagrad.py). Data sets are read from $FEDBILEVEL_DATA.
+--family 7: on the random problems of family.py in place of these tasks, for eight methods; --reach, --rise: with
+another REACH or RISE of the steps on x (algorithms/parts/adagrad.py, curvature.py). Data sets are read from
+$FEDBILEVEL_DATA.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import numpy as np
 
 import fedbilevel as fb
 from benchmarks import family as random_problems
-from fedbilevel.algorithms.parts import adagrad
+from fedbilevel.algorithms.parts import adagrad, curvature
 from fedbilevel.algorithms.parts.layers import Layered
 from fedbilevel.experiments import resolve
 from fedbilevel.experiments.runner import Experiment, build, first_metric
@@ -138,8 +139,9 @@ def main(
     tuned: str = "",
     family: int = 0,
     reach: float = adagrad.REACH,
+    rise: float = curvature.RISE,
 ) -> None:
-    adagrad.REACH = reach
+    adagrad.REACH, curvature.RISE = reach, rise
     if family:
         random_problems.table(list(methods or random_problems.ROUNDS), family)
         return
