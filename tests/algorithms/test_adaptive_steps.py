@@ -107,7 +107,12 @@ def at_the_start(part):
     return dataclasses.replace(part, **changed)
 
 
-@pytest.mark.parametrize("name", METHODS)
+def some_of(*quick, slow):
+    """Parameters, of which some are slow: their methods are told apart by other tests."""
+    return [*quick, *(pytest.param(one, marks=pytest.mark.slow) for one in slow)]
+
+
+@pytest.mark.parametrize("name", some_of("SimFBO", slow=[name for name in METHODS if name != "SimFBO"]))
 def test_a_step_that_suits_the_start_does_not_suit_the_end(name):
     problem, x, _ = stiffening(10.0)
     try:
@@ -366,9 +371,10 @@ def test_steps_on_x_are_those_of_adagrad(rounds):
         lambda x, y, batch: jnp.sum(s * (x - 3 * batch.mean(0)) ** 2) / 2, lambda x, y, batch: jnp.vdot(y, y) / 2
     )
     given = problem, fb.Clients([e[None], e[None]])
-    for start in (np.zeros(3), np.zeros((1, 3))):
+    others = fb.FedNest, fb.AFBO, fb.AggITD, fb.RABO, fb.FedBiO, fb.LFedNest
+    for start, methods in ((np.zeros(3), (fb.SimFBO, *others)), (np.zeros((1, 3)), (fb.SimFBO,))):
         expected = by_hand(start, lambda x: s * (x - 3 * e), rounds)
-        for method in (fb.SimFBO, fb.FedNest, fb.AFBO, fb.AggITD, fb.RABO, fb.FedBiO, fb.LFedNest):
+        for method in methods:
             run = fb.solve(method(batch_size=None), *given, start, np.zeros(2), rounds=rounds)
             np.testing.assert_allclose(run.x, expected, rtol=1e-6)
         own = np.abs(np.ravel(expected)) > 0.06 * rounds
@@ -413,7 +419,7 @@ def test_entries_without_a_minimum_are_named():
     assert "still moving" in str(run)
 
 
-@pytest.mark.parametrize("method", [fb.SimFBO, fb.FedNest, fb.AFBO, fb.RABO, fb.AggITD, fb.FedBiO])
+@pytest.mark.parametrize("method", some_of(fb.SimFBO, fb.FedBiO, slow=(fb.FedNest, fb.AFBO, fb.RABO, fb.AggITD)))
 def test_a_hypergradient_far_below_x_is_not_rounded_off(method):
     """∇Φ = 10^-6 (x − 3e) at x near −4, in single precision, whose steps there are 5e-7: a first step of 10^-3 h is
     less. In ten rounds x goes on by 2η at least."""
@@ -442,7 +448,9 @@ def one_stiff(count):
     return problem, (o.mean((0, 1)) - c @ t[:, 0] / c.sum()) / 1.1
 
 
-@pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO, fb.FedNest, fb.AFBO, fb.FedBiO, fb.RABO, fb.FedMBO])
+@pytest.mark.parametrize(
+    "method", some_of(fb.SimFBO, fb.FedNest, fb.FedBiO, slow=(fb.ShroFBO, fb.AFBO, fb.RABO, fb.FedMBO))
+)
 def test_a_stiff_client_that_is_seldom_asked_ruins_nothing(method):
     """Rounds before do not know it. A step that they allow is 1,000 times too long for it: x's were 10^-6 to 10^-15
     after 600 rounds of all but FedBiO and RABO, whose clients step by their own curvature, and x farther off than 0."""

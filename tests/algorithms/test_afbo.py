@@ -51,6 +51,7 @@ AGREEMENT = {
         work=np.random.default_rng(0).integers(1, 5, (2, 2, 8)),
         own={"inner.client_lr": lambda round, client, key, k: 0.01 * (1 + k) + 0.1 * jax.random.uniform(key)},
         clock=fb.Clock(spread=0.7, stragglers=2),
+        slow=True,
     ),
     "AFBO, arrivals drawn": agreement.Case(
         fb.Asynchronous(fb.AFBO(batch_size=4, hypergradient=fb.parts.SystemSteps()), wait_for=1),

@@ -125,7 +125,7 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
             lambda: fb.Submodels(fixed(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG())))),
             "are not symmetric, as CG needs; use a Neumann series; methods that can: AFBO, AggITD, FedAvg, FedAvgS, ",
         ),
-        (lambda: fb.Asynchronous("simfbo", wait_for=2), "a method, such as fb.SimFBO()"),
+        (lambda: fb.Asynchronous("simfbo", wait_for=2), "a method alone; fields are given by name"),
         (
             lambda: fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2, delay_penalty=-1.0),
             "delay_penalty = -1.0 is not allowed",

@@ -20,7 +20,7 @@ NOISY = fb.Bilevel(
 )
 AGREEMENT = {
     "SimFBO, losses that draw": Case(fb.SimFBO(batch_size=2, local_steps=2), problem=NOISY),
-    "SimFBO, losses that draw, all samples": Case(fb.SimFBO(batch_size=None, local_steps=2), problem=NOISY),
+    "SimFBO, losses that draw, all samples": Case(fb.SimFBO(batch_size=None, local_steps=2), problem=NOISY, slow=True),
     "FedNest, losses that draw, epochs": Case(
         fb.FedNest(batch_size=2, inner=SVRG(local_epochs=1)), problem=NOISY, slow=True
     ),

@@ -25,8 +25,8 @@ def run(algorithm, task, rounds, **options):
     [
         fixed(fb.SimFBO(batch_size=None)),
         fixed(fb.FedNest(batch_size=None)),
-        fixed(fb.FedBiO(batch_size=None)),
-        fixed(fb.AggITD(batch_size=None)),
+        pytest.param(fixed(fb.FedBiO(batch_size=None)), marks=pytest.mark.slow),
+        pytest.param(fixed(fb.AggITD(batch_size=None)), marks=pytest.mark.slow),
     ],
     ids=lambda method: method.name,
 )

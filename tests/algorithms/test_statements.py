@@ -13,7 +13,7 @@ import fedbilevel as fb
 from fixed_steps import fixed
 
 
-@pytest.mark.parametrize("rounds", [25, 400])
+@pytest.mark.parametrize("rounds", [25, pytest.param(400, marks=pytest.mark.slow)])
 def test_fednest_theorem_32_with_unequal_local_steps(rounds):
     """Of f_i(x; ξ) = ½‖x − ξ‖², all noise of a corrected step is in q: client i moves by −(1 − (1 − α/τ_i)^τ_i) q, the
     server by −c q, c the mean of these factors. So E(x − x*)² = (1 − c)² E(x − x*)² + c² s², s² = Σ p_i² σ_i² by
@@ -256,7 +256,9 @@ def test_rates_of_simfbo_theorem_1_and_shrofbo_theorem_2(method, case):
         assert found * rounds <= 1.05 * left / 0.1
 
 
-@pytest.mark.parametrize(("terms", "rounds"), [(2, 100), (2, 400), (5, 400)])
+@pytest.mark.parametrize(
+    ("terms", "rounds"), [(2, 100), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, 400), (5, 400)))]
+)
 def test_rate_of_fednest_theorem_31(terms, rounds):
     """Of K rounds with α = ᾱ/√K the mean of ‖∇f‖² is O((ᾱσ² + 1/ᾱ)/√K + b²), b falling as (1 − s)^N.
 
@@ -284,7 +286,10 @@ def test_rate_of_fednest_theorem_31(terms, rounds):
 
 @pytest.mark.parametrize(
     ("method", "holders"),
-    [(fb.RABO, 2), (fb.RABO, 8), (fb.RAFBO, 2), pytest.param(fb.RAFBO, 8, marks=pytest.mark.slow)],
+    [
+        (fb.RABO, 2),
+        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((fb.RABO, 8), (fb.RAFBO, 2), (fb.RAFBO, 8))),
+    ],
 )
 def test_rates_of_rabo_theorems_1_and_2(method, holders):
     """O(1/√(C_x* Q)): entry by entry x ← x − α(x + noise/√C), C of 8 clients holding each, as y = y*(x) and the losses
@@ -330,7 +335,7 @@ def test_rabo_the_more_clients_hold_an_entry_of_y_the_less_noise_it_has():
     assert found[0] > 1.8 * found[1]
 
 
-@pytest.mark.parametrize("kind", ["minimax", "compositional"])
+@pytest.mark.parametrize("kind", ["minimax", pytest.param("compositional", marks=pytest.mark.slow)])
 def test_rates_of_fednest_corollaries_32_and_33(kind):
     """O(1/√K): where f = y(x − ξ) − ½y² of a minimax problem, or r(x) = x − ξ and f = ½y² of a compositional one, a
     step β = 1 leaves y = x − noise, and h is y. So with α = ᾱ/√K the mean of ‖∇f‖² = x² over K rounds is at most

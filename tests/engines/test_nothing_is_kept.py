@@ -96,7 +96,9 @@ def test_samples_go_with_the_run_before_the_garbage_collector_comes(options, mon
         gc.enable()
 
 
-@pytest.mark.parametrize("algorithm", [fb.FedNest(), fb.RABO()], ids=lambda one: type(one).__name__)
+@pytest.mark.parametrize(
+    "algorithm", [fb.FedNest(), pytest.param(fb.RABO(), marks=pytest.mark.slow)], ids=lambda one: type(one).__name__
+)
 def test_checks_of_steps_keep_no_losses(algorithm):
     """The largest eigenvalues of the inner Hessians are taken before the first round."""
     kept = solved(fb.Local(), algorithm)

@@ -222,6 +222,7 @@ def test_cox_regression_minimises_the_stratified_partial_likelihood(survival):
     np.testing.assert_allclose(slope, 0, atol=1e-8)
 
 
+@pytest.mark.slow
 def test_cox_regression_recovers_the_coefficients(survival):
     """A coefficient's standard error is about 1/√events, 0.03."""
     rows, target, sites = survival

@@ -22,6 +22,7 @@ from fedbilevel.core.config import static
 from fedbilevel.core.errors import ExchangeError
 from fedbilevel.core.privacy import Privacy, PrivacyAccount
 from fedbilevel.core.tree import XY
+from fedbilevel.flower.client import phases as site_phases
 from fedbilevel.flower.client import site as sites
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.site import ClientRuntime
@@ -46,12 +47,12 @@ def runtime():
 @pytest.fixture
 def ran(monkeypatch):
     """The phases that clients ran."""
-    phases, program = [], sites.program
+    phases, program = [], site_phases.program
 
     def noted(problem):
         return lambda phase, *rest: phases.append(phase) or program(problem)(phase, *rest)
 
-    monkeypatch.setattr(sites, "program", noted)
+    monkeypatch.setattr(site_phases, "program", noted)
     return phases
 
 
@@ -248,13 +249,13 @@ def wait_until(condition, seconds=5.0):
 def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     """Neither in the client's state nor in its account, also when it ends later."""
     go = threading.Event()
-    monkeypatch.setattr(ClientRuntime, "play", lambda *_: go.wait(30) and authoring.Reply(jnp.ones(3), state={
+    monkeypatch.setattr(site_phases.SitePhases, "run", lambda *_: go.wait(30) and authoring.Reply(jnp.ones(3), state={
         "calls": jnp.ones((), jnp.int32), "control": jnp.ones(3)}))  # fmt: skip
     limits = replace(federations.FREE, max_seconds=0.05)
     runtime = ClientRuntime(federations.site(TwoPhase(), 0, limits=limits, privacy=PRIVATE, folder=tmp_path))
     assert asked(runtime, "inner_gradient").refused == FAILED
     go.set()
-    runtime.time_limit.thread.join(5)
+    runtime.phases.time_limit.thread.join(5)
     assert (tmp_path / "account.json").read_text() == "{}"
     assert list(tmp_path.glob("*.npz")) == []
     assert (tmp_path / "client-0-requests.json").exists()  # it was asked all the same
@@ -420,11 +421,11 @@ def test_a_client_that_cannot_start_says_so(caplog):
 def test_a_phase_is_compiled_once(runtime):
     """Another round, weight or message is no new program."""
     asked(runtime)
-    before = sites.program(runtime.problem)._cache_size()
+    before = site_phases.program(runtime.problem)._cache_size()
     assert before >= 1
     for round in range(5):
         assert asked(runtime, round=round, weight=0.1 + round / 10).refused == ""
-    assert sites.program(runtime.problem)._cache_size() == before
+    assert site_phases.program(runtime.problem)._cache_size() == before
 
 
 def test_what_a_client_has_compiled_goes_with_its_problem():
@@ -433,7 +434,7 @@ def test_what_a_client_has_compiled_goes_with_its_problem():
     problem = fb.Bilevel(lambda x, y, batch: task.outer(x, y, batch), lambda x, y, batch: task.inner(x, y, batch))
     one = ClientRuntime(replace(federations.site(STEPS, 0), problem=problem))
     assert asked(one).refused == ""
-    kept = [weakref.ref(thing) for thing in (problem, problem.inner, sites.program(one.problem))]
+    kept = [weakref.ref(thing) for thing in (problem, problem.inner, site_phases.program(one.problem))]
     assert all(thing() is not None for thing in kept)
     del one, problem
     gc.collect()

@@ -302,9 +302,8 @@ def refuse_unless_allowed(algorithm: Algorithm, entry: str, cannot: str, allows:
 
     if why := reason(algorithm.allows if allows is None else allows):
         made = [cls() for cls in ALGORITHMS.values() if all(field.default is not MISSING for field in fields(cls))]
-        able = sorted(type(method).__name__ for method in made if not reason(method.allows))
-        others = "" if algorithm.label in able else f"; methods that can: {', '.join(able)}"  # else a layer forbids it
-        raise ConfigurationError(f"{algorithm.label} {cannot}: {why}{others}")
+        able = {type(method).__name__ for method in made if not reason(method.allows)} - {algorithm.label}
+        raise ConfigurationError(f"{algorithm.label} {cannot}: {why}; methods that can: {', '.join(sorted(able))}")
 
 
 def check_solves(algorithm: Algorithm, problem: Problem) -> None:
