@@ -44,7 +44,7 @@ class SitePhases:
         id: the client's number.
         algorithm: the method in its layers.
         problem: its losses.
-        outer, inner: its samples.
+        samples: its own, of the outer and of the inner loss.
         own: its own numbers of the method, which take precedence over those that the server sends.
         limits: what it lets a server ask.
         guard: what clips and noises its replies; None without privacy.

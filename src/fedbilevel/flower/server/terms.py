@@ -131,7 +131,7 @@ def too_large(leaf: np.ndarray) -> bool:
     if not is_floating(leaf):
         return False
     largest = math.sqrt(max(float(jnp.finfo(leaf.dtype).max), float(np.finfo(np.float32).max)))
-    return bool(np.max(np.abs(leaf.astype(np.float64)), initial=0.0) > largest)
+    return bool(np.max(np.abs(np.asarray(leaf, np.float64)), initial=0.0) > largest)
 
 
 FEWEST = 2
