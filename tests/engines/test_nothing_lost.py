@@ -244,13 +244,16 @@ def test_a_checkpoint_of_a_diverged_run_can_be_gone_on_from(tmp_path, smaller):
         np.testing.assert_allclose(leaf, expected, rtol=0 if smaller is SMALLER else 1e-3)
 
 
-def test_a_run_that_diverges_again_and_again_ends():
-    """Steps that are 8 times too large after three halvings."""
+def test_a_run_that_diverges_again_and_again_ends(tmp_path):
+    """Steps that are 8 times too large after three halvings. A run that is resumed has ended as well."""
     wild = fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(x=0.1, y=1e3, v=0.1)))
+    given = {"on_divergence": "shrink", "checkpoint": tmp_path / "run.npz", "checkpoint_every": 1000}
     with pytest.warns(NumericalWarning, match="3 of 3 times"):
-        result = solve(500, wild, on_divergence="shrink")
+        result = solve(500, wild, **given)
     assert "the run diverges" in result.stopped
     assert result.round < 500
+    again = solve(500, wild, resume=True, **given)
+    assert (again.round, again.stopped) == (result.round, result.stopped)
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
