@@ -73,9 +73,8 @@ class Ragged(Shown):
         require(fits, f"Clients.{name}: shapes of start and size", shapes, "(rows,) both")
         empty = np.flatnonzero(self.size <= 0)
         if empty.size:
-            raise ConfigurationError(
-                f"Clients.{name}: client {empty[0]} is empty ({empty.size} in all); every client needs a sample"
-            )
+            whose = f"client {empty[0]} is empty ({empty.size} in all)" if len(self.size) > 1 else "there is no sample"
+            raise ConfigurationError(f"Clients.{name}: {whose}; every client needs one")
         stored = _length(f"Clients.{name}: leaves", self.values)
         outside = np.flatnonzero((self.start < 0) | (self.start + self.size > stored))
         if outside.size:

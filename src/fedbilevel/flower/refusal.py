@@ -37,7 +37,11 @@ class Code(Enum):
     KEY = "key", OPERATOR, "compare client-keys with the key that the node has registered"
     PLACE = "place", SITE, "correct its partition-id, or stop the other node of that number"
     STATE = "state", EITHER, "the site's state-folder is another run's or newer than the server's checkpoint"
-    LATE = "late", EITHER, "see in its log whether it works: then raise deadline or ask for less, else start it again"
+    LATE = (
+        "late",
+        EITHER,
+        "see whether its SuperNode runs, else start it; if it works, raise deadline or ask for less",
+    )
     STALLED = "stalled", OPERATOR, "see the SuperLink's load and log: a huge message delays all; else raise deadline"
     BOUND = "bound", OPERATOR, "look at this client's data; norm-factor, message-factor and norm-bound say what counts"
     LARGE = "large", EITHER, "send less: metrics and layouts have to be short"

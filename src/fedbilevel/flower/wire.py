@@ -250,8 +250,9 @@ def decode(kind: type[Any], message: Message) -> Any:
         Refusal: Flower reports an error, or it is no message of ours.
     """
     if message.has_error():
-        text = f"Flower's error {message.error.code}: {(message.error.reason or '')[:300]}"
-        raise Refusal(FLOWERS.get(message.error.code, Code.FLOWER), text)
+        code, text = FLOWERS.get(message.error.code, Code.FLOWER), f"Flower's error {message.error.code}"
+        said = "no reply within the deadline" if code is Code.LATE else (message.error.reason or "")[:300]
+        raise Refusal(code, f"{said} ({text})" if code is Code.LATE else f"{text}: {said}")
     records = dict(message.content)
     fields, leaves = records.pop(FIELDS, None), records.pop(LEAVES, None)
     if records or not isinstance(fields, ConfigRecord):

@@ -19,6 +19,7 @@ from jax import Array
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_round
+from fedbilevel.core.card import counted
 from fedbilevel.core.client import RemoteClients
 from fedbilevel.core.errors import (
     AbsenceWarning,
@@ -116,9 +117,11 @@ class FlowerRun:
         needed = self.session.terms.needed(count)
         roster.wait(range(count), count, needed)
         if (here := len(roster.nodes)) < needed:
-            reasons = in_words(roster.refusals.values(), 3)
-            because = f" ({reasons})" if reasons else ""
-            raise ExchangeError(f"{here} clients are here where {needed} of {count} are needed{because}")
+            absent = (roster.why_absent(client) for client in range(count) if client not in roster.nodes)
+            refused = list(roster.refusals.values())
+            reasons = in_words([*refused, *(why for why in absent if why not in refused)], 3)
+            present = f"{counted(here, 'client')} {'is' if here == 1 else 'are'} here"
+            raise ExchangeError(f"{present} where {needed} of {count} are needed ({reasons})")
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         """Play one round; again, where the server's own sum is not finite; and the round before with it, where most of

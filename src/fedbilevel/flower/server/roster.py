@@ -82,6 +82,9 @@ def der_of(key: bytes) -> bytes | None:
     return known.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
 
 
+GREETING = 20
+"""Deadlines that the reply to a greeting may wait: it is fetched between rounds, and a round may last for some."""
+
 Outcome = ResponseMessage | Refusal
 
 
@@ -177,6 +180,8 @@ class Roster:
             except Refusal as refusal:
                 mine = der_of(self.registered().get(node, b"")) if self.keys else None
                 refusal.client = next((client for client, key in self.keys.items() if key == mine), refusal.client)
+                if refusal.code is Code.LATE and node in self.refusals:
+                    continue  # what it said before still holds
                 if node not in self.refusals or self.refusals[node].line != refusal.line:
                     log.warning("node %d does not take part: %s", node, refusal.line)
                 self.refusals[node] = refusal
@@ -186,7 +191,7 @@ class Roster:
         now, deadline = self.clock.time(), self.terms.deadline
         due = sorted(node for node in nodes if now - self.greeted.get(node, -math.inf) >= deadline)
         request = RequestMessage(run=self.run, contract=self.contract.text)
-        sent = self.push([wire.request_message(node, request, deadline) for node in due]) if due else []
+        sent = self.push([wire.request_message(node, request, GREETING * deadline) for node in due]) if due else []
         self.greetings = {message: node for message, node in self.greetings.items() if node not in due}
         self.greetings.update((message, node) for message, node in zip(sent, due, strict=True) if message)
         self.greeted.update((node, now) for message, node in zip(sent, due, strict=True) if message)
