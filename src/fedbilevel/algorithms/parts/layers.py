@@ -105,19 +105,22 @@ class Around(Part):
 
 
 class Layer(Around):
-    """Base class of layers: what happens around every exchange of a method. A subclass gives what it changes."""
+    """Base class of layers, which change what happens around every exchange of a method.
+
+    A subclass overrides the functions whose behaviour it changes. Those of this class change nothing.
+    """
 
     kind: ClassVar[str]
-    """Its name, by which what it keeps is found."""
+    """The name of the layer, under which its state is stored."""
 
     needs: ClassVar[str] = ""
-    """The entry of `Allows` that a method must give."""
+    """The entry of `Allows` that a method must support; "" for none."""
 
     excludes: ClassVar[Mapping[str, str]] = {}
-    """Kinds of layers that exclude it, each with the reason."""
+    """Kinds of layers that cannot be combined with this one, each with the reason."""
 
     learns: ClassVar[bool] = False
-    """Whether it learns in a round what an estimate of the hypergradient needs."""
+    """Whether an estimate of the hypergradient needs a round first, in which the layer learns."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -136,64 +139,73 @@ class Layer(Around):
 
     @property
     def label(self) -> str:
-        """Its name in messages to the user."""
+        """Return the name of the layer for messages to the user."""
         return type(self).__name__
 
     @property
     def cannot(self) -> str:
-        """What a method cannot do that does not give the entry `needs`; the words of the error."""
+        """Return, for the error, what a method cannot do that lacks the entry `needs`."""
         return f"cannot have {self.label}"
 
     @property
     def whole(self) -> bool:
-        """Whether it needs whole replies, and not those of submodels: by its place."""
+        """Return whether the layer needs whole replies, so that submodels are refused: at "rule" and "coded"."""
         return self.place in ("rule", "coded")
 
     def fits(self, method: Algorithm) -> None:
-        """Raise ConfigurationError for a method that it cannot be put around."""
+        """Raise ConfigurationError if the layer cannot be put around the method."""
 
     def asks(self, inside: Asks) -> Asks:
-        """What rounds ask of an engine, given what they ask without it."""
+        """Return what rounds ask of an engine. `inside` is what they ask without the layer."""
         return inside
 
     def allows(self, inside: Allows, method: Algorithm) -> Allows:
-        """What may be done with the method, given what may be done without it."""
+        """Return which features the method supports in the layer. `inside` has those that it supports without it."""
         return inside
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
-        """Raise ConfigurationError for a problem, or for clients, that the layer does not fit."""
+        """Raise ConfigurationError if the problem or the clients do not fit the layer."""
 
     def server_slot(self, method: Algorithm, x: PyTree, y: PyTree) -> PyTree:
-        """What the server keeps for it; None: nothing."""
+        """Return the layer's state on the server before round 0; None: it has no state there."""
         return None
 
     def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
-        """What each client keeps for it; None: nothing."""
+        """Return the layer's state at a client before round 0; None: it has no state there."""
         return None
 
     def before_round(self, method: Algorithm, kept: Kept) -> tuple[Algorithm, Kept]:
-        """At the server: the method as the round runs it."""
+        """Return the method as the server runs it in a round, and the layer's new state there."""
         return method, kept
 
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:
-        """At the server: ask, and return what came, and what to keep now."""
+        """Ask clients once, on the server: `ask` sends the message on, toward the wire, and returns a `Total`.
+
+        Return this total or another one, and the layer's new state. `kept` is its state.
+        """
         return ask(asked), kept
 
     def reply(self, asked: Asked, kept: Kept, client: Client, run: Inside) -> tuple[Reply, Kept]:
-        """At a client: run what is inside, and return its reply, and what to keep now. `kept` is None in a fresh
-        cohort, where what a client keeps is out of reach."""
+        """Reply once, at a client: `run` runs the layers inside and the phase, and returns a `Reply`.
+
+        Return this reply or another one, and the layer's new state. `kept` is its state; None in a fresh cohort, where
+        the states of clients are out of reach.
+        """
         return run(asked, client), kept
 
     def after_round(self, method: Algorithm, problem: Problem, kept: Kept, before: Any, after: Any) -> tuple[Any, Kept]:
-        """At the server: the state at the end of a round."""
+        """Return the method's state at the end of a round, and the layer's new state on the server.
+
+        `before` and `after` are the states of the method at the beginning and at the end of the round.
+        """
         return after, kept
 
     def findings(self, method: Algorithm, kept: Kept, found: Findings) -> Findings:
-        """Add what it finds in what the server keeps to what the method found."""
+        """Return the findings of the method and the layer. `found` has those of the method."""
         return found
 
     def remarks(self, method: Algorithm, kept: Kept) -> tuple[str, ...]:
-        """Say in sentences what a user should know of what the server keeps at the end of a run."""
+        """Return sentences for the user at the end of a run, from the layer's state on the server."""
         return ()
 
 
@@ -224,14 +236,14 @@ class Layered(Wrapper):
 
     Args:
         algorithm: the method.
-        steps: what finds the steps that are None.
-        kept: what never leaves a client.
-        privacy: what hides its data.
-        rule: what takes the place of the mean of all replies.
-        coded: what makes replies short.
-        late: what continues with the first replies.
-        outer: what takes the place of the method's own steps on x.
-        state: what is done with the state at the end of a round.
+        steps: finds the steps that are None.
+        kept: keeps a part of the model at the client.
+        privacy: clips and noises replies.
+        rule: replaces the mean of all replies.
+        coded: makes replies short.
+        late: continues with the first replies.
+        outer: replaces the method's own steps on x.
+        state: changes the state at the end of a round.
     """
 
     steps: Layer | None = None
