@@ -153,9 +153,10 @@ class AdaptiveSteps(Layer):
         open_ = {(step.kind, step.of) for step in open_steps(method).values()}
         drifts = all(("drift", of) in open_ for kind, of in open_ if kind == "shared" and of != "x")
         agreement = kept.curvature.agreement if drifts else jnp.zeros(())
-        inner, _ = kept.curvature._replace(agreement=agreement).steps(self.y_lr)
+        kept = kept._replace(agreement=agreement)
+        inner, _ = self.steps(kept)
         begun = with_steps(method, lambda open_: LONG if open_.of == "x" else inner)
-        return begun, kept._replace(inner=inner, agreement=agreement)
+        return begun, kept._replace(inner=inner)
 
     def steps(self, kept: Known) -> tuple[Array, Array]:
         """Return the steps, of the server and of clients, that what is known by now allows."""
@@ -165,21 +166,19 @@ class AdaptiveSteps(Layer):
         """Send the steps with the message, and scale the replies to the steps that curvature allows."""
         phase, message = asked.method.phases[asked.phase], asked.message
         steps = Steps(*self.steps(kept), jax.random.bits(jax.random.fold_in(asked.key, STREAM), dtype="uint32"))
-        total = ask(replace(asked, message=(message, steps)))
+        mean = ask(replace(asked, message=(message, steps))).mean(asked.unbiased)
         if measures(asked.method, phase):
-            update, _ = total.update
-            mean, measured = total.mean(asked.unbiased)
+            mean, measured = mean
             kept = kept._replace(curvature=kept.curvature.after(measured, square_of_y(phase, mean)))
             factor, shared = allowed(self.steps(kept)[0], kept.inner), shared_steps(asked.method)
-            total = total._replace(update=rescaled(phase, update, "y", [factor if of in shared else 1 for of in "yv"]))
+            mean = rescaled(phase, mean, "y", [factor if of in shared else 1 for of in "yv"])
         elif getattr(phase, "__multiplies__", False) and "product" in shared_steps(asked.method):
-            product = total.mean(asked.unbiased)
-            along, square = optax.tree.vdot(message[-1], product), optax.tree.norm(product, squared=True)
+            along, square = optax.tree.vdot(message[-1], mean), optax.tree.norm(mean, squared=True)
             most = jnp.where(along < 0, jnp.inf, self.y_lr * over(along, square))
-            total = total._replace(update=rescaled(phase, total.update, "y", [allowed(most, kept.inner)]))
+            mean = rescaled(phase, mean, "y", [allowed(most, kept.inner)])
         if clients_move_x(asked.method):
-            total = total._replace(update=rescaled(phase, total.update, "x", [LONG / SHORT]))
-        return total, kept
+            mean = rescaled(phase, mean, "x", [LONG / SHORT])
+        return Total.of_mean(mean), kept
 
     def reply(self, asked: Asked, kept: PowerMethod | None, client: Client, run: Inside) -> tuple[Reply, Kept]:
         """Measure the client's curvature, and run the phase with the steps that it allows."""

@@ -38,6 +38,7 @@ from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.facts import Allows, Asks, Findings, No
 from fedbilevel.core.fed import Fed, LoopBody, Phase, Reply, Total
+from fedbilevel.core.hyperparameters import field_values
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
@@ -259,9 +260,8 @@ class Layered(Wrapper):
         """Refuse a layer that the method, or another layer, does not allow."""
         check_algorithm(self.algorithm)
         require(not layers_at(self.algorithm), "Layered.algorithm", "in layers", "a method without any: use layered")
-        for place in PLACES:
-            part = getattr(self, place)
-            fits = part is None or (isinstance(part, Around) and part.place == place)
+        for place, part in self.parts.items():
+            fits = isinstance(part, Around) and part.place == place
             require(fits, f"Layered.{place}", type(part).__name__, "a layer of that place")
         layers = self.layers
         for layer in layers:
@@ -276,10 +276,14 @@ class Layered(Wrapper):
             layer.fits(self.algorithm)
 
     @property
+    def parts(self) -> dict[str, Around]:
+        """Return what is at each place where there is something, in the order of the places."""
+        return {name: part for name, part in field_values(self).items() if name in PLACES and part is not None}
+
+    @property
     def layers(self) -> tuple[Layer, ...]:
-        """From the phase to the wire, and then those of the end of a round."""
-        among = {place: part for place in PLACES if (part := getattr(self, place)) is not None}
-        every = (part.layer(among) for part in among.values())
+        """Return the layers from the phase to the wire, and then those of the end of a round."""
+        every = (part.layer(self.parts) for part in self.parts.values())
         return tuple(layer for layer in every if layer is not None)
 
     @property
@@ -427,7 +431,7 @@ def checked(layer: Layer, function: str, kind: type, returned: Any, slots: Mappi
 
 
 def run_inside(asked: Asked, client: Client) -> Reply:
-    """Inside a phase, within all layers, and return its reply, whose state has what the layers keep as well."""
+    """Run a phase without layers. The state of the reply has the states of the layers beside that of the method."""
     before = _parted(client.state, LayeredClient)
     reply = asked.method.run_phase(asked.phase, replace(client, state=before.inside), asked.message, asked.key)
     if not isinstance(client.state, LayeredClient):
@@ -541,10 +545,9 @@ def layered(algorithm: Algorithm, *layers: Around | None) -> Algorithm:
 
 def layers_at(algorithm: Algorithm) -> list[Around]:
     """Find what is at the places of a method with layers, also within another wrapper."""
-    if isinstance(algorithm, Wrapper) and not isinstance(algorithm, Layered):
-        return layers_at(algorithm.algorithm)
-    places = (getattr(algorithm, place) for place in PLACES if isinstance(algorithm, Layered))
-    return [layer for layer in places if layer is not None]
+    if isinstance(algorithm, Layered):
+        return list(algorithm.parts.values())
+    return layers_at(algorithm.algorithm) if isinstance(algorithm, Wrapper) else []
 
 
 def slots_of(tree: PyTree, kind: str) -> list[Any]:
