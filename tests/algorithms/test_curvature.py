@@ -1,0 +1,129 @@
+"""What is measured of the inner curvature: by a client with its power method, and what the server makes of it."""
+
+import dataclasses
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from alone import client_alone
+
+import fedbilevel as fb
+from fedbilevel.algorithms.parts.adagrad import AdaGrad
+from fedbilevel.algorithms.parts.adaptive_steps import Steps
+from fedbilevel.algorithms.parts.curvature import Measured, PowerMethod, ServerCurvature
+from fedbilevel.core.fed import Reply
+
+
+def test_the_server_s_step_is_the_longer_of_two_safe_ones():
+    """L Σ p a = 3·2 beside Σ p a L = 9 and 4, for sums that clients do not drift in; √r c/L beside them, over
+    Σ p a Σ p/a = 2·2 where that is 4. A curvature that is not a number is no step of 0."""
+    known = ServerCurvature(*map(jnp.asarray, (3.0, 2.0, 0.5, 9.0, 1.0, 0.0)))
+    assert list(map(float, known.steps(1.0))) == pytest.approx([1 / 9, 0])
+    assert list(map(float, known._replace(summed=jnp.asarray(4.0)).steps(1.0))) == pytest.approx([1 / 6, 0])
+    alike = known._replace(agreement=jnp.asarray(0.81))
+    assert list(map(float, alike.steps(0.5))) == pytest.approx([0.9 * 0.5 / 3, 0.9 * 0.5 / 3])
+    assert list(map(float, alike._replace(inverse=jnp.asarray(2.0)).steps(1.0))) == pytest.approx([1 / 9, 0.3])
+    assert list(map(float, ServerCurvature.unknown().steps(1.0))) == [0, 0]
+    assert np.isnan(alike._replace(largest=jnp.asarray(jnp.nan)).steps(1.0)).all()
+
+
+def test_x_waits_where_a_client_s_curvature_rises():
+    """L_i = 8, 2, 16, 16: the least is 8, then L_i, which falls by 5 % at most; and follows a rise by half a percent.
+    x's steps are Σ least_i / Σ L_i as long."""
+    problem = fb.Bilevel(lambda x, y, b: jnp.vdot(y, y), lambda x, y, b: jnp.mean(b) * x * jnp.vdot(y, y) / 2)
+    client = SimpleNamespace(problem=problem, inner_batch=lambda key, size: jnp.ones(1))
+    power, expected = PowerMethod.begin(jnp.zeros(2), keep=True), []
+    for x in (8.0, 2.0, 16.0, 16.0):
+        seed = jnp.asarray(1, jnp.uint32)
+        power, _ = power.measured(client, jnp.asarray(x), jnp.zeros(2), seed, None, jax.random.key(0))
+        measured = Measured.of(power, jnp.ones(()), jnp.ones(()))
+        expected.append(float(ServerCurvature.unknown().after(measured, jnp.ones(())).slower))
+    assert expected == pytest.approx([1, 1, 7.6 * 1.005 / 16, 7.6 * 1.005**2 / 16])
+    numbers = [Measured(*map(jnp.asarray, (1.0, 1, 1, 1, least, 1))) for least in (1.0, 0.4)]
+    assert float(ServerCurvature.unknown().slower) == 1
+    for scale in (1, 7):  # unbiased means of a cohort are those of all, times its share of the weights
+        mean = jax.tree.map(lambda a, b, scale=scale: scale * (0.75 * a + 0.25 * b), *numbers)
+        assert float(ServerCurvature.unknown().after(mean, jnp.ones(())).slower) == pytest.approx(0.85)
+    x, h = jnp.ones(3), jnp.asarray([1.0, 2.0, -3.0])
+    usual, slow = (AdaGrad.begin(x).moved(x, 1e3 * h, 0.1, w)[0] - x for w in (1, 0.2))
+    np.testing.assert_allclose(slow, -0.2 * 0.3 * np.sign(h), rtol=1e-6)
+    np.testing.assert_allclose(usual, -0.1 * np.sign(h), rtol=1e-6)
+
+
+def test_few_products_a_round_follow_a_hessian_that_turns_and_grows():
+    """Eigenvalues 10^x (1, ½), their axes turned by a quarter while x goes from 0 to 3 in 300 rounds. The random vector
+    is at most 0.3 of what begins; two products make 0.075 of it in the other direction, by which L_i is too low by
+    ¾·0.075²/2 = 0.2 %. A round turns the axes by π/600, which is less."""
+
+    def inner(x, y, batch):
+        turn = x * jnp.pi / 6
+        along = jnp.cos(turn) * y[0] + jnp.sin(turn) * y[1]
+        return 0.25 * 10**x * (along**2 + jnp.vdot(y, y)) + 0 * jnp.mean(batch)
+
+    problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch) * x, inner)
+    method = fb.AdaptiveSteps(fb.SimFBO(batch_size=None, local_steps=1))
+    client = client_alone(problem, np.ones((2,)), np.ones((2,)))
+    kept = method.client_state(problem, jnp.zeros(()), jnp.zeros(2))
+
+    @jax.jit
+    def asked(kept, x):
+        there = fb.XYV(x, jnp.zeros(2), jnp.zeros(2))
+        own = dataclasses.replace(client, state=kept)
+        reply: Reply = method.run_phase(
+            "local_updates", own, (there, Steps(*map(jnp.asarray, (0.1, 0.1, 7)))), jax.random.key(0)
+        )
+        return reply.state, reply.update[1].largest, reply.hvps
+
+    for place, x in enumerate(np.linspace(0, 3, 300)):
+        kept, largest, hvps = asked(kept, x)
+        assert 0.97 < float(largest) / 10**x < 1 + 1e-6
+        assert int(hvps) == 2 + (10 if place == 0 else 3)  # SimFBO's two, and the products
+
+
+def test_a_direction_that_becomes_stiff_is_seen_after_the_power_method_has_settled():
+    """Eigenvalues 1, where u settles, and from then on one more that grows by a quarter in each round, of which u has
+    nothing left: L_i is never low by a factor of 2.5, at which steps of 1/L_i would be unstable for several rounds."""
+
+    def inner(x, y, batch):
+        return 0.5 * (y[0] ** 2 + 1e-2 * x * y[1] ** 2 + 1e-3 * jnp.sum(y[2:] ** 2)) + 0 * jnp.mean(batch)
+
+    problem = fb.Bilevel(lambda x, y, batch: jnp.mean(batch) * x, inner)
+    client = client_alone(problem, np.ones((2,)), np.ones((2,)))
+    power = PowerMethod.begin(jnp.zeros(50), keep=True)
+    measured = jax.jit(
+        lambda power, x, key: power.measured(client, x, jnp.zeros(50), jax.random.bits(key, dtype="uint32"), None, key)[
+            0
+        ]
+    )
+    keys = jax.random.split(jax.random.key(0), 250)
+    for key in keys[:200]:
+        power = measured(power, 1.0, key)
+    assert float(power.largest) == pytest.approx(1, rel=0.01)
+    ratios = []
+    for round, key in enumerate(keys[200:]):
+        power = measured(power, 1.25**round, key)
+        ratios.append(max(1, 1e-2 * 1.25**round) / float(power.largest))
+    assert 1.25**49 * 1e-2 > 500
+    assert max(ratios) < 2.5
+    assert ratios[-1] == pytest.approx(1, rel=0.05)
+
+
+def test_the_curvature_of_a_cohort_is_the_mean_that_its_replies_are():
+    """One of two clients of weights ¾ and ¼, g_i = h_i y²/2: L = (M/P) p_i h_i, as of the q that the server takes."""
+    weights, curves = np.array([0.75, 0.25]), np.array([2.0, 8.0])
+    clients = fb.Clients([{"h": np.array([h])} for h in curves], weights=weights)
+    problem = fb.Bilevel(
+        lambda x, y, batch: jnp.sum((y - 1) ** 2) + jnp.sum(x**2),
+        lambda x, y, batch: jnp.mean(batch["h"]) * jnp.sum((y - x) ** 2) / 2,
+    )
+    method, zero = fb.SimFBO(local_steps=1, batch_size=None), np.zeros(1)
+    found = {
+        round(
+            float(fb.solve(method, problem, clients, zero, zero, rounds=1, cohort=1, key=key).history["curvature"][-1]),
+            3,
+        )
+        for key in range(6)
+    }
+    assert found == {2 * 0.75 * 2.0, 2 * 0.25 * 8.0}
