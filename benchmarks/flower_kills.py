@@ -1,10 +1,10 @@
 """kill -9 for one process of a federation at random moments, under load; it is started again, and the run continues.
 
-One federation of four clients on this machine's loopback, with TLS and keys, while another process takes all cores; six
-kills in each run. The result must be that of the undisturbed run: the quorum is all clients, so that a killed one is
-asked again. A server is submitted again with the same folder, a SuperLink is started again with its database and the
-run submitted to it: another run for Flower, so that every client has a folder of its own for what it keeps. SuperNodes
-and workers are started again by their supervisor.
+Four clients form a federation on this machine, with TLS and keys, while another process keeps all cores busy. Each run
+has six kills, and its result must equal that of the undisturbed run. The quorum is all clients, so that a killed client
+is asked again. After its kill a server is submitted again with the same folder. A SuperLink is started again with its
+database, and the run is submitted to it. Flower takes this for another run and forgets the state of the clients, so
+that each of them has a folder for its state. SuperNodes and workers are started again by their supervisor.
 
 Printed are the process that was killed, in which exchange and how many seconds after its start; the seconds to the end
 of the first exchange that began afterwards; and the largest difference of x and y, at the end of the run, from those
@@ -146,7 +146,7 @@ def process(trial, moment):
 
 
 def running(pids, command):
-    """Return those of the processes that run a command."""
+    """Return the processes, among these, that run a command."""
     words = {pid: command_of(pid) for pid in pids}
     return [pid for pid in pids if command in words[pid] and "fedbilevel.flower.launch.children" not in words[pid]]
 

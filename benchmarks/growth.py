@@ -7,9 +7,9 @@ cohorts     the same, a cohort of 10 drawn in each round
 unknowns    10² to 10⁷ in each of x and y, 4 clients with one sample for each loss, 5 local steps
 local steps 1 to 100 of 100 clients, 100 unknowns, 4 samples
 
-Measured are processor seconds of the first call, with its one round; milliseconds of a round after that, by the clock;
-the peak memory of the process, what importing takes included, or on a GPU of the device. Slopes are those of the three
-largest sizes, both axes logarithmic. A size that fails or takes over three minutes ends its axis.
+For each size the table has the processor seconds of the first call, with one round, the milliseconds of a later round
+by the clock, and the peak memory: of the process with its imports, or on a GPU of the device. A slope is fitted to the
+three largest sizes, both axes logarithmic. A size that fails or takes over three minutes ends its axis.
 """
 
 import subprocess

@@ -86,7 +86,7 @@ def versions(name: str) -> str:
 
 
 def lines_of(name: str) -> int:
-    """Count lines of code, without blank ones, comments and docstrings; by hand, those of fedavg.py as well."""
+    """Count lines of code without blank lines, comments and docstrings. The hand-written program includes fedavg.py."""
     files = [(HERE.get(name) or [f"with_{name}.py"])[0]]
     if files == ["with_jax.py"]:
         files += ["fedavg.py"]

@@ -52,7 +52,7 @@ QUICK = {"tasks": ["quadratic, κ = 10"], "seeds": 1}
 
 def given(method: Any, x: float | None, y: float | None) -> Any:
     """The method with these steps, or with none."""
-    if isinstance(method, Layered):  # presets of AFBO: late replies bear no steps that adapt
+    if isinstance(method, Layered):  # AFBO's presets are asynchronous, where steps cannot adapt
         return given(method.algorithm, x, y)
     names = {field.name for field in fields(method)}
     steps = fb.XYV(x=x, y=y, v=y)

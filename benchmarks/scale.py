@@ -66,7 +66,7 @@ def main(clients: int = 1_000_000, passes: int = 3) -> None:
         contenders = {f"{size:,}": partial(in_process, measure, f"{folder}/{size}") for size in sizes}
         measured = turns(contenders, passes)
     best = {name: min(one["ms"] for one in runs) for name, runs in measured.items()}
-    head("clients", "ms a round: median, least and most", "least, over that of 1,000 clients", "peak memory, GiB")
+    head("clients", "ms a round: median (minimum to maximum)", "minimum relative to 1,000 clients", "peak memory, GiB")
     for name, runs in measured.items():
         memory = max(one["mb"] for one in runs) / 1024
         row(name, spread((one["ms"] for one in runs), ".1f"), f"{best[name] / best['1,000']:.2f}", f"{memory:.2f}")

@@ -24,7 +24,7 @@ class Lane(NamedTuple):
 
 
 def exchange(phase, ask, lanes, kind, left, lasts, wait_for, data, weights):
-    """Return the mean of all clients' last answers, some of which are new, and what is under way then."""
+    """Make an exchange; return the mean of all clients' last answers, and the answers that are still under way."""
     lane, other, clients = lanes[phase], lanes[1 - phase], len(weights)
     here, needed = kind == phase, wait_for - lane.early
     arrival = jnp.where(here, left, left + lasts)
