@@ -54,6 +54,19 @@ def test_without_progress_goes_by_the_declaration(result):
     assert (stopped.round, stopped.stopped) == (1, "score has not improved for 1 evaluations")
 
 
+def test_by_a_metric_of_which_neither_value_is_better_nothing_is_judged(recwarn):
+    """It grows by 35 powers of ten, of which a loss would be said to diverge, and is measured only."""
+    heights = {"height": fb.Metric(lambda x, y: 10 ** (40 * x[0]) * 1e-9, None)}
+    found = solved(metrics=heights, best_by=None).history
+    assert found["height"][-1] > 1e5
+    assert "height" in found.columns
+    assert "height" not in found.judged
+    assert "best" not in found.in_words()["height"]
+    assert not recwarn
+    with pytest.warns(fb.errors.NumericalWarning, match="height has grown"):
+        solved(metrics={"height": heights["height"].function})
+
+
 @pytest.mark.parametrize("name", ["accuracy", "inaccuracy", "test_accuracy.young"])
 def test_no_name_says_which_way_is_better(name):
     with pytest.raises(fb.errors.ConfigurationError, match=f"the metric {name} does not say whether .* fb.Metric"):
@@ -81,7 +94,7 @@ def test_a_saved_result_and_a_resumed_run_keep_the_declaration(result, tmp_path)
     [
         (lambda: fb.Metric(3, True), r"Metric\.function = 3 .* a function \(x, y\)"),
         (lambda: solved(metrics={"m": fb.Metric(lambda x: x, True)}), r"metrics\['m'\] takes \(x\)"),
-        (lambda: fb.Metric(lambda x, y: x, "yes"), r"Metric\.larger_is_better = 'yes' .* True or False"),
+        (lambda: fb.Metric(lambda x, y: x, "yes"), r"Metric\.larger_is_better = 'yes' .* True, False or None"),
         (lambda: fb.PerClient(lambda x, y, b: x, larger_is_better=1), r"PerClient\.larger_is_better = 1 .* None"),
     ],
 )

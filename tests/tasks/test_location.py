@@ -73,7 +73,7 @@ def test_metrics_are_those_of_the_formulas():
         "error": np.linalg.norm(x - solution_of(task)),
         "average_error": np.linalg.norm(y - solution_of(task)),
         "mean_distance": np.mean(outside),
-        "outer_loss": np.sum((x - anchor_of(task)) ** 2) / 2,
+        "preference": np.sum((x - anchor_of(task)) ** 2) / 2,
     }
     assert list(found) == list(expected)
     assert found == pytest.approx(expected, rel=1e-9)
@@ -104,7 +104,7 @@ def test_scattered_is_the_papers_draw_and_comes_again_with_its_seed():
     for mine, its in zip((*balls(task), task.x0), (*balls(again), again.x0), strict=True):
         np.testing.assert_array_equal(mine, its)
     assert not np.array_equal(centers, balls(other)[0])
-    assert list(task.metrics) == ["mean_distance", "outer_loss"]
+    assert list(task.metrics) == ["mean_distance", "preference"]
 
 
 @pytest.mark.parametrize("layout", ["overlapping", "scattered"])

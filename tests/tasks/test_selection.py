@@ -58,13 +58,13 @@ def test_losses_and_metrics_are_those_of_the_formulas(task, points):
         "test_accuracy": np.mean(np.where(tested @ x > 0, 5, 3) == truth),
         "average_test_accuracy": np.mean(np.where(tested @ y > 0, 5, 3) == truth),
         "train_loss": inner,
-        "outer_loss": np.sum(np.abs(x)) + x @ x / 2,
+        "preference": np.sum(np.abs(x)) + x @ x / 2,
         "sparsity": np.mean(np.abs(x) <= 1e-3 * np.max(np.abs(x))),
     }
     found = {name: float(metric(x, y)) for name, metric in task.metrics.items()}
     assert list(found) == list(expected)
     assert found == pytest.approx(expected, rel=1e-7)
-    losses = {name: expected[name] for name in ("train_loss", "outer_loss")}
+    losses = {name: expected[name] for name in ("train_loss", "preference")}
     assert {name: found[name] for name in losses} == pytest.approx(losses, rel=1e-12)
     assert found["sparsity"] >= 1 / 3
     weighted = sum(
@@ -89,6 +89,16 @@ def test_held_out_rows_are_training_rows_and_the_metrics_say_so():
     whole = {row.tobytes() for row in training(selection(clients=2))[0]}
     kept = {row.tobytes() for row in training(task)[0]}
     assert kept < whole
+
+
+def test_a_preference_that_rises_is_no_divergence(recwarn):
+    """From a start near 0 H rises a thousandfold at least, while x begins to fit the data; nothing is warned of."""
+    task = selection(start=0.01, clients=1)
+    algorithm = fb.FISM(lr=10.0, lr_decay=0.8, regularization=1e-3, regularization_decay=0.1)
+    run = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=1, metrics=task.metrics)
+    assert run.history["preference"][-1] > 1000 * max(run.history["preference"][0], 1)
+    assert run.history["train_loss"][-1] < run.history["train_loss"][0]
+    assert not [one for one in recwarn if issubclass(one.category, fb.errors.NumericalWarning)]
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,20 @@ class Metric:
 
     Args:
         function: (x, y) -> one number; of each client (x, y, batch) -> one number.
-        larger_is_better: whether a larger value is a better one.
+        larger_is_better: whether a larger value is a better one; None: neither is, as of a norm or a count that is only
+            looked at, and of a preference H that has to rise while x leaves a start that fits no data.
 
-    A plain function needs no Metric where a smaller value is better, as of losses and errors.
+    A plain function needs no Metric where a smaller value is better, as of losses and errors. By a metric that says
+    None no run is judged: it chooses no best row, and that it has grown is no sign that a run diverges.
     """
 
     function: Callable[..., Any]
-    larger_is_better: bool
+    larger_is_better: bool | None
 
     def __post_init__(self) -> None:
         require(callable(self.function), "Metric.function", self.function, "a function (x, y) or (x, y, batch)")
-        require_direction("Metric.larger_is_better", self.larger_is_better)
+        fits = isinstance(self.larger_is_better, bool | None)
+        require(fits, "Metric.larger_is_better", self.larger_is_better, "True, False or None (neither is better)")
 
     def __call__(self, *given: PyTree) -> Any:
         return self.function(*given)
@@ -45,16 +48,22 @@ def require_direction(field: str, got: object, optional: bool = False) -> None:
 def directions(metrics: Mapping[str, Any]) -> dict[str, bool]:
     """Of each metric whether a larger value is better, as it says; of a plain function a smaller one is.
 
+    A metric that says None is left out.
+
     Raises:
         ConfigurationError: the name of a plain function has "accuracy" in it, and so may mean the contrary.
     """
-    found = {name: getattr(metric, "larger_is_better", None) for name, metric in metrics.items()}
-    for name in found:
+    found = {}
+    for name, metric in metrics.items():
         require(isinstance(name, str), "the name of a metric", name, "a text")
-        if "accuracy" in name and found[name] is None:
+        larger = getattr(metric, "larger_is_better", None)
+        if isinstance(metric, Metric) and larger is None:
+            continue
+        if "accuracy" in name and larger is None:
             said = "does not say whether a larger value is better: write fb.Metric(function, larger_is_better=True)"
             raise ConfigurationError(f"the metric {name} {said}, or False")
-    return {name: bool(larger) for name, larger in found.items()}
+        found[name] = bool(larger)
+    return found
 
 
 def larger_is_better(name: str, declared: bool | None = None) -> bool:

@@ -138,7 +138,7 @@ def of_metrics(programs: Mapping[str, ClosedJaxpr], metrics: Mapping[str, Any]) 
     larger = directions(metrics)
     samples = {name: getattr(metric, "samples", "") for name, metric in metrics.items()}
     return {
-        f"metric {name}": short(str(larger[name]), samples[name], of_program(program))
+        f"metric {name}": short(str(larger.get(name)), samples[name], of_program(program))
         for name, program in programs.items()
     }
 

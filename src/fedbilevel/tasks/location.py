@@ -20,6 +20,7 @@ from jax import Array
 from fedbilevel.core import projections
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, require, require_count, unknown
+from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import SimpleBilevel
 from fedbilevel.data import iid
 from fedbilevel.tasks.task import Floats, Task, require_memory
@@ -45,7 +46,7 @@ def location(
         layout: "overlapping" or "scattered", see above.
         clients, seed: see hyper_representation.
 
-    Measured: where balls overlap the distances of x and of the average iterate from the solution; F, and H.
+    Measured: where balls overlap the distances of x and of the average iterate from the solution; F; H (`preference`).
     """
     require_count("dim", dim)
     require_count("targets", targets)
@@ -72,7 +73,7 @@ def location(
 
     metrics: dict[str, Callable[[Array, Array], Array]] = {
         "mean_distance": lambda x, y: distances(x, every),
-        "outer_loss": lambda x, y: preference(x),
+        "preference": Metric(lambda x, y: preference(x), None),
     }
     if layout == "overlapping":
         solution = nearest_in_all(anchor, centers, radii)

@@ -53,8 +53,8 @@ def selection(
         start: half the width of the box in which x starts.
         clients, partition_by, partition_options, holdout, seed: see hyper_representation.
 
-    Measured: accuracy of x, and of the average iterate; F on all training rows, and H; the share of entries of x no
-    larger than 0.001 of the largest.
+    Measured: accuracy of x, and of the average iterate; F on all training rows; H (`preference`); the share of entries
+    of x no larger than 0.001 of the largest.
     """
     require(0 < bound < np.inf, "bound", bound, "positive and finite")
     require(0 <= start <= bound, "start", start, f"at least 0 and at most bound = {bound:g}")
@@ -90,8 +90,8 @@ def selection(
             f"{part}_accuracy": Metric(lambda x, y: accuracy(x), True),
             f"average_{part}_accuracy": Metric(lambda x, y: accuracy(y), True),
             "train_loss": lambda x, y: loss(x, training),
-            "outer_loss": lambda x, y: preference(x),
-            "sparsity": lambda x, y: jnp.mean(jnp.abs(x) <= SMALL * jnp.max(jnp.abs(x))),
+            "preference": Metric(lambda x, y: preference(x), None),
+            "sparsity": Metric(lambda x, y: jnp.mean(jnp.abs(x) <= SMALL * jnp.max(jnp.abs(x))), None),
         },
     )
 
