@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("figures", nargs="*", metavar="FIGURE", help="an id, a paper, all, or the path of a file")
     parser.add_argument("--list", action="store_true", help="figures, and what came out, in --out or as it is kept")
     parser.add_argument("--full", action="store_true", help="the paper's own setting, for a GPU (minutes on two cores)")
-    parser.add_argument("--seeds", type=seeds, default=play.SEEDS, metavar="N,N,…", help="(0,1,2)")
+    parser.add_argument("--seeds", type=seeds, metavar="N,N,…", help="(as many as the figure's file says)")
     parser.add_argument("--out", type=Path, default=Path("runs/papers"), metavar="DIR", help="(runs/papers)")
     parser.add_argument("--rehearse", action="store_true", help="play one round of each method, and no more")
     parser.add_argument("--keep", action="store_true", help="keep what came out beside the file, and write the pages")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -16,7 +17,10 @@ from papers.figure import Claim, Figure
 from papers.numbers import POINTS, UNITS, value_in
 
 CONFIDENCE = 0.95
-State = Literal["holds", "contradicted", "open"]
+State = Literal["holds", "contradicted", "level", "open"]
+SHARE = 0.01  # within ±SHARE accuracies and other shares are level: one percentage point
+POWER = 0.1  # the same of logarithms: a tenth of a power of ten
+RELATIVE = 0.05  # the same of costs and losses, relative to the other method's
 Runs = Mapping[str, Mapping[str, Sequence[History | None]]]
 """By panel, then by method: the history of each seed, None of a run that failed."""
 
@@ -50,6 +54,49 @@ class Finding:
     unit: str = ""
 
 
+Decision = Literal["for", "against", "level", "mixed", "open"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statement:
+    """What the cells of a claim come to together; a cell is a panel and another method.
+
+    Attributes:
+        says: the claim.
+        decision: "for", "against" or "level" where every cell says so; "open" where a cell is open and none is against;
+            else "mixed".
+        cells: how many there are in each state.
+        findings: the cells.
+    """
+
+    says: str
+    decision: Decision
+    cells: Counter[str]
+    findings: Sequence[Finding]
+
+
+def statements(found: Sequence[Finding]) -> list[Statement]:
+    """Decide each claim by its cells."""
+    by_claim: dict[str, list[Finding]] = {}
+    for one in found:
+        by_claim.setdefault(one.says, []).append(one)
+    return [
+        Statement(says=says, decision=decision(cells), cells=Counter([str(one.state) for one in cells]), findings=cells)
+        for says, cells in by_claim.items()
+    ]
+
+
+def decision(cells: Sequence[Finding]) -> Decision:
+    """Say what the cells of a claim decide: see `Statement`."""
+    states = {one.state for one in cells}
+    if len(states) == 1:
+        words: dict[State, Decision] = {"holds": "for", "contradicted": "against", "level": "level", "open": "open"}
+        return words[states.pop()]
+    if "contradicted" in states or "open" not in states:
+        return "mixed"
+    return "open"
+
+
 def findings(figure: Figure, runs: Runs) -> list[Finding]:
     """What came of every claim of a figure."""
     found = []
@@ -63,12 +110,12 @@ def findings(figure: Figure, runs: Runs) -> list[Finding]:
 
 
 def verdict(states: Sequence[str]) -> str:
-    """What the claims come to together."""
+    """What the cells of all claims come to together."""
     if set(states) == {"holds"}:
         return "reproduced"
     if "holds" in states:
         return "partly reproduced"
-    return "not reproduced" if "contradicted" in states else "undecided"
+    return "not reproduced" if {"contradicted", "level"} & set(states) else "undecided"
 
 
 def unit_of(figure: Figure, claim: Claim) -> str:
@@ -131,13 +178,15 @@ def comparison(figure: Figure, claim: Claim, panel: str, than: str, runs: Runs) 
     scale = math.log10 if claim.log else float
     apart = [sign * (scale(a) - scale(claim.ratio * b)) for (a, _), (b, _) in zip(mine, other, strict=True)]
     mean, half = interval(apart)
-    state, note = state_of(mean, half, claim.level), ""
+    state, note = state_of(mean, half, claim.level, within(figure, claim, second)), ""
     if not there:
         note = f"{claim.better} does not get there in every run"
         state = "open" if state == "holds" or not other_there else state
     elif not other_there:
         note = f"{than} does not get there in every run: counted with the cost at which it ended"
         state = "open" if state == "contradicted" else state
+    elif claim.level is not None and mean - half > claim.level:
+        note = f"{claim.better} is better than level with {than}"
     said = replace(said, better_mean=first, than_mean=second, difference=mean, half_width=half)
     return replace(said, state=state, note=note)
 
@@ -160,11 +209,28 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return mean, float(t.ppf((1 + CONFIDENCE) / 2, count - 1) * np.std(values, ddof=1) / math.sqrt(count))
 
 
-def state_of(mean: float, half: float, level: float | None) -> State:
-    """Whether the interval lies above 0, or with `level` within ±level; the contrary; or neither."""
+def within(figure: Figure, claim: Claim, than_mean: float) -> float:
+    """Return δ: two methods whose difference lies within ±δ are level. It is the same rule for every claim."""
+    if claim.log:
+        return POWER
+    return SHARE if unit_of(figure, claim) == POINTS else RELATIVE * abs(claim.ratio * than_mean)
+
+
+def state_of(mean: float, half: float, level: float | None, within: float = 0.0) -> State:
+    """Say what an interval decides.
+
+    Args:
+        mean, half: the middle of the interval, and half its width.
+        level: given where the claim is that both are level: it holds if the interval lies within ±level. Else a claim
+            holds if the interval lies above 0.
+        within: an interval that contains 0 and lies within ±within decides that both are level. This is a test of
+            equivalence by two one-sided tests, each of which errs with a probability of at most 2.5 %.
+    """
     low, high = mean - half, mean + half
     if level is None:
-        return "holds" if low > 0 else "contradicted" if high < 0 else "open"
+        if low > 0 or high < 0:
+            return "holds" if low > 0 else "contradicted"
+        return "level" if -within <= low and high <= within and within > 0 else "open"
     return "holds" if -level <= low and high <= level else "contradicted" if low > level or high < -level else "open"
 
 

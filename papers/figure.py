@@ -84,12 +84,21 @@ class Method:
 
 @dataclass(frozen=True, kw_only=True)
 class Tuning:
-    """How values are chosen, the same for every method: by which metric, how the trials' spec differs from the runs',
-    and with which seeds, none of which is a run's."""
+    """How values are chosen, the same for every method.
+
+    Args:
+        select: the metric of the holdout that chooses.
+        spec: how the trials' spec differs from the runs'.
+        seeds: of the trials; none of them is a run's.
+        trials: at most so many points are tried for each method in a panel. While the chosen value of a field is the
+            least or the largest that was tried, the next one is tried, by the factor between the last two. None: the
+            points of the grid alone are tried.
+    """
 
     select: str
     spec: Tables = field(default_factory=dict)
     seeds: Sequence[int] = (100,)
+    trials: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +137,8 @@ class Figure:
         tuning: None where nothing is chosen; `untuned` then says why.
         series: what the panels' values are, where they have some: then readings are drawn against them.
         revised: what was changed after a first run, in a sentence; "" where nothing was.
+        seeds: how many seeds decide, 0, 1, 2, …: fixed before the runs.
+        beside: costs whose means the page shows below the claims, and which decide nothing.
     """
 
     file: Path
@@ -151,10 +162,13 @@ class Figure:
     untuned: str = ""
     series: str = ""
     revised: str = ""
+    seeds: int = 3
+    beside: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         require(self.panels and self.methods and self.claims, "panels, methods and claims must be there")
-        require_known("cost", [self.against], COSTS)
+        require_known("cost", [self.against, *self.beside], COSTS)
+        require(self.seeds >= 2, f"seeds is at least 2, so that there is an interval, not {self.seeds}")
         for one in self.reported:
             require_known("source", [one.get("source")], SOURCES)
         valued = all(panel.value is not None for panel in self.panels.values())
@@ -188,6 +202,9 @@ class Figure:
             require(set(counts.values()) == {1}, "a grid needs [tuning]")
             return
         require(len(set(counts.values())) == 1, f"every method needs as many points in every panel: {counts}")
+        most = self.tuning.trials
+        fits = most is None or most > max(counts.values())
+        require(fits, f"tuning.trials is more than the {max(counts.values())} points of the grids, not {most}")
         words = re.split(r"[_.\W]|(?<=[a-z])(?=[A-Z])", self.tuning.select)
         on_test = any(re.fullmatch(r"tests?\d*", word.lower()) for word in words)
         require(not on_test, f"{self.tuning.select} is measured on test data: choose by a metric that is not")
@@ -247,7 +264,8 @@ class Figure:
         ]
         claims = [{**asdict(claim), "says": ""} for claim in self.claims]
         values = [panel.value for panel in self.panels.values()]
-        tuning = [self.tuning.select, list(self.tuning.seeds)] if self.tuning else []
+        tuning: list[Any] = [self.tuning.select, list(self.tuning.seeds)] if self.tuning else []
+        tuning += [self.tuning.trials] if self.tuning and self.tuning.trials else []
         content = [claims, played, values, tuning, self.metric, self.against]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 

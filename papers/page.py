@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import json
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from fedbilevel.experiments import COSTS
 from papers.arms import besides
+from papers.claims import Finding, Statement, statements
 from papers.figure import PAPERS, Claim, Figure, files, load
-from papers.numbers import POINTS, text
+from papers.numbers import POINTS, UNITS, axis, text
 
 MARK = "<!-- what follows is generated -->\n"
 STALE, NOT_RUN = "stale: play it again", "not run"
 SIGNS = {"reproduced": "✔", "partly reproduced": "◐", "not reproduced": "✘", "undecided": "?", STALE: "!", NOT_RUN: "–"}
-STATES = {"holds": "✔", "contradicted": "✘", "open": "?"}
+STATES = {"holds": "✔", "contradicted": "✘", "level": "=", "open": "?"}
+DECISIONS = {"for": "✔ for", "against": "✘ against", "level": "= level", "mixed": "◐ mixed", "open": "? open"}
 IN_SHORT = "In short: "
 Outcome = Mapping[str, Any]
 
@@ -32,8 +37,16 @@ def state_of(figure: Figure, found: Outcome | None) -> str:
     return str(found["verdict"]) if found["played_for"] == figure.fingerprint(found["scale"]) else STALE
 
 
+def decided(figure: Figure) -> list[Statement]:
+    """What the outcome beside a figure's file decides of its claims; without one, or by a stale one, all are open."""
+    found = kept(figure)
+    if found is None or state_of(figure, found) == STALE:
+        return statements([Finding(says=claim.says, panel="", better=claim.better) for claim in figure.claims])
+    return statements([Finding(**one) for one in found["findings"]])
+
+
 def holding(found: Outcome) -> tuple[int, int]:
-    """How many comparisons of an outcome hold, and how many there are."""
+    """How many cells of an outcome hold, and how many there are."""
     states = [one["state"] for one in found["findings"]]
     return states.count("holds"), len(states)
 
@@ -41,11 +54,14 @@ def holding(found: Outcome) -> tuple[int, int]:
 def written() -> Iterator[tuple[Path, str]]:
     """(file, its text) of everything that is generated from figures and the outcomes beside them."""
     figures = [load(file) for file in files()]
-    rows = ["| paper | entries | claims that hold | in short |\n|---|---|---:|---|"]
+    rows = [
+        f"| paper | entries | statements | {' | '.join(DECISIONS.values())} | in short |\n|---|--:|--:|{5 * '--:|'}---|"
+    ]
     for folder in dict.fromkeys(figure.file.parent for figure in figures):
         own, page = [figure for figure in figures if figure.file.parent == folder], folder / "README.md"
         head = (page.read_text("utf-8") if page.is_file() else f"# {folder.name}\n\n").partition(MARK)[0]
-        yield page, f"{head}{MARK}\n" + "\n".join(line for figure in own for line in section(figure, kept(figure)))
+        sections = [line for figure in own for line in section(figure, kept(figure))]
+        yield page, f"{head}{MARK}\n" + "\n".join([*statement_table(own), *sections])
         rows.append(row(folder.name, head, own))
     of_papers, of_all = PAPERS / "README.md", PAPERS.parent / "README.md"
     yield of_papers, filled(filled(of_papers.read_text("utf-8"), "papers", rows), "arms", arms(figures))
@@ -74,9 +90,46 @@ def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
     """A paper's row of the table of all papers; what came out in short is said in the head of its page."""
     title = head.splitlines()[0].removeprefix("# ").partition(":")[0]
     short = next((line.removeprefix(IN_SHORT) for line in head.splitlines() if line.startswith(IN_SHORT)), "")
-    counts = [holding(found) for one in figures if (found := kept(one)) and state_of(one, found) != STALE]
-    held = f"{sum(one for one, _ in counts)} of {sum(of for _, of in counts)}"
-    return f"| [{title}]({paper}/README.md) | {len(figures)} | {held} | {short} |"
+    counts: Counter[str] = Counter(one.decision for figure in figures for one in decided(figure))
+    numbers = " | ".join(str(counts[name]) for name in DECISIONS)
+    return f"| [{title}]({paper}/README.md) | {len(figures)} | {counts.total()} | {numbers} | {short} |"
+
+
+def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
+    """A row for each statement of a paper: what decides it, in how many cells, and how large the effect is."""
+    yield "| statement | entry | decided | cells | effect |\n|---|---|---|---|---|"
+    for figure in figures:
+        for one in decided(figure):
+            cells = ", ".join(f"{count} {STATES[state]}" for state in STATES if (count := one.cells.get(state)))
+            at = f"[{figure.id}](#{figure.id})"
+            yield f"| {one.says} | {at} | {DECISIONS[one.decision]} | {cells} | {effect(one)} |"
+    yield ""
+
+
+def effect(statement: Statement) -> str:
+    """By how much the first method is better: of one cell with its interval, of several from the least to the largest.
+
+    Of costs it is what the first method takes as a share of what the other takes.
+    """
+    known = [one for one in statement.findings if one.difference is not None]
+    if not known:
+        return "–"
+    if not known[0].than:
+        return f"slope {text('', known[0].better_mean)} ± {text('', known[0].half_width)}"
+    if known[0].unit in {*COSTS, *UNITS.values()}:
+        shares = [one.better_mean / one.than_mean for one in known if one.better_mean and one.than_mean]
+        return f"{between(shares)} of the other's"
+    scale = 100 if known[0].unit == POINTS else 1
+    if len(known) == 1:
+        half = text("", scale * (known[0].half_width or math.inf))
+        return f"{text('', scale * (known[0].difference or 0))} ± {half} {known[0].unit}"
+    return f"{between([scale * (one.difference or 0) for one in known])} {known[0].unit}"
+
+
+def between(values: Sequence[float]) -> str:
+    """The least and the largest of some numbers, or the one number that they are."""
+    ends = dict.fromkeys([text("", min(values)), text("", max(values))]) if values else {"–": None}
+    return " to ".join(ends)
 
 
 def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
@@ -94,6 +147,7 @@ def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
         return
     yield f"![{figure.title}]({figure.id}.png)\n"
     yield from table(figure, found)
+    yield from table_beside(figure, found)
     notes = dict.fromkeys(one["note"] for one in found["findings"] if one["note"] and played(found, one))
     if notes:
         yield f"{'; '.join(notes)}.\n"
@@ -122,6 +176,17 @@ def table(figure: Figure, found: Outcome) -> Iterator[str]:
         if of:
             yield f"| {claim.says}{against} | {' | '.join(cells)} |"
     yield ""
+
+
+def table_beside(figure: Figure, found: Outcome) -> Iterator[str]:
+    """Of each cost that decides nothing a table: its mean for each method in each panel."""
+    for cost in figure.beside:
+        panels = found["panels"]
+        yield f"| {axis(cost)}, which decide nothing | {' | '.join(panels)} |\n|---|{'--:|' * len(panels)}"
+        for method in figure.methods:
+            values = [text(cost, of[method]["costs"].get(cost)) if method in of else "" for of in panels.values()]
+            yield f"| {method} | {' | '.join(values)} |"
+        yield ""
 
 
 def cell(figure: Figure, claim: Claim, found: Sequence[Mapping[str, Any]]) -> str:
@@ -155,6 +220,6 @@ def chosen_at_ends(figure: Figure, found: Outcome) -> str:
         for method, of in methods.items():
             points = figure.points(panel, method)
             for name, value in (of["chosen"] or {}).items():
-                tried = list(dict.fromkeys(point[name] for point in points))
+                tried = sorted({point[name] for point in of.get("tried") or points})
                 ends += [value in (tried[0], tried[-1])] if len(tried) > 1 else []
     return f" ({sum(ends)} of {len(ends)} chosen values at an end)" if ends else ""

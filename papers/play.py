@@ -33,7 +33,6 @@ from papers.claims import findings, verdict
 from papers.figure import Figure, Scale, merged, require, require_known
 from papers.numbers import rounded, value_in
 
-SEEDS = (0, 1, 2)
 POLL = 1.0  # seconds between two looks at a run that another process plays
 CURVE = 60  # points of a curve that are kept
 Say = Callable[[str], None]
@@ -107,9 +106,16 @@ def tried(
     return found
 
 
-def trials(figure: Figure, panel: str, method: str, scale: Scale, out: Path) -> Tried:
-    """The trials of a method in a panel: of each point one for each of their seeds; none where nothing is chosen."""
-    points, folder = figure.points(panel, method), place_of(figure, scale, out) / "trials" / word(panel) / word(method)
+def trials(
+    figure: Figure, panel: str, method: str, scale: Scale, out: Path, points: Sequence[dict[str, Any]] | None = None
+) -> Tried:
+    """The trials of a method in a panel: of each point one for each of their seeds; none where nothing is chosen.
+
+    Args:
+        points: the values that are tried; None: those of the grid.
+    """
+    folder = place_of(figure, scale, out) / "trials" / word(panel) / word(method)
+    points = figure.points(panel, method) if points is None else points
     if figure.tuning is None or points == [{}]:
         return []
     tables = figure.tables(panel, method, scale, tuning=True)
@@ -135,6 +141,51 @@ def best(every: Tried, played: Played, select: str) -> Choice:
             sign = 1 if histories[0].larger_is_better(select) else -1
             found.append((sign * float(np.mean(known)), values))
     return Choice(max(found, key=lambda one: one[0])[1] if found else None, failed)
+
+
+def choose(figure: Figure, scale: Scale, out: Path, say: Say) -> tuple[Mapping[tuple[str, str], Tried], Played]:
+    """Play the trials of every method in every panel; with `tuning.trials` go on beyond the ends that are chosen."""
+    pairs = figure.pairs(scale)
+    every: dict[tuple[str, str], Tried] = {pair: trials(figure, *pair, scale, out) for pair in pairs}
+    new, played = every, dict[Path, History | str]()
+    while any(new.values()):
+        played |= play_all([run for of in new.values() for _, runs in of for run in runs], say)
+        new = {pair: trials(figure, *pair, scale, out, more(figure, of, played)) for pair, of in every.items() if of}
+        every |= {pair: [*every[pair], *of] for pair, of in new.items()}
+    return every, played
+
+
+def more(figure: Figure, every: Tried, played: Played) -> list[dict[str, Any]]:
+    """The points that are tried next, as many as there are trials left; none where every chosen value lies inside."""
+    assert figure.tuning is not None
+    points = [values for values, _ in every]
+    left = (figure.tuning.trials or 0) - len(points)
+    return beyond(points, best(every, played, figure.tuning.select).values)[: max(left, 0)]
+
+
+def beyond(points: Sequence[dict[str, Any]], chosen: dict[str, Any] | None) -> list[dict[str, Any]]:
+    """The chosen values, with one of them a step further where it lies at an end of those that were tried.
+
+    Args:
+        points: the values that were tried. Only positive numbers have a next one, and whole numbers a whole one.
+        chosen: None: every trial failed, as with steps that are too large; the least values are then taken for chosen.
+    """
+    ladders = {name: sorted({point[name] for point in points}) for name in points[0] if positive(points, name)}
+    at = chosen or {**points[0], **{name: values[0] for name, values in ladders.items()}}
+    found = []
+    for name, values in ladders.items():
+        for end, before in ((values[0], values[1]), (values[-1], values[-2])) if len(values) > 1 else ():
+            further = float(f"{end * end / before:.6g}")
+            if all(isinstance(one, int) for one in values):
+                further = int(further) if further.is_integer() else 0
+            if at[name] == end and further:
+                found.append({**at, name: further})
+    return found
+
+
+def positive(points: Sequence[dict[str, Any]], name: str) -> bool:
+    """Whether all values of a field are positive numbers."""
+    return all(type(point[name]) in (int, float) and point[name] > 0 for point in points)
 
 
 def runs_of(
@@ -174,21 +225,23 @@ def check(figure: Figure, scale: Scale, out: Path, seeds: Sequence[int]) -> None
             raise ConfigurationError(f"{panel} · {method}: {error}") from error
 
 
-def play(figure: Figure, scale: Scale, out: Path, *, seeds: Sequence[int] = SEEDS, say: Say = print) -> dict[str, Any]:
+def play(
+    figure: Figure, scale: Scale, out: Path, *, seeds: Sequence[int] | None = None, say: Say = print
+) -> dict[str, Any]:
     """Bring all trials and runs of a figure to their end; its outcome.
 
     Args:
         out: the folder that holds all figures' folders.
-        seeds: of the runs; none of those of the trials.
+        seeds: of the runs; none of those of the trials. None: as many as the file says.
         say: called with a line about what has ended.
 
     Raises:
         ConfigurationError, DataError: the figure cannot be played here, e.g. for want of data.
     """
+    seeds = range(figure.seeds) if seeds is None else seeds
     check(figure, scale, out, seeds)
     pairs = figure.pairs(scale)
-    every = {pair: trials(figure, *pair, scale, out) for pair in pairs}
-    played = play_all([run for of in every.values() for _, runs in of for run in runs], say)
+    every, played = choose(figure, scale, out, say)
     select = figure.tuning.select if figure.tuning else ""
     choices = {pair: best(of, played, select) if of else Choice({}) for pair, of in every.items()}
     runs = {
@@ -198,8 +251,8 @@ def play(figure: Figure, scale: Scale, out: Path, *, seeds: Sequence[int] = SEED
     }
     panels = dict.fromkeys(panel for panel, _ in pairs)
     rows = [zip(*(of for pair, of in runs.items() if pair[0] == panel), strict=True) for panel in panels]
-    played |= play_all([run for row in rows for of_a_seed in row for run in of_a_seed], say)
-    return outcome(figure, scale, seeds, choices, runs, played)
+    played = {**played, **play_all([run for row in rows for of_a_seed in row for run in of_a_seed], say)}
+    return outcome(figure, scale, seeds, every, choices, runs, played)
 
 
 def devices_of(figure: Figure, scale: Scale) -> int:
@@ -252,6 +305,7 @@ def outcome(
     figure: Figure,
     scale: Scale,
     seeds: Sequence[int],
+    every: Mapping[tuple[str, str], Tried],
     choices: Mapping[tuple[str, str], Choice],
     runs: Mapping[tuple[str, str], Sequence[Run]],
     played: Played,
@@ -268,7 +322,9 @@ def outcome(
         read = [None if isinstance(came, str) else came for came in of.values()] or [None] * len(seeds)
         whole = [one for one in read if one is not None]
         histories.setdefault(panel, {})[method] = read
-        numbers = {"chosen": choice.values, "failed_trials": choice.failed, "failed_runs": len(read) - len(whole)}
+        points = [values for values, _ in every[panel, method]]
+        numbers: dict[str, Any] = {"chosen": choice.values, "tried": points}
+        numbers |= {"failed_trials": choice.failed, "failed_runs": len(read) - len(whole)}
         panels.setdefault(panel, {})[method] = numbers | numbers_of(figure, whole)
     found = findings(figure, histories)
     ended = [experiments.load_run(folder) for folder, came in played.items() if isinstance(came, History)]
@@ -281,7 +337,7 @@ def outcome(
         "findings": [rounded(asdict(one)) for one in found],
         "date": time.strftime("%Y-%m-%d"),
         "seeds": list(seeds),
-        "trials": len(figure.points(*figure.pairs(scale)[0])) if figure.tuning else 0,
+        "trials": max(map(len, every.values())),
         "selected_on": figure.tuning.select if figure.tuning else "",
         "minutes": round(sum(run.summary["seconds_this_time"] for run in ended) / 60, 2),
         "environment": json.loads(made),

@@ -26,7 +26,7 @@ from papers.__main__ import reported, seeds
 from papers.claims import interval, state_of
 from papers.figure import merged
 from papers.numbers import UNITS, rounded, text
-from papers.play import SEEDS, Run, Say, Tried, best, play_all, prepare, tried, with_values, word, write
+from papers.play import Run, Say, Tried, best, play_all, prepare, tried, with_values, word, write
 
 HERE = Path(__file__).parent
 OUT = Path("runs/papers/leaderboard")
@@ -171,7 +171,7 @@ def written(board: Mapping[str, Any], found: Mapping[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """The command; its exit code."""
     parser = argparse.ArgumentParser("python -m papers.leaderboard", description=__doc__)
-    parser.add_argument("--seeds", type=seeds, default=SEEDS, metavar="N,N,…", help="(0,1,2)")
+    parser.add_argument("--seeds", type=seeds, default=[0, 1, 2], metavar="N,N,…", help="(0,1,2)")
     parser.add_argument("--out", type=Path, default=OUT, metavar="DIR", help=f"({OUT})")
     return reported(partial(keep, parser.parse_args(arguments)))
 

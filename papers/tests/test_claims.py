@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from papers.claims import Finding, findings, fitted_slope, interval, of_curve, verdict
+from papers.claims import Finding, decision, findings, fitted_slope, interval, of_curve, statements, verdict
 from papers.figure import Figure
 from small_figure import UNTUNED, made_up
 
@@ -72,6 +72,53 @@ def test_an_error_is_better_the_smaller() -> None:
     runs = {"A": [history([0.1], "relative_error")] * 2, "B": [history([0.3], "relative_error")] * 2}
     (found,) = findings(made, {"iid": runs})
     assert (found.state, found.difference) == ("holds", pytest.approx(0.2))
+
+
+@pytest.mark.parametrize(
+    ("gaps", "state"),
+    [
+        ((0.001, -0.001, 0.0005), "level"),  # t(0.975, 2)·s/√3 = 0.0026: the interval lies within one point
+        ((0.004, -0.004, 0.002), "open"),  # the same four times as wide
+        ((0.004, 0.005, 0.006), "holds"),  # within a point, and above 0 for sure
+    ],
+)
+def test_two_methods_are_level_where_the_interval_lies_within_a_point(gaps: tuple[float, ...], state: str) -> None:
+    found = only({}, [history([0.5 + gap]) for gap in gaps], [history([0.5]) for _ in gaps])
+    assert found.state == state
+
+
+def test_losses_and_costs_are_level_within_a_twentieth_of_the_others() -> None:
+    """Interval −0.001 ± 0.0026: within 0.05 times 0.5, and not within 0.05 times 0.05."""
+    gaps, made = (0.001, 0.0, 0.002), figure([{"says": "-", "better": "A", "than": ["B"]}], metric="test_loss")
+    for level, state in ((0.5, "level"), (0.05, "open")):
+        runs = {"A": [history([level + gap], "test_loss") for gap in gaps], "B": [history([level], "test_loss")] * 3}
+        assert findings(made, {"iid": runs})[0].state == state
+
+
+def test_a_method_that_is_better_than_level_says_so() -> None:
+    better, worse = [history([0.60]), history([0.61])], [history([0.50]), history([0.51])]
+    assert "A is better than level with B" in only({"level": 0.02}, better, worse).note
+    assert only({"level": 0.02}, worse, better).note == ""
+
+
+@pytest.mark.parametrize(
+    ("states", "decided"),
+    [
+        (["holds", "holds"], "for"),
+        (["contradicted"], "against"),
+        (["level", "level"], "level"),
+        (["holds", "level"], "mixed"),
+        (["holds", "contradicted", "open"], "mixed"),
+        (["contradicted", "open"], "mixed"),
+        (["holds", "open"], "open"),
+        (["open"], "open"),
+    ],
+)
+def test_cells_decide_a_statement(states: list[Any], decided: str) -> None:
+    cells = [Finding(says="-", panel=str(k), better="A", state=state) for k, state in enumerate(states)]
+    assert decision(cells) == decided
+    (found,) = statements(cells)
+    assert (found.decision, found.cells.total()) == (decided, len(states))
 
 
 def test_level_is_an_interval_within_bounds() -> None:

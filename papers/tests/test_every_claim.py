@@ -21,7 +21,7 @@ CLAIMS = [
 ]
 COMPARED = [one for one in CLAIMS if one.values[1].slope is None]
 SLOPES = [one for one in CLAIMS if one.values[1].slope is not None]
-VERDICTS = {"holds": "reproduced", "contradicted": "not reproduced", "open": "undecided"}
+VERDICTS = {"holds": "reproduced", "contradicted": "not reproduced", "level": "not reproduced", "open": "undecided"}
 SEEDS = 3
 Reading = Callable[[str, int], float]
 """(panel, seed) -> what the claim is to read off a run."""
@@ -68,14 +68,14 @@ def good_and_bad(figure: Figure, claim: Claim) -> tuple[float, float]:
 
 @pytest.mark.parametrize(("figure", "claim"), COMPARED)
 def test_a_comparison_can_fail(figure: Figure, claim: Claim) -> None:
-    """Equal arms fulfil no claim but that they are level; they contradict one that asks for a share below 1. Arms that
-    change places from seed to seed leave it open."""
+    """Equal arms are level, which fulfils the claim that they are; they contradict one that asks for a share below 1.
+    Arms that change places from seed to seed leave it open."""
     good, bad = good_and_bad(figure, claim)
 
     def came(better: list[float], than: list[float]) -> str:
         return state(figure, claim, lambda panel, seed: better[seed], lambda panel, seed: than[seed])
 
-    equal = "holds" if claim.level is not None else "open" if claim.ratio == 1 else "contradicted"
+    equal = "holds" if claim.level is not None else "level" if claim.ratio == 1 else "contradicted"
     first = "holds" if claim.level is None else "contradicted"
     assert came([good] * 3, [bad] * 3) == first
     assert came([bad] * 3, [good] * 3) == "contradicted"

@@ -66,6 +66,46 @@ def test_the_seeds_of_trials_are_not_those_of_runs(figure: Figure, place: Path, 
     assert not list(tmp_path.iterdir())
 
 
+def test_a_ladder_grows_at_the_end_that_was_chosen(tmp_path: Path) -> None:
+    """SimFBO hardly moves at 1e-6, so that the larger step is chosen until one diverges or no trial is left; every step
+    is a hundred times the one before. FedBiO's first two diverge, and it goes down."""
+    methods = {
+        "SimFBO": {"algorithm": {"name": "simfbo"}, "grid": {"server_lr.x": [1e-6, 1e-4]}},
+        "FedBiO": {"algorithm": {"name": "fedbio"}, "grid": {"client_lr.x": [1e30, 1e28]}},
+    }
+    tuning = {**CONTENT["tuning"], "trials": 4}
+    found = run(made_up(methods=methods, tuning=tuning), "quick", tmp_path, seeds=(0, 1))
+    of = found["panels"]["all"]
+    assert [point["server_lr.x"] for point in of["SimFBO"]["tried"]] == [1e-6, 1e-4, 0.01, 1.0]
+    assert [point["client_lr.x"] for point in of["FedBiO"]["tried"]] == [1e30, 1e28, 1e26, 1e24]
+    assert found["trials"] == 4
+    again = run(made_up(methods=methods, tuning=tuning), "quick", tmp_path, seeds=(0, 1))
+    assert again["panels"] == found["panels"]
+
+
+@pytest.mark.parametrize(
+    ("points", "chosen", "expected"),
+    [
+        ([{"lr": 0.1}, {"lr": 0.3}], {"lr": 0.3}, [{"lr": 0.9}]),
+        ([{"lr": 0.1}, {"lr": 0.3}], {"lr": 0.1}, [{"lr": 0.0333333}]),
+        ([{"lr": 0.1}, {"lr": 0.3}, {"lr": 0.9}], {"lr": 0.3}, []),  # it lies inside
+        ([{"lr": 0.1}, {"lr": 0.3}], None, [{"lr": 0.0333333}]),  # both diverged
+        ([{"k": 1}, {"k": 4}], {"k": 1}, []),  # a quarter of a step is none
+        ([{"k": 1}, {"k": 4}], {"k": 4}, [{"k": 16}]),
+        ([{"lr": 0.1}], {"lr": 0.1}, []),  # a single value has no factor
+        ([{"lr": 0.0}, {"lr": 0.1}], {"lr": 0.0}, []),
+        ([{"order": "random"}, {"order": "given"}], {"order": "given"}, []),
+        (
+            [{"x": 1.0, "y": 1.0}, {"x": 1.0, "y": 2.0}, {"x": 2.0, "y": 1.0}, {"x": 2.0, "y": 2.0}],
+            {"x": 2.0, "y": 1.0},
+            [{"x": 4.0, "y": 1.0}, {"x": 2.0, "y": 0.5}],
+        ),
+    ],
+)
+def test_what_is_tried_next(points: list[Any], chosen: Any, expected: list[Any]) -> None:
+    assert playing.beyond(points, chosen) == expected
+
+
 def test_what_was_played_is_not_played_again(figure: Figure, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are samples read for it."""
     monkeypatch.setattr(experiments.TaskCache, "__call__", lambda self, spec: pytest.fail("a task is made"))
@@ -214,7 +254,7 @@ def test_the_command_plays_a_figure_by_its_path(
     assert "| FedBiO ends nearer: FedBiO / SimFBO |" in said
     assert {one.name for one in tmp_path.iterdir()} == {"mine-1.toml", "mine-1.json", "mine-1.png", "mine-1", "page.md"}
     assert main(["--list", str(file), "--out", str(tmp_path)]) == 0
-    assert "undecided                  Two methods" in capsys.readouterr().out
+    assert "not reproduced             Two methods" in capsys.readouterr().out
     assert main(["--list", "--out", str(tmp_path / "none")]) == 0
     listed = capsys.readouterr().out
     assert listed.count("(kept)") == 34
