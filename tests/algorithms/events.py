@@ -7,6 +7,7 @@ import numpy as np
 from matrices import directions, hypergradient, inner_gradient, members, neumann, outer_gradient
 
 import fedbilevel as fb
+from fedbilevel.core.config import Schedule
 
 TICK = 1e-4  # seconds: times are whole numbers of these, so that no rounding decides who was earlier
 
@@ -115,7 +116,8 @@ def afbo(task, algorithm, rounds, n, times, work, absent=(), arrivals=None):
 
     inner_rounds = algorithm.inner.rounds
     work = np.broadcast_to(work, (rounds, inner_rounds, len(times)))
-    beta = np.broadcast_to(algorithm.inner.lr, inner_rounds)
+    lr = algorithm.inner.lr
+    beta = lr.function if isinstance(lr, Schedule) else lambda t, k: np.broadcast_to(lr, inner_rounds)[k]
     for t in range(rounds):
         for k in range(inner_rounds):
 
@@ -123,7 +125,7 @@ def afbo(task, algorithm, rounds, n, times, work, absent=(), arrivals=None):
                 return [mean_of_local_gradients(fed.members[i][2], x, y, steps[i], algorithm.inner.client_lr)]
 
             (g,), inner_delay = fed.sum_first(n, "inner", inner, wait)
-            y = y - beta[k] / (1 + c * inner_delay) * g
+            y = y - beta(t, k) / (1 + c * inner_delay) * g
 
         def outer(i, x=x, y=y, v=v):
             _, f, g = fed.members[i]

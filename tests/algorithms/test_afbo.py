@@ -15,6 +15,7 @@ from events import afbo
 from matrices import end_of_own, hypergradient, members, neumann, outer_gradient
 
 import fedbilevel as fb
+from fedbilevel.core.hyperparameters import at, halved
 from fedbilevel.tasks.quadratic import quadratic, solution
 
 AGREEMENT = {
@@ -53,6 +54,19 @@ AGREEMENT = {
         clock=fb.Clock(spread=0.7, stragglers=2),
         slow=True,
     ),
+    "AFBO, β by both": agreement.Case(
+        fb.Asynchronous(
+            fb.AFBO(
+                batch_size=4,
+                inner=fb.parts.MeanGradient(
+                    rounds=lambda t: 1 + t % 2, local_steps=2, lr=lambda t, k: 0.5 / (1 + t + 2 * k)
+                ),
+            ),
+            wait_for=3,
+        ),
+        clock=fb.Clock(spread=0.7),
+        slow=True,
+    ),
     "AFBO, arrivals drawn": agreement.Case(
         fb.Asynchronous(fb.AFBO(batch_size=4, hypergradient=fb.parts.SystemSteps()), wait_for=1),
         clock=fb.Clock(arrivals=lambda exchange, client, key: jax.random.bernoulli(key, 0.6)),
@@ -81,6 +95,11 @@ def method(hypergradient, outer_lr=0.05, **inner):
     return fb.AFBO(batch_size=None, inner=inner, hypergradient=hypergradient, outer_lr=outer_lr)
 
 
+def beta_by_both(t, k):
+    """β_{t,k}, which is no product of a number by t and a number by k."""
+    return 0.8 / (1 + t + 2 * k)
+
+
 def series(terms=4, **fields):
     return fb.parts.LocalImplicit(solver=fb.parts.Neumann(**{"terms": terms, "step": STEP, **fields}))
 
@@ -101,6 +120,7 @@ CASES = {  # algorithm, clients that are never there; E, who arrives
         ARRIVALS,
     ),
     "local, E and β by k": (fb.Asynchronous(method(series(), lr=(0.7, 0.3)), wait_for=2), (), BY_K),
+    "local, E by k, β by t and k": (fb.Asynchronous(method(series(), lr=beta_by_both), wait_for=2), (), BY_K),
     "global, E and β by k, by a schedule": (
         fb.Asynchronous(method(fb.parts.SystemSteps(lr=0.4), lr=(0.7, 0.3)), wait_for=1, delay_penalty=0.1),
         (),
@@ -228,6 +248,12 @@ def test_the_random_length_gives_the_series_on_average(task):
         ),
         (lambda: fb.parts.MeanGradient(rounds=2, lr=[0.1, 0]), "MeanGradient.lr[1] = 0 is not allowed"),
         (lambda: fb.parts.MeanGradient(rounds=lambda t: 1, lr=[0.1]), "a number, since `rounds` is a function"),
+        (
+            lambda: fb.parts.MeanGradient(lr=lambda t, k, e: 0.1),
+            "it must be a positive number, a schedule, a function (round, k) or None",
+        ),
+        (lambda: fb.parts.MeanGradient(lr=lambda t, k: [0.1, 0.2]), "a function (round, k) or None"),
+        (lambda: fb.AFBO(outer_lr=lambda t, k: 0.1), "cannot be called with a round"),
         (lambda: series([3, 0]), "Neumann.terms = [3, 0] is not allowed: it must be a positive integer, or one for"),
         (lambda: series([]), "Neumann.terms = []"),
         (
@@ -292,3 +318,31 @@ def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):
         x, y = one.x, one.y
     np.testing.assert_allclose(at_once.y, y, rtol=1e-12)
     np.testing.assert_allclose(at_once.x, x, rtol=1e-12)
+
+
+@pytest.mark.parametrize("client_lr", [0.2, None])
+def test_a_rule_of_round_and_inner_round_gives_what_its_numbers_give(client_lr, task):
+    """β_{t,k} of K^t inner rounds: in each of three rounds as with the numbers of that round, one for each k. A
+    client's step that is None is a twentieth of β_{t,0}."""
+    by_both = method(series(), rounds=lambda t: 1 + t, lr=beta_by_both, client_lr=client_lr)
+    at_once = run(by_both, task, 3)
+    x, y = task.x0, task.y0
+    for t in range(3):
+        betas = [beta_by_both(t, k) for k in range(1 + t)]
+        own = client_lr or betas[0] / 20
+        one = run(method(series(), rounds=1 + t, lr=betas, client_lr=own), replace(task, x0=x, y0=y), 1)
+        x, y = one.x, one.y
+    np.testing.assert_allclose(at_once.y, y, rtol=1e-12)
+    np.testing.assert_allclose(at_once.x, x, rtol=1e-12)
+    by_round = run(replace(by_both, inner=replace(by_both.inner, lr=lambda t: beta_by_both(t, 0))), task, 3)
+    assert np.linalg.norm(by_round.y - y) > 1e-3  # it does depend on k
+
+
+def test_a_rule_of_round_and_inner_round_is_part_of_a_run_and_can_be_halved(task, tmp_path):
+    """As every schedule: a run goes on with the same values alone, also where they differ only beyond k = 0."""
+    kept = tmp_path / "c.npz"
+    run(method(series(), lr=beta_by_both), task, 1, checkpoint=kept)
+    with pytest.raises(fb.errors.CheckpointError, match=r"schedule inner\.lr"):
+        run(method(series(), lr=lambda t, k: 0.8 / (1 + t + 3 * k)), task, 2, checkpoint=kept, resume=True)
+    half = at(halved(method(series(), lr=beta_by_both)), 3).inner.lr
+    assert [half.function(k) for k in range(3)] == [beta_by_both(3, k) / 2 for k in range(3)]

@@ -129,6 +129,19 @@ def test_schedules_that_differ_later_are_found():
     assert contract(a).digest == mine.digest
 
 
+def test_rules_that_differ_in_a_later_inner_round_are_found():
+    """β_{t,k} is asked with both indices, each at 0, 1, 10, 100 and 1000."""
+
+    def of(falls):
+        inner = fb.parts.MeanGradient(lr=lambda t, k: 0.1 / (1 + t + falls * k))
+        return contract(fixed(fb.AFBO(inner=inner)))
+
+    mine, theirs = of(1), of(2)
+    assert len(mine.schedules()["inner.lr"]) == 25
+    assert mine.schedules()["inner.lr"][:2] == ["0.1", "0.05"]
+    assert "schedules.inner.lr is ['0.1', '0.05'," in disagreement(mine.text, theirs.text).why
+
+
 def test_a_schedule_may_begin_at_0():
     """As a warm-up does; a step that is given as 0 is a mistake."""
     made = contract(fixed(fb.SimFBO(server_lr=optax.linear_schedule(0.0, 0.1, 10))))

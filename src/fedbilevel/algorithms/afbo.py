@@ -53,7 +53,7 @@ from fedbilevel.algorithms.parts.local_steps import mean_gradient
 from fedbilevel.algorithms.parts.nested import Nested, State
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import positive
+from fedbilevel.core.config import Schedule, positive
 from fedbilevel.core.errors import is_count, require
 from fedbilevel.core.facts import Allows, Facts
 from fedbilevel.core.fed import Fed, Reply
@@ -65,14 +65,15 @@ class MeanGradient(InnerRounds):
     """AFBO's inner rounds: clients reply with the mean gradient along their local steps, the server steps along it.
 
     Args:
-        client_lr: η, a client's step; None: a twentieth of β, the least of several.
-        lr: β, the server's step; a number, or one for each of the inner rounds; None adapts it (`AdaptiveSteps`).
+        client_lr: η, a client's step; None: a twentieth of β, the least of several, the first of β_{t,k}.
+        lr: β, the server's step; a number, one for each of the inner rounds, or β_{t,k} as a function of the round and
+            the inner round, such as `lambda t, k: 0.5 / (1 + t + k)`; None adapts it (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "mean-gradient"
 
     client_lr: float = positive(default=None, own=True, adaptive="short", tied="lr")
-    lr: float | tuple[float, ...] = positive(default=None, several=True, adaptive="shared")
+    lr: float | tuple[float, ...] = positive(default=None, several=True, by_k=True, adaptive="shared")
 
     def validate(self) -> None:
         if isinstance(self.lr, tuple):
@@ -82,6 +83,7 @@ class MeanGradient(InnerRounds):
 
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         lr = jnp.asarray(self.lr)[fed.repetition] if isinstance(self.lr, tuple) else self.lr
+        lr = lr.function(fed.repetition) if isinstance(lr, Schedule) else lr  # of k: see `Schedule.at`
         return move(y, -lr, fed.mean(self.gradients, (x, y), key, unbiased=True))
 
     @phase(takes=("x", "y"), gives="y", measures=True)

@@ -54,9 +54,31 @@ F = TypeVar("F", bound=Callable[..., Any])
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A hyperparameter that depends on the round; a pytree without leaves: phases see its value alone."""
+    """A hyperparameter that depends on the round; a pytree without leaves: phases see its value alone.
 
-    function: Callable[[Any], Any]
+    Its function takes the round or, where the field allows it, the round and the inner round k.
+    """
+
+    function: Callable[..., Any]
+
+    @property
+    def by_k(self) -> bool:
+        """Whether the function takes the inner round, too."""
+        return positional(self.function) == 2
+
+    def at(self, round: Any) -> Any:
+        """Return the value in a round; where it differs between inner rounds, the schedule of k that is left."""
+        return Schedule(functools.partial(self.function, round)) if self.by_k else self.function(round)
+
+
+def positional(function: Callable[..., Any]) -> int | None:
+    """Count the positional arguments without a default; None of a function that is not written in Python."""
+    try:
+        arguments = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return None
+    in_order = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return sum(one.kind in in_order and one.default is one.empty for one in arguments)
 
 
 def static(*, default: Any = dataclasses.MISSING) -> Any:
@@ -115,12 +137,14 @@ def positive(
     optional: bool = False,
     own: bool = False,
     several: bool = False,
+    by_k: bool = False,
     adaptive: StepKind | None = None,
     tied: str | None = None,
 ) -> Any:
     """A field that must be a positive number or a schedule, or, if `optional`, None; infinity is allowed.
 
-    `several`: it may be a list of these, kept as a tuple. `adaptive`, `tied`: as in `step_sizes`.
+    `several`: it may be a list of these, kept as a tuple. `by_k`: it may be a function of the round and the inner
+    round. `adaptive`, `tied`: as in `step_sizes`.
     """
     optional = bool(optional or adaptive or tied)
 
@@ -128,7 +152,10 @@ def positive(
         value = value.tolist() if several and isinstance(value, np.ndarray) else value
         if several and isinstance(value, list | tuple) and value:
             return tuple(_prepare_number(f"{name}[{place}]", one) for place, one in enumerate(value))
-        allowed = "a positive number, a schedule or None" if optional else "a positive number or a schedule"
+        kinds = "a positive number", "a schedule", *["a function (round, k)"] * by_k, *["None"] * optional
+        allowed = f"{', '.join(kinds[:-1])} or {kinds[-1]}"
+        if by_k and callable(value) and positional(value) == 2:
+            return _scheduled(name, value, np.number, allowed, arguments=2)
         return None if optional and value is None else _prepare_number(name, value, allowed=allowed)
 
     return dataclasses.field(
@@ -227,13 +254,14 @@ def is_concrete(value: Any) -> bool:
     return isinstance(value, int | float | np.number | np.ndarray | Array) and not isinstance(value, Tracer)
 
 
-def _scheduled(name: str, value: Any, kind: type, allowed: str) -> Schedule:
+def _scheduled(name: str, value: Any, kind: type, allowed: str, arguments: int = 1) -> Schedule:
     if isinstance(value, Schedule):
         return value
+    indices = [jax.ShapeDtypeStruct((), np.int32)] * arguments
     try:
-        found = jax.eval_shape(lambda round: jax.numpy.asarray(value(round)), jax.ShapeDtypeStruct((), np.int32))
+        found = jax.eval_shape(lambda *given: jax.numpy.asarray(value(*given)), *indices)
     except Exception as error:  # whatever a function of the user raises
-        text = f"it cannot be called with a round: {error}"
+        text = f"it cannot be called with a round{' and an inner round' if arguments == 2 else ''}: {error}"
         raise ConfigurationError(text, path=name, got=value, allowed=allowed) from error
     require(found.shape == () and np.issubdtype(found.dtype, kind), name, value, allowed)
     return Schedule(value)

@@ -116,13 +116,14 @@ def replaced(node: Any, keys: Sequence[str | int], value: Any) -> Any:
 
 
 def at(configuration: Any, round: Array | int) -> Any:
-    """Return the configuration with every schedule replaced by its value at `round` (0 is the first).
+    """Return the configuration with every schedule replaced by its value at `round` (0 is the first), one by inner
+    round too by a schedule of that alone.
 
     Values of schedules are not checked: a step size may well begin or end at 0.
     """
     for entry in entries(configuration):
         if isinstance(entry.value, Schedule):
-            configuration = replaced(configuration, entry.keys, entry.value.function(round))
+            configuration = replaced(configuration, entry.keys, entry.value.at(round))
     return configuration
 
 
@@ -130,7 +131,10 @@ def halved(configuration: Any) -> Any:
     """Return the configuration with every step size halved, in its parts too."""
 
     def half(size: Any) -> Any:
-        return Schedule(lambda round: size.function(round) / 2) if isinstance(size, Schedule) else size / 2
+        if not isinstance(size, Schedule):
+            return size / 2
+        function = size.function
+        return Schedule((lambda round, k: function(round, k) / 2) if size.by_k else lambda round: function(round) / 2)
 
     for step in _steps(configuration):
         configuration = replaced(configuration, step.keys, half(step.value))
@@ -142,6 +146,7 @@ def tied(configuration: Any) -> Any:
     for entry in entries(configuration):
         server = entry.tied_to
         if entry.value is None and server is not None:
+            server = server.function(0) if isinstance(server, Schedule) else server  # by inner round: that of the first
             number = TIED * (jnp.min(jnp.asarray(server)) if isinstance(server, tuple) else server)
             configuration = replaced(configuration, entry.keys, number)
     return configuration

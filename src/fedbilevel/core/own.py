@@ -19,7 +19,6 @@ the client's number in the method's field, and knows no table.
 
 from __future__ import annotations
 
-import inspect
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -31,7 +30,7 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.core.card import span
-from fedbilevel.core.config import Schedule
+from fedbilevel.core.config import Schedule, positional
 from fedbilevel.core.errors import ConfigurationError, refuse_together, require, require_count, unknown
 from fedbilevel.core.hyperparameters import entries, local_epochs, replaced, tied
 from fedbilevel.machinery.threefry import uniform_below
@@ -119,12 +118,7 @@ class Computed:
     @property
     def by_k(self) -> bool:
         """Whether the function asks for the inner round: a fourth argument without a default."""
-        try:
-            arguments = inspect.signature(self.function).parameters.values()
-        except (TypeError, ValueError):  # of a function that is not written in Python
-            return False
-        in_order = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-        return sum(one.kind in in_order and one.default is one.empty for one in arguments) == 4
+        return positional(self.function) == 4
 
     def __str__(self) -> str:
         return f"as {getattr(self.function, '__name__', 'a function')} says"

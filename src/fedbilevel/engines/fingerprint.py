@@ -166,7 +166,7 @@ def method_key(algorithm: Algorithm) -> Hashable | None:
 
 def _of_schedule(schedule: Schedule) -> str:
     """Hash what a schedule computes now: JAX would keep the trace of the same function, and not see what it reads."""
-    return of_program(jax.make_jaxpr(lambda round: schedule.function(round))(0))
+    return of_program(jax.make_jaxpr(lambda *indices: schedule.function(*indices))(*[0] * (1 + schedule.by_k)))
 
 
 def of_samples(clients: Clients | RemoteClients, group: ProcessGroup) -> dict[str, list[str | None]]:

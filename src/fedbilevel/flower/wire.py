@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import product
 from typing import Any, NamedTuple
 
 import jax
@@ -339,11 +340,11 @@ class Contract:
         return replace(self, calls=calls, units=kept)
 
     def schedules(self) -> dict[str, list[str]]:
-        """Return each schedule's values at the rounds PROBES, to five digits, since two machines may round
-        differently."""
-        rounds = [jnp.asarray(round, jnp.int32) for round in PROBES]
+        """Return each schedule's values at the rounds PROBES and, where it takes them, the inner rounds PROBES, to five
+        digits, since two machines may round differently."""
+        indices = [jnp.asarray(index, jnp.int32) for index in PROBES]
         return {
-            path: [f"{float(schedule.function(round)):.5g}" for round in rounds]
+            path: [f"{float(schedule.function(*at)):.5g}" for at in product(indices, repeat=1 + schedule.by_k)]
             for path, schedule in schedules(self.algorithm)
         }
 
