@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import simple_bilevel as flat
 from alone import client_alone
+from tracking import DIM, expected, lyapunov, measured, tracking
 
 import fedbilevel as fb
 from fixed_steps import fixed
@@ -177,46 +178,6 @@ def test_afbo_theorem_1_needs_a_step_on_y_that_is_not_small(beta, holds):
     assert (found < START + 15 * ETA / M) == holds
 
 
-DIM = 1_000
-"""Coordinates, each with samples of its own, over which an expectation is measured: the mean of a square of so many
-nearly normal ones is off by √(2/1,000) = 4 % at any moment, and by less over many rounds."""
-
-
-def tracking(clients, apart, x_pull=0.0, **kinds):
-    """f_i = ½‖y − ξ‖² + (r/2)‖x‖², g = ½‖y − x‖²: y*(x) = x, ∇Φ = x − E ξ + r x; clients' E ξ are `apart`, ξ by 5."""
-    rng = np.random.default_rng(0)
-    rows = 5 * rng.normal(size=(clients, 50, DIM))
-    rows += apart * rng.normal(size=(clients, 1, DIM)) - rows.mean(1, keepdims=True)
-
-    def outer(x, y, batch):
-        return jnp.sum((y - jnp.mean(batch, 0)) ** 2) / 2 + x_pull * jnp.sum(x**2) / 2
-
-    return fb.Bilevel(outer, lambda x, y, batch: jnp.sum((y - x) ** 2) / 2 + 0 * jnp.sum(batch), **kinds), rows
-
-
-def measured(square, method, problem, clients, start, rounds, **options):
-    """The mean of a square over the points of rounds 0 to T − 1, for each coordinate; and the result."""
-    metrics = {"square": lambda x, y: jnp.mean(square(x) ** 2)}
-    start = jnp.asarray(start)
-    found = fb.solve(method, problem, clients, start, start, rounds=rounds, eval_every=1, metrics=metrics, **options)
-    return np.mean(found.history["square"][:rounds]), found
-
-
-def expected(slope, start, noise, rounds):
-    """The same mean of E z₀² for z ← z − slope z + noise of this covariance."""
-    moments, step, values = np.outer(start, start), np.eye(len(start)) - slope, []
-    for _ in range(rounds):
-        values.append(moments[0, 0])
-        moments = step @ moments @ step.T + noise
-    return np.mean(values)
-
-
-def lyapunov(k, q):
-    """P with K P + P Kᵀ = Q."""
-    eye = np.eye(len(k))
-    return np.linalg.solve(np.kron(k, eye) + np.kron(eye, k), q.ravel()).reshape(q.shape)
-
-
 CASES = {"few": (2, 100, None), "more clients and rounds": (8, 400, None), "cohorts": (8, 400, 4)}
 
 
@@ -291,9 +252,11 @@ def test_rate_of_fednest_theorem_31(terms, rounds):
         *(pytest.param(*more, marks=pytest.mark.slow) for more in ((fb.RABO, 8), (fb.RAFBO, 2), (fb.RAFBO, 8))),
     ],
 )
-def test_rates_of_rabo_theorems_1_and_2(method, holders):
-    """O(1/√(C_x* Q)): entry by entry x ← x − α(x + noise/√C), C of 8 clients holding each, as y = y*(x) and the losses
-    are sums over entries, which no mask bends. To first order in α the mean of x² over Q rounds is at most x₀²/(2αQ)
+def test_rabo_the_more_clients_hold_an_entry_of_x_the_less_noise_it_has(method, holders):
+    """C_x*, in O(1/√(C_x* Q)), with β = 1 and, of RAFBO, `Differences`; for the printed β and (10) see test_errata.py.
+
+    Entry by entry x ← x − α(x + noise/√C), C of 8 clients holding each, as y = y*(x) and the losses are sums over
+    entries, which no mask bends. To first order in α the mean of x² over Q rounds is at most x₀²/(2αQ)
     + ασ²/(2C): with α = c √(C/Q) it is (x₀²/c + cσ²)/2 over √(CQ)."""
     c, rounds = 0.8, 400
     problem, rows = tracking(8, 0.0, structure=fb.Structure(x="units _", y="units _"))

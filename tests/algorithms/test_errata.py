@@ -1,0 +1,384 @@
+"""Slips of the papers: what is printed fails, what is right holds.
+
+Each problem fulfils the paper's assumptions, if need be on the points that are visited, and its numbers are known.
+"""
+
+import functools
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from alone import client_alone
+from tracking import expected, lyapunov, measured, tracking
+
+import fedbilevel as fb
+from fixed_steps import fixed
+
+EXACTLY = fb.parts.Neumann(terms=1, step=1.0)
+"""Where ∇²yy g = I."""
+
+
+# ------------------------------------------------------------------------------------------------------ RABO, RAFBO
+
+
+def on_log_cosh(algorithm, rounds):
+    """(x, y) before each round, from (1, 1), of 2 clients with f = log cosh y, g = ½(y − x)²: ∇Φ = tanh x.
+
+    f ≥ 0 is Lipschitz with 1, and so are its gradient, y*(x) = x and tanh; ∇²g is constant; no noise, no masks."""
+    problem = fb.Bilevel(lambda x, y, b: jnp.sum(jnp.log(jnp.cosh(y))), lambda x, y, b: jnp.sum((y - x) ** 2) / 2)
+    clients, one = fb.Clients(np.ones((2, 1, 1)), np.ones((2, 1, 1))), jnp.ones(1)
+    points = {"x": lambda x, y: x[0], "y": lambda x, y: y[0]}
+    history = fb.solve(algorithm, problem, clients, one, one, rounds=rounds, eval_every=1, metrics=points).history
+    return np.stack([history["x"], history["y"]])[:, :rounds]
+
+
+def dual_pruning(method, alpha, beta, **fields):
+    inner = fb.parts.LocalSGD(local_steps=1, lr=beta)
+    return method(inner=inner, outer_lr=alpha, batch_size=None, **fields)
+
+
+def written_out(alpha, beta, rounds):
+    """The same of RABO: y ← y − β(y − x), x ← x − α tanh y."""
+    x, y, points = 1.0, 1.0, []
+    for _ in range(rounds):
+        points.append((x, y))
+        y = y - beta * (y - x)
+        x = x - alpha * np.tanh(y)
+    return np.transpose(points)
+
+
+def test_rabo_needs_a_step_on_y_in_proportion_to_that_on_x():
+    """Corollary 1 and Theorem 2 have β ≤ 1/(NTQ). In Q rounds y then goes at most Σβ = 1/(NT) of its way to x, and x
+    runs along ∇f at a y that is nearly y₀. The mean of ‖∇Φ‖² = tanh² x stays above ½ at any Q, where (26) says
+    2V₁/(αQ): V = Φ + (M/L)‖y − y*‖², V₁ = log cosh 1, no noise, no masks. T = 1, N = C_x* = 2.
+
+    Theorem 1 itself allows any small β: its β ≥ 1/μ − 1/(2αLMμ) is negative for small α. It comes from
+    2αLM(1 − βμ) ≤ 1, where line (34b) needs (2αLM + 2)(1 − βμ) ≤ 1, that is β ≥ (1 + 2αLM)/(2μ(1 + αLM)) > 1/(2μ):
+    too much for β ≤ 1/(2ℓ) of the same theorem, since ℓ ≥ μ. The 2 is Lemma 6's, of ‖a + b‖² ≤ 2‖a‖² + 2‖b‖². With
+    (1 + βμ/2)‖a‖² + (1 + 2/(βμ))‖b‖² in its place, e = y − y*(x) and h the step's direction,
+
+        V⁺ − V ≤ −(α/2)‖∇Φ‖² + [(α/2) M² − (M/L) βμ/2]‖e‖² + [(M/L)(1 + 2/(βμ)) L²α² − (α/2)(1 − αL_f)]‖h‖²,
+
+    since ‖∇Φ − h‖ ≤ M‖y⁺ − y*(x)‖ and ‖y⁺ − y*(x)‖² ≤ (1 − βμ)‖e‖². With β ≥ 8αLM/μ the first bracket is negative, and
+    the second where α(2L_f + 4LM) ≤ 1: the mean is at most 2V₁/(αQ) without noise. Here L_f = L = M = μ = ℓ = 1."""
+    algorithm, mean_of = functools.partial(dual_pruning, fb.RABO), lambda points: np.mean(np.tanh(points[0]) ** 2)
+    own = fb.parts.LocalImplicit(solver=EXACTLY)
+    for rounds in (400, 1_600, 6_400):
+        alpha = np.sqrt(2 / rounds) / 2
+        small, enough, bound = 1 / (2 * rounds), 8 * alpha, 2 * np.log(np.cosh(1)) / (alpha * rounds)
+        assert alpha <= 1 / 6
+        assert enough <= 1 / 2
+        assert 1 - 1 / (2 * alpha) < 0  # Theorem 1's least β
+        assert np.all((2 * alpha + 2) * (1 - np.linspace(0, 1 / 2)) > 1)  # what its proof needs, at any β ≤ 1/(2ℓ)
+        if rounds == 400:
+            for beta in (small, enough):
+                found = on_log_cosh(algorithm(alpha=alpha, beta=beta, hypergradient=own), 60)
+                np.testing.assert_allclose(found, written_out(alpha, beta, 60), rtol=1e-9, atol=1e-12)
+        assert mean_of(written_out(alpha, small, rounds)) > 0.5 > 4 * bound
+        points = written_out(alpha, enough, rounds)
+        assert bound / 10 < mean_of(points) <= bound
+        lyapunov = np.log(np.cosh(points[0])) + (points[0] - points[1]) ** 2
+        assert lyapunov[-1] < lyapunov[0]  # (26) with Δ = V_{Q+1} − V₁, as printed, would bound a mean by less than 0
+
+
+@pytest.mark.parametrize(("alpha", "beta"), [(0.1, 1.0), (0.01, 1.0), (0.1, 1 / 200)])
+def test_rafbo_with_the_printed_slopes_climbs(alpha, beta):
+    """Theorem 2 and Remark 3 are about (10): δ → ∇²yx g, and h = ∇x f + δᵀ∇y f where ∇x f − ∇²xy g [∇²yy g]⁻¹ ∇y f is
+    wanted. Here δ = −1 and h = −tanh y: y > 0 stays so, x and y never fall, and ‖∇Φ‖ = tanh x is at least tanh 1 in
+    every round, at any α and any β ≤ 1. RAFBO by differences goes down with the same steps."""
+    method, rounds = functools.partial(dual_pruning, fb.RAFBO, alpha, beta), 100
+    x, y = on_log_cosh(method(hypergradient=fb.parts.PrintedSlopes()), rounds)
+    assert np.all(np.diff(x) > 0)
+    assert np.all(np.diff(y) >= 0)
+    assert np.mean(np.tanh(x) ** 2) > np.tanh(1) ** 2
+    if beta == 1.0:
+        own = fb.parts.LocalImplicit(solver=EXACTLY, second_order=fb.parts.Differences())
+        x, _ = on_log_cosh(method(hypergradient=own), rounds)
+        assert np.mean(np.tanh(x) ** 2) < min(np.tanh(1) ** 2, 2 * np.log(np.cosh(1)) / (alpha * rounds))
+
+
+def printed_slopes(problem, x, y, mu):
+    """h by (10) of a client alone, with f = Σ y: Σ_p δ_p over the entries of y, for each entry of x."""
+    part, rows = fb.parts.PrintedSlopes(perturbation=mu), jnp.ones((1, 1))
+    client = client_alone(problem, rows, rows)
+    return np.asarray(part.slopes(client, (jnp.asarray(x), jnp.asarray(y)), jax.random.key(0)).update)
+
+
+def test_rabo_lemma_3_is_about_slopes_and_not_about_the_hypergradient():
+    """f = Σ y_p, g = Σ a_p y_p²/2 − c_p x_p² y_p/2: the hypergradient is c x/a. δ_p = −c_p (x_p + μ/2) is off its limit
+    by c_p μ/2; but that limit is −a_p times the hypergradient, entry by entry. So (10) is off by a relative error
+    between 1 + min a and 1 + max a = 2 at any small μ, where Lemma 3's σ_J falls in proportion to μ."""
+    rng = np.random.default_rng(0)
+    a, c, x = np.linspace(0.2, 1.0, 5), rng.uniform(0.5, 1, 5), rng.normal(size=5)
+    problem = fb.Bilevel(
+        lambda x, y, b: jnp.sum(y) + 0 * jnp.sum(x), lambda x, y, b: jnp.sum(a * y**2 / 2 - c * x**2 * y / 2)
+    )
+    for mu in (1e-1, 1e-3, 1e-5):
+        found, exact = printed_slopes(problem, x, np.zeros(5), mu), c * x / a
+        np.testing.assert_allclose(found + c * x, -c * mu / 2, rtol=1e-4)  # what differences make
+        assert 1.2 - mu < np.linalg.norm(found - exact) / np.linalg.norm(exact) < 2 + mu
+
+
+def test_rabo_lemma_3_has_the_constant_of_the_wrong_derivative():
+    """σ_J² = 2 P* ℓ_{g,1}² μ² ℓ_{f,0}²/4, but a difference of ∇y g is off by at most μ/2 times the Lipschitz constant
+    of ∇²g, ℓ_{g,2}. g = y² − sin(kx) sin(ky)/k² has ∇²g of rows (sin sin, −cos cos), (−cos cos, 2 + sin sin): a norm of
+    at most 4 = ℓ_{g,1} for all k, ℓ_{g,2} ≥ k. At kx = π/2, y = 0 the slope is 0, the difference
+    (1 − cos kμ)/(kμ) ≈ kμ/2."""
+    k, mu = 100.0, 1e-3
+    problem = fb.Bilevel(
+        lambda x, y, b: jnp.sum(y) + 0 * jnp.sum(x),
+        lambda x, y, b: jnp.sum(y**2 - jnp.sin(k * x) * jnp.sin(k * y) / k**2),
+    )
+    (error,) = printed_slopes(problem, [np.pi / 2 / k], [0.0], mu)
+    assert error == pytest.approx((1 - np.cos(k * mu)) / (k * mu), rel=1e-9)
+    assert error**2 > 100 * 2 * 4**2 * mu**2 / 4
+    assert error**2 <= k**2 * mu**2 / 4
+
+
+MASKED = fb.Bilevel(
+    lambda x, y, b: (jnp.sum(y) - 1) ** 2 / 2,
+    lambda x, y, b: jnp.sum((y - x) ** 2) / 2,
+    structure=fb.Structure(x="_", y="units"),
+)
+UNEQUAL = fb.Bilevel(
+    lambda x, y, b: jnp.sum((y - jnp.mean(b["t"])) ** 2) / 2,
+    lambda x, y, b: jnp.sum((y - x - jnp.mean(b["c"]) * jnp.sin(x)) ** 2) / 2,
+)
+
+
+@pytest.mark.parametrize("kind", ["masks", "clients"])
+def test_rabo_what_masks_and_unequal_clients_bend_stays_at_every_step(kind):
+    """(26) has α in front of E_h, which w₁ and w₂ make, and of δ_f²: both would vanish with α → 0, αQ → ∞. They do not.
+
+    Its proof puts an upper bound of E‖x⁺ − x‖² into U₁, whose factor −1/(2α) + L_f/2 is negative. Without that step
+    2α(N/C_x*)(σ_f² + δ_f² + E_h) of U₂ stays, and over α/2 has no α.
+
+    Masks: f = ½(Σy − 1)², g = ½‖y − x‖² for all, y of two entries, of which each of two clients holds one: its own
+    h = y_i − 1 is 0 at x = y_i = 1, where Φ = ½(2x − 1)² has the slope 2. Clients: f_i = ½(y − t_i)²,
+    g_i = ½(y − x − c_i sin x)², t = (0, 2), c = (−½, ½): y* = x, Φ' = x − 1, but Σ h_i/2 = Σ (1 + c_i cos x)(x − t_i)/2
+    = x − 1 − cos(x)/2 is 0 elsewhere. Both are points of rest, whatever α, over which the mean of ‖∇Φ‖² is Φ'²."""
+    if kind == "masks":
+        problem, start, slope = MASKED, (jnp.ones(1), jnp.ones(2)), 2.0
+        clients = fb.Clients(np.ones((2, 1, 1)), np.ones((2, 1, 1)), capacity=[0.5, 0.5])
+    else:
+        x = 1.0
+        for _ in range(50):
+            x = 1 + np.cos(x) / 2
+        problem, start, slope = UNEQUAL, (jnp.full(1, x), jnp.full(1, x)), x - 1
+        samples = {"t": np.array([0.0, 2.0])[:, None], "c": np.array([-0.5, 0.5])[:, None]}
+        clients = fb.Clients(samples, samples)
+    assert abs(slope) > 0.1
+    for alpha in (0.3, 0.003):
+        method = dual_pruning(fb.RABO, alpha, 0.5, hypergradient=fb.parts.LocalImplicit(solver=EXACTLY))
+        method = fb.Submodels(method, policy="covered") if kind == "masks" else method
+        found = fb.solve(method, problem, clients, *start, rounds=5)
+        np.testing.assert_allclose(found.x, start[0], rtol=1e-12)
+        np.testing.assert_allclose(found.y, start[1], rtol=1e-12)
+        moved = fb.solve(method, problem, clients, start[0] + 0.1, start[1] + 0.1, rounds=5)
+        assert abs(moved.x[0] - start[0][0] - 0.1) > 1e-3 * alpha  # it does step elsewhere
+
+
+# -------------------------------------------------------------------------------------------------- SimFBO, ShroFBO
+
+
+@pytest.mark.parametrize("runs", [[(4, 100)], pytest.param([(4, 400), (8, 100), (8, 400)], marks=pytest.mark.slow)])
+def test_simfbo_table_1_has_the_rounds_of_full_participation(runs):
+    """Table 1 says O(1/ε) rounds with partial participation; Theorems 1 and 2 say O(1/(Pε²)), and O(1/ε) where all
+    take part with τ̄ in proportion to 1/ε. On z = (x, y, v) as in test_rates_of_simfbo_theorem_1_and_shrofbo_theorem_2
+    the noise in v is s² = σ²/(Pτ) + V (n − P)/(P (n − 1)), V the variance of clients' means: the second part, which P
+    clients out of n make, is there for all τ. With the best of steps the mean of ‖∇Φ‖² over four times the rounds is
+    then half of what it was; where all take part and τ grows with T, a quarter."""
+    n, few, unit = 8, 4, np.array([0.25, 1, 1])
+    problem, rows = tracking(n, 3.0)
+    goal, sigma2, apart = rows.mean((0, 1)), rows.var(1).mean(), rows.mean(1).var(0).mean()
+    k = np.array([[0, 0, 0.25], [-1, 1, 0], [0, -1, 1]])
+
+    def best(p, tau, rounds):
+        """The least mean over steps, and its step."""
+        s2 = sigma2 / (p * tau) + apart * (n - p) / (p * (n - 1))
+        of = lambda a: expected(a * k, [1.0, 1.0, 0.0], a**2 * s2 * np.diag([0, 0, 1.0]), rounds)  # noqa: E731
+        return min((of(step), step) for step in np.geomspace(0.02, 0.6, 35))
+
+    def run(p, tau, rounds, step):
+        steps = fb.XYV(*(unit * step / tau))
+        method = fb.SimFBO(client_lr=1e-13, server_lr=steps, batch_size=1, local_steps=tau)
+        cohort = p if p < n else None
+        found, _ = measured(lambda x: x - goal, method, problem, fb.Clients(rows), goal + 1, rounds, cohort=cohort)
+        return found
+
+    ends = {(p, rounds): best(p, rounds // 10, rounds) for p in (few, n) for rounds in (100, 400)}
+    for p, rounds in runs:
+        end, step = ends[p, rounds]
+        assert run(p, rounds // 10, rounds, step) == pytest.approx(end, rel=0.1)
+    ends = {case: end for case, (end, _) in ends.items()}
+    assert ends[few, 400] / ends[few, 100] > 0.4
+    assert ends[n, 400] / ends[n, 100] < 0.3
+    assert best(few, 10**9, 400)[0] > 0.9 * ends[few, 400]  # no number of local steps helps
+
+
+def test_simfbo_equation_3_makes_heavy_ball_only_for_vanishing_steps():
+    """(3) multiplies a client's k-th step by a_k, where a = ((1 − μ^τ)/(1 − μ), …, 1) is how much of the k-th gradient
+    is in the sum of heavy ball's steps. So its local iterate takes the largest step first. On the direction d = z,
+    μ = 0.9, η = 0.05, τ = 10, from z = 1, heavy ball ends at −0.311, which is 1 − η Σ a_k d_k at its own points, and
+    (3) at 0.093. For small η both are 1 − η Σ a_k + O(η²)."""
+    mu, tau = 0.9, 10
+    a = (1 - mu ** (tau - np.arange(tau))) / (1 - mu)
+
+    def heavy_ball(eta):
+        z, velocity = 1.0, 0.0
+        for _ in range(tau):
+            velocity = mu * velocity + z
+            z -= eta * velocity
+        return z
+
+    def printed(eta):
+        return np.prod(1 - eta * a)
+
+    problem = fb.Bilevel(lambda x, y, b: jnp.sum(x * y), lambda x, y, b: y @ y / 2)
+    rows, start = jnp.ones((1, 1)), fb.XYV(jnp.zeros(1), jnp.ones(1), jnp.zeros(1))
+    for eta in (0.05, 1e-5):
+        method = fixed(fb.SimFBO(batch_size=None, client_lr=eta, local_steps=tau))
+        method = replace(method, local_optimizer=fb.parts.Momentum(decay=mu))
+        q = method.local_updates(client_alone(problem, rows, rows), start, jax.random.key(0)).update.y
+        assert 1 - eta * float(q[0]) == pytest.approx(heavy_ball(eta), rel=1e-9)
+    assert (heavy_ball(0.05), printed(0.05)) == (pytest.approx(-0.311, abs=1e-3), pytest.approx(0.093, abs=1e-3))
+    assert abs(heavy_ball(1e-5) - printed(1e-5)) < (1e-5 * a.sum()) ** 2
+
+
+# --------------------------------------------------------------------------------------------------- FedNest, AFBO
+
+
+def series(terms):
+    return fb.parts.Neumann(terms=terms, step=0.5)
+
+
+@pytest.mark.parametrize("terms", [2, 5])
+@pytest.mark.parametrize("name", ["FedNest", "AFBO"])
+def test_the_bias_of_a_series_is_there_where_the_gradient_of_f_is_constant(name, terms):
+    """FedNest's (15) and Theorem 3.1, and AFBO's Theorem 1, have b = κ ℓ_{f,1} (1 − 1/κ)^N, ℓ_{f,1} being the Lipschitz
+    constant of ∇f: it is 0 for f = ⟨c, y⟩. The inverse is multiplied by ∇y f itself, which ℓ_{f,0} = |c| bounds:
+    b = κ ℓ_{f,0} (1 − 1/κ)^N. With g = ½ h y² − x y the series of N terms with step s is off H⁻¹ by H⁻¹(1 − sh)^N: for
+    h = μ = ½, s = 1/ℓ = ½, κ = 4 that makes 2 |c| (3/4)^N."""
+    c, kappa, alpha = np.array([0.6, -0.8]), 4, 0.1
+    problem = fb.Bilevel(lambda x, y, b: c @ y + 0 * jnp.sum(x), lambda x, y, b: y @ y / 4 - x @ y)
+    method = {
+        "FedNest": lambda: fb.FedNest(hypergradient=fb.parts.Implicit(solver=series(terms))),
+        "AFBO": lambda: fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=series(terms))),
+    }[name]()
+    method = replace(fixed(method), outer_lr=alpha, batch_size=None)
+    rows = np.ones((2, 1, 1))
+    x = fb.solve(method, problem, fb.Clients(rows, rows), np.zeros(2), np.zeros(2), rounds=1).x
+    error = np.linalg.norm(-x / alpha - 2 * c)  # y*(x) = 2x
+    assert error == pytest.approx(2 * 0.75**terms, rel=1e-9)
+    assert error <= kappa * np.linalg.norm(c) * (1 - 1 / kappa) ** terms
+
+
+def test_fednest_theorem_31_needs_the_start_over_the_root_of_k():
+    """It bounds the mean of ‖∇f‖² by O(ᾱ σ²/√K + 1/(min(ᾱ₁, ᾱ₂, ᾱ₃) K) + b²). Without noise and bias that is O(1/K).
+    But where α = ᾱ/√K is the least of (16) the descent lemma leaves Δ/(αK) = Δ/(ᾱ√K), which Theorem 3.2 has.
+
+    f = ½‖y‖², g = ½‖y − x‖², T = 1, β = β̄ α: y ← y − β(y − x), x ← x − α y, ∇f = x. With z = (x, y) that is
+    z ← z − α K z to first order in α, and the mean of x² is z₀ᵀRz₀/(αK), KᵀR + RK = e_x e_xᵀ."""
+    bar, ratio, means = 0.8, 4.0, {}
+    problem, rows = tracking(2, 0.0)
+    problem = fb.Bilevel(lambda x, y, b: y @ y / 2 + 0 * jnp.sum(x), problem.inner)
+    for rounds in (100, 400, 1_600):
+        alpha = bar / np.sqrt(rounds)
+        beta = ratio * alpha
+        slope = np.array([[alpha * beta, alpha * (1 - beta)], [-beta, beta]])
+        means[rounds] = expected(slope, np.ones(2), 0, rounds)
+        if rounds == 100:
+            own = fb.parts.Implicit(solver=EXACTLY)
+            method = fb.FedNest(inner=fb.parts.SVRG(local_steps=1, lr=beta), hypergradient=own, outer_lr=alpha)
+            found, _ = measured(
+                lambda x: x, replace(method, batch_size=None), problem, fb.Clients(rows), np.ones(2), rounds
+            )
+            assert found == pytest.approx(means[rounds], rel=1e-9)
+    k, z = np.array([[0, 1.0], [-ratio, ratio]]), np.ones(2)
+    left = z @ lyapunov(k.T, np.diag([1.0, 0])) @ z / bar
+    off = [abs(mean * np.sqrt(rounds) / left - 1) for rounds, mean in means.items()]
+    assert off[2] < off[1] < off[0] < 0.2  # a constant over √K
+    assert off[2] < 0.05
+    assert means[1_600] * 1_600 > 3.5 * means[100] * 100  # and none over K
+
+
+def test_afbo_aphe_needs_a_product_of_random_length():
+    """APHE multiplies by all of its N_i factors I − H/ℓ, as H_i of section 3.2 does: times N/ℓ that tends to 0. With a
+    length drawn uniformly from 0 to N − 1 the mean is Σ_{n<N} (I − H/ℓ)^n/ℓ, which tends to H⁻¹, and is the default
+    here. Whether l begins at 0, with a p_{i,−1} that is not defined, or at 1 changes one factor.
+
+    g = ½yᵀHy − xᵀy, f = ⟨c, y⟩, ℓ = 2."""
+    h, c, alpha, rows = np.array([0.5, 1.0, 1.5]), np.array([1.0, -2.0, 0.5]), 0.1, np.ones((2, 1, 1))
+    problem = fb.Bilevel(lambda x, y, b: c @ y + 0 * jnp.sum(x), lambda x, y, b: y @ (h * y) / 2 - x @ y)
+    ends = []
+    for terms in (5, 40):
+        method = fixed(fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=series(terms))))
+        method = replace(method, outer_lr=alpha, batch_size=None)
+        x = fb.solve(method, problem, fb.Clients(rows, rows), np.zeros(3), np.zeros(3), rounds=1).x
+        printed = [terms / 2 * (1 - h / 2) ** factors * c for factors in (terms, terms - 1)]
+        ends.append([np.linalg.norm(found - c / h) / np.linalg.norm(c / h) for found in (-x / alpha, *printed)])
+    assert ends[1][0] < 1e-4 < ends[0][0] < 0.2
+    assert min(ends[0][1:]) > 0.5
+    assert min(ends[1][1:]) > 0.99
+
+
+def test_afbo_with_all_in_time_has_delays_of_0():
+    """The text below Theorem 1, and Lemma 1, take τ_i = 1 for the synchronous case; line 14 sets τ_i = 0 for who has
+    just replied, and line 15 then steps along H^{t − τ_i} = H^t. With τ_i = 1 it would be along H^{t−1}."""
+    alpha, rounds = 0.3, 6
+    problem = fb.Bilevel(lambda x, y, b: 1 - jnp.cos(x[0]), lambda x, y, b: y @ y / 2)
+    rows, one = np.ones((3, 1, 1)), np.ones(1)
+    method = replace(
+        fixed(fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=EXACTLY))), outer_lr=alpha, batch_size=None
+    )
+    method = fb.Asynchronous(method, wait_for=3)
+    found = fb.solve(method, problem, fb.Clients(rows, rows), one, one, rounds=rounds, eval_every=1)
+    for phase in ("inner.gradients", "hypergradient.local_hypergradient"):
+        np.testing.assert_array_equal(found.history[f"delay.{phase}"][1:], 0)
+    at_once, late = [1.0], [1.0]
+    for t in range(rounds):
+        at_once.append(at_once[-1] - alpha * np.sin(at_once[-1]))
+        late.append(late[-1] - alpha * np.sin(late[max(t - 1, 0)]))
+    assert found.x[0] == pytest.approx(at_once[-1], rel=1e-12)
+    assert abs(late[-1] - at_once[-1]) > 0.01
+
+
+# ------------------------------------------------------------------------------------------------------------ FISM
+
+
+def walked(lr, penalty, x, goal, scale, rounds, bound):
+    """FISM's x of one client with one sample: f = scale/2 (x − goal)², H = ½(x − 1)², |x| ≤ bound."""
+    problem = fb.SimpleBilevel(
+        lambda x: jnp.sum((x - 1) ** 2) / 2,
+        lambda x, batch: scale * jnp.sum((x - goal) ** 2) / 2 + 0 * jnp.sum(batch),
+        fb.projections.box(-bound, bound),
+    )
+    method = fb.FISM(lr=lr, regularization=penalty)
+    return float(fb.solve(method, problem, fb.Clients(np.ones((1, 1, 1))), np.full(1, x), rounds=rounds).x[0])
+
+
+def test_fism_lemma_5_has_the_bound_of_the_wrong_function():
+    """Its middle term 4m C_f²/(γ_k λ_k μ_H³)(1 − λ_{k−1}/λ_k)² comes from Lemma 4, ‖x*_k − x*_{k−1}‖ ≤ (C_H/μ_H)|1 −
+    λ_{k−1}/λ_k|, and so has C_H, as β_k in Theorem 9's proof does. f = εx²/2 on |x| ≤ 1 has C_f = ε, H = ½(x − 1)² has
+    μ_H = 1 and C_H = 2, x*_k = λ_k/(ε + λ_k). From x₁ = x*₁, where FISM rests in its first round, V₂(x*₁) = 0."""
+    epsilon, gamma, a, b = 1e-4, 0.5, 0.6, 0.35
+    first, second = epsilon * 2 ** (b / 2), epsilon * 2 ** (-b / 2)  # λ₁, λ₂
+    rest, moved = (one / (epsilon + one) for one in (first, second))
+    x2, x3 = (walked(gamma, first, rest, 0.0, epsilon, rounds, 1.0) for rounds in (1, 2))
+    assert x2 == pytest.approx(rest, rel=1e-12)
+    step = gamma / 2**a
+    c_f, c_h, change = epsilon, 2.0, (1 - first / second) ** 2
+    c = 4 * (c_f**2 + 2 * first**2 * c_h**2) + 2 * c_f * (c_f + first * c_h)
+    left = (x3 - moved) ** 2
+    assert left > 10 * (4 * c_f**2 / (step * second) * change + step**2 * c)  # as printed
+    assert left <= 4 * c_h**2 / (step * second) * change + step**2 * c
+
+
+def test_fism_estimate_2_begins_with_a_sum():
+    """V_{k,j+1} ≤ V_{k,j} + γ²‖g − (λ/m)𝓗‖² − …: the step of line 9 is along g + (λ/m)𝓗, and so is the square. At z = x
+    the other terms are 0; f = ½(x − 1)² = H and λ/m = 1 make g = 𝓗 = −1 at x = 0, γ = ½ a step of 1."""
+    end = walked(0.5, 1.0, 0.0, 1.0, 1.0, 1, 10.0)
+    assert end**2 > 0.5**2 * (-1 - -1) ** 2
+    assert end**2 == pytest.approx(0.5**2 * (-1 + -1) ** 2, rel=1e-12)
