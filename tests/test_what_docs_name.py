@@ -12,11 +12,20 @@ from fedbilevel import authoring
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 OTHERS = {"ALGORITHMS", "Diagnosis", "History", "HypergradientReport", "Ledger"}
 """The registry of methods, and types of what the library returns: no helpers of a method."""
+TEST = re.compile(r"\[(\w+)\]\(([\w./]+\.py)\)")
+PARTS = ["Place", "Printed", "Right", "Why", "Shown by"]
+"""Of each entry of the errata."""
 STATE = re.compile(r"\*right\*: \[(\w+)\]\(([\w./]+\.py)\)|\*departs\*: .+")
 
 
 def page(name: str) -> str:
     return (DOCS / name).read_text(encoding="utf-8")
+
+
+def has_test(name: str, file: str) -> bool:
+    """Whether a file that a page of the reference links to has a test of this name."""
+    text = (DOCS / "reference" / file).read_text("utf-8")
+    return bool(re.search(rf"^ *def {name}\(", text, re.MULTILINE))
 
 
 def test_the_page_on_exchanges_names_the_fields_of_a_reply() -> None:
@@ -62,6 +71,21 @@ def test_the_page_on_the_papers_names_code_and_tests_that_exist() -> None:
         found = STATE.fullmatch(state)
         assert found, (item, state)
         assert set(re.findall(r"\w+", where)) <= code, item
-        if test := found[1]:
-            file = DOCS / "reference" / found[2]
-            assert re.search(rf"^ *def {test}\(", file.read_text("utf-8"), re.MULTILINE), item
+        assert not found[1] or has_test(found[1], found[2]), item
+
+
+def test_each_erratum_says_what_is_right_and_names_tests_that_exist() -> None:
+    """Entries are numbered by paper; one without a test says that it is by derivation; the page on the papers has no
+    other account of slips."""
+    entries = re.split(r"^### (.+)\n", page("reference/errata.md"), flags=re.MULTILINE)
+    numbers: dict[str, int] = {}
+    for heading, text in zip(entries[1::2], entries[2::2], strict=True):
+        paper, number = heading.split()
+        numbers[paper] = numbers.get(paper, 0) + 1
+        assert int(number) == numbers[paper], heading
+        assert re.findall(r"^- \*\*(.+?)\*\*:\s", text, re.MULTILINE) == PARTS, heading
+        shown = TEST.findall(text.partition("**Shown by**:")[2])
+        assert shown or "derivation" in text, heading
+        assert [test for test, file in shown if not has_test(test, file)] == [], heading
+    assert set(numbers) == {"SimFBO", "RABO", "FedNest", "AFBO", "FISM"}
+    assert "slip" not in page("reference/to-the-letter.md").partition("## ")[2]

@@ -1,4 +1,4 @@
-"""Slips of the papers: what is printed fails, what is right holds.
+"""Slips of the papers that docs/reference/errata.md lists: what is printed fails, what is right holds.
 
 Each problem fulfils the paper's assumptions, if need be on the points that are visited, and its numbers are known.
 """
@@ -50,9 +50,9 @@ def written_out(alpha, beta, rounds):
 
 
 def test_rabo_needs_a_step_on_y_in_proportion_to_that_on_x():
-    """Corollary 1 and Theorem 2 have β ≤ 1/(NTQ). In Q rounds y then goes at most Σβ = 1/(NT) of its way to x, and x
-    runs along ∇f at a y that is nearly y₀. The mean of ‖∇Φ‖² = tanh² x stays above ½ at any Q, where (26) says
-    2V₁/(αQ): V = Φ + (M/L)‖y − y*‖², V₁ = log cosh 1, no noise, no masks. T = 1, N = C_x* = 2.
+    """Corollary 1 and Theorem 2 have β ≤ 1/(NTQ). In Q rounds of T steps y then changes by at most QTβ = 1/N of its
+    largest distance from y*(x), and x runs along a gradient at a wrong y. The mean of ‖∇Φ‖² = tanh² x stays above ½ at
+    any Q, where (26) says 2V₁/(αQ): V = Φ + (M/L)‖y − y*‖², V₁ = log cosh 1, no noise, no masks. T = 1, N = C_x* = 2.
 
     Theorem 1 itself allows any small β: its β ≥ 1/μ − 1/(2αLMμ) is negative for small α. It comes from
     2αLM(1 − βμ) ≤ 1, where line (34b) needs (2αLM + 2)(1 − βμ) ≤ 1, that is β ≥ (1 + 2αLM)/(2μ(1 + αLM)) > 1/(2μ):
@@ -97,6 +97,20 @@ def test_rafbo_with_the_printed_slopes_climbs(alpha, beta):
         own = fb.parts.LocalImplicit(solver=EXACTLY, second_order=fb.parts.Differences())
         x, _ = on_log_cosh(method(hypergradient=own), rounds)
         assert np.mean(np.tanh(x) ** 2) < min(np.tanh(1) ** 2, 2 * np.log(np.cosh(1)) / (alpha * rounds))
+
+
+def test_rabo_line_10_has_the_sign_of_the_other_direction():
+    """G = (y_T − y₀)/β and y₀ − β mean G, as printed, make 2y₀ − y_T. Of g = ½y², T = 2 steps β = ½ lead from y₀ = 1 to
+    y_T = ¼; as printed y would be at 1¾, higher than it began. The library's client step is β/T."""
+    problem = fb.Bilevel(lambda x, y, b: jnp.sum(x * y), lambda x, y, b: y @ y / 2)
+    inner = fb.parts.LocalSGD(local_steps=2, lr=2 * 0.5)
+    method = fixed(fb.RABO(inner=inner, batch_size=None))
+    rows, one = np.ones((2, 1, 1)), np.ones(1)
+    (y,) = fb.solve(method, problem, fb.Clients(rows, rows), one, one, rounds=1).y
+    assert y == pytest.approx(1 / 4, rel=1e-12)
+    gradient = (1 / 4 - 1) / 0.5
+    assert 1 - 0.5 * gradient == 1.75 > 1
+    assert 1 + 0.5 * gradient == y
 
 
 def printed_slopes(problem, x, y, mu):

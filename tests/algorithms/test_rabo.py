@@ -197,11 +197,11 @@ def test_drawn_coordinates_are_unbiased(task):
     [(fb.parts.PrintedSlopes(), -1), (fb.parts.Coordinates(terms=1, step=1.0), 1)],
     ids=["printed", "coordinates"],
 )
-def test_lemma_3_the_squared_error_goes_as_the_square_of_the_perturbation(kind, sign):
+def test_the_squared_error_of_slopes_goes_as_the_square_of_the_perturbation(kind, sign):
     """∇y g_i = y − c_i x²/2, entry by entry, is not linear in x. (10) is −c_i (x + μ/2), and one step s = 1 from y, to
     c_i x²/2, moves by c_i (x + μ/2). After a round on y to y = c̄x²/2 and with w_i = ∇y f_i = y − t_i the round's h is
-    ±Σ p_i c_i w_i (x + μ/2): its squared error is μ²/4 Σ_p (Σ_i p_i c_ip w_ip)². Lemma 3 bounds it by
-    2|P| ℓ² μ² ‖∇y f‖²/4, ℓ being the Lipschitz constant of ∇²xy g."""
+    ±Σ p_i c_i w_i (x + μ/2): its squared error as an estimate of the slopes is μ²/4 Σ_p (Σ_i p_i c_ip w_ip)². The bound
+    of Lemma 3, 2|P| ℓ² μ² ‖∇y f‖²/4, holds for it with ℓ the Lipschitz constant of ∇²xy g: see test_errata.py."""
 
     def inner(x, y, batch):
         return y @ y / 2 - y @ (jnp.mean(batch["c"], axis=0) * x**2) / 2
