@@ -6,10 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from fedbilevel.algorithms.parts.layers import layers_at
+from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.core import interrupts
 from fedbilevel.core.errors import ExchangeError, NonFiniteError
 from fedbilevel.core.tree import join, split
 from fedbilevel.display import Display, Silent
+from fedbilevel.engines.ends import Ends
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.execution import Execution
 from fedbilevel.engines.history import Callback, Result, Row
@@ -235,5 +238,17 @@ class Loop:
         self.rescue.warn_of_growth(result, method)
         remarks: tuple[str, ...] = ()
         if not self.rescue.gave_up:
-            remarks = self.measurements.remark(result, method), *method.remarks(result.state)
+            remarks = self.measurements.remark(result, method, self.ends), *method.remarks(result.state)
         return replace(result, stopped=reason, remarks=tuple(filter(None, remarks)))
+
+    def ends(self) -> Ends | None:
+        """Compute the outer loss of all clients at the start and at the end; None where it may not be known.
+
+        Under privacy the clients' own values would leave them without noise. A run that was continued by force with
+        other arguments may have begun elsewhere.
+        """
+        method, result = self.execution.method, self.result
+        private = any(isinstance(layer, Private) for layer in layers_at(method))
+        if private or self.measurements.other_arguments:
+            return None
+        return self.execution.posed.ends(result.x, result.y, result.ledger.gradients, method.batch_size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,6 +16,7 @@ from fedbilevel.core.metrics import best, text
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.engines.costs import ExchangeKind, Ledger
 from fedbilevel.engines.divergence import what_to_lower
+from fedbilevel.engines.ends import Ends
 from fedbilevel.engines.engine import Stretch
 from fedbilevel.engines.evaluation import Evaluation, PerClientRow
 from fedbilevel.engines.history import Best, History, Result, Row, has
@@ -36,6 +37,7 @@ class RunMeasurements:
     losses: dict[str, list[Any]] = field(default_factory=dict)  # of each round since the last row
     began: dict[str, float] = field(default_factory=dict)  # the losses of the first round
     best: Best | None = None
+    other_arguments: bool = False  # whether it was continued by force with other arguments than it was begun with
 
     def count_flops(self, flops: Mapping[ExchangeKind, int] | None) -> None:
         """Count the operations of clients from now on, if it is known what a reply costs."""
@@ -106,6 +108,7 @@ class RunMeasurements:
             "seconds": self.seconds,
             "losses": self.losses,
             "began": self.began,
+            "other_arguments": self.other_arguments,
         }
 
     def continue_from(self, meta: Mapping[str, Any], best: tuple[PyTree, PyTree] | None) -> None:
@@ -117,30 +120,42 @@ class RunMeasurements:
             str(name): [np.asarray(one, float).tolist() for one in values] for name, values in meta["losses"].items()
         }
         self.began = {str(name): float(value) for name, value in meta.get("began", {}).items()}
+        self.other_arguments = bool(meta.get("other_arguments"))
         if best is not None:
             round, column, value = meta["best"]
             x, y = (join(part, fixed) for part, fixed in zip(best, self.evaluation.fixed, strict=True))
             self.best = Best(x, y, int(round), str(column), float(value))
 
-    def remark(self, result: Result, method: Algorithm) -> str:
+    def remark(self, result: Result, method: Algorithm, ends: Callable[[], Ends | None]) -> str:
         """Say that a run ended worse than it began, or that its best row lies in its first half; or "".
 
         Both are warned of, but for a run whose last row is its best: training y may have raised the outer loss.
+
+        Args:
+            result: where the run ended.
+            method: whose steps are at fault.
+            ends: computes the outer loss of all clients at the start and at the end, if it can. It is asked where the
+                outer loss in the last row is not below that of the first round by more than the noise of a round.
         """
         best, rows = self.best, self.history.rows
         if best is None or best.column not in rows[-1]:
             return ""
-        values = [row[best.column] for row in rows if best.column in row]
-        first, last = self.began.get(best.column, values[0]), values[-1]
-        sign = -1 if self.history.larger_is_better(best.column) else 1
+        column, sign = best.column, -1 if self.history.larger_is_better(best.column) else 1
+        values = [row[column] for row in rows if column in row]
+        first, last = self.began.get(column, values[0]), values[-1]
         bends = np.abs(np.diff(values, 2))  # of what falls or rises steadily they are 0, but for noise
-        noise = 0.01 * max(abs(first), abs(last)) + 2 * float(np.median(bends)) if len(bends) else 0.1 * abs(first)
-        lost, gained = sign * (last - best.value), sign * (first - best.value)
-        ended, began, least = (text(best.column, value) for value in (last, first, best.value))
-        if sign * (last - first) > noise:
-            said = f"{best.column} ended at {ended}, worse than {began} at the start"
+        bend = 2 * float(np.median(bends)) if len(bends) else 0.1 * abs(first)
+        noise = bend + 0.01 * max(abs(first), abs(last)) * (len(bends) > 0)
+        of_a_round = noise + bend * math.sqrt(result.round / max(1, len(rows) - 1))  # a row has the mean over several
+        lost, gained, rose = sign * (last - best.value), sign * (first - best.value), sign * (last - first)
+        found = ends() if column == "outer_loss" and rose > -of_a_round else None
+        if found is not None and found.worse:
+            where, then, now = f"{column} of all clients on all their samples", found.start, found.end
+            said = f"{where} ended at {text(column, now)}, worse than {text(column, then)} at the start"
+        elif found is None and rose > noise:
+            said = f"{column} ended at {text(column, last)}, worse than {text(column, first)} at the start"
         elif 2 * best.round < result.round and lost > noise + 0.1 * gained:
-            said = f"{best.column} ended at {ended}, after {least}"
+            said = f"{column} ended at {text(column, last)}, after {text(column, best.value)}"
         else:
             return ""
         if best.round == result.round:

@@ -12,6 +12,7 @@ from fedbilevel.core.inputs import require_start
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.tree import PyTree, split
 from fedbilevel.engines.divergence import Met, what_was_met
+from fedbilevel.engines.ends import Ends, affordable, comparable, outer_losses
 from fedbilevel.engines.evaluation import Evaluation, PerClient, check_per_client
 from fedbilevel.engines.first_look import first_look
 from fedbilevel.engines.multihost import current_group
@@ -71,3 +72,16 @@ class PosedProblem:
         if not isinstance(self.clients, Clients) or current_group().processes > 1:
             return Met()
         return what_was_met(self.problem, self.clients, (self.x, self.y), (split(x)[0], split(y)[0]))
+
+    def ends(self, x: PyTree, y: PyTree, gradients: int, batch_size: int | None) -> Ends | None:
+        """Compute the outer loss of all clients at the start and at (x, y), the end of a run of so many gradients.
+
+        None where it is not known: of samples elsewhere, also in other processes; where it would take more than about a
+        third of the time of those gradients; and where it does not tell which point is better.
+        """
+        clients, problem = self.clients, self.problem
+        if not isinstance(clients, Clients) or current_group().processes > 1 or not comparable(problem):
+            return None
+        if not affordable(clients, gradients, batch_size):
+            return None
+        return Ends(*outer_losses(problem, clients, [(self.x, self.y), (split(x)[0], split(y)[0])]))

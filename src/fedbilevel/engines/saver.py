@@ -28,6 +28,7 @@ class Saver:
     fingerprint: Fingerprint  # of this run
     round: int | None = None  # of the checkpoint at `path`, if that is known to be good
     next_save: float = -math.inf  # on this machine's clock; a run that is resumed is saved soon
+    other_arguments: bool = False  # whether the checkpoint was of a run with other arguments, which force continues
 
     @property
     def is_due(self) -> bool:
@@ -133,6 +134,7 @@ class Saver:
         accounted = "privacy.noise_multiplier is" in differences  # clients count replies, all under one
         if differences and (accounted or not force):
             raise CheckpointError(f"{path} belongs to another run: {differences}{'' if accounted else f'; {FORCE}'}")
+        self.other_arguments = bool(differences)
         if differences:
             warn_on_first(CheckpointWarning(f"{path} is continued with other arguments: {differences}"))
         if before.versions != self.fingerprint.versions:

@@ -1,0 +1,146 @@
+"""A run that ended worse than it began says so also where its rows, of few clients and samples, cannot tell."""
+
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.core.problem import Padded
+from fedbilevel.engines.ends import BLOCK, blocks, outer_losses
+from fedbilevel.errors import NumericalWarning
+
+TARGETS = np.random.default_rng(0).normal(scale=5, size=(20, 3))
+TARGETS -= TARGETS.mean()
+START, END = np.mean(TARGETS**2) / 2, np.mean((TARGETS - 1) ** 2) / 2
+PROBLEM = fb.Bilevel(
+    lambda x, y, batch: jnp.mean((y - batch) ** 2) / 2, lambda x, y, batch: jnp.mean((y - 1 - x) ** 2 + 0 * batch) / 2
+)
+"""y goes from 0 to 1 while x, whose step is tiny, stays at 0: the outer loss of all rises from START to END."""
+
+
+def solve(target=1.0, clients=None, problem=PROBLEM, **options):
+    """Run SimFBO from x = 0 to y* = 1 with cohorts of two of 20 unlike clients; `target`: of which multiple."""
+    method = fb.SimFBO(local_steps=1, batch_size=2, server_lr=fb.XYV(x=1e-9, y=0.5, v=0.5))
+    clients = clients or fb.Clients(target * TARGETS)
+    given = {"rounds": 60, "cohort": 2, "progress": False} | options
+    return fb.solve(method, problem, clients, jnp.zeros(()), jnp.zeros(()), **given)
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
+def test_rows_that_cannot_tell():
+    """The losses of cohorts differ by more than all clients' loss rises: by 4 %, and no run says another number."""
+    said = [solve(key=key, rounds=120).remarks for key in range(8)]
+    assert 1.02 * START < END < 1.1 * START
+    words = f"outer_loss of all clients on all their samples ended at {END:.4g}, worse than {START:.4g} at the start"
+    assert all(words in " ".join(remarks) for remarks in said)
+
+
+def test_the_warning_names_the_best_row():
+    with pytest.warns(NumericalWarning, match="of all clients .* result.best has x and y of its best row, of round"):
+        result = solve(key=1, rounds=120)
+    assert result.best.round < 120
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
+def test_every_engine_says_the_same(tmp_path):
+    """And so does a run that is resumed, but not one that was continued by force with another start."""
+    local = solve(key=1)
+    assert "of all clients" in local.remarks[0]
+    assert solve(key=1, engine=fb.Reference()).remarks == local.remarks
+    given = {"key": 1, "checkpoint": tmp_path / "run.npz", "checkpoint_every": 30}
+    with pytest.raises(RuntimeError):
+        solve(**given, callbacks=[raise_at_30])
+    assert solve(**given, resume=True).remarks == local.remarks
+    assert solve(**given, resume=True).remarks == local.remarks
+    with pytest.warns(UserWarning, match="with other arguments"):
+        forced = solve(**given | {"key": 2, "rounds": 61}, resume="force")
+    assert "of all clients" not in str(forced.remarks)
+    again = solve(**given | {"key": 2, "rounds": 62}, resume=True)
+    assert "of all clients" not in str(again.remarks)
+
+
+def raise_at_30(result, row):
+    if result.round >= 30:
+        raise RuntimeError("a stop")
+
+
+def test_what_rows_seem_to_say_is_compared_with_all_clients():
+    """y = 1 is where the outer loss of all is least; by the rows some of these runs end worse than they began."""
+    shifted = fb.Clients(TARGETS + 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        said = [solve(key=key, clients=shifted, rounds=20).remarks for key in range(6)]
+    assert said == [()] * 6
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"privacy": fb.Privacy(clip=1e3, noise_multiplier=1e-9, delta=1e-5)},
+        {"best_by": "x", "metrics": {"x": lambda x, y: x**2}},
+        {"rounds": 4},
+    ],
+    ids=["private", "another column", "too few gradients"],
+)
+def test_where_it_is_not_computed(options, monkeypatch):
+    """Under privacy no client's loss leaves it without noise; and two evaluations must not take longer than the run."""
+    monkeypatch.setattr("fedbilevel.engines.posed.outer_losses", pytest.fail)
+    assert "of all clients" not in str(solve(**options).remarks)
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
+def test_an_inner_variable_that_raises_the_loss_is_no_worse_end():
+    """In minimax problems y is to raise it."""
+    problem = fb.Minimax(lambda x, y, batch: jnp.mean((x - batch) ** 2) / 2 - (y - 1) ** 2 / 2)
+    assert "of all clients" not in str(solve(problem=problem).remarks)
+
+
+def test_the_outer_losses_of_unequal_clients():
+    """Blocks of one client's samples, as long as BLOCK at most: each sample counts once."""
+    rng = np.random.default_rng(1)
+    sizes = [3, 2 * BLOCK, 700, 1, BLOCK, 40]
+    samples = [rng.normal(size=(size, 2)) for size in sizes]
+    clients = fb.Clients(samples, weights=rng.uniform(1, 3, len(sizes)))
+    problem = fb.Bilevel(lambda x, y, batch: jnp.mean((batch @ y - x) ** 2), lambda x, y, batch: jnp.sum(y**2))
+    points = [(np.array(rng.normal()), rng.normal(size=2)) for _ in range(2)]
+    expected = [np.dot(clients.weights, [np.mean((own @ y - x) ** 2) for own in samples]) for x, y in points]
+    np.testing.assert_allclose(outer_losses(problem.prepared(), clients, points), expected, rtol=1e-12)
+    lengths = {jax.tree.leaves(stacked)[0].shape[1] for _, stacked, _ in blocks(clients, whole=False)}
+    assert lengths == {BLOCK}
+
+
+def test_the_outer_losses_of_whole_clients():
+    """A WholeLoss gets all samples of a client; so does a loss that is no mean, of equal clients with few samples."""
+    rng = np.random.default_rng(2)
+    samples = [rng.normal(size=size) for size in (300, 5, 1)]
+    whole = fb.WholeLoss(lambda x, y, batch, valid: jnp.max(jnp.where(valid, batch, -jnp.inf)) * y)
+    problem = fb.Bilevel(whole, lambda x, y, batch: y**2)
+    clients = fb.Clients(samples)
+    expected = np.mean([own.max() for own in samples]) * 2
+    np.testing.assert_allclose(outer_losses(problem.prepared(), clients, [(np.zeros(()), np.array(2.0))]), [expected])
+    root = fb.Bilevel(lambda x, y, batch: y * jnp.sqrt(jnp.mean(batch**2)), lambda x, y, batch: y**2)
+    equal = fb.Clients(np.stack([samples[0][:40], samples[0][40:80]]))
+    expected = np.mean([np.sqrt(np.mean(samples[0][i : i + 40] ** 2)) for i in (0, 40)]) * 2
+    np.testing.assert_allclose(outer_losses(root.prepared(), equal, [(np.zeros(()), np.array(2.0))]), [expected])
+
+
+def test_the_outer_losses_where_each_client_has_its_own_x():
+    rng = np.random.default_rng(3)
+    samples, x = rng.normal(size=(300, 4)), rng.normal(size=300)
+    problem = fb.Bilevel(lambda x, y, batch: jnp.mean((x[0] * y - batch) ** 2), lambda x, y, batch: y**2, local="x")
+    expected = np.mean((x[:, None] * 2 - samples) ** 2)
+    np.testing.assert_allclose(outer_losses(problem.prepared(), fb.Clients(samples), [(x, np.array(2.0))]), [expected])
+
+
+def test_padding_is_left_out():
+    clients = fb.Clients([np.arange(1.0, 4), np.arange(1.0, 3)])
+    for owner, stacked, weights in blocks(clients, whole=False):
+        short = isinstance(stacked, Padded)
+        assert owner.tolist() == [int(short)]
+        np.testing.assert_allclose(weights, [1 / 2])
+        if short:
+            assert stacked.mask.tolist() == [[True, True, False]]
