@@ -11,7 +11,9 @@ import pytest
 from flwr.app import ConfigRecord, Error, Message, RecordDict
 
 import fedbilevel as fb
+from fedbilevel.core.errors import AbsenceWarning
 from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server import roster
 from fedbilevel.flower.server.terms import Backoff, Terms
 from fedbilevel.flower.wire import RequestMessage, decode
 
@@ -367,6 +369,41 @@ def test_strangers_do_not_take_part(caplog):
     ):
         federations.solve(STEPS, grid, terms=TERMS)
     assert "node 1 does not take part: hyperparameters.lr is 0.1 at the server" in caplog.text
+
+
+def test_a_reply_to_a_greeting_waits_while_a_round_lasts(monkeypatch):
+    """Client 5 replies to its greeting after 15 s, when the others play round 0, which lasts 18 s with a deadline of
+    10 s. The SuperLink keeps a reply for as long as its message is valid: for GREETING deadlines of a greeting."""
+    valid = {}
+
+    class Forgetting(InProcess):
+        def push_messages(self, messages):
+            messages = list(messages)
+            sent = super().push_messages(messages)
+            valid.update({one: (self.clock.time(), message) for one, message in zip(sent, messages, strict=True)})
+            return sent
+
+        def pull_messages(self, message_ids):
+            wanted = [one for one in message_ids if self.clock.time() <= valid[one][0] + valid[one][1].metadata.ttl]
+            return super().pull_messages(wanted)
+
+    def delay(client, message):
+        request = decode(RequestMessage, message)
+        return 9.0 if request.phase else 15.0 if client == 5 else 0.0
+
+    def joined():
+        result = federations.solve(STEPS, Forgetting(CLIENTS, 6, delay=delay), terms=terms, cohort=6)
+        lasts = {message.metadata.ttl for _, message in valid.values() if not decode(RequestMessage, message).phase}
+        return result, lasts
+
+    terms = Terms(deadline=10.0, join=1.0)
+    result, lasts = joined()
+    assert lasts == {roster.GREETING * terms.deadline} == {200.0}
+    missing = {(5, 0, exchange) for exchange in range(2)}
+    federations.same(result, federations.without(monkeypatch, STEPS, missing, cohort=6))
+    monkeypatch.setattr(roster, "GREETING", 1)
+    with pytest.warns(AbsenceWarning, match="1 of 6 clients never counted"):
+        joined()
 
 
 def test_one_who_does_not_take_part_is_greeted_again(tmp_path, monkeypatch):
