@@ -132,6 +132,41 @@ def test_greetings_are_requests_and_come_before_the_first_round():
     assert kept.request_counts() == RequestCounts(5, federations.NAME, 1, 1)
 
 
+@pytest.mark.parametrize("kept", ["in a folder", "by Flower"])
+def test_requests_for_which_no_site_can_be_made_are_counted(kept, tmp_path):
+    """Each costs the client as much as making a site may: after max-requests no more is made. A site that is made
+    counts a request itself, once."""
+    tries, broken = [], [True]
+    limits, folder = Limits(max_requests=3), tmp_path / "state" if kept == "in a folder" else None
+
+    def make(run, node):
+        tries.append(node)
+        if broken[0]:
+            raise ConfigurationError("task.dim_x = 'many'")
+        return federations.site(STEPS, 0, limits=replace(federations.FREE, max_requests=3), folder=folder)
+
+    grid = InProcess(client_app(make), 1)
+    grid.contexts[1].node_config |= {"max-requests": limits.max_requests}
+    if folder:
+        grid.contexts[1].node_config |= {"state-folder": str(folder)}
+
+    def ask(run=federations.NAME, **more):
+        message = wire.request_message(1, RequestMessage(run=run, contract="", **more), 100.0)
+        (number,) = grid.push_messages([message])
+        return wire.decode(ResponseMessage, grid.pull_messages([number])[0]).code
+
+    assert ask(run="no name") == "malformed"
+    assert [ask(), ask(phase="x", round=1)] == ["settings"] * 2
+    assert len(tries) == 2
+    broken[0] = False
+    assert ask() == "contract"  # it is counted once: the third
+    assert ask() == "limit"
+    broken[0] = True
+    grid.contexts[1].node_config |= {"max-seconds": 5.0}  # as if Flower had begun anew
+    assert ask() == "limit"
+    assert len(tries) == 3
+
+
 def test_what_is_outside_of_the_limits_is_not_traced(monkeypatch):
     monkeypatch.setattr(wire, "draw_up", lambda *_: pytest.fail("it is traced"))
     runtime = ClientRuntime(federations.site(STEPS, 0, limits=Limits()))

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -337,6 +337,34 @@ def _samples(rows: Ragged, floor: int = 1) -> Samples:
     return Samples(values, jnp.asarray(0), jnp.asarray(size), size, equal=True, floor=floor)
 
 
+def store_of(context: Context) -> Store:
+    """Return where requests are counted before a site is made: in the folder that the node configuration names."""
+    folder, client = (context.node_config.get(name) for name in ("state-folder", "partition-id"))
+    if isinstance(folder, str) and folder and type(client) is int and client >= 0:
+        return FolderStore(Path(folder).expanduser(), client)
+    return ContextStore(context.state)
+
+
+@contextmanager
+def counted_if_it_fails(request: RequestMessage, store: Store, limits: Limits) -> Iterator[None]:
+    """Count a request before a site is made for it, as the site counts others. A site that is made counts it itself.
+
+    Raises:
+        Refusal: the client replies to no further request.
+    """
+    if not wire.is_run(request.run):
+        raise Refusal(Code.MALFORMED, f"{request.run[:80]!r} is not the name of a run")
+    with store.counting():
+        before = store.request_counts()
+        after = before.next(request.run, request.round if request.phase else -1)
+        limits.check_request_counts(after)
+        store.save_request_counts(after)
+    yield
+    with store.counting():
+        if store.request_counts() == after:
+            store.save_request_counts(before)
+
+
 def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> ClientApp:
     """Make a ClientApp that serves the phases of its site's algorithm, by name, and nothing else.
 
@@ -361,7 +389,8 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
                 limits, new = Limits.of(context.node_config), partial(make, context.run_config, context.node_config)
                 making = TimeLimit(limits.max_seconds, "making this client", limits.max_memory)
                 making = makings.setdefault(context.node_id, making)
-                runtime = making.run(in_precision_of_here(lambda: ClientRuntime(new())))
+                with counted_if_it_fails(request, store_of(context), limits):
+                    runtime = making.run(in_precision_of_here(lambda: ClientRuntime(new())))
                 del makings[context.node_id]
                 runtimes[context.node_id] = wanted, runtime
             said = wire.encode(runtime.respond(request, ContextStore(context.state)))
