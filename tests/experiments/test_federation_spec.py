@@ -3,6 +3,7 @@
 import errno
 import json
 import logging
+import re
 import shutil
 import subprocess
 import sys
@@ -12,16 +13,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from flwr.app import Context, RecordDict
 
 import fedbilevel as fb
 from fedbilevel.cli import main
+from fedbilevel.core.errors import AbsenceWarning, CheckpointWarning, warn
 from fedbilevel.engines import checkpoint
 from fedbilevel.experiments import configure, federation, load_run, read_spec, run
 from fedbilevel.experiments.federation import write_app
+from fedbilevel.experiments.folder import Folder
 from fedbilevel.flower import versions
 from fedbilevel.flower.launch.in_process import InProcess
-from fedbilevel.flower.refusal import Refusal
-from fedbilevel.flower.server.engine import in_a_sentence
+from fedbilevel.flower.refusal import Code, Refusal
+from fedbilevel.flower.server.engine import in_a_sentence, server_app
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import METRICS, RequestMessage, decode
 from fedbilevel.tasks.quadratic import quadratic
@@ -121,9 +125,23 @@ def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp
     for _ in range(2):
         with pytest.raises(fb.errors.ExchangeError, match="2 clients are here where 3 of 3 are needed"):
             federation.serve(spec, InProcess(app, 2), config)
-        assert not (out / "exchanges.jsonl").exists()
-    federation.serve(spec, InProcess(app, 3), config)
+        assert [file.name for file in out.iterdir() if not file.name.startswith(".")] == ["exchanges.jsonl"]
+        said, ended = federation.status(Folder(out))
+        assert said == ["no exchange is over"]
+        assert re.search("2 clients are here where 3 .* the run ended before its first exchange", str(ended))
+        assert isinstance(ended, fb.errors.ExchangeError)
+    with pytest.warns(CheckpointWarning, match=r"cleared what a run left .* \(exchanges\.jsonl\)"):
+        federation.serve(spec, InProcess(app, 3), config)
     assert load_run(out).summary["rounds"] == 1
+    assert federation.status(Folder(out))[1] is None
+
+
+def test_a_run_that_cannot_begin_writes_nothing_into_the_folder_of_something_else(spec, tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    config = {"out": str(tmp_path), "join": 0.1}
+    with pytest.raises(fb.errors.ConfigurationError, match="that folder is not empty"):
+        federation.serve(spec, InProcess(federation.client_app(spec), 3), config)
+    assert [file.name for file in tmp_path.iterdir() if not file.name.startswith(".")] == ["notes.txt"]
 
 
 def test_clients_read_their_own_folders_and_the_server_none(hospitals, tmp_path, monkeypatch):
@@ -187,10 +205,14 @@ def test_a_site_names_the_fields_that_a_server_may_set(settings, node, refused, 
     """Others are refused before the task is made of them, and the server hears which."""
     made, seen_by = [], federation.seen_by
     monkeypatch.setattr(federation, "seen_by", lambda spec, party: made.append(spec) or seen_by(spec, party))
-    with pytest.raises(Refusal, match=rf"a server may not set {refused} at this client") if refused else nullcontext():
+    refusal = pytest.raises(Refusal, match=rf"a server may not set {refused} at this client")
+    with refusal if refused else nullcontext() as said:
         site = federation.site(spec, {"settings": settings}, {**NODE, **node})
         assert site.x0.shape == (node.get("dim_x", 5),)
     assert bool(made) == (not refused)
+    if refused:
+        assert said.value.code is Code.SETTABLE
+        assert "name the field in settable" in said.value.line
 
 
 @pytest.mark.parametrize(
@@ -441,6 +463,17 @@ def test_flowers_log_has_an_error_of_ours_as_a_sentence(caplog):
     first, second = caplog.records
     assert (first.getMessage(), first.exc_info) == ("fedbilevel: too few clients", None)
     assert (second.getMessage(), second.exc_info[1].args) == ("ServerApp raised an exception", ("ours to mend",))
+
+
+def test_a_server_app_prints_warnings_in_a_line_each(capfd):
+    """Python's own form adds the line of Flower's code that called the app."""
+
+    def main(grid, config):
+        warn(AbsenceWarning("1 of 3 clients never counted\nin this run"))
+
+    grid = InProcess(lambda message, context: None, 1)
+    server_app(main)(grid, Context(1, 0, {}, RecordDict(), {}))
+    assert capfd.readouterr().err == "fedbilevel: warning: 1 of 3 clients never counted in this run\n"
 
 
 def test_of_bounds_on_norms_0_is_none():

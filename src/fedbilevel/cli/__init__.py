@@ -6,14 +6,13 @@ from __future__ import annotations
 import argparse
 import gc
 import sys
-import warnings
 from collections.abc import Sequence
 
 from fedbilevel import __version__
 from fedbilevel.cli import comparison, diagnostics, run
 from fedbilevel.cli.shared import BAD_INPUT, OK, Add, check_fields, check_names, exit_code, fail, say_code, sentence
 from fedbilevel.core import interrupts
-from fedbilevel.wording import printable
+from fedbilevel.core.errors import warnings_in_a_line
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,10 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(given)
     with interrupts.raised():
         try:
-            with interrupts.unmixed(), warnings.catch_warnings():
-                warnings.showwarning = lambda said, *_, **__: print(
-                    printable(f"fedbilevel: warning: {said}", None), file=sys.stderr
-                )
+            with interrupts.unmixed(), warnings_in_a_line():
                 check_fields(options)
                 check_names(options)
                 return int(options.command(options))

@@ -5,8 +5,10 @@ import functools
 import inspect
 import math
 import os
+import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
@@ -215,6 +217,17 @@ def warn(warning: Warning) -> None:
     while frame and frame.f_back and frame.f_code.co_filename.startswith(HERE):
         frame, level = frame.f_back, level + 1
     warnings.warn(warning, stacklevel=level)
+
+
+@contextmanager
+def warnings_in_a_line() -> Iterator[None]:
+    """Print each warning as a single line on standard error while this is held, without the code that led to it."""
+
+    with warnings.catch_warnings():
+        warnings.showwarning = lambda said, *_, **__: print(
+            printable(f"fedbilevel: warning: {said}", None), file=sys.stderr, flush=True
+        )
+        yield
 
 
 def require(holds: bool, field: str, got: object, allowed: str) -> None:

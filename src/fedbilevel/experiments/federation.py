@@ -132,18 +132,24 @@ ENDS = {kind.__name__: kind for kind in (NumericalError, ExchangeError, Checkpoi
 @contextmanager
 def ending(place: Folder) -> Iterator[None]:
     """Hold this while a run is played: where it ends before its end, the error says what is kept and how to go on, and
-    `exchanges.jsonl` has that as its last line, for `status`."""
+    `exchanges.jsonl` has that as its last line, for `status`. A run that ends before its first exchange leaves that
+    line alone, if its folder is free."""
     try:
         yield
     except (FedbilevelError, OSError) as error:
-        if isinstance(error, InUse) or not place.begun:
+        if isinstance(error, InUse) or (not place.begun and place.remains() is None):
             raise
         kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), CheckpointError)
         said = str(error) if isinstance(error, FedbilevelError) else f"{error.filename or place.path}: {error.strerror}"
         again = "" if kind is NumericalError else f": submit the run again with out='{place.path.resolve()}' to go on"
-        ended = kind(said if place.finished else f"{said}; its last checkpoint is kept{again}")
-        with suppress(OSError), open(place.exchanges, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"ended": str(ended), "kind": kind.__name__}) + "\n")
+        if not place.begun:
+            again = ", and may be submitted again"
+        kept = "its last checkpoint is kept" if place.begun else "the run ended before its first exchange"
+        ended = kind(said if place.finished else f"{said}; {kept}{again}")
+        with suppress(OSError):
+            place.path.mkdir(parents=True, exist_ok=True)
+            with open(place.exchanges, "a", encoding="utf-8") as file:
+                file.write(json.dumps({"ended": str(ended), "kind": kind.__name__}) + "\n")
         raise ended from error
 
 
@@ -209,7 +215,9 @@ def check_settable(of_app: Spec, spec: Spec, own: Collection[str], settable: str
     others = [path for path in {**before, **after} if not any(fnmatchcase(path, pattern) for pattern in allowed)]
     changed = [path for path in others if before.get(path) != after.get(path)]
     if changed:
-        raise Refusal(Code.LIMIT, f"a server may not set {', '.join(changed)} at this client: settable = {settable!r}")
+        raise Refusal(
+            Code.SETTABLE, f"a server may not set {', '.join(changed)} at this client: settable = {settable!r}"
+        )
 
 
 def check(

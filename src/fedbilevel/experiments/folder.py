@@ -53,6 +53,7 @@ def require_free(path: Path) -> None:
 
 COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "seconds")  # columns that every row has
 LARGEST = 1e300  # of a cost: sums of some are floats yet
+SHORT_LOG = 2**20  # bytes, of a log of exchanges that may have none
 SECONDS = ("seconds_in_rounds", "seconds_compiling_this_time", "seconds_this_time")
 KINDS: dict[str, Callable[[Any], bool]] = {  # of what a summary says
     **dict.fromkeys(("task", "algorithm", "metric", "stopped"), lambda value: isinstance(value, str)),
@@ -152,10 +153,17 @@ class Folder:
         found = list(self.path.iterdir()) if self.path.is_dir() else []
         ours = {self.spec, self.environment, self.lock, self.path / f".{self.checkpoint.name}.lock"}
         for file in found:
-            empty = file == self.exchanges and file.stat().st_size == 0
-            if file not in ours and not empty and not file.match(".*.tmp"):
+            without = file == self.exchanges and self._without_exchanges()
+            if file not in ours and not without and not file.match(".*.tmp"):
                 return None
         return found
+
+    def _without_exchanges(self) -> bool:
+        """Whether the log of exchanges has none, but only why runs ended before their first."""
+        if not self.exchanges.is_file() or self.exchanges.stat().st_size > SHORT_LOG:
+            return False
+        lines = self.exchanges.read_text(encoding="utf-8", errors="replace").splitlines()
+        return all(line.startswith('{"ended": ') for line in lines)
 
     def require_free(self) -> None:
         """Refuse a folder in which a run is in progress, which is named, or with anything but the remains of a run that

@@ -25,6 +25,7 @@ class Code(Enum):
     ABSENT = "absent", SITE, "start its SuperNode; its log says whether it reaches the SuperLink"
     FLOOR = "floor", SITE, "lower min-local-samples or min-batch-size in its node configuration, if it may"
     LIMIT = "limit", EITHER, "raise the limit in its node configuration, or ask for less"
+    SETTABLE = "settable", EITHER, "name the field in settable in its node configuration, or leave it out of settings"
     BUDGET = "budget", SITE, "raise budget in its node configuration, if it may; the others go on without it"
     SETTINGS = "settings", SITE, "correct its node configuration or its data; its log says which"
     FAILED = "failed", SITE, "its log says more"

@@ -29,6 +29,7 @@ from fedbilevel.core.errors import (
     diverged,
     require,
     warn,
+    warnings_in_a_line,
 )
 from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.problem import Problem
@@ -235,7 +236,10 @@ def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
     @app.main()
     def run(grid: Grid, context: Context) -> None:
         logging.getLogger("flwr").addFilter(in_a_sentence)
-        main(grid, context.run_config)  # of a run whose main raises Flower says that it failed, with the error's text
+        with warnings_in_a_line():
+            main(
+                grid, context.run_config
+            )  # of a run whose main raises Flower says that it failed, with the error's text
 
     return app
 
