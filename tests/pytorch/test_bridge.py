@@ -56,12 +56,23 @@ def agree(got, expected, tolerance=CLOSE):
     np.testing.assert_allclose(got, expected, rtol=0, atol=tolerance)
 
 
+MOMENTS = nn.Module()
+MOMENTS.register_buffer("mean", torch.zeros(4))
+MOMENTS.register_buffer("var", torch.ones(4))
 REFUSED = {
     "batch norm": (nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)), r"^1 \(BatchNorm1d\) mixes .*GroupNorm.*Layer"),
     "batch norm without statistics": (nn.BatchNorm1d(4, track_running_stats=False).eval(), "GroupNorm"),
     "functional batch norm": (
         module_of(lambda self, x: nn.functional.batch_norm(self.a(x), None, None, training=True)),
         "mixes the samples of a batch.*GroupNorm",
+    ),
+    "functional batch norm with statistics": (
+        module_of(lambda self, x: nn.functional.batch_norm(self.a(x), *self.b.buffers(), training=True), b=MOMENTS),
+        "mixes the samples of a batch and changes b.mean, .* training=True.*GroupNorm",
+    ),
+    "batch norm trained in forward": (
+        module_of(lambda self, x: self.b.train()(self.a(x)), b=nn.BatchNorm1d(4)).eval(),
+        r"changes b.running_mean, .*\.train\(\), which \.eval\(\) .* does not undo.*GroupNorm.* out of forward",
     ),
     "statistics of instances": (
         nn.Sequential(nn.Unflatten(1, (1, 4)), nn.InstanceNorm1d(1, track_running_stats=True)),
@@ -210,6 +221,29 @@ def test_constants_are_not_taken_for_parameters():
     with pytest.raises(ConfigurationError, match=rf"the parameters have {fixed}, which are buffers, frozen or tied"):
         apply(everything, X.numpy())
     agree(apply(start | {"head": jnp.ones(3)}, X.numpy()), module(X))  # of another module
+
+
+@pytest.mark.torch
+def test_a_run_trains_around_the_statistics_of_batch_norm():
+    """They and the count of batches, an integer, are what they were; PyTorch computes the same loss with the result."""
+    module = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    module(torch.randn(50, 4, generator=GENERATOR))
+    before = {name: kept.clone() for name, kept in module.eval().named_buffers()}
+    apply, start = from_torch(module, X)
+    x0, y0 = split(start, lambda name: not name.startswith("2."))
+    u = torch.randn(3, 8, 4, generator=GENERATOR)
+
+    def loss(x, y, batch):
+        return jnp.mean((apply(x | y, batch).squeeze(-1) - batch.sum(-1)) ** 2)
+
+    problem = fb.Bilevel(loss, lambda x, y, batch: loss(x, y, batch) + 0.01 * sum(jnp.vdot(w, w) for w in y.values()))
+    clients = fb.Clients(u.numpy())
+    result = fb.solve(fb.SimFBO(local_steps=2, batch_size=None), problem, clients, x0, y0, rounds=5, progress=False)
+    load(module, result.x | result.y)
+    assert before.keys() == {"1.running_mean", "1.running_var", "1.num_batches_tracked"}
+    assert all(torch.equal(kept, before[name]) for name, kept in module.named_buffers())
+    flat = u.reshape(-1, 4)
+    agree(loss(result.x, result.y, flat.numpy()), ((module(flat).squeeze(-1) - flat.sum(-1)) ** 2).mean(), 1e-5)
 
 
 def test_an_integer_of_a_buffer_is_not_cut_to_32_bits():

@@ -26,7 +26,7 @@ from fedbilevel.core.card import listed
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.torch.graph import Graph, Input, Parameters, Ref, Step, mapped
 from fedbilevel.torch.layers import DRAWING, RULES
-from fedbilevel.torch.operations import GROUP_NORM, REFUSED, Rule
+from fedbilevel.torch.operations import BATCH_NORM, GROUP_NORM, REFUSED, Rule
 
 PLACEMENT = ("device", "layout", "memory_format", "pin_memory", "requires_grad")
 """Arguments that say where and how PyTorch stores a tensor."""
@@ -151,7 +151,15 @@ def _traced(module: nn.Module, example: tuple[Any, ...], batch_axis: int | None)
         raise
     except Exception as error:
         raise ConfigurationError(_reason(error, module, batch_axis)) from error
+    operators = {str(node.target) for node in program.graph.nodes}
+    mixing = any(name.startswith(BATCH_NORM) for name in operators)
     for spec in program.graph_signature.output_specs:
+        if spec.kind.name.endswith("MUTATION") and mixing:
+            raise ConfigurationError(
+                f"forward mixes the samples of a batch and changes {spec.target}, by a batch norm with training=True "
+                "or by .train(), which .eval() on the module does not undo: use nn.GroupNorm or nn.LayerNorm, or leave "
+                "that out of forward"
+            )
         if spec.kind.name.endswith("MUTATION"):
             raise ConfigurationError(
                 f"forward changes {spec.target} in place: call .eval() on the module, or .clone() what is changed"

@@ -29,11 +29,12 @@ DRAWING: set[str] = set()
 """Those of them that take `key` first."""
 
 GROUP_NORM = "use nn.GroupNorm or nn.LayerNorm, or call .eval() to keep the statistics that it has"
+BATCH_NORM = "aten._native_batch_norm_legit"  # with the statistics of the batch
 PADDED = "has packed sequences: pad them to one length"
 REFUSED = {
     "aten._local_scalar_dense": "reads a number out of a tensor, as .item() does: keep it a tensor",
     "aten.nonzero": "has as many results as entries that are not zero: use torch.where with three arguments",
-    "aten._native_batch_norm_legit": f"mixes the samples of a batch: {GROUP_NORM}",
+    BATCH_NORM: f"mixes the samples of a batch: {GROUP_NORM}",
     "aten.lstm.data": PADDED,
     "aten.gru.data": PADDED,
     "aten.rnn_tanh.data": PADDED,
