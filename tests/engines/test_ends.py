@@ -92,6 +92,20 @@ def test_where_it_is_not_computed(options, monkeypatch):
     assert "of all clients" not in str(solve(**options).remarks)
 
 
+def out_of_memory(*_):
+    raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED")
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
+@pytest.mark.parametrize("outer_losses", [out_of_memory, lambda *_: [np.nan, 1.0]], ids=["memory", "not finite"])
+def test_a_result_is_not_lost_by_it(outer_losses, monkeypatch):
+    """Nor is a run said to have ended worse where a sample that no round has read is NaN."""
+    monkeypatch.setattr("fedbilevel.engines.posed.outer_losses", outer_losses)
+    result = solve(key=1)
+    assert result.round == 60
+    assert "of all clients" not in str(result.remarks)
+
+
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
 def test_an_inner_variable_that_raises_the_loss_is_no_worse_end():
     """In minimax problems y is to raise it."""

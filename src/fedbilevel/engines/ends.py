@@ -8,8 +8,7 @@ that of the first round alone. Of small cohorts and batches the two may differ b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -17,7 +16,6 @@ from jax import Array
 
 from fedbilevel.core.client import Clients
 from fedbilevel.core.problem import Minimax, Padded, Problem, SimpleBilevel
-from fedbilevel.core.ragged import check_finite
 from fedbilevel.core.tree import PyTree, on_device
 from fedbilevel.machinery.kept import compiled
 
@@ -96,13 +94,6 @@ def blocks(clients: Clients, whole: bool) -> Iterator[tuple[np.ndarray, PyTree, 
     size = np.minimum(width, rows.size[owner] - offset)
     weight = clients.weights[owner] * size / rows.size[owner]
 
-    def take(path: Any, leaf: np.ndarray, index: np.ndarray) -> np.ndarray:
-        taken = np.asarray(leaf[index])
-        if isinstance(leaf, np.memmap):  # whatever is not was checked when the population was described
-            name = f"Clients.outer{jax.tree_util.keystr(path)}"
-            check_finite(name, taken.reshape(-1, *taken.shape[2:]), lambda i: rows.place(int(index.flat[i])))
-        return taken
-
     for short in (False, True):
         those = np.flatnonzero((size < width) == short)
         together = min(len(those), max(1, BLOCK // width))
@@ -110,7 +101,7 @@ def blocks(clients: Clients, whole: bool) -> Iterator[tuple[np.ndarray, PyTree, 
             chosen = np.resize(those[first : first + together], together)
             inside = np.minimum(np.arange(width), size[chosen][:, None] - 1)
             index = rows.start[owner[chosen]][:, None] + offset[chosen][:, None] + inside
-            samples = jax.tree_util.tree_map_with_path(partial(take, index=index), rows.values)
+            samples = jax.tree.map(lambda leaf, index=index: np.asarray(leaf[index]), rows.values)
             if short:
                 samples = Padded(samples, np.arange(width) < size[chosen][:, None])
             counted = np.arange(together) < len(those) - first

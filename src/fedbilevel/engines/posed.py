@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import jax
 from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.core.client import Clients, RemoteClients
@@ -77,11 +79,17 @@ class PosedProblem:
         """Compute the outer loss of all clients at the start and at (x, y), the end of a run of so many gradients.
 
         None where it is not known: of samples elsewhere, also in other processes; where it would take more than about a
-        third of the time of those gradients; and where it does not tell which point is better.
+        third of the time of those gradients, or more memory than there is; where it is not finite at the start, as of a
+        sample that no round has read; and where it does not tell which point is better.
         """
         clients, problem = self.clients, self.problem
         if not isinstance(clients, Clients) or current_group().processes > 1 or not comparable(problem):
             return None
         if not affordable(clients, gradients, batch_size):
             return None
-        return Ends(*outer_losses(problem, clients, [(self.x, self.y), (split(x)[0], split(y)[0])]))
+        points = [(self.x, self.y), (split(x)[0], split(y)[0])]
+        try:
+            found = Ends(*outer_losses(problem, clients, points))
+        except (jax.errors.JaxRuntimeError, MemoryError):  # the run has ended well, and its result must not be lost
+            return None
+        return found if math.isfinite(found.start) else None
