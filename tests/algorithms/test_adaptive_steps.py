@@ -19,6 +19,7 @@ from fedbilevel.algorithms.parts.adagrad import REACH, AdaGrad
 from fedbilevel.parts import SVRG, Implicit, LocalImplicit, LocalSGD, MeanGradient, Neumann, SystemSteps
 from fedbilevel.tasks import quadratic
 from fixed_steps import fixed
+from representatives import slow_but
 
 SCALES, WEIGHTS, DIM = np.array([0.5, 1.0, 2.0]), np.array([0.4, 0.4, 0.2]), 4
 LARGEST = float(WEIGHTS @ SCALES)  # of ∇²yy G at x = 0
@@ -102,12 +103,7 @@ def at_the_start(part):
     return dataclasses.replace(part, **changed)
 
 
-def some_of(*quick, slow):
-    """Parameters, of which some are slow: their methods are told apart by other tests."""
-    return [*quick, *(pytest.param(one, marks=pytest.mark.slow) for one in slow)]
-
-
-@pytest.mark.parametrize("name", some_of("SimFBO", slow=[name for name in METHODS if name != "SimFBO"]))
+@pytest.mark.parametrize("name", slow_but("SimFBO", of=METHODS))
 def test_a_step_that_suits_the_start_does_not_suit_the_end(name):
     problem, x, _ = stiffening(10.0)
     try:
@@ -118,7 +114,7 @@ def test_a_step_that_suits_the_start_does_not_suit_the_end(name):
 
 
 @pytest.mark.parametrize("condition", [10.0, pytest.param(100.0, marks=pytest.mark.slow), 1e4])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", slow_but("SimFBO", "FedNest", of=METHODS))
 def test_none_diverges_where_x_makes_the_inner_problem_stiffer(name, condition):
     """x takes 150 rounds for its first ln 20, and y's slowest mode goes by ½/κ a round: at κ = 10 by e^-57 in 1,150. At
     κ = 10⁴ it is hardly gone: y is then no further off than at the start, |y*(0)| = 10^x |y*(x)|."""
@@ -149,7 +145,7 @@ def left_of(run, a, tau=1, c=0.5):
 
 
 @pytest.mark.parametrize("condition", [10.0, 100.0, 1e4])
-@pytest.mark.parametrize("name", ["SimFBO", "FedNest", "AFBO", "RABO"])
+@pytest.mark.parametrize("name", slow_but("SimFBO", "FedNest", of=["SimFBO", "FedNest", "AFBO", "RABO"]))
 def test_the_error_in_y_falls_by_the_rate_of_half_of_1_over_L(name, condition):
     """Where x stays, y_N = y* + Π (I − ½A/L_n)(0 − y*), A = Σ p A_i, with the L of the history, which is the largest
     eigenvalue but for what a random vector takes from the power method; round 0 measures."""
@@ -165,21 +161,18 @@ def test_the_error_in_y_falls_by_the_rate_of_half_of_1_over_L(name, condition):
     assert np.all(result.history["curvature"] < (1 + 1e-6) * LARGEST)
 
 
-def test_local_steps_and_their_sums_bear_unequal_work():
+@pytest.mark.parametrize("method", slow_but(fb.ShroFBO, of=[fb.SimFBO, fb.ShroFBO, fb.FedBiO]))
+def test_local_steps_and_their_sums_bear_unequal_work(method):
     """τ = 20, 1, 5 local steps of c/(L Σ p τ), at most 1/L_i: no mean of them leaves the contraction, and ShroFBO's ρh
     moves by c/L at most. x waits for y, and needs 2,000 rounds to come to 3, where L is 1,000-fold."""
     (problem, clients), _, _ = stiffening(10.0)
     clients = fb.Clients(clients.outer, clients.inner, weights=WEIGHTS, local_steps=[20, 1, 5])
-    for method in (fb.SimFBO, fb.ShroFBO, fb.FedBiO):
-        result = played(fb.AdaptiveSteps(method(batch_size=None)), (problem, clients), 2000)
-        assert float(result.state.slots["adaptive_steps"].curvature.work) == pytest.approx(
-            0.4 * 20 + 0.4 * 1 + 0.2 * 5, rel=1e-6
-        )
-        summed = 0.4 * 20 * 0.5 + 0.4 * 1 * 1.0 + 0.2 * 5 * 2.0  # Σ p τ s, times 10^x
-        assert float(result.state.slots["adaptive_steps"].curvature.summed) == pytest.approx(
-            10 ** float(result.x) * summed, rel=0.05
-        )
-        assert abs(float(result.x) - 3) < 0.01
+    result = played(fb.AdaptiveSteps(method(batch_size=None)), (problem, clients), 2000)
+    curvature = result.state.slots["adaptive_steps"].curvature
+    assert float(curvature.work) == pytest.approx(0.4 * 20 + 0.4 * 1 + 0.2 * 5, rel=1e-6)
+    summed = 0.4 * 20 * 0.5 + 0.4 * 1 * 1.0 + 0.2 * 5 * 2.0  # Σ p τ s, times 10^x
+    assert float(curvature.summed) == pytest.approx(10 ** float(result.x) * summed, rel=0.05)
+    assert abs(float(result.x) - 3) < 0.01
 
 
 def test_x_waits_in_a_run():
@@ -197,7 +190,7 @@ def test_x_waits_in_a_run():
     assert abs(float(after.x - before.x)) == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("method", [fb.SimFBO, fb.FedBiO, fb.ShroFBO])
+@pytest.mark.parametrize("method", slow_but(fb.FedBiO, of=[fb.SimFBO, fb.FedBiO, fb.ShroFBO]))
 def test_clients_that_are_alike_go_on_by_all_their_local_steps(method):
     """r = 1: y_N = y* + Π (I − ½A/L_n)^τ (0 − y*), as if there were one client; round 0 measures. FedBiO's replies are
     steps themselves, 0 in round 0, so that r is known a round later, and round 1 is by ½/(τL). With τ = 8, 1, 3 none
@@ -236,17 +229,23 @@ def test_clients_that_differ_do_not_drift_where_they_come_to_rest():
     assert float(run.state.slots["adaptive_steps"].curvature.agreement) < 1e-4
 
 
-def test_costs_are_the_methods_and_those_of_the_measures():
+FEDNEST = fb.FedNest(inner=SVRG(rounds=2), batch_size=None, outer_lr=0.02)
+
+
+@pytest.mark.parametrize(
+    ("method", "often"),
+    [(EXACT["SimFBO"], 1), pytest.param(FEDNEST, 2, marks=pytest.mark.slow)],
+    ids=["SimFBO", "FedNest"],
+)
+def test_costs_are_the_methods_and_those_of_the_measures(method, often):
     """Three clients, 7 rounds: 10 products of each, then 3; a message carries two numbers and a seed more, and a reply
     that measures five. FedNest measures with q, once in each of its T = 2 inner rounds. Of x alone: no product."""
     problem, _, _ = stiffening(10.0)
-    fednest = fb.FedNest(inner=SVRG(rounds=2), batch_size=None, outer_lr=0.02)
-    for method, often in ((EXACT["SimFBO"], 1), (fednest, 2)):
-        plain, followed = (played(one, problem, 7).ledger for one in (fixed(method), method))
-        assert followed.hvps == plain.hvps + 3 * (10 + 3 * (7 * often - 1))
-        assert followed.gradients == plain.gradients
-        assert followed.bytes_down == plain.bytes_down + (2 * 8 + 4) * plain.replies
-        assert followed.bytes_up == plain.bytes_up + 6 * 8 * 3 * 7 * often
+    plain, followed = (played(one, problem, 7).ledger for one in (fixed(method), method))
+    assert followed.hvps == plain.hvps + 3 * (10 + 3 * (7 * often - 1))
+    assert followed.gradients == plain.gradients
+    assert followed.bytes_down == plain.bytes_down + (2 * 8 + 4) * plain.replies
+    assert followed.bytes_up == plain.bytes_up + 6 * 8 * 3 * 7 * often
     x_alone = fb.SimFBO(server_lr=fb.XYV(x=None, y=STEP, v=STEP), client_lr=0.02, **LOOP)
     assert played(x_alone, problem, 7).ledger.hvps == 3 * 7 * 2
 
@@ -263,25 +262,32 @@ def by_hand(x, gradient, rounds, lr=0.1):
     return x
 
 
+END, SLOPES = np.array([1.0, -2.0, 3.0]), np.array([1.0, 10.0, 1e-4])
+OF_X = (
+    fb.Bilevel(
+        lambda x, y, batch: jnp.sum(SLOPES * (x - 3 * batch.mean(0)) ** 2) / 2, lambda x, y, batch: jnp.vdot(y, y) / 2
+    ),
+    fb.Clients([END[None], END[None]]),
+)
+ON_X_TOO = [fb.SimFBO, fb.FedNest, fb.AFBO, fb.AggITD, fb.RABO, fb.FedBiO, fb.LFedNest]
+
+
 @pytest.mark.parametrize("rounds", [1, 12])
-def test_steps_on_x_are_those_of_adagrad(rounds):
+@pytest.mark.parametrize("method", slow_but(fb.SimFBO, fb.LFedNest, of=ON_X_TOO))
+def test_steps_on_x_are_those_of_adagrad(method, rounds):
     """∇Φ = s(x − 3e), s = (1, 10, 10^-4), y apart, also where clients make local steps on x, of other lengths each.
     Every entry of a vector moves at its own pace, whatever its scale; in a matrix, one of small scale moves less."""
-    e, s = np.array([1.0, -2.0, 3.0]), np.array([1.0, 10.0, 1e-4])
-    problem = fb.Bilevel(
-        lambda x, y, batch: jnp.sum(s * (x - 3 * batch.mean(0)) ** 2) / 2, lambda x, y, batch: jnp.vdot(y, y) / 2
-    )
-    given = problem, fb.Clients([e[None], e[None]])
-    others = fb.FedNest, fb.AFBO, fb.AggITD, fb.RABO, fb.FedBiO, fb.LFedNest
-    for start, methods in ((np.zeros(3), (fb.SimFBO, *others)), (np.zeros((1, 3)), (fb.SimFBO,))):
-        expected = by_hand(start, lambda x: s * (x - 3 * e), rounds)
-        for method in methods:
-            run = fb.solve(method(batch_size=None), *given, start, np.zeros(2), rounds=rounds)
-            np.testing.assert_allclose(run.x, expected, rtol=1e-6)
+    for start in (np.zeros(3), np.zeros((1, 3)))[: 2 if method is fb.SimFBO else 1]:
+        expected = by_hand(start, lambda x: SLOPES * (x - 3 * END), rounds)
+        run = fb.solve(method(batch_size=None), *OF_X, start, np.zeros(2), rounds=rounds)
+        np.testing.assert_allclose(run.x, expected, rtol=1e-6)
         own = np.abs(np.ravel(expected)) > 0.06 * rounds
         np.testing.assert_array_equal(own, [start.ndim == 1, True, start.ndim == 1])
-    at_rest = fb.solve(fb.SimFBO(batch_size=None), *given, 3 * e, np.zeros(2), rounds=3)
-    np.testing.assert_array_equal(at_rest.x, 3 * e)
+
+
+def test_x_at_rest_stays():
+    at_rest = fb.solve(fb.SimFBO(batch_size=None), *OF_X, 3 * END, np.zeros(2), rounds=3)
+    np.testing.assert_array_equal(at_rest.x, 3 * END)
     assert at_rest.remarks == ()
 
 
@@ -320,7 +326,9 @@ def test_entries_without_a_minimum_are_named():
     assert "still moving" in str(run)
 
 
-@pytest.mark.parametrize("method", some_of(fb.SimFBO, fb.FedBiO, slow=(fb.FedNest, fb.AFBO, fb.RABO, fb.AggITD)))
+@pytest.mark.parametrize(
+    "method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.FedBiO, fb.FedNest, fb.AFBO, fb.RABO, fb.AggITD])
+)
 def test_a_hypergradient_far_below_x_is_not_rounded_off(method):
     """∇Φ = 10^-6 (x − 3e) at x near −4, in single precision, whose steps there are 5e-7: a first step of 10^-3 h is
     less. In ten rounds x goes on by 2η at least."""
@@ -350,7 +358,7 @@ def one_stiff(count):
 
 
 @pytest.mark.parametrize(
-    "method", some_of(fb.SimFBO, fb.FedNest, fb.FedBiO, slow=(fb.ShroFBO, fb.AFBO, fb.RABO, fb.FedMBO))
+    "method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.FedNest, fb.FedBiO, fb.ShroFBO, fb.AFBO, fb.RABO, fb.FedMBO])
 )
 def test_a_stiff_client_that_is_seldom_asked_ruins_nothing(method):
     """Rounds before do not know it. A step that they allow is 1,000 times too long for it: x's were 10^-6 to 10^-15
@@ -366,12 +374,12 @@ def test_the_round_that_meets_a_stiff_client_steps_by_its_curvature():
     """A cohort of one, one local step, c = 1: y ← y − (1/1000)·1000 (y − t − x) is the stiff client's optimum."""
     problem, _ = one_stiff(4)
     method = fb.SimFBO(local_steps=1, batch_size=None)
-    runs = [fb.solve(method, *problem, rounds=n, cohort=1, key=1) for n in range(2, 12)]
-    known = [float(run.state.slots["adaptive_steps"].curvature.largest) for run in runs]
+    run = lambda rounds: fb.solve(method, *problem, rounds=rounds, cohort=1, key=1, eval_every=1)  # noqa: E731
+    known = run(11).history["curvature"]
     met = next(n for n, largest in enumerate(known) if largest > 2)
     assert known[met - 1] == pytest.approx(1)
     assert known[met] == pytest.approx(1e3)
-    np.testing.assert_allclose(runs[met].y, problem[1].inner.row(2)["t"][0] + runs[met - 1].x, rtol=1e-6)
+    np.testing.assert_allclose(run(met).y, problem[1].inner.row(2)["t"][0] + run(met - 1).x, rtol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -383,9 +391,11 @@ def test_the_unit_of_the_outer_loss_is_no_matter(method):
     of f is a thousand, or a million times as much, as with sums for means; v and h are, too, and x goes the same
     way."""
     ((problem, clients), _, _), ends = stiffening(10.0), []
+    scaled = fb.Bilevel(lambda x, y, batch: jnp.mean(batch["s"]) * jnp.mean((y - batch["t"]) ** 2), problem.inner)
     for scale in (1.0, 1e3, 1e6):
-        scaled = fb.Bilevel(lambda x, y, batch, s=scale: s * jnp.mean((y - batch["t"]) ** 2), problem.inner)
-        ends.append(float(played(method(batch_size=None), (scaled, clients), 60).x))
+        rows = [{"t": clients.outer.row(i)["t"], "s": np.array([scale])} for i in range(3)]
+        same = fb.Clients(rows, clients.inner, weights=WEIGHTS)
+        ends.append(float(played(method(batch_size=None), (scaled, same), 60).x))
     assert ends[0] != 0
     np.testing.assert_allclose(ends[1:], ends[0], rtol=1e-6)
 
@@ -418,12 +428,13 @@ def test_a_client_s_step_that_is_none_is_a_twentieth_of_the_servers():
     step = fb.XYV(x=0.02, y=STEP, v=STEP)
     steps = fb.XYV(*(size / 20 for size in step))
     common = {"local_steps": 3, "batch_size": None, "server_lr": step}
-    one, other = (played(fb.SimFBO(client_lr=own, **common), problem, 3) for own in (None, steps))
+    engine = fb.Reference()
+    one, other = (played(fb.SimFBO(client_lr=own, **common), problem, 3, engine=engine) for own in (None, steps))
     np.testing.assert_allclose(one.y, other.y, rtol=1e-12)
     given = {"outer_lr": 0.02, "hypergradient": LocalImplicit(solver=Neumann(step=STEP)), "batch_size": None}
     inner = {"rounds": 2, "lr": [STEP, STEP / 2], "local_steps": 3}
     one, same, other = (
-        played(fb.AFBO(inner=MeanGradient(client_lr=own, **inner), **given), problem, 3)
+        played(fb.AFBO(inner=MeanGradient(client_lr=own, **inner), **given), problem, 3, engine=engine)
         for own in (None, STEP / 40, STEP / 20)
     )
     np.testing.assert_allclose(one.y, same.y, rtol=1e-12)
@@ -445,6 +456,7 @@ def test_engines_agree_and_a_run_goes_on_with_the_same_bits(name, tmp_path):
     assert all(map(np.array_equal, jax.tree.leaves(whole.state), jax.tree.leaves(again.state)))
 
 
+@pytest.mark.slow
 def test_a_compositional_problem_has_an_inner_hessian_that_is_the_identity():
     """L = 1: y steps to r(x) at once, as AdaptiveSteps(y_lr=1) says."""
     mean = fb.Compositional(lambda y, batch: jnp.vdot(y, y) / 2, lambda x, batch: x * jnp.mean(batch))
@@ -481,6 +493,7 @@ def test_what_cannot_be_adapted_says_why():
     assert "the x that the server has" in steps.allows.local_x.why
 
 
+@pytest.mark.slow
 def test_an_estimate_apart_from_rounds_is_by_steps_measured_there():
     """A series of 200 terms with s = 1/L is the inverse but for (1 − 1/κ)^200: 1e-9 at κ = 10."""
     task = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 2), condition=10.0)
@@ -490,6 +503,7 @@ def test_an_estimate_apart_from_rounds_is_by_steps_measured_there():
     assert report["found"].relative_error < 1e-6
 
 
+@pytest.mark.slow
 def test_where_clients_would_keep_much_they_begin_anew(monkeypatch):
     """Then no state is as large as y, each measure takes ten products, not three, and the method ends where it did."""
     problem, x, y = stiffening(10)

@@ -17,6 +17,7 @@ from matrices import end_of_own, hypergradient, members, neumann, outer_gradient
 import fedbilevel as fb
 from fedbilevel.core.hyperparameters import at, halved
 from fedbilevel.tasks.quadratic import quadratic, solution
+from representatives import slow_but
 
 AGREEMENT = {
     "AFBO, local": agreement.Case(
@@ -143,12 +144,7 @@ def clock(absent=(), **options):
     return fb.Clock(network=TIMES, availability=[0.0 if i in absent else 1.0 for i in range(len(TIMES))], **options)
 
 
-SLOW = {"local", "global, one never there", "local, waiting for all", "global, waiting for all", "local, all are first"}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in CASES]
-)
+@pytest.mark.parametrize("name", slow_but("local, each its own N_i", "global, E and β by k, by a schedule", of=CASES))
 def test_equals_the_events_written_out(name, task):
     """Twelve rounds against tests/algorithms/events.py: iterates, delays and time."""
     algorithm, absent, work, arrivals = (*CASES[name], *(WORK, None)[len(CASES[name]) - 2 :])
@@ -188,7 +184,7 @@ def test_local_steps_by_inner_round_are_counted_exactly(task):
 @pytest.fixture(scope="module")
 def alike():
     """One local step each, so that nothing drifts."""
-    return quadratic(clients=5, dim_x=3, dim_y=4, condition=5, noise=0.0, samples=(2, 4))
+    return quadratic(clients=5, dim_x=3, dim_y=4, condition=5, noise=0.0, samples=(3, 3))
 
 
 @pytest.mark.slow
@@ -296,11 +292,12 @@ def test_a_schedule_of_arrivals_refuses_what_contradicts_it(engine, algorithm, w
         run(algorithm, alike, 1, engine=engine(clock=fb.Clock(arrivals=ARRIVALS)))
 
 
+@pytest.mark.filterwarnings("error::fedbilevel.errors.AbsenceWarning")  # so that nothing is compiled after it
 def test_who_never_arrives_is_named(alike):
     never = np.ones((2, 5), bool)
     never[:, 1] = False
     method = fb.Asynchronous(GLOBAL, wait_for=1)
-    with pytest.warns(fb.errors.AbsenceWarning, match=r"by Clock.arrivals clients \[1\] never reply"):
+    with pytest.raises(fb.errors.AbsenceWarning, match=r"by Clock.arrivals clients \[1\] never reply"):
         run(method, alike, 1, engine=fb.Local(clock=fb.Clock(arrivals=never)))
     with pytest.raises(fb.errors.ConfigurationError, match=r"Clock.arrivals .* True for some client"):
         run(method, alike, 1, engine=fb.Local(clock=fb.Clock(arrivals=~np.ones((2, 5), bool))))
@@ -311,30 +308,35 @@ def test_who_never_arrives_is_named(alike):
 def test_steps_by_round_and_inner_round_are_those_of_rounds_with_each(task):
     """η_t, β_{t,k}: schedules, of β one for each k, give what the same numbers give, in each of three rounds."""
     by_both = method(series(), lambda round: 0.05 + 0.1 * round, lr=(0.7, lambda round: 0.1 + 0.2 * round))
-    at_once = run(by_both, task, 3)
+    engine = fb.Reference()
+    at_once = run(by_both, task, 3, engine=engine)
     x, y = task.x0, task.y0
     for t in range(3):
-        one = run(method(series(), 0.05 + 0.1 * t, lr=(0.7, 0.1 + 0.2 * t)), replace(task, x0=x, y0=y), 1)
+        same = method(series(), 0.05 + 0.1 * t, lr=(0.7, 0.1 + 0.2 * t))
+        one = run(same, replace(task, x0=x, y0=y), 1, engine=engine)
         x, y = one.x, one.y
     np.testing.assert_allclose(at_once.y, y, rtol=1e-12)
     np.testing.assert_allclose(at_once.x, x, rtol=1e-12)
 
 
-@pytest.mark.parametrize("client_lr", [0.2, None])
+@pytest.mark.parametrize("client_lr", slow_but(None, of=[0.2, None]))
 def test_a_rule_of_round_and_inner_round_gives_what_its_numbers_give(client_lr, task):
     """β_{t,k} of K^t inner rounds: in each of three rounds as with the numbers of that round, one for each k. A
     client's step that is None is a twentieth of β_{t,0}."""
     by_both = method(series(), rounds=lambda t: 1 + t, lr=beta_by_both, client_lr=client_lr)
-    at_once = run(by_both, task, 3)
+    engine = fb.Reference()
+    at_once = run(by_both, task, 3, engine=engine)
     x, y = task.x0, task.y0
     for t in range(3):
         betas = [beta_by_both(t, k) for k in range(1 + t)]
         own = client_lr or betas[0] / 20
-        one = run(method(series(), rounds=1 + t, lr=betas, client_lr=own), replace(task, x0=x, y0=y), 1)
+        same = method(series(), rounds=1 + t, lr=betas, client_lr=own)
+        one = run(same, replace(task, x0=x, y0=y), 1, engine=engine)
         x, y = one.x, one.y
     np.testing.assert_allclose(at_once.y, y, rtol=1e-12)
     np.testing.assert_allclose(at_once.x, x, rtol=1e-12)
-    by_round = run(replace(by_both, inner=replace(by_both.inner, lr=lambda t: beta_by_both(t, 0))), task, 3)
+    alike = replace(by_both, inner=replace(by_both.inner, lr=lambda t: beta_by_both(t, 0)))
+    by_round = run(alike, task, 3, engine=engine)
     assert np.linalg.norm(by_round.y - y) > 1e-3  # it does depend on k
 
 

@@ -119,6 +119,7 @@ def test_two_rounds_written_out(monkeypatch):
         assert result.ledger.hvps == 3 * (products + 2)
 
 
+@pytest.mark.slow
 def test_the_default_ends_at_the_solution():
     """The series, τ = 1, full batches: where its truncated inverse puts it, for this N x* to (1 − λμ)^N < 1e-7. The
     paper's random length has the same mean, and a variance that grows with N."""

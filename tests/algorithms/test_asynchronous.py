@@ -25,8 +25,8 @@ WITH_FIELDS = {
     fb.RAFBO: Case(fixed(fb.RAFBO(batch_size=None, hypergradient=fb.parts.PrintedSlopes(perturbation=1.0)))),
 }
 """Methods that can be late with other fields than the defaults, or that compile sooner so."""
-COMPILED_BEFORE = (fb.AFBO, fb.FISM, fb.ShroFBO, fb.RABO, fb.FedNest, fb.FedNestSGD)
-"""Of the first three other tests make them late; the others have the phases of AFBO and LFedNest."""
+QUICK = (fb.FedAvg, fb.SimFBO, fb.IRG, fb.FedBiO)
+"""One of each kind of reply; the phases of the others are like these, or other tests make them late."""
 
 
 def outcome(algorithm, problem, rounds=4):
@@ -47,7 +47,7 @@ def outcome(algorithm, problem, rounds=4):
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=cls.__name__, marks=[pytest.mark.slow] if cls in COMPILED_BEFORE else [])
+        pytest.param(case, id=cls.__name__, marks=[] if cls in QUICK else [pytest.mark.slow])
         for cls, case in (METHODS | WITH_FIELDS).items()
     ],
 )
@@ -79,6 +79,7 @@ def test_why_a_method_cannot_be_late_is_said(name):
     assert re.match(said, str(error.value))
 
 
+@pytest.mark.slow
 def test_late_replies_leave_fedlin_its_fixed_point():
     """f_i = a_i (x − c_i)²/2: at x* = Σ p a c / Σ p a the mean gradient is 0, and with it every corrected step; so late
     replies change the way, not the end. FedAvg with as many local steps ends elsewhere."""

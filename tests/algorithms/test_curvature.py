@@ -13,7 +13,9 @@ import fedbilevel as fb
 from fedbilevel.algorithms.parts.adagrad import AdaGrad
 from fedbilevel.algorithms.parts.adaptive_steps import Steps
 from fedbilevel.algorithms.parts.curvature import Measured, PowerMethod, ServerCurvature
-from fedbilevel.core.fed import Reply
+from fedbilevel.algorithms.parts.layers import Asked
+from fedbilevel.core.fed import Reply, Total
+from fedbilevel.core.hyperparameters import OpenStep, open_steps
 
 
 def test_the_server_s_step_is_the_longer_of_two_safe_ones():
@@ -127,3 +129,35 @@ def test_the_curvature_of_a_cohort_is_the_mean_that_its_replies_are():
         for key in range(6)
     }
     assert found == {2 * 0.75 * 2.0, 2 * 0.25 * 8.0}
+
+
+@pytest.mark.parametrize(("own", "expected"), [(4.0, 0.5 / 4), (0.0, 0.3)])
+def test_a_client_steps_alone_by_its_own_curvature_where_that_is_known(own, expected):
+    """The series of its own hypergradient: c/L_i; c/L of all, which the message carries, where it has not measured."""
+    method, layer = fb.AFBO(batch_size=None), fb.AdaptiveSteps(y_lr=0.5)
+    (alone,) = (step for step in open_steps(method).values() if step.kind == "alone")
+    steps = Steps(jnp.asarray(0.3), jnp.asarray(0.1), jnp.asarray(1, jnp.uint32))
+    assert float(layer.size(None, steps, jnp.asarray(own), alone)) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tau", "expected"), [("local", 4, 0.1), ("total", 4, 0.4), ("total", 20, 1.0), ("local", 1, 1.0)]
+)
+def test_several_local_steps_are_held_to_the_clients_own_curvature(kind, tau, expected):
+    """L_i = 10: each of τ steps is at most 1/L_i, and at most τ/L_i where the step is that of all τ together; a single
+    one is the server's, 1."""
+    client = SimpleNamespace(local_steps=lambda count: count)
+    steps, part = Steps(*jnp.ones(2), jnp.asarray(1, jnp.uint32)), fb.parts.LocalSGD(local_steps=tau)
+    found = fb.AdaptiveSteps(y_lr=0.5).size(client, steps, jnp.asarray(10.0), OpenStep(part, kind, "y"))
+    assert float(found) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("product", "factor"), [([8.0, 0.0], 0.5 / 8 / 0.25), ([1.0, 0.0], 1.0), ([-8.0, 0.0], 1.0)])
+def test_a_product_is_held_to_the_curvature_along_it(product, factor):
+    """FedNest's p ← p − s H p, of p = (1, 0) and s = ¼: no more than c⟨p, Hp⟩/‖Hp‖², but where that is negative."""
+    method, layer, p = fb.FedNest(batch_size=None), fb.AdaptiveSteps(y_lr=0.5), jnp.asarray([1.0, 0.0])
+    known = layer.server_slot(method, jnp.zeros(2), jnp.zeros(2))._replace(inner=jnp.asarray(0.25))
+    (phase,) = (name for name, phase in method.phases.items() if getattr(phase, "__multiplies__", False))
+    asked = Asked(method, phase, (jnp.zeros(2), jnp.zeros(2), p), jax.random.key(0))
+    total, _ = layer.exchange(asked, known, lambda again: Total.of_mean(jnp.asarray(product)))
+    np.testing.assert_allclose(total.update, factor * np.asarray(product), rtol=1e-6)

@@ -13,13 +13,14 @@ from fedbilevel.errors import ConfigurationError
 from fedbilevel.oracles.fixed_x import inner_loss_at
 from fedbilevel.parts import SVRG, LocalImplicit, LocalSGD
 from fedbilevel.tasks.quadratic import inner, outer
+from representatives import slow_but
 
 NOISY = fb.Bilevel(
     lambda x, y, batch, key: outer(x, y + 0.1 * jax.random.normal(key, y.shape), batch),
     lambda x, y, batch, key: inner(x, y * jax.random.bernoulli(key, 0.8, y.shape), batch),
 )
 AGREEMENT = {
-    "SimFBO, losses that draw": Case(fb.SimFBO(batch_size=2, local_steps=2), problem=NOISY),
+    "SimFBO, losses that draw": Case(fb.SimFBO(batch_size=2, local_steps=2), problem=NOISY, slow=True),
     "SimFBO, losses that draw, all samples": Case(fb.SimFBO(batch_size=None, local_steps=2), problem=NOISY, slow=True),
     "FedNest, losses that draw, epochs": Case(
         fb.FedNest(batch_size=2, inner=SVRG(local_epochs=1)), problem=NOISY, slow=True
@@ -61,7 +62,11 @@ def test_each_sample_of_each_client_in_each_round_and_step_has_a_key_of_its_own(
 
 @pytest.mark.parametrize(
     "engine",
-    [fb.Reference(), fb.Local(chunk=1), fb.Local(chunk=3), fb.Local(stream=True), fb.Local(devices=2)],
+    slow_but(
+        fb.Reference(),
+        fb.Local(chunk=3),
+        of=[fb.Reference(), fb.Local(chunk=1), fb.Local(chunk=3), fb.Local(stream=True), fb.Local(devices=2)],
+    ),
     ids=str,
 )
 def test_keys_depend_neither_on_the_engine_nor_on_padding(engine):

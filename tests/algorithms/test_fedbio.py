@@ -27,6 +27,7 @@ def flat(tree):
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
+@pytest.mark.slow
 def test_fedbio_is_simfbo_whose_server_takes_the_mean():
     """γ = η, plain coefficients, no ball: z − η Σ p̃_i q_i, mini-batches, cohorts and unequal work included."""
     task = quadratic(clients=4).with_own(local_steps=WORK)

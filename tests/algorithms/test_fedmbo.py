@@ -89,6 +89,7 @@ def test_lengths_of_their_own_average_out(monkeypatch):
     assert np.var(common, axis=0).max() > 1e-4
 
 
+@pytest.mark.slow
 def test_the_series_ends_where_its_truncated_inverse_puts_it():
     task = quadratic(clients=4, condition=4, noise=0.0)
     terms = 10

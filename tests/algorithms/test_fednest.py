@@ -17,6 +17,7 @@ import fedbilevel as fb
 from fedbilevel.authoring import Findings
 from fedbilevel.tasks.quadratic import quadratic, solution
 from fixed_steps import fixed
+from representatives import slow_but
 
 AGREEMENT = {
     "FedNest, random lengths, fresh cohorts": agreement.Case(
@@ -51,7 +52,7 @@ AGREEMENT = {
     ),
     "LFedNest, joint": agreement.Case(fixed(fb.LFedNest(batch_size=4, joint=True)), work=agreement.WORK, slow=True),
     "LFedNest, SVRG, joint": agreement.Case(
-        fixed(fb.LFedNest(inner=fb.parts.SVRG(lr=0.1), batch_size=4, joint=True)), work=(1, 4)
+        fixed(fb.LFedNest(inner=fb.parts.SVRG(lr=0.1), batch_size=4, joint=True)), work=(1, 4), slow=True
     ),
 }
 NEVER_LATE = {
@@ -87,10 +88,10 @@ EXACT = {
 
 @pytest.fixture(scope="module")
 def task():
-    return quadratic(clients=8, condition=5).with_own(local_steps=WORK)
+    return quadratic(clients=8, condition=5, samples=(4, 4)).with_own(local_steps=WORK)
 
 
-@pytest.mark.parametrize("name", sorted(EXACT))
+@pytest.mark.parametrize("name", slow_but("cg", "SGD, τ = 1", of=sorted(EXACT)))
 def test_reaches_the_closed_form(name, task):
     """Unequal local work, too: β/τ_i and the correction leave x* where it is. The series: (1 − 1/κ)^120 < 1e-11."""
     task = quadratic(clients=8, condition=5) if name.startswith("SGD") else task
@@ -126,7 +127,7 @@ LIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", LIGHT)
+@pytest.mark.parametrize("name", slow_but("LFedNest", "LFedNest, joint", of=LIGHT))
 def test_local_hypergradients_end_where_their_mean_vanishes(name):
     """SVRG's steps, which are zero at y*(x), leave each client there, for any τ; one plain step β = 1 does not."""
     task, (method, fields, beta) = quadratic(condition=5, noise=0.0), LIGHT[name]
@@ -181,7 +182,7 @@ def test_light_variants_equal_their_equations_written_out(inner, joint, exchange
                 z = z - alpha / 2 * hypergradient(f, g, z, at, v)
             change = change + p * (z - x)
         x = x + change
-    result = run(algorithm, task, 3)
+    result = run(algorithm, task, 3, engine=fb.Reference())
     np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
     assert result.ledger.exchanges == 3 * exchanges
@@ -190,10 +191,10 @@ def test_light_variants_equal_their_equations_written_out(inner, joint, exchange
 
 @pytest.mark.parametrize(("method", "inner"), [(fb.FedNest, fb.parts.SVRG), (fb.FedNestSGD, fb.parts.LocalSGD)])
 def test_equals_algorithms_1_to_4_written_out(method, inner, task):
-    """Three epochs in NumPy, matrices in place of differentiation, with the series for v; by the program of above.
+    """Three epochs in NumPy, matrices in place of differentiation, with the series for v.
 
     Each client has its own τ_i on y. FedNest-SGD's steps there are along its own ∇y g_i, without the correction."""
-    rounds, outer, terms, beta, alpha, s = 3, 2, 120, 0.6, 0.3, 0.7
+    rounds, outer, terms, beta, alpha, s = 3, 2, 5, 0.6, 0.3, 0.7
     solver = fb.parts.Neumann(terms=terms, step=s)
     algorithm = method(
         inner=inner(rounds=rounds, local_steps=3, lr=beta),
@@ -219,7 +220,7 @@ def test_equals_algorithms_1_to_4_written_out(method, inner, task):
         for _ in range(outer):  # ∇x f_i = ρx + E_i y with ρ = 1 for all: the correction is the same for everyone
             z = z - alpha / outer * ((z - x) + h)
         x = z
-    result = run(algorithm, task, 3)
+    result = run(algorithm, task, 3, engine=fb.Reference())
     np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
 
@@ -446,10 +447,8 @@ def test_local_steps_are_checked_against_the_clients_own_hessians():
         )
 
 
-@pytest.mark.parametrize(
-    ("method", "inner"),
-    [(fb.FedNest, fb.parts.SVRG), pytest.param(fb.FedMBO, fb.parts.LocalSGD, marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "inner"), [(fb.FedNest, fb.parts.SVRG), (fb.FedMBO, fb.parts.LocalSGD)])
 def test_the_servers_step_on_y_multiplies_the_mean_change(method, inner):
     """One full-batch local step of β/2, doubled by the server, is one of β."""
     task = quadratic(clients=4, samples=(3, 6))

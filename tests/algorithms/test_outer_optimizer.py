@@ -9,6 +9,7 @@ import fedbilevel as fb
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
+from representatives import slow_but
 
 
 @pytest.fixture(scope="module")
@@ -20,16 +21,10 @@ def run(algorithm, task, rounds, **options):
     return fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=rounds, **options)
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        fixed(fb.SimFBO(batch_size=None)),
-        fixed(fb.FedNest(batch_size=None)),
-        pytest.param(fixed(fb.FedBiO(batch_size=None)), marks=pytest.mark.slow),
-        pytest.param(fixed(fb.AggITD(batch_size=None)), marks=pytest.mark.slow),
-    ],
-    ids=lambda method: method.name,
-)
+PLAIN = [fixed(method(batch_size=None)) for method in (fb.SimFBO, fb.FedNest, fb.FedBiO, fb.AggITD)]
+
+
+@pytest.mark.parametrize("method", slow_but(PLAIN[0], of=PLAIN), ids=lambda method: method.name)
 def test_plain_descent_of_rate_1_is_the_method_itself(method, task):
     engine = fb.Reference()
     plain, wrapped = (
@@ -43,13 +38,14 @@ def test_plain_descent_of_rate_1_is_the_method_itself(method, task):
 def test_momentum_is_the_sum_written_out(task):
     """FedNest's h depends on x and y alone: with x_{k+1} = x_k − m_k, m_k = 0.9 m_{k−1} + α h(x_k, y_k), each round is
     that of a run from (x_k, y_k), since full batches draw nothing."""
-    method = fixed(fb.FedNest(batch_size=None))
+    series = fb.parts.Implicit(solver=fb.parts.Neumann(terms=2))
+    method, engine = fixed(fb.FedNest(batch_size=None, hypergradient=series)), fb.Reference()
     x, y, m = np.asarray(task.x0), np.asarray(task.y0), 0.0
     for _ in range(4):
-        one = fb.solve(method, task.problem, task.clients, jnp.asarray(x), jnp.asarray(y), rounds=1)
+        one = fb.solve(method, task.problem, task.clients, jnp.asarray(x), jnp.asarray(y), rounds=1, engine=engine)
         m = 0.9 * m + (x - np.asarray(one.x))
         x, y = x - m, np.asarray(one.y)
-    wrapped = run(fb.OuterOptimizer(method, optimizer=optax.sgd(1.0, momentum=0.9)), task, 4)
+    wrapped = run(fb.OuterOptimizer(method, optimizer=optax.sgd(1.0, momentum=0.9)), task, 4, engine=engine)
     np.testing.assert_allclose(wrapped.x, x, rtol=1e-11)
 
 
@@ -61,7 +57,11 @@ def test_adam_takes_the_direction_alone(task):
         np.testing.assert_allclose(step, 0.05, rtol=1e-2)
 
 
-@pytest.mark.parametrize("optimizer", [optax.contrib.dog(1.0), optax.contrib.prodigy(1.0)], ids=["dog", "prodigy"])
+@pytest.mark.parametrize(
+    "optimizer",
+    [pytest.param(optax.contrib.dog(1.0), marks=pytest.mark.slow), optax.contrib.prodigy(1.0)],
+    ids=["dog", "prodigy"],
+)
 @pytest.mark.parametrize("method", [fb.SimFBO, pytest.param(fb.FedNest, marks=pytest.mark.slow)])
 def test_optimizers_that_find_their_step_wait_for_a_hypergradient(method, optimizer, task):
     """Without steps a first round measures and takes nothing from x: of a gradient of 0 `prodigy` would make NaN."""

@@ -19,6 +19,7 @@ from fedbilevel.engines.recorder import count
 from fedbilevel.tasks.compositional import compositional
 from fedbilevel.tasks.quadratic import quadratic, solution
 from fixed_steps import fixed
+from representatives import slow_but
 
 AGREEMENT = {
     "RABO": Case(
@@ -44,7 +45,7 @@ AGREEMENT = {
         slow=True,
     ),
     "RAFBO, printed": Case(
-        fixed(fb.RAFBO(batch_size=4, hypergradient=fb.parts.PrintedSlopes(count=2, perturbation=1.0)))
+        fixed(fb.RAFBO(batch_size=4, hypergradient=fb.parts.PrintedSlopes(count=2, perturbation=1.0))), slow=True
     ),
     "RAFBO, drawn coordinates": Case(
         fixed(fb.RAFBO(batch_size=4, hypergradient=fb.parts.Coordinates(count=2, terms=2, perturbation=1.0))),
@@ -239,7 +240,7 @@ def test_equals_the_equations_written_out(task):
     np.testing.assert_allclose(result.y, y, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["RABO, cg", "RABO, global", "adjoint, global"])
+@pytest.mark.parametrize("name", slow_but("RABO, cg", of=["RABO, cg", "RABO, global", "adjoint, global"]))
 def test_ends_where_its_hypergradients_vanish(name, task):
     """For "global" x*; else where the mean of the clients' own hypergradients is zero, which is another point. With one
     local step FedAvg rests at y*(x). Exchanges: T + N + 1 and T + 1."""
@@ -253,6 +254,7 @@ def test_ends_where_its_hypergradients_vanish(name, task):
         assert (result.ledger.gradients, result.ledger.hvps) == (300 * 5 * (1 + 1 + 2 * TERMS + 1), 0)
 
 
+@pytest.mark.slow
 def test_on_whole_models_methods_of_other_papers_are_the_same(task):
     """With full batches LFedNest with one step on x is RABO, and FedNest-SGD FedMBO, with an exchange more, whose
     drifts are zero. Sums in another order are off by rounding."""
@@ -269,9 +271,10 @@ def test_on_whole_models_methods_of_other_papers_are_the_same(task):
 
 
 def test_with_products_that_are_means_over_all_it_is_fedmbo_draw_by_draw():
-    drawn = quadratic(clients=5, dim_x=3, dim_y=4, condition=CONDITION, samples=(2, 4)).with_own(local_steps=(1, 3))
+    drawn = quadratic(clients=5, dim_x=3, dim_y=4, condition=CONDITION, samples=(3, 3)).with_own(local_steps=(1, 3))
     fields = {"hypergradient": fb.parts.Implicit(solver=SHORT), "batch_size": 2}
-    rabo, fedmbo = (run(method(**fields), drawn, 3, cohort=3) for method in (fb.RABO, fb.FedMBO))
+    engine = fb.Reference()
+    rabo, fedmbo = (run(method(**fields), drawn, 3, cohort=3, engine=engine) for method in (fb.RABO, fb.FedMBO))
     assert np.array_equal(rabo.x, fedmbo.x)
     assert np.array_equal(rabo.y, fedmbo.y)
     assert np.all(rabo.x != drawn.x0)
@@ -435,6 +438,7 @@ def test_both_ends_of_a_difference_see_the_samples_once():
     assert differences == pytest.approx(exact, rel=5e-3)
 
 
+@pytest.mark.slow
 def test_each_hypergradient_is_asked_for_by_itself(task):
     """At y*(x) that of `Coordinates` is the mean of clients' own, which RABO's is too; AFBO's v belongs to a run."""
     alone = {

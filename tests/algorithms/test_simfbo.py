@@ -134,6 +134,7 @@ def test_theorems_1_and_2(name):
     assert relative_error(shrofbo.x, true) < 1e-8
 
 
+@pytest.mark.slow
 def test_equal_work_makes_the_two_coincide_with_cohorts_and_unequal_weights_too():
     """The estimate of ρ is then ‖a‖₁ in every round, whatever the cohort."""
     task = quadratic()
@@ -148,12 +149,12 @@ def test_equal_work_makes_the_two_coincide_with_cohorts_and_unequal_weights_too(
 )
 def test_equals_local_loops_written_out(method, name):
     """Three rounds against local loops and (4)-(8) in NumPy, with matrices in place of differentiation."""
-    task = quadratic(clients=8, noise=0.0).with_own(local_steps=WORK)
+    task = quadratic(clients=8, noise=0.0, samples=(4, 4)).with_own(local_steps=WORK)
     eta, gamma, radius = fb.XYV(0.03, 0.2, 0.1), fb.XYV(0.05, 0.1, 0.2), 0.4
     algorithm = method(
         batch_size=None, client_lr=eta, server_lr=gamma, radius=radius, local_optimizer=COEFFICIENTS[name]
     )
-    state = run(algorithm, task, 3).state.iterate
+    state = run(algorithm, task, 3, engine=fb.Reference()).state.iterate
     expected = written_out(task, COEFFICIENTS[name], eta, gamma, radius, method is fb.ShroFBO)
     np.testing.assert_allclose(np.concatenate(state), expected, rtol=1e-12, atol=1e-12)
     assert float(jnp.linalg.norm(state.v)) <= radius * (1 + 1e-12)
@@ -218,6 +219,7 @@ def test_cohorts_are_unbiased(method, monkeypatch):
         assert np.std([cohort[part] for cohort in cohorts]) > 1e-3
 
 
+@pytest.mark.slow
 def test_independent_batches_have_the_same_mean():
     """Drawn separately or not, full batches are the same numbers; apart, ∇f is taken for x and for v."""
     task = quadratic(clients=8).with_own(local_steps=WORK)
@@ -288,7 +290,9 @@ def test_ledger_counts_one_exchange_and_the_local_work():
     assert result.ledger.gradients == result.ledger.hvps == 3 * 2 * WORK.sum()
 
 
-@pytest.mark.parametrize(("method", "apart"), [(fb.SimFBO, False), (fb.ShroFBO, True)])
+@pytest.mark.parametrize(
+    ("method", "apart"), [(fb.SimFBO, False), pytest.param(fb.ShroFBO, True, marks=pytest.mark.slow)]
+)
 def test_local_variance_reduction_is_full_batches_where_samples_differ_by_a_constant(method, apart):
     """Samples differ in c and t alone: what a draw adds to a direction is the same at z_k and z_0, and leaves with it.
     Of each client 2τ_i directions on a draw and one on all samples."""
@@ -304,6 +308,7 @@ def test_local_variance_reduction_is_full_batches_where_samples_differ_by_a_cons
     assert anchored.ledger.gradients == anchored.ledger.hvps * (3 if apart else 2) / 2
 
 
+@pytest.mark.slow
 def test_v_may_begin_anywhere_in_the_ball():
     """`init` of a subclass: from x*, y* and v* nothing moves."""
     task = quadratic(clients=4).with_own(local_steps=np.ones(4, int))

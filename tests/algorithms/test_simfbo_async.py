@@ -7,11 +7,13 @@ from events import simfbo
 
 import fedbilevel as fb
 from fedbilevel.tasks.quadratic import quadratic, solution
+from representatives import slow_but
 
 AGREEMENT = {
     "asynchronous SimFBO": Case(
         fb.Asynchronous(fb.SimFBO(batch_size=4, local_steps=2), wait_for=1),
         clock=fb.Clock(spread=0.3, stragglers=3, slowdown=20.0),
+        slow=True,
     ),
     "asynchronous ShroFBO, one never there": Case(
         fb.Asynchronous(fb.ShroFBO(batch_size=4), wait_for=3),
@@ -36,7 +38,7 @@ def run(algorithm, task, rounds, clock=CLOCK):
     )
 
 
-@pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO])
+@pytest.mark.parametrize("method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.ShroFBO]))
 def test_equals_the_events_written_out(method):
     """Fifteen rounds against tests/algorithms/events.py, clients working unequally."""
     task, algorithm = drawn().with_own(local_steps=WORK), fb.Asynchronous(method(**STEPS), wait_for=2)

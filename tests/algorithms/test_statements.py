@@ -1,4 +1,8 @@
-"""Statements that the papers make beside their main theorems, each measured where its numbers are known."""
+"""Statements that the papers make beside their main theorems, each measured where its numbers are known.
+
+Rates of convergence are slow tests: they hold or fail as mathematics does, and a mistake in a method shows in the tests
+of its equations first.
+"""
 
 from dataclasses import replace
 
@@ -148,7 +152,8 @@ START = 2 * (1 - np.cos(1.0)) / (ETA * ROUNDS)
 """2Φ(x₀)/(ηT), of Φ(x) = 1 − cos x"""
 
 
-@pytest.mark.parametrize("hold", [pytest.param(1, marks=pytest.mark.slow), 6, pytest.param(30, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("hold", [1, 6, 30])
 def test_afbo_theorem_1_delays_do_not_average_out_over_clients(hold):
     """Theorem 1's term in the delays, 3 L_f η τ̄ D̂_f/m with τ̄ = Σ τ_i/m, is wrong by its 1/m.
 
@@ -168,6 +173,7 @@ def test_afbo_theorem_1_delays_do_not_average_out_over_clients(hold):
     assert (found > START + 15 * ETA / M) == (hold == 30)  # as the paper has it for τ = 1, whatever τ is
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("beta", "holds"), [(1e-6, False), (0.25, True)])
 def test_afbo_theorem_1_needs_a_step_on_y_that_is_not_small(beta, holds):
     """β < a_2 η/T lets β be nothing: y then stays, and x runs away along H = sin y₀. With β = a_2 η/K, the number of
@@ -181,7 +187,8 @@ def test_afbo_theorem_1_needs_a_step_on_y_that_is_not_small(beta, holds):
 CASES = {"few": (2, 100, None), "more clients and rounds": (8, 400, None), "cohorts": (8, 400, 4)}
 
 
-@pytest.mark.parametrize("case", [pytest.param(one, marks=[pytest.mark.slow] * ("more" in one)) for one in CASES])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("method", [fb.SimFBO, fb.ShroFBO])
 def test_rates_of_simfbo_theorem_1_and_shrofbo_theorem_2(method, case):
     """(9), (10): 1/√(P τ̄ T) with noise, a linear speed-up in clients; 1/T without.
@@ -217,9 +224,8 @@ def test_rates_of_simfbo_theorem_1_and_shrofbo_theorem_2(method, case):
         assert found * rounds <= 1.05 * left / 0.1
 
 
-@pytest.mark.parametrize(
-    ("terms", "rounds"), [(2, 100), *(pytest.param(*more, marks=pytest.mark.slow) for more in ((2, 400), (5, 400)))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("terms", "rounds"), [(2, 100), (2, 400), (5, 400)])
 def test_rate_of_fednest_theorem_31(terms, rounds):
     """Of K rounds with α = ᾱ/√K the mean of ‖∇f‖² is O((ᾱσ² + 1/ᾱ)/√K + b²), b falling as (1 − s)^N.
 
@@ -245,13 +251,8 @@ def test_rate_of_fednest_theorem_31(terms, rounds):
     assert (found - b**2) * np.sqrt(rounds) <= (left + right) / (1 - c / 2)
 
 
-@pytest.mark.parametrize(
-    ("method", "holders"),
-    [
-        (fb.RABO, 2),
-        *(pytest.param(*more, marks=pytest.mark.slow) for more in ((fb.RABO, 8), (fb.RAFBO, 2), (fb.RAFBO, 8))),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("method", "holders"), [(fb.RABO, 2), (fb.RABO, 8), (fb.RAFBO, 2), (fb.RAFBO, 8)])
 def test_rabo_the_more_clients_hold_an_entry_of_x_the_less_noise_it_has(method, holders):
     """C_x*, in O(1/√(C_x* Q)), with β = 1 and, of RAFBO, `Differences`; for the printed β and (10) see test_errata.py.
 
@@ -273,6 +274,7 @@ def test_rabo_the_more_clients_hold_an_entry_of_x_the_less_noise_it_has(method, 
     assert found * np.sqrt(holders * rounds) <= (1 / c + c * sigma2) / 2 / (1 - alpha / 2)
 
 
+@pytest.mark.slow
 def test_rabo_the_more_clients_hold_an_entry_of_y_the_less_noise_it_has():
     """C_y*: of g = ½‖y − ξ‖² y ← y − β(y − noise/√C) entry by entry, C of 8 clients holding each."""
     beta, rounds, found = 0.5, 100, []
@@ -298,7 +300,8 @@ def test_rabo_the_more_clients_hold_an_entry_of_y_the_less_noise_it_has():
     assert found[0] > 1.8 * found[1]
 
 
-@pytest.mark.parametrize("kind", ["minimax", pytest.param("compositional", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["minimax", "compositional"])
 def test_rates_of_fednest_corollaries_32_and_33(kind):
     """O(1/√K): where f = y(x − ξ) − ½y² of a minimax problem, or r(x) = x − ξ and f = ½y² of a compositional one, a
     step β = 1 leaves y = x − noise, and h is y. So with α = ᾱ/√K the mean of ‖∇f‖² = x² over K rounds is at most
@@ -317,6 +320,7 @@ def test_rates_of_fednest_corollaries_32_and_33(kind):
     assert found * np.sqrt(rounds) <= 1.05 * (1 / bar + bar * s2) / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("small", "m"), [(False, 2), (False, 8), (True, 2), (True, 8)])
 def test_afbo_corollary_1_needs_a_step_on_y_that_is_not_small(small, m):
     """1/√(mT) with η = c√(m/T), a linear speed-up, needs y to keep up. With K = 1 the corollary has β ≤ 1/√T.

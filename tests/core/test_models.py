@@ -83,6 +83,7 @@ def test_equinox_modules(plain):
     assert result.x(jnp.ones(3)).shape == (4,)  # a module still
 
 
+@pytest.mark.slow
 def test_flax_nnx_states(plain):
     nnx = pytest.importorskip("flax.nnx")
 

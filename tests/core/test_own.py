@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from agreement import SINGLE_LEVEL
 
 import fedbilevel as fb
 from fedbilevel.core.own import as_client, check_own, numbers_of, own_fields, read
@@ -174,9 +175,9 @@ def test_a_longer_table_is_no_other_run(tmp_path):
     task, table = quadratic(clients=CLIENTS), np.ones((4, CLIENTS), int)
 
     def run(rounds, table, **resume):
-        clients = task.with_own(local_steps=table).clients
-        given = task.problem, clients, task.x0, task.y0
-        return fb.solve(fb.SimFBO(), *given, rounds=rounds, checkpoint=tmp_path / "run.npz", **resume)
+        clients = fb.Clients(task.clients.outer, local_steps=table)
+        given = SINGLE_LEVEL, clients, task.x0
+        return fb.solve(fb.FedAvg(), *given, rounds=rounds, checkpoint=tmp_path / "run.npz", **resume)
 
     run(2, table[:2])
     assert run(4, table, resume=True).round == 4
@@ -193,6 +194,6 @@ def test_a_rule_that_reads_something_changed_is_noticed():
     outcomes = []
     for number in (1, 3):
         steps[0] = number
-        clients = fb.Clients(task.clients.outer, task.clients.inner, local_steps=lambda r, c, k: jnp.asarray(steps[0]))
-        outcomes.append(fb.solve(fb.SimFBO(), task.problem, clients, task.x0, task.y0, rounds=1).ledger.gradients)
+        clients = fb.Clients(task.clients.outer, local_steps=lambda r, c, k: jnp.asarray(steps[0]))
+        outcomes.append(fb.solve(fb.FedAvg(), SINGLE_LEVEL, clients, task.x0, rounds=1).ledger.gradients)
     assert outcomes[1] == 3 * outcomes[0]

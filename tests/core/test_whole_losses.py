@@ -35,7 +35,7 @@ def clients():
     "engine",
     [
         fb.Local(chunk=3),
-        fb.Local(chunk=1),
+        pytest.param(fb.Local(chunk=1), marks=pytest.mark.slow),
         pytest.param(fb.Local(stream=True), marks=pytest.mark.slow),
         pytest.param(fb.Local(devices=2), marks=pytest.mark.slow),
     ],
@@ -50,6 +50,7 @@ def test_the_closed_form(method, engine):
     np.testing.assert_allclose(result.x, WEIGHTS @ [c[0] for c in TARGETS] / m, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_engines_agree():
     start = jnp.array(0.3), jnp.array(0.1)
     found = [

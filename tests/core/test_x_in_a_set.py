@@ -11,6 +11,7 @@ from fedbilevel.authoring import Algorithm
 from fedbilevel.core.algorithm import ALGORITHMS
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, SingleLevel
 from fedbilevel.errors import ConfigurationError
+from representatives import slow_but
 
 CENTERS = jnp.array([[1.0, -2.0, 0.5], [3.0, 0.0, 0.0], [0.0, -1.0, 1.0]])
 TARGETS = jnp.array([[4.0, 1.0, 2.0], [2.0, -3.0, 0.0], [0.0, -1.0, -2.0]])
@@ -53,8 +54,18 @@ def test_engines_and_wrappers_agree():
 @pytest.mark.parametrize(
     ("made", "start", "limit"),
     [
-        (Minimax(lambda x, y, batch: jnp.sum(x * y - y**2 / 2) - jnp.sum(x)), jnp.ones(3), 0.5),
-        (Compositional(lambda y, batch: jnp.sum(y**2) / 2 - jnp.sum(y), lambda x, batch: x), jnp.ones(3), 0.5),
+        pytest.param(
+            Minimax(lambda x, y, batch: jnp.sum(x * y - y**2 / 2) - jnp.sum(x)),
+            jnp.ones(3),
+            0.5,
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            Compositional(lambda y, batch: jnp.sum(y**2) / 2 - jnp.sum(y), lambda x, batch: x),
+            jnp.ones(3),
+            0.5,
+            marks=pytest.mark.slow,
+        ),
         (SingleLevel(lambda x, batch: jnp.sum((x - 1) ** 2) / 2), None, 0.5),
     ],
     ids=["Minimax", "Compositional", "SingleLevel"],
@@ -113,7 +124,7 @@ def able():
 
 
 @pytest.mark.parametrize("kind", ["box", pytest.param("ball", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", able(), ids=lambda method: method.name)
+@pytest.mark.parametrize("method", slow_but(fb.SimFBO(), fb.LFedNest(), of=able()), ids=lambda method: method.name)
 def test_every_method_ends_at_the_sets_nearest_point(method, kind):
     project, nearest = SETS[kind]
     changed = {"batch_size": None} if "batch_size" in vars(method) else {}
@@ -123,7 +134,7 @@ def test_every_method_ends_at_the_sets_nearest_point(method, kind):
     np.testing.assert_allclose(result.x, nearest(BEST), atol=2e-4)
 
 
-@pytest.mark.parametrize("kind", SETS)
+@pytest.mark.parametrize("kind", slow_but("box", of=SETS))
 def test_the_projected_gradient_vanishes_at_the_sets_nearest_point_and_there_alone(kind):
     """There x − P(x − ∇Φ) is 0, and ∇Φ is not."""
     project, nearest = SETS[kind]
