@@ -35,10 +35,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
     gc.set_threshold(20_000, 20, 20)  # tracing makes many objects, and little garbage
     _share_contexts()
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(_programs())  # for processes of tests, too
-    jax.config.update("jax_compilation_cache_dir", os.environ["JAX_COMPILATION_CACHE_DIR"])
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+    kept = {
+        "jax_compilation_cache_dir": str(_programs()),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+        "jax_persistent_cache_min_entry_size_bytes": 0,
+    }
+    for name, value in kept.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)  # for processes of tests, too
 
 
 def pytest_xdist_auto_num_workers() -> int:

@@ -22,12 +22,14 @@ ENGINES = {
     "two devices, chunks, streamed": fb.Local(devices=TWO, chunk=2, stream=True),
     "streamed": fb.Local(stream=True),
 }
+MORE = {"vmap", "one by one", "two devices"}
+"""Each with one thing alone of what the others have together."""
 SOME = ("two devices, chunks, streamed",)
 ASYNCHRONOUS = ("two devices, chunks",)  # streamed samples are not for them
 CASES = cases()
 SLOW = {name for name, case in CASES.items() if case.slow}
 PAIRS = [
-    pytest.param(name, engine, marks=[pytest.mark.slow] if case.slow else [])
+    pytest.param(name, engine, marks=[pytest.mark.slow] if case.slow or engine in MORE else [])
     for name, case in sorted(CASES.items())
     for engine in sorted(ENGINES)
     if name == TWO_PHASES or engine in (ASYNCHRONOUS if case.algorithm.asks.asynchronous else SOME)

@@ -147,7 +147,9 @@ def test_each_draw_has_its_own_batch(engine):
     assert float(step(cohort, fb.Local(), rows=rows, batch_size=1).x) == -drawn / 3
 
 
-@pytest.mark.parametrize("engine", [fb.Reference(), fb.Local(), fb.Local(chunk=2, devices=2)])
+@pytest.mark.parametrize(
+    "engine", [fb.Reference(), pytest.param(fb.Local(), marks=pytest.mark.slow), fb.Local(chunk=2, devices=2)]
+)
 def test_fresh_cohorts_are_drawn_with_replacement_too(engine):
     """FedNest's S_n, of 5 draws from 3 clients each, so that somebody is in every one twice; from NumPy's matrices.
 

@@ -59,7 +59,12 @@ def told_by(lines, flags=""):
             [[1, 1, []]] * 2,
             marks=pytest.mark.slow,
         ),
-        (f"said(np.ones, {LARGE})", "--xla_force_host_platform_device_count=2", [2, 2, []]),
+        pytest.param(
+            f"said(np.ones, {LARGE})",
+            "--xla_force_host_platform_device_count=2",
+            [2, 2, []],
+            marks=pytest.mark.slow,
+        ),
         pytest.param(f"fb.tune_cpu(1), said(np.ones, {LARGE})", "", [None, [1, 1, []]], marks=pytest.mark.slow),
         pytest.param(f"fb.tune_cpu(), said(jnp.ones, {LARGE})", "", [None, [3, 2, []]], marks=pytest.mark.slow),
     ],
@@ -90,6 +95,7 @@ experiments.run(spec, "FOLDER", plot=False, progress=False)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lines", [COMMAND, IN_PYTHON])
 def test_runs_of_specs_have_every_core(lines, tmp_path):
     lines = lines.replace("FOLDER", str(tmp_path / "run"))

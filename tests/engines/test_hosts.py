@@ -93,9 +93,9 @@ def assert_agree(computed, expected):
 
 AGREEMENT = [
     ["state", "agreement", {"case": "two phases, a loop, client state", "engine": {"devices": 2, "stream": True}}],
-    ["length", "agreement", {"case": "FedMBO, fresh cohorts", "engine": {"chunk": 2}}],
 ]
 MORE = [
+    ["length", "agreement", {"case": "FedMBO, fresh cohorts", "engine": {"chunk": 2}}],
     ["work", "agreement", {"case": "SimFBO, work of each client", "engine": {}}],
     ["resident", "agreement", {"case": "two phases, a loop, client state", "engine": {"devices": 2}}],
     ["streamed", "agreement", {"case": "FedNest, random lengths, fresh cohorts", "engine": {"stream": True}}],

@@ -16,6 +16,7 @@ from fedbilevel.engines.progress import COMPILING
 from fedbilevel.machinery.kept import LIMIT, kept
 from fedbilevel.tasks import quadratic
 from fixed_steps import fixed
+from representatives import slow_but
 
 SAMPLES = np.random.default_rng(0).normal(size=(4, 5, 3))
 CLIENTS = fb.Clients(SAMPLES, SAMPLES[::-1].copy())
@@ -146,7 +147,7 @@ OTHER = {
 }
 
 
-@pytest.mark.parametrize("case", SAME)
+@pytest.mark.parametrize("case", slow_but(*(SAME.keys() - {"late replies by another clock"}), of=SAME))
 def test_a_run_of_the_same_shapes_is_not_compiled_and_has_the_numbers_of_one_that_is(case):
     before, options = SAME[case]
     solved(**before)
@@ -210,12 +211,14 @@ def test_the_same_code_defined_again_compiles_nothing_and_is_called_once_by_each
     np.testing.assert_equal(numbers(again), numbers(first))
 
 
+@pytest.mark.slow
 def test_submodels_of_other_seeds_share_a_program():
     for seed, run in enumerate((solved, found)):
         task = quadratic(clients=4, samples=(5, 5), units=4, seed=seed).with_own(capacity=[0.5, 1, 0.5, 1])
         run(None, task.problem, task.clients, (task.x0, task.y0))
 
 
+@pytest.mark.slow
 def test_the_rounds_that_ask_for_hypergradients_are_not_those_of_the_method():
     """They are played by a class of the same name and fields."""
     task = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 2))

@@ -41,6 +41,7 @@ def programs(folder, megabytes):
     return hits, misses, {file.name for file in folder.glob("*-cache")}
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_the_programs_of_the_first(tmp_path):
     _, compiled, files = programs(tmp_path, 100)
     assert compiled > 0

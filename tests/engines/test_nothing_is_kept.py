@@ -60,7 +60,11 @@ def solved(engine, algorithm=fb.SimFBO(local_steps=1, batch_size=2)):  # noqa: B
     return {name: weakref.ref(thing) for name, thing in given.items()}
 
 
-@pytest.mark.parametrize("engine", [fb.Local(), fb.Local(stream=True)], ids=["resident", "streamed"])
+@pytest.mark.parametrize(
+    "engine",
+    [fb.Local(), pytest.param(fb.Local(stream=True), marks=pytest.mark.slow)],
+    ids=["resident", "streamed"],
+)
 def test_nothing_is_kept(engine):
     kept = solved(engine)
     gc.collect()
@@ -96,6 +100,7 @@ def test_samples_go_with_the_run_before_the_garbage_collector_comes(options, mon
         gc.enable()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "algorithm", [fb.FedNest(), pytest.param(fb.RABO(), marks=pytest.mark.slow)], ids=lambda one: type(one).__name__
 )

@@ -13,6 +13,7 @@ from fedbilevel.engines.divergence import grown
 from fedbilevel.engines.history import History
 from fedbilevel.errors import ConfigurationError, NonFiniteError, NumericalWarning
 from fixed_steps import fixed
+from representatives import slow_but
 
 START = jnp.full(3, -1.0), jnp.zeros(3)
 STEPS = fb.XYV(x=0.8, y=0.2, v=0.2)
@@ -94,7 +95,9 @@ STARTS_BADLY = {
 """A term of the inner loss, the start of y, and what is said."""
 
 
-@pytest.mark.parametrize("case", STARTS_BADLY)
+@pytest.mark.parametrize(
+    "case", slow_but("a norm at 0", "a concave loss", "a penalty that turns negative", of=STARTS_BADLY)
+)
 def test_what_no_smaller_step_mends_is_said_without_steps(case):
     term, start, words = STARTS_BADLY[case]
 
@@ -110,15 +113,16 @@ def test_what_no_smaller_step_mends_is_said_without_steps(case):
 
 
 @pytest.mark.parametrize("which", ["outer", "inner"])
-def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(which):
+@pytest.mark.parametrize("method", slow_but(fb.AggITD, of=[fb.FedMBO, fb.AggITD]))
+def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(method, which):
     """Its derivative is 0: the numbers that are exchanged would stay finite."""
     losses = {"outer": problem().outer, "inner": problem().inner}
     losses[which] = lambda x, y, batch, loss=losses[which]: loss(x, y, batch) + jnp.log(-1.0)
-    for method in fb.FedMBO(batch_size=None), fb.AggITD(batch_size=None):
-        with pytest.raises(NonFiniteError, match=f"the {which} loss is not finite at the start already"):
-            fb.solve(method, fb.Bilevel(**losses), population(), *START, rounds=1)
+    with pytest.raises(NonFiniteError, match=f"the {which} loss is not finite at the start already"):
+        fb.solve(method(batch_size=None), fb.Bilevel(**losses), population(), *START, rounds=1)
 
 
+@pytest.mark.slow
 def test_a_start_that_is_at_fault_is_said_at_once(recwarn):
     """A run without steps does not try smaller ones first."""
     losses = fb.Bilevel(problem().outer, lambda x, y, batch: problem().inner(x, y, batch) + jnp.sqrt(y @ y))
@@ -230,7 +234,11 @@ def test_what_was_halved_is_halved_after_a_resumption(tmp_path):
 SMALLER = fixed(fb.SimFBO(local_steps=2, batch_size=None, server_lr=fb.XYV(x=0.01, y=0.01, v=0.01)))
 
 
-@pytest.mark.parametrize("smaller", [SMALLER, fb.SimFBO(local_steps=2, batch_size=None)], ids=["numbers", "None"])
+@pytest.mark.parametrize(
+    "smaller",
+    slow_but(SMALLER, of=[SMALLER, fb.SimFBO(local_steps=2, batch_size=None)]),
+    ids=["numbers", "None"],
+)
 def test_a_checkpoint_of_a_diverged_run_can_be_gone_on_from(tmp_path, smaller):
     """By force, as a new run from x and y of the best row goes: batches are whole, so that keys play no role,
     but for the random vectors with which curvature is measured. Steps that are None have a state of another kind."""
@@ -257,7 +265,7 @@ def test_a_run_that_diverges_again_and_again_ends(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
-@pytest.mark.parametrize("method", [fb.SimFBO, fb.FedBiO])
+@pytest.mark.parametrize("method", slow_but(fb.SimFBO, of=[fb.SimFBO, fb.FedBiO]))
 def test_a_run_without_steps_that_no_step_suits_ends_at_finite_numbers(method, tmp_path):
     """And again where it is resumed. g = ln(1 + e^-y) + x y²/2 is convex for x > 0 alone. f wants y = 100, hence
     x = σ(-y)/y, which is 0 but for rounding: x crosses 0 however short its steps are."""

@@ -13,6 +13,8 @@ from two_phase import TwoPhase
 
 import fedbilevel as fb
 from fedbilevel import authoring
+from fedbilevel.algorithms.parts.layers import Asked
+from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.engines.engine import round_keys
 from fedbilevel.errors import CheckpointError, CheckpointWarning, ConfigurationError, NonFiniteError
 from fedbilevel.tasks.quadratic import quadratic
@@ -142,6 +144,7 @@ def given(name):
     return {"cohort": None} if name in ("Asynchronous", "SDBO, first replies") else {"cohort": 4}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOME)
 def test_without_noise_and_clip_a_run_is_what_it_is_without_privacy(name):
     """σ = 1e-14, less than the rounding of numbers of size 1."""
@@ -207,6 +210,7 @@ def test_epsilon_with_cohorts_is_that_of_the_client_that_was_drawn_most():
     assert solve(SIMFBO, rounds=8, cohort=2, privacy=PRIVACY).ledger.epsilon == PRIVACY.epsilon_after(counts.max())
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.NumericalWarning")
 def test_an_exchange_with_a_fresh_cohort_counts_for_everyone():
     """FedNest asks its own cohort for the inner steps, and a fresh one in each exchange of the hypergradient."""
@@ -226,6 +230,15 @@ def test_epsilon_with_asynchronous_clients_counts_their_messages():
     result = solve(fb.Asynchronous(SIMFBO, wait_for=1), rounds=8, cohort=None, privacy=PRIVACY, eval_every=1)
     most = [0, 1, 2, 2, 2, 2, 2, 2, 3]
     assert result.history["epsilon"].tolist() == [PRIVACY.epsilon_after(replies) for replies in most]
+
+
+@pytest.mark.parametrize(("counts", "fresh", "added"), [(True, None, 0), (True, 0, 1), (False, None, 1)])
+def test_the_server_counts_the_exchanges_whose_replies_clients_do_not_count(counts, fresh, added):
+    """Those of fresh cohorts, and all of them where clients keep nothing."""
+    layer = Private(clip=1.0, noise_multiplier=1.0, delta=1e-5, counts=counts)
+    asked = Asked(SIMFBO, "local_updates", None, jax.random.key(0), fresh=fresh)
+    assert layer.exchange(asked, jnp.asarray(4), lambda again: again)[1] == 4 + added
+    assert (layer.client_slot(SIMFBO, TASK.problem, TASK.x0, TASK.y0) is None) == (not counts)
 
 
 # The budget

@@ -444,6 +444,7 @@ def test_a_checkpoint_of_another_run_is_refused_and_stays(task, tmp_path):
     assert path.read_bytes() == before
 
 
+@pytest.mark.slow
 def test_streaming_under_a_scoped_float64_setting(task):
     """The setting of the caller's thread reaches the one that reads ahead."""
     with jax.enable_x64(False):

@@ -17,6 +17,7 @@ from fedbilevel.core.submodel import ClientSlot, UnitLayout, UnitPolicy
 from fedbilevel.engines.recorder import known_flops
 from fedbilevel.engines.submodels import classes
 from fixed_steps import fixed
+from representatives import slow_but
 
 CLIENTS, INPUTS = 7, 5
 CAPACITY = np.array([1, 0.5, 0.25, 0.5, 0.25, 0.5, 0.25])
@@ -111,12 +112,7 @@ CASES = {
 }
 
 
-def first_alone(names):
-    """All but the first are slow."""
-    return [pytest.param(name, marks=[pytest.mark.slow] if at else []) for at, name in enumerate(names)]
-
-
-@pytest.mark.parametrize("case", first_alone(CASES))
+@pytest.mark.parametrize("case", slow_but("SimFBO, importance", of=CASES))
 def test_engines_agree(case):
     """Sums of a few dozen terms of size about 1 in another order differ by 1e-15 or so; 1e-12 leaves room."""
     algorithm, problem, fields, cohort = CASES[case]
@@ -157,7 +153,7 @@ def magnitudes(*leaves):
     return np.sort(np.abs(np.concatenate([np.ravel(leaf) for leaf in leaves])))[::-1]
 
 
-@pytest.mark.parametrize("name", first_alone(ON_A_SLICE))
+@pytest.mark.parametrize("name", slow_but("FedNest", of=ON_A_SLICE))
 def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
     """Everyone holds the first half of the units: their part is that of the sliced problem, trained whole, and no
     other entry moves."""
@@ -184,7 +180,7 @@ def test_where_all_hold_the_same_units_it_is_the_method_on_these(name):
         assert np.max(np.abs(held[0] - rest[0])) > 1e-6
 
 
-@pytest.mark.parametrize("name", first_alone(ON_A_SLICE))
+@pytest.mark.parametrize("name", slow_but("FedAvgS", of=ON_A_SLICE))
 def test_where_all_hold_the_same_weights_it_is_the_method_on_the_masked_problem(name):
     """A round on whole arrays, of losses that see them masked, from where the masks leave what is held."""
     algorithm, (x, y) = ON_A_SLICE[name], start()
@@ -212,6 +208,7 @@ def test_where_all_hold_the_same_weights_it_is_the_method_on_the_masked_problem(
 
 
 ONE_STEP = fixed(fb.SimFBO(local_steps=1, batch_size=None))
+AVERAGING = fb.Submodels(fb.FedAvg(local_steps=1, batch_size=None), policy="static")
 STATIC = fb.Submodels(ONE_STEP, policy="static")
 
 
@@ -310,6 +307,7 @@ def test_one_variable_alone_can_be_cut():
         solved(of_y, problem=DEEP, rounds=1)
 
 
+@pytest.mark.slow
 def test_y_alone_can_be_cut():
     """Of the 8 units within y clients hold 8, 4 or 2; "x" has no group of its own here. All but y and v stay whole."""
     of_x, of_y = (fb.Submodels(ONE_STEP, policy="static", pruned=name) for name in "xy")
@@ -325,9 +323,9 @@ def test_nothing_is_dealt_to_those_who_are_never_there():
     """Seven clients of ½, two of them away: 2 segments among 5 clients, the second to exactly min_coverage = 2 of them.
     A count of everyone would deal some of it to those who are away."""
     clock = fb.Clock(availability=[1.0, 0.0, 1.0, 0.0, 1.0, 1.0, 1.0])
-    algorithm = fb.Submodels(ONE_STEP, policy="covered", min_coverage=2, fixed=True)
+    algorithm, half = replace(AVERAGING, policy="covered", min_coverage=2, fixed=True), np.full(CLIENTS, 0.5)
     results = [
-        solved(algorithm, clients=population(np.full(CLIENTS, 0.5)), engine=engine(clock=clock), rounds=1)
+        solved(algorithm, clients=population(half), problem=SINGLE, engine=engine(clock=clock), rounds=1)
         for engine in (fb.Local, fb.Reference)
     ]
     for result in results:
@@ -389,6 +387,7 @@ def test_what_nobody_holds_stays_and_is_counted():
     assert (last["coverage_x"], last["coverage_y"]) == (CLIENTS, CLIENTS)
 
 
+@pytest.mark.slow
 def test_with_all_capacities_1_it_is_the_method_itself():
     """The same sums, but each divided by what they are multiplied with again."""
     algorithm = fixed(fb.SimFBO(batch_size=3))
@@ -398,10 +397,11 @@ def test_with_all_capacities_1_it_is_the_method_itself():
     assert "coverage_x" not in whole.history.columns
 
 
+@pytest.mark.filterwarnings("error::fedbilevel.errors.CapacityWarning")  # so that nothing is compiled after it
 def test_a_method_without_submodels_says_that_it_trains_whole_models():
     method = fixed(fb.FedNest(batch_size=3, hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=2))))
     said = "FedNest trains whole models, on 6 clients of a capacity below 1 too: means of products over unequal holders"
-    with pytest.warns(fb.errors.CapacityWarning, match=said):
+    with pytest.raises(fb.errors.CapacityWarning, match=said):
         solved(method, rounds=1)
 
 
@@ -504,23 +504,23 @@ SWAPPED = np.stack([CAPACITY, CAPACITY[::-1]])
 
 def test_capacities_by_round_are_those_of_the_rounds():
     """Two rounds are one with the first row, and one with the second from where that ended; engines agree on it."""
-    method = fixed(fb.RABO(batch_size=None))
-    both = solved(method, clients=population(SWAPPED))
-    first = solved(method, clients=population(SWAPPED[0]), rounds=1)
-    second = fb.solve(method, BILEVEL, population(SWAPPED[1]), first.x, first.y, rounds=1)
+    averaged = partial(solved, AVERAGING, problem=SINGLE)
+    both = averaged(clients=population(SWAPPED))
+    first = averaged(clients=population(SWAPPED[0]), rounds=1)
+    second = fb.solve(AVERAGING, SINGLE, population(SWAPPED[1]), first.x, rounds=1)
     for mine, theirs in zip(everything(both), everything(second), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-12)
     assert both.ledger.bytes_up == first.ledger.bytes_up + second.ledger.bytes_up
-    other = solved(method, clients=population(SWAPPED), engine=fb.Reference())
+    other = averaged(clients=population(SWAPPED), engine=fb.Reference())
     for mine, theirs in zip(everything(both), everything(other), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-12)
     with pytest.raises(fb.errors.ConfigurationError, match=r"rounds = 3 .* at most 2: .* clients' capacity"):
-        solved(method, clients=population(SWAPPED), rounds=3)
+        averaged(clients=population(SWAPPED), rounds=3)
 
 
 def test_units_are_dealt_anew_to_those_who_share_a_capacity_in_a_round():
     """Of "covered" units each is held by two of the four clients of one half in either round, whoever they are."""
     half = np.array([[1, 1, 1, 0.5, 0.5, 0.5, 0.5], [0.5, 0.5, 1, 1, 0.5, 1, 0.5]])
-    method = fb.Submodels(fixed(fb.RABO(batch_size=None)), policy="covered", min_coverage=2)
-    row = solved(method, clients=population(half), engine=fb.Local(chunk=2), cohort=None)
-    assert row.history["coverage_y"][1:].tolist() == [3 + 2, 3 + 2]
+    method = replace(AVERAGING, policy="covered", min_coverage=2)
+    row = solved(method, problem=SINGLE, clients=population(half), engine=fb.Local(chunk=2))
+    assert row.history["coverage_x"][1:].tolist() == [3 + 2, 3 + 2]

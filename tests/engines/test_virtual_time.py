@@ -88,6 +88,7 @@ def test_a_schedule_of_arrivals_that_cannot_be_is_refused(fields, words):
         fb.Clock(**fields).pace(3)
 
 
+@pytest.mark.slow
 def test_arrivals_that_read_something_changed_are_noticed():
     """A program is found by what its schedule computes; nobody's reply has been counted where nobody arrives."""
     late, sent = [True], []
@@ -215,6 +216,7 @@ def test_the_same_events_in_float32_and_float64(busy):
     assert np.all(np.diff(took[0]) > 0)
 
 
+@pytest.mark.slow
 def test_a_nan_of_a_client_stops_an_asynchronous_run_and_is_named(busy):
     bad = fb.Bilevel(TASK.problem.outer, lambda x, y, batch: TASK.problem.inner(x, y, batch) + jnp.sqrt(0.5 - y[0]))
     with pytest.raises(fb.errors.NonFiniteError, match=r"round \d+, .*phase inner: the reply of client \d"):
