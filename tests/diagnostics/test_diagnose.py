@@ -13,8 +13,7 @@ from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.quadratic import RIDGE, quadratic, solution
 
 EPS = np.finfo(np.float64).eps
-SLOW = sorted(SUGGESTED.keys() - {"aggitd", "simfbo", "fednest"})
-OTHERS = ["aggitd", *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)]
+OTHERS = sorted(SUGGESTED.keys() - {"simfbo", "fednest"})
 
 
 class Coefficients:
@@ -171,12 +170,14 @@ def test_what_it_suggests_converges(seed):
         converges(name, task, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OTHERS)
 def test_what_it_suggests_for_other_methods_converges(name, drawn):
     task, found, _ = drawn
     converges(name, task, found)
 
 
+@pytest.mark.slow
 def test_work_that_the_population_gives_is_planned_for():
     """Unequal local work: ShroFBO's short local steps leave a drift far below 1e-2."""
     task = quadratic(condition=5, clients=4).with_own(local_steps=np.array([1, 4, 2, 3]))

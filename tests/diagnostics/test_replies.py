@@ -106,6 +106,7 @@ def test_noise_that_reaches_x_through_y_is_seen():
     assert found.moved["x"].by_noise > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_noise_ends_is_infinitely_far():
     task = quadratic(clients=3, samples=(3, 5))
     parts = task.problem, task.clients, task.x0, task.y0

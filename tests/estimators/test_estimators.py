@@ -134,6 +134,7 @@ def test_penalties_are_those_of_the_closed_form():
     assert model.history_["outer_loss"][-1] == pytest.approx(loss(model.penalties_), rel=1e-4)
 
 
+@pytest.mark.slow
 def test_features_of_a_group_share_a_penalty():
     """min over c of Σ (c u_l − v_l)² + (c v_l − u_l)² is at 2 Σ u_l v_l/Σ (u_l² + v_l²)."""
     u, v = np.array([1.0, 0.8, 0.6]), np.array([0.9, 0.4, -0.2])
@@ -163,6 +164,7 @@ def test_logistic_regression_is_scikit_learns_on_the_pooled_rows(classes):
     assert model.score(rows, label) > 0.7
 
 
+@pytest.mark.slow
 def test_nothing_is_left_of_the_hypergradient(classes, monkeypatch):
     """But what pushes outwards at a bound: x is nearly the projection of a step of gradient descent from there."""
     seen = []

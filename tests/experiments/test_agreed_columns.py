@@ -35,6 +35,7 @@ def example(tmp_path, monkeypatch):
             del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_each_reads_its_own_folder_and_the_agreed_columns(example, tmp_path):
     spec = read_spec("spec.toml").replace(run={"rounds": 3, "eval_every": 3})
     run(spec, tmp_path / "simulation")

@@ -44,6 +44,7 @@ def test_rows_are_spread_over_it(tmp_path) -> None:
     np.testing.assert_array_equal(result.history["exchanges"], np.arange(0, 201, 4))
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_ends_at_the_same_bits(random_length, tmp_path) -> None:
     spec, folder = random_length
     rows = []

@@ -31,7 +31,7 @@ def test_a_network_without_units_is_not_cut() -> None:
         fb.solve(fb.SimFBO(server_lr=0.1), task.problem, task.clients, task.x0, task.y0, rounds=1)
 
 
-def test_a_run_says_who_held_what_and_a_method_without_submodels_warns_once(run, tmp_path) -> None:
+def test_a_run_says_who_held_what(run, tmp_path) -> None:
     small = ["--rounds", 1, "--cohort", 3]
     for setting in ("clients=3", "hidden=[4]", "capacity=[1, 0.5, 0.5]"):
         small += ["--set", setting]
@@ -41,6 +41,13 @@ def test_a_run_says_who_held_what_and_a_method_without_submodels_warns_once(run,
     lines = {line.split("│")[1].strip(): line.split("│")[2].strip() for line in shown.splitlines() if "│" in line}
     assert lines["clients per entry"] == "at least 1 (x)"  # two of four units are with the first client alone
     assert float(lines["GFLOP"]) > 0
+
+
+@pytest.mark.slow
+def test_a_method_without_submodels_warns_once(run, tmp_path) -> None:
+    small = ["--rounds", 1, "--cohort", 3]
+    for setting in ("clients=3", "hidden=[4]", "capacity=[1, 0.5, 0.5]"):
+        small += ["--set", setting]
     fedmbo = ["--algorithm", "fedmbo", "--set", "inner.local_steps=1", "--set", "hypergradient.solver=cg"]
     code, _, error = run("run", *fedmbo, *small, "--quiet", "--out", tmp_path / "b")
     assert code == 0

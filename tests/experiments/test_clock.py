@@ -113,6 +113,7 @@ def test_a_budget_of_time_ends_at_the_first_row_that_reaches_it(compared) -> Non
     assert run.summary["stopped"] == f"{BUDGET} seconds of the clock passed"
 
 
+@pytest.mark.slow
 def test_asynchronous_runs_have_time_without_a_clock_of_their_own(tmp_path) -> None:
     """Four answers are there at the same moment: two count, and the others in an exchange that takes no time."""
     for name, settings in {"waits": [], "goes-on": ["wait_for=2", "cohort=none"]}.items():

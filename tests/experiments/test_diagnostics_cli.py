@@ -75,6 +75,7 @@ def assert_near(got: object, wanted: object) -> None:
         assert got == (pytest.approx(wanted, rel=5.1e-3) if isinstance(wanted, float) else wanted)
 
 
+@pytest.mark.slow
 def test_diagnose_tells_norms_of_replies_and_what_noise_does(run) -> None:
     """Of the two, SimFBO has one phase and three parts; noise is 1,000 long on each of 5 + 8 + 8 numbers."""
     terms = ("--set", "privacy.clip=10", "--set", "privacy.noise_multiplier=100", "--set", "privacy.delta=1e-5")

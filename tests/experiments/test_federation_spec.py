@@ -1,12 +1,12 @@
 """A spec played by a federation: the same numbers as in a simulation, and what wrong configurations are told."""
 
+import contextlib
 import errno
 import json
 import logging
 import re
+import runpy
 import shutil
-import subprocess
-import sys
 import tomllib
 from contextlib import nullcontext
 from pathlib import Path
@@ -46,7 +46,8 @@ def hospitals(tmp_path_factory):
     place = tmp_path_factory.mktemp("hospitals")
     for file in EXAMPLE.glob("*.*"):
         shutil.copy(file, place)
-    subprocess.run([sys.executable, "make_data.py"], cwd=place, check=True, capture_output=True)
+    with contextlib.chdir(place):
+        runpy.run_path("make_data.py", run_name="__main__")
     return place
 
 
@@ -307,8 +308,8 @@ PRIVATE = {"clip": 1.0, "noise-multiplier": 0.1, "delta": 1e-5}
 
 @pytest.mark.parametrize(("tell", "private", "settings", "metric"), [
     ([0, 1], [], [], "fit.mean"),
-    ([1], [0], [], "fit.mean"),
-    ([], [], [], "outer_loss"),
+    pytest.param([1], [0], [], "fit.mean", marks=pytest.mark.slow),
+    pytest.param([], [], [], "outer_loss", marks=pytest.mark.slow),
     ([], [0, 1], [], "exchanges"),
     ([0, 1], [], ["asynchronous.wait_for=1"], "outer_loss"),
 ])  # fmt: skip

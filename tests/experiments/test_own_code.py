@@ -251,6 +251,7 @@ def test_an_algorithm_runs_with_its_own_presets(run, here, method) -> None:
         experiments.configure(task="saddle", algorithm=DAMPED)
 
 
+@pytest.mark.slow
 def test_a_comparison_has_a_row_for_an_algorithm_of_ones_own(run, here, method) -> None:
     settings = ["--set", "Damped.lr=0.2", "--set", "fedbio.local_steps=1", "--set", "batch_size=4"]
     arguments = ["quadratic", "--algorithms", f"{DAMPED},fedbio", "--rounds", 2, "--out", here / "both", "--quiet"]
@@ -329,6 +330,7 @@ def test_an_app_has_a_copy_of_ones_own_algorithm(here, method) -> None:
     assert ALGORITHMS["damped"] is original
 
 
+@pytest.mark.slow
 def test_diagnosing_for_ones_own_algorithm_reports_and_suggests_nothing(run, here, method) -> None:
     code, shown, error = run("diagnose", "quadratic", "--algorithm", DAMPED, "--set", "clients=2")
     assert (code, error) == (0, "fedbilevel: this runs the code of sub/method.py\n")

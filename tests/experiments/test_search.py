@@ -102,6 +102,7 @@ def test_trials_whose_metric_is_not_a_number_have_ended_and_are_not_drawn_anew(m
     assert found.spent == {"rounds": 60, "exchanges": 60}
 
 
+@pytest.mark.slow
 def test_another_text_of_ones_own_task_is_another_search(tmp_path, run) -> None:
     own, text = tmp_path / "own.py", "from fedbilevel.tasks import quadratic\ndef mine(): return quadratic(clients=3)\n"
     own.write_text(text)
@@ -150,6 +151,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 def test_a_search_goes_on_where_a_process_was_killed_that_held_its_storage(tmp_path, start, monkeypatch) -> None:
     """What it wrote last is torn. Optuna's own lock, which an earlier version has left, holds nobody up: of a relative
     path it would for ever."""

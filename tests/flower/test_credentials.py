@@ -133,6 +133,7 @@ def test_a_server_that_is_no_superlink_is_told_from_one(status, tmp_path):
         server.shutdown()
 
 
+@pytest.mark.slow
 def test_a_site_hears_why_it_does_not_reach_its_superlink(federation, tmp_path, monkeypatch):
     address, made = federation.address, federation.credentials
     (one, other), stranger = made.clients, credentials.make(tmp_path / "other", clients=0).ca

@@ -18,6 +18,7 @@ from fedbilevel.core.errors import FedbilevelError
 from fedbilevel.experiments import federation, load_run, read_spec
 from fedbilevel.flower.launch import children, processes
 from fedbilevel.tasks import TASKS
+from representatives import slow_but
 
 COMMAND = [str(Path(sys.executable).parent / "fedbilevel"), "flower", "demo", "--clients", "2", "--rounds", "4"]
 ENV = {**os.environ, "JAX_PLATFORMS": "cpu", "JAX_ENABLE_X64": "0"}
@@ -50,7 +51,7 @@ class Looking:
         raise LookedAtError(said["client"])
 
 
-@pytest.mark.parametrize("task", [pytest.param(t, marks=[pytest.mark.slow] * (t == "hospitals")) for t in TASKS])
+@pytest.mark.parametrize("task", slow_but(*(TASKS.keys() - {"hospitals", "few_shot"}), of=TASKS))
 def test_every_client_of_a_demo_of_every_task_would_take_part(task, tmp_path, monkeypatch, capsys):
     """Their data are nobody's: no floor of the demo's refuses a few samples, or small batches."""
     hospital_files.write(tmp_path, monkeypatch)

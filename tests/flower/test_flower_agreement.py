@@ -19,6 +19,7 @@ from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.wire import RequestMessage, decode
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
+from representatives import slow_but
 
 ROUNDS, COHORT = 3, 3
 SIZES = {"equal": (6, 6), "ragged": (3, 4)}  # of two sizes: few programs
@@ -66,7 +67,14 @@ CASES = {
     ),
     "FedAvg-S, minimax, ragged, work of each": (fb.FedAvgS(batch_size=None), "ragged", [1, 2, 3, 1, 2], MINIMAX),
 }  # fmt: skip
-SLOW = ("FedMBO, fresh cohorts",)
+QUICK = (
+    "ShroFBO, ragged full batches, random work, a schedule",
+    "SimFBO, numbers of each client",
+    "two phases, a loop, client state",
+    "SimFBO, steps that adapt, trimmed mean",
+    "FedAvg, local epochs, ragged",
+)
+"""One of each kind of exchange, of numbers and of samples; the others are further methods and problems."""
 
 
 def both(case, log):
@@ -91,7 +99,7 @@ def both(case, log):
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[pytest.mark.slow] if c in SLOW else []) for c in CASES])
+@pytest.mark.parametrize("case", slow_but(*QUICK, of=CASES))
 def test_agrees_with_local(case, tmp_path):
     """In float64, 1e-12: see tests/engines/test_agreement.py. The log of the exchanges adds up to the ledger."""
     here, there = both(case, tmp_path / "exchanges.jsonl")
@@ -118,6 +126,7 @@ def test_two_calls_of_solve_agree():
         fb.solve(algorithm, task.problem, task.clients, *start, rounds=2, engine=Flower(grid=grid))
 
 
+@pytest.mark.slow
 def test_models_with_fixed_leaves():
     """Equinox modules: what is no array stays on each side, and the structure of the tree is never sent."""
     eqx = pytest.importorskip("equinox")

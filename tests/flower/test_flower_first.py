@@ -18,6 +18,7 @@ from fedbilevel.core.tree import XY
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import RequestMessage, decode
+from representatives import slow_but
 
 TASK = federations.TASK
 P = TASK.clients.weights
@@ -128,7 +129,7 @@ def followed(expected, *given, **options):
 
 
 @pytest.mark.parametrize("both", [False, True], ids=["alone", "with a mean after it"])
-@pytest.mark.parametrize("n", [2, 5])
+@pytest.mark.parametrize("n", slow_but(2, of=[2, 5]))
 def test_the_order_of_events(n, both):
     """Weights are below 1, so 8 rounds amplify no rounding: 1e-12."""
     result, expected = followed(simulated(n, DELAYS, both), Async(n=n, both=both), DELAYS)

@@ -28,6 +28,7 @@ from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import from_bytes, to_bytes
 from fedbilevel.tasks.quadratic import inner, outer, quadratic
 from fixed_steps import fixed
+from representatives import slow_but
 
 CLIENTS = 3
 SPLIT = fb.Bilevel(lambda x, y, b: outer(x[0], y, b), lambda x, y, b: inner(x[0], y, b), local="x")
@@ -71,7 +72,6 @@ CASES |= {
     for name, case in cases().items()
     if type(unwrapped(case.algorithm)) not in TESTED
 }
-QUICK = {"ShroFBO, the first two"}
 ROUNDS = 3
 LARGEST = 9.42  # of a standard normal number, as `gaussian` makes them
 
@@ -116,9 +116,7 @@ SIMULATED = {
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=[pytest.mark.slow] * (c == "FedNest, fresh cohorts")) for c in SIMULATED]
-)
+@pytest.mark.parametrize("case", slow_but("ShroFBO, public counts", "SimFBO, the first two, top-k", of=SIMULATED))
 def test_a_simulation_under_privacy_is_a_federation_under_privacy(case, tmp_path, noise_of_the_run):
     """With one noise, to the rounding of sums of a few numbers of size 1: state, costs and the ε of each row."""
     (algorithm, cohort), terms = SIMULATED[case], Privacy(clip=0.5, noise_multiplier=0.3, delta=1e-5)
@@ -173,7 +171,7 @@ def played(case, folder=None, privacy=None):
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
-@pytest.mark.parametrize("case", [pytest.param(c, marks=[] if c in QUICK else [pytest.mark.slow]) for c in CASES])
+@pytest.mark.parametrize("case", slow_but("ShroFBO, the first two", of=CASES))
 def test_noise_is_in_what_tells_of_data_alone(case, tmp_path):
     """With a clip that nothing reaches and noise of deviation σ = 1e-9, all numbers are off by some σ: each of a
     reply's at most 30 numbers by 9.42σ, in at most 15 exchanges a run, passed on to a state by maps whose Lipschitz
@@ -295,8 +293,14 @@ LATE_AND_SHORT = {
 }
 
 
-@pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("name", LATE_AND_SHORT)
+@pytest.mark.parametrize(
+    ("name", "x64"),
+    [
+        pytest.param(name, x64, marks=[pytest.mark.slow] * (x64 != (name == "short")))
+        for name in LATE_AND_SHORT
+        for x64 in (False, True)
+    ],
+)
 def test_layers_outside_of_privacy_see_what_is_noised_in_both_precisions(name, x64, tmp_path):
     """And no samples; what they add is not sent."""
     algorithm = fb.layered(fixed(fb.SimFBO(batch_size=2)), LATE_AND_SHORT[name])

@@ -12,6 +12,7 @@ from fedbilevel.core.client import Client, Samples
 from fedbilevel.oracles import fixed_x, products
 from fedbilevel.oracles.differences import Differences
 from fedbilevel.oracles.fixed_x import inner_loss_at, inner_loss_on
+from representatives import slow_but
 
 SIZE, LONGEST, PIXELS, HIDDEN = 7, 9, 23, 4
 rng = np.random.default_rng(0)
@@ -57,8 +58,11 @@ def client(loss, size=SIZE):
     return Client(problem, samples, samples, jnp.asarray(0), jnp.asarray(1.0), None)
 
 
-@pytest.mark.parametrize(("size", "batch_size"), [(SIZE, None), (LONGEST, None), (SIZE, 4)])
-@pytest.mark.parametrize("name", sorted(LOSSES))
+DRAWS = [(name, *drawn) for name in sorted(LOSSES) for drawn in ((SIZE, None), (LONGEST, None), (SIZE, 4))]
+QUICK = [draws for draws in DRAWS if draws[0] == "network" or draws[1:] == (SIZE, None)]
+
+
+@pytest.mark.parametrize(("name", "size", "batch_size"), slow_but(*QUICK, of=DRAWS))
 def test_it_is_the_loss_on_the_same_draws(name, size, batch_size):
     """Sums of a few dozen terms of size 1, in another order: 1e-12 is ample."""
     who = client(LOSSES[name], size)

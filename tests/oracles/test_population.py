@@ -27,7 +27,10 @@ def clients():
 NAMES = ("outer", "inner")
 
 
-@pytest.fixture(scope="module", params=[256, 5], ids=["one chunk", "chunks with padding"])
+CHUNKS = [pytest.param(256, id="one chunk", marks=pytest.mark.slow), pytest.param(5, id="chunks with padding")]
+
+
+@pytest.fixture(scope="module", params=CHUNKS)
 def sums(request, instance, clients):
     """All of the population's functions, and those of clients 2 and 0 alone."""
     before, module.CHUNK = module.CHUNK, request.param

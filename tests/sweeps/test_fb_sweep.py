@@ -212,6 +212,7 @@ def test_a_name_says_whether_a_metric_is_of_test_data(names, are) -> None:
     assert [name for name in names.split() if measured_on_test(name) != are] == []
 
 
+@pytest.mark.slow
 def test_a_function_may_make_the_algorithm() -> None:
     found = swept(lambda steps: fb.SimFBO(local_steps=steps), grid={"steps": [3, 4]}, rounds=1)
     assert found.algorithm == fb.SimFBO(local_steps=found.best["steps"])
@@ -274,6 +275,7 @@ def test_a_part_is_swept_before_its_fields_and_not_after_them() -> None:
         product({"inner.lr": [0.1], "inner": ["svrg"]})
 
 
+@pytest.mark.slow
 def test_the_example_of_a_search_of_ones_own_searches(monkeypatch) -> None:
     optuna = pytest.importorskip("optuna")
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")

@@ -165,6 +165,7 @@ def test_the_losses_of_heads_with_hidden_layers_by_hand(shared, characters) -> N
     np.testing.assert_allclose(found, expected, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_hidden_units_of_heads_are_cut_too() -> None:
     """With half of the 4 features and of 6 and 5 hidden units; with these alone cut, what is left gives the same loss
     as the whole with zeros elsewhere. (Fewer features have another mean square in φ.)"""
@@ -199,6 +200,7 @@ def test_a_head_with_hidden_layers_cannot_begin_at_zero() -> None:
     assert optax.tree.norm(few_shot(**DEEP).y0["hidden"]) > 1
 
 
+@pytest.mark.slow
 def test_accuracy_with_hidden_layers_is_that_of_heads_descended_from_the_start(characters) -> None:
     task = few_shot(**DEEP)
     start = jax.tree.map(lambda leaf: leaf[0], task.y0)
@@ -210,6 +212,7 @@ def test_accuracy_with_hidden_layers_is_that_of_heads_descended_from_the_start(c
     assert abs(task.metrics["test_accuracy"](task.x0, None) - np.mean(right)) < 1e-12
 
 
+@pytest.mark.slow
 def test_a_shared_head_cannot_tell_characters_apart_but_learns_labels_by_heart(characters) -> None:
     """200 tasks give n = 600 characters labels in an order of chance, and their best head on 16 features should stay at
     a loss of log 3 on others. Of these labels it fits the noise: maximum likelihood gains half a χ² of (3 − 1)·16 in
@@ -239,6 +242,7 @@ def test_a_shared_head_cannot_tell_characters_apart_but_learns_labels_by_heart(c
     assert abs(first - second) < 1e-12 * first
 
 
+@pytest.mark.slow
 def test_own_hypergradients_are_those_of_the_federation_if_no_head_is_shared(tasks) -> None:
     """∇²yy g is block diagonal and a client's p_i cancels in H⁻¹b, so that the mean of clients' own hypergradients is
     the federation's, at any y. All tasks in each batch, exact to the tolerance of conjugate gradient; with y's of one

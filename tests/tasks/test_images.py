@@ -232,6 +232,7 @@ def test_full_batches_of_unequal_clients():
     assert float(both) == pytest.approx(float(plain), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_loss_tuning_learns():
     """Thirty rounds bring the digits from chance (10 %) to well above it, and move x."""
     task = loss_tuning(clients=4)
