@@ -23,7 +23,7 @@ test: setup  ## the checks of `make lint`, and the tests; types are checked besi
 	$(BIN)/ruff check
 	@$(BIN)/mypy & types=$$!; $(BIN)/pytest; tests=$$?; wait $$types && exit $$tests
 
-test-slow: setup  ## the tests that take minutes or need downloaded data
+test-slow: setup  ## the tests that take long, repeat others for more methods, or need downloaded data
 	$(BIN)/pytest -m slow
 
 test-torch: setup  ## install PyTorch and what is built on it, then the tests of fedbilevel.torch
