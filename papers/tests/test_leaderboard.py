@@ -100,6 +100,7 @@ def test_a_leaderboard_is_played(tmp_path: Path) -> None:
     assert json.loads(json.dumps(found)) == found
 
 
+@pytest.mark.slow
 def test_steps_of_a_task_that_is_apart_are_chosen_by_trials_with_each_runs_seed(tmp_path: Path) -> None:
     """Such trials see what the seed gives a run to train on, and no more."""
     apart = {**BOARD, "panels": {"all": {**BOARD["panels"]["all"], "apart": True}}}

@@ -122,7 +122,9 @@ def test_runs_of_another_setting_are_not_taken_for_the_figures(place: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("steps", "error"), [([1e30, 1e31], "every trial failed"), ([1e9, 2e9], "round 3")], ids=["trials", "runs"]
+    ("steps", "error"),
+    [([1e30, 1e31], "every trial failed"), pytest.param([1e9, 2e9], "round 3", marks=pytest.mark.slow)],
+    ids=["trials", "runs"],
 )
 def test_a_method_that_fails_is_a_finding_and_remembered(
     tmp_path: Path, steps: list[float], error: str, monkeypatch: pytest.MonkeyPatch

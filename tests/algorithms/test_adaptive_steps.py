@@ -103,7 +103,8 @@ def at_the_start(part):
     return dataclasses.replace(part, **changed)
 
 
-@pytest.mark.parametrize("name", slow_but("SimFBO", of=METHODS))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", METHODS)
 def test_a_step_that_suits_the_start_does_not_suit_the_end(name):
     problem, x, _ = stiffening(10.0)
     try:

@@ -95,6 +95,7 @@ def test_fednest_reaches_the_saddle_linearly(hard):
     assert result.ledger.exchanges == 12 * stretch * (2 + 2)  # 2T + 2: there is no system to solve
 
 
+@pytest.mark.slow
 def test_lfednest_ends_beside_the_saddle(hard):
     algorithm = fb.LFedNest(inner=fb.parts.LocalSGD(rounds=2, **ON_Y), outer_steps=OUTER_STEPS, **COMMON)
     result, exact = run(algorithm, hard, 400), saddle_point(hard.clients)

@@ -115,6 +115,7 @@ def test_only_a_loss_that_declares_a_key_gets_one():
     assert not isinstance(here.outer_batch(jax.random.key(0)), Keyed)
 
 
+@pytest.mark.slow
 def test_minimax_and_compositional_losses_draw():
     """F(y, r(x)) = ½y² and r(x) = x + ε with E ε = 0 have their minimum at x = 0; −f draws what f does."""
     minimax = fb.Minimax(lambda x, y, batch, key: jax.random.uniform(key) * x * y - y**2)

@@ -5,8 +5,6 @@ import numpy as np
 import pytest
 from benchmarks.family import GROUPS, ROUNDS, kept, played
 
-from representatives import slow_but
-
 OTHER = 8  # a family that no number of the scheme was chosen on
 FEW = {"SimFBO": 1, "FedBiO": 6, "AFBO": 4, "AggITD": 5}
 """A group for each of four methods: stiffening penalties in float32, raw penalties, a linear map, softmax."""
@@ -18,7 +16,8 @@ def check(ends):
     assert all(end.said for end in ends if end.loss > 1.001 * end.start)
 
 
-@pytest.mark.parametrize("name", slow_but("AFBO", of=FEW))
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FEW)
 def test_a_few_members(name):
     ends = [played(name, FEW[name], number, OTHER) for number in range(4)]
     check(ends)

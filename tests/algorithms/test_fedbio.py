@@ -40,6 +40,7 @@ def test_fedbio_is_simfbo_whose_server_takes_the_mean():
     assert fedbio.ledger.bytes_up == simfbo.ledger.bytes_up == 3 * 3 * (5 + 8 + 8) * 8
 
 
+@pytest.mark.slow
 def test_fedbioacc_reaches_the_closed_form():
     """τ = 1, full batches, everyone: gradient steps on all three, as m equals d from the first round on."""
     task = quadratic(clients=4, condition=5)

@@ -91,7 +91,7 @@ def task():
     return quadratic(clients=8, condition=5, samples=(4, 4)).with_own(local_steps=WORK)
 
 
-@pytest.mark.parametrize("name", slow_but("cg", "SGD, τ = 1", of=sorted(EXACT)))
+@pytest.mark.parametrize("name", slow_but("cg", of=sorted(EXACT)))
 def test_reaches_the_closed_form(name, task):
     """Unequal local work, too: β/τ_i and the correction leave x* where it is. The series: (1 − 1/κ)^120 < 1e-11."""
     task = quadratic(clients=8, condition=5) if name.startswith("SGD") else task
@@ -127,7 +127,7 @@ LIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", slow_but("LFedNest", "LFedNest, joint", of=LIGHT))
+@pytest.mark.parametrize("name", slow_but("LFedNest", of=LIGHT))
 def test_local_hypergradients_end_where_their_mean_vanishes(name):
     """SVRG's steps, which are zero at y*(x), leave each client there, for any τ; one plain step β = 1 does not."""
     task, (method, fields, beta) = quadratic(condition=5, noise=0.0), LIGHT[name]
@@ -143,10 +143,10 @@ def test_local_hypergradients_end_where_their_mean_vanishes(name):
 @pytest.mark.parametrize(
     ("inner", "joint", "exchanges"),
     [
-        (fb.parts.LocalSGD, False, 2 + 1),
+        pytest.param(fb.parts.LocalSGD, False, 2 + 1, marks=pytest.mark.slow),
         (fb.parts.SVRG, False, 2 * 2 + 1),
         (fb.parts.LocalSGD, True, 1),
-        (fb.parts.SVRG, True, 2),
+        pytest.param(fb.parts.SVRG, True, 2, marks=pytest.mark.slow),
     ],
 )
 def test_light_variants_equal_their_equations_written_out(inner, joint, exchanges, task):

@@ -53,7 +53,7 @@ def field(method, path):
     return method
 
 
-REPEATED = {"ADBO", "SDBO", "FedBiO", "FedNestSGD", "IRIG", "RAFBO", "ShroFBO", "FedAvg"}
+REPEATED = {"ADBO", "SDBO", "AFBO", "FedMBO", "FedBiO", "FedNestSGD", "IRIG", "RAFBO", "ShroFBO", "FedAvg"}
 """What steps by own numbers is a class that another method has, too."""
 
 

@@ -116,7 +116,8 @@ def test_reaches_the_closed_form():
     assert relative_error(result.state.iterate.v, exact.v) < 1e-8
 
 
-@pytest.mark.parametrize("name", ["plain", pytest.param("momentum", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "momentum"])
 def test_theorems_1_and_2(name):
     """Unequal work, local steps so short that drift vanishes: SimFBO solves the problem with weights
     w_i ∝ p_i‖a_i‖₁, ShroFBO the one that was asked."""
@@ -242,6 +243,7 @@ def test_server_optimizer_sees_q():
     np.testing.assert_allclose(found, two, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_schedules_are_read_at_the_round():
     """A schedule that is γ in round 0 and γ/2 from round 1 on equals two runs with these numbers."""
     task = quadratic()

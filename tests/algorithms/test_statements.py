@@ -18,7 +18,8 @@ import fedbilevel as fb
 from fixed_steps import fixed
 
 
-@pytest.mark.parametrize("rounds", [25, pytest.param(400, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rounds", [25, 400])
 def test_fednest_theorem_32_with_unequal_local_steps(rounds):
     """Of f_i(x; ξ) = ½‖x − ξ‖², all noise of a corrected step is in q: client i moves by −(1 − (1 − α/τ_i)^τ_i) q, the
     server by −c q, c the mean of these factors. So E(x − x*)² = (1 − c)² E(x − x*)² + c² s², s² = Σ p_i² σ_i² by
@@ -93,6 +94,7 @@ def test_simfbo_proposition_3_holds_for_few_local_steps(tau, holds):
     assert drift <= eta**2 * tau**2 * 5
 
 
+@pytest.mark.slow
 def test_fism_remark_10_clients_reach_the_solution_too():
     """A client's walk ends at most n_i γ_k (C_f + λ_k C_H) from x_k, and so at the solution, as x_k does."""
     exact, errors = flat.solution(), []

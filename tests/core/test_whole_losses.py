@@ -41,7 +41,9 @@ def clients():
     ],
 )
 @pytest.mark.parametrize(
-    "method", [fb.SimFBO(local_steps=1, batch_size=None), fb.FedNest(batch_size=None)], ids=["SimFBO", "FedNest"]
+    "method",
+    [fb.SimFBO(local_steps=1, batch_size=None), pytest.param(fb.FedNest(batch_size=None), marks=pytest.mark.slow)],
+    ids=["SimFBO", "FedNest"],
 )
 def test_the_closed_form(method, engine):
     """By one local step, or corrected ones: uncorrected ones drift apart where clients differ."""
@@ -60,6 +62,7 @@ def test_engines_agree():
     np.testing.assert_allclose(*found, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_saddle_of_a_whole_loss():
     """f_i = x·y·max_i − ½y² + ½x² has its saddle at 0; y* = x m, from any start."""
     loss = fb.WholeLoss(lambda x, y, samples, valid: x * y * largest(samples["r"], valid) - y**2 / 2 + x**2 / 2)

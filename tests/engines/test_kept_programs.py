@@ -386,7 +386,7 @@ def test_metrics_find_their_programs_and_their_own_constants():
     np.testing.assert_allclose(second.history.rows[-1]["d"], np.sum((y - 1) ** 2), rtol=1e-6)
 
 
-@pytest.mark.parametrize("engine", [fb.Local(), fb.Reference()], ids=["local", "reference"])
+@pytest.mark.parametrize("engine", slow_but(fb.Local(), of=[fb.Local(), fb.Reference()]), ids=["local", "reference"])
 def test_metrics_of_clients_are_compiled_once_and_find_their_own_constants(engine):
     """However many runs measure them: another number that the metric reads needs no program, another metric does."""
     fb.Local.forget()

@@ -112,7 +112,7 @@ def test_what_no_smaller_step_mends_is_said_without_steps(case):
     assert "lower" not in str(error.value)
 
 
-@pytest.mark.parametrize("which", ["outer", "inner"])
+@pytest.mark.parametrize("which", slow_but("inner", of=["outer", "inner"]))
 @pytest.mark.parametrize("method", slow_but(fb.AggITD, of=[fb.FedMBO, fb.AggITD]))
 def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(method, which):
     """Its derivative is 0: the numbers that are exchanged would stay finite."""

@@ -320,6 +320,7 @@ def test_not_even_by_force_is_another_noise_gone_on_with(tmp_path):
     assert more.ledger.epsilon == PRIVACY.epsilon_after(5)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.NumericalWarning")
 def test_a_run_that_diverged_is_not_gone_on_from_with_a_new_account(tmp_path):
     wide = fb.Privacy(clip=1e300, noise_multiplier=1e-150, delta=1e-5)

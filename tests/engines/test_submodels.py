@@ -363,6 +363,7 @@ def test_mask_noise_is_in_the_history(one_round):
     assert last["mask_noise_y"] == pytest.approx(float(share), rel=1e-12)
 
 
+@pytest.mark.slow
 def test_mask_noise_is_that_of_the_cohort_and_none_of_a_model_that_is_zero():
     """A cohort of one each round, of each class in turn: the noise of its class alone; y starts at 0."""
     x, y = start()

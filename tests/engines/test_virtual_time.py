@@ -105,7 +105,12 @@ def test_arrivals_that_read_something_changed_are_noticed():
     ("arrivals", "other", "words"),
     [
         ([[True, False, True], [False, True, False]], [[True, True, True]], "clock's arrivals"),
-        (lambda e, i, key: jax.random.bernoulli(key), lambda e, i, key: e % 3 == i, "different now: Clock.arrivals"),
+        pytest.param(
+            lambda e, i, key: jax.random.bernoulli(key),
+            lambda e, i, key: e % 3 == i,
+            "different now: Clock.arrivals",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_a_run_by_a_schedule_goes_on_by_it_and_by_no_other(arrivals, other, words, tmp_path):

@@ -56,6 +56,7 @@ def test_diagnose_prints_commands_that_ask_for_what_it_found(source, run, monkey
             assert_near(found.algorithm.fields[field], plain(getattr(made, field)))
 
 
+@pytest.mark.slow
 def test_diagnose_says_all_else_on_request(run) -> None:
     _, short, _ = run("diagnose", "quadratic")
     _, whole, _ = run("diagnose", "quadratic", "--all")

@@ -165,6 +165,7 @@ def test_wrong_input_is_explained(algorithms, settings, words) -> None:
         comparison_specs("quadratic", algorithms, settings=settings)
 
 
+@pytest.mark.slow
 def test_one_client_that_holds_everything_is_the_same_problem() -> None:
     """With clients of equal size and weight, one full-batch local step and everyone taking part, the server's average
     is a mean over all samples, and so is that of the single client."""

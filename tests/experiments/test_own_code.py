@@ -80,6 +80,7 @@ def test_it_runs_and_is_resumed_from_elsewhere(run, here) -> None:
     assert experiments.load_run(folder).summary["rounds"] == 5
 
 
+@pytest.mark.slow
 def test_a_task_that_was_changed_is_not_resumed_unasked(run, here) -> None:
     folder = here / "run"
     with apart():

@@ -70,6 +70,7 @@ def test_a_federation_takes_no_terms_from_a_spec():
         require_real(spec(*TERMS))
 
 
+@pytest.mark.slow
 def test_runs_are_compared_by_what_they_cost(tmp_path):
     """Each run's ε after two replies; a run without privacy has none, and of runs without any there is no column."""
     terms = {f"privacy.noise_multiplier={z}": fb.Privacy(1, z, 1e-5).epsilon_after(2) for z in (20, 50)}

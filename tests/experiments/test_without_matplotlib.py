@@ -55,6 +55,7 @@ def test_runs_are_played_continued_and_read_again(run, here) -> None:
     assert pictures(here) == []
 
 
+@pytest.mark.slow
 def test_methods_are_compared(run, here) -> None:
     code, shown, error = run("compare", *SMALL, "--algorithms", "simfbo,fedbio", "--out", "both", "--csv")
     assert (code, without_remarks(error), "plot" in shown) == (0, SAID, False)
@@ -81,6 +82,7 @@ def test_a_page_and_a_run_in_python_that_is_to_be_drawn_are_refused(run, here, f
     assert [path.name for path in here.iterdir()] == ["finished"]
 
 
+@pytest.mark.slow
 def test_a_federation_is_played(here, capsys) -> None:
     spec = experiments.configure(task="quadratic", settings=["clients=2", "samples=[8, 8]", "rounds=2"])
     federation.serve(spec, InProcess(federation.client_app(spec), 2), {"out": "played"})

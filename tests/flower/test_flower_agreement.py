@@ -68,7 +68,6 @@ CASES = {
     "FedAvg-S, minimax, ragged, work of each": (fb.FedAvgS(batch_size=None), "ragged", [1, 2, 3, 1, 2], MINIMAX),
 }  # fmt: skip
 QUICK = (
-    "ShroFBO, ragged full batches, random work, a schedule",
     "SimFBO, numbers of each client",
     "two phases, a loop, client state",
     "SimFBO, steps that adapt, trimmed mean",

@@ -200,7 +200,7 @@ class Mixed(Async):
         return XY(state.x + LR * fed.sum_first(6, self.all_towards, state.x, key), y)
 
 
-@pytest.mark.parametrize("n", [1, 5])
+@pytest.mark.parametrize("n", slow_but(1, of=[1, 5]))
 def test_answers_of_another_kind_keep_nobody_busy(n):
     """Those at work on the first kind are waited for where the second needs them; what they bring counts in the next.
 
