@@ -27,21 +27,21 @@ def agreement(case, engine):
     return two_rounds(case, fb.Local(**engine))
 
 
-def solved(rounds, checkpoint, resume=False, server_lr=0.1, stop_at=None, differ=False, fail_at=None, **engine):
-    """x, y and losses of a run of SimFBO with cohorts, unequal work and rows."""
+def solved(rounds, checkpoint, resume=False, lr=0.1, stop_at=None, differ=False, fail_at=None, **engine):
+    """x and losses of a run of FedAvg, whose program is small, with cohorts, unequal work and rows."""
     seen.clear()
-    task = quadratic(clients=8, samples=(3, 9)).with_own(local_steps=(1, 4))
+    task = quadratic(clients=8, samples=(3, 9))
     result = fb.solve(
-        fb.SimFBO(batch_size=4, client_lr=fb.XYV(0.01, 0.1, 0.1), server_lr=server_lr),
-        task.problem,
-        task.clients,
+        fb.FedAvg(batch_size=4, lr=lr),
+        fb.SingleLevel(lambda x, batch: task.problem.outer(x, task.y0 + 1, batch)),
+        fb.Clients(task.clients.outer, weights=task.clients.weights, local_steps=(1, 4)),
         task.x0,
-        task.y0,
+        None,
         rounds=rounds,
         cohort=5,
         engine=fb.Local(**engine),
         eval_every=2,
-        metrics=task.metrics,
+        metrics={"square": lambda x, y: x @ x},
         key=current_group().process if differ else 0,
         checkpoint=checkpoint,
         resume=resume,
@@ -52,7 +52,7 @@ def solved(rounds, checkpoint, resume=False, server_lr=0.1, stop_at=None, differ
         ],
     )
     rows = [[value for name, value in sorted(row.items()) if name != "seconds"] for row in result.history.rows[1:]]
-    return {"x": result.x, "y": result.y, "rows": np.array(rows), "stopped": np.array(result.stopped)}
+    return {"x": result.x, "rows": np.array(rows), "stopped": np.array(result.stopped)}
 
 
 def fail():
