@@ -85,6 +85,7 @@ def test_a_method_that_scatters_is_level_with_the_best_and_not_well_placed() -> 
     assert [row[:2] for row in overview({"all": found})] == [["SimFBO", "1.0"], ["FedBiO", "2.0"]]
 
 
+@pytest.mark.slow
 def test_a_leaderboard_is_played(tmp_path: Path) -> None:
     """Steps are multiples of the presets'; a run ends when all budgets are spent."""
     preset = experiments.resolve(tables(BOARD, "all", "FedBiO")).tables()["algorithm"]["client_lr"]["x"]

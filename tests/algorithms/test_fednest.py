@@ -266,9 +266,8 @@ def deviation(fresh, sampling, draws=24_000, terms=6, step=1.5):
     return np.max(np.abs(mean - expected) / error)
 
 
-@pytest.mark.parametrize(
-    "sampling", ["random_per_client", *(pytest.param(one, marks=pytest.mark.slow) for one in ("random", None))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sampling", ["random_per_client", "random", None])
 def test_in_expectation_the_product_is_the_truncated_neumann_inverse(sampling):
     """Lemma 2.2. With factors from one cohort the expectation of a product is another: that would be seen here, also if
     all products with the Hessian, but neither ∇y F nor the last one, shared a cohort: off by 7 to 11 standard errors,

@@ -221,10 +221,11 @@ def test_steps_by_round_are_those_of_runs_with_each(task):
     start = task.problem, task.clients, task.x0, task.y0
     by_round = lambda a, b: lambda k: jax.numpy.where(k < 1, a, b)  # noqa: E731
     method = lambda alpha, beta: fixed(fb.FedNest(inner=SVRG(lr=beta), outer_lr=alpha, batch_size=None))  # noqa: E731
-    both = fb.solve(method(by_round(0.1, 0.3), by_round(0.4, 0.05)), *start, rounds=2)
+    engine = fb.Reference()
+    both = fb.solve(method(by_round(0.1, 0.3), by_round(0.4, 0.05)), *start, rounds=2, engine=engine)
     x, y = task.x0, task.y0
     for alpha, beta in ((0.1, 0.4), (0.3, 0.05)):
-        step = fb.solve(method(alpha, beta), task.problem, task.clients, x, y, rounds=1)
+        step = fb.solve(method(alpha, beta), task.problem, task.clients, x, y, rounds=1, engine=engine)
         x, y = step.x, step.y
     np.testing.assert_allclose(both.x, x, rtol=1e-12)
     np.testing.assert_allclose(both.y, y, rtol=1e-12)

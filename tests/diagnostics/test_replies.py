@@ -96,6 +96,7 @@ def test_norms_of_short_floats_are_not_cut_off_where_their_squares_are():
     assert set(looked_at(Short()).norms["tell", "all"].tolist()) == {4000.0}
 
 
+@pytest.mark.slow
 def test_noise_that_reaches_x_through_y_is_seen():
     """No reply moves an x that clients keep, but their own steps on it go by a noised y from the second round."""
     losses = [lambda x, y, b: jnp.sum((x - y) ** 2) + jnp.sum(b["t"]), lambda x, y, b: jnp.sum((y - jnp.sum(x)) ** 2)]

@@ -173,6 +173,7 @@ def test_x_of_few_clients_is_found():
     assert said(fb.Bilevel(fit, own), samples) == []
 
 
+@pytest.mark.slow
 def test_a_start_that_is_left_by_no_derivative_is_named():
     """At x = 0 and w = 0 the hidden layer is 0, and with it all derivatives in w and x; b alone moves."""
     (text,) = said(fb.Bilevel(network, network), x=ZEROS[0], y=ZEROS[1])

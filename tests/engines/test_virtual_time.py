@@ -51,6 +51,7 @@ def test_an_exchange_costs_the_slowest_of_its_cohort():
         )
 
 
+@pytest.mark.slow
 def test_a_cohort_without_the_slow_one_is_quicker():
     """With two of six clients a round, one of which takes 50: (5 choose 2)/(6 choose 2) = 2/3 of rounds take 1."""
     clock = fb.Clock(stragglers=1, slowdown=50)

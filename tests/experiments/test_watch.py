@@ -54,6 +54,7 @@ def test_a_terminal_is_shown_each_phase_and_then_the_rounds(tmp_path, monkeypatc
     assert "relative_error" in text
 
 
+@pytest.mark.slow
 def test_a_terminal_is_shown_what_is_measured(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     code, text = on_a_terminal(monkeypatch, "diagnose", "quadratic", "--set", "clients=3")

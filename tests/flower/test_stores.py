@@ -174,7 +174,7 @@ def test_an_answer_that_did_not_count_leaves_no_trace(runtime, store):
     assert expected[1] == 1
 
 
-@pytest.mark.parametrize("folder", [True, False], ids=["folder", "context"])
+@pytest.mark.parametrize("folder", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["folder", "context"])
 def test_a_run_resumed_in_the_middle_of_a_round(folder, tmp_path):
     """All answers to exchange 1 of round 1 are lost after clients have changed their state; the server resumes.
 

@@ -116,6 +116,7 @@ def test_features_of_many_samples_are_computed_block_by_block(monkeypatch, rows)
         np.testing.assert_allclose(other, one, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_derivatives_go_through_complex_features():
     """|FFT(x ⊙ image)|² is real, its parts are not; ⟨∇²xy g, v⟩ as JAX has it without features."""
 

@@ -49,6 +49,7 @@ def test_the_closed_form_is_stationary(weights):
     np.testing.assert_allclose(found.inner_gradient, 0, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_clients_differ_enough_to_tell_methods_apart():
     """Averaging B_iᵀ∇f_i(y) at the common y rests elsewhere; and weights matter."""
     task = compositional()

@@ -184,6 +184,7 @@ def test_hidden_units_of_heads_are_cut_too() -> None:
         assert abs(whole - cut) > 0.01
 
 
+@pytest.mark.slow
 def test_a_head_with_hidden_layers_cannot_begin_at_zero() -> None:
     """A saddle: with as many images of each character no entry has a slope at 0, the loss is log 3, and along a fitted
     head it is lower nearby. From the start it falls below 0.1, which the 10 features of 6 images leave room for."""

@@ -101,11 +101,13 @@ def test_a_single_level_optimum_is_scikit_learns(offsets):
     np.testing.assert_allclose(slope, 0, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_single_level_problem_runs_with_the_preset():
     spec = experiments.configure(task="hospitals", algorithm="fedavg", settings=["task.tuned=false", "run.rounds=2"])
     assert experiments.run(spec).x.shape == (18,)
 
 
+@pytest.mark.slow
 def test_penalties_stay_in_their_bounds(task):
     """Steps of 1e6 leave them on both sides. Weights have none."""
     algorithm = fb.SimFBO(

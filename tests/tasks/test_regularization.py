@@ -50,6 +50,7 @@ def test_two_classes_have_one_logit(task):
     np.testing.assert_allclose(np.exp(task.x0), 0.01, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_the_hypergradient_is_the_slope_of_the_validation_loss(task):
     """Central differences of Φ(x) = F(y*(x)), y*(x) by Newton's method, against the implicit one.
 
