@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from alone import client_alone
 from compiled_losses import with_compiled_losses
 
 import fedbilevel as fb
@@ -97,6 +98,14 @@ def test_fedavg_in_plain_loops(epochs, drop_last):
     result = solved(method, SINGLE_LEVEL, rounds=3)
     np.testing.assert_allclose(result.x, x, rtol=1e-12, atol=1e-12)
     assert result.ledger.gradients == 3 * epochs * (DROPPED if drop_last else SHORT).sum()
+
+
+@pytest.mark.parametrize(("drop_last", "tau"), [(False, 6), (True, 4)])
+def test_steps_are_as_many_as_is_said_before_they_are_drawn(drop_last, tau):
+    """Two epochs of 7 samples in batches of 3."""
+    rows, part = {"a": np.ones((7, 2))}, LocalSGD(local_epochs=2, drop_last=drop_last)
+    client = client_alone(BILEVEL, rows, rows, batch_size=3)
+    assert int(part.tau(client)) == int(part.steps(client, jax.random.key(0)).tau) == tau
 
 
 @pytest.mark.parametrize("drop_last", [False, True])

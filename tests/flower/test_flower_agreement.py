@@ -125,6 +125,25 @@ def test_two_calls_of_solve_agree():
         fb.solve(algorithm, task.problem, task.clients, *start, rounds=2, engine=Flower(grid=grid))
 
 
+def test_replies_of_fresh_cohorts_do_not_count_for_what_clients_keep():
+    """Each request says which reply of its client counted last: one to the round's own cohort."""
+    series = fb.parts.Implicit(solver=fb.parts.Neumann(terms=1))
+    method = fixed(fb.FedMBO(inner=fb.parts.LocalSGD(local_steps=1), hypergradient=series, batch_size=None))
+    own, said = {}, []
+
+    def note(client, message):
+        request = decode(RequestMessage, message)
+        if request.phase:
+            said.append((request.counted_round, request.counted_exchange) == own.get(client, (-1, -1)))
+            if not request.fresh:
+                own[client] = request.round, request.exchange
+        return 0.0
+
+    federations.solve(method, InProcess(federations.app(method), 6, delay=note), rounds=2, cohort=None)
+    assert len(said) > len(own) * 2
+    assert all(said)
+
+
 @pytest.mark.slow
 def test_models_with_fixed_leaves():
     """Equinox modules: what is no array stays on each side, and the structure of the tree is never sent."""
