@@ -161,7 +161,7 @@ def test_every_sample_is_seen_once_in_an_epoch(engine):
 
 
 def test_what_is_dropped_changes_from_epoch_to_epoch():
-    once, often = (marks(epochs, True, fb.Reference())[0] for epochs in (1, 12))
+    once, often = (marks(epochs, True, fb.Local())[0] for epochs in (1, 12))
     for n, seen, more in zip(SIZES, once, often, strict=True):
         full, width = max(1, n // BATCH), min(n, BATCH)
         np.testing.assert_allclose(sorted(seen), sorted([0.0] * (n - full * width) + [1 / width] * full * width))
@@ -190,9 +190,7 @@ def test_inner_rounds_count_their_gradients(name):
     method, problem = METHODS[name]
     rounds = method.inner.rounds
     one = replace(method, batch_size=BATCH, inner=replace(method.inner, local_steps=1))
-    before, after = (
-        solved(m, problem, fb.Reference(), rounds=1).ledger.gradients for m in (one, with_epochs(method, 2))
-    )
+    before, after = (solved(m, problem, rounds=1).ledger.gradients for m in (one, with_epochs(method, 2)))
     more = (2 * SHORT - 1).sum() * rounds
     assert after - before == (2 * more if name == "FedNest" else more)
 
@@ -201,7 +199,7 @@ def test_steps_are_those_of_the_samples_as_they_are_drawn_in_features():
     """E ≥ 2 computes what does not depend on y once per sample; E = 1 does not: both are the same steps."""
     x, y = np.ones(DIM), np.full(DIM, 0.5)
     method = with_epochs(METHODS["FedNestSGD"][0], 2)
-    result = solved(replace(method, inner=replace(method.inner, rounds=1)), BILEVEL, fb.Reference(), rounds=1)
+    result = solved(replace(method, inner=replace(method.inner, rounds=1)), BILEVEL, rounds=1)
     key = jax.random.fold_in(jax.random.split(round_keys(jax.random.key(SEED), 0).algorithm)[0], 0)
     ends = []
     for i, one in enumerate(rows()):

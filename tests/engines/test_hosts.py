@@ -103,7 +103,7 @@ MORE = [
     ["fresh", "agreement", {"case": "FedNest, random lengths, fresh cohorts", "engine": {"devices": 2}}],
 ]
 REFUSED = {"function": "solved", "rounds": 8}
-DIVERGES = {"rounds": 4, "checkpoint": None, "lr": 1e200}
+DIVERGES = {"rounds": 4, "checkpoint": None, "lr": 1e60}
 
 
 @pytest.fixture(scope="module")
