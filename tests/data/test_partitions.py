@@ -193,3 +193,19 @@ def test_split_is_random_and_independent_of_a_partition_with_the_same_seed():
     assert not np.array_equal(np.sort(inner), part[:500])
     assert not np.array_equal(inner, make("iid", np.zeros(1000, int), 1)[0][:500])
     assert same(data.split([part], seed=0)[0], [inner])
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_folds_have_as_many_samples_of_each_class(seed):
+    """Of 100 and of 70 samples in 3 folds: to one as many in each, and as many in all."""
+    labels = np.random.default_rng(0).permutation(np.repeat([0, 1], [100, 70]))
+    fold = all_clients.dealt(labels, 3, np.random.default_rng(seed))
+    for kind in (0, 1):
+        assert np.ptp(np.bincount(fold[labels == kind], minlength=3)) <= 1
+    assert np.ptp(np.bincount(fold)) <= 1
+
+
+@pytest.mark.parametrize(("samples", "fraction", "training"), [(7, 0.5, 4), (5, 0.38, 2), (5, 0.1, 1), (5, 0.95, 4)])
+def test_the_share_of_training_samples_is_rounded_and_neither_none_nor_all(samples, fraction, training):
+    inner, outer = data.split([np.arange(samples)], fraction, seed=0)
+    assert (len(inner[0]), len(outer[0])) == (training, samples - training)
