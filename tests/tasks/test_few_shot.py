@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 
+import fedbilevel as fb
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.data import DataError, load_characters
@@ -130,10 +131,32 @@ def test_the_losses_are_those_of_two_tasks_by_hand(objective, tasks, characters)
     else:
         batch, _ = rows(tasks["joint"], 3, 3)
         batch = jax.tree.map(lambda leaf: leaf[1:], batch)
-        found = {"mean": tasks["joint"].problem.outer((x, y), None, batch)}
+        stored = jax.tree.map(lambda leaf: leaf / SMALL["clients"] ** 0.5, y)
+        found = {"mean": tasks["joint"].problem.outer((x, stored), None, batch)}
         expected = {"mean": (expected["outer"] + expected["inner"]) / 2}
     for name, value in found.items():
         assert abs(value - expected[name]) < 1e-12 * expected[name], name
+
+
+def test_the_mean_over_clients_moves_a_head_as_far_as_its_owner_alone_would(tasks) -> None:
+    """A round of FedAvg with one local step: heads, which are stored in units of √M, move by −lr·∇ of their owner's
+    loss, of which a mean over M clients leaves an M-th; with weights of 1/M each."""
+    task, lr, count = tasks["joint"], 0.1, SMALL["clients"]
+    method = fb.FedAvg(local_steps=1, batch_size=None, lr=lr)
+    moved = fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=1).x[1]
+    for client in range(count):
+        batch, _ = rows(task, client, SMALL["tasks"])
+
+        def of_heads(heads, batch=batch):
+            stored = jax.tree.map(lambda leaf: leaf / count**0.5, heads)
+            return task.problem.outer((task.x0[0], stored), None, batch)
+
+        slope = jax.grad(of_heads)(jax.tree.map(lambda leaf: leaf * count**0.5, task.x0[1]))
+        own = batch["task"]
+        for new, old, along in zip(*map(jax.tree.leaves, (moved, task.x0[1], slope)), strict=True):
+            expected = old[own] * count**0.5 - lr * along[own]
+            np.testing.assert_allclose(new[own] * count**0.5, expected, rtol=0, atol=1e-12)
+            assert np.any(along[own] != 0)
 
 
 DEEP = {**SMALL, "head_hidden": (6, 5)}

@@ -82,7 +82,8 @@ def few_shot(
         queries: the query images of each character, other drawings; None takes all that are left.
         holdout: the share of the training characters that is set aside; "validation_accuracy", on tasks made of them,
             is then measured in place of "test_accuracy".
-        objective: "bilevel"; or a single-level objective: "joint", (f + g)/2 in x = (backbone, head); "protonet", whose
+        objective: "bilevel"; or a single-level objective: "joint", (f + g)/2 in x = (backbone, heads/√M), so that the
+            server's mean over M clients moves heads as far as that over their one owner would; "protonet", whose
             x is the backbone (Snell et al. 2017); "maml" and "fomaml", whose x is the backbone and a head of `way`
             columns, adapted to a task's support before its queries count (Finn et al. 2017).
         ridge: as above; the larger, the easier is the inner problem and the more does a head look like class means.
@@ -128,6 +129,7 @@ def few_shot(
         features=features,
         ridge=ridge,
         tasks=None if shared else clients * tasks,
+        clients=clients,
         adapt=adapted(features, adaptation_lr, adaptation_steps, objective == "fomaml"),
         structure=Structure(net.structure.x, head_structure),
         backbone=backbone,
@@ -154,6 +156,7 @@ class Setting(NamedTuple):
     features: Features
     ridge: float
     tasks: int | None  # of all clients; None: they share a head
+    clients: int
     adapt: Adapt
     structure: Structure  # of the backbone and one head
     backbone: PyTree
@@ -192,14 +195,22 @@ def _bilevel(setting: Setting) -> Made:
 
 
 def _joint(setting: Setting) -> Made:
+    """Make the single-level problem in x = (backbone, heads / unit).
+
+    A head belongs to one client, so that the server's mean over M clients moves it by an M-th of what its client did.
+    In units of √M its gradient is √M times as large, and its step M times: it moves as if its owner were alone.
+    """
+    unit = 1.0 if setting.tasks is None else setting.clients**0.5
+
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
-        heads = setting.of_tasks(x[1], batch)
+        heads = optax.tree.scale(unit, setting.of_tasks(x[1], batch))
         outer, inner = (heads_loss(setting.features, x[0], heads, batch[part]) for part in ("query", "support"))
         return (outer + inner + _penalty(setting, heads)) / 2
 
     problem = SingleLevel(loss, structure=Structure(x=(setting.structure.x, setting.structure_of_heads)))
     accuracy = _accuracy_of_new_heads(setting)
-    return problem, (setting.backbone, setting.heads), None, lambda x, y: accuracy(x[0], y)
+    heads = optax.tree.scale(1 / unit, setting.heads)
+    return problem, (setting.backbone, heads), None, lambda x, y: accuracy(x[0], y)
 
 
 def _penalty(setting: Setting, heads: PyTree) -> Array:
