@@ -136,6 +136,8 @@ TABLE = {
     "FedBiO": Row(fixed(fb.FedBiO(**LOOP)), outer=T, inner=T),
     # a momentum's two directions are on the same samples
     "FedBiOAcc": Row(fixed(fb.FedBiOAcc(**LOOP)), outer=T, inner=T),
+    # outer losses are of all samples
+    "FedEx": Row(fixed(fb.FedEx(**LOOP)), outer=0, inner=T),
     "FedAvg-S": Row(fb.FedAvgS(**LOOP), outer=T, inner=0),
     "FedLin": Row(fb.FedLin(**LOOP), outer=1 + (T - 1), inner=0),
     "FedAvg": Row(fb.FedAvg(**LOOP), outer=T, inner=0),
@@ -147,6 +149,9 @@ TABLE = {
 }
 WALKS = {fb.FISM, fb.IRIG}
 """Their draws are of single samples without repetition: test_fism.py."""
+
+NORMALISED = {"FedEx"}
+"""Their means are divided by the cohort's weight: test_fedex.py."""
 
 OTHERS = {
     "FedNest, conjugate gradient": "FedNest",
@@ -223,7 +228,7 @@ def test_draws_are_shared_where_equations_share_them_and_apart_elsewhere(name):
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.errors.InfluenceWarning")
 @pytest.mark.parametrize(
-    "name", [name for name, row in TABLE.items() if row.method.asks.cohorts and name not in OTHERS]
+    "name", [name for name, row in TABLE.items() if row.method.asks.cohorts and name not in {*OTHERS, *NORMALISED}]
 )
 def test_a_cohort_counts_by_its_weight(name):
     """Two like clients, one in a cohort; f does not see y, nor g x: a step on x, and each of a round's exchanges on y,

@@ -118,9 +118,13 @@ def test_a_state_whose_x_is_computed_is_refused():
         fb.solve(Computed(), problem(SETS["box"][0]), population(), jnp.zeros(3), jnp.zeros(3), rounds=1)
 
 
+DRAWN = {"fedex"}
+"""x is one of some draws."""
+
+
 def able():
     made = [cls() for cls in ALGORITHMS.values() if Bilevel in cls.solves and cls.__module__.startswith("fedbilevel.")]
-    return [method for method in made if method.allows.project_x]
+    return [method for method in made if method.allows.project_x and method.name not in DRAWN]
 
 
 @pytest.mark.parametrize("kind", ["box", pytest.param("ball", marks=pytest.mark.slow)])

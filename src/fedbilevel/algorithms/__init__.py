@@ -5,6 +5,7 @@ from fedbilevel.algorithms.afbo import AFBO
 from fedbilevel.algorithms.aggitd import AggITD
 from fedbilevel.algorithms.fedavg_s import FedAvgS
 from fedbilevel.algorithms.fedbio import FedBiO, FedBiOAcc
+from fedbilevel.algorithms.fedex import FedEx
 from fedbilevel.algorithms.fedmbo import FedMBO
 from fedbilevel.algorithms.fednest import FedNest, FedNestSGD, LFedNest
 from fedbilevel.algorithms.fism import FISM, IRIG
@@ -29,6 +30,7 @@ __all__ = [
     "FedAvgS",
     "FedBiO",
     "FedBiOAcc",
+    "FedEx",
     "FedLin",
     "FedMBO",
     "FedNest",

@@ -35,6 +35,8 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.core.weights import PlacedWeights
 
 F = TypeVar("F", bound=Callable[..., Any])
+Measures = Callable[[Any, Client, PyTree, Array], tuple[PyTree, PyTree]]
+"""(algorithm, client, message, key) -> the (x, y) at which the client measures its curvature."""
 ALGORITHMS: dict[str, type[Algorithm]] = {}
 """Every algorithm class that has a name, by that name."""
 
@@ -44,7 +46,9 @@ def phase(function: F) -> F: ...
 
 
 @overload
-def phase(*, takes: PyTree, gives: PyTree, measures: bool = False, multiplies: bool = False) -> Callable[[F], F]: ...
+def phase(
+    *, takes: PyTree, gives: PyTree, measures: bool | Measures = False, multiplies: bool = False
+) -> Callable[[F], F]: ...
 
 
 def phase(
@@ -52,7 +56,7 @@ def phase(
     *,
     takes: PyTree = None,
     gives: PyTree = None,
-    measures: bool = False,
+    measures: bool | Measures = False,
     multiplies: bool = False,
 ) -> Any:
     """Mark a method as a phase: what a client runs when the server names it. It sees its arguments alone.
@@ -60,8 +64,9 @@ def phase(
     `takes` and `gives` say what of the message and of the reply's update is shaped like x or like y, is a single
     "number", or is something else, which no client gets in part, "whole": prefixes of these trees, with these leaves.
     Clients of limited capacity, problems whose clients keep x, and `Asynchronous` go by them. `measures`: with it
-    `AdaptiveSteps` asks for the curvature at the first x and the first y of the message. `multiplies`: it gives the
-    product of ∇²yy g_i and the last part of the message.
+    `AdaptiveSteps` asks for the curvature at the first x and the first y of the message, or at the (x, y) that a
+    function of the phase's arguments returns. `multiplies`: it gives the product of ∇²yy g_i and the last part of the
+    message.
 
     Raises:
         ConfigurationError: the method does not take (self, client, message, key).

@@ -19,8 +19,8 @@ covered      the units in segments of as many as a client holds, dealt out to th
 Numbers of units are rounded to the nearest, where HeteroFL and FedRolex round up; means are by p_i, where HeteroFL
 counts clients alike.
 
-Every method takes these policies but ADBO, SDBO, FISM, IR-IG, IRG and BiFISTA: `Submodels(method, policy=…)`, --set
-submodels.policy=…; see docs/how-to/submodels.md.
+Every method takes these policies but ADBO, SDBO, FedEx, FISM, IR-IG, IRG and BiFISTA: `Submodels(method, policy=…)`,
+--set submodels.policy=…; see docs/how-to/submodels.md.
 """
 
 from __future__ import annotations

@@ -193,6 +193,7 @@ _REASONS = {
     "adbo": _PLANES,
     "afbo": "steps depend on how late replies are, which a run alone shows",
     "fedavg-s": "both players move at once, and what that bears depends on how ∇²xy F turns them, too",
+    "fedex": "x is one of some draws, which no step moves",
     "lfednest": _OWN,
     "rabo": _OWN,
     "rafbo": _OWN,

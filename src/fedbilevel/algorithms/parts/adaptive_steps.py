@@ -186,7 +186,7 @@ class AdaptiveSteps(Layer):
         power = PowerMethod.begin(None, keep=False) if kept is None else kept  # out of reach in a fresh cohort
         phase, products = method.phases[asked.phase], None
         if measures(method, phase):
-            x, y = (next(parts_like(kind, takes_and_gives(phase)[0], message)) for kind in "xy")
+            x, y = measured_at(phase, method, client, message, asked.key)
             power, products = power.measured(client, x, y, steps.seed, method.batch_size, asked.key)
         batched = replace(client, batch_size=method.batch_size)
         sized = with_steps(method, partial(self.size, batched, steps, power.largest))
@@ -258,6 +258,16 @@ def adapted(method: Algorithm) -> set[str]:
 def measures(method: Algorithm, phase: Phase) -> bool:
     """Say whether curvature is measured with a phase."""
     return adapted(method) != {"x"} and bool(getattr(phase, "__measures__", False))
+
+
+def measured_at(phase: Phase, method: Algorithm, client: Client, message: PyTree, key: Array) -> tuple[PyTree, PyTree]:
+    """Return the x and y at which a client measures its curvature: the phase's own choice, or those of the message."""
+    choose: Any = getattr(phase, "__measures__", True)
+    if callable(choose):
+        x, y = choose(method, client, message, key)
+    else:
+        x, y = (next(parts_like(kind, takes_and_gives(phase)[0], message)) for kind in "xy")
+    return x, y
 
 
 def clients_move_x(method: Algorithm) -> bool:

@@ -40,10 +40,7 @@ class InnerRounds(LocalWork):
 
     def gradient_at(self, client: Client, x: PyTree, y: PyTree) -> Gradient:
         """Make the function (y, draw) -> ∇y g_i(x, y) on drawn samples."""
-        steps = self.local_steps
-        if self.local_epochs is not None and client.batch_size is not None:
-            steps = self.local_epochs * (client.inner.longest // client.batch_size)
-        return inner_loss_at(client, x, y, client.batch_size, steps).gradient
+        return inner_gradient(self, client, x, y)
 
 
 class InnerSteps(InnerRounds):
@@ -80,3 +77,11 @@ class LocalSGD(InnerSteps):
         steps = self.steps(client, key)
         change = local_descent(self.gradient_at(client, x, y), y, steps, self.lr / steps.tau)
         return Reply(change, gradients=steps.tau)
+
+
+def inner_gradient(work: LocalWork, client: Client, x: PyTree, y: PyTree) -> Gradient:
+    """Make the function (y, draw) -> ∇y g_i(x, y) on drawn samples, prepared for so many local steps."""
+    steps = work.local_steps
+    if work.local_epochs is not None and client.batch_size is not None:
+        steps = work.local_epochs * (client.inner.longest // client.batch_size)
+    return inner_loss_at(client, x, y, client.batch_size, steps).gradient

@@ -1,0 +1,234 @@
+"""FedEx: federated hyperparameter tuning by exponentiated gradient over drawn configurations, without hypergradients.
+
+Mikhail Khodak, Renbo Tu, Tian Li, Liam Li, Maria-Florina Balcan, Virginia Smith, Ameet Talwalkar. "Federated
+Hyperparameter Tuning: Challenges, Baselines, and Connections to Weight-Sharing". NeurIPS 2021, arXiv:2106.04502.
+Algorithm 2.
+
+The outer variable x holds the hyperparameters. c_1 … c_k are k configurations, values of x, and θ is a distribution
+over them, uniform at first. All configurations share one y. The server sends y, c_1 … c_k, θ and λ; client i draws
+c_i ~ θ and makes τ_i local steps on y at x = c_i, on inner samples; then it measures the outer loss at its end y_i,
+on all its outer samples:
+
+    y_{i,ν+1} = y_{i,ν} − β ∇y g_i(c_i, y_{i,ν}; ζ_ν) from y,   ν < τ_i
+    y ← y + s mean_i (y_i − y),  s = `server_lr`, 1 in FedAvg
+    ∇̃_j = mean_i (f_i(c_i, y_i) − λ) 1[c_i = c_j] / θ_j            the gradient of the mean loss in θ, estimated
+    θ_j ← θ_j exp(−η ∇̃_j) / Σ_l θ_l exp(−η ∇̃_l)                       the exponentiated gradient
+
+in one exchange, with means weighted by Σ p_i u_i / Σ p_i over the cohort. λ is the mean of the earlier rounds' mean
+losses, each discounted by γ for every round since; 0 in the first. The step η is, by the rule `step_rule`,
+
+    aggressive   √(2 log k) / ‖∇̃‖_∞
+    adaptive     √(2 log k) / (the root of the sum of ‖∇̃‖²_∞ over the rounds so far)
+    constant     √(2 log k)
+
+x of the state is the configuration of largest θ, the first of several.
+
+Departures from the paper:
+1. The weights p_i of the problem are those of both means; the paper's are numbers of validation and training samples.
+2. Configurations are an input of Algorithm 2. Here c_1 is x0, and every entry of the others is drawn uniformly
+   between `low` and `high`, by the seed of the run in the first round.
+3. Configurations are sent with every message, since clients of a cohort keep nothing.
+4. The paper's tuned method runs FedEx inside a random search or successive halving over further hyperparameters; here
+   it runs alone. The authors' code also stops moving θ where its entropy is small; here it goes on.
+
+Checked in tests/algorithms/test_fedex.py (rounds written out in NumPy) and tests/engines/test_agreement.py.
+"""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax import Array
+
+from fedbilevel.algorithms.parts.inner import inner_gradient
+from fedbilevel.algorithms.parts.local_steps import LocalWork, local_descent
+from fedbilevel.core.algorithm import Algorithm, phase
+from fedbilevel.core.client import Client, Clients, RemoteClients
+from fedbilevel.core.config import positive, positive_integer, share, static
+from fedbilevel.core.errors import is_number, require
+from fedbilevel.core.facts import Allows, Facts, No
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree, move, over
+
+
+class State(NamedTuple):
+    """The server's state.
+
+    Args:
+        x: the configuration of largest θ.
+        y: the weights that all configurations share.
+        configurations: c_1 … c_k, leaves (k, …).
+        theta: θ, (k,).
+        losses: the sum of the earlier mean losses, each discounted by γ for every round since.
+        rounds: the same sum of ones; 0 before the first round.
+        squares: the sum of ‖∇̃‖²_∞.
+    """
+
+    x: PyTree
+    y: PyTree
+    configurations: PyTree
+    theta: Array
+    losses: Array
+    rounds: Array
+    squares: Array
+
+
+class Message(NamedTuple):
+    """What the server sends: y, c_1 … c_k, θ and λ."""
+
+    y: PyTree
+    configurations: PyTree
+    theta: Any
+    baseline: Any
+
+
+class TrainingAtX(LocalWork, Algorithm):
+    """Base of methods whose clients train y by FedAvg's local steps at a value of x, by the inner loss alone.
+
+    Args:
+        low: the lower bound of the entries of x that are drawn.
+        high: their upper bound.
+        lr: β, the size of each of a client's local steps; None adapts it (`AdaptiveSteps`).
+        server_lr: s, the factor of the mean change of y.
+        batch_size: samples per draw for a step on y, with replacement but in `local_epochs`; None: all.
+    """
+
+    steps_on = "inner"
+
+    low: float | None = static(default=None)
+    high: float | None = static(default=None)
+    lr: float = positive(default=None, own=True, adaptive="local")
+    server_lr: float = positive(default=1.0)
+    batch_size: int | None = positive_integer(default=32, optional=True)
+
+    def validate(self) -> None:
+        both = is_number(self.low) and is_number(self.high) and self.low < self.high  # type: ignore[operator]
+        fits, allowed = both or self.low is self.high is None, "two numbers, low < high, or both None"
+        require(fits, f"{type(self).__name__}.low, high", (self.low, self.high), allowed)
+
+    def trained(self, client: Client, x: PyTree, y: PyTree, key: Array) -> Reply:
+        """Return a reply with the change of y by τ_i local steps at x."""
+        steps = self.steps(client, key)
+        change = local_descent(inner_gradient(self, client, x, y), y, steps, self.lr)
+        return Reply(change, gradients=steps.tau)
+
+    def bounds(self, start: Array) -> tuple[Array, Array]:
+        """Return the bounds of a leaf of x; without numbers for them `start` − 1 and `start` + 1."""
+        if self.low is None or self.high is None:
+            return start - 1, start + 1
+        return jnp.full_like(start, self.low), jnp.full_like(start, self.high)
+
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
+        """Refuse bounds of x whose corners are outside of the set that the problem keeps x in."""
+        for side in (0, 1):
+            corner = jax.tree.map(lambda leaf, side=side: self.bounds(leaf)[side], x)
+            nearest = corner if problem.project_x is None else problem.project_x(corner)
+            inside = all(map(jnp.allclose, jax.tree.leaves(nearest), jax.tree.leaves(corner)))
+            allowed = "in the set that the problem keeps x in (project_x, in a spec run.x_bounds)"
+            require(inside, f"{type(self).__name__}.{('low', 'high')[side]}", (self.low, self.high)[side], allowed)
+
+
+class FedEx(TrainingAtX):
+    """Local steps on y at configurations that clients draw, whose losses move the distribution that they draw from.
+
+    Args:
+        low: the lower bound of every entry of the configurations that are drawn; None: x0 − 1.
+        high: the upper bound; None: x0 + 1.
+        configurations: k, how many there are; the first is x0.
+        discount: γ, at least 0 (λ is the loss of the round before) and below 1.
+        step_rule: of η: "aggressive", the default of the authors' code, "adaptive" or "constant".
+    """
+
+    name = "fedex"
+    facts = Facts(
+        paper="Khodak et al. 2021, arXiv:2106.04502",
+        needs="x of few numbers, with bounds to draw it between; no derivative in x",
+        good_for="hyperparameters of which good values are likely among a few draws; a baseline for bilevel methods",
+        exchanges="one",
+        up="1 like y, k + 1 numbers",
+        cost="a gradient of g",
+        bias="x is one of the k configurations; y is shared by all of them",
+    )
+
+    configurations: int = positive_integer(default=10)
+    discount: float = share(default=0.5)
+    step_rule: Literal["aggressive", "adaptive", "constant"] = static(default="aggressive")
+
+    def validate(self) -> None:
+        rules = "aggressive", "adaptive", "constant"
+        require(self.step_rule in rules, "FedEx.step_rule", self.step_rule, " or ".join(map(repr, rules)))
+
+    @property
+    def allows(self) -> Allows:
+        return Allows(
+            late=No("it divides each loss by the θ of this round, and late replies are draws from an earlier one"),
+            submodels=No("its clients draw whole configurations of x"),
+            local_x=No("it needs x on the server: configurations are drawn there"),
+        )
+
+    def init(self, x: PyTree, y: PyTree) -> State:
+        k, zero = self.configurations, jnp.zeros(())
+        configurations = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (k, *leaf.shape)), x)
+        return State(x, y, configurations, jnp.full(k, 1 / k), zero, zero, zero)
+
+    def draw_configurations(self, start: PyTree, key: Array) -> PyTree:
+        """Draw c_1 … c_k, leaves (k, …), c_1 being `start`."""
+        leaves, structure = jax.tree.flatten(start)
+
+        def several(leaf: Array, key: Array) -> Array:
+            others = jax.random.uniform(key, (self.configurations - 1, *leaf.shape), leaf.dtype, *self.bounds(leaf))
+            return jnp.concatenate([leaf[None], others])
+
+        keys = jax.random.split(key, len(leaves))
+        return jax.tree.unflatten(structure, [several(*both) for both in zip(leaves, keys, strict=True)])
+
+    def drawn(self, message: Message, key: Array) -> tuple[Array, PyTree]:
+        """Draw the number of a client's configuration from θ, and return it with the configuration."""
+        number = jax.random.categorical(jax.random.fold_in(key, 0), jnp.log(message.theta))
+        return number, jax.tree.map(lambda rows: rows[number], message.configurations)
+
+    def measured_at(self, client: Client, message: Message, key: Array) -> tuple[PyTree, PyTree]:
+        """Return where steps that adapt measure a client's curvature: at its own configuration."""
+        return self.drawn(message, key)[1], message.y
+
+    @phase(takes=Message("y", "whole", "whole", "number"), gives=("y", "whole", "number"), measures=measured_at)
+    def train_and_measure(self, client: Client, message: Message, key: Array) -> Reply:
+        """Reply with y_i − y, the client's term of ∇̃, and its outer loss."""
+        number, x = self.drawn(message, key)
+        descent_key, outer_key = jax.random.split(jax.random.fold_in(key, 1))
+        trained = self.trained(client, x, message.y, descent_key)
+        end = optax.tree.add(message.y, trained.update)
+        loss = client.problem.outer(x, end, client.outer_batch(outer_key, None))
+        term = (loss - message.baseline) / message.theta[number]
+        gradient = jnp.zeros_like(message.theta).at[number].set(term)
+        return trained._replace(update=(trained.update, gradient, loss), metrics={"outer_loss": loss})
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        draw_key, exchange_key = jax.random.split(key)
+        configurations = jax.tree.map(
+            lambda drawn, known: jnp.where(state.rounds == 0, drawn, known),
+            self.draw_configurations(state.x, draw_key),
+            state.configurations,
+        )
+        message = Message(state.y, configurations, state.theta, over(state.losses, state.rounds))
+        change, gradient, loss = fed.mean(self.train_and_measure, message, exchange_key)
+        largest = jnp.max(jnp.abs(gradient))
+        squares = state.squares + largest**2
+        theta = jax.nn.softmax(jnp.log(state.theta) - self.step(largest, squares) * gradient)
+        return State(
+            x=jax.tree.map(lambda rows: rows[jnp.argmax(theta)], configurations),
+            y=move(state.y, self.server_lr, change),
+            configurations=configurations,
+            theta=theta,
+            losses=self.discount * state.losses + loss,
+            rounds=self.discount * state.rounds + 1,
+            squares=squares,
+        )
+
+    def step(self, largest: Array, squares: Array) -> Array:
+        """Return η, given ‖∇̃‖_∞ and the sum of its squares over the rounds so far."""
+        most = jnp.sqrt(2 * jnp.log(self.configurations))
+        divisors = {"aggressive": largest, "adaptive": jnp.sqrt(squares), "constant": jnp.ones_like(largest)}
+        return over(most, divisors[self.step_rule])
