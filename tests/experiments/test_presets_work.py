@@ -86,7 +86,7 @@ def test_one_command_learns_the_digits(algorithm, run, tmp_path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algorithm", BILEVEL)
+@pytest.mark.parametrize("algorithm", sorted({*BILEVEL} - {"fedex"}))  # whose x is one of ten draws
 def test_presets_come_near_the_solution_of_the_quadratic(algorithm) -> None:
     """x0 = 0: the relative error starts at 1. Where every client inverts its own Hessian, the mean of the clients'
     hypergradients is 0 at another x than x*, 0.457 off: the solution of h̄(x, y) = 0, ∇y ḡ(x, y) = 0, both linear."""

@@ -4,6 +4,7 @@ page about runs, for people; `fedbilevel sweep`, runs over other values of some 
 from __future__ import annotations
 
 import argparse
+import math
 import re
 from collections.abc import Collection
 from functools import partial
@@ -14,6 +15,7 @@ from fedbilevel.cli import shared
 from fedbilevel.cli.run import played
 from fedbilevel.core import interrupts
 from fedbilevel.core.errors import ConfigurationError, NumericalError, require
+from fedbilevel.experiments.names import RIVALS
 
 if TYPE_CHECKING:
     from fedbilevel.experiments import Spec
@@ -38,6 +40,10 @@ def add_to(add: shared.Add) -> None:
         action="store_true",
         help="also run the first algorithm with one client that holds everything, drawn as a level",
     )
+    compare.add_argument(
+        "--against", type=_names, metavar="NAME,NAME,…", help=f"also searches over x: {', '.join(RIVALS)}"
+    )
+    compare.add_argument("--search-box", type=_box, metavar="LOW:HIGH", help="of every entry of x: --search-box=-12:0")
     shared.add_options(compare, quiet="do not show the runs on their way")
     out = "of runs: the picture, .png, .pdf or .svg (comparison.png); of algorithms: the folder (runs/…)"
     compare.add_argument("--out", metavar="PATH", help=out)
@@ -62,6 +68,17 @@ def _names(text: str) -> list[str]:
 
 def _levels(text: str) -> list[float]:
     return [shared.positive(part, "the metric") for part in text.split(",")]
+
+
+def _box(text: str) -> tuple[float, float]:
+    low, _, high = text.partition(":")
+    try:
+        box = float(low), float(high)
+    except ValueError:
+        box = math.nan, math.nan
+    if not -math.inf < box[0] < box[1] < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form LOW:HIGH, two numbers, LOW below HIGH")
+    return box
 
 
 def _label(text: str) -> tuple[str, str]:
@@ -109,6 +126,11 @@ def _compare(options: argparse.Namespace) -> int:
       --set fednest.inner.lr=0.1        that algorithm alone
       --set task.clients=50             and run.…, engine.…, clock.…: all of them (see `fedbilevel run --help`)
 
+    beside hyperparameter search, with the same budget of exchanges, where x has few entries (at most 1,000):
+      fedbilevel compare TASK --algorithms A --against random,tpe,halving,fedex --exchanges N --search-box=-12:0
+      random, tpe, halving: Optuna draws x, y is trained at it, and the outer loss on all clients' samples judges it;
+      fedex: the method of that name. Settings of a search: --set TPE.trial_exchanges=40, by its class
+
     Methods make different numbers of exchanges a round: --exchanges gives all the same number, --rounds does not. Where
     some do not wait for slow clients: --time, with a clock (--set clock.stragglers=5).
     Repeated with the same --out, what is missing is run: after Ctrl-C, with more seeds or with more algorithms.
@@ -131,8 +153,20 @@ def _formats(options: argparse.Namespace) -> list[str]:
 
 
 def _runs(options: argparse.Namespace) -> int:
-    others = ("seeds", "rounds", "exchanges", "bytes", "time", "cohort", "data", "set", "centralised")
-    if given := [f"--{name}" for name in others if getattr(options, name)]:
+    others = (
+        "seeds",
+        "rounds",
+        "exchanges",
+        "bytes",
+        "time",
+        "cohort",
+        "data",
+        "set",
+        "centralised",
+        "against",
+        "search_box",
+    )
+    if given := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
         raise ConfigurationError(f"{', '.join(given)}: only together with --algorithms")
     require(bool(options.what), "RUN", options.what, "one or more run folders, or a task with --algorithms")
     terminal = shared.console()
@@ -174,9 +208,8 @@ def _algorithms(options: argparse.Namespace) -> int:
 
     task = options.what[0] if options.what else None
     given = shared.settings(options)
-    specs = comparison_specs(
-        task, options.algorithms, settings=given, data=options.data, centralised=options.centralised
-    )
+    more = {name: getattr(options, name) for name in ("data", "centralised", "search_box")}
+    specs = comparison_specs(task, options.algorithms, settings=given, against=options.against or (), **more)
     look = Look(dict(options.label), options.columns, options.levels)
     require_labelled(look, specs)
     shared.tune(next(iter(specs.values())))

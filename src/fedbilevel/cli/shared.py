@@ -192,8 +192,9 @@ def _same_field(one: str, other: str) -> bool:
 def check_names(options: argparse.Namespace) -> None:
     """Spell names as the library does, and refuse those that are neither its own nor a user's, before anything heavy
     is imported."""
-    from fedbilevel.experiments.names import known
+    from fedbilevel.experiments.names import known, known_rivals
 
+    known_rivals(getattr(options, "against", None) or ())
     for place in ("algorithm", "algorithms", "task", "what"):
         given, kind = getattr(options, place, None), "algorithm" if place.startswith("algorithm") else "task"
         if given and (place != "what" or options.algorithms):  # else these are folders of runs

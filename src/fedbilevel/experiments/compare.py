@@ -23,6 +23,7 @@ from fedbilevel.engines.checkpoint import write_bytes
 from fedbilevel.engines.history import History
 from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word
 from fedbilevel.experiments.loader import label
+from fedbilevel.experiments.names import RIVALS
 from fedbilevel.experiments.spec import read_finished
 from fedbilevel.experiments.tables import Cell, Column, Table, best_of, escaped, terminal, text_column
 from fedbilevel.reading import read_json
@@ -203,7 +204,11 @@ def require_labelled(look: Look, names: Collection[str]) -> None:
 
 
 def written(name: str) -> str:
-    """A method of the library as papers write it, simfbo as SimFBO; any other name as it is."""
+    """A method of the library as papers write it, simfbo as SimFBO; a search over x as its label; any other name as it
+    is."""
+    searches = {path_word(label(rival)): label(rival) for rival in RIVALS.values() if rival not in ALGORITHMS}
+    if name in searches:
+        return searches[name]
     return ALGORITHMS[name].__name__ if name in ALGORITHMS else name
 
 

@@ -24,7 +24,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import ConfigurationError, unknown
 from fedbilevel.core.tables import Fields, hints_of, names_of, parameters_of, parts_of, plain
 from fedbilevel.experiments import toml
-from fedbilevel.experiments.names import is_file, is_own, spelled
+from fedbilevel.experiments.names import SEARCHES, is_file, is_own, spelled
 from fedbilevel.tasks import TASKS, Task
 from fedbilevel.wording import in_a_line
 
@@ -39,8 +39,10 @@ def full_name(kind: str, name: str) -> str:
 
 
 def label(name: str) -> str:
-    """Return the name for people: files without their folders."""
+    """Return the name for people: files without their folders, "search: TPE" for a search over x."""
     place, _, attribute = name.rpartition(":")
+    if place == SEARCHES:
+        return f"search: {attribute}"
     return f"{Path(place).name}:{attribute}" if is_file(place) else name
 
 

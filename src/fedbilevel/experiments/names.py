@@ -9,13 +9,16 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fedbilevel.core.errors import unknown
 
 ROOT = Path(__file__).parents[1]
+SEARCHES = "fedbilevel.experiments.outer_search"
+RIVALS = {"random": f"{SEARCHES}:Random", "tpe": f"{SEARCHES}:TPE", "halving": f"{SEARCHES}:Halving", "fedex": "fedex"}
+"""What a comparison may set against bilevel methods: algorithms by the names of --against."""
 
 
 def is_file(place: str) -> bool:
@@ -44,6 +47,14 @@ def known(kind: str, name: str) -> str:
     if not is_own(found) and found not in library(kind):
         raise unknown(kind, name, library(kind))
     return found
+
+
+def known_rivals(names: Sequence[str]) -> list[str]:
+    """Return names of RIVALS in its spelling, as `--against` takes them; refuse others."""
+    for name in names:
+        if name.lower() not in RIVALS:
+            raise unknown("search of --against", name, RIVALS)
+    return [name.lower() for name in names]
 
 
 @functools.cache

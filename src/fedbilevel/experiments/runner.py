@@ -75,6 +75,7 @@ from fedbilevel.engines.progress import MEASURING, WRITING, report_stage, showin
 from fedbilevel.engines.solve import solve
 from fedbilevel.experiments.folder import Folder, load_run, own_code
 from fedbilevel.experiments.loader import label, task_maker
+from fedbilevel.experiments.outer_search import OuterSearch, SearchRun, refuse_search
 from fedbilevel.experiments.spec import RunPlan, Spec, read_spec, resolve
 from fedbilevel.tasks import MEASURED_PER_CLIENT, Task
 
@@ -89,6 +90,8 @@ class Experiment(NamedTuple):
 
     def solve(self, plan: RunPlan, **given: Any) -> Result:
         """Solve the task's problem with the plan's cohort and seed; `given` are further arguments of `solve`."""
+        if isinstance(self.algorithm, OuterSearch):
+            return self.search(plan, **given)
         problem = self.task.problem, self.task.clients, self.task.x0, self.task.y0
         return solve(
             self.algorithm,
@@ -101,6 +104,13 @@ class Experiment(NamedTuple):
             privacy=self.privacy,
             **given,
         )
+
+    def search(self, plan: RunPlan, *, rounds: int, callbacks: Sequence[Callback] = (), **_: Any) -> Result:
+        """Search over x until the plan's exchanges are spent; it has no checkpoints, and rows of its own."""
+        assert isinstance(self.algorithm, OuterSearch)
+        assert plan.exchanges is not None
+        given = {"cohort": cohort_of(plan), "engine": self.engine}
+        return SearchRun(self.algorithm, self.task, plan.exchanges, plan.seed, callbacks, rounds, given).play()
 
 
 def build(spec: Spec, task: Task | None = None) -> Experiment:
@@ -118,6 +128,8 @@ def build(spec: Spec, task: Task | None = None) -> Experiment:
     use_cores(spec)
     task = task_of(spec) if task is None else task
     check_solves(algorithm, task.problem)
+    if isinstance(spec.algorithm.value, OuterSearch):
+        refuse_search(spec, task)
     _check_participants(spec, algorithm, len(task.clients))
     return Experiment(task, algorithm, engine, spec.privacy.terms)
 
@@ -418,6 +430,8 @@ def _length(
     if spec.run.rounds is not None:
         return spec.run.rounds, spec.run.eval_every, []
     whole = spec.run.budget
+    if isinstance(experiment.algorithm, OuterSearch):  # whose rows are its measurements
+        return rounds_at_most(whole), None, [stop_after(whole)]
     done = current_group().decide(lambda: rounds_done(place.checkpoint, whole) if resume and place.begun else None)
     rounds = rounds_at_most(whole) if done is None else done
     return rounds, rounds_between_rows(spec.run, experiment), [stop_after(whole)]
@@ -440,7 +454,8 @@ def _opened(scribe: Scribe) -> Iterator[None]:
 
 
 class Scribe:
-    """A callback that keeps the folder's spec and history up to date.
+    """A callback that keeps the folder's spec and history up to date; the history of a search, which has no checkpoint
+    to go on from, is written at its end.
 
     A resumed run opens its folder at the first call: if nothing comes of the resumption, the folder stays as it was.
     """
@@ -463,7 +478,8 @@ class Scribe:
     def __call__(self, result: Result, row: Row | None) -> None:
         if not self.opened:
             self.open()
-        if row is not None and time.monotonic() - self.written >= HISTORY_SECONDS:
+        resumable = not isinstance(self.spec.algorithm.value, OuterSearch)
+        if row is not None and resumable and time.monotonic() - self.written >= HISTORY_SECONDS:
             result.history.to_jsonl(self.place.history)
             self.written = time.monotonic()
 

@@ -15,7 +15,6 @@ import json
 import os
 import re
 import statistics
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -37,6 +36,7 @@ from fedbilevel.engines.history import History, Result, Row
 from fedbilevel.engines.progress import showing
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.folder import own_code
+from fedbilevel.experiments.outer_search import require_optuna
 from fedbilevel.experiments.series import TaskCache
 from fedbilevel.experiments.sweep import (
     PointRuns,
@@ -50,7 +50,6 @@ from fedbilevel.experiments.sweep import (
 from fedbilevel.reading import require_regular
 from fedbilevel.sweeps import PRUNED, PointValues, Sweep, in_table, row_of
 from fedbilevel.wording import in_a_line as quoted
-from fedbilevel.wording import missing
 
 if TYPE_CHECKING:
     import optuna
@@ -128,7 +127,7 @@ def search_specs(
         ConfigurationError: wrong input, another sweep in the storage or the folder, or Optuna is not installed.
         CheckpointError: something cannot be written.
     """
-    require_optuna()
+    require_optuna("--search")
     import optuna
 
     require_sweepable(space)
@@ -208,16 +207,6 @@ def drawn(trial: optuna.Trial, name: str, of: Range | Sequence[Any]) -> Any:
         return of.drawn(trial, name)
     choices = {toml.value(value): value for value in of}
     return choices[trial.suggest_categorical(name, list(choices))]
-
-
-def require_optuna() -> None:
-    """Say what to install where Optuna is missing, and let it say nothing of what we say ourselves."""
-    try:
-        import optuna
-    except ModuleNotFoundError:
-        raise ConfigurationError(f"--search needs {missing('optuna', 'sweep')}") from None
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
 
 
 def open_study(

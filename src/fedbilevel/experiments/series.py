@@ -31,7 +31,8 @@ from fedbilevel.experiments.compare import (
 from fedbilevel.experiments.export import names
 from fedbilevel.experiments.folder import Folder, default_path, path_word, require_free
 from fedbilevel.experiments.loader import algorithm_class, full_name, label
-from fedbilevel.experiments.names import spelled
+from fedbilevel.experiments.names import RIVALS, known_rivals, spelled
+from fedbilevel.experiments.outer_search import box_of
 from fedbilevel.experiments.runner import build, complete, task_of, use_cores
 from fedbilevel.experiments.spec import DEFAULT_TASK, SECTIONS, Spec, configure, fields_of, unknown_setting
 from fedbilevel.tasks import Task
@@ -76,6 +77,8 @@ def compare_algorithms(
     data: str | None = None,
     seeds: Sequence[int] | None = None,
     centralised: bool = False,
+    against: Sequence[str] = (),
+    search_box: tuple[float, float] | None = None,
     out: str | Path | None = None,
 ) -> list[RunGroup]:
     """Run several algorithms on the same task and seeds, and draw their curves in one picture.
@@ -92,6 +95,8 @@ def compare_algorithms(
         data: the task's data set.
         seeds: of run and task; None makes a single run of each algorithm.
         centralised: also run the first algorithm with a single client that holds every sample.
+        against: hyperparameter searches over x with the same budget of exchanges, names of `RIVALS`.
+        search_box: the bounds between which these draw every entry of x; None: those of the task's x.
         out: a new folder, or that of the same comparison (or of a part of it); None chooses a folder in ./runs.
 
     Returns:
@@ -101,7 +106,9 @@ def compare_algorithms(
     Raises:
         ConfigurationError: wrong input; nothing was written.
     """
-    specs = comparison_specs(task, algorithms, settings=settings, data=data, centralised=centralised)
+    specs = comparison_specs(
+        task, algorithms, settings=settings, data=data, centralised=centralised, against=against, search_box=search_box
+    )
     return play_all(specs, comparison_folder(specs) if out is None else Path(out), seeds)
 
 
@@ -160,19 +167,23 @@ def comparison_specs(
     settings: Sequence[str] = (),
     data: str | None = None,
     centralised: bool = False,
+    against: Sequence[str] = (),
+    search_box: tuple[float, float] | None = None,
     base: Fields | None = None,
 ) -> dict[str, Spec]:
-    """The spec of each algorithm, and of the run with a single client, by the names of their folders.
+    """The spec of each algorithm, of each rival, and of the run with a single client, by the names of their folders.
 
     The name of a folder is that of the algorithm; for the arguments see `compare_algorithms`. `base`: the tables of a
     spec, which the others change.
     """
     require(len(algorithms) > 0, "algorithms", list(algorithms), "one or more names")
     algorithms = [name if name in ALGORITHMS else spelled("algorithm", name) for name in algorithms]
+    rivals = [RIVALS[name] for name in known_rivals(against)]
+    algorithms = [*algorithms, *rivals]
     for name in algorithms:
         algorithm_class(name)
     keys = [path_word(label(name)) for name in algorithms]
-    require(len(set(keys)) == len(keys), "algorithms", ",".join(algorithms), "names that are all different")
+    require(len(set(keys)) == len(keys), "algorithms", ",".join(map(label, algorithms)), "names that are all different")
     each = _settings_of_each(task, algorithms, settings)
     specs = {}
     for key, name in zip(keys, algorithms, strict=True):
@@ -180,6 +191,8 @@ def comparison_specs(
             specs[key] = configure(base, task=task, algorithm=name, data=data, settings=each[name])
         except ConfigurationError as error:
             raise ConfigurationError(f"{label(name)}: {error}") from error
+    if rivals:
+        specs |= bounded({key: specs[key] for key in keys[-len(rivals) :]}, search_box)
     if centralised:
         first = specs[keys[0]]
         single = {"wait_for": 1}  # of all clients; it is no straggler, always there, and as fast as they are on average
@@ -191,6 +204,28 @@ def comparison_specs(
             asynchronous={} if first.asynchronous.wait_for is None else single,
         )
     return specs
+
+
+def bounded(rivals: Mapping[str, Spec], search_box: tuple[float, float] | None) -> dict[str, Spec]:
+    """Give rivals the bounds of x: those of `search_box`, or of run.x_bounds, or of the task's own set, if it is a box.
+
+    Raises:
+        ConfigurationError: the rivals have no budget of exchanges, or there are no such bounds.
+    """
+    first = next(iter(rivals.values()))
+    allowed = "given with --against: the budget of every method and of all trials of a search"
+    require(first.run.exchanges is not None, "--exchanges", first.run.exchanges, allowed)
+    box, given = search_box, first.run.x_bounds
+    if box is None and given is not None and not isinstance(given, Mapping):
+        box = given[0], given[1]
+    if box is None:
+        task = task_of(first)
+        box = box_of(task.problem.project_x, task.x0)
+    if box is None:
+        why = f"task {label(first.task.name)} does not keep every entry of x between the same two numbers"
+        raise ConfigurationError(f"--against draws x from a box, and {why}: give --search-box LOW:HIGH")
+    low, high = map(float, box)
+    return {key: spec.replace(algorithm={"low": low, "high": high}) for key, spec in rivals.items()}
 
 
 OF_A_METHOD = "clients", "submodels", "asynchronous", "privacy"

@@ -1,0 +1,324 @@
+"""A hyperparameter search over x, in place of a bilevel method: the outer variable holds the hyperparameters.
+
+Optuna draws a trial's x, the first being x0. FedAvg's local steps train y at this x, by the inner loss alone, from the
+best y of all trials so far, whose x may be another one. Then every client measures the outer loss on all its outer
+samples, and the server takes the mean by the clients' weights: this value alone judges a trial, and the point (x, y)
+with the least one so far is the result. Metrics of the task, which may be of test data, are computed at that point and
+choose nothing.
+
+Every exchange counts: those in which y is trained, of which the first only measures curvature where the steps adapt,
+and one for each measurement of the outer loss, which sends x and y down and a number up. A run ends when a further
+trial would exceed its budget; the last trial is shortened to what is left.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+from jax.flatten_util import ravel_pytree
+
+from fedbilevel.algorithms.fedex import TrainingAtX
+from fedbilevel.core.algorithm import phase
+from fedbilevel.core.client import Client
+from fedbilevel.core.config import positive_integer
+from fedbilevel.core.errors import ConfigurationError, NumericalWarning, require
+from fedbilevel.core.facts import Allows, No
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.metrics import directions
+from fedbilevel.core.privacy import check_noise
+from fedbilevel.core.problem import Bilevel, Project
+from fedbilevel.core.tree import XY, PyTree, move, nbytes
+from fedbilevel.engines.costs import Ledger
+from fedbilevel.engines.history import Callback, History, Result, Row
+from fedbilevel.engines.solve import solve
+from fedbilevel.experiments.loader import label
+from fedbilevel.experiments.spec import Spec
+from fedbilevel.tasks import Task
+from fedbilevel.wording import missing
+
+if TYPE_CHECKING:
+    import optuna
+
+ENTRIES = 1_000  # of x at most: Optuna's samplers take each of them by itself
+VALIDATION = "validation"  # the outer loss, as a metric per client
+
+
+class OuterSearch(TrainingAtX):
+    """Base of the searches; as a method, the rounds that train y at a fixed x.
+
+    Args:
+        trial_exchanges: exchanges that train y in a whole trial.
+    """
+
+    trial_exchanges: int = positive_integer(default=20)
+
+    @property
+    def allows(self) -> Allows:
+        why = No("its trials are runs of their own, and each judges whole models by what every client measures")
+        return Allows(late=why, submodels=why, noise=why, local_x=why)
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        """Return after how many exchanges of training a trial is judged."""
+        return (self.trial_exchanges,)
+
+    @abstractmethod
+    def study(self, seed: int) -> optuna.Study:
+        """Make the study that draws x and may end trials early."""
+
+    def init(self, x: PyTree, y: PyTree) -> XY:
+        return XY(x, y)
+
+    def round(self, fed: Fed, state: XY, key: Array) -> XY:
+        return state._replace(y=move(state.y, self.server_lr, fed.mean(self.train, state, key, unbiased=True)))
+
+    @phase(takes=XY("x", "y"), gives="y", measures=True)
+    def train(self, client: Client, at: XY, key: Array) -> Reply:
+        """Reply with the change of y by local steps at x."""
+        return self.trained(client, at.x, at.y, key)
+
+    def affordable(self, exchanges: int) -> int:
+        """Return how many exchanges may train y in a trial, its measurements being paid from the same budget."""
+        costs = {n: n + 1 + sum(rung < n for rung in self.rungs) for n in range(1, self.trial_exchanges + 1)}
+        return max((n for n, cost in costs.items() if cost <= exchanges), default=0)
+
+
+class Random(OuterSearch):
+    """Random search: x is drawn uniformly."""
+
+    def study(self, seed: int) -> optuna.Study:
+        import optuna
+
+        return optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
+
+
+class TPE(OuterSearch):
+    """Bayesian search by Optuna's tree-structured Parzen estimator.
+
+    Args:
+        startup_trials: how many trials draw x uniformly before the estimator does, x0 among them.
+    """
+
+    startup_trials: int = positive_integer(default=5)
+
+    def study(self, seed: int) -> optuna.Study:
+        import optuna
+
+        sampler = optuna.samplers.TPESampler(n_startup_trials=self.startup_trials, seed=seed)
+        return optuna.create_study(sampler=sampler)
+
+
+class Halving(OuterSearch):
+    """Random search by Optuna's successive halving: after a ninth and a third of a trial the worse ones end.
+
+    Args:
+        trial_exchanges: exchanges that train y in a whole trial, a multiple of 9.
+    """
+
+    trial_exchanges: int = positive_integer(default=45)
+
+    def validate(self) -> None:
+        require(self.trial_exchanges % 9 == 0, "Halving.trial_exchanges", self.trial_exchanges, "a multiple of 9")
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        first = self.trial_exchanges // 9
+        return first, 3 * first, 9 * first
+
+    def study(self, seed: int) -> optuna.Study:
+        import optuna
+
+        pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=self.rungs[0], reduction_factor=3)
+        return optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed), pruner=pruner)
+
+
+def box_of(project: Project | None, x0: PyTree) -> tuple[float, float] | None:
+    """Return the bounds of x if its set is a box of equal sides, else None: found by projecting points far away."""
+    if project is None:
+        return None
+    start, unravel = ravel_pytree(x0)
+
+    def projected(point: Any) -> np.ndarray:
+        return np.asarray(ravel_pytree(project(unravel(jnp.asarray(point, start.dtype))))[0])
+
+    far = 1e30
+    low, high = (np.unique(projected(np.full(start.size, end))) for end in (-far, far))
+    if not low.size == high.size == 1 or low[0] == -far or high[0] == far:
+        return None
+    spread = 2 * (high - low) * np.random.default_rng(0).standard_normal(start.size) + (low + high) / 2
+    clipped = np.clip(spread.astype(start.dtype), low, high)
+    return (float(low[0]), float(high[0])) if np.array_equal(projected(spread), clipped) else None
+
+
+def require_optuna(what: str) -> None:
+    """Say what to install where Optuna is missing for this, and let it say nothing of what we say ourselves."""
+    try:
+        import optuna
+    except ModuleNotFoundError:
+        raise ConfigurationError(f"{what} needs {missing('optuna', 'sweep')}") from None
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    warnings.filterwarnings("ignore", category=optuna.exceptions.ExperimentalWarning)
+
+
+def refuse_search(spec: Spec, task: Task) -> None:
+    """Refuse a spec with what a search cannot do, before anything runs.
+
+    Raises:
+        ConfigurationError: Optuna is not installed, no Bilevel problem, no budget of exchanges, x without bounds, of
+            too many entries or not beginning between the bounds; privacy, capacities or metrics of single clients.
+    """
+    method: OuterSearch = spec.algorithm.value
+    name = label(spec.algorithm.name)
+    require_optuna(name)
+    kind, bilevel = type(task.problem).__name__, isinstance(task.problem, Bilevel) and task.problem.local is None
+    require(bilevel, "problem", kind, f"for {name} a Bilevel problem whose x the server has: the search is over x")
+    mean = "outer" not in task.problem.whole
+    require(mean, "outer", "a WholeLoss", f"for {name} a mean over samples, which every client measures on its own")
+    require(spec.run.exchanges is not None, "run.exchanges", None, f"given for {name}: its trials share this budget")
+    start, low, high = np.asarray(ravel_pytree(task.x0)[0]), method.low, method.high
+    require(start.size <= ENTRIES, "x0", f"{start.size:,} entries", f"for {name} of at most {ENTRIES:,}")
+    if low is None or high is None:
+        raise ConfigurationError(f"{name} draws x between bounds: give algorithm.low and algorithm.high")
+    inside, ends = bool(np.all((start >= low) & (start <= high))), f"{start.min():.4g} to {start.max():.4g}"
+    require(inside, "x0", ends, f"for {name} between its bounds, {low:g} and {high:g}: x0 is the first trial")
+    method.check(task.problem, task.clients, task.x0, task.y0)
+    if spec.privacy.terms is not None:
+        check_noise(name, method)
+    whole = task.clients.capacity is None
+    require(whole, "clients.capacity", "given", f"left out for {name}, whose clients train whole models")
+    each = spec.run.metrics_per_client
+    require(not each, "run.metrics_per_client", each, f"false for {name}, which measures no metrics of single clients")
+
+
+@dataclass
+class SearchRun:
+    """A search in progress.
+
+    Args:
+        method: which search.
+        task: its problem, clients, start and metrics.
+        exchanges: the budget.
+        seed: of the draws of x, of samples and of cohorts.
+        callbacks: called after each measurement of the outer loss, with the result so far and the row.
+        rounds: that the result says were asked for.
+        given: further arguments of `solve` for each trial.
+    """
+
+    method: OuterSearch
+    task: Task
+    exchanges: int
+    seed: int
+    callbacks: Sequence[Callback]
+    rounds: int
+    given: Mapping[str, Any]
+
+    def play(self) -> Result:
+        """Make trials until the budget is spent, and return the best point with the history of all."""
+        task, names = self.task, [f"x{i}" for i in range(ravel_pytree(self.task.x0)[0].size)]
+        start, unravel = ravel_pytree(task.x0)
+        low, high = self.method.low, self.method.high
+        assert low is not None
+        assert high is not None
+        self.history, self.ledger = History(directions=directions(task.metrics)), Ledger()
+        self.seconds = self.compiling = 0.0
+        self.x, self.y, self.least, self.stopped = task.x0, task.y0, math.inf, ""
+        self.values = self.measure()
+        self.record({})
+        study = self.method.study(self.seed)
+        study.enqueue_trial(dict(zip(names, start.tolist(), strict=True)))
+        while not self.stopped and (rounds := self.method.affordable(self.exchanges - self.ledger.exchanges)):
+            trial = study.ask()
+            drawn = jnp.asarray([trial.suggest_float(name, low, high) for name in names], start.dtype)
+            self.train(study, trial, unravel(drawn), rounds)
+        return self.result()
+
+    def train(self, study: optuna.Study, trial: optuna.Trial, x: PyTree, rounds: int) -> None:
+        """Train y at x, and judge it at each rung, until the trial's end or until it is pruned."""
+        import optuna
+
+        before, seconds, losses = replace(self.ledger), self.seconds, list[float]()
+        rungs = {rung for rung in self.method.rungs if rung < rounds} | {rounds}
+
+        def judge(result: Result, row: Row | None) -> str | None:
+            if row is None or row["round"] not in rungs:
+                return None
+            losses.append(float(row[f"{VALIDATION}.mean"]))
+            self.ledger = self.spent(before, result.ledger, len(losses))
+            self.seconds = seconds + row["seconds"]
+            if losses[-1] < self.least:
+                self.x, self.y, self.least = result.x, result.y, losses[-1]
+                self.values = self.measure()
+            self.record({"outer_loss": losses[-1]})
+            trial.report(losses[-1], int(row["round"]))
+            return "pruned" if trial.should_prune() else self.stopped or None
+
+        with warnings.catch_warnings(action="ignore", category=NumericalWarning):  # training may raise the outer loss
+            run = solve(
+                self.method,
+                self.task.problem,
+                self.task.clients,
+                x,
+                self.y,
+                rounds=rounds,
+                key=jax.random.fold_in(jax.random.key(self.seed), trial.number),
+                eval_every=min(self.method.rungs[0], rounds),
+                metrics_per_client={VALIDATION: self.task.problem.outer},
+                on_divergence="stop",
+                callbacks=[judge],
+                progress=False,
+                **self.given,
+            )
+        self.compiling += run.compile_seconds
+        pruned = run.stopped == "pruned" and run.round < rounds
+        study.tell(trial, None if pruned else losses[-1], optuna.trial.TrialState.PRUNED if pruned else None)
+
+    def spent(self, before: Ledger, trial: Ledger, measurements: int) -> Ledger:
+        """Return the totals with those of a trial and of its measurements, which every client takes part in."""
+        replies = measurements * len(self.task.clients)
+        down = nbytes(jax.tree.map(jnp.asarray, (self.task.x0, self.task.y0)))
+        phases = {**trial.exchanges_by_phase, VALIDATION: measurements}
+        return Ledger(
+            rounds=before.rounds + trial.rounds,
+            exchanges=before.exchanges + trial.exchanges + measurements,
+            bytes_down=before.bytes_down + trial.bytes_down + replies * down,
+            bytes_up=before.bytes_up + trial.bytes_up + replies * jnp.zeros(()).dtype.itemsize,
+            replies=before.replies + trial.replies + replies,
+            gradients=before.gradients + trial.gradients,
+            hvps=before.hvps + trial.hvps,
+            exchanges_by_phase={name: before.exchanges_by_phase.get(name, 0) + n for name, n in phases.items()},
+            ticks=before.ticks + trial.ticks + measurements * trial.ticks // trial.exchanges,
+        )
+
+    def measure(self) -> Row:
+        """Compute the task's metrics at the best point so far."""
+        return {name: float(metric(self.x, self.y)) for name, metric in self.task.metrics.items()}
+
+    def record(self, measured: Row) -> None:
+        """Add a row to the history, and call the callbacks."""
+        costs = {**self.ledger.columns(), "seconds": self.seconds}
+        row: Row = {"round": len(self.history), **costs, **measured, **self.values}
+        self.history.rows.append(row)
+        result = self.result()
+        reasons = [callback(result, row) for callback in self.callbacks]
+        self.stopped = next((reason for reason in reasons if isinstance(reason, str) and reason), "")
+
+    def result(self) -> Result:
+        return Result(
+            self.x,
+            self.y,
+            round=len(self.history) - 1,
+            rounds=self.rounds,
+            history=self.history,
+            ledger=self.ledger,
+            compile_seconds=self.compiling,
+            stopped=self.stopped,
+        )

@@ -1,0 +1,253 @@
+"""Searches over x beside bilevel methods: what a trial does, what is counted, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel import experiments
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.experiments import outer_search
+from fedbilevel.experiments.compare import legend, load_groups
+from fedbilevel.experiments.outer_search import TPE, Halving, Random, SearchRun, box_of
+from fedbilevel.experiments.runner import build
+from fedbilevel.experiments.series import comparison_specs
+from fedbilevel.tasks.quadratic import outer, quadratic
+
+optuna = pytest.importorskip("optuna")
+BOUNDS = {"low": -1.0, "high": 1.0}
+TASK = quadratic(clients=3, dim_x=2, dim_y=3, samples=(2, 3))
+
+
+def searched(method, exchanges, task=TASK, callbacks=(), **given):
+    return SearchRun(method, task, exchanges, 0, callbacks, 99, given).play()
+
+
+def validation_loss(x, y):
+    """F: the mean of the clients' outer losses by their weights."""
+    losses = [outer(x, y, TASK.clients.outer.row(i)) for i in range(len(TASK.clients))]
+    return float(np.dot(TASK.clients.weights, losses))
+
+
+@pytest.fixture
+def trials(monkeypatch):
+    """The x, the y and the number of rounds with which each trial begins."""
+    found = []
+
+    def noting(method, problem, clients, x, y, **given):
+        found.append((np.asarray(x), np.asarray(y), given["rounds"]))
+        return fb.solve(method, problem, clients, x, y, **given)
+
+    monkeypatch.setattr(outer_search, "solve", noting)
+    return found
+
+
+def test_trials_begin_at_x0_and_go_on_from_the_best_y(trials):
+    points = []
+    note = lambda result, row: points.append((np.asarray(result.x), np.asarray(result.y)))  # noqa: E731
+    result = searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 18, callbacks=[note])
+    assert [rounds for *_, rounds in trials] == [4, 4, 4, 2]  # each is measured by one exchange more
+    np.testing.assert_array_equal(trials[0][0], TASK.x0)
+    assert all(np.all(np.abs(x) <= 1) for x, *_ in trials)
+    assert len({x.tobytes() for x, *_ in trials}) == 4
+    for (_, y, _), (_, best) in zip(trials, points, strict=False):  # points has the start, too
+        np.testing.assert_array_equal(y, best)
+    losses = result.history["outer_loss"][1:]
+    assert np.argmin(losses) == max(i for i in range(4) if losses[i] == min(losses))
+    assert min(losses) == pytest.approx(validation_loss(result.x, result.y), rel=1e-9)
+
+
+def test_every_exchange_is_counted():
+    result = searched(Random(**BOUNDS, trial_exchanges=4, batch_size=None), 13)
+    ledger, size = result.ledger, 8
+    assert ledger.exchanges_by_phase == {"train": 10, "validation": 3}
+    assert result.history["exchanges"].tolist() == [0, 5, 10, 13]
+    assert result.history["time"].tolist() == [0, 5, 10, 13]
+    alone = fb.solve(
+        Random(**BOUNDS, batch_size=None), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=10
+    ).ledger  # sends what ten exchanges of training do, in three trials or in one
+    assert ledger.bytes_down == alone.bytes_down + 3 * 3 * size * (2 + 3)
+    assert ledger.bytes_up == alone.bytes_up + 3 * 3 * size
+    assert ledger.gradients == alone.gradients == 10 * 3 * 5
+    assert ledger.hvps > alone.hvps  # each trial begins to measure curvature
+
+
+def test_metrics_are_of_the_best_point_and_choose_nothing():
+    other = replace(TASK, metrics={"distance": lambda x, y: -jnp.vdot(x, x)})
+    method = Random(**BOUNDS, trial_exchanges=3, batch_size=None)
+    one, two = (searched(method, 20, task) for task in (TASK, other))
+    np.testing.assert_array_equal(one.x, two.x)
+    assert one.history["outer_loss"].tolist()[1:] == two.history["outer_loss"].tolist()[1:]
+    losses, distances = one.history["outer_loss"][1:], two.history["distance"][1:]
+    better = losses < np.minimum.accumulate(np.append(np.inf, losses))[:-1]
+    assert np.all((distances[1:] == distances[:-1]) | better[1:])
+    assert distances[-1] == -float(jnp.vdot(two.x, two.x))
+
+
+def test_halving_ends_trials_after_a_ninth_and_a_third():
+    result = searched(Halving(**BOUNDS, trial_exchanges=9, batch_size=None), 60)
+    trained = np.diff(result.history["exchanges"]) - 1
+    whole = trained[result.history["exchanges"][1:] <= 60 - 12]  # before trials are shortened
+    assert set(whole) == {1, 2, 6}  # rungs at 1, 3 and 9
+    assert np.sum(whole == 1) > np.sum(whole == 2) > np.sum(whole == 6)
+    assert result.ledger.exchanges in (59, 60)
+
+
+@pytest.mark.parametrize(
+    ("method", "left", "rounds"),
+    [
+        (Random(**BOUNDS), 100, 20),
+        (Random(**BOUNDS), 21, 20),
+        (TPE(**BOUNDS), 20, 19),
+        (TPE(**BOUNDS), 1, 0),
+        (Halving(**BOUNDS), 48, 45),
+        (Halving(**BOUNDS), 47, 44),
+        (Halving(**BOUNDS), 6, 5),
+        (Halving(**BOUNDS), 7, 5),  # the sixth would need two measurements
+    ],
+)
+def test_the_last_trial_is_shortened(method, left, rounds):
+    assert method.affordable(left) == rounds
+
+
+@pytest.mark.parametrize(
+    ("project", "box"),
+    [
+        (None, None),
+        (fb.projections.box(-2.0, 1.0), (-2.0, 1.0)),
+        (fb.projections.box(-np.inf, 1.0), None),
+        (fb.projections.box(jnp.asarray([0.0, 1.0, 0.0]), 2.0), None),
+        (fb.projections.ball(1.0), None),
+        (fb.projections.simplex(), None),
+    ],
+)
+def test_the_bounds_of_a_set_are_found(project, box):
+    assert box_of(project, jnp.zeros(3)) == box
+
+
+@pytest.fixture(scope="module")
+def compared(tmp_path_factory):
+    """SimFBO beside three rivals, on two seeds."""
+    folder = tmp_path_factory.mktemp("rivals") / "both"
+    settings = ["run.exchanges=12", "trial_exchanges=5", "Halving.trial_exchanges=9", "task.clients=3"]
+    given = {"settings": settings, "against": ["tpe", "halving", "fedex"], "search_box": (-1.0, 1.0), "seeds": [0, 1]}
+    experiments.compare_algorithms("quadratic", ["simfbo"], out=folder, **given)
+    return folder, given
+
+
+def test_rivals_are_rows_and_curves_as_others(compared, run, tmp_path):
+    folder, _ = compared
+    groups = load_groups([folder])
+    assert legend(groups) == ["SimFBO", "search: TPE", "search: Halving", "FedEx"]
+    for group in groups:
+        for one in group.runs:
+            assert one.metric == "relative_error"
+            assert one.summary["last_row"]["exchanges"] in (11, 12)
+            assert one.history["relative_error"][0] == pytest.approx(1)
+    spec = groups[1].runs[0].spec
+    assert (spec.algorithm.fields["low"], spec.algorithm.fields["trial_exchanges"]) == (-1, 5)
+    assert run("report", folder, "--out", tmp_path / "page.html")[0] == 0
+    assert "search: TPE" in (tmp_path / "page.html").read_text("utf-8")
+
+
+def test_a_finished_search_is_read_and_an_unfinished_one_begins_anew(compared):
+    folder, given = compared
+    place = experiments.Folder(folder / "search-TPE" / "seed-1")
+    summary = json.loads(place.summary.read_text())
+    untouched = (folder / "search-TPE" / "seed-0" / "summary.json").stat().st_mtime_ns
+    for file in (place.summary, place.result, place.ledger, place.history):  # as one that was killed leaves it
+        file.unlink()
+    with pytest.warns(fb.errors.CheckpointWarning, match="cleared what a run left there"):
+        experiments.compare_algorithms("quadratic", ["simfbo"], out=folder, **given)
+    again = json.loads(place.summary.read_text())
+    assert {**again, **dict.fromkeys(SECONDS)} | {"last_row": 0} == {**summary, **dict.fromkeys(SECONDS)} | {
+        "last_row": 0
+    }
+    assert (folder / "search-TPE" / "seed-0" / "summary.json").stat().st_mtime_ns == untouched
+
+
+SECONDS = ("seconds_in_rounds", "seconds_compiling_this_time", "seconds_this_time")
+QUADRATIC = ["compare", "quadratic", "--algorithms", "simfbo", "--quiet"]
+BOX = "--search-box=-1:1"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            [*QUADRATIC, "--against", "tpr", "--exchanges", "9"],
+            "unknown search of --against 'tpr'; did you mean 'tpe'?",
+        ),
+        ([*QUADRATIC, "--against", "tpe", BOX], "--exchanges = None is not allowed"),
+        ([*QUADRATIC, "--against", "tpe", "--exchanges", "9"], "give --search-box LOW:HIGH"),
+        ([*QUADRATIC, "--against", "tpe", "--exchanges", "9", "--search-box=1:0"], "not of the form LOW:HIGH"),
+        ([*QUADRATIC, "--against", "tpe", "--exchanges", "9", "--search-box=1:2"], "x0 is the first trial"),
+        (
+            ["compare", "classification", "--algorithms", "fedavg", "--against", "tpe", "--exchanges", "9", BOX],
+            "TPE solves Bilevel",
+        ),
+        (["compare", "runs", "--against", "tpe", BOX], "--against, --search-box: only together with --algorithms"),
+        (["compare", "quadratic", "--algorithms", "simfbo,simfbo", "--against", "tpe"], "names that are all different"),
+    ],
+)
+def test_wrong_commands_are_refused(arguments, words, run, tmp_path):
+    code, _, error = run(*arguments, "--out", tmp_path / "out")
+    assert (code, words in error) == (2, True), error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        (["privacy.clip=1.0", "privacy.noise_multiplier=1.0", "privacy.delta=1e-5"], "search: TPE: TPE does not bear"),
+        (["submodels.policy=random"], "TPE cannot be given Submodels: its trials"),
+        (["clients.capacity=0.5", "task.units=3"], "clients.capacity"),
+        (["asynchronous.wait_for=2"], "TPE cannot be Asynchronous: its trials"),
+        (["run.metrics_per_client=true"], "run.metrics_per_client = True"),
+        (["task.dim_x=1001"], "x0 = '1,001 entries' is not allowed: it must be for search: TPE of at most 1,000"),
+        (["run.x_bounds=[-0.5, 0.5]"], "TPE.low = -1.0"),
+    ],
+)
+def test_specs_that_a_search_cannot_play_are_refused(settings, words):
+    settings = ["run.exchanges=9", *settings]
+
+    def refused():
+        specs = comparison_specs("quadratic", ["simfbo"], settings=settings, against=["tpe"], search_box=(-1, 1))
+        build(specs["search-TPE"])
+
+    with pytest.raises(ConfigurationError) as error:
+        refused()
+    assert words in str(error.value)
+
+
+def test_the_bounds_of_the_spec_or_of_the_tasks_set_are_taken():
+    specs = comparison_specs("regularization", ["simfbo"], settings=["run.exchanges=9"], against=["random", "fedex"])
+    assert list(specs) == ["simfbo", "search-Random", "fedex"]
+    for spec in (specs["search-Random"], specs["fedex"]):
+        assert (spec.algorithm.value.low, spec.algorithm.value.high) == (-12, 0)
+
+
+def test_what_installs_optuna_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    specs = comparison_specs("quadratic", ["simfbo"], settings=["run.exchanges=9"], against=["tpe"], search_box=(-1, 1))
+    with pytest.raises(ConfigurationError, match=r"search: TPE needs optuna, .* pip install \"\.\[sweep\]\""):
+        build(specs["search-TPE"])
+
+
+def test_x_may_be_a_tree(trials):
+    def inner(x, y, batch):
+        return jnp.mean((y - batch) ** 2) + jnp.exp(x["a"]) * y**2 + jnp.sum(jnp.exp(x["b"])) * y**2
+
+    problem = fb.Bilevel(lambda x, y, batch: jnp.mean((y - batch) ** 2), inner)
+    clients = fb.Clients(jnp.ones((2, 4)), jnp.ones((2, 4)))
+    x0 = {"a": jnp.zeros(()), "b": jnp.zeros(2)}
+    task = replace(TASK, problem=problem, clients=clients, x0=x0, y0=jnp.zeros(()), metrics={})
+    result = searched(TPE(low=-2.0, high=1.0, trial_exchanges=3, batch_size=None), 8, task)
+    assert jax.tree.map(jnp.shape, result.x) == jax.tree.map(jnp.shape, x0)
