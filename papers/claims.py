@@ -122,7 +122,7 @@ def unit_of(figure: Figure, claim: Claim) -> str:
     """Of a claim's differences: a cost's, percentage points of an accuracy, powers of ten, or the name of a metric."""
     if claim.log:
         return "powers of ten"
-    name = figure.against if claim.by == "first" else claim.metric or figure.metric
+    name = claim.against or figure.against if claim.by == "first" else claim.metric or figure.metric
     if name in COSTS:
         return UNITS.get(name, name)
     return POINTS if in_percent(name) else name.replace("_", " ")
@@ -135,7 +135,7 @@ def reading(figure: Figure, claim: Claim, history: History) -> tuple[float, bool
     values = [float(value_in(row, metric) or 0.0) for row in rows]
     if claim.by in ("end", "late"):
         return of_curve(claim.by, [], values), True
-    costs = [float(value_in(row, figure.against) or 0.0) for row in rows]
+    costs = [float(value_in(row, claim.against or figure.against) or 0.0) for row in rows]
     if claim.reach is None:
         return of_curve(claim.by, costs, values), True
     sign = 1 if larger_is_better(history, metric) else -1

@@ -41,6 +41,7 @@ class Claim:
         by: what is read off each run: the metric at the "end", its "mean" over the cost, its mean over the rows of the
             "late" half of the run, or the cost of the "first" row that has `reach`.
         metric: the column, or a cost; None takes the figure's.
+        against: the cost by which it is "first", or over which the "mean" is; None takes the figure's.
         reach: of "first": the value that is to be reached.
         ratio: what `better` has is compared with `ratio` times what the other has.
         log: readings are compared by their decimal logarithms, as errors are that fall by powers of ten.
@@ -55,6 +56,7 @@ class Claim:
     panels: Sequence[str] = ()
     by: Literal["end", "mean", "late", "first"] = "end"
     metric: str | None = None
+    against: str | None = None
     reach: float | None = None
     ratio: float = 1.0
     log: bool = False
@@ -188,6 +190,7 @@ class Figure:
         require_known("panel of a claim", claim.panels, self.panels)
         for panel in self.panels_of(claim):
             require_known(f"method of a claim in panel {panel}", [claim.better, *claim.than], self.methods_of(panel))
+        require_known("cost of a claim", [claim.against] if claim.against else [], COSTS)
         require((claim.reach is None) == (claim.by != "first"), f'"{claim.says}": reach belongs to by = "first"')
         require((claim.slope is None) == bool(claim.than), f'"{claim.says}": give either than or slope')
         require(claim.slope is None or bool(self.series), f'"{claim.says}": a slope needs panels with values')
@@ -263,6 +266,9 @@ class Figure:
             for panel, method in self.pairs(scale)
         ]
         claims = [{**asdict(claim), "says": ""} for claim in self.claims]
+        for claim in claims:
+            if claim["against"] is None:
+                del claim["against"]
         values = [panel.value for panel in self.panels.values()]
         tuning: list[Any] = [self.tuning.select, list(self.tuning.seeds)] if self.tuning else []
         tuning += [self.tuning.trials] if self.tuning and self.tuning.trials else []

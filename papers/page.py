@@ -54,9 +54,7 @@ def holding(found: Outcome) -> tuple[int, int]:
 def written() -> Iterator[tuple[Path, str]]:
     """(file, its text) of everything that is generated from figures and the outcomes beside them."""
     figures = [load(file) for file in files()]
-    rows = [
-        f"| paper | entries | statements | {' | '.join(DECISIONS.values())} | in short |\n|---|--:|--:|{5 * '--:|'}---|"
-    ]
+    rows = ["| paper | entries | statements | in short |\n|---|---:|---|---|"]
     for folder in dict.fromkeys(figure.file.parent for figure in figures):
         own, page = [figure for figure in figures if figure.file.parent == folder], folder / "README.md"
         head = (page.read_text("utf-8") if page.is_file() else f"# {folder.name}\n\n").partition(MARK)[0]
@@ -91,8 +89,8 @@ def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
     title = head.splitlines()[0].removeprefix("# ").partition(":")[0]
     short = next((line.removeprefix(IN_SHORT) for line in head.splitlines() if line.startswith(IN_SHORT)), "")
     counts: Counter[str] = Counter(one.decision for figure in figures for one in decided(figure))
-    numbers = " | ".join(str(counts[name]) for name in DECISIONS)
-    return f"| [{title}]({paper}/README.md) | {len(figures)} | {counts.total()} | {numbers} | {short} |"
+    said = ", ".join(f"{counts[name]} {name}" for name in DECISIONS if counts[name])
+    return f"| [{title}]({paper}/README.md) | {len(figures)} | of {counts.total()}: {said} | {short} |"
 
 
 def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
@@ -198,7 +196,7 @@ def cell(figure: Figure, claim: Claim, found: Sequence[Mapping[str, Any]]) -> st
         one = found[0]
         fitted = "not fitted" if one["difference"] is None else f"{one['better_mean']:.2f} ± {one['half_width']:.2g}"
         return f"{states} {fitted}, predicted {claim.slope:g}".replace("-", "−")
-    name = figure.against if claim.by == "first" else claim.metric or figure.metric
+    name = claim.against or figure.against if claim.by == "first" else claim.metric or figure.metric
     mine = next((one["better_mean"] for one in found if one["better_mean"] is not None), None)
     said = f"{states} {text(name, mine)} / {', '.join(text(name, one['than_mean']) for one in found)}"
     return said + " %" * (unit == POINTS)

@@ -13,6 +13,7 @@ from papers.figure import Figure
 from small_figure import UNTUNED, made_up
 
 from fedbilevel.authoring import History
+from fedbilevel.errors import ConfigurationError
 
 COSTS = {"bytes_down": 0, "bytes_up": 0, "gradients": 0, "hvps": 0, "seconds": 0.0, "time": 0.0}
 
@@ -132,6 +133,15 @@ def test_the_first_row_that_gets_there() -> None:
     fast, slow = [history([0.1, 0.8, 0.9])] * 2, [history([0.1, 0.2, 0.85])] * 2
     found = only({"by": "first", "reach": 0.8}, fast, slow)
     assert (found.better_mean, found.than_mean, found.difference, found.state) == (10, 20, 10, "holds")
+
+
+def test_a_claim_may_have_a_cost_of_its_own() -> None:
+    """The second row: exchange 10 in the figure's cost, round 1 in the claim's."""
+    fast, slow = [history([0.1, 0.8, 0.9])] * 2, [history([0.1, 0.2, 0.85])] * 2
+    found = only({"by": "first", "reach": 0.8, "against": "rounds"}, fast, slow)
+    assert (found.better_mean, found.than_mean, found.unit) == (1, 2, "rounds")
+    with pytest.raises(ConfigurationError, match=r"unknown cost of a claim 'round'; did you mean rounds\?"):
+        only({"by": "first", "reach": 0.8, "against": "round"}, fast, slow)
 
 
 def test_one_that_never_gets_there_counts_with_its_end() -> None:
