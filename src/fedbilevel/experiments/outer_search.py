@@ -53,13 +53,7 @@ VALIDATION = "validation"  # the outer loss, as a metric per client
 
 
 class OuterSearch(TrainingAtX):
-    """Base of the searches; as a method, the rounds that train y at a fixed x.
-
-    Args:
-        trial_exchanges: exchanges that train y in a whole trial.
-    """
-
-    trial_exchanges: int = positive_integer(default=20)
+    """Base of the searches; as a method, the rounds that train y at a fixed x."""
 
     @property
     def allows(self) -> Allows:
@@ -67,9 +61,9 @@ class OuterSearch(TrainingAtX):
         return Allows(late=why, submodels=why, noise=why, local_x=why)
 
     @property
+    @abstractmethod
     def rungs(self) -> tuple[int, ...]:
-        """Return after how many exchanges of training a trial is judged."""
-        return (self.trial_exchanges,)
+        """Return after how many exchanges of training a trial is judged; the last are those of a whole trial."""
 
     @abstractmethod
     def study(self, seed: int) -> optuna.Study:
@@ -88,11 +82,25 @@ class OuterSearch(TrainingAtX):
 
     def affordable(self, exchanges: int) -> int:
         """Return how many exchanges may train y in a trial, its measurements being paid from the same budget."""
-        costs = {n: n + 1 + sum(rung < n for rung in self.rungs) for n in range(1, self.trial_exchanges + 1)}
+        costs = {n: n + 1 + sum(rung < n for rung in self.rungs) for n in range(1, self.rungs[-1] + 1)}
         return max((n for n, cost in costs.items() if cost <= exchanges), default=0)
 
 
-class Random(OuterSearch):
+class WholeTrials(OuterSearch):
+    """Base of the searches that judge a trial at its end alone.
+
+    Args:
+        trial_exchanges: exchanges that train y in a whole trial.
+    """
+
+    trial_exchanges: int = positive_integer(default=20)
+
+    @property
+    def rungs(self) -> tuple[int, ...]:
+        return (self.trial_exchanges,)
+
+
+class Random(WholeTrials):
     """Random search: x is drawn uniformly."""
 
     def study(self, seed: int) -> optuna.Study:
@@ -101,7 +109,7 @@ class Random(OuterSearch):
         return optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=seed))
 
 
-class TPE(OuterSearch):
+class TPE(WholeTrials):
     """Bayesian search by Optuna's tree-structured Parzen estimator.
 
     Args:
