@@ -122,10 +122,15 @@ def unit_of(figure: Figure, claim: Claim) -> str:
     """Of a claim's differences: a cost's, percentage points of an accuracy, powers of ten, or the name of a metric."""
     if claim.log:
         return "powers of ten"
-    name = claim.against or figure.against if claim.by == "first" else claim.metric or figure.metric
+    name = column_of(figure, claim)
     if name in COSTS:
         return UNITS.get(name, name)
     return POINTS if in_percent(name) else name.replace("_", " ")
+
+
+def column_of(figure: Figure, claim: Claim) -> str:
+    """The column that a claim reads off each run: a metric, or the cost at which a value is first reached."""
+    return claim.against or figure.against if claim.by == "first" else claim.metric or figure.metric
 
 
 def reading(figure: Figure, claim: Claim, history: History) -> tuple[float, bool]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from fedbilevel.experiments import COSTS
 from papers.arms import besides
-from papers.claims import Finding, Statement, statements
+from papers.claims import Finding, Statement, column_of, statements
 from papers.figure import PAPERS, Claim, Figure, files, load
 from papers.numbers import POINTS, UNITS, axis, text
 
@@ -196,7 +196,7 @@ def cell(figure: Figure, claim: Claim, found: Sequence[Mapping[str, Any]]) -> st
         one = found[0]
         fitted = "not fitted" if one["difference"] is None else f"{one['better_mean']:.2f} ± {one['half_width']:.2g}"
         return f"{states} {fitted}, predicted {claim.slope:g}".replace("-", "−")
-    name = claim.against or figure.against if claim.by == "first" else claim.metric or figure.metric
+    name = column_of(figure, claim)
     mine = next((one["better_mean"] for one in found if one["better_mean"] is not None), None)
     said = f"{states} {text(name, mine)} / {', '.join(text(name, one['than_mean']) for one in found)}"
     return said + " %" * (unit == POINTS)
