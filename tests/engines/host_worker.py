@@ -12,7 +12,8 @@ import jax
 import numpy as np
 
 import fedbilevel as fb
-from fedbilevel.engines.multihost import current_group, join
+from fedbilevel.engines.multihost import join
+from fedbilevel.engines.process_group import current_group
 from fedbilevel.tasks.quadratic import quadratic
 
 seen = []

@@ -16,7 +16,7 @@ import fedbilevel as fb
 from fedbilevel.core.problem import check_losses
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.engines import fingerprint
-from fedbilevel.engines.multihost import current_group
+from fedbilevel.engines.process_group import current_group
 from fedbilevel.machinery import kept
 from fixed_steps import fixed
 
@@ -207,7 +207,7 @@ def test_of_a_large_mapped_array_evenly_spaced_samples_are_read(monkeypatch, tmp
 PROGRAMS = """
 import jax, jax.numpy as jnp, numpy as np
 from fedbilevel.engines import fingerprint
-from fedbilevel.engines.multihost import current_group
+from fedbilevel.engines.process_group import current_group
 
 @jax.custom_vjp
 def clipped(x):

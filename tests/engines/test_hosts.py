@@ -22,7 +22,8 @@ import pytest
 
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
 from fedbilevel.engines import checkpoint as files
-from fedbilevel.engines.multihost import LOST, PIECE, LostProcess, ProcessGroup, check_reachable, join
+from fedbilevel.engines.multihost import LOST, check_reachable, join
+from fedbilevel.engines.process_group import PIECE, KeyValueStore, LostProcess, ProcessGroup
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
 SECONDS = 480  # after which a process that hangs is ended
@@ -194,7 +195,7 @@ def test_an_error_keeps_its_exit_code_though_process_0_ends_while_it_takes_leave
     there = tmp_path / "there"
     until = f"all(time.sleep(0.01) is None for _ in iter(lambda: os.path.exists({str(there)!r}), True)); os._exit(0)"
     waits = f"lambda *_: (open({str(there)!r}, 'w').close(), time.sleep(60), os._exit(3))"
-    parts = f"group.service = Mock(wait_at_barrier={waits}); group.part(2, 'mine')"
+    parts = f"group.store.service = Mock(wait_at_barrier={waits}); group.part(2, 'mine')"
     said = ends_of(f"group.gather(0); {until}", f"group.gather(0); {parts}")
     assert [code for code, *_ in said] == [0, 2]
 
@@ -208,7 +209,7 @@ class Silent:
 
 def test_among_three_a_process_that_is_waited_for_is_not_blamed():
     with pytest.raises(LostProcess, match=r"^another process was lost .* while waiting for process 2; no check"):
-        ProcessGroup(Silent(), 3, 0)._wait_for("word", 2)
+        ProcessGroup(KeyValueStore(Silent()), 3, 0)._hear(2)
 
 
 def test_process_0s_error_reaches_the_others_without_words_and_with_its_kind(monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.engines import evaluation
 from fedbilevel.engines.evaluation import DECILES, PerClient, PerClientEvaluation, as_per_client, spread
-from fedbilevel.engines.multihost import ProcessGroup
+from fedbilevel.engines.process_group import ProcessGroup
 from representatives import slow_but
 
 BLOCK = 8

@@ -103,14 +103,15 @@ def _run_together(options: argparse.Namespace) -> int:
     require(not options.seeds, "--seeds", options.seeds, "left out with --coordinator: one run at a time")
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "4")  # what JAX's runtime prints when it ends a process; we say it
     shared.prepare_jax()
-    from fedbilevel.engines.multihost import current_group, join
+    from fedbilevel.engines.multihost import join
+    from fedbilevel.engines.process_group import current_group
 
     try:
         join(options.coordinator, options.processes, options.process)
         current_group().require_same({"--resume": "left out" if options.resume is None else "given"})
         return _play(options)
     except BaseException as error:
-        if current_group().service is None:
+        if current_group().store is None:
             raise  # nobody is waiting
         why = type(error).__name__ if isinstance(error, SystemExit) else shared.sentence(error)
         current_group().part(_reported(error, options.debug), why)
@@ -149,7 +150,7 @@ def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:
     """The spec and the folder for its run; where several processes play it, those of process 0."""
     if options.coordinator is None:
         return _described(options)
-    from fedbilevel.engines.multihost import current_group
+    from fedbilevel.engines.process_group import current_group
 
     def described() -> tuple[dict[str, dict[str, Any]], str]:
         spec, folder = _described(options)
@@ -228,7 +229,7 @@ def played(
     """
     from fedbilevel.display import Watch
     from fedbilevel.display.curves import can_draw
-    from fedbilevel.engines.multihost import current_group
+    from fedbilevel.engines.process_group import current_group
     from fedbilevel.engines.progress import showing
     from fedbilevel.experiments import tables
     from fedbilevel.experiments.runner import first_metric

@@ -244,7 +244,7 @@ def prepare_jax() -> None:
 def tune(spec: Spec) -> None:
     """Set what XLA reads at the first computation, which is still to come."""
     from fedbilevel.engines.machine import tune_cpu
-    from fedbilevel.engines.multihost import current_group
+    from fedbilevel.engines.process_group import current_group
 
     one = spec.run.pooled or spec.run.cohort == 1 or current_group().processes > 1
     tune_cpu(spec.engine.devices or (1 if one else None))

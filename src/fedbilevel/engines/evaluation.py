@@ -23,7 +23,7 @@ from fedbilevel.core.metrics import Metric, MetricFunction, larger_is_better, re
 from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree, join
 from fedbilevel.engines.history import Row
-from fedbilevel.engines.multihost import ProcessGroup, current_group
+from fedbilevel.engines.process_group import ProcessGroup, current_group
 from fedbilevel.machinery.kept import compiled
 
 BLOCK = 256  # samples that are vectorised together

@@ -26,7 +26,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.local.placement import Shares
-from fedbilevel.engines.multihost import ProcessGroup
+from fedbilevel.engines.process_group import ProcessGroup
 from fedbilevel.machinery.kept import BLOCKS, ROWS, WHOLE, bytes_of, description, of_array, of_program, short
 
 PYTHON = f"Python {sys.version_info[0]}.{sys.version_info[1]}"

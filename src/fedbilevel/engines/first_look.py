@@ -23,7 +23,7 @@ from fedbilevel.core.local_x import local_block
 from fedbilevel.core.problem import Padded, Problem, why_it_vanishes
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, epsilon, near, on_device
-from fedbilevel.engines.multihost import current_group
+from fedbilevel.engines.process_group import current_group
 from fedbilevel.machinery.indexing import indexed_axes
 from fedbilevel.machinery.kept import compiled
 from fedbilevel.oracles.population import chosen

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TextIO
 
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, InUse, warn
-from fedbilevel.engines.multihost import ProcessGroup, current_group
+from fedbilevel.engines.process_group import ProcessGroup, current_group
 
 try:
     import fcntl

@@ -17,7 +17,7 @@ from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.execution import Execution
 from fedbilevel.engines.history import Callback, Result, Row
 from fedbilevel.engines.measurements import RunMeasurements
-from fedbilevel.engines.multihost import LostProcess, current_group
+from fedbilevel.engines.process_group import LostProcess, current_group
 from fedbilevel.engines.rescue import Rescue
 from fedbilevel.engines.saver import Saver
 

@@ -20,7 +20,7 @@ from fedbilevel.engines.ends import Ends
 from fedbilevel.engines.engine import Stretch
 from fedbilevel.engines.evaluation import Evaluation, PerClientRow
 from fedbilevel.engines.history import Best, History, Result, Row, has
-from fedbilevel.engines.multihost import warn_on_first
+from fedbilevel.engines.process_group import warn_on_first
 
 
 @dataclass

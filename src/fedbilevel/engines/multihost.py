@@ -1,9 +1,5 @@
-"""The processes that run one simulation, on one or more hosts: how a process joins them, what they say to each other,
-and how it leaves, after an error or aborted by JAX's runtime since another process was lost.
-
-Sums over clients go through XLA's collectives. Everything else (the spec, how many rounds come next, whether anybody
-pressed Ctrl-C, the bytes of a checkpoint) goes through the key-value store of JAX's coordination service, which
-process 0 hosts.
+"""How the processes of one simulation, on one or more hosts, come together (`join`) and connect their devices, and how
+a process ends with a sentence where it fails, or where JAX's runtime aborts it because another one was lost.
 """
 
 from __future__ import annotations
@@ -11,21 +7,17 @@ from __future__ import annotations
 import atexit
 import ctypes
 import ipaddress
-import json
 import os
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,306 +25,8 @@ from jax import lax
 from jax.sharding import Mesh, PartitionSpec
 
 from fedbilevel.core import interrupts
-from fedbilevel.core.errors import (
-    CheckpointError,
-    ConfigurationError,
-    ExchangeError,
-    FedbilevelError,
-    NonFiniteError,
-    NumericalError,
-    require,
-    require_count,
-    warn,
-)
-
-LISTEN_MILLISECONDS = 2000  # between two looks at Ctrl-C while waiting for another process
-PIECE = 2**20  # bytes of a message in an entry of the store; gRPC carries at most 4 MiB
-PARTING_SECONDS = 5  # in which an error that all processes have comes up in all of them
-LEFT = "fedbilevel/left"  # keys of the notes of processes that have ended
-LONGEST = 10_000  # characters of a note
-KINDS = {kind.__name__: kind for kind in (CheckpointError, NonFiniteError, NumericalError)}
-"""Errors of process 0 that are of the same kind there; all other kinds become ConfigurationErrors."""
-
-
-class LostProcess(ExchangeError):
-    """Another process of the simulation has ended, or cannot be reached any more."""
-
-
-@dataclass
-class ProcessGroup:
-    """The processes of one simulation, as one of them knows them. Without arguments: this process alone.
-
-    All processes of a group call `gather`, `first`, `decide`, `require_same` and `copy_of` in the same order.
-    """
-
-    service: Any = None  # JAX's client of the key-value store, once `join` has been called
-    processes: int = 1
-    process: int = 0  # the number of this process, 0 … processes − 1
-    coordinator: str = ""  # HOST:PORT
-    saved: str = ""  # the path of this run's last checkpoint
-    advice: str = ""  # how to continue from it
-    trouble: str = ""  # the explanation that is printed if JAX's runtime aborts this process now
-    reported: bool = False  # whether this process has already said that another process was lost
-    ending: int | None = None  # exit code of a process that has said why it ends
-    messages: int = 0  # so far; all processes count alike, since all make the same calls
-    mine: list[str] = field(default_factory=list)  # keys of messages that others may not have read yet
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process writes and prints."""
-        return self.process == 0
-
-    @contextmanager
-    def meanwhile(self, trouble: str) -> Iterator[None]:
-        """Print `trouble` as the explanation if JAX's runtime aborts this process while the block runs."""
-        self.trouble = trouble
-        try:
-            yield
-        finally:
-            self.trouble = ""
-
-    @contextmanager
-    def exchange(self) -> Iterator[None]:
-        """Turn what XLA and JAX's service raise when another process is gone into `LostProcess`."""
-        try:
-            yield
-        except (jax.errors.JaxRuntimeError, ValueError) as error:
-            gone = any(word in str(error) for word in ("Gloo", "NCCL", "UNAVAILABLE"))
-            if self.processes == 1 or not gone:
-                raise
-            self.reported = True
-            raise LostProcess(self.sentence(self.trouble or self.lost())) from error
-
-    def lost(self) -> str:
-        """Say that another process was lost, and which."""
-        other = f"process {1 - self.process}" if self.processes == 2 else "another process"
-        return f"{other} was lost (killed, crashed or cut off)"
-
-    def sentence(self, what: str) -> str:
-        """Say what has happened, what stays, and how to go on."""
-        if not self.saved:
-            return f"{what}; no checkpoint had been written"
-        advice = f"; {self.advice}" if self.advice else ""
-        return f"{what}; the last checkpoint is {self.saved}, of process 0{advice}"
-
-    def part(self, code: int, why: str) -> NoReturn:
-        """End this process after an error: with the others if they have it too, else alone, leaving them a note."""
-        alone, self.reported = self.reported, True
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.ending = code
-        if not alone:
-            self._take_leave(why)
-            with suppress(jax.errors.JaxRuntimeError):  # jax.distributed.shutdown would wait for a minute
-                self.service.wait_at_barrier("fedbilevel/part", 1000 * PARTING_SECONDS)
-        os._exit(code)
-
-    def gather(self, word: Any) -> list[Any]:
-        """Get the values of `word`, which JSON can hold, on every process, in the order of their numbers."""
-        if self.processes == 1:
-            return [word]
-        self._say(json.dumps(word).encode())
-        words = [word if k == self.process else json.loads(self._hear(k)) for k in range(self.processes)]
-        self.messages += 1
-        earlier, self.mine = self.mine[:-1], self.mine[-1:]  # who speaks now has heard all that was said before
-        for key in earlier:
-            self.service.key_value_delete(key)
-        return words
-
-    def first(self, word: Any) -> Any:
-        """Get the value of `word`, which JSON can hold, on process 0."""
-        return json.loads(self._first(json.dumps(word).encode()))
-
-    def decide(self, choose: Callable[[], Any]) -> Any:
-        """Get the value (JSON) of a function that process 0 alone calls; its error is everybody's error."""
-        if self.processes == 1:
-            return choose()
-        value, kind, said = None, "", ""
-        if self.is_first:
-            try:
-                value = choose()
-            except Exception as error:
-                kind, said = type(error).__name__, str(error)
-                own = isinstance(error, FedbilevelError | OSError)
-                self.first([None, kind, said if own and said else f"{kind}: {said}"])
-                raise
-        value, kind, said = self.first([value, kind, said])
-        if kind:
-            raise KINDS.get(kind, ConfigurationError)(f"process 0: {said}")
-        return value
-
-    def require_same(self, fields: dict[str, Any]) -> None:
-        """Refuse values (JSON, by name) that are not the same on every process."""
-        words = self.gather(fields)
-        for process, theirs in enumerate(words):
-            for name in sorted(words[0].keys() | theirs.keys()):
-                of_first, other = words[0].get(name), theirs.get(name)
-                if of_first != other:
-                    said = f"{name} differs between processes: {of_first} on process 0, {other} on process {process}"
-                    raise ConfigurationError(f"{said}; it must be the same")
-
-    @contextmanager
-    def copy_of(self, path: Path) -> Iterator[Path]:
-        """Get process 0's file `path`, as a file that this process can read."""
-        if self.processes == 1:
-            yield path
-            return
-        with tempfile.TemporaryDirectory() as folder:
-            content = self._first(path.read_bytes() if self.is_first and path.is_file() else b"")
-            copy = Path(folder) / path.name
-            if content:
-                copy.write_bytes(content)
-            yield path if self.is_first else copy
-
-    def _first(self, data: bytes) -> bytes:
-        if self.processes == 1:
-            return data
-        if self.is_first:
-            self._say(data)
-        else:
-            data = self._hear(0)
-        self.messages += 1
-        return data
-
-    def _say(self, data: bytes) -> None:
-        """Put a message into the store, its last piece first: who finds the first piece finds them all."""
-        key = f"fedbilevel/{self.messages}/{self.process}"
-        pieces = [data[i : i + PIECE] for i in range(0, len(data), PIECE)] or [b""]
-        with self.exchange():
-            for number, piece in reversed(list(enumerate(pieces))):
-                self.service.key_value_set_bytes(f"{key}/{number}", len(pieces).to_bytes(4) + piece)
-        self.mine.append(key)
-
-    def _hear(self, process: int) -> bytes:
-        """Wait for that process's message."""
-        key, content, total, number = f"fedbilevel/{self.messages}/{process}", b"", 1, 0
-        while number < total:
-            piece = self._wait_for(f"{key}/{number}", process)
-            total, content, number = int.from_bytes(piece[:4]), content + piece[4:], number + 1
-        return content
-
-    def _wait_for(self, key: str, process: int) -> bytes:
-        whom = "" if self.processes == 2 else f" while waiting for process {process}"
-        gone = ""
-        with self.meanwhile(f"{self.lost()}{whom}"):
-            while True:
-                try:
-                    with self.exchange():
-                        return bytes(self.service.blocking_key_value_get_bytes(key, LISTEN_MILLISECONDS))
-                except jax.errors.JaxRuntimeError as error:
-                    if "DEADLINE_EXCEEDED" not in str(error):
-                        raise
-                if gone:  # and had said nothing before it left
-                    raise LostProcess(self.sentence(gone))
-                gone = self.who_left()
-
-    def meet(self, mesh: Mesh) -> None:
-        """Have all devices of a mesh connected, by a sum over them, once every process has come here.
-
-        Gloo gives up after half a minute, and only the words of `gather` are waited for without end.
-
-        Raises:
-            ConfigurationError: the own name of some host is an address that the others cannot reach.
-            LostProcess: they do not come together.
-        """
-        names = self.gather(own_name())
-        if jax.default_backend() == "cpu":
-            check_reachable(self.coordinator, names)
-        add = lambda: lax.psum(jnp.ones(()), mesh.axis_names)  # noqa: E731
-        total = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=(), out_specs=PartitionSpec()))
-        with (
-            _silent(),
-            self.meanwhile("the processes could not connect to each other, or a process was lost meanwhile"),
-            self.exchange(),
-        ):
-            total().block_until_ready()
-
-    def end(self) -> None:
-        """Say that this process has come to its end, before JAX waits for the others."""
-        self.trouble = "this process had come to its end, and the others had not"
-        self._take_leave("")
-
-    def _take_leave(self, why: str) -> None:
-        """Leave a note for those who will wait for this process."""
-        with suppress(jax.errors.JaxRuntimeError):
-            self.service.key_value_set(f"{LEFT}/{self.process}", why[:LONGEST])
-
-    def who_left(self) -> str:
-        """Say who has left a note, and why; nothing if nobody has."""
-        with self.exchange():
-            notes = self.service.key_value_dir_get(LEFT)
-        for key, why in notes:
-            who = f"process {key.rpartition('/')[2]} has ended"
-            return f"{who} with {why}" if why else f"{who} before the others"
-        return ""
-
-
-_OF_THIS_PROCESS = ProcessGroup()
-
-
-def current_group() -> ProcessGroup:
-    """Get the group that this process belongs to: the group that it joined (see `join`), or itself alone."""
-    return _OF_THIS_PROCESS
-
-
-def warn_on_first(warning: Warning) -> None:
-    """Warn; where several processes run together, process 0 alone does."""
-    if current_group().is_first:
-        warn(warning)
-
-
-@contextmanager
-def _silent() -> Iterator[None]:
-    """Keep what C++ prints (Gloo, that it is connected) off standard output, which is for the run's own words."""
-    sys.stdout.flush()
-    kept = os.dup(1)
-    with open(os.devnull, "wb") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-    try:
-        yield
-    finally:
-        os.dup2(kept, 1)
-        os.close(kept)
-
-
-def host_and_port(coordinator: str) -> tuple[str, str]:
-    """Split HOST:PORT."""
-    host, _, port = coordinator.rpartition(":")
-    return host.strip("[]"), port
-
-
-def own_name() -> tuple[str, str]:
-    """Look up this host's name and the address that it resolves to; "" where it has none."""
-    name = socket.gethostname()
-    return name, _resolved(name)
-
-
-def check_reachable(coordinator: str, names: list[list[str]]) -> None:
-    """Refuse hosts whose own name is their loopback: there Gloo listens, and no other host can connect to it.
-
-    Args:
-        coordinator: HOST:PORT.
-        names: what `own_name` says on each process.
-    """
-    apart = len({name for name, _ in names}) > 1 and not _is_loopback(_resolved(host_and_port(coordinator)[0]))
-    for process, (name, address) in enumerate(names):
-        if apart and _is_loopback(address):
-            raise ConfigurationError(
-                f"the host of process {process} takes its own name, {name!r}, for {address}, where no other host can "
-                f"reach it; see `getent hosts $(hostname)` there, and give the name its real address in /etc/hosts"
-            )
-
-
-def _resolved(name: str) -> str:
-    try:
-        return str(socket.getaddrinfo(name, None)[0][4][0])
-    except OSError:
-        return ""
-
-
-def _is_loopback(address: str) -> bool:
-    return bool(address) and ipaddress.ip_address(address.partition("%")[0]).is_loopback
-
+from fedbilevel.core.errors import ConfigurationError, require, require_count
+from fedbilevel.engines.process_group import PARTING_SECONDS, KeyValueStore, LostProcess, ProcessGroup, current_group
 
 HEARTBEAT_SECONDS = 10  # without a sign of life after which JAX takes a process for lost
 END_SECONDS = 60  # that a process at its end waits for the others to come to theirs
@@ -366,7 +60,7 @@ def join(
     exit code 5 and a sentence that says so.
     """
     group = current_group()
-    require(group.service is None, "join", "a second call", "called once")
+    require(group.store is None, "join", "a second call", "called once")
     require(patience >= 1, "patience", patience, "at least 1 second")
     auto = coordinator == AUTO
     if auto:
@@ -421,7 +115,7 @@ def _initialize(
             reason = "no launcher that JAX knows was found; give HOST:PORT, processes and process"
         raise ConfigurationError(f"coordinator = {coordinator!r}: {reason}") from error
     state = distributed.global_state
-    group.service, group.coordinator = state.client, str(state.coordinator_address)
+    group.store, group.coordinator = KeyValueStore(state.client), str(state.coordinator_address)
     group.processes, group.process = int(state.num_processes), int(state.process_id)
 
 
@@ -482,6 +176,81 @@ def _patiently(sentence: str) -> Iterator[None]:
         timer.cancel()
 
 
+def meet(group: ProcessGroup, mesh: Mesh) -> None:
+    """Have all devices of a mesh connected, by a sum over them, once every process has come here.
+
+    Gloo gives up after half a minute, and only the words of `gather` are waited for without end.
+
+    Raises:
+        ConfigurationError: the own name of some host is an address that the others cannot reach.
+        LostProcess: they do not come together.
+    """
+    names = group.gather(own_name())
+    if jax.default_backend() == "cpu":
+        check_reachable(group.coordinator, names)
+    add = lambda: lax.psum(jnp.ones(()), mesh.axis_names)  # noqa: E731
+    total = jax.jit(jax.shard_map(add, mesh=mesh, in_specs=(), out_specs=PartitionSpec()))
+    with (
+        _silent(),
+        group.meanwhile("the processes could not connect to each other, or a process was lost meanwhile"),
+        group.exchange(),
+    ):
+        total().block_until_ready()
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Keep what C++ prints (Gloo, that it is connected) off standard output, which is for the run's own words."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+    try:
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def host_and_port(coordinator: str) -> tuple[str, str]:
+    """Split HOST:PORT."""
+    host, _, port = coordinator.rpartition(":")
+    return host.strip("[]"), port
+
+
+def own_name() -> tuple[str, str]:
+    """Look up this host's name and the address that it resolves to; "" where it has none."""
+    name = socket.gethostname()
+    return name, _resolved(name)
+
+
+def check_reachable(coordinator: str, names: list[list[str]]) -> None:
+    """Refuse hosts whose own name is their loopback: there Gloo listens, and no other host can connect to it.
+
+    Args:
+        coordinator: HOST:PORT.
+        names: what `own_name` says on each process.
+    """
+    apart = len({name for name, _ in names}) > 1 and not _is_loopback(_resolved(host_and_port(coordinator)[0]))
+    for process, (name, address) in enumerate(names):
+        if apart and _is_loopback(address):
+            raise ConfigurationError(
+                f"the host of process {process} takes its own name, {name!r}, for {address}, where no other host can "
+                f"reach it; see `getent hosts $(hostname)` there, and give the name its real address in /etc/hosts"
+            )
+
+
+def _resolved(name: str) -> str:
+    try:
+        return str(socket.getaddrinfo(name, None)[0][4][0])
+    except OSError:
+        return ""
+
+
+def _is_loopback(address: str) -> bool:
+    return bool(address) and ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
 def explain_abort(group: ProcessGroup) -> Callable[[], None]:
     """Have the C library's abort() say `sentence` and end with its exit code; a function that undoes it.
 
@@ -500,7 +269,7 @@ def explain_abort(group: ProcessGroup) -> Callable[[], None]:
         else:
             group.reported = True
             unknown = f"ended by JAX's runtime or crashed; most likely {group.lost()}"
-            said = group.sentence(group.trouble or unknown) if group.service else group.trouble
+            said = group.sentence(group.trouble or unknown) if group.store else group.trouble
             os.write(2, f"fedbilevel: {said}\n".encode())
         os._exit(LOST)
 

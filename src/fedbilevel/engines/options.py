@@ -22,7 +22,7 @@ from fedbilevel.display import Display
 from fedbilevel.engines.engine import Cohort, Engine
 from fedbilevel.engines.evaluation import Measure, PerClient, as_per_client, check_metrics
 from fedbilevel.engines.history import Callback, check_callbacks
-from fedbilevel.engines.multihost import current_group
+from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.progress import require_progress
 
 Resume = bool | Literal["auto", "force"]

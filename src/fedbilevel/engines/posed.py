@@ -17,8 +17,8 @@ from fedbilevel.engines.divergence import Met, what_was_met
 from fedbilevel.engines.ends import Ends, affordable, comparable, outer_losses
 from fedbilevel.engines.evaluation import Evaluation, PerClient, check_per_client
 from fedbilevel.engines.first_look import first_look
-from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.options import RunOptions
+from fedbilevel.engines.process_group import current_group
 
 
 @dataclass(frozen=True, eq=False)

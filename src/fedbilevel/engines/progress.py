@@ -15,7 +15,7 @@ from typing import Any
 
 from fedbilevel.core.errors import require
 from fedbilevel.display import Display, Silent, chosen
-from fedbilevel.engines.multihost import current_group
+from fedbilevel.engines.process_group import current_group
 
 INTERVAL = 0.1  # seconds between two numbers of rounds that are shown
 SHARE = 0.1  # of the run's time that a slow display may take

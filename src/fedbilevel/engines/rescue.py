@@ -17,7 +17,7 @@ from fedbilevel.core.tree import PyTree, split
 from fedbilevel.engines.divergence import Met, far_away, grown, what_to_lower
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.history import History, Result
-from fedbilevel.engines.multihost import warn_on_first
+from fedbilevel.engines.process_group import warn_on_first
 
 
 @dataclass

@@ -9,7 +9,7 @@ from fedbilevel.core.tree import split
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.loop import Loop
-from fedbilevel.engines.multihost import warn_on_first
+from fedbilevel.engines.process_group import warn_on_first
 
 
 def take_up(loop: Loop, like: Carry, force: bool) -> Carry:

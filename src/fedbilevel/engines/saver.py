@@ -12,7 +12,7 @@ from fedbilevel.core.errors import CheckpointError, CheckpointWarning
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.fingerprint import Fingerprint
-from fedbilevel.engines.multihost import current_group, warn_on_first
+from fedbilevel.engines.process_group import current_group, warn_on_first
 from fedbilevel.wording import require_object
 
 SAVE_SECONDS = 1.0  # between two checkpoints, at least, where the number of rounds is left open

@@ -34,9 +34,9 @@ from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.loop import Loop, LoopPlan
 from fedbilevel.engines.machine import use_every_core
 from fedbilevel.engines.measurements import RunMeasurements
-from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.options import OnDivergence, Resume, RunOptions, refuse_combinations
 from fedbilevel.engines.posed import PosedProblem
+from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.progress import TRACING, showing
 from fedbilevel.engines.rescue import Rescue
 from fedbilevel.engines.resumption import take_up
@@ -125,7 +125,7 @@ def solve(
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or what the method assumes does not
             hold here; the last good checkpoint stays, mostly that of the round before (docs/explanation/engines.md).
         ExchangeError: too few clients replied, again and again; the rounds before are in the checkpoint. Or another
-            process was lost (LostProcess of engines.multihost); the last checkpoint stays.
+            process was lost (LostProcess of engines.process_group); the last checkpoint stays.
         CheckpointError: a checkpoint could not be written or read, another process writes it (its lock file,
             .NAME.lock beside it, says which), or it belongs to another run: samples, start, losses, metrics,
             hyperparameters, key or cohort are others; the message names them.

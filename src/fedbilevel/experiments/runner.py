@@ -69,8 +69,8 @@ from fedbilevel.engines.history import (
 )
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.machine import use_every_core
-from fedbilevel.engines.multihost import current_group
 from fedbilevel.engines.options import Resume
+from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.progress import MEASURING, WRITING, report_stage, showing
 from fedbilevel.engines.solve import solve
 from fedbilevel.experiments.folder import Folder, load_run, own_code

@@ -42,7 +42,8 @@ from fedbilevel.engines.local.placement import Shares
 from fedbilevel.engines.local.rounds import Program, ProgramInputs, Rounds
 from fedbilevel.engines.local.samples import Resident, Streamed, is_memory_mapped, local, replicate
 from fedbilevel.engines.machine import advise_of_cores, keep_on_disk, trim_heap
-from fedbilevel.engines.multihost import ProcessGroup, current_group
+from fedbilevel.engines.multihost import meet
+from fedbilevel.engines.process_group import ProcessGroup, current_group
 from fedbilevel.engines.reference import ReferenceRun
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.engines.virtual_time import Clock
@@ -128,7 +129,7 @@ class Local:
         require(together, "algorithm", algorithm.label, f"a method that waits for all clients, with {how}")
         if shares:
             assert mesh is not None
-            group.meet(mesh)
+            meet(group, mesh)
         source = make(clients, layout, key, mesh, self.prefetch)
         return LocalRun(algorithm, layout, source, mesh, key, clients, problem, group, self.clock)
 

@@ -32,7 +32,7 @@ from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluatio
 from fedbilevel.engines.fingerprint import of_samples
 from fedbilevel.engines.first_look import first_look
 from fedbilevel.engines.machine import keep_on_disk_if_possible
-from fedbilevel.engines.multihost import current_group
+from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower import wire
 from fedbilevel.flower.client.limits import Limits, TimeLimit
