@@ -8,7 +8,8 @@ import pytest
 import fedbilevel as fb
 from fedbilevel import authoring
 from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.diagnostics.diagnose import SUGGESTED, diagnose
+from fedbilevel.diagnostics.diagnose import diagnose
+from fedbilevel.diagnostics.suggested import SUGGESTED
 from fedbilevel.tasks.hyper_representation import hyper_representation
 from fedbilevel.tasks.quadratic import RIDGE, quadratic, solution
 

@@ -100,7 +100,8 @@ def _diagnose(options: argparse.Namespace) -> int:
     shared.prepare_jax()
     if options.replies:
         return _replies(options, terminal)
-    from fedbilevel.diagnostics.diagnose import diagnose, require_suggested
+    from fedbilevel.diagnostics.diagnose import diagnose
+    from fedbilevel.diagnostics.suggested import require_suggested
     from fedbilevel.engines.progress import showing
     from fedbilevel.experiments.loader import code_of, label
 

@@ -116,7 +116,7 @@ class Loop:
             self.fail(error)
             raise
         self.keep_safe(row)
-        reason, stop, due = self.agree_or_save(row, bool(signals))
+        reason, stop, due = self.agree(row, bool(signals))
         reason = end or reason
         if due or reason or stop:
             self.saver.save(*self.checkpoint(self.carry))
@@ -198,7 +198,7 @@ class Loop:
 
     def agree(self, row: Row | None, interrupted: bool) -> tuple[str, bool, bool]:
         """Agree among all processes on (reason to end, whether to stop at once, whether to save): process 0 decides,
-        and a signal to any process stops all."""
+        and a signal to any process stops all. Where a callback raises, all save first."""
 
         def here() -> tuple[str, float, bool]:
             reasons = [callback(self.result, row) for callback in self.callbacks]  # every one is called
@@ -206,13 +206,9 @@ class Loop:
             return next((str(reason) for reason in reasons if reason), ""), self.speed, due
 
         group = current_group()
-        reason, self.speed, due = group.decide(here)
-        return reason, any(group.gather(interrupted)), due
-
-    def agree_or_save(self, row: Row | None, interrupted: bool) -> tuple[str, bool, bool]:
-        """Agree as `agree` does; save where a callback raises."""
         try:
-            return self.agree(row, interrupted)
+            reason, self.speed, due = group.decide(here)
+            return reason, any(group.gather(interrupted)), due
         except LostProcess:
             raise
         except Exception as error:  # of a callback
