@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -286,8 +286,8 @@ def kept(name: str, group: int) -> list[float]:
     return [np.inf if best is None else best for best in json.loads(KEPT.read_text("utf-8"))[name][str(group)]]
 
 
-def table(names: list[str], family: int = FAMILY) -> None:
-    """Print where methods end, for each group and for all: see the head that is printed."""
+def table(names: list[str], family: int, groups: Sequence[int]) -> None:
+    """Print where methods end, for each of these groups and for all of them: see the head that is printed."""
     print(
         "not finite: runs without steps that ended so; worse: that ended above 1.001 times the outer loss of the start;"
         "\nunsaid: those of them whose result says nothing of it; median, 90 %: of the loss at the end over the"
@@ -297,7 +297,7 @@ def table(names: list[str], family: int = FAMILY) -> None:
         print(f"{name:52}{'not finite':>12}{'worse':>7}{'unsaid':>8}{'median':>8}{'90 %':>8}{'largest':>9}")
         ends: list[End] = []
         tuned: list[float] = []
-        for group in range(len(GROUPS)):
+        for group in groups:
             shared = GROUPS[group]
             of_group = [played(name, group, number, family) for number in range(shared.members)]
             best = kept(name, group) if family == FAMILY else [np.nan] * shared.members

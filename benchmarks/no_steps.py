@@ -6,9 +6,9 @@ says that the last is within one point of accuracy, or of error, of the first, o
 exchanges. Then 8 seeds, and starts of x two units off where x are no weights of a network, without steps: which are
 finite, and the range in which they end. --tuned takes the steps given by hand from an earlier table, and its rows.
 
---family 7: on the random problems of family.py in place of these tasks, for eight methods; --reach, --rise: with
-another REACH or RISE of the steps on x (algorithms/parts/adagrad.py, curvature.py). Data sets are read from
-$FEDBILEVEL_DATA.
+--family 7: on the random problems of family.py in place of these tasks, for eight methods; --group 4: on the group
+with this number alone. --reach, --rise, --shared: with another REACH, RISE or SHARED of the steps on x
+(algorithms/parts/adagrad.py, curvature.py). Data sets are read from $FEDBILEVEL_DATA.
 """
 
 from __future__ import annotations
@@ -140,10 +140,13 @@ def main(
     family: int = 0,
     reach: float = adagrad.REACH,
     rise: float = curvature.RISE,
+    shared: float = adagrad.SHARED,
+    group: int = -1,
 ) -> None:
-    adagrad.REACH, curvature.RISE = reach, rise
+    adagrad.REACH, curvature.RISE, adagrad.SHARED = reach, rise, shared
     if family:
-        random_problems.table(list(methods or random_problems.ROUNDS), family)
+        groups = range(len(random_problems.GROUPS)) if group < 0 else [group]
+        random_problems.table(list(methods or random_problems.ROUNDS), family, groups)
         return
     before = tuned_before(Path(tuned)) if tuned else {}
     for name in methods or ["simfbo"]:

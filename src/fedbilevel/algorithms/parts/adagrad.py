@@ -1,14 +1,14 @@
 """AdaGrad for x, whose numerator is the distance that an entry has come.
 
-With h_t the hypergradient of round t, j an entry of x, d the number of entries, η the field `x_lr`, R = REACH, and
-w_t ≤ 1 how much x waits for y (`ServerCurvature.slower`),
+With h_t the hypergradient of round t, j an entry of x, d the number of entries, η the field `x_lr`, R = REACH,
+a = SHARED, and w_t ≤ 1 how much x waits for y (`ServerCurvature.slower`),
 
     x_j ← x_j − min(w_t r_{t,j} / s_{t,j},  η / |h_{t,j}|) h_{t,j}
 
     r_{t,j} = min(Rη, max(r_0, max_{u≤t} |x_{u,j} − x_{0,j}|)),    r_0 = Rη min(1, max(‖x_0‖, 1) / √d)
 
-    s_{t,j}² = Σ_{u≤t} h_{u,j}²                       where x, or a leaf of it, is a number or a vector
-    s_{t,j}² = ½ Σ_{u≤t} (h_{u,j}² + mean of h_u²)    where it has two dimensions or more, the mean over that leaf
+    s_{t,j}² = Σ_{u≤t} h_{u,j}²                             where x, or a leaf of it, is a number or a vector
+    s_{t,j}² = Σ_{u≤t} ((1 − a) h_{u,j}² + a mean of h_u²)  where it has two dimensions or more, the mean over that leaf
 
 No entry moves by more than η in a round, and the unit of the outer loss has no influence.
 
@@ -46,6 +46,7 @@ from jax import Array
 from fedbilevel.core.tree import PyTree, move, over
 
 REACH = 3  # the largest numerator, in units of η
+SHARED = 0.5  # of the sums of a matrix's entries: the part that all of them have in common
 STEADY = 0.9  # an entry moves steadily where the sum of its moves is at least this part of the sum of their lengths
 SHOWN = 5  # entries that a remark names at most
 
@@ -72,7 +73,7 @@ class AdaGrad(NamedTuple):
         least = REACH * lr * jnp.minimum(1, jnp.maximum(optax.tree.norm(self.start), 1) / size**0.5)
 
         def change(h: Array, norm: Array, farthest: Array) -> Array:
-            sums = norm if norm.ndim < 2 else jnp.hypot(norm, root_mean_square(norm)) / 2**0.5
+            sums = norm if norm.ndim < 2 else with_mean(norm)
             adagrad = over(slower * jnp.clip(farthest, least, REACH * lr), sums)
             return (-jnp.minimum(adagrad, over(lr, jnp.abs(h))) * h).astype(h.dtype)
 
@@ -106,6 +107,11 @@ class AdaGrad(NamedTuple):
             f"{entries} still moving steadily at the end: either the run needs more rounds, or the outer loss has no "
             "minimum there, as of a penalty that wants to be infinite or 0; then bound x with project_x"
         )
+
+
+def with_mean(norms: Array) -> Array:
+    """√((1 − SHARED) norms² + SHARED ⟨norms²⟩), of which no square over- or underflows."""
+    return jnp.hypot((1 - SHARED) ** 0.5 * norms, SHARED**0.5 * root_mean_square(norms))
 
 
 def root_mean_square(leaf: Array) -> Array:
