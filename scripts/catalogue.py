@@ -7,10 +7,14 @@ import ast
 import dataclasses
 import inspect
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import optax
+
+sys.path.insert(0, str(Path(__file__).parent))  # also where a test runs this file
+import api
 
 ROOT = Path(__file__).resolve().parent.parent
 METHODS = ROOT / "src" / "fedbilevel" / "algorithms"
@@ -47,6 +51,7 @@ def written() -> Iterator[tuple[Path, str]]:
     ):
         file = ROOT / "docs" / page
         yield file, between(file.read_text("utf-8"), name, text)
+    yield from api.written()
 
 
 def listed() -> str:

@@ -21,6 +21,8 @@ from fedbilevel.core.problem import Project
 from fedbilevel.core.tree import PyTree, epsilon, is_floating, join, nonfinite_leaves, split
 from fedbilevel.machinery.kept import compiled
 
+__all__ = ["ball", "box", "half_space", "intersection", "simplex"]
+
 POINTS = 20  # random ones around each of x0 and 0, on which a set is looked at
 ENTRIES = 10_000_000  # of all these points together, where x is large: then they are fewer
 INEXACT = 1e-6  # relative; what users' own projections may err by, where they are iterative

@@ -1,0 +1,28 @@
+"""Examples of the API reference: `make catalogue` copies each cell under the name that heads it."""
+
+# %% setup
+import pathlib
+import tempfile
+
+import numpy as np
+
+from fedbilevel import data
+
+labels = np.random.default_rng(0).integers(0, 10, size=200)
+
+# %% load
+digits = data.load("digits")
+print(digits.train_images.shape, digits.classes)
+
+# %% partition
+parts = data.partition("dirichlet", labels, 5, seed=0, alpha=0.5)
+
+# %% pack
+packed = data.pack(digits.train_images, digits.train_labels, data.iid(digits.train_labels, 20, seed=0))
+
+# %% write_clients
+folder = pathlib.Path(tempfile.mkdtemp()) / "population"
+data.write_clients(folder, [3, 2], ({"u": np.ones((n, 4))} for n in (3, 2)))
+
+# %% open_clients
+population = data.open_clients(folder)
