@@ -20,6 +20,13 @@ STALE, NOT_RUN = "stale: play it again", "not run"
 SIGNS = {"reproduced": "✔", "partly reproduced": "◐", "not reproduced": "✘", "undecided": "?", STALE: "!", NOT_RUN: "–"}
 STATES = {"holds": "✔", "contradicted": "✘", "level": "=", "open": "?"}
 DECISIONS = {"for": "✔ for", "against": "✘ against", "level": "= level", "mixed": "◐ mixed", "open": "? open"}
+IN_ALL = {
+    "for": "hold",
+    "against": "are contradicted",
+    "level": "show no difference",
+    "mixed": "hold in part",
+    "open": "are undecided",
+}
 IN_SHORT = "In short: "
 Outcome = Mapping[str, Any]
 
@@ -63,7 +70,7 @@ def written() -> Iterator[tuple[Path, str]]:
         rows.append(row(folder.name, head, own))
     of_papers, of_all = PAPERS / "README.md", PAPERS.parent / "README.md"
     yield of_papers, filled(filled(of_papers.read_text("utf-8"), "papers", rows), "arms", arms(figures))
-    yield of_all, filled(of_all.read_text("utf-8"), "papers", [line.replace("](", "](papers/") for line in rows])
+    yield of_all, filled(of_all.read_text("utf-8"), "papers", in_all(figures))
 
 
 def filled(text: str, mark: str, lines: Sequence[str]) -> str:
@@ -91,6 +98,14 @@ def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
     counts: Counter[str] = Counter(one.decision for figure in figures for one in decided(figure))
     said = ", ".join(f"{counts[name]} {name}" for name in DECISIONS if counts[name])
     return f"| [{title}]({paper}/README.md) | {len(figures)} | of {counts.total()}: {said} | {short} |"
+
+
+def in_all(figures: Sequence[Figure]) -> list[str]:
+    """What became of the statements of all papers, in a sentence for the first page of the repository."""
+    counts: Counter[str] = Counter(one.decision for figure in figures for one in decided(figure))
+    said = [f"{counts[name]} {words}" for name, words in IN_ALL.items() if counts[name]]
+    linked = f"[{counts.total()} statements](papers/README.md)"
+    return [f"Of the papers' {linked}, tried at small scale, {', '.join(said[:-1])} and {said[-1]}."]
 
 
 def statement_table(figures: Sequence[Figure]) -> Iterator[str]:

@@ -74,8 +74,11 @@ def test_the_quick_start_is_two_lines():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_python_blocks_run(page, tmp_path, monkeypatch):
-    """In one namespace, from top to bottom, as a reader would paste them; hospitals have made-up patients."""
+def test_python_blocks_run(page, tmp_path, monkeypatch, capsys):
+    """In one namespace, from top to bottom, as a reader would paste them; hospitals have made-up patients.
+
+    README prints the numbers that it shows, to a unit of the last digit: they are rounded.
+    """
     monkeypatch.chdir(tmp_path)
     program = "\n".join(text for language, text in blocks(page) if language == "python")
     assert program
@@ -84,6 +87,14 @@ def test_python_blocks_run(page, tmp_path, monkeypatch):
     if "load_heart" in program:
         hospital_files.write(tmp_path, monkeypatch, loaders.HOSPITALS)
     exec(compile(program, page, "exec"), {"__name__": "__main__"})
+    if page == "README.md":
+        printed = "".join(text for language, text in blocks(page) if language == "text")
+        assert numbers(capsys.readouterr().out) == pytest.approx(numbers(printed), abs=0.11)
+
+
+def numbers(text: str) -> list[float]:
+    """The numbers of a printed array."""
+    return [float(one) for one in re.findall(r"-?\d+\.\d*", text)]
 
 
 def test_installing_is_explained_before_it_is_needed_and_never_by_a_name_on_an_index():

@@ -8,6 +8,7 @@ import numpy as np
 
 from fedbilevel import data
 
+folder = pathlib.Path(tempfile.mkdtemp())
 labels = np.random.default_rng(0).integers(0, 10, size=200)
 
 # %% load
@@ -21,8 +22,10 @@ parts = data.partition("dirichlet", labels, 5, seed=0, alpha=0.5)
 packed = data.pack(digits.train_images, digits.train_labels, data.iid(digits.train_labels, 20, seed=0))
 
 # %% write_clients
-folder = pathlib.Path(tempfile.mkdtemp()) / "population"
-data.write_clients(folder, [3, 2], ({"u": np.ones((n, 4))} for n in (3, 2)))
+samples = [{"u": np.ones((n, 4))} for n in (3, 2)]
+data.write_clients(folder / "first", [3, 2], iter(samples))
 
 # %% open_clients
-population = data.open_clients(folder)
+data.write_clients(folder / "second", [3, 2], ({"u": np.ones((n, 4))} for n in (3, 2)))
+population = data.open_clients(folder / "second")
+print(population.arrays["u"].shape, population.start)

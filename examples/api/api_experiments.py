@@ -11,8 +11,9 @@ folder = pathlib.Path(tempfile.mkdtemp())
 # %% configure
 spec = experiments.configure(task="quadratic", algorithm="fednest", settings=["run.rounds=50"])
 
-# %% run
-result = experiments.run(spec, folder / "first")
-
 # %% load_run
+experiments.run(spec, folder / "first")
 print(experiments.load_run(folder / "first").history["relative_error"])
+
+# %% run
+result = experiments.run(spec, folder / "second")
