@@ -10,6 +10,7 @@ import fedbilevel as fb
 from fedbilevel import authoring
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
+LETTER = DOCS.parent / "papers" / "to-the-letter.md"
 OTHERS = {"ALGORITHMS", "Diagnosis", "History", "HypergradientReport", "Ledger"}
 """The registry of methods, and types of what the library returns: no helpers of a method."""
 TEST = re.compile(r"\[(\w+)\]\(([\w./]+\.py)\)")
@@ -22,9 +23,9 @@ def page(name: str) -> str:
     return (DOCS / name).read_text(encoding="utf-8")
 
 
-def has_test(name: str, file: str) -> bool:
-    """Whether a file that a page of the reference links to has a test of this name."""
-    text = (DOCS / "reference" / file).read_text("utf-8")
+def has_test(name: str, file: str, folder: Path = DOCS / "reference") -> bool:
+    """Whether a file that a page of this folder links to has a test of this name."""
+    text = (folder / file).read_text("utf-8")
     return bool(re.search(rf"^ *def {name}\(", text, re.MULTILINE))
 
 
@@ -63,7 +64,7 @@ def test_the_hospitals_page_says_what_its_splits_gave() -> None:
 
 def test_the_page_on_the_papers_names_code_and_tests_that_exist() -> None:
     """Each state is one of two, and the file that a right one links to has the test."""
-    tables = re.findall(r"^\|(?!item|-)(.+)\|$", page("reference/to-the-letter.md"), re.MULTILINE)
+    tables = re.findall(r"^\|(?!item|-)(.+)\|$", LETTER.read_text("utf-8"), re.MULTILINE)
     files = (DOCS.parent / "src").rglob("*.py")
     code = {name for file in files for name in re.findall(r"\w+", file.read_text("utf-8"))}
     assert len(tables) > 70
@@ -71,7 +72,7 @@ def test_the_page_on_the_papers_names_code_and_tests_that_exist() -> None:
         found = STATE.fullmatch(state)
         assert found, (item, state)
         assert set(re.findall(r"\w+", where)) <= code, item
-        assert not found[1] or has_test(found[1], found[2]), item
+        assert not found[1] or has_test(found[1], found[2], LETTER.parent), item
 
 
 def test_each_erratum_says_what_is_right_and_names_tests_that_exist() -> None:
@@ -88,4 +89,4 @@ def test_each_erratum_says_what_is_right_and_names_tests_that_exist() -> None:
         assert shown or "derivation" in text, heading
         assert [test for test, file in shown if not has_test(test, file)] == [], heading
     assert set(numbers) == {"SimFBO", "RABO", "FedNest", "AFBO", "FISM"}
-    assert "slip" not in page("reference/to-the-letter.md").partition("## ")[2]
+    assert "slip" not in LETTER.read_text("utf-8").partition("## ")[2]
