@@ -7,6 +7,7 @@ Signatures and docstrings are those of `help()`. Examples are the cells of examp
 import ast
 import inspect
 import re
+import textwrap
 from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
@@ -285,25 +286,52 @@ def split(inside: str) -> list[str]:
 
 
 def arguments(value: Any, bound: bool = False) -> str:
-    """The arguments of a function or class as Python writes them, with short names of types."""
-    signature = inspect.signature(value)
-    parameters = [one.replace(default=plain(one.default)) for one in signature.parameters.values()][bound:]
-    text = str(signature.replace(parameters=parameters))
-    text = re.sub(r"ForwardRef\(('[^']*')\)", r"\1", text)
-    text = re.sub(r": '([^']*)'|-> '([^']*)'", lambda found: f": {found[1]}" if found[1] else f"-> {found[2]}", text)
-    text = re.sub(
-        r"\bnumpy\.ndarray\[.*?dtype\[\w+\]\]|\b(numpy|np)\.(?=ndarray)",
-        lambda found: "" if found[1] else "ndarray",
-        text,
-    )
-    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z]\w+)", "", text)
+    """The arguments of a function or class, and what a function returns, with types as the source has them.
+
+    Evaluated types are written in other ways by each version of Python and NumPy.
+    """
+    types = types_of(value)
+    parameters = [
+        one.replace(default=plain(one.default), annotation=types.get(name, one.empty))
+        for name, one in inspect.signature(value).parameters.items()
+    ][bound:]
+    returns = types.get("return", inspect.Signature.empty)
+    text = str(inspect.Signature(parameters, return_annotation=returns))
+    return re.sub(r"\b(?:[a-z_]\w*\.)+(?=[A-Z]\w+|ndarray)", "", text)
+
+
+def types_of(value: Any) -> dict[str, "Written"]:
+    """The source text of the type of each argument by its name, and of the result as "return"."""
+    if not inspect.isclass(value):
+        function = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(value)))).body[0]
+        assert isinstance(function, ast.FunctionDef)
+        return types_of_function(function)
+    found = {}
+    for base in reversed([base for base in value.__mro__ if base.__module__.startswith("fedbilevel.")]):
+        definition = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(definition, ast.ClassDef)
+        for node in definition.body:
+            if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                found[node.target.id] = Written(ast.unparse(node.annotation))
+            if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+                found |= types_of_function(node)
+    found.pop("return", None)
+    return found
+
+
+def types_of_function(function: ast.FunctionDef) -> dict[str, "Written"]:
+    """The same of a function's definition."""
+    given = function.args
+    every = [*given.posonlyargs, *given.args, *given.kwonlyargs, *filter(None, (given.vararg, given.kwarg))]
+    found = {one.arg: Written(ast.unparse(one.annotation)) for one in every if one.annotation}
+    return found | ({"return": Written(ast.unparse(function.returns))} if function.returns else {})
 
 
 class Written:
-    """A default value that is written in words of its own."""
+    """A default value or a type that is written as this text."""
 
     def __init__(self, text: str) -> None:
-        self.text = text
+        self.text = text.strip("'\"")
 
     def __repr__(self) -> str:
         return self.text
