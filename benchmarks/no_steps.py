@@ -28,7 +28,8 @@ from benchmarks import family as random_problems
 from fedbilevel.algorithms.parts import adagrad, curvature
 from fedbilevel.algorithms.parts.layers import Layered
 from fedbilevel.experiments import resolve
-from fedbilevel.experiments.runner import Experiment, build, first_metric
+from fedbilevel.experiments.experiment import Experiment
+from fedbilevel.experiments.runner import build, first_metric
 
 warnings.simplefilter("ignore")
 TASKS: dict[str, dict[str, Any]] = {

@@ -17,7 +17,7 @@ from command_line import QUADRATIC, leftovers, without_remarks
 
 from fedbilevel import display, experiments
 from fedbilevel.cli.shared import console
-from fedbilevel.experiments import runner
+from fedbilevel.experiments import experiment, runner
 
 FILES = ["checkpoint.npz", "checkpoint.previous.npz", "environment.json", "history.jsonl", "ledger.json", "plot.png"]
 FILES += ["result.npz", "spec.toml", "summary.json"]
@@ -217,7 +217,7 @@ def test_a_run_that_needs_more_memory_than_there_is(error, says, run, here, monk
     def short(*_: object, **__: object) -> None:
         raise error
 
-    monkeypatch.setattr(runner, "solve", short)
+    monkeypatch.setattr(experiment, "solve", short)
     if says is None:
         with pytest.raises(type(error)):
             run(*QUADRATIC, "--out", "it")
@@ -234,8 +234,8 @@ CONTINUE = "interrupted; continue with: fedbilevel run --resume it"
 @pytest.mark.parametrize(
     ("number", "place", "comes", "says"),
     [
-        (signal.SIGINT, (runner, "solve"), mixed_up, NOTHING),
-        (signal.SIGTERM, (runner, "solve"), mixed_up, NOTHING),
+        (signal.SIGINT, (experiment, "solve"), mixed_up, NOTHING),
+        (signal.SIGTERM, (experiment, "solve"), mixed_up, NOTHING),
         (signal.SIGTERM, (experiments, "configure"), mixed_up, "interrupted"),
         (signal.SIGTERM, (runner.Scribe, "open"), caught, CONTINUE),
         (signal.SIGTERM, (display.Watch, "__call__"), held_back, CONTINUE),

@@ -12,7 +12,7 @@ from command_line import QUADRATIC, outcome, without_remarks
 from fedbilevel import experiments
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, ConfigurationError
 from fedbilevel.engines import lock
-from fedbilevel.experiments import runner
+from fedbilevel.experiments import experiment, runner
 from fedbilevel.experiments.folder import Folder
 
 SPEC = experiments.configure(task="quadratic", settings=["rounds=3"])
@@ -100,7 +100,7 @@ def test_a_run_that_cannot_start_leaves_nothing(dead, monkeypatch) -> None:
         dead.exchanges.touch()
         raise CheckpointError("2 clients are here where 3 are needed")
 
-    monkeypatch.setattr(runner, "solve", too_few)
+    monkeypatch.setattr(experiment, "solve", too_few)
     with pytest.warns(CheckpointWarning, match="cleared"), pytest.raises(CheckpointError, match="2 clients"):
         experiments.run(SPEC, dead.path, plot=False)
     assert list(dead.path.iterdir()) == []

@@ -19,7 +19,7 @@ from fedbilevel import cli, experiments
 from fedbilevel.engines import lock
 from fedbilevel.engines.history import History
 from fedbilevel.errors import ConfigurationError, NumericalError
-from fedbilevel.experiments import runner
+from fedbilevel.experiments import experiment, runner
 from fedbilevel.experiments.sweep import chosen_metric, parse_values, point_name, sweep_table
 from fedbilevel.sweeps import played, product
 
@@ -96,8 +96,8 @@ def copy(folder, tmp_path):
 
 
 def test_what_is_finished_is_read_and_what_is_missing_is_played(folder, copy, monkeypatch) -> None:
-    calls, real = [], runner.solve
-    monkeypatch.setattr(runner, "solve", lambda *args, **given: calls.append(given["key"]) or real(*args, **given))
+    calls, real = [], experiment.solve
+    monkeypatch.setattr(experiment, "solve", lambda *args, **given: calls.append(given["key"]) or real(*args, **given))
     shutil.rmtree(place(copy, 0.1, 1))
     for _ in range(2):
         assert swept(*SMALL, *GRID, "--out", copy) == 0
@@ -155,7 +155,7 @@ def test_a_diverged_run_is_a_row_and_not_played_again(tmp_path, monkeypatch) -> 
     assert swept(*given) == 0
     before = contents(tmp_path)
     assert "not finite" in lines(tmp_path)[1]["error"]
-    monkeypatch.setattr(runner, "solve", None)
+    monkeypatch.setattr(experiment, "solve", None)
     assert swept(*given) == 0
     assert contents(tmp_path) == before
 
@@ -193,7 +193,7 @@ def test_two_processes_share_the_runs_and_one_survives_the_other(tmp_path, start
 
 
 def test_another_setting_in_the_folder_is_named_and_nothing_is_played(copy, run, monkeypatch) -> None:
-    monkeypatch.setattr(runner, "solve", None)
+    monkeypatch.setattr(experiment, "solve", None)
     code, _, error = run("sweep", *SMALL[:-1], 5, *GRID, "--out", copy)
     assert code == 2
     assert "seed-0 holds another run (run.rounds: 4 there, 5 now): choose another folder" in error

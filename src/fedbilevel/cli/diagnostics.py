@@ -129,7 +129,8 @@ def _diagnose(options: argparse.Namespace) -> int:
 def _replies(options: argparse.Namespace, terminal: Any) -> int:
     """Play some rounds of each algorithm, and show how long replies are."""
     from fedbilevel.diagnostics.replies import reply_norms
-    from fedbilevel.experiments.runner import build, cohort_of
+    from fedbilevel.experiments.experiment import cohort_of
+    from fedbilevel.experiments.runner import build
 
     other = {"--all": options.all, "--rounds": options.rounds}
     if unused := [name for name, value in other.items() if value]:

@@ -46,9 +46,10 @@ from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import Result, Row, is_number
 from fedbilevel.engines.recorder import exchanges_of
+from fedbilevel.experiments.experiment import experiment_with
 from fedbilevel.experiments.folder import Folder, LoadedRun, default_path, load_run, require_free
 from fedbilevel.experiments.loader import own_file, task_maker
-from fedbilevel.experiments.runner import Experiment, algorithm_of, complete, first_metric, task_of
+from fedbilevel.experiments.runner import algorithm_of, complete, first_metric, task_of
 from fedbilevel.experiments.spec import Component, Spec, configure, fields_of
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.refusal import Code, Refusal
@@ -118,7 +119,8 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
             write_text(place.name_in_federation, name)
 
     watch = Watch(Console(width=160, force_terminal=False), metric, spec.run.budget, spec.timed)
-    experiment = Experiment(task, algorithm_of(spec), engine)
+    algorithm = algorithm_of(spec)
+    experiment = experiment_with(algorithm)(task, algorithm, engine)
     with ending(place):
         complete(spec, place.path, callbacks=[note_name, watch], plot=can_draw(), experiment=experiment, progress=watch)
         if grown := load_run(place.path).grown:

@@ -40,8 +40,9 @@ from fedbilevel.core.tree import XY, PyTree, move, nbytes
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import Callback, History, Result, Row
 from fedbilevel.engines.solve import solve
+from fedbilevel.experiments.experiment import Experiment, cohort_of, experiment_with
 from fedbilevel.experiments.loader import label
-from fedbilevel.experiments.spec import Spec
+from fedbilevel.experiments.spec import RunPlan, Spec
 from fedbilevel.tasks import Task
 from fedbilevel.wording import missing
 
@@ -330,3 +331,21 @@ class SearchRun:
             compile_seconds=self.compiling,
             stopped=self.stopped,
         )
+
+
+class SearchExperiment(Experiment):
+    """A search over x, which has no checkpoints, and rows of its own."""
+
+    def check(self, spec: Spec) -> None:
+        refuse_search(spec, self.task)
+
+    def solve(self, plan: RunPlan, *, rounds: int, callbacks: Sequence[Callback] = (), **_: Any) -> Result:
+        assert isinstance(self.algorithm, OuterSearch)
+        assert plan.exchanges is not None
+        given = {"cohort": cohort_of(plan), "engine": self.engine}
+        return SearchRun(self.algorithm, self.task, plan.exchanges, plan.seed, callbacks, rounds, given).play()
+
+
+@experiment_with.register
+def _(algorithm: OuterSearch) -> type[Experiment]:
+    return SearchExperiment

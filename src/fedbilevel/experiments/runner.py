@@ -22,7 +22,7 @@ from dataclasses import asdict, replace
 from functools import cache
 from importlib.metadata import distributions
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
@@ -42,7 +42,6 @@ from fedbilevel.core.errors import (
     unknown,
 )
 from fedbilevel.core.metrics import best
-from fedbilevel.core.privacy import Privacy
 from fedbilevel.core.problem import Project
 from fedbilevel.core.projections import box
 from fedbilevel.core.submodel import UnitPolicy
@@ -52,15 +51,13 @@ from fedbilevel.display import Display
 from fedbilevel.display.curves import encoded, require_matplotlib, run_figure
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.checkpoint import write_bytes, write_json, write_text, writing
-from fedbilevel.engines.engine import Cohort, Engine, check_cohort, check_everyone
+from fedbilevel.engines.engine import check_cohort, check_everyone
 from fedbilevel.engines.history import (
-    ENDLESS,
     Callback,
     History,
     Result,
     Row,
     check_callbacks,
-    cost,
     in_words,
     reason,
     rounds_at_most,
@@ -71,46 +68,12 @@ from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.machine import use_every_core
 from fedbilevel.engines.options import Resume
 from fedbilevel.engines.process_group import current_group
-from fedbilevel.engines.progress import MEASURING, WRITING, report_stage, showing
-from fedbilevel.engines.solve import solve
+from fedbilevel.engines.progress import WRITING, report_stage, showing
+from fedbilevel.experiments.experiment import Experiment, cohort_of, experiment_with
 from fedbilevel.experiments.folder import Folder, load_run, own_code
 from fedbilevel.experiments.loader import label, task_maker
-from fedbilevel.experiments.outer_search import OuterSearch, SearchRun, refuse_search
-from fedbilevel.experiments.spec import RunPlan, Spec, read_spec, resolve
+from fedbilevel.experiments.spec import Spec, read_spec, resolve
 from fedbilevel.tasks import MEASURED_PER_CLIENT, Task
-
-
-class Experiment(NamedTuple):
-    """The objects that a spec describes, which are the arguments of `solve`."""
-
-    task: Task
-    algorithm: Algorithm
-    engine: Engine
-    privacy: Privacy | None = None
-
-    def solve(self, plan: RunPlan, **given: Any) -> Result:
-        """Solve the task's problem with the plan's cohort and seed; `given` are further arguments of `solve`."""
-        if isinstance(self.algorithm, OuterSearch):
-            return self.search(plan, **given)
-        problem = self.task.problem, self.task.clients, self.task.x0, self.task.y0
-        return solve(
-            self.algorithm,
-            *problem,
-            cohort=cohort_of(plan),
-            key=plan.seed,
-            engine=self.engine,
-            best_by=plan.best_by,
-            on_divergence=plan.on_divergence,
-            privacy=self.privacy,
-            **given,
-        )
-
-    def search(self, plan: RunPlan, *, rounds: int, callbacks: Sequence[Callback] = (), **_: Any) -> Result:
-        """Search over x until the plan's exchanges are spent; it has no checkpoints, and rows of its own."""
-        assert isinstance(self.algorithm, OuterSearch)
-        assert plan.exchanges is not None
-        given = {"cohort": cohort_of(plan), "engine": self.engine}
-        return SearchRun(self.algorithm, self.task, plan.exchanges, plan.seed, callbacks, rounds, given).play()
 
 
 def build(spec: Spec, task: Task | None = None) -> Experiment:
@@ -128,10 +91,10 @@ def build(spec: Spec, task: Task | None = None) -> Experiment:
     use_cores(spec)
     task = task_of(spec) if task is None else task
     check_solves(algorithm, task.problem)
-    if isinstance(spec.algorithm.value, OuterSearch):
-        refuse_search(spec, task)
+    made = experiment_with(algorithm)(task, algorithm, engine, spec.privacy.terms)
+    made.check(spec)
     _check_participants(spec, algorithm, len(task.clients))
-    return Experiment(task, algorithm, engine, spec.privacy.terms)
+    return made
 
 
 def use_cores(spec: Spec) -> None:
@@ -153,10 +116,6 @@ def of_clients(spec: Spec, task: Task, algorithm: Algorithm) -> Mapping[str, Any
     alone = isinstance(task.clients, RemoteClients) and not task.metrics and task.clients.capacity is None
     asks = alone and task.problem.local is None and not algorithm.asks.asynchronous
     return task.metrics_per_client if spec.run.metrics_per_client or asks else {}
-
-
-def cohort_of(plan: RunPlan) -> int | Cohort | None:
-    return Cohort(plan.cohort, plan.replacement) if plan.cohort is not None and plan.replacement else plan.cohort
 
 
 def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> None:
@@ -402,12 +361,12 @@ def _play(
     require(bool(own) or not spec.run.metrics_per_client, "run.metrics_per_client", True, named)
     scribe = Scribe(spec, place, resumed=resume in (True, "force"))
     with showing(progress) as display:
-        rounds, eval_every, ends = _length(spec, place, experiment, resume)
+        rounds, ends = _length(spec, place, resume)
         with _opened(scribe) if not resume else contextlib.nullcontext():
             result = experiment.solve(
                 spec.run,
                 rounds=rounds,
-                eval_every=eval_every,
+                eval_every=spec.run.eval_every,
                 metrics=task.metrics,
                 metrics_per_client=own,
                 callbacks=[*ends, scribe, *callbacks],
@@ -423,18 +382,13 @@ def _play(
     return result
 
 
-def _length(
-    spec: Spec, place: Folder, experiment: Experiment, resume: Resume
-) -> tuple[int, int | None, list[Callback]]:
-    """Rounds at most, rounds between rows, and what ends the run before."""
+def _length(spec: Spec, place: Folder, resume: Resume) -> tuple[int, list[Callback]]:
+    """Return rounds at most, and what ends the run before."""
     if spec.run.rounds is not None:
-        return spec.run.rounds, spec.run.eval_every, []
+        return spec.run.rounds, []
     whole = spec.run.budget
-    if isinstance(experiment.algorithm, OuterSearch):  # whose rows are its measurements
-        return rounds_at_most(whole), None, [stop_after(whole)]
     done = current_group().decide(lambda: rounds_done(place.checkpoint, whole) if resume and place.begun else None)
-    rounds = rounds_at_most(whole) if done is None else done
-    return rounds, rounds_between_rows(spec.run, experiment), [stop_after(whole)]
+    return rounds_at_most(whole) if done is None else done, [stop_after(whole)]
 
 
 @contextmanager
@@ -454,8 +408,7 @@ def _opened(scribe: Scribe) -> Iterator[None]:
 
 
 class Scribe:
-    """A callback that keeps the folder's spec and history up to date; the history of a search, which has no checkpoint
-    to go on from, is written at its end.
+    """A callback that keeps the folder's spec and, beside a checkpoint to go on from, its history up to date.
 
     A resumed run opens its folder at the first call: if nothing comes of the resumption, the folder stays as it was.
     """
@@ -478,8 +431,7 @@ class Scribe:
     def __call__(self, result: Result, row: Row | None) -> None:
         if not self.opened:
             self.open()
-        resumable = not isinstance(self.spec.algorithm.value, OuterSearch)
-        if row is not None and resumable and time.monotonic() - self.written >= HISTORY_SECONDS:
+        if row is not None and time.monotonic() - self.written >= HISTORY_SECONDS and self.place.begun:
             result.history.to_jsonl(self.place.history)
             self.written = time.monotonic()
 
@@ -524,25 +476,6 @@ def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str
         "seconds_compiling_this_time": result.compile_seconds,
         "seconds_this_time": seconds,
     }
-
-
-ROWS = 50  # in a history, where the spec does not say how often to evaluate
-PROBE = 4  # rounds in which costs are counted
-
-
-def rounds_between_rows(plan: RunPlan, experiment: Experiment) -> int:
-    """The number of rounds between two rows with which about ROWS rows fit the budget.
-
-    The cost of a round is that of the run's first PROBE rounds, which are played for it.
-    """
-    if plan.eval_every is not None:
-        return plan.eval_every
-    name, amount = plan.budget
-    report_stage(MEASURING)
-    with warnings.catch_warnings(action="ignore"):  # the run itself says it again
-        first = experiment.solve(plan, rounds=PROBE, progress=False)
-    probed = cost(first.history.rows[-1], name)
-    return max(1, int(min(ENDLESS, amount * PROBE / (ROWS * probed)))) if probed > 0 else 1
 
 
 PACKAGES = ("jax", "jaxlib", "optax", "numpy", "scikit-learn")
