@@ -187,7 +187,10 @@ BOX = "--search-box=-1:1"
         ),
         ([*QUADRATIC, "--against", "tpe", BOX], "--exchanges = None is not allowed"),
         ([*QUADRATIC, "--against", "tpe", "--exchanges", "9"], "give --search-box LOW:HIGH"),
-        ([*QUADRATIC, "--against", "tpe", "--exchanges", "9", "--search-box=1:0"], "not of the form LOW:HIGH"),
+        (
+            [*QUADRATIC, "--against", "tpe", "--exchanges", "9", "--search-box=1:0"],
+            "must be of the form LOW:HIGH, LOW",
+        ),
         ([*QUADRATIC, "--against", "tpe", "--exchanges", "9", "--search-box=1:2"], "x0 is the first trial"),
         (
             ["compare", "classification", "--algorithms", "fedavg", "--against", "tpe", "--exchanges", "9", BOX],

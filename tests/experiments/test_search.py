@@ -212,13 +212,15 @@ def test_a_pruner_ends_trials_by_the_rows_of_the_first_seed(played, tmp_path) ->
 
 def test_a_range_has_two_ends() -> None:
     for text, drawn in {"0.001:1:log": Range(0.001, 1, True), "0:0.5": Range(0, 0.5), "-1:1": Range(-1, 1)}.items():
-        assert Range.parse("a", text) == drawn
+        assert Range.parse("--search a", text) == drawn
 
 
 @pytest.mark.parametrize("text", ["1", "1:", ":1", "2:1", "1:1", "0:1:log", "1:2:lin", "a:b", "1:2:log:3", "0:inf"])
 def test_what_is_no_range_is_refused(text) -> None:
     with pytest.raises(ConfigurationError, match=r"--search a = .* must be of the form LOW:HIGH or LOW:HIGH:log"):
-        Range.parse("a", text)
+        Range.parse("--search a", text)
+    with pytest.raises(ConfigurationError, match=r"--search-box = .* must be of the form LOW:HIGH, LOW below HIGH$"):
+        Range.parse("--search-box", text.replace("0:1:log", "1:2:log"), linear=True)
 
 
 def test_a_damaged_journal_is_refused(run, tmp_path) -> None:

@@ -4,7 +4,6 @@ page about runs, for people; `fedbilevel sweep`, runs over other values of some 
 from __future__ import annotations
 
 import argparse
-import math
 import re
 from collections.abc import Collection
 from functools import partial
@@ -43,7 +42,7 @@ def add_to(add: shared.Add) -> None:
     compare.add_argument(
         "--against", type=_names, metavar="NAME,NAME,…", help=f"also searches over x: {', '.join(RIVALS)}"
     )
-    compare.add_argument("--search-box", type=_box, metavar="LOW:HIGH", help="of every entry of x: --search-box=-12:0")
+    compare.add_argument("--search-box", metavar="LOW:HIGH", help="of every entry of x: --search-box=-12:0")
     shared.add_options(compare, quiet="do not show the runs on their way")
     out = "of runs: the picture, .png, .pdf or .svg (comparison.png); of algorithms: the folder (runs/…)"
     compare.add_argument("--out", metavar="PATH", help=out)
@@ -68,17 +67,6 @@ def _names(text: str) -> list[str]:
 
 def _levels(text: str) -> list[float]:
     return [shared.positive(part, "the metric") for part in text.split(",")]
-
-
-def _box(text: str) -> tuple[float, float]:
-    low, _, high = text.partition(":")
-    try:
-        box = float(low), float(high)
-    except ValueError:
-        box = math.nan, math.nan
-    if not -math.inf < box[0] < box[1] < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is not of the form LOW:HIGH, two numbers, LOW below HIGH")
-    return box
 
 
 def _label(text: str) -> tuple[str, str]:
@@ -199,6 +187,7 @@ def _algorithms(options: argparse.Namespace) -> int:
     from fedbilevel.display.curves import SUFFIXES, can_draw
     from fedbilevel.experiments import export
     from fedbilevel.experiments.compare import Look, comparison_table, require_labelled
+    from fedbilevel.experiments.search import Range
     from fedbilevel.experiments.series import PICTURE, comparison_folder, comparison_specs, play_all
     from fedbilevel.experiments.spec import said_of_several
 
@@ -208,7 +197,9 @@ def _algorithms(options: argparse.Namespace) -> int:
 
     task = options.what[0] if options.what else None
     given = shared.settings(options)
-    more = {name: getattr(options, name) for name in ("data", "centralised", "search_box")}
+    text, more = options.search_box, {"data": options.data, "centralised": options.centralised}
+    box = None if text is None else Range.parse("--search-box", text, linear=True)
+    more["search_box"] = box and (box.low, box.high)
     specs = comparison_specs(task, options.algorithms, settings=given, against=options.against or (), **more)
     look = Look(dict(options.label), options.columns, options.levels)
     require_labelled(look, specs)
@@ -309,7 +300,9 @@ def _swept(options: argparse.Namespace, folder: Path) -> Sweep:
 
     fields = _fields(options)
     grid = {name: parse_values(text) for name, (option, text) in fields.items() if option == "--grid"}
-    space = {name: Range.parse(name, text) for name, (option, text) in fields.items() if option == "--search"}
+    space = {
+        name: Range.parse(f"--search {name}", text) for name, (option, text) in fields.items() if option == "--search"
+    }
     names = ("trials", "pruner", "storage")
     drawing = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     given: dict[str, Any] = {name: getattr(options, name) for name in ("seeds", "select", "select_on_test")}

@@ -33,6 +33,8 @@ ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of
 TARGETS = 3
 PER_CLIENT = "per_client"  # the name of a panel
 UNMEASURED = "measured its clients, as --set run.metrics_per_client=true has it"
+SEARCHES = {path_word(label(rival)): label(rival) for rival in RIVALS.values() if rival not in ALGORITHMS}
+"""Searches over x as papers write them, by the names of their folders."""
 WRITTEN = (*SUFFIXES, ".csv", ".json", ".tex", ".md")  # by a comparison, among its runs
 
 
@@ -206,9 +208,8 @@ def require_labelled(look: Look, names: Collection[str]) -> None:
 def written(name: str) -> str:
     """A method of the library as papers write it, simfbo as SimFBO; a search over x as its label; any other name as it
     is."""
-    searches = {path_word(label(rival)): label(rival) for rival in RIVALS.values() if rival not in ALGORITHMS}
-    if name in searches:
-        return searches[name]
+    if name in SEARCHES:
+        return SEARCHES[name]
     return ALGORITHMS[name].__name__ if name in ALGORITHMS else name
 
 

@@ -72,21 +72,25 @@ class Range:
     log: bool = False
 
     @classmethod
-    def parse(cls, name: str, text: str) -> Range:
-        """Read "0.001:1:log", "0:0.5" or, of whole numbers alone, "1:8".
+    def parse(cls, option: str, text: str, *, linear: bool = False) -> Range:
+        """Read "0.001:1:log", "0:0.5" or, of whole numbers alone, "1:8", as an option has it.
+
+        Args:
+            linear: refuse "log".
 
         Raises:
             ConfigurationError: it is none of these.
         """
         form = "of the form LOW:HIGH or LOW:HIGH:log, LOW below HIGH, and above 0 with log"
+        form = "of the form LOW:HIGH, LOW below HIGH" if linear else form
         low, *rest = text.split(":")
         try:
             ends = [toml.parse_value(low.strip()), toml.parse_value(rest[0].strip())] if rest else []
         except ConfigurationError:
             ends = []
         log = rest[1:] == ["log"]
-        fits = len(ends) == 2 and all(map(is_number, ends)) and rest[1:] in ([], ["log"]) and ends[0] < ends[1]
-        require(fits and (not log or ends[0] > 0), f"--search {name}", text, form)
+        fits = len(ends) == 2 and all(map(is_number, ends)) and (log or not rest[1:]) and ends[0] < ends[1]
+        require(fits and not (log and (linear or ends[0] <= 0)), option, text, form)
         return cls(ends[0], ends[1], log)
 
     def __str__(self) -> str:
