@@ -1,8 +1,8 @@
 """Sweeps: the same run with other values of its fields, and which of them are best on a holdout.
 
-`fedbilevel.sweep` plays every point of a grid with `solve`. The command `fedbilevel sweep` plays runs in folders. Both
-have the points in common (`product`, `made`), the order of play (`played`), the table (`row_of`, `Sweep`), and the rule
-that test data do not decide (`require_holdout`). A search has the table and the rule.
+A `PointPlayer` runs a point with a seed: by `solve` for `fedbilevel.sweep`, in a folder for the command `fedbilevel
+sweep`. Both have the points in common (`product`, `made`), the order of play (`played`), the table (`row_of`, `Sweep`),
+and the rule that test data do not decide (`require_holdout`). A search has the player, the table and the rule.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.card import Card, Shown, counted
@@ -41,19 +41,27 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tables import with_values
 from fedbilevel.core.tree import PyTree
 from fedbilevel.display import Display
-from fedbilevel.engines.history import LOSSES, History, Row
-from fedbilevel.engines.progress import showing
+from fedbilevel.engines.history import LOSSES, History, Result, Row
+from fedbilevel.engines.progress import Guarded, showing
 from fedbilevel.engines.saver import FORCE
 from fedbilevel.engines.solve import solve
 
 T = TypeVar("T")
 PointValues = Mapping[str, Any]
 """The values of the swept fields, by their dotted paths."""
-PlayRun = Callable[[int, int], History]
-"""(number of a point, seed) -> what the run has measured."""
 PRUNED = "pruned after"  # as the error of a run that was ended early begins, since others were better by then
 ENDS = ("mean", "worst", "best", "p10")  # of a metric that is measured on each client
 POLL = 0.1  # seconds, until a run that another process plays is looked at again
+
+
+class PointPlayer(Protocol):
+    """What runs the points of a sweep."""
+
+    def make(self, point: PointValues) -> Any:
+        """Make the algorithm, or the spec, of a point; a ConfigurationError where the point is refused."""
+
+    def run(self, number: int, point: PointValues, seed: int, display: Guarded) -> History:
+        """Run a point, which has this number in its sweep, with a seed; return what the run has measured."""
 
 
 def sweep(
@@ -110,22 +118,35 @@ def sweep(
         select, select_on_test, "Measure held-out data and select on that metric, or say select_on_test=True"
     )
     require_known(select, [*(given.get("metrics") or ()), *each_client, *LOSSES])
-    algorithms = made(points, _maker(algorithm, list(grid)))
+    player = Solving(
+        make=_maker(algorithm, list(grid)),
+        solve=partial(solve, problem=problem, clients=clients, x0=x0, y0=y0, **given),
+        points=len(points),
+        folder=folder,
+    )
+    made(points, player.make)
+    return played(player, points, seeds, select, progress)
 
-    def play(number: int, seed: int) -> History:
-        display.begin(f"point {number + 1} of {len(points)}, seed {seed}")
-        file = folder and Path(folder) / f"point-{number:03d}-seed-{seed}.npz"
+
+@dataclasses.dataclass(frozen=True)
+class Solving:
+    """Runs so many points by `solve`, with checkpoints in a folder if one is given."""
+
+    make: Callable[[PointValues], Algorithm]
+    solve: Callable[..., Result]
+    points: int
+    folder: str | Path | None
+
+    def run(self, number: int, point: PointValues, seed: int, display: Guarded) -> History:
+        display.begin(f"point {number + 1} of {self.points}, seed {seed}")
+        file = self.folder and Path(self.folder) / f"point-{number:03d}-seed-{seed}.npz"
         kept: dict[str, Any] = {"checkpoint": file, "resume": "auto"} if file else {}
-        chosen = allowed(algorithms[number])
         try:
-            return solve(chosen, problem, clients, x0, y0, key=seed, progress=display, **kept, **given).history
+            return self.solve(self.make(point), key=seed, progress=display, **kept).history
         except CheckpointError as error:  # to go on by force would mix the points of two sweeps
             if FORCE not in str(error):
                 raise
             raise CheckpointError(str(error).replace(FORCE, "choose another folder")) from error
-
-    with showing(progress) as display:
-        return played(points, algorithms, seeds, select, play)
 
 
 def _maker(
@@ -194,13 +215,6 @@ def made(points: Sequence[PointValues], make: Callable[[PointValues], T]) -> lis
     return found
 
 
-def allowed(choice: T | ConfigurationError) -> T:
-    """Return what `made` has made of a point, or raise the error with which the point was refused."""
-    if isinstance(choice, ConfigurationError):
-        raise choice
-    return choice
-
-
 def require_seeds(seeds: Sequence[int]) -> None:
     """Refuse an empty list of seeds, a seed that is given twice, and what is no seed."""
     fits = isinstance(seeds, Collection) and not isinstance(seeds, str) and len(seeds) > 0
@@ -229,19 +243,19 @@ def require_holdout(select: str, on_test: bool, advice: str) -> None:
 
 
 def played(
+    player: PointPlayer,
     points: Sequence[PointValues],
-    choices: Sequence[Any],
     seeds: Sequence[int],
     select: str,
-    play: PlayRun,
+    progress: bool | Display | None = False,
     said: Callable[[Mapping[str, Any]], None] = lambda row: None,
 ) -> Sweep:
-    """Play every point with every seed, seed after seed, so that the points of a seed share its task.
+    """Run every point with every seed, seed after seed, so that the points of a seed share its task.
 
     A run that another process plays is looked at again after the others.
 
     Args:
-        choices: what is made of each point, an algorithm or a spec, or the error with which it was refused.
+        progress: see `fedbilevel.solve`.
         said: called with each run that has ended: a row of `Sweep.trials`.
 
     Raises:
@@ -250,25 +264,26 @@ def played(
     larger, wrong = False, []
     found: dict[tuple[int, int], dict[str, Any]] = {}
     waiting = deque(itertools.product(seeds, range(len(points))))
-    while waiting:
-        seed, number = waiting.popleft()
-        try:
-            history = play(number, seed)
-            row = row_of(history, seed, select)
-            larger = history.larger_is_better(select)
-        except InUse:
-            waiting.append((seed, number))
-            time.sleep(POLL)
-            continue
-        except (ConfigurationError, NumericalError) as error:
-            row = {"seed": seed, "error": str(error)}
-            wrong += [error] if isinstance(error, ConfigurationError) else []
-        found[number, seed] = row
-        said({**points[number], **row})
+    with showing(progress) as display:
+        while waiting:
+            seed, number = waiting.popleft()
+            try:
+                history = player.run(number, points[number], seed, display)
+                row = row_of(history, seed, select)
+                larger = history.larger_is_better(select)
+            except InUse:
+                waiting.append((seed, number))
+                time.sleep(POLL)
+                continue
+            except (ConfigurationError, NumericalError) as error:
+                row = {"seed": seed, "error": str(error)}
+                wrong += [error] if isinstance(error, ConfigurationError) else []
+            found[number, seed] = row
+            said({**points[number], **row})
     if len(wrong) == len(found):
         raise wrong[0]
     runs = [[found[number, seed] for seed in seeds] for number in range(len(points))]
-    ended = Sweep.of(points, choices, runs, select, larger)
+    ended = Sweep.of(player, points, runs, select, larger)
     for text in on_edge(points, ended.best or {}):
         warnings.warn(text, stacklevel=3)
     return ended
@@ -328,17 +343,17 @@ class Sweep(Shown):
     @classmethod
     def of(
         cls,
+        player: PointPlayer,
         points: Sequence[PointValues],
-        choices: Sequence[Any],
         runs: Sequence[Sequence[Mapping[str, Any]]],
         select: str,
         larger: bool,
     ) -> Sweep:
-        """Make the table of some points, from what was made of each and the rows of its runs."""
+        """Make the table of some points, from the rows of the runs of each."""
         rows = [standing(point, of, select) for point, of in zip(points, runs, strict=True)]
         sign = -1 if larger else 1
         order = sorted(range(len(rows)), key=lambda i: (rows[i][select] is None, sign * (rows[i][select] or 0.0)))
-        best = choices[order[0]] if order and rows[order[0]][select] is not None else None
+        best = player.make(points[order[0]]) if order and rows[order[0]][select] is not None else None
         fields = list(dict.fromkeys(name for point in points for name in point))
         trials = [{**point, **row, **point} for point, of in zip(points, runs, strict=True) for row in of]
         spent = {name: sum(row.get(column, 0) for of in runs for row in of) for name, column in COSTS.items()}

@@ -270,7 +270,8 @@ def test_no_number_of_the_table_is_cut(seeds) -> None:
         row = {"round": 123_456, "exchanges": 1_234_567, "relative_error": 0.0012345 * (1 + number) + 1e-5 * seed}
         return History([row])
 
-    found = played(points, points, seeds, "relative_error", history)
+    player = SimpleNamespace(make=lambda point: point, run=lambda number, point, seed, display: history(number, seed))
+    found = played(player, points, seeds, "relative_error")
     numbers = {"algorithm.server_lr.x": "0.000123", "rounds": "123,456", "exchanges": "1,234,567"}
     for width in WIDTHS:
         table = sweep_table(found, width)

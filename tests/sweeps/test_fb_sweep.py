@@ -29,6 +29,11 @@ def swept(algorithm=None, task=TASK, **given) -> Sweep:
     return fb.sweep(algorithm or fb.SimFBO(), task.problem, task.clients, task.x0, task.y0, **given)
 
 
+def player(history) -> SimpleNamespace:
+    """Of runs that nobody ran: `history` has what was measured, by the number of the point and the seed."""
+    return SimpleNamespace(make=lambda point: point, run=lambda number, point, seed, display: history(number, seed))
+
+
 def solved(x: float, seed: int, **given) -> dict:
     """The last row of the same run without a sweep, but for the seconds of this machine."""
     algorithm = fb.SimFBO(server_lr=fb.XYV(x=x, y=fb.SimFBO().server_lr.y, v=fb.SimFBO().server_lr.v))
@@ -81,7 +86,7 @@ def test_a_best_point_on_the_edge_of_its_grid_is_warned_of(values, best, said) -
 
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        found = played([{"steps": value} for value in values], values, [0], "loss", play)
+        found = played(player(play), [{"steps": value} for value in values], [0], "loss")
     assert found.best == {"steps": best}
     assert [str(one.message) for one in warned] == said
 
@@ -120,7 +125,7 @@ def test_a_swept_field_keeps_its_values_though_a_cost_has_its_name() -> None:
         return History([{"round": 1, "exchanges": 7.0, "fit": float(number)}])
 
     points = product({"exchanges": [3, 5]})
-    found = played(points, points, [0], "fit", history)
+    found = played(player(history), points, [0], "fit")
     assert [row["exchanges"] for row in found.rows] == [row["exchanges"] for row in found.trials] == [3, 5]
     assert (found.best, found.spent["exchanges"]) == ({"exchanges": 3}, 14)
 
@@ -155,7 +160,7 @@ def test_a_run_that_another_process_plays_is_looked_at_again() -> None:
         return History([{"round": 1, "exchanges": 1.0, "fit": number + seed / 10}])
 
     points = product({"a": [1, 2]})
-    found = played(points, points, [0, 5], "fit", history)
+    found = played(player(history), points, [0, 5], "fit")
     assert calls == [(0, 0), (1, 0), (0, 5), (1, 5), (0, 0)]
     assert [row["fit"] for row in found.trials] == [0.0, 0.5, 1.0, 1.5]
 
@@ -228,7 +233,7 @@ def made_up(values, seeds=(0,), larger: bool = False) -> Sweep:
         return History([{"round": 100, "exchanges": 2.0, "fit": value}], {"fit": larger})
 
     points = product({"a": list(range(len(values)))})
-    return played(points, points, seeds, "fit", history)
+    return played(player(history), points, seeds, "fit")
 
 
 def test_which_value_is_better_is_as_the_metric_says() -> None:

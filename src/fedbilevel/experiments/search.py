@@ -37,9 +37,8 @@ from fedbilevel.engines.progress import showing
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.folder import own_code
 from fedbilevel.experiments.outer_search import require_optuna
-from fedbilevel.experiments.series import TaskCache
 from fedbilevel.experiments.sweep import (
-    PointRuns,
+    InFolders,
     PrintLine,
     SpecOf,
     chosen_metric,
@@ -137,13 +136,13 @@ def search_specs(
     require_sweepable(space)
     first = spec_of({name: of.low if isinstance(of, Range) else of[0] for name, of in space.items()})
     spec_of({name: of.high if isinstance(of, Range) else of[-1] for name, of in space.items()})  # is allowed, too
-    plan = PointRuns(seeds, [first.run.seed] if seeds is None else seeds)
-    tasks = TaskCache(keep=len(plan.seeds))
-    first = plan.spec(first, plan.seeds[0])
-    select = chosen_metric(first, select, select_on_test, tasks)
-    task = tasks(first)
+    keep = len(seeds or (first.run.seed,))
+    player = InFolders(spec_of, folder, seeds, first, name=lambda number, point: trial_name(number), keep=keep)
+    first = player.seeded(first, player.seeds[0])
+    select = chosen_metric(first, select, select_on_test, player.tasks)
+    task = player.tasks(first)
     larger = History(directions=directions({**task.metrics_per_client, **task.metrics})).larger_is_better(select)
-    definition: dict[str, Any] = {"seeds": list(plan.seeds), "select": select}
+    definition: dict[str, Any] = {"seeds": list(player.seeds), "select": select}
     for section, fields in first.tables().items():
         definition |= {f"{section}.{name}": value for name, value in fields.items()}
     for name, of in space.items():
@@ -159,7 +158,7 @@ def search_specs(
         trial.set_user_attr("point", point)
         trial.set_user_attr("rows", rows)
         for row in rows:
-            say(in_a_line(f"{trial_name(trial)}/seed-{row['seed']}", row, select))
+            say(in_a_line(f"{trial_name(trial.number)}/seed-{row['seed']}", row, select))
         for error in filter(None, (row["error"] for row in rows)):
             raise optuna.TrialPruned(error)
         return statistics.fmean(row[select] for row in rows)
@@ -177,14 +176,11 @@ def search_specs(
         rows: list[dict[str, Any]] = []
         pruned: dict[str, Any] = {}  # the last row of a run that is ended early
         try:
-            spec = spec_of(point)
-            for seed in plan.seeds:
-                display.begin(f"{trial_name(trial)}, seed {seed}")
-                watching = [] if rows else [report]
-                history = plan.play(spec, seed, folder / trial_name(trial), tasks, callbacks=watching, progress=display)
+            for seed in player.seeds:
+                history = player.run(trial.number, point, seed, display, [] if rows else [report])
                 rows.append(row_of(history, seed, select))
         except (ConfigurationError, NumericalError, optuna.TrialPruned) as error:
-            begun, *others = ({"seed": seed, "error": str(error)} for seed in plan.seeds)
+            begun, *others = ({"seed": seed, "error": str(error)} for seed in player.seeds)
             return [{**begun, **pruned}, *others]
         return rows
 
@@ -194,15 +190,15 @@ def search_specs(
             study.optimize(objective, callbacks=[optuna.study.MaxTrialsCallback(trials, states=ends)])
         attributes = [one.user_attrs for one in study.get_trials(deepcopy=False, states=ends)]
     points, runs = ([one[name] for one in attributes] for name in ("point", "rows"))
-    found = Sweep.of(points, points, runs, select, larger)
-    found.others = other_runs(folder, map(trial_name, study.get_trials(deepcopy=False)), plan.seeds)
-    found.algorithm = None if found.algorithm is None else spec_of(found.algorithm)
+    found = Sweep.of(player, points, runs, select, larger)
+    names = [trial_name(trial.number) for trial in study.get_trials(deepcopy=False)]
+    found.others = other_runs(folder, names, player.seeds)
     return found
 
 
-def trial_name(trial: optuna.Trial | optuna.trial.FrozenTrial) -> str:
+def trial_name(number: int) -> str:
     """Name a trial's folder."""
-    return f"trial-{trial.number:03d}"
+    return f"trial-{number:03d}"
 
 
 def drawn(trial: optuna.Trial, name: str, of: Range | Sequence[Any]) -> Any:

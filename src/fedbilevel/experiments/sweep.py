@@ -23,8 +23,8 @@ from fedbilevel.core.metrics import mean_and_sd, text
 from fedbilevel.data import DataError
 from fedbilevel.display import Display
 from fedbilevel.engines.checkpoint import write_text
-from fedbilevel.engines.history import LOSSES, History
-from fedbilevel.engines.progress import showing
+from fedbilevel.engines.history import LOSSES, Callback, History
+from fedbilevel.engines.progress import Guarded
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.export import csv_text
 from fedbilevel.experiments.folder import Folder, path_word
@@ -37,7 +37,6 @@ from fedbilevel.sweeps import (
     ENDS,
     PointValues,
     Sweep,
-    allowed,
     made,
     measured_on_test,
     played,
@@ -87,30 +86,25 @@ def sweep_specs(
         CheckpointError: something cannot be written.
     """
     require_sweepable(grid)
-    points, tasks = product(grid), TaskCache()
+    points = product(grid)
     specs = made(points, spec_of)
-    first = next(one for one in specs if isinstance(one, Spec))
-    plan = PointRuns(seeds, [first.run.seed] if seeds is None else seeds)
-    select = chosen_metric(plan.spec(first, plan.seeds[0]), select, select_on_test, tasks)
-    for spec, point in zip(specs, points, strict=True):
-        for seed in plan.seeds if isinstance(spec, Spec) else ():
+    allowed = [(spec, point) for spec, point in zip(specs, points, strict=True) if isinstance(spec, Spec)]
+    first = allowed[0][0]
+    player = InFolders(spec_of, folder, seeds, first)
+    select = chosen_metric(player.seeded(first, player.seeds[0]), select, select_on_test, player.tasks)
+    for spec, point in allowed:
+        for seed in player.seeds:
             there = Folder(folder / point_name(point) / f"seed-{seed}")
-            if changed := there.difference(plan.spec(allowed(spec), seed)):
+            if changed := there.difference(player.seeded(spec, seed)):
                 raise ConfigurationError(
                     f"{there.path} holds another run ({changed}): choose another folder with --out"
                 )
 
-    def play(number: int, seed: int) -> History:
-        name = point_name(points[number])
-        display.begin(f"{name}, seed {seed}")
-        return plan.play(allowed(specs[number]), seed, folder / name, tasks, progress=display)
-
     def said(row: Mapping[str, Any]) -> None:
         say(in_a_line(f"{point_name({name: row[name] for name in grid})}/seed-{row['seed']}", row, select))
 
-    with showing(progress) as display:
-        found = played(points, specs, plan.seeds, select, play, said)
-    found.others = other_runs(folder, map(point_name, points), plan.seeds)
+    found = played(player, points, player.seeds, select, progress, said)
+    found.others = other_runs(folder, map(point_name, points), player.seeds)
     return found
 
 
@@ -120,20 +114,42 @@ def other_runs(folder: Path, points: Iterable[str], seeds: Sequence[int]) -> int
     return sum(file.parent not in own for file in folder.glob(f"*/seed-*/{Folder(folder).spec.name}"))
 
 
-class PointRuns:
-    """The runs of each point: a run for each seed, or a single run with the spec's own."""
+class InFolders:
+    """Runs points in folders: each with each seed, or, where `seeds` is None, once with the spec's own.
 
-    def __init__(self, given: Sequence[int] | None, seeds: Sequence[int]) -> None:
-        require_seeds(seeds)
-        self.given, self.seeds = given, seeds
+    Args:
+        make: the spec of a point; `first` is such a spec.
+        name: of a point's folder, by the point's number and values.
+        keep: how many tasks stay in memory.
+    """
 
-    def spec(self, spec: Spec, seed: int) -> Spec:
-        return spec if self.given is None else seeded(spec, seed)
+    def __init__(
+        self,
+        make: SpecOf,
+        folder: Path,
+        seeds: Sequence[int] | None,
+        first: Spec,
+        *,
+        name: Callable[[int, PointValues], str] = lambda number, point: point_name(point),
+        keep: int = 1,
+    ) -> None:
+        self.make, self.folder, self.name, self.tasks = make, folder, name, TaskCache(keep)
+        self.seeds = [first.run.seed] if seeds is None else seeds
+        self.own_seed = seeds is None
+        require_seeds(self.seeds)
 
-    def play(self, spec: Spec, seed: int, place: Path, task: Callable[[Spec], Task], **given: Any) -> History:
-        """Return what a point's run with a seed has measured, see `run_of`; `place` is the folder of the point."""
+    def seeded(self, spec: Spec, seed: int) -> Spec:
+        return spec if self.own_seed else seeded(spec, seed)
+
+    def run(
+        self, number: int, point: PointValues, seed: int, display: Guarded, callbacks: Sequence[Callback] = ()
+    ) -> History:
+        """Return what a point's run with a seed has measured, see `run_of`."""
+        name = self.name(number, point)
+        display.begin(f"{name}, seed {seed}")
+        spec, place = self.seeded(self.make(point), seed), self.folder / name / f"seed-{seed}"
         try:
-            return run_of(self.spec(spec, seed), place / f"seed-{seed}", task, **given)
+            return run_of(spec, place, self.tasks, callbacks=callbacks, progress=display)
         except DataError as error:
             raise ConfigurationError(str(error)) from error
 
