@@ -14,7 +14,7 @@ import pytest
 
 from fedbilevel import experiments
 from fedbilevel.cli import main
-from fedbilevel.engines.checkpoint import write_json
+from fedbilevel.core.writing import write_json
 from fedbilevel.experiments.export import write_page
 from run_folders import write_run
 

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from jax import Array
 from fedbilevel import __version__
 from fedbilevel.core.errors import CheckpointError, FedbilevelError
 from fedbilevel.core.tree import PyTree
+from fedbilevel.core.writing import write_atomically
 from fedbilevel.machinery.kept import is_key
 from fedbilevel.reading import newer_format, parse_json, require_regular
 from fedbilevel.wording import in_a_line, printable
@@ -234,62 +234,6 @@ def _head(file: IO[bytes]) -> tuple[tuple[int, ...], np.dtype]:
     """Read shape and dtype from the header of a .npy file, up to its first entry."""
     shape, _, dtype = HEADERS[np.lib.format.read_magic(file)](file)
     return shape, dtype
-
-
-def write_atomically(path: Path, write: Any, keep: Path | None = None) -> None:
-    """Call write(file) on a temporary file beside `path`, flush it to disk, then rename it into place; what was in that
-    place stays as `keep`."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with writing(path):
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with open(temporary, "wb") as file:
-                write(file)
-                file.flush()
-                os.fsync(file.fileno())
-            if keep is not None and path.exists():
-                _keep(path, keep)
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
-
-
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file, atomically."""
-    write_atomically(path, lambda file: file.write(content))
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a text file, atomically."""
-    write_bytes(path, text.encode())
-
-
-def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file that people can read, atomically."""
-    write_text(path, json.dumps(content, indent=2) + "\n")
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into a CheckpointError that names the path and the reason."""
-    try:
-        yield
-    except OSError as error:
-        raise CheckpointError(f"could not write {path}: {error.strerror or error}; nothing was changed") from error
-
-
-def _keep(path: Path, other: Path) -> None:
-    """Have the file `path` at `other` too; where no file can have two names, at `other` alone."""
-    temporary = other.with_name(f".{other.name}.{os.getpid()}.tmp")
-    try:
-        os.link(path, temporary)
-    except OSError:
-        os.replace(path, other)
-        return
-    try:
-        os.replace(temporary, other)
-    finally:
-        temporary.unlink(missing_ok=True)  # it is still there if both were the same file already
 
 
 def _name(path: Any) -> str:

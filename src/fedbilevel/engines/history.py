@@ -25,6 +25,7 @@ from fedbilevel.core.errors import LARGEST, CheckpointError, ConfigurationError,
 from fedbilevel.core.inputs import require_function
 from fedbilevel.core.metrics import best, larger_is_better, metric_of, require_direction, text
 from fedbilevel.core.tree import PyTree, join, split
+from fedbilevel.core.writing import write_text
 from fedbilevel.display.curves import draw_history
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.costs import Ledger
@@ -158,7 +159,7 @@ class History(Shown):
         """Write a JSON object per line, as text; given a path, also to that file, atomically."""
         text = "".join(json.dumps(row) + "\n" for row in self.rows)
         if path is not None:
-            checkpoint.write_text(Path(path), text)
+            write_text(Path(path), text)
         return text
 
     @classmethod

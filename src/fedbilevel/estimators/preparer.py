@@ -24,8 +24,8 @@ from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
 from fedbilevel.core.errors import is_count, require, require_count, unknown
+from fedbilevel.core.writing import write_text
 from fedbilevel.data.files import as_data_error, read_bytes
-from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.estimators.columns import MOST, moments, require_sizes, warn_of_numerals, warn_of_spellings
 from fedbilevel.reading import LONGEST, parse_json
 

@@ -17,9 +17,9 @@ import rich.table
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, unknown
 from fedbilevel.core.metrics import in_percent, larger_is_better, text
+from fedbilevel.core.writing import write_bytes
 from fedbilevel.display import curves
 from fedbilevel.display.curves import COSTS, SUFFIXES, ClientPanel, curve, time_of, words
-from fedbilevel.engines.checkpoint import write_bytes
 from fedbilevel.engines.history import History
 from fedbilevel.experiments.folder import Folder, LoadedRun, as_damage, load_run, path_word
 from fedbilevel.experiments.loader import label

@@ -21,8 +21,8 @@ from typing import Any
 from fedbilevel.core.card import listed
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import text
+from fedbilevel.core.writing import write_text
 from fedbilevel.display.curves import encoded, require_matplotlib, run_figure, words
-from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import Row
 from fedbilevel.experiments.compare import (
     RunGroup,

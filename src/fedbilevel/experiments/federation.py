@@ -40,10 +40,10 @@ from fedbilevel.core.errors import (
     unknown,
 )
 from fedbilevel.core.privacy import Privacy
+from fedbilevel.core.writing import write_text
 from fedbilevel.data import DataError
 from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
-from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import Result, Row, is_number
 from fedbilevel.engines.recorder import exchanges_of
 from fedbilevel.experiments.experiment import experiment_with

@@ -46,11 +46,11 @@ from fedbilevel.core.problem import Project
 from fedbilevel.core.projections import box
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import PyTree
+from fedbilevel.core.writing import write_bytes, write_json, write_text, writing
 from fedbilevel.data import DataError
 from fedbilevel.display import Display
 from fedbilevel.display.curves import encoded, require_matplotlib, run_figure
 from fedbilevel.engines import checkpoint, lock
-from fedbilevel.engines.checkpoint import write_bytes, write_json, write_text, writing
 from fedbilevel.engines.engine import check_cohort, check_everyone
 from fedbilevel.engines.history import (
     Callback,

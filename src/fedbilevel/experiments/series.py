@@ -15,8 +15,8 @@ import numpy as np
 from fedbilevel.algorithms import ALGORITHMS
 from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.tables import Fields
+from fedbilevel.core.writing import write_json
 from fedbilevel.display.curves import require_matplotlib
-from fedbilevel.engines.checkpoint import write_json
 from fedbilevel.experiments.compare import (
     ORDER,
     PER_CLIENT,

@@ -20,9 +20,9 @@ import rich.table
 from fedbilevel import __version__
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import mean_and_sd, text
+from fedbilevel.core.writing import write_text
 from fedbilevel.data import DataError
 from fedbilevel.display import Display
-from fedbilevel.engines.checkpoint import write_text
 from fedbilevel.engines.history import LOSSES, Callback, History
 from fedbilevel.engines.progress import Guarded
 from fedbilevel.experiments import toml

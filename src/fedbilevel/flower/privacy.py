@@ -23,8 +23,8 @@ from fedbilevel.core.card import counted
 from fedbilevel.core.errors import ConfigurationError, NonFiniteError, require
 from fedbilevel.core.privacy import Privacy, PrivacyAccount, private_part
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
+from fedbilevel.core.writing import write_text
 from fedbilevel.engines import lock
-from fedbilevel.engines.checkpoint import write_text
 
 SECRET_BYTES = 32
 

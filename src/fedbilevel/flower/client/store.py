@@ -15,6 +15,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
 from fedbilevel.core.errors import CheckpointError
 from fedbilevel.core.tree import PyTree
+from fedbilevel.core.writing import write_text
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.flower.client.limits import RequestCounts
 from fedbilevel.flower.refusal import Code, Refusal
@@ -105,7 +106,7 @@ class FolderStore:
         file, now = self.folder / f"client-{self.client}-samples.json", json.dumps(hashes)
         before = file.read_text(errors="replace") if file.exists() else ""
         if before != now and (known or not before):
-            checkpoint.write_text(file, now)
+            write_text(file, now)
         other = before not in ("", now)
         return (
             f"its samples, as they are prepared, are not those of before; delete {file} to accept them" if other else ""
@@ -125,7 +126,7 @@ class FolderStore:
             raise CheckpointError(f"{self.count} is damaged: restore it, or delete it to count anew") from error
 
     def save_request_counts(self, request_counts: RequestCounts) -> None:
-        checkpoint.write_text(self.count, json.dumps(asdict(request_counts)))
+        write_text(self.count, json.dumps(asdict(request_counts)))
 
 
 class ContextStore:
