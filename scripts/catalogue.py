@@ -9,6 +9,7 @@ import inspect
 import re
 import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from pathlib import Path
 
 import optax
@@ -47,6 +48,7 @@ def written() -> Iterator[tuple[Path, str]]:
         yield page, between(page.read_text("utf-8"), "method", method(classes))
     for page, name, text in (
         ("how-to/own-method.md", "helpers", helpers()),
+        ("reference/extending.md", "extending", listing("extending")),
         ("reference/tasks.md", "tasks", tasks()),
     ):
         file = ROOT / "docs" / page
@@ -184,12 +186,15 @@ def _sentence(value: object) -> str:
 
 def helpers() -> str:
     """What `fedbilevel.authoring` has for a method, with arguments and the first sentence of each docstring."""
-    from fedbilevel import authoring
+    return listing("authoring", PARTS_OF_METHODS)
 
-    rows = []
-    for name in authoring.__all__:
-        value = getattr(authoring, name)
-        if getattr(value, "__module__", "").startswith(PARTS_OF_METHODS):
+
+def listing(module: str, of: str | tuple[str, ...] = "") -> str:
+    """The public names of a module, those that `of` packages define, with arguments and first sentences."""
+    public, rows = import_module(f"fedbilevel.{module}"), []
+    for name in public.__all__:
+        value = getattr(public, name)
+        if getattr(value, "__module__", "").startswith(of):
             arguments = f"({', '.join(_arguments(value))})" if inspect.isfunction(value) else ""
             rows.append((f"`{name}{arguments}`", _sentence(value)))
     return table(("helper", "what it is"), rows)

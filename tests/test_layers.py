@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "fedbilevel"
 PUBLIC_MODULES = (
-    r"fedbilevel\.(authoring|errors|parts|tasks(\.\w+)?|data|torch|flower(\.privacy)?|engines|estimators|experiments)"
+    r"fedbilevel\.(authoring|errors|extending|parts|tasks(\.\w+)?|data|torch|flower(\.privacy|\.versions)?|engines|"
+    r"estimators|experiments)"
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -35,12 +37,24 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "flower": {"root", "core", "engines", "algorithms", "reading", "wording"},
     "sweeps": {"core", "display", "engines", "wording"},
     "tasks": {"machinery", "core", "data"},
-    "estimators": {"core", "data", "oracles", "algorithms", "engines", "reading", "wording"},
-    "torch": {"core", "wording"},
+    "estimators": {"root", "data"},
+    "torch": {"root"},
     "experiments": {"root", "reading", "wording", "core", *BELOW_EXPERIMENTS},
     "cli": {"root", "wording", "core", "experiments", *BELOW_EXPERIMENTS},
-    "root": {"core", "oracles", "algorithms", "engines", "diagnostics", "sweeps", "tasks", "data"},
+    "root": {
+        "core",
+        "oracles",
+        "algorithms",
+        "engines",
+        "diagnostics",
+        "sweeps",
+        "tasks",
+        "data",
+        "reading",
+        "wording",
+    },
 }
+ON_PUBLIC_NAMES = ("estimators", "flower/launch", "torch")  # as packages of their own would be: see `extending`
 FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" is what lies beside them
     "root": set(),
     "refusal": set(),
@@ -48,7 +62,7 @@ FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" i
     "privacy": set(),
     "server": {"root", "refusal", "wire"},
     "client": {"refusal", "wire", "privacy"},
-    "launch": {"root", "refusal", "wire", "privacy", "server", "client"},
+    "launch": {"root"},
 }
 ARRAYS = {"jax", "optax", "numpy"}
 # Third-party packages: a room in ONLY may import these alone, a room in NEVER all but these.
@@ -62,7 +76,7 @@ HEAVY = {"flwr", "torch", "matplotlib", "sklearn", "rich", "pandas"}
 def room_of(path: Path) -> str:
     """The room that a file, given relative to the package, belongs to."""
     name = path.with_suffix("").parts[0]
-    root = ("__init__", "public", "errors", "authoring", "parts")
+    root = ("__init__", "public", "errors", "authoring", "parts", "extending")
     return "root" if name in root else name.replace("__main__", "cli")
 
 
@@ -121,6 +135,43 @@ def forbidden_in_flower(source: str, path: Path) -> list[str]:
             if (target if target in FLOWER else "root") not in FLOWER[room] | {room}:
                 found.append(f"{path}:{line}: flower/{room} may not import {name}")
     return found
+
+
+def private(source: str, path: Path) -> list[str]:
+    """One line of text for each name that a file of ON_PUBLIC_NAMES imports, and that no public module lists."""
+    folder = next(one for one in ON_PUBLIC_NAMES if str(path).startswith(f"{one}/"))
+    found = []
+    for name, line in imported(ast.parse(source), path):
+        module, _, attribute = name.rpartition(".")
+        own = name.startswith(f"fedbilevel.{folder.replace('/', '.')}.")
+        listed = module == "fedbilevel" or re.fullmatch(PUBLIC_MODULES, module)
+        if name.startswith("fedbilevel.") and not own and not (listed and attribute in import_module(module).__all__):
+            found.append(f"{path}:{line}: {folder} needs {name}, which is not public")
+    return found
+
+
+def test_what_could_be_a_package_of_its_own_needs_public_names_alone() -> None:
+    files = [file for file in FILES if str(file.relative_to(PACKAGE)).startswith(ON_PUBLIC_NAMES)]
+    assert len(files) > 15
+    assert [line for file in files for line in private(file.read_text(), file.relative_to(PACKAGE))] == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from fedbilevel.core.errors import require",
+        "def f():\n    from fedbilevel.wording import missing",
+        "from fedbilevel.errors import require",
+        "from fedbilevel import core",
+        "import fedbilevel.core.errors",
+        "from ..core import errors",
+        "from fedbilevel.flower import wire",
+        "from fedbilevel.flower.versions import BACKOFF",
+        "from fedbilevel.estimators import columns",
+    ],
+)
+def test_the_check_finds_a_name_that_is_not_public(source: str) -> None:
+    assert len(private(source, Path("torch/bridge.py"))) == 1
 
 
 def test_rooms_of_flower_import_each_other_as_the_table_says() -> None:
@@ -227,6 +278,12 @@ def test_import_fedbilevel_loads_nothing_heavy() -> None:
     loaded = set(shown.stdout.split())
     assert "fedbilevel" in loaded
     assert loaded & HEAVY == set()
+
+
+def test_the_names_for_other_packages_load_no_jax() -> None:
+    program = "import sys, fedbilevel.extending; print('jax' in sys.modules)"
+    shown = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert shown.stdout == "False\n"
 
 
 def test_one_file_knows_pytorch() -> None:

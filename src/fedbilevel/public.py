@@ -27,6 +27,7 @@ from fedbilevel.engines.machine import tune_cpu
 from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.solve import solve
 from fedbilevel.engines.virtual_time import Clock
+from fedbilevel.oracles.exact import inner_solution
 from fedbilevel.sweeps import sweep
 
 __all__ = [
@@ -57,6 +58,7 @@ __all__ = [
     "check_structure",
     "diagnose",
     "errors",
+    "inner_solution",
     "layered",
     "parts",
     "projections",

@@ -83,7 +83,7 @@ def sweep(
 
     Args:
         algorithm: an algorithm, whose fields are replaced by their dotted paths, parts' fields too; or a function that
-            makes the algorithm from the values of a point, given as keyword arguments.
+            makes the algorithm from the values of a point, given as keyword arguments, and is called for each run.
         problem, clients, x0, y0, progress: see `fedbilevel.solve`.
         grid: the values of each field, e.g. {"server_lr.x": [0.01, 0.1], "local_steps": [1, 5]}; every combination is a
             point.

@@ -6,7 +6,7 @@ JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float
 
 
 def missing(package: str, extra: str) -> str:
-    """Words for a package that is not installed: the extra that brings it, and the command that works.
+    """Name a package that is not installed, with the extra that brings it and the command that works.
 
     The library is on no package index: anything there under its name would be somebody else's.
     """
@@ -14,14 +14,16 @@ def missing(package: str, extra: str) -> str:
 
 
 def in_a_line(error: Exception, longest: int = 200) -> str:
-    """The message of another library's error, in one line without a full stop; its type if the message is empty."""
+    """Return the message of another library's error in one line, without a full stop; its type if that is empty."""
     said = " ".join((getattr(error, "strerror", None) or str(error)).split())
     return printable(said, longest).rstrip(".") or type(error).__name__
 
 
 def printable(text: str, longest: int | None = 200, kept: str = "") -> str:
-    """The beginning of an untrusted text, or all of it, without characters that a terminal would obey; white space is
-    a space, but for the characters in `kept`."""
+    """Return the beginning of an untrusted text, or all of it, without characters that a terminal would obey.
+
+    White space is a space, but for the characters in `kept`.
+    """
     plain = (" " if one.isspace() and one not in kept else one for one in text[:longest])
     return "".join(one if one.isprintable() or one in kept else "�" for one in plain)
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from matrices import hypergradient, mean_matrices
 
+import fedbilevel as fb
 from fedbilevel.core.client import Clients
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.oracles.exact import dense_implicit, slopes, solve_inner, unrolled_gradient
@@ -163,3 +164,11 @@ def test_newton_says_where_the_hessian_is_indefinite(inner, start):
     got = newton(inner, start)
     assert got.negative_curvature
     assert got.iterations == 1
+
+
+def test_the_inner_solution_is_that_of_all_samples_of_all_clients() -> None:
+    """(y − a)² + x y², a with mean m by the clients' weights, is least at m/(1 + x): here m = ¾·2 + ¼·7."""
+    problem = fb.Bilevel(lambda x, y, a: jnp.mean((y - a) ** 2), lambda x, y, a: jnp.mean((y - a) ** 2) + x * y**2)
+    clients = fb.Clients([np.zeros(1), np.zeros(1)], [np.array([1.0, 3.0]), np.array([7.0])], weights=[0.75, 0.25])
+    found = fb.inner_solution(problem, clients, 0.5, 0.0)
+    np.testing.assert_allclose(found.y, (0.75 * 2 + 0.25 * 7) / 1.5, rtol=4 * EPS)

@@ -163,7 +163,7 @@ SAME = {"seed": "key", "x_bounds": "project_x", "higher_is_better": "larger_is_b
 
 
 def explain_misspelt(cls: T, kind: str = "argument") -> T:
-    """Let wrong arguments of a class be answered as `explain_call` does; of subclasses, too."""
+    """Refuse wrong arguments of a class, and of its subclasses, as `explain_call` does."""
     original: Any = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(original)
 
@@ -177,7 +177,7 @@ def explain_misspelt(cls: T, kind: str = "argument") -> T:
 
 
 def explain_call(function: F) -> F:
-    """Let misspelt keywords of a function be answered with the nearest name, and all; missing ones by their names."""
+    """Refuse misspelt keywords of a function with the nearest name and all names, and name those that are missing."""
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -212,7 +212,7 @@ def diverged(where: str, what: str) -> NonFiniteError:
 
 
 def warn(warning: Warning) -> None:
-    """Warn, pointing at the line outside of this library that called it."""
+    """Warn, and point at the line outside of this library that called it."""
     frame, level = inspect.currentframe(), 1
     while frame and frame.f_back and frame.f_code.co_filename.startswith(HERE):
         frame, level = frame.f_back, level + 1
@@ -231,24 +231,23 @@ def warnings_in_a_line() -> Iterator[None]:
 
 
 def require(holds: bool, field: str, got: object, allowed: str) -> None:
-    """Raise ConfigurationError unless `holds`: «field = got: allowed»."""
+    """Raise ConfigurationError unless `holds`: «field = got is not allowed: it must be allowed»."""
     if not holds:
         raise ConfigurationError(path=field, got=got, allowed=allowed)
 
 
 def is_number(got: object) -> bool:
-    """Whether that is a finite plain number, and no boolean."""
+    """Tell whether that is a finite plain number, and no boolean."""
     return isinstance(got, Real) and not isinstance(got, bool) and math.isfinite(got)  # NumPy's are of these, too
 
 
 def is_count(got: object) -> bool:
-    """Whether that is a positive integer, and no boolean."""
+    """Tell whether that is a positive integer, and no boolean."""
     return isinstance(got, Integral) and not isinstance(got, bool) and int(got) >= 1
 
 
 def require_count(field: str, got: object, optional: bool = False, largest: int = LARGEST) -> None:
-    """Raise ConfigurationError unless `got` is a positive integer of 32 bits, or of another size, or, if `optional`,
-    None."""
+    """Raise ConfigurationError unless `got` is a positive integer of at most `largest`, or, if `optional`, None."""
     require(not is_count(got) or got <= largest, field, got, f"at most {largest:,}")  # type: ignore[operator]
     fits = (optional and got is None) or is_count(got)
     require(fits, field, got, "a positive integer or None" if optional else "a positive integer")

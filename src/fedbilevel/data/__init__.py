@@ -4,6 +4,7 @@ from fedbilevel.data.characters import Characters, Drawings, load_characters
 from fedbilevel.data.clients import (
     PARTITIONS,
     Packed,
+    dealt,
     dirichlet,
     iid,
     one_label,
@@ -28,6 +29,7 @@ __all__ = [
     "Dataset",
     "Drawings",
     "Packed",
+    "dealt",
     "dirichlet",
     "iid",
     "load",

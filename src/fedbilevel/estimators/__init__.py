@@ -2,8 +2,8 @@
 
 from importlib.util import find_spec
 
-from fedbilevel.core.errors import ConfigurationError
-from fedbilevel.wording import missing
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.extending import missing
 
 if find_spec("sklearn") is None:
     raise ConfigurationError(f"estimators need {missing('scikit-learn', 'cli')}")

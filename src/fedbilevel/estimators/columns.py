@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbilevel.core.errors import ConfigurationError, DataWarning, require, warn
+from fedbilevel.errors import ConfigurationError, DataWarning
+from fedbilevel.extending import require, warn
 
 MOST = 1e100
 """The largest number, and 1/MOST the smallest standard deviation: sums of squares neither overflow nor become 0."""

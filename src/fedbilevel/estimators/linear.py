@@ -35,21 +35,11 @@ from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, column_or_1d, validate_data
 
-from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
-from fedbilevel.algorithms.parts.layers import layered
-from fedbilevel.algorithms.simfbo import SimFBO
-from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, explain_call, explain_misspelt, is_count, require
-from fedbilevel.core.forked import refuse_forked_child
-from fedbilevel.core.problem import Bilevel, WholeLoss
-from fedbilevel.core.projections import box
-from fedbilevel.data.clients import dealt
-from fedbilevel.engines.history import stop_without_progress
-from fedbilevel.engines.local.engine import Local
-from fedbilevel.engines.solve import solve
+import fedbilevel as fb
+from fedbilevel.data import dealt
+from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators.columns import labels, moments, numbers, require_sizes, sites_of
-from fedbilevel.oracles.exact import solve_inner
-from fedbilevel.oracles.population import Population
+from fedbilevel.extending import explain_call, explain_misspelt, is_count, require
 
 Numbers = NDArray[Any]
 Columns = dict[str, Numbers]
@@ -104,7 +94,6 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         Raises:
             ValueError: what does not fit, mostly a ConfigurationError that names column or site.
         """
-        refuse_forked_child()
         if y is None:
             raise ConfigurationError(f"{type(self).__name__} requires y to be passed, but the target y is None")
         found = self._numbers(X, reset=True)
@@ -120,7 +109,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
             given = None if self.penalties is None else self._given(len(spread))
             x = self._found(rows, parts) if given is None else scale / (scale + given)
             clients = self._clients(rows, parts, np.full(len(found), -1))  # which all rows train a model without
-            y = solve_inner(Population.of(self._problem(own, 1), clients), x, self._start(len(spread), 1)).y
+            y = fb.inner_solution(self._problem(own, 1), clients, x, self._start(len(spread), 1)).y
             self.coef_ = np.asarray(_coefficients(x, y, own))[0] * (self._unit / spread)
         self.penalties_ = scale * (1 - x) / x if given is None else given
         if self.has_intercept:
@@ -144,16 +133,16 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         require(isinstance(seed, Integral) and seed >= 0, "random_state", seed, "a whole number from 0 on")
         for i, part in enumerate(parts):
             fold[part] = dealt(rows["stratum"][part], self.cv, np.random.default_rng([seed, i]))
-        result = solve(
-            layered(SimFBO(local_steps=1, batch_size=None), AdaptiveSteps(x_lr=0.02)),  # of entries from 0 to 1
+        result = fb.solve(
+            fb.layered(fb.SimFBO(local_steps=1, batch_size=None), fb.AdaptiveSteps(x_lr=0.02)),  # x is from 0 to 1
             self._problem(of, self.cv),
             self._clients(rows, parts, fold),
             np.full(np.max(of) + 1, 0.5),
             self._start(width, self.cv),
             rounds=self.rounds,
             eval_every=10,
-            callbacks=[stop_without_progress("outer_loss", patience=10)],
-            engine=Local(devices=1),
+            callbacks=[fb.stop_without_progress("outer_loss", patience=10)],
+            engine=fb.Local(devices=1),
             progress=False,
         )
         self.history_ = result.history
@@ -164,7 +153,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     def _start(self, width: int, models: int) -> dict[str, Numbers]:
         return {"coef": np.zeros((models, width)), **({"intercept": np.zeros(models)} if self.has_intercept else {})}
 
-    def _problem(self, of: Numbers, models: int) -> Bilevel:
+    def _problem(self, of: Numbers, models: int) -> fb.Bilevel:
         """State the problem, in which x[of[l]] is the share of feature l; a single model is trained on all rows."""
         every = np.arange(models)[:, None]
 
@@ -179,13 +168,13 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
             mean = total(x, y, rows, valid & (rows["fold"] != every)) / jnp.sum(valid) / (1 - (models > 1) / models)
             return mean + self.curvature * jnp.sum((1 - x[of]) * y["coef"] ** 2)
 
-        return Bilevel(WholeLoss(outer), WholeLoss(inner), project_x=box(0.001, 0.999))
+        return fb.Bilevel(fb.WholeLoss(outer), fb.WholeLoss(inner), project_x=fb.projections.box(0.001, 0.999))
 
-    def _clients(self, rows: Columns, parts: list[Numbers], fold: Numbers) -> Clients:
+    def _clients(self, rows: Columns, parts: list[Numbers], fold: Numbers) -> fb.Clients:
         """Make a client of each site."""
         all_rows = {**rows, "fold": fold}
         sites = [self._samples({name: values[part] for name, values in all_rows.items()}) for part in parts]
-        return Clients(sites, weights="size")
+        return fb.Clients(sites, weights="size")
 
     def _samples(self, rows: Columns) -> Columns:
         """Return a site's samples as `_losses` wants them."""

@@ -23,11 +23,18 @@ import numpy as np
 from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
-from fedbilevel.core.errors import is_count, require, require_count, unknown
-from fedbilevel.core.writing import write_text
-from fedbilevel.data.files import as_data_error, read_bytes
+from fedbilevel.data import DataError
 from fedbilevel.estimators.columns import MOST, moments, require_sizes, warn_of_numerals, warn_of_spellings
-from fedbilevel.reading import LONGEST, parse_json
+from fedbilevel.extending import (
+    in_a_line,
+    is_count,
+    parse_json,
+    read_bytes,
+    require,
+    require_count,
+    unknown,
+    write_text,
+)
 
 Told = dict[str, dict[str, Any]]
 """By column {"count", "mean", "squares"}, or {"categories": rows by name, "rarer": whether there are others}."""
@@ -164,8 +171,8 @@ def _sum(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _read(file: Path) -> Told:
-    with as_data_error(file, "is not what `save` writes"):
-        told: Told = parse_json(read_bytes(file, LONGEST))
+    try:
+        told: Told = parse_json(read_bytes(file))
         for name, one in told.items():
             match one:
                 case {"categories": dict(n), "rarer": bool(), **more} if not more and all(map(is_count, n.values())):
@@ -175,6 +182,10 @@ def _read(file: Path) -> Told:
                 ):
                     continue
             raise ValueError(f"of column {name!r} it says {one}")
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {in_a_line(error)}.") from error
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{file} is not what `save` writes: {in_a_line(error)}.") from error
     return told
 
 

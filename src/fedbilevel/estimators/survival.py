@@ -13,9 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.errors import require
 from fedbilevel.estimators.columns import numbers, sites_of
 from fedbilevel.estimators.linear import Columns, Penalised
+from fedbilevel.extending import require
 
 
 class CoxRegression(Penalised):

@@ -10,6 +10,8 @@ import importlib.metadata
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.wording import missing
 
+__all__ = ["TESTED", "be_server", "quick_pulls", "require_flower", "tested"]
+
 TESTED = ("1.41", "1.42")
 BACKOFF = 0.02  # seconds before an object that is still being uploaded is asked for again, first time
 LONGEST_PULL = 7200.0  # seconds that a message's objects are waited for at most; Flower's own figure

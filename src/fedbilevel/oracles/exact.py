@@ -16,7 +16,10 @@ import optax
 from jax import Array, lax
 from jax.flatten_util import ravel_pytree
 
+from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require_count
+from fedbilevel.core.forked import refuse_forked_child
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.oracles.operators import Solution, conjugate_gradient
 from fedbilevel.oracles.population import Population
@@ -118,6 +121,17 @@ def solve_inner(
 
     first = Inner(y, optax.tree.norm(gradient(y)), jnp.asarray(0), jnp.asarray(0), jnp.asarray(False))
     return lax.while_loop(unfinished, advance, _Newton(first, jnp.asarray(True))).inner
+
+
+def inner_solution(problem: Problem, clients: Clients, x: PyTree, y0: PyTree) -> Inner:
+    """Train y at a fixed x on all samples of all clients, to rounding, by Newton's method from y0.
+
+    Args:
+        problem: its inner loss must be strongly convex in y near the way from y0.
+        x, y0: trees of arrays.
+    """
+    refuse_forked_child()
+    return solve_inner(Population.of(problem, clients), x, y0)
 
 
 class Slopes(NamedTuple):

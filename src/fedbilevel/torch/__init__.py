@@ -25,8 +25,8 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if find_spec("torch") is None:
-        from fedbilevel.core.errors import ConfigurationError
-        from fedbilevel.wording import missing
+        from fedbilevel.errors import ConfigurationError
+        from fedbilevel.extending import missing
 
         raise ConfigurationError(f"this needs {missing('PyTorch', 'torch')}")
     return getattr(import_module(f"{__name__}.bridge"), name)

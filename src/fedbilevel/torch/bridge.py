@@ -22,8 +22,8 @@ from torch.export import Dim, ExportedProgram, default_decompositions, export
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from fedbilevel.core.card import listed
-from fedbilevel.core.errors import ConfigurationError, require, unknown
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.extending import require, unknown
 from fedbilevel.torch.graph import Graph, Input, Parameters, Ref, Step, mapped
 from fedbilevel.torch.layers import DRAWING, RULES
 from fedbilevel.torch.operations import BATCH_NORM, GROUP_NORM, REFUSED, Rule
@@ -89,7 +89,8 @@ def split(parameters: Parameters, chosen: Callable[[str], bool]) -> tuple[Parame
     """Divide parameters by their names: those that are `chosen`, and the others; `x | y` puts them together again."""
     require(callable(chosen), "chosen", chosen, "a function of a name, such as lambda name: name.startswith('head.')")
     x = {name: a for name, a in parameters.items() if chosen(name)}
-    some = f"a function that is true of some names, and not of all: {listed([*parameters])}"
+    names = f"{', '.join([*parameters][:8])}{', …' * (len(parameters) > 8)}"
+    some = f"a function that is true of some names, and not of all: {names}"
     require(0 < len(x) < len(parameters), "chosen", f"true of {len(x)} of {len(parameters)} names", some)
     return x, {name: a for name, a in parameters.items() if name not in x}
 

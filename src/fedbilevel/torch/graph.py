@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.errors import ConfigurationError
 from fedbilevel.torch.operations import Rule
 
 Parameters = dict[str, Array]

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.errors import ConfigurationError
 
 Rule = Callable[..., Any]
 

@@ -26,9 +26,8 @@ from flwr.supercore.primitives.asymmetric import generate_key_pairs, public_key_
 from flwr.supernode.fleet_http_client import FleetHttpClient
 from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 
-from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.reading import read_bytes
-from fedbilevel.wording import in_a_line, printable
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.extending import in_a_line, printable, read_bytes, require
 
 REFUSED = 0.0  # seconds between heartbeats
 

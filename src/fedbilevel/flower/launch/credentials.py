@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.extending import require
 from fedbilevel.flower.versions import require_flower
 
 DAYS = 30  # that the server's certificate is valid

@@ -71,7 +71,8 @@ from flwr.supercore.run import Run, RunNotRunningException
 from flwr.supercore.task_identity import TaskIdentity
 from flwr.supercore.telemetry import EventType
 
-from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.extending import require
 from fedbilevel.flower.launch.connection import why_unreached
 from fedbilevel.flower.versions import quick_pulls
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from fedbilevel.core.errors import ExchangeError, require, require_count
+from fedbilevel.errors import ExchangeError
+from fedbilevel.extending import require, require_count
 from fedbilevel.flower.launch import children, credentials
 from fedbilevel.flower.launch.supernode import environment, flower_command
 from fedbilevel.flower.versions import require_flower

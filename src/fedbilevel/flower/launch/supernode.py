@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.errors import ConfigurationError
 from fedbilevel.flower.launch import children
 from fedbilevel.flower.versions import TESTED, require_flower, tested
 

@@ -1,0 +1,37 @@
+"""Names for a package of your own: checks whose errors read as this library's do, words for messages, files.
+
+    from fedbilevel.extending import require
+
+    require(0 < share < 1, "share", share, "between 0 and 1")  # share = 2 is not allowed: it must be between 0 and 1
+
+Importing it loads no JAX.
+"""
+
+from fedbilevel.core.errors import (
+    explain_call,
+    explain_misspelt,
+    is_count,
+    require,
+    require_count,
+    unknown,
+    warn,
+)
+from fedbilevel.core.writing import write_text
+from fedbilevel.reading import parse_json, read_bytes
+from fedbilevel.wording import in_a_line, missing, printable
+
+__all__ = [
+    "explain_call",
+    "explain_misspelt",
+    "in_a_line",
+    "is_count",
+    "missing",
+    "parse_json",
+    "printable",
+    "read_bytes",
+    "require",
+    "require_count",
+    "unknown",
+    "warn",
+    "write_text",
+]
