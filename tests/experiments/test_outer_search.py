@@ -173,6 +173,18 @@ def test_a_finished_search_is_read_and_an_unfinished_one_begins_anew(compared):
     assert (folder / "search-TPE" / "seed-0" / "summary.json").stat().st_mtime_ns == untouched
 
 
+def test_an_interrupted_search_leaves_nothing_behind(tmp_path):
+    """It has no checkpoint to go on from; of its history nothing is written before its end."""
+    spec = comparison_specs("quadratic", ["simfbo"], settings=["run.exchanges=9"], against=["tpe"], search_box=(-1, 1))
+
+    def stop(result, row):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        experiments.run(spec["search-TPE"], tmp_path / "run", callbacks=[stop])
+    assert [path.name for path in (tmp_path / "run").glob("[!.]*")] == []
+
+
 SECONDS = ("seconds_in_rounds", "seconds_compiling_this_time", "seconds_this_time")
 QUADRATIC = ["compare", "quadratic", "--algorithms", "simfbo", "--quiet"]
 BOX = "--search-box=-1:1"
