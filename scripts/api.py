@@ -56,6 +56,11 @@ MODULES = (
         "the types of results.",
     ),
     Module(
+        "fedbilevel.extending",
+        "fedbilevel.extending",
+        "Checks, words and files for a [package of your own](../extending.md).",
+    ),
+    Module(
         "fedbilevel.data", "fedbilevel.data", "Data sets, partitions and populations on disk ([guide](../data.md))."
     ),
     Module(
@@ -77,6 +82,7 @@ SECTIONS = {
     "fedbilevel.core.problem": "Problems",
     "fedbilevel.core": "Clients, metrics and terms",
     "fedbilevel.diagnostics": "Diagnostics",
+    "fedbilevel.oracles": "Diagnostics",
     "fedbilevel.algorithms.parts": "Layers and wrappers",
     "fedbilevel.algorithms": "Methods",
 }
