@@ -171,17 +171,15 @@ def test_what_is_dropped_changes_from_epoch_to_epoch():
 
 @pytest.mark.parametrize("name", slow_but("FedAvg", of=METHODS))
 def test_engines_agree(name):
-    """Each method on an engine that has it all, FedAvg on one after the other."""
+    """Each method on two devices, in chunks that neither clients nor devices divide; FedAvg streamed as well."""
     method, problem = METHODS[name]
-    layouts = ((3, 2, False), (2, 1, True)) if name == "FedAvg" else ((2, 2, False),)
     method = with_epochs(method, 2, drop_last=name in ("FedLin", "FedNest"))
     here = solved(method, with_compiled_losses(problem), fb.Reference())
-    for chunk, devices, stream in layouts:
-        there = solved(method, problem, fb.Local(chunk=chunk, devices=devices, stream=stream))
-        np.testing.assert_allclose(there.x, here.x, rtol=1e-12, atol=1e-12)
-        if here.y is not None:
-            np.testing.assert_allclose(there.y, here.y, rtol=1e-12, atol=1e-12)
-        assert there.ledger == here.ledger
+    there = solved(method, problem, fb.Local(chunk=2, devices=2, stream=name == "FedAvg"))
+    np.testing.assert_allclose(there.x, here.x, rtol=1e-12, atol=1e-12)
+    if here.y is not None:
+        np.testing.assert_allclose(there.y, here.y, rtol=1e-12, atol=1e-12)
+    assert there.ledger == here.ledger
 
 
 @pytest.mark.parametrize("name", slow_but("FedNestSGD", of=["FedNestSGD", "FedNest", "AFBO"]))
