@@ -71,6 +71,7 @@ AGREEMENT = {
     "AFBO, arrivals drawn": agreement.Case(
         fb.Asynchronous(fb.AFBO(batch_size=4, hypergradient=fb.parts.SystemSteps()), wait_for=1),
         clock=fb.Clock(arrivals=lambda exchange, client, key: jax.random.bernoulli(key, 0.6)),
+        slow=True,
     ),
     "AFBO, waiting for all": agreement.Case(
         fb.AFBO(

@@ -15,6 +15,7 @@ from tracking import expected, lyapunov, measured, tracking
 
 import fedbilevel as fb
 from fixed_steps import fixed
+from representatives import slow_but
 
 EXACTLY = fb.parts.Neumann(terms=1, step=1.0)
 """Where ∇²yy g = I."""
@@ -83,7 +84,7 @@ def test_rabo_needs_a_step_on_y_in_proportion_to_that_on_x():
         assert lyapunov[-1] < lyapunov[0]  # (26) with Δ = V_{Q+1} − V₁, as printed, would bound a mean by less than 0
 
 
-@pytest.mark.parametrize(("alpha", "beta"), [(0.1, 1.0), (0.01, 1.0), (0.1, 1 / 200)])
+@pytest.mark.parametrize(("alpha", "beta"), slow_but((0.1, 1.0), of=[(0.1, 1.0), (0.01, 1.0), (0.1, 1 / 200)]))
 def test_rafbo_with_the_printed_slopes_climbs(alpha, beta):
     """Theorem 2 and Remark 3 are about (10): δ → ∇²yx g, and h = ∇x f + δᵀ∇y f where ∇x f − ∇²xy g [∇²yy g]⁻¹ ∇y f is
     wanted. Here δ = −1 and h = −tanh y: y > 0 stays so, x and y never fall, and ‖∇Φ‖ = tanh x is at least tanh 1 in
@@ -162,7 +163,7 @@ UNEQUAL = fb.Bilevel(
 )
 
 
-@pytest.mark.parametrize("kind", ["masks", "clients"])
+@pytest.mark.parametrize("kind", slow_but("masks", of=["masks", "clients"]))
 def test_rabo_what_masks_and_unequal_clients_bend_stays_at_every_step(kind):
     """(26) has α in front of E_h, which w₁ and w₂ make, and of δ_f²: both would vanish with α → 0, αQ → ∞. They do not.
 
@@ -268,7 +269,7 @@ def series(terms):
     return fb.parts.Neumann(terms=terms, step=0.5)
 
 
-@pytest.mark.parametrize("terms", [2, 5])
+@pytest.mark.parametrize("terms", slow_but(2, of=[2, 5]))
 @pytest.mark.parametrize("name", ["FedNest", "AFBO"])
 def test_the_bias_of_a_series_is_there_where_the_gradient_of_f_is_constant(name, terms):
     """FedNest's (15) and Theorem 3.1, and AFBO's Theorem 1, have b = κ ℓ_{f,1} (1 − 1/κ)^N, ℓ_{f,1} being the Lipschitz

@@ -29,6 +29,7 @@ AGREEMENT = {
             )
         ),
         work=agreement.WORK,
+        own={"outer_steps": (1, 4)},
     ),
     "FedNest-SGD, conjugate gradient": agreement.Case(
         fixed(fb.FedNestSGD(hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=4)), batch_size=None)),

@@ -23,6 +23,7 @@ AGREEMENT = {
     "FedNest, clients' own steps on x": agreement.Case(
         fixed(fb.FedNest(hypergradient=Implicit(solver=CG(max_steps=2)), outer_steps=2, batch_size=4)),
         own={"outer_steps": (1, 4)},
+        slow=True,
     ),
     "SimFBO, clients' own optimizers and step sizes, steps by round": agreement.Case(
         fixed(fb.SimFBO(local_optimizer=Mixed(), batch_size=4)),

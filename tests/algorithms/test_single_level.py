@@ -5,6 +5,7 @@ with x_i the client's own minimiser.
 """
 
 import agreement
+import jax
 import numpy as np
 import pytest
 
@@ -17,6 +18,11 @@ AGREEMENT = {
     ),
     "FedAvg, single level": agreement.Case(
         fb.FedAvg(batch_size=None), work=(1, 4), problem=agreement.SINGLE_LEVEL, slow=True
+    ),
+    "FedAvg, arrivals drawn": agreement.Case(
+        fb.Asynchronous(fb.FedAvg(batch_size=4), wait_for=1),
+        problem=agreement.SINGLE_LEVEL,
+        clock=fb.Clock(arrivals=lambda exchange, client, key: jax.random.bernoulli(key, 0.6)),
     ),
 }
 LEARNS = {fb.FedAvg: "classification", fb.FedLin: "classification"}

@@ -98,7 +98,12 @@ WORK = {"local_steps": (1, 3)}
 TWO_KINDS = {"capacity": np.where(CAPACITY < 1, 0.5, 1.0)}
 """Local compiles a phase for each capacity; the cases that are slow have three."""
 CASES = {
-    "SimFBO, importance": (fixed(fb.SimFBO(local_steps=2, batch_size=3, local_optimizer=MOMENTUM)), BILEVEL, TWO_KINDS, None),
+    "SimFBO, importance": (
+        fixed(fb.SimFBO(local_steps=2, batch_size=3, local_optimizer=MOMENTUM)),
+        BILEVEL,
+        TWO_KINDS,
+        None,
+    ),
     "RABO, random units, work": (fb.Submodels(fixed(fb.RABO(batch_size=3)), policy="random"), BILEVEL, WORK, 4),
     "RABO, global, fresh cohorts": (
         fb.Submodels(fixed(fb.RABO(batch_size=3, hypergradient=RANDOM)), policy="covered"),

@@ -14,9 +14,8 @@ from own_files import apart
 
 
 @pytest.fixture(autouse=True)
-def _one_cache_for_compiled_programs(pytestconfig, monkeypatch) -> None:
-    """The command line then leaves JAX's cache where conftest.py has put it."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_DIR", str(pytestconfig.cache.mkdir("jax")))
+def _children_find_compiled_python(pytestconfig, monkeypatch) -> None:
+    """Those of commands that run as processes of their own."""
     monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(pytestconfig.cache.mkdir("pyc")))
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)  # children would compile all of JAX each time
 
