@@ -389,16 +389,15 @@ def test_the_round_that_meets_a_stiff_client_steps_by_its_curvature():
 )
 def test_the_unit_of_the_outer_loss_is_no_matter(method):
     """h = 0 in SimFBO's round 0, since v = 0 and f knows no x: clients' first steps on x must not be of any size. All
-    of f is a thousand, or a million times as much, as with sums for means; v and h are, too, and x goes the same
-    way."""
+    of f is a million times as much, as with sums for means; v and h are, too, and x goes the same way."""
     ((problem, clients), _, _), ends = stiffening(10.0), []
     scaled = fb.Bilevel(lambda x, y, batch: jnp.mean(batch["s"]) * jnp.mean((y - batch["t"]) ** 2), problem.inner)
-    for scale in (1.0, 1e3, 1e6):
+    for scale in (1.0, 1e6):
         rows = [{"t": clients.outer.row(i)["t"], "s": np.array([scale])} for i in range(3)]
         same = fb.Clients(rows, clients.inner, weights=WEIGHTS)
         ends.append(float(played(method(batch_size=None), (scaled, same), 60).x))
     assert ends[0] != 0
-    np.testing.assert_allclose(ends[1:], ends[0], rtol=1e-6)
+    np.testing.assert_allclose(ends[1], ends[0], rtol=1e-6)
 
 
 @pytest.mark.slow

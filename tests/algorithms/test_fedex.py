@@ -14,7 +14,7 @@ import fedbilevel as fb
 from fedbilevel.tasks.quadratic import quadratic
 
 AGREEMENT = {
-    "FedEx": agreement.Case(fb.FedEx(configurations=5, lr=0.3, batch_size=4), work=agreement.WORK),
+    "FedEx": agreement.Case(fb.FedEx(configurations=5, lr=0.3, batch_size=4), work=agreement.WORK, slow=True),
     "FedEx, adaptive": agreement.Case(fb.FedEx(configurations=4, step_rule="adaptive", batch_size=None), slow=True),
 }
 NEVER_LATE = {fb.FedEx: "late replies are draws from an earlier one"}

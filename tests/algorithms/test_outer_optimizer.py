@@ -51,9 +51,10 @@ def test_momentum_is_the_sum_written_out(task):
 
 def test_adam_takes_the_direction_alone(task):
     """Its first step is its rate in each entry, up to its ε over the slope, whatever the method's own step on x."""
+    engine = fb.Reference()
     for outer_lr in (1e-3, 1.0):
         method = fb.OuterOptimizer(fixed(fb.FedNest(batch_size=None, outer_lr=outer_lr)), optimizer=optax.adam(0.05))
-        step = np.abs(run(method, task, 1).x - task.x0)
+        step = np.abs(run(method, task, 1, engine=engine).x - task.x0)
         np.testing.assert_allclose(step, 0.05, rtol=1e-2)
 
 
@@ -69,14 +70,14 @@ def test_optimizers_that_find_their_step_wait_for_a_hypergradient(method, optimi
 
 def test_it_resumes_projects_and_waits_for_nobody(task, tmp_path):
     method = fb.OuterOptimizer(fixed(fb.SimFBO(batch_size=None, server_lr=0.2)), optimizer=optax.adam(0.1))
-    whole = run(method, task, 6)
+    whole, engine = run(method, task, 6), fb.Reference()
     run(method, task, 3, checkpoint=tmp_path / "run.npz")
     again = run(method, task, 6, checkpoint=tmp_path / "run.npz", resume=True)
     np.testing.assert_array_equal(again.x, whole.x)
     inside = task.problem.with_x_in(fb.projections.box(-0.15, 0.15))
-    boxed = fb.solve(method, inside, task.clients, task.x0, task.y0, rounds=6)
+    boxed = fb.solve(method, inside, task.clients, task.x0, task.y0, rounds=6, engine=engine)
     assert np.max(np.abs(boxed.x)) == 0.15 < np.max(np.abs(whole.x))
-    late = run(fb.Asynchronous(method, wait_for=4), task, 6)
+    late = run(fb.Asynchronous(method, wait_for=4), task, 6, engine=engine)
     np.testing.assert_allclose(late.x, whole.x, rtol=1e-10)
 
 

@@ -298,10 +298,10 @@ def test_ledger_counts_one_exchange_and_the_local_work():
 def test_local_variance_reduction_is_full_batches_where_samples_differ_by_a_constant(method, apart):
     """Samples differ in c and t alone: what a draw adds to a direction is the same at z_k and z_0, and leaves with it.
     Of each client 2τ_i directions on a draw and one on all samples."""
-    task = quadratic(clients=8, noise=1.0).with_own(local_steps=WORK)
+    task = quadratic(clients=8, noise=1.0, samples=(4, 4)).with_own(local_steps=WORK)
     common = {"client_lr": fb.XYV(0.03, 0.2, 0.1), "independent_batches": apart}
     anchored, drawn, whole = (
-        run(fixed(method(local_optimizer=optimizer, batch_size=size, **common)), task, 4)
+        run(fixed(method(local_optimizer=optimizer, batch_size=size, **common)), task, 4, engine=fb.Reference())
         for optimizer, size in [(fb.parts.Anchored(), 2), (fb.parts.Plain(), 2), (fb.parts.Plain(), None)]
     )
     np.testing.assert_allclose(*map(np.concatenate, (anchored.state.iterate, whole.state.iterate)), rtol=1e-11)

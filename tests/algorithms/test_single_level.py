@@ -14,7 +14,7 @@ from fedbilevel.tasks.quadratic import quadratic
 
 AGREEMENT = {
     "FedLin, single level": agreement.Case(
-        fb.FedLin(batch_size=4), work=agreement.WORK, problem=agreement.SINGLE_LEVEL
+        fb.FedLin(batch_size=4), work=agreement.WORK, problem=agreement.SINGLE_LEVEL, slow=True
     ),
     "FedAvg, single level": agreement.Case(
         fb.FedAvg(batch_size=None), work=(1, 4), problem=agreement.SINGLE_LEVEL, slow=True

@@ -177,7 +177,8 @@ def test_a_longer_table_is_no_other_run(tmp_path):
     def run(rounds, table, **resume):
         clients = fb.Clients(task.clients.outer, local_steps=table)
         given = SINGLE_LEVEL, clients, task.x0
-        return fb.solve(fb.FedAvg(), *given, rounds=rounds, checkpoint=tmp_path / "run.npz", **resume)
+        options = {"checkpoint": tmp_path / "run.npz", "engine": fb.Reference(), **resume}
+        return fb.solve(fb.FedAvg(), *given, rounds=rounds, **options)
 
     run(2, table[:2])
     assert run(4, table, resume=True).round == 4

@@ -22,7 +22,7 @@ ENGINES = {
     "two devices, chunks, streamed": fb.Local(devices=TWO, chunk=2, stream=True),
     "streamed": fb.Local(stream=True),
 }
-MORE = {"vmap", "one by one", "two devices"}
+MORE = {"vmap", "one by one", "chunks", "two devices", "streamed"}
 """Each with one thing alone of what the others have together."""
 SOME = ("two devices, chunks, streamed",)
 ASYNCHRONOUS = ("two devices, chunks",)  # streamed samples are not for them

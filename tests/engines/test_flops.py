@@ -41,7 +41,7 @@ def test_a_round_says_before_how_many_exchanges_it_has(case):
     """As many as a run counts; where their number follows from the round, that is not known."""
     algorithm, task = ROUNDS[case], quadratic(clients=2, samples=(8, 8))
     start = algorithm, task.problem, task.x0, task.y0, RemoteClients.of(task.clients).examples()
-    played = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=1)
+    played = fb.solve(algorithm, task.problem, task.clients, task.x0, task.y0, rounds=1, engine=fb.Reference())
     assert sum(exchange.times for exchange in exchanges_of(*start)) == played.ledger.exchanges
     if case == "loops":
         growing = replace(algorithm, inner=replace(algorithm.inner, rounds=lambda round: 1 + round))
