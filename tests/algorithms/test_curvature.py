@@ -120,14 +120,11 @@ def test_the_curvature_of_a_cohort_is_the_mean_that_its_replies_are():
         lambda x, y, batch: jnp.sum((y - 1) ** 2) + jnp.sum(x**2),
         lambda x, y, batch: jnp.mean(batch["h"]) * jnp.sum((y - x) ** 2) / 2,
     )
-    method, zero = fb.SimFBO(local_steps=1, batch_size=None), np.zeros(1)
-    found = {
-        round(
-            float(fb.solve(method, problem, clients, zero, zero, rounds=1, cohort=1, key=key).history["curvature"][-1]),
-            3,
-        )
-        for key in range(6)
-    }
+    given, zero = (fb.SimFBO(local_steps=1, batch_size=None), problem, clients), np.zeros(1)
+    runs = [
+        fb.solve(*given, zero, zero, rounds=1, cohort=1, key=key, engine=fb.Reference()).history for key in range(6)
+    ]
+    found = {round(float(history["curvature"][-1]), 3) for history in runs}
     assert found == {2 * 0.75 * 2.0, 2 * 0.25 * 8.0}
 
 

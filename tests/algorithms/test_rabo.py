@@ -394,7 +394,7 @@ def test_a_pairs_step_is_checked_against_a_batch():
     def once(batch_size, paired):
         hypergradient = fb.parts.LocalImplicit(solver=fb.parts.Neumann(step=0.6), paired=paired)
         algorithm = fixed(fb.RABO(inner=fb.parts.LocalSGD(lr=0.1), hypergradient=hypergradient, batch_size=batch_size))
-        fb.solve(algorithm, problem, clients, *start, rounds=1)
+        fb.solve(algorithm, problem, clients, *start, rounds=1, engine=fb.Reference())
 
     once(2, paired=False)
     once(32, paired=True)  # all samples

@@ -17,6 +17,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.engines import lock
 from fedbilevel.tasks.quadratic import quadratic
+from fixed_steps import fixed
 
 HOLD = """
 import sys
@@ -92,12 +93,12 @@ def test_where_nothing_can_be_locked_that_is_said(tmp_path, monkeypatch):
 
 
 def test_two_runs_do_not_write_one_checkpoint(tmp_path):
-    task, path, refused = quadratic(clients=3), tmp_path / "run.npz", []
+    task, path, refused = quadratic(clients=3, samples=(4, 4)), tmp_path / "run.npz", []
 
     def play(**options):
-        algorithm = fb.SimFBO(local_steps=1, batch_size=None)
-        start = jnp.zeros(5), jnp.zeros(8)
-        return fb.solve(algorithm, task.problem, task.clients, *start, rounds=2, checkpoint=path, **options)
+        algorithm = fixed(fb.SimFBO(local_steps=1, batch_size=None))
+        given = algorithm, task.problem, task.clients, jnp.zeros(5), jnp.zeros(8)
+        return fb.solve(*given, rounds=2, engine=fb.Reference(), checkpoint=path, **options)
 
     def second(result, row):
         with pytest.raises(fb.errors.InUse, match=rf"run\.npz is in use by process {os.getpid()} on "):

@@ -14,6 +14,7 @@ from fedbilevel.engines import machine
 from fedbilevel.engines.local.rounds import Program
 from fedbilevel.machinery.kept import _KEPT
 from fedbilevel.tasks.quadratic import quadratic
+from fixed_steps import fixed
 
 
 def of_batch(x, y, batch):
@@ -30,7 +31,7 @@ class Still(Algorithm):
         return state
 
 
-def solved(engine, algorithm=fb.SimFBO(local_steps=1, batch_size=2)):  # noqa: B008
+def solved(engine, algorithm=fixed(fb.SimFBO(local_steps=1, batch_size=2))):  # noqa: B008
     """Weak references to what one solve was given and to what it compiled, by name."""
     algorithm = dataclasses.replace(algorithm)
     rng = np.random.default_rng(0)
@@ -89,7 +90,7 @@ def test_samples_go_with_the_run_before_the_garbage_collector_comes(options, mon
         return run
 
     monkeypatch.setattr(fb.Local, "start", watched)
-    task, method = quadratic(clients=3), fb.SimFBO(local_steps=1, batch_size=2)
+    task, method = quadratic(clients=3), fixed(fb.SimFBO(local_steps=1, batch_size=2))
     gc.collect()
     gc.disable()
     try:
