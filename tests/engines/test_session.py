@@ -14,7 +14,7 @@ from fedbilevel import authoring
 from fedbilevel.tasks import Task
 
 EVIL = "<script>alert('&')</script>"
-MANY = {f"{EVIL}{i}": jnp.asarray(np.ones((3, i + 1))) for i in range(200)}  # compiles nothing, as jnp.ones would
+MANY = {f"{EVIL}{i}": np.ones((3, i + 1)) for i in range(200)}  # of NumPy, which compiles nothing
 
 
 def history(rows=300):
