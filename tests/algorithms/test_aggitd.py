@@ -68,7 +68,7 @@ def unrolled(task, loss, x, y0):
 @pytest.mark.parametrize("case", ["linear in y", "from y*(x)"])
 def test_equals_unrolling_where_it_should(case, monkeypatch):
     """The series itself, and the mean of the random estimate over Q = 0..N−1."""
-    task = quadratic(clients=3, noise=0.0)
+    task = quadratic(clients=3, noise=0.0, samples=(5, 5))
     if case == "linear in y":
         loss, y0 = linear_outer, Y0
     else:
@@ -105,7 +105,7 @@ def written_out(task, lengths):
 def test_two_rounds_written_out(monkeypatch):
     """And what they cost: N exchanges of τ_i gradients each, ∇y f once (in the series N times), a product in each
     exchange after Q, and the last exchange with one of both."""
-    task = quadratic(clients=3, noise=0.0).with_own(local_steps=WORK)
+    task = quadratic(clients=3, noise=0.0, samples=(5, 5)).with_own(local_steps=WORK)
     lengths = (0, 1)
     draw(monkeypatch, *lengths)
     for sampling, qs in {"random": lengths, None: (None,) * 2}.items():

@@ -27,7 +27,7 @@ X0, Y0 = np.linspace(-1, 1, 5), np.linspace(2, 0, 8)
 
 
 def population(weights=WEIGHTS):
-    task = quadratic(clients=3)
+    task = quadratic(clients=3, samples=(5, 5))
     clients = fb.Clients(task.clients.outer, task.clients.inner, weights=weights, local_steps=WORK)
     return replace(task, clients=clients)
 

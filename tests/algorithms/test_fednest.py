@@ -252,7 +252,7 @@ def deviation(fresh, sampling, draws=24_000, terms=6, step=1.5):
 
     Cohorts of 2 out of 6 unequal clients, mini-batches of 2.
     """
-    task = quadratic(clients=6, heterogeneity=2.0)
+    task = quadratic(clients=6, heterogeneity=2.0, samples=(5, 5))
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=5), rng.normal(size=8)
     m = mean_matrices(task)
@@ -311,7 +311,7 @@ def test_exchanges_are_those_of_the_paper():
     rounds, inner, terms = 40, 3, 6
     hypergradient = fb.parts.Implicit(solver=fb.parts.Neumann(terms=terms, sampling="random"))
     algorithm = fixed(fb.FedNest(inner=fb.parts.SVRG(rounds=inner), hypergradient=hypergradient))
-    result = run(algorithm, quadratic(clients=4), rounds, eval_every=1)
+    result = run(algorithm, quadratic(clients=4, samples=(5, 5)), rounds, eval_every=1)
     lengths = np.diff(result.history["exchanges"]) - (2 * inner + 3)
     assert set(lengths.tolist()) == set(range(terms))
     assert result.ledger.exchanges_by_phase["hypergradient.hessian_product"] == lengths.sum()
@@ -372,7 +372,7 @@ def test_a_sum_reports_negative_curvature_that_it_passed():
 
 
 def test_conjugate_gradient_that_runs_out_of_iterations_says_so():
-    task = quadratic(clients=3, condition=100.0)
+    task = quadratic(clients=3, condition=100.0, samples=(5, 5))
     algorithm = fixed(
         fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=2, tolerance=1e-8)), batch_size=None)
     )
@@ -416,7 +416,7 @@ def test_fields_that_are_refused(make, message):
 
 
 def test_a_neumann_step_at_which_products_grow_is_refused_with_the_estimated_bound():
-    task = quadratic(heterogeneity=0.0)  # every A_i has the largest eigenvalue 1
+    task = quadratic(heterogeneity=0.0, samples=(5, 5))  # every A_i has the largest eigenvalue 1
     with pytest.raises(
         fb.errors.ConfigurationError, match=r"Neumann\.step = 2\.1 is not allowed: .* below 2/ℓ = 2: .* ℓ = 1$"
     ):

@@ -299,7 +299,7 @@ def test_layers_are_at_their_places_whatever_their_order():
     "layer", slow_but(parts.TopK(share=1.0), of=[parts.TopK(share=1.0), fb.Asynchronous(wait_for=4)])
 )
 def test_an_estimate_needs_replies_to_its_own_message(layer):
-    task, local = quadratic(clients=4), parts.LocalImplicit(solver=parts.Neumann(step=0.1))
+    task, local = quadratic(clients=4, samples=(5, 5)), parts.LocalImplicit(solver=parts.Neumann(step=0.1))
     method = layered(
         fb.LFedNest(batch_size=None, hypergradient=local, inner=fb.parts.LocalSGD(lr=0.1), outer_lr=0.1), layer
     )

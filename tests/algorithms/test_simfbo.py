@@ -138,7 +138,7 @@ def test_theorems_1_and_2(name):
 @pytest.mark.slow
 def test_equal_work_makes_the_two_coincide_with_cohorts_and_unequal_weights_too():
     """The estimate of ρ is then ‖a‖₁ in every round, whatever the cohort."""
-    task = quadratic()
+    task = quadratic(samples=(5, 5))
     a, b = (
         run(fixed(method(local_steps=3, batch_size=4)), task, 5, cohort=3).state for method in (fb.SimFBO, fb.ShroFBO)
     )
@@ -203,7 +203,7 @@ def test_cohorts_are_unbiased(method, monkeypatch):
     From a state in the middle of a run, with unequal work and weights; the state is affine in the cohort's sum, so
     states average as sums do. (ShroFBO would fail this with ρ estimated from the same cohort, by some 10 %.)
     """
-    task = quadratic(clients=4).with_own(local_steps=np.array([1, 4, 2, 3]))
+    task = quadratic(clients=4, samples=(5, 5)).with_own(local_steps=np.array([1, 4, 2, 3]))
     algorithm = fixed(method(batch_size=None))
     middle = run(algorithm, task, 2)
 
@@ -223,7 +223,7 @@ def test_cohorts_are_unbiased(method, monkeypatch):
 @pytest.mark.slow
 def test_independent_batches_have_the_same_mean():
     """Drawn separately or not, full batches are the same numbers; apart, ∇f is taken for x and for v."""
-    task = quadratic(clients=8).with_own(local_steps=WORK)
+    task = quadratic(clients=8, samples=(5, 5)).with_own(local_steps=WORK)
     a, b = (run(fixed(fb.SimFBO(batch_size=None, independent_batches=flag)), task, 3) for flag in (False, True))
     for left, right in zip(jax.tree.leaves(a.state), jax.tree.leaves(b.state), strict=True):
         np.testing.assert_allclose(left, right, rtol=1e-12, atol=1e-12)
@@ -232,7 +232,7 @@ def test_independent_batches_have_the_same_mean():
 
 def test_server_optimizer_sees_q():
     """With heavy-ball momentum μ on the server: m ← μm + q, iterate ← iterate − γm."""
-    task, momentum = quadratic(), optax.sgd(1.0, momentum=0.5)
+    task, momentum = quadratic(samples=(5, 5)), optax.sgd(1.0, momentum=0.5)
     algorithm = fixed(fb.SimFBO(local_steps=1, batch_size=None, server_lr=SERVER, server_optimizer=momentum))
     both = zip(task.clients.weights, (affine(task, i) for i in range(len(task.clients))), strict=True)
     slopes, shift = (sum(part) for part in zip(*((p * s, p * b) for p, (s, b) in both), strict=True))
@@ -246,7 +246,7 @@ def test_server_optimizer_sees_q():
 @pytest.mark.slow
 def test_schedules_are_read_at_the_round():
     """A schedule that is γ in round 0 and γ/2 from round 1 on equals two runs with these numbers."""
-    task = quadratic()
+    task = quadratic(samples=(5, 5))
     halving = optax.piecewise_constant_schedule(0.2, {1: 0.5})
     scheduled = fixed(fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=halving, v=0.1)))
     first = fixed(fb.SimFBO(batch_size=None, server_lr=fb.XYV(x=0.01, y=0.2, v=0.1)))
@@ -283,7 +283,7 @@ def test_projection():
 
 
 def test_ledger_counts_one_exchange_and_the_local_work():
-    task = quadratic(clients=8).with_own(local_steps=WORK)
+    task = quadratic(clients=8, samples=(5, 5)).with_own(local_steps=WORK)
     result = run(fixed(fb.ShroFBO(batch_size=None)), task, 3)
     numbers = 5 + 8 + 8  # x, y, v in float64
     assert result.ledger.exchanges == 3

@@ -172,7 +172,7 @@ def test_a_run_is_no_longer_than_its_table():
 
 def test_a_longer_table_is_no_other_run(tmp_path):
     """Rows may be added; those of rounds that are done may not change."""
-    task, table = quadratic(clients=CLIENTS), np.ones((4, CLIENTS), int)
+    task, table = quadratic(clients=CLIENTS, samples=(5, 5)), np.ones((4, CLIENTS), int)
 
     def run(rounds, table, **resume):
         clients = fb.Clients(task.clients.outer, local_steps=table)

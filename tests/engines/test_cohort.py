@@ -17,7 +17,7 @@ from fedbilevel.engines.engine import draw_cohort, round_keys
 from fedbilevel.tasks.quadratic import quadratic
 
 DRAWS = 20_000
-TASK = quadratic(clients=3)
+TASK = quadratic(clients=3, samples=(5, 5))
 
 
 def draw(path, population, size, monkeypatch, count=DRAWS):

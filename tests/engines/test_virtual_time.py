@@ -116,7 +116,7 @@ def test_arrivals_that_read_something_changed_are_noticed():
 )
 def test_a_run_by_a_schedule_goes_on_by_it_and_by_no_other(arrivals, other, words, tmp_path):
     algorithm = fb.Asynchronous(fixed(fb.SimFBO(batch_size=None, local_steps=1)), wait_for=1)
-    task = quadratic(clients=3)
+    task = quadratic(clients=3, samples=(5, 5))
 
     def run(arrivals, rounds, **options):
         start, engine = (task.x0, task.y0), fb.Local(clock=fb.Clock(arrivals=arrivals))
