@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import os
+import signal
 import threading
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -14,6 +15,8 @@ import pytest
 os.environ["JAX_ENABLE_X64"] = "1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["TERM"] = "xterm"  # what a dumb terminal shows is tested by name
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a job in the background; tests send it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
 quickly = [  # compiling is most of it, and the emitters of fused loops are more than half of compiling
     "--xla_backend_optimization_level=0",
