@@ -1,4 +1,7 @@
-"""Estimators with scikit-learn's manners for tables of several sites: a penalty per feature, from one federated run."""
+"""Estimators with scikit-learn's interface for tables of several sites: a penalty per feature, by cross-validation.
+
+The federation is simulated on this machine: `fit` needs the rows of all sites in one place.
+"""
 
 from importlib.util import find_spec
 
