@@ -13,7 +13,6 @@ from sklearn.model_selection import GroupKFold, LeaveOneGroupOut, cross_val_scor
 from sklearn.pipeline import make_pipeline
 
 import fedbilevel as fb
-from fedbilevel.data.clients import dealt
 from fedbilevel.engines.solve import solve
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.oracles.exact import solve_inner
@@ -104,7 +103,7 @@ def orthogonal(first, second):
     (rows, target, [the numbers of each fold's rows])."""
     rng = np.random.default_rng(1)
     fold = np.concatenate(
-        [dealt(np.zeros(np.sum(site == SITES)), 2, np.random.default_rng([0, i])) for i, site in enumerate("abc")]
+        [fb.estimators.Ridge(cv=2)._folds(site, np.zeros(np.sum(site == SITES)), None) for site in "abc"]
     )
     rows, target, folds = np.zeros((200, len(first))), np.zeros(200), [np.flatnonzero(fold == k) for k in (0, 1)]
     for part, w in zip(folds, (first, second), strict=True):
@@ -121,7 +120,7 @@ def test_penalties_are_those_of_the_closed_form():
     u = np.array([1.0, 0.8, 0.6, 0.6, 0.5, 0.7])
     v = np.array([0.9, 0.4, 0.1, -0.3, 0.5, -0.1])
     rows, target, (one, other) = orthogonal(u, v)
-    model = fb.estimators.Ridge(cv=2).fit(rows, target, groups=SITES)
+    model = fb.estimators.Ridge(cv=2, penalty_groups="feature").fit(rows, target, groups=SITES)
     share = np.clip(2 * u * v / (u**2 + v**2), 0.001, 0.999)
     np.testing.assert_allclose(1 / (1 + model.penalties_), share, rtol=5e-3)
 
@@ -164,26 +163,48 @@ def test_logistic_regression_is_scikit_learns_on_the_pooled_rows(classes):
     assert model.score(rows, label) > 0.7
 
 
-@pytest.mark.slow
-def test_nothing_is_left_of_the_hypergradient(classes, monkeypatch):
-    """But what pushes outwards at a bound: x is nearly the projection of a step of gradient descent from there."""
+def searched(monkeypatch):
+    """The arguments and the result of each run that an estimator makes."""
     seen = []
 
     def recorded(*arguments, **options):
-        seen.append((*arguments[1:3], solve(*arguments, **options)))
-        return seen[0][-1]
+        seen.append((arguments, solve(*arguments, **options)))
+        return seen[-1][-1]
 
-    monkeypatch.setattr("fedbilevel.estimators.linear.solve", recorded)
-    fb.estimators.LogisticRegression(cv=3).fit(*classes, groups=SITES)
-    problem, clients, result = seen[0]
+    monkeypatch.setattr(fb, "solve", recorded)
+    return seen
 
-    def hypergradient(x):
-        y = solve_inner(Population.of(problem, clients), x, result.y).y
-        return np.array(implicit_gradient(problem, clients, x, y).hypergradient)
 
+def hypergradient(problem, clients, x, y):
+    """That of tests/implicit.py, of a dense Hessian, at the trained models."""
+    y = solve_inner(Population.of(problem, clients), x, y).y
+    return np.array(implicit_gradient(problem, clients, x, y).hypergradient)
+
+
+@pytest.mark.parametrize("groups", ["one", "feature"])
+def test_nothing_is_left_of_the_hypergradient(groups, classes, monkeypatch):
+    """But what pushes outwards at a bound: log x is nearly the projection of a step of gradient descent from there."""
+    seen = searched(monkeypatch)
+    fb.estimators.LogisticRegression(cv=3, penalty_groups=groups).fit(*classes, groups=SITES)
+    ((_, problem, clients, *_), result), bound = seen[0], np.log(999)
     x = np.asarray(result.x)
-    left = x - np.clip(x - hypergradient(x), 0.001, 0.999)
-    assert np.linalg.norm(left) < 2e-2 * np.linalg.norm(hypergradient(np.full(6, 0.5))), (x, result.stopped)
+    slope = x * hypergradient(problem, clients, x, result.y)
+    left = np.log(x) - np.clip(np.log(x) - slope, -bound, bound)
+    assert np.abs(left).max() <= 1.001e-5, (x, left)
+    np.testing.assert_allclose(slope, result.state.best.slope, rtol=1e-6, atol=1e-9)
+
+
+@pytest.mark.slow
+def test_many_features_are_left_to_simfbo(classes, monkeypatch):
+    """Which stops where a hundred rounds bring nothing, close to where nothing is left of the hypergradient."""
+    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
+    seen = searched(monkeypatch)
+    fb.estimators.LogisticRegression(cv=3, penalty_groups="feature").fit(*classes, groups=SITES)
+    (_, problem, clients, *_), result = seen[0]
+    x = np.asarray(result.x)
+    left = x - np.clip(x - hypergradient(problem, clients, x, result.y), 0.001, 0.999)
+    start = hypergradient(problem, clients, np.full(6, 0.5), result.y)
+    assert np.linalg.norm(left) < 2e-2 * np.linalg.norm(start), (x, result.stopped)
 
 
 def partial_likelihood(risk, time, event, sites):

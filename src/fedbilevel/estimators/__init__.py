@@ -1,6 +1,6 @@
-"""Estimators with scikit-learn's interface for tables of several sites: a penalty per feature, by cross-validation.
+"""Estimators with scikit-learn's interface for tables of several sites, with penalties by cross-validation.
 
-The federation is simulated on this machine: `fit` needs the rows of all sites in one place.
+`fit` simulates the federation on this machine: it needs the rows of all sites in one place.
 """
 
 from importlib.util import find_spec

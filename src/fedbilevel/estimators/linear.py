@@ -1,27 +1,29 @@
-"""Linear models of several sites' rows a_j, with a penalty for each feature that is found by cross-validation.
+"""Linear models of several sites' rows a_j, with penalties that are found by cross-validation.
 
-Each site i deals its n_i rows into K folds, alike in classes; k_j is the fold of row j. Model k, of coefficients w_k
-and an intercept b_k that no penalty shrinks, is trained without fold k. With ℓ the loss of a row and λ_l the penalty of
-feature l,
+Each site i deals its n_i rows into K folds, alike in classes; k_j is the fold of row j. Model k < K, of coefficients
+w_k and an intercept b_k that no penalty shrinks, is trained without fold k; model K, which is kept, on all rows. With ℓ
+the loss of a row and λ_l the penalty of feature l,
 
-    g_i = Σ_k [K/((K − 1) n_i) Σ_{j: k_j ≠ k} ℓ(a_jᵀw_k + b_k, c_j) + Σ_l λ_l w_kl²]
+    g_i = Σ_k [1/(s_k n_i) Σ_{j: k_j ≠ k} ℓ(a_jᵀw_k + b_k, c_j) + Σ_l λ_l w_kl²]      s_k = 1 − 1/K, s_K = 1
     f_i = 1/n_i Σ_j ℓ(a_jᵀw_{k_j} + b_{k_j}, c_j)
 
-and each site counts by its rows, so that both are those of the pooled rows. One run of SimFBO, with full batches and
-steps that adapt, finds the λ whose models are best on rows that they have not seen. The model that is kept has these λ
-and all rows, as scikit-learn's searches refit: Newton's method, which asks sites for gradients and for products with
-their Hessians, trains it to rounding.
+and each site counts by its rows, so that both are those of the pooled rows. The λ that are found are those whose models
+are best on rows that they have not seen: min F over λ.
 
-Of a feature that is uncorrelated to the others, with standard deviation s_l, a penalty leaves about the share
-κ s_l²/(κ s_l² + λ_l) of the coefficient, κ being half of ℓ″, or of a bound of it. The run's variables are
+Rows are standardised, for which w and b make up. Features of the same penalty share
 
-    x_l = this share, from 0.001 to 0.999, 0.5 at the start     y_kl = w_kl s_l/√x_l     λ_l w_kl² = κ (1 − x_l) y_kl²
+    x = λ_l/(κ s_l²), from 1/999 to 999, 1 at the start
 
-and rows are standardised, for which w and b make up. The Hessian then has the diagonal 2κ, whatever scales and
-penalties are, and without correlations f is quadratic in x.
+with s_l the feature's standard deviation and κ half of ℓ″, or of a bound of it: of a feature that is uncorrelated to
+the others, such a penalty leaves about the share 1/(1 + x) of the coefficient. Up to WIDE features the search is exact
+(`penalty_search`). For more, fb.SimFBO finds these shares, with full batches and steps that adapt, and variables
+w_kl s_l √(1 + x_l), for which the Hessian has the diagonal 2κ whatever scales and penalties are; Newton's method with
+conjugate gradients then trains model K.
 """
 
-from collections.abc import Sequence
+import hashlib
+import warnings
+from collections.abc import Callable, Sequence
 from numbers import Integral
 from typing import Any
 
@@ -32,17 +34,24 @@ from jax import Array
 from numpy.typing import NDArray
 from scipy.special import expit
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, column_or_1d, validate_data
 
 import fedbilevel as fb
 from fedbilevel.data import dealt
-from fedbilevel.errors import ConfigurationError
+from fedbilevel.errors import ConfigurationError, NumericalWarning
 from fedbilevel.estimators.columns import labels, moments, numbers, require_sizes, sites_of
-from fedbilevel.extending import explain_call, explain_misspelt, is_count, require
+from fedbilevel.estimators.penalty_search import PenaltySearch
+from fedbilevel.extending import explain_call, explain_misspelt, is_count, require, warn
 
 Numbers = NDArray[Any]
 Columns = dict[str, Numbers]
+LossOfRows = Callable[[Array, Any, Any, Array], Array]
+"""(x, y, rows, valid) -> scalar."""
+WIDE = 300
+"""The most features for which the search is exact: a site's reply has K + 1 times their square numbers."""
+LARGEST = 999.0  # x
 
 
 @explain_misspelt
@@ -51,11 +60,13 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
     Args:
         penalties: λ, a number or one for each feature; None: found by cross-validation.
-        penalty_groups: a label for each feature; those of the same label, such as the indicators of one category, share
-            a penalty in units of their variances. None: each feature has its own.
+        penalty_groups: "one": all features share a penalty, in units of their variances; "feature": each has its own;
+            or a label for each feature: those of the same label share one.
         cv: K, the number of folds.
-        rounds: how many the run has, at most; it ends when in a hundred of them the validation loss has not fallen.
-        random_state: the seed of the folds, a whole number.
+        rounds: exchanges with the sites at most. The search ends by itself, after some tens, where the projected
+            gradient is small; with more than 300 features, where in a hundred rounds the validation loss has not
+            fallen. If it does not end, a sklearn.exceptions.ConvergenceWarning says so.
+        random_state: the seed of the folds, a whole number. A site's folds depend on it, the site's name, and its rows.
 
     `fit` sets `coef_`, `intercept_` (but of Cox's model), `penalties_` (a Series by feature where X is a data frame),
     `sites_`, and `history_`, that of the run; None where penalties are given.
@@ -63,15 +74,17 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
     has_intercept, curvature = True, 1.0  # κ
     history_: Any
+    penalties_: Any
     _mean, _unit = 0.0, 1.0  # of the target that the model is trained on, where it is standardised
     _target: Any  # (y) -> what `_losses` needs, by row, and each row's stratum for the split, 0 or 1
+    _encoded: Any  # the same, of some rows, once what is known of all has been set
     _losses: Any  # (z, rows, valid) -> ℓ of a site's rows, (n,), at z = a_jᵀw + b; where not `valid`, whatever
 
     def __init__(
         self,
         *,
         penalties: Any = None,
-        penalty_groups: Sequence[Any] | None = None,
+        penalty_groups: str | Sequence[Any] = "one",
         cv: int = 5,
         rounds: int = 1000,
         random_state: int = 0,
@@ -83,13 +96,15 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
 
     @explain_call
-    def fit(self, X: Any, y: Any, groups: Any = None) -> Any:
+    def fit(self, X: Any, y: Any, groups: Any = None, patients: Any = None) -> Any:
         """Find penalties and coefficients; returns the estimator.
 
         Args:
             X: numbers, (n, features), as a data frame or an array; `Preparer` makes them of categories and gaps.
             y: the target, (n,); of Cox's model (n, 2): times, and 1 for an event, 0 where it had not come by then.
             groups: the site of each row, (n,); None: all rows are one site's, with a warning.
+            patients: whose each row is, (n,): all rows of a patient of a site are dealt into one fold; None: each row
+                is somebody else's.
 
         Raises:
             ValueError: what does not fit, mostly a ConfigurationError that names column or site.
@@ -103,17 +118,18 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         columns = [moments(f"{name} of X", found[:, k]) for k, name in enumerate(self._names())]
         centre, squares = np.array(columns).T
         spread = np.where(squares > 0, np.sqrt(squares / len(found)), 1)
-        rows, scale = {"row": (found - centre) / spread, **self._target(y)}, self.curvature * spread**2
-        own, self.history_ = np.arange(len(spread)), None
+        rows = {"row": (found - centre) / spread, **self._target(y)}
+        rows["fold"] = np.zeros(len(found), np.int32)
+        if patients is not None:
+            patients = labels("patients", patients, len(found), "whose each row is")[1]
+        if self.penalties is None:
+            self._check_folds(len(found))
+            for site, part in zip(self.sites_, parts, strict=True):
+                some = None if patients is None else patients[part]
+                rows["fold"][part] = self._folds(site, rows["stratum"][part], some)
+        sites = [self._samples({name: values[part] for name, values in rows.items()}) for part in parts]
         with jax.enable_x64(True):
-            given = None if self.penalties is None else self._given(len(spread))
-            x = self._found(rows, parts) if given is None else scale / (scale + given)
-            clients = self._clients(rows, parts, np.full(len(found), -1))  # which all rows train a model without
-            y = fb.inner_solution(self._problem(own, 1), clients, x, self._start(len(spread), 1)).y
-            self.coef_ = np.asarray(_coefficients(x, y, own))[0] * (self._unit / spread)
-        self.penalties_ = scale * (1 - x) / x if given is None else given
-        if self.has_intercept:
-            self.intercept_ = float(self._mean + self._unit * np.asarray(y["intercept"])[0] - centre @ self.coef_)
+            self._train(fb.Clients(sites, weights="size"), centre, spread, fb.Local(devices=1))
         if hasattr(X, "iloc"):
             self.penalties_ = type(X.iloc[0])(self.penalties_, X.columns, name="penalty")
         return self
@@ -123,58 +139,122 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         return self._numbers(X) @ self.coef_ + getattr(self, "intercept_", 0.0)
 
-    def _found(self, rows: Columns, parts: list[Numbers]) -> Any:
-        """Find x_l of each feature, and set `history_`."""
-        count, width = rows["row"].shape
-        groups = np.arange(width) if self.penalty_groups is None else self.penalty_groups
-        _, of = labels("penalty_groups", groups, width, "a label for each feature")
+    def _check_folds(self, count: int) -> None:
+        seed = self.random_state
         require(is_count(self.cv) and 2 <= self.cv <= count, "cv", self.cv, f"2 to {count}, the number of rows")
-        seed, fold = self.random_state, np.empty(count, np.int32)
         require(isinstance(seed, Integral) and seed >= 0, "random_state", seed, "a whole number from 0 on")
-        for i, part in enumerate(parts):
-            fold[part] = dealt(rows["stratum"][part], self.cv, np.random.default_rng([seed, i]))
-        result = fb.solve(
-            fb.layered(fb.SimFBO(local_steps=1, batch_size=None), fb.AdaptiveSteps(x_lr=0.02)),  # x is from 0 to 1
-            self._problem(of, self.cv),
-            self._clients(rows, parts, fold),
-            np.full(np.max(of) + 1, 0.5),
-            self._start(width, self.cv),
-            rounds=self.rounds,
-            eval_every=10,
-            callbacks=[fb.stop_without_progress("outer_loss", patience=10)],
-            engine=fb.Local(devices=1),
-            progress=False,
+
+    def _folds(self, site: Any, stratum: Numbers, patients: Numbers | None) -> Numbers:
+        """Deal a site's rows into folds, alike in strata; rows of a patient go together."""
+        name = int.from_bytes(hashlib.sha256(str(site).encode()).digest()[:8], "big")
+        rng = np.random.default_rng([int(self.random_state), name])
+        if patients is None:
+            return dealt(stratum, self.cv, rng)
+        of = np.unique(patients, return_inverse=True)[1]
+        return dealt(np.bincount(of, stratum) > 0, self.cv, rng)[of]
+
+    def _train(self, clients: Any, centre: Numbers, spread: Numbers, engine: Any) -> None:
+        """Find penalties and coefficients of features with these means and deviations, and keep them."""
+        scale, width, self.history_ = self.curvature * spread**2, len(spread), None
+        given = None if self.penalties is None else self._given(width)
+        x, y = (self._exact if width <= WIDE else self._wide)(clients, given, scale, engine)
+        self.penalties_ = scale * x if given is None else given
+        self.coef_ = np.asarray(y["coef"])[-1] * (self._unit / spread)
+        if self.has_intercept:
+            self.intercept_ = float(self._mean + self._unit * np.asarray(y["intercept"])[-1] - centre @ self.coef_)
+
+    def _search(self, width: int) -> tuple[PenaltySearch, fb.Bilevel, Numbers, dict[str, Numbers]]:
+        """State the exact search for penalties: algorithm, problem, x0 and y0."""
+        of = self._groups(width)
+        algorithm = PenaltySearch(
+            groups=tuple(map(str, of)), curvature=self.curvature, largest=LARGEST, search=self.penalties is None
         )
-        self.history_ = result.history
-        for row in self.history_.rows:  # losses are squares of what the target is measured in
+        folds = np.arange(self.cv + 1) if algorithm.search else np.array([self.cv])
+        return algorithm, self._problem(of, folds), np.ones(np.max(of) + 1), self._start(width, len(folds))
+
+    def _exact(self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any) -> tuple[Numbers, Any]:
+        """Return x and the models, the last of which is trained on all rows."""
+        algorithm, problem, x0, y0 = self._search(len(scale))
+        x0 = x0 if given is None else given / scale
+        with warnings.catch_warnings():  # unseen rows may be predicted worse than by no model at all
+            warnings.simplefilter("ignore", NumericalWarning)
+            result = fb.solve(
+                algorithm, problem, clients, x0, y0, rounds=self.rounds, eval_every=1, engine=engine, progress=False
+            )
+        if algorithm.search:
+            self._keep(result.history)
+        left, where = float(result.state.best.left), f"where {algorithm.tolerance:g} or less ends the search"
+        if algorithm.search and not left <= algorithm.tolerance:
+            self._warn(f"the projected gradient is {left:.1e} after {result.round} exchanges, {where}")
+        elif not algorithm.finished(result.state):
+            self._warn(f"the coefficients still move after {result.round} exchanges")
+        return np.asarray(result.x)[algorithm.of], result.y
+
+    def _wide(self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any) -> tuple[Numbers, Any]:
+        """As `_exact`, for many features, on this machine."""
+        of, width, every = self._groups(len(scale)), len(scale), np.arange(len(scale))
+        x = None if given is None else given / scale
+        if x is None:
+            result = fb.solve(
+                fb.layered(fb.SimFBO(local_steps=1, batch_size=None), fb.AdaptiveSteps(x_lr=0.02)),  # x is from 0 to 1
+                _in_shares(*self._functions(of, np.arange(self.cv)), of),
+                clients,
+                np.full(np.max(of) + 1, 0.5),
+                self._start(width, self.cv),
+                rounds=self.rounds,
+                eval_every=10,
+                callbacks=[fb.stop_without_progress("outer_loss", patience=10)],
+                engine=engine,
+                progress=False,
+            )
+            self._keep(result.history)
+            if not result.stopped:
+                self._warn(f"the validation loss still falls after {result.round} rounds")
+            x = (1 / np.asarray(result.x) - 1)[of]
+        last = self._problem(every, np.array([self.cv]))
+        return x, fb.inner_solution(last, clients, x, self._start(width, 1)).y
+
+    def _warn(self, why: str) -> None:
+        warn(ConvergenceWarning(f"{type(self).__name__} has not converged: {why}. More rounds= may help"))
+
+    def _keep(self, history: Any) -> None:
+        """Keep the history, with losses in squares of what the target is measured in."""
+        self.history_ = history
+        for row in history.rows:
             row.update({name: row[name] * self._unit**2 for name in ("outer_loss", "inner_loss") if name in row})
-        return np.asarray(result.x)[of]
+
+    def _groups(self, width: int) -> Numbers:
+        """Return the number of each feature's penalty, of groups or, where penalties are given, its own."""
+        if self.penalties is not None or isinstance(self.penalty_groups, str):
+            known = self.penalties is not None or self.penalty_groups in ("one", "feature")
+            require(known, "penalty_groups", self.penalty_groups, "'one', 'feature', or a label for each feature")
+            each = self.penalties is not None or self.penalty_groups == "feature"
+            return np.arange(width) if each else np.zeros(width, int)
+        return labels("penalty_groups", self.penalty_groups, width, "a label for each feature")[1]
 
     def _start(self, width: int, models: int) -> dict[str, Numbers]:
         return {"coef": np.zeros((models, width)), **({"intercept": np.zeros(models)} if self.has_intercept else {})}
 
-    def _problem(self, of: Numbers, models: int) -> fb.Bilevel:
-        """State the problem, in which x[of[l]] is the share of feature l; a single model is trained on all rows."""
-        every = np.arange(models)[:, None]
+    def _problem(self, of: Numbers, folds: Numbers) -> fb.Bilevel:
+        return fb.Bilevel(*map(fb.WholeLoss, self._functions(of, folds)))
 
-        def total(x: Array, y: Any, rows: Any, chosen: Array) -> Array:
-            z = _coefficients(x, y, of) @ rows["row"].T + y.get("intercept", np.zeros(models))[:, None]
-            return jnp.sum(jnp.where(chosen, jax.vmap(self._losses, (0, None, 0))(z, rows, chosen), 0))
+    def _functions(self, of: Numbers, folds: Numbers) -> tuple[LossOfRows, LossOfRows]:
+        """Return f and g, in which feature l has the penalty κ x[of[l]], of models that leave out these folds: `cv`,
+        which is none of a row's, of a model that is trained on all rows. Alone, that model is judged by these, too."""
+        every, share = folds[:, None], np.where(folds < self.cv, 1 - 1 / self.cv, 1.0)[:, None]
+
+        def losses(y: Any, rows: Any, chosen: Array) -> Array:
+            z = y["coef"] @ rows["row"].T + y.get("intercept", np.zeros(len(folds)))[:, None]
+            return jnp.where(chosen, jax.vmap(self._losses, (0, None, 0))(z, rows, chosen), 0)
 
         def outer(x: Array, y: Any, rows: Any, valid: Array) -> Array:
-            return total(x, y, rows, valid & (rows["fold"] == every)) / jnp.sum(valid)
+            return jnp.sum(losses(y, rows, valid & ((rows["fold"] == every) | (len(folds) == 1)))) / jnp.sum(valid)
 
         def inner(x: Array, y: Any, rows: Any, valid: Array) -> Array:
-            mean = total(x, y, rows, valid & (rows["fold"] != every)) / jnp.sum(valid) / (1 - (models > 1) / models)
-            return mean + self.curvature * jnp.sum((1 - x[of]) * y["coef"] ** 2)
+            mean = jnp.sum(losses(y, rows, valid & (rows["fold"] != every)) / share) / jnp.sum(valid)
+            return mean + self.curvature * jnp.sum(x[of] * y["coef"] ** 2)
 
-        return fb.Bilevel(fb.WholeLoss(outer), fb.WholeLoss(inner), project_x=fb.projections.box(0.001, 0.999))
-
-    def _clients(self, rows: Columns, parts: list[Numbers], fold: Numbers) -> fb.Clients:
-        """Make a client of each site."""
-        all_rows = {**rows, "fold": fold}
-        sites = [self._samples({name: values[part] for name, values in all_rows.items()}) for part in parts]
-        return fb.Clients(sites, weights="size")
+        return outer, inner
 
     def _samples(self, rows: Columns) -> Columns:
         """Return a site's samples as `_losses` wants them."""
@@ -201,9 +281,17 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return found
 
 
-def _coefficients(x: Any, y: Any, of: Numbers) -> Array:
-    """Compute the models' w of features of variance 1, (models, features)."""
-    return y["coef"] * jnp.sqrt(x[of])
+def _in_shares(outer: LossOfRows, inner: LossOfRows, of: Numbers) -> fb.Bilevel:
+    """State the problem in the shares 1/(1 + x), and in coefficients divided by their roots."""
+
+    def changed(loss: LossOfRows) -> fb.WholeLoss:
+        def in_shares(x: Array, y: Any, rows: Any, valid: Array) -> Array:
+            return loss(1 / x - 1, {**y, "coef": y["coef"] * jnp.sqrt(x[of])}, rows, valid)
+
+        return fb.WholeLoss(in_shares)
+
+    within = fb.projections.box(1 / (1 + LARGEST), LARGEST / (1 + LARGEST))
+    return fb.Bilevel(changed(outer), changed(inner), project_x=within)
 
 
 class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
@@ -214,6 +302,9 @@ class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
         require_sizes("y", target, "leave rows without a target out")
         self._mean, squares = moments("y", target)
         self._unit = float(np.sqrt(squares / len(target))) or 1.0
+        return self._encoded(target)
+
+    def _encoded(self, target: Numbers) -> Columns:
         return {"target": (target - self._mean) / self._unit, "stratum": np.zeros(len(target), np.int32)}
 
     def _losses(self, z: Array, rows: Any, valid: Array) -> Array:
@@ -237,6 +328,9 @@ class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
         if len(self.classes_) != 2:
             few = "one class only" if len(self.classes_) == 1 else f"{len(self.classes_)} classes"
             raise ConfigurationError(f"y has {few}. Only binary classification is supported")
+        return self._encoded(label)
+
+    def _encoded(self, label: Numbers) -> Columns:
         return {"label": label.astype(np.float64), "stratum": label.astype(np.int32)}
 
     def _losses(self, z: Array, rows: Any, valid: Array) -> Array:

@@ -24,6 +24,11 @@ class CoxRegression(Penalised):
     has_intercept, curvature = False, 0.5
 
     def _target(self, y: Any) -> Columns:
+        made = self._encoded(y)
+        require(bool(made["event"].any()), "events", "none", "one at least")
+        return made
+
+    def _encoded(self, y: Any) -> Columns:
         structured = getattr(np.asarray(y).dtype, "names", None) is not None
         require(not structured, "y", "a structured array", "(n, 2): np.column_stack((y[time], y[event]))")
         target = numbers("y", y)
@@ -32,7 +37,6 @@ class CoxRegression(Penalised):
         wrong = times[~(np.isfinite(times) & (times >= 0))]
         require(not wrong.size, "times", wrong[:5].tolist(), "finite, and 0 or later")
         require(set(events) <= {0.0, 1.0}, "events", np.unique(events)[:5].tolist(), "1 where it came, 0 where not")
-        require(bool(events.any()), "events", "none", "one at least")
         return {"time": times, "event": events, "stratum": events.astype(np.int32)}
 
     def _samples(self, rows: Columns) -> Columns:

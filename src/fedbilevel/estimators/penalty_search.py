@@ -1,0 +1,231 @@
+"""Exact search for the penalties of models with few coefficients, in exchanges of gradients and Hessians.
+
+The models k = 1 … M of `linear` are trained with penalties c_l w_kl²/2, c_l = 2 κ x_{g(l)}, and f judges them. In every
+exchange the server sends x and w, and each client replies for every model with the gradient and the Hessian H_k of its
+training loss, and the gradient s_k of its validation loss: M (D + 1) (D + 2) numbers or so, for D coefficients. From
+their means the server has, without a further exchange,
+
+    the step of Newton's method    w_k ← w_k − H_k⁻¹ ∇G_k
+    the hypergradient              ∂F/∂log x_g = −Σ_k Σ_{l: g(l) = g} c_l w_kl (H_k⁻¹ s_k)_l
+
+as ∂²G_k/∂w_kl ∂log x_g = c_l w_kl needs no samples. A step is halved until it makes ‖∇G‖ smaller. When ‖∇G‖ is
+small, the server moves log x in its box, by a projected BFGS method with backtracking on F − Σ_k s_kᵀH_k⁻¹∇G_k, which
+is F at the minimum to second order. New penalties change gradients and Hessians by what the server knows: the next
+exchange is about models that have made a step for them. The search ends where the projected gradient is small; Newton's
+method then goes on to rounding.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel.authoring import Algorithm, Client, Fed, Reply, phase, positive, static
+
+Tree = dict[str, Array]
+"""The models: "coef", (M, features), and, where they have one, "intercept", (M,)."""
+
+SOLVED, EXACT = 1e-7, 1e-14  # ‖∇G‖ of models that are judged, and of those that are kept, in units of the first
+SHORTEST = 2.0**-20  # step of Newton's method, or on log x
+LONGEST = 4.0  # step on log x
+
+
+class Derivatives(NamedTuple):
+    """The means that an exchange returns, `gradient` and `hessian` without the part of the penalties."""
+
+    value: Array  # f
+    slope: Array  # (M, D), its gradient
+    gradient: Array  # (M, D)
+    hessian: Array  # (M, D, D)
+
+
+class Judged(NamedTuple):
+    """The best penalties so far, and what they are judged by."""
+
+    log_x: Array  # (groups,)
+    value: Array  # F
+    slope: Array  # (groups,), the hypergradient in log x
+    curvature: Array  # (groups, groups), BFGS's approximation of the second derivatives
+    direction: Array  # (groups,), from log_x to a point in the box
+    length: Array  # of the step along the direction that is tried
+    left: Array  # the largest entry of the projected gradient
+    moves: Array  # how many penalties have been the best
+
+
+class State(NamedTuple):
+    """The server's state. `y` has the best models for x so far, `trial` those that clients are asked about next."""
+
+    x: Array
+    y: Tree
+    trial: Tree
+    known: Derivatives  # at y
+    norm: Array  # ‖∇G‖ at y
+    first: Array  # the same at the start
+    length: Array  # of Newton's step from y to `trial`
+    best: Judged
+    searching: Array
+
+
+class PenaltySearch(Algorithm):
+    """Search for penalties by exact hypergradients, one exchange a round, and train the models.
+
+    Args:
+        groups: g(l), for each feature l the number of its penalty, as text: sites take whole numbers as counts of work.
+        curvature: κ, half of the loss's second derivative or of a bound of it.
+        largest: bound of x, and 1/largest the other.
+        tolerance: of the largest entry of the projected gradient in log x, in units of f.
+        search: whether x is searched for; False: it is given, and the models alone are trained.
+    """
+
+    groups: tuple[str, ...] = static()
+    curvature: float = positive(default=1.0)
+    largest: float = positive(default=999.0)
+    tolerance: float = positive(default=1e-5)
+    search: bool = static(default=True)
+
+    @property
+    def of(self) -> Any:
+        """The groups as numbers, (features,)."""
+        return np.array(self.groups, int)
+
+    def init(self, x: Array, y: Tree) -> State:
+        w = _rows(y)
+        (models, width), groups, huge = w.shape, len(x), jnp.asarray(jnp.finfo(w.dtype).max, w.dtype)
+        nothing = jnp.zeros_like(w)
+        known = Derivatives(huge, nothing, nothing, jnp.zeros((models, width, width), w.dtype))
+        zero, one = jnp.zeros_like(x), jnp.ones((), w.dtype)
+        log_x = jnp.log(x) if self.search else zero  # penalties that are given may be 0
+        best = Judged(log_x, huge, zero, jnp.eye(groups, dtype=x.dtype), zero, one, huge, jnp.asarray(0))
+        return State(x, y, y, known, huge, 0 * huge, one, best, jnp.asarray(self.search))
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        mean = Derivatives(*fed.mean(self.derivatives, (state.x, state.trial), key))
+        penalty, w = self.penalty(state.x, state.y), _rows(state.trial)
+        norm = _norm(mean.gradient)
+        mean = mean._replace(
+            gradient=mean.gradient - penalty * w,
+            hessian=mean.hessian - penalty[:, None] * jnp.eye(len(penalty)),
+        )
+        better = norm < state.norm
+        y, known = _where(better, (state.trial, mean), (state.y, state.known))
+        state = state._replace(
+            y=y,
+            known=known,
+            norm=jnp.where(better, norm, state.norm),
+            first=jnp.where(state.first == 0, norm, state.first),
+            length=jnp.where(better, 1.0, state.length / 2),
+        )
+        solved = (state.norm <= SOLVED * state.first) | (state.length < SHORTEST)
+        state = _where(solved & state.searching, self.moved(state), state)
+        penalty = self.penalty(state.x, state.y)
+        step = _solved(known.hessian, penalty, known.gradient + penalty * _rows(y))
+        return state._replace(trial=_like(y, _rows(y) - state.length * step))
+
+    def finished(self, state: State) -> Any:
+        rounded = (state.norm <= 1e-9 * state.first) & (state.length < 1)  # of its last step, rounding was all
+        return ~state.searching & ((state.norm <= EXACT * state.first) | rounded | (state.length < SHORTEST))
+
+    def penalty(self, x: Array, y: Tree) -> Array:
+        """Compute c, (D,): 0 for an intercept."""
+        penalty = 2 * self.curvature * x[self.of]
+        return jnp.append(penalty, 0.0) if "intercept" in y else penalty
+
+    def moved(self, state: State) -> State:
+        """Judge x by the models trained for it, and move it; or end the search."""
+        known, penalty, w = state.known, self.penalty(state.x, state.y), _rows(state.y)
+        adjoint = _solved(known.hessian, penalty, known.slope)
+        value = known.value - jnp.sum(adjoint * (known.gradient + penalty * w))
+        of_feature = -jnp.sum(penalty * w * adjoint, 0)[: len(self.groups)]
+        slope = jax.ops.segment_sum(of_feature, self.of, len(state.x))
+        best = self.judged(state.best, jnp.log(state.x), value, slope)
+        searching = (best.left > self.tolerance) & (best.length >= SHORTEST)
+        log_x = best.log_x + jnp.where(searching, best.length, 0.0) * best.direction
+        x = jnp.exp(log_x)
+        norm = _norm(known.gradient + self.penalty(x, state.y) * w)
+        return state._replace(x=x, norm=norm, length=jnp.ones_like(state.length), best=best, searching=searching)
+
+    def judged(self, best: Judged, log_x: Array, value: Array, slope: Array) -> Judged:
+        """Take new penalties as the best, or shorten the step that led to them."""
+        step, bound = log_x - best.log_x, jnp.log(self.largest)
+        expected = jnp.sum(best.slope * step)  # the change of F, were it linear
+        fits = value <= best.value + 1e-4 * expected
+        curvature = _updated(best.curvature, step, slope - best.slope, best.moves)
+        curvature = jnp.where(best.moves > 0, curvature, jnp.max(jnp.abs(slope)) * curvature)
+        left = jnp.clip(log_x - slope, -bound, bound) - log_x
+        direction = _direction(curvature, log_x, slope, left != 0, bound)
+        taken = Judged(
+            log_x, value, slope, curvature, direction, jnp.ones_like(value), jnp.max(jnp.abs(left)), best.moves + 1
+        )
+        parabola = -expected / (2 * (value - best.value - expected))  # its minimum, as a share of the step
+        shorter = best._replace(length=best.length * jnp.clip(jnp.nan_to_num(parabola, nan=0.1), 0.1, 0.5))
+        return _where(fits, taken, shorter)
+
+    @phase
+    def derivatives(self, client: Client, message: tuple[Array, Tree], key: Array) -> Reply:
+        """Reply with f and its gradient, and the gradients and Hessians of g, for each model."""
+        x, y = message
+        inner, outer = client.inner_batch(key, None), client.outer_batch(key, None)
+
+        def slopes(w: Array) -> Array:
+            return jax.grad(lambda w: client.problem.inner(x, _like(y, w), inner))(w)
+
+        def column(unit: Array) -> Array:  # of all models' Hessians at once: no model knows another
+            return jax.jvp(slopes, (w,), (jnp.broadcast_to(unit, w.shape),))[1]
+
+        w = _rows(y)
+        value, slope = jax.value_and_grad(lambda w: client.problem.outer(x, _like(y, w), outer))(w)
+        hessian = jnp.moveaxis(jax.lax.map(column, jnp.eye(w.shape[1], dtype=w.dtype), batch_size=32), 0, -1)
+        update = value, slope, slopes(w), hessian
+        return Reply(update, metrics={"outer_loss": value}, gradients=2, hvps=w.shape[1])
+
+
+def _rows(y: Tree) -> Array:
+    """Join the coefficients and the intercept of each model, (M, D)."""
+    return jnp.hstack([y["coef"], y["intercept"][:, None]]) if "intercept" in y else jnp.asarray(y["coef"])
+
+
+def _like(y: Tree, w: Array) -> Tree:
+    """Undo `_rows`."""
+    return {"coef": w[:, :-1], "intercept": w[:, -1]} if "intercept" in y else {"coef": w}
+
+
+def _norm(gradient: Array) -> Array:
+    return jnp.linalg.norm(gradient.ravel())
+
+
+def _where(condition: Array, one: Any, other: Any) -> Any:
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
+
+
+def _solved(hessian: Array, penalty: Array, b: Array) -> Array:
+    """Solve (H_k + diag c) v_k = b_k for each model, with the shortest v_k where that has several solutions."""
+    values, vectors = jnp.linalg.eigh(hessian + penalty[:, None] * jnp.eye(len(penalty)))
+    large = values > 1e-13 * values[:, -1:]
+    inverse = jnp.where(large, 1 / jnp.where(large, values, 1), 0)
+    return jnp.einsum("kij,kj,klj,kl->ki", vectors, inverse, vectors, b)
+
+
+def _updated(curvature: Array, step: Array, change: Array, count: Array) -> Array:
+    """Update BFGS's approximation by a step and the change of the gradient, where these show positive curvature."""
+    along = jnp.sum(step * change)
+    positive = along > 1e-8 * _norm(step) * _norm(change)
+    along = jnp.where(positive, along, 1)
+    before = jnp.where(count == 1, jnp.eye(len(step)) * jnp.sum(change**2) / along, curvature)
+    product = before @ step
+    length = jnp.where(positive, jnp.sum(step * product), 1)
+    after = before - jnp.outer(product, product) / length + jnp.outer(change, change) / along
+    return jnp.where(positive, after, curvature)
+
+
+def _direction(curvature: Array, log_x: Array, slope: Array, free: Array, bound: Array) -> Array:
+    """Return the way from log x to the minimum of the quadratic model over what is free, cut to the box; the way of
+    steepest descent where that leads uphill."""
+    both = free[:, None] & free[None, :]
+    newton = -jnp.linalg.solve(jnp.where(both, curvature, jnp.eye(len(slope))), jnp.where(free, slope, 0))
+    newton *= jnp.minimum(1, LONGEST / jnp.maximum(jnp.max(jnp.abs(newton)), 1e-300))
+    newton = jnp.clip(log_x + newton, -bound, bound) - log_x
+    steepest = -slope / jnp.maximum(jnp.max(jnp.abs(slope)), 1e-300)
+    steepest = jnp.clip(log_x + steepest, -bound, bound) - log_x
+    return jnp.where(jnp.sum(newton * slope) < 0, newton, steepest)

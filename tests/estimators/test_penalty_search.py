@@ -1,0 +1,153 @@
+"""The exact search: its hypergradient against finite differences, its minimum against scikit-learn's cross-validation,
+its numbers on every engine, and the folds that it is judged by."""
+
+import jax
+import numpy as np
+import pytest
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.linear_model import LogisticRegression as PooledLogistic
+from sklearn.linear_model import Ridge as PooledRidge
+from sklearn.metrics import log_loss
+
+import fedbilevel as fb
+from fedbilevel.estimators import CoxRegression, LogisticRegression, Ridge
+from fedbilevel.flower import Flower, InProcess, Site, client_app
+from fedbilevel.flower.client.limits import Limits
+from fedbilevel.oracles.exact import solve_inner
+from fedbilevel.oracles.population import Population
+
+SITES = np.repeat(["north", "south", "west"], [40, 55, 65])
+KINDS = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
+
+
+def table(kind):
+    """Five features on several scales, the last of which predict nothing; sites differ in size."""
+    rng = np.random.default_rng(2)
+    rows = rng.normal(size=(160, 5)) * [1, 30, 0.1, 1, 5]
+    risk = rows @ [0.8, -0.02, 3, 0, 0] + rng.normal(size=160)
+    if kind == "cox":
+        time = np.ceil(20 * rng.exponential(size=160) / np.exp(risk / 2))
+        return rows, np.column_stack([time, rng.random(160) < 0.8])
+    return rows, np.where(risk > 0.5, "ill", "well") if kind == "logistic" else risk
+
+
+def posed(kind, groups="feature", cv=3):
+    """The algorithm, the problem, the clients, x0 and y0 of a search, as `fit` makes them."""
+    found = {}
+
+    class Kept(KINDS[kind]):
+        def _exact(self, clients, given, scale, engine):
+            found["all"] = *self._search(len(scale)), clients
+            return super()._exact(clients, given, scale, engine)
+
+    Kept(cv=cv, penalty_groups=groups).fit(*table(kind), groups=SITES)
+    algorithm, problem, x0, y0, clients = found["all"]
+    return algorithm, problem, clients, x0, y0
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_hypergradient_is_that_of_finite_differences(kind):
+    """Of F(x, y*(x)) in log x, at penalties on the way: central differences have an error of h² or so, 1e-8."""
+    with jax.enable_x64(True):
+        algorithm, problem, clients, x0, y0 = posed(kind)
+        on_the_way = fb.solve(algorithm, problem, clients, x0, y0, rounds=9, progress=False)
+        population, best = Population.of(problem, clients), on_the_way.state.best
+        assert best.moves >= 2
+
+        def value(log_x):
+            x = np.exp(log_x)
+            return float(population.outer.value(x, solve_inner(population, x, y0, tolerance=1e-8).y))
+
+        log_x = np.asarray(best.log_x)
+        slope = [(value(log_x + h) - value(log_x - h)) / 2e-4 for h in 1e-4 * np.eye(len(log_x))]
+        assert float(best.value) == pytest.approx(value(log_x), abs=1e-10)
+    assert np.abs(slope).max() > 1e-4  # else they would agree in being 0
+    np.testing.assert_allclose(best.slope, slope, atol=1e-8)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_engines_agree(kind):
+    """Reference, Local and Flower in this process, to rounding that ten exchanges have passed on."""
+    with jax.enable_x64(True):
+        algorithm, problem, clients, x0, y0 = posed(kind, "one", cv=2)
+
+        def site(_, node):
+            k = node["partition-id"]
+            rows, limits = clients.outer.row(k), Limits(min_local_samples=8)
+            return Site(id=k, algorithm=algorithm, problem=problem, x0=x0, y0=y0, outer=rows, limits=limits)
+
+        def run(engine, known=clients):
+            return fb.solve(algorithm, problem, known, x0, y0, rounds=10, engine=engine, progress=False)
+
+        remote = fb.RemoteClients.of(clients)
+        runs = [run(fb.Reference()), run(fb.Local()), run(Flower(grid=InProcess(client_app(site), clients=3)), remote)]
+    assert np.abs(np.log(runs[0].x)) > 0.1
+    for other in runs[1:]:
+        np.testing.assert_allclose(other.x, runs[0].x, rtol=1e-10)
+        for name in y0:
+            np.testing.assert_allclose(other.y[name], runs[0].y[name], rtol=0, atol=1e-10)
+
+
+def folds(model, rows):
+    """The fold of each row of a pooled table."""
+    return np.concatenate([model._folds(site, rows[site == SITES], None) for site in np.unique(SITES)])
+
+
+def test_one_penalty_is_the_best_of_scikit_learns_cross_validation():
+    """With the same folds, scikit-learn's loss on unseen rows is nowhere lower than at the penalty that was found; its
+    coefficients of all rows are the same with C = 1/(2 n λ), on features of variance 1; for a model without a fold n is
+    3/4 of the rows."""
+    rows, label = table("logistic")
+    model = LogisticRegression(cv=4).fit(rows, label, groups=SITES)
+    scaled, fold = (rows - rows.mean(0)) / rows.std(0), folds(model, (label == "well").astype(int))
+
+    def fitted(penalty, chosen):
+        n = len(rows) * (1 if chosen.all() else 3 / 4)
+        return PooledLogistic(C=1 / (2 * n * penalty), tol=1e-12, max_iter=10_000).fit(scaled[chosen], label[chosen])
+
+    def loss(penalty):
+        unseen = [fitted(penalty, fold != k).predict_proba(scaled[fold == k])[:, 1] for k in range(4)]
+        return log_loss(np.concatenate([label[fold == k] for k in range(4)]), np.concatenate(unseen))
+
+    (penalty,) = set(np.round(model.penalties_ / rows.var(0), 12))
+    assert model.history_["outer_loss"][-1] == pytest.approx(loss(penalty), abs=1e-8)
+    assert all(loss(penalty) < loss(penalty * factor) for factor in [0.01, 0.5, 0.8, 1.25, 2, 100])
+    np.testing.assert_allclose(model.coef_ * rows.std(0), fitted(penalty, fold >= 0).coef_[0], atol=1e-6)
+
+
+def test_one_penalty_of_ridge_is_scikit_learns_on_the_pooled_rows():
+    rows, target = table("ridge")
+    model = Ridge().fit(rows, target, groups=SITES)
+    (penalty,) = set(np.round(model.penalties_ / rows.var(0), 12))
+    pooled = PooledRidge(alpha=penalty * len(rows)).fit((rows - rows.mean(0)) / rows.std(0), target)
+    np.testing.assert_allclose(model.coef_ * rows.std(0), pooled.coef_, rtol=1e-9)
+
+
+def test_a_search_that_does_not_end_warns():
+    with pytest.warns(ConvergenceWarning, match=r"Ridge has not .* projected gradient is .* after 4 exchanges"):
+        Ridge(rounds=4, penalty_groups="feature").fit(*table("ridge"), groups=SITES)
+    with pytest.warns(ConvergenceWarning, match="CoxRegression has not converged: the coefficients still move after 2"):
+        CoxRegression(rounds=2, penalties=0.1).fit(*table("cox"), groups=SITES)
+
+
+def test_folds_of_a_site_do_not_depend_on_other_sites():
+    model, stratum = Ridge(), np.zeros(40, int)
+    assert (model._folds("north", stratum, None) == model._folds("north", stratum, None)).all()
+    assert (model._folds("north", stratum, None) != model._folds("south", stratum, None)).any()
+    assert np.bincount(model._folds("north", stratum, None)).tolist() == [8] * 5
+
+
+def test_rows_of_a_patient_are_dealt_together():
+    """Else a model would be judged by patients that it has seen: here it would recognise each by a feature."""
+    patient = np.arange(160) // 4
+    stratum = (patient % 3 == 0).astype(int)
+    dealt = LogisticRegression()._folds("north", stratum, patient)
+    assert (dealt.reshape(40, 4) == dealt[::4, None]).all()
+    assert np.bincount(dealt[::4]).tolist() == [8] * 5
+    assert np.ptp([stratum[dealt == k].sum() for k in range(5)]) <= 4  # 14 patients of the class: 2 or 3 in each fold
+    rng = np.random.default_rng(0)
+    rows = rng.normal(size=(40, 20))[patient]  # of the patient alone, as is the target
+    target = rng.normal(size=40)[patient]
+    by_row = Ridge().fit(rows, target, groups=SITES).history_["outer_loss"][-1]
+    by_patient = Ridge().fit(rows, target, groups=np.zeros(160), patients=patient).history_["outer_loss"][-1]
+    assert by_row < 0.9 * target.var() < by_patient
