@@ -13,6 +13,7 @@ if find_spec("sklearn") is None:
 
 from fedbilevel.estimators.linear import LogisticRegression, Ridge
 from fedbilevel.estimators.preparer import Preparer
+from fedbilevel.estimators.study import Study, StudyModel
 from fedbilevel.estimators.survival import CoxRegression
 
-__all__ = ["CoxRegression", "LogisticRegression", "Preparer", "Ridge"]
+__all__ = ["CoxRegression", "LogisticRegression", "Preparer", "Ridge", "Study", "StudyModel"]

@@ -14,10 +14,10 @@ a number among zeros, nor a row from those who get two texts of a site, one with
 
 import json
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from sklearn.base import BaseEstimator, TransformerMixin
@@ -36,6 +36,7 @@ from fedbilevel.extending import (
     write_text,
 )
 
+T = TypeVar("T")
 Told = dict[str, dict[str, Any]]
 """By column {"count", "mean", "squares"}, or {"categories": rows by name, "rarer": whether there are others}."""
 
@@ -72,7 +73,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
                 bears, f"type of column {name!r}", str(X[name].dtype), "numbers or texts, or named in `categorical`"
             )
             if name in self.categorical or X[name].dtype.kind not in NUMBERS:
-                told[name] = {"categories": _words(X[name]).value_counts().to_dict(), "rarer": False}
+                told[name] = {"categories": words_of(X[name]).value_counts().to_dict(), "rarer": False}
                 if name not in self.categorical and str(X[name].dtype) != "category":
                     warn_of_numerals(name, told[name]["categories"])
             else:
@@ -89,17 +90,34 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             min_count: of a column with fewer numbers none is told, and categories of fewer rows are not named; 1: all.
                 Numbers of which no site told count as gaps.
         """
+        lines = [json.dumps({name: told}, ensure_ascii=False)[1:-1] for name, told in self.told(min_count).items()]
+        write_text(Path(file), "{\n" + ",\n".join(lines) + "\n}\n")
+
+    def told(self, min_count: int = 8) -> Told:
+        """Return what `save` writes, by column."""
         check_is_fitted(self)
         require_count("min_count", min_count)
-        lines = []
+        shown: Told = {}
         for name, told in self.columns_.items():
             if "categories" in told:
                 named = {one: rows for one, rows in told["categories"].items() if rows >= min_count}
                 told = {"categories": named, "rarer": told["rarer"] or named != told["categories"]}
             elif told["count"] < min_count:
                 told = {"count": 0, "mean": 0.0, "squares": 0.0}
-            lines.append(json.dumps({name: told}, ensure_ascii=False)[1:-1])
-        write_text(Path(file), "{\n" + ",\n".join(lines) + "\n}\n")
+            shown[name] = told
+        return shown
+
+    @classmethod
+    def sum_of(cls, parts: Mapping[str, Told]) -> Self:
+        """Add up what was told at several places, by their names, as `load` does with files.
+
+        Raises:
+            ConfigurationError: a place has other columns than the first, or of another kind.
+            ValueError: what a place told is not as `told` returns it.
+        """
+        for told in parts.values():
+            _check(told)
+        return cls()._keep(parts)
 
     @classmethod
     def load(cls, *files: str | Path) -> Self:
@@ -110,7 +128,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             ConfigurationError: a file has other columns than the first, or of another kind.
         """
         require(len({*map(Path, files)}) == len(files) > 0, "files", files, "one or more, each once")
-        return cls()._keep({str(file): _read(Path(file)) for file in files})
+        return cls()._keep({str(file): read_saved(Path(file), _check) for file in files})
 
     def transform(self, X: Any) -> Any:
         """Return a data frame of numbers without gaps, with the rows of X.
@@ -128,7 +146,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
                 deviation = (np.sqrt(told["squares"] / told["count"]) or 1.0) if told["count"] else np.inf
                 made[name] = np.nan_to_num((_numbers(X, name) - told["mean"]) / deviation)
                 continue
-            words = _words(X[name])
+            words = words_of(X[name])
             if others := set(words.dropna()) - told["categories"].keys():
                 if not told["rarer"]:
                     raise unknown(f"category of column {name!r}", min(others), told["categories"])
@@ -170,22 +188,31 @@ def _sum(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"count": count, "mean": float(mean), "squares": float(sum(s + n * (m - mean) ** 2 for n, m, s in exact))}
 
 
-def _read(file: Path) -> Told:
+def read_saved(file: Path, read: Callable[[Any], T]) -> T:
+    """Return what `read` makes of the JSON that `save` wrote.
+
+    Raises:
+        DataError: the file cannot be read, or holds something else.
+    """
     try:
-        told: Told = parse_json(read_bytes(file))
-        for name, one in told.items():
-            match one:
-                case {"categories": dict(n), "rarer": bool(), **more} if not more and all(map(is_count, n.values())):
-                    continue
-                case {"count": int(n), "mean": float(m), "squares": float(s), **more} if not more and (
-                    0 <= n <= MOST and abs(m) <= MOST and 0 <= s <= MOST**3
-                ):
-                    continue
-            raise ValueError(f"of column {name!r} it says {one}")
+        return read(parse_json(read_bytes(file)))
     except OSError as error:
         raise DataError(f"{file} cannot be read: {in_a_line(error)}.") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise DataError(f"{file} is not what `save` writes: {in_a_line(error)}.") from error
+
+
+def _check(told: Told) -> Told:
+    """Refuse what is not as `told` returns it."""
+    for name, one in told.items():
+        match one:
+            case {"categories": dict(n), "rarer": bool(), **more} if not more and all(map(is_count, n.values())):
+                continue
+            case {"count": int(n), "mean": float(m), "squares": float(s), **more} if not more and (
+                0 <= n <= MOST and abs(m) <= MOST and 0 <= s <= MOST**3
+            ):
+                continue
+        raise ValueError(f"of column {name!r} it says {one}")
     return told
 
 
@@ -209,6 +236,6 @@ def _numbers(X: Any, name: str) -> Any:
     return values
 
 
-def _words(column: Any) -> Any:
+def words_of(column: Any) -> Any:
     """Return the texts of a column of categories, "1" of the number 1.0."""
     return column.astype("string").str.replace(r"^(-?\d+)\.0$", r"\1", regex=True)

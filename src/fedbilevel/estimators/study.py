@@ -1,0 +1,456 @@
+"""A study: one model of several sites' tables, on one machine or with sites that keep their rows.
+
+It has three steps, the same in both cases:
+
+1. Each site returns `SiteTable.statistics`: its number of rows, and counts, means and squares by column.
+2. All statistics are added up to an `Agreement`: columns, categories, classes and scales, from which each site prepares
+   its own rows. Sums are exact and rounded once: the order of sites changes no bit of them.
+3. The estimator's exchanges find penalties and coefficients.
+
+A column of prepared rows needs no second sum: a number becomes (a − mean)/deviation and a gap 0, so that its mean over
+all rows is 0, and its variance the share of rows without a gap; the mean of an indicator is the share of its category.
+
+What `min_count` hides in the statistics is not used: it would be plain in the first gradient. It counts as a gap at
+that site. The classes of the target are returned whatever their counts, since the first gradient tells these anyway.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+import fedbilevel as fb
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.estimators.columns import labels
+from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ridge
+from fedbilevel.estimators.preparer import Preparer, Told, read_saved, words_of
+from fedbilevel.estimators.survival import CoxRegression
+from fedbilevel.extending import (
+    explain_misspelt,
+    is_count,
+    parse_json,
+    require,
+    require_count,
+    unknown,
+    write_text,
+)
+
+KINDS: dict[str, type[Penalised]] = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
+SITE = "site"  # the column of the sites' offsets
+PENALTIES = "one", "column", "feature"
+
+
+@explain_misspelt
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """What all sites know before a study begins.
+
+    Args:
+        estimator: "logistic", "ridge" or "cox".
+        sites: the names of the sites; site i is client i of a federation.
+        target: the column that is predicted; of Cox's model the times.
+        event: of Cox's model, the column that is 1 where the event came, 0 where it had not come by then.
+        positive: of logistic regression, the class whose probability is predicted; empty: the second by name.
+        patient: a column that says whose each row is, where several rows are one patient's; empty: none.
+        categorical: columns of codes and words.
+        columns: the features; empty: all columns but target, event, patient and `drop`.
+        drop: columns that are left out.
+        gaps: texts that mean a gap, besides those of pandas.
+        offsets: whether each site has an offset, which shares a penalty with those of the other sites. Cox's model has
+            a baseline for each site instead.
+        penalty: "one" for all features, or one for each "column", or for each "feature", that is, indicator.
+        groups: columns that share a penalty of their own, by any name of it.
+        cv, rounds, random_state: as of the estimator.
+        min_count: of a site's categories of fewer rows, and columns of fewer numbers, nothing is told or used.
+    """
+
+    estimator: str
+    sites: tuple[str, ...]
+    target: str
+    event: str = ""
+    positive: str = ""
+    patient: str = ""
+    categorical: tuple[str, ...] = ()
+    columns: tuple[str, ...] = ()
+    drop: tuple[str, ...] = ()
+    gaps: tuple[str, ...] = ("?",)
+    offsets: bool = True
+    penalty: str = "one"
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    cv: int = 5
+    rounds: int = 300
+    random_state: int = 0
+    min_count: int = 8
+
+    def __post_init__(self) -> None:
+        if self.estimator not in KINDS:
+            raise unknown("estimator", self.estimator, KINDS)
+        for name in ("sites", "categorical", "columns", "drop", "gaps"):
+            texts = getattr(self, name)
+            fits = isinstance(texts, list | tuple) and all(isinstance(one, str) and one for one in texts)
+            require(fits and len(set(texts)) == len(texts), name, texts, "a list of texts, each once")
+            object.__setattr__(self, name, tuple(texts))
+        object.__setattr__(self, "groups", {name: tuple(columns) for name, columns in self.groups.items()})
+        object.__setattr__(self, "offsets", self.offsets and self.estimator != "cox")
+        require(len(self.sites) > 0, "sites", self.sites, "the names of one site or more")
+        require(bool(self.target), "target", self.target, "the name of a column")
+        require(bool(self.event) == (self.estimator == "cox"), "event", self.event, "a column with Cox's model alone")
+        require(not self.positive or self.estimator == "logistic", "positive", self.positive, "empty but for logistic")
+        require(self.penalty in PENALTIES, "penalty", self.penalty, " or ".join(PENALTIES))
+        require_count("min_count", self.min_count)
+
+    @classmethod
+    def read(cls, text: str | Mapping[str, Any]) -> Self:
+        """Read a study from the table of a TOML file, or from `text`.
+
+        Raises:
+            ConfigurationError: a field is missing, unknown or wrong.
+        """
+        given = parse_json(text.encode()) if isinstance(text, str) else dict(text)
+        known = [one.name for one in fields(cls)]
+        for name in given:
+            if name not in known:
+                raise unknown("field of [study]", name, known)
+        missing = [name for name in ("estimator", "sites", "target") if name not in given]
+        require(not missing, "[study]", f"without {', '.join(missing)}", "a study with these")
+        return cls(**given)
+
+    @property
+    def text(self) -> str:
+        """The study as JSON, the same for the same study."""
+        return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
+
+    @property
+    def not_features(self) -> list[str]:
+        """The columns that a feature cannot be."""
+        return [name for name in (self.target, self.event, self.patient) if name]
+
+    def fit(self, tables: Mapping[str, Any], engine: Any = None) -> "StudyModel":
+        """Play the study on this machine.
+
+        Args:
+            tables: a data frame for each site, by the site's name.
+            engine: Local() by default.
+
+        Raises:
+            ConfigurationError: a site has no table, or its rows do not fit the study.
+        """
+        for name in tables:
+            if name not in self.sites:
+                raise unknown("site of the tables", name, self.sites)
+        for name in self.sites:
+            require(name in tables, f"table of site {name!r}", "missing", "a data frame for each of the study's sites")
+        own = [SiteTable(self, site, tables[site]) for site in self.sites]
+        agreement = Agreement.of(self, [table.statistics() for table in own])
+        clients = fb.Clients([table.samples(agreement) for table in own], weights="size")
+        return agreement.train(clients, engine or fb.Local(devices=1))
+
+
+class SiteTable:
+    """A site's own rows, as it keeps them.
+
+    Args:
+        frame: a data frame of the site's rows; those without a target are left out.
+
+    Raises:
+        ConfigurationError: a column is missing, a value is not allowed, or there are too few rows.
+    """
+
+    def __init__(self, study: Study, site: str, frame: Any) -> None:
+        self.study, self.site = study, site
+        for name in [*study.not_features, *study.columns]:
+            if name not in frame.columns:
+                raise unknown("column", name, frame.columns)
+        targets = [study.target, *([study.event] if study.event else [])]
+        kept = frame[frame[targets].notna().all(axis=1)].reset_index(drop=True)
+        self.left_out = len(frame) - len(kept)
+        allowed = f"{study.min_count} or more, as min_count says"
+        require(len(kept) >= study.min_count, "rows with a target", len(kept), allowed)
+        self.target = kept[targets]
+        self.patients = (
+            labels("patient", kept[study.patient], len(kept), "whose each row is")[1] if study.patient else None
+        )
+        features = kept[list(study.columns)] if study.columns else kept.drop(columns=[*study.not_features, *study.drop])
+        if study.offsets:
+            require(SITE not in features, f"column {SITE!r}", "a feature", "left out (drop), or offsets = false")
+            features = features.assign(**{SITE: site})
+        categorical = [*study.categorical, *([SITE] if study.offsets else [])]
+        self.told = Preparer(categorical=categorical).fit(features).told(study.min_count)
+        self.features = _used(features, self.told)
+
+    def digest(self) -> Any:
+        """Compute a hash of each row, (n, 2) int32."""
+        import pandas as pd
+
+        rows = pd.util.hash_pandas_object(self.features.assign(**self.target), index=False)
+        return rows.to_numpy().view(np.int32).reshape(-1, 2)
+
+    def described(self) -> dict[str, str]:
+        """Say of each column, for the site's owner, what is told of it, and the share of gaps."""
+        said = {}
+        for name, one in {**self.statistics()["target"], **self.told}.items():
+            column = self.target[name] if name in self.target else self.features[name]
+            gaps = f"{column.isna().mean():.0%} gaps, or hidden"
+            if "categories" in one:
+                rows = ", ".join(f"{category} {rows}" for category, rows in one["categories"].items())
+                said[name] = f"rows of {rows or 'no category'}{' and rarer ones' * one['rarer']}; {gaps}"
+            elif one["count"]:
+                same = " (always the same number)" if not one["squares"] else ""
+                said[name] = f"mean {one['mean']:.5g} of {one['count']} numbers{same}; {gaps}"
+            else:
+                said[name] = "nothing"
+        return said
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the site tells of its rows before the exchanges."""
+        column = self.target.iloc[:, -1:]
+        codes = [] if self.study.estimator == "ridge" else [*column.columns]
+        target = Preparer(categorical=codes).fit(column).told(1)
+        classes = target[column.columns[0]].get("categories", {})
+        require(len(classes) <= 2, f"classes of {column.columns[0]!r}", len(classes), "two at most")
+        return {"rows": len(self.target), "features": self.told, "target": target}
+
+    def samples(self, agreement: "Agreement") -> dict[str, Any]:
+        """Return the site's samples of the run that finds penalties and coefficients."""
+        estimator, (centre, spread) = agreement.estimator(), agreement.scales
+        rows = (agreement.preparer.transform(self.features).to_numpy(np.float64) - centre) / spread
+        target = self.target.to_numpy()
+        if self.study.estimator == "logistic":
+            target = (words_of(self.target.iloc[:, 0]) == estimator.classes_[1]).to_numpy(int)
+        encoded = estimator._encoded(target[:, 0] if self.study.estimator == "ridge" else target)
+        stratum = encoded["stratum"]
+        if self.study.estimator == "logistic" and estimator.classes_[0] > estimator.classes_[1]:
+            stratum = 1 - stratum  # the same folds whichever class is positive
+        fold = estimator._folds(self.site, stratum, self.patients)
+        return dict(estimator._samples({"row": rows, **encoded, "fold": fold}))
+
+
+def _used(features: Any, told: Told) -> Any:
+    """Make gaps of what a site does not tell."""
+    made = {}
+    for name, one in told.items():
+        if "categories" in one:
+            made[name] = features[name].where(words_of(features[name]).isin([*one["categories"]]))
+        elif not one["count"]:
+            made[name] = np.full(len(features), np.nan)
+    return features.assign(**made)
+
+
+def _sum(parts: Mapping[str, Told]) -> Told:
+    """Add up what sites told, whatever it is."""
+    try:
+        return Preparer.sum_of(parts).columns_
+    except ConfigurationError:
+        raise
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ConfigurationError(f"statistics: {error}") from error
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the statistics of all sites add up to.
+
+    Args:
+        rows: the number of rows of all sites together.
+        features: the sum of what sites told of the features, by column.
+        target: the same of the target; of Cox's model, of the events.
+    """
+
+    study: Study
+    rows: int
+    features: Told
+    target: Told
+
+    @classmethod
+    def of(cls, study: Study, statistics: list[dict[str, Any]]) -> Self:
+        """Add up the statistics of all sites, in the order of `Study.sites`.
+
+        Raises:
+            ConfigurationError: they are not as `SiteTable.statistics` returns them, have different columns, or do not
+                suffice for the model.
+        """
+        parts: dict[str, dict[str, Told]] = {"features": {}, "target": {}}
+        for site, one in zip(study.sites, statistics, strict=True):
+            fits = isinstance(one, dict) and one.keys() == {"rows", *parts} and is_count(one["rows"])
+            require(fits, f"statistics of {site}", type(one).__name__, "rows, features and target")
+            for name, found in parts.items():
+                found[site] = one[name]
+        features, target = map(_sum, parts.values())
+        made = cls(study, sum(one["rows"] for one in statistics), features, target)
+        made.estimator()._check_folds(made.rows)
+        require(len(made.names) > 0, "features", "none", "one column at least of which something is told")
+        return made
+
+    @classmethod
+    def read(cls, study: Study, text: str) -> Self:
+        """Read what `text` has written.
+
+        Raises:
+            ConfigurationError: it is something else.
+        """
+        content = parse_json(text.encode())
+        fits = (
+            isinstance(content, dict) and content.keys() == {"rows", "features", "target"} and is_count(content["rows"])
+        )
+        require(fits, "agreement", type(content).__name__, "rows, features and target")
+        features, target = (_sum({"": content[name]}) for name in ("features", "target"))
+        return cls(study, content["rows"], features, target)
+
+    @property
+    def text(self) -> str:
+        """The agreement as JSON, whose numbers come back to the bit."""
+        return json.dumps({"rows": self.rows, "features": self.features, "target": self.target}, ensure_ascii=False)
+
+    @property
+    def preparer(self) -> Preparer:
+        """What prepares the rows of every site."""
+        return Preparer.sum_of({"": self.features})
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the features that models have."""
+        return list(self.preparer.get_feature_names_out())
+
+    @property
+    def scales(self) -> tuple[Any, Any]:
+        """The means and standard deviations of the prepared columns over all rows, (features,) each; 1 where 0."""
+        means, variances = [], []
+        for column in self.features.values():
+            if "categories" in column:
+                shares = np.array([*column["categories"].values()], float) / self.rows
+                means += [*shares]
+                variances += [*(shares * (1 - shares))]
+            else:
+                means.append(0.0)
+                variances.append(column["count"] / self.rows if column["squares"] else 0.0)
+        return np.array(means), np.sqrt(np.where(np.array(variances) > 0, variances, 1))
+
+    def estimator(self) -> Any:
+        """Make the estimator, with what is known of all rows."""
+        study, (target,) = self.study, self.target.values()
+        estimator: Any = KINDS[study.estimator](
+            penalty_groups=self.penalty_groups(), cv=study.cv, rounds=study.rounds, random_state=study.random_state
+        )
+        if study.estimator == "ridge":
+            estimator._mean, estimator._unit = target["mean"], np.sqrt(target["squares"] / target["count"]) or 1.0
+        elif study.estimator == "logistic":
+            classes = list(target["categories"])
+            require(len(classes) == 2, f"classes of {study.target!r}", classes, "two")
+            if study.positive and study.positive not in classes:
+                raise unknown("positive", study.positive, classes)
+            estimator.classes_ = np.array(classes[::-1] if study.positive == classes[0] else classes, object)
+        else:
+            require("1" in target["categories"], f"events {study.event!r}", "none", "one at least")
+        estimator.feature_names_in_, estimator.n_features_in_ = np.array(self.names, object), len(self.names)
+        estimator.sites_ = np.array(study.sites, object)
+        return estimator
+
+    def penalty_groups(self) -> list[str]:
+        """Name the penalty of each feature."""
+        study, groups = self.study, []
+        own = {column: name for name, columns in study.groups.items() for column in columns}
+        for column in own:
+            if column not in self.features:
+                raise unknown("column in groups", column, self.features)
+        for column, statistics in self.features.items():
+            for category in statistics.get("categories", [""]):
+                name = {"one": "all", "column": column, "feature": f"{column} {category}"}[study.penalty]
+                groups.append(SITE if study.offsets and column == SITE else own.get(column, name))
+        return groups
+
+    def remote(self, weights: list[int]) -> fb.RemoteClients:
+        """Return what a server knows of sites with these numbers of rows."""
+        estimator, width = self.estimator(), len(self.names)
+        require(width <= WIDE, "features, indicators included", width, f"{WIDE} at most where sites keep their tables")
+        encoded = estimator._encoded(np.zeros((1, 2)) if self.study.estimator == "cox" else np.zeros(1))
+        rows = {"row": np.zeros((1, width)), **encoded, "fold": np.zeros(1, np.int32)}
+        return fb.RemoteClients(len(weights), estimator._samples(rows), weights=weights)
+
+    def posed(self) -> tuple[Any, Any, Any, Any]:
+        """Return algorithm, problem, x0 and y0 of the exchanges."""
+        with jax.enable_x64(True):
+            return self.estimator()._search(len(self.names))
+
+    def train(self, clients: Any, engine: Any) -> "StudyModel":
+        """Find penalties and coefficients with clients here or elsewhere."""
+        estimator = self.estimator()
+        with jax.enable_x64(True):
+            estimator._train(clients, *self.scales, engine)
+        return StudyModel(self, estimator)
+
+
+@dataclass(frozen=True)
+class StudyModel:
+    """The model of a study, with all that is needed to use it on a site's own table.
+
+    Args:
+        agreement: how rows are prepared.
+        estimator: of prepared rows: `coef_`, `intercept_`, `penalties_`, `classes_`.
+    """
+
+    agreement: Agreement
+    estimator: Any
+
+    def save(self, file: str | Path) -> None:
+        """Write the model as one JSON file."""
+        estimator, agreed = self.estimator, self.agreement
+        content = {"study": asdict(agreed.study), "agreement": parse_json(agreed.text.encode())}
+        if hasattr(estimator, "classes_"):
+            content["predicts"] = f"the probability of {agreed.study.target} = {estimator.classes_[1]}"
+        content |= {
+            name: dict(zip(agreed.names, getattr(estimator, f"{name}_").tolist(), strict=True)) for name in VALUES
+        }
+        content["intercept"] = getattr(estimator, "intercept_", 0.0)
+        write_text(Path(file), json.dumps(content, indent=1, ensure_ascii=False) + "\n")
+
+    @classmethod
+    def load(cls, file: str | Path) -> Self:
+        """Read what `save` wrote.
+
+        Raises:
+            DataError: the file cannot be read, or holds something else.
+        """
+        return read_saved(Path(file), cls._of)
+
+    @classmethod
+    def _of(cls, content: Any) -> Self:
+        agreement = Agreement.read(Study.read(content["study"]), json.dumps(content["agreement"]))
+        estimator = agreement.estimator()
+        for name in VALUES:
+            setattr(estimator, f"{name}_", np.array([float(content[name][one]) for one in agreement.names]))
+        if estimator.has_intercept:
+            estimator.intercept_ = float(content["intercept"])
+        return cls(agreement, estimator)
+
+    def prepared(self, frame: Any, site: str = "") -> Any:
+        """Prepare rows of a table with the columns of the study; other columns are ignored.
+
+        Args:
+            site: whose rows they are; empty: of a site that was not in the study, whose offset is 0.
+        """
+        study, columns = self.agreement.study, [*self.agreement.features]
+        if site and site not in study.sites:
+            raise unknown("site", site, study.sites)
+        if study.offsets:
+            frame = frame.assign(**{SITE: site or None})
+        for name in columns:
+            if name not in frame.columns:
+                raise unknown("column", name, frame.columns)
+        return self.agreement.preparer.transform(frame[columns])
+
+    def predict(self, frame: Any, site: str = "") -> Any:
+        """Predict the class, the number, or the log hazard above the site's baseline of each row, (n,)."""
+        return self.estimator.predict(self.prepared(frame, site))
+
+    def predict_proba(self, frame: Any, site: str = "") -> Any:
+        """Compute the probability of the positive class for each row, (n,)."""
+        fits = self.agreement.study.estimator == "logistic"
+        require(fits, "predict_proba", self.agreement.study.estimator, "of logistic regression alone")
+        return self.estimator.predict_proba(self.prepared(frame, site))[:, 1]
+
+
+VALUES = "coef", "penalties"  # of each feature

@@ -1,0 +1,192 @@
+"""Studies on one machine: the numbers of `fit` on the pooled rows, what is not told is not used, the model in use."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.estimators import CoxRegression, LogisticRegression, Preparer, Ridge, Study, StudyModel
+from fedbilevel.estimators.study import Agreement, SiteTable
+from site_tables import SITES, TARGETS, study, table, tables
+
+KINDS = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
+
+
+def pooled(given, frames):
+    """The rows of all sites in one place, prepared as the study prepares them: X, y, sites and patients."""
+    own = [SiteTable(given, site, frames[site]) for site in given.sites]
+    preparer = Preparer.sum_of({one.site: one.told for one in own})
+    X = pd.concat([preparer.transform(one.features) for one in own], ignore_index=True)
+    y = pd.concat([one.target for one in own], ignore_index=True)
+    sizes = [len(one.target) for one in own]
+    patients = np.concatenate([one.patients for one in own])
+    return X, y if given.event else y.iloc[:, 0], np.repeat(given.sites, sizes), patients
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_study_has_the_numbers_of_the_estimator_on_the_pooled_rows(kind):
+    given, frames = study(kind), tables()
+    model = given.fit(frames)
+    X, y, sites, patients = pooled(given, frames)
+    groups = ["site" if name.startswith("site_") else "all" for name in X.columns]
+    alone = KINDS[kind](cv=3, rounds=300, penalty_groups=groups).fit(X, y, groups=sites, patients=patients)
+    made = model.estimator
+    assert list(X.columns) == model.agreement.names
+    assert ("site_north" in X.columns) == (kind != "cox")
+    np.testing.assert_allclose(made.coef_, alone.coef_, rtol=0, atol=1e-10)
+    np.testing.assert_allclose(made.penalties_, alone.penalties_, rtol=1e-9)
+    centre, spread = model.agreement.scales
+    np.testing.assert_allclose(centre, X.mean(), atol=1e-12)
+    np.testing.assert_allclose(spread, X.std(ddof=0), rtol=1e-12)
+    assert np.abs(made.coef_).max() > 0.1
+
+
+def test_each_column_group_or_feature_may_have_a_penalty():
+    agreement = study("ridge").fit(tables()).agreement
+
+    def labels(**more):
+        return Agreement(study("ridge", **more), agreement.rows, agreement.features, agreement.target).penalty_groups()
+
+    assert [name.partition("_")[0] for name in agreement.names] == [
+        "age",
+        "dose",
+        *["kind"] * 3,
+        *["code"] * 2,
+        *["site"] * 3,
+    ]
+    assert labels() == ["all"] * 7 + ["site"] * 3
+    assert labels(penalty="column") == ["age", "dose", *["kind"] * 3, *["code"] * 2, *["site"] * 3]
+    assert len(set(labels(penalty="feature"))) == 8
+    assert labels(groups={"measured": ["age", "dose"]}) == ["measured"] * 2 + ["all"] * 5 + ["site"] * 3
+    with pytest.raises(ConfigurationError, match="column in groups 'doses'; did you mean 'dose'"):
+        labels(groups={"measured": ["doses"]})
+
+
+def test_what_a_site_does_not_tell_is_not_used():
+    """Neither the single dose of the north, nor which rows have a rare category: it is that of other numbers there."""
+    frames = tables()
+    assert SiteTable(study("ridge"), "north", frames["north"]).told["dose"] == {"count": 0, "mean": 0.0, "squares": 0.0}
+    changed = dict(frames)
+    changed["north"] = frames["north"].assign(dose=np.where(frames["north"].index == 7, -9.0, np.nan))
+    changed["south"] = frames["south"].replace({"kind": {"z": "a very rare one"}})
+    one, other = (study("ridge").fit(some).estimator for some in (frames, changed))
+    np.testing.assert_array_equal(one.coef_, other.coef_)
+    told = study("ridge", min_count=1).fit(frames).estimator
+    assert "kind_z" in told.feature_names_in_
+
+
+def test_a_category_that_a_server_makes_up_is_a_gap_at_every_site():
+    """So that asking for a rare one, by an agreement with its name, tells nothing."""
+    given, frame = study("ridge"), table(1)
+    one = SiteTable(given, "south", frame)
+    agreement = given.fit(tables()).agreement
+    features = json.loads(json.dumps(agreement.features))
+    features["kind"]["categories"]["z"] = 20
+    forged = Agreement(given, agreement.rows, features, agreement.target)
+    place = forged.names.index("kind_z")
+    assert len(set(one.samples(forged)["row"][:, place])) == 1
+    assert (frame.kind == "z").sum() == 3
+
+
+def test_sums_do_not_depend_on_the_order_of_sites():
+    given = study("ridge")
+    told = {site: SiteTable(given, site, frame).statistics() for site, frame in tables().items()}
+    one = Agreement.of(given, [told[site] for site in SITES])
+    other = Agreement.of(study("ridge", sites=SITES[::-1]), [told[site] for site in SITES[::-1]])
+    assert one.text == other.text
+    assert Agreement.read(given, one.text) == one
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_model_predicts_one_patient(kind, tmp_path):
+    """From the site's own columns, with words and gaps, by the coefficients of the file."""
+    given, frames = study(kind), tables()
+    given.fit(frames).save(tmp_path / "model.json")
+    model, file = StudyModel.load(tmp_path / "model.json"), json.loads((tmp_path / "model.json").read_text())
+    patient = frames["south"].drop(columns=[*TARGETS[kind].values(), "patient"]).iloc[[4]].assign(age=np.nan, kind="b")
+    told, coef = file["agreement"]["features"], file["coef"]
+    dose = (patient.dose.iloc[0] - told["dose"]["mean"]) / np.sqrt(told["dose"]["squares"] / told["dose"]["count"])
+    risk = file["intercept"] + coef["dose"] * dose + coef["kind_b"] + coef[f"code_{patient.code.iloc[0]:.0f}"]
+    risk += coef.get("site_south", 0)
+    if kind == "logistic":
+        assert file["predicts"] == "the probability of ill = yes"
+        np.testing.assert_allclose(model.predict_proba(patient, site="south"), 1 / (1 + np.exp(-risk)), rtol=1e-12)
+        assert model.predict(patient, site="south") == ["yes" if risk > 0 else "no"]
+        new = risk - coef["site_south"]  # of a hospital that was not in the study
+        np.testing.assert_allclose(model.predict_proba(patient), 1 / (1 + np.exp(-new)), rtol=1e-12)
+    else:
+        np.testing.assert_allclose(model.predict(patient, site="south"), risk, rtol=1e-12)
+        with pytest.raises(ConfigurationError, match=r"predict_proba = '(ridge|cox)' .* logistic regression alone"):
+            model.predict_proba(patient)
+    with pytest.raises(ConfigurationError, match="site 'sout'; did you mean 'south'"):
+        model.predict(patient, site="sout")
+    with pytest.raises(ConfigurationError, match="column 'dose'"):
+        model.predict(patient.drop(columns="dose"), site="south")
+
+
+def test_the_positive_class_can_be_chosen():
+    frames = tables()
+    one, other = (study("logistic", positive=name).fit(frames) for name in ("", "no"))
+    np.testing.assert_allclose(one.estimator.coef_, -other.estimator.coef_, atol=1e-7)
+    assert (one.estimator.classes_.tolist(), other.estimator.classes_.tolist()) == (["no", "yes"], ["yes", "no"])
+    with pytest.raises(ConfigurationError, match=r"positive 'nay' .allowed: no, yes"):
+        study("logistic", positive="nay").fit(frames)
+
+
+def test_sites_that_differ_from_the_others_take_part():
+    """One class alone, a constant column, a column of gaps, rows without a target."""
+    frames = tables()
+    frames["north"] = frames["north"].assign(ill="yes", age=61.0, code=np.nan)
+    frames["south"] = frames["south"].assign(ill=frames["south"].ill.where(frames["south"].index > 9))
+    model = study("logistic").fit(frames)
+    assert model.agreement.rows == 40 + 47 + 74
+    assert np.isfinite(model.estimator.coef_).all()
+    offsets = dict(zip(model.agreement.names, model.estimator.coef_, strict=True))
+    assert offsets["site_north"] > max(offsets["site_south"], offsets["site_west"])
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda one: one.drop(columns="ill"), "column 'ill'"),
+        (lambda one: one.drop(columns="dose"), "column of .* 'dose'|column 'dose' of north = 'missing'"),
+        (lambda one: one.assign(dose="high"), "column 'dose' of south = 'count, mean, squares' .* see `categorical`"),
+        (lambda one: one.assign(ill=np.resize(["a", "b", "c"], len(one))), "classes of 'ill' = 3 .* two at most"),
+        (lambda one: one.assign(ill="perhaps"), r"classes of 'ill' = \['no', 'perhaps', 'yes'\]"),
+        (lambda one: one.assign(site="x"), r"column 'site' = 'a feature' .* \(drop\), or offsets = false"),
+        (lambda one: one.iloc[:7], "rows with a target = 7 .* 8 or more"),
+        (lambda one: one.assign(patient=np.nan), "patient, entry 0 = 'a gap'"),
+    ],
+)
+def test_what_does_not_fit_is_named(change, words):
+    frames = tables()
+    frames["north"] = change(frames["north"])
+    with pytest.raises(ConfigurationError, match=words):
+        study("logistic").fit(frames)
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"estimator": "logit"}, "estimator 'logit'; did you mean 'logistic'"),
+        ({"target": ""}, "target = ''"),
+        ({"event": "died"}, "event = 'died' .* Cox's model alone"),
+        ({"sites": ["a", "a"]}, "sites = .* each once"),
+        ({"penalty": "two"}, "penalty = 'two' .* one or column or feature"),
+        ({"targets": "x"}, r"field of \[study\] 'targets'; did you mean 'target'"),
+    ],
+)
+def test_a_wrong_study_is_refused(fields, words):
+    given = {"estimator": "logistic", "sites": ["a", "b"], "target": "ill"}
+    with pytest.raises(ConfigurationError, match=words):
+        Study.read({**given, **fields})
+
+
+def test_tables_and_sites_must_be_the_same():
+    frames = tables()
+    with pytest.raises(ConfigurationError, match="site of the tables 'nort'; did you mean 'north'"):
+        study("ridge").fit({**frames, "nort": frames["north"]})
+    with pytest.raises(ConfigurationError, match="table of site 'west' = 'missing'"):
+        study("ridge").fit({site: frames[site] for site in ("north", "south")})
