@@ -23,6 +23,7 @@ PUBLIC_MODULES = (
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 BELOW_EXPERIMENTS = {"display", "sweeps", "diagnostics", "engines", "flower", "algorithms", "oracles", "tasks", "data"}
+BELOW_EXPERIMENTS |= {"estimators"}
 ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__init__.py and public.py
     "wording": set(),
     "reading": {"wording"},

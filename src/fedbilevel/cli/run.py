@@ -285,6 +285,20 @@ def _how_to_resume(place: Folder, series: Path | None, first: bool) -> str:
     return "interrupted before the first checkpoint; there is nothing to resume"
 
 
+STUDY = {
+    "sites": ("the names of the sites, in the order of their numbers", True),
+    "target": ("the column that is predicted; of cox the times", False),
+    "event": ("of cox, the column that is 1 where the event came", False),
+    "positive": ("of logistic, the class whose probability is predicted", False),
+    "patient": ("the column that says whose each row is, where rows repeat", False),
+    "categorical": ("columns of codes and words", True),
+    "columns": ("the features; left out: all other columns", True),
+    "drop": ("columns that are left out", True),
+    "penalty": ("one for all (one), or for each column or feature", False),
+}
+"""Options of a new app: fields of `Study`, what they mean, and whether they are several names."""
+
+
 def _add_flower(add: shared.Add) -> None:
     commands = add("flower", _help).add_subparsers(title="commands", metavar="COMMAND")
     inside = shared.Add(commands)
@@ -310,6 +324,9 @@ def _add_flower(add: shared.Add) -> None:
     asked.add_argument("folder", nargs="?", type=Path, metavar="RUN", help="the server's run folder")
     asked.add_argument("--connection", metavar="NAME", help="a SuperLink of Flower's config.toml: does it begin runs?")
     new.add_argument("--data", metavar="NAME", help="the task's data set (digits)")
+    new.add_argument("--estimator", metavar="NAME", help="a study of sites' tables instead: logistic, ridge or cox")
+    for name, (meant, several) in STUDY.items():
+        new.add_argument(f"--{name}", metavar="A,B,…" if several else "NAME", help=f"of a study: {meant}")
     demo.add_argument("--out", type=Path, metavar="DIR", help="for app, run, keys and logs: new or empty (runs/…)")
     demo.add_argument("--stock", action="store_true", help="Flower's own clients, one process per message: slow")
 
@@ -321,12 +338,32 @@ def _help(options: argparse.Namespace) -> int:
 
 
 def _new(options: argparse.Namespace) -> int:
-    """Write a Flower app for a task."""
+    """Write a Flower app for a task, or for a study of several sites' tables."""
     from fedbilevel.experiments.federation import write_app
+
+    if options.estimator is not None:
+        return _new_study(options)
+    given = [f"--{name}" for name in STUDY if getattr(options, name) is not None]
+    require(not given, ", ".join(given), "given", "left out without --estimator")
 
     clients = [] if options.clients is None else [f"task.clients={options.clients}"]
     shared.say_code(options.task, options.algorithm)
     write_app(shared.configured(options, *clients), options.folder)
+    print(f"app   {options.folder}\nnext  see {options.folder / 'README.md'}")
+    return shared.OK
+
+
+def _new_study(options: argparse.Namespace) -> int:
+    from fedbilevel.estimators import Study
+    from fedbilevel.experiments.study import write_app
+
+    others = [name for name in ("task", "spec", "algorithm", "set", "clients", "data") if getattr(options, name)]
+    require(not others, "--estimator", f"with --{' --'.join(others)}", "without them: a study has no task")
+    given: dict[str, Any] = {"estimator": options.estimator}
+    for name, (_, several) in STUDY.items():
+        if (value := getattr(options, name)) is not None:
+            given[name] = [one for one in value.split(",") if one] if several else value
+    write_app(Study.read(given | ({} if options.rounds is None else {"rounds": options.rounds})), options.folder)
     print(f"app   {options.folder}\nnext  see {options.folder / 'README.md'}")
     return shared.OK
 
@@ -347,22 +384,26 @@ def _check(options: argparse.Namespace) -> int:
     Nothing is sent but Flower's own greeting, signed with the key. Like the site it runs the app's code, and its task
     reads the data.
     """
-    from fedbilevel.experiments import read_spec
+    from fedbilevel.experiments import read_spec, read_study, study
     from fedbilevel.experiments.federation import check
 
     named = (options.insecure, options.root_certificates is not None)
     require(options.superlink is None or any(named), "--superlink", "alone", "with --root-certificates or --insecure")
-    found = [options.app] if options.app.is_file() else sorted(options.app.glob("*/spec.toml"))
-    require(
-        len(found) == 1, "APP", str(options.app), "the folder of an app, with one spec.toml in its package, or a spec"
-    )
+    given = options.superlink, options.root_certificates, options.auth_supernode_private_key
+    inside = [file for name in ("spec", "study") for file in options.app.glob(f"*/{name}.toml")]
+    found = [options.app] if options.app.is_file() else inside
+    allowed = "the folder of an app, with one spec.toml or study.toml in its package, or such a file"
+    require(len(found) == 1, "APP", str(options.app), allowed)
     terminal = shared.console()
     if options.app.is_dir():
         sys.path.insert(0, str(options.app))
     shared.prepare_jax()
-    shared.spec_tables(found[0])  # says whose code it runs
-    given = options.superlink, options.root_certificates, options.auth_supernode_private_key
-    for name, said in check(read_spec(found[0]), options.node_config, *given):
+    if found[0].name == study.FILE:
+        lines = study.check(read_study(found[0]), options.node_config, *given)
+    else:
+        shared.spec_tables(found[0])  # says whose code it runs
+        lines = check(read_spec(found[0]), options.node_config, *given)
+    for name, said in lines:
         shared.say(terminal, f"{name:10} {said}")
     return shared.OK
 

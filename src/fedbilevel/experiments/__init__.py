@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fedbilevel.experiments.runner import build, complete, resume, run, run_of
     from fedbilevel.experiments.series import TaskCache, compare_algorithms, seeded
     from fedbilevel.experiments.spec import Spec, configure, read_spec, resolve
+    from fedbilevel.experiments.study import read_study
 
 __all__ = [
     "COLOURS",
@@ -42,6 +43,7 @@ __all__ = [
     "load_groups",
     "load_run",
     "read_spec",
+    "read_study",
     "resolve",
     "resume",
     "run",
@@ -49,7 +51,10 @@ __all__ = [
     "seeded",
 ]
 
-_MODULES = ("display.curves", *(f"experiments.{one}" for one in ("spec", "folder", "runner", "compare", "series")))
+_MODULES = (
+    "display.curves",
+    *(f"experiments.{one}" for one in ("spec", "folder", "runner", "compare", "series", "study")),
+)
 """Where the names above are, in the order in which they are looked for."""
 
 

@@ -148,11 +148,16 @@ def ending(place: Folder) -> Iterator[None]:
             again = ", and may be submitted again"
         kept = "its last checkpoint is kept" if place.begun else "the run ended before its first exchange"
         ended = kind(said if place.finished else f"{said}; {kept}{again}")
-        with suppress(OSError):
-            place.path.mkdir(parents=True, exist_ok=True)
-            with open(place.exchanges, "a", encoding="utf-8") as file:
-                file.write(json.dumps({"ended": str(ended), "kind": kind.__name__}) + "\n")
+        note_end(place, ended)
         raise ended from error
+
+
+def note_end(place: Folder, ended: FedbilevelError) -> None:
+    """Write why a run ended as the last line of `exchanges.jsonl`, for `status`."""
+    with suppress(OSError):
+        place.path.mkdir(parents=True, exist_ok=True)
+        with open(place.exchanges, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"ended": str(ended), "kind": type(ended).__name__}) + "\n")
 
 
 def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
@@ -164,7 +169,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     for name in node_config:
         if name not in NODE and name not in known:
             raise unknown("name in the node configuration", name, [*NODE, *known])
-    node = _fields(NODE, node_config)
+    node = fields_of_kinds(NODE, node_config)
     client = node.get("partition_id", -1)
     require(client >= 0, "node configuration: partition-id", node_config.get("partition-id"), "its number, from 0")
     own = {name: value for name, value in node_config.items() if name in known and name not in NODE}
@@ -177,7 +182,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     alone = len(clients) == 1
     require(alone or client < len(clients), "node configuration: partition-id", client, f"below {len(clients)}")
     row = 0 if alone else client
-    private = _fields(PRIVACY, node_config)
+    private = fields_of_kinds(PRIVACY, node_config)
     lacking = [name for name in ("clip", "noise_multiplier", "delta") if private and name not in private]
     require(not lacking, "node configuration", f"{', '.join(private)} alone", f"given with {', '.join(lacking)} too")
     return Site(
@@ -245,7 +250,7 @@ def check(
     version = require_flower()
     require(tested(version), "the version of Flower", version, f"one that was tried: {', '.join(TESTED)}")
     from fedbilevel.flower.client.site import ClientRuntime
-    from fedbilevel.flower.launch.connection import private_key, read_node_config, why_unreached
+    from fedbilevel.flower.launch.connection import read_node_config
 
     node = read_node_config(node_config)
     runtime = ClientRuntime(site(spec, {}, node), serving=False)
@@ -260,6 +265,15 @@ def check(
         traced = exchanges_of(runtime.site.algorithm, runtime.problem, runtime.x, runtime.y, runtime.examples)
         yield "run", runtime.guard.forecast(sum(each.times for each in traced), spec.run.rounds or 1)
         runtime.guard.privacy.charge(runtime.guard.read())
+    yield from reached(superlink, root_certificates, key)
+
+
+def reached(
+    superlink: str | None = None, root_certificates: Path | None = None, key: Path | None = None
+) -> Iterator[tuple[str, str]]:
+    """Look whether a SuperLink answers a site with this key: see `check`."""
+    from fedbilevel.flower.launch.connection import private_key, why_unreached
+
     if superlink is not None:
         place = re.fullmatch(r"[^/]+:\d+", superlink)
         require(place is not None, "--superlink", superlink, "HOST:PORT, without https://")
@@ -307,7 +321,7 @@ def terms(config: Mapping[str, Any]) -> Any:
     from fedbilevel.flower import Terms
 
     unbounded = {name.replace("-", "_"): None for name in NORMS if config.get(name) == 0}
-    return Terms(**_fields(SERVER, config) | unbounded)
+    return Terms(**fields_of_kinds(SERVER, config) | unbounded)
 
 
 def seen_by(spec: Spec, party: str | int) -> Task:
@@ -390,7 +404,7 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
     damage = [f"{counted(unread, 'line')} of {place.exchanges} cannot be read"] if unread else []
     if not last:
         return ["no exchange is over", *damage], ended
-    state = "finished" if place.finished else "not finished"
+    state = "finished" if place.finished or place.model.is_file() else "not finished"
     spent = f", ε = {last['epsilon']:.4g} so far" if "epsilon" in last else ""
     where = f"round {last['round']}, exchange {last['exchange']}"
     said = [f"{state}; last: {where}, {len(last['answered'])} replied{spent}"]
@@ -403,7 +417,7 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
-def _fields(kinds: Mapping[str, type], config: Mapping[str, Any]) -> dict[str, Any]:
+def fields_of_kinds(kinds: Mapping[str, type], config: Mapping[str, Any]) -> dict[str, Any]:
     """Pick what a configuration gives of these names, each of its type, as fields of Python."""
     found = {}
     for name in [name for name in kinds if name in config]:
@@ -421,24 +435,54 @@ def write_app(spec: Spec, folder: Path) -> None:
             that of a simulation.
     """
     require_real(spec)
+    package, inside = begin_app(folder)
+    spec = _with_files(spec, inside)
+    names = {"package": package, "name": package.replace("_", "-"), "title": spec.title, "version": __version__}
+    write_text(inside / "spec.toml", spec.to_toml())
+    out = "the server's run folder; an unfinished run in it is continued"
+    write_parties(folder, inside, "federation", "spec.toml", {**names, "out": out})
+    readme = (resources.files("fedbilevel.experiments") / "app_readme.txt").read_text(encoding="utf-8")
+    write_text(folder / "README.md", readme.format(**names, clients=spec.task.fields.get("clients", "N")))
+
+
+def begin_app(folder: Path) -> tuple[str, Path]:
+    """Make the folder of an app and its package; return the package's name and folder.
+
+    Raises:
+        ConfigurationError: there is something in the folder, or its name is none for a Python package.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"cannot write an app to {folder}: it exists and is not empty")
     package = re.sub(r"[^a-z0-9_]", "_", folder.resolve().name.lower())
     require(package.isidentifier(), "DIR", str(folder), "a name that begins with a letter, for a Python package")
     inside = folder / package
     inside.mkdir(parents=True)
-    spec = _with_files(spec, inside)
-    names = {"package": package, "name": package.replace("_", "-"), "title": spec.title, "version": __version__}
     write_text(inside / "__init__.py", "")
-    write_text(inside / "spec.toml", spec.to_toml())
-    project, readme, party = (
-        (resources.files("fedbilevel.experiments") / f"app_{file}.txt").read_text(encoding="utf-8")
-        for file in ("project", "readme", "party")
+    return package, inside
+
+
+def write_parties(
+    folder: Path, inside: Path, module: str, file: str, names: Mapping[str, str], without: Collection[str] = ()
+) -> None:
+    """Write the server's and the clients' file of an app, and its pyproject.toml.
+
+    Args:
+        module: of `experiments`, which has `server_app` and `client_app`.
+        file: what both sides read, in the package.
+        names: what pyproject.toml says of the app.
+        without: names of the run configuration that the app does not have.
+    """
+    project, party = (
+        (resources.files("fedbilevel.experiments") / f"app_{one}.txt").read_text(encoding="utf-8")
+        for one in ("project", "party")
     )
-    write_text(inside / "server_app.py", party.format(party="server", function="server_app"))
-    write_text(inside / "client_app.py", party.format(party="clients", function="client_app"))
-    write_text(folder / "pyproject.toml", project.format(**names))
-    write_text(folder / "README.md", readme.format(**names, clients=spec.task.fields.get("clients", "N")))
+    reader = f"read_{file.removesuffix('.toml')}"
+    given = {"module": module, "reader": reader, "imports": ", ".join(sorted((module, reader))), "file": file}
+    write_text(inside / "server_app.py", party.format(party="server", function="server_app", **given))
+    write_text(inside / "client_app.py", party.format(party="clients", function="client_app", **given))
+    lines = project.format(**names).splitlines(keepends=True)
+    kept = [line for line in lines if not any(re.match(rf"{name} |# flwr run .*{name}", line) for name in without)]
+    write_text(folder / "pyproject.toml", "".join(kept))
 
 
 def _with_files(spec: Spec, package: Path) -> Spec:

@@ -87,6 +87,7 @@ class Folder:
     result = _File("result.npz")
     summary = _File("summary.json")
     plot = _File("plot.png")
+    model = _File("model.json")
     exchanges = _File("exchanges.jsonl")
     failed = _File("failed.txt")
     name_in_federation = _File("federation")

@@ -33,7 +33,7 @@ from fedbilevel.engines.costs import ExchangeKind
 from fedbilevel.engines.recorder import check_plain, exchanges_of
 from fedbilevel.flower.refusal import Code, Refusal
 
-PROTOCOL = 5
+PROTOCOL = 6
 PROBES = (0, 1, 10, 100, 1000)
 """Rounds at which schedules are compared."""
 MISSING = ("missing",)  # equal to nothing that JSON can hold
@@ -99,6 +99,8 @@ def digest(text: str) -> str:
 TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "bytes": bytes, "list[str]": list}
 """Of a message's fields, by their annotations."""
 METRICS = "per-client metrics"  # in place of a phase, of which none has such a name: x and y, to be measured
+QUESTION = "a question"  # the same: a text, which the site answers with a text
+AGREEMENT = "an agreement"  # the same: a text, which the site keeps for the rest of the run
 
 
 def is_run(name: str) -> bool:

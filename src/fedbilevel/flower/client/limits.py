@@ -122,6 +122,11 @@ class Limits:
         if count < self.min_local_samples:
             raise Refusal(Code.FLOOR, f"this client has fewer samples than its floor of {self.min_local_samples}")
 
+    def check_bytes(self, size: int) -> None:
+        """Refuse a message of more bytes than the limit."""
+        if size > self.max_bytes:
+            raise Refusal(Code.LIMIT, f"{size} bytes are above this client's limit of {self.max_bytes}")
+
     def check_request_counts(self, request_counts: RequestCounts) -> None:
         """Refuse a request beyond what is allowed; `request_counts` counts it already."""
         if request_counts.in_round > self.max_requests_per_round:

@@ -6,9 +6,9 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -69,6 +69,7 @@ class Site:
         folder: where it keeps what outlives a process: a hash of its samples; its state of a run, where the algorithm
             has clients keep any; with `privacy` its secret and its account (no other client may share such a folder).
             None leaves the state to Flower, which forgets it when the SuperNode restarts: the client then starts clean.
+        answer: (question) -> answer, texts: what it tells a server before a run begins, exact. Not with `privacy`.
         same_data: whether it refuses to take part where its samples are not those that it had before, by the hash in
             `folder`; else its log warns of that.
     """
@@ -87,6 +88,7 @@ class Site:
     metrics_per_client: Mapping[str, Measure | PerClient] = field(default_factory=dict)
     tells_metrics: bool = False
     folder: Path | None = None
+    answer: Callable[[str], str] | None = None
     same_data: bool = False
 
     def __post_init__(self) -> None:
@@ -106,6 +108,7 @@ class Site:
             check_noise("Site.privacy", self.algorithm)
         hidden = self.privacy is None or not self.tells_metrics
         require(hidden, "Site.tells_metrics", True, "False, with privacy: its own metrics would leave it without noise")
+        require(self.privacy is None or self.answer is None, "Site.answer", "given", "None, with privacy: it is exact")
         require(self.folder is None or isinstance(self.folder, Path), "Site.folder", self.folder, "a pathlib.Path")
         known = not self.same_data or self.folder is not None
         require(known, "Site.folder", self.folder, "a folder (state-folder), with same_data: earlier hashes are there")
@@ -220,6 +223,8 @@ class ClientRuntime:
                 response = replace(blank, contract=self.contract.text)
             elif request.phase == wire.METRICS:
                 response = self.tell(request, store, blank)
+            elif request.phase in (wire.QUESTION, wire.AGREEMENT):
+                response = self.answered(request, store, blank)
             else:
                 response = self.reply(request, store, blank)
             spent = f", ε = {response.epsilon:.4g} so far" if response.epsilon else ""
@@ -240,6 +245,22 @@ class ClientRuntime:
             lambda: {name: float(value) for name, (value,) in measured.each(x, y).items()}
         )
         return replace(blank, metrics=json.dumps(numbers))
+
+    def answered(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
+        """Answer a question, or keep an agreement for the rest of the run; its log has the answer in full."""
+        answer = self.site.answer
+        if answer is None:
+            raise Refusal(Code.CONTRACT, "this client answers no questions in this part of a run")
+        self.check_contract(request)
+        self.site.limits.check_bytes(len(request.payload))
+        text = request.payload.decode()
+        self.count(request.run, request.round, store)
+        if request.phase == wire.AGREEMENT:
+            store.keep_agreement(request.run, text)
+            return blank
+        said = self.phases.within_limit(lambda: answer(text))
+        log.info("client %d tells: %s", self.site.id, said)
+        return replace(blank, payload=said.encode())
 
     def reply(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
         """Check a request for a phase, run the phase, save the client's state."""
@@ -300,8 +321,7 @@ class ClientRuntime:
 
     def arrays(self, request: RequestMessage, like: PyTree) -> PyTree:
         """Read the arrays of a request, within this client's limits and finite."""
-        if (size := len(request.payload)) > (limit := self.site.limits.max_bytes):
-            raise Refusal(Code.LIMIT, f"{size} bytes are above this client's limit of {limit}")
+        self.site.limits.check_bytes(len(request.payload))
         found = wire.from_bytes(request.payload, like)
         if bad := nonfinite_leaves(found):
             raise Refusal(Code.NUMBERS, f"the message is not finite in {', '.join(bad)}")
@@ -365,13 +385,15 @@ def counted_if_it_fails(request: RequestMessage, store: Store, limits: Limits) -
             store.save_request_counts(before)
 
 
-def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> ClientApp:
+def client_app(make: Callable[..., Site], *, agrees: bool = False) -> ClientApp:
     """Make a ClientApp that serves the phases of its site's algorithm, by name, and nothing else.
 
     Args:
         make: (run configuration, node configuration) -> what this client has and does. Called once per process and
             run, within the limits that the node configuration names; a process that stays (see
             `fedbilevel.flower.launch.supernode`) keeps samples and compiled programs.
+        agrees: whether the sites agree on a text before the run, and compute in float64: `make` then takes a third
+            argument, the text, "" before there is one, and is called again when there is.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         keep_on_disk_if_possible()  # Flower's stock SuperNode starts a new process for every message
@@ -379,21 +401,29 @@ def client_app(make: Callable[[Mapping[str, Any], Mapping[str, Any]], Site]) -> 
     runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> its latest runtime, and what it was made for
     makings: dict[int, TimeLimit] = {}  # node -> the limit on making it, where that has failed
 
+    def runtime_of(request: RequestMessage, context: Context) -> ClientRuntime:
+        made: tuple[Any, ...] = (context.run_config, context.node_config)
+        if agrees:
+            made = (*made, store_of(context).agreement(request.run))
+        wanted = context.run_id, request.run if agrees else "", *made
+        known, runtime = runtimes.get(context.node_id, (None, None))
+        if runtime is None or known != wanted:
+            limits = Limits.of(context.node_config)
+            making = TimeLimit(limits.max_seconds, "making this client", limits.max_memory)
+            making = makings.setdefault(context.node_id, making)
+            with counted_if_it_fails(request, store_of(context), limits):
+                runtime = making.run(in_precision_of_here(lambda: ClientRuntime(make(*made))))
+            del makings[context.node_id]
+            runtimes[context.node_id] = wanted, runtime
+        return runtime
+
     @app.query(wire.ACTION)
     def respond(message: Message, context: Context) -> Message:
         try:
             request: RequestMessage = wire.decode(RequestMessage, message)
-            wanted = context.run_id, context.run_config, context.node_config
-            made, runtime = runtimes.get(context.node_id, (None, None))
-            if runtime is None or made != wanted:
-                limits, new = Limits.of(context.node_config), partial(make, context.run_config, context.node_config)
-                making = TimeLimit(limits.max_seconds, "making this client", limits.max_memory)
-                making = makings.setdefault(context.node_id, making)
-                with counted_if_it_fails(request, store_of(context), limits):
-                    runtime = making.run(in_precision_of_here(lambda: ClientRuntime(new())))
-                del makings[context.node_id]
-                runtimes[context.node_id] = wanted, runtime
-            said = wire.encode(runtime.respond(request, ContextStore(context.state)))
+            with jax.enable_x64(True) if agrees else nullcontext():
+                response = runtime_of(request, context).respond(request, store_of(context))
+            said = wire.encode(response)
         except Exception as error:  # noqa: BLE001  said and sent
             number = context.node_config.get("partition-id")
             client = number if type(number) is int else -1

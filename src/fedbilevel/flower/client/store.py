@@ -71,6 +71,7 @@ class FolderStore:
         self.folder, self.client = folder, client
         self.count = folder / f"client-{client}-requests.json"
         self.lock = folder / f".client-{client}-requests.lock"
+        self.agreed = folder / f"client-{client}-agreement.json"
 
     def path(self, run: str) -> Path:
         return self.folder / f"client-{self.client}-run-{run}.npz"
@@ -112,6 +113,18 @@ class FolderStore:
             f"its samples, as they are prepared, are not those of before; delete {file} to accept them" if other else ""
         )
 
+    def agreement(self, run: str) -> str:
+        """Return the text that was agreed on in a run, "" before there is one."""
+        try:
+            kept = json.loads(self.agreed.read_text(encoding="utf-8")) if self.agreed.exists() else {}
+            return str(kept["text"]) if kept.get("run") == run else ""
+        except (ValueError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"{self.agreed} is damaged: delete it, and submit the run again") from error
+
+    def keep_agreement(self, run: str, text: str) -> None:
+        """Keep the text of a run, in place of that of the run before."""
+        write_text(self.agreed, json.dumps({"run": run, "text": text}))
+
     def counting(self) -> AbstractContextManager[None]:
         """Hold this from reading the count of requests until it is written: nobody else can do either meanwhile."""
         return lock.wait_for_lock(self.lock)
@@ -133,6 +146,7 @@ class ContextStore:
     """Flower's own per-run memory of a client (`Context.state`); it is lost when the SuperNode restarts."""
 
     FIELDS, TREE, COUNT = "fedbilevel.tag", "fedbilevel.state", "fedbilevel.requests"
+    AGREED = "fedbilevel.agreement"
 
     def __init__(self, records: RecordDict) -> None:
         self.records = records
@@ -156,6 +170,13 @@ class ContextStore:
         fields: Any = {"run": run, "rounds": list(rounds), "exchanges": list(exchanges), "layout": layout(kept.states)}
         self.records[self.FIELDS] = ConfigRecord(fields)
         self.records[self.TREE] = ArrayRecord({RAW: leaves})
+
+    def agreement(self, run: str) -> str:
+        kept = self.records.get(self.AGREED)
+        return str(kept["text"]) if isinstance(kept, ConfigRecord) and kept["run"] == run else ""
+
+    def keep_agreement(self, run: str, text: str) -> None:
+        self.records[self.AGREED] = ConfigRecord({"run": run, "text": text})
 
     def counting(self) -> AbstractContextManager[None]:
         return nullcontext()  # Flower hands a run's memory to one message at a time

@@ -45,6 +45,7 @@ from fedbilevel.engines.submodels import RoundSubmodels
 from fedbilevel.engines.virtual_time import TICK
 from fedbilevel.flower.refusal import Code, Refusal, in_words, named
 from fedbilevel.flower.server.fed import FlowerFed
+from fedbilevel.flower.server.roster import ask
 from fedbilevel.flower.server.session import Session, SpoiledError, Take
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import METRICS, RequestMessage, is_run, reading, to_bytes
@@ -297,12 +298,8 @@ class ClientMetrics:
             )
             for client in range(len(self.session.clients))
         }
-        began = self.session.clock.time()
-        silent, shared = roster.send(requests), {}
-        while any(request.phase == METRICS for _, request in roster.requests()):
-            roster.look(began)
-        for reply in [reply for reply in roster.ready if reply.request.phase == METRICS]:
-            roster.ready.remove(reply)
+        (replies, silent), shared = ask(roster, requests), {}
+        for reply in replies:
             try:
                 with reading(reply.client):
                     numbers = reply.response().numbers()

@@ -324,3 +324,19 @@ class Roster:
             late = Refusal(Code.LATE, f"no reply within {self.terms.deadline:g} s", client)
             self.ready.append(ClientReply(client, request, late))
         return len(self.ready) > before
+
+
+def ask(roster: Roster, requests: dict[int, RequestMessage]) -> tuple[list[ClientReply], dict[int, Refusal]]:
+    """Send requests that are no phase's to clients, and wait for what becomes of them.
+
+    Returns:
+        what became of the requests that were sent, and client -> why its request could not be sent. Replies to requests
+        of phases stay in `Roster.ready`.
+    """
+    began, kinds = roster.clock.time(), {request.phase for request in requests.values()}
+    failed = roster.send(requests)
+    while any(request.phase in kinds for _, request in roster.requests()):
+        roster.look(began)
+    found = [reply for reply in roster.ready if reply.request.phase in kinds]
+    roster.ready = [reply for reply in roster.ready if reply.request.phase not in kinds]
+    return found, failed

@@ -195,6 +195,15 @@ class SubmodelPrograms:
         self.put_back: Any = jax.jit(put_back, static_argnums=0)
 
 
+def roster_of(flower: Any, contract: Contract, clients: int, own: Mapping[int, Contract] | None = None) -> Roster:
+    """Make the connections of a `Flower` to this many clients, who agree to a contract or to one of their own."""
+    clock: ServerClock = getattr(flower.grid, "clock", None) or WallClock()
+    if isinstance(clock, WallClock) and tested(require_flower()):
+        quick_pulls(flower.terms.deadline)
+    public = {} if flower.keys is None else public_keys(Path(flower.keys), clients)
+    return Roster(flower.grid, contract, flower.name, clients, flower.terms, clock, own or {}, public)
+
+
 class Session:
     """A run on the server: its clients, the connections to them, and what their replies have left behind.
 
@@ -228,11 +237,8 @@ class Session:
             self.submodel_programs = SubmodelPrograms(plan.unit_layout)
             by_class = [contract.cut(plan.unit_layout, kept) for kept in plan.kept]
             own = {client: by_class[number] for client, number in enumerate(plan.number.tolist())}
-        self.clock: ServerClock = getattr(flower.grid, "clock", None) or WallClock()
-        if isinstance(self.clock, WallClock) and tested(require_flower()):
-            quick_pulls(self.terms.deadline)
-        public = {} if flower.keys is None else public_keys(Path(flower.keys), len(clients))
-        self.roster = Roster(flower.grid, contract, self.name, len(clients), self.terms, self.clock, own, public)
+        self.roster = roster_of(flower, contract, len(clients), own)
+        self.clock = self.roster.clock
         self.backoff, self.norms = Backoff(), NormBounds(self.terms)
         self.exchange_log = ExchangeLog(None if flower.log is None else Path(flower.log))
         self.take = Take(carry)

@@ -1,0 +1,250 @@
+"""A study of several sites' tables over Flower: what its server and its sites do, and the app that has both.
+
+A run has two contracts. Under the first, whose only term is the study, the server asks for statistics, and sends what
+they add up to; sites then draw up the second, that of the exchanges, from it. Both go through the roster: a node has to
+agree to each and to have the client's key, deadlines hold, and `exchanges.jsonl` has a line for every attempt.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Iterator, Mapping
+from functools import partial
+from importlib import import_module, resources
+from pathlib import Path
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from fedbilevel import __version__
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.config import static
+from fedbilevel.core.errors import ConfigurationError, ExchangeError, FedbilevelError, require, unknown
+from fedbilevel.core.fed import Fed
+from fedbilevel.core.problem import Problem, SingleLevel
+from fedbilevel.core.tree import XY, PyTree
+from fedbilevel.core.writing import write_text
+from fedbilevel.data import DataError
+from fedbilevel.estimators.study import Agreement, SiteTable, Study, StudyModel
+from fedbilevel.experiments import toml
+from fedbilevel.experiments.federation import (
+    ENDS,
+    NODE,
+    PRIVACY,
+    SERVER,
+    begin_app,
+    fields_of_kinds,
+    note_end,
+    reached,
+    terms,
+    write_parties,
+)
+from fedbilevel.experiments.folder import Folder, default_path
+from fedbilevel.flower.client.limits import Limits
+from fedbilevel.flower.refusal import Refusal
+from fedbilevel.reading import parse_json
+
+FILE = "study.toml"
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
+
+
+class Asking(Algorithm):
+    """A method without rounds, under whose contract sites answer questions.
+
+    Args:
+        study: as JSON, which both sides compare.
+    """
+
+    solves: ClassVar[tuple[type[Problem], ...]] = (SingleLevel,)
+
+    study: str = static()
+
+    def init(self, x: PyTree, y: PyTree) -> XY:
+        return XY(x, y)
+
+    def round(self, fed: Fed, state: XY, key: Array) -> XY:
+        return state
+
+
+def _nothing(x: Array, rows: Any) -> Array:
+    """The loss of a method without rounds."""
+    return jnp.sum(x**2) + 0.0 * jnp.sum(rows["digest"])
+
+
+def read_study(file: Path) -> Study:
+    """Read the [study] of a TOML file."""
+    tables = toml.read(file)
+    require("study" in tables, str(file), "without [study]", "the study.toml of an app")
+    return Study.read(tables["study"])
+
+
+def server_app(study: Study) -> Any:
+    """Make a Flower ServerApp that plays the study."""
+    from fedbilevel import flower
+
+    return flower.server_app(partial(serve, study))
+
+
+def client_app(study: Study) -> Any:
+    """Make a Flower ClientApp of a site, with its own table."""
+    from fedbilevel import flower
+
+    return flower.client_app(partial(site, study), agrees=True)
+
+
+def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
+    """Play the study with the sites that Flower's Grid reaches, and write model.json to the folder `out`."""
+    from fedbilevel.flower import Flower
+
+    known = {"out", "client-keys", *SERVER} - {"quorum"}
+    for name in config:
+        if name not in known:
+            raise unknown("name in the run configuration", name, known)
+    place = Folder(Path(config["out"]) if config.get("out") else default_path("study"))
+    require(not place.model.exists(), "out", str(place.path), "another folder: there is a model in it")
+    engine = Flower(
+        grid=grid,
+        terms=terms({**config, "quorum": 1.0}),
+        name=secrets.token_hex(16),
+        log=place.exchanges,
+        keys=config.get("client-keys") or None,
+    )
+    names = ", ".join(f"{number} {name}" for number, name in enumerate(study.sites))
+    try:
+        played(study, engine).save(place.model)
+    except FedbilevelError as error:
+        kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), ExchangeError)
+        ended = kind(f"{error}; sites: {names}. Submitted again, the study begins anew")
+        note_end(place, ended)
+        raise ended from error
+    print(f"model {place.model.resolve()}", flush=True)
+
+
+def played(study: Study, engine: Any) -> StudyModel:
+    """Play the study with the sites that a `Flower` reaches; all of them have to reply to every exchange.
+
+    Raises:
+        ExchangeError: a site is missing, or refuses; it says which, and why.
+        ConfigurationError: what sites told does not fit together.
+    """
+    from fedbilevel.flower.server.questions import Questions
+    from fedbilevel.flower.wire import draw_up
+
+    example = {"digest": np.zeros((1, 2), np.int32)}
+    with jax.enable_x64(True):
+        contract = draw_up(Asking(study=study.text), SingleLevel(_nothing), np.zeros(1), None, (example, example))
+    questions = Questions(engine, contract, len(study.sites))
+    statistics = [parse_json(answer.encode()) for answer in questions.question("statistics")]
+    agreement = Agreement.of(study, statistics)
+    questions.agree(agreement.text)
+    if study.estimator == "logistic":
+        print(f"predicts the probability of {study.target} = {agreement.estimator().classes_[1]}", flush=True)
+    return agreement.train(agreement.remote([one["rows"] for one in statistics]), engine)
+
+
+def site(study: Study, run_config: Mapping[str, Any], node_config: Mapping[str, Any], agreed: str) -> Any:
+    """Make the client of this node: before sites have agreed one that tells its statistics, then one with samples."""
+    from fedbilevel.flower import Site
+
+    table, client = table_of(study, node_config), int(node_config["partition-id"])
+    node = fields_of_kinds(NODE, node_config)
+    own: dict[str, Any] = {"id": client, "limits": Limits.of(node_config)}
+    if not agreed:
+        return Site(
+            **own,
+            algorithm=Asking(study=study.text),
+            problem=SingleLevel(_nothing),
+            x0=np.zeros(1),
+            outer={"digest": table.digest()},
+            answer=lambda question: json.dumps(table.statistics(), ensure_ascii=False),
+            same_data=node.get("same_data", False),
+            folder=Path(node["state_folder"]).expanduser() if "state_folder" in node else None,
+        )
+    agreement = Agreement.read(study, agreed)
+    algorithm, problem, x0, y0 = agreement.posed()
+    return Site(**own, algorithm=algorithm, problem=problem, x0=x0, y0=y0, outer=table.samples(agreement))
+
+
+def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
+    """Read the table that a node configuration names.
+
+    Raises:
+        ConfigurationError: the configuration or the table are wrong.
+    """
+    known = {*NODE, "site", "table"} - {"settable", "tell-metrics"}
+    for name in node_config:
+        if name not in known:
+            raise unknown("name in the node configuration", name, known)
+    private = [name for name in PRIVACY if name in node_config]
+    allowed = "left out: a study's statistics and exchanges are exact, and nothing hides them"
+    require(not private, f"node configuration: {', '.join(private)}", "given", allowed)
+    client, count = node_config.get("partition-id"), len(study.sites)
+    fits = type(client) is int and 0 <= client < count
+    require(fits, "node configuration: partition-id", client, f"0 to {count - 1}, of {', '.join(study.sites)}")
+    name = study.sites[int(str(client))]
+    said = node_config.get("site", name)
+    require(said == name, "node configuration: site", said, f"{name}, which partition-id = {client} is")
+    source = node_config.get("table")
+    fits = isinstance(source, str) and bool(source)
+    require(fits, "node configuration: table", source, "a .csv, .tsv or .parquet file, or package.module:function")
+    try:
+        return SiteTable(study, name, _frame(study, str(source)))
+    except (DataError, OSError) as error:
+        raise ConfigurationError(str(error)) from error
+
+
+def _frame(study: Study, source: str) -> Any:
+    import pandas as pd
+
+    if FUNCTION.fullmatch(source):
+        module, _, function = source.partition(":")
+        return getattr(import_module(module), function)()
+    file = Path(source).expanduser()
+    if file.suffix == ".parquet":
+        return pd.read_parquet(file)
+    return pd.read_csv(file, na_values=list(study.gaps), sep="\t" if file.suffix == ".tsv" else ",")
+
+
+def check(study: Study, node_config: str, *superlink: Any) -> Iterator[tuple[str, str]]:
+    """Look at a site before its SuperNode is started: yield what it holds and would tell, by name, for its owner; the
+    other arguments are those of `federation.check`.
+
+    Raises:
+        ConfigurationError: the configuration or the table are wrong, or the site would not take part.
+    """
+    from fedbilevel.flower.client.site import ClientRuntime
+    from fedbilevel.flower.launch.connection import read_node_config
+
+    node = read_node_config(node_config)
+    runtime, table = ClientRuntime(site(study, {}, node, ""), serving=False), table_of(study, node)
+    yield "client", f"{runtime.site.id}, {table.site}"
+    yield from runtime.described().items()
+    try:
+        runtime.check_limits()
+    except Refusal as refusal:
+        raise ConfigurationError(f"{refusal.why} ({refusal.code.how})") from None
+    yield "rows", f"{len(table.target)}, and {table.left_out} without a target"
+    for name, said in table.described().items():
+        yield "tells", f"{name}: {said}"
+    yield from reached(*superlink)
+
+
+def write_app(study: Study, folder: Path) -> None:
+    """Write the app of a study to a new folder: see `federation.write_app`."""
+    package, inside = begin_app(folder)
+    text = json.loads(study.text)
+    write_text(inside / FILE, toml.dumps({"study": text}, "What all sites agree on; see fedbilevel.estimators.Study."))
+    names = {"package": package, "name": package.replace("_", "-"), "title": f"A study of {study.target}"}
+    names |= {"version": __version__, "out": "the server's folder for model.json and exchanges.jsonl"}
+    write_parties(folder, inside, "study", FILE, names, without=("settings", "quorum"))
+    readme = (resources.files("fedbilevel.experiments") / "app_study.txt").read_text(encoding="utf-8")
+    nodes = [
+        f"    --node-config \"partition-id={number} site='{name}' table='/path/of/{name}/table.csv'\""
+        for number, name in enumerate(study.sites)
+    ]
+    write_text(folder / "README.md", readme.format(**names, nodes="\n".join(nodes)))

@@ -1,0 +1,83 @@
+"""Questions to all sites before a run begins: a text for each, and a text in reply.
+
+They are requests as those of phases are: the roster checks contracts and keys, deadlines hold, sites count them within
+their limits, and the log has a line for each attempt.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.core.errors import ExchangeError
+from fedbilevel.flower.refusal import Code, Refusal, in_words
+from fedbilevel.flower.server.roster import ask
+from fedbilevel.flower.server.session import ExchangeLog, roster_of
+from fedbilevel.flower.wire import AGREEMENT, QUESTION, Contract, RequestMessage, ResponseMessage, reading
+
+LONGEST_ANSWER = 2**23  # bytes
+
+
+class Questions:
+    """Asks all clients, and does not go on without one of them.
+
+    Args:
+        flower: a `Flower`, whose file imports this one's neighbours.
+        contract: that the clients have to agree to.
+        clients: how many there are.
+    """
+
+    def __init__(self, flower: Any, contract: Contract, clients: int) -> None:
+        self.terms, self.clients, self.exchanges = flower.terms, range(clients), 0
+        self.roster = roster_of(flower, contract, clients)
+        self.log = ExchangeLog(None if flower.log is None else Path(flower.log))
+
+    def question(self, text: str) -> list[str]:
+        """Return every client's answer to a question."""
+        return self.answers(QUESTION, text)
+
+    def agree(self, text: str) -> None:
+        """Let every client keep a text for the rest of the run."""
+        self.answers(AGREEMENT, text)
+
+    def answers(self, kind: str, text: str) -> list[str]:
+        """Send a text to every client, to those that do not answer again, and return the answers.
+
+        Raises:
+            ExchangeError: a client has not answered in `Terms.attempts`; it says which, and why.
+        """
+        found: dict[int, str] = {}
+        failed: dict[int, Refusal] = {}
+        number, self.exchanges = self.exchanges, self.exchanges + 1
+        for attempt in range(self.terms.attempts):
+            left = [client for client in self.clients if client not in found]
+            self.roster.wait(left, len(left), len(left))
+            began = self.roster.clock.time()
+            requests = {client: self.request(client, number, kind, text) for client in left}
+            replies, failed = ask(self.roster, requests)
+            responses: list[ResponseMessage] = []
+            for reply in replies:
+                try:
+                    with reading(reply.client):
+                        response = reply.response()
+                        if len(response.payload) > LONGEST_ANSWER:
+                            raise Refusal(Code.LARGE, f"its answer has more than {LONGEST_ANSWER} bytes")
+                        found[reply.client] = response.payload.decode()
+                        responses.append(response)
+                except Refusal as refusal:
+                    failed[reply.client] = refusal
+            self.log(
+                (0, number, kind, attempt), self.roster.clock.time() - began, [*requests.values()], responses, failed
+            )
+            if len(found) == len(self.clients):
+                return [found[client] for client in self.clients]
+        raise ExchangeError(
+            f"{kind}: {len(found)} of {len(self.clients)} clients answered ({in_words(failed.values())})"
+        )
+
+    def request(self, client: int, number: int, kind: str, text: str) -> RequestMessage:
+        """Make the request to one client."""
+        contract = self.roster.contract_of(client).digest
+        return RequestMessage(
+            run=self.roster.run, contract=contract, exchange=number, phase=kind, payload=text.encode()
+        )

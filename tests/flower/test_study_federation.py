@@ -1,0 +1,261 @@
+"""Studies over Flower, in this process: the numbers of one machine, and statistics that pass through the roster."""
+
+import json
+import re
+import tomllib
+from importlib import import_module
+
+import federations
+import numpy as np
+import pytest
+from flwr.app import Context, Message, RecordDict
+from sklearn.exceptions import ConvergenceWarning
+
+from fedbilevel.cli import main
+from fedbilevel.core.errors import ConfigurationError, ExchangeError
+from fedbilevel.estimators import StudyModel
+from fedbilevel.experiments import Folder, read_study
+from fedbilevel.experiments.federation import status
+from fedbilevel.experiments.study import client_app, played, serve, site
+from fedbilevel.flower import Flower, InProcess, Terms
+from fedbilevel.flower.wire import QUESTION, RequestMessage, decode
+from site_tables import SITES, TARGETS, study, tables
+
+
+class Nodes(InProcess):
+    """Nodes whose configurations say more than their number: `own`, by client, and `every` of all."""
+
+    def __init__(self, app, own, every=None, **more):
+        self.own, self.every = own, every or {}
+        super().__init__(app, clients=len(own), **more)
+
+    def join(self, client):
+        super().join(client)
+        context = max(self.contexts.items())[1]
+        context.node_config.update({**self.every, **self.own[client]})
+
+
+@pytest.fixture
+def files(tmp_path):
+    """Each site's own file, as its node configuration names it."""
+    for name, table in tables().items():
+        table.to_csv(tmp_path / f"{name}.csv", index=False)
+    return [{"table": str(tmp_path / f"{name}.csv"), "site": name} for name in SITES]
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_sites_that_keep_their_tables_have_the_numbers_of_one_machine(kind, files, tmp_path, capsys):
+    given, place = study(kind), tmp_path / "run"
+    serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
+    model, here = StudyModel.load(place / "model.json"), given.fit(tables())
+    for name in ("coef_", "penalties_"):
+        np.testing.assert_allclose(
+            getattr(model.estimator, name), getattr(here.estimator, name), rtol=1e-10, atol=1e-10
+        )
+    rows = tables()["south"].drop(columns=list(TARGETS[kind].values()))
+    np.testing.assert_allclose(
+        model.estimator.coef_ @ model.prepared(rows, "south").T, here.estimator.coef_ @ here.prepared(rows, "south").T
+    )
+    lines = [json.loads(line) for line in (place / "exchanges.jsonl").read_text().splitlines()]
+    assert [line["phase"] for line in lines[:3]] == ["a question", "an agreement", "derivatives"]
+    assert all(line["answered"] == [0, 1, 2] for line in lines)
+    assert len(lines) < 45
+    assert status(Folder(place))[0][0].startswith("finished; last: round ")
+    said = capsys.readouterr().out
+    assert ("predicts the probability of ill = yes" in said) == (kind == "logistic")
+    assert f"model {(place / 'model.json').resolve()}" in said
+    with pytest.raises(ConfigurationError, match=r"out = .* there is a model in it"):
+        serve(given, None, {"out": str(place)})
+
+
+def alone(given, nodes, name=federations.NAME, **terms):
+    return played(given, Flower(grid=nodes, terms=Terms(quorum=1.0, **terms), name=name))
+
+
+def test_a_site_that_is_not_there_ends_the_study_with_its_name(files, tmp_path):
+    given = study("ridge")
+    grid = Nodes(client_app(given), files, delay=lambda client, _: np.inf if client == 1 else 0)
+    place = tmp_path / "run"
+    with pytest.raises(
+        ExchangeError, match=r"a question: 2 of 3 clients answered \(client 1: .*sites: 0 north, 1 south, 2 west"
+    ):
+        serve(given, grid, {"out": str(place), "deadline": 2.0, "join": 1.0, "attempts": 2})
+    assert not (place / "model.json").exists()
+    said, ended = status(Folder(place))
+    assert "client 1, round 0" in " ".join(said)
+    assert isinstance(ended, ExchangeError)
+    assert str(ended).endswith("Submitted again, the study begins anew")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[]", "{}", '{"rows": 0, "features": {}, "target": {}}', '{"rows": 9, "features": {"age": 3}, "target": {}}'],
+)
+def test_an_agreement_that_is_none_is_refused(text, files):
+    with pytest.raises(ConfigurationError, match=r"agreement|statistics|column"):
+        site(study("ridge"), {}, {"partition-id": 0, **files[0]}, text)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"min-local-samples": 50}, "client 0: this client has fewer samples than its floor of 50"),
+        ({"max-requests": 1}, "client 0: this client replies to 1 requests in all"),
+        ({"max-bytes": 5}, "client 0: 10 bytes are above this client's limit of 5"),
+        ({"clip": 1.0, "noise-multiplier": 1.0, "delta": 1e-5}, "client 0: ConfigurationError; the client's log"),
+        ({"tabel": "x"}, "client 0: ConfigurationError; the client's log"),
+    ],
+)
+def test_a_site_keeps_to_its_limits_from_the_first_message(change, why, files, caplog):
+    given = study("ridge")
+    nodes = Nodes(client_app(given), [files[0] | change, *files[1:]])
+    with pytest.raises(ExchangeError, match=why):
+        alone(given, nodes, attempts=1, join=0.2, deadline=1.0)
+    if "clip" in change:
+        assert "left out: a study's statistics and exchanges are exact" in caplog.text
+
+
+def test_requests_and_the_agreement_are_in_the_state_folder(files, tmp_path):
+    """Statistics, agreement and exchanges count alike, and a site whose process is another one goes on."""
+    given, folder = study("ridge"), tmp_path / "state"
+    every = {"state-folder": str(folder)}
+    apps = []
+
+    def another(message: Message, context):  # a process for each message, as Flower's stock SuperNode has it
+        apps.append(client_app(given))
+        return apps[-1](message, context)
+
+    model = alone(given, Nodes(another, files, every))
+    np.testing.assert_allclose(model.estimator.coef_, given.fit(tables()).estimator.coef_, atol=1e-10)
+    counted = json.loads((folder / "client-0-requests.json").read_text())["total"]
+    assert counted == len(apps) / 3
+    assert json.loads((folder / "client-1-agreement.json").read_text())["run"] == federations.NAME
+
+
+def test_another_table_is_noticed_where_a_site_asks_for_it(files, tmp_path):
+    given, app = study("ridge"), client_app(study("ridge"))
+    every = {"state-folder": str(tmp_path / "state"), "same-data": True}
+    alone(given, Nodes(app, files, every))
+    alone(given, Nodes(client_app(given), files, every), name="a0" * 8)
+    table = tables()["west"].assign(age=50.0)
+    table.to_csv(tmp_path / "west.csv", index=False)
+    with pytest.raises(ExchangeError, match="client 2: this client has other samples than before"):
+        alone(given, Nodes(client_app(given), files, every), "b0" * 8, attempts=1, join=0.2, deadline=1.0)
+
+
+def test_a_site_with_another_study_does_not_take_part(files):
+    """Nor does it tell anything: the two are compared in the greeting."""
+    given, asked = study("ridge"), []
+    good, other = client_app(given), client_app(study("ridge", min_count=1))
+
+    def app(message, context):
+        request: RequestMessage = decode(RequestMessage, message)
+        asked.append((context.node_config["partition-id"], request.phase))
+        return (other if context.node_config["partition-id"] == 1 else good)(message, context)
+
+    with pytest.raises(ExchangeError, match=r"client 1: hyperparameters.study is .* at the server and .* at the site"):
+        alone(given, Nodes(app, files), attempts=1, join=0.2, deadline=1.0)
+    assert (1, QUESTION) not in asked
+    assert (0, QUESTION) in asked
+
+
+def test_the_log_of_a_site_has_what_it_told(files, caplog):
+    caplog.set_level("INFO", logger="fedbilevel.client")
+    given = study("ridge")
+    alone(given, Nodes(client_app(given), files))
+    told = [record.getMessage() for record in caplog.records if "client 0 tells: " in record.getMessage()]
+    assert len(told) == 1
+    statistics = json.loads(told[0].partition("tells: ")[2])
+    assert statistics["rows"] == 40
+    assert "z" not in statistics["features"]["kind"]["categories"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"partition-id": 3}, "partition-id = 3 .* 0 to 2, of north, south, west"),
+        ({"site": "west"}, "site = 'west' .* it must be north, which partition-id = 0 is"),
+        ({"table": ""}, "table = '' .* a .csv, .tsv or .parquet file"),
+        ({"table": "nowhere.csv"}, "nowhere.csv"),
+        ({"settable": "run.*"}, "name in the node configuration 'settable'"),
+        ({"noise-multiplier": 1.0}, "noise-multiplier = 'given' .* left out"),
+    ],
+)
+def test_a_wrong_node_configuration_is_named(change, words, files):
+    with pytest.raises(ConfigurationError, match=words):
+        site(study("ridge"), {}, {"partition-id": 0, **files[0], **change}, "")
+
+
+NEW = ["flower", "new", "app", "--estimator", "logistic", "--target", "ill", "--sites", ",".join(SITES)]
+
+
+def test_the_command_writes_an_app_whose_parties_play_the_study(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path / "app")
+    more = [
+        "--categorical",
+        "code",
+        "--patient",
+        "patient",
+        "--drop",
+        "days,died",
+        "--positive",
+        "no",
+        "--rounds",
+        "200",
+    ]
+    assert main([*NEW, *more]) == 0
+    assert "app   app" in capsys.readouterr().out
+    given = read_study(tmp_path / "app" / "app" / "study.toml")
+    assert given == study("logistic", positive="no", rounds=200, cv=5)
+    config = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
+    assert not {"settings", "quorum"} & config.keys()
+    client, server = (import_module(f"app.{party}_app").app for party in ("client", "server"))
+    context = Context(1, 1, {}, RecordDict(), config | {"out": "run"})
+    server(Nodes(client, files), context)
+    model = StudyModel.load("run/model.json")
+    np.testing.assert_allclose(model.estimator.coef_, given.fit(tables()).estimator.coef_, atol=1e-10)
+    assert "partition-id=2 site='west' table=" in (tmp_path / "app" / "README.md").read_text()
+
+
+def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*NEW, "--categorical", "code", "--drop", "days,died,patient"]) == 0
+    assert main(["flower", "check", "app", "--node-config", f"partition-id=0 table='{files[0]['table']}'"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "client 0, north" in said
+    assert "tells dose: nothing" in said
+    assert "and rarer ones" in said
+    assert main(["flower", "check", "app", "--node-config", "partition-id=0 table='nowhere.csv'"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--task", "quadratic"], "--estimator = 'with --task' .* a study has no task"),
+        (["--penalty", "some"], "penalty = 'some' .* one or column or feature"),
+        (["--event", "died"], "event = 'died' .* Cox's model alone"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(options, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main([*NEW, *options]) == 2
+    assert re.search(words, " ".join(capsys.readouterr().err.split()))
+    assert not (tmp_path / "app").exists()
+
+
+def test_a_table_may_come_from_a_function(monkeypatch, tmp_path):
+    (tmp_path / "own_table.py").write_text("import site_tables\n\ndef read():\n    return site_tables.table(0)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    made = site(study("ridge"), {}, {"partition-id": 0, "table": "own_table:read"}, "")
+    assert made.outer["digest"].shape == (40, 2)
+
+
+def test_more_features_than_the_exact_search_takes_are_for_one_machine(files, monkeypatch):
+    for module in ("linear", "study"):
+        monkeypatch.setattr(f"fedbilevel.estimators.{module}.WIDE", 9)
+    given = study("ridge", rounds=20)
+    with pytest.raises(ConfigurationError, match=r"features, indicators included = 10 .* 9 at most where sites keep"):
+        alone(given, Nodes(client_app(given), files))
+    with pytest.warns(ConvergenceWarning, match="the validation loss still falls after 20 rounds"):
+        assert np.isfinite(given.fit(tables()).estimator.coef_).all()
