@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -98,17 +98,22 @@ def reply_of(where: str, phase: Phase, client: Client, message: PyTree, key: Arr
         reply = phase(client, message, key)
     if not isinstance(reply, Reply):
         raise ConfigurationError(f"{where} returned {described(reply)}: a phase returns a Reply(update){SEVERAL}")
+    check_numbers(where, reply)
+    check_state(where, reply.state, client.state)
+    return reply
+
+
+def check_numbers(where: str, reply: Reply, known: Collection[str] = ()) -> None:
+    """Refuse metrics and counts of a reply that are no single numbers, but for the metrics that are `known`."""
     if not isinstance(reply.metrics, Mapping | None):
         got = described(reply.metrics)
         raise ConfigurationError(f"{where}: Reply.metrics is {got}: it must be a dict of numbers by name{SEVERAL}")
     for name, value in (reply.metrics or {}).items():
-        if not isinstance(name, str) or np.shape(value) != ():
+        if not isinstance(name, str) or (np.shape(value) != () and name not in known):
             raise ConfigurationError(f"{where}: the metric {name!r} is {described(value)}: a metric is one number")
     for name in ("gradients", "hvps"):
         if np.shape(count := getattr(reply, name)) != ():
             raise ConfigurationError(f"{where}: Reply.{name} is {described(count)}: it must be one number, a count")
-    check_state(where, reply.state, client.state)
-    return reply
 
 
 def check_state(where: str, new: PyTree, kept: PyTree) -> None:
@@ -131,13 +136,13 @@ def explained(where: str) -> Iterator[None]:
         raise not_yet_a_number(where, error) from error
 
 
-def difference(got: PyTree, like: PyTree) -> str:
-    """Say how a tree is not like another, in structure, shapes or dtypes; "" if it is."""
+def difference(got: PyTree, like: PyTree, dtypes: bool = True) -> str:
+    """Say how a tree is not like another, in structure, shapes or, unless they may differ, dtypes; "" if it is."""
     form: Callable[[PyTree], Any] = jax.tree.structure
     if form(got) != form(like):
         return f"got {described(got)}, not {described(like)}"
     for (path, one), other in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(like), strict=True):
-        if np.shape(one) != np.shape(other) or jnp.result_type(one) != jnp.result_type(other):
+        if np.shape(one) != np.shape(other) or (dtypes and jnp.result_type(one) != jnp.result_type(other)):
             return f"{jax.tree_util.keystr(path) or 'it'} is {described(one)}, not {described(other)}"
     return ""
 

@@ -154,23 +154,23 @@ class AdaptiveSteps(Layer):
         drifts = all(("drift", of) in open_ for kind, of in open_ if kind == "shared" and of != "x")
         agreement = kept.curvature.agreement if drifts else jnp.zeros(())
         kept = kept._replace(agreement=agreement)
-        inner, _ = self.steps(kept)
+        inner, _ = self._steps(kept)
         begun = with_steps(method, lambda open_: LONG if open_.of == "x" else inner)
         return begun, kept._replace(inner=inner)
 
-    def steps(self, kept: Known) -> tuple[Array, Array]:
+    def _steps(self, kept: Known) -> tuple[Array, Array]:
         """Return the steps, of the server and of clients, that what is known by now allows."""
         return kept.curvature._replace(agreement=kept.agreement).steps(self.y_lr)
 
     def exchange(self, asked: Asked, kept: Known, ask: Ask) -> tuple[Total, Known]:
         """Send the steps with the message, and scale the replies to the steps that curvature allows."""
         phase, message = asked.method.phases[asked.phase], asked.message
-        steps = Steps(*self.steps(kept), jax.random.bits(jax.random.fold_in(asked.key, STREAM), dtype="uint32"))
+        steps = Steps(*self._steps(kept), jax.random.bits(jax.random.fold_in(asked.key, STREAM), dtype="uint32"))
         mean = ask(replace(asked, message=(message, steps))).mean(asked.unbiased)
         if measures(asked.method, phase):
             mean, measured = mean
             kept = kept._replace(curvature=kept.curvature.after(measured, square_of_y(phase, mean)))
-            factor, shared = allowed(self.steps(kept)[0], kept.inner), shared_steps(asked.method)
+            factor, shared = allowed(self._steps(kept)[0], kept.inner), shared_steps(asked.method)
             mean = rescaled(phase, mean, "y", [factor if of in shared else 1 for of in "yv"])
         elif getattr(phase, "__multiplies__", False) and "product" in shared_steps(asked.method):
             along, square = optax.tree.vdot(message[-1], mean), optax.tree.norm(mean, squared=True)
@@ -189,7 +189,7 @@ class AdaptiveSteps(Layer):
             x, y = measured_at(phase, method, client, message, asked.key)
             power, products = power.measured(client, x, y, steps.seed, method.batch_size, asked.key)
         batched = replace(client, batch_size=method.batch_size)
-        sized = with_steps(method, partial(self.size, batched, steps, power.largest))
+        sized = with_steps(method, partial(self._size, batched, steps, power.largest))
         reply = run(replace(asked, method=sized, message=message), client)
         after = None if kept is None else power
         if products is None:
@@ -197,7 +197,7 @@ class AdaptiveSteps(Layer):
         measured = Measured.of(power, directions_of(method, client), square_of_y(phase, reply.update))
         return reply._replace(update=(reply.update, measured), hvps=reply.hvps + products), after
 
-    def size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Any:
+    def _size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Any:
         """Return a client's step: that of all clients, or what its own curvature `own` bears, where that is known."""
         if open_.of == "x":
             return 0.0 if open_.kind == "drift" else SHORT

@@ -29,17 +29,19 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
+import numpy as np
 from jax import Array
 
 from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm, Part, check_algorithm, refuse_unless_allowed
-from fedbilevel.core.authored import described
+from fedbilevel.core.authored import check_numbers, described, difference
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.facts import Allows, Asks, Findings, No
-from fedbilevel.core.fed import Fed, LoopBody, Phase, Reply, Total
+from fedbilevel.core.fed import Coded, Fed, LoopBody, Phase, Reply, Total, decoded
 from fedbilevel.core.hyperparameters import field_values
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree
 
 
@@ -108,7 +110,9 @@ class Around(Part):
 class Layer(Around):
     """Base class of layers, which change what happens around every exchange of a method.
 
-    A subclass overrides the functions whose behaviour it changes. Those of this class change nothing.
+    A subclass overrides the functions whose behaviour it changes. Those of this class change nothing. Other public
+    names of a subclass are its fields, or functions that it declares abstract; those of helpers begin with an
+    underscore.
     """
 
     kind: ClassVar[str]
@@ -123,12 +127,18 @@ class Layer(Around):
     learns: ClassVar[bool] = False
     """Whether an estimate of the hypergradient needs a round first, in which the layer learns."""
 
+    _vectors: ClassVar[bool] = False  # whether a metric may be a vector, of which the library makes numbers
+
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        known = {name for name in dir(Layer) if name[0] != "_"}
-        for name in vars(cls).keys() - known:
-            if near := get_close_matches(name, known, n=1, cutoff=0.8):
-                raise ConfigurationError(f"{cls.__name__}.{name} is no function of layers: did you mean {near[0]!r}?")
+        known = {name for base in cls.__mro__[1:] for name in dir(base)}
+        known |= {name for base in cls.__mro__ for name in inspect.get_annotations(base)}
+        for name, value in vars(cls).items():
+            if name[0] != "_" and name not in known and not getattr(value, "__isabstractmethod__", False):
+                near = get_close_matches(name, [name for name in dir(Layer) if name[0] != "_"], n=1)
+                meant = f": did you mean {near[0]!r}?" if near else ""
+                own = "names of your own begin with an underscore, unless they are fields"
+                raise ConfigurationError(f"{cls.__name__}.{name} is no function or attribute of layers{meant}; {own}")
         if not inspect.isabstract(cls):
             kind, place = getattr(cls, "kind", None), getattr(cls, "place", None)
             require(place is not None, f"{cls.__name__}.place", place, ", ".join(PLACES))
@@ -182,7 +192,8 @@ class Layer(Around):
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:
         """Ask clients once, on the server: `ask` sends the message on, toward the wire, and returns a `Total`.
 
-        Return this total or another one, and the layer's new state. `kept` is its state.
+        Return this total or another one, and the layer's new state. `kept` is its state. The update has the shapes of
+        that of `ask`; of the method's replies, where the layer changes them in `reply`.
         """
         return ask(asked), kept
 
@@ -190,7 +201,8 @@ class Layer(Around):
         """Reply once, at a client: `run` runs the layers inside and the phase, and returns a `Reply`.
 
         Return this reply or another one, and the layer's new state. `kept` is its state; None in a fresh cohort, where
-        the states of clients are out of reach.
+        the states of clients are out of reach. The update has the shapes of that of `run`, once `Coded` parts are
+        decoded, unless the layer also has an `exchange`, which makes them anew. At the place "kept" a part may be None.
         """
         return run(asked, client), kept
 
@@ -223,6 +235,13 @@ class LayeredState(NamedTuple):
     @property
     def y(self) -> PyTree:
         return self.inside.y
+
+
+class At(NamedTuple):
+    """A point at which an estimate is made, in place of a state."""
+
+    x: PyTree
+    y: PyTree
 
 
 class LayeredClient(NamedTuple):
@@ -266,7 +285,9 @@ class Layered(Wrapper):
         layers = self.layers
         for layer in layers:
             others = {other.kind: other for other in layers if other is not layer}
-            require(layer.kind not in others, f"{layer.label}.kind", layer.kind, "another for each layer")
+            if layer.kind in others:
+                two = f"{layer.label} and {others[layer.kind].label} are both of the kind {layer.kind!r}"
+                raise ConfigurationError(f"{two}, by which their states are found: it must be another for each layer")
             for kind, why in layer.excludes.items():
                 if kind in others:
                     raise ConfigurationError(f"{layer.label} and {others[kind].label} cannot be together: {why}")
@@ -331,18 +352,20 @@ class Layered(Wrapper):
         """Return the method as a round runs it, and what the layers keep."""
         method = self.algorithm
         for layer in self.layers:
-            method, slot = layer.before_round(method, slots.get(layer.kind))
+            returned = layer.before_round(method, slots.get(layer.kind))
+            method, slot = checked(layer, "before_round", returned, slots)
             slots = _with(slots, layer, slot)
         return method, slots
 
     def round(self, fed: Fed, state: Any, key: Array) -> Any:
         before = _parted(state, LayeredState)
         method, slots = self.begun(before.slots)
-        asking = LayersFed(fed, self, method, slots)
+        asking = LayersFed(fed, self, method, slots, before.inside)
         inside, slots = method.round(asking, before.inside, key), asking.slots
         for layer in self.layers:
             own = slots.get(layer.kind)
-            inside, slot = layer.after_round(self.algorithm, fed.problem, own, before.inside, inside)
+            returned = layer.after_round(self.algorithm, fed.problem, own, before.inside, inside)
+            inside, slot = checked(layer, "after_round", returned, slots, inside)
             slots = _with(slots, layer, slot)
         return LayeredState(inside, slots) if isinstance(state, LayeredState) else inside
 
@@ -360,7 +383,7 @@ class Layered(Wrapper):
             first, key = jax.random.split(key)
             slots = Layered.round(self, fed, Layered.init(self, x, y), first).slots
         method, slots = self.begun(slots)
-        return method.hypergradient_at(LayersFed(fed, self, method, slots), x, y, key)
+        return method.hypergradient_at(LayersFed(fed, self, method, slots, At(x, y)), x, y, key)
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         asked = Asked(self.algorithm, name, message, key)
@@ -374,13 +397,19 @@ class Layered(Wrapper):
         found = self.algorithm.findings(inside)
         for layer in self.layers:
             found = layer.findings(self.algorithm, slots.get(layer.kind), found)
+            if not isinstance(found, Findings):
+                returns = "it returns Findings, such as found._replace(columns=found.columns | {'name': number})"
+                raise ConfigurationError(f"{layer.label}.findings returned {described(found)}: {returns}")
         return found
 
     def remarks(self, state: Any) -> tuple[str, ...]:
         inside, slots = _parted(state, LayeredState)
         remarks = self.algorithm.remarks(inside)
         for layer in self.layers:
-            remarks += layer.remarks(self.algorithm, slots.get(layer.kind))
+            own = layer.remarks(self.algorithm, slots.get(layer.kind))
+            if not isinstance(own, tuple) or not all(isinstance(text, str) for text in own):
+                raise ConfigurationError(f"{layer.label}.remarks returned {own!r}: it returns a tuple of sentences")
+            remarks += own
         return remarks
 
 
@@ -414,20 +443,102 @@ def _with(slots: dict[str, Any], layer: Layer, slot: Any) -> dict[str, Any]:
     return slots if slot is None else {**slots, layer.kind: slot}
 
 
-def checked(layer: Layer, function: str, kind: type, returned: Any, slots: Mapping[str, Any]) -> tuple[Any, Any]:
-    """Return what a function of a layer returned, and what it keeps.
+RETURNS: dict[str, tuple[type, str]] = {
+    "before_round": (Algorithm, "a method"),
+    "exchange": (Total, "a Total"),
+    "reply": (Reply, "a Reply"),
+    "after_round": (object, "the method's state"),
+}
+
+
+def checked(
+    layer: Layer, function: str, returned: Any, slots: Mapping[str, Any], inside: Any = None
+) -> tuple[Any, Any]:
+    """Return what a function of a layer returned, and what it keeps. Nothing of it is compiled.
+
+    `inside` is what the layer got from inside: the Reply or the Total, or the state; None where it did not ask.
 
     Raises:
-        ConfigurationError: it is no pair of these, or it keeps something that it did not begin with.
+        ConfigurationError: it is no pair of these, it keeps something else than what it began with, or an update, a
+            state or a metric has other shapes than it may have.
     """
-    where = f"{layer.label}.{function}"
-    if not isinstance(returned, tuple) or len(returned) != 2 or not isinstance(returned[0], kind):
+    where, (kind, name) = f"{layer.label}.{function}", RETURNS[function]
+    if type(returned) is not tuple or len(returned) != 2 or not isinstance(returned[0], kind):
         got = described(returned)
-        raise ConfigurationError(f"{where} returned {got}: it returns a {kind.__name__} and what the layer keeps")
-    if returned[1] is not None and layer.kind not in slots:
-        make = "client_slot" if kind is Reply else "server_slot"
-        raise ConfigurationError(f"{where} keeps {described(returned[1])}, but {make} says that nothing is kept")
+        raise ConfigurationError(f"{where} returned {got}: it returns {name} and what the layer keeps")
+    what, kept = returned
+    make = "client_slot" if function == "reply" else "server_slot"
+    if layer.kind not in slots and kept is not None:
+        nothing = f"{make} says that nothing is kept"
+        nothing += ", or this is a fresh cohort, where `kept` is None and so is what is kept" * (function == "reply")
+        raise ConfigurationError(f"{where} keeps {described(kept)}, but {nothing}")
+    if layer.kind in slots and (wrong := difference(kept, slots[layer.kind])):
+        raise ConfigurationError(f"{where}: what the layer keeps must be like `kept`, as {make} made it: {wrong}")
+    if function == "after_round" and (wrong := difference(what, inside)):
+        raise ConfigurationError(f"{where} must return a state like `after`: {wrong}")
+    if isinstance(what, Reply):
+        _check_reply(layer, where, what, inside)
+    if isinstance(what, Total):
+        _check_total(layer, where, what, inside)
     return returned
+
+
+def _check_reply(layer: Layer, where: str, reply: Reply, inside: Reply | None) -> None:
+    """Refuse a layer's reply whose update, state, metrics or counts have other shapes than they may have."""
+    own, got = reply.metrics, (inside.metrics if inside else None) or {}
+    known = got.keys() if isinstance(own, Mapping) else ()
+    check_numbers(where, reply, own or () if layer._vectors else [k for k in known if (own or {}).get(k) is got[k]])
+    update = plain_update(where, reply.update)
+    if inside is None:
+        return
+    if wrong := difference(reply.state, inside.state):
+        raise ConfigurationError(f"{where}: Reply.state must be like that of `run`; use reply._replace(…): {wrong}")
+    if overrides(layer, "exchange"):
+        return
+    like = plain_update(where, inside.update)
+    if layer.place == "kept":
+        like = _without(update, like)
+    _same_shapes(f"{where}: Reply.update must have the shapes of that of `run`", update, like)
+
+
+def _check_total(layer: Layer, where: str, total: Total, inside: Total | None) -> None:
+    """Refuse a layer's total whose update or numbers have other shapes than they may have."""
+    for name in ("weight", "responders", "population"):
+        if np.shape(number := getattr(total, name)) != ():
+            raise ConfigurationError(f"{where}: Total.{name} is {described(number)}: it must be one number")
+    if inside is not None and not overrides(layer, "reply"):
+        _same_shapes(f"{where}: Total.update must have the shapes of that of `ask`", total.update, inside.update)
+
+
+def overrides(layer: Layer, function: str) -> bool:
+    """Say whether a layer has a function of its own."""
+    return getattr(type(layer), function) is not getattr(Layer, function)
+
+
+def _same_shapes(must: str, update: PyTree, like: PyTree) -> None:
+    if wrong := difference(update, like, dtypes=False):
+        raise ConfigurationError(f"{must}: {wrong}")
+
+
+def _without(update: PyTree, like: PyTree) -> PyTree:
+    """Take the parts from `like` that are None in the update."""
+    try:
+        return jax.tree.map(lambda u, part: None if u is None else part, update, like, is_leaf=lambda u: u is None)
+    except ValueError:
+        return like
+
+
+def plain_update(where: str, update: PyTree) -> PyTree:
+    """Return the shapes of an update once its coded parts are decoded.
+
+    Raises:
+        ConfigurationError: what should decode them is no function.
+    """
+    for part in jax.tree.leaves(update, is_leaf=lambda part: isinstance(part, Coded)):
+        if isinstance(part, Coded) and not callable(part.decode):
+            takes = "it must be a function of the wire, of a module, or a frozen dataclass"
+            raise ConfigurationError(f"{where}: Coded.decode is {described(part.decode)}: {takes}")
+    return jax.eval_shape(decoded, update)
 
 
 def run_inside(asked: Asked, client: Client) -> Reply:
@@ -440,12 +551,24 @@ def run_inside(asked: Asked, client: Client) -> Reply:
     return reply._replace(state=before._replace(inside=inside))
 
 
+class Noted:
+    """What runs inside a layer, or asks there, with what it returned last: for checks of shapes alone."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function, self.returned = function, None
+
+    def __call__(self, *given: Any) -> Any:
+        self.returned = self.function(*given)
+        return self.returned
+
+
 def around(layers: Iterable[Layer], run: Inside) -> Inside:
     """Put layers around `run`, the first of them next to it."""
 
     def one(layer: Layer, run: Inside, asked: Asked, client: Client) -> Reply:
-        slots = _parted(client.state, LayeredClient).slots
-        reply, slot = checked(layer, "reply", Reply, layer.reply(asked, slots.get(layer.kind), client, run), slots)
+        slots, inside = _parted(client.state, LayeredClient).slots, Noted(run)
+        returned = layer.reply(asked, slots.get(layer.kind), client, inside)
+        reply, slot = checked(layer, "reply", returned, slots, inside.returned)
         if slot is None:
             return reply
         return reply._replace(state=reply.state._replace(slots=_with(reply.state.slots, layer, slot)))
@@ -458,8 +581,8 @@ def around(layers: Iterable[Layer], run: Inside) -> Inside:
 class LayersFed:
     """The `Fed` of a method with layers; its loops carry what they keep on the server from exchange to exchange."""
 
-    def __init__(self, fed: Fed, layered: Layered, method: Algorithm, slots: dict[str, Any]) -> None:
-        self.fed, self.layered, self.method, self.slots = fed, layered, method, slots
+    def __init__(self, fed: Fed, layered: Layered, method: Algorithm, slots: dict[str, Any], at: Any) -> None:
+        self.fed, self.layered, self.method, self.slots, self.state = fed, layered, method, slots, at
         self.problem, self.repetition, self.sampled = fed.problem, fed.repetition, fed.sampled
 
     def asked(self, phase: Phase, message: PyTree, key: Array, **options: Any) -> Asked:
@@ -486,10 +609,30 @@ class LayersFed:
         return ask(asked)
 
     def one(self, layer: Layer, ask: Ask, asked: Asked) -> Total:
-        returned = layer.exchange(asked, self.slots.get(layer.kind), ask)
-        total, slot = checked(layer, "exchange", Total, returned, self.slots)
+        inside = Noted(ask)
+        returned = layer.exchange(asked, self.slots.get(layer.kind), inside)
+        total, slot = checked(layer, "exchange", returned, self.slots, inside.returned)
+        if overrides(layer, "exchange") and overrides(layer, "reply"):
+            self.check_declared(layer, asked, total.update)
         self.slots = _with(self.slots, layer, slot)
         return total
+
+    def check_declared(self, layer: Layer, asked: Asked, update: PyTree) -> None:
+        """Refuse an update that a layer changed on both sides and that is not as the method's phase declares it."""
+        said = getattr(self.layered.phases[asked.phase], "__takes_and_gives__", None)
+        inner = self.layered.layers[: self.layered.layers.index(layer)]
+        if said is None or any(overrides(one, "reply") for one in inner):
+            return
+        must = f"{layer.label}.exchange: Total.update must have the shapes of the update of {asked.phase}"
+
+        def one(kind: str, part: PyTree) -> None:
+            if kind in ("x", "y") and part is not None:
+                got, like = jax.tree.leaves(part), jax.tree.leaves(getattr(self.state, kind))
+                _same_shapes(f"{must}, its part like {kind}", got, like)
+            if kind == NUMBER:
+                _same_shapes(f"{must}, its number", jax.tree.leaves(part), [np.zeros(())])
+
+        jax.tree.map(one, said[1], update)
 
     def ask(self, asked: Asked) -> Total:
         phase = self.layered.phases[asked.phase]
@@ -536,8 +679,10 @@ def layered(algorithm: Algorithm, *layers: Around | None) -> Algorithm:
     has = [*layers_at(algorithm), *filter(None, layers)]
     chosen: dict[str, Any] = {layer.place: layer for layer in has}
     if len(chosen) < len(has):
-        names = ", ".join(type(layer).__name__ for layer in has)
-        raise ConfigurationError(f"two layers of one place around {algorithm.label}, among {names}")
+        place = next(layer.place for layer in has if chosen[layer.place] is not layer)
+        names = " and ".join(type(layer).__name__ for layer in has if layer.place == place)
+        do = "leave one out, or give one of your own another `place`"
+        raise ConfigurationError(f"two layers of one place around {algorithm.label}, {place!r}: {names}; {do}")
     if isinstance(algorithm, Layered):
         return replace(algorithm, **chosen)
     return Layered(algorithm, **chosen) if chosen else algorithm

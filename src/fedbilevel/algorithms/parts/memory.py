@@ -44,7 +44,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.layers import Around, Ask, Asked, First, Inside, Kept, Layer
+from fedbilevel.algorithms.parts.layers import Around, Ask, Asked, First, Inside, Kept, Layer, plain_update
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.authored import difference
 from fedbilevel.core.client import Client
@@ -180,8 +180,9 @@ class ReplyDelta(NamedTuple):
             marked = jax.tree.map(lambda part: part if is_marked(part) else None, change, is_leaf=is_marked)
             private = private_part(change)
             coded = compressor.coded(private)
+            name = f"{type(compressor).__name__}.coded"
+            plain_update(name, coded)
             if wrong := difference(restored := decoded(coded), private):
-                name = f"{type(compressor).__name__}.coded"
                 raise ConfigurationError(f"{name}: what is decoded must be like the tree that it got: {wrong}")
             update = optax.tree.add(last.update, join(restored, marked))
             change = (coded, marked)
@@ -248,9 +249,9 @@ class Memory(Layer):
         if self.compressor is not None:
             delta = delta._replace(update=join(*delta.update))
         last = last.after(delta)
-        return Total.of_mean(self.shortened(asked, last)), {**kept, asked.phase: last}
+        return Total.of_mean(self._shortened(asked, last)), {**kept, asked.phase: last}
 
-    def shortened(self, asked: Asked, last: LastReplies) -> PyTree:
+    def _shortened(self, asked: Asked, last: LastReplies) -> PyTree:
         """Return the mean, shorter by the penalty for delay."""
         if self.late is None or self.late.delay_penalty == 0:
             return last.mean

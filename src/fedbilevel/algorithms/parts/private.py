@@ -48,6 +48,7 @@ class Private(Privacy, Layer):
     kind, place, needs, cannot = "private", "privacy", "noise", "cannot have noise"
 
     counts: bool = static(default=True)
+    _vectors = True
 
     def server_slot(self, method: Algorithm, x: PyTree, y: PyTree) -> PyTree:
         """Exchanges so far whose replies the clients did not count."""
