@@ -1,5 +1,6 @@
 """What a layer of one's own returns wrongly: the error names layer and function, what it got, and what is allowed."""
 
+import warnings
 from abc import abstractmethod
 from dataclasses import replace
 
@@ -10,9 +11,11 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.algorithms.parts.layers import Layer, layered
+from fedbilevel.algorithms.parts.memory import warn_unless_contraction
 from fedbilevel.authoring import Coded, Compressor
+from fedbilevel.core.config import static
 from fedbilevel.core.tree import XYV
-from fedbilevel.errors import ConfigurationError
+from fedbilevel.errors import ConfigurationError, NumericalWarning
 from fedbilevel.tasks.quadratic import quadratic
 
 METHOD = fb.SimFBO(local_steps=1, batch_size=None, server_lr=XYV(0.2, 0.1, 0.1), client_lr=0.1)
@@ -215,3 +218,30 @@ def test_fields_helpers_and_functions_that_a_class_declares_abstract_are_names_o
     assert replace(Scaled(), factor=3.0)._scaled(1.0) == 3.0
     moved = [np.asarray(run(layer).x) - TASK.x0 for layer in (Scaled(factor=1.0), Scaled())]
     np.testing.assert_allclose(moved[1], 2 * moved[0], rtol=1e-5, atol=1e-6)
+
+
+class Signs(Compressor):
+    """Signs, times the mean size of the entries or not; without it each difference moves every entry by 1."""
+
+    scaled: bool = static(default=True)
+
+    def coded(self, tree):
+        def one(array):
+            scale = jnp.mean(jnp.abs(array)) if self.scaled else jnp.ones((), array.dtype)
+            return Coded((jnp.sign(array).astype(jnp.int8), scale), product)
+
+        return jax.tree.map(one, tree)
+
+
+def product(wire):
+    return wire[0] * wire[1]
+
+
+def test_a_code_that_is_no_contraction_is_warned_of():
+    """Of entries of size 0.001 the signs are off by about 1000 times their size, in the square 10⁶."""
+    with pytest.warns(NumericalWarning, match=r"Signs.coded is no contraction: .* size 0\.001"):
+        run(Signs(scaled=False))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for code in (Signs(), fb.parts.TopK(share=0.2)):
+            warn_unless_contraction(code, (jnp.zeros(6), jnp.zeros((2, 3))))

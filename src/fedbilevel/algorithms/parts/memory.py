@@ -33,6 +33,7 @@ count exchanges in integers.
 
 from __future__ import annotations
 
+import warnings
 from abc import abstractmethod
 from collections.abc import Mapping
 from dataclasses import replace
@@ -41,6 +42,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax import Array
 
@@ -49,7 +51,7 @@ from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.authored import difference
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive_integer, static
-from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.errors import ConfigurationError, NumericalWarning, require
 from fedbilevel.core.facts import Allows, Asks, Findings, No
 from fedbilevel.core.fed import Public, Reply, Total, decoded
 from fedbilevel.core.local_x import server_x
@@ -64,7 +66,8 @@ ROUNDING = 1e-5  # what sums of weights may fall short of 1 by in float32, witho
 class Compressor(Around):
     """Base class of compressors, which make replies short: `coded` gives a form with fewer bytes.
 
-    Clients send differences to what they sent before, so that nothing is lost for good (`Memory`).
+    Clients send differences to what they sent before, so that nothing is lost for good (`Memory`). For this the code C
+    must be a contraction: ‖C(v) − v‖² ≤ (1 − δ)‖v‖² with some δ > 0 for every v. Steps have to shrink with δ.
     """
 
     place = "coded"
@@ -222,6 +225,8 @@ class Memory(Layer):
         return inside._replace(late=late)
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
+        if self.compressor is not None:
+            warn_unless_contraction(self.compressor, (x, y))
         if self.late is None:
             return
         alone = self.late.delay_penalty == 0 or problem.local is None
@@ -277,6 +282,30 @@ class Memory(Layer):
         single = len(kept) == 1
         delays = {"delay" if single else f"delay.{name}": last.delay for name, last in kept.items()}
         return found._replace(columns=found.columns | delays)
+
+
+def warn_unless_contraction(compressor: Compressor, like: PyTree) -> None:
+    """Warn if a code is further from a random tree with the shapes of `like` than 0 is, at any of some sizes.
+
+    A code that passes may still be no contraction: the sizes are three, and the directions one.
+    """
+    random = np.random.default_rng(0)
+    tree = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=jnp.shape(leaf)), jnp.result_type(leaf)), like)
+    for size in (1e-3, 1.0, 1e3):
+        v = jax.tree.map(lambda leaf, size=size: (size * leaf).astype(leaf.dtype), tree)
+        coded = compressor.coded(v)
+        plain = plain_update(f"{type(compressor).__name__}.coded", coded)
+        if difference(plain, v):
+            return  # an error, with the reply in which it is
+        off = optax.tree.norm(optax.tree.sub(decoded(coded), v), squared=True)
+        share = float(off / optax.tree.norm(v, squared=True))
+        if share > 1:
+            text = f"{type(compressor).__name__}.coded is no contraction: of a random v with entries of size {size:g} "
+            text += (
+                f"‖C(v) − v‖² is {share:.3g} ‖v‖²; it must be below ‖v‖², or the run may not settle"
+            )
+            warnings.warn(NumericalWarning(text), stacklevel=2)
+            return
 
 
 def gives(method: Algorithm, phase: str) -> PyTree:
