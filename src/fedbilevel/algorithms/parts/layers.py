@@ -32,13 +32,14 @@ import jax
 import numpy as np
 from jax import Array
 
+from fedbilevel.algorithms.parts.layer_checks import Noted, checked, same_shapes
 from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm, Part, check_algorithm, refuse_unless_allowed
-from fedbilevel.core.authored import check_numbers, described, difference
+from fedbilevel.core.authored import described
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.facts import Allows, Asks, Findings, No
-from fedbilevel.core.fed import Coded, Fed, LoopBody, Phase, Reply, Total, decoded
+from fedbilevel.core.fed import Fed, LoopBody, Phase, Reply, Total
 from fedbilevel.core.hyperparameters import field_values
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
@@ -443,102 +444,9 @@ def _with(slots: dict[str, Any], layer: Layer, slot: Any) -> dict[str, Any]:
     return slots if slot is None else {**slots, layer.kind: slot}
 
 
-RETURNS: dict[str, tuple[type, str]] = {
-    "before_round": (Algorithm, "a method"),
-    "exchange": (Total, "a Total"),
-    "reply": (Reply, "a Reply"),
-    "after_round": (object, "the method's state"),
-}
-
-
-def checked(
-    layer: Layer, function: str, returned: Any, slots: Mapping[str, Any], inside: Any = None
-) -> tuple[Any, Any]:
-    """Return what a function of a layer returned, and what it keeps. Nothing of it is compiled.
-
-    `inside` is what the layer got from inside: the Reply or the Total, or the state; None where it did not ask.
-
-    Raises:
-        ConfigurationError: it is no pair of these, it keeps something else than what it began with, or an update, a
-            state or a metric has other shapes than it may have.
-    """
-    where, (kind, name) = f"{layer.label}.{function}", RETURNS[function]
-    if type(returned) is not tuple or len(returned) != 2 or not isinstance(returned[0], kind):
-        got = described(returned)
-        raise ConfigurationError(f"{where} returned {got}: it returns {name} and what the layer keeps")
-    what, kept = returned
-    make = "client_slot" if function == "reply" else "server_slot"
-    if layer.kind not in slots and kept is not None:
-        nothing = f"{make} says that nothing is kept"
-        nothing += ", or this is a fresh cohort, where `kept` is None and so is what is kept" * (function == "reply")
-        raise ConfigurationError(f"{where} keeps {described(kept)}, but {nothing}")
-    if layer.kind in slots and (wrong := difference(kept, slots[layer.kind])):
-        raise ConfigurationError(f"{where}: what the layer keeps must be like `kept`, as {make} made it: {wrong}")
-    if function == "after_round" and (wrong := difference(what, inside)):
-        raise ConfigurationError(f"{where} must return a state like `after`: {wrong}")
-    if isinstance(what, Reply):
-        _check_reply(layer, where, what, inside)
-    if isinstance(what, Total):
-        _check_total(layer, where, what, inside)
-    return returned
-
-
-def _check_reply(layer: Layer, where: str, reply: Reply, inside: Reply | None) -> None:
-    """Refuse a layer's reply whose update, state, metrics or counts have other shapes than they may have."""
-    own, got = reply.metrics, (inside.metrics if inside else None) or {}
-    known = got.keys() if isinstance(own, Mapping) else ()
-    check_numbers(where, reply, own or () if layer._vectors else [k for k in known if (own or {}).get(k) is got[k]])
-    update = plain_update(where, reply.update)
-    if inside is None:
-        return
-    if wrong := difference(reply.state, inside.state):
-        raise ConfigurationError(f"{where}: Reply.state must be like that of `run`; use reply._replace(…): {wrong}")
-    if overrides(layer, "exchange"):
-        return
-    like = plain_update(where, inside.update)
-    if layer.place == "kept":
-        like = _without(update, like)
-    _same_shapes(f"{where}: Reply.update must have the shapes of that of `run`", update, like)
-
-
-def _check_total(layer: Layer, where: str, total: Total, inside: Total | None) -> None:
-    """Refuse a layer's total whose update or numbers have other shapes than they may have."""
-    for name in ("weight", "responders", "population"):
-        if np.shape(number := getattr(total, name)) != ():
-            raise ConfigurationError(f"{where}: Total.{name} is {described(number)}: it must be one number")
-    if inside is not None and not overrides(layer, "reply"):
-        _same_shapes(f"{where}: Total.update must have the shapes of that of `ask`", total.update, inside.update)
-
-
 def overrides(layer: Layer, function: str) -> bool:
     """Say whether a layer has a function of its own."""
     return getattr(type(layer), function) is not getattr(Layer, function)
-
-
-def _same_shapes(must: str, update: PyTree, like: PyTree) -> None:
-    if wrong := difference(update, like, dtypes=False):
-        raise ConfigurationError(f"{must}: {wrong}")
-
-
-def _without(update: PyTree, like: PyTree) -> PyTree:
-    """Take the parts from `like` that are None in the update."""
-    try:
-        return jax.tree.map(lambda u, part: None if u is None else part, update, like, is_leaf=lambda u: u is None)
-    except ValueError:
-        return like
-
-
-def plain_update(where: str, update: PyTree) -> PyTree:
-    """Return the shapes of an update once its coded parts are decoded.
-
-    Raises:
-        ConfigurationError: what should decode them is no function.
-    """
-    for part in jax.tree.leaves(update, is_leaf=lambda part: isinstance(part, Coded)):
-        if isinstance(part, Coded) and not callable(part.decode):
-            takes = "it must be a function of the wire, of a module, or a frozen dataclass"
-            raise ConfigurationError(f"{where}: Coded.decode is {described(part.decode)}: {takes}")
-    return jax.eval_shape(decoded, update)
 
 
 def run_inside(asked: Asked, client: Client) -> Reply:
@@ -551,24 +459,13 @@ def run_inside(asked: Asked, client: Client) -> Reply:
     return reply._replace(state=before._replace(inside=inside))
 
 
-class Noted:
-    """What runs inside a layer, or asks there, with what it returned last: for checks of shapes alone."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        self.function, self.returned = function, None
-
-    def __call__(self, *given: Any) -> Any:
-        self.returned = self.function(*given)
-        return self.returned
-
-
 def around(layers: Iterable[Layer], run: Inside) -> Inside:
     """Put layers around `run`, the first of them next to it."""
 
     def one(layer: Layer, run: Inside, asked: Asked, client: Client) -> Reply:
         slots, inside = _parted(client.state, LayeredClient).slots, Noted(run)
         returned = layer.reply(asked, slots.get(layer.kind), client, inside)
-        reply, slot = checked(layer, "reply", returned, slots, inside.returned)
+        reply, slot = checked(layer, "reply", returned, slots, inside.returned, overrides(layer, "exchange"))
         if slot is None:
             return reply
         return reply._replace(state=reply.state._replace(slots=_with(reply.state.slots, layer, slot)))
@@ -611,7 +508,7 @@ class LayersFed:
     def one(self, layer: Layer, ask: Ask, asked: Asked) -> Total:
         inside = Noted(ask)
         returned = layer.exchange(asked, self.slots.get(layer.kind), inside)
-        total, slot = checked(layer, "exchange", returned, self.slots, inside.returned)
+        total, slot = checked(layer, "exchange", returned, self.slots, inside.returned, overrides(layer, "reply"))
         if overrides(layer, "exchange") and overrides(layer, "reply"):
             self.check_declared(layer, asked, total.update)
         self.slots = _with(self.slots, layer, slot)
@@ -628,9 +525,9 @@ class LayersFed:
         def one(kind: str, part: PyTree) -> None:
             if kind in ("x", "y") and part is not None:
                 got, like = jax.tree.leaves(part), jax.tree.leaves(getattr(self.state, kind))
-                _same_shapes(f"{must}, its part like {kind}", got, like)
+                same_shapes(f"{must}, its part like {kind}", got, like)
             if kind == NUMBER:
-                _same_shapes(f"{must}, its number", jax.tree.leaves(part), [np.zeros(())])
+                same_shapes(f"{must}, its number", jax.tree.leaves(part), [np.zeros(())])
 
         jax.tree.map(one, said[1], update)
 

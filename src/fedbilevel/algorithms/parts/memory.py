@@ -46,7 +46,8 @@ import numpy as np
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.layers import Around, Ask, Asked, First, Inside, Kept, Layer, plain_update
+from fedbilevel.algorithms.parts.layer_checks import plain_update
+from fedbilevel.algorithms.parts.layers import Around, Ask, Asked, First, Inside, Kept, Layer
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.authored import difference
 from fedbilevel.core.client import Client
@@ -301,9 +302,7 @@ def warn_unless_contraction(compressor: Compressor, like: PyTree) -> None:
         share = float(off / optax.tree.norm(v, squared=True))
         if share > 1:
             text = f"{type(compressor).__name__}.coded is no contraction: of a random v with entries of size {size:g} "
-            text += (
-                f"‖C(v) − v‖² is {share:.3g} ‖v‖²; it must be below ‖v‖², or the run may not settle"
-            )
+            text += f"‖C(v) − v‖² is {share:.3g} ‖v‖²; it must be below ‖v‖², or the run may not settle"
             warnings.warn(NumericalWarning(text), stacklevel=2)
             return
 
