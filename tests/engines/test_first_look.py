@@ -151,6 +151,78 @@ def test_what_is_wrong_is_said(case):
     assert re.search(words, text)
 
 
+def rare(share, *shape):
+    """1 in that share of the samples, evenly spread, else 0."""
+    return (np.arange(np.prod(shape)) % round(1 / share) == 0).astype(float).reshape(shape)
+
+
+def crossed(x, y, batch):
+    """Entropies of (n, 1) outputs and (n,) labels, which are broadcast to (n, n)."""
+    return jnp.mean(jax.nn.softplus((batch["u"] @ y)[:, None]) - (batch["u"] @ y)[:, None] * batch["l"])
+
+
+def of_positives(x, y, batch):
+    return jnp.sum(batch["l"] * jax.nn.softplus(-(batch["u"] @ y)))
+
+
+def hinges(x, y, batch):
+    return jnp.sum(jax.nn.relu(jnp.abs(batch["u"] @ y - batch["t"]) - 4))
+
+
+FEW_TELL = {
+    "labels of which half are 1": (crossed, {"u": U, "l": rare(0.5, 4, 20)}, r"\(n, 1\) and \(n,\)"),
+    "labels of which a tenth is 1": (crossed, {"u": U, "l": rare(0.1, 4, 20)}, r"\(n, 1\) and \(n,\)"),
+    "a sum over few labelled": (
+        lambda x, y, b: jnp.sum(b["w"] * (b["u"] @ y - b["t"]) ** 2),
+        SAMPLES | {"w": rare(0.08, 4, 20)},
+        "looks like a sum",
+    ),
+    "a sum over positives": (of_positives, {"u": U, "l": rare(0.1, 4, 20)}, "looks like a sum"),
+    "a sum of hinges": (hinges, SAMPLES | {"t": 5 * rare(0.1, 4, 20)}, "looks like a sum"),
+}
+"""Losses that are no mean, which few samples or pairs of them can tell."""
+
+
+@pytest.mark.parametrize("penalty", [0.0, 1.0])
+@pytest.mark.parametrize("case", FEW_TELL)
+def test_no_mean_is_said_where_few_samples_differ(case, penalty):
+    """Also where a penalty makes the loss of all other samples a number other than 0."""
+    loss, samples, words = FEW_TELL[case]
+    fit = lambda x, y, b: jnp.mean((b["u"] @ y - 1) ** 2)  # noqa: E731
+    problem = fb.Bilevel(plus(loss, lambda x, y: penalty * (y @ y)), plus(fit, lambda x, y: 10**x @ y**2))
+    (text,) = said(problem, samples)
+    assert re.search(rf"^the outer {NO_MEAN}.*{words}", text)
+
+
+@pytest.mark.parametrize("case", FEW_TELL)
+def test_the_mean_of_the_same_is_sound(case):
+    """Also with a leaf that is the same for all samples."""
+    loss, samples, _ = FEW_TELL[case]
+    mean = lambda x, y, b: jnp.mean(jax.vmap(lambda one: loss(x, y, jax.tree.map(lambda a: a[None], one)))(b))  # noqa: E731
+    assert (
+        said(
+            fb.Bilevel(plus(mean, lambda x, y: y @ y), plus(mean, lambda x, y: 10**x @ y**2)),
+            samples | {"n": np.ones((4, 20))},
+        )
+        == []
+    )
+
+
+def test_a_leaf_of_x_that_no_loss_reads_is_named():
+    problem = fb.Bilevel(fit, lambda x, y, batch: ridge(x["p"], y, batch) + x["r"][0] ** 2)
+    (text,) = said(problem, x={"p": X, "q": np.ones(2), "r": (np.ones(()),)})
+    assert text.startswith(
+        "no derivative moves x['q'], x['r'][0], which will stay as at the start (seen near the start"
+    )
+    with pytest.warns(InfluenceWarning, match="no derivative moves"):
+        result = fb.solve(
+            fb.SimFBO(), problem, fb.Clients(SAMPLES), {"p": X, "q": np.ones(2), "r": (np.ones(()),)}, Y, rounds=2
+        )
+    assert np.array_equal(result.x["q"], np.ones(2))
+    assert float(result.x["r"][0]) == 1
+    assert not np.array_equal(result.x["p"], X)
+
+
 @pytest.mark.parametrize("case", SOUND)
 def test_nothing_is_said_of_sound_losses(case):
     problem, x, y = SOUND[case]

@@ -34,6 +34,7 @@ OF_LOSSES = 0x6C6F7373  # folded into a key whose own bits draw the samples
 F = TypeVar("F", bound=Callable[..., Any])
 ImplicitTerm = Literal["inverse", "identity", "none"]
 LocalVariable = Literal["x"]
+BLOCKED = "stop_gradient, rounding and comparisons let no derivative pass"
 Project = Callable[[PyTree], PyTree]
 """x -> the point of a closed convex set that is nearest to x."""
 
@@ -519,5 +520,4 @@ def why_it_vanishes(problem: Problem, moves: Mapping[str, bool]) -> str:
             )
             return f"{claim}: {why}. Only the outer loss itself moves x{order}"
         why = why and f"the outer loss has no derivative in x, and {why}"
-    blocked = "stop_gradient, rounding and comparisons let no derivative pass"
-    return why and f"x will not move by derivatives: {why} ({blocked})"
+    return why and f"x will not move by derivatives: {why} ({BLOCKED})"

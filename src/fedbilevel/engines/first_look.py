@@ -1,7 +1,8 @@
 """A look at the losses by value before the first round, for mistakes that would end in numbers which look right.
 
-Does x change y*, and y the outer loss? Is a loss the mean of its values on single samples? Do samples index an axis
-beyond its end? All is computed at random points near the start, on a few samples of a few clients.
+Does x change y*, and y the outer loss? Does every leaf of x move? Is a loss the mean of its values on single samples?
+Do samples index an axis beyond its end? All is computed at random points near the start, on a few samples of a few
+clients.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ import numpy as np
 from jax import Array
 from jax.extend.core import ClosedJaxpr
 
-from fedbilevel.core.card import counted
+from fedbilevel.core.card import counted, listed
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import ConfigurationError, InfluenceWarning, NumericalWarning, warn
 from fedbilevel.core.local_x import local_block
-from fedbilevel.core.problem import Padded, Problem, why_it_vanishes
+from fedbilevel.core.problem import BLOCKED, Padded, Problem, why_it_vanishes
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, epsilon, near, on_device
 from fedbilevel.engines.process_group import current_group
@@ -29,12 +30,14 @@ from fedbilevel.machinery.kept import compiled
 from fedbilevel.oracles.population import chosen
 
 PAIRS = 16  # of samples, each pair of one client; in the first half of them a sample stands twice
-LOOKS = 50  # at other points, clients and samples, before a derivative counts as 0
+LOOKS = 50  # at other points, clients and samples, before a derivative counts as 0, or a loss as a mean
+ENOUGH = 4  # pairs that can tell a sum, or samples that depend on each other, from a mean
+FEWEST = 2  # pairs that differ from a mean: a single one is rounding
 LONGEST = 64  # samples of a client for a loss that takes all of them
 TOLERANCE = 1e-4  # relative, of a mean of two
 ROWS = 2**22  # samples that are read for their labels
 MAPPED_ROWS = 2**12  # of a memory-mapped array
-SHARE = 0.25  # of pairs that differ by more: less is rounding
+SHARE = 0.25  # of the pairs that can tell: where fewer differ from a mean, it is rounding
 
 
 class Seen(NamedTuple):
@@ -42,13 +45,29 @@ class Seen(NamedTuple):
 
     Args:
         moves: by name, such as "g_xy", whether that derivative is not 0.
+        leaves: of each leaf of x, in order, whether a derivative that moves x is not 0 there.
         reach: which entries of y, and of v, a gradient step on them moves.
-        values: by loss that should be a mean, its value on each pair, (PAIRS,), and on each sample, (PAIRS, 2).
+        values: by loss that should be a mean, what it is on the pairs.
     """
 
     moves: dict[str, Any]
+    leaves: list[Any]
     reach: tuple[PyTree, PyTree]
-    values: dict[str, tuple[Any, Any]]
+    values: dict[str, OnPairs]
+
+
+class OnPairs(NamedTuple):
+    """A loss on pairs of samples.
+
+    Args:
+        pairs: its value on each pair, (PAIRS,).
+        alone: its value on each sample, (PAIRS, 2).
+        differs: whether the two samples of a pair differ in a leaf, (PAIRS, leaves).
+    """
+
+    pairs: Any
+    alone: Any
+    differs: Any
 
 
 def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, programs: Mapping[str, ClosedJaxpr]) -> None:
@@ -71,24 +90,29 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
             check_indices(name, programs[f"{name} loss"], rows[name])
     look = FirstLook(problem, rows, rng, count=programs["outer loss"].in_avals[-1].shape[0])
     x, still = x if problem.local is None else local_block(x), jax.tree.map(np.zeros_like, y)
-    seen = look(*near((x, y, still), rng))
-    for name, (pairs, alone) in seen.values.items():
-        if why := why_no_mean(np.asarray(pairs, float), np.asarray(alone, float), epsilon(pairs)):
-            whole = "A loss that needs all of a client's samples at once is an fb.WholeLoss"
-            warn(NumericalWarning(f"the {name} loss is not a mean over the samples of its batch: {why}. {whole}"))
-    moves = dict.fromkeys(seen.moves, False)
+    moves, leaves, evidence = dict[str, bool](), [False] * len(jax.tree.leaves(x)), dict[str, Evidence]()
     for _ in range(LOOKS):
-        moves = {name: moves[name] or bool(moved) for name, moved in seen.moves.items()}
-        if not (why := why_it_vanishes(problem, moves)):
-            break
         seen = look(*near((x, y, still), rng))
+        moves = {name: moves.get(name, False) or bool(moved) for name, moved in seen.moves.items()}
+        leaves = [before or bool(moved) for before, moved in zip(leaves, seen.leaves, strict=True)]
+        evidence = {name: evidence.get(name, Evidence()).and_on(values) for name, values in seen.values.items()}
+        why = why_it_vanishes(problem, moves)
+        if not why and all(leaves) and all(found.enough for found in evidence.values()):
+            break
+    for name, found in evidence.items():
+        if text := found.why_no_mean():
+            whole = "A loss that needs all of a client's samples at once is an fb.WholeLoss"
+            warn(NumericalWarning(f"the {name} loss is not a mean over the samples of its batch: {text}. {whole}"))
+    near_start = f"(seen near the start, on samples of {counted(min(share, LOOKS * PAIRS), 'client')})"
     if why:
-        warn(
-            InfluenceWarning(
-                f"{why} (seen near the start, on samples of {counted(min(share, LOOKS * PAIRS), 'client')})"
-            )
-        )
-    elif problem.implicit_term != "none" and not leaves_the_start(look, x, (y, still)):
+        warn(InfluenceWarning(f"{why} {near_start}"))
+        return
+    if not (all(leaves) or getattr(problem, "subgradient", None)):
+        paths = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(x)]
+        fixed = listed([path for path, moved in zip(paths, leaves, strict=True) if not moved])
+        text = f"no derivative moves {fixed}, which will stay as at the start {near_start}"
+        warn(InfluenceWarning(f"{text}. Leave out of x what no loss reads; {BLOCKED}"))
+    if problem.implicit_term != "none" and not leaves_the_start(look, x, (y, still)):
         text = "x will not move from this start: all derivatives that move it are 0 there, and stay 0 as y moves"
         warn(InfluenceWarning(f"{text}. Unless it is the solution, start at random numbers, such as random weights"))
 
@@ -143,37 +167,82 @@ class FirstLook:
         def slopes(name: str, y: PyTree) -> tuple[PyTree, PyTree]:
             return jax.grad(lambda x, y: weights @ on_pairs(name, x, y), (0, 1))(x, y)
 
-        def values(name: str) -> tuple[Array, Array]:
+        def values(name: str) -> OnPairs:
             loss = getattr(problem, name)
             if name == "inner" and not problem.inner_is_mean:  # its derivative in y, y − r(x), is a mean
                 loss = lambda x, y, batch: sum(map(jnp.sum, jax.tree.leaves(jax.grad(problem.inner, 1)(x, y, batch))))  # noqa: E731
             alone = jax.vmap(lambda one: loss(x, y, jax.tree.map(lambda leaf: leaf[None], one)))
-            return jax.vmap(lambda pair: (loss(x, y, pair), alone(pair)))(batches[name])
+            differs = [
+                jnp.any(leaf[:, :1] != leaf[:, 1:], range(1, leaf.ndim)) for leaf in jax.tree.leaves(batches[name])
+            ]
+            on_each = jax.vmap(lambda pair: (loss(x, y, pair), alone(pair)))(batches[name])
+            return OnPairs(*on_each, jnp.stack(differs, 1))
 
         f_x, f_y = slopes("outer", y)
         (g_x, g_y), (g_xy, g_yy) = jax.jvp(lambda y: slopes("inner", y), (y,), (v,))
         named = {"f_x": f_x, "f_y": f_y, "g_x": g_x, "g_y": g_y, "g_xy": g_xy}
         moves = {name: sum(jnp.any(leaf != 0) for leaf in jax.tree.leaves(slope)) for name, slope in named.items()}
+        through = g_x if problem.implicit_term == "none" else g_xy
+        either = jax.tree.map(lambda a, b: jnp.any((a != 0) | (b != 0)), f_x, through)
         reach = jax.tree.map(lambda a: a != 0, g_y), jax.tree.map(lambda a, b: (a != 0) | (b != 0), f_y, g_yy)
         no_means = (*problem.whole, *problem.draws) if self.count > 1 else problem.own_losses
-        return Seen(moves, reach, {name: values(name) for name in problem.own_losses if name not in no_means})
-
-
-@np.errstate(invalid="ignore")  # of infinite losses, for which nothing is known
-def why_no_mean(pairs: np.ndarray, alone: np.ndarray, eps: float) -> str:
-    """Say why values on pairs of samples, (PAIRS,), are no means of those on single samples, (PAIRS, 2), or ""."""
-    size = np.maximum(np.abs(pairs), np.abs(alone).max(1))
-    off = np.abs(pairs - alone.mean(1)) > max(TOLERANCE, 30 * eps) * size
-    twice, mixed = (np.mean(half) > SHARE for half in np.split(off, 2))
-    if twice:
-        return "a sample that appears twice counts twice. It looks like a sum: write .mean() in place of .sum()"
-    if mixed:
-        return (
-            "what a sample adds depends on the other samples. So it is of a difference of arrays of shapes (n, 1) and "
-            "(n,), which JAX broadcasts to (n, n): give both the same shape, for example by [:, 0]. It is so, too, of "
-            "the root of a mean, a largest value, or what is centred within a batch: fb.WholeLoss takes such a loss"
+        return Seen(
+            moves,
+            jax.tree.leaves(either),
+            reach,
+            {name: values(name) for name in problem.own_losses if name not in no_means},
         )
-    return ""
+
+
+class Evidence(NamedTuple):
+    """How many pairs of samples could tell that a loss is no mean, and how many did.
+
+    A sample that adds nothing, such as one without a label, cannot tell a sum from a mean. Two samples of the same
+    label cannot tell that a loss pairs the label of one with the output of the other: pairs count by the leaves in
+    which their samples differ.
+
+    Args:
+        doubled: pairs of a sample with itself: those that can tell, and those whose value is not that of the sample.
+        mixed: by leaf, pairs of two samples that differ there, and those whose value is no mean of two; (2, leaves).
+    """
+
+    doubled: np.ndarray = np.zeros(2, int)
+    mixed: np.ndarray = np.zeros((2, 1), int)
+
+    @property
+    def enough(self) -> bool:
+        """Whether more pairs would change nothing."""
+        return bool(self.why_no_mean() or (self.doubled[0] >= ENOUGH and np.all(self.mixed[0] >= ENOUGH)))
+
+    @np.errstate(invalid="ignore")  # of infinite losses, for which nothing is known
+    def and_on(self, values: OnPairs) -> Evidence:
+        """Add what a loss is on further pairs, at one point."""
+        pairs, alone, differs = np.asarray(values.pairs, float), np.asarray(values.alone, float), values.differs
+        size = np.maximum(np.abs(pairs), np.abs(alone).max(1))
+        off = np.abs(pairs - alone.mean(1)) > max(TOLERANCE, 30 * epsilon(values.pairs)) * size
+        each, counts = np.unique(alone, return_counts=True)
+        idle = alone[:, 0] == each[counts.argmax()]  # the value of most samples, which may be that of none
+        (doubled, mixed), tells = np.split(off, 2), (off | ~idle)[: len(off) // 2]
+        differs = np.asarray(differs)[len(off) // 2 :]
+        return Evidence(
+            self.doubled + np.stack([tells.sum(), doubled.sum()]),
+            self.mixed + np.stack([differs.sum(0), (differs & mixed[:, None]).sum(0)]),
+        )
+
+    def why_no_mean(self) -> str:
+        """Say why values on pairs of samples are no means of those on single samples, or ""."""
+        found = (np.any((off >= FEWEST) & (off > SHARE * tell)) for tell, off in (self.doubled, self.mixed))
+        twice, mixed = map(bool, found)
+        if twice:
+            return "a sample that appears twice counts twice. It looks like a sum: write .mean() in place of .sum()"
+        if mixed:
+            return (
+                "what a sample adds depends on the other samples. So it is of a difference of arrays of shapes (n, 1) "
+                "and (n,), which JAX broadcasts to (n, n): give both the same shape, for example by [:, 0]. It is so, "
+                "too, of the root of a mean, a largest value, or what is centred within a batch: fb.WholeLoss takes "
+                "such a loss"
+            )
+        return ""
 
 
 def check_indices(name: str, program: ClosedJaxpr, rows: Ragged) -> None:
