@@ -21,6 +21,15 @@ def test_columns_stand_in_the_order_of_their_appearance():
     assert History().columns == []
 
 
+def test_a_history_is_a_mapping_of_columns_by_name():
+    history = History(ROWS)
+    assert list(history) == history.columns
+    assert "loss" in history
+    assert "los" not in history
+    assert 0 not in history
+    assert {name: len(history[name]) for name in history} == {"round": 3, "seconds": 3, "loss": 3}
+
+
 def test_a_misspelt_column_is_answered_with_the_nearest():
     with pytest.raises(ConfigurationError, match="column of the history 'los'; did you mean 'loss'"):
         History(ROWS)["los"]

@@ -214,6 +214,9 @@ NUMBER = {"count": 9, "mean": 0.5, "squares": 2.0}
                 {**NUMBER, "count": -1},
                 {**NUMBER, "count": 9.5},
                 {**NUMBER, "count": 10**400},
+                {**NUMBER, "count": 10**90},
+                {**NUMBER, "count": True},
+                {"categories": {"f": 10**90}, "rarer": False},
                 {**NUMBER, "mean": float("nan")},
                 {**NUMBER, "mean": 1e101},
                 {**NUMBER, "mean": "0.5"},
@@ -239,7 +242,13 @@ def test_files_are_there_and_each_once(files, tmp_path):
         Preparer.load(tmp_path / "long.json")
     with pytest.raises(DataError, match=r"no\.json cannot be read: No such file"):
         Preparer.load(tmp_path / "no.json")
-    for some in ([], [files[0], files[0]], [files[0], f"{tmp_path}/./{files[0].name}"]):
+    (tmp_path / "link.json").symlink_to(files[0])
+    for some in (
+        [],
+        [files[0], files[0]],
+        [files[0], f"{tmp_path}/./{files[0].name}"],
+        [files[0], tmp_path / "link.json"],
+    ):
         with pytest.raises(ConfigurationError, match="one or more, each once"):
             Preparer.load(*some)
 
@@ -271,6 +280,8 @@ def test_names_of_other_sites_do_nothing_to_the_terminal_that_shows_them(files, 
             r"column 'a' has 3 texts as categories; 2 are numbers, but not '\?'\. read_csv.*\['\?'\]",
         ),
         (np.array([1, 2.5, 3], object), r"column 'a' has 3 texts as categories; 3 are numbers\. pd\.to_numeric"),
+        (["1,23", "4,5", "x"], r"2 are numbers, .* read_csv\(…, decimal=\",\", na_values=\['x'\]\) makes"),
+        (["1.234,5", "1,5", "-9"], r"3 are numbers\. read_csv\(…, decimal=\",\", thousands=\"\.\"\) makes"),
         (["M", "F", "x"], None),
         (["250", "V58", "E11"], None),
         (["a1", "a 2", "inf"], None),
@@ -284,6 +295,29 @@ def test_categories_that_are_probably_none_are_warned_of(column, words):
     assert len(made) == 3
     assert [one.category for one in caught] == [DataWarning] * (words is not None)
     assert words is None or re.search(words, str(caught[0].message))
+
+
+@pytest.mark.parametrize("texts", ["{}.23 kg", "2024-01-{:02}", "P{}"])
+def test_texts_of_which_most_have_a_single_row_are_warned_of(texts):
+    """Of 22 rows the first and the last are of the same text, so that 20 of 21 have one row each."""
+    column = [texts.format(number) for number in [*range(1, 22), 1]]
+    with pytest.warns(DataWarning, match=r"column 'a' has 21 texts as categories, 20 of them in a single row each"):
+        Preparer().fit(pd.DataFrame({"a": column}))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Preparer().fit(pd.DataFrame({"a": column * 2}))
+        Preparer(categorical=["a"]).fit(pd.DataFrame({"a": column}))
+        Preparer().fit(pd.DataFrame({"a": [f"P{number}" for number in range(19)]}))
+
+
+@pytest.mark.parametrize("ones", [30, 1])
+def test_a_code_for_gaps_among_0_and_1_is_warned_of(ones):
+    column = np.repeat([1.0, 0.0], [ones, 90])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Preparer().fit(pd.DataFrame({"a": column}))
+    with pytest.warns(DataWarning, match=rf"1 of {91 + ones} numbers of column 'a', such as -999, make"):
+        Preparer().fit(pd.DataFrame({"a": [*column, -999.0]}))
 
 
 def test_codes_that_are_named_are_not_warned_of():

@@ -12,7 +12,7 @@ import math
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +41,8 @@ LONGEST = 2**28  # bytes of a history in a file
 class History(Shown):
     """Rows of numbers, a row per evaluation; the columns of a row are its keys.
 
+    `history[NAME]` is a column; iteration and `in` are over the names of columns, and `len` counts rows.
+
     Every row has: round, exchanges, bytes_down, bytes_up, gradients, hvps, time (totals so far, see Ledger), seconds
     (that this machine spent in rounds: no compilation, no evaluation). Where they were counted: flops; where clients
     hold submodels: coverage_x, uncovered_x, mask_noise_x and the same of y. From the algorithm's phases: e.g.
@@ -63,6 +65,12 @@ class History(Shown):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.columns)
+
+    def __contains__(self, column: object) -> bool:
+        return column in self.columns
 
     @property
     def columns(self) -> list[str]:

@@ -1,8 +1,9 @@
 """Checks of what tables hold: gaps, numbers that a float cannot square, and names that people spell in several ways."""
 
 import math
+import re
 import unicodedata
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ MOST = 1e100
 """The largest number, and 1/MOST the smallest standard deviation: sums of squares neither overflow nor become 0."""
 ABSURD = 50  # times the median distance from the median
 SHARE = 0.9  # of the variance
+MANY = 20  # categories: with fewer, a small table has one row of most
 
 
 def numbers(field: str, values: Any) -> NDArray[np.float64]:
@@ -63,10 +65,13 @@ def moments(field: str, column: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _warn_of_codes(field: str, column: NDArray[np.float64]) -> None:
-    """Warn of numbers that are ABSURD times as far from the median as half of all are, and most of the variance."""
+    """Warn of numbers that are ABSURD times as far from the median as half of all are, and most of the variance.
+
+    Where more than half of all are the median, as in a column of 0 and 1, half of the others count.
+    """
     away = np.abs(column - np.median(column))
-    far = away > ABSURD * np.median(away)
-    if np.median(away) > 0 and far.any():
+    far = away > ABSURD * (np.median(away) or np.quantile(away[away > 0], 0.5, method="lower"))
+    if far.any():
         share = float(np.sum((away[far] / away.max()) ** 2) / np.sum((away / away.max()) ** 2))
         if share > SHARE:
             rare = ", ".join(f"{number:g}" for number in np.unique(column[far])[:3])
@@ -126,17 +131,37 @@ def warn_of_spellings(field: str, names: Iterable[Any]) -> None:
         warn(DataWarning(f"{text}. If they mean the same, spell them alike, as .str.strip().str.lower() does"))
 
 
-def warn_of_numerals(column: str, words: Collection[str]) -> None:
-    """Warn of a column of texts with more numbers than other words, as a single "?" makes of a column of numbers."""
+def warn_of_words(column: str, rows: Mapping[str, int]) -> None:
+    """Warn of a column of texts with more numbers than other words, or of which most words have a single row."""
+    single = sum(count == 1 for count in rows.values())
+    if not _warn_of_numerals(column, rows) and len(rows) >= MANY and 2 * single > len(rows):
+        text = f"column {column!r} has {len(rows)} texts as categories, {single} of them in a single row each"
+        how = "make numbers of dates and of texts with units, and leave out what names a row"
+        warn(DataWarning(f"{text}, and makes an indicator of each: {how}"))
+
+
+def _warn_of_numerals(column: str, words: Collection[str]) -> bool:
+    """Warn of more numbers than other words, as a single "?" makes of a column of numbers; tell whether it did."""
     others = [word for word in words if not _is_numeral(word)]
     if len(words) > 2 * len(others):
         but = f", but not {', '.join(map(repr, others[:5]))}" if others else ""
         text = f"column {column!r} has {len(words)} texts as categories; {len(words) - len(others)} are numbers{but}"
-        how = f"read_csv(…, na_values={others[:5]}) or " if others else ""
-        warn(DataWarning(f"{text}. {how}pd.to_numeric makes numbers of them; codes are named in `categorical`"))
+        gaps = f"na_values={others[:5]}" if others else ""
+        commas = [word for word in words if "," in word and word not in others]
+        if commas:
+            marks = ', thousands="."' if any("." in word for word in commas) else ""
+            how = f'read_csv(…, decimal=","{marks}{gaps and ", "}{gaps})'
+        else:
+            how = f"read_csv(…, {gaps}) or pd.to_numeric" if gaps else "pd.to_numeric"
+        warn(DataWarning(f"{text}. {how} makes numbers of them; codes are named in `categorical`"))
+        return True
+    return False
 
 
 def _is_numeral(word: str) -> bool:
+    """Tell whether a text is a number, also one with a decimal comma, as "1,5" or "1.234,5"."""
+    if re.fullmatch(r"[+-]?\d{1,3}(\.\d{3})+,\d+", word.strip()):
+        return True
     try:
         return math.isfinite(float(word.replace(",", ".")))
     except ValueError:

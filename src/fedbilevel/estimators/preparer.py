@@ -24,7 +24,7 @@ from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
 from fedbilevel.data import DataError
-from fedbilevel.estimators.columns import MOST, moments, require_sizes, warn_of_numerals, warn_of_spellings
+from fedbilevel.estimators.columns import MOST, moments, require_sizes, warn_of_spellings, warn_of_words
 from fedbilevel.extending import (
     in_a_line,
     is_count,
@@ -41,6 +41,7 @@ Told = dict[str, dict[str, Any]]
 """By column {"count", "mean", "squares"}, or {"categories": rows by name, "rarer": whether there are others}."""
 
 NUMBERS = "biuf"  # kinds of types
+MOST_ROWS = 2**53  # of a table: floats count no further
 
 
 class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
@@ -75,7 +76,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             if name in self.categorical or X[name].dtype.kind not in NUMBERS:
                 told[name] = {"categories": words_of(X[name]).value_counts().to_dict(), "rarer": False}
                 if name not in self.categorical and str(X[name].dtype) != "category":
-                    warn_of_numerals(name, told[name]["categories"])
+                    warn_of_words(name, told[name]["categories"])
             else:
                 values = _numbers(X, name)
                 values = values[~np.isnan(values)]
@@ -127,7 +128,9 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             DataError: a file cannot be read, or holds something else.
             ConfigurationError: a file has other columns than the first, or of another kind.
         """
-        require(len({*map(Path, files)}) == len(files) > 0, "files", files, "one or more, each once")
+        require(
+            len({Path(file).resolve() for file in files}) == len(files) > 0, "files", files, "one or more, each once"
+        )
         return cls()._keep({str(file): read_saved(Path(file), _check) for file in files})
 
     def transform(self, X: Any) -> Any:
@@ -206,10 +209,12 @@ def _check(told: Told) -> Told:
     """Refuse what is not as `told` returns it."""
     for name, one in told.items():
         match one:
-            case {"categories": dict(n), "rarer": bool(), **more} if not more and all(map(is_count, n.values())):
+            case {"categories": dict(n), "rarer": bool(), **more} if not more and (
+                all(is_count(rows) and rows <= MOST_ROWS for rows in n.values())
+            ):
                 continue
             case {"count": int(n), "mean": float(m), "squares": float(s), **more} if not more and (
-                0 <= n <= MOST and abs(m) <= MOST and 0 <= s <= MOST**3
+                type(n) is int and 0 <= n <= MOST_ROWS and abs(m) <= MOST and 0 <= s <= MOST**3
             ):
                 continue
         raise ValueError(f"of column {name!r} it says {one}")

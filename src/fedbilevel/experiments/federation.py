@@ -387,7 +387,7 @@ def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
     ended: FedbilevelError | None = None
     if not place.exchanges.is_file():
         what = (
-            "is no regular file" if place.exchanges.exists() else "is missing: no exchange is over; has the run begun?"
+            "is no regular file;" if place.exchanges.exists() else "is missing: no exchange is over; has the run begun?"
         )
         raise ConfigurationError(f"{place.exchanges} {what} see --connection")
     for text in place.exchanges.read_text(errors="replace").splitlines():
