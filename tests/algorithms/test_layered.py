@@ -222,6 +222,33 @@ class OneEntry(authoring.Compressor):
         return jax.tree.map(lambda leaf: leaf[:1], tree)
 
 
+class Telling(Layer):
+    """Tells a metric of its own, or finds a column."""
+
+    kind, place = "telling", "privacy"
+
+    metric: object = authoring.static(default=None)
+    column: object = authoring.static(default=None)
+
+    def reply(self, asked, kept, client, run):
+        reply, kept = super().reply(asked, kept, client, run)
+        return (reply if self.metric is None else reply._replace(metrics={"mine": jnp.asarray(self.metric)})), kept
+
+    def findings(self, method, kept, found):
+        return found if self.column is None else found._replace(columns={"mine": np.asarray(self.column)})
+
+
+@pytest.mark.parametrize("engine", [None, fb.Reference()])
+@pytest.mark.parametrize("field", ["metric", "column"])
+def test_several_numbers_are_no_metric_of_a_layer(field, engine):
+    task = quadratic(clients=4)
+    few = task.problem, task.clients, task.x0, task.y0
+    result = fb.solve(layered(METHOD, Telling(**{field: (3.0,)})), *few, rounds=1, engine=engine)
+    np.testing.assert_allclose(result.history["mine"], [3, 3] if field == "column" else [np.nan, 3], rtol=1e-14)
+    with pytest.raises(ConfigurationError, match=f"{field} 'mine' .* = '2 numbers' .* one number"):
+        fb.solve(layered(METHOD, Telling(**{field: (3.0, 4.0)})), *few, rounds=1, engine=engine)
+
+
 class TwoOfAKind(Layer):
     kind, place = "memory", "privacy"
 

@@ -1,5 +1,8 @@
 """Is what does not fit together refused in a sentence, before anything is compiled?"""
 
+import importlib.util
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +66,18 @@ WRONG = {
         {"x0": [0.0, 0.0, 0.0]},
         r"x is a list with .* x\[0\]; np\.asarray makes one array of it$",
     ),
+    "a list within y0": (
+        {"y0": {"w": [0.0, 0.0, 0.0], "b": 0.0}},
+        r"y\['w'\] is a list with parts such as y\['w'\]\[0\]; np\.asarray makes one array of it$",
+    ),
+    "no return": (
+        {"problem": fb.Bilevel(lambda x, y, batch: None, inner)},
+        r"^the outer loss must return one real number .*; it returned None: does it end without `return`\?$",
+    ),
+    "a loss and more": (
+        {"problem": fb.Bilevel(outer, lambda *given: (inner(*given), given[1]))},
+        r"^the inner loss must return one real number .*; it returned 5 numbers: 0 \(\) float\d\d, 1\.b",
+    ),
     "a callback without a list": ({"callbacks": fb.stop_when("m", above=1)}, r"callbacks = .* a list of functions"),
     "callbacks that are used up": ({"callbacks": iter([print])}, r"callbacks = .* a list of functions"),
     "a metric for each client without a name": ({"metrics_per_client": outer}, r"metrics_per_client = .* by name"),
@@ -77,6 +92,42 @@ WRONG = {
 def run(**changed):
     given = {"problem": PROBLEM, "clients": CLIENTS, "x0": X, "y0": Y, "rounds": 2} | changed
     return fb.solve(fb.SimFBO(local_steps=1, batch_size=2), **given)
+
+
+@pytest.mark.parametrize("field", ["key", "x0"])
+def test_a_run_within_a_transformation_is_refused(field):
+    values = {"key": jax.random.split(jax.random.key(0)), "x0": jnp.zeros((2, 3))}[field]
+    with pytest.raises(fb.errors.ConfigurationError, match=f"^{field} is traced by JAX: a run cannot be"):
+        jax.vmap(lambda value: run(**{field: value}).x)(values)
+
+
+LIKE_TORCH = """
+def mse_loss(one, other):
+    return one.size() - other.size()
+
+class Tensor:
+    detach = backward = None
+"""
+"""A stand-in for PyTorch, which may not be installed."""
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda x, y, batch: sys.modules["torch"].mse_loss(y["w"], batch["t"]),
+        lambda x, y, batch: y["w"].detach().sum(),
+        lambda x, y, batch: y["w"].sum().backward(),
+    ],
+)
+def test_pytorch_in_a_loss_is_answered_with_from_torch(loss, tmp_path, monkeypatch):
+    """By a line of PyTorch where it fails, or what an array of JAX is asked for: the errors say neither."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch" / "__init__.py").write_text(LIKE_TORCH)
+    spec = importlib.util.spec_from_file_location("torch", tmp_path / "torch" / "__init__.py")
+    monkeypatch.setitem(sys.modules, "torch", importlib.util.module_from_spec(spec))
+    spec.loader.exec_module(sys.modules["torch"])
+    with pytest.raises(fb.errors.ConfigurationError, match=r"the outer loss fails .*fedbilevel\.torch\.from_torch\("):
+        run(problem=fb.Bilevel(loss, inner))
 
 
 @pytest.mark.parametrize("case", WRONG)

@@ -31,7 +31,6 @@ NOT_YET_A_NUMBER = (
     jax.errors.ConcretizationTypeError,
 )
 NOT_OF_USERS = (str(Path(__file__).parents[1]), os.path.dirname(os.__file__), "site-packages", "dist-packages")
-TORCH = os.path.join("-packages", "torch", "")
 NOT_NUMBERS = {
     "S": "holds strings; encode them as integers, the same for all clients",
     "O": "holds Python objects; make numbers of categories (integers, the same for all clients), and a list of the "
@@ -88,12 +87,11 @@ def explained(what: str, **arguments: PyTree) -> Iterator[None]:
 
 def _advice(error: Exception, arguments: dict[str, PyTree]) -> str:
     """Say what to write where PyTorch was called, or where a dict, list or tuple was taken for an array."""
-    said, files = str(error), [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    of_torch = re.search(r"Tensor|'Parameter'|expected np\.ndarray", said) or any(TORCH in file for file in files)
-    if of_torch and "torch" in sys.modules:
+    said = str(error)
+    if _calls_torch(error):
         how = "fedbilevel.torch.from_torch(module, example) turns a module into a function that can"
         return f"; PyTorch cannot compute with arrays of JAX: {how}, and jax.numpy has its other operations"
-    for name, tree in reversed(arguments.items()):
+    for name, tree in [part for one in reversed(arguments.items()) for part in _containers(*one)]:
         kind = "dict" if isinstance(tree, dict) else type(tree).__name__
         if kind in ("dict", "list", "tuple") and tree and re.search(rf"\b({kind}|slice)\b|^\d+$", said):
             part = f"{name}[{next(iter(tree)) if kind == 'dict' else 0!r}]"
@@ -102,6 +100,27 @@ def _advice(error: Exception, arguments: dict[str, PyTree]) -> str:
                 array = "; clients come in a list, and samples that are an array, as frame.to_numpy(), stay one"
             return f"; {name} is a {kind} with parts such as {part}{array}"
     return ""
+
+
+def _calls_torch(error: Exception) -> bool:
+    """Tell whether PyTorch was given an array of JAX, or such an array asked for what only a tensor has."""
+    if (torch := sys.modules.get("torch")) is None:
+        return False
+    folder = f"{os.path.dirname(str(torch.__file__))}{os.sep}"
+    if any(frame.filename.startswith(folder) for frame in traceback.extract_tb(error.__traceback__)):
+        return True
+    if isinstance(error, AttributeError):
+        return isinstance(error.obj, jax.Array) and hasattr(torch.Tensor, error.name or "")
+    return re.search(r"Tensor|'Parameter'|expected np\.ndarray", str(error)) is not None
+
+
+def _containers(name: str, tree: PyTree) -> Iterator[tuple[str, PyTree]]:
+    """An argument, and the lists and tuples within it, by name."""
+    yield name, tree
+    within = lambda node: node is not tree and isinstance(node, list | tuple)  # noqa: E731
+    for path, node in jax.tree_util.tree_leaves_with_path(tree, is_leaf=within):
+        if within(node):
+            yield f"{name}{jax.tree_util.keystr(path)}", node
 
 
 def not_yet_a_number(what: str, error: Exception) -> ConfigurationError:
@@ -124,6 +143,7 @@ def require_start(name: str, given: PyTree, variable: PyTree) -> None:
     """Refuse a starting point with running statistics, or whose floating arrays, `variable`, are none or not finite;
     warn of whole numbers."""
     require_no_statistics(name, given)
+    require_not_traced(name, given)
     some = "a pytree with at least one floating array: 0.0 in place of 0, or .astype(float)"
     require(bool(jax.tree.leaves(variable)), name, given, some)
     if bad := nonfinite_leaves(variable):
@@ -135,6 +155,14 @@ def require_start(name: str, given: PyTree, variable: PyTree) -> None:
                 f"{name}{jax.tree_util.keystr(path)} = {leaf} is a whole number, which stays: write {leaf}.0 to vary it"
             )
             warn(InfluenceWarning(text))
+
+
+def require_not_traced(name: str, given: PyTree) -> None:
+    """Refuse a value that JAX traces, as within `jax.vmap`, where a run cannot be."""
+    if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(given)):
+        raise ConfigurationError(
+            f"{name} is traced by JAX: a run cannot be within jax.vmap, jax.jit or jax.grad. Make several in a loop"
+        )
 
 
 def arrays_of(field: str, data: PyTree, whose: str = "") -> PyTree:

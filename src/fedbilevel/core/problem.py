@@ -16,7 +16,7 @@ import optax
 from jax import Array
 from jax.extend.core import ClosedJaxpr
 
-from fedbilevel.core.card import Card, Shown
+from fedbilevel.core.card import Card, Shown, described
 from fedbilevel.core.errors import ConfigurationError, explain_misspelt, is_number, require, unknown
 from fedbilevel.core.inputs import declares_key, explained, require_function
 from fedbilevel.core.submodel import Structure
@@ -464,6 +464,8 @@ def _spoiling(loss: Loss) -> Loss:
 
     def spoiled(x: PyTree, y: PyTree, batch: PyTree) -> Array:
         value = loss(x, y, batch)
+        if not hasattr(value, "dtype"):  # `check_losses` says so
+            return value
         return value * jnp.where(jnp.isnan(value), jnp.nan, 1).astype(value.dtype)
 
     return spoiled
@@ -487,8 +489,10 @@ def check_losses(
         with explained(f"the {name} loss", x=x, y=y, batch=batch):
             programs[f"{name} loss"], shape = jax.make_jaxpr(loss, return_shape=True)(x, y, batch)
         if getattr(shape, "shape", None) != () or not jnp.issubdtype(shape.dtype, jnp.floating):
-            got = getattr(shape, "dtype", shape)
-            if getattr(shape, "shape", ()):
+            got = getattr(shape, "dtype", described(shape))
+            if shape is None:
+                got = "None: does it end without `return`?"
+            elif getattr(shape, "shape", ()):
                 got = f"an array of shape {shape.shape}, of which jnp.mean makes one"
             raise ConfigurationError(
                 f"the {name} loss must return one real number (the mean over the batch); it returned {got}"

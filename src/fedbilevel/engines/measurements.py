@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -69,7 +69,9 @@ class RunMeasurements:
             new = name not in row and name not in findings
             require(new, "metrics", name, "named otherwise: the history has a column of that name")
             row[name] = value
-        row |= {name: float(value) for name, value in findings.items()}
+        for name, value in findings.items():
+            require_one_number(f"the column {name!r} of findings", np.ravel(value))
+            row[name] = float(np.ravel(value)[0])
         self.history.rows.append(row)
         return row
 
@@ -81,6 +83,7 @@ class RunMeasurements:
             if len(means) > 1 and self.clip is not None:
                 row |= quantiles(name, means, self.clip)
             else:
+                require_one_number(f"the metric {name!r} of a reply", means)
                 row[name] = means[0]
         return row
 
@@ -164,3 +167,8 @@ class RunMeasurements:
         remark = f"{said}: {better}; {what_to_lower(method)}"
         warn_on_first(NumericalWarning(remark))
         return remark
+
+
+def require_one_number(field: str, values: Sequence[float] | np.ndarray) -> None:
+    """Refuse a metric of several numbers, or of none."""
+    require(len(values) == 1, field, f"{len(values)} numbers", "one number, such as their mean")

@@ -14,6 +14,7 @@ from jax import Array
 
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import require, require_count
+from fedbilevel.core.inputs import require_not_traced
 from fedbilevel.core.metrics import MetricFunction, directions
 from fedbilevel.core.privacy import Privacy
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
@@ -70,6 +71,7 @@ class RunOptions:
         require(terms, "privacy", self.privacy, "fedbilevel.Privacy(…) or None")
         check_callbacks(self.callbacks)
         require_progress(self.progress)
+        require_not_traced("key", self.key)
         is_seed = isinstance(self.key, Integral) and not isinstance(self.key, bool)
         require(is_seed or _is_key(self.key), "key", self.key, "a whole number or a key made by jax.random.key")
         check_metrics(self.metrics)
