@@ -180,6 +180,19 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
             ["server_optimizer={name = 'adam', b1 = 'x'}"],
             ["algorithm.server_optimizer: b1 of adam = 'x' is not allowed: it must be a number"],
         ),
+        (["server_optimizer={name = 'adam', b1 = 7}"], ["b1 of adam = 7 is not", "a number from 0 to below 1"]),
+        (["server_optimizer={name = 'adam', eps = nan}"], ["eps of adam = nan is not", "a finite number"]),
+        (["server_optimizer={name = 'adam', b1 = nan}"], ["b1 of adam = nan is not", "a finite number"]),
+        (["server_optimizer={name = 'sgd', momentum = true}"], ["momentum of sgd = True is not", "be a number"]),
+        (["server_optimizer={name = 'adam', mu_dtype = 'x'}"], ["mu_dtype of adam = 'x' is not", "one of bfloat16, "]),
+        (
+            ["server_optimizer={name = 'adam', b1 = {schedule = 'constant_schedule', value = 0.5}}"],
+            ["algorithm.server_optimizer: b1 of adam = {'schedule'", "has no schedules"],
+        ),
+        (
+            ["client_lr.x={schedule='piecewise_constant_schedule', init_value=1, boundaries_and_scales={5='x'}}"],
+            ["boundaries_and_scales of piecewise_constant_schedule = {5: 'x'} is not", "numbers by round"],
+        ),
         (["server_optimizer={name = 'adam', nesterov = 'no'}"], ["nesterov of adam = 'no' is not", "be true or false"]),
         (
             ["server_lr.x={schedule = 'linear_schedule', init_value = 1, end_value = 0, transition_steps = 1.5}"],

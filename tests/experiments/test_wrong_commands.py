@@ -14,6 +14,9 @@ RUN = {
     "quadratic --set devices=64": "devices = 64",
     "quadratic --cohort 11": "cohort = 11",
     "quadratic --rounds 3 --set run.rounds=5": "run.rounds gets two values, by --set run.rounds=5 and by --rounds: lea",
+    "quadratic --rounds 3 --rounds 5": "argument --rounds: gets two values, 3 and 5: leave one out",
+    "quadratic --algorithm simfbo --algorithm fedbio": "argument --algorithm: gets two values, simfbo and fedbio",
+    "quadratic --out a --out b": "argument --out: gets two values, a and b",
     "quadratic --cohort 3 --set cohort=5": "cohort gets two values",
     "quadratic --seeds 3 --set task.seed=5": "task.seed gets two values, by --set task.seed=5 and by --seeds",
     "quadratic --set task.name=saddle": "by --set task.name=saddle and by TASK",
@@ -71,6 +74,7 @@ SEARCH = {
 COMPARE = {
     "quadratic --out c.jpg": "cannot draw c.jpg: the name of a picture ends in .png, .pdf, .svg",
     "quadratic --panel exchange": "unknown panel 'exchange'; did you mean 'exchanges'",
+    "quadratic --size 3x2 --size 3x3": "argument --size: gets two values",
     "quadratic --size 3": "is not of the form 3.3x2.6",
     "quadratic --size 0x3": "a width and a height in inches",
     "quadratic --algorithms simfbo --panel exchange": "unknown panel",

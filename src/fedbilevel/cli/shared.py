@@ -29,6 +29,22 @@ ALGORITHM_HELP = f"see `fedbilevel algorithms` (simfbo, or the task's); {OWN}"
 TASK_HELP = f"see `fedbilevel tasks` (hyper_representation); {OWN}"
 
 
+class Once(argparse.Action):
+    """Stores an option's value, and refuses another value for it."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        before = vars(self).setdefault("given", values)  # a parser parses once
+        if option_string and before != values:
+            raise argparse.ArgumentError(self, f"gets two values, {before} and {values}: leave one out")
+        setattr(namespace, self.dest, values)
+
+
 @dataclass(frozen=True)
 class Add:
     """Adds commands; the help of a command is its function's docstring."""
@@ -44,6 +60,7 @@ class Add:
             epilog=rest,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
+        made.register("action", None, Once)
         made.set_defaults(command=function)
         made.add_argument("--debug", action="store_true", help="show the traceback of an error")
         return made

@@ -178,7 +178,12 @@ def _optimizer(value: Any, path: str, base: Any) -> Any:
     require(isinstance(table, Mapping), path, value, 'a name of Optax, or a table like {name = "adam", b1 = 0.9}')
     if table == {"name": UNNAMED} and base is not None:
         return base
-    return _by_name(lambda name, given: optimizer(name, **dict(given)), "name", table, path)
+
+    def make(name: str, given: tuple[tuple[str, Any], ...]) -> Optimizer:
+        _check_values(name, given)
+        return optimizer(name, **dict(given))
+
+    return _by_name(make, "name", table, path)
 
 
 def _tuples(value: Any) -> Any:
@@ -269,6 +274,8 @@ def unknown_field(path: str, name: str, known: Iterable[str]) -> ConfigurationEr
 
 # ------------------------------------------------------------------------------------------------ functions of Optax
 
+DECAYS = "b1", "b2", "b3", "decay", "momentum"  # arguments of optimizers that are kept parts of an average
+FLOATING = "bfloat16", "float16", "float32", "float64"
 UNNAMED = "default"
 """The name of an optimizer that is a class's default and was not made by `optimizer`."""
 
@@ -318,6 +325,11 @@ def _check_arguments(function: Callable[..., Any], given: Fields) -> None:
     for name, value in given.items():
         if name not in known:
             wrong.append(unknown(f"argument of {function.__name__}", name, known))
+        elif isinstance(value, bool) and known[name] is not bool:  # Optax counts it as a number
+            wrong.append(ConfigurationError(path=f"{name} of {function.__name__}", got=value, allowed="a number"))
+        elif isinstance(value, Mapping) and not all(_fits(float, one) for one in value.values()):
+            got = dict(value)
+            wrong.append(ConfigurationError(path=f"{name} of {function.__name__}", got=got, allowed="numbers by round"))
         elif value == value and not _fits(known[name], value):  # NaN is a number here
             allowed = next((words for words, one in kinds.items() if _fits(known[name], one)), str(known[name]))
             wrong.append(ConfigurationError(path=f"{name} of {function.__name__}", got=value, allowed=allowed))
@@ -347,6 +359,21 @@ def optimizer(name: str, **arguments: Any) -> Optimizer:
     jax.eval_shape(lambda x: made.update(x, made.init(x), x), np.ones(1))  # the error about a wrong argument
     made.table = {"name": name, **arguments}
     return made
+
+
+def _check_values(name: str, given: Iterable[tuple[str, Any]]) -> None:
+    """Refuse values of an optimizer's arguments that Optax would take without a word, or without naming them."""
+    for argument, value in given:
+        path = f"{argument} of {name}"
+        plain_value = isinstance(value, NUMBERS | str)
+        require(plain_value, path, value, "a number, true, false or a text: an optimizer of a method has no schedules")
+        if argument.endswith("_dtype"):
+            fits = isinstance(value, str) and value in FLOATING
+            require(fits, path, value, f"one of {', '.join(FLOATING)}")
+        elif isinstance(value, float | int):
+            require(math.isfinite(value), path, value, "a finite number")
+            below = argument not in DECAYS or 0 <= value < 1
+            require(below, path, value, "a number from 0 to below 1")
 
 
 def _by_name(make: Callable[..., Any], key: str, table: Fields, path: str) -> Any:
