@@ -525,3 +525,32 @@ def test_where_clients_would_keep_much_they_begin_anew(monkeypatch):
     )
     np.testing.assert_allclose(end.x, x, rtol=1e-2)
     np.testing.assert_allclose(end.y, y, rtol=1e-2, atol=1e-6)
+
+
+def cleaning(samples, rounds, **more):
+    """Run with weights of samples, of which some are those of no sample."""
+    u = np.random.default_rng(0).normal(size=(4, 20, 3))
+
+    def weighted(x, y, batch):
+        return jnp.mean(jax.nn.sigmoid(x[batch["i"]]) * (batch["u"] @ y - batch["t"]) ** 2) + 0.1 * (y @ y)
+
+    problem = fb.Bilevel(lambda x, y, batch: jnp.mean((batch["u"] @ y - batch["t"]) ** 2), weighted, **more)
+    clients = fb.Clients({"u": u, "t": u.sum(-1) + np.sin(9 * u[..., 0]), "i": samples})
+    return fb.solve(fb.SimFBO(local_steps=1), problem, clients, np.zeros(80), np.zeros(3), rounds=rounds)
+
+
+def test_entries_of_x_that_never_move_are_named():
+    """Samples 0 to 19 at every client, so that the weights 20 to 79 are those of none; not after few rounds."""
+    everywhere = np.tile(np.arange(20), (4, 1))
+    result = cleaning(everywhere, 20)
+    (remark,) = [one for one in result.remarks if "never moved" in one]
+    assert remark.startswith("x[20], x[21], x[22], x[23], x[24] and 55 more of 80 entries of x never moved: ")
+    assert np.flatnonzero(result.x == 0).tolist() == list(range(20, 80))
+    assert not any("never moved" in one for one in cleaning(everywhere, 19).remarks)
+
+
+def test_entries_at_a_bound_of_x_have_moved():
+    """With x ≤ 0 from a start at 0 about half of all entries stay there, which have a hypergradient."""
+    result = cleaning(np.arange(80).reshape(4, 20), 20, project_x=fb.projections.box(-8, 0))
+    assert np.any(result.x == 0)
+    assert not any("never moved" in one for one in result.remarks)

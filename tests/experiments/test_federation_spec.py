@@ -137,6 +137,12 @@ def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp
     assert federation.status(Folder(out))[1] is None
 
 
+def test_the_status_of_what_is_no_file_is_refused(tmp_path):
+    os.mkfifo(tmp_path / "exchanges.jsonl")
+    with pytest.raises(ConfigurationError, match=r"exchanges\.jsonl is no regular file; see --connection$"):
+        federation.status(Folder(tmp_path))
+
+
 def test_a_run_that_cannot_begin_writes_nothing_into_the_folder_of_something_else(spec, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
     config = {"out": str(tmp_path), "join": 0.1}

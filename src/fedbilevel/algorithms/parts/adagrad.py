@@ -52,6 +52,7 @@ REACH = 3  # the largest numerator, in units of η
 SHARED = 0.5  # of the sums of a matrix's entries: the part that all of them have in common
 STEADY = 0.9  # an entry moves steadily where the sum of its moves is at least this part of the sum of their lengths
 SHOWN = 5  # entries that a remark names at most
+SETTLED = 20  # rounds after which a hypergradient that was always 0 is worth a word
 
 
 class AdaGrad(NamedTuple):
@@ -90,6 +91,26 @@ class AdaGrad(NamedTuple):
         path = move(jax.tree.map(jnp.abs, changes), fading, self.path)
         memory = AdaGrad(norms, self.start, farthest, step, self.rounds + 1, way, path)
         return optax.tree.add(x, changes), memory
+
+    def idle(self) -> str:
+        """Name the entries of vectors whose hypergradient was 0 in all of SETTLED rounds or more, beside others; or "".
+
+        Entries of matrices are left out: some weights of a network have no influence, as those of pixels that are
+        always 0.
+        """
+        norms = jax.tree_util.tree_leaves_with_path(self.norms)
+        places = [
+            (path, index) for path, norm in norms if norm.ndim == 1 for index in np.flatnonzero(np.asarray(norm) == 0)
+        ]
+        if not places or self.rounds < SETTLED or not any(np.any(norm) for _, norm in norms):
+            return ""
+        first = ", ".join(f"x{jax.tree_util.keystr(path)}[{index}]" for path, index in places[:SHOWN])
+        more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
+        size = sum(norm.size for _, norm in norms)
+        return (
+            f"{first}{more} of {size:,} entries of x never moved: their hypergradient was exactly 0 in all rounds. "
+            "Either no loss reads them, or no round has drawn a client or sample that does"
+        )
 
     def remark(self, lr: float) -> str:
         """Name the entries of x that still move steadily, by η/2 or more in the last quarter of the rounds; or ""."""

@@ -232,8 +232,9 @@ class AdaptiveSteps(Layer):
         return found._replace(columns=found.columns | of_y | of_x, warning=FLAT if flat else found.warning)
 
     def remarks(self, method: Algorithm, kept: Known) -> tuple[str, ...]:
-        restless = kept.outer.remark(float(self.x_lr)) if "x" in adapted(method) else ""
-        return (restless,) if restless else ()
+        if "x" not in adapted(method):
+            return ()
+        return tuple(filter(None, (kept.outer.remark(float(self.x_lr)), kept.outer.idle())))
 
 
 def adaptive(algorithm: Algorithm, problem: Problem, remember: bool = True) -> Algorithm:
