@@ -4,6 +4,7 @@ import contextlib
 import errno
 import json
 import logging
+import os
 import re
 import runpy
 import shutil
@@ -139,7 +140,7 @@ def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp
 
 def test_the_status_of_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "exchanges.jsonl")
-    with pytest.raises(ConfigurationError, match=r"exchanges\.jsonl is no regular file; see --connection$"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"exchanges\.jsonl is no regular file; see --connection$"):
         federation.status(Folder(tmp_path))
 
 
