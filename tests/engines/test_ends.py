@@ -9,24 +9,74 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.problem import Padded
-from fedbilevel.engines.ends import BLOCK, blocks, outer_losses
+from fedbilevel.engines.ends import BLOCK, blocks, outer_losses, trained
 from fedbilevel.errors import NumericalWarning
+from fedbilevel.tasks import quadratic
 
 TARGETS = np.random.default_rng(0).normal(scale=5, size=(20, 3))
 TARGETS -= TARGETS.mean()
 START, END = np.mean(TARGETS**2) / 2, np.mean((TARGETS - 1) ** 2) / 2
-PROBLEM = fb.Bilevel(
-    lambda x, y, batch: jnp.mean((y - batch) ** 2) / 2, lambda x, y, batch: jnp.mean((y - 1 - x) ** 2 + 0 * batch) / 2
-)
-"""y goes from 0 to 1 while x, whose step is tiny, stays at 0: the outer loss of all rises from START to END."""
+STEP = 1e-9  # on x
+
+
+def squares(x, y, batch):
+    return jnp.mean((y - batch) ** 2) / 2
+
+
+def wrong(x, y, batch):
+    """The same values with another derivative in x, which takes x to 1 in steps of a third of its way."""
+    still = jax.lax.stop_gradient(x)
+    return squares(x, y, batch) + (still - 1) / (3 * STEP) * (x - still)
+
+
+PROBLEM = fb.Bilevel(wrong, lambda x, y, batch: jnp.mean((y - x) ** 2 + 0 * batch) / 2)
+"""x goes from 0 to 1, and y with it: the outer loss of all rises from START to END."""
+TRAINED = fb.Bilevel(squares, lambda x, y, batch: jnp.mean((y - 1 - x) ** 2 + 0 * batch) / 2)
+"""y goes from 0 to 1 while x stays at 0: the outer loss rises as much, but it is END at the start once y is trained."""
 
 
 def solve(target=1.0, clients=None, problem=PROBLEM, **options):
-    """Run SimFBO from x = 0 to y* = 1 with cohorts of two of 20 unlike clients; `target`: of which multiple."""
-    method = fb.SimFBO(local_steps=1, batch_size=2, server_lr=fb.XYV(x=1e-9, y=0.5, v=0.5))
+    """Run SimFBO from x = y = 0 with cohorts of two of 20 unlike clients; `target`: of which multiple."""
+    method = fb.SimFBO(local_steps=1, batch_size=2, server_lr=fb.XYV(x=STEP, y=0.5, v=0.5))
     clients = clients or fb.Clients(target * TARGETS)
     given = {"rounds": 60, "cohort": 2, "progress": False} | options
     return fb.solve(method, problem, clients, jnp.zeros(()), jnp.zeros(()), **given)
+
+
+@pytest.mark.parametrize("rounds", [60, 120])
+def test_a_y_that_was_not_trained_is_no_better_start(rounds):
+    """No warning, but a remark for whoever compares the rows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        said = [solve(problem=TRAINED, key=key, rounds=rounds).remarks for key in range(4)]
+    words = (
+        f"outer_loss of all clients on all their samples ended at {END:.4g}, above {START:.4g} at the start, where y "
+        f"was not trained: with y trained there it is {END:.4g}"
+    )
+    assert said == [(words,)] * 4
+
+
+def test_a_converged_run_is_not_worse_than_its_start():
+    """The outer loss of the quadratic task is lower where y was not trained than at the solution."""
+    task = quadratic()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = fb.solve(fb.SimFBO(), task.problem, task.clients, task.x0, task.y0, rounds=2000, progress=False)
+    assert float(task.metrics["relative_error"](result.x, result.y)) < 1e-2
+    assert "where y was not trained: with y trained there it is" in result.remarks[0]
+
+
+def test_y_is_trained_on_all_samples():
+    """Of clients of unequal sizes and weights: y*(x) = Σ p_i mean_i + x."""
+    rng = np.random.default_rng(4)
+    samples = [rng.normal(size=(size, 2)) for size in (3, 2 * BLOCK + 1, 40)]
+    clients = fb.Clients(samples, weights=[1, 2, 3])
+    problem = fb.Bilevel(
+        squares, lambda x, y, batch: jnp.sum((y["a"] - x - batch) ** 2 * jnp.array([1, 30])) / len(batch)
+    )
+    found = trained(problem.prepared(), clients, np.array(2.0), {"a": np.zeros(2)}, evaluations=100)
+    expected = clients.weights @ [own.mean(0) for own in samples] + 2
+    np.testing.assert_allclose(found["a"], expected, rtol=1e-4)
 
 
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
@@ -123,7 +173,7 @@ def test_the_outer_losses_of_unequal_clients():
     points = [(np.array(rng.normal()), rng.normal(size=2)) for _ in range(2)]
     expected = [np.dot(clients.weights, [np.mean((own @ y - x) ** 2) for own in samples]) for x, y in points]
     np.testing.assert_allclose(outer_losses(problem.prepared(), clients, points), expected, rtol=1e-12)
-    lengths = {jax.tree.leaves(stacked)[0].shape[1] for _, stacked, _ in blocks(clients, whole=False)}
+    lengths = {jax.tree.leaves(stacked)[0].shape[1] for _, stacked, _ in blocks(clients, "outer", whole=False)}
     assert lengths == {BLOCK}
 
 
@@ -152,7 +202,7 @@ def test_the_outer_losses_where_each_client_has_its_own_x():
 
 def test_padding_is_left_out():
     clients = fb.Clients([np.arange(1.0, 4), np.arange(1.0, 3)])
-    for owner, stacked, weights in blocks(clients, whole=False):
+    for owner, stacked, weights in blocks(clients, "outer", whole=False):
         short = isinstance(stacked, Padded)
         assert owner.tolist() == [int(short)]
         np.testing.assert_allclose(weights, [1 / 2])

@@ -1,8 +1,9 @@
-"""The outer loss of all clients at the start and at the end of a run, where the rows of its history cannot say which of
-the two is larger.
+"""The outer loss of all clients at an earlier point and at the end of a run, where the rows of its history cannot say
+which of the two is larger.
 
 A row has the losses of the clients that a round asked, on the samples that they drew, and the loss "at the start" is
 that of the first round alone. Of small cohorts and batches the two may differ by more than the run has gained or lost.
+And y may not be trained there: to train it for the same x can raise the outer loss, with no step on x at fault.
 """
 
 from __future__ import annotations
@@ -11,28 +12,54 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import Array
+from jax.flatten_util import ravel_pytree
+from scipy.optimize import minimize
 
 from fedbilevel.core.client import Clients
+from fedbilevel.core.metrics import text
 from fedbilevel.core.problem import Minimax, Padded, Problem, SimpleBilevel
+from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, on_device
 from fedbilevel.machinery.kept import compiled
 
 BLOCK = 256  # samples that are in memory together; a loss that takes all of a client's samples gets them all
 WORSE = 1e-3  # relative, of two losses: less is no change
+EVALUATIONS = 500  # of the inner gradient at most, to train y
 
 
 class Ends(NamedTuple):
     """The outer loss of all clients on all their samples."""
 
-    start: float
+    start: float  # at an earlier point, such as the start
     end: float
+    trained: float  # at the earlier x, with y trained there; `start` where that is not below the end, or not known
+
+    @property
+    def above(self) -> bool:
+        """Whether the loss at the end is above that at the earlier point by more than rounding, or is not finite."""
+        return above(self.end, self.start)
 
     @property
     def worse(self) -> bool:
-        """Whether the loss at the end is above that at the start by more than rounding, or is not finite."""
-        return not self.end <= self.start + WORSE * abs(self.start)
+        """Whether it is above that of the earlier x too, with y trained there."""
+        return self.above and above(self.end, self.trained)
+
+    def text(self, column: str) -> str:
+        """Say of an end above the start what it is worse than, or that it is not worse once y is trained."""
+        start, end, trained = (text(column, value) for value in self)
+        where = f"{column} of all clients on all their samples ended at {end}"
+        if not self.worse:
+            return f"{where}, above {start} at the start, where y was not trained: with y trained there it is {trained}"
+        with_y = f", and than {trained} with y trained there" if self.trained > self.start else ""
+        return f"{where}, worse than {start} at the start{with_y}"
+
+
+def above(loss: float, other: float) -> bool:
+    """Tell whether a loss is above another one by more than rounding, or is not finite."""
+    return not loss <= other + WORSE * abs(other)
 
 
 def comparable(problem: Problem) -> bool:
@@ -41,14 +68,29 @@ def comparable(problem: Problem) -> bool:
     return not isinstance(problem, Minimax | SimpleBilevel)
 
 
-def affordable(clients: Clients, gradients: int, batch_size: int | None) -> bool:
-    """Tell whether two evaluations take no more than about a third of the time of so many gradients on batches.
+class Spent(NamedTuple):
+    """What a run has cost: so many gradients on batches of this size, None: on all of a client's samples."""
+
+    gradients: int
+    batch_size: int | None
+
+    def passes(self, rows: Ragged) -> float:
+        """Count the gradients on all samples of all clients that cost as much."""
+        samples = int(rows.size.sum())
+        return self.gradients * (1 / len(rows.size) if self.batch_size is None else self.batch_size / samples)
+
+
+def affordable(clients: Clients, spent: Spent) -> bool:
+    """Tell whether two evaluations of the outer loss take no more than about a third of the time of a run.
 
     Derivatives of a loss take at least three times as long as its value.
     """
-    samples = int(clients.outer.size.sum())
-    batch = samples / len(clients) if batch_size is None else batch_size
-    return 2 * samples <= gradients * batch
+    return spent.passes(clients.outer) >= 2
+
+
+def affordable_gradients(clients: Clients, spent: Spent) -> int:
+    """Count the gradients of the inner loss of all clients that take a sixth of the time of a run, or EVALUATIONS."""
+    return min(EVALUATIONS, int(spent.passes(clients.inner) / 6))
 
 
 def outer_losses(problem: Problem, clients: Clients, points: list[tuple[PyTree, PyTree]]) -> list[float]:
@@ -64,7 +106,7 @@ def outer_losses(problem: Problem, clients: Clients, points: list[tuple[PyTree, 
         return jax.vmap(problem.outer, (0 if local else None, None, 0))(x, y, stacked)
 
     sums, programs = np.zeros(len(points)), {}
-    for owner, stacked, weights in blocks(clients, whole="outer" in problem.whole):
+    for owner, stacked, weights in blocks(clients, "outer", whole="outer" in problem.whole):
         for place, (x, y) in enumerate(points):
             own = jax.tree.map(lambda leaf, owner=owner: leaf[owner][:, None], x) if local else x
             given = on_device((own, y, stacked))
@@ -75,17 +117,47 @@ def outer_losses(problem: Problem, clients: Clients, points: list[tuple[PyTree, 
     return sums.tolist()
 
 
-def blocks(clients: Clients, whole: bool) -> Iterator[tuple[np.ndarray, PyTree, np.ndarray]]:
-    """Cut the outer samples of each client into blocks, and stack blocks of one length, as many as fit into BLOCK.
+def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluations: int) -> PyTree:
+    """Train y at a fixed x on all samples of all clients, by L-BFGS from y, with so many gradients at most.
+
+    Args:
+        problem: prepared, in the floating arrays of x and y alone; x is common to all clients.
+    """
+    start, shaped = ravel_pytree(y)
+    programs = {}
+
+    def total(y: PyTree, x: PyTree, stacked: PyTree, weights: Array) -> Array:
+        return weights @ jax.vmap(problem.inner, (None, None, 0))(x, y, stacked)
+
+    def slope(point: np.ndarray) -> tuple[float, np.ndarray]:
+        value, gradient = 0.0, np.zeros(start.size)
+        for _, stacked, weights in blocks(clients, "inner", whole="inner" in problem.whole):
+            given = on_device((shaped(jnp.asarray(point, start.dtype)), x, stacked, weights))
+            if (kind := isinstance(stacked, Padded)) not in programs:
+                key = problem.key and ("inner gradients of blocks", kind, problem.key)
+                programs[kind] = compiled(jax.value_and_grad(total), *given, key=key)
+            part, slopes = programs[kind](*given)
+            value += float(part)
+            gradient += np.asarray(ravel_pytree(slopes)[0], float)
+        return value, gradient
+
+    options = {"maxfun": evaluations, "maxiter": evaluations, "maxcor": 20, "ftol": 1e-10, "gtol": 0}
+    found = minimize(slope, np.asarray(start, float), jac=True, method="L-BFGS-B", options=options)
+    return shaped(jnp.asarray(found.x, start.dtype))
+
+
+def blocks(clients: Clients, name: str, whole: bool) -> Iterator[tuple[np.ndarray, PyTree, np.ndarray]]:
+    """Cut the samples of each client into blocks, and stack blocks of one length, as many as fit into BLOCK.
 
     Yields whose they are, (blocks,), samples, leaves (blocks, length, ...), `Padded` where blocks are shorter, and
     weights, (blocks,): p_i times the block's share of its client's samples, 0 for a block that fills up a stack.
 
     Args:
-        clients: whose outer samples are read.
+        clients: whose samples are read.
+        name: of which loss, "outer" or "inner".
         whole: whether a block has all samples of its client.
     """
-    rows = clients.outer
+    rows: Ragged = getattr(clients, name)
     longest = int(rows.size.max())
     width = longest if whole else min(longest, BLOCK)
     count = -(-rows.size // width)

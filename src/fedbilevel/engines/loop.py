@@ -10,9 +10,9 @@ from fedbilevel.algorithms.parts.layers import layers_at
 from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.core import interrupts
 from fedbilevel.core.errors import ExchangeError, NonFiniteError
-from fedbilevel.core.tree import join, split
+from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.display import Display, Silent
-from fedbilevel.engines.ends import Ends
+from fedbilevel.engines.ends import Ends, Spent
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.execution import Execution
 from fedbilevel.engines.history import Callback, Result, Row
@@ -237,8 +237,8 @@ class Loop:
             remarks = self.measurements.remark(result, method, self.ends), *method.remarks(result.state)
         return replace(result, stopped=reason, remarks=tuple(filter(None, remarks)))
 
-    def ends(self) -> Ends | None:
-        """Compute the outer loss of all clients at the start and at the end; None where it may not be known.
+    def ends(self, before: tuple[PyTree, PyTree] | None) -> Ends | None:
+        """Compare the end with an earlier point (x, y), None: the start; None where that may not be known.
 
         Under privacy the clients' own values would leave them without noise. A run that was continued by force with
         other arguments may have begun elsewhere.
@@ -247,4 +247,6 @@ class Loop:
         private = any(isinstance(layer, Private) for layer in layers_at(method))
         if private or self.measurements.other_arguments:
             return None
-        return self.execution.posed.ends(result.x, result.y, result.ledger.gradients, method.batch_size)
+        return self.execution.posed.ends(
+            before, (result.x, result.y), Spent(result.ledger.gradients, method.batch_size)
+        )

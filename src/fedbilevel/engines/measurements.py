@@ -129,16 +129,18 @@ class RunMeasurements:
             x, y = (join(part, fixed) for part, fixed in zip(best, self.evaluation.fixed, strict=True))
             self.best = Best(x, y, int(round), str(column), float(value))
 
-    def remark(self, result: Result, method: Algorithm, ends: Callable[[], Ends | None]) -> str:
+    def remark(self, result: Result, method: Algorithm, ends: Compare) -> str:
         """Say that a run ended worse than it began, or that its best row lies in its first half; or "".
 
-        Both are warned of, but for a run whose last row is its best: training y may have raised the outer loss.
+        Both are warned of, but for a run whose last row is its best: training y may have raised the outer loss. So it
+        may have where the end is below the outer loss of the start with y trained there, which is not warned of either.
 
         Args:
             result: where the run ended.
             method: whose steps are at fault.
-            ends: computes the outer loss of all clients at the start and at the end, if it can. It is asked where the
-                outer loss in the last row is not below that of the first round by more than the noise of a round.
+            ends: compares the outer loss of all clients at the end with that at an earlier point, if it can. It is
+                asked where the outer loss in the last row is not below that of the first round by more than the noise
+                of a round, and where the best row lies in the first half.
         """
         best, rows = self.best, self.history.rows
         if best is None or best.column not in rows[-1]:
@@ -151,16 +153,16 @@ class RunMeasurements:
         noise = bend + 0.01 * max(abs(first), abs(last)) * (len(bends) > 0)
         of_a_round = noise + bend * math.sqrt(result.round / max(1, len(rows) - 1))  # a row has the mean over several
         lost, gained, rose = sign * (last - best.value), sign * (first - best.value), sign * (last - first)
-        found = ends() if column == "outer_loss" and rose > -of_a_round else None
+        by_loss = column == "outer_loss"
+        found = ends(None) if by_loss and rose > -of_a_round else None
         if found is not None and found.worse:
-            where, then, now = f"{column} of all clients on all their samples", found.start, found.end
-            said = f"{where} ended at {text(column, now)}, worse than {text(column, then)} at the start"
+            said = found.text(column)
         elif found is None and rose > noise:
             said = f"{column} ended at {text(column, last)}, worse than {text(column, first)} at the start"
-        elif 2 * best.round < result.round and lost > noise + 0.1 * gained:
+        elif 2 * best.round < result.round and lost > noise + 0.1 * gained and not (by_loss and untrained(best, ends)):
             said = f"{column} ended at {text(column, last)}, after {text(column, best.value)}"
         else:
-            return ""
+            return found.text(column) if found is not None and found.above else ""
         if best.round == result.round:
             return f"{said}, where y was not trained; it was falling, and more rounds may lower it"
         better = f"result.best has x and y of its best row, of round {best.round}"
@@ -172,3 +174,13 @@ class RunMeasurements:
 def require_one_number(field: str, values: Sequence[float] | np.ndarray) -> None:
     """Refuse a metric of several numbers, or of none."""
     require(len(values) == 1, field, f"{len(values)} numbers", "one number, such as their mean")
+
+
+Compare = Callable[[tuple[PyTree, PyTree] | None], Ends | None]
+"""Compares the end of a run with an earlier point (x, y), None: with the start."""
+
+
+def untrained(best: Best, ends: Compare) -> bool:
+    """Tell whether the best row's loss is below that of the end for the sole reason that y was not trained there."""
+    found = ends((best.x, best.y))
+    return found is not None and found.above and not found.worse

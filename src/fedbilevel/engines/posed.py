@@ -14,7 +14,7 @@ from fedbilevel.core.inputs import require_start
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.tree import PyTree, split
 from fedbilevel.engines.divergence import Met, what_was_met
-from fedbilevel.engines.ends import Ends, affordable, comparable, outer_losses
+from fedbilevel.engines.ends import Ends, Spent, affordable, affordable_gradients, comparable, outer_losses, trained
 from fedbilevel.engines.evaluation import Evaluation, PerClient, check_per_client
 from fedbilevel.engines.first_look import first_look
 from fedbilevel.engines.options import RunOptions
@@ -75,21 +75,33 @@ class PosedProblem:
             return Met()
         return what_was_met(self.problem, self.clients, (self.x, self.y), (split(x)[0], split(y)[0]))
 
-    def ends(self, x: PyTree, y: PyTree, gradients: int, batch_size: int | None) -> Ends | None:
-        """Compute the outer loss of all clients at the start and at (x, y), the end of a run of so many gradients.
+    def ends(self, before: tuple[PyTree, PyTree] | None, end: tuple[PyTree, PyTree], spent: Spent) -> Ends | None:
+        """Compute the outer loss of all clients at an earlier point (x, y), None: the start, and at the end of a run.
+
+        Where the end is above, y is trained at the earlier x as far as a sixth of the run's gradients do it.
 
         None where it is not known: of samples elsewhere, also in other processes; where it would take more than about a
-        third of the time of those gradients, or more memory than there is; where it is not finite at the start, as of a
-        sample that no round has read; and where it does not tell which point is better.
+        third of the time of the run's gradients, or more memory than there is; where it is not finite at the earlier
+        point, as of a sample that no round has read; and where it does not tell which point is better.
         """
         clients, problem = self.clients, self.problem
         if not isinstance(clients, Clients) or current_group().processes > 1 or not comparable(problem):
             return None
-        if not affordable(clients, gradients, batch_size):
+        if not affordable(clients, spent):
             return None
-        points = [(self.x, self.y), (split(x)[0], split(y)[0])]
+        x, y = (self.x, self.y) if before is None else (split(before[0])[0], split(before[1])[0])
         try:
-            found = Ends(*outer_losses(problem, clients, points))
+            first, last = outer_losses(problem, clients, [(x, y), (split(end[0])[0], split(end[1])[0])])
+            found = Ends(first, last, first)
+            evaluations = affordable_gradients(clients, spent)
+            if found.above and math.isfinite(first) and self.trains and evaluations > 0:
+                there = trained(problem, clients, x, y, evaluations)
+                found = found._replace(trained=outer_losses(problem, clients, [(x, there)])[0])
         except (jax.errors.JaxRuntimeError, MemoryError):  # the run has ended well, and its result must not be lost
             return None
         return found if math.isfinite(found.start) else None
+
+    @property
+    def trains(self) -> bool:
+        """Whether an inner loss of its own trains y, at an x that all clients have in common."""
+        return self.problem.implicit_term != "none" and self.problem.local is None
