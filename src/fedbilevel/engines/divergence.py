@@ -110,6 +110,9 @@ def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree
             "positive (project_x, in a spec run.x_bounds), or write 10**x in place of x",
             by_steps=False,
         )
+    for name in problem.own_losses:
+        if why := not_finite_after_a_step(name, getattr(population, name), population.inner, before.largest, *start):
+            return Met(why, by_steps=False)
     leaves = zip(jax.tree_util.tree_leaves_with_path(start[0]), jax.tree.leaves(last[0]), strict=True)
     moved = {f"x{jax.tree_util.keystr(path)}": float(np.max(np.abs(np.subtract(b, a)))) for (path, a), b in leaves}
     name = max(moved, key=lambda one: moved[one])
@@ -139,6 +142,23 @@ def not_finite_at(name: str, total: WeightedLoss, x: PyTree, y: PyTree) -> str:
             "in jnp.sqrt((y**2).sum() + 1e-12)"
         )
     return ""
+
+
+def not_finite_after_a_step(
+    name: str, total: WeightedLoss, inner: WeightedLoss, largest: float, x: PyTree, y: PyTree
+) -> str:
+    """Say that a loss, or a derivative of it, is not finite after a step on y of one over the largest curvature, which
+    never is too long for the inner loss; or ""."""
+    if not largest > 0:
+        return ""
+    y = jax.tree.map(lambda y, g: (y - g / largest).astype(y.dtype), y, inner.gradients(x, y)[1])
+    if np.isfinite(total.value(x, y)) and not nonfinite_leaves(total.gradients(x, y)):
+        return ""
+    return (
+        f"the {name} loss, or a derivative of it, is not finite after one step on y from the start, of 1/L, which the "
+        "inner loss allows: look for log(0) and 0/0, as in log(sigmoid(s)), whose sigmoid is 0 for an s far below 0; "
+        "jax.nn.log_sigmoid(s) and jax.nn.log_softmax(s) are finite there"
+    )
 
 
 def needs_ridge(smallest: float) -> str:

@@ -27,6 +27,7 @@ from fedbilevel.machinery.kept import compiled
 
 BLOCK = 256  # samples that are in memory together; a loss that takes all of a client's samples gets them all
 WORSE = 1e-3  # relative, of two losses: less is no change
+SETTLED = 0.1  # what is left of the inner gradient at most where y counts as trained
 EVALUATIONS = 500  # of the inner gradient at most, to train y
 
 
@@ -120,6 +121,8 @@ def outer_losses(problem: Problem, clients: Clients, points: list[tuple[PyTree, 
 def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluations: int) -> PyTree:
     """Train y at a fixed x on all samples of all clients, by L-BFGS from y, with so many gradients at most.
 
+    Where that does not take the gradient to a tenth or less, as of a loss without a minimum, y is returned as it is.
+
     Args:
         problem: prepared, in the floating arrays of x and y alone; x is common to all clients.
     """
@@ -143,7 +146,8 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
 
     options = {"maxfun": evaluations, "maxiter": evaluations, "maxcor": 20, "ftol": 1e-10, "gtol": 0}
     found = minimize(slope, np.asarray(start, float), jac=True, method="L-BFGS-B", options=options)
-    return shaped(jnp.asarray(found.x, start.dtype))
+    settled = np.linalg.norm(found.jac) <= SETTLED * np.linalg.norm(slope(np.asarray(start, float))[1])
+    return shaped(jnp.asarray(found.x, start.dtype)) if settled else y
 
 
 def blocks(clients: Clients, name: str, whole: bool) -> Iterator[tuple[np.ndarray, PyTree, np.ndarray]]:

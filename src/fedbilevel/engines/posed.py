@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 from jax.extend.core import ClosedJaxpr
 
+from fedbilevel.algorithms.parts.linear_solvers import warn_without_minimum
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.inputs import require_start
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
@@ -67,7 +68,9 @@ class PosedProblem:
     def look(self) -> None:
         """Warn of losses whose numbers would mislead, where the samples are here (see `first_look`)."""
         if isinstance(clients := self.clients, Clients):
-            current_group().decide(lambda: first_look(self.problem, clients, self.x, self.y, self.programs))
+            problem, at = self.problem, (self.x, self.y)
+            current_group().decide(lambda: first_look(problem, clients, *at, self.programs))
+            current_group().decide(lambda: warn_without_minimum(problem, clients, *at))
 
     def met(self, x: PyTree, y: PyTree) -> Met:
         """Find out what a run that diverged had met, by its last finite x and y (see `what_was_met`)."""

@@ -39,6 +39,9 @@ Sampling = Literal["random", "random_per_client"]
 Product = Callable[[Any, PyTree, Array, Any], PyTree]
 """(where loops run, v, key, number of the fresh cohort) -> H v."""
 SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
+ENTRIES_FOR_CHECK = 10_000  # of y at most, where every method's inner loss is looked at
+FLAT = 1e-3  # relative, of a curvature that is 0 but for rounding
+FAR = 100  # times the norm of y, or 1 if that is more
 
 
 class SolveInfo(NamedTuple):
@@ -246,20 +249,57 @@ def check_neumann_step(
         operators = [partial(product, several, np.int32(k), x, y) for k in range(len(ids))]
     else:
         whole = Population.of(problem, clients, SAMPLES_FOR_CHECK).inner
-        operators = [partial(compiled(hess_v, whole, x, y, y, key=key), whole, x, y)]
+        operators = [product_at(whole, x, y, key)]
     ends = [extreme_eigenvalues(operator, y, seed=0, iterations=8) for operator in operators]
     largest, smallest = max(end.largest for end in ends), min(end.smallest for end in ends)
-    if smallest < -1e-3 * abs(largest):
-        text = (
-            f"at the start {whose} inner Hessian has a negative eigenvalue, at most {smallest:.3g}: y*(x) and v are not"
-        )
-        more = "the hypergradient may point anywhere (a ridge on the inner loss in y mends that)"
-        warn(NumericalWarning(f"{text} defined there, and {more}"))
+    said = not local and without_minimum(problem, clients, x, y)
+    if smallest < -FLAT * abs(largest) and not said:
+        warn(NumericalWarning(negative_eigenvalue(whose, smallest)))
     if largest > 0:
         allowed = (
             f"below 2/ℓ = {2 / largest:.4g}: at the start {whose} inner Hessian's largest eigenvalue is about ℓ = "
         )
         require(float(step) * largest < 2, field, float(step), f"{allowed}{largest:.4g}")
+
+
+def warn_without_minimum(problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
+    """Warn where G(x, ·) curves downwards at the start and however far y goes, so that no method can find y*(x)."""
+    if smallest := without_minimum(problem, clients, x, y):
+        warn(NumericalWarning(negative_eigenvalue("the", smallest)))
+
+
+def without_minimum(problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> float:
+    """Return the curvature of G(x, ·) along its most downward direction at y if it is negative there and FAR away on
+    both sides, else 0: a network's loss curves downwards near a start, but rises or is flat far from it."""
+    size = sum(leaf.size for leaf in jax.tree.leaves(y))
+    if problem.implicit_term != "inverse" or problem.local is not None or not 0 < size <= ENTRIES_FOR_CHECK:
+        return 0.0
+    key = problem.key and (problem.key, jax.tree.structure(y))
+    whole = Population.of(problem, clients, SAMPLES_FOR_CHECK).inner
+    ends = extreme_eigenvalues(product_at(whole, x, y, key), y, seed=0, iterations=20)
+    flat = -FLAT * max(abs(ends.largest), abs(ends.smallest))
+    if not ends.smallest < flat:
+        return 0.0
+    u, far = ends.smallest_vector, FAR * max(1.0, float(optax.tree.norm(y)))
+    for length in (-far, far):
+        there = jax.tree.map(lambda a, b, length=length: (a + length * b).astype(a.dtype), y, u)
+        if not optax.tree.vdot(u, product_at(whole, x, there, key)(u)) < flat:
+            return 0.0
+    return ends.smallest
+
+
+def product_at(whole: WeightedLoss, x: PyTree, y: PyTree, key: Any) -> Callable[[PyTree], PyTree]:
+    """Return v -> ∇²yy G·v at (x, y)."""
+    return partial(compiled(hess_v, whole, x, y, y, key=key), whole, x, y)
+
+
+def negative_eigenvalue(whose: str, smallest: float) -> str:
+    """Say of a curvature in y that is negative at the start what follows, and which ridge mends it."""
+    return (
+        f"at the start {whose} inner Hessian has a negative eigenvalue, at most {smallest:.3g}: y*(x) and v are not "
+        "defined there, and the hypergradient may point anywhere. A ridge on the inner loss in y mends that: add "
+        f"c * (y**2).sum() with c above {abs(smallest) / 2:.3g}"
+    )
 
 
 def _hess_v(several: WeightedLoss, k: Array, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
