@@ -16,6 +16,14 @@ def check(ends):
     assert all(end.said for end in ends if end.loss > 1.001 * end.start)
 
 
+def test_a_member_that_diverges_if_x_takes_long_steps():
+    """Raw penalties, which turn negative where a step on x is too long: the run then returns and gives up."""
+    end = played("SimFBO", 6, 1, OTHER)
+    check([end])
+    assert end.loss < end.start
+    assert not any("diverges" in said for said in end.said)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FEW)
 def test_a_few_members(name):

@@ -112,6 +112,18 @@ def test_what_no_smaller_step_mends_is_said_without_steps(case):
     assert "lower" not in str(error.value)
 
 
+def test_a_loss_that_is_not_finite_a_step_away_is_named():
+    """log(σ(s)) of s = −3,000, where σ is 0: after one step on y of any size that the inner loss allows."""
+    problem = fb.Bilevel(
+        lambda x, y, batch: -jnp.mean(jnp.log(jax.nn.sigmoid(3000 * y[0] + 0 * batch))),
+        lambda x, y, batch: jnp.mean((y + 1 + batch) ** 2) + jnp.sum(jnp.exp(x) * y**2),
+    )
+    method = fixed(fb.SimFBO(local_steps=2, batch_size=None, server_lr=STEPS))
+    with pytest.raises(NonFiniteError, match=r"outer loss, .* not finite after one step on y .*log_sigmoid") as found:
+        fb.solve(method, problem, fb.Clients(np.zeros((3, 4))), np.zeros(1), np.zeros(1), rounds=20)
+    assert "smaller steps" not in str(found.value)
+
+
 @pytest.mark.parametrize("which", slow_but("inner", of=["outer", "inner"]))
 @pytest.mark.parametrize("method", slow_but(fb.AggITD, of=[fb.FedMBO, fb.AggITD]))
 def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(method, which):

@@ -236,7 +236,8 @@ class Result(Shown):
         best: x and y of the best row of the history, by the column that `best_by` of `solve` says; None without one.
         remarks: sentences about the end: that the run ended worse than it began, or which entries of x have not come to
             rest. Where the outer loss in the rows cannot tell, since it is that of few clients or samples, the outer
-            loss of all clients is computed at the start and at the end. This is left out where it would take more than
+            loss of all clients is computed at the start and at the end; where the end is above, also with y trained at
+            x0, since a y that was not trained may have a lower one. This is left out where it would take more than
             about a third of the run's gradients, over Flower, under privacy, of several processes, and of minimax and
             simple bilevel problems.
         state: the server's state, as the method keeps it; None in a result that was read from a file.

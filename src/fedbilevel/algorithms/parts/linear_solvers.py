@@ -288,7 +288,7 @@ def without_minimum(problem: Problem, clients: Clients, x: PyTree, y: PyTree) ->
     return ends.smallest
 
 
-def product_at(whole: WeightedLoss, x: PyTree, y: PyTree, key: Any) -> Callable[[PyTree], PyTree]:
+def product_at(whole: WeightedLoss, x: PyTree, y: PyTree, key: Any) -> partial[PyTree]:
     """Return v -> ∇²yy G·v at (x, y)."""
     return partial(compiled(hess_v, whole, x, y, y, key=key), whole, x, y)
 
