@@ -17,6 +17,7 @@ from papers.numbers import axis, text
 
 MARKERS = "ox+v"  # one shows through another
 COLUMNS = 3  # of panels, at most
+SPAN = 50.0  # of costs: with more, the axis is logarithmic
 READ = {"end": "at the end", "late": "mean over the second half", "mean": "mean over the run"}  # off a curve
 
 
@@ -58,7 +59,7 @@ def curve(name: str, cost: str, of: Mapping[str, Any]) -> Curve:
 
 def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
     """Readings in each panel: of a series against the panels' values on logarithmic axes, with a grey line of the
-    predicted slope; else side by side."""
+    predicted slope; else side by side, from 0, or on a logarithmic axis where the largest is SPAN times the least."""
     drawing = Drawing((max(6.0, 1.2 * len(outcome["panels"])), 4.4), layout="constrained")
     axes = drawing.subplots()
     slopes = [claim for claim in figure.claims if claim.slope is not None and claim.by in READ]
@@ -80,13 +81,15 @@ def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
         if claim and claim.slope is not None:
             u, v = np.log(at), np.log(mean)
             axes.plot(at, np.exp(v.mean() + claim.slope * (u - u.mean())), color="#666666", linewidth=0.8, zorder=0)
-    scale = "log" if figure.series else "linear"
-    axes.set(xscale=scale, yscale=scale, xlabel=figure.series, ylabel=axis(figure.metric))
+    means = [of["mean"] for methods in outcome["panels"].values() for of in methods.values() if of["values"]]
+    apart = bool(means) and max(means) > SPAN * min(means) > 0
+    axes.set(xlabel=figure.series, ylabel=axis(figure.metric))
+    axes.set(xscale="log" if figure.series else "linear", yscale="log" if figure.series or apart else "linear")
     axes.set_xticks(list(places.values()), [text("", at) if figure.series else name for name, at in places.items()])
     axes.set_xticks([], minor=True)
     axes.grid(alpha=0.3, linewidth=0.6)
     if not figure.series:
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(bottom=None if apart else 0)
         axes.tick_params(axis="x", rotation=30 if len(places) > 4 else 0)
     legend(drawing)
     return drawing

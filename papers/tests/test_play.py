@@ -224,6 +224,16 @@ def test_pictures_are_drawn(figure: Figure, place: Path) -> None:
     assert min(heights) > 0
 
 
+def test_costs_that_differ_by_more_than_fifty_times_have_a_logarithmic_axis() -> None:
+    """A side of 2 beside one of 100, which is fifty times as much, and beside one of 101."""
+    figure = made_up(metric="megabytes", against="rounds", **UNTUNED)
+    names = list(figure.methods)[:2]
+    for largest, scale in ((100.0, "linear"), (101.0, "log")):
+        of = [{"values": [mean], "mean": mean, "sd": 0.0} for mean in (2.0, largest)]
+        (axes,) = points(figure, {"panels": {"all": dict(zip(names, of, strict=True))}, "findings": []}).axes
+        assert axes.get_yscale() == scale
+
+
 def test_a_series_has_a_line_of_the_predicted_slope() -> None:
     """Readings of 8, 4, 2 at values of 1, 2, 4: slope −1, drawn beside a prediction of −1/2 through (2, 4)."""
     panels = {str(value): {"value": value} for value in (1, 2, 4)}

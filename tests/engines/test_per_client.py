@@ -128,6 +128,10 @@ def test_a_mapped_sample_that_is_not_finite_is_refused(tmp_path):
             r"metrics_per_client\['m'\] fails \(KeyError: 'b'\); it was given x: .*batch",
         ),
         ({"m": lambda x, y, batch: batch["a"]}, r"the value of metrics_per_client\['m'\] = .* one real number"),
+        (
+            {"m": fb.Metric(METRICS["error"], None)},
+            r"metrics_per_client\['m'\]\.larger_is_better = None.* True or False: .* which client is the worst",
+        ),
     ],
 )
 def test_a_metric_that_is_none_is_refused_before_anything_runs(metrics, words):

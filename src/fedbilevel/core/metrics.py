@@ -21,7 +21,8 @@ class Metric:
     Args:
         function: (x, y) -> one number; of each client (x, y, batch) -> one number.
         larger_is_better: whether a larger value is a better one; None: neither is, as of a norm or a count that is only
-            looked at, and of a preference H that has to rise while x leaves a start that fits no data.
+            looked at, and of a preference H that has to rise while x leaves a start that fits no data. A metric of
+            single clients says True or False, since the worst and the best client are measured.
 
     A plain function needs no Metric where a smaller value is better, as of losses and errors. By a metric that says
     None no run is judged: it chooses no best row, and that it has grown is no sign that a run diverges.

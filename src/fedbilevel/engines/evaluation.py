@@ -117,7 +117,12 @@ class PerClient:
 
 
 def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str, PerClient]:
-    """Check the argument `metrics_per_client` of `solve`; a plain function is measured on the outer samples."""
+    """Check the argument `metrics_per_client` of `solve`; a plain function is measured on the outer samples.
+
+    Raises:
+        ConfigurationError: something is no metric; or a Metric says that neither direction is better, so that no client
+            is the worst or the best.
+    """
     fits = metrics is None or isinstance(metrics, Mapping)
     require(fits, "metrics_per_client", metrics, "functions (x, y, batch) -> number by name")
     made = {}
@@ -127,6 +132,9 @@ def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str
                 (metric.function, metric.larger_is_better) if isinstance(metric, Metric) else (metric, None)
             )
             require_function(f"metrics_per_client[{name!r}]", function, ARGUMENTS, " -> one number, or a PerClient")
+            fits = larger is not None or not isinstance(metric, Metric)
+            allowed = "True or False: it says which client is the worst, and which the best"
+            require(fits, f"metrics_per_client[{name!r}].larger_is_better", larger, allowed)
             metric = PerClient(function, larger_is_better=larger)
         made[name] = metric
     return made
