@@ -74,7 +74,7 @@ def spent(found: Mapping[str, Any] | None, names: Sequence[str]) -> Iterator[str
     for cost, word in COUNTED.items():
         ratios = [1.0]
         for methods in panels:
-            amounts = [of["costs"][cost] for name, of in methods.items() if name in names and of["costs"]]
+            amounts = [of["costs"][cost] for name, of in methods.items() if name in names and cost in of["costs"]]
             ratios += [max(amounts) / min(amounts)] if amounts and min(amounts) else []
         if max(ratios) > 1.05:
             yield f"up to {max(ratios):.3g} times as many {word}"

@@ -26,6 +26,7 @@ Tables = Mapping[str, Mapping[str, Any]]
 """As much of a spec as is given, by section."""
 PAPERS = Path(__file__).parent
 SOURCES = ("text", "table", "read off the figure", "published code")
+COUNTED = ("exchanges", "megabytes", "gflop")  # costs of a round that are known without running it
 MOST_ROUNDS = 4  # between two rows of a run with a budget, which ends at the first row at which it is spent
 
 
@@ -141,6 +142,7 @@ class Figure:
         revised: what was changed after a first run, in a sentence; "" where nothing was.
         seeds: how many seeds decide, 0, 1, 2, …: fixed before the runs.
         beside: costs whose means the page shows below the claims, and which decide nothing.
+        counted: nothing is run: what a round costs is counted by tracing it. Claims are then on COUNTED.
     """
 
     file: Path
@@ -166,6 +168,7 @@ class Figure:
     revised: str = ""
     seeds: int = 3
     beside: Sequence[str] = ()
+    counted: bool = False
 
     def __post_init__(self) -> None:
         require(self.panels and self.methods and self.claims, "panels, methods and claims must be there")
@@ -184,6 +187,7 @@ class Figure:
             self._check(claim)
         self._check_trials()
         self._check_rows()
+        self._check_counted()
 
     def _check(self, claim: Claim) -> None:
         require_known("way to read a run", [claim.by], ("end", "mean", "late", "first"))
@@ -218,6 +222,21 @@ class Figure:
                 run = self.tables(panel, method, scale, tuning=tuning).get("run", {})
                 dense = not {"exchanges", "bytes", "time"} & run.keys() or run.get("eval_every", 1) <= MOST_ROUNDS
                 require(dense, f"run.eval_every is at most {MOST_ROUNDS} beside a budget, or left out")
+
+    def _check_counted(self) -> None:
+        if not self.counted:
+            return
+        require(self.tuning is None, "a figure whose costs are counted has no [tuning]")
+        require_known(
+            "cost that is counted", [self.metric, *(claim.metric or self.metric for claim in self.claims)], COUNTED
+        )
+        for scale, panel in itertools.product(SCALES, self.panels):
+            for method in self.methods_of(panel):
+                run = self.tables(panel, method, scale).get("run", {})
+                one = run.get("rounds") == 1 and run.get("cohort") in ("none", None)
+                require(
+                    one, f"{panel} · {method}: costs are counted of one round of all clients: rounds = 1, no cohort"
+                )
 
     @property
     def id(self) -> str:
@@ -272,7 +291,7 @@ class Figure:
         values = [panel.value for panel in self.panels.values()]
         tuning: list[Any] = [self.tuning.select, list(self.tuning.seeds)] if self.tuning else []
         tuning += [self.tuning.trials] if self.tuning and self.tuning.trials else []
-        content = [claims, played, values, tuning, self.metric, self.against]
+        content = [claims, played, values, tuning, self.metric, self.against, *(["counted"] if self.counted else [])]
         return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 

@@ -223,6 +223,9 @@ def origin(figure: Figure, found: Outcome) -> Iterator[str]:
     how = f"{found['trials']} trials a method, by {found['selected_on']}" if found["trials"] else "no trials"
     ends = chosen_at_ends(figure, found)
     rest = f"[setting, differences]({figure.id}.toml), [numbers]({figure.id}.json)"
+    if figure.counted:
+        yield f"The costs of a round, counted without running it; {found['date']}; {rest}.\n"
+        return
     yield f"{how}{ends}; seeds {seeds}; {found['minutes']:.0f} minutes, {found['date']}; {rest}.\n"
 
 

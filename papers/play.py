@@ -30,7 +30,7 @@ from fedbilevel.authoring import History
 from fedbilevel.errors import ConfigurationError, InUse, NumericalError
 from fedbilevel.experiments import COSTS, costs_of
 from papers.claims import findings, verdict
-from papers.figure import Figure, Scale, merged, require, require_known
+from papers.figure import COUNTED, Figure, Scale, merged, require, require_known
 from papers.numbers import rounded, value_in
 
 POLL = 1.0  # seconds between two looks at a run that another process plays
@@ -41,13 +41,15 @@ Say = Callable[[str], None]
 @dataclass(frozen=True)
 class Run:
     """A trial or a run: what it is called, the tables of its spec, its seed and its folder; with `budgets`, by the
-    names of COSTS, it ends at the first row by which all of them are spent."""
+    names of COSTS, it ends at the first row by which all of them are spent. Of one that is `counted` the costs of its
+    round are found without running it, and no folder is made."""
 
     name: str
     tables: Mapping[str, Any]
     seed: int
     folder: Path
     budgets: Mapping[str, float] = field(default_factory=dict)
+    counted: bool = False
 
     @property
     def spec(self) -> experiments.Spec:
@@ -57,6 +59,9 @@ class Run:
     def play(self, tasks: experiments.TaskCache) -> History | str:
         """What it measured, read from its folder or played; or why it failed."""
         try:
+            if self.counted:
+                ledger = experiments.build(self.spec, tasks(self.spec)).cost_of_round()
+                return History([{"round": 1, "seconds": 0.0, **ledger.columns()}])
             return experiments.run_of(self.spec, self.folder, tasks, callbacks=[self.spent] if self.budgets else [])
         except (ConfigurationError, NumericalError) as error:  # such as a step too large for this seed's samples
             return str(error)
@@ -195,7 +200,10 @@ def runs_of(
     panel, method = pair
     folder = place_of(figure, scale, out) / "runs" / word(panel) / word(method)
     tables = with_values(figure.tables(panel, method, scale), values)
-    return [Run(f"{panel} · {method} · seed {seed}", tables, seed, folder / f"seed-{seed}") for seed in seeds]
+    return [
+        Run(f"{panel} · {method} · seed {seed}", tables, seed, folder / f"seed-{seed}", counted=figure.counted)
+        for seed in seeds
+    ]
 
 
 def check(figure: Figure, scale: Scale, out: Path, seeds: Sequence[int]) -> None:
@@ -327,7 +335,8 @@ def outcome(
         numbers |= {"failed_trials": choice.failed, "failed_runs": len(read) - len(whole)}
         panels.setdefault(panel, {})[method] = numbers | numbers_of(figure, whole)
     found = findings(figure, histories)
-    ended = [experiments.load_run(folder) for folder, came in played.items() if isinstance(came, History)]
+    folders = [folder for folder, came in played.items() if isinstance(came, History)]
+    ended = [] if figure.counted else [experiments.load_run(folder) for folder in folders]
     made = ended[0].folder.environment.read_text("utf-8") if ended else "{}"
     return {
         "id": figure.id,
@@ -354,11 +363,12 @@ def numbers_of(figure: Figure, histories: Sequence[History]) -> dict[str, Any]:
         return {"values": [], "mean": None, "sd": None, "costs": {}, "curve": None}
     known = [[value for row in one.rows if (value := value_in(row, figure.metric)) is not None] for one in histories]
     values, spent = [float(one[-1]) for one in known], [costs_of(one.rows[-1]) for one in histories]
+    names = COUNTED if figure.counted else spent[0]
     numbers = {
         "values": values,
         "mean": float(np.mean(values)),
         "sd": float(np.std(values, ddof=1)) if len(values) > 1 else None,
-        "costs": {name: float(np.mean([one[name] for one in spent])) for name in spent[0]},
+        "costs": {name: float(np.mean([one[name] for one in spent])) for name in names},
         "curve": None if figure.metric in COSTS else curve(figure, histories),
     }
     return dict(rounded(numbers))

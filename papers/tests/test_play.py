@@ -314,3 +314,21 @@ claims = [{ says = "FedBiO ends nearer", better = "FedBiO", than = ["SimFBO"] }]
 quick = { spec = { run = { rounds = 2 } } }
 full = {}
 """
+
+
+def test_a_counted_figure_has_the_costs_of_a_round_that_is_run(tmp_path: Path) -> None:
+    """Operations and bytes without a run, in which FedBiO and SimFBO are told apart; no folder is made."""
+    once: dict[str, Any] = {"minutes": 1, "spec": {"run": {"rounds": 1, "eval_every": 1}}}
+    content = {**UNTUNED, "metric": "gflop", "against": "rounds", "quick": once, "full": once, "seeds": 2}
+    found, played = (
+        run(made_up(**content, counted=counted), "quick", tmp_path / str(counted)) for counted in (True, False)
+    )
+    assert not (tmp_path / "True").exists()
+    assert found["findings"] == played["findings"]
+    for method, of in found["panels"]["all"].items():
+        costs = played["panels"]["all"][method]["costs"]
+        assert of["costs"] == {name: costs[name] for name in ("exchanges", "megabytes", "gflop")}
+    with pytest.raises(ConfigurationError, match=r"unknown cost that is counted 'seconds'"):
+        made_up(**{**content, "metric": "seconds"}, counted=True)
+    with pytest.raises(ConfigurationError, match=r"all · FedBiO: costs are counted of one round"):
+        made_up(**{**content, "quick": CONTENT["quick"]}, counted=True)

@@ -177,10 +177,11 @@ EXPENSIVE = _names("cholesky fft householder_product io_callback pure_callback s
 """More than an operation per entry, although what they take and give may have the same shape."""
 
 
-def flops_of_calls(
-    algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
-) -> dict[ExchangeKind, int | None]:
-    """Count what a client computes to reply to each exchange of a round, in the operations of `count`; None: not known.
+def calls_of(
+    algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: CapacityClass | None = None
+) -> list[tuple[RecordedExchange, ExchangeKind, int | None]]:
+    """List the exchanges of a round, with what a client computes to reply to each, in the operations of `count`; None:
+    not known.
 
     Each phase is traced as the round asks it, nothing is computed. Full batches count as many samples as the client
     with the most has, since so long are those that engines compute on. Local steps that differ between clients are
@@ -188,11 +189,9 @@ def flops_of_calls(
 
     Args:
         x, y: the variables where the run starts; only shapes matter.
-        cut: of clients who hold submodels, every capacity. An exchange then has an entry for each, by the bytes of
-            its smaller messages. Exchanges of a phase that cost different operations but the same bytes have the
-            larger number.
+        cut: of clients who hold submodels, the capacity; None: they hold the whole model.
     """
-    costs, same = dict[ExchangeKind, int | None](), _same(clients)
+    same = _same(clients)
     unknown = {name: jax.ShapeDtypeStruct((), jnp.int32) for name in clients.own if name not in same}
     rows, over_batches = (clients.outer, clients.inner), problem.over_batches()
     given = np.int32(0), tuple(map(_longest, rows)), jax.random.key(0), unknown
@@ -204,20 +203,33 @@ def flops_of_calls(
         client = Client(over_batches, outer, inner, jnp.asarray(0, jnp.int32), jnp.asarray(1.0), state, own | same)
         return at(algorithm, round).run_phase(name, client, message, key)
 
-    def enter(name: str, message: PyTree, state: PyTree) -> None:
-        traced, reply = jax.make_jaxpr(partial(phase, name), return_shape=True)(message, state, *given)
-        call, cost = (name, nbytes(message), nbytes(reply.update)), count(traced.jaxpr)
-        before = costs.get(call, 0)
-        costs[call] = None if cost is None or before is None else max(cost, before)
-
+    found = []
     for exchange in exchanges_of(algorithm, problem, x, y, clients.examples()):
         name, message = exchange.phase, exchange.message
-        if not cut:
-            enter(name, message, exchange.state)
-        for unit_layout, sizes in cut:
+        if cut is not None:
+            unit_layout, sizes = cut
             takes, _ = takes_and_gives(algorithm.phases[name])
-            units = unit_layout.shapes_of(sizes)
-            enter(name, jax.eval_shape(partial(unit_layout.sent, takes), message, units), exchange.state)
+            message = jax.eval_shape(partial(unit_layout.sent, takes), message, unit_layout.shapes_of(sizes))
+        traced, reply = jax.make_jaxpr(partial(phase, name), return_shape=True)(message, exchange.state, *given)
+        found.append((exchange, (name, nbytes(message), nbytes(reply.update)), count(traced.jaxpr)))
+    return found
+
+
+def flops_of_calls(
+    algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
+) -> dict[ExchangeKind, int | None]:
+    """Count what a client computes to reply to each exchange of a round: see `calls_of`.
+
+    Args:
+        cut: of clients who hold submodels, every capacity. An exchange then has an entry for each, by the bytes of
+            its smaller messages. Exchanges of a phase that cost different operations but the same bytes have the
+            larger number.
+    """
+    costs = dict[ExchangeKind, int | None]()
+    for capacity in cut or (None,):
+        for _, call, cost in calls_of(algorithm, problem, clients, x, y, capacity):
+            before = costs.get(call, 0)
+            costs[call] = None if cost is None or before is None else max(cost, before)
     return costs
 
 

@@ -8,8 +8,12 @@ from functools import singledispatch
 from typing import Any, NamedTuple
 
 from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.privacy import Privacy
+from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.engine import Cohort, Engine
+from fedbilevel.engines.foreseen import cost_of_round
 from fedbilevel.engines.history import ENDLESS, Callback, Result, cost
 from fedbilevel.engines.progress import MEASURING, report_stage
 from fedbilevel.engines.solve import solve
@@ -30,6 +34,13 @@ class Experiment(NamedTuple):
 
     def check(self, spec: Spec) -> None:
         """Raise ConfigurationError if the spec cannot be run, before anything is."""
+
+    def cost_of_round(self) -> Ledger:
+        """Count what a round costs in which every client takes part, without computing it: see `engines.foreseen`."""
+        task = self.task
+        if not isinstance(task.clients, Clients):
+            raise ConfigurationError("the clients' samples are elsewhere: what a round costs is counted on them")
+        return cost_of_round(self.algorithm, task.problem, task.clients, task.x0, task.y0)
 
     def solve(
         self,

@@ -1,0 +1,53 @@
+"""What a round costs, found by tracing it: nothing is computed."""
+
+from __future__ import annotations
+
+import math
+
+from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree
+from fedbilevel.engines.costs import Ledger
+from fedbilevel.engines.recorder import CapacityClass, calls_of
+from fedbilevel.engines.submodels import SubmodelPlan
+
+
+def cost_of_round(algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> Ledger:
+    """Count what a round costs in which every client takes part, without computing it.
+
+    The ledger has exchanges, replies, bytes and operations. Gradients, products and time are not counted, and are 0.
+
+    Args:
+        x, y: the variables where the run starts; only shapes matter.
+
+    Raises:
+        ConfigurationError: the costs are not fixed, since values of the run decide how often clients are asked, or the
+            round waits for some clients alone, or capacities change from round to round.
+    """
+    ledger = Ledger(rounds=1, flops=0)
+    for number, (cut, count) in enumerate(groups_of(algorithm, problem, clients, x, y)):
+        for exchange, (phase, down, up), cost in calls_of(algorithm, problem, clients, x, y, cut):
+            if exchange.early or not math.isfinite(exchange.times):
+                raise ConfigurationError(f"{algorithm.label} decides while it runs how many clients {phase} asks")
+            times = int(exchange.times)
+            ledger.exchanges += times if number == 0 else 0
+            ledger.replies += times * count
+            ledger.bytes_down += times * count * down
+            ledger.bytes_up += times * count * up
+            known = ledger.flops is not None and cost is not None
+            ledger.flops = (ledger.flops or 0) + times * count * (cost or 0) if known else None
+    return ledger
+
+
+def groups_of(
+    algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree
+) -> list[tuple[CapacityClass | None, int]]:
+    """List the capacities, each with the number of clients that have it; None: they hold the whole model."""
+    plan = SubmodelPlan.of(algorithm, problem, clients, x, y)
+    if plan is None:
+        return [(None, len(clients))]
+    if plan.number.ndim > 1:
+        raise ConfigurationError("capacities change from round to round, and with them what a round costs")
+    return [((plan.unit_layout, sizes), count) for sizes, count in zip(plan.kept, plan.places, strict=True)]
