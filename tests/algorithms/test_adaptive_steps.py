@@ -321,8 +321,9 @@ def test_entries_without_a_minimum_are_named():
     )
     start = {"a": np.zeros(3)}
     run = fb.solve(fb.SimFBO(batch_size=None), problem, fb.Clients([np.ones((1, 1))]), start, np.zeros(1), rounds=300)
-    (remark,) = run.remarks
+    remark, idle = run.remarks
     assert remark.startswith("x['a'][0] of 3 entries of x were still moving steadily at the end")
+    assert "x['a'][2]" in idle
     assert "project_x" in remark
     assert "still moving" in str(run)
 
@@ -479,7 +480,7 @@ def test_what_cannot_be_adapted_says_why():
         (lambda: played(fb.SimFBO(), (problem[0], own), 1), "Clients.own[client_lr.v] = 'given' is not allowed"),
         (lambda: fb.AdaptiveSteps(fb.FedAvg()), "a method with steps that are None"),
         (lambda: fb.AdaptiveSteps(given), "a method with steps that are None"),
-        (lambda: fb.AdaptiveSteps(steps), "two layers of one place around SimFBO, among AdaptiveSteps, AdaptiveSteps"),
+        (lambda: fb.AdaptiveSteps(steps), "around SimFBO, 'steps': AdaptiveSteps and AdaptiveSteps; leave one out"),
         (lambda: fb.Asynchronous(steps, wait_for=1), "late replies are made of other ones; give numbers for server_lr"),
         (lambda: played(fb.Asynchronous(fb.SimFBO(), wait_for=1), problem, 1), "give numbers for server_lr.x"),
         (lambda: played(fb.SimFBO(), (problem[0], small), 1), "needs steps where Clients.capacity is given"),

@@ -114,7 +114,7 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
     [
         (
             lambda: fb.Asynchronous(fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2), wait_for=2),
-            "two layers of one place around SimFBO, among Asynchronous, Asynchronous",
+            "two layers of one place around SimFBO, 'late': Asynchronous and Asynchronous; leave one out",
         ),
         (lambda: fb.Asynchronous(fb.FISM(tolerance=1e-3), wait_for=2), "its tolerance compares F at one x"),
         (

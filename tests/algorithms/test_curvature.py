@@ -134,7 +134,7 @@ def test_a_client_steps_alone_by_its_own_curvature_where_that_is_known(own, expe
     method, layer = fb.AFBO(batch_size=None), fb.AdaptiveSteps(y_lr=0.5)
     (alone,) = (step for step in open_steps(method).values() if step.kind == "alone")
     steps = Steps(jnp.asarray(0.3), jnp.asarray(0.1), jnp.asarray(1, jnp.uint32))
-    assert float(layer.size(None, steps, jnp.asarray(own), alone)) == pytest.approx(expected)
+    assert float(layer._size(None, steps, jnp.asarray(own), alone)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ def test_several_local_steps_are_held_to_the_clients_own_curvature(kind, tau, ex
     one is the server's, 1."""
     client = SimpleNamespace(local_steps=lambda count: count)
     steps, part = Steps(*jnp.ones(2), jnp.asarray(1, jnp.uint32)), fb.parts.LocalSGD(local_steps=tau)
-    found = fb.AdaptiveSteps(y_lr=0.5).size(client, steps, jnp.asarray(10.0), OpenStep(part, kind, "y"))
+    found = fb.AdaptiveSteps(y_lr=0.5)._size(client, steps, jnp.asarray(10.0), OpenStep(part, kind, "y"))
     assert float(found) == pytest.approx(expected)
 
 

@@ -25,7 +25,7 @@ from jax import Array
 from fedbilevel.core.algorithm import Part
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import counts, positive, positive_integer, static
-from fedbilevel.core.errors import NumericalWarning, require, unknown, warn
+from fedbilevel.core.errors import ConfigurationError, NumericalWarning, require, unknown, warn
 from fedbilevel.core.facts import Findings
 from fedbilevel.core.fed import Withheld
 from fedbilevel.core.problem import Problem
@@ -264,7 +264,11 @@ def check_neumann_step(
 
 def warn_without_minimum(problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
     """Warn where G(x, ·) curves downwards at the start and however far y goes, so that no method can find y*(x)."""
-    if smallest := without_minimum(problem, clients, x, y):
+    try:
+        smallest = without_minimum(problem, clients, x, y)
+    except ConfigurationError:  # a sample on disk is not finite: the engine says which when it reads it
+        return
+    if smallest:
         warn(NumericalWarning(negative_eigenvalue("the", smallest)))
 
 
