@@ -64,7 +64,7 @@ class Flower:
         name: of the whole run, 8 to 64 hexadecimal digits, the same when it is resumed: clients keep their state under
             it. Where an algorithm has clients keep any, a run resumes from its last round alone: `solve` saves after
             every round, and refuses a larger `checkpoint_every`. An asynchronous run resumes without the replies that
-            were under way, so not bit for bit: see docs/how-to/federation.md.
+            were under way, so not bit for bit: see docs/how-to/federation-server.md.
         log: a file that gets a JSON line for each exchange.
         keys: a folder with every client's public key, client-0.pub, client-1.pub, …; a node then counts as a client
             only if it has registered with that client's key. None: any registered node may be any absent client.
