@@ -68,9 +68,12 @@ class PosedProblem:
     def look(self) -> None:
         """Warn of losses whose numbers would mislead, where the samples are here (see `first_look`)."""
         if isinstance(clients := self.clients, Clients):
-            problem, at = self.problem, (self.x, self.y)
-            current_group().decide(lambda: first_look(problem, clients, *at, self.programs))
-            current_group().decide(lambda: warn_without_minimum(problem, clients, *at))
+
+            def warn_here() -> None:
+                first_look(self.problem, clients, self.x, self.y, self.programs)
+                warn_without_minimum(self.problem, clients, self.x, self.y)
+
+            current_group().decide(warn_here)
 
     def met(self, x: PyTree, y: PyTree) -> Met:
         """Find out what a run that diverged had met, by its last finite x and y (see `what_was_met`)."""

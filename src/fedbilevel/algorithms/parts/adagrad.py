@@ -104,11 +104,10 @@ class AdaGrad(NamedTuple):
         ]
         if not places or self.rounds < SETTLED or not any(np.any(norm) for _, norm in norms):
             return ""
-        first = ", ".join(f"x{jax.tree_util.keystr(path)}[{index}]" for path, index in places[:SHOWN])
-        more = f" and {len(places) - SHOWN} more" if len(places) > SHOWN else ""
         size = sum(norm.size for _, norm in norms)
+        entries = [f"x{jax.tree_util.keystr(path)}[{index}]" for path, index in places]
         return (
-            f"{first}{more} of {size:,} entries of x never moved: their hypergradient was exactly 0 in all rounds. "
+            f"{some(entries, size)} never moved: their hypergradient was exactly 0 in all rounds. "
             "Either no loss reads them, or no round has drawn a client or sample that does"
         )
 
@@ -123,14 +122,19 @@ class AdaGrad(NamedTuple):
                 distance[entry] = float(np.abs(way[tuple(index)]))
         if not distance:
             return ""
-        first = ", ".join(sorted(distance, key=lambda entry: -distance[entry])[:SHOWN])
-        more = f" and {len(distance) - SHOWN} more" if len(distance) > SHOWN else ""
         size = sum(way.size for _, way in ways)
-        entries = "x was" if size == 1 else f"{first}{more} of {size:,} entries of x were"
+        farthest_first = sorted(distance, key=lambda entry: -distance[entry])
+        entries = "x was" if size == 1 else f"{some(farthest_first, size)} were"
         return (
             f"{entries} still moving steadily at the end: either the run needs more rounds, or the outer loss has no "
             "minimum there, as of a penalty that wants to be infinite or 0; then bound x with project_x"
         )
+
+
+def some(entries: list[str], size: int) -> str:
+    """Name the first SHOWN of these entries of x, which has `size` of them."""
+    more = f" and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""
+    return f"{', '.join(entries[:SHOWN])}{more} of {size:,} entries of x"
 
 
 def with_mean(norms: Array) -> Array:

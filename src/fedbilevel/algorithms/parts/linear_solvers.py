@@ -252,8 +252,8 @@ def check_neumann_step(
         operators = [product_at(whole, x, y, key)]
     ends = [extreme_eigenvalues(operator, y, seed=0, iterations=8) for operator in operators]
     largest, smallest = max(end.largest for end in ends), min(end.smallest for end in ends)
-    said = not local and without_minimum(problem, clients, x, y)
-    if smallest < -FLAT * abs(largest) and not said:
+    concave = smallest < -FLAT * abs(largest)
+    if concave and (local or not without_minimum(problem, clients, x, y)):  # else every method has been warned
         warn(NumericalWarning(negative_eigenvalue(whose, smallest)))
     if largest > 0:
         allowed = (
