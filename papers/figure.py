@@ -136,6 +136,8 @@ class Figure:
         runs: the id of the figure beside this one whose runs these are; its own by default.
         found: what came out, in a sentence, written after the runs.
         reported: what the paper prints: a table of `what`, `value` and `source`, one of SOURCES, for each number.
+        printed: by panel and method, the values of the paper's table, which the picture has beside ours at the end of
+            the runs; in per cent where ours are drawn so.
         differences: of our setting from the paper's, each in a sentence.
         tuning: None where nothing is chosen; `untuned` then says why.
         series: what the panels' values are, where they have some: then readings are drawn against them.
@@ -161,6 +163,7 @@ class Figure:
     runs: str = ""
     found: str = ""
     reported: Sequence[Mapping[str, str]] = ()
+    printed: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     differences: Sequence[str] = ()
     tuning: Tuning | None = None
     untuned: str = ""
@@ -174,6 +177,9 @@ class Figure:
         require(self.panels and self.methods and self.claims, "panels, methods and claims must be there")
         require_known("cost", [self.against, *self.beside], COSTS)
         require(self.seeds >= 2, f"seeds is at least 2, so that there is an interval, not {self.seeds}")
+        require_known("panel in printed", self.printed, self.panels)
+        for place, values in self.printed.items():
+            require_known(f"method in printed, {place}", values, self.methods_of(place))
         for one in self.reported:
             require_known("source", [one.get("source")], SOURCES)
         valued = all(panel.value is not None for panel in self.panels.values())

@@ -1,5 +1,5 @@
 """The picture of a figure: a panel of curves for each setting; or the readings of all settings in one panel, for a
-series, and where what is compared is itself a cost."""
+series, and where what is compared is itself a cost; or the ends of the runs beside the values of the paper's table."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READ = {"end": "at the end", "late": "mean over the second half", "mean": "mean 
 
 def draw(figure: Figure, outcome: Mapping[str, Any]) -> bytes:
     """The picture of an outcome, as PNG."""
-    make = points if figure.series or figure.metric in COSTS else curves
+    make = points if figure.series or figure.metric in COSTS else beside_table if figure.printed else curves
     drawing, file = make(figure, outcome), io.BytesIO()
     drawing.savefig(file, format="png", dpi=110, metadata={"Software": None})
     return file.getvalue()
@@ -55,6 +55,29 @@ def curves(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
 def curve(name: str, cost: str, of: Mapping[str, Any]) -> Curve:
     """A curve that was kept."""
     return Curve(name, {cost: np.array(of["cost"])}, np.array(of["mean"]), np.array(of["sd"]))
+
+
+def beside_table(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:
+    """For each method the value at the end, with a standard deviation over the seeds, and that of the paper's table."""
+    panels, percent = outcome["panels"], 100 if in_percent(figure.metric) else 1
+    width, height = 3.2 * len(panels) + 1.2, 0.32 * len(figure.methods) + 1.4
+    drawing = Drawing((max(width, 5.0), height), layout="constrained")
+    for axes, (panel, methods) in zip(
+        drawing.subplots(1, len(panels), squeeze=False).flat, panels.items(), strict=True
+    ):
+        names = [name for name in methods if methods[name]["values"]]
+        for row, name in enumerate(reversed(names)):
+            mean, spread, table = methods[name]["mean"], methods[name]["sd"] or 0.0, figure.printed[panel].get(name)
+            axes.errorbar(
+                percent * mean, row, xerr=percent * spread, fmt="o", color=COLOURS[0], capsize=3, label="here"
+            )
+            if table is not None:
+                axes.plot(table, row, "D", color=COLOURS[1], fillstyle="none", label="the paper's table")
+        axes.set_yticks(range(len(names)), names[::-1])
+        axes.set(title=panel, xlabel=axis(figure.metric))
+        axes.grid(alpha=0.3, linewidth=0.6)
+    legend(drawing)
+    return drawing
 
 
 def points(figure: Figure, outcome: Mapping[str, Any]) -> Drawing:

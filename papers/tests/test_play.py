@@ -12,7 +12,7 @@ from papers import page
 from papers import play as playing
 from papers.__main__ import main, reported
 from papers.figure import Figure
-from papers.picture import draw, points
+from papers.picture import beside_table, draw, points
 from papers.play import play, rehearse
 from small_figure import CONTENT, UNTUNED, made_up
 
@@ -222,6 +222,21 @@ def test_pictures_are_drawn(figure: Figure, place: Path) -> None:
     heights = [float(box.lines[0].get_ydata()[0]) for box in axes.containers]
     assert heights == [found["panels"]["all"][name]["mean"] for name in costs.methods]
     assert min(heights) > 0
+
+
+def test_values_of_a_table_stand_beside_those_at_the_end() -> None:
+    """Rows go down in the order of the methods; shares are drawn in per cent, as the table has them."""
+    figure = made_up(metric="test_accuracy", printed={"all": {"FedBiO": 80.5}}, **UNTUNED)
+    of = [{"values": [mean], "mean": mean, "sd": 0.01} for mean in (0.6, 0.7)]
+    (axes,) = beside_table(figure, {"panels": {"all": dict(zip(figure.methods, of, strict=True))}}).axes
+    assert [label.get_text() for label in axes.get_yticklabels()] == [*figure.methods][::-1]
+    ours = {tuple(map(float, box.lines[0].get_xydata()[0])) for box in axes.containers}
+    assert ours == {(60.0, 1.0), (70.0, 0.0)}
+    (table,) = [line for line in axes.lines if line.get_marker() == "D"]
+    row = [*figure.methods][::-1].index("FedBiO")
+    assert table.get_xydata().tolist() == [[80.5, row]]
+    with pytest.raises(ConfigurationError, match="unknown method in printed, all 'FedBio'; did you mean FedBiO"):
+        made_up(printed={"all": {"FedBio": 80.5}})
 
 
 def test_costs_that_differ_by_more_than_fifty_times_have_a_logarithmic_axis() -> None:
