@@ -255,10 +255,11 @@ def test_a_phase_that_was_given_up_leaves_no_trace(tmp_path, monkeypatch):
     runtime = ClientRuntime(federations.site(TwoPhase(), 0, limits=limits, privacy=PRIVATE, folder=tmp_path))
     assert asked(runtime, "inner_gradient").refused == FAILED
     go.set()
-    runtime.phases.time_limit.thread.join(5)
+    runtime.phases.time_limit.thread.join(30)
     assert (tmp_path / "account.json").read_text() == "{}"
     assert list(tmp_path.glob("*.npz")) == []
     assert (tmp_path / "client-0-requests.json").exists()  # it was asked all the same
+    runtime.phases.time_limit.seconds = 30  # the next one has time enough, however busy the machine is
     assert asked(runtime, "inner_gradient").refused == ""
     assert [path.name for path in tmp_path.glob("*.npz")] == [f"client-0-run-{federations.NAME}.npz"]
 
