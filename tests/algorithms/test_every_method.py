@@ -131,6 +131,7 @@ TABLE = {
     # one draw of either serves x, y and v
     "SimFBO": Row(fixed(fb.SimFBO(**LOOP)), outer=T, inner=T),
     # the paper's analysis: f for x and for v, g for x, for y and for v
+    "F2SA": Row(fixed(fb.F2SA(**LOOP)), outer=T, inner=T),
     "SimFBO, independent batches": Row(fixed(fb.SimFBO(**LOOP, independent_batches=True)), outer=2 * T, inner=3 * T),
     "ShroFBO": Row(fixed(fb.ShroFBO(**LOOP)), outer=T, inner=T),
     "FedBiO": Row(fixed(fb.FedBiO(**LOOP)), outer=T, inner=T),
@@ -160,6 +161,7 @@ OTHERS = {
     "RABO": "FedMBO and AFBO",
     "RAFBO": "FedMBO and AFBO",
     "SimFBO, independent batches": "SimFBO",
+    "F2SA": "SimFBO",
     "BiFISTA": "IRG",
 }
 """Rows whose exchanges are those of others: their means weigh a cohort by the same lines."""

@@ -3,6 +3,7 @@
 from fedbilevel.algorithms.adbo import ADBO, SDBO
 from fedbilevel.algorithms.afbo import AFBO
 from fedbilevel.algorithms.aggitd import AggITD
+from fedbilevel.algorithms.f2sa import F2SA
 from fedbilevel.algorithms.fedavg_s import FedAvgS
 from fedbilevel.algorithms.fedbio import FedBiO, FedBiOAcc
 from fedbilevel.algorithms.fedex import FedEx
@@ -18,6 +19,7 @@ from fedbilevel.core.algorithm import ALGORITHMS as ALGORITHMS
 __all__ = [
     "ADBO",
     "AFBO",
+    "F2SA",
     "FISM",
     "IRG",
     "IRIG",

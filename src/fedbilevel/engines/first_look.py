@@ -27,6 +27,7 @@ from fedbilevel.core.tree import PyTree, epsilon, near, on_device
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.machinery.indexing import indexed_axes
 from fedbilevel.machinery.kept import compiled
+from fedbilevel.oracles.differences import value_and_derivative
 from fedbilevel.oracles.population import chosen
 
 PAIRS = 16  # of samples, each pair of one client; in the first half of them a sample stands twice
@@ -179,7 +180,7 @@ class FirstLook:
             return OnPairs(*on_each, jnp.stack(differs, 1))
 
         f_x, f_y = slopes("outer", y)
-        (g_x, g_y), (g_xy, g_yy) = jax.jvp(lambda y: slopes("inner", y), (y,), (v,))
+        (g_x, g_y), (g_xy, g_yy) = value_and_derivative(lambda y: slopes("inner", y), y, v)
         named = {"f_x": f_x, "f_y": f_y, "g_x": g_x, "g_y": g_y, "g_xy": g_xy}
         moves = {name: sum(jnp.any(leaf != 0) for leaf in jax.tree.leaves(slope)) for name, slope in named.items()}
         through = g_x if problem.implicit_term == "none" else g_xy

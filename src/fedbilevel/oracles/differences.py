@@ -81,6 +81,21 @@ class Differences(Part):
         return (length if self.perturbation is None else self.perturbation) / jnp.where(size > 0, size, 1)
 
 
+def value_and_derivative(function: Callable[[PyTree], PyTree], y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
+    """Return function(y) and its derivative along v, as `jax.jvp` does, for measurements of curvature.
+
+    Where JAX cannot differentiate the function, as the gradient of a loss with a `jax.custom_vjp`, the derivative is a
+    central difference. Methods do not fall back to it: their fields say how they make products.
+    """
+    try:  # within `jit`, which leaves nothing behind of an attempt that fails
+        value, derivative = jax.jit(lambda y, v: jax.jvp(function, (y,), (v,)))(y, v)
+        return value, derivative
+    except (TypeError, ValueError):  # an error that is the function's own comes again below
+        value, mu = function(y), Differences().step(y, v)
+        ends = function(move(y, mu, v)), function(move(y, -mu, v))
+        return value, jax.tree.map(lambda high, low: ((high - low) / (2 * mu)).astype(high.dtype), *ends)
+
+
 def coordinate_slopes(
     function: Callable[[PyTree], PyTree], x: PyTree, weight: PyTree, places: Array, mu: float | Array | None = None
 ) -> PyTree:

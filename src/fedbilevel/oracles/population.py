@@ -22,13 +22,14 @@ from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.problem import Loss, Padded, Problem
 from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree, is_floating, on_device
+from fedbilevel.oracles.differences import value_and_derivative
 
 CHUNK = 256  # samples that are vectorised together
 
 
 def hess_v(total: WeightedLoss, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
     """Return ∇²yy F·v, like y. Not compiled: JAX would keep the loss, and with it all that it closes over."""
-    return total.stream(lambda loss: jax.jvp(lambda y: jax.grad(loss, 1)(x, y), (y,), (v,))[1])
+    return total.stream(lambda loss: value_and_derivative(lambda y: jax.grad(loss, 1)(x, y), y, v)[1])
 
 
 @jax.tree_util.register_dataclass

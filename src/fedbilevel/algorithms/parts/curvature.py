@@ -35,7 +35,7 @@ from jax import Array
 
 from fedbilevel.core.client import Client
 from fedbilevel.core.tree import PyTree, move, over, scaled
-from fedbilevel.oracles.products import hess_v
+from fedbilevel.oracles.differences import value_and_derivative
 
 FIRST = 10  # products of a client that has kept no vector
 AGAIN = 3  # products of a client that has
@@ -72,7 +72,8 @@ class PowerMethod(NamedTuple):
 
         def once(n: Array, found: PowerMethod) -> PowerMethod:
             batch = client.inner_batch(jax.random.fold_in(key, n), batch_size)
-            product = hess_v(client.problem, x, y, found.vector, batch)
+            gradient = jax.grad(lambda y: client.problem.inner(x, y, batch))
+            product = value_and_derivative(gradient, y, found.vector)[1]
             return found._replace(vector=unit(product), largest=optax.tree.norm(product).astype(found.largest.dtype))
 
         found = jax.lax.fori_loop(0, products, once, self._replace(vector=start))
