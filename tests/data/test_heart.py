@@ -39,10 +39,13 @@ def test_columns_are_kept_or_made_into_indicators(folder, hospital):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda text: text[: text.index("\n") + 1], "1 patients; expected 18"),
+        (lambda text: text[: text.index("\n") + 1], "1 lines; expected 18"),
         (lambda text: text.replace(",?,", ",", 1), "line 1: expected 14 numbers"),
         (lambda text: text.replace(",?,", ",inf,", 1), "line 1: expected 14 numbers"),
-        (lambda text: "?" + text[text.index(",") :], "15 patients without a missing value, 1[45] of them diseased"),
+        (
+            lambda text: "?" + text[text.index(",") :],
+            "15 patients without a missing value, 1[45] of them with heart disease",
+        ),
         (lambda text: text.replace(",0\n", ",1\n"), "16 patients without a missing value, 16 of them"),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_cifar_archive_of_other_content_is_refused(cifar_archive, damage, word
 def test_a_truncated_cifar_archive_is_refused(cifar_archive):
     whole = cifar_archive()
     for end in (0, 10, len(whole) // 2, len(whole) - 40):
-        with pytest.raises(data.DataError, match=r"file is not a whole tar archive|file lacks"):
+        with pytest.raises(data.DataError, match=r"file is not a complete tar archive|file lacks"):
             loaders.parse_cifar(whole[:end], "file")
 
 

@@ -77,22 +77,22 @@ def test_what_was_decoded_is_kept_under_the_checksum_of_its_archive(tiny, monkey
     np.testing.assert_array_equal(first.train.images, again.train.images)
     damaged = folders("omniglot")[-1] / kept[0]
     damaged.write_bytes(damaged.read_bytes()[:-1])
-    with pytest.raises(data.DataError, match=rf"{kept[0]} cannot be read \(delete it, and it is made again\): "):
+    with pytest.raises(data.DataError, match=rf"{kept[0]} cannot be read \(delete the file, and it is made again\): "):
         data.load_characters("omniglot")
 
 
 def test_archives_with_other_content_are_refused(tiny, monkeypatch) -> None:
     folder, _ = tiny
     monkeypatch.setattr(characters, "PUBLISHED", {BACKGROUND: (30, 964), EVALUATION: (1, 2)})
-    with pytest.raises(data.DataError, match=r"has 4 characters of 2 alphabets, .* expected 964 of 30"):
+    with pytest.raises(data.DataError, match=r"has 4 characters of 2 alphabets, .* expected 964 characters of 30"):
         data.load_characters("omniglot")
     (folder / BACKGROUND).write_bytes(b"no archive")
-    with pytest.raises(data.DataError, match=r"images_background\.zip is no zip archive"):
+    with pytest.raises(data.DataError, match=r"images_background\.zip is not a zip archive"):
         data.load_characters("omniglot")
 
 
 @pytest.mark.parametrize(
-    ("content", "why"), [(b"no image", "is no PNG image"), (None, r"has \(105, 104\) pixels; expected \(105, 105\)")]
+    ("content", "why"), [(b"no image", "is not a PNG image"), (None, r"has \(105, 104\) pixels; expected \(105, 105\)")]
 )
 def test_an_image_that_is_none_is_refused_by_name(tiny, monkeypatch, content, why) -> None:
     folder, _ = tiny

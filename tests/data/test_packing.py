@@ -45,7 +45,7 @@ def test_client_rows_are_where_start_and_size_say(packed):
     [
         ({"a": LABELS}, [], "no clients"),
         ({"a": LABELS}, [[0], []], "client 1 has 0 samples"),
-        ({"a": LABELS}, [[0], [7]], "client 1 names rows 7 to 7; allowed: 0 to 6"),
+        ({"a": LABELS}, [[0], [7]], "client 1 has row indices from 7 to 7; allowed: 0 to 6"),
         ({"a": LABELS, "b": LABELS[1:]}, [[0]], "same length"),
         ({"a": np.array(3)}, [[0]], "at least one array"),
     ],
@@ -131,7 +131,7 @@ A = {"a": np.zeros((1, 2))}
         ([1, 2], [A, A], r"client 1 has \[\(1,\)\] rows .*; allowed: 2 rows"),
         ([1, 1], [A, {"a": np.zeros((1, 3))}], "client 1"),
         ([1, 1], [A, {"b": np.zeros((1, 2))}], "client 1"),
-        ([1], [{"a": np.array([None])}], "object; allowed: numbers"),
+        ([1], [{"a": np.array([None])}], "object; allowed: arrays of numbers"),
         ([1], [{"../a": A["a"]}], r"'\.\./a'"),
         ([1], [{"size": A["a"]}], "other than 'size'"),
         ([1], [{}], "client 0"),

@@ -6,7 +6,7 @@ import pytest
 
 RUN = {
     "--data minst": "Did you mean 'mnist'",
-    "hyper_cleaning --data covtype": '"covtype" is a table, not an image set: it is for the task regular',
+    "hyper_cleaning --data covtype": '"covtype" is a table and not a set of images. The task regular',
     "--set algorithm.wait_for=3": "unknown field of algorithm 'wait_for', a field of adbo",
     "quadratic --set momentum=0.5": "'momentum', a field of bi-fista (allowed: simfbo: batch_size, ",
     "quadratic --set radus=3": "unknown field 'radus'; did you mean 'radius'? (allowed: simfbo: ",

@@ -1,4 +1,4 @@
-"""Data for federated experiments: loaders, partitions over clients, packing. NumPy only, no JAX."""
+"""Load data sets, partition them over clients and pack the clients' samples, with NumPy alone."""
 
 from fedbilevel.data.characters import Characters, Drawings, load_characters
 from fedbilevel.data.clients import (

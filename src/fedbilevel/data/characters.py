@@ -1,4 +1,4 @@
-"""Sets of handwritten characters for few-shot learning: `load_characters`, Omniglot, and the set that is generated."""
+"""Load sets of handwritten characters for few-shot learning: Omniglot, or generated strokes."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ SIDE = 28  # pixels of an image's edge
 class Drawings:
     """Hold several drawings of each character.
 
-    images: (characters, drawings, 28, 28) uint8, ink 255 on 0. alphabet: (characters,) int32, the number of the
-    character's alphabet in `alphabets`, which are names.
+    Args:
+        images: (characters, drawings, 28, 28) uint8, with 255 for ink and 0 for paper.
+        alphabet: (characters,) int32, the index of each character's alphabet in `alphabets`.
+        alphabets: the names of the alphabets.
     """
 
     images: NDArray[np.uint8]
@@ -36,15 +38,20 @@ class Drawings:
     alphabets: tuple[str, ...]
 
 
-STROKES_MEAN, STROKES_STD = 0.1158, 0.2889  # of the training pixels of `strokes()`; the tests derive them again
+STROKES_MEAN, STROKES_STD = 0.1158, 0.2889  # of the training pixels of `strokes()`; a test computes them again
 PIXELS = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
 class Characters:
-    """Hold characters to train on, and characters of other alphabets to test with.
+    """Hold characters for training, and characters of other alphabets for testing.
 
-    mean, std: of the training pixels scaled to [0, 1].
+    Args:
+        name: the name of the set.
+        train: the characters for training.
+        test: the characters for testing.
+        mean: the mean of the training pixels, scaled to [0, 1].
+        std: the standard deviation of the training pixels, scaled to [0, 1].
     """
 
     name: str
@@ -55,11 +62,16 @@ class Characters:
 
 
 def load_characters(name: str, *, progress: files.Progress | None = None) -> Characters:
-    """Load the characters called `name`: "omniglot", or "strokes", which are generated and need no file.
+    """Load the set of characters called `name`: "omniglot", or "strokes", which is generated and needs no file.
 
-    The files of Omniglot are found or downloaded as `load` does it; see `read_omniglot`.
+    The files of Omniglot are looked for in `$FEDBILEVEL_DATA/omniglot/`, then in the cache
+    (`$XDG_CACHE_HOME/fedbilevel/data/omniglot/`, by default below `~/.cache`), and else downloaded into the cache.
 
-    DataError if the name is unknown, a file is damaged, a download fails, or Pillow is missing.
+    Args:
+        progress: called with (bytes done, bytes in all) during each download; None: a bar on standard error.
+
+    Raises:
+        DataError: the name is unknown, a file is damaged, a download fails, or Pillow is missing.
     """
     if name not in CHARACTERS:
         raise unknown_name("set of characters", name, CHARACTERS)
@@ -67,31 +79,40 @@ def load_characters(name: str, *, progress: files.Progress | None = None) -> Cha
 
 
 def by_alphabet(alphabet: NDArray[np.integer], clients: int, *, seed: Seed) -> list[Indices]:
-    """Deal out whole alphabets at random, numbers equal to within 1; return each client's characters in random order.
+    """Deal out whole alphabets to clients at random, and return the indices of each client's characters.
 
-    alphabet: (characters,) the number of each character's alphabet. DataError with more clients than alphabets.
+    The clients' numbers of alphabets differ by at most 1. The characters of a client are in random order.
+
+    Args:
+        alphabet: (characters,) the number of each character's alphabet.
+        clients: the number of clients.
+        seed: the seed, or a NumPy Generator.
+
+    Raises:
+        DataError: there are more clients than alphabets.
     """
-    known = np.unique(alphabet)
-    if not 1 <= clients <= len(known):
-        raise DataError(f"clients is {clients}; allowed: 1 to {len(known)}, the number of alphabets.")
+    alphabets = np.unique(alphabet)
+    if not 1 <= clients <= len(alphabets):
+        raise DataError(f"clients is {clients}; allowed: 1 to {len(alphabets)}, the number of alphabets.")
     rng = generator(seed, 7)
-    dealt = iid(known, clients, seed=rng)
-    return [rng.permutation(np.flatnonzero(np.isin(alphabet, known[own]))) for own in dealt]
+    dealt = iid(alphabets, clients, seed=rng)
+    return [rng.permutation(np.flatnonzero(np.isin(alphabet, alphabets[part]))) for part in dealt]
 
 
 def strokes(
     *, alphabets: tuple[int, int] = (10, 5), characters: int = 20, drawings: int = 20, seed: int = 0
 ) -> Characters:
-    """Generate characters of two to four strokes, each stroke a quadratic curve; in a second, the same everywhere.
+    """Generate characters of two to four strokes, each a quadratic curve, in about a second.
 
-    The strokes of an alphabet start and end at the same few points and are about equally bent, slanted and thick. Each
-    drawing of a character moves its points a little, then turns, scales, shears and shifts it as a whole.
+    The strokes of an alphabet start and end at the same six points and are about equally bent, slanted and thick. Each
+    drawing of a character moves the points of its strokes a little, then turns, scales, shears and shifts the
+    character. A seed gives the same pixels on every machine.
 
     Args:
-        alphabets: how many to train on, and how many to test with.
+        alphabets: the number of alphabets for training, and for testing.
         characters: the number of characters of each alphabet.
         drawings: the number of drawings of each character.
-        seed: of all random numbers.
+        seed: the seed of all random numbers.
     """
     rng = np.random.default_rng([seed, 2])
     train, test = (
@@ -106,9 +127,9 @@ def strokes(
 
 
 def _alphabet(rng: np.random.Generator, characters: int, drawings: int) -> NDArray[np.uint8]:
-    """Generate an alphabet, (characters, drawings, SIDE, SIDE).
+    """Generate the drawings of an alphabet, (characters, drawings, SIDE, SIDE).
 
-    All draws are uniform, and all operations are of those that IEEE 754 rounds the same everywhere.
+    All draws are uniform, and IEEE 754 defines the rounding of all operations, so that every machine gets the same.
     """
     grid = np.stack(np.meshgrid([-0.6, 0, 0.6], [-0.6, 0, 0.6]), axis=-1).reshape(9, 2)  # the image is [−1, 1]²
     points = (grid + rng.uniform(-0.15, 0.15, grid.shape))[rng.permutation(9)[:6]]
@@ -127,7 +148,13 @@ def _alphabet(rng: np.random.Generator, characters: int, drawings: int) -> NDArr
 
 
 def _drawn(rng: np.random.Generator, curves: PIXELS, slant: float, pen: float, drawings: int) -> NDArray[np.uint8]:
-    """Draw a character several times; its curves, (count, 3, 2), are given by three control points each."""
+    """Draw a character `drawings` times, (drawings, SIDE, SIDE).
+
+    Args:
+        curves: (count, 3, 2), the three control points of each stroke.
+        slant: the shear of all drawings.
+        pen: half the width of a line.
+    """
     moved = curves + rng.uniform(-0.09, 0.09, (drawings, *curves.shape))
     matrix = np.array([[1.0, slant], [0.0, 1.0]]) + rng.uniform(-0.2, 0.2, (drawings, 2, 2))
     shift = rng.uniform(-0.12, 0.12, (drawings, 2))
@@ -136,7 +163,7 @@ def _drawn(rng: np.random.Generator, curves: PIXELS, slant: float, pen: float, d
         + matrix[:, row, 1, None, None] * moved[..., 1]
         + shift[:, row, None, None]
         for row in (0, 1)
-    )  # (drawings, count, 3) both
+    )  # x and y have the shape (drawings, count, 3)
     time = np.arange(17) / 16
     bernstein = np.stack([(1 - time) * (1 - time), 2 * time * (1 - time), time * time])  # (3, 17)
     along = [sum(bernstein[k] * part[..., k, None] for k in range(3)).reshape(drawings, -1) for part in (x, y)]
@@ -152,18 +179,19 @@ def _drawn(rng: np.random.Generator, curves: PIXELS, slant: float, pen: float, d
 
 NAME = "omniglot"
 DRAWINGS, EDGE = 20, 105
-LARGEST = 100_000  # bytes of an image file; drawings of the published archives have a few hundred
-ENCRYPTED = 0x1  # of a zip entry's flags
-PUBLISHED = {"images_background.zip": (30, 964), "images_evaluation.zip": (20, 659)}  # alphabets, characters
+LARGEST = 100_000  # the largest image file in bytes; images of the published archives have a few hundred
+ENCRYPTED = 0x1  # the bit for encryption in the flags of a zip entry
+PUBLISHED = {"images_background.zip": (30, 964), "images_evaluation.zip": (20, 659)}  # numbers of alphabets, characters
 
 
 def read_omniglot(progress: files.Progress | None = None) -> Characters:
-    """Read Omniglot: its background set, 964 characters of 30 alphabets, for training; its evaluation set, 659 of 20.
+    """Read Omniglot, with 964 characters of 30 alphabets for training and 659 characters of 20 others for testing.
 
-    Images are averaged over areas from 105×105 down to 28×28. `images_background.zip` and
-    `images_evaluation.zip` are looked for below `$FEDBILEVEL_DATA/omniglot` and in the cache, else downloaded. A
-    re-packed archive with the same paths inside is accepted too: in every archive alphabets, characters and drawings
-    are counted. The small images are kept in the cache under the checksum of their archive, as decoding takes seconds.
+    The training characters are Omniglot's background set, in `images_background.zip`, and the test characters its
+    evaluation set, in `images_evaluation.zip`. Both archives are looked for in `$FEDBILEVEL_DATA/omniglot` and in the
+    cache, and else downloaded. A local archive may be packed anew if the paths inside are the same; its alphabets,
+    characters and drawings are counted. Images of 105×105 pixels are averaged over areas to 28×28. Decoding takes
+    seconds, so the small images are cached under the checksum of their archive.
 
     Brenden M. Lake, Ruslan Salakhutdinov, Joshua B. Tenenbaum. "Human-level concept learning through probabilistic
     program induction". Science 350, 2015.
@@ -177,35 +205,38 @@ def _read_archive(file: files.File, progress: files.Progress | None) -> Drawings
     path = files.local(NAME, file.name)
     content = files.read_bytes(path) if path else files.read(NAME, file, progress)
     where = str(path or files.folders(NAME)[-1] / file.name)
-    with as_data_error(where, "is no zip archive, or is damaged (delete it and fetch it again)"):
+    with as_data_error(where, "is not a zip archive, or is damaged (delete it and download it again)"):
         archive = zipfile.ZipFile(io.BytesIO(content))
     names = _names(archive, where, *PUBLISHED[file.name])
-    images = _kept(archive, names, hashlib.sha256(content).hexdigest(), where)
+    images = _small_images(archive, names, hashlib.sha256(content).hexdigest(), where)
     alphabets, alphabet = np.unique([PurePosixPath(name).parts[1] for name in names[::DRAWINGS]], return_inverse=True)
     return Drawings(images, alphabet.astype(np.int32), tuple(alphabets.tolist()))
 
 
 def _names(archive: zipfile.ZipFile, where: str, alphabets: int, characters: int) -> list[str]:
-    """List the images by alphabet, character and drawing; their paths are SET/ALPHABET/CHARACTER/DRAWING.png."""
+    """Return the paths SET/ALPHABET/CHARACTER/DRAWING.png of all images, sorted by alphabet, character and drawing."""
     names = sorted(name for name in archive.namelist() if name.endswith(".png") and name.count("/") == 3)
     counts = [len(list(drawings)) for _, drawings in groupby(names, key=lambda name: PurePosixPath(name).parent)]
-    found = len({PurePosixPath(name).parts[1] for name in names}), len(counts), {*counts}
-    if found != (alphabets, characters, {DRAWINGS}):
+    folders = {PurePosixPath(name).parts[1] for name in names}
+    if (len(folders), len(counts), {*counts}) != (alphabets, characters, {DRAWINGS}):
         raise DataError(
-            f"{where} has {found[1]} characters of {found[0]} alphabets, with {sorted(found[2])} drawings each; "
-            f"expected {characters} of {alphabets}, with {DRAWINGS} each."
+            f"{where} has {len(counts)} characters of {len(folders)} alphabets, with {sorted({*counts})} drawings "
+            f"each; expected {characters} characters of {alphabets} alphabets, with {DRAWINGS} drawings each."
         )
     return names
 
 
-def _kept(archive: zipfile.ZipFile, names: list[str], checksum: str, where: str) -> NDArray[np.uint8]:
-    """Return the small images, (characters, DRAWINGS, SIDE, SIDE), from the cache, else decode and put them there."""
+def _small_images(archive: zipfile.ZipFile, names: list[str], checksum: str, where: str) -> NDArray[np.uint8]:
+    """Return the small images, (characters, DRAWINGS, SIDE, SIDE), from the cache; or decode and cache them."""
     cache = files.folders(NAME)[-1] / f"{checksum}-{SIDE}.npy"
     shape = (len(names) // DRAWINGS, DRAWINGS, SIDE, SIDE)
     if cache.is_file():
-        images: NDArray[np.uint8] = mapped(cache, "cannot be read (delete it, and it is made again)")
+        images: NDArray[np.uint8] = mapped(cache, "cannot be read (delete the file, and it is made again)")
         if images.shape != shape or images.dtype != np.uint8:
-            raise DataError(f"{cache} has {images.dtype} of shape {images.shape}: delete it, and it is made again.")
+            raise DataError(
+                f"{cache} holds {images.dtype} of shape {images.shape}; expected uint8 of shape {shape}: "
+                "delete the file, and it is made again."
+            )
         return np.array(images)
     images = shrunk(np.stack([_ink(*_png(archive, name, where)) for name in names])).reshape(shape)
     try:
@@ -214,38 +245,41 @@ def _kept(archive: zipfile.ZipFile, names: list[str], checksum: str, where: str)
             np.save(out, images, allow_pickle=False)
     except OSError as error:
         raise DataError(
-            f"{cache} cannot be written ({in_a_line(error)}): point XDG_CACHE_HOME to a folder that can."
+            f"{cache} cannot be written ({in_a_line(error)}): set XDG_CACHE_HOME to a folder that is writable."
         ) from error
     return images
 
 
 def _png(archive: zipfile.ZipFile, name: str, where: str) -> tuple[bytes, str]:
-    """Return the bytes of an image file, and its name for errors. Only stored and deflated files can be bounded."""
+    """Return the bytes of an image file, and its name for errors.
+
+    Other compressions than deflate are refused, since only the sizes of stored and deflated files can be bounded.
+    """
     place, entry = f"{printable(name)} in {where}", archive.getinfo(name)
     if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED) or entry.flag_bits & ENCRYPTED:
-        raise DataError(f"{place} is encrypted, or compressed in a rare way; expected a stored or deflated file.")
+        raise DataError(f"{place} is encrypted or in a rare compression; expected a stored or deflated file.")
     if entry.file_size > LARGEST:
         raise DataError(f"{place} has {entry.file_size:,} bytes; expected at most {LARGEST:,}.")
     with as_data_error(place, "cannot be unpacked"), archive.open(entry) as file:
-        return file.read(LARGEST), place  # read() without a number expands more than the entry says
+        return file.read(LARGEST), place  # read() without a number may expand more than the entry's file_size
 
 
 def _ink(png: bytes, where: str) -> NDArray[np.bool_]:
-    """Decode a drawing: (EDGE, EDGE), True where it is black."""
+    """Decode a drawing to (EDGE, EDGE) booleans, True where the image is black."""
     if importlib.util.find_spec("PIL") is None:
         raise DataError(f"Decoding Omniglot needs {missing('Pillow', 'cli')}.")
     from PIL import Image
 
-    with as_data_error(where, "is no PNG image"), Image.open(io.BytesIO(png), formats=["PNG"]) as image:
-        if image.size != (EDGE, EDGE):  # known before any pixel is decoded
+    with as_data_error(where, "is not a PNG image"), Image.open(io.BytesIO(png), formats=["PNG"]) as image:
+        if image.size != (EDGE, EDGE):  # the size comes from the header, before any pixel is decoded
             raise DataError(f"{where} has {image.size[::-1]} pixels; expected {(EDGE, EDGE)}.")
         pixels: NDArray[np.bool_] = np.asarray(image.convert("1"))
     return ~pixels
 
 
 def shrunk(ink: NDArray[np.bool_]) -> NDArray[np.uint8]:
-    """Shrink (n, EDGE, EDGE) to (n, SIDE, SIDE): 255 times the inked share of each pixel's area, rounded."""
-    unit = np.gcd(EDGE, SIDE)  # 105 and 28 small edges are both whole numbers of pieces of 1/4 pixel
+    """Shrink (n, EDGE, EDGE) to (n, SIDE, SIDE): each pixel is 255 times the inked share of its area, rounded."""
+    unit = np.gcd(EDGE, SIDE)  # 7: an edge of 420 pieces has 105 large pixels of 4 pieces, or 28 small ones of 15
     pieces = np.arange(EDGE * SIDE // unit)
     overlap = np.zeros((SIDE, EDGE), np.float32)
     np.add.at(overlap, (pieces * unit // EDGE, pieces * unit // SIDE), 1)

@@ -1,8 +1,9 @@
-"""Clients and their samples: who holds which, by partitions of a labelled set, and what they hold, as flat arrays in
-memory or on disk, of which client i has rows start[i] to start[i] + size[i].
+"""Partition labelled samples over clients, and store the samples of all clients in flat arrays in memory or on disk.
 
-All partitions use every sample exactly once, shuffle the order within each client, and draw only from `seed`: an int
-(the same seed gives the same partition) or a NumPy Generator (which is advanced).
+In flat arrays, client i has the rows start[i] to start[i] + size[i] − 1.
+
+Every partition assigns each sample to exactly one client, and shuffles the samples of each client. Its `seed` is an
+int, where the same seed gives the same partition, or a NumPy Generator, whose state advances.
 """
 
 import inspect
@@ -25,21 +26,26 @@ from fedbilevel.wording import printable
 Indices = NDArray[np.int64]
 Seed = int | np.random.Generator
 
-ATTEMPTS = 1000  # redraws of a random partition before its `minimum` counts as impossible
+ATTEMPTS = 1000  # the number of draws of a random partition after which its `minimum` counts as impossible
 
 
 def iid(labels: ArrayLike, clients: int, *, seed: Seed) -> list[Indices]:
-    """Deal out samples at random, client sizes equal to within 1."""
+    """Deal out samples at random, so that the sizes of clients differ by at most 1.
+
+    Returns the indices of each client's samples. `labels` are (n,) integers.
+    """
     y, rng = _checked(labels, clients), generator(seed, 1)
     return np.array_split(rng.permutation(len(y)), clients)
 
 
 def shards(labels: ArrayLike, clients: int, *, per_client: int = 2, seed: Seed) -> list[Indices]:
-    """Cut samples, sorted by label, into shards; each client gets `per_client` of them at random.
+    """Sort samples by label, cut them into shards, and give each client `per_client` shards at random.
 
-    There are clients * per_client shards, of equal size to within 1 (equal if the numbers divide, as in the paper's
-    200 shards of 300), so that no sample is left out. Source: McMahan et al., Communication-Efficient
-    Learning of Deep Networks from Decentralized Data, AISTATS 2017, section 3 ("pathological non-IID").
+    There are clients · per_client shards. Their sizes differ by at most 1, so that no sample is left out; in the paper,
+    200 shards have 300 samples each. Returns the indices of each client's samples. `labels` are (n,) integers.
+
+    Source: McMahan et al., "Communication-Efficient Learning of Deep Networks from Decentralized Data", AISTATS 2017,
+    section 3 ("pathological non-IID").
     """
     y, rng = _checked(labels, clients), generator(seed, 2)
     if not _is_whole(per_client) or per_client < 1 or clients * per_client > len(y):
@@ -53,14 +59,23 @@ def shards(labels: ArrayLike, clients: int, *, per_client: int = 2, seed: Seed) 
 
 
 def dirichlet(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1, seed: Seed) -> list[Indices]:
-    """Skew labels: for each class, draw the clients' shares of it from a symmetric Dirichlet(alpha).
+    """Skew labels: draw the clients' shares of each class from a symmetric Dirichlet distribution.
 
-    A share has mean 1/K and variance (1/K)(1 - 1/K) / (K alpha + 1) for K clients: small alpha gives few
-    classes per client, alpha to infinity gives iid. No self-balancing. minimum: samples per client; a draw
-    that misses it is dropped as a whole (up to 1,000 times), which conditions the law on it; `minimum=0` is
-    the plain definition and can leave a client empty. Source: Yurochkin et al., Bayesian Nonparametric
-    Federated Learning of Neural Networks, ICML 2019, section 4 (also Li et al., Federated Learning on Non-IID
-    Data Silos, ICDE 2022).
+    With K clients, a share has the mean 1/K and the variance (1/K)(1 − 1/K)/(K·alpha + 1). A small alpha gives each
+    client few classes, and a large one approaches `iid`. The sizes of clients are not balanced. Returns the indices of
+    each client's samples.
+
+    Args:
+        labels: (n,) integers.
+        clients: the number of clients, K.
+        alpha: the concentration of the distribution, above 0.
+        minimum: the least number of samples of a client. A draw that violates it is repeated as a whole, up to 1,000
+            times, so that the distribution is conditional on the minimum. 0 is the definition in the paper, which may
+            leave a client without samples.
+        seed: the seed, or a NumPy Generator.
+
+    Source: Yurochkin et al., "Bayesian Nonparametric Federated Learning of Neural Networks", ICML 2019, section 4; also
+    Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022.
     """
     y, rng = _checked(labels, clients), generator(seed, 3)
     classes = [np.flatnonzero(y == label) for label in np.unique(y)]
@@ -68,16 +83,24 @@ def dirichlet(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1
     counts = _drawn(rng, totals, clients, alpha, minimum)
     held: list[list[Indices]] = [[] for _ in range(clients)]
     for members, per_client in zip(classes, counts, strict=True):
-        for own, part in zip(held, _dealt(rng, members, per_client), strict=True):
-            own.append(part)
-    return [rng.permutation(np.concatenate(own)) for own in held]
+        for parts, part in zip(held, _dealt(rng, members, per_client), strict=True):
+            parts.append(part)
+    return [rng.permutation(np.concatenate(parts)) for parts in held]
 
 
 def quantity(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1, seed: Seed) -> list[Indices]:
-    """Skew quantities: client sizes in proportion to a draw from Dirichlet(alpha), labels at random.
+    """Skew quantities: make the sizes of clients proportional to a draw from Dirichlet(alpha), and deal at random.
 
-    minimum: samples per client, as in `dirichlet`. Source: Li et al., Federated Learning on Non-IID Data
-    Silos: An Experimental Study, ICDE 2022, section 3.
+    Returns the indices of each client's samples.
+
+    Args:
+        labels: (n,) integers.
+        clients: the number of clients.
+        alpha: the concentration of the distribution, above 0.
+        minimum: the least number of samples of a client. A draw that violates it is repeated, up to 1,000 times.
+        seed: the seed, or a NumPy Generator.
+
+    Source: Li et al., "Federated Learning on Non-IID Data Silos: An Experimental Study", ICDE 2022, section 3.
     """
     y, rng = _checked(labels, clients), generator(seed, 4)
     (sizes,) = _drawn(rng, np.array([len(y)]), clients, alpha, minimum)
@@ -85,23 +108,29 @@ def quantity(labels: ArrayLike, clients: int, *, alpha: float, minimum: int = 1,
 
 
 def one_label(labels: ArrayLike, clients: int, *, seed: Seed) -> list[Indices]:
-    """Give each client a single label: client k holds label number k mod C of the C labels in ascending order.
+    """Give each client samples of a single label: of C labels in ascending order, client k holds number k mod C.
 
-    The clients of a label share its samples equally, to within 1. DataError with fewer clients than labels,
-    or more clients to a label than it has samples. Source: the one-class-per-client limit of McMahan et al.,
-    AISTATS 2017.
+    The clients of a label share its samples at random, and their sizes differ by at most 1. Returns the indices of each
+    client's samples. `labels` are (n,) integers. Source: the case of one class per client in McMahan et al., AISTATS
+    2017.
+
+    Raises:
+        DataError: there are fewer clients than labels, or a label has fewer samples than clients.
     """
     y, rng = _checked(labels, clients), generator(seed, 5)
     kinds, counts = np.unique(y, return_counts=True)
     if clients < len(kinds):
         raise DataError(
-            f"clients is {clients}; allowed: at least one per label, {len(kinds)}, or samples are left out."
+            f"clients is {clients}; allowed: at least {len(kinds)}, one per label, so that no sample is left out."
         )
     held: list[Indices] = [np.empty(0, np.int64)] * clients
     for number, (kind, count) in enumerate(zip(kinds, counts, strict=True)):
         owners = range(number, clients, len(kinds))
         if len(owners) > count:
-            raise DataError(f"clients is {clients}: {len(owners)} of them share the {count} samples of label {kind}.")
+            raise DataError(
+                f"clients is {clients}: {len(owners)} clients would share the {count} samples of label {kind}; "
+                f"allowed: at most one client per sample."
+            )
         parts = np.array_split(rng.permutation(np.flatnonzero(y == kind)), len(owners))
         for client, part in zip(owners, parts, strict=True):
             held[client] = part
@@ -115,15 +144,22 @@ PARTITIONS: dict[str, Callable[..., list[Indices]]] = {
     "quantity": quantity,
     "shards": shards,
 }
-REQUIRED = {"alpha": ("a number above 0, up to 1e9 (the smaller, the more do clients differ)", 0.5)}
-"""Options without a default: the values that are allowed, and an example."""
+REQUIRED = {"alpha": ("a number above 0, up to 1e9 (clients differ more if it is smaller)", 0.5)}
+"""The options without a default, each with the values that are allowed, and an example."""
 
 
 def partition(name: str, labels: ArrayLike, clients: int, *, seed: Seed, **options: Any) -> list[Indices]:
-    """Draw the partition called `name`, a key of `PARTITIONS`, with its own options.
+    """Draw the partition called `name`, and return the indices of each client's samples.
 
-    labels: (n,) integers. Returns an index array for each client. DataError for an unknown name or option, or a
-    value that the partition cannot honour.
+    Args:
+        name: a key of `PARTITIONS`: "dirichlet", "iid", "one_label", "quantity" or "shards".
+        labels: (n,) integers.
+        clients: the number of clients.
+        seed: the seed, or a NumPy Generator.
+        options: further arguments of the partition, such as alpha.
+
+    Raises:
+        DataError: the name or an option is unknown, an option is missing, or the partition is impossible.
     """
     if name not in PARTITIONS:
         raise unknown_name("partition", name, PARTITIONS)
@@ -145,11 +181,16 @@ def partition(name: str, labels: ArrayLike, clients: int, *, seed: Seed, **optio
 def split(
     parts: Sequence[NDArray[np.integer]], fraction: float = 0.5, *, seed: Seed
 ) -> tuple[list[Indices], list[Indices]]:
-    """Split each client's samples at random into (training, validation), e.g. for the inner and the outer loss.
+    """Split each client's samples at random into two lists, (training, validation), for the inner and the outer loss.
 
-    fraction: the share of training samples, strictly between 0 and 1, rounded to whole samples and kept away
-    from none and all, so that both sides are non-empty. DataError naming a client that holds fewer than two
-    samples.
+    Args:
+        parts: the indices of each client's samples.
+        fraction: the share of training samples, strictly between 0 and 1. Their number is rounded, and each client
+            keeps at least one sample in both lists.
+        seed: the seed, or a NumPy Generator.
+
+    Raises:
+        DataError: a client has fewer than two samples, or the fraction is not between 0 and 1.
     """
     if not 0 < fraction < 1:
         raise DataError(f"fraction is {fraction}; allowed: strictly between 0 and 1.")
@@ -166,7 +207,10 @@ def split(
 
 
 def dealt(labels: NDArray[Any], folds: int, rng: np.random.Generator) -> NDArray[np.int32]:
-    """Draw the fold of each sample, (n,) int32: class by class, samples in random order are dealt out in turn."""
+    """Draw the fold of each sample, (n,) int32, such that each class is spread evenly over the folds.
+
+    Samples are ordered by class, at random within a class, and dealt out to the folds in turn.
+    """
     mixed = rng.permutation(len(labels))
     order = mixed[np.argsort(labels[mixed], kind="stable")]
     fold = np.empty(len(labels), np.int32)
@@ -177,17 +221,17 @@ def dealt(labels: NDArray[Any], folds: int, rng: np.random.Generator) -> NDArray
 def _drawn(
     rng: np.random.Generator, totals: NDArray[np.integer], clients: int, alpha: float, minimum: int
 ) -> NDArray[np.int64]:
-    """Draw counts (groups, clients) with row sums `totals`, each row in proportion to a Dirichlet(alpha) draw."""
+    """Draw counts (groups, clients) with the row sums `totals`; each row is proportional to a Dirichlet(alpha) draw."""
     if isinstance(alpha, bool) or not isinstance(alpha, int | float | np.number) or not 0 < alpha <= 1e9:
         raise DataError(f"alpha is {alpha!r}; allowed: a number above 0, up to 1e9.")
     if not _is_whole(minimum) or not 0 <= minimum <= totals.sum() // clients:
         raise DataError(
-            f"minimum is {minimum!r}; allowed: a whole number from 0 to {totals.sum() // clients}, as {totals.sum()} "
-            f"samples go to {clients} clients."
+            f"minimum is {minimum!r}; allowed: a whole number from 0 to {totals.sum() // clients}, since "
+            f"{totals.sum()} samples go to {clients} clients."
         )
     for _ in range(ATTEMPTS):
         edges = np.cumsum(rng.dirichlet(np.full(clients, alpha), size=len(totals)), axis=1)
-        # Rounded, not cut down: no client is favoured, and the last edge is the total whatever the sum's rounding.
+        # Rounding to the nearest number favours no client, and the last edge is the total despite rounding errors.
         cuts = np.rint(edges * totals[:, None]).astype(np.int64)
         counts: NDArray[np.int64] = np.diff(cuts, axis=1, prepend=np.int64(0))
         if counts.sum(axis=0).min() >= minimum:
@@ -216,7 +260,10 @@ def _is_whole(number: object) -> bool:
 
 
 def generator(seed: Seed, stream: int) -> np.random.Generator:
-    """Return a Generator for a purpose: the same int gives unrelated numbers to a partition and the split after it."""
+    """Return the Generator of a stream: streams of the same int are independent, such as a partition and its split.
+
+    A Generator as `seed` is returned as it is.
+    """
     if isinstance(seed, np.random.Generator):
         return seed
     if not isinstance(seed, int | np.integer) or seed < 0:
@@ -228,9 +275,12 @@ Arrays = dict[str, NDArray[Any]]
 
 
 class Packed(NamedTuple):
-    """Hold the samples of all clients, client after client.
+    """Hold the samples of all clients in flat arrays, client after client.
 
-    arrays: by name, each with leading axis the total number of samples. start, size: (clients,) int64.
+    Args:
+        arrays: arrays by name, each with the samples of all clients along the first axis.
+        start: (clients,) int64, the first row of each client.
+        size: (clients,) int64, the number of samples of each client.
     """
 
     arrays: Arrays
@@ -238,22 +288,26 @@ class Packed(NamedTuple):
     size: NDArray[np.int64]
 
     def client(self, i: int) -> Arrays:
-        """Return the arrays of client i, each with leading axis size[i]; views, not copies."""
+        """Return the arrays of client i, each with size[i] rows, as views and not as copies."""
         rows = slice(int(self.start[i]), int(self.start[i] + self.size[i]))
         return {name: array[rows] for name, array in self.arrays.items()}
 
 
 def pack(images: NDArray[Any], labels: NDArray[Any], parts: Sequence[NDArray[np.integer]]) -> Packed:
-    """Pack images and labels as `pack_arrays` does: the flat arrays are called "image" and "label"."""
+    """Pack images (n, ...) and labels (n,) into flat arrays called "image" and "label"; see `pack_arrays`."""
     return pack_arrays({"image": images, "label": labels}, parts)
 
 
 def pack_arrays(arrays: Mapping[str, NDArray[Any]], parts: Sequence[NDArray[np.integer]]) -> Packed:
-    """Copy the rows that `parts` names, in the order of clients.
+    """Copy the clients' rows into flat arrays, client after client.
 
-    arrays: by name, each with leading axis n. parts: per client, indices in 0..n - 1. DataError if there is no client
-    or no array, if the arrays differ in length, or if a client is empty (a mean over its samples would not exist) or
-    names a row that does not exist.
+    Args:
+        arrays: arrays by name, each with n rows.
+        parts: the indices of each client's rows, from 0 to n − 1.
+
+    Raises:
+        DataError: there is no client or no array, arrays differ in length, a client has no samples (a mean over them
+            would not exist), or an index is out of range.
     """
     shapes = {name: array.shape for name, array in arrays.items()}
     lengths = {shape[:1] for shape in shapes.values()}
@@ -264,13 +318,19 @@ def pack_arrays(arrays: Mapping[str, NDArray[Any]], parts: Sequence[NDArray[np.i
     start = starts(size)
     for client, part in enumerate(parts):
         if np.min(part) < 0 or np.max(part) >= rows:
-            raise DataError(f"client {client} names rows {np.min(part)} to {np.max(part)}; allowed: 0 to {rows - 1}.")
+            raise DataError(
+                f"client {client} has row indices from {np.min(part)} to {np.max(part)}; allowed: 0 to {rows - 1}."
+            )
     order = np.concatenate(parts)
     return Packed({name: array[order] for name, array in arrays.items()}, start, size)
 
 
 def starts(size: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Compute the first row of each client. DataError if there is no client, or a client without samples."""
+    """Return the first row of each client, from the clients' numbers of samples.
+
+    Raises:
+        DataError: there is no client, or a client has no samples.
+    """
     if not len(size):
         raise DataError("there are no clients; allowed: at least one.")
     if size.min() < 1:
@@ -282,20 +342,27 @@ def starts(size: NDArray[np.int64]) -> NDArray[np.int64]:
 
 
 MANIFEST, FORMAT, VERSION = "manifest.json", "fedbilevel-clients", 1
-NAME = re.compile(r"[A-Za-z0-9_-]+")  # array names become file names
+NAME = re.compile(r"[A-Za-z0-9_-]+")  # the name of an array, which becomes the name of a file
 
 
 def write_clients(folder: str | Path, size: ArrayLike, clients: Iterable[Mapping[str, NDArray[Any]]]) -> Path:
-    """Write clients in their order to a new folder, which appears complete or not at all.
+    """Write the samples of all clients to a new folder, and return the folder.
 
-    size: (clients,) samples of each client, all at least 1. clients: in the same order, per client a dict of arrays
-    with leading axis size[i]; names, other axes and dtypes are those of the first client. Only a single client is in
-    memory at a time. Write a `Packed` by `write_clients(folder, p.size, map(p.client, range(len(p.size))))`. Returns
-    the folder. DataError if it exists, if a client does not fit, or if the disk is full.
+    The folder appears complete or not at all. Only a single client is in memory at a time. To write a `Packed` p, call
+    `write_clients(folder, p.size, map(p.client, range(len(p.size))))`.
+
+    Args:
+        folder: a path that does not exist yet.
+        size: (clients,) the number of samples of each client, at least 1.
+        clients: the arrays of each client by name, in the same order, with size[i] rows for client i. Names, types and
+            other axes are the same for all clients.
+
+    Raises:
+        DataError: the folder exists, a client's arrays do not fit, or the disk is full.
     """
     target = Path(folder)
     if target.exists():
-        raise DataError(f"{target} exists; allowed: a new folder (delete it first to write it anew).")
+        raise DataError(f"{target} exists; allowed: a new folder (to write it again, delete it first).")
     sizes = np.asarray(size, np.int64)
     starts(sizes)  # checks them
     part = temporary(target)
@@ -311,10 +378,12 @@ def write_clients(folder: str | Path, size: ArrayLike, clients: Iterable[Mapping
 
 
 def open_clients(folder: str | Path) -> Packed:
-    """Open the clients that `write_clients` wrote, their arrays as read-only memory maps.
+    """Open a folder that `write_clients` wrote, with its arrays as read-only memory maps.
 
-    `start` and `size` are in memory. DataError if the folder holds no such clients, or if a file is missing, truncated
-    or does not match the manifest.
+    The arrays `start` and `size` are read into memory.
+
+    Raises:
+        DataError: `write_clients` did not write the folder, or a file is missing, truncated or unlike the manifest.
     """
     root = Path(folder)
     problem = f"is not a manifest of {FORMAT} version {VERSION}"
@@ -325,9 +394,9 @@ def open_clients(folder: str | Path) -> Packed:
         arrays = {name: _open(root, name, entry) for name, entry in dict(manifest["arrays"]).items()}
         size = np.array(_open(root, "size", manifest["size"]))
         if size.ndim != 1 or size.dtype.kind not in "iu" or not arrays:
-            raise ValueError("it has no arrays, or sizes that are not an integer per client")
+            raise ValueError("it has no arrays, or its sizes are not one integer per client")
     if size.max(initial=0) > min(map(len, arrays.values())):
-        raise DataError(f"{root} has a client of {size.max()} samples, more than it has rows.")
+        raise DataError(f"{root} has a client of {size.max()} samples, which is more than the number of its rows.")
     try:
         start, total = starts(size), int(size.sum())
     except DataError as error:
@@ -347,15 +416,15 @@ def _write(part: Path, sizes: NDArray[np.int64], clients: Iterable[Mapping[str, 
     with ExitStack() as open_files:
         outs: dict[str, IO[bytes]] = {}
         for client in clients:
-            found = {name: (array.shape[1:], array.dtype) for name, array in client.items()}
+            layout = {name: (array.shape[1:], array.dtype) for name, array in client.items()}
             if not written:
-                like = found
+                like = layout
                 for name, (shape, dtype) in like.items():
                     outs[name] = open_files.enter_context(_npy(part, name, (rows, *shape), dtype))
             lengths = {array.shape[:1] for array in client.values()}
-            if written == len(sizes) or found != like or lengths != {(sizes[written],)}:
+            if written == len(sizes) or layout != like or lengths != {(sizes[written],)}:
                 allowed = f"{sizes[written]} rows of {like}" if written < len(sizes) else "no such client"
-                raise DataError(f"client {written} has {sorted(lengths)} rows of {found}; allowed: {allowed}.")
+                raise DataError(f"client {written} has {sorted(lengths)} rows of {layout}; allowed: {allowed}.")
             for name, array in client.items():
                 outs[name].write(np.ascontiguousarray(array).tobytes())
             written += 1
@@ -381,14 +450,14 @@ def _synced(path: Path) -> Iterator[IO[bytes]]:
 
 @contextmanager
 def _npy(part: Path, name: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Iterator[IO[bytes]]:
-    """Open a new .npy file and write its header. Its entries follow as plain sequential writes.
+    """Open a new .npy file and write its header; the caller writes the entries.
 
-    On a full disk these fail with an error, where a writable memory map would kill the process.
+    On a full disk a write raises an error, whereas a writable memory map would kill the process.
     """
     path = part / f"{name}.npy"
     if not NAME.fullmatch(name) or path.exists() or dtype.kind not in "biufc":
         raise DataError(
-            f"array {name!r} has type {dtype}; allowed: numbers, under a name of letters, digits, _ and - "
+            f"array {name!r} has type {dtype}; allowed: arrays of numbers, with names of letters, digits, _ and - "
             "other than 'size'."
         )
     with _synced(path) as out:
@@ -406,9 +475,9 @@ def _open(root: Path, name: str, entry: dict[str, Any]) -> NDArray[Any]:
         raise ValueError(f"array name {name!r}")
     path = root / f"{name}.npy"
     shape, dtype, length = list(entry["shape"]), str(entry["dtype"]), int(entry["bytes"])
-    found = path.stat().st_size if path.is_file() else 0
-    if found != length:
-        raise DataError(f"{path} has {found:,} bytes, expected {length:,}: it is missing or truncated.")
+    actual = path.stat().st_size if path.is_file() else 0
+    if actual != length:
+        raise DataError(f"{path} has {actual:,} bytes, expected {length:,}: it is missing or truncated.")
     array = mapped(path, "cannot be mapped")
     if list(array.shape) != shape or array.dtype.str != dtype or not shape:
         expected = printable(f"{shape} {dtype}")

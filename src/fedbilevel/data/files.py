@@ -1,5 +1,7 @@
-"""The published files of each data set, and from a file's entry in the table to its verified bytes: own folder, cache,
-or download; reading what anyone may have written, within bounds, with one sentence for whatever is wrong with it."""
+"""Find the published files of data sets in a user's folder or in the cache, or download them, and verify their bytes.
+
+Files are read within bounds on their sizes, and an error is a single sentence that names the file.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,16 @@ from fedbilevel.reading import read_bytes as read_regular
 from fedbilevel.reading import require_regular
 from fedbilevel.wording import in_a_line
 
-CHUNK = 1 << 18  # bytes that are read at once
-LONGEST = 1 << 28  # bytes of a file; the longest of those below has 170 MB
+CHUNK = 1 << 18  # the number of bytes that are read at once
+LONGEST = 1 << 28  # the largest number of bytes of a file; the longest file below has 170 MB
 
 
 class DataError(ValueError):
-    """Data cannot be found, read, downloaded, partitioned or stored; the message says what to do."""
+    """Report data that cannot be found, read, downloaded, partitioned or stored; the message says what to do."""
 
 
 def unknown_name(field: str, got: object, allowed: Iterable[str]) -> DataError:
-    """Return the error for a `field` that got a name outside `allowed`, with the nearest valid name."""
+    """Return the error for a `field` that got an unknown name, with the nearest name of `allowed`."""
     names = sorted(allowed)
     near = get_close_matches(str(got), names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -53,9 +55,9 @@ EXPANDERS: dict[str, Callable[[IO[bytes]], Any]] = {
 
 @contextmanager
 def as_data_error(where: str | Path, problem: str) -> Iterator[None]:
-    """Turn whatever goes wrong inside into the DataError «where problem: why».
+    """Turn every exception of the block into a DataError whose message is `where`, `problem` and the exception.
 
-    What libraries raise for damaged files is not documented: it ranges from ValueError to zlib.error and
+    Libraries do not document what they raise for damaged files: for example ValueError, zlib.error or
     NotImplementedError.
     """
     try:
@@ -67,11 +69,13 @@ def as_data_error(where: str | Path, problem: str) -> Iterator[None]:
 
 
 class Expanded:
-    """Expand compressed bytes, as a stream.
+    """Expand compressed bytes as a stream.
 
     Args:
-        form: a key of EXPANDERS.
-        limit: DataError once there are more bytes: a small file can expand to thousands of times its size.
+        content: the compressed bytes.
+        form: the compression, a key of EXPANDERS.
+        limit: the largest number of expanded bytes, since a small file can expand to thousands of times its size. A
+            read beyond it raises DataError.
         where: the name of the file in errors.
     """
 
@@ -81,7 +85,7 @@ class Expanded:
         self.where = where
 
     def read(self, size: int = -1) -> bytes:
-        """Read the next `size` bytes, fewer at the end; without `size` all that is left."""
+        """Return the next `size` bytes, or fewer at the end; without `size`, all remaining bytes."""
         wanted = self.left + 1 if size < 0 else min(size, self.left + 1)
         parts = []
         while wanted and (part := self.stream.read(min(wanted, CHUNK))):
@@ -89,23 +93,23 @@ class Expanded:
             wanted -= len(part)
             self.left -= len(part)
         if self.left < 0:
-            raise DataError(f"{self.where} expands to more than {self.limit:,} bytes: it is not the file it should be.")
+            raise DataError(f"{self.where} expands to more than {self.limit:,} bytes: it is not the expected file.")
         return b"".join(parts)
 
 
 def mapped(path: Path, problem: str) -> NDArray[Any]:
-    """Map the array of numbers in a .npy file, read-only: it takes no memory, whatever its header says."""
+    """Map the array of numbers in a .npy file as a read-only memory map, which takes no memory whatever its shape."""
     with as_data_error(path, problem):
         require_regular(path)
         array: NDArray[Any] = np.lib.format.open_memmap(path, mode="r")
         if array.dtype.kind not in "biufc":
-            raise ValueError(f"it holds {array.dtype}, not numbers")
+            raise ValueError(f"it holds {array.dtype} instead of numbers")
         return array
 
 
 @dataclass(frozen=True)
 class File:
-    """Describe a published file: its name, its size in bytes and its sha256 (hexadecimal)."""
+    """Describe a published file: its name, its size in bytes and its SHA-256 in hexadecimal digits."""
 
     name: str
     size: int
@@ -114,7 +118,10 @@ class File:
 
 @dataclass(frozen=True)
 class DataSource:
-    """Describe a public home and the files below it; `mean` and `std`, if any, are of the training pixels in [0, 1]."""
+    """Describe the files of a data set below the URL `home`.
+
+    For sets of images, `mean` and `std` are those of the training pixels scaled to [0, 1], per channel.
+    """
 
     home: str
     files: tuple[File, ...]
@@ -122,10 +129,10 @@ class DataSource:
     std: tuple[float, ...] = ()
 
 
-# The sizes and checksums are those of the makers' own files: the md5 sums they publish (MNIST f68b3c2d...,
-# Fashion-MNIST 8d4fb7e6..., CIFAR-10 c32a1d4a...) belong to the same bytes; Omniglot's are those by which TensorFlow
-# Datasets knows its archives. Order: training images, training labels, test images, test labels. The means and
-# standard deviations, Omniglot's at 28×28, are the customary four digits; the tests compute them again from the pixels.
+# The sizes and checksums are those of the original files, whose published MD5 sums (MNIST f68b3c2d..., Fashion-MNIST
+# 8d4fb7e6..., CIFAR-10 c32a1d4a...) belong to the same bytes. The checksums of Omniglot are those of TensorFlow
+# Datasets. The order is training images, training labels, test images, test labels. Means and standard deviations have
+# the usual four digits, for Omniglot at 28×28 pixels; tests compute them again from the pixels.
 MNIST = (
     File("train-images-idx3-ubyte.gz", 9_912_422, "440fcabf73cc546fa21475e81ea370265605f56be210a4024d2ca8f203523609"),
     File("train-labels-idx1-ubyte.gz", 28_881, "3552534a0a558bbed6aed32b30c495cca23d567ec52cac8be1a0730e8010255c"),
@@ -167,30 +174,31 @@ SOURCES: dict[str, DataSource] = {
 
 
 Progress = Callable[[int, int], None]
-"""Called during a download with (bytes done, bytes in all), from (0, total) to (total, total)."""
+"""A function that is called during a download with (bytes done, bytes in all), from (0, total) to (total, total)."""
 
-TIMEOUT = 30.0  # seconds without a byte from the server
+TIMEOUT = 30.0  # seconds without a byte from the server until a download fails
 
 
 def folders(name: str) -> list[Path]:
-    """List the folders that may hold the files of data set `name`, in the order of search; the last is the cache."""
+    """Return the folders that may hold files of data set `name`, in the order of search; the last one is the cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     places = [cache / "fedbilevel" / "data" / name]
-    own = os.environ.get("FEDBILEVEL_DATA")
-    if own:
-        places.insert(0, Path(own).expanduser() / name)
+    users = os.environ.get("FEDBILEVEL_DATA")
+    if users:
+        places.insert(0, Path(users).expanduser() / name)
     return places
 
 
 def local(name: str, filename: str) -> Path | None:
-    """Find the first existing copy of `filename` of data set `name`, or None."""
+    """Return the first existing copy of `filename` of data set `name`, or None."""
     return next((path for folder in folders(name) if (path := folder / filename).is_file()), None)
 
 
 def read(name: str, file: File, progress: Progress | None = None) -> bytes:
     """Return the verified bytes of a file of data set `name`, downloaded into the cache if there is no local copy.
 
-    DataError if the copy that was found is truncated or altered, or if the download fails.
+    Raises:
+        DataError: the local copy is truncated or altered, or the download fails.
     """
     path = local(name, file.name)
     if path is None:
@@ -198,15 +206,19 @@ def read(name: str, file: File, progress: Progress | None = None) -> bytes:
         download(SOURCES[name].home + file.name, path, file, progress or bar(f"{name}/{file.name}"))
     content = read_bytes(path)
     if len(content) != file.size:
-        raise DataError(f"{path} has {len(content):,} bytes, expected {file.size:,}: delete it and fetch it again.")
-    found = hashlib.sha256(content).hexdigest()
-    if found != file.sha256:
-        raise DataError(f"{path} has sha256 {found}, expected {file.sha256}: delete it and fetch it again.")
+        raise DataError(f"{path} has {len(content):,} bytes, expected {file.size:,}: delete it and download it again.")
+    digest = hashlib.sha256(content).hexdigest()
+    if digest != file.sha256:
+        raise DataError(f"{path} has sha256 {digest}, expected {file.sha256}: delete it and download it again.")
     return content
 
 
 def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
-    """Return the content of a file. DataError if it is no regular file, too long, or the operating system refuses."""
+    """Return the content of a file.
+
+    Raises:
+        DataError: the file is not regular, has more than `longest` bytes, or cannot be read.
+    """
     try:
         return read_regular(path, longest)
     except OSError as error:
@@ -214,23 +226,27 @@ def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
 
 
 def download(url: str, path: Path, file: File, progress: Progress, timeout: float = TIMEOUT) -> None:
-    """Stream `url` to `path`, which appears complete and verified or not at all. DataError otherwise."""
+    """Download `url` to `path`, where the file appears complete and verified or not at all.
+
+    Raises:
+        DataError: the download failed, or its size or checksum is wrong.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with appearing(path) as part, urllib.request.urlopen(url, timeout=timeout) as reply, open(part, "xb") as out:
-            found, done = hashlib.sha256(), 0
+            digest, done = hashlib.sha256(), 0
             progress(0, file.size)
-            # A byte above the size is enough to know that this is not the file; no more of it reaches the disk.
+            # One byte more than expected shows that the file is wrong: no more of it is read and written.
             while chunk := reply.read(min(CHUNK, file.size + 1 - done)):
                 out.write(chunk)
-                found.update(chunk)
+                digest.update(chunk)
                 done += len(chunk)
                 progress(min(done, file.size), file.size)
             if done != file.size:
                 got = f"{done:,}" if done < file.size else f"more than {file.size:,}"
                 raise _failed(url, path, f"the server sent {got} bytes, expected {file.size:,}")
-            if found.hexdigest() != file.sha256:
-                raise _failed(url, path, f"sha256 is {found.hexdigest()}, expected {file.sha256}")
+            if digest.hexdigest() != file.sha256:
+                raise _failed(url, path, f"sha256 is {digest.hexdigest()}, expected {file.sha256}")
             out.flush()
             os.fsync(out.fileno())
     except (OSError, HTTPException) as error:
@@ -245,13 +261,13 @@ def _failed(url: str, path: Path, why: str) -> DataError:
 
 
 def temporary(path: Path) -> Path:
-    """Make up an unused name in the same folder: renaming it to `path` is atomic."""
+    """Return an unused path in the same folder, so that renaming it to `path` is atomic."""
     return path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
 
 
 @contextmanager
 def appearing(path: Path) -> Iterator[Path]:
-    """Give a temporary file beside `path` to write: it is renamed to `path` if the block succeeds, else removed."""
+    """Yield a temporary path in the folder of `path`; it is renamed to `path` if the block succeeds, else removed."""
     part = temporary(path)
     try:
         yield part
@@ -261,7 +277,7 @@ def appearing(path: Path) -> Iterator[Path]:
 
 
 def bar(title: str) -> Progress:
-    """Return a progress bar of a single line on standard error; nothing is shown if that is not a terminal."""
+    """Return a progress bar on a single line of standard error; it shows nothing if standard error is no terminal."""
     shown = -1
 
     def show(done: int, total: int) -> None:
@@ -272,7 +288,7 @@ def bar(title: str) -> Progress:
         shown = percent
         end = "\n" if done == total else ""
         line = f"{title} [{'#' * (percent // 5):<20}] {percent:3d}% of {total / 1e6:.1f} MB"
-        sys.stderr.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}{end}")  # a full line would wrap
+        sys.stderr.write(f"\r{line[: shutil.get_terminal_size().columns - 1]}{end}")  # a longer line would wrap
         sys.stderr.flush()
 
     return show

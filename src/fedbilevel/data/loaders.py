@@ -1,5 +1,4 @@
-"""Labelled data sets by their names: `load` for images, `load_table` for rows of numbers, `load_heart` for patients of
-four hospitals, `standardise` for pixels; the formats of their files."""
+"""Load labelled data sets by name: images (`load`), tables (`load_table`) or patients of hospitals (`load_heart`)."""
 
 from __future__ import annotations
 
@@ -27,11 +26,16 @@ Labels = NDArray[np.int32]
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """Hold images and labels, in the order and the split that their makers published.
+    """Hold images and labels for training and for testing, in their published order.
 
-    train_images, test_images: (n, height, width) or (n, height, width, channel); uint8 in 0..255, or float in [0, 1].
-    train_labels, test_labels: (n,) int32 in 0..classes - 1. mean, std: of the training pixels scaled to [0, 1], a
-    number per channel, or a single number where there is no axis of channels.
+    Args:
+        name: the name of the data set.
+        train_images, test_images: (n, height, width) or (n, height, width, channel), uint8 from 0 to 255 or floats in
+            [0, 1]. For a table, (n, features).
+        train_labels, test_labels: (n,) int32 from 0 to classes − 1.
+        classes: the number of classes.
+        mean, std: the mean and standard deviation of the training pixels, scaled to [0, 1]: a number per channel, or a
+            single number if images have no axis of channels. For a table, a number per feature.
     """
 
     name: str
@@ -53,11 +57,14 @@ class Dataset:
 
 
 def standardise(images: Images, mean: float | Sequence[float], std: float | Sequence[float]) -> NDArray[np.float32]:
-    """Compute (pixel - mean) / std, per channel, with the pixels of uint8 images first divided by 255.
+    """Return (pixel − mean)/std as float32 of the same shape, with the pixels of uint8 images divided by 255 first.
 
-    images: (n, height, width[, channel]), uint8 in 0..255 or float in [0, 1]. mean, std: a single number, or a number
-    per channel (the last axis), in units of the [0, 1] scale. Returns float32 of the same shape. DataError if the
-    shapes do not fit or an std is not positive.
+    Args:
+        images: (n, height, width) or (n, height, width, channel), uint8 from 0 to 255 or floats in [0, 1].
+        mean, std: a single number, or a number per entry of the last axis, for pixels scaled to [0, 1].
+
+    Raises:
+        DataError: the shapes do not fit, or an std is not positive.
     """
     centre, scale = np.atleast_1d(np.asarray(mean, np.float32)), np.atleast_1d(np.asarray(std, np.float32))
     if centre.shape != scale.shape or centre.ndim != 1 or centre.size not in (1, images.shape[-1]):
@@ -69,34 +76,35 @@ def standardise(images: Images, mean: float | Sequence[float], std: float | Sequ
         raise DataError(f"std is {std}; every entry must be above zero.")
     full = 255 if images.dtype == np.uint8 else 1
     out: NDArray[np.float32] = np.divide(images, full, dtype=np.float32, casting="same_kind", order="C")
-    pixels = out.reshape(len(out), math.prod(out.shape[1:]))  # a view, whose long rows are quick to go through
+    pixels = out.reshape(len(out), math.prod(out.shape[1:]))  # a view with long rows, over which NumPy is fast
     pixels -= np.resize(centre, pixels.shape[1])
     pixels /= np.resize(scale, pixels.shape[1])
     return out
 
 
-# Mean and standard deviation of the training images of `digits()` (all pixels together), as for MNIST; the
-# tests derive them again.
+# The mean and standard deviation of all pixels of the training images of `digits()`; tests compute them again.
 DIGITS_MEAN, DIGITS_STD = 0.3051, 0.3762
-DIGITS_FILE = "datasets/data/digits.csv.gz"  # inside scikit-learn
+DIGITS_FILE = "datasets/data/digits.csv.gz"  # the path inside the package scikit-learn
 CIFAR_REPACKED = "cifar-10-binary.tar.xz"
 
 
 def load(name: str, *, progress: files.Progress | None = None) -> Dataset:
-    """Load the data set called `name`: "digits", "mnist", "fashion-mnist" or "cifar-10".
+    """Load the set of images called `name`: "digits", "mnist", "fashion-mnist" or "cifar-10".
 
-    "digits" comes with scikit-learn and needs no file. The files of the others are looked for in
+    "digits" comes with scikit-learn and needs no file. The files of the other sets are looked for in
     `$FEDBILEVEL_DATA/<name>/`, then in the cache (`$XDG_CACHE_HOME/fedbilevel/data/<name>/`, by default below
-    `~/.cache`); what is in neither is downloaded from its public home into the cache. Sizes and sha256 are
-    checked on every load.
+    `~/.cache`). A missing file is downloaded into the cache. Every load checks sizes and SHA-256 checksums.
 
-    progress: called with (bytes done, bytes in all) during each download; default: a bar on standard error.
-    DataError if the name is unknown, a file is damaged, a download fails, or scikit-learn is missing.
+    Args:
+        progress: called with (bytes done, bytes in all) during each download; None: a bar on standard error.
+
+    Raises:
+        DataError: the name is unknown, a file is damaged, a download fails, or scikit-learn is missing.
     """
     if name in TABLES:
         raise DataError(
-            f'"{name}" is a table, not an image set: it is for the task regularization, and in Python for load_table '
-            f"(image sets: {', '.join(sorted(LOADERS))})."
+            f'"{name}" is a table and not a set of images. The task regularization uses tables; in Python, load them '
+            f"by load_table. Sets of images: {', '.join(sorted(LOADERS))}."
         )
     if name not in LOADERS:
         raise unknown_name("data set", name, LOADERS)
@@ -106,13 +114,12 @@ def load(name: str, *, progress: files.Progress | None = None) -> Dataset:
 def digits(name: str = "digits", progress: files.Progress | None = None) -> Dataset:
     """Load scikit-learn's 1,797 handwritten digits, (n, 8, 8) float32 in [0, 1].
 
-    The set has no published split: in each class here, every fifth image in scikit-learn's order is a test
-    image. No random number is drawn, so the split is always the same; the same 13 writers are on both sides.
-    Source: E. Alpaydin, C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning
-    Repository, 1998.
+    The set has no published split. In each class, every fifth image in scikit-learn's order is a test image, so that
+    the split is always the same. The same 13 people wrote the training and the test images. Source: E. Alpaydin,
+    C. Kaynak, "Optical Recognition of Handwritten Digits", UCI Machine Learning Repository, 1998.
     """
     pixels, target = _digits_table()
-    images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8)  # pixels count 0..16
+    images = (pixels / 16).astype(np.float32).reshape(-1, 8, 8)  # pixels are whole numbers from 0 to 16
     labels = target.astype(np.int32)
     test = np.zeros(len(labels), bool)
     for label in range(10):
@@ -121,22 +128,22 @@ def digits(name: str = "digits", progress: files.Progress | None = None) -> Data
 
 
 def _digits_table() -> tuple[np.ndarray, np.ndarray]:
-    """Read pixels (1797, 64) and labels (1797,) from scikit-learn's file: importing scikit-learn would take seconds."""
-    found = importlib.util.find_spec("sklearn")
-    if found is None:
+    """Read pixels (1797, 64) and labels (1797,) from the file in scikit-learn, whose import would take seconds."""
+    spec = importlib.util.find_spec("sklearn")
+    if spec is None:
         raise DataError(f'The data set "digits" needs {missing("scikit-learn", "cli")}.')
-    for folder in found.submodule_search_locations or []:
+    for folder in spec.submodule_search_locations or []:
         if (file := Path(folder, DIGITS_FILE)).is_file():
             table = np.loadtxt(file, delimiter=",")
             return table[:, :-1], table[:, -1]
-    from sklearn.datasets import load_digits  # a version that keeps the file elsewhere
+    from sklearn.datasets import load_digits  # for a version of scikit-learn with the file elsewhere
 
     bunch = load_digits()
     return bunch.data, bunch.target
 
 
 def idx(name: str, progress: files.Progress | None) -> Dataset:
-    """Load MNIST or Fashion-MNIST: (n, 28, 28) uint8, 60,000 for training and 10,000 for testing.
+    """Load MNIST or Fashion-MNIST, (n, 28, 28) uint8: 60,000 images for training and 10,000 for testing.
 
     Sources: LeCun, Cortes, Burges 1998; Xiao, Rasul, Vollgraf, arXiv:1708.07747.
     """
@@ -150,10 +157,10 @@ def idx(name: str, progress: files.Progress | None) -> Dataset:
 
 
 def cifar(name: str, progress: files.Progress | None) -> Dataset:
-    """Load CIFAR-10 (Krizhevsky 2009): (n, 32, 32, 3) uint8, 50,000 + 10,000.
+    """Load CIFAR-10, (n, 32, 32, 3) uint8: 50,000 images for training and 10,000 for testing.
 
-    From the official `cifar-10-binary.tar.gz`; else from a local `cifar-10-binary.tar.xz` that someone packed in the
-    same layout: as it has no published checksum, its sizes and class counts are checked.
+    The file is the official `cifar-10-binary.tar.gz`, or a local `cifar-10-binary.tar.xz` with the same files inside.
+    The latter has no published checksum: sizes and class counts are checked. Source: Krizhevsky 2009.
     """
     source = SOURCES[name]
     (official,) = source.files
@@ -167,23 +174,30 @@ BATCH, SIDE, CHANNELS = 10_000, 32, 3
 RECORD = 1 + CHANNELS * SIDE * SIDE  # one label byte, then the planes R, G, B
 CIFAR_TRAIN = tuple(f"data_batch_{i}.bin" for i in range(1, 6))
 CIFAR_TEST = ("test_batch.bin",)
-CIFAR_LIMIT = 200_000_000  # bytes; expanded, the official archive has 184 MB
-IDX_LIMIT = 100_000_000  # bytes; the longest of the published files has 47 MB
+CIFAR_LIMIT = 200_000_000  # the largest expanded size in bytes; the official archive expands to 184 MB
+IDX_LIMIT = 100_000_000  # the largest expanded size in bytes; the longest published file expands to 47 MB
 
 
 def parse_idx(content: bytes, ndim: int, where: str | Path) -> NDArray[np.uint8]:
-    """Parse the array in a gzipped IDX file of unsigned bytes.
+    """Parse a gzipped IDX file of unsigned bytes to a read-only uint8 array.
 
-    IDX: two zero bytes, the type (8: unsigned byte), the number of axes, each length as a big-endian int32,
-    the entries. ndim: the number of axes it must have. where: the name of the file in errors. Returns uint8, read-only.
-    DataError if it cannot be unpacked, or if its magic, axes or length are wrong.
+    An IDX file has two zero bytes, the type (8 for unsigned bytes), the number of axes, the length of each axis as a
+    big-endian int32, and the entries.
+
+    Args:
+        content: the bytes of the file.
+        ndim: the number of axes that the array must have.
+        where: the name of the file in errors.
+
+    Raises:
+        DataError: the file cannot be unpacked, or its first bytes, axes or length are wrong.
     """
-    with as_data_error(where, "is not a whole gzip file"):
+    with as_data_error(where, "is not a complete gzip file"):
         raw = Expanded(content, "gzip", IDX_LIMIT, where).read()
     magic, start = bytes((0, 0, 8, ndim)), 4 + 4 * ndim
     if raw[:4] != magic or len(raw) < start:
         raise DataError(
-            f"{where} starts with {raw[:4].hex(' ')}, expected {magic.hex(' ')} (IDX, {ndim} axes of bytes)."
+            f"{where} starts with the bytes {raw[:4].hex(' ')}; expected {magic.hex(' ')} (IDX, bytes in {ndim} axes)."
         )
     shape = struct.unpack(f">{ndim}i", raw[4:start])
     expected = math.prod(shape)
@@ -195,15 +209,21 @@ def parse_idx(content: bytes, ndim: int, where: str | Path) -> NDArray[np.uint8]
 def parse_cifar(
     content: bytes, where: str | Path
 ) -> tuple[tuple[NDArray[np.uint8], NDArray[np.int32]], tuple[NDArray[np.uint8], NDArray[np.int32]]]:
-    """Parse (images, labels) of the 50,000 training and of the 10,000 test records of a CIFAR-10 binary archive.
+    """Parse a CIFAR-10 binary archive to (images, labels) of 50,000 training and of 10,000 test records.
 
-    Images (n, 32, 32, 3) uint8, labels (n,) int32. Compressed by gzip or xz. Nothing is unpacked to disk. DataError
-    if the archive is damaged or expands to more than CIFAR_LIMIT bytes, a batch has another size, or the classes
-    are not equally frequent.
+    Images are (n, 32, 32, 3) uint8, and labels (n,) int32. Nothing is unpacked to disk.
+
+    Args:
+        content: the bytes of a tar archive, compressed by gzip or xz.
+        where: the name of the file in errors.
+
+    Raises:
+        DataError: the archive is damaged or expands to more than CIFAR_LIMIT bytes, a batch is missing or has a wrong
+            size, or the classes are not equally frequent.
     """
     form = "gzip" if content[:2] == b"\x1f\x8b" else "xz"
     with (
-        as_data_error(where, "is not a whole tar archive"),
+        as_data_error(where, "is not a complete tar archive"),
         tarfile.open(fileobj=Expanded(content, form, CIFAR_LIMIT, where), mode="r|") as archive,  # type: ignore[call-overload]
     ):
         batches = _batches(archive, where)
@@ -212,7 +232,7 @@ def parse_cifar(
 
 
 def _batches(archive: tarfile.TarFile, where: str | Path) -> dict[str, bytes]:
-    # One pass in file order: asking for members by name would unpack a compressed archive once per member.
+    # One pass reads all members in file order; reading members by name would expand the archive once per member.
     batches = {}
     for member in archive:
         folder, _, name = member.name.rpartition("/")
@@ -231,11 +251,11 @@ def _batches(archive: tarfile.TarFile, where: str | Path) -> dict[str, bytes]:
 def _records(batches: list[bytes], where: str | Path) -> tuple[NDArray[np.uint8], NDArray[np.int32]]:
     records = np.frombuffer(b"".join(batches), np.uint8).reshape(-1, RECORD)
     labels = records[:, 0].astype(np.int32)
-    # The published sets are exactly balanced: a re-packed archive without a known checksum must be too.
+    # The published classes are equally frequent. This is checked, since an archive packed anew has no known checksum.
     counts = np.bincount(labels, minlength=10)
     if np.any(counts != len(labels) // 10):
         raise DataError(
-            f"{where} has {counts.tolist()} images per class, expected {len(labels) // 10:,} of each of 10."
+            f"{where} has {counts.tolist()} images per class; expected {len(labels) // 10:,} of each of 10 classes."
         )
     planes = records[:, 1:].reshape(-1, CHANNELS, SIDE, SIDE)
     return np.ascontiguousarray(planes.transpose(0, 2, 3, 1)), labels
@@ -250,17 +270,17 @@ LOADERS: dict[str, Callable[[str, files.Progress | None], Dataset]] = {
 
 
 COVERTYPE_COLUMNS = 55  # 54 features and the label
-COVERTYPE_LIMIT = 100_000_000  # bytes; expanded, all of its rows have 75 MB
-LIBSVM_PAIR = 32  # characters of a pair index:value, at most; the published files have up to 12
+COVERTYPE_LIMIT = 100_000_000  # the largest expanded size in bytes; all rows expand to 75 MB
+LIBSVM_PAIR = 32  # the largest number of characters of a pair index:value; the published files have up to 12
 LARGEST = float(np.finfo(np.float32).max)
 Rows = tuple[NDArray[np.float32], NDArray[np.int32]]
 
 
 class Published(NamedTuple):
-    """Give the sizes that a set of libsvm's collection must have; these sets have no published checksums."""
+    """Hold the published sizes of a data set of libsvm's collection; they are checked in place of a checksum."""
 
     features: int
-    train: tuple[int, int]  # rows, and those of them that are positive
+    train: tuple[int, int]  # the numbers of rows and of positive rows
     test: tuple[int, int]
 
 
@@ -273,11 +293,12 @@ LIBSVM = {
 def load_table(name: str) -> Dataset:
     """Load the table called `name`: "covtype" (7 classes), "a9a" or "ijcnn1" (2 classes each).
 
-    Its rows stand in the place of images: `train_images` is (n, features) float32, as published; `mean` and `std` have
-    an entry per feature, of the training rows (std 1 for a feature that never varies), so that `standardised()` works
-    as for images. Nothing is downloaded: files are looked for in `$FEDBILEVEL_DATA` and in the cache.
+    The fields for images hold the rows: `train_images` is (n, features) float32, with the published values. `mean` and
+    `std` have an entry per feature, computed from the training rows, and `standardised()` uses them. A constant feature
+    has std 1. Nothing is downloaded: files are looked for in `$FEDBILEVEL_DATA` and in the cache.
 
-    DataError if the name is unknown, or a file is missing or has other content than it should.
+    Raises:
+        DataError: the name is unknown, a file is missing, or its content is not the published one.
     """
     if name not in TABLES:
         raise unknown_name("table", name, TABLES)
@@ -289,18 +310,20 @@ def load_table(name: str) -> Dataset:
 
 
 def covtype(name: str) -> tuple[Rows, Rows, int]:
-    """Load Covertype (Blackard, Dean 1998): 54 features of a patch of forest, and which of 7 trees grows on it.
+    """Load Covertype: 54 features of a patch of forest, and the kind of its trees, one of 7.
 
-    From `covtype.data.gz`, 581,012 rows, or from `covtype.subset.data.gz`, some of these rows in any order. There is no
-    published split into halves that are alike: every fifth row is a test row.
+    The file is `covtype.data.gz` with 581,012 rows, or `covtype.subset.data.gz` with a subset of them. The published
+    split is not at random, so every fifth row is a test row. Source: Blackard, Dean 1998.
     """
-    path = _found(name, "covtype.data.gz", "covtype.subset.data.gz")
+    path = _first_existing(name, "covtype.data.gz", "covtype.subset.data.gz")
     with as_data_error(path, "is not a gzipped table of integers, separated by commas"):
         text = Expanded(files.read_bytes(path), "gzip", COVERTYPE_LIMIT, path).read()
         table = np.loadtxt(io.BytesIO(text), np.int32, delimiter=",", ndmin=2, comments=None)
     label = table[:, -1] - 1
     if table.shape[1] != COVERTYPE_COLUMNS or set(np.unique(label)) != set(range(7)):
-        raise DataError(f"{path} has {table.shape[1]} columns; expected {COVERTYPE_COLUMNS}, the last a class, 1 to 7.")
+        raise DataError(
+            f"{path} has {table.shape[1]} columns; expected {COVERTYPE_COLUMNS}, with the classes 1 to 7 in the last."
+        )
     rows = table[:, :-1].astype(np.float32)
     test = np.arange(len(label)) % 5 == 4
     return (rows[~test], label[~test]), (rows[test], label[test]), 7
@@ -309,21 +332,29 @@ def covtype(name: str) -> tuple[Rows, Rows, int]:
 def libsvm(name: str) -> tuple[Rows, Rows, int]:
     """Load a9a (the census data Adult, in Platt's encoding) or ijcnn1 (Prokhorov 2001), with their published split.
 
-    From `libsvm/<name>.bz2` and `libsvm/<name>.t.bz2`. The positive class is 1.
+    The files are `libsvm/<name>.bz2` for training and `libsvm/<name>.t.bz2` for testing. The positive class is 1, and
+    the other class is 0.
     """
-    known = LIBSVM[name]
+    published = LIBSVM[name]
     train, test = (
-        parse_libsvm(_found("libsvm", f"{name}{end}.bz2"), known.features, *counts)
-        for end, counts in (("", known.train), (".t", known.test))
+        parse_libsvm(_first_existing("libsvm", f"{name}{end}.bz2"), published.features, *counts)
+        for end, counts in (("", published.train), (".t", published.test))
     )
     return train, test, 2
 
 
 def parse_libsvm(path: Path, features: int, count: int, positive: int) -> Rows:
-    """Parse rows (count, features) and labels 0 or 1 of a bz2 file in libsvm's format, with scikit-learn.
+    """Parse rows (count, features) and labels 0 or 1 from a bz2 file in libsvm's format.
 
-    DataError where scikit-learn is missing or refuses the file, a label is not 1 or -1, a value is not finite in
-    float32, or the number of rows or of positive rows is not the expected number.
+    Args:
+        path: the file.
+        features: the number of features.
+        count: the number of rows that the file must have.
+        positive: the number of positive rows that it must have.
+
+    Raises:
+        DataError: scikit-learn is missing or refuses the file, a label is not 1 or -1, a value is not finite in
+            float32, or the number of rows or of positive rows is wrong.
     """
     if importlib.util.find_spec("sklearn") is None:
         raise DataError(f"Reading libsvm's format needs {missing('scikit-learn', 'cli')}.")
@@ -333,14 +364,14 @@ def parse_libsvm(path: Path, features: int, count: int, positive: int) -> Rows:
     with as_data_error(path, "is not a bz2 file in libsvm's format"):
         text = Expanded(files.read_bytes(path), "bz2", limit, path).read()
         ends = text.count(b"\n")
-        if ends > 2 * count:  # read as rows, lines of a byte would take a hundred times their size
+        if ends > 2 * count:  # parsed rows of very short lines would take a hundred times the size of the file
             raise DataError(f"{path} has {ends:,} lines; expected {count:,}.")
         table, label = load_svmlight_file(io.BytesIO(text), n_features=features, zero_based=False)
-    found = table.shape[0], int((label == 1).sum()), int((label == -1).sum())
-    if found != (count, positive, count - positive):
+    counts = table.shape[0], int((label == 1).sum()), int((label == -1).sum())
+    if counts != (count, positive, count - positive):
         raise DataError(
-            f"{path} has {found[0]:,} rows, of them {found[1]:,} with the label 1 and {found[2]:,} with -1; expected "
-            f"{count:,}, {positive:,} and {count - positive:,}."
+            f"{path} has {counts[0]:,} rows, {counts[1]:,} with the label 1 and {counts[2]:,} with the label -1; "
+            f"expected {count:,}, {positive:,} and {count - positive:,}."
         )
     rows = table.toarray()
     if not (np.abs(rows) <= LARGEST).all():
@@ -348,13 +379,13 @@ def parse_libsvm(path: Path, features: int, count: int, positive: int) -> Rows:
     return rows.astype(np.float32), (label > 0).astype(np.int32)
 
 
-def _found(folder: str, *names: str) -> Path:
-    """Find the first of these files that exists. DataError where none does."""
+def _first_existing(folder: str, *names: str) -> Path:
+    """Return the first file of these names that exists, and raise DataError if there is none."""
     paths = [path for name in names if (path := files.local(folder, name))]
     if not paths:
         places = " or ".join(str(place) for place in files.folders(folder))
         raise DataError(
-            f"{' or '.join(names)} is not in {places}. Nothing is downloaded: put it there, or at "
+            f"{' or '.join(names)} is not in {places}, and is not downloaded. Put the file there; or put it at "
             f"FOLDER/{folder}/{names[0]}, and set FEDBILEVEL_DATA=FOLDER."
         )
     return paths[0]
@@ -366,23 +397,23 @@ TABLES: dict[str, Callable[[str], tuple[Rows, Rows, int]]] = {"a9a": libsvm, "co
 COLUMNS = 14  # age, sex, cp, trestbps, chol, fbs, restecg, thalach, exang, oldpeak, slope, ca, thal, num
 KEPT, CHEST_PAIN, ECG, DISEASE = [0, 1, 3, 4, 5, 7, 8, 9], 2, 6, 13
 NUMBER = re.compile(rb"\s*(\?|nan|[+-]?(\d+(\.\d*)?|\.\d+))\s*", re.IGNORECASE)
-TRAINING = 0.66  # of each hospital's patients
-FLAMBY = 43  # random_state of the split that FLamby publishes
+TRAINING = 0.66  # the share of each hospital's patients that is for training
+FLAMBY = 43  # the random_state of the split that FLamby publishes
 
 
 class Patients(NamedTuple):
-    """Hold the patients of a hospital who miss no kept column, in the order of its file."""
+    """Hold the patients of a hospital without missing values in the columns in use, in the order of the file."""
 
-    rows: NDArray[np.float32]  # (n, 13), as published: KEPT, cp_2, cp_3, cp_4, restecg_1, restecg_2
-    labels: NDArray[np.int32]  # (n,), 1 where there is a disease
+    rows: NDArray[np.float32]  # (n, 13): the columns KEPT as published, then cp_2, cp_3, cp_4, restecg_1, restecg_2
+    labels: NDArray[np.int32]  # (n,): 1 for a patient with heart disease, else 0
 
 
 class Counts(NamedTuple):
-    """Count what a hospital's file must hold."""
+    """Hold the numbers of patients that a hospital's file must have."""
 
     patients: int
-    complete: int  # those of whom no kept column is missing
-    diseased: int  # of these
+    complete: int  # patients without missing values in the columns in use
+    diseased: int  # complete patients with heart disease
 
 
 HOSPITALS = {
@@ -394,31 +425,39 @@ HOSPITALS = {
 
 
 def load_heart(hospital: str, *, progress: files.Progress | None = None) -> Patients:
-    """Load the patients of "cleveland", "hungarian", "switzerland" or "va" (Long Beach), prepared as FLamby does.
+    """Load the patients of "cleveland", "hungarian", "switzerland" or "va" (Long Beach), prepared as in FLamby.
 
-    The columns slope, ca and thal, which three hospitals hardly recorded, are dropped, then rows with a missing value;
-    chest pain and ECG become indicators without their first level; the label is num > 0. The file
-    `processed.<hospital>.data` is looked for in `$FEDBILEVEL_DATA/heart/`, then in the cache, and else downloaded into
-    it; no other hospital's file is touched. Source: Janosi, Steinbrunn, Pfisterer, Detrano, Heart Disease, UCI Machine
-    Learning Repository, 1988, CC BY 4.0.
+    The columns slope, ca and thal, which three hospitals hardly recorded, are dropped. Then rows with a missing value
+    are dropped. Chest pain and ECG become indicators of all levels but the first. The label is 1 if num > 0.
 
-    DataError if the name is unknown, a download fails, or the file does not hold what it should.
+    The file `processed.<hospital>.data` is looked for in `$FEDBILEVEL_DATA/heart/`, then in the cache, and else
+    downloaded into the cache. Files of other hospitals are not read. Source: Janosi, Steinbrunn, Pfisterer, Detrano,
+    "Heart Disease", UCI Machine Learning Repository, 1988, CC BY 4.0.
+
+    Args:
+        progress: called with (bytes done, bytes in all) during a download; None: a bar on standard error.
+
+    Raises:
+        DataError: the name is unknown, a download fails, or the content of the file is not as published.
     """
     if hospital not in HOSPITALS:
         raise unknown_name("hospital", hospital, HOSPITALS)
     file = next(file for file in SOURCES["heart"].files if file.name == f"processed.{hospital}.data")
-    # someone's copy may write missing values otherwise: its patients are counted
+    # a local copy may write missing values in another way, so its patients are counted in place of a checksum
     path = files.local("heart", file.name)
     content = files.read_bytes(path) if path else files.read("heart", file, progress)
     return _patients(content, str(path or file.name), HOSPITALS[hospital])
 
 
 def stratified(labels: NDArray[np.int32], share: float, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Draw row numbers (chosen, rest): a random `share` of all rows, and as nearly as possible of both classes.
+    """Divide rows at random into (chosen, rest), with a `share` of each class in `chosen`, and return row numbers.
 
-    Neither part is empty. The draw is scikit-learn's train_test_split; with TRAINING and seed = FLAMBY the parts are
-    those of FLamby. Classes are not regarded where a class has two members or fewer (of Switzerland's 46 patients only
-    1 is healthy).
+    Neither part is empty. The draw is scikit-learn's `train_test_split`; with share = TRAINING and seed = FLAMBY it
+    gives the parts of FLamby. If a class has two rows or fewer, the division ignores classes: of 46 patients in
+    Switzerland only 1 is healthy.
+
+    Args:
+        labels: (n,) the class of each row, 0 or 1.
     """
     try:
         from sklearn.model_selection import train_test_split
@@ -432,24 +471,24 @@ def stratified(labels: NDArray[np.int32], share: float, seed: int) -> tuple[NDAr
     return chosen, rest
 
 
-def _patients(content: bytes, where: str, known: Counts) -> Patients:
+def _patients(content: bytes, where: str, expected: Counts) -> Patients:
     lines = [line for line in content.splitlines() if line.strip()]
-    if len(lines) != known.patients:
-        raise DataError(f"{where} has {len(lines):,} patients; expected {known.patients:,}, a line each.")
+    if len(lines) != expected.patients:
+        raise DataError(f"{where} has {len(lines):,} lines; expected {expected.patients:,}, one per patient.")
     for number, line in enumerate(lines, 1):
         entries = line.split(b",")
         if len(entries) != COLUMNS or not all(map(NUMBER.fullmatch, entries)):
             raise DataError(
-                f"{where}, line {number}: expected {COLUMNS} numbers, commas between, ? or NaN for a missing number."
+                f"{where}, line {number}: expected {COLUMNS} numbers, separated by commas, with ? or NaN for a missing "
+                "number."
             )
     table = np.array([[math.nan if b"?" in entry else float(entry) for entry in line.split(b",")] for line in lines])
     table = table[~np.isnan(table[:, [*KEPT, CHEST_PAIN, ECG, DISEASE]]).any(1)]
     labels = (table[:, DISEASE] > 0).astype(np.int32)
-    found = len(labels), int(labels.sum())
-    if found != (known.complete, known.diseased):
+    if (len(labels), int(labels.sum())) != (expected.complete, expected.diseased):
         raise DataError(
-            f"{where} has {found[0]} patients without a missing value, {found[1]} of them diseased; expected "
-            f"{known.complete} and {known.diseased}."
+            f"{where} has {len(labels)} patients without a missing value, {labels.sum()} of them with heart disease; "
+            f"expected {expected.complete} and {expected.diseased}."
         )
     indicators = [table[:, CHEST_PAIN] == level for level in (2, 3, 4)] + [table[:, ECG] == level for level in (1, 2)]
     return Patients(np.column_stack([table[:, KEPT], *indicators]).astype(np.float32), labels)

@@ -1,1 +1,1 @@
-"""What the library needs of JAX and knows nothing of its problems: programs that are kept, hashes, random bits."""
+"""Provide helpers for JAX that do not depend on bilevel problems: cached programs, hashes and random bits."""

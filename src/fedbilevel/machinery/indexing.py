@@ -1,4 +1,4 @@
-"""Which arguments of a traced function index an axis, and how long that axis is."""
+"""Find the arguments of a traced function that index an axis, and the length of that axis."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, Literal
 
 CALLS = ("jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "checkpoint")
 SAME_ENTRIES = ("broadcast_in_dim", "reshape", "squeeze", "transpose", "convert_element_type")
-SHIFTS = {"add": 1, "sub": -1, "lt": 0}  # how many times a whole number is added by an operation with it
+SHIFTS = {"add": 1, "sub": -1, "lt": 0}  # the factor of a whole number in the shift that an operation with it makes
 COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 
 
 class IndexedAxis(NamedTuple):
-    """An axis that an argument indexes.
+    """Describe an axis that an argument indexes.
 
     Args:
-        argument: its number.
-        shift: what is added to it.
-        length: how many entries the axis has.
-        operation: "gather", or "one_hot".
+        argument: the number of the argument.
+        shift: the whole number that is added to the argument to get the index.
+        length: the number of entries along the axis.
+        operation: "gather" or "one_hot".
     """
 
     argument: int
@@ -31,7 +31,13 @@ class IndexedAxis(NamedTuple):
 
 
 class Origin(NamedTuple):
-    """The argument that a value comes from: with a number added, but for shapes and types; or compared with one."""
+    """Name the argument that a value comes from.
+
+    Args:
+        argument: the number of the argument. Changes of its shape or type are ignored.
+        shift: the whole number that was added to the argument.
+        compared: whether the value says if the argument is less than a number.
+    """
 
     argument: int
     shift: int = 0
@@ -41,57 +47,57 @@ class Origin(NamedTuple):
 def indexed_axes(program: ClosedJaxpr) -> set[IndexedAxis]:
     """Find the axes that arguments index.
 
-    Indices that are computed otherwise than by adding a whole number, and loops, are not seen. Arguments that the
-    function compares with anything are left out: it may mask some of their entries.
+    An index counts if it is an argument, or an argument plus a whole number; indices inside loops are not found.
+    Arguments that the function compares with other values are left out, since it may mask some of their entries.
     """
-    found, compared = set[IndexedAxis](), set[int]()
+    axes, compared = set[IndexedAxis](), set[int]()
 
-    def walk(program: ClosedJaxpr | Jaxpr, given: Sequence[Any]) -> list[Any]:
+    def walk(program: ClosedJaxpr | Jaxpr, inputs: Sequence[Any]) -> list[Any]:
         jaxpr = program.jaxpr if isinstance(program, ClosedJaxpr) else program
-        known: dict[Any, Any] = dict(zip(jaxpr.invars, given, strict=True))
+        origin_of: dict[Any, Any] = dict(zip(jaxpr.invars, inputs, strict=True))
 
         def read(variables: Sequence[Any]) -> list[Any]:
-            return [None if isinstance(one, Literal) else known.get(one) for one in variables]
+            return [None if isinstance(variable, Literal) else origin_of.get(variable) for variable in variables]
 
         for step in jaxpr.eqns:
-            known |= zip(step.outvars, origins(step, read(step.invars)), strict=False)
+            origin_of |= zip(step.outvars, origins(step, read(step.invars)), strict=False)
         return read(jaxpr.outvars)
 
-    def origins(step: JaxprEqn, given: list[Any]) -> list[Any]:
-        """Return the origins of an operation's results; of columns put together a list; none of what is computed."""
-        name, params, of_arguments = step.primitive.name, step.params, [isinstance(one, Origin) for one in given]
+    def origins(step: JaxprEqn, inputs: list[Any]) -> list[Any]:
+        """Return the origins of an operation's results, a list of origins for concatenated columns, else nothing."""
+        name, params, of_arguments = step.primitive.name, step.params, [isinstance(each, Origin) for each in inputs]
         if params.get("name") == "_one_hot":
-            add("one_hot", given[:1], params["jaxpr"].out_avals[0].shape[-1:])
+            add("one_hot", inputs[:1], params["jaxpr"].out_avals[0].shape[-1:])
         elif name in CALLS:
-            return walk(params.get("jaxpr") or params["call_jaxpr"], given)
+            return walk(params.get("jaxpr") or params["call_jaxpr"], inputs)
         elif name in SAME_ENTRIES:
-            return given
+            return inputs
         elif name == "concatenate":
-            return [given]
+            return [inputs]
         elif name == "gather":
             shape: Any = step.invars[0].aval
             lengths = np.subtract(shape.shape, params["slice_sizes"]) + 1
-            indices = given[1] if isinstance(given[1], list) else given[1:]
+            indices = inputs[1] if isinstance(inputs[1], list) else inputs[1:]
             add(name, indices, lengths[list(params["dimension_numbers"].start_index_map)].tolist())
-        elif name == "select_n" and all(of_arguments) and given[0] == given[1]._replace(compared=True):
-            return given[1:2]  # JAX's own counting from the end: i + n in place of i where i < 0
+        elif name == "select_n" and all(of_arguments) and inputs[0] == inputs[1]._replace(compared=True):
+            return inputs[1:2]  # JAX itself replaces i by i + n where i < 0, to count from the end
         elif name in SHIFTS and of_arguments[0] and (number := _whole(step.invars[1])) is not None:
-            return [Origin(given[0].argument, given[0].shift + SHIFTS[name] * number, compared=name == "lt")]
+            return [Origin(inputs[0].argument, inputs[0].shift + SHIFTS[name] * number, compared=name == "lt")]
         else:
-            read = [one for one, known in zip(given, of_arguments, strict=True) if known]
-            compared.update(one.argument for one in read if one.compared or name in COMPARISONS)
+            arguments = [each for each, is_argument in zip(inputs, of_arguments, strict=True) if is_argument]
+            compared.update(each.argument for each in arguments if each.compared or name in COMPARISONS)
         return []
 
     def add(operation: str, indices: Sequence[Any], lengths: Sequence[int]) -> None:
         if len(indices) == len(lengths):
             pairs = [pair for pair in zip(indices, lengths, strict=True) if isinstance(pair[0], Origin)]
-            found.update(IndexedAxis(origin.argument, origin.shift, length, operation) for origin, length in pairs)
+            axes.update(IndexedAxis(origin.argument, origin.shift, length, operation) for origin, length in pairs)
 
     walk(program, [Origin(number) for number in range(len(program.in_avals))])
-    return {axis for axis in found if axis.argument not in compared}
+    return {axis for axis in axes if axis.argument not in compared}
 
 
 def _whole(operand: Any) -> int | None:
-    """Return the value of a literal that is a whole number."""
+    """Return the value of a literal that is a whole number, else None."""
     value = np.asarray(operand.val) if isinstance(operand, Literal) else np.zeros(())
     return int(value) if value.dtype.kind in "iu" else None

@@ -1,8 +1,7 @@
-"""What a process keeps of earlier runs: compiled programs, and what tracing said, by hashes of what was traced; and the
-hashes, of arrays, and of what traced functions compute.
+"""Cache compiled programs, and results of tracing, within a process; hash arrays and traced functions.
 
-Nothing of a run's data is kept, and no function of a user: what closes over much data, or calls back into Python, is
-made anew.
+The keys of the cache are hashes of traced functions. It holds no data of a run and no function of a user: a function
+that closes over much data, or that calls back into Python, is compiled anew for each run.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
 T = TypeVar("T")
-LIMIT = 64  # things kept
-MUCH = 2**20  # bytes of constants, with which a program is not kept
+LIMIT = 64  # the largest number of cached objects
+MUCH = 2**20  # bytes: a program with more constants is not cached
 QUICKLY: dict[str, Any] = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 _KEPT: OrderedDict[Hashable, Any] = OrderedDict()
@@ -30,9 +29,10 @@ _LOCK = threading.Lock()
 
 
 def kept(key: Hashable | None, make: Callable[[], T]) -> T:
-    """Return what `make` gave before for an equal key, or make it; of many, what was not asked for longest goes.
+    """Return the cached object of an equal key, or call `make` and cache its result.
 
-    Without a key, or with one that has no hash, it is made each time.
+    Beyond `LIMIT` objects, the least recently used one is dropped. Without a key, or with a key that cannot be hashed,
+    nothing is cached.
     """
     try:
         hash(key)
@@ -43,8 +43,8 @@ def kept(key: Hashable | None, make: Callable[[], T]) -> T:
     with _LOCK:
         if key in _KEPT:
             _KEPT.move_to_end(key)
-            found: T = _KEPT[key]
-            return found
+            cached: T = _KEPT[key]
+            return cached
     made = make()
     with _LOCK:
         _KEPT[key] = made
@@ -54,7 +54,7 @@ def kept(key: Hashable | None, make: Callable[[], T]) -> T:
 
 
 def forget() -> None:
-    """Free the compiled programs, and all else, that this process keeps for later runs."""
+    """Free the compiled programs and everything else that this process caches for later runs."""
     with _LOCK:
         _KEPT.clear()
 
@@ -62,16 +62,20 @@ def forget() -> None:
 def compiled(
     function: Callable[..., Any], *like: Any, key: Hashable | None = None, quickly: bool = False
 ) -> Callable[..., Any]:
-    """Compile a function for arguments like these. Arguments that lie on other devices later are compiled for when they
-    come. `quickly`: in less time, to a program that takes longer.
+    """Compile a function for arguments of the shapes and types of `like`, or take its program from the cache.
 
-    Without a key the function is traced anew, and an earlier program that was traced to the same is taken. A `key` says
-    all that it depends on beside its name and the leaves of its arguments: then it is traced once.
+    Later arguments on other devices are compiled for at their first call.
+
+    Args:
+        key: everything that the function depends on, except its name and the leaves of its arguments. With an equal key
+            the function is not traced again. Without a key it is traced each time, and an earlier program of an equal
+            trace is taken.
+        quickly: whether to compile in less time, on CPUs, to a slower program.
     """
     leaves, tree = jax.tree.flatten(like)
     options = QUICKLY if quickly and jax.default_backend() == "cpu" else None
 
-    @jax.disable_jit(False)  # for users' functions that are stepped through, not for ours
+    @jax.disable_jit(False)  # jax_disable_jit is for stepping through the functions of a user; ours stay compiled
     def program_for(leaves: list[Any]) -> tuple[Callable[[list[Any]], list[Any]], Any]:
         structures = []
 
@@ -82,8 +86,8 @@ def compiled(
 
         def make() -> tuple[Callable[[list[Any]], list[Any]], Any]:
             traced = jax.jit(of_leaves).trace(leaves)
-            known = None if key is not None else program_key(traced.jaxpr, leaves, quickly)
-            return kept(known, lambda: traced.lower().compile(options)), structures[0]
+            trace_key = None if key is not None else program_key(traced.jaxpr, leaves, quickly)
+            return kept(trace_key, lambda: traced.lower().compile(options)), structures[0]
 
         return kept(key and (key, function.__qualname__, shapes_of(leaves)), make)
 
@@ -102,46 +106,51 @@ def compiled(
 
 
 def program_key(traced: ClosedJaxpr, leaves: list[Any], *more: Hashable) -> Hashable | None:
-    """A key of a program traced for the arguments `leaves`, and of what `more` the compiler is given; None where it is
-    not to be kept."""
-    found = hash_of(traced)
-    return found and (found, shapes_of(leaves), more)
+    """Return the cache key of a program that was traced for the arguments `leaves`; None if it must not be cached.
+
+    Args:
+        more: further arguments of the compiler.
+    """
+    trace_hash = hash_of(traced)
+    return trace_hash and (trace_hash, shapes_of(leaves), more)
 
 
 def hash_of(*traced: ClosedJaxpr) -> str | None:
-    """A hash of traced functions, whose constants count by content; None where one calls back into Python, or where
-    they hold much data."""
-    programs = [program for one in traced for program in _every(one)]
+    """Return a hash of traced functions and of the content of their constants.
+
+    The result is None if a function calls back into Python, or if the constants have more than `MUCH` bytes.
+    """
+    programs = [program for function in traced for program in _every(function)]
     calls_back = any("callback" in step.primitive.name for program in programs for step in program.eqns)
-    held = [constant for program in programs for constant in _constants(program)]
-    if calls_back or sum(int(getattr(constant, "nbytes", 0)) for constant in held) > MUCH:
+    constants = [constant for program in programs for constant in _constants(program)]
+    if calls_back or sum(int(getattr(constant, "nbytes", 0)) for constant in constants) > MUCH:
         return None
     return " ".join(map(of_program, traced))
 
 
 def has_rules(traced: ClosedJaxpr) -> bool:
-    """Whether a traced function has rules of its own for derivatives, which its hash does not show."""
+    """Return whether a traced function has custom derivative rules, which its hash does not cover."""
     return any(step.primitive.name.startswith("custom_") for program in _every(traced) for step in program.eqns)
 
 
-def shapes_of(given: Any) -> Hashable:
-    """What a program traced for such arguments depends on: their structure, shapes and types, and JAX's settings.
+def shapes_of(arguments: Any) -> Hashable:
+    """Return what a trace depends on: the structure, shapes and types of the arguments, and JAX's settings.
 
-    Of static fields 1, 1.0 and True are equal, and traced differently: what is printed of them tells them apart. The
-    structure holds its nodes: where these are a user's, give the leaves alone.
+    The static fields 1, 1.0 and True are equal but are traced differently, so the key also has the printed structure.
+    A structure keeps its nodes alive: if these may be objects of a user, pass the leaves alone.
     """
-    leaves, structure = jax.tree.flatten(given)
+    leaves, structure = jax.tree.flatten(arguments)
     kinds = tuple((aval.shape, str(aval.dtype), aval.weak_type) for aval in map(jax.typeof, leaves))
     return structure, str(structure), kinds, _placement(leaves), _settings()
 
 
 def _placement(leaves: list[Any]) -> Hashable:
-    """Where arrays lie; nothing of others."""
+    """Return the sharding of each JAX array, and None for each other leaf."""
     return tuple(leaf.sharding if isinstance(leaf, jax.Array) else None for leaf in leaves)
 
 
 def _every(program: ClosedJaxpr | Jaxpr) -> Iterator[ClosedJaxpr | Jaxpr]:
-    """A program and all programs among the parameters of its operations, such as the bodies of loops."""
+    """Yield a program and all programs among the parameters of its operations, such as the bodies of loops."""
     yield program
     for step in program.eqns:
         for inner in _programs(step.params):
@@ -149,21 +158,21 @@ def _every(program: ClosedJaxpr | Jaxpr) -> Iterator[ClosedJaxpr | Jaxpr]:
 
 
 def _programs(value: Any) -> Iterator[ClosedJaxpr | Jaxpr]:
-    """The programs in a parameter of an operation."""
+    """Yield the programs in a parameter of an operation."""
     if isinstance(value, ClosedJaxpr | Jaxpr):
         yield value
     elif isinstance(value, dict | tuple | list):
-        for one in value.values() if isinstance(value, dict) else value:
-            yield from _programs(one)
+        for entry in value.values() if isinstance(value, dict) else value:
+            yield from _programs(entry)
 
 
 def _constants(program: ClosedJaxpr | Jaxpr) -> Sequence[Any]:
-    """The values that a program holds. Since JAX 0.11 every program may; a Jaxpr of before has names for them alone."""
+    """Return the constants of a program. Before JAX 0.11, a Jaxpr has only names for them, and the result is empty."""
     return getattr(program, "consts", ())
 
 
 def _settings() -> Hashable:
-    """The settings of JAX by which a function is traced, or a traced program compiled, differently."""
+    """Return the settings of JAX that change how a function is traced or compiled."""
     named = (
         "jax_default_matmul_precision",
         "jax_debug_nans",
@@ -178,14 +187,14 @@ def _settings() -> Hashable:
     return str(jnp.result_type(float)), jax.default_backend(), tuple(str(getattr(jax.config, name)) for name in named)
 
 
-WHOLE = 2**24  # bytes up to which a memory-mapped array is read from end to end, and any array hashed by SHA-256
-BLOCKS = 64  # of clients, each with a hash of its own, so that a message can name the clients that differ
-ROWS = 32  # of a block that are read, evenly spaced, where a memory-mapped array is larger
-ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # of an object in this process
+WHOLE = 2**24  # bytes: a larger memory-mapped array is read in part, a larger array in memory hashed by CRC-32
+BLOCKS = 64  # the number of blocks of clients, each with its own hash, so that a message can name clients that differ
+ROWS = 32  # the number of rows, evenly spaced, that are read of each block of a larger memory-mapped array
+ADDRESS = re.compile(r" at 0x[0-9a-f]+")  # the address of an object in this process
 
 
 def short(*parts: str | bytes) -> str:
-    """A hash of some parts, each counted with its length."""
+    """Return a hash of the parts and of their lengths, in 16 hexadecimal digits."""
     digest = hashlib.sha256()
     for part in parts:
         content = part.encode() if isinstance(part, str) else part
@@ -194,22 +203,26 @@ def short(*parts: str | bytes) -> str:
 
 
 def of_program(program: ClosedJaxpr) -> str:
-    """A hash of what a traced function computes, the same in every process: no names, no addresses."""
+    """Return a hash of what a traced function computes, without names and addresses: the same in every process."""
     return short(*description(program))
 
 
 def of_array(leaf: Any) -> str:
-    """A hash of an array's type, shape and content: of a large memory-mapped one, of rows evenly spaced."""
+    """Return a hash of an array's type, shape and content; of a large memory-mapped array only some rows are read."""
     array = np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-    some, large = array, array.nbytes > WHOLE
+    content, large = array, array.nbytes > WHOLE
     if mapped := large and isinstance(leaf, np.memmap):
-        some = array[np.linspace(0, len(array) - 1, min(len(array), BLOCKS * ROWS)).astype(np.int64)]
-    return short(str(array.dtype), str(array.shape), bytes_of(some, quickly=large and not mapped))
+        content = array[np.linspace(0, len(array) - 1, min(len(array), BLOCKS * ROWS)).astype(np.int64)]
+    return short(str(array.dtype), str(array.shape), bytes_of(content, quickly=large and not mapped))
 
 
 def bytes_of(array: np.ndarray, quickly: bool) -> bytes:
-    """The content, in JAX's precision: NumPy's float64 are float32 unless JAX computes in float64; or, quickly, its
-    CRC-32, which is not made to resist anybody and takes half the time of SHA-256."""
+    """Return the content of an array in JAX's precision, where float64 becomes float32 unless JAX computes in float64.
+
+    Args:
+        quickly: whether to return the CRC-32 of the content. It takes half the time of SHA-256, but does not resist an
+            attacker.
+    """
     if array.dtype == object:
         return ADDRESS.sub("", repr(array.tolist())).encode()
     content = np.ascontiguousarray(array.astype(jax.dtypes.canonicalize_dtype(array.dtype), copy=False))
@@ -217,12 +230,12 @@ def bytes_of(array: np.ndarray, quickly: bool) -> bytes:
 
 
 def is_key(leaf: Any) -> bool:
-    """Tell whether a leaf is a PRNG key, or several."""
+    """Return whether a leaf is an array of PRNG keys."""
     return hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def description(value: Any) -> Iterator[str]:
-    """A description of a program, or of a parameter of one of its operations, to be hashed."""
+    """Yield a description of a program, or of a parameter of an operation, to be hashed."""
     if isinstance(value, ClosedJaxpr | Jaxpr):
         yield from map(of_array, _constants(value))
         yield from _steps(value.jaxpr if isinstance(value, ClosedJaxpr) else value)
@@ -234,35 +247,35 @@ def description(value: Any) -> Iterator[str]:
             yield from description(value[name])
     elif isinstance(value, tuple | list):
         yield f"{len(value)}("
-        for one in value:
-            yield from description(one)
+        for entry in value:
+            yield from description(entry)
     elif callable(value) and not isinstance(value, type):
         yield type(value).__name__
     elif isinstance(value, set | frozenset):
-        yield from sorted(ADDRESS.sub("", repr(one)) for one in value)
+        yield from sorted(ADDRESS.sub("", repr(entry)) for entry in value)
     else:
         yield ADDRESS.sub("", repr(value))
 
 
 def _steps(program: Jaxpr) -> Iterator[str]:
-    """A program's operations, its variables numbered as they come."""
-    known: dict[Any, tuple[str, str]] = {}
+    """Yield a description of a program's operations, with variables numbered in the order of their first use."""
+    numbered: dict[Any, tuple[str, str]] = {}
 
     def named(v: Any) -> Iterator[str]:
         if isinstance(v, Literal):
             yield from (*description(v.val), f":{v.aval}")
         else:
-            if v not in known:
-                known[v] = str(len(known)), f":{v.aval}"
-            yield from known[v]
+            if v not in numbered:
+                numbered[v] = str(len(numbered)), f":{v.aval}"
+            yield from numbered[v]
 
-    for given in (*program.constvars, *program.invars):
-        yield from named(given)
+    for variable in (*program.constvars, *program.invars):
+        yield from named(variable)
     for step in program.eqns:
         yield step.primitive.name
-        # The name is that of a user's function.
+        # The parameter "name" is the name of a user's function.
         yield from description({name: value for name, value in step.params.items() if name != "name"})
-        for used in (*step.invars, *step.outvars):
-            yield from named(used)
-    for result in program.outvars:
-        yield from named(result)
+        for variable in (*step.invars, *step.outvars):
+            yield from named(variable)
+    for variable in program.outvars:
+        yield from named(variable)

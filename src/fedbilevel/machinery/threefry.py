@@ -1,8 +1,8 @@
-"""JAX's default random numbers, by a program that CPUs compile quickly.
+"""Compute JAX's default random numbers by a program that compiles quickly on CPUs.
 
-On CPUs JAX makes the 20 rounds of its hash a loop, some ten kernels for each place where a key is split or bits are
-drawn: half of a small program's compilation. Written out they are one kernel, as JAX has it on other devices. The bits
-are the same.
+On CPUs JAX runs the 20 rounds of its hash Threefry as a loop. Each place where a key is split or bits are drawn then
+gives about ten kernels, which take half the compilation time of a small program. This module writes the rounds out, as
+JAX does on other devices, which gives one kernel. The bits are the same.
 
 J. K. Salmon, M. A. Moraes, R. O. Dror, D. E. Shaw. "Parallel random numbers: as easy as 1, 2, 3". SC 2011.
 """
@@ -22,32 +22,33 @@ from jax.extend.random import define_prng_impl
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 PARITY = np.uint32(0x1BD11BDA)
 NAME = "threefry2x32"
-TAG = "fbl"  # in what JAX says of types: key<fbl>[]
+TAG = "fbl"  # the name in JAX's types of these keys: key<fbl>[]
 
 
 def written_out(key: Array) -> Array:
-    """A key whose streams have the same bits as those of `key`, for programs that a CPU runs; other kinds as they are.
+    """Return a key that gives the same bits as `key` by a program that a CPU compiles quickly.
 
-    jax.random.poisson takes JAX's own keys alone, and raises NotImplementedError.
+    On other devices, and for keys of other generators, the result is `key` itself. `jax.random.poisson` takes JAX's own
+    keys alone: for the new key it raises NotImplementedError.
     """
-    own = jax.random.key_impl(key) == NAME and jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
-    if not own or jax.default_backend() != "cpu":
+    default = jax.random.key_impl(key) == NAME and jax.config.jax_threefry_partitionable  # type: ignore[attr-defined]
+    if not default or jax.default_backend() != "cpu":
         return key
     return jax.random.wrap_key_data(jax.random.key_data(key), impl=_implementation())
 
 
 def about_keys(error: Exception) -> bool:
-    """Whether an error comes of keys of this kind where JAX's own are asked for."""
+    """Return whether an error was raised because a function takes JAX's own keys alone."""
     return isinstance(error, NotImplementedError) or f"key<{TAG}>" in str(error)
 
 
 def computed_once(drawn: Array) -> Array:
-    """The whole numbers (..., n) as they are, each of which a program computes once.
+    """Return the integers `drawn`, (..., n), unchanged, and make XLA compute each of them only once.
 
-    XLA takes what is read into the loop that reads it: the hash of a drawn place would be computed for every entry of
-    every sample at such a place, which was two thirds of a round on a CPU, and two fifths on a GPU. An optimization
-    barrier keeps only the latter from that; a window of one number does neither; a sum over windows of one number and
-    a zero does it on a CPU.
+    XLA fuses the computation of an index into the loop that reads the samples there. The hash of a drawn index would be
+    computed again for every entry of the sample, which took two thirds of a round on a CPU, and two fifths on a GPU. On
+    a GPU an optimization barrier prevents this. On a CPU it does not, nor does a sum over windows of one number; a sum
+    over windows of one number and a zero does.
     """
     if jax.default_backend() != "cpu":
         return lax.optimization_barrier(drawn)
@@ -58,10 +59,11 @@ def computed_once(drawn: Array) -> Array:
 
 @jax.jit
 def threefry(key: Array, high: Array, low: Array) -> tuple[Array, Array]:
-    """Threefry-2x32 with 20 rounds, of counters (high, low), uint32 of one shape, under a key (2,).
+    """Compute Threefry-2x32 with 20 rounds, for a key (2,) and counters `high` and `low`, uint32 of the same shape.
 
-    Jitted so that its 140 operations are traced once for each shape, and lowered once for each program, not wherever a
-    key is split: that was a tenth of the time until a small program runs. XLA puts calls in line: it compiles the same.
+    Because of `jit`, the 140 operations are traced once for each shape and lowered once for each program. Without it,
+    they are traced wherever a key is split, which took a tenth of the time until a small program ran. XLA inlines the
+    calls, so that the compiled program is the same.
     """
     k = key[0], key[1], key[0] ^ key[1] ^ PARITY
     a, b = high + k[0], low + k[1]
@@ -113,10 +115,10 @@ def _implementation() -> Any:
 
 
 def uniform_below(key: Array, bound: Array | int, shape: tuple[int, ...] = ()) -> Array:
-    """Draw integers uniform on 0..bound − 1, int32.
+    """Draw integers uniformly from 0 to bound − 1, as int32 of the given shape.
 
-    One hash where jax.random.randint takes three, which a third of a small program's compilation would go to; the
-    probabilities differ by less than 2⁻³² from each other.
+    This takes one hash, and jax.random.randint takes three, which need a third of a small program's compilation time.
+    The probabilities of two integers differ by less than 2⁻³².
     """
     drawn = jax.random.bits(key, shape, jnp.uint32)
     return jax.lax.rem(drawn, jnp.full_like(drawn, bound)).astype(jnp.int32)

@@ -1,1 +1,1 @@
-"""What hypergradients are made of: products with second derivatives, and inverses of the inner Hessian."""
+"""Compute the parts of hypergradients: products with second derivatives, and solutions of linear systems in ∇²yy g."""

@@ -1,8 +1,9 @@
-"""Second derivatives by differences of first ones, for whoever cannot afford, or cannot have, the exact products.
+"""Approximate products with second derivatives by differences of gradients, where exact ones cost too much or fail.
 
-With η the length of a step and third derivatives of about the size of second ones, a central difference is off by η²/6
-for what it leaves out and by ε(1 + ‖y‖)/η for rounding, ε being the precision of the numbers; their sum is least near
-η = (ε(1 + ‖y‖))^⅓. Likewise a forward difference, off by η/2 and ε(1 + ‖x‖)/η, wants η = (ε(1 + ‖x‖))^½.
+Let η be the length of a difference and ε the machine precision, and suppose that third derivatives are about as large
+as second ones. A central difference in y has a truncation error of η²/6 and a rounding error of ε(1 + ‖y‖)/η. Their sum
+is least near η = (ε(1 + ‖y‖))^⅓. A forward difference in x has the errors η/2 and ε(1 + ‖x‖)/η, whose sum is least near
+η = (ε(1 + ‖x‖))^½.
 """
 
 from collections.abc import Callable
@@ -23,14 +24,14 @@ from fedbilevel.oracles.fixed_x import inner_loss_on
 
 
 class Differences(Part):
-    """Products with second derivatives by central differences of gradients along v: each costs two gradients.
+    """Approximate products with second derivatives by central differences of gradients along v, two gradients each.
 
-    For losses that JAX cannot differentiate twice. The error grows as the square of the length of the differences; very
-    short ones are off by rounding.
+    Use it for losses that JAX cannot differentiate twice. The truncation error grows as the square of the length of a
+    difference; a very short difference loses digits to rounding.
 
     Args:
-        perturbation: the length of differences, ‖μv‖ to either side; None: the length that balances truncation and
-            rounding, (ε(1 + ‖y‖))^⅓.
+        perturbation: the length of the difference on each side of y, ‖μv‖; None: (ε(1 + ‖y‖))^⅓, which balances the
+            errors of truncation and rounding.
     """
 
     kind: ClassVar[str] = "differences"
@@ -38,7 +39,7 @@ class Differences(Part):
     perturbation: float | None = positive(default=None, optional=True)
 
     def counted(self, reply: Reply) -> Reply:
-        """Count what the reply's products cost: two gradients each."""
+        """Return the reply with each second-order product counted as two gradients."""
         return reply._replace(gradients=reply.gradients + 2 * reply.hvps, hvps=0)
 
     def hess_v(self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
@@ -48,7 +49,7 @@ class Differences(Part):
     def hess_of(self, loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
         """Return ∇²loss(y)·v ≈ [∇loss(y + μv) − ∇loss(y − μv)]/2μ of a function of y alone, of the shape of y.
 
-        Both gradients by one `vmap`, which computes once what does not depend on y, such as features.
+        One `vmap` computes both gradients, so that values that do not depend on y, such as features, are computed once.
         """
         mu = self.step(y, v)
         gradients = jax.vmap(lambda size: jax.grad(loss)(move(y, size, v)))(jnp.stack([mu, -mu]))
@@ -57,10 +58,10 @@ class Differences(Part):
     def cross_v(self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
         """Return ∇²xy g·v ≈ ∇x [g(x, y + μv) − g(x, y − μv)]/2μ, of the shape of x.
 
-        What does not depend on y, as features do, is computed once for both and differentiated once.
+        Values that do not depend on y, such as features, are computed and differentiated once for both gradients.
         """
-        given = inner_loss_on(problem, x, y, batch)
-        return given.pull(self.cross_of(given.of_y, given.features, y, v))
+        on_batch = inner_loss_on(problem, x, y, batch)
+        return on_batch.pull(self.cross_of(on_batch.of_y, on_batch.features, y, v))
 
     def cross_of(self, loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: PyTree) -> PyTree:
         """Return ∇²xy loss(x, y)·v, of the shape of x, by differences of the loss's gradient in x at y ± μv."""
@@ -70,12 +71,15 @@ class Differences(Part):
     def hypergradient(
         self, problem: Problem, x: PyTree, y: PyTree, v: PyTree, outer_batch: PyTree, inner_batch: PyTree
     ) -> tuple[Array, PyTree]:
-        """Return f(x, y) and ∇x f − ∇²xy g·v; v = None leaves the product out."""
+        """Return f(x, y) and ∇x f − ∇²xy g·v, of the shape of x; with v = None, f(x, y) and ∇x f."""
         loss, f_x = jax.value_and_grad(problem.outer)(x, y, outer_batch)
         return loss, f_x if v is None else optax.tree.sub(f_x, self.cross_v(problem, x, y, v, inner_batch))
 
     def step(self, y: PyTree, v: PyTree) -> Array:
-        """Return μ; along v = 0 the difference is 0 by itself. Only y differs: its precision is what is rounded to."""
+        """Return μ, the length of the difference over ‖v‖; for v = 0 the length itself, as the difference is 0 anyway.
+
+        The precision ε is that of y, since only y is moved.
+        """
         size = optax.tree.norm(v)
         length = jnp.cbrt(epsilon(y) * (1 + optax.tree.norm(y)))
         return (length if self.perturbation is None else self.perturbation) / jnp.where(size > 0, size, 1)
@@ -99,13 +103,15 @@ def value_and_derivative(function: Callable[[PyTree], PyTree], y: PyTree, v: PyT
 def coordinate_slopes(
     function: Callable[[PyTree], PyTree], x: PyTree, weight: PyTree, places: Array, mu: float | Array | None = None
 ) -> PyTree:
-    """Return Σ_p ⟨δ_p, weight⟩ e_p over places p, δ_p = [function(x + μ e_p) − function(x)]/μ: like x, 0 elsewhere.
+    """Return Σ_p ⟨δ_p, weight⟩ e_p over the places p, where δ_p = [function(x + μ e_p) − function(x)]/μ.
 
-    One place after the other, each an evaluation of `function`, so that memory does not grow with their number.
+    The result has the shape of x, and is 0 at all other places. `function` is evaluated at one place after the other,
+    so that memory does not grow with the number of places.
 
     Args:
+        function: returns a tree of the shape of `weight`.
         places: (n,) different indices into the flattened x.
-        mu: μ; None: the length that balances truncation and rounding, (ε(1 + ‖x‖))^½.
+        mu: μ; None: (ε(1 + ‖x‖))^½, which balances the errors of truncation and rounding.
     """
     flat, unravel = ravel_pytree(x)
     here = function(x)

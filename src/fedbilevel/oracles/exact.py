@@ -1,9 +1,10 @@
-"""The hypergradient over every sample of every client, found in three ways, to measure estimates of it against.
+"""Compute the exact hypergradient over all samples of all clients in three ways, as a reference for estimates.
 
-By the implicit function theorem; from the values of Φ(x) = F(x, y*(x)) alone, the inner problem solved to rounding;
-and by differentiating the training itself (iterative differentiation: Domke, "Generic methods for optimization-based
-modeling", AISTATS 2012; Maclaurin, Duvenaud, Adams, "Gradient-based hyperparameter optimization through reversible
-learning", ICML 2015).
+- By the implicit function theorem.
+- By differences of Φ(x) = F(x, y*(x)), with the inner problem solved up to rounding.
+- By differentiating the steps of training (iterative differentiation: Domke, "Generic methods for optimization-based
+  modeling", AISTATS 2012; Maclaurin, Duvenaud, Adams, "Gradient-based hyperparameter optimization through reversible
+  learning", ICML 2015).
 """
 
 from functools import partial
@@ -24,20 +25,23 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.oracles.operators import Solution, conjugate_gradient
 from fedbilevel.oracles.population import Population
 
-NEWTON_STEPS = 60  # at most
+NEWTON_STEPS = 60  # the largest number of Newton steps
 
 
 class ExactHypergradient(NamedTuple):
-    """The implicit gradient at (x, y): equal to ∇Φ(x) where y = y*(x)."""
+    """Hold the implicit gradient at (x, y), which equals ∇Φ(x) if y = y*(x)."""
 
     hypergradient: PyTree  # ∇x F − ∇²xy G·v, like x
     v: PyTree  # (∇²yy G)⁻¹ ∇y F, like y
-    inner_gradient: PyTree  # ∇y G, like y: zero where y = y*(x)
+    inner_gradient: PyTree  # ∇y G, like y; zero if y = y*(x)
 
 
 @jax.jit
 def dense_implicit(population: Population, x: PyTree, y: PyTree) -> ExactHypergradient:
-    """Solve with the Hessian's matrix, in float64: O(dim y³) time, O(dim y²) memory, dim y Hessian-vector products."""
+    """Compute the implicit gradient with the dense matrix ∇²yy G.
+
+    This takes O(dim y³) time, O(dim y²) memory and dim y Hessian-vector products.
+    """
     flat, unravel = ravel_pytree(y)
     row = lambda e: ravel_pytree(population.inner.hess_v(x, y, unravel(e)))[0]  # noqa: E731
     hessian = jax.lax.map(row, jnp.eye(flat.size, dtype=flat.dtype), batch_size=32)
@@ -49,7 +53,10 @@ def dense_implicit(population: Population, x: PyTree, y: PyTree) -> ExactHypergr
 def implicit_by_cg(
     population: Population, x: PyTree, y: PyTree, *, tolerance: float = 1e-10
 ) -> tuple[ExactHypergradient, Solution]:
-    """Solve by conjugate gradient, for any dimension; the second part says how far v may be trusted."""
+    """Compute the implicit gradient by conjugate gradient, whatever the dimension of y.
+
+    The second result, a `Solution`, says how accurate v is.
+    """
     system = conjugate_gradient(
         lambda v: population.inner.hess_v(x, y, v),
         population.outer.gradients(x, y)[1],
@@ -60,34 +67,34 @@ def implicit_by_cg(
 
 
 def implicit_with(population: Population, x: PyTree, y: PyTree, v: PyTree) -> ExactHypergradient:
-    """Return the hypergradient that v gives, whatever v is."""
+    """Return ∇x F − ∇²xy G·v for any v, together with v and ∇y G."""
     return ExactHypergradient(population.hypergradient(x, y, v)[0], v, population.inner.gradients(x, y)[1])
 
 
 class Inner(NamedTuple):
-    """Where Newton's method on G(x, ·) ended."""
+    """Hold the last iterate of Newton's method on G(x, ·), and its diagnostics."""
 
     y: PyTree
-    gradient_norm: Array  # ‖∇y G‖ there (with the pull, if any)
+    gradient_norm: Array  # the norm of the gradient at y: ‖∇y G‖, with the pull's term if there is a pull
     iterations: Array
-    products: Array  # Hessian-vector products spent
-    negative_curvature: Array  # True where the Hessian was found not to be positive definite: no claim is made for y
+    products: Array  # the number of Hessian-vector products
+    negative_curvature: Array  # True if the Hessian proved not to be positive definite: y may then be no minimiser
 
 
 class _Newton(NamedTuple):
     inner: Inner
-    moved: Array  # whether the last step made the gradient smaller
+    moved: Array  # whether the last step made the gradient's norm smaller
 
 
 @partial(jax.jit, static_argnames="tolerance")
 def solve_inner(
     population: Population, x: PyTree, y: PyTree, *, pull: float | Array = 0.0, tolerance: float = 1e-3
 ) -> Inner:
-    """Minimise G(x, z) + ½ pull ‖z − y‖² over z, from z = y: y*(x) without pull.
+    """Minimise G(x, z) + ½ pull ‖z − y‖² over z by Newton's method from z = y. Without a pull, the minimiser is y*(x).
 
-    Newton's method; each system by conjugate gradients to a relative residual of `tolerance`. A step is halved until it
-    makes ‖∇y G‖ smaller, which some step does where the Hessian is positive definite (the derivative of ½‖∇y G‖² along
-    it is at most −(1 − tolerance)‖∇y G‖²). Where rounding no longer lets it, the method is done.
+    Conjugate gradient solves each system to a relative residual of `tolerance`. A step is halved until it makes the
+    gradient's norm smaller. If the Hessian is positive definite, a short enough step does so, since the derivative of
+    ½‖∇y G‖² along the step is at most −(1 − tolerance)‖∇y G‖². The method ends when rounding errors prevent this.
     """
 
     def gradient(z: PyTree) -> PyTree:
@@ -116,7 +123,7 @@ def solve_inner(
         moved = norm < now.gradient_norm
         z = jax.tree.map(lambda a, b: jnp.where(moved, a, b), z, now.y)
         norm = jnp.where(moved, norm, now.gradient_norm)
-        spent = now.products + system.iterations + 1  # and another for the residual
+        spent = now.products + system.iterations + 1  # one more product for the residual
         return _Newton(Inner(z, norm, now.iterations + 1, spent, system.negative_curvature >= 0), moved)
 
     first = Inner(y, optax.tree.norm(gradient(y)), jnp.asarray(0), jnp.asarray(0), jnp.asarray(False))
@@ -124,28 +131,35 @@ def solve_inner(
 
 
 def inner_solution(problem: Problem, clients: Clients, x: PyTree, y0: PyTree) -> Inner:
-    """Train y at a fixed x on all samples of all clients, to rounding, by Newton's method from y0.
+    """Minimise the inner loss over y at a fixed x, on all samples of all clients, by Newton's method up to rounding.
 
     Args:
-        problem: its inner loss must be strongly convex in y near the way from y0.
-        x, y0: trees of arrays.
+        problem: its inner loss must be strongly convex in y near the path from y0 to the minimiser.
+        x: a tree of arrays.
+        y0: the start, a tree of arrays.
     """
     refuse_forked_child()
     return solve_inner(Population.of(problem, clients), x, y0)
 
 
 class Slopes(NamedTuple):
-    """Directional derivatives of Φ: arrays (directions,)."""
+    """Hold directional derivatives of Φ, as arrays of shape (directions,)."""
 
     directions: np.ndarray  # (directions, dim x), of unit norm, entries in the order of ravel_pytree
     values: np.ndarray
-    errors: np.ndarray  # how far a halving of the width moved them: a bound on their error while it exceeds rounding
+    errors: np.ndarray  # the change of each value when the width is halved: a bound on its error, rounding aside
 
 
 def slopes(population: Population, x: PyTree, y: PyTree, seed: int, *, directions: int, width: float) -> Slopes:
-    """Find ⟨∇Φ(x), d⟩ along random unit d, by differences of F(x ± h d, y*(x ± h d)) for h = width and width/2.
+    """Compute ⟨∇Φ(x), d⟩ for random unit vectors d, by differences of F(x ± h d, y*(x ± h d)).
 
-    The two are combined (Richardson), which leaves an error of order h⁴; `y` is where the inner solver starts.
+    Richardson extrapolation combines the differences for h = width and h = width/2, which leaves an error of order h⁴.
+
+    Args:
+        y: where the inner solver starts.
+        seed: the seed of the random vectors.
+        directions: the number of vectors d.
+        width: the larger h.
     """
     require_count("directions", directions)
     flat, unravel = ravel_pytree(x)
@@ -164,7 +178,7 @@ def slopes(population: Population, x: PyTree, y: PyTree, seed: int, *, direction
 
 
 class Unrolled(NamedTuple):
-    """What N steps of gradient descent on G made of y, and how F depends on x through them."""
+    """Hold y after N steps of gradient descent on G, and the derivative of F through these steps."""
 
     hypergradient: PyTree  # dF(x, y_N(x))/dx, like x
     y: PyTree  # y_N
@@ -174,8 +188,9 @@ class Unrolled(NamedTuple):
 def unrolled_gradient(population: Population, x: PyTree, y: PyTree, *, steps: int, lr: float | Array) -> Unrolled:
     """Return d/dx F(x, y_N(x)) with y_0 = y fixed and y_{n+1} = y_n − lr·∇y G(x, y_n), by reverse mode.
 
-    Tends to ∇Φ(x) like (1 − lr·μ)^N for lr < 2/L. At y = y*(x) it equals the truncated Neumann series of N terms.
-    Memory: N copies of y; the rest is computed anew on the way back.
+    Let μ be the strong convexity and L the smoothness of G in y. For lr ≤ 1/L the result tends to ∇Φ(x) like
+    (1 − lr·μ)^N. From y = y*(x) it equals the hypergradient by a Neumann series of N terms. Memory holds N copies of y;
+    other intermediate values are computed again in the backward pass.
     """
     require_count("unrolled steps", steps)
 

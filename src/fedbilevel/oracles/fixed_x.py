@@ -1,7 +1,7 @@
-"""A client's inner loss at a fixed x, for many steps on y: what does not depend on y is computed once per sample.
+"""Prepare a client's inner loss at a fixed x for many steps on y: compute once per sample what does not depend on y.
 
-For a network whose first layers are x, these are its features: the steps on the head then never see the images again.
-The loss is traced on a sample, or on a batch, and its operations are sorted by what they depend on: x alone, x and the
+If x is the first layers of a network, these values are the features, and the steps on the head use them in place of the
+images. The loss is traced on a sample or on a batch. Its operations are then sorted by their inputs: x alone, x and the
 samples, or y.
 """
 
@@ -19,25 +19,25 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, join, split
 
 BYTES_AT_ONCE = 2**24
-"""Of all that is computed on the way to a client's features: what no cache holds waits for memory."""
-FIXED, SAMPLE, VARIABLE = range(3)  # depends on x (and constants) alone; on the sample too; on y
+"""The bytes of intermediate values of a client's features that are computed together; more would not fit a cache."""
+FIXED, SAMPLE, VARIABLE = range(3)  # an operation depends on x and constants alone; also on the sample; also on y
 
 
 class InnerLoss(NamedTuple):
-    """`loss(y, take(draw))` is g_i(x, y) on the samples that are drawn: those of a key, or of places."""
+    """Hold g_i(x, ·): `loss(y, take(draw))` is g_i(x, y) on the samples that a key or their places select."""
 
     take: Callable[[Draw], PyTree]
     loss: Callable[[PyTree, PyTree], Array]
 
     def gradient(self, y: PyTree, draw: Draw) -> PyTree:
-        """Return ∇y g_i(x, y) on those samples."""
+        """Return ∇y g_i(x, y) on the samples that `draw` selects, of the shape of y."""
         return jax.grad(self.loss)(y, self.take(draw))
 
 
 def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, steps: int) -> InnerLoss:
-    """Prepare g_i(x, ·) for about `steps` draws; the values of `y` do not matter, its shapes do."""
+    """Prepare g_i(x, ·) for about `steps` draws. Of `y` only the shapes and types are used."""
     problem, samples = client.problem, client.inner
-    few = steps * (batch_size or samples.longest) <= samples.longest  # fewer draws than samples: nothing to save
+    few = steps * (batch_size or samples.longest) <= samples.longest  # each sample is drawn once at most on average
     if few or "inner" in problem.draws:
         take_batch = partial(client.inner_batch, batch_size=batch_size)
         return InnerLoss(take_batch, lambda y, batch: problem.inner(x, y, batch))
@@ -59,7 +59,7 @@ def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, 
 
     def loss(y: PyTree, batch: tuple[PyTree, Any]) -> Array:
         chosen, mask = batch
-        if not chosen:  # no sample has any part in it
+        if not chosen:  # the loss does not depend on the samples
             return parts.of_y(fixed, chosen, y)
         return jnp.mean(jax.vmap(lambda row: parts.of_y(fixed, row, y))(chosen), where=mask)
 
@@ -67,28 +67,29 @@ def inner_loss_at(client: Client, x: PyTree, y: PyTree, batch_size: int | None, 
 
 
 class OnBatch(NamedTuple):
-    """g(x, ·) on a batch as `of_y(features, y)`.
+    """Hold g(x, ·) on a batch, as `of_y(features, y)`.
 
-    Features are all numbers without y that y meets and a derivative goes through; integers are in `of_y`.
+    The features are the floating-point values that do not depend on y and that operations with y use. Integers, through
+    which no derivative passes, are constants of `of_y`.
     """
 
     of_y: Callable[[PyTree, PyTree], Array]
     features: PyTree
-    pull: Callable[[PyTree], PyTree]  # a gradient in the features -> that in x
+    pull: Callable[[PyTree], PyTree]  # maps a gradient in the features to the gradient in x
 
     def loss(self, y: PyTree) -> Array:
-        """Return g(x, y) on the batch."""
+        """Return g(x, y) on the batch, a scalar."""
         return self.of_y(self.features, y)
 
 
 def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> OnBatch:
-    """Prepare g on a batch, for many y and for its gradients in x; the values of `y` do not matter, its shapes do."""
+    """Prepare g on a batch for many y, and for gradients in x. Of `y` only the shapes and types are used."""
     parts = partition_by_dependence(problem.inner, x, y, batch)
 
     def features(x: PyTree) -> tuple[PyTree, PyTree]:
         fixed = parts.fixed(x)
         both = fixed, parts.of_sample(fixed, batch)
-        return split(both, lambda a: bool(jnp.issubdtype(a.dtype, jnp.inexact)))  # complex ones too
+        return split(both, lambda a: bool(jnp.issubdtype(a.dtype, jnp.inexact)))  # floating and complex values
 
     def of_y(numbers: PyTree, y: PyTree) -> Array:
         fixed, sample = join(numbers, others)
@@ -99,16 +100,16 @@ def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> OnBa
 
 
 class Parts(NamedTuple):
-    """function(x, y, sample) as of_y(fixed(x), of_sample(fixed(x), sample), y)."""
+    """Hold a function in three parts: function(x, y, sample) = of_y(fixed(x), of_sample(fixed(x), sample), y)."""
 
     fixed: Callable[[PyTree], list[Array]]
     of_sample: Callable[[list[Array], PyTree], list[Array]]
     of_y: Callable[[list[Array], list[Array], PyTree], Array]
-    bytes_of_sample: int  # of all results in `of_sample`, were none of them fused
+    bytes_of_sample: int  # the size of all results in `of_sample`, if the compiler fuses none of its operations
 
 
 def partition_by_dependence(function: Callable[..., Array], x: PyTree, y: PyTree, sample: PyTree) -> Parts:
-    """Cut a scalar function so that each part computes all that depends on nothing later."""
+    """Cut a scalar function into three parts by what its operations depend on, each as early as its inputs allow."""
     closed = jax.make_jaxpr(_inlined(function, x, y, sample))(x, y, sample)
     jaxpr = closed.jaxpr
     kinds = [kind for kind, tree in ((FIXED, x), (VARIABLE, y), (SAMPLE, sample)) for _ in jax.tree.leaves(tree)]
@@ -153,7 +154,7 @@ def partition_by_dependence(function: Callable[..., Array], x: PyTree, y: PyTree
 
 
 def _in_blocks(function: Callable[[PyTree], PyTree], rows: PyTree, size: int) -> PyTree:
-    """Apply `function` to each row, to `size` of them at a time."""
+    """Apply `function` to every row, with `size` rows at a time."""
     if size >= len(jax.tree.leaves(rows)[0]):
         return jax.vmap(function)(rows)
     return lax.map(function, rows, batch_size=size)
@@ -164,7 +165,7 @@ def _variables(atoms: Any) -> list[Var]:
 
 
 def _inlined(function: Callable[..., Array], *like: PyTree) -> Callable[..., Array]:
-    """Rewrite `function` without inner `jit`s, each of which would count as a single operation."""
+    """Rewrite `function` without inner `jit`s, since each would count as a single operation."""
     closed = jax.make_jaxpr(function)(*like)
 
     def evaluate(jaxpr: Jaxpr, consts: Any, *arguments: Any) -> list[Any]:

@@ -1,9 +1,8 @@
-"""Symmetric operators H that are given by their products alone: approximate solutions of H v = b, each with its
-diagnostics, and extreme eigenvalues.
+"""Solve H v = b approximately, and find extreme eigenvalues of H, for symmetric H known only by products H v.
 
-These by Lanczos, "An iteration method for the solution of the eigenvalue problem of linear differential and integral
-operators", J. Res. Nat. Bur. Standards 45, 1950; with full reorthogonalisation (Parlett, "The Symmetric Eigenvalue
-Problem", 1980, chapter 13).
+Each solution has diagnostics. Eigenvalues are found by the method of Lanczos, "An iteration method for the solution of
+the eigenvalue problem of linear differential and integral operators", J. Res. Nat. Bur. Standards 45, 1950, with full
+reorthogonalisation (Parlett, "The Symmetric Eigenvalue Problem", 1980, chapter 13).
 """
 
 from collections.abc import Callable
@@ -19,22 +18,23 @@ from fedbilevel.core.errors import require, require_count
 from fedbilevel.core.tree import PyTree
 
 Operator = Callable[[PyTree], PyTree]
-"""v -> H v, linear and symmetric; trees of the shape of b."""
+"""A linear and symmetric map from v to H v, for trees of the shape of b."""
 
 
 class Solution(NamedTuple):
-    """An approximate solution and how far it may be trusted."""
+    """Hold an approximate solution v of H v = b, and diagnostics of its accuracy."""
 
     v: PyTree
-    residual: Array  # ‖H v − b‖ / ‖b‖, computed from H itself, not from a recurrence; 0 when b = 0
-    iterations: Array  # products with H that were spent on v
-    negative_curvature: Array  # first iteration whose direction p had pᵀHp ≤ 0, or -1: then H is not definite
+    residual: Array  # ‖H v − b‖ / ‖b‖, computed by a product with H and not by a recurrence; 0 if b = 0
+    iterations: Array  # the number of products with H that v took
+    negative_curvature: Array  # the first iteration with pᵀHp ≤ 0, which shows that H is not positive definite; or -1
 
 
 def neumann(operator: Operator, b: PyTree, *, terms: int, step: float | Array) -> PyTree:
     """Return v = step · Σ_{n < terms} (I − step·H)ⁿ b, the truncated Neumann series.
 
-    Converges to H⁻¹b for 0 < step < 2/λ_max(H), with error (1 − step·λ_min)^terms.
+    For a positive definite H and 0 < step < 2/λ_max(H) the series converges to H⁻¹b. For step ≤ 1/λ_max(H) its relative
+    error is at most (1 − step·λ_min)^terms.
     """
     require_count("neumann terms", terms)
 
@@ -46,29 +46,29 @@ def neumann(operator: Operator, b: PyTree, *, terms: int, step: float | Array) -
 
 
 class Iteration(NamedTuple):
-    """Conjugate gradient under way, for a driver that has the products made elsewhere."""
+    """Hold the state of a conjugate gradient iteration whose caller computes the products with H."""
 
     v: PyTree
-    r: PyTree  # residual b − H v, by its recurrence
-    p: PyTree  # search direction, of which the next product is wanted
+    r: PyTree  # the residual b − H v, by its recurrence
+    p: PyTree  # the search direction: the next product is H p
     rr: Array  # ⟨r, r⟩
-    target: Array  # the ⟨r, r⟩ that is small enough
-    spent: Array  # products so far
-    negative: Array  # as in Solution
+    target: Array  # the iteration ends at ⟨r, r⟩ ≤ target
+    spent: Array  # the number of products so far
+    negative: Array  # the first iteration with pᵀHp ≤ 0, or -1
 
     @classmethod
     def start(cls, b: PyTree, tolerance: float | Array) -> "Iteration":
-        """Begin from v = 0, to end at ‖b − H v‖ ≤ tolerance·‖b‖."""
+        """Start at v = 0, with ‖b − H v‖ ≤ tolerance·‖b‖ as the condition to end."""
         size = optax.tree.vdot(b, b)
-        zero = optax.tree.scale(0, b)  # a NaN in b stays
+        zero = optax.tree.scale(0, b)  # keeps a NaN of b
         return cls(zero, b, b, size, tolerance**2 * size, jnp.asarray(0), jnp.asarray(-1))
 
     def ended(self) -> Array:
-        """Say whether the residual is small enough, or no further direction may be taken."""
-        return ~(self.rr > self.target) | (self.negative >= 0)  # a NaN ends it too
+        """Return whether the residual is small enough, or a direction had non-positive curvature."""
+        return ~(self.rr > self.target) | (self.negative >= 0)  # True for a NaN as well
 
     def advanced(self, hp: PyTree) -> "Iteration":
-        """Take a step along p, `hp` being H p; none along a direction of non-positive curvature."""
+        """Take a step along p, given hp = H p. Along a direction of non-positive curvature the step has length 0."""
         curvature = optax.tree.vdot(self.p, hp)
         bad = curvature <= 0  # False for NaN, which must reach v
         length = jnp.where(bad, 0, self.rr / jnp.where(bad, 1, curvature))
@@ -85,10 +85,10 @@ class Iteration(NamedTuple):
 
 
 def conjugate_gradient(operator: Operator, b: PyTree, *, tolerance: float = 1e-6, iterations: int = 100) -> Solution:
-    """Solve H v = b by conjugate gradient from v = 0, until ‖b − H v‖ ≤ tolerance·‖b‖, or `iterations` products.
+    """Solve H v = b by conjugate gradient from v = 0, until ‖b − H v‖ ≤ tolerance·‖b‖ or after `iterations` products.
 
-    At a direction of non-positive curvature it stops and says so in `negative_curvature`, keeping the iterate so far:
-    H is then not positive definite, and no claim is made for v.
+    The method stops at a direction of non-positive curvature and returns the iterate so far. `negative_curvature` then
+    has the number of this iteration: H is not positive definite, and v may be far from a solution.
     """
     require(iterations >= 1, "conjugate_gradient iterations", iterations, "at least 1")
     require(tolerance >= 0, "conjugate_gradient tolerance", tolerance, "at least 0")
@@ -104,27 +104,31 @@ def conjugate_gradient(operator: Operator, b: PyTree, *, tolerance: float = 1e-6
 
 
 class Extremes(NamedTuple):
-    """The ends of a spectrum, approached from inside.
+    """Hold approximations θ of the smallest and the largest eigenvalue of H, with unit vectors u and residuals.
 
-    A residual ‖H u − θ u‖ with ‖u‖ = 1 bounds the distance from θ to some eigenvalue of H; after as many steps as there
-    are dimensions θ is the end itself, to rounding.
+    Both θ lie between the true values. The residual ‖H u − θ u‖ bounds the distance from θ to the nearest eigenvalue of
+    H. After as many steps as there are dimensions, θ is exact up to rounding.
     """
 
     smallest: float
     largest: float
     smallest_residual: float
     largest_residual: float
-    smallest_vector: PyTree  # u
-    largest_vector: PyTree
+    smallest_vector: PyTree  # u of the smallest eigenvalue
+    largest_vector: PyTree  # u of the largest eigenvalue
 
 
 @np.errstate(over="ignore", invalid="ignore")
 def extreme_eigenvalues(operator: Operator, like: PyTree, seed: int, *, iterations: int = 60) -> Extremes:
-    """Find them by Lanczos with k = min(iterations, dim) products from a random start, on the host, operator compiled.
+    """Approximate the extreme eigenvalues by k = min(iterations, dim) steps of Lanczos from a random vector.
 
-    An invariant subspace that is met on the way is left by a new random direction, so that k = dim gives the whole
-    spectrum whatever its multiplicities. Memory: 2k vectors of the size of `like`, in float64. Where a product is not
-    finite, all results are NaN.
+    The iteration runs in NumPy and calls `operator` once per step. When it reaches an invariant subspace, it goes on
+    with a new random direction, so that k = dim gives the whole spectrum whatever its multiplicities. Memory holds 2k
+    vectors of the size of `like`, in float64. If a product is not finite, all eigenvalues and residuals are NaN.
+
+    Args:
+        like: a tree of arrays with the shapes and types that `operator` takes.
+        seed: the seed of the random vectors.
     """
     require_count("lanczos iterations", iterations)
     rng, dim = np.random.default_rng(seed), sum(leaf.size for leaf in jax.tree.leaves(like))
@@ -151,12 +155,12 @@ def extreme_eigenvalues(operator: Operator, like: PyTree, seed: int, *, iteratio
 
 
 def _flat(tree: PyTree) -> np.ndarray:
-    """Collect all entries of a tree, (dim,)."""
+    """Return all entries of a tree as an array of shape (dim,)."""
     return np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(tree)])
 
 
 def _shaped(entries: np.ndarray, like: PyTree) -> PyTree:
-    """Shape entries (dim,) into a tree of NumPy arrays of the shapes and types of `like`."""
+    """Return a tree of NumPy arrays with the shapes and types of `like`, from its entries, (dim,)."""
     leaves, structure = jax.tree.flatten(like)
     parts = np.split(entries, np.cumsum([leaf.size for leaf in leaves])[:-1])
     shaped = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=True)]
@@ -164,7 +168,7 @@ def _shaped(entries: np.ndarray, like: PyTree) -> PyTree:
 
 
 def _orthogonal(basis: np.ndarray, w: np.ndarray) -> np.ndarray:
-    """Take from w its part in the span of the rows of `basis`; twice is enough (Parlett and Kahan)."""
+    """Return w without its component in the span of the rows of `basis`; two passes suffice (Parlett and Kahan)."""
     for _ in range(2):
         w = w - basis.T @ (basis @ w)
     return w

@@ -1,10 +1,12 @@
-"""The losses of a whole population, their gradients and products, without a loop over clients.
+"""Compute the losses of a whole population, their gradients and second-order products, without a loop over clients.
 
-A client's loss is a mean over its samples (plus terms without samples), so with w_s = p_i/n_i for sample s of client i
+A client's loss is a mean over its samples, plus terms without samples. Let client i have n_i samples, and let
+w_s = p_i/n_i for each of them. Then
 
-    F(x, y) = Σ_s w_s f(x, y, [s]),    Σ_s w_s = 1,    and G likewise.
+    F(x, y) = Σ_s w_s f(x, y, [s])    and    G(x, y) = Σ_s w_s g(x, y, [s]),    with Σ_s w_s = 1.
 
-Samples are stored in chunks; within a chunk they are vectorised, and sums stream over the chunks. All is compiled.
+Samples are stored in chunks. A compiled loop goes through the chunks and adds up; within a chunk, samples are
+vectorised.
 """
 
 from __future__ import annotations
@@ -24,25 +26,25 @@ from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree, is_floating, on_device
 from fedbilevel.oracles.differences import value_and_derivative
 
-CHUNK = 256  # samples that are vectorised together
+CHUNK = 256  # the number of samples that are vectorised together
 
 
 def hess_v(total: WeightedLoss, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-    """Return ∇²yy F·v, like y. Not compiled: JAX would keep the loss, and with it all that it closes over."""
+    """Return ∇²yy F·v, like y, without compiling: JAX would keep the loss and all data that it closes over."""
     return total.stream(lambda loss: value_and_derivative(lambda y: jax.grad(loss, 1)(x, y), y, v)[1])
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class WeightedLoss:
-    """A loss as a weighted sum over samples: a pytree, so that its data are arguments of whatever is compiled.
+    """Hold a loss as a weighted sum over samples: a pytree, so that its data are arguments of compiled functions.
 
-    Where g is not a mean over samples but g = ½‖y − r(x)‖², r being such a mean (compositional problems), `value`
-    differs from G by a function of x alone: ∇y G and all products are exact.
+    In compositional problems g = ½‖y − r(x)‖² is not a mean over samples, but r is. There `value` differs from G by a
+    function of x alone, while ∇y G and all products with second derivatives are exact.
     """
 
-    samples: PyTree  # leaves (chunks, size, ...)
-    weights: Array  # (chunks, size): w_s; 0 on the padding of the last chunk
+    samples: PyTree  # leaves of shape (chunks, size, ...)
+    weights: Array  # (chunks, size): the weights w_s, and 0 for the padding of the last chunk
     loss: Loss = field(metadata={"static": True})
 
     @jax.jit
@@ -52,12 +54,12 @@ class WeightedLoss:
 
     @jax.jit
     def gradients(self, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ∇x F and ∇y F."""
+        """Return ∇x F, like x, and ∇y F, like y."""
         return self.stream(lambda loss: jax.grad(loss, (0, 1))(x, y))
 
     @jax.jit
     def products(self, x: PyTree, y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ∇²xy F·v, like x, and ∇²yy F·v, like y: a single forward-over-reverse pass."""
+        """Return ∇²xy F·v, like x, and ∇²yy F·v, like y, by a single forward-over-reverse pass."""
         return self.stream(lambda loss: jax.jvp(lambda y: jax.grad(loss, (0, 1))(x, y), (y,), (v,))[1])
 
     @jax.jit
@@ -66,11 +68,11 @@ class WeightedLoss:
         return hess_v(self, x, y, v)
 
     def stream(self, of_chunk: Callable[[Callable[[PyTree, PyTree], Array]], PyTree]) -> PyTree:
-        """Add up `of_chunk`(that chunk's share of the loss) over chunks, which must be linear in the loss."""
+        """Return the sum of `of_chunk`(loss of a chunk) over all chunks; `of_chunk` must be linear in the loss."""
 
         def share(part: tuple[PyTree, Array]) -> PyTree:
             samples, weights = part
-            # the same real type throughout: as samples are stored, or double precision where that is in force
+            # floating samples take the weights' type: float64 if JAX computes in double precision, else float32
             samples = jax.tree.map(lambda a: a.astype(weights.dtype) if is_floating(a) else a, samples)
 
             def loss(x: PyTree, y: PyTree) -> Array:
@@ -91,17 +93,17 @@ class WeightedLoss:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Population:
-    """F and G of all clients, or of as many samples as were taken."""
+    """Hold F and G over all clients' samples, or over a subsample of these."""
 
     outer: WeightedLoss
     inner: WeightedLoss
 
     @classmethod
     def of(cls, problem: Problem, clients: Clients, max_samples: int | None = None) -> Population:
-        """Take everyone's samples, or at most `max_samples` of each loss, spread evenly over the clients' samples.
+        """Build F and G from all samples, or from at most `max_samples` of each loss, spread evenly over all samples.
 
-        A subsample keeps each client's weight where it takes any of that client's samples. Leaves that are memory maps
-        are read only where a sample is taken.
+        A subsample keeps the weights of the clients that have samples in it, scaled to sum to 1. Of memory-mapped
+        arrays, only the rows of these samples are read.
         """
         require_count("max_samples", max_samples, optional=True)
         every = np.arange(len(clients))
@@ -118,7 +120,7 @@ class Population:
     def each(cls, problem: Problem, clients: Clients, ids: Sequence[int], max_samples: int | None = None) -> Population:
         """Stack the losses of single clients: every leaf has a leading axis of len(ids), for vmap or lax.map.
 
-        At most `max_samples` of each loss, for all those clients together.
+        With `max_samples`, each client gives at most max_samples/len(ids) samples of each loss, and at least one.
         """
         require(len(ids) > 0, "ids", ids, "at least one client")
         share = None if max_samples is None else max(1, max_samples // len(ids))
@@ -132,7 +134,10 @@ class Population:
 
     @classmethod
     def batches(cls, problem: Problem, clients: Clients, ids: Sequence[int], size: int, seed: int) -> Population:
-        """Stack the losses of single clients as `each` does, on a batch of each, drawn as clients draw theirs."""
+        """Stack the losses of single clients, each on a batch of `size` samples drawn with replacement.
+
+        Every leaf has a leading axis of len(ids), as in `each`.
+        """
 
         def total(name: str) -> WeightedLoss:
             loss, rows = _loss_and_samples(problem, clients, name)
@@ -144,33 +149,39 @@ class Population:
 
     @property
     def counts(self) -> tuple[int, int]:
-        """How many samples of the outer and of the inner loss there are."""
+        """Return the numbers of samples of the outer and of the inner loss."""
         return int(np.count_nonzero(self.outer.weights)), int(np.count_nonzero(self.inner.weights))
 
     @jax.jit
     def hypergradient(self, x: PyTree, y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ∇x F − ∇²xy G·v, like x, and what v leaves of its system, ∇²yy G·v − ∇y F, like y."""
+        """Return ∇x F − ∇²xy G·v, like x, and the residual of v's linear system, ∇²yy G·v − ∇y F, like y."""
         (f_x, f_y), (cross, hess) = self.outer.gradients(x, y), self.inner.products(x, y, v)
         return jax.tree.map(jnp.subtract, f_x, cross), jax.tree.map(jnp.subtract, hess, f_y)
 
 
 def chosen(rows: Ragged, ids: np.ndarray, p: np.ndarray, limit: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """Choose all samples of the rows `ids`, or `limit` of them: places in the flat arrays, and weights summing to 1.
+    """Return the places of all samples of clients `ids`, or of `limit` of them, in the flat arrays, and their weights.
 
-    Of a row that keeps k of its n samples each has weight p_i/k; what a row that keeps none had goes to the others.
+    If k of a client's samples are taken, each has the weight p_i/k. The weights are then scaled to sum to 1, so that
+    the weight of a client without samples goes to the others.
+
+    Args:
+        ids: numbers of clients.
+        p: the weights of these clients.
+        limit: the largest number of samples; None: all.
     """
     sizes = rows.size[ids]
     ends = np.cumsum(sizes)
     total = int(ends[-1])
     place = np.arange(total) if limit is None or total <= limit else np.arange(limit) * total // limit
     owner = np.searchsorted(ends, place, side="right")
-    kept = np.bincount(owner, minlength=len(ids))
-    weights = p[owner] / kept[owner]
+    taken = np.bincount(owner, minlength=len(ids))
+    weights = p[owner] / taken[owner]
     return rows.start[ids][owner] + place - (ends - sizes)[owner], weights / weights.sum()
 
 
 def _stacked(loss: Loss, rows: Ragged, parts: Sequence[tuple[np.ndarray, np.ndarray]], length: int) -> WeightedLoss:
-    """Stack a loss for each of `parts`, (places, weights of these), padded to `length` samples."""
+    """Stack one loss for each pair (places, weights) of `parts`, padded to `length` samples."""
     chunks = [_chunked(rows, index, weights, length) for index, weights in parts]
     samples, weight = on_device(jax.tree.map(lambda *leaves: np.stack(leaves), *chunks))
     return WeightedLoss(samples, weight, loss)
@@ -179,17 +190,20 @@ def _stacked(loss: Loss, rows: Ragged, parts: Sequence[tuple[np.ndarray, np.ndar
 def _chunked(
     rows: Ragged, index: np.ndarray, weights: np.ndarray, length: int | None = None
 ) -> tuple[PyTree, np.ndarray]:
-    """Read the samples at `index`, as (chunks, size, ...), padded with copies of the first; and weights, there 0."""
+    """Return the samples at `index`, (chunks, size, ...), and their weights, (chunks, size).
+
+    The padding repeats the first sample, with weight 0.
+    """
     length = length or len(index)
     chunks = -(-length // CHUNK)
-    size = -(-length // chunks)  # even chunks: less padding
+    size = -(-length // chunks)  # chunks of equal size need less padding than full chunks and a rest
     padding = chunks * size - len(index)
     index = np.concatenate([index, np.repeat(index[:1], padding)])
     weights = np.concatenate([weights, np.zeros(padding)])
 
     def take(path: tuple, leaf: np.ndarray) -> np.ndarray:
         taken = leaf[index]
-        if isinstance(leaf, np.memmap):  # whatever is not was checked when the population was described
+        if isinstance(leaf, np.memmap):  # arrays in memory were checked when the clients were made
             check_finite(f"samples{jax.tree_util.keystr(path)}", taken, lambda row: rows.place(int(index[row])))
         return np.asarray(taken).reshape(chunks, size, *leaf.shape[1:])
 
@@ -197,7 +211,7 @@ def _chunked(
 
 
 def _loss_and_samples(problem: Problem, clients: Clients, name: str) -> tuple[Loss, Ragged]:
-    """Return a loss and its samples; of a loss that takes all of a client's samples, these together as one sample."""
+    """Return a loss and its samples. If the loss takes all samples of a client at once, these form one sample."""
     loss: Loss = getattr(problem, name)
     rows: Ragged = getattr(clients, name)
     if name not in problem.whole:

@@ -1,4 +1,4 @@
-"""Products with second derivatives of the inner loss, by a single pass, without ever forming a Hessian."""
+"""Compute products with second derivatives of the inner loss by a single pass each, without forming a Hessian."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -12,7 +12,7 @@ from fedbilevel.core.tree import XYV, PyTree
 
 
 class Directions(NamedTuple):
-    """The three descent directions of single-loop bilevel methods and the two losses, all on the given batches."""
+    """Hold the directions of single-loop bilevel methods for x, y and v, and both losses, all on the same batches."""
 
     step: XYV
     outer_loss: Array
@@ -20,12 +20,12 @@ class Directions(NamedTuple):
 
 
 def hess_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
-    """Return ∇²yy g(x, y)·v, of the shape of y: a single forward-over-reverse pass."""
+    """Return ∇²yy g(x, y)·v, of the shape of y, by a single forward-over-reverse pass."""
     return hess_of(lambda y: problem.inner(x, y, batch), y, v)
 
 
 def hess_of(loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
-    """Return ∇² loss(y)·v, of the shape of y: a single forward-over-reverse pass."""
+    """Return ∇² loss(y)·v, of the shape of y, by a single forward-over-reverse pass."""
     return jax.jvp(jax.grad(loss), (y,), (v,))[1]
 
 
@@ -42,7 +42,7 @@ def cross_of(loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: P
 def hypergradient(
     problem: Problem, x: PyTree, y: PyTree, v: PyTree, outer_batch: PyTree, inner_batch: PyTree
 ) -> tuple[Array, PyTree]:
-    """Return f(x, y) and ∇x f − ∇²xy g·v, by a single reverse pass; v = None leaves the product out."""
+    """Return f(x, y) and ∇x f − ∇²xy g·v, like x, by a single reverse pass; with v = None, f(x, y) and ∇x f."""
 
     def surrogate(x: PyTree) -> tuple[Array, Array]:
         loss = problem.outer(x, y, outer_batch)
@@ -55,12 +55,12 @@ def hypergradient(
 
 
 def directions(problem: Problem, iterate: XYV, outer_batch: PyTree, inner_batch: PyTree) -> Directions:
-    """Return the three directions at (x, y, v), each batch used for all of them.
+    """Return the three directions at (x, y, v), with the same two batches for all of them.
 
         x: ∇x f − ∇²xy g·v        y: ∇y g        v: ∇²yy g·v − ∇y f
 
-    One reverse pass over the scalar f(x, y) − ⟨∇y g(x, y), v⟩ gives x's direction and the negative of v's, with ∇y g
-    as a by-product: one gradient of g, then one joint pass for both products.
+    The scalar f(x, y) − ⟨∇y g(x, y), v⟩ has the direction of x as its gradient in x, and the negative direction of v as
+    its gradient in y. One reverse pass computes both, with ∇y g as a by-product.
     """
 
     def surrogate(x: PyTree, y: PyTree) -> tuple[Array, tuple[PyTree, Array, Array]]:
@@ -79,10 +79,14 @@ def independent_directions(
     system_batches: tuple[PyTree, PyTree],
     outer_batches: tuple[PyTree, PyTree],
 ) -> Directions:
-    """Return the three descent directions at (x, y, v), with a draw of its own for each: ζ for y, ψ for v, ξ for x.
+    """Return the three descent directions at (x, y, v), each on samples of its own.
 
-    `system_batches` and `outer_batches` are pairs (outer samples, inner samples), since both directions need ∇f
-    and a product with ∇²g.
+    The directions of v and of x need ∇f and a product with ∇²g, and therefore a pair (outer batch, inner batch).
+
+    Args:
+        inner_batch: for the direction of y; the papers call its draw ζ.
+        system_batches: the pair for the direction of v; ψ in the papers.
+        outer_batches: the pair for the direction of x; ξ in the papers.
     """
     x, y, v = iterate
     inner_loss, dy = jax.value_and_grad(problem.inner, 1)(x, y, inner_batch)
