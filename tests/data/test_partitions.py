@@ -152,7 +152,7 @@ def test_minimum_is_kept_by_redrawing_and_refused_when_hopeless(monkeypatch):
         ("dirichlet", {"minimum": 1.5}, "minimum is 1.5; allowed: a whole number"),
         ("quantity", {"alpha": np.inf}, "alpha is inf"),
         ("dirichlet", {"minimum": 51}, "minimum is 51; allowed: a whole number from 0 to 50"),
-        ("one_label", {"clients": 9}, "clients is 9; allowed: at least one per label, 10"),
+        ("one_label", {"clients": 9}, "clients is 9; allowed: at least 10, one per label"),
         ("one_label", {"labels": [0, 1, 1, 1], "clients": 3}, "2 clients would share the 1 samples of label 0"),
         ("dirichlet", {"alhpa": 1}, "'alhpa' is unknown. Did you mean 'alpha'"),
     ],

@@ -439,11 +439,11 @@ def test_units_are_the_backbones_and_the_head_shares_its_last_ones() -> None:
     ("options", "message"),
     [
         ({"data": "omniglott"}, "'omniglott' is unknown. Did you mean 'omniglot'"),
-        ({"way": 11}, "way = 11 .* at most 10, the characters of the client"),
+        ({"way": 11}, "way = 11 .* at most 10, the number of characters of the client"),
         ({"shot": 8}, "shot = 8 .* at most 7"),
         ({"queries": 7}, "queries = 7 .* at most 6"),
         ({"objective": "protonets"}, "unknown objective 'protonets'; did you mean 'protonet'"),
-        ({"partition_by": "alphabets", "clients": 6}, "clients = 6 .* at most 5, the training alphabets"),
+        ({"partition_by": "alphabets", "clients": 6}, "clients = 6 .* at most 5, the number of training alphabets"),
         ({"adaptation_lr": "x"}, "adaptation_lr = 'x' .* a positive number"),
         ({"hidden": 4}, "hidden = 4 .* a list of widths"),
         ({"head_hidden": 4}, "head_hidden = 4 .* a list of widths"),

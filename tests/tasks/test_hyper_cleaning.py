@@ -146,7 +146,7 @@ def test_weights_learn_which_labels_are_wrong():
         ({"corruption": float("nan")}, "corruption = nan"),
         ({"validation": 1.0}, "validation = 1.0"),
         ({"network": "linaer"}, r"network = 'linaer'.*'linear'"),
-        ({"hidden": (64,)}, "hidden = .64,.*empty for a linear network"),
+        ({"hidden": (64,)}, "hidden = .64,.*empty, since a linear network"),
     ],
 )
 def test_wrong_options_are_named(options, words):

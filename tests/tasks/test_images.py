@@ -138,7 +138,7 @@ def test_the_printed_loss_of_both_levels():
     plain = loss_tuning(outer="vs")  # weights start at 1
     at_start = [float(one.problem.outer(one.x0, one.y0, batch)) for one in (task, plain)]
     assert at_start[0] == pytest.approx(at_start[1], rel=1e-12)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"normalised = False .* True without class_weights"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"normalised = False .* True, since class_weights is False"):
         loss_tuning(normalised=False)
     with pytest.raises(fb.errors.ConfigurationError, match=r"normalised = 'no' .* True or False"):
         loss_tuning(class_weights=True, normalised="no")
@@ -259,7 +259,7 @@ def test_fair_classification_learns():
     ("make", "options", "words"),
     [
         (loss_tuning, {"ratio": 0.0}, "ratio = 0.0"),
-        (loss_tuning, {"ratio": 0.001}, "class 7, has 1: a larger ratio"),
+        (loss_tuning, {"ratio": 0.001}, "class, 7, has 1 samples: use a larger ratio"),
         (classification, {"ridge": -1.0}, "ridge = -1.0"),
         (fair_classification, {"concavity": 0.0}, "concavity = 0.0"),
         (fair_classification, {"network": "resnet"}, "network = 'resnet'"),

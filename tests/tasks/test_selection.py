@@ -104,7 +104,7 @@ def test_a_preference_that_rises_is_no_divergence(recwarn):
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"classes": (0, 0)}, "classes = \\[0, 0\\].*two different classes of 0 to 9"),
+        ({"classes": (0, 0)}, "classes = \\[0, 0\\].*two different classes from 0 to 9"),
         ({"samples": 288}, "samples = 288.*an even number, at most 286"),
         ({"bound": -1.0}, "bound = -1.0"),
         ({"start": 101.0}, "start = 101.0.*at most bound = 100"),

@@ -59,7 +59,7 @@ def test_ties_without_units_or_too_strong_are_refused(wrong, named):
     ("task", "sizes", "named"),
     [
         ("quadratic", {"clients": 10**11}, "clients = 100000000000 .* each takes 26,960 bytes"),
-        ("quadratic", {"samples": (1, 10**12)}, "not one of clients fits into memory"),
+        ("quadratic", {"samples": (1, 10**12)}, "clients do not fit into memory"),
         ("compositional", {"clients": 10**9}, "clients"),
         ("portfolio", {"clients": 10**11}, "clients"),
         ("saddle", {"clients": 10**9}, "clients"),

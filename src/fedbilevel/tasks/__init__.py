@@ -1,4 +1,4 @@
-"""The papers' problems, ready to run."""
+"""Provide the problems of the papers, ready to run."""
 
 from collections.abc import Callable
 
@@ -34,7 +34,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "saddle": saddle,
     "selection": selection,
 }
-"""Every task by its command-line name."""
+"""The tasks by their names on the command line."""
 
 MEASURED_PER_CLIENT = ("classification", "hospitals", "hyper_cleaning", "hyper_representation", "loss_tuning")
 """The tasks that have `metrics_per_client`."""

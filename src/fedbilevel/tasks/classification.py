@@ -1,6 +1,10 @@
-"""Image classification: the ordinary federated problem, one network trained by all clients on all their samples.
+"""Image classification: an ordinary federated problem, in which all clients train one network on all their samples.
 
-f(x) = CE(z(x), c) + ridge·‖x‖²,   z(x) the logits of an image of class c; there is no y
+With z(x) the logits of an image of class c, the loss is
+
+    f(x) = mean CE(z(x), c) + ridge·‖x‖².
+
+There is no y.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,16 +38,17 @@ def classification(
     ridge: float = 0.0,
     seed: int = 0,
 ) -> Task:
-    """Split a labelled image set over clients; x is the whole network, as (body, head).
+    """Split a set of labelled images over clients; x is the whole network, as (body, head).
 
     Args:
-        ratio: below 1, the training images are thinned to a long tail, see loss_tuning.
-        ridge: the loss has ridge·‖x‖² added.
-        data, network, hidden, clients, partition_by, partition_options, holdout, seed: see hyper_representation.
+        ratio: the number of training images of the last class over that of the first. Below 1, classes between get
+            exponentially decreasing numbers, as in loss_tuning.
+        ridge: the factor of ‖x‖² in the loss.
+        data, network, hidden, clients, partition_by, partition_options, holdout, seed: as in hyper_representation.
     """
     require(ridge >= 0, "ridge", ridge, "at least 0")
     images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
-    model = images.model  # alone: losses, which a series keeps, hold no images
+    model = images.model  # losses close over the model alone: a series of runs keeps them, without the images
 
     def loss(x: PyTree, batch: dict[str, Array]) -> Array:
         return networks.cross_entropy(

@@ -1,11 +1,12 @@
-"""A federated compositional quadratic with a closed form: an affine map of x inside, a quadratic of it outside.
+"""A federated compositional quadratic problem with a closed form: a quadratic function of an affine map of x.
 
     min over x of F(R(x)),   r_i(x) = B_i x + c_i,   f_i(y) = ½ (y − t_i)ᵀD_i (y − t_i)
 
-with tall dense B_i and positive diagonal D_i, different at each client as are c_i and t_i, about which their samples
-scatter. With bars for weighted means, D̄t for that of D_i t_i, and y*(x) = R(x) = B̄x + c̄:
+B_i is dense with at least as many rows as columns, and D_i is diagonal and positive. All coefficients differ between
+clients. The samples of a client scatter about its c_i and t_i. Let bars denote weighted means, and D̄t the weighted mean
+of D_i t_i. Then y*(x) = R(x) = B̄x + c̄, and x* solves
 
-    B̄ᵀD̄B̄ x* = B̄ᵀ(D̄t − D̄c̄)
+    B̄ᵀD̄B̄ x* = B̄ᵀ(D̄t − D̄c̄).
 """
 
 import jax.numpy as jnp
@@ -19,12 +20,12 @@ from fedbilevel.tasks.task import Floats, Task, client_means, require_memory, sc
 
 
 def outer(y: Array, batch: dict[str, Array]) -> Array:
-    """Compute f_i, a mean over the samples of the batch."""
+    """Return f_i(y), a mean over the samples of the batch."""
     return 0.5 * jnp.mean(jnp.sum(batch["D"] * (y - batch["t"]) ** 2, axis=-1))
 
 
 def inner(x: Array, batch: dict[str, Array]) -> Array:
-    """Compute r_i, a mean over the samples of the batch; shape (dim_y,)."""
+    """Return r_i(x), a mean over the samples of the batch, of shape (dim_y,)."""
     return jnp.mean(batch["B"] @ x + batch["c"], axis=0)
 
 
@@ -39,20 +40,20 @@ def compositional(
     weighted: bool = True,
     seed: int = 0,
 ) -> Task:
-    """Draw a problem.
+    """Draw a compositional quadratic problem with a known x*.
 
     Args:
-        clients: M.
-        dim_x, dim_y: dimensions; dim_y is at least dim_x.
-        heterogeneity: how far clients' coefficients differ (0: all have the same).
-        noise: standard deviation of a sample's c and t about those of its client.
-        samples: fewest and most samples per client and loss.
-        weighted: unequal client weights; else 1/M each.
-        seed: of the draw.
+        clients: the number of clients, M.
+        dim_x, dim_y: the dimensions of x and y; dim_y is at least dim_x.
+        heterogeneity: the size of the differences between clients' coefficients; 0: all clients have the same ones.
+        noise: the standard deviation of c and t of a sample about those of its client.
+        samples: the least and the largest number of samples per client and loss.
+        weighted: whether the weights of clients differ; False: each weight is 1/M.
+        seed: the seed of the draw.
     """
     require_count("clients", clients)
     require_count("dim_x", dim_x)
-    require(dim_y >= dim_x, "dim_y", dim_y, f"at least dim_x = {dim_x}, or x* is not unique")
+    require(dim_y >= dim_x, "dim_y", dim_y, f"at least dim_x = {dim_x}, so that x* is unique")
     require(heterogeneity >= 0, "heterogeneity", heterogeneity, "at least 0")
     require(noise >= 0, "noise", noise, "at least 0")
     require(1 <= samples[0] <= samples[1], "samples", samples, "a pair (fewest, most), at least 1 each")
@@ -87,7 +88,7 @@ def compositional(
 
 
 def solution(clients: Clients, weights: np.ndarray | None = None) -> Floats:
-    """Compute x*, for the clients' own weights or for others (summing to 1)."""
+    """Return x*, (dim_x,), for the clients' weights, or for `weights`, which sum to 1."""
     p = clients.weights if weights is None else weights
     own = client_means(clients)  # D is the same in all samples of a client
     b, c, d, dt = (np.tensordot(p, part, 1) for part in (own["B"], own["c"], own["D"], own["D"] * own["t"]))

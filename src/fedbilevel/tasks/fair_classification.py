@@ -1,9 +1,10 @@
-"""Fair classification: x is a network, y raises the weight of the classes that make up most of its loss.
+"""Fair classification: x is a network, and y raises the weights of the classes that contribute most to its loss.
 
-    min over x, max over y of   E[(1 + y_c) CE(z(x), c)] − ½ρ‖y‖²,   y ∈ R^C, start 0
+    min over x, max over y of   E[(1 + y_c) CE(z(x), c)] − ½ρ‖y‖²,   y ∈ R^C
 
-over images of class c with logits z(x). The maximum is at y_c = E[1{class is c} CE]/ρ ≥ 0, so that x minimises the mean
-loss plus Σ_c (E[1{class is c} CE])²/(2ρ), the least of which, for a given mean loss, has it even over classes.
+The expectation is over images of class c with logits z(x). The maximum is at y_c = E[1{class is c} CE]/ρ ≥ 0, so that x
+minimises the mean loss plus Σ_c (E[1{class is c} CE])²/(2ρ). For a given mean loss, this penalty is least if all
+classes contribute equally. y starts at 0.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,16 +37,17 @@ def fair_classification(
     concavity: float = 0.1,
     seed: int = 0,
 ) -> Task:
-    """Split a labelled image set over clients; x is the whole network, as (body, head).
+    """Split a set of labelled images over clients; x is the whole network, as (body, head).
 
     Args:
-        ratio: below 1, the training images are thinned to a long tail, see loss_tuning.
-        concavity: ρ; the smaller, the more a class's weight follows its loss.
-        data, network, hidden, clients, partition_by, partition_options, holdout, seed: see hyper_representation.
+        ratio: the number of training images of the last class over that of the first. Below 1, classes between get
+            exponentially decreasing numbers, as in loss_tuning.
+        concavity: ρ, above 0. With a smaller ρ, the weights of classes follow their losses more.
+        data, network, hidden, clients, partition_by, partition_options, holdout, seed: as in hyper_representation.
     """
     require(concavity > 0, "concavity", concavity, "positive")
     images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
-    model = images.model  # alone: losses, which a series keeps, hold no images
+    model = images.model  # losses close over the model alone: a series of runs keeps them, without the images
 
     def loss(x: PyTree, y: Array, batch: dict[str, Array]) -> Array:
         label = batch["label"]

@@ -1,18 +1,22 @@
-"""Few-shot learning: x is a backbone, y the heads of all clients' tasks.
+"""Few-shot learning: x is a backbone, and y has a head for every task of every client.
 
     f_i(x, y) = mean_j CE(y_j(φ(x))) on the query images of task j,
-    g_i(x, y) = mean_j [CE(y_j(φ(x))) on its support images + ridge·‖y_j‖²],   j over the tasks of client i.
+    g_i(x, y) = mean_j [CE(y_j(φ(x))) on the support images of task j + ridge·‖y_j‖²],   j over the tasks of client i.
 
-A task tells N = `way` of a client's characters apart: meta-learning. RABO's few-shot problem (Li et al. 2025, section
-V-A), with a linear head y_j for each task; the paper's one MLP for all is `shared` and `head_hidden`. A shared y's
-columns mean other characters in each task: beyond what it learns by heart, its f is no less than chance's, log N. (One
-head with a column for each of all characters was tried: no column came near its minimiser.) With hidden layers g is not
-convex in y. As no two tasks share a head, ∇²yy g is block diagonal, client by client and task by task: where all hold
-the whole model and invert exactly, clients' own hypergradients have the federation's as their mean. φ = z/√(1 + mean
-z²), z being what the backbone gives: that would grow as x learns, and with it the curvature of g in y, until no step
-size holds. Single-level objectives have the same φ, so that methods differ in nothing else.
+A task is to tell N = `way` characters of a client apart (meta-learning). This is the few-shot problem of RABO (Li et
+al. 2025, section V-A), except that each task has a linear head y_j of its own. The paper has one MLP as the head of all
+tasks; `shared` and `head_hidden` give this form. A column of a shared head means another character in each task, so
+that f stays at the level of chance, log N, or above, apart from memorised tasks. (A head with one column for each
+character was tried too, and no column came near its minimiser.) With hidden layers, g is not convex in y.
 
-Images of B tasks are (B, way, n, 28, 28) uint8; `Features` takes them so.
+Since no two tasks share a head, ∇²yy g is block diagonal, with a block for each task. If all clients hold the whole
+model and invert their Hessians exactly, the mean of their local hypergradients is therefore the hypergradient.
+
+The features are φ = z/√(1 + mean z²), where z is the output of the backbone. Without the division, z and the curvature
+of g in y would grow while x learns, until any step size is too large. Single-level objectives use the same φ, so that
+methods can be compared.
+
+Images of B tasks have the shape (B, way, n, 28, 28) and are uint8.
 """
 
 from __future__ import annotations
@@ -66,32 +70,39 @@ def few_shot(
     test_episodes: int = 200,
     seed: int = 0,
 ) -> Task:
-    """Deal characters out to clients, who make tasks of them; a sample is a task. Measured on other alphabets.
+    """Deal characters out to clients and make tasks of them, each a sample; the accuracy is on other alphabets.
 
     Args:
         data: "strokes" (generated) or "omniglot".
-        network, hidden: "conv4" with its channels, a number or four; or another network of hyper_representation.
-        head_hidden: the widths of each head's hidden layers, with ReLU, whose units submodels cut too; empty: linear.
-        shared: one head for all tasks, as RABO's paper prints it.
-        clients: M.
-        partition_by: "iid", or "alphabets", which stay whole.
-        tasks: the number of tasks of each client. They are dealt from its shuffled characters, which are shuffled anew
-            when fewer than `way` are left.
-        way: N, the characters of a task.
-        shot: K, the support images of each character, drawn for each task.
-        queries: the query images of each character, other drawings; None takes all that are left.
-        holdout: the share of the training characters that is set aside; "validation_accuracy", on tasks made of them,
-            is then measured in place of "test_accuracy".
-        objective: "bilevel"; or a single-level objective: "joint", (f + g)/2 in x = (backbone, heads/√M), so that the
-            server's mean over M clients moves heads as far as that over their one owner would; "protonet", whose
-            x is the backbone (Snell et al. 2017); "maml" and "fomaml", whose x is the backbone and a head of `way`
-            columns, adapted to a task's support before its queries count (Finn et al. 2017).
-        ridge: as above; the larger, the easier is the inner problem and the more does a head look like class means.
-        adaptation_steps, adaptation_lr: of "maml" and "fomaml", which leaves out second derivatives.
-        test_episodes: how many new tasks "test_accuracy" is a mean over, the same at each evaluation. On their support
-            a new head is fitted (shared or not: y is of training tasks), prototypes are taken or x is adapted, as the
-            objective has it.
-        seed: of the partition, the tasks, the starting point and the test episodes.
+        network: "conv4", or another network of hyper_representation.
+        hidden: for "conv4" one number of channels or four; for another network as in hyper_representation.
+        head_hidden: the widths of the hidden layers of each head, with ReLU; submodels leave out their units as well.
+            Empty: linear heads.
+        shared: whether all tasks have one head, as in the paper of RABO.
+        clients: the number of clients, M.
+        partition_by: "iid" deals out characters, and "alphabets" whole alphabets.
+        tasks: the number of tasks of each client. The characters of a client are shuffled and dealt out to its tasks,
+            and shuffled again when fewer than `way` are left.
+        way: N, the number of characters of a task.
+        shot: K, the number of support images of each character, drawn for each task.
+        queries: the number of query images of each character, which are no support images; None: all other images.
+        holdout: the share of the training characters that is held out. Above 0, "validation_accuracy" on their tasks
+            takes the place of "test_accuracy".
+        objective: "bilevel", or one of four single-level objectives:
+
+            - "joint": (f + g)/2 with x = (backbone, heads/√M). With this factor, the server's mean over M clients moves
+              a head as far as its client alone would.
+            - "protonet": prototypical networks, where x is the backbone (Snell et al. 2017).
+            - "maml": x is the backbone and a head of `way` columns, both adapted to the support images of a task before
+              its query images count (Finn et al. 2017).
+            - "fomaml": "maml" without second derivatives.
+        ridge: the factor of ‖y_j‖². A larger one makes the inner problem easier, and the columns of a head more like
+            the means of classes.
+        adaptation_steps, adaptation_lr: the number and the size of the adaptation steps of "maml" and "fomaml".
+        test_episodes: the number of new tasks over which "test_accuracy" is a mean. They are the same at each
+            evaluation. On their support images a new head is fitted, also if y is shared; with other objectives,
+            prototypes are computed or x is adapted.
+        seed: the seed of the partition, the tasks, the starting point and the test episodes.
     """
     counts = {"tasks": tasks, "shot": shot, "adaptation_steps": adaptation_steps, "test_episodes": test_episodes}
     for name, count in {**counts, "clients": clients}.items():
@@ -107,24 +118,27 @@ def few_shot(
             raise unknown(field, got, allowed)
     require(not head_hidden or objective != "protonet", "head_hidden", head_hidden, "empty: 'protonet' has no head")
     require(isinstance(shared, bool), "shared", shared, "True or False")
-    require(not shared or objective in ("bilevel", "joint"), "shared", shared, "for 'bilevel' and 'joint' alone")
+    require(not shared or objective in ("bilevel", "joint"), "shared", shared, "True for 'bilevel' and 'joint' alone")
     require(is_number(holdout) and 0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
-    found = held_out_characters(load_characters(data), holdout, seed) if holdout else load_characters(data)
+    characters = load_characters(data)
+    if holdout:
+        characters = held_out_characters(characters, holdout, seed)
     part = "validation" if holdout else "test"
-    held = _dealt(found.train, clients, partition_by, way, seed)
-    left = found.train.images.shape[1] - shot
-    require(left >= 1, "shot", shot, f"at most {left + shot - 1}: of {left + shot} drawings")
+    held = _dealt(characters.train, clients, partition_by, way, seed)
+    left = characters.train.images.shape[1] - shot
+    require(left >= 1, "shot", shot, f"at most {left + shot - 1}, since a character has {left + shot} drawings")
     require_count("queries", queries, optional=True)
     asked = left if queries is None else queries
-    require(asked <= left, "queries", queries, f"at most {left}: a character has {left + shot} drawings")
-    require_memory(clients * way * (shot + asked) * found.train.images[0, 0].nbytes / 8, tasks=tasks)
-    require_memory(way * found.test.images.shape[1], test_episodes=test_episodes)
-    require(way <= len(found.test.images), "way", way, f"at most {len(found.test.images)}, the {part} characters")
+    require(asked <= left, "queries", queries, f"at most {left}, since a character has {left + shot} drawings")
+    require_memory(clients * way * (shot + asked) * characters.train.images[0, 0].nbytes / 8, tasks=tasks)
+    require_memory(way * characters.test.images.shape[1], test_episodes=test_episodes)
+    most = len(characters.test.images)
+    require(way <= most, "way", way, f"at most {most}, the number of {part} characters")
 
-    net = NETWORKS[network](found.train.images.shape[2:], tuple(hidden), way)
+    net = NETWORKS[network](characters.train.images.shape[2:], tuple(hidden), way)
     backbone, last = net.init(jax.random.key(seed))
     head, head_structure = head_of(last, net.structure.y, head_hidden, seed)
-    features = bounded(_standardising(net, found))
+    features = bounded(_standardising(net, characters))
     setting = Setting(
         features=features,
         ridge=ridge,
@@ -134,10 +148,10 @@ def few_shot(
         structure=Structure(net.structure.x, head_structure),
         backbone=backbone,
         head=head,
-        test=draw_episodes(found.test.images, test_episodes, way, shot, asked, seed),
+        test=draw_episodes(characters.test.images, test_episodes, way, shot, asked, seed),
     )
     problem, x0, y0, accuracy = OBJECTIVES[objective](setting)
-    query, support = _draw_tasks(found.train.images, held, tasks, way, shot, asked, seed)
+    query, support = _draw_tasks(characters.train.images, held, tasks, way, shot, asked, seed)
     both = {"query": query.values["image"], "support": support.values["image"], "task": query.values["task"]}
     outer, inner = (query, support) if objective == "bilevel" else (replace(query, values=both), None)
     return Task(
@@ -151,21 +165,21 @@ def few_shot(
 
 
 class Setting(NamedTuple):
-    """Hold the network, the start values, the constants and the test episodes that losses and metrics are made from."""
+    """Hold the network, starting values, constants and test episodes, from which losses and metrics are made."""
 
     features: Features
     ridge: float
-    tasks: int | None  # of all clients; None: they share a head
+    tasks: int | None  # the number of tasks of all clients together; None: all tasks share a head
     clients: int
     adapt: Adapt
-    structure: Structure  # of the backbone and one head
+    structure: Structure  # the structure of the backbone and of one head
     backbone: PyTree
-    head: PyTree  # where every head begins
+    head: PyTree  # the starting value of every head
     test: Episodes
 
     @property
     def heads(self) -> PyTree:
-        """Return a head for each task, leaves (tasks, …), or the one that they share."""
+        """Return a head for each task, with leaves (tasks, …), or the shared head."""
         ahead = () if self.tasks is None else (self.tasks,)
         return jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (*ahead, *leaf.shape)), self.head)
 
@@ -174,12 +188,12 @@ class Setting(NamedTuple):
         return jax.tree.map(lambda words: words if self.tasks is None else f"_ {words}", self.structure.y)
 
     def of_tasks(self, y: PyTree, batch: dict[str, Array]) -> PyTree:
-        """Return the heads of a batch's tasks, leaves (B, …), or, with leaves (1, …), the one that they share."""
+        """Return the heads of a batch's tasks, with leaves (B, …), or the shared head, with leaves (1, …)."""
         return jax.tree.map(lambda leaf: leaf[None] if self.tasks is None else leaf[batch["task"]], y)
 
 
 Made = tuple[Problem, PyTree, PyTree, Callable[[PyTree, PyTree], Array]]
-"""Problem, x0, y0, accuracy."""
+"""The problem, x0, y0, and the accuracy as a function of (x, y)."""
 
 
 def _bilevel(setting: Setting) -> Made:
@@ -195,10 +209,10 @@ def _bilevel(setting: Setting) -> Made:
 
 
 def _joint(setting: Setting) -> Made:
-    """Make the single-level problem in x = (backbone, heads / unit).
+    """Make the single-level problem in x = (backbone, heads / unit), where unit = √M, or 1 for a shared head.
 
-    A head belongs to one client, so that the server's mean over M clients moves it by an M-th of what its client did.
-    In units of √M its gradient is √M times as large, and its step M times: it moves as if its owner were alone.
+    A head belongs to one client, and the server's mean over M clients divides its step by M. In the unit √M, the
+    gradient is √M times as large, and a step moves the head M times as far: as far as if its client were alone.
     """
     unit = 1.0 if setting.tasks is None else setting.clients**0.5
 
@@ -214,7 +228,7 @@ def _joint(setting: Setting) -> Made:
 
 
 def _penalty(setting: Setting, heads: PyTree) -> Array:
-    """Compute the mean over tasks of ridge·‖y_j‖²."""
+    """Return the mean of ridge·‖y_j‖² over tasks."""
     return setting.ridge * optax.tree.vdot(heads, heads) / len(jax.tree.leaves(heads)[0])
 
 
@@ -261,21 +275,21 @@ OBJECTIVES: dict[str, Callable[[Setting], Made]] = {
 }
 
 
-def _standardising(net: networks.Network, found: Characters) -> Features:
+def _standardising(net: networks.Network, characters: Characters) -> Features:
     def features(x: PyTree, images: Array) -> Array:
         flat = images.reshape(-1, *images.shape[-2:])
-        pixels = (flat.astype(float) / 255 - found.mean) / found.std
+        pixels = (flat.astype(float) / 255 - characters.mean) / characters.std
         return net.features(x, net.prepare(pixels)).reshape(*images.shape[:-2], -1)  # type: ignore[arg-type]
 
     return features
 
 
-def held_out_characters(found: Characters, share: float, seed: int) -> Characters:
-    """Put this share of the training characters, drawn at random, in place of the test characters."""
-    train, total = found.train, len(found.train.images)
+def held_out_characters(characters: Characters, share: float, seed: int) -> Characters:
+    """Replace the test characters by a random share of the training characters, which are then not trained on."""
+    train, total = characters.train, len(characters.train.images)
     aside, rest = np.split(np.random.default_rng([seed, 5]).permutation(total), [max(1, round(share * total))])
     taken, left = (replace(train, images=train.images[part], alphabet=train.alphabet[part]) for part in (aside, rest))
-    return replace(found, train=left, test=taken)
+    return replace(characters, train=left, test=taken)
 
 
 def _dealt(train: Drawings, clients: int, by: str, way: int, seed: int) -> list[np.ndarray]:
@@ -283,17 +297,18 @@ def _dealt(train: Drawings, clients: int, by: str, way: int, seed: int) -> list[
         raise unknown("partition_by", by, ("iid", "alphabets"))
     apart = len(train.images if by == "iid" else train.alphabets)
     parts = "characters" if by == "iid" else "alphabets"
-    require(clients <= apart, "clients", clients, f"at most {apart}, the training {parts}, with partition_by = {by!r}")
+    allowed = f"at most {apart}, the number of training {parts}, with partition_by = {by!r}"
+    require(clients <= apart, "clients", clients, allowed)
     held = (iid if by == "iid" else by_alphabet)(train.alphabet, clients, seed=seed)
     fewest = min(map(len, held))
-    require(way <= fewest, "way", way, f"at most {fewest}, the characters of the client that has fewest")
+    require(way <= fewest, "way", way, f"at most {fewest}, the number of characters of the client with the fewest")
     return held
 
 
 def _draw_tasks(
     images: np.ndarray, held: list[np.ndarray], tasks: int, way: int, shot: int, queries: int, seed: int
 ) -> tuple[Ragged, Ragged]:
-    """Draw the query and support images of each client's tasks, and number the tasks through the federation."""
+    """Draw the query and support images of each client's tasks, and number the tasks of all clients."""
     rng = np.random.default_rng([seed, 4])
     characters = np.concatenate([_deal(rng, own, tasks, way) for own in held])  # (all tasks, way)
     order = rng.permuted(np.broadcast_to(np.arange(images.shape[1]), (*characters.shape, images.shape[1])), axis=-1)
@@ -301,48 +316,48 @@ def _draw_tasks(
     parts = np.split(number, len(held))
 
     def samples(drawings: slice) -> Ragged:
-        found = images[characters[..., None], order[..., drawings]]
-        return Ragged(*pack_arrays({"image": found, "task": number}, parts))
+        chosen = images[characters[..., None], order[..., drawings]]
+        return Ragged(*pack_arrays({"image": chosen, "task": number}, parts))
 
     return samples(slice(shot, shot + queries)), samples(slice(shot))
 
 
 def _deal(rng: np.random.Generator, own: np.ndarray, tasks: int, way: int) -> np.ndarray:
-    """Deal (tasks, way) characters from shuffled packs; no character is twice in a task."""
+    """Deal a client's characters out to its tasks, (tasks, way), such that no character is twice in a task."""
     each = len(own) // way
     packs = [rng.permutation(own)[: each * way].reshape(each, way) for _ in range(-(-tasks // each))]
     return np.concatenate(packs)[:tasks]
 
 
-HEAD_STEPS = 300  # when a head is fitted to the support of a test episode
-EPISODES_AT_A_TIME = 10  # that are adapted together when measuring accuracy: bounds the memory of activations
+HEAD_STEPS = 300  # the number of steps that fit a head to the support images of a test episode
+EPISODES_AT_A_TIME = 10  # the number of test episodes that are evaluated together, which bounds memory
 
 Features = Callable[[PyTree, Array], Array]
-"""(backbone, images (..., 28, 28) uint8) -> (..., width)."""
+"""A function from (backbone, images (..., 28, 28) uint8) to features (..., width)."""
 Adapt = Callable[[PyTree, Array], PyTree]
-"""(x, support images (way, shot, 28, 28)) -> x."""
+"""A function from (x, support images (way, shot, 28, 28)) to the adapted x."""
 
 
 def bounded(features: Features) -> Features:
-    """Divide the features z of each image by √(1 + mean z²): their mean square is below 1, and grows with z."""
+    """Divide the features z of each image by √(1 + mean z²), so that their mean square is below 1."""
 
     def divided(x: PyTree, images: Array) -> Array:
-        found = features(x, images)
-        return found * lax.rsqrt(1 + jnp.mean(jnp.square(found), axis=-1, keepdims=True))
+        z = features(x, images)
+        return z * lax.rsqrt(1 + jnp.mean(jnp.square(z), axis=-1, keepdims=True))
 
     return divided
 
 
 class Episodes(NamedTuple):
-    """Hold test episodes, as places in `images`, (used, 28, 28) uint8."""
+    """Hold the images of test episodes, and the episodes as indices of images."""
 
-    images: np.ndarray
-    support: np.ndarray  # (episodes, way, shot)
-    query: np.ndarray  # (episodes, way, queries)
+    images: np.ndarray  # (images, 28, 28) uint8
+    support: np.ndarray  # (episodes, way, shot) indices
+    query: np.ndarray  # (episodes, way, queries) indices
 
 
 def draw_episodes(images: np.ndarray, count: int, way: int, shot: int, queries: int, seed: int) -> Episodes:
-    """Draw episodes from images (characters, drawings, 28, 28): different characters, and drawings of each."""
+    """Draw episodes from images (characters, drawings, 28, 28): first `way` characters, then drawings of each."""
     rng = np.random.default_rng([seed, 3])
     characters, drawings = images.shape[:2]
     chosen = np.stack([rng.permutation(characters)[:way] for _ in range(count)])
@@ -353,14 +368,14 @@ def draw_episodes(images: np.ndarray, count: int, way: int, shot: int, queries: 
 
 
 def labels_of(way: int, each: int) -> Array:
-    """Return the labels of `each` images of every character 0..way − 1, in order: (way·each,)."""
+    """Return labels for `each` images of each of `way` characters, in order: (way·each,) from 0 to way − 1."""
     return jnp.repeat(jnp.arange(way), each)
 
 
 def head_of(last: PyTree, words: PyTree, hidden: Sequence[int], seed: int) -> tuple[PyTree, PyTree]:
-    """Return where a head begins and its structure: drawn hidden layers below a last one of zeros.
+    """Return the starting value of a head, with random hidden layers and a last layer of zeros, and its structure.
 
-    With zeros in all layers only the last bias would have a gradient: a saddle, which no descent leaves.
+    If all layers were zero, only the last bias would have a gradient, and gradient descent would not leave this point.
     """
     widths = [last["weight"].shape[0], *hidden]
     groups = [words["weight"].split()[0], *(f"head{i + 1}" for i in range(len(hidden)))]
@@ -374,46 +389,53 @@ def head_of(last: PyTree, words: PyTree, hidden: Sequence[int], seed: int) -> tu
     return head, structure
 
 
-def head_logits(head: PyTree, found: Array) -> Array:
-    """Compute the logits of features, (…, n, width), under a head; under B heads, with leaves (B, …), if … is B."""
+def head_logits(head: PyTree, features: Array) -> Array:
+    """Return the logits (…, n, way) of features (…, n, width) under a head.
+
+    For features (B, n, width), the head may have leaves (B, …): a head for each task.
+    """
     for layer in head.get("hidden", ()):
-        found = jax.nn.relu(found @ layer["weight"] + layer["bias"][..., None, :])
-    return found @ head["weight"] + head["bias"][..., None, :]
+        features = jax.nn.relu(features @ layer["weight"] + layer["bias"][..., None, :])
+    return features @ head["weight"] + head["bias"][..., None, :]
 
 
 def heads_loss(features: Features, x: PyTree, heads: PyTree, images: Array) -> Array:
-    """Compute the mean cross entropy of B tasks under their heads, leaves (B, …), or under one with leaves (1, …)."""
+    """Return the mean cross entropy of B tasks under heads with leaves (B, …), or (1, …) for a shared head."""
     tasks, way, each = images.shape[:3]
     logits = head_logits(heads, features(x, images).reshape(tasks, way * each, -1))
     return cross_entropy(logits.reshape(-1, way), jnp.tile(labels_of(way, each), tasks))
 
 
 def prototype_logits(support: Array, query: Array) -> Array:
-    """Compute −‖query − prototype‖², (way·queries, way), a prototype being the mean of a character's support.
+    """Return the logits −‖query − prototype‖², (way·queries, way).
 
-    support: (way, shot, width), query: (way, queries, width). Snell, Swersky, Zemel, NeurIPS 2017, equations 1 and 2.
+    The prototype of a character is the mean of its support features. Source: Snell, Swersky, Zemel, NeurIPS 2017,
+    equations 1 and 2.
+
+    Args:
+        support: (way, shot, width) features.
+        query: (way, queries, width) features.
     """
     gap = query.reshape(-1, 1, query.shape[-1]) - support.mean(axis=1)
     return -jnp.sum(jnp.square(gap), axis=-1)
 
 
 def plain_loss(features: Features, x: tuple[PyTree, PyTree], images: Array) -> Array:
-    """Compute the mean cross entropy of an episode, (way, n, 28, 28), under the head of `way` columns in x."""
+    """Return the mean cross entropy of an episode's images, (way, n, 28, 28), for x = (backbone, head)."""
     return cross_entropy(plain_logits(features, x, images), labels_of(*images.shape[:2]))
 
 
 def plain_logits(features: Features, x: tuple[PyTree, PyTree], images: Array) -> Array:
-    """Compute the logits of an episode's images under the head in x, (way·n, way)."""
+    """Return the logits (way·n, way) of an episode's images, for x = (backbone, head)."""
     backbone, head = x
     return head_logits(head, features(backbone, images.reshape(-1, *images.shape[2:])))
 
 
 def adapted(features: Features, lr: float, steps: int, first_order: bool) -> Adapt:
-    """Return the map that takes `steps` gradient steps of x on an episode's support.
+    """Return a function that takes `steps` gradient steps on x with the support images of an episode.
 
-    With `first_order` the gradients count as constants.
-
-    Finn, Abbeel, Levine, ICML 2017, algorithm 2 and section 5.2.
+    With `first_order`, the gradients count as constants when the function is differentiated. Source: Finn, Abbeel,
+    Levine, ICML 2017, algorithm 2 and section 5.2.
     """
 
     def adapt(x: PyTree, support: Array) -> PyTree:
@@ -429,10 +451,10 @@ def adapted(features: Features, lr: float, steps: int, first_order: bool) -> Ada
 
 
 def fitted_head(support: Array, start: PyTree, ridge: float) -> PyTree:
-    """Fit the linear head on (way, shot, width) features that minimises mean cross entropy + ridge·‖head‖².
+    """Fit a linear head to features (way, shot, width): minimise the mean cross entropy plus ridge·‖head‖².
 
-    By accelerated gradient steps (Nesterov's for strong convexity μ = 2·ridge and smoothness L, of which
-    ½‖[φ 1][φ 1]ᵀ‖/n + 2·ridge is a bound: softmax's Hessian is at most ½).
+    Nesterov's accelerated gradient method is used, with the strong convexity μ = 2·ridge and the bound
+    L = ½‖[φ 1][φ 1]ᵀ‖/n + 2·ridge of the smoothness, which holds since the Hessian of the softmax loss is at most ½.
     """
     flat = support.reshape(-1, support.shape[-1])
     smoothness = 0.5 * jnp.linalg.norm(flat @ flat.T + 1) / len(flat) + 2 * ridge
@@ -449,10 +471,11 @@ def fitted_head(support: Array, start: PyTree, ridge: float) -> PyTree:
 
 
 def descended_head(support: Array, start: PyTree, ridge: float) -> PyTree:
-    """Lower the same loss of a head with hidden layers by gradient steps from `start`.
+    """Fit a head with hidden layers to features (way, shot, width) by gradient steps with adaptive sizes.
 
-    A step that lowers it by half of what its slope promises, or more, is taken, and the next is half as long again; any
-    other is not, and the next is half as long.
+    The loss is the mean cross entropy plus ridge·‖head‖². A step of size s along the gradient d is accepted if it
+    lowers the loss by at least s‖d‖²/2, and the next step is then 1.5 times as long. Otherwise it is rejected, and the
+    next step is half as long.
     """
     loss = support_loss(support, ridge)
 
@@ -467,7 +490,7 @@ def descended_head(support: Array, start: PyTree, ridge: float) -> PyTree:
 
 
 def support_loss(support: Array, ridge: float) -> Callable[[PyTree], Array]:
-    """Return the mean cross entropy on (way, shot, width) features + ridge·‖head‖², of a head."""
+    """Return the loss of a head: the mean cross entropy on features (way, shot, width) plus ridge·‖head‖²."""
     flat, labels = support.reshape(-1, support.shape[-1]), labels_of(*support.shape[:2])
     return lambda head: cross_entropy(head_logits(head, flat), labels) + ridge * optax.tree.vdot(head, head)
 
@@ -475,19 +498,22 @@ def support_loss(support: Array, ridge: float) -> Callable[[PyTree], Array]:
 def episode_accuracy(
     episodes: Episodes, logits: Callable[[PyTree, Array, Array], Array], features: Features | None = None
 ) -> Callable[[PyTree, PyTree], Array]:
-    """Return (x, y) -> the share of the query images that `logits` gets right.
+    """Return the function from (x, y) to the share of query images whose largest logit is at their label.
 
-    logits: (x, support, query) -> (way·queries, way); its support and query are images, or, with `features`, theirs.
-    Features are computed once for each image, however many episodes it is in.
+    Args:
+        episodes: the test episodes.
+        logits: a function from (x, support, query) to logits (way·queries, way). It takes images, or, with `features`,
+            features.
+        features: computes the features of an image, once for all episodes that contain it.
     """
     images, support, query = (jnp.asarray(leaf) for leaf in episodes)
     labels = labels_of(*query.shape[1:])
 
     def measure(x: PyTree, y: PyTree) -> Array:
-        found = images if features is None else in_passes(lambda image: features(x, image[None])[0], images)
+        inputs = images if features is None else in_passes(lambda image: features(x, image[None])[0], images)
 
         def correct(places: tuple[Array, Array]) -> Array:
-            return jnp.argmax(logits(x, found[places[0]], found[places[1]]), axis=-1) == labels
+            return jnp.argmax(logits(x, inputs[places[0]], inputs[places[1]]), axis=-1) == labels
 
         at_a_time = EPISODES_AT_A_TIME if features is None else EVALUATION_BATCH
         return jnp.mean(lax.map(correct, (support, query), batch_size=at_a_time).astype(float))

@@ -1,16 +1,16 @@
-"""Data hyper-cleaning: some training labels are wrong, and x learns how far to trust each training sample.
+"""Data hyper-cleaning: some training labels are wrong, and x learns a weight for each training sample.
 
-Stochastic bilevel papers since Ji, Yang, Liang (ICML 2021), in federated form "Asynchronous Distributed Bilevel
-Optimization" (Jiao et al., ICLR 2023): 18 clients. With z(y) the logits of training sample j of client i, whose label c
-may be wrong, and of a validation sample, whose label is right,
+Stochastic bilevel papers since Ji, Yang, Liang (ICML 2021) have this task; its federated form with 18 clients is from
+"Asynchronous Distributed Bilevel Optimization" (Jiao et al., ICLR 2023). Let z(y) be the logits of a sample with label
+c. Labels c_ij of training samples may be wrong, and labels of validation samples are right.
 
-    g_i = mean_j sigmoid(x_ij)·CE(z(y), c_ij) + ridge·‖y‖²        f_i = mean CE(z(y), c)        x = 0 at the start
+    g_i = mean_j sigmoid(x_ij)·CE(z(y), c_ij) + ridge·‖y‖²        f_i = mean CE(z(y), c)
 
-f does not depend on x directly. ∂g_i/∂x_ij = sigmoid'(x_ij)·CE_ij/n_i: the hypergradient of a weight is of the order
-of 1 over the number of all training samples, so steps on x must be that much larger.
+f does not depend on x directly, and ∂g_i/∂x_ij = sigmoid'(x_ij)·CE_ij/n_i. The hypergradient of one weight is therefore
+of the order of 1 over the number of all training samples, and steps on x must be larger by this number. x starts at 0.
 
-x has shape (M, longest): x_ij is the j-th entry of row i; what is behind the end of a shorter client's row is never
-read. A client's losses read its own row alone, and give the same where x is that row alone, of shape (1, longest).
+x has shape (M, longest), and x_ij is entry j of row i. Entries beyond the number of a client's samples are never read.
+A client's losses read only its own row, and also take this row alone as x, of shape (1, longest).
 """
 
 from collections.abc import Mapping, Sequence
@@ -50,21 +50,22 @@ def hyper_cleaning(
     local: Literal["x"] | None = None,
     seed: int = 0,
 ) -> Task:
-    """Split a labelled image set over clients, their shares into training and validation, and spoil training labels.
+    """Split a set of labelled images over clients, halve each client's samples, and make some training labels wrong.
+
+    The metrics are the accuracy, the mean weights of clean and of corrupted training samples, and `auc`: the
+    probability that a clean training sample has a larger weight than a corrupted one, where ties count half. If no
+    label is wrong, or all labels are, the accuracy is the only metric.
 
     Args:
-        corruption: the probability with which a training label is replaced by a class drawn uniformly from all C of
-            them; as that may be the class it was, a share corruption·(1 − 1/C) ends up wrong, and that is what
-            "corrupted" means in the metrics. Validation, held-out and test labels stay right.
+        corruption: the probability with which a training label is replaced by a class drawn uniformly from all C
+            classes. The draw may give the right class again, so that a share corruption·(1 − 1/C) of the labels is
+            wrong; metrics count these as corrupted. Validation, held-out and test labels stay right.
         network: "linear" (no hidden layers), or a network of hyper_representation; y is the whole network.
-        validation: the share of each client's samples that goes to the outer loss.
-        ridge: the inner loss has ridge·‖y‖² added.
-        local: "x" has each client keep its own row of x, so that neither x nor a gradient in x is in any message, with
-            methods that can do so (see `Bilevel`).
-        data, hidden, clients, partition_by, partition_options, holdout, seed: see hyper_representation.
-
-    Measured: accuracy; `auc`, the probability that a clean training sample has a larger weight than a corrupted
-    sample, ties counting half; the mean weights of both. Where no label is wrong, or every label, accuracy alone.
+        validation: the share of each client's samples that the outer loss gets; the inner loss gets the others.
+        ridge: the factor of ‖y‖² in the inner loss.
+        local: "x": each client keeps its own row of x, and no message has x or a gradient in x. Some methods support
+            this; see `Bilevel`.
+        data, hidden, clients, partition_by, partition_options, holdout, seed: as in hyper_representation.
     """
     require(0 <= corruption < 1, "corruption", corruption, "at least 0 and below 1")
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
@@ -73,7 +74,7 @@ def hyper_cleaning(
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
     samples = spoiled(images.rows(train), images.data.classes, corruption, seed)
 
-    model = images.model  # alone: losses, which a series keeps, hold no images
+    model = images.model  # losses close over the model alone: a series of runs keeps them, without the images
 
     def outer(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
         return networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), batch["label"])
@@ -95,35 +96,42 @@ def hyper_cleaning(
 
 
 def spoiled(samples: Ragged, classes: int, corruption: float, seed: int) -> Ragged:
-    """Replace labels of packed {"image", "label"} at random, and add what finds each sample's weight in x.
+    """Replace labels of packed {"image", "label"} at random, and add the place of each sample's weight in x.
 
-    Adds "row" (the client) and "place" (the sample's number there), int32, and for the metrics alone "corrupted", True
-    where the label is wrong.
+    The arrays "row", the client, and "place", the number of the sample within the client, are int32. The array
+    "corrupted" is True for a wrong label; only metrics use it.
     """
     rng = np.random.default_rng([seed, 3])
     label = samples.values["label"]
     replaced = rng.random(len(label)) < corruption
-    found = np.where(replaced, rng.integers(classes, size=len(label), dtype=label.dtype), label)
+    noisy = np.where(replaced, rng.integers(classes, size=len(label), dtype=label.dtype), label)
     row = np.repeat(np.arange(len(samples.size), dtype=np.int32), samples.size)
     place = (np.arange(len(label)) - samples.start[row]).astype(np.int32)
-    values = {**samples.values, "label": found, "row": row, "place": place, "corrupted": found != label}
+    values = {**samples.values, "label": noisy, "row": row, "place": place, "corrupted": noisy != label}
     return Ragged(values, samples.start, samples.size)
 
 
 def weights(x: Array, samples: Mapping[str, Any]) -> Array:
-    """Compute sigmoid(x) of each sample, shape (n,); x: (M, longest), or (1, longest), the row of all these samples."""
+    """Return the weight sigmoid(x_ij) of each sample, (n,).
+
+    Args:
+        x: (M, longest); or (1, longest), the row of the client that has all these samples.
+    """
     return jax.nn.sigmoid(x[jnp.minimum(samples["row"], x.shape[0] - 1), samples["place"]])
 
 
 def cleaning_weights(task: Task, x: Array) -> tuple[np.ndarray, np.ndarray]:
-    """Return the weights of the clean and of the corrupted training samples of all clients, 1-D arrays."""
+    """Return the weights of the clean and of the corrupted training samples of all clients, two 1-D arrays."""
     samples = task.population.inner.values
-    found, corrupted = np.asarray(weights(x, samples)), samples["corrupted"]
-    return found[~corrupted], found[corrupted]
+    each, corrupted = np.asarray(weights(x, samples)), samples["corrupted"]
+    return each[~corrupted], each[corrupted]
 
 
 def auc(higher: Array, lower: Array) -> Array:
-    """Compute P(a > b) + ½ P(a = b), a of `higher` (n,) and b of `lower` (m,): the Mann-Whitney statistic over nm."""
+    """Return P(a > b) + ½ P(a = b) for a from `higher` (n,) and b from `lower` (m,): the area under the ROC curve.
+
+    This is the Mann-Whitney statistic divided by nm.
+    """
     ordered = jnp.sort(lower)
     below, not_above = (jnp.searchsorted(ordered, higher, side=side) for side in ("left", "right"))
     return jnp.mean((below + not_above).astype(float)) / (2 * len(lower))

@@ -1,10 +1,11 @@
-"""Hyper-representation: x is a network up to its last layer, y the linear head that clients train on it.
+"""Hyper-representation: x is a network up to its last layer, and y is the linear head that clients train on it.
 
-With z(x, y) the logits of an image of class c, on each client's training half (g) and validation half (f)
+With z(x, y) the logits of an image of class c, the losses are means over a client's training images (g) and validation
+images (f):
 
-    g = CE(z(x, y), c) + ridge·‖y‖²        f = CE(z(x, y), c)
+    g = mean CE(z(x, y), c) + ridge·‖y‖²        f = mean CE(z(x, y), c)
 
-The federated benchmark of FedNest (Tarzanagh et al., ICML 2022, section 4.1), SimFBO and others.
+FedNest (Tarzanagh et al., ICML 2022, section 4.1), SimFBO and others have this benchmark.
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,31 +40,31 @@ def hyper_representation(
     train_samples: int | None = None,
     seed: int = 0,
 ) -> Task:
-    """Split a labelled image set over clients, and each client's share into training and validation.
+    """Split a set of labelled images over clients, and each client's images into training and validation images.
 
     Args:
-        data: "digits" (embedded), "mnist", "fashion-mnist" or "cifar-10".
-        network: "mlp", whose x is all hidden layers; "cnn", whose x is two convolutions and a dense layer; or a deep
+        data: "digits" (part of scikit-learn), "mnist", "fashion-mnist" or "cifar-10".
+        network: "mlp", where x is all hidden layers; "cnn", where x is two convolutions and a dense layer; or a deep
             convolutional network, "conv4", "resnet12" or "resnet18".
-        hidden: for the MLP the widths of its hidden layers; for the CNN two numbers of channels and the width of its
-            dense layer; for Conv-4 its channels, once or for each block; for a ResNet the channels of its four blocks
-            or stages.
-        clients: M.
+        hidden: for "mlp" the widths of the hidden layers; for "cnn" two numbers of channels and the width of the dense
+            layer; for "conv4" one number of channels, or one for each of four blocks; for a ResNet the channels of its
+            four blocks or stages.
+        clients: the number of clients.
         partition_by: "iid", "shards", "dirichlet", "quantity" or "one_label".
         partition_options: the options of the partition, e.g. {"alpha": 0.3}.
-        validation: the share of each client's samples that goes to the outer loss.
-        holdout: the share of the training images that is set aside and measured in place of the test images, to choose
-            hyperparameters without looking at the test set.
-        ridge: the inner loss has ridge·‖y‖² added.
+        validation: the share of each client's samples that the outer loss gets; the inner loss gets the others.
+        holdout: the share of the training images that is held out. Above 0, metrics are measured on these images in
+            place of the test images, so that hyperparameters can be chosen without the test images.
+        ridge: the factor of ‖y‖² in the inner loss.
         train_samples: the number of training images, drawn once, on which "train_accuracy" is measured; None: it is not
             measured.
-        seed: of the partition, the splits and the starting point.
+        seed: the seed of the partition, the splits and the starting point.
     """
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
     require(ridge >= 0, "ridge", ridge, "at least 0")
     images = load_images(data, network, hidden, holdout=holdout, seed=seed)
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
-    model = images.model  # alone: losses, which a series keeps, hold no images
+    model = images.model  # losses close over the model alone: a series of runs keeps them, without the images
 
     def outer(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
         return networks.cross_entropy(model.logits(x, y, batch["image"]), batch["label"])

@@ -1,4 +1,4 @@
-"""Labelled images and the network that classifies them, dealt out to clients: what the tasks on images share."""
+"""Load labelled images, deal them out to clients and build their network: helpers of all tasks with images."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +25,9 @@ WITH_LINEAR = {"linear": networks.linear, **NETWORKS}
 
 @dataclass(frozen=True, eq=False)
 class LabelledImages:
-    """Hold an image set, with its published pixels, and the network, which takes standardised pixels.
+    """Hold a set of images with its published pixels, and a network that takes standardised pixels.
 
-    `part` is "test", or "validation" where images held out from training stand in place of the test images.
+    `part` is "test", or "validation" if held-out training images take the place of the test images.
     """
 
     data: Dataset
@@ -35,42 +35,46 @@ class LabelledImages:
     part: str
 
     def dealt(self, clients: int, by: str, options: Mapping[str, Any] | None, seed: int) -> list[Indices]:
-        """Deal the training images out to clients: indices for each client."""
+        """Deal the training images out to clients, and return the indices of each client's images."""
         return partition(by, self.data.train_labels, clients, seed=seed, **dict(options or {}))
 
     def rows(self, chosen: Sequence[Indices]) -> Ragged:
-        """Pack these training images, a row for each client, as {"image", "label"}."""
+        """Pack each client's training images as {"image", "label"}, with pixels as the network takes them.
+
+        `chosen` has the indices of each client's images.
+        """
         arrays, start, size = pack(self.data.train_images, self.data.train_labels, chosen)
         return Ragged({**arrays, "image": self.model.prepare(self.standard(arrays["image"]))}, start, size)
 
     def standard(self, images: np.ndarray) -> np.ndarray:
-        """Standardise some of the images: these are the only copies in floating point."""
+        """Return standardised images, float32. Only these are stored as floating-point numbers."""
         return standardise(images, self.data.mean, self.data.std)
 
     def accuracy(self) -> Callable[[PyTree, PyTree], Array]:
-        """Return (body, head) -> the share of the images of `part` that the network gets right."""
+        """Return the function from (body, head) to the accuracy on the images of `part`."""
         return networks.accuracy(self.model, self.standard(self.data.test_images), self.data.test_labels)
 
     def training_accuracy(self, count: int, seed: int) -> Callable[[PyTree, PyTree], Array]:
-        """Return (body, head) -> the share of `count` training images, drawn once, that the network gets right."""
+        """Return the function from (body, head) to the accuracy on `count` training images, which are drawn once."""
         require_count("train_samples", count)
         total = len(self.data.train_labels)
-        require(count <= total, "train_samples", count, f"at most {total}, the training images")
+        require(count <= total, "train_samples", count, f"at most {total}, the number of training images")
         drawn = np.random.default_rng([seed, 3]).choice(total, count, replace=False)
         chosen = self.standard(self.data.train_images[drawn])
         return networks.accuracy(self.model, chosen, self.data.train_labels[drawn])
 
     def own_accuracy(self, body: PyTree, head: PyTree, batch: PyTree) -> Array:
-        """Compute the share of a client's own images, {"image", "label"}, that the network gets right."""
+        """Return the accuracy on a client's own images, {"image", "label"}."""
         logits = self.model.logits(body, head, batch["image"])
         return jnp.mean(jnp.argmax(logits, axis=-1) == batch["label"])
 
     def class_accuracies(self) -> Callable[[PyTree, PyTree], Array]:
-        """Return (body, head) -> the same share in each class, shape (classes,)."""
+        """Return the function from (body, head) to the accuracy in each class, (classes,), on the images of `part`."""
         counts = np.bincount(self.data.test_labels, minlength=self.data.classes)
         if not counts.all():
             raise ConfigurationError(
-                f"class {counts.argmin()} has no {self.part} image to measure it on; a larger holdout is needed"
+                f"class {counts.argmin()} has no {self.part} image, so that its accuracy cannot be measured; use a "
+                "larger holdout"
             )
         right = networks.correctness(self.model, self.standard(self.data.test_images), self.data.test_labels)
         truth = jnp.asarray(self.data.test_labels)
@@ -87,44 +91,44 @@ def load_images(
     seed: int = 0,
     known: Mapping[str, Callable[..., networks.Network]] = NETWORKS,
 ) -> LabelledImages:
-    """Load an image set, hold out a share of its training images, thin the rest to a long tail, and build the network.
+    """Load a set of images, hold out a share of its training images, thin the others, and build the network.
 
     Args:
-        data: "digits" (embedded), "mnist", "fashion-mnist" or "cifar-10".
+        data: "digits" (part of scikit-learn), "mnist", "fashion-mnist" or "cifar-10".
         network, hidden: "mlp" with hidden widths, "cnn" with (channels, channels, dense width), "conv4" with
             (channels,), "resnet12" or "resnet18" with four numbers of channels.
-        ratio: see `long_tailed`.
+        ratio: the number of training images of the last class over that of the first; see `long_tailed`.
         holdout: the share of the training images that takes the place of the test images.
-        seed: of the choice of these images.
-        known: the networks to choose from; `WITH_LINEAR` for a task whose y is the whole network.
+        seed: the seed of the draw of these images.
+        known: the allowed networks; `WITH_LINEAR` for a task whose y is the whole network.
     """
     require(network in known, "network", network, f"one of {sorted(known)}")
     require(0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
     require(0 < ratio <= 1, "ratio", ratio, "above 0 and at most 1")
-    found = load(data)
+    dataset = load(data)
     if holdout:
-        found = held_out(found, holdout, seed)
+        dataset = held_out(dataset, holdout, seed)
     if ratio < 1:
-        found = long_tailed(found, ratio)
-    model = known[network](found.train_images.shape[1:], tuple(hidden), found.classes)
-    return LabelledImages(found, model, "validation" if holdout else "test")
+        dataset = long_tailed(dataset, ratio)
+    model = known[network](dataset.train_images.shape[1:], tuple(hidden), dataset.classes)
+    return LabelledImages(dataset, model, "validation" if holdout else "test")
 
 
 def load_rows(data: str, holdout: float, seed: int) -> Dataset:
-    """Load a table, or a set of images; `holdout` as in `load_images`."""
+    """Load a table or a set of images; a share `holdout` of the training rows takes the place of the test rows."""
     require(0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
     if data not in TABLES and data not in LOADERS:
         raise unknown("data", data, [*TABLES, *LOADERS])
-    found = load_table(data) if data in TABLES else load(data)
-    return held_out(found, holdout, seed) if holdout else found
+    dataset = load_table(data) if data in TABLES else load(data)
+    return held_out(dataset, holdout, seed) if holdout else dataset
 
 
 def long_tailed(data: Dataset, ratio: float) -> Dataset:
-    """Thin the training images exponentially over classes: the first class stays longest, the last has `ratio` of it.
+    """Thin the training images such that their numbers fall exponentially from the first class to the last.
 
-    Of class c the images stay whose rank in the class, counted from 0, is at most n·ratio^(c/(C − 1)), n being the
-    number of training images over C; every class keeps an image at least. For MNIST and ratio 0.01 this leaves
-    14,818 (5,923, 3,597, …, 61), as in the experiments of FedNest.
+    Let n be the number of training images over the number C of classes. Class c keeps its first images, those with
+    ranks from 0 to at most n·ratio^(c/(C − 1)), and at least one image. For MNIST and the ratio 0.01, 14,818 images
+    (5,923, 3,597, …, 61) are left, as in the experiments of FedNest.
     """
     labels, classes = data.train_labels, data.classes
     most = len(labels) / classes * ratio ** (np.arange(classes) / (classes - 1))
@@ -133,7 +137,7 @@ def long_tailed(data: Dataset, ratio: float) -> Dataset:
 
 
 def held_out(data: Dataset, share: float, seed: int) -> Dataset:
-    """Put this share of the training images, drawn at random, in place of the test images."""
+    """Replace the test images by a random share of the training images, which are then not trained on."""
     order = np.random.default_rng([seed, 1]).permutation(len(data.train_labels))
     aside, rest = np.split(order, [max(1, round(share * len(order)))])
     return replace(

@@ -1,13 +1,15 @@
-"""Location: of all places at the least total distance from some balls, the place nearest to an anchor.
+"""Location: among all points with the least mean distance to some balls, find the point nearest to an anchor.
 
-"Federated Incremental Subgradient Method for Convex Bilevel Optimization Problems" (Boontawee et al.
-2025), section III.B. With balls of center c_j and radius r_j and an anchor a in R^n
+The task is from "Federated Incremental Subgradient Method for Convex Bilevel Optimization Problems" (Boontawee et al.
+2025), section III.B. With balls of center c_j and radius r_j, and an anchor a in R^n, minimise H among the minimisers
+of F in X:
 
     F(x) = mean_j max(‖x − c_j‖ − r_j, 0)        H(x) = ½‖x − a‖²        X = [−10, 10]ⁿ
 
-"scattered", the paper's: c_j, a and the start uniform on X, r_j on (0, 1); F mostly has a single minimiser, and leaves
-H no choice. "overlapping": all balls contain a ball around the origin; F is 0 on what they have in common, and the
-solution is the anchor's projection onto that: a mean of anchor and centers, so in X.
+- Layout "scattered", as in the paper: c_j, a and the start are uniform on X, and r_j on (0, 1). F mostly has a single
+  minimiser, so that H does not matter.
+- Layout "overlapping": all balls contain a ball around the origin. F is 0 on the intersection of the balls, and the
+  solution is the projection of the anchor onto this intersection. It is a mean of the anchor and centers, and so in X.
 """
 
 from collections.abc import Callable
@@ -27,7 +29,7 @@ from fedbilevel.tasks.task import Floats, Task, require_memory
 
 HALF_WIDTH = 10.0
 LAYOUTS = ("overlapping", "scattered")
-COMMON = 2.0  # the radius of what overlapping balls have in common at least
+COMMON = 2.0  # the radius of a ball around the origin that all overlapping balls contain
 
 
 def location(
@@ -40,13 +42,16 @@ def location(
 ) -> Task:
     """Draw balls, an anchor and a start, and deal the balls out to clients; all balls have the same weight.
 
-    Args:
-        dim: n.
-        targets: m, the number of balls.
-        layout: "overlapping" or "scattered", see above.
-        clients, seed: see hyper_representation.
+    The metrics are F ("mean_distance") and H ("preference"), and for overlapping balls the distances of x ("error") and
+    of the average iterate ("average_error") from the solution.
 
-    Measured: where balls overlap the distances of x and of the average iterate from the solution; F; H (`preference`).
+    Args:
+        dim: the dimension n of x.
+        targets: the number of balls.
+        clients: the number of clients, at most the number of balls.
+        layout: "overlapping", where all balls have points in common and the solution is known; or "scattered", as in
+            the paper.
+        seed: the seed of the draw.
     """
     require_count("dim", dim)
     require_count("targets", targets)
@@ -63,7 +68,7 @@ def location(
         distance = rng.uniform(0.2, 0.9, targets) * HALF_WIDTH
         centers = away / np.linalg.norm(away, axis=1, keepdims=True) * distance[:, None]
         radii = distance + COMMON * rng.uniform(1.0, 1.5, targets)
-        anchor *= HALF_WIDTH / np.max(np.abs(anchor))  # on the boundary of X: outside what they have in common
+        anchor *= HALF_WIDTH / np.max(np.abs(anchor))  # on the boundary of X, outside the intersection of the balls
     every = {"center": centers, "radius": radii}
     dealt = iid(np.zeros(targets, np.int32), clients, seed=seed)
     parts = [{name: array[part] for name, array in every.items()} for part in dealt]
@@ -93,22 +98,23 @@ def location(
 
 
 def distances(x: Array, batch: Any) -> Array:
-    """Compute the mean distance from x to the balls of a batch; its subgradient on and inside a ball is 0."""
+    """Return the mean distance from x to the balls of a batch; the subgradient on and inside a ball is 0."""
     square = jnp.sum((x - batch["center"]) ** 2, axis=-1)
     outside = square > batch["radius"] ** 2
-    gap = jnp.sqrt(jnp.where(outside, square, 1)) - batch["radius"]  # finite slopes in the branch that is not taken
+    gap = jnp.sqrt(jnp.where(outside, square, 1)) - batch["radius"]  # 1 keeps the derivative finite inside a ball
     return jnp.mean(jnp.where(outside, gap, 0))
 
 
 def nearest_in_all(point: Floats, centers: Floats, radii: Floats) -> Floats:
-    """Find the point nearest to `point` that is in every ball; the balls must have a point in common.
+    """Return the projection of `point` onto the intersection of all balls, which must not be empty.
 
-    The nearest point in a few balls is found first. While it is outside of others, the farthest of them joins the few.
+    The method projects onto the intersection of a few balls. While the result is outside other balls, the farthest of
+    these is added to the few.
     """
     x, cutting = point, list[int]()
     while True:
         beyond = np.linalg.norm(x - centers, axis=1) - radii
-        beyond[cutting] = 0.0  # but for rounding
+        beyond[cutting] = 0.0  # x is inside these balls, up to rounding
         if np.max(beyond) <= 0:
             return x
         cutting.append(int(np.argmax(beyond)))
@@ -116,7 +122,7 @@ def nearest_in_all(point: Floats, centers: Floats, radii: Floats) -> Floats:
 
 
 def _nearest_in_few(point: Floats, centers: Floats, radii: Floats, rounds: int = 100_000) -> Floats:
-    """Project by Dykstra's algorithm over all balls in turn, until its corrections stay, not only x."""
+    """Project by Dykstra's algorithm over all balls in turn, until its corrections no longer change."""
     x, corrections = point, np.zeros_like(centers)
     for _ in range(rounds):
         before = corrections.copy()
@@ -127,4 +133,4 @@ def _nearest_in_few(point: Floats, centers: Floats, radii: Floats, rounds: int =
             corrections[j] = toward - x
         if np.linalg.norm(corrections - before) <= 1e-13 * (1 + np.linalg.norm(point)):
             return x
-    raise ConfigurationError(f"the point nearest to {point} in all balls was not found in {rounds:,} rounds")
+    raise ConfigurationError(f"the projection of {point} onto all balls was not found in {rounds:,} rounds")

@@ -1,18 +1,19 @@
-"""Loss tuning: x shapes the training loss of a long-tailed set, y is the network trained with it.
+"""Loss tuning: x shapes the training loss of a long-tailed set of images, and y is the network trained with this loss.
 
-FedNest (Tarzanagh et al., ICML 2022, section 4.2), after AutoBalance (Li et al., NeurIPS 2021). With z(y) the logits of
-an image of class c, the clients' training and validation samples see
+The task is from FedNest (Tarzanagh et al., ICML 2022, section 4.2), after AutoBalance (Li et al., NeurIPS 2021). With
+z(y) the logits of an image of class c, the losses are means over a client's training images (g) and validation images
+(f):
 
-    g = CE(z(y) ⊙ sigmoid(Δ) + ℓ, c) + ridge·‖y‖²        f = w_c CE(z(y), c)        x = (Δ, ℓ) ∈ R^C × R^C, start 0
+    g = mean CE(z(y) ⊙ sigmoid(Δ) + ℓ, c) + ridge·‖y‖²        f = mean w_c CE(z(y), c)        x = (Δ, ℓ) ∈ R^C × R^C
 
-The first is the vector-scaling loss (Kini et al., NeurIPS 2021): Δ scales logits by factors in (0, 1), ℓ moves them. It
-starts as plain cross-entropy of halved logits, sigmoid(0) being ½, which is the loss "without tuning": to train with
-that alone, give x a vanishing step size. f does not depend on x directly; its weights make it the mean over classes of
-their validation losses.
+The loss in g is the vector-scaling loss (Kini et al., NeurIPS 2021): Δ scales logits by factors in (0, 1), and ℓ shifts
+them. At the start, Δ = ℓ = 0 and sigmoid(0) = ½, so that g is the cross-entropy of halved logits: the loss without
+tuning. To train with this loss alone, give x a very small step size. f does not depend on x directly. Its weights w_c
+make it the mean over classes of their validation losses.
 
-RABO (Li et al., section V-B) has g's loss as f too, with free weights of classes in both: `outer="vs"`,
-`class_weights=True`, `normalised=False`. This f is linear in the weights: at the same y it vanishes with them, and has
-no least value. The printed e^(Δz) + ℓ is read as e^(Δz + ℓ), sigmoid(Δ) for Δ.
+RABO (Li et al., section V-B) uses the loss of g as f too, with free class weights in both: `outer="vs"`,
+`class_weights=True`, `normalised=False`. This f is linear in the weights: at a fixed y it vanishes with them, and it is
+not bounded below. The paper prints e^(Δz) + ℓ; here it is read as e^(Δz + ℓ), with sigmoid(Δ) for Δ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ from fedbilevel.tasks.images import load_images
 from fedbilevel.tasks.task import Task
 
 OuterLoss = Literal["balanced", "vs"]
-ATTEMPTS = 100  # splits drawn before a class counts as too small to be split
+ATTEMPTS = 100  # the number of random splits after which a class counts as too small to be split
 
 
 def loss_tuning(
@@ -57,30 +58,32 @@ def loss_tuning(
     outer: OuterLoss = "balanced",
     seed: int = 0,
 ) -> Task:
-    """Thin a labelled image set to a long tail, split it over clients, and their shares into training and validation.
+    """Thin a set of labelled images to a long tail, split it over clients, and halve each client's images.
 
     Args:
-        ratio: the last class's number of training images over the first's; the numbers between fall exponentially. The
-            paper has 0.01. Test images, and images held out, are not thinned.
-        validation: the share of each client's samples that goes to the outer loss.
-        ridge: the inner loss has ridge·‖y‖² added.
-        class_weights: give x a weight of each class, too: C·softmax(x["weight"]), which start at 1 and have mean 1.
-        normalised: False makes x["weight"] itself the weights; they start at 1.
-        outer: the validation samples' loss: "balanced", or "vs", the inner one without its ridge, which sees x.
-        data, network, hidden, clients, partition_by, partition_options, holdout, seed: see hyper_representation.
+        ratio: the number of training images of the last class over that of the first; the numbers between fall
+            exponentially. The paper has 0.01. Test images and held-out images are not thinned.
+        validation: the share of each client's samples that the outer loss gets; the inner loss gets the others.
+        ridge: the factor of ‖y‖² in the inner loss.
+        class_weights: whether x also has a weight for each class. The weights are C·softmax(x["weight"]): they start at
+            1, and their mean is 1.
+        normalised: False: x["weight"] itself has the weights, which start at 1. It needs `class_weights`.
+        outer: the outer loss: "balanced", the mean over classes; or "vs", the inner loss without its ridge, which
+            depends on x.
+        data, network, hidden, clients, partition_by, partition_options, holdout, seed: as in hyper_representation.
 
     Raises:
-        ConfigurationError: some class is too small to have training and validation samples.
+        ConfigurationError: a class is too small to have training and validation samples.
     """
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
     require(ridge >= 0, "ridge", ridge, "at least 0")
     for name, flag in {"class_weights": class_weights, "normalised": normalised}.items():
         require(isinstance(flag, bool), name, flag, "True or False")
-    require(class_weights or normalised, "normalised", normalised, "True without class_weights")
+    require(class_weights or normalised, "normalised", normalised, "True, since class_weights is False")
     if outer not in get_args(OuterLoss):
         raise unknown("outer", outer, get_args(OuterLoss))
     images = load_images(data, network, hidden, ratio=ratio, holdout=holdout, seed=seed)
-    model = images.model  # alone: losses, which a series keeps, hold no images
+    model = images.model  # losses close over the model alone: a series of runs keeps them, without the images
     parts = images.dealt(clients, partition_by, partition_options, seed)
     train, valid = complete_halves(parts, images.data.train_labels, images.data.classes, validation, seed)
     population = Clients(images.rows(valid), images.rows(train))
@@ -102,14 +105,14 @@ def loss_tuning(
 
     each_class = images.class_accuracies()
     classes = images.data.classes
-    none = jnp.zeros(classes)
+    zero = jnp.zeros(classes)
     return Task(
         name="loss_tuning",
         problem=Bilevel(
             outer=shaped if outer == "vs" else balanced, inner=inner, structure=Structure(y=model.whole_structure)
         ),
         clients=population,
-        x0={"scale": none, "shift": none, **({"weight": none if normalised else none + 1} if class_weights else {})},
+        x0={"scale": zero, "shift": zero, **({"weight": zero if normalised else zero + 1} if class_weights else {})},
         y0=model.init(jax.random.key(seed)),
         metrics={f"balanced_{images.part}_accuracy": Metric(lambda x, y: jnp.mean(each_class(*y)), True)},
         metrics_per_client={"client_accuracy": Metric(lambda x, y, b: images.own_accuracy(y[0], y[1], b), True)},
@@ -119,10 +122,13 @@ def loss_tuning(
 def complete_halves(
     parts: Sequence[Indices], labels: np.ndarray, classes: int, validation: float, seed: int
 ) -> tuple[list[Indices], list[Indices]]:
-    """Split each client's samples at random into (training, validation), so that both unions have every class.
+    """Split each client's samples at random into (training, validation), such that both have samples of every class.
 
-    A split that lacks a class is drawn again: the law of the split is conditioned on that. ConfigurationError where
-    ATTEMPTS splits lack a class.
+    The condition is on all clients together. A split without some class is drawn again, so that the distribution is
+    conditional on this.
+
+    Raises:
+        ConfigurationError: each of ATTEMPTS splits lacked a class.
     """
     rng = np.random.default_rng([seed, 2])
     for _ in range(ATTEMPTS):
@@ -131,15 +137,16 @@ def complete_halves(
             return halves
     counts = np.bincount(labels, minlength=classes)
     raise ConfigurationError(
-        f"{ATTEMPTS} splits left some class without training or without validation samples; the smallest, "
-        f"class {counts.argmin()}, has {counts.min()}: a larger ratio or validation share is needed"
+        f"each of {ATTEMPTS} random splits left a class without training or without validation samples; the smallest "
+        f"class, {counts.argmin()}, has {counts.min()} samples: use a larger ratio or validation share"
     )
 
 
 def balancing_weights(clients: Clients, classes: int) -> np.ndarray:
-    """Compute w_c = 1/(C π_c), π_c being the weight of class c in the population's outer samples; shape (classes,).
+    """Return the weights w_c = 1/(C π_c), (classes,), where π_c is the share of class c in the outer samples.
 
-    Σ_i p_i mean over client i's samples of w_c·loss is then the mean over classes of their mean losses, and E w = 1.
+    Clients count by their weights p_i. The weighted mean of w_c·loss over all samples is then the mean over classes of
+    their mean losses, and the weighted mean of w_c is 1.
     """
     share = np.zeros(classes)
     for i, p in enumerate(clients.weights):

@@ -1,11 +1,11 @@
-"""Networks cut in two: x, everything up to the last layer, and y, the linear head.
+"""Build networks in two parts: x has all layers but the last, and y is the last layer, a linear head.
 
-Small networks first; then the convolutional networks of few-shot and image papers: Conv-4, ResNet-12, ResNet-18. In
-these every convolution is followed by a normalisation without running state: layer norm over height, width and all
-channels of one image (Ba et al. 2016), with a gain and a bias per channel. Batch norm would make clients depend on each
-other's samples, and its running averages are no parameters that a federation could optimise. Statistics over all
-channels do not change when channels change places, as they would with groups of channels: units are interchangeable,
-which a submodel needs.
+Small networks come first, then the convolutional networks of papers on few-shot learning and images: Conv-4, ResNet-12
+and ResNet-18. In these, a normalisation follows every convolution: layer norm over height, width and all channels of
+one image (Ba et al. 2016), with a gain and a bias per channel. Layer norm is used for two reasons. Batch norm would
+make the output for a sample depend on the other samples, and its running averages are not parameters that a federation
+could optimise. Group norm would depend on the order of channels; layer norm does not, so that units are
+interchangeable, as submodels require.
 """
 
 from __future__ import annotations
@@ -25,18 +25,28 @@ from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
 from fedbilevel.machinery.threefry import written_out
 
-EVALUATION_BATCH = 500  # images per pass when measuring accuracy: bounds the memory of activations
-IN_CACHE = 20  # the same on a CPU, where images are convolved: its cache holds their patches, which is twice as fast
+EVALUATION_BATCH = 500  # the number of images that are evaluated together, which bounds the memory of activations
+IN_CACHE = 20  # the same for convolutions on a CPU: the patches of 20 images fit its cache, which is twice as fast
 
 
 class Network(NamedTuple):
-    """Hold a classifier: `features` and a linear head on them, y = {"weight": (width, classes), "bias": (classes,)}."""
+    """Hold a classifier with parameters x and y: `features` by x, and a linear head on the features by y.
 
-    init: Callable[[Array], tuple[PyTree, PyTree]]  # key -> (x, y)
-    logits: Callable[[PyTree, PyTree, Array], Array]  # (x, y, images) -> (n, classes)
-    prepare: Callable[[np.ndarray], np.ndarray]  # images as the data set has them -> as `logits` takes them
-    features: Callable[[PyTree, Array], Array] = lambda x, images: images  # (x, images) -> (n, width), under the head
-    structure: Structure = Structure()  # of x and y as `init` makes them
+    y = {"weight": (width, classes), "bias": (classes,)}.
+
+    Args:
+        init: a function from a key to the starting values (x, y).
+        logits: a function from (x, y, images) to logits (n, classes).
+        prepare: a function from images of a data set to images as `logits` takes them.
+        features: a function from (x, images) to features (n, width), the inputs of the head.
+        structure: the structure of x and y.
+    """
+
+    init: Callable[[Array], tuple[PyTree, PyTree]]
+    logits: Callable[[PyTree, PyTree, Array], Array]
+    prepare: Callable[[np.ndarray], np.ndarray]
+    features: Callable[[PyTree, Array], Array] = lambda x, images: images
+    structure: Structure = Structure()
 
     @property
     def whole_structure(self) -> PyTree:
@@ -50,7 +60,7 @@ def with_head(
     prepare: Callable[[np.ndarray], np.ndarray],
     structure: Structure,
 ) -> Network:
-    """Build the network whose logits are features @ weight + bias."""
+    """Build a network from its features: the logits are features @ weight + bias."""
 
     def logits(x: PyTree, y: PyTree, images: Array) -> Array:
         return features(x, images) @ y["weight"] + y["bias"]
@@ -59,7 +69,10 @@ def with_head(
 
 
 def mlp(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
-    """Build a fully connected network with ReLU: image pixels → hidden widths → classes."""
+    """Build a fully connected network with ReLU, from the pixels of an image through hidden layers to the classes.
+
+    `hidden` has the widths of the hidden layers.
+    """
     check_widths(hidden, len(hidden) >= 1, "one or more positive widths")
     widths = [int(np.prod(image_shape)), *hidden]
 
@@ -79,8 +92,11 @@ def mlp(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Netw
 
 
 def linear(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
-    """Build a softmax regression: x is empty, y the layer image pixels → classes, started at 0. `hidden` is empty."""
-    require(len(hidden) == 0, "hidden", hidden, "empty for a linear network, which has no hidden layers")
+    """Build a softmax regression: x is empty, and y is a layer from pixels to classes that starts at 0.
+
+    `hidden` must be empty.
+    """
+    require(len(hidden) == 0, "hidden", hidden, "empty, since a linear network has no hidden layers")
     inputs = int(np.prod(image_shape))
 
     def init(key: Array) -> tuple[PyTree, PyTree]:
@@ -124,27 +140,34 @@ def cnn(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Netw
 
 
 def check_widths(hidden: Sequence[int], as_many: bool, allowed: str) -> None:
-    """Refuse widths that are not as many as a network needs, or not positive whole numbers."""
+    """Refuse `hidden` if its length is wrong (`as_many` is False), or an entry is not a positive whole number."""
     require(as_many and all(map(is_count, hidden)), "hidden", hidden, allowed)
 
 
 def head(group: str) -> PyTree:
-    """Return the structure of a linear head on features that are units of this group."""
+    """Return the structure of a linear head on features that are the units of a group."""
     return {"weight": f"{group} _", "bias": "_"}
 
 
 def flattened(images: np.ndarray) -> np.ndarray:
-    """Flatten images: (n, …) -> (n, pixels)."""
+    """Flatten images (n, …) to (n, pixels)."""
     return images.reshape(len(images), -1)
 
 
 def convolve(maps: Array, weight: Array, stride: int = 1) -> Array:
-    """Convolve zero-padded maps with an odd kernel: (n, height, width, inputs) → (n, ⌈height/stride⌉, …, outputs).
+    """Convolve zero-padded maps with a kernel of odd size.
 
-    weight: (k, k, inputs, outputs). Outputs are centred on the rows and columns 0, stride, 2·stride, ….
+    Outputs are centred on the rows and columns 0, stride, 2·stride, ….
 
-    As one matrix product over patches: inside a loop, XLA's own convolution was 15 times slower on a CPU, and with a
-    weight for each vectorised client it is a grouped convolution, slow everywhere.
+    The convolution is one matrix product over patches. Inside a loop, XLA's own convolution was 15 times slower on a
+    CPU. Vectorised over clients, each with its own weight, it is a grouped convolution, which is slow on all devices.
+
+    Args:
+        maps: (n, height, width, inputs).
+        weight: (k, k, inputs, outputs), with k odd.
+
+    Returns:
+        (n, ⌈height/stride⌉, ⌈width/stride⌉, outputs).
     """
     _, height, width, inputs = maps.shape
     size = weight.shape[0]
@@ -157,7 +180,7 @@ def convolve(maps: Array, weight: Array, stride: int = 1) -> Array:
 
 
 def max_pool(maps: Array) -> Array:
-    """Take maxima of 2×2 squares, stride 2; odd edges are padded. (n, height, width, channels) in and out."""
+    """Pool maps (n, height, width, channels) by maxima of 2×2 squares with stride 2; odd sides are padded."""
     n, height, width, channels = maps.shape
     padded = jnp.pad(maps, ((0, 0), (0, height % 2), (0, width % 2), (0, 0)), constant_values=-jnp.inf)
     squares = padded.reshape(n, padded.shape[1] // 2, 2, padded.shape[2] // 2, 2, channels)
@@ -166,34 +189,40 @@ def max_pool(maps: Array) -> Array:
 
 
 def dense(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
-    """Draw a dense layer, weights normal with variance 2/inputs (He et al. 2015), bias 0."""
+    """Draw a dense layer with normal weights of variance 2/inputs (He et al. 2015) and bias 0."""
     return {"weight": drawn(key, (inputs, outputs)), "bias": jnp.zeros(outputs)}
 
 
 def convolution(key: Array, inputs: int, outputs: int) -> dict[str, Array]:
-    """Draw a 3×3 convolution, weights normal with variance 2/(9·inputs), bias 0."""
+    """Draw a 3×3 convolution with normal weights of variance 2/(9·inputs) and bias 0."""
     return {"weight": drawn(key, (3, 3, inputs, outputs)), "bias": jnp.zeros(outputs)}
 
 
 def drawn(key: Array, shape: tuple[int, ...]) -> Array:
-    """Draw weights (..., outputs), normal with variance 2/n, n being the product of all axes but the last."""
+    """Draw normal weights (..., outputs) of variance 2/n, where n is the product of all axes but the last."""
     return jax.random.normal(written_out(key), shape) * (2 / math.prod(shape[:-1])) ** 0.5
 
 
 def cross_entropy(logits: Array, labels: Array, weights: Array | float = 1.0) -> Array:
-    """Compute the mean of −weight·log softmax at the labels; weights: a number, or a number for each sample."""
+    """Return the mean over samples of −weight·log softmax(logits) at the label, a scalar.
+
+    Args:
+        logits: (n, classes).
+        labels: (n,) integers.
+        weights: a number, or (n,).
+    """
     chosen = jax.nn.one_hot(labels, logits.shape[-1], dtype=logits.dtype)
     return -jnp.mean(weights * jnp.sum(chosen * jax.nn.log_softmax(logits), axis=-1))
 
 
 def accuracy(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable[[PyTree, PyTree], Array]:
-    """Return (x, y) -> the share of these images whose largest logit is at their label."""
+    """Return the function from (x, y) to the share of these images whose largest logit is at their label."""
     right = correctness(network, images, labels)
     return lambda x, y: jnp.mean(right(x, y))
 
 
 def correctness(network: Network, images: np.ndarray, labels: np.ndarray) -> Callable[[PyTree, PyTree], Array]:
-    """Return (x, y) -> (n,): 1 where an image's largest logit is at its label, else 0."""
+    """Return the function from (x, y) to (n,): 1 for an image whose largest logit is at its label, else 0."""
     prepared = jnp.asarray(network.prepare(images))
     truth = jnp.asarray(labels)
 
@@ -208,26 +237,26 @@ def correctness(network: Network, images: np.ndarray, labels: np.ndarray) -> Cal
 
 
 def in_passes(function: Callable[[PyTree], PyTree], images: PyTree) -> PyTree:
-    """Map a function over images, leaves (n, …), some at a time: if convolved, as few as a CPU's cache holds."""
+    """Map a function over images with leaves (n, …), a batch at a time; on a CPU, convolved images in small batches."""
     convolved = max(np.ndim(leaf) for leaf in jax.tree.leaves(images)) > 2
     few = convolved and jax.default_backend() == "cpu"
     return lax.map(function, images, batch_size=IN_CACHE if few else EVALUATION_BATCH)
 
 
-EPSILON = 1e-5  # added to the variance of a normalisation
+EPSILON = 1e-5  # a normalisation adds this to the variance
 
 
 def conv4(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
     """Build Conv-4: four blocks of 3×3 convolution, normalisation, ReLU and 2×2 max-pooling (Vinyals et al. 2016).
 
-    `hidden` is the number of channels, once or for each block, e.g. (64,). The features are the last maps, flattened,
-    of 28×28 images (channels,).
+    `hidden` has one number of channels for all blocks, e.g. (64,), or one for each block. The features are the last
+    maps, flattened; for images of 28×28 pixels, these are (channels,).
     """
     check_widths(hidden, len(hidden) in (1, 4), "one positive width or four, e.g. 64")
     height, width, channels = (*image_shape, 1)[:3]
     widths = [channels, *(hidden if len(hidden) == 4 else 4 * tuple(hidden))]
     for _ in range(4):
-        height, width = max(1, height // 2), max(1, width // 2)  # as `pool` leaves them
+        height, width = max(1, height // 2), max(1, width // 2)  # the sides after `pool`
     positions = height * width
 
     def init(key: Array) -> tuple[PyTree, PyTree]:
@@ -238,7 +267,7 @@ def conv4(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Ne
     def features(x: PyTree, images: Array) -> Array:
         maps = images.reshape(len(images), *image_shape[:2], channels)
         for layer in x:
-            maps = jax.nn.relu(pool(apply(layer, maps)))  # the same as ReLU first, on a quarter of the entries
+            maps = jax.nn.relu(pool(apply(layer, maps)))  # equal to pool(relu(…)), with a quarter of the entries
         return maps.reshape(len(maps), -1)
 
     groups = ["_", "block1", "block2", "block3", "block4"]
@@ -249,8 +278,8 @@ def conv4(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Ne
 def resnet12(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
     """Build ResNet-12: four residual blocks of three 3×3 convolutions and 2×2 max-pooling; then the mean of each map.
 
-    As few-shot papers have it (Lee et al. 2019: 64, 160, 320, 640 channels), but with ReLU and without dropped blocks.
-    `hidden` is the channels of each block.
+    This is the network of few-shot papers (Lee et al. 2019, with 64, 160, 320 and 640 channels), except that it has
+    ReLU and does not drop blocks at random. `hidden` has the number of channels of each block.
     """
     channels, widths = four_widths("resnet12", image_shape, hidden)
 
@@ -273,12 +302,13 @@ def resnet12(image_shape: Sequence[int], hidden: Sequence[int], classes: int) ->
 def resnet18(image_shape: Sequence[int], hidden: Sequence[int], classes: int) -> Network:
     """Build ResNet-18: a 3×3 convolution, four stages of two residual blocks, the mean of each map (He et al. 2016).
 
-    Each block has two 3×3 convolutions. In the form for CIFAR: the first convolution has stride 1 and no pooling, and
-    the stages 2 to 4 halve the sides. `hidden` is the channels of each stage, in the paper 64, 128, 256, 512.
+    Each block has two 3×3 convolutions. This is the form for CIFAR: the first convolution has stride 1, no pooling
+    follows, and stages 2 to 4 halve the sides. `hidden` has the number of channels of each stage, in the paper 64, 128,
+    256 and 512.
     """
     channels, widths = four_widths("resnet18", image_shape, hidden)
     plan = [(stage, place) for stage in range(4) for place in range(2)]
-    changes = [stage > 0 and place == 0 for stage, place in plan]  # of channels and sides: the shortcut needs weights
+    changes = [stage > 0 and place == 0 for stage, place in plan]  # True: shapes change, and the shortcut has weights
 
     def init(key: Array) -> tuple[PyTree, PyTree]:
         first, *keys, last = jax.random.split(key, 10)
@@ -303,23 +333,23 @@ def resnet18(image_shape: Sequence[int], hidden: Sequence[int], classes: int) ->
 
 
 def four_widths(network: str, image_shape: Sequence[int], hidden: Sequence[int]) -> tuple[int, tuple[int, ...]]:
-    """Return the channels of an image, and `hidden` as four widths."""
+    """Return the number of channels of an image, and the four widths in `hidden`."""
     check_widths(hidden, len(hidden) == 4, f"four positive widths for {network}, e.g. 16, 32, 64, 128")
     return (*image_shape, 1)[2], tuple(hidden)
 
 
 def block(key: Array, depth: int, inputs: int, outputs: int, shortcut: bool) -> dict[str, PyTree]:
-    """Draw a block: `depth` 3×3 convolutions, and with a shortcut the 1×1 convolution on what is added to them."""
+    """Draw a residual block of `depth` 3×3 convolutions; with `shortcut`, its shortcut is a 1×1 convolution."""
     *keys, last = jax.random.split(key, depth + 1)
     layers = [normed(k, 3, inputs if i == 0 else outputs, outputs) for i, k in enumerate(keys)]
     return {"layers": layers, **({"shortcut": normed(last, 1, inputs, outputs)} if shortcut else {})}
 
 
 def block_axes(name: str, depth: int, inputs: str, outputs: str, shortcut: bool) -> dict[str, PyTree]:
-    """Return the structure of `block`.
+    """Return the structure of a residual block, from the names of its groups of units.
 
-    Units that are added to each other, the shortcut's and the last layer's, are the same. Without a shortcut of its own
-    a block adds its inputs, and `inputs` and `outputs` are the same group.
+    The outputs of the last layer and of the shortcut are added, so that they are units of the same group. Without a
+    convolution in the shortcut, the inputs are added, and `inputs` and `outputs` must be the same group.
     """
     groups = [inputs, *(f"{name}_inner{i + 1}" for i in range(depth - 1)), outputs]
     layers = [normed_axes(into, out) for into, out in itertools.pairwise(groups)]
@@ -327,7 +357,10 @@ def block_axes(name: str, depth: int, inputs: str, outputs: str, shortcut: bool)
 
 
 def residual(parts: dict[str, PyTree], maps: Array, stride: int = 1) -> Array:
-    """Compute ReLU of the block's last layer plus its shortcut; the first layer and the shortcut have the stride."""
+    """Apply a residual block: ReLU of the last layer plus the shortcut. The first layer and the shortcut have `stride`.
+
+    Maps are (n, height, width, channels).
+    """
     added = apply(parts["shortcut"], maps, stride) if "shortcut" in parts else maps
     first, *middle, last = parts["layers"]
     maps = jax.nn.relu(apply(first, maps, stride))
@@ -337,23 +370,26 @@ def residual(parts: dict[str, PyTree], maps: Array, stride: int = 1) -> Array:
 
 
 def maps_of(image_shape: Sequence[int]) -> Callable[[np.ndarray], np.ndarray]:
-    """Images as (n, height, width, channels), whether or not they have an axis of channels."""
+    """Return a function that shapes images to (n, height, width, channels), with one channel if they have no such axis.
+
+    `image_shape` is (height, width) or (height, width, channels).
+    """
     return lambda images: images.reshape(len(images), *(*image_shape, 1)[:3])
 
 
 def normed(key: Array, size: int, inputs: int, outputs: int) -> dict[str, Array]:
-    """Draw a convolution with its normalisation: weights normal of variance 2/(size²·inputs), gain 1, bias 0."""
+    """Draw a convolution with normalisation: normal weights of variance 2/(size²·inputs), gain 1 and bias 0."""
     weight = drawn(key, (size, size, inputs, outputs))
     return {"weight": weight, "gain": jnp.ones(outputs), "bias": jnp.zeros(outputs)}
 
 
 def normed_axes(inputs: str, outputs: str) -> dict[str, str]:
-    """Return the structure of `normed`, by the groups of its inputs and outputs."""
+    """Return the structure of a convolution with normalisation, from the groups of its inputs and outputs."""
     return {"weight": f"_ _ {inputs} {outputs}", "gain": outputs, "bias": outputs}
 
 
 def apply(layer: dict[str, Array], maps: Array, stride: int = 1) -> Array:
-    """Convolve, then return (maps − mean)/√(variance + ε)·gain + bias, with the mean and variance of each image."""
+    """Convolve maps, and normalise: (maps − mean)/√(variance + ε)·gain + bias, by each image's mean and variance."""
     maps = convolve(maps, layer["weight"], stride)
     centred = maps - jnp.mean(maps, axis=(1, 2, 3), keepdims=True)
     variance = jnp.mean(jnp.square(centred), axis=(1, 2, 3), keepdims=True)
@@ -361,7 +397,10 @@ def apply(layer: dict[str, Array], maps: Array, stride: int = 1) -> Array:
 
 
 def pool(maps: Array) -> Array:
-    """Pool 2×2 maxima, stride 2; an odd last row or column is dropped, as in the papers, unless there is no other."""
+    """Pool maps (n, height, width, channels) by maxima of 2×2 squares with stride 2.
+
+    An odd last row or column is dropped, as in the papers, unless it is the only one.
+    """
     _, height, width, _ = maps.shape
     return max_pool(maps[:, : max(1, height - height % 2), : max(1, width - width % 2)])
 

@@ -1,18 +1,22 @@
-"""A federated quadratic bilevel problem with a closed form: the instrument on which methods are tested.
+"""A federated quadratic bilevel problem with a closed form, on which methods are tested.
 
     g_i(x, y) = ½ yᵀA_i y − yᵀ(B_i x + c_i)            f_i(x, y) = ½ (y − t_i)ᵀD_i(y − t_i) + xᵀE_i y + ½ ρ‖x‖²
 
-with symmetric positive definite A_i, D_i, dense B_i and E_i of no symmetry, all different between clients; the
-samples of a client scatter c_i and t_i about their means. With bars for means weighted by any w:
+A_i and D_i are symmetric and positive definite; B_i and E_i are dense. All coefficients differ between clients, and the
+samples of a client scatter about its c_i and t_i. Let bars denote means with any weights of clients. Then
 
-    y*(x) = Ā⁻¹(B̄x + c̄),   v*(x) = Ā⁻¹∇y F,   Φ quadratic, hence x* the solution of a linear system.
+    y*(x) = Ā⁻¹(B̄x + c̄)    and    v*(x) = Ā⁻¹∇y F.
 
-With units, for clients of limited capacity, x and y are a core (x_0, y_0), which everyone holds, and units (x_u, y_u),
-u = 1..U, each with these losses for itself, c_i and t_i being s times as large for units, and tied to the core by κ:
+Φ is quadratic, so that x* solves a linear system.
+
+For clients of limited capacity, x and y can have a core (x_0, y_0), which all clients hold, and units (x_u, y_u) for
+u = 1..U. Each has the losses above, where c_i and t_i are s times as large for units, and a tie κ couples each unit to
+the core:
 
     g_i = Σ_u g_i(x_u, y_u) + κ y_0ᵀ Σ_{u≥1} y_u          f_i = Σ_u f_i(x_u, y_u) + κ x_0ᵀ Σ_{u≥1} x_u
 
-so that a client that lacks units is wrong about the core by what κ times these are. Without ties it is right.
+The gradients in the core of a client that lacks units therefore miss κ times these units. Without a tie (κ = 0) they
+are exact.
 """
 
 from collections.abc import Callable
@@ -31,13 +35,13 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.tasks.task import Floats, Task, client_means, require_memory, scattered
 
 RIDGE = 1.0  # ρ
-NORMS = {"B": 1.0, "E": 0.5}  # spectral; ‖E‖² < ρ·λ_min(D) makes Φ strongly convex: ∇²Φ ⪰ ρ − ‖E‖²/λ_min(D) = ¾
-UNITS = {"core": "_", "units": "unit _"}  # the structure of x and of y, where they have units
+NORMS = {"B": 1.0, "E": 0.5}  # spectral norms; Φ is strongly convex, as ∇²Φ ⪰ ρ − ‖E‖²/λ_min(D) = ¾ > 0
+UNITS = {"core": "_", "units": "unit _"}  # the structure of x and of y if they have units
 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Hold the exact solution for given client weights."""
+    """Hold the exact x*, y* and v* for some weights of clients, each flattened."""
 
     x: np.ndarray
     y: np.ndarray
@@ -45,26 +49,26 @@ class ClosedForm:
 
 
 def outer(x: Array, y: Array, batch: dict[str, Array]) -> Array:
-    """Compute f_i, a mean over the samples of the batch."""
+    """Return f_i(x, y), a mean over the samples of the batch."""
     gap = y - batch["t"]
     value = 0.5 * jnp.einsum("ni,nij,nj->n", gap, batch["D"], gap) + jnp.einsum("i,nij,j->n", x, batch["E"], y)
     return jnp.mean(value) + 0.5 * RIDGE * jnp.vdot(x, x)
 
 
 def inner(x: Array, y: Array, batch: dict[str, Array]) -> Array:
-    """Compute g_i, a mean over the samples of the batch."""
+    """Return g_i(x, y), a mean over the samples of the batch."""
     linear = jnp.einsum("nij,j->ni", batch["B"], x) + batch["c"]
     return jnp.mean(0.5 * jnp.einsum("i,nij,j->n", y, batch["A"], y) - linear @ y)
 
 
 @dataclass(frozen=True)
 class TiedUnits:
-    """Describe a core and the units tied to it.
+    """Describe a core and the units that are tied to it.
 
     Args:
-        count: U.
-        scale: s, the size of a unit's c and t.
-        tie: κ.
+        count: the number of units, U.
+        scale: s, the factor of c and t for units.
+        tie: κ, the strength of the tie.
     """
 
     count: int
@@ -73,21 +77,26 @@ class TiedUnits:
 
     @property
     def scales(self) -> np.ndarray:
-        """Return the sizes of c and t for the core and for each unit, (1 + U,)."""
+        """Return the factors of c and t for the core and for each unit, (1 + U,)."""
         return np.array([1.0, *[self.scale] * self.count])
 
     def tied(self, size: int) -> np.ndarray:
-        """Return the Hessian of κ z_0ᵀ Σ z_u, each z of this size."""
+        """Return the Hessian of κ z_0ᵀ Σ z_u, where each z has `size` entries."""
         star = np.zeros((1 + self.count, 1 + self.count))
         star[0, 1:] = star[1:, 0] = self.tie
         return np.kron(star, np.eye(size))
 
     def each(self, matrix: np.ndarray) -> np.ndarray:
-        """Return the block diagonal matrix that repeats this matrix for the core and for each unit."""
+        """Return the block diagonal matrix with `matrix` as the block of the core and of each unit."""
         return np.kron(np.eye(1 + self.count), matrix)
 
     def loss(self, plain: Callable[..., Array], vector: str, variable: int) -> Callable[..., Array]:
-        """Return the loss of core and units, from the plain loss: units' `vector` is scaled, x (0) or y (1) is tied."""
+        """Return the loss of the core and all units, from the loss `plain` of one of them.
+
+        Args:
+            vector: the coefficient, "c" or "t", that is scaled for units.
+            variable: the variable that is tied: 0 for x, 1 for y.
+        """
 
         def total(x: PyTree, y: PyTree, batch: dict[str, Array]) -> Array:
             small = {**batch, vector: self.scale * batch[vector]}
@@ -114,20 +123,21 @@ def quadratic(
     tie: float = 0.0,
     seed: int = 0,
 ) -> Task:
-    """Draw a problem.
+    """Draw a quadratic problem with a known x*.
 
     Args:
-        clients: M.
-        dim_x, dim_y: dimensions.
-        condition: κ of every A_i: eigenvalues from 1/κ to 1, their axes different at each client.
-        heterogeneity: how far clients' problems differ (0: all have the same).
-        noise: standard deviation of a sample's c and t about those of its client.
-        samples: fewest and most samples per client and loss.
-        weighted: unequal client weights; else 1/M each.
-        units: U, beside the core, what clients of limited capacity may lack; 0: x and y are plain vectors.
-        unit_scale: s, how large a unit's c and t are beside the core's.
-        tie: κ, of units to the core.
-        seed: of the draw.
+        clients: the number of clients, M.
+        dim_x, dim_y: the dimensions of x and y; with units, those of the core and of each unit.
+        condition: the condition number of every A_i, whose eigenvalues lie between 1/condition and 1. Eigenvectors
+            differ between clients.
+        heterogeneity: the size of the differences between clients' coefficients; 0: all clients have the same ones.
+        noise: the standard deviation of c and t of a sample about those of its client.
+        samples: the least and the largest number of samples per client and loss.
+        weighted: whether the weights of clients differ; False: each weight is 1/M.
+        units: the number U of units, which clients of limited capacity may leave out; 0: x and y are plain vectors.
+        unit_scale: s, the factor of c and t for units.
+        tie: κ, the strength of the tie between each unit and the core.
+        seed: the seed of the draw.
     """
     require(clients >= 1, "clients", clients, "positive")
     require_count("dim_x", dim_x)
@@ -140,7 +150,7 @@ def quadratic(
     require(unit_scale > 0, "unit_scale", unit_scale, "positive")
     most = min(1 / condition, 0.5) / max(units, 1) ** 0.5
     require(0 <= tie < most, "tie", tie, f"from 0 to below {most:.4g}, so that the losses stay convex")
-    require(units > 0 or tie == 0, "units", units, "1 or more, with a tie")
+    require(units > 0 or tie == 0, "units", units, "1 or more, since tie is not 0")
     require_memory(sum(samples) * dim_y * (dim_x + dim_y), clients=clients)
     rng = np.random.default_rng(seed)
 
@@ -155,18 +165,18 @@ def quadratic(
     for _ in range(clients):
         turn = np.linalg.qr(axes + heterogeneity * 0.5 * rng.normal(size=axes.shape))[0]
         spectrum = np.geomspace(1 / condition, 1, dim_y)
-        own = {name: scatter(name) for name in common}
-        own["A"] = turn * spectrum @ turn.T
-        own["D"] = np.diag(1 + heterogeneity * rng.uniform(size=dim_y))
-        members.append(own)
+        coefficients = {name: scatter(name) for name in common}
+        coefficients["A"] = turn * spectrum @ turn.T
+        coefficients["D"] = np.diag(1 + heterogeneity * rng.uniform(size=dim_y))
+        members.append(coefficients)
 
-    def draw(own: dict[str, Floats], *names: str, vector: str) -> dict[str, Floats]:
+    def draw(coefficients: dict[str, Floats], *names: str, vector: str) -> dict[str, Floats]:
         count = int(rng.integers(samples[0], samples[1] + 1))
-        return scattered(rng, {name: own[name] for name in (*names, vector)}, vector, count, noise)
+        return scattered(rng, {name: coefficients[name] for name in (*names, vector)}, vector, count, noise)
 
     population = Clients(
-        outer=[draw(own, "D", "E", vector="t") for own in members],
-        inner=[draw(own, "A", "B", vector="c") for own in members],
+        outer=[draw(coefficients, "D", "E", vector="t") for coefficients in members],
+        inner=[draw(coefficients, "A", "B", vector="c") for coefficients in members],
         weights=rng.uniform(0.5, 2.0, size=clients) if weighted else None,
     )
     parts = TiedUnits(units, unit_scale, tie)
@@ -190,14 +200,14 @@ def _start(size: int, units: int) -> PyTree:
 
 
 def _flat(x: PyTree) -> Array:
-    """Flatten x as in the closed form: the core, then the units in order."""
+    """Flatten x in the order of the closed form: the core, then the units."""
     return jnp.concatenate([x["core"], x["units"].ravel()]) if isinstance(x, dict) else x
 
 
 def solution(
     clients: Clients, weights: np.ndarray | None = None, units: TiedUnits = TiedUnits(0, 1.0, 0.0)
 ) -> ClosedForm:
-    """Compute the closed form for the clients' own weights or others (summing to 1); the core first, then units."""
+    """Return the closed form for the clients' weights, or for `weights`, which sum to 1; first the core, then units."""
     w = clients.weights if weights is None else weights
     own = client_means(clients)  # D is the same in all samples of a client
     mean = {name: np.tensordot(w, part, 1) for name, part in own.items()}

@@ -1,14 +1,15 @@
-"""Regularization coefficients: a ridge of its own for each feature, found on validation samples.
+"""Regularization coefficients: x has a ridge penalty for each feature, which validation samples determine.
 
-"Asynchronous Distributed Bilevel Optimization" (Jiao et al., ICLR 2023), after Chen et al., "Decentralized Stochastic
-Bilevel Optimization with Improved Per-Iteration Complexity" (2022): logistic regression on Covertype and ijcnn1. With
-z(y) the logits Wᵀa of a row a, whose last entry is 1, and j counting its features,
+The task is from "Asynchronous Distributed Bilevel Optimization" (Jiao et al., ICLR 2023), after Chen et al.,
+"Decentralized Stochastic Bilevel Optimization with Improved Per-Iteration Complexity" (2022): logistic regression on
+Covertype and ijcnn1. Let y be a matrix W with a row W_j for each feature, and z(y) = Wᵀa the logits of a sample a of
+class c, whose last entry is 1:
 
-    g_i = mean CE(z(y), c) + Σ_j exp(x_j) ‖W_j‖²        f_i = mean CE(z(y), c)        x_j = log(ridge) at the start
+    g_i = mean CE(z(y), c) + Σ_j exp(x_j) ‖W_j‖²        f_i = mean CE(z(y), c)
 
-so that coefficients are positive whatever x is, and g_i strongly convex. f does not depend on x directly:
-∂g_i/∂x_j = exp(x_j) ‖W_j‖². Two classes have a single logit, whose sigmoid is the probability of class 1; more classes
-have a logit each.
+The coefficients exp(x_j) are positive for any x, and g_i is strongly convex in y. f does not depend on x directly, and
+∂g_i/∂x_j = exp(x_j) ‖W_j‖². With two classes there is a single logit, whose sigmoid is the probability of class 1; with
+more classes, each has a logit. x_j starts at log(ridge).
 """
 
 from collections.abc import Mapping
@@ -40,21 +41,22 @@ def regularization(
     ridge: float = 0.01,
     seed: int = 0,
 ) -> Task:
-    """Split a table, or a set of images as a table of pixels, over clients, their shares into training and validation.
+    """Split a table, or images as rows of pixels, over clients, and each client's rows into training and validation.
+
+    The metrics are the accuracy and the mean loss on test rows.
 
     Args:
-        data: "digits" (embedded), "covtype", "a9a", "ijcnn1", or an image set. Features are standardised.
-        validation: the share of each client's samples that goes to the outer loss.
-        ridge: every coefficient at the start.
-        clients, partition_by, partition_options, holdout, seed: see hyper_representation.
-
-    Measured: accuracy, and the mean loss, on test rows.
+        data: "digits" (part of scikit-learn), "covtype", "a9a", "ijcnn1", or another set of images. Features are
+            standardised.
+        validation: the share of each client's samples that the outer loss gets; the inner loss gets the others.
+        ridge: the value of every coefficient exp(x_j) at the start.
+        clients, partition_by, partition_options, holdout, seed: as in hyper_representation.
     """
     require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
     require(0 < ridge < np.inf, "ridge", ridge, "positive and finite")
-    found, part = load_rows(data, holdout, seed).standardised(), "validation" if holdout else "test"
-    rows = {"row": with_one(found.train_images), "label": found.train_labels}
-    parts = partition(partition_by, found.train_labels, clients, seed=seed, **dict(partition_options or {}))
+    dataset, part = load_rows(data, holdout, seed).standardised(), "validation" if holdout else "test"
+    rows = {"row": with_one(dataset.train_images), "label": dataset.train_labels}
+    parts = partition(partition_by, dataset.train_labels, clients, seed=seed, **dict(partition_options or {}))
     train, valid = (Ragged(*pack_arrays(rows, half)) for half in split(parts, 1 - validation, seed=seed))
 
     def outer(x: Array, y: Array, batch: dict[str, Array]) -> Array:
@@ -63,14 +65,14 @@ def regularization(
     def inner(x: Array, y: Array, batch: dict[str, Array]) -> Array:
         return outer(x, y, batch) + jnp.vdot(jnp.exp(x), jnp.sum(y**2, axis=1))
 
-    tested, truth = jnp.asarray(with_one(found.test_images)), jnp.asarray(found.test_labels)
+    tested, truth = jnp.asarray(with_one(dataset.test_images)), jnp.asarray(dataset.test_labels)
     features = rows["row"].shape[1]
     return Task(
         name="regularization",
         problem=Bilevel(outer=outer, inner=inner),
         clients=Clients(outer=valid, inner=train),
         x0=jnp.full(features, jnp.log(ridge)),
-        y0=jnp.zeros((features, 1 if found.classes == 2 else found.classes)),
+        y0=jnp.zeros((features, 1 if dataset.classes == 2 else dataset.classes)),
         metrics={
             f"{part}_accuracy": Metric(lambda x, y: jnp.mean(jnp.argmax(logits(y, tested), axis=1) == truth), True),
             f"{part}_loss": lambda x, y: cross_entropy(logits(y, tested), truth),
@@ -79,12 +81,12 @@ def regularization(
 
 
 def with_one(images: np.ndarray) -> np.ndarray:
-    """Flatten each image to a row whose last entry is 1: (n, features)."""
+    """Flatten each image to a row and append a 1, which gives (n, features)."""
     flat = images.reshape(len(images), -1)
     return np.concatenate([flat, np.ones((len(flat), 1), flat.dtype)], axis=1)
 
 
 def logits(y: Array, rows: Array) -> Array:
-    """Compute the logits, (n, classes); of two classes the first has logit 0."""
+    """Return the logits, (n, classes); with two classes the first has the logit 0."""
     z = rows @ y
     return z if z.shape[1] > 1 else jnp.concatenate([jnp.zeros_like(z), z], axis=1)

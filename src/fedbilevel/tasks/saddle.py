@@ -1,15 +1,15 @@
-"""A federated saddle point with a closed form: the synthetic minimax problem of FedNest.
+"""A federated saddle point problem with a closed form: the synthetic minimax problem of FedNest.
 
     min over x, max over y of Σ_i p_i f_i,   f_i(x, y) = ½λ xᵀP_i x − [½ yᵀC_i y − b_iᵀy + yᵀA_i x],   x, y ∈ R^d
 
-The paper's (Tarzanagh et al., ICML 2022, section 4.3) has P_i = C_i = I, A_i = t_i I with t_i uniform on (0, 0.1), and
-b_i normal, centred over clients. Then x* = y* = 0, whatever a method makes of b, and every client has the same
-curvature, so that methods which alternate between x and y are free of bias. `general` takes that away: dense A_i of no
-symmetry, diagonal P_i and C_i, all different. With bars for weighted means
+In the paper (Tarzanagh et al., ICML 2022, section 4.3), P_i = C_i = I, A_i = t_i I with t_i uniform on (0, 0.1), and
+b_i is normal and centred over clients. Then x* = y* = 0 even for a method that ignores b. All clients have the same
+curvature, so that methods which alternate between x and y have no bias. With `general`, A_i is dense, P_i and C_i are
+diagonal, and all differ between clients. Let bars denote weighted means. Then
 
-    y* = C̄⁻¹(b̄ − Āx*)        (λP̄ + ĀᵀC̄⁻¹Ā) x* = ĀᵀC̄⁻¹b̄
+    y* = C̄⁻¹(b̄ − Āx*)        (λP̄ + ĀᵀC̄⁻¹Ā) x* = ĀᵀC̄⁻¹b̄.
 
-so b must not be centred, or weights must be unequal, for a solution away from 0.
+The solution differs from 0 only if b is not centred or the weights of clients differ.
 """
 
 from typing import NamedTuple
@@ -34,7 +34,10 @@ class SaddlePoint(NamedTuple):
 
 
 def loss(x: Array, y: Array, batch: dict[str, Array]) -> Array:
-    """Compute f_i, a mean over the samples of the batch; "P" holds λ and the diagonals of P_i, "C" those of C_i."""
+    """Return f_i(x, y), a mean over the samples of the batch.
+
+    `batch` has the diagonals of λP_i under "P", (n, d), and of C_i under "C", (n, d); "A" is (n, d, d), and "b" (n, d).
+    """
     inside = 0.5 * batch["C"] @ y**2 - batch["b"] @ y + jnp.einsum("i,nij,j->n", y, batch["A"], x)
     return jnp.mean(0.5 * batch["P"] @ x**2 - inside)
 
@@ -50,17 +53,19 @@ def saddle(
     general: bool = False,
     seed: int = 0,
 ) -> Task:
-    """Draw a problem; every client has one sample, its coefficients.
+    """Draw a saddle point problem with a known solution; each client has one sample, its coefficients.
 
     Args:
-        clients: M; the paper has 1,000.
-        dim: d.
+        clients: the number of clients, M; 1,000 in the paper.
+        dim: the dimension d of x and of y.
         ridge: λ.
-        spread: s, the standard deviation of the entries of b_i.
-        centred: subtract the clients' plain mean from b_i, as the paper does; else b_i has mean 1 in every entry.
-        weighted: unequal client weights; else 1/M each.
-        general: A_i dense with normal entries of variance 1/d, the diagonals of P_i and C_i uniform on (½, 3/2).
-        seed: of the draw and of the starting point, which is normal.
+        spread: the standard deviation of the entries of b_i.
+        centred: whether the unweighted mean over clients is subtracted from b_i, as in the paper; False: all entries of
+            b_i have the expected value 1.
+        weighted: whether the weights of clients differ; False: each weight is 1/M.
+        general: whether A_i is dense with normal entries of variance 1/d, and the diagonals of P_i and C_i are uniform
+            on (½, 3/2).
+        seed: the seed of the draw and of the starting point, which is normal.
     """
     require_count("clients", clients)
     require_count("dim", dim)
@@ -88,16 +93,16 @@ def saddle(
         "y_distance": lambda x, y: jnp.sum((y - exact.y) ** 2),
     }
     norm = float(np.linalg.norm(exact.x))
-    if weighted or not centred:  # else x* = 0, and there is no relative error
+    if weighted or not centred:  # otherwise x* = 0, and a relative error does not exist
         metrics = {"relative_error": lambda x, y: jnp.linalg.norm(x - exact.x) / norm, **metrics}
     x0, y0 = jnp.asarray(rng.normal(size=(2, dim)))
     return Task(name="saddle", problem=Minimax(loss), clients=population, x0=x0, y0=y0, metrics=metrics)
 
 
 def solution(clients: Clients, weights: np.ndarray | None = None) -> SaddlePoint:
-    """Compute the saddle point, for the clients' own weights or for others (summing to 1)."""
-    p, own = clients.weights if weights is None else weights, client_means(clients)
-    outer_curve, inner_curve, coupling, linear = (np.tensordot(p, own[name], 1) for name in "PCAb")
+    """Return the saddle point for the clients' weights, or for `weights`, which sum to 1."""
+    p, means = clients.weights if weights is None else weights, client_means(clients)
+    outer_curve, inner_curve, coupling, linear = (np.tensordot(p, means[name], 1) for name in "PCAb")
     scaled = coupling.T / inner_curve  # AᵀC⁻¹
     x = np.linalg.solve(np.diag(outer_curve) + scaled @ coupling, scaled @ linear)
     return SaddlePoint(x, (linear - coupling @ x) / inner_curve)

@@ -1,12 +1,14 @@
-"""Selection: of all classifiers that fit the training samples best, a sparse classifier of least norm.
+"""Selection: among all classifiers that fit the training samples best, find a sparse one with small weights.
 
-"Federated Incremental Subgradient Method for Convex Bilevel Optimization Problems" (Boontawee et al.
-2025), section III.A: MNIST's zeros and ones. With rows a and classes b = ±1
+The task is from "Federated Incremental Subgradient Method for Convex Bilevel Optimization Problems" (Boontawee et al.
+2025), section III.A, which has the zeros and ones of MNIST. With rows a and classes b = ±1, minimise H among the
+minimisers of F in X:
 
     F(x) = mean log(1 + exp(−b⟨a, x⟩))        H(x) = ‖x‖₁ + ½‖x‖²        X = [−bound, bound]ⁿ
 
-Where features are never used, or repeat each other, F has many minimisers; H is 1-strongly convex. Features are not
-standardised, so that a pixel that is always blank has no slope. x = 0 at the start, or uniform on [−start, start]ⁿ.
+If features are always 0, or repeat each other, F has many minimisers. H is 1-strongly convex. Features are not
+standardised, so that the derivative of F for a pixel that is always blank is 0. x starts at 0, or uniformly at random
+in [−start, start]ⁿ.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,7 +29,7 @@ from fedbilevel.data import pack_arrays, partition
 from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.task import Task
 
-SMALL = 1e-3  # of the largest entry: what is no larger counts as zero
+SMALL = 1e-3  # an entry of x counts as zero if it is at most this share of the largest entry
 
 
 def selection(
@@ -45,26 +47,27 @@ def selection(
 ) -> Task:
     """Take two classes of a data set, and split their rows over clients; all rows have the same weight.
 
-    Args:
-        data: "digits" (embedded), another image set, whose pixels are divided by 255, or a table such as "a9a".
-        classes: the numbers of the two classes; the first has b = −1.
-        samples: how many training rows, the same number of each class; None: all.
-        bound: of the entries of x.
-        start: half the width of the box in which x starts.
-        clients, partition_by, partition_options, holdout, seed: see hyper_representation.
+    The metrics are the accuracies of x and of the average iterate, F on all training rows ("train_loss"), H
+    ("preference"), and the share of entries of x that are at most 0.001 of the largest ("sparsity").
 
-    Measured: accuracy of x, and of the average iterate; F on all training rows; H (`preference`); the share of entries
-    of x no larger than 0.001 of the largest.
+    Args:
+        data: "digits" (part of scikit-learn), another set of images, whose pixels are divided by 255, or a table such
+            as "a9a".
+        classes: the numbers of the two classes; the first has b = −1.
+        samples: the number of training rows, half of each class; None: all rows.
+        bound: the largest absolute value of an entry of x.
+        start: half the width of the box in which x starts.
+        clients, partition_by, partition_options, holdout, seed: as in hyper_representation.
     """
     require(0 < bound < np.inf, "bound", bound, "positive and finite")
     require(0 <= start <= bound, "start", start, f"at least 0 and at most bound = {bound:g}")
     require_count("samples", samples, optional=True)
-    found = load_rows(data, holdout, seed)
-    known = all(isinstance(c, int) and 0 <= c < found.classes for c in classes)
-    two = known and len(classes) == 2 and classes[0] != classes[1]
-    require(two, "classes", list(classes), f"two different classes of 0 to {found.classes - 1}")
-    rows, signs = _rows(found.train_images, found.train_labels, classes)
-    tested, truth = map(jnp.asarray, _rows(found.test_images, found.test_labels, classes))
+    dataset = load_rows(data, holdout, seed)
+    valid = all(isinstance(c, int) and 0 <= c < dataset.classes for c in classes)
+    two = valid and len(classes) == 2 and classes[0] != classes[1]
+    require(two, "classes", list(classes), f"two different classes from 0 to {dataset.classes - 1}")
+    rows, signs = _rows(dataset.train_images, dataset.train_labels, classes)
+    tested, truth = map(jnp.asarray, _rows(dataset.test_images, dataset.test_labels, classes))
     chosen = _balanced(signs, samples, seed)
     rows, signs = rows[chosen], signs[chosen]
     training = {"row": jnp.asarray(rows), "sign": jnp.asarray(signs)}
@@ -97,14 +100,14 @@ def selection(
 
 
 def _rows(images: np.ndarray, labels: np.ndarray, classes: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows of two classes, flat and with pixels in [0, 1], and their signs, float32."""
+    """Return the flattened rows of two classes, with pixels scaled to [0, 1], and their signs b = ±1, both float32."""
     ours = np.flatnonzero(np.isin(labels, classes))
     flat = images[ours].reshape(len(ours), -1) / np.float32(255 if images.dtype == np.uint8 else 1)
     return flat.astype(np.float32), np.where(labels[ours] == classes[1], 1, -1).astype(np.float32)
 
 
 def _balanced(signs: np.ndarray, samples: int | None, seed: int) -> np.ndarray:
-    """Return the row numbers in random order: all, or `samples` of them with equal classes."""
+    """Return row numbers in random order: all, or `samples` of them, half of each class."""
     order = np.random.default_rng([seed, 3]).permutation(len(signs))
     if samples is None:
         return order

@@ -1,4 +1,4 @@
-"""The type of all tasks."""
+"""Define the type of all tasks, and helpers that several tasks use."""
 
 from __future__ import annotations
 
@@ -18,16 +18,22 @@ from fedbilevel.core.tree import PyTree
 
 Floats = np.ndarray[Any, np.dtype[Any]]
 """Floating-point arrays of NumPy. Docstrings give the shapes."""
-OBJECTS = 2000  # bytes of a client's dictionaries and arrays, beside its numbers
+OBJECTS = 2000  # the bytes of a client's dictionaries and array objects, without the numbers
 
 
 @dataclass(frozen=True, repr=False)
 class Task(Shown):
     """Hold a problem with its clients, a starting point and metrics.
 
-    `metrics` are functions (x, y) -> scalar; where larger is better, `Metric` says so. Plots and progress bars show the
-    first. `metrics_per_client` are functions (x, y, batch) -> scalar, see `fedbilevel.solve`. On the server of a
-    federation `clients` are `RemoteClients`.
+    Args:
+        name: the name of the task.
+        problem: the losses.
+        clients: the clients with their samples; on the server of a federation `RemoteClients`, without samples.
+        x0, y0: the starting values of x and y; y0 is None for a problem without y.
+        metrics: functions (x, y) -> scalar by name. Use `Metric` if a larger value is better. Plots and progress bars
+            show the first.
+        metrics_per_client: functions (x, y, batch) -> scalar by name, which each client evaluates on its own samples;
+            see `fedbilevel.solve`.
     """
 
     name: str
@@ -50,43 +56,50 @@ class Task(Shown):
 
     @property
     def population(self) -> Clients:
-        """Return the clients with their samples. ConfigurationError where the samples are on other machines."""
+        """Return the clients with their samples.
+
+        Raises:
+            ConfigurationError: the samples are on other machines.
+        """
         if not isinstance(self.clients, Clients):
             raise ConfigurationError(
-                f"the samples of task {self.name}'s clients are on other machines and cannot be read here"
+                f"the clients of task {self.name} have their samples on other machines: they cannot be read here"
             )
         return self.clients
 
     def with_own(self, **numbers: Any) -> Task:
-        """Return the same task whose clients have these `local_steps`, `own` and `capacity`: see `Clients`."""
+        """Return this task with other `local_steps`, `own` or `capacity` of its clients; see `Clients`."""
         return replace(self, clients=with_own(self.clients, **numbers))
 
 
 def require_memory(each: float, **count: int) -> None:
-    """Refuse a number of clients, or of other things, that do not fit into this machine's memory.
+    """Refuse a number of clients, or of other objects, that does not fit into the memory of this machine.
 
     Args:
-        each: how many numbers in double precision one of them has; they are in memory twice when clients are packed.
-        count: how many there are, by the name of the argument.
+        each: the number of double-precision numbers of one object. They are in memory twice while clients are packed.
+        count: the number of objects, by the name of the argument that has it.
+
+    Raises:
+        ConfigurationError: the objects do not fit into memory.
     """
     ((name, got),) = count.items()
     if hasattr(os, "sysconf"):  # not on Windows
         memory, size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), 16 * each + OBJECTS
         why = f"each takes {size:,.0f} bytes, and this machine has {memory / 1e9:.3g} GB"
         if size > memory:
-            raise ConfigurationError(f"not one of {name} fits into memory: {why}; lower samples or dimensions")
+            raise ConfigurationError(f"{name} do not fit into memory, not even 1: {why}; lower samples or dimensions")
         require(got * size <= memory, name, got, f"at most {int(memory / size):,}: {why}")
 
 
 def scattered(
     rng: np.random.Generator, coefficients: Mapping[str, Floats], vector: str, count: int, noise: float
 ) -> dict[str, Floats]:
-    """Draw `count` samples of a client: its coefficients, with normal noise added to those called `vector`."""
-    rows = {name: np.repeat(own[None], count, axis=0) for name, own in coefficients.items()}
+    """Draw `count` samples of a client: its coefficients, with normal noise added to the coefficient `vector`."""
+    rows = {name: np.repeat(value[None], count, axis=0) for name, value in coefficients.items()}
     return {**rows, vector: rows[vector] + noise * rng.normal(size=rows[vector].shape)}
 
 
 def client_means(clients: Clients) -> dict[str, Floats]:
-    """Average each array of samples, by its name, over each client's samples, in double precision: (clients, …)."""
+    """Return the mean of each array over each client's samples, by name, (clients, …) in double precision."""
     rows = [clients.outer.row(i) | clients.inner.row(i) for i in range(len(clients))]
     return {name: np.array([np.mean(row[name], axis=0, dtype=float) for row in rows]) for name in rows[0]}
