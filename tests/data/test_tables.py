@@ -50,7 +50,7 @@ def test_libsvm_files_are_read(folder):
         (bz2.compress(b"\n" + LINES.replace(b"1e-3", b"one")), "in libsvm's format"),
         (bz2.compress(LINES.replace(b"1e-3", b"1e400")), "not finite in float32"),
         (bz2.compress(LINES.replace(b"2:1e-3", b"1.5:2")), "in libsvm's format"),
-        (bz2.compress(LINES.replace(b"-1\n", b"nan\n")), "2 with the label 1 and 1 with -1"),
+        (bz2.compress(LINES.replace(b"-1\n", b"nan\n")), "2 with the label 1 and 1 with the label -1"),
         (bz2.compress(LINES.replace(b"3:-2", b"2:1 3:1 3:2")), "sorted and unique"),
         (bz2.compress(LINES + b"-1 1:1\n"), "5 rows"),
         (bz2.compress(LINES.replace(b"-1\n", b"1\n")), "3 with the label 1"),

@@ -1,14 +1,14 @@
-"""Modules of PyTorch as they are: functions of JAX arrays for losses, and parameters for x and y.
+"""Translate modules of PyTorch into functions of JAX arrays for losses, and their parameters into x and y.
 
     from fedbilevel.torch import from_torch, load
 
-    features, x0 = from_torch(backbone, torch.zeros(1, 3, 32, 32))  # features(x0, images) is JAX
+    features, x0 = from_torch(backbone, torch.zeros(1, 3, 32, 32))  # features(x0, images) runs in JAX
     head, y0 = from_torch(classifier, torch.zeros(1, 64))
     result = fb.solve(…, x0, y0, rounds=100)
     load(backbone, result.x)
 
-Of one module, `split` divides the parameters into x and y, and the losses call apply(x | y, inputs). The names below
-are loaded when they are first used; without PyTorch the error says which command installs it.
+To divide the parameters of one module into x and y, use `split`; the losses then call apply(x | y, inputs). PyTorch is
+imported at the first use of a name of this package; without PyTorch, the error says which command installs it.
 """
 
 from importlib import import_module

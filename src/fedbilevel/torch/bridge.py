@@ -1,8 +1,8 @@
-"""From PyTorch to JAX and back: `from_torch`, `parameters`, `load`. The only file that knows PyTorch.
+"""Translate modules and parameters from PyTorch to JAX and back; the only file that imports PyTorch.
 
-`torch.export` traces a module once. Its own decompositions then replace every operator that has no rule here, which
-also makes what happens in place a plain function; what is left becomes a `Graph`. PyTorch's `no_grad` and batch
-statistics do not survive that, and are looked for before.
+`torch.export` traces a module once. Its decompositions then replace every operator that has no rule in this package,
+and turn changes in place into pure functions. The remaining operators become a `Graph`. `torch.no_grad` and batch
+statistics are lost on the way, and are therefore refused before.
 """
 
 from __future__ import annotations
@@ -29,50 +29,58 @@ from fedbilevel.torch.layers import DRAWING, RULES
 from fedbilevel.torch.operations import BATCH_NORM, GROUP_NORM, REFUSED, Rule
 
 PLACEMENT = ("device", "layout", "memory_format", "pin_memory", "requires_grad")
-"""Arguments that say where and how PyTorch stores a tensor."""
+"""The arguments of operators that say where and how PyTorch stores a tensor; they are left out."""
 
 WRAPPERS = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
-"""Classes around a module, that of torch.compile first, and where they have it."""
+"""The classes that wrap a module, first that of torch.compile, and their attribute with the module."""
 
 
 def from_torch(module: nn.Module, *example: Any, batch_axis: int | None = 0) -> tuple[Callable[..., Any], Parameters]:
-    """Translate a module into a function of its parameters.
+    """Translate a module of PyTorch into a function of its parameters for JAX.
 
     Args:
-        module: in the mode, `train()` or `eval()`, in which it is to run. It stays as it is.
-        example: what its `forward` takes: tensors, also in tuples, lists and dicts. Only shapes and dtypes count.
-        batch_axis: the axis of every input whose length may differ from the example's; None if there is none.
+        module: the module, in the mode in which it should run, `train()` or `eval()`. It is not changed.
+        example: an example of the arguments of its `forward`: tensors, also in tuples, lists and dicts. Only shapes and
+            dtypes matter.
+        batch_axis: the axis of every input whose length may differ from the example; None: no axis may.
 
     Returns:
-        apply: `apply(parameters, *inputs, key=None)` returns what `module(*inputs)` does, with arrays of JAX in place
-            of tensors. It computes in the dtype of `parameters`. Modules that draw random numbers, as dropout does in
-            training, need a `key` of `jax.random`; the same key draws the same numbers.
-        parameters: the module's trainable parameters by name, as `parameters(module)`. Buffers, and parameters whose
-            `requires_grad` is False, are constants of `apply`.
+        apply: `apply(parameters, *inputs, key=None)` returns the result of `module(*inputs)`, with arrays of JAX in
+            place of tensors. It computes in the dtype of `parameters`. Modules that draw random numbers, such as
+            dropout in training, need a `key` of `jax.random`; the same key draws the same numbers.
+        parameters: the module's trainable parameters by name, as `parameters(module)` returns them. Buffers, and
+            parameters whose `requires_grad` is False, are constants of `apply`.
 
     Raises:
         ConfigurationError: the module cannot become a function; the message says what to change.
     """
     kind = type(module).__name__
     require(isinstance(module, nn.Module), "module", kind, "a torch.nn.Module")
-    require(kind not in WRAPPERS, "module", kind, f"the module inside that: module.{WRAPPERS.get(kind)}")
+    require(kind not in WRAPPERS, "module", kind, f"the wrapped module, module.{WRAPPERS.get(kind)}")
     axis = batch_axis is None or (isinstance(batch_axis, int) and batch_axis >= 0)
     require(axis, "batch_axis", batch_axis, "an axis, counted from 0, or None")
     _refuse_batch_statistics(module)
     program = _traced(module, example, batch_axis)
     graph = _graph(program, module)
-    given, out = program.call_spec.in_spec, program.call_spec.out_spec
+    expected, out = program.call_spec.in_spec, program.call_spec.out_spec
     constant = {*module.state_dict()} - {*parameters(module)}
 
     def apply(parameters: Mapping[str, Any], *inputs: Any, key: Any = None) -> Any:
         flat, spec = pytree.tree_flatten((inputs, {}))
-        if spec != given:
-            raise ConfigurationError("the inputs are nested otherwise than the example: give apply what from_torch got")
+        if spec != expected:
+            raise ConfigurationError(
+                "the inputs are nested in another way than the example: give apply inputs like the example of "
+                "from_torch"
+            )
         if missing := sorted(set(graph.parameters.values()) - set(parameters)):
-            raise ConfigurationError(f"the parameters lack {', '.join(missing)}: give all that from_torch returned")
+            raise ConfigurationError(
+                f"the parameters lack {', '.join(missing)}: give all parameters that from_torch returned"
+            )
         if fixed := sorted(constant & set(parameters)):
-            what = "buffers, frozen or tied, and constants of this function: give no more than from_torch returned"
-            raise ConfigurationError(f"the parameters have {', '.join(fixed)}, which are {what}")
+            raise ConfigurationError(
+                f"the parameters have {', '.join(fixed)}: buffers, and frozen or tied parameters, are constants of "
+                "this function; give only the parameters that from_torch returned"
+            )
         return pytree.tree_unflatten(graph.run(parameters, flat, key), out)
 
     start = parameters(module)
@@ -81,36 +89,47 @@ def from_torch(module: nn.Module, *example: Any, batch_axis: int | None = 0) -> 
 
 
 def parameters(module: nn.Module) -> Parameters:
-    """Return copies of the trainable parameters, by name; tied ones once, under their first name."""
+    """Return copies of a module's trainable parameters as arrays of JAX, by name.
+
+    Tied parameters are returned once, under their first name.
+    """
     return {name: jnp.asarray(_numpy(p)) for name, p in module.named_parameters() if p.requires_grad}
 
 
 def split(parameters: Parameters, chosen: Callable[[str], bool]) -> tuple[Parameters, Parameters]:
-    """Divide parameters by their names: those that are `chosen`, and the others; `x | y` puts them together again."""
+    """Divide parameters into two dictionaries (x, y): x has the names for which `chosen` is true, and y the others.
+
+    `x | y` joins them again.
+
+    Raises:
+        ConfigurationError: `chosen` is true for all names or for none.
+    """
     require(callable(chosen), "chosen", chosen, "a function of a name, such as lambda name: name.startswith('head.')")
     x = {name: a for name, a in parameters.items() if chosen(name)}
     names = f"{', '.join([*parameters][:8])}{', …' * (len(parameters) > 8)}"
-    some = f"a function that is true of some names, and not of all: {names}"
-    require(0 < len(x) < len(parameters), "chosen", f"true of {len(x)} of {len(parameters)} names", some)
+    some = f"a function that is true for some of the names, but not for all: {names}"
+    require(0 < len(x) < len(parameters), "chosen", f"true for {len(x)} of {len(parameters)} names", some)
     return x, {name: a for name, a in parameters.items() if name not in x}
 
 
 def load(module: nn.Module, parameters: Mapping[str, Any]) -> nn.Module:
-    """Copy parameters into the module, in its own dtypes and on its own devices, and return it.
+    """Copy parameters into a module, in its dtypes and on its devices, and return the module.
 
     Raises:
-        ConfigurationError: a name that the module does not have, or another shape; the module is unchanged then.
+        ConfigurationError: the module has no parameter of a name, or one of another shape. The module is then
+            unchanged.
     """
-    own = dict(module.named_parameters())
+    targets = dict(module.named_parameters())
     arrays = {name: np.asarray(a) for name, a in parameters.items()}
     for name, array in arrays.items():
-        if name not in own:
-            raise unknown("parameter", name, own)
-        require(array.shape == tuple(own[name].shape), name, array.shape, f"an array of shape {tuple(own[name].shape)}")
+        if name not in targets:
+            raise unknown("parameter", name, targets)
+        shape = tuple(targets[name].shape)
+        require(array.shape == shape, name, array.shape, f"an array of shape {shape}")
     with torch.no_grad():
         for name, array in arrays.items():
-            wide = array.astype(np.float32) if array.dtype == jnp.bfloat16 else array  # which NumPy does not know
-            own[name].copy_(torch.from_numpy(np.array(wide)))
+            wide = array.astype(np.float32) if array.dtype == jnp.bfloat16 else array  # NumPy has no bfloat16
+            targets[name].copy_(torch.from_numpy(np.array(wide)))
     return module
 
 
@@ -122,20 +141,20 @@ def _refuse_batch_statistics(module: nn.Module) -> None:
             )
         if isinstance(part, nn.modules.instancenorm._InstanceNorm) and part.training and part.track_running_stats:
             raise ConfigurationError(
-                f"{name or 'the module'} ({type(part).__name__}) keeps running statistics, which would stay as they "
-                "are: make it with track_running_stats=False, or call .eval() to use those that it has"
+                f"{name or 'the module'} ({type(part).__name__}) keeps running statistics, which would not change "
+                "here: make it with track_running_stats=False, or call .eval() to use its present statistics"
             )
 
 
 def _traced(module: nn.Module, example: tuple[Any, ...], batch_axis: int | None) -> ExportedProgram:
-    """The module as PyTorch's own operators, functional, without those that other operators can replace."""
-    for given in pytree.tree_leaves(example):
-        allowed = "a tensor, as torch.tensor(array, dtype=…) makes: fix others in a module around this one"
-        got = type(given).__name__ if hasattr(given, "shape") else given
-        require(isinstance(given, torch.Tensor), "example", got, allowed)
+    """Trace a module into functional operators of PyTorch, and decompose the operators that have no rule here."""
+    for argument in pytree.tree_leaves(example):
+        allowed = "a tensor, such as torch.tensor(array, dtype=…); fix other arguments in a module around this one"
+        got = type(argument).__name__ if hasattr(argument, "shape") else argument
+        require(isinstance(argument, torch.Tensor), "example", got, allowed)
     free = None
     if batch_axis is not None:
-        batch = Dim("batch")  # one for all inputs; a length of 1 would be taken for a constant
+        batch = Dim("batch")  # all inputs share this length; torch.export takes a length of 1 for a constant
         example = pytree.tree_map(
             lambda a: torch.cat([a, a], batch_axis) if a.shape[batch_axis:][:1] == (1,) else a, example
         )
@@ -158,19 +177,19 @@ def _traced(module: nn.Module, example: tuple[Any, ...], batch_axis: int | None)
         if spec.kind.name.endswith("MUTATION") and mixing:
             raise ConfigurationError(
                 f"forward mixes the samples of a batch and changes {spec.target}, by a batch norm with training=True "
-                "or by .train(), which .eval() on the module does not undo: use nn.GroupNorm or nn.LayerNorm, or leave "
-                "that out of forward"
+                "or by a call of .train(), which .eval() on the module does not undo: use nn.GroupNorm or "
+                "nn.LayerNorm, or remove the batch norm or the call from forward"
             )
         if spec.kind.name.endswith("MUTATION"):
             raise ConfigurationError(
-                f"forward changes {spec.target} in place: call .eval() on the module, or .clone() what is changed"
+                f"forward changes {spec.target} in place: call .eval() on the module, or change a .clone() of it"
             )
     return program
 
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """No warnings and diagnostics of tracing; no fused encoder layer, which would be one opaque operator."""
+    """Silence warnings and diagnostics of tracing, and prevent a fused encoder layer, which has no rule."""
     fused = torch.backends.mha.get_fastpath_enabled()
     disabled = logging.root.manager.disable
     logging.disable(logging.ERROR)
@@ -185,29 +204,29 @@ def _quietly() -> Iterator[None]:
 
 
 def _refuse_no_grad(program: ExportedProgram) -> None:
-    """Decomposing would drop it, and derivatives would be wrong."""
+    """Refuse torch.no_grad in a traced module: decomposing drops it, and derivatives would be wrong."""
     graphs = [part.graph for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
     if any("set_grad_enabled" in str(node.target) for graph in graphs for node in graph.nodes):
         raise ConfigurationError("forward uses torch.no_grad() or enable_grad(): use .detach() on the result instead")
 
 
 def _reason(error: Exception, module: nn.Module, batch_axis: int | None) -> str:
-    said = str(error)
-    if "data-dependent" in said:
-        return "forward branches on data, or makes shapes of it: use torch.where, and shapes that are known before"
-    if "Constraints violated" in said:
+    message = str(error)
+    if "data-dependent" in message:
+        return "forward has branches or shapes that depend on data: use torch.where, and shapes that do not"
+    if "Constraints violated" in message:
         return f"axis {batch_axis} of the inputs may not vary: pass the axis of the samples as batch_axis, or None"
-    line = next((line for line in said.splitlines() if line.strip()), type(error).__name__)
+    line = next((line for line in message.splitlines() if line.strip()), type(error).__name__)
     return f"torch.export cannot trace {type(module).__name__}: {line}"
 
 
 def _graph(program: ExportedProgram, module: nn.Module) -> Graph:
-    """The program without PyTorch."""
+    """Translate an exported program into a graph without PyTorch."""
     steps = [_step(node) for node in program.graph.nodes if node.op not in ("placeholder", "output")]
-    first = {id(p): name for name, p in module.named_parameters() if p.requires_grad}  # of tied ones the first
+    first = {id(p): name for name, p in module.named_parameters() if p.requires_grad}  # the first of tied names
     trainable = {name: first[id(p)] for name, p in module.named_parameters(remove_duplicate=False) if id(p) in first}
     metas = {node.name: node.meta.get("val") for node in program.graph.nodes}
-    known: dict[str, str] = {}
+    learnt: dict[str, str] = {}
     constants, inputs = dict[str, np.ndarray](), list[Input]()
     for spec in program.graph_signature.input_specs:
         name = spec.arg.name
@@ -215,25 +234,25 @@ def _graph(program: ExportedProgram, module: nn.Module) -> Graph:
             shape = tuple(n if isinstance(n, int) else None for n in metas[name].shape)
             inputs.append(Input(name, shape, _dtype(metas[name].dtype)))
         elif spec.kind == InputKind.PARAMETER and spec.target in trainable:
-            known[name] = trainable[spec.target]
+            learnt[name] = trainable[spec.target]
         else:
             constants[name] = _numpy(program.state_dict.get(spec.target, program.constants.get(spec.target)))
     outputs = mapped(program.graph.output_node().args[0], _plain)
-    return Graph(known, constants, inputs, steps, outputs, _home(module))
+    return Graph(learnt, constants, inputs, steps, outputs, _home(module))
 
 
 def _step(node: Any) -> Step:
     path, kind = (("", ""), *node.meta.get("nn_module_stack", {}).values())[-1]
     where = f"{node.target} in {path or 'forward'} ({str(kind).rpartition('.')[2]})"
     if node.op != "call_function":
-        raise ConfigurationError(f"{where}: control flow has no rule: use torch.where")
+        raise ConfigurationError(f"{where}: control flow is not supported: use torch.where")
     kwargs = {name: mapped(value, _plain) for name, value in node.kwargs.items() if name not in PLACEMENT}
     draws = str(node.target) in DRAWING
     return Step(node.name, _rule(node.target, where), draws, mapped(node.args, _plain), kwargs, _dtypes(node), where)
 
 
 def _rule(target: Any, where: str) -> Rule:
-    """The rule of an operator, or that of sizes, which are whole numbers by now."""
+    """Return the rule of an operator; operators on sizes, which are whole numbers here, are their own rules."""
     name = str(target)
     if name in RULES:
         return RULES[name]
@@ -244,18 +263,18 @@ def _rule(target: Any, where: str) -> Rule:
     for refused, why in REFUSED.items():
         if name.startswith(refused):
             raise ConfigurationError(f"{where}: it {why}")
-    raise ConfigurationError(f"{where}: this operator has no rule: write forward with others")
+    raise ConfigurationError(f"{where}: this operator is not supported: write forward with others")
 
 
 def _plain(value: Any) -> Any:
-    """A node as a Ref, so that the graph need not be kept, and PyTorch's dtypes as NumPy's."""
+    """Return a Ref for a node, so that PyTorch's graph is not kept, and NumPy's dtype for one of PyTorch."""
     if isinstance(value, torch.fx.Node):
         return Ref(value.name)
     return _dtype(value) if isinstance(value, torch.dtype) else value
 
 
 def _dtypes(node: Any) -> Any:
-    """The dtypes of a node's arrays, None for numbers."""
+    """Return the dtypes of a node's arrays, and None for numbers."""
     return mapped(node.meta.get("val"), lambda a: _dtype(a.dtype) if isinstance(a, torch.Tensor) else None)
 
 
@@ -264,7 +283,7 @@ def _dtype(dtype: torch.dtype) -> np.dtype:
 
 
 def _home(module: nn.Module) -> np.dtype:
-    """The dtype that most of the module's floating numbers have."""
+    """Return the dtype of most floating-point parameters of a module, counted by entries."""
     counts = Counter[torch.dtype]()
     for p in module.parameters():
         if p.dtype.is_floating_point:
@@ -273,7 +292,7 @@ def _home(module: nn.Module) -> np.dtype:
 
 
 def _numpy(tensor: torch.Tensor) -> np.ndarray:
-    """A copy: JAX may otherwise share PyTorch's memory, which optimizers change in place."""
+    """Return a copy as a NumPy array; without a copy, JAX may share memory that PyTorch changes in place."""
     tensor = tensor.detach().cpu()
     if tensor.dtype == torch.bfloat16:
         return tensor.float().numpy().astype(jnp.bfloat16)

@@ -1,4 +1,4 @@
-"""A traced module without PyTorch: its operators in order, each with a function of JAX arrays, and how they are run."""
+"""Store and run a traced module without PyTorch: its operators in order, each with a function of JAX arrays."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Parameters = dict[str, Array]
 
 
 class Ref(NamedTuple):
-    """Stands in the arguments of a step for the result `name` of an earlier one."""
+    """Refer to the result `name` of an earlier step, in the arguments of a step."""
 
     name: str
 
 
 class Input(NamedTuple):
-    """What the caller gives: its shape, None where the length is free, and its dtype in PyTorch."""
+    """Describe an input: its name, its shape, with None for an axis of any length, and its dtype in PyTorch."""
 
     name: str
     shape: tuple[int | None, ...]
@@ -33,7 +33,10 @@ class Input(NamedTuple):
 
 
 class Step(NamedTuple):
-    """One operator: `name` = rule(*args, **kwargs); its arrays get `dtypes`, those that they have in PyTorch."""
+    """Describe the application of an operator: `name` = rule(*args, **kwargs), with arrays cast to PyTorch's `dtypes`.
+
+    `draws` says whether the rule draws random numbers.
+    """
 
     name: str
     rule: Rule
@@ -41,14 +44,17 @@ class Step(NamedTuple):
     args: Any
     kwargs: dict[str, Any]
     dtypes: Any
-    where: str  # operator and layer, for messages
+    where: str  # the operator and its layer, for messages
 
 
 @dataclass(frozen=True)
 class Graph:
-    """A module's operators. `home` is the dtype of most of its numbers: in its place stands that of the parameters."""
+    """Hold a module's operators, constants, inputs and outputs.
 
-    parameters: dict[str, str]  # name in the graph: name in the module
+    `home` is the dtype of most of the module's parameters. A run computes in the dtype of the given parameters instead.
+    """
+
+    parameters: dict[str, str]  # the names in the module, by names in the graph
     constants: dict[str, np.ndarray]
     inputs: list[Input]
     steps: list[Step]
@@ -56,7 +62,7 @@ class Graph:
     home: np.dtype
 
     def run(self, parameters: Mapping[str, Array], inputs: Sequence[Any], key: Array | None) -> list[Any]:
-        """The outputs, in the dtype of the parameters. Operators draw with keys folded in by their number."""
+        """Return the outputs, computed in the dtype of the parameters. Each operator that draws gets its own key."""
         floats = [a.dtype for a in parameters.values() if jnp.issubdtype(a.dtype, jnp.floating)]
         working = jnp.result_type(*floats) if floats else jax.dtypes.canonicalize_dtype(self.home)
         resolve = functools.partial(_resolved, home=self.home, working=working)
@@ -79,12 +85,17 @@ class Graph:
         return mapped(self.outputs, leaf)
 
     def check(self, parameters: Mapping[str, Array]) -> None:
-        """Raise ConfigurationError if a rule refuses its arguments: trace once, on two samples; or if an integer of a
-        buffer has more bits than JAX."""
+        """Trace the graph once, on two samples, so that rules check their arguments.
+
+        Raises:
+            ConfigurationError: a rule refuses its arguments, or an integer of a buffer has more bits than JAX supports.
+        """
         for a in self.constants.values():
             if a.dtype.kind in "iu" and np.any(a.astype(jax.dtypes.canonicalize_dtype(a.dtype)) != a):
-                text = f"a buffer holds {np.max(np.abs(a))}, and JAX has integers of 32 bits"
-                raise ConfigurationError(f'{text}: jax.config.update("jax_enable_x64", True) before')
+                raise ConfigurationError(
+                    f"a buffer holds {np.max(np.abs(a))}, and JAX has integers of 32 bits: first call "
+                    'jax.config.update("jax_enable_x64", True)'
+                )
         shapes = [tuple(2 if n is None else n for n in a.shape) for a in self.inputs]
         dtypes = [jax.dtypes.canonicalize_dtype(a.dtype) for a in self.inputs]
         inputs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
@@ -92,30 +103,30 @@ class Graph:
 
 
 def mapped(tree: Any, leaf: Callable[[Any], Any]) -> Any:
-    """Apply `leaf` to what stands in nested lists and dicts."""
+    """Apply `leaf` to every leaf of nested lists, tuples and dicts."""
     if isinstance(tree, list | tuple) and not isinstance(tree, Ref):
         return [mapped(a, leaf) for a in tree]
     return {name: mapped(a, leaf) for name, a in tree.items()} if isinstance(tree, dict) else leaf(tree)
 
 
 def _resolved(dtype: np.dtype, home: np.dtype, working: np.dtype) -> np.dtype:
-    """The dtype to compute in; 64 bits are 32 unless JAX has them switched on."""
+    """Return the dtype to compute in: `working` for the dtype `home`; 64 bits become 32 unless JAX has 64 enabled."""
     return working if dtype == home else jax.dtypes.canonicalize_dtype(dtype)
 
 
 def _key(key: Array | None, number: int, where: str) -> Array:
     if key is None:
         raise ConfigurationError(
-            "it draws random numbers: call .eval() on the module before from_torch, or pass apply(…, key=key)"
+            "it draws random numbers: call .eval() on the module before from_torch, or call apply(…, key=key)"
         )
     return jax.random.fold_in(key, number)
 
 
 def _cast(result: Any, dtypes: Any, resolve: Callable[[np.dtype], np.dtype]) -> Any:
-    """In PyTorch's dtypes: its promotion is not JAX's, for example with tensors of no axes."""
+    """Cast results to PyTorch's dtypes, since its promotion differs from JAX's, e.g. for tensors without axes."""
     if isinstance(dtypes, list):
         return [_cast(a, dtype, resolve) for a, dtype in zip(result, dtypes, strict=True)]
-    if dtypes is None or result is None:  # a number, or a result that no rule of ours computes as none uses it
+    if dtypes is None or result is None:  # a number, or a result that no rule uses, so that it is not computed
         return result
     return jnp.asarray(result, resolve(dtypes))
 
@@ -126,9 +137,11 @@ def _fitting(got: Any, expected: Input, dtype: np.dtype) -> Array:
     if array.ndim != len(shape) or any(b not in (None, a) for a, b in zip(array.shape, shape, strict=True)):
         shown = str(shape).replace("None", "any")
         raise ConfigurationError(
-            f"an input has shape {array.shape}, and the example had {shown}: give from_torch an example of that shape, "
-            "and as batch_axis the axis whose length may differ"
+            f"an input has shape {array.shape}, and the example had {shown}: call from_torch with an example of that "
+            "shape, and with the axis whose length may differ as batch_axis"
         )
     if jnp.issubdtype(array.dtype, jnp.floating) and not jnp.issubdtype(expected.dtype, jnp.floating):
-        raise ConfigurationError(f"an input has dtype {array.dtype}, and the example had {expected.dtype}: convert it")
+        raise ConfigurationError(
+            f"an input has dtype {array.dtype}, and the example had {expected.dtype}: convert the input"
+        )
     return array.astype(dtype)

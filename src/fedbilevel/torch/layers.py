@@ -1,4 +1,7 @@
-"""The operators of layers: products, attention, normalisation, pooling, recurrence; with them the table is complete."""
+"""Define the rules for operators of layers: products, attention, normalisation, pooling and recurrence.
+
+Importing this module completes the table of rules that `operations.py` begins.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +36,10 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
 
 
 def taps(x: Array, kernel: Sequence[int], stride: Sequence[int], dilation: Sequence[int]) -> list[Array]:
-    """What each place of a sliding window sees, of x (…, *space) that is padded already: an array for each place."""
+    """Return an array for each position in a sliding window: the entries of x there, over all places of the window.
+
+    x is (…, *space), and already padded.
+    """
     n = len(kernel)
     counts = [(s - d * (k - 1) - 1) // t + 1 for s, k, t, d in zip(x.shape[-n:], kernel, stride, dilation, strict=True)]
 
@@ -50,7 +56,10 @@ def convolution(
     x: Array, weight: Array, bias: Array | None, stride: Any, padding: Any, dilation: Any,
     transposed: bool, output_padding: Any, groups: int,
 ) -> Array:  # fmt: skip
-    """x (samples, channels, *space). One matrix product over patches: XLA's own is slow with a weight per client."""
+    """Convolve x (samples, channels, *space) by a matrix product over patches.
+
+    XLA's own convolution is slow if each client has its own weight.
+    """
     n = weight.ndim - 2
     stride, padding, dilation, extra = (several(value, n) for value in (stride, padding, dilation, output_padding))
     if transposed:
@@ -58,7 +67,7 @@ def convolution(
     else:
         padded = jnp.pad(
             x.swapaxes(0, 1), [(0, 0), (0, 0), *((p, p) for p in padding)]
-        )  # channels first: no transposes
+        )  # with channels first, no transposes are needed
         patches = jnp.stack(taps(padded, weight.shape[2:], stride, dilation), 1)  # (channels, taps, samples, *space)
         shape = patches.shape[2:]
         product = weight.reshape(groups, weight.shape[0] // groups, -1) @ patches.reshape(groups, -1, math.prod(shape))
@@ -82,7 +91,11 @@ def attention(
     key: Callable[[], Array], query: Array, keys: Array, values: Array, mask: Array | None = None,
     dropout_p: float = 0.0, causal: bool = False, scale: float | None = None, enable_gqa: bool = False,
 ) -> Array:  # fmt: skip
-    """(…, places, width); mask: what may be seen, or what is added to the scores. Who sees nothing gets 0."""
+    """Compute attention for queries, keys and values (…, places, width).
+
+    A boolean mask is True for the places that may be seen; other masks are added to the scores. A query that sees no
+    place gets 0.
+    """
     if enable_gqa:
         keys, values = (jnp.repeat(a, query.shape[-3] // a.shape[-3], -3) for a in (keys, values))
     scores = query @ keys.swapaxes(-1, -2) * (query.shape[-1] ** -0.5 if scale is None else scale)
@@ -94,7 +107,7 @@ def attention(
         seen = mask if mask.dtype == bool else mask != -jnp.inf
         some = jnp.any(seen, -1, keepdims=True)
         scores = jnp.where(seen, scores if mask.dtype == bool else scores + mask, -jnp.inf)
-        weights = jnp.where(some, jax.nn.softmax(jnp.where(some, scores, 0)), 0)  # no NaN in derivatives either
+        weights = jnp.where(some, jax.nn.softmax(jnp.where(some, scores, 0)), 0)  # also without NaN in derivatives
     return native_dropout(key, weights, dropout_p, True)[0] @ values
 
 
@@ -102,7 +115,7 @@ def attention(
 
 
 def channelwise(a: Array, x: Array) -> Array:
-    """An array (channels,) beside x (samples, channels, *space)."""
+    """Reshape an array (channels,) such that it broadcasts with x (samples, channels, *space)."""
     return a.reshape(-1, *(1,) * (x.ndim - 2))
 
 
@@ -133,7 +146,7 @@ def group_norm(x: Array, groups: int, weight: Any = None, bias: Any = None, eps:
 def batch_norm(
     x: Array, weight: Any, bias: Any, mean: Array, variance: Array, momentum: float, eps: float
 ) -> tuple[Array, None, None]:
-    """With the statistics that the module holds."""
+    """Normalise with the mean and variance that the module holds."""
     normal = (x - channelwise(mean, x)) / jnp.sqrt(channelwise(variance, x) + eps)
     return affine(normal, *(None if a is None else channelwise(a, x) for a in (weight, bias))), None, None
 
@@ -153,14 +166,17 @@ def instance_norm(
 def windows(
     x: Array, kernel: Any, stride: Any, padding: Any, dilation: Any, ceil: bool, edge: float, outside: float
 ) -> list[Array]:
-    """The taps of x (…, *space) with `edge` on the padding; `outside` is what a last window sees beyond it (ceil)."""
+    """Pad x (…, *space) and return its `taps`.
+
+    The padding has the value `edge`. With `ceil`, a last window may reach beyond the padding, where it sees `outside`.
+    """
     n = len(kernel)
     stride, padding, dilation = several(stride or kernel, n), several(padding, n), several(dilation, n)
     beyond = []
     for size, k, t, p, d in zip(x.shape[-n:], kernel, stride, padding, dilation, strict=True):
         reach, room = d * (k - 1) + 1, size + 2 * p
         last = (room - reach) // t * t
-        stands_out = ceil and last + reach < room and last + t < size + p  # a window more, if it begins inside
+        stands_out = ceil and last + reach < room and last + t < size + p  # one more window, if it begins inside
         beyond.append(max(0, last + t + reach - room) if stands_out else 0)
     whole = [(0, 0)] * (x.ndim - n)
     x = jnp.pad(x, whole + [(p, p) for p in padding], constant_values=edge)
@@ -170,7 +186,7 @@ def windows(
 
 @rule("max_pool1d", "max_pool2d", "max_pool3d")
 def max_pool(x: Array, kernel: Any, stride: Any = (), padding: Any = 0, dilation: Any = 1, ceil: bool = False) -> Array:
-    """The first of equal maxima takes the gradient."""
+    """Pool by maxima; the first of equal maxima gets the gradient."""
     best, *others = windows(x, kernel, stride, padding, dilation, ceil, -jnp.inf, -jnp.inf)
     for other in others:
         best = jnp.where((other > best) | jnp.isnan(other), other, best)
@@ -190,12 +206,12 @@ def avg_pool(
 
 
 def spans(size: int, out: int) -> list[tuple[int, int]]:
-    """What an adaptive pooling makes each entry j of `out` from: places ⌊j size / out⌋ to ⌈(j + 1) size / out⌉."""
+    """Return the span of inputs of each output of an adaptive pooling: from ⌊j size/out⌋ to ⌈(j + 1) size/out⌉ − 1."""
     return [(j * size // out, -(-(j + 1) * size // out)) for j in range(out)]
 
 
 def mixed(x: Array, axis: int, share: np.ndarray) -> Array:
-    """Entry j along the axis becomes the sum of all entries i by share[i, j]."""
+    """Mix the entries along an axis: entry j becomes the sum of share[i, j] times entry i over all i."""
     return jnp.moveaxis(jnp.moveaxis(x, axis, -1) @ jnp.asarray(share, x.dtype), -1, axis)
 
 
@@ -214,7 +230,10 @@ def adaptive_avg_pool(x: Array, shape: Sequence[int | None]) -> Array:
 
 @rule("adaptive_max_pool2d", "adaptive_max_pool3d")
 def adaptive_max_pool(x: Array, shape: Sequence[int]) -> tuple[Array, Array]:
-    """(maxima, their places among all of a channel); the last axis first, so that the first of equal ones is taken."""
+    """Return (maxima, their places within a channel).
+
+    The last axis is reduced first, so that the first of equal maxima is taken.
+    """
     space = x.shape[-len(shape) :]
     where = jnp.broadcast_to(jnp.arange(math.prod(space)).reshape(space), x.shape)
     for axis in range(-1, -len(shape) - 1, -1):
@@ -227,13 +246,13 @@ def adaptive_max_pool(x: Array, shape: Sequence[int]) -> tuple[Array, Array]:
     return x, where
 
 
-# Other sizes: `scales` are out / in where the caller gave factors, which need not be the ratio of the sizes.
+# Resizing: `scales` are the factors out/in that the caller gave, which may differ from the ratios of the sizes.
 
 
 def resizings(
     x: Array, shape: Sequence[int] | None, scales: Sequence[float] | None
 ) -> list[tuple[int, int, int, float]]:
-    """(axis, size, new size, step from a new place to the next in old ones) for each axis of space."""
+    """Return (axis, size, new size, step) for each axis of space; a step is the distance of new places in old ones."""
     space = x.shape[2:]
     new = [int(size * scale) for size, scale in zip(space, scales or (), strict=True)] if shape is None else shape
     steps = [old / n for old, n in zip(space, new, strict=True)] if scales is None else [1 / scale for scale in scales]
@@ -243,14 +262,14 @@ def resizings(
 @rule("upsample_nearest1d.vec", "upsample_nearest2d.vec", "upsample_nearest3d.vec")
 def nearest(x: Array, shape: Sequence[int] | None, scales: Sequence[float] | None) -> Array:
     for axis, size, new, step in resizings(x, shape, scales):
-        places = np.arange(new, dtype=np.float32) * np.float32(step)  # as PyTorch rounds them
+        places = np.arange(new, dtype=np.float32) * np.float32(step)  # float32 rounds as PyTorch does
         x = jnp.take(x, np.minimum(places.astype(int), size - 1), axis)
     return x
 
 
 @rule("upsample_linear1d.vec", "upsample_bilinear2d.vec", "upsample_trilinear3d.vec")
 def linearly(x: Array, shape: Sequence[int] | None, corners: bool, scales: Sequence[float] | None) -> Array:
-    """Between the two nearest places; with `corners` the first and the last one stay where they are."""
+    """Interpolate linearly between the two nearest places; with `corners`, the first and the last place are kept."""
     for axis, size, new, step in resizings(x, shape, scales):
         aligned = np.arange(new) * ((size - 1) / max(new - 1, 1))
         places = aligned if corners else np.clip((np.arange(new) + 0.5) * step - 0.5, 0, size - 1)
@@ -258,7 +277,7 @@ def linearly(x: Array, shape: Sequence[int] | None, corners: bool, scales: Seque
     return x
 
 
-# Recurrent layers: one `lax.scan` for each layer and direction.
+# Recurrent layers, with one `lax.scan` for each layer and direction.
 
 
 def lstm_cell(
@@ -287,9 +306,11 @@ def recurrent(
     cell: Rule, key: Callable[[], Array], x: Array, start: Sequence[Array], weights: Sequence[Array],
     biases: bool, layers: int, dropout_p: float, train: bool, both: bool, batch_first: bool,
 ) -> tuple[Array, ...]:  # fmt: skip
-    """PyTorch's stacked, perhaps bidirectional, layers: (outputs, *last states).
+    """Run PyTorch's stacked recurrent layers, in one direction or both, and return (outputs, *last states).
 
-    x (length, samples, inputs), or with samples first; each of `start` (layers × directions, samples, width).
+    Args:
+        x: (length, samples, inputs), or (samples, length, inputs) with `batch_first`.
+        start: the starting states, each (layers × directions, samples, width).
     """
     x = x.swapaxes(0, 1) if batch_first else x
     directions = 2 if both else 1
@@ -298,8 +319,8 @@ def recurrent(
     for layer in range(layers):
         outputs = []
         for at in range(directions * layer, directions * (layer + 1)):
-            own = weights[each * at : each * (at + 1)]
-            end, out = one_direction(cell, x, [state[at] for state in start], own, biases, at % directions == 1)
+            of_layer = weights[each * at : each * (at + 1)]
+            end, out = one_direction(cell, x, [state[at] for state in start], of_layer, biases, at % directions == 1)
             ends.append(end)
             outputs.append(out)
         x = jnp.concatenate(outputs, -1)
@@ -311,7 +332,10 @@ def recurrent(
 def one_direction(
     cell: Rule, x: Array, start: Sequence[Array], weights: Sequence[Array], biases: bool, backwards: bool
 ) -> tuple[tuple[Array, ...], Array]:
-    """(last states, outputs (length, samples, width)); weights: of inputs, of states, two biases, a projection."""
+    """Run one layer in one direction, and return (last states, outputs (length, samples, width)).
+
+    `weights` are those of inputs and of states, then two biases and a projection, if there are any.
+    """
     of_inputs, of_states, *rest = weights
     b_inputs, b_states, *projection = rest if biases else (None, None, *rest)
 
@@ -335,7 +359,7 @@ rule("rnn_relu.input", draws=True)(of_one_state(plain_cell(jax.nn.relu)))
 
 @rule("nll_loss_forward", "nll_loss2d_forward")
 def nll_loss(scores: Array, labels: Array, weight: Array | None, reduction: int, ignored: int) -> tuple[Array, Array]:
-    """Scores (samples, classes, …) or (classes,), labels without the axis of classes; (loss, sum of weights)."""
+    """Return (loss, sum of weights) for scores (samples, classes, …) or (classes,), and labels without that axis."""
     at, axis = jnp.where(labels == ignored, 0, labels), min(1, scores.ndim - 1)
     share = jnp.where(labels == ignored, 0, 1 if weight is None else weight[at]).astype(scores.dtype)
     losses = -share * jnp.take_along_axis(scores, jnp.expand_dims(at, axis), axis).squeeze(axis)

@@ -1,10 +1,11 @@
-"""The table of operators: for each of PyTorch's that a traced module may contain, a function of JAX arrays.
+"""Define the rules for operators of PyTorch: for each, a function of JAX arrays with the operator's arguments.
 
-Nothing here imports PyTorch. Arguments are those of the operator, in its order, as arrays of JAX. Derivatives follow
-PyTorch's where a function has a kink or a tie: relu'(0) = 0, clamp'(edge) = 1, the first of equal maxima takes the
-gradient. A NaN passes through as it does there. Results may have another dtype than PyTorch's: the walk casts them.
+This module does not import PyTorch. At a kink or a tie, derivatives are those of PyTorch: relu'(0) = 0, clamp'(edge) =
+1, and the first of equal maxima gets the gradient. NaN propagates as in PyTorch. A result may have another dtype than
+in PyTorch; `Graph.run` casts it.
 
-Operators that draw random numbers take first a function `key()`, which gives a key of JAX or refuses to.
+The rule of an operator that draws random numbers has a function `key` as its first argument. `key()` returns a key of
+JAX, or raises ConfigurationError if the caller gave none.
 """
 
 from __future__ import annotations
@@ -23,28 +24,28 @@ from fedbilevel.errors import ConfigurationError
 Rule = Callable[..., Any]
 
 RULES: dict[str, Rule] = {}
-"""The functions by PyTorch's names, such as "aten.add.Tensor"."""
+"""The rules by the names of operators in PyTorch, such as "aten.add.Tensor"."""
 
 DRAWING: set[str] = set()
-"""Those of them that take `key` first."""
+"""The names of operators whose rules have `key` as their first argument."""
 
-GROUP_NORM = "use nn.GroupNorm or nn.LayerNorm, or call .eval() to keep the statistics that it has"
-BATCH_NORM = "aten._native_batch_norm_legit"  # with the statistics of the batch
+GROUP_NORM = "use nn.GroupNorm or nn.LayerNorm, or call .eval() to use its present statistics"
+BATCH_NORM = "aten._native_batch_norm_legit"  # the operator that uses the statistics of the batch
 PADDED = "has packed sequences: pad them to one length"
 REFUSED = {
     "aten._local_scalar_dense": "reads a number out of a tensor, as .item() does: keep it a tensor",
-    "aten.nonzero": "has as many results as entries that are not zero: use torch.where with three arguments",
+    "aten.nonzero": "has one result per nonzero entry, so that its shape varies: use torch.where with three arguments",
     BATCH_NORM: f"mixes the samples of a batch: {GROUP_NORM}",
     "aten.lstm.data": PADDED,
     "aten.gru.data": PADDED,
     "aten.rnn_tanh.data": PADDED,
     "aten.rnn_relu.data": PADDED,
 }
-"""Why an operator has no rule, and what to do, by the beginning of its name."""
+"""Reasons why operators are not supported, each with a remedy, by the beginnings of operators' names."""
 
 
 def rule(*names: str, draws: bool = False) -> Callable[[Rule], Rule]:
-    """Enter a function under these operators: "add.Tensor" means aten.add.Tensor, "relu" aten.relu.default."""
+    """Enter a function as the rule of some operators: "add.Tensor" is aten.add.Tensor, "relu" is aten.relu.default."""
 
     def enter(function: Rule) -> Rule:
         full = [f"aten.{name}" if "." in name else f"aten.{name}.default" for name in names]
@@ -56,23 +57,23 @@ def rule(*names: str, draws: bool = False) -> Callable[[Rule], Rule]:
 
 
 def enter_all(functions: dict[str, Rule]) -> None:
-    """Enter functions under the operators that their keys name, with spaces between them."""
+    """Enter functions as rules of the operators in their keys, which are separated by spaces."""
     for names, function in functions.items():
         rule(*names.split())(function)
 
 
 def several(value: Any, count: int) -> tuple[int, ...]:
-    """One number for each of `count` axes, where PyTorch also takes one for all."""
+    """Return a number for each of `count` axes, from one number per axis or one for all axes."""
     values = tuple(value) if isinstance(value, list | tuple) else (value,)
     return values * count if len(values) == 1 else values
 
 
 def axes(dim: Any) -> Any:
-    """PyTorch's `dim` as JAX's axis; None and [] mean all."""
+    """Return JAX's `axis` for PyTorch's `dim`; None and [] mean all axes."""
     return tuple(dim) or None if isinstance(dim, list | tuple) else dim
 
 
-# Functions of one array, entry by entry.
+# Elementwise functions of one array.
 
 enter_all({
     "acos": jnp.arccos, "acosh": jnp.arccosh, "asin": jnp.arcsin, "asinh": jnp.arcsinh,
@@ -86,7 +87,7 @@ enter_all({
 })  # fmt: skip
 
 rule("alias", "clone", "lift_fresh_copy")(lambda x: x)
-rule("abs")(lambda x: jnp.sign(x) * x)  # JAX's has derivative 1 at 0, PyTorch's 0
+rule("abs")(lambda x: jnp.sign(x) * x)  # the derivative at 0 is 0 in PyTorch, and 1 for jnp.abs
 rule("rsqrt")(lambda x: 1 / jnp.sqrt(x))
 rule("gelu")(lambda x, approximate="none": jax.nn.gelu(x, approximate=approximate == "tanh"))
 rule("leaky_relu")(lambda x, slope=0.01: jnp.where(x > 0, x, slope * x))
@@ -101,7 +102,7 @@ def softplus(x: Array, beta: float = 1, threshold: float = 20) -> Array:
 
 @rule("elu")
 def elu(x: Array, alpha: float = 1, scale: float = 1, input_scale: float = 1) -> Array:
-    below = alpha * jnp.expm1(jnp.where(x > 0, 0, x) * input_scale)  # no infinity where it is not taken
+    below = alpha * jnp.expm1(jnp.where(x > 0, 0, x) * input_scale)  # finite also where x > 0
     return scale * jnp.where(x > 0, x, below)
 
 
@@ -111,7 +112,7 @@ def clamp(x: Array, low: Any = None, high: Any = None) -> Array:
     return x if high is None else jnp.where(x > high, high, x)
 
 
-# Functions of two arrays.
+# Elementwise functions of two arrays.
 
 enter_all({
     "mul.Tensor mul.Scalar": jnp.multiply, "remainder.Tensor remainder.Scalar": jnp.remainder,
@@ -138,7 +139,7 @@ def divide(a: Array, b: Any, rounding_mode: str | None = None) -> Array:
     return a / b if rounding_mode is None else jnp.trunc(a / b)
 
 
-# Sums, means, maxima, orders.
+# Sums, means, maxima and sorting.
 
 
 def reduction(of: Rule) -> Rule:
@@ -175,22 +176,22 @@ def var(x: Array, dim: Any = None, correction: int = 1, keepdim: bool = False) -
 
 @rule("std.correction")
 def std(x: Array, dim: Any = None, correction: int = 1, keepdim: bool = False) -> Array:
-    """With derivative 0 where all are the same, as there."""
+    """Compute the standard deviation; its derivative at equal entries is 0, as in PyTorch."""
     return flat_root(var(x, dim, correction, keepdim))
 
 
 def flat_root(x: Array) -> Array:
-    """The square root, with derivative 0 at 0."""
+    """Compute the square root, with the derivative 0 at 0."""
     return jnp.where(x == 0, 0, jnp.sqrt(jnp.where(x == 0, 1, x)))
 
 
 @rule("linalg_vector_norm")
 def vector_norm(x: Array, order: float = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Array:
-    """Of order 2 with derivative 0 at 0, as there."""
+    """Compute a norm of order 1, 2 or infinity; that of order 2 has the derivative 0 at 0, as in PyTorch."""
     if order in (1, math.inf):
         return (jnp.sum if order == 1 else jnp.max)(jnp.sign(x) * x, axes(dim), keepdims=keepdim)
     if order != 2:
-        raise ConfigurationError(f"a vector norm of order {order} has no rule: use 1, 2 or infinity")
+        raise ConfigurationError(f"a vector norm of order {order} is not supported: use 1, 2 or infinity")
     return flat_root(jnp.sum(x * x, axes(dim), keepdims=keepdim))
 
 
@@ -248,19 +249,19 @@ rule(
 
 @rule("expand")
 def expand(x: Array, shape: Sequence[int], implicit: bool = False) -> Array:
-    own = (None,) * (len(shape) - x.ndim) + x.shape
-    return jnp.broadcast_to(x, [a if b == -1 else b for a, b in zip(own, shape, strict=True)])
+    lengths = (None,) * (len(shape) - x.ndim) + x.shape
+    return jnp.broadcast_to(x, [a if b == -1 else b for a, b in zip(lengths, shape, strict=True)])
 
 
 @rule("constant_pad_nd")
 def pad(x: Array, edges: Sequence[int], value: float = 0) -> Array:
-    """Edges: (before, after) of the last axis, then of the one before it, …; negative ones cut."""
+    """Pad x by `edges`: (before, after) for the last axis, then for the one before it, …; negative numbers cut."""
     pairs = list(zip(edges[::2], edges[1::2], strict=True))[::-1]
     outer = [(0, 0, 0)] * (x.ndim - len(pairs))
     return lax.pad(x, jnp.asarray(value, x.dtype), outer + [(before, after, 0) for before, after in pairs])
 
 
-# New arrays; what PyTorch leaves undefined is 0.
+# New arrays. Entries that PyTorch leaves undefined are 0.
 
 rule("empty.memory_format")(lambda shape, dtype=None: jnp.zeros(tuple(shape), dtype))
 rule("empty_permuted")(lambda shape, order, dtype=None: jnp.zeros(tuple(shape), dtype))
@@ -270,31 +271,32 @@ rule("scalar_tensor")(lambda value, dtype=None: jnp.asarray(value, dtype))
 rule("arange.start_step")(lambda start, stop, step=1, dtype=None: jnp.arange(start, stop, step, dtype))
 
 
-# Entries by their places.
+# Indexing.
 
 
 def along(x: Array, dim: int, index: Any) -> tuple[Any, ...]:
-    """The index that takes `index` on axis `dim` and everything on the others."""
+    """Return the index with `index` on axis `dim`, and with all entries on the other axes."""
     return (slice(None),) * (dim % x.ndim) + (index,)
 
 
 def places(indices: Sequence[Array | None]) -> tuple[Any, ...]:
     if any(index is not None and index.dtype == bool for index in indices):
         raise ConfigurationError(
-            "a mask as index has as many results as true entries: use torch.where with three arguments"
+            "a mask as an index has one result per true entry, so that its shape varies: use torch.where with three "
+            "arguments"
         )
     return tuple(slice(None) if index is None else index for index in indices)
 
 
 def around(dim: int, index: Array) -> tuple[Array, ...]:
-    """The places, for each entry of `index`, that gather and scatter mean: its own, but `index` on axis `dim`."""
-    own = list(jnp.ogrid[tuple(map(slice, index.shape))])
-    own[dim] = index
-    return tuple(own)
+    """Return the places of gather and scatter: the place of each entry of `index`, with the entry on axis `dim`."""
+    grid = list(jnp.ogrid[tuple(map(slice, index.shape))])
+    grid[dim] = index
+    return tuple(grid)
 
 
 def corner(source: Any, index: Array) -> Any:
-    """The entries of what is scattered that have an index."""
+    """Return the entries of `source` that have an index: those within the shape of `index`."""
     return source[tuple(map(slice, index.shape))] if isinstance(source, jax.Array) else source
 
 
@@ -322,9 +324,9 @@ def index_put(x: Array, indices: Sequence[Array | None], values: Array, accumula
 
 @rule("embedding")
 def embedding(weight: Array, index: Array, padding: int = -1, by_frequency: bool = False, _: bool = False) -> Array:
-    """Row `padding` takes no gradient."""
+    """Take rows of `weight`; the row `padding` gets no gradient."""
     if by_frequency:
-        raise ConfigurationError("an embedding with scale_grad_by_freq has no rule: set it to False")
+        raise ConfigurationError("an embedding with scale_grad_by_freq=True is not supported: set it to False")
     rows = jnp.take(weight, index, axis=0)
     return rows if padding < 0 else jnp.where((index == padding)[..., None], lax.stop_gradient(rows), rows)
 
