@@ -1,7 +1,7 @@
-"""Names for writing a method of your own, and the types of results.
+"""Provide the names for writing a method of your own, and the types of results.
 
-A method is a subclass of `Algorithm`, its fields are made by `static`, `positive`, …, and what its clients run is
-marked with `phase`: see docs/how-to/own-method.md. To run published methods, `fedbilevel` alone is enough.
+A method is a subclass of `Algorithm`. Functions such as `static` and `positive` make its fields, and `phase` marks the
+methods that clients run; see docs/how-to/own-method.md. To run published methods, `fedbilevel` alone is enough.
 """
 
 from fedbilevel.algorithms import ALGORITHMS

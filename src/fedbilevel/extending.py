@@ -1,10 +1,10 @@
-"""Names for a package of your own: checks whose errors read as this library's do, words for messages, files.
+"""Provide helpers for a package of your own: checks with errors like those of this library, and safe file access.
 
     from fedbilevel.extending import require
 
     require(0 < share < 1, "share", share, "between 0 and 1")  # share = 2 is not allowed: it must be between 0 and 1
 
-Importing it loads no JAX.
+Importing this module does not import JAX.
 """
 
 from fedbilevel.core.errors import (

@@ -1,7 +1,9 @@
-"""Parts, the values of methods' fields: rounds on y, hypergradients, linear solvers, local steps; and layers.
+"""Provide parts, which are values of methods' fields, and layers, which change the exchanges of any method.
 
-FedNest(inner=parts.SVRG(rounds=3), hypergradient=parts.Implicit(solver=parts.CG(max_steps=20)), outer_lr=0.1)
-layered(SimFBO(server_lr=0.05, client_lr=0.05), parts.TopK(share=0.1))
+Parts are inner rounds, hypergradients, linear solvers and local steps:
+
+    FedNest(inner=parts.SVRG(rounds=3), hypergradient=parts.Implicit(solver=parts.CG(max_steps=20)), outer_lr=0.1)
+    layered(SimFBO(server_lr=0.05, client_lr=0.05), parts.TopK(share=0.1))
 """
 
 from fedbilevel.algorithms.adbo import Lagrangian, LinearizedADMM

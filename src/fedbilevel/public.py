@@ -1,4 +1,4 @@
-"""The public names of the library, which `fedbilevel` hands out; import them from there."""
+"""List the public names of the library; import them from `fedbilevel`."""
 
 from fedbilevel import algorithms, errors, parts
 from fedbilevel.algorithms import *  # noqa: F403

@@ -1,4 +1,4 @@
-"""Files that anyone may have written: regular ones, of a bounded length, and JSON in which no key is there twice."""
+"""Read untrusted files: only regular files of a bounded length, and only JSON without duplicate keys."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from fedbilevel.wording import of_others, printable, require_object
 
 Kinds = Mapping[str, Callable[[Any], bool]]
 
-CHUNK = 2**18  # bytes that are read at once
+CHUNK = 2**18  # the number of bytes that are read at once
 LONGEST = 2**24
-"""Bytes of a file at most, where no other bound is given."""
+"""The default bound on the length of a file, in bytes."""
 
 
 def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
     """Return the content of a regular file.
 
     Raises:
-        OSError: it is a pipe or a device, which may have no end, or longer than `longest` bytes; or it cannot be read.
+        OSError: the file is a pipe or a device, which may have no end; it has more than `longest` bytes; or it cannot
+            be read.
     """
     require_regular(path)
     content = bytearray()
@@ -36,57 +37,72 @@ def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
 
 
 def require_regular(path: Path) -> None:
-    """Raise OSError for a pipe or a device, and where there is nothing; a folder is refused where it is opened."""
+    """Raise OSError if a path is a pipe or a device, or does not exist; opening a folder raises OSError by itself."""
     mode = path.stat().st_mode
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise OSError(errno.EINVAL, "it is a pipe or a device, and not a regular file", str(path))
 
 
 def read_json(path: Path, kinds: Kinds | None = None) -> Any:
-    """Return the value in a file of JSON; raises OSError as `read_bytes`, ValueError as `parse_printable`."""
+    """Return the value in a JSON file, with all texts made printable.
+
+    Raises:
+        OSError: the file is not regular, is too long, or cannot be read.
+        ValueError: the content is not JSON, or not of the expected kinds; see `parse_printable`.
+    """
     return parse_printable(read_bytes(path), kinds)
 
 
 def parse_printable(text: str | bytes, kinds: Kinds | None = None) -> Any:
-    """Return the value in a text of JSON, every text in it made printable.
+    """Return the value of a JSON text, with all texts in it made printable.
 
     Args:
-        text: the JSON.
-        kinds: of an object, name -> whether a value there is of the right type; it may lack the name. None: any JSON.
+        text: the JSON text.
+        kinds: functions that check the values of a JSON object, by name. The object may lack a name. None: the value
+            may be any JSON.
 
     Raises:
-        ValueError: as `parse_json`, or a value is of another type.
+        ValueError: the text is not JSON without duplicate keys, or a value has a wrong type.
     """
-    found = of_others(parse_json(text))
+    value = of_others(parse_json(text))
     if kinds is not None:
-        require_object(found, ", ".join(kinds))
-        if wrong := [name for name, fits in kinds.items() if name in found and not fits(found[name])]:
-            raise ValueError(f"{wrong[0]} is {printable(repr(found[wrong[0]]))}")
-    return found
+        require_object(value, ", ".join(kinds))
+        if wrong := [name for name, fits in kinds.items() if name in value and not fits(value[name])]:
+            raise ValueError(f"{wrong[0]} is {printable(repr(value[wrong[0]]))}")
+    return value
 
 
 def parse_json(text: str | bytes) -> Any:
-    """Return the value in a text of JSON.
+    """Return the value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, or nested too deeply, or an object has a key twice, of which readers would take the
-            one or the other.
+        ValueError: the text is not JSON, is nested too deeply, or has an object with a duplicate key, for which
+            parsers differ.
     """
     try:
         return json.loads(text, object_pairs_hook=_object)
     except RecursionError:
-        raise ValueError("lists and objects are in each other to a depth that no file of ours has") from None
+        raise ValueError("lists and objects are nested too deeply") from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    content = dict(pairs)
+    if len(content) < len(pairs):
         (name, times), *_ = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"the key {printable(name)!r} is there {'twice' if times == 2 else f'{times} times'}")
-    return found
+    return content
 
 
 def newer_format(version: Any, format: int, known: int, here: str) -> str:
-    """Say that a file has a later format than is known `here`, and which version wrote it; "" where it has not."""
+    """Return the message for a file whose format is newer than `known`, the newest format that this version reads.
+
+    The message says which version wrote the file. It is "" if the format is not newer.
+
+    Args:
+        version: the version that wrote the file.
+        format: the number of the file's format.
+        known: the number of the newest format that this version reads.
+        here: this version.
+    """
     of = f"fedbilevel {printable(str(version), 20)}"
     return f"was written by {of}, in a format that fedbilevel {here} does not read: update it" if format > known else ""

@@ -1,8 +1,8 @@
-"""Sweeps: the same run with other values of its fields, and which of them are best on a holdout.
+"""Run an algorithm with many values of its fields, and find the values that are best on held-out data.
 
-A `PointPlayer` runs a point with a seed: by `solve` for `fedbilevel.sweep`, in a folder for the command `fedbilevel
-sweep`. Both have the points in common (`product`, `made`), the order of play (`played`), the table (`row_of`, `Sweep`),
-and the rule that test data do not decide (`require_holdout`). A search has the player, the table and the rule.
+A `PointPlayer` runs a point with a seed: by `solve` for `fedbilevel.sweep`, or in a folder for the command `fedbilevel
+sweep`. Both share the points (`product`, `made`), the order of the runs (`played`), the table (`row_of`, `Sweep`), and
+the rule that test data must not decide (`require_holdout`). A search shares the player, the table and the rule.
 """
 
 from __future__ import annotations
@@ -49,19 +49,19 @@ from fedbilevel.engines.solve import solve
 T = TypeVar("T")
 PointValues = Mapping[str, Any]
 """The values of the swept fields, by their dotted paths."""
-PRUNED = "pruned after"  # as the error of a run that was ended early begins, since others were better by then
-ENDS = ("mean", "worst", "best", "p10")  # of a metric that is measured on each client
-POLL = 0.1  # seconds, until a run that another process plays is looked at again
+PRUNED = "pruned after"  # the beginning of the error of a run that was ended early because others were better
+ENDS = ("mean", "worst", "best", "p10")  # the statistics over clients that can select, for a per-client metric
+POLL = 0.1  # seconds until a run that another process has in progress is looked at again
 
 
 class PointPlayer(Protocol):
-    """What runs the points of a sweep."""
+    """Run the points of a sweep."""
 
     def make(self, point: PointValues) -> Any:
-        """Make the algorithm, or the spec, of a point; a ConfigurationError where the point is refused."""
+        """Return the algorithm, or the spec, of a point; raise ConfigurationError if the point is refused."""
 
     def run(self, number: int, point: PointValues, seed: int, display: Guarded) -> History:
-        """Run a point, which has this number in its sweep, with a seed; return what the run has measured."""
+        """Run a point with a seed, and return the history; `number` is the point's number in its sweep."""
 
 
 def sweep(
@@ -79,44 +79,44 @@ def sweep(
     progress: bool | Display | None = None,
     **given: Any,
 ) -> Sweep:
-    """Run an algorithm with every combination of some values of its fields, and find the best.
+    """Run an algorithm with all combinations of some values of its fields, and find the best combination.
 
     Args:
-        algorithm: an algorithm, whose fields are replaced by their dotted paths, parts' fields too; or a function that
-            makes the algorithm from the values of a point, given as keyword arguments, and is called for each run.
-        problem, clients, x0, y0, progress: see `fedbilevel.solve`.
-        grid: the values of each field, e.g. {"server_lr.x": [0.01, 0.1], "local_steps": [1, 5]}; every combination is a
+        algorithm: an algorithm, whose fields, and fields of parts, are replaced by their dotted paths; or a function
+            that returns the algorithm for the values of a point, which it gets as keyword arguments. The function is
+            called for each run.
+        problem, clients, x0, y0, progress: as in `fedbilevel.solve`.
+        grid: the values of each field, e.g. {"server_lr.x": [0.01, 0.1], "local_steps": [1, 5]}. Each combination is a
             point.
-        select: the metric whose last value decides, as a mean over the seeds; a loss, too ("outer_loss").
-        seeds: every point is run with each, as `key` of `solve`.
-        select_on_test: allow a metric with "test" in its name to decide.
-        folder: where each run has a checkpoint. The same call goes on with what is there, and so do several processes
-            side by side.
-        given: the other arguments of `fedbilevel.solve`: rounds, metrics, cohort, callbacks, … A run may end before
-            its rounds by a callback, such as `stop_when("exchanges", above=300)`.
+        select: the metric that decides: its last value, as a mean over the seeds. It may be a loss, such as
+            "outer_loss".
+        seeds: the seeds with which each point is run; each is the `key` of `solve`.
+        select_on_test: whether a metric with "test" in its name may decide.
+        folder: the folder for a checkpoint of each run. A second call with the same arguments continues the runs, and
+            several processes may share the folder.
+        given: the other arguments of `fedbilevel.solve`: rounds, metrics, cohort, callbacks, … A callback, such as
+            `stop_when("exchanges", above=300)`, may end a run before its last round.
 
     Returns:
-        The sweep. A run that diverged or was refused is a row that says why. A warning says where the best point lies
-        on the edge of the grid.
+        The sweep. A run that diverged or was refused has a row with the reason. If the best point lies on the edge of
+        the grid, a warning says so.
 
     Raises:
-        ConfigurationError: no such field, metric or value; or every run is refused.
-        CheckpointError: a checkpoint in the folder cannot be written, or is that of another run.
+        ConfigurationError: a field, metric or value does not exist, or every run is refused.
+        CheckpointError: a checkpoint in the folder cannot be written, or belongs to another run.
     """
     points = product(grid)
     require_seeds(seeds)
-    known = [name for name in inspect.signature(solve).parameters if name not in ("key", "checkpoint", "resume")]
+    arguments = [name for name in inspect.signature(solve).parameters if name not in ("key", "checkpoint", "resume")]
     for name in given:
-        if name not in known:
-            raise unknown("argument of fedbilevel.sweep", name, known)
+        if name not in arguments:
+            raise unknown("argument of fedbilevel.sweep", name, arguments)
     require_count("rounds", given.get("rounds"))
     for name in ("metrics", "metrics_per_client"):
         fits = isinstance(given.get(name) or {}, Mapping)
         require(fits, name, given.get(name), "functions by name")
     each_client = [f"{name}.{end}" for name in given.get("metrics_per_client") or () for end in ENDS]
-    require_holdout(
-        select, select_on_test, "Measure held-out data and select on that metric, or say select_on_test=True"
-    )
+    require_holdout(select, select_on_test, "Select on a metric of held-out data, or set select_on_test=True")
     require_known(select, [*(given.get("metrics") or ()), *each_client, *LOSSES])
     player = Solving(
         make=_maker(algorithm, list(grid)),
@@ -130,7 +130,14 @@ def sweep(
 
 @dataclasses.dataclass(frozen=True)
 class Solving:
-    """Runs so many points by `solve`, with checkpoints in a folder if one is given."""
+    """Run points by `solve`, with a checkpoint for each run if there is a folder.
+
+    Args:
+        make: returns the algorithm of a point.
+        solve: `fedbilevel.solve` with all other arguments.
+        points: the number of points.
+        folder: the folder for checkpoints, or None.
+    """
 
     make: Callable[[PointValues], Algorithm]
     solve: Callable[..., Result]
@@ -140,10 +147,10 @@ class Solving:
     def run(self, number: int, point: PointValues, seed: int, display: Guarded) -> History:
         display.begin(f"point {number + 1} of {self.points}, seed {seed}")
         file = self.folder and Path(self.folder) / f"point-{number:03d}-seed-{seed}.npz"
-        kept: dict[str, Any] = {"checkpoint": file, "resume": "auto"} if file else {}
+        saving: dict[str, Any] = {"checkpoint": file, "resume": "auto"} if file else {}
         try:
-            return self.solve(self.make(point), key=seed, progress=display, **kept).history
-        except CheckpointError as error:  # to go on by force would mix the points of two sweeps
+            return self.solve(self.make(point), key=seed, progress=display, **saving).history
+        except CheckpointError as error:  # its remedy, resume="force", would mix the points of two sweeps
             if FORCE not in str(error):
                 raise
             raise CheckpointError(str(error).replace(FORCE, "choose another folder")) from error
@@ -152,71 +159,74 @@ class Solving:
 def _maker(
     algorithm: Algorithm | Callable[..., Algorithm], fields: Sequence[str]
 ) -> Callable[[PointValues], Algorithm]:
-    """Return what makes the algorithm of a point."""
+    """Return a function that makes the algorithm of a point."""
     if isinstance(algorithm, Algorithm):
         return partial(with_values, algorithm)
     build: Callable[..., Algorithm] = algorithm
     require(callable(build), "algorithm", build, "an algorithm, or a function that makes it from a point")
     parameters = inspect.signature(build).parameters
-    if not any(one.kind is one.VAR_KEYWORD for one in parameters.values()):
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         for name in fields:
             if name not in parameters:
                 raise unknown("argument of the function that makes the algorithm", name, parameters)
 
     def make(point: PointValues) -> Algorithm:
-        found = build(**point)
-        require(isinstance(found, Algorithm), "algorithm", found, "an algorithm, as its function has made it")
-        return found
+        result = build(**point)
+        require(isinstance(result, Algorithm), "algorithm", result, "a function that returns an algorithm")
+        return result
 
     return make
 
 
 def product(grid: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Combine every value of a field with every value of the others; the last field changes first.
+    """Return all combinations of the fields' values; the last field changes first.
 
     Raises:
-        ConfigurationError: there are no fields; a field has no values, a value twice, or comes after a part of itself.
+        ConfigurationError: there are no fields, a field has no values or a value twice, or a field of a part comes
+            before the part itself, whose values would replace the field's.
     """
     require(isinstance(grid, Mapping) and bool(grid), "grid", grid, "lists of values by the dotted paths of fields")
     for name, values in grid.items():
         some = isinstance(values, Collection) and not isinstance(values, str | Mapping) and len(values) > 0
-        require(some, f"grid of {name}", values, "a list of one value or more")
-        plain = [value.tolist() if hasattr(value, "tolist") else value for value in values]  # NumPy's and JAX's
+        require(some, f"grid of {name}", values, "a list of one or more values")
+        plain = [value.tolist() if hasattr(value, "tolist") else value for value in values]  # arrays of NumPy or JAX
         for i, value in enumerate(plain):
             if any(value is other or (value == other) is True for other in plain[:i]):
-                raise ConfigurationError(f"grid of {name}: {value!r} is there twice")
+                raise ConfigurationError(f"grid of {name} has {value!r} twice")
     for part, whole in itertools.combinations(grid, 2):
         if part.startswith(f"{whole}."):
             raise ConfigurationError(
-                f"{part} is a part of {whole}, whose values would replace its own: name {whole} first, or one of them"
+                f"{part} is a field of {whole}, whose values would replace those of {part}: name {whole} first, or "
+                "leave one of them out"
             )
     return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
 
 
 def made(points: Sequence[PointValues], make: Callable[[PointValues], T]) -> list[T | ConfigurationError]:
-    """Make something of each point, or keep the error with which `make` refuses the point.
+    """Return the result of `make` for each point, or the error if `make` refuses the point.
 
     Raises:
-        ConfigurationError: values are refused in every point that has them: slips, rather than unlucky combinations.
+        ConfigurationError: every point with some value is refused, so that the value itself is wrong, and not a
+            combination of values.
     """
-    found: list[T | ConfigurationError] = []
+    results: list[T | ConfigurationError] = []
     for point in points:
         try:
-            found.append(make(point))
+            results.append(make(point))
         except ConfigurationError as error:
-            found.append(error)
+            results.append(error)
     slips: dict[str, ConfigurationError] = {}
     for name, value in dict.fromkeys((name, repr(value)) for point in points for name, value in point.items()):
-        of_value = [one for one, point in zip(found, points, strict=True) if repr(point.get(name)) == value]
-        errors = [one for one in of_value if isinstance(one, ConfigurationError)]
+        of_value = [result for result, point in zip(results, points, strict=True) if repr(point.get(name)) == value]
+        errors = [result for result in of_value if isinstance(result, ConfigurationError)]
         if len(errors) == len(of_value):
             slips |= {str(mistake): mistake for mistake in errors[0].wrong}
     refuse_together(slips.values())
-    return found
+    return results
 
 
 def require_seeds(seeds: Sequence[int]) -> None:
-    """Refuse an empty list of seeds, a seed that is given twice, and what is no seed."""
+    """Refuse seeds that are no list, an empty list, a seed that is given twice, and an entry that is no seed."""
     fits = isinstance(seeds, Collection) and not isinstance(seeds, str) and len(seeds) > 0
     fits = fits and all(type(seed) is int and 0 <= seed < 2**32 for seed in seeds) and len(set(seeds)) == len(seeds)
     require(fits, "seeds", seeds, "one or more whole numbers, all different")
@@ -229,16 +239,18 @@ def require_known(select: str, metrics: Collection[str]) -> None:
 
 
 def measured_on_test(metric: str) -> bool:
-    """Tell whether a metric's name says that it is measured on test data: a word in it begins with "test", as in
-    test_accuracy, acc_on_tests or accuracyTest, and not within a word, as in "fastest"."""
+    """Return whether a metric is measured on test data, according to its name.
+
+    A word of the name begins with "test", as in test_accuracy, acc_on_tests or accuracyTest, but not in "fastest".
+    """
     return re.search(r"(?<![a-z])test|Test|TEST", metric) is not None
 
 
 def require_holdout(select: str, on_test: bool, advice: str) -> None:
-    """Refuse to choose by test data, unless that is said explicitly; `advice` says what to do."""
+    """Refuse to select on test data unless `on_test` allows it; `advice` is the remedy in the message."""
     if measured_on_test(select) and not on_test:
         raise ConfigurationError(
-            f"{select} is measured on test data: chosen by it, a setting looks better than it is. {advice}"
+            f"{select} is measured on test data: a setting that is selected on it looks better than it is. {advice}"
         )
 
 
@@ -250,19 +262,20 @@ def played(
     progress: bool | Display | None = False,
     said: Callable[[Mapping[str, Any]], None] = lambda row: None,
 ) -> Sweep:
-    """Run every point with every seed, seed after seed, so that the points of a seed share its task.
+    """Run every point with every seed, and return the sweep. All points of a seed are run before the next seed.
 
-    A run that another process plays is looked at again after the others.
+    In this order, the points of a seed share a task. A run that another process has in progress is tried again after
+    the other runs.
 
     Args:
-        progress: see `fedbilevel.solve`.
-        said: called with each run that has ended: a row of `Sweep.trials`.
+        progress: as in `fedbilevel.solve`.
+        said: called with a row of `Sweep.trials` after each run.
 
     Raises:
-        ConfigurationError: every run is refused, such as for its number of rounds.
+        ConfigurationError: every run is refused, for example because of its number of rounds.
     """
     larger, wrong = False, []
-    found: dict[tuple[int, int], dict[str, Any]] = {}
+    run_rows: dict[tuple[int, int], dict[str, Any]] = {}
     waiting = deque(itertools.product(seeds, range(len(points))))
     with showing(progress) as display:
         while waiting:
@@ -278,11 +291,11 @@ def played(
             except (ConfigurationError, NumericalError) as error:
                 row = {"seed": seed, "error": str(error)}
                 wrong += [error] if isinstance(error, ConfigurationError) else []
-            found[number, seed] = row
+            run_rows[number, seed] = row
             said({**points[number], **row})
-    if len(wrong) == len(found):
+    if len(wrong) == len(run_rows):
         raise wrong[0]
-    runs = [[found[number, seed] for seed in seeds] for number in range(len(points))]
+    runs = [[run_rows[number, seed] for seed in seeds] for number in range(len(points))]
     ended = Sweep.of(player, points, runs, select, larger)
     for text in on_edge(points, ended.best or {}):
         warnings.warn(text, stacklevel=3)
@@ -290,16 +303,18 @@ def played(
 
 
 def on_edge(points: Sequence[PointValues], best: PointValues) -> Iterator[str]:
-    """Say of each field whose best value is the least or the largest number of its grid that it may lie beyond."""
+    """Yield a warning for each field whose best value is the least or the largest number of its grid."""
     for name, value in best.items():
         values = [point[name] for point in points if is_number(point[name])]
-        smallest = value == 1 and is_count(value)  # of all counts
+        smallest = value == 1 and is_count(value)  # no count lies beyond 1
         if is_number(value) and min(values) < max(values) and value in (min(values), max(values)) and not smallest:
-            yield f"the best {name}, {value}, lies on the edge of the grid: better ones may lie beyond it"
+            yield f"the best {name}, {value}, lies on the edge of the grid: better values may lie beyond it"
 
 
 def row_of(history: History, seed: int, select: str) -> dict[str, Any]:
-    """Return what a run has for the table of a sweep; a metric to select on that is not finite is an error.
+    """Return the row of a run for the table of a sweep: its seed, its error, and the last row of its history.
+
+    The error is empty, or says that the metric `select` is not finite.
 
     Raises:
         ConfigurationError: the metric is not measured.
@@ -310,25 +325,27 @@ def row_of(history: History, seed: int, select: str) -> dict[str, Any]:
 
 
 def in_table(row: Row) -> dict[str, Any]:
-    """Return what a row of a history has for the table of a sweep: all but the seconds of this machine."""
+    """Return a row of a history without the seconds of this machine, for the table of a sweep."""
     return {name: value for name, value in row.items() if name != "seconds"}
 
 
 @dataclasses.dataclass(repr=False)
 class Sweep(Shown):
-    """What came of a sweep.
+    """Hold the results of a sweep.
 
     Attributes:
         fields: the names of the swept fields.
         select: the metric that decides, as a mean over the seeds.
-        larger_is_better: whether a larger value of it is.
-        trials: a row for each run, by point and seed: the values, "seed", "error", and the last row of its history but
-            for the seconds of this machine.
-        rows: a row for each point, best first and those that failed last: the values, the metric's mean, its sample
-            standard deviation "sd", the means "rounds" and "exchanges", and "error", empty unless a run failed.
-        spent: "rounds" and "exchanges" of all runs together, pruned ones up to their ends, but for those that failed.
-        algorithm: with the values of the best point (of the command line, its spec); None where every point failed.
-        others: how many more runs are in the folder, of the command line's: of other points or seeds, played before.
+        larger_is_better: whether a larger value of this metric is better.
+        trials: a row for each run, by point and seed: the values of the fields, "seed", "error", and the last row of
+            its history without the seconds of this machine.
+        rows: a row for each point, the best first and failed points last: the values of the fields, the mean of the
+            metric, its sample standard deviation "sd", the means "rounds" and "exchanges", and "error", which is empty
+            unless a run failed.
+        spent: the total "rounds" and "exchanges" of all runs that did not fail, including pruned runs.
+        algorithm: the algorithm, or on the command line the spec, with the values of the best point; None if every
+            point failed.
+        others: the number of other runs in the folder, of earlier points or seeds; only on the command line.
     """
 
     fields: list[str]
@@ -349,7 +366,7 @@ class Sweep(Shown):
         select: str,
         larger: bool,
     ) -> Sweep:
-        """Make the table of some points, from the rows of the runs of each."""
+        """Make the sweep from its points and from the rows of each point's runs."""
         rows = [standing(point, of, select) for point, of in zip(points, runs, strict=True)]
         sign = -1 if larger else 1
         order = sorted(range(len(rows)), key=lambda i: (rows[i][select] is None, sign * (rows[i][select] or 0.0)))
@@ -361,26 +378,26 @@ class Sweep(Shown):
 
     @property
     def best(self) -> dict[str, Any] | None:
-        """The values of the best point; None where every point failed."""
+        """Return the values of the fields of the best point; None if every point failed."""
         return None if self.algorithm is None else {name: self.rows[0][name] for name in self.fields}
 
     @property
     def chosen_on(self) -> str:
-        """The metric that chose, which way is better, and a warning where it was measured on test data."""
+        """Return the metric that decided, its better direction, and a warning if it was measured on test data."""
         way = "larger" if self.larger_is_better else "smaller"
         return f"{self.select}, {way} is better{', SELECTED ON TEST DATA' * measured_on_test(self.select)}"
 
     @property
     def effort(self) -> str:
-        """The number of runs and what they cost, in a sentence that papers can quote."""
+        """Return the number and the costs of all runs, as a text that papers can quote."""
         seeds, errors = len({row["seed"] for row in self.trials}), [row["error"] for row in self.trials if row["error"]]
         early = sum(error.startswith(PRUNED) for error in errors)
         ends = {"pruned": early, "failed": len(errors) - early}
-        said = "".join(f", {count:,} {end}" for end, count in ends.items() if count)
+        early_ends = "".join(f", {count:,} {end}" for end, count in ends.items() if count)
         of = f"{counted(len(self.rows), 'point')} × {counted(seeds, 'seed')}"
         cost = f"in all {self.spent['rounds']:,.0f} rounds, {self.spent['exchanges']:,.0f} exchanges"
-        beside = f"; beside {counted(self.others, 'other run')} in this folder" if self.others else ""
-        return f"{counted(len(self.trials), 'run')} ({of}){said}; {cost}{beside}"
+        others = f"; {counted(self.others, 'other run')} in this folder" if self.others else ""
+        return f"{counted(len(self.trials), 'run')} ({of}){early_ends}; {cost}{others}"
 
     def card(self) -> Card:
         values = ", ".join(f"{name} = {value}" for name, value in (self.best or {}).items())
@@ -397,11 +414,11 @@ class Sweep(Shown):
 
 
 COSTS = {"rounds": "round", "exchanges": "exchanges"}
-"""The costs in a point's row, by the columns of its runs' histories."""
+"""The names of costs in the row of a point, and the columns of histories that have them."""
 
 
 def standing(point: PointValues, runs: Sequence[Mapping[str, Any]], select: str) -> dict[str, Any]:
-    """Sum up how a point did, from the rows of its runs: means over the seeds; or why it failed, and with which."""
+    """Return the row of a point from the rows of its runs: means over the seeds, or the error and its seeds."""
     errors = {run["seed"]: run["error"] for run in runs if run["error"]}
     if errors:
         several = f"seed{'s' * (len(errors) > 1)} {', '.join(map(str, errors))}: " if len(runs) > 1 else ""

@@ -1,4 +1,4 @@
-"""Helpers for error messages: missing packages, and texts of others, which are made printable."""
+"""Provide helpers for error messages: names of missing packages, and untrusted texts made printable."""
 
 from typing import Any
 
@@ -6,30 +6,36 @@ JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float
 
 
 def missing(package: str, extra: str) -> str:
-    """Name a package that is not installed, with the extra that brings it and the command that works.
+    """Return the name of a missing package with the command that installs it.
 
-    The library is on no package index: anything there under its name would be somebody else's.
+    The command installs from a clone, since the library is on no package index: a package of its name there would be
+    foreign.
+
+    Args:
+        package: the package that is not installed.
+        extra: the extra of this library that includes the package.
     """
     return f'{package}, which is not installed: in a clone of the repository, pip install ".[{extra}]"'
 
 
 def in_a_line(error: Exception, longest: int = 200) -> str:
-    """Return the message of another library's error in one line, without a full stop; its type if that is empty."""
-    said = " ".join((getattr(error, "strerror", None) or str(error)).split())
-    return printable(said, longest).rstrip(".") or type(error).__name__
+    """Return the message of another library's error in one line without a full stop, or its type if it is empty."""
+    message = " ".join((getattr(error, "strerror", None) or str(error)).split())
+    return printable(message, longest).rstrip(".") or type(error).__name__
 
 
 def printable(text: str, longest: int | None = 200, kept: str = "") -> str:
-    """Return the beginning of an untrusted text, or all of it, without characters that a terminal would obey.
+    """Return an untrusted text without control characters, cut to `longest` characters; None: not cut.
 
-    White space is a space, but for the characters in `kept`.
+    White space becomes a space, and other characters that cannot be printed become "�". The characters in `kept` do not
+    change.
     """
-    plain = (" " if one.isspace() and one not in kept else one for one in text[:longest])
-    return "".join(one if one.isprintable() or one in kept else "�" for one in plain)
+    plain = (" " if char.isspace() and char not in kept else char for char in text[:longest])
+    return "".join(char if char.isprintable() or char in kept else "�" for char in plain)
 
 
 def of_others(value: Any) -> Any:
-    """What a file of somebody else's holds, with every text in it, names too, printable."""
+    """Return a value of untrusted JSON with all texts in it made printable, also the names of objects."""
     if isinstance(value, str):
         return printable(value, None)
     if isinstance(value, dict):
@@ -38,6 +44,6 @@ def of_others(value: Any) -> Any:
 
 
 def require_object(value: Any, holds: str) -> None:
-    """Raise ValueError unless a value that JSON held is an object, with what it was to hold and what was found."""
+    """Raise ValueError if a JSON value is not an object; `holds` lists the expected names for the message."""
     if not isinstance(value, dict):
-        raise ValueError(f"a JSON object with {holds} is expected, {JSON.get(type(value), 'null')} was found")
+        raise ValueError(f"a JSON object with {holds} is expected, but {JSON.get(type(value), 'null')} was found")

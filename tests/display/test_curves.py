@@ -125,8 +125,8 @@ def test_what_was_measured_once_is_a_dot_and_the_picture_says_how_to_get_more() 
         ({"metrics": "f"}, "unknown column of the history 'f'; did you mean"),
         ({"metrics": []}, "one or more columns"),
         ({"panel": "exchange"}, "unknown panel 'exchange'; did you mean 'exchanges'"),
-        ({"panel": "gflop"}, "no panel of gflop: it was not counted in e"),
-        ({"size": (3.3, 2), "axes": 1}, "None where there are axes"),
+        ({"panel": "gflop"}, "cannot draw a panel of gflop: it was not counted in e"),
+        ({"size": (3.3, 2), "axes": 1}, "None, since axes are given"),
     ],
 )
 def test_what_a_history_cannot_be_drawn_against_is_refused(asked, words) -> None:

@@ -16,7 +16,7 @@ from fedbilevel.flower.launch.in_process import InProcess
 from run_folders import write_run
 
 INSTALL = 'matplotlib, which is not installed: in a clone of the repository, pip install ".[cli]"\n'
-SAID = f"fedbilevel: nothing is drawn: pictures need {INSTALL}"
+SAID = f"fedbilevel: no picture is drawn: pictures need {INSTALL}"
 REFUSED = f"fedbilevel: plots need {INSTALL}"
 SMALL = ["quadratic", "--rounds", 2, "--set", "clients=2", "--set", "samples=[2, 2]"]
 

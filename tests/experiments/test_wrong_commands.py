@@ -49,9 +49,9 @@ SWEEP = {
     "positive integer\nalgorithm.server_lr.x = nan is",
     "--grid server_lr.x=": "--grid = 'server_lr.x=' is not allowed: it must be of the form FIELD=VALUE,VALUE",
     "--grid server_lr.x=0.1,,0.2": "'' is not a TOML value",
-    "--grid server_lr.x=0.1,0.10": "grid of server_lr.x: 0.1 is there twice",
+    "--grid server_lr.x=0.1,0.10": "grid of server_lr.x has 0.1 twice",
     "--grid cohort=1 --grid cohort=2": "cohort gets two values, by --grid cohort=2",
-    "--grid server_lr.x=0.1 --grid server_lr=0.2": "server_lr.x is a part of server_lr",
+    "--grid server_lr.x=0.1 --grid server_lr=0.2": "server_lr.x is a field of server_lr",
     "--rounds 4 --grid rounds=4,8": "rounds gets two values, by --grid rounds=4,8 and by --rounds",
     "--set algorithm.server_lr.x=1 --grid server_lr.x=1,2": "algorithm.server_lr.x=1 is set for all points, and swept",
     "--grid run.seed=0,1": "run.seed cannot be swept: no seed is better than another",
@@ -72,7 +72,7 @@ SEARCH = {
     "--search cohort=1:2 --trials 3 --select nothing": "unknown metric to select on 'nothing'",
 }
 COMPARE = {
-    "quadratic --out c.jpg": "cannot draw c.jpg: the name of a picture ends in .png, .pdf, .svg",
+    "quadratic --out c.jpg": "cannot draw c.jpg: the name of a picture must end in .png, .pdf, .svg",
     "quadratic --panel exchange": "unknown panel 'exchange'; did you mean 'exchanges'",
     "quadratic --size 3x2 --size 3x3": "argument --size: gets two values",
     "quadratic --size 3": "is not of the form 3.3x2.6",

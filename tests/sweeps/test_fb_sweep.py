@@ -70,8 +70,8 @@ def test_the_best_point_has_the_best_mean_over_the_seeds(two_by_two) -> None:
 @pytest.mark.parametrize(
     ("values", "best", "said"),
     [
-        ([1, 2, 3], 3, ["the best steps, 3, lies on the edge of the grid: better ones may lie beyond it"]),
-        ([0.5, 2, 3], 0.5, ["the best steps, 0.5, lies on the edge of the grid: better ones may lie beyond it"]),
+        ([1, 2, 3], 3, ["the best steps, 3, lies on the edge of the grid: better values may lie beyond it"]),
+        ([0.5, 2, 3], 0.5, ["the best steps, 0.5, lies on the edge of the grid: better values may lie beyond it"]),
         ([1, 2, 3], 2, []),
         ([1, 2, 3], 1, []),  # no count is smaller
         ([3], 3, []),
@@ -171,13 +171,13 @@ def test_a_run_that_another_process_plays_is_looked_at_again() -> None:
         ({"grid": {}}, r"grid = {} is not allowed: it must be lists of values by the dotted paths of fields"),
         ({"grid": {"server_lr.x": []}}, r"grid of server_lr\.x = \[\] is not allowed"),
         ({"grid": {"server_lr.x": "0.1"}}, r"grid of server_lr\.x = '0\.1' is not allowed"),
-        ({"grid": {"server_lr.x": [0.1, 0.10]}}, r"grid of server_lr\.x: 0\.1 is there twice"),
+        ({"grid": {"server_lr.x": [0.1, 0.10]}}, r"grid of server_lr\.x has 0\.1 twice"),
         (
             {"grid": {"server_lr.x": [0.1, 0.2], "server_lr": [fb.XYV(0.5, 0.5, 0.5)]}},
-            r"server_lr\.x is a part of server_lr, whose values would replace its own",
+            r"server_lr\.x is a field of server_lr, whose values would replace those of server_lr\.x",
         ),
-        ({"grid": {"server_lr.x": jnp.array([0.5, 0.5])}}, r"grid of server_lr\.x: 0\.5 is there twice"),
-        ({"grid": {"local_steps": [5, np.int64(5)]}}, r"grid of local_steps: 5 is there twice"),
+        ({"grid": {"server_lr.x": jnp.array([0.5, 0.5])}}, r"grid of server_lr\.x has 0\.5 twice"),
+        ({"grid": {"local_steps": [5, np.int64(5)]}}, r"grid of local_steps has 5 twice"),
         ({"grid": {"sever_lr.x": [0.1]}}, r"unknown field of SimFBO 'sever_lr'; did you mean 'server_lr'"),
         ({"grid": {"server_lr.z": [0.1]}}, r"unknown part of SimFBO\.server_lr 'z'"),
         ({"grid": {"server_lr.x": [0.1, "abc"]}}, r"SimFBO\.server_lr\.x = 'abc' is not allowed"),
@@ -276,7 +276,7 @@ def test_fields_of_parts_are_replaced_by_their_paths() -> None:
 def test_a_part_is_swept_before_its_fields_and_not_after_them() -> None:
     """As they are set: a part first, then what differs in it."""
     assert len(product({"inner": ["svrg"], "inner.lr": [0.1, 0.2]})) == 2
-    with pytest.raises(ConfigurationError, match=r"inner\.lr is a part of inner, .* name inner first"):
+    with pytest.raises(ConfigurationError, match=r"inner\.lr is a field of inner, .* name inner first"):
         product({"inner.lr": [0.1], "inner": ["svrg"]})
 
 

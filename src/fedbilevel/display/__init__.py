@@ -1,4 +1,4 @@
-"""What people see of a run: displays of how far it is, and curves. A display is what `solve` takes as `progress`."""
+"""Show the progress of a run in a bar, in lines or in a notebook. `solve` takes a display as its `progress`."""
 
 from __future__ import annotations
 
@@ -14,31 +14,35 @@ from fedbilevel.core.metrics import text
 if TYPE_CHECKING:
     from rich.console import Console
 
-LINE_INTERVAL = 5.0  # seconds between two lines that stay
-WINDOW = 5.0  # seconds over which the speed is taken
+LINE_INTERVAL = 5.0  # seconds between two printed lines
+WINDOW = 5.0  # seconds over which the speed is measured
 
 
 class Display(Protocol):
-    """Whom a run tells how far it is, from the thread of the run; what is raised here ends the display, not the run."""
+    """Show the progress of a run, which calls these methods in its thread.
+
+    An exception in a method ends the display and not the run.
+    """
 
     def stage(self, name: str) -> None:
-        """The run is at a stage that is no round: "tracing", "compiling", "waiting for clients"."""
+        """Show a stage outside rounds: "tracing", "compiling" or "waiting for clients"."""
         ...
 
     def advance(self, round: int, rounds: int) -> None:
-        """So many rounds are done, of so many in all."""
+        """Show that `round` of `rounds` rounds are done."""
         ...
 
     def close(self) -> None:
-        """The run is over, or has failed."""
+        """Remove the display at the end of the run, also if the run failed."""
         ...
 
 
 def chosen(progress: bool | Display | None) -> Display:
-    """The display for True, False or None; a display of one's own is taken as it is.
+    """Return the display for an argument `progress`.
 
-    In a notebook it is below the cell; on a terminal rich's bar. Nothing goes into pipes and files, not even by one
-    stream, unless it is asked for.
+    A `Display` is returned as it is. False: nothing is shown. Otherwise, a notebook shows a bar below the cell, and a
+    terminal shows a bar by rich, if it is installed. If standard output or standard error is not a terminal, None shows
+    nothing, and True prints lines.
     """
     if progress is not None and not isinstance(progress, bool):
         return progress
@@ -46,7 +50,8 @@ def chosen(progress: bool | Display | None) -> Display:
     if progress is not False and hasattr(shell, "kernel"):
         return Notebook(importlib.import_module("IPython.display").display)
     streams = (sys.stdout, sys.stderr)
-    if progress is not False and all(one is not None and one.isatty() for one in streams) and _installed("rich"):
+    terminal = all(stream is not None and stream.isatty() for stream in streams)
+    if progress is not False and terminal and _installed("rich"):
         from rich.console import Console
 
         return Bar(Console(file=sys.stderr, force_terminal=True))
@@ -61,7 +66,7 @@ def _installed(name: str) -> Any:
 
 
 class Silent:
-    """Shows nothing."""
+    """Show nothing."""
 
     def stage(self, name: str) -> None: ...
 
@@ -71,7 +76,7 @@ class Silent:
 
 
 class Lines(Silent):
-    """Plain lines on standard error, for log files: each stage, and the rounds every few seconds."""
+    """Print plain lines on standard error, for log files: each stage, and the round every few seconds."""
 
     def __init__(self) -> None:
         self.speed, self.due = Speed(), 0.0
@@ -89,10 +94,10 @@ class Lines(Silent):
 
 
 class Notebook(Silent):
-    """A bar and a line below the cell of a notebook, in one place; how they stood last stays there.
+    """Show a bar and a line below the cell of a notebook; their last state stays there after the run.
 
     Args:
-        display: IPython's function of that name.
+        display: the function `display` of IPython.
     """
 
     heading = ""
@@ -116,18 +121,18 @@ class Notebook(Silent):
 
     def _show(self, text: str) -> None:
         line, (done, whole) = self.heading + text, self.place
-        told = f'<span style="white-space: pre">{html.escape(line)}</span>'
-        drawn = {"text/plain": line, "text/html": f'<progress value="{done}" max="{whole}"></progress> {told}'}
+        label = f'<span style="white-space: pre">{html.escape(line)}</span>'
+        content = {"text/plain": line, "text/html": f'<progress value="{done}" max="{whole}"></progress> {label}'}
         if self.shown is None:
-            self.shown = self.display(drawn, raw=True, display_id=True)
+            self.shown = self.display(content, raw=True, display_id=True)
         else:
-            self.shown.update(drawn, raw=True)
+            self.shown.update(content, raw=True)
 
 
 class Bar:
-    """rich's bar on a terminal: what is being done, how far it is, and below it numbers and speed.
+    """Show a bar by rich on a terminal: the stage, the progress, and below them numbers and the speed.
 
-    It vanishes when it is closed; what is printed meanwhile stands above it.
+    The bar vanishes at the end. Text that is printed during the run appears above it.
     """
 
     heading = ""
@@ -146,7 +151,7 @@ class Bar:
             return Group(self.line.get_renderable(), Text(self.below, overflow="fold"))
 
         self.speed, self.below = Speed(unit), ""
-        self.since: tuple[str, float] | None = None  # a stage, and when it began
+        self.since: tuple[str, float] | None = None  # the present stage and the time of its start
         self.line = Progress(
             SpinnerColumn(),
             TextColumn("{task.description}", style="bold", table_column=Column(overflow="fold")),
@@ -161,13 +166,13 @@ class Bar:
         self.speed.pause()
         self.since = f"{self.heading}{name}", self.speed.clock()
         self.live.start()
-        self.live.refresh()  # at once: what comes may leave no time to the thread that draws
+        self.live.refresh()  # draws at once, since the next stage may block the thread that draws
 
     def advance(self, round: int, rounds: int) -> None:
         self.show(round, rounds)
 
     def show(self, done: float, whole: float, numbers: str = "") -> None:
-        """So much is done of the whole, and what the run has found so far."""
+        """Show that `done` of `whole` is done, and `numbers` such as losses below."""
         self.since = None
         self.speed.mark(done)
         self.live.start()
@@ -183,15 +188,15 @@ UNITS = {"rounds": "rounds", "exchanges": "exchanges", "bytes": "bytes", "time":
 
 
 class Watch:
-    """Shows how far a run is, in what its budget counts, and what it has found: a bar, or lines where there is none.
+    """Show the progress of a run in the cost of its budget, with the losses and metrics so far: a bar, or lines.
 
-    It is the run's display, which gets stages, and one of its callbacks, which get numbers.
+    An instance is both the display of a run, which gets stages, and a callback of the run, which gets numbers.
 
     Args:
-        console: where to; a bar if that is a terminal.
-        metric: which is shown beside the objective.
-        budget: what ends the run: the name of a cost, of those in UNITS, and how much of it.
-        timed: whether the clock's time is shown, too.
+        console: the console to write to. A terminal gets a bar, and other consoles get lines.
+        metric: the metric that is shown after the outer loss.
+        budget: the cost that ends the run, a key of UNITS, and its limit.
+        timed: whether the clock's time is shown as well.
     """
 
     def __init__(self, console: Console, metric: str, budget: tuple[str, float], timed: bool) -> None:
@@ -207,7 +212,7 @@ class Watch:
             self.speed.pause()
 
     def advance(self, round: int, rounds: int) -> None:
-        """The callback knows more."""
+        """Do nothing: the callback, which is called after each round, also has the numbers to show."""
 
     def close(self) -> None:
         if self.bar:
@@ -232,7 +237,7 @@ class Watch:
             self.console.print("  ".join(filter(None, parts)), highlight=False, soft_wrap=True)
 
     def numbers(self, result: Any) -> str:
-        """The objective and the first metric, as of the last row; the time, where it says more than the place does."""
+        """Return the outer loss and the metric of the last row, and the clock's time if it is not the budget's cost."""
         row = result.history.rows[-1] if result.history.rows else {}
         shown = [name for name in dict.fromkeys(("outer_loss", self.metric)) if name in row]
         clock = [f"clock {result.ledger.time:,.1f} s"] if self.timed and self.counted != "time" else []
@@ -240,7 +245,7 @@ class Watch:
 
 
 class Speed:
-    """How fast something grows, over the last few seconds, with what is no round left out."""
+    """Measure the speed of a run over the last few seconds, without the time of stages outside rounds."""
 
     def __init__(self, unit: str = "rounds", clock: Callable[[], float] = time.monotonic) -> None:
         self.unit, self.clock = unit, clock
@@ -248,18 +253,18 @@ class Speed:
         self.paused = False
 
     def pause(self) -> None:
-        """What comes up to the next mark is not counted."""
+        """Exclude the time until the next mark."""
         self.paused = True
 
     def mark(self, done: float) -> None:
-        """So much is done now."""
+        """Record that `done` is done now."""
         now = self.clock()
         self.marks = [] if self.paused else [mark for mark in self.marks if now - mark[0] < WINDOW] or self.marks[-1:]
         self.marks.append((now, done))
         self.paused = False
 
     def text(self, whole: float) -> str:
-        """The speed, and how long it takes until `whole` is done, if it is not; "" as long as that is not known."""
+        """Return the speed, and the time until `whole` is done; "" if the speed is unknown."""
         if not self.marks:
             return ""
         (then, before), (now, done) = self.marks[0], self.marks[-1]
@@ -272,7 +277,7 @@ class Speed:
 
 
 def _clock_text(seconds: float) -> str:
-    """Seconds as 1:23 or 4:05:06."""
+    """Return seconds as text, such as 1:23 or 4:05:06."""
     whole = round(seconds)
     hours, minutes = divmod(whole // 60, 60)
     return f"{hours}:{minutes:02d}:{whole % 60:02d}" if hours else f"{minutes}:{whole % 60:02d}"

@@ -1,5 +1,7 @@
-"""Pictures: a metric against what it cost, in one of several currencies, in colours that everyone can tell apart; of a
-run, and of runs side by side, as PNG, PDF or SVG."""
+"""Draw metrics of one run or of several runs against their costs, as PNG, PDF or SVG.
+
+Colours can be told apart by people with any kind of colour vision.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,11 @@ from fedbilevel.core.errors import ConfigurationError, is_number, require, unkno
 from fedbilevel.core.metrics import in_percent
 from fedbilevel.wording import missing
 
-# M. Okabe, K. Ito, "Color Universal Design", 2008; without the yellow, which is faint on white.
+# The colours are from M. Okabe, K. Ito, "Color Universal Design", 2008, without the yellow, which is faint on white.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 LEVEL = "#666666"
 DASHES = ("-", "--", "-.", ":")
-COSTS = {  # what a metric may be drawn against, and the label of that axis
+COSTS = {  # the costs against which a metric may be drawn, and the labels of the axes
     "rounds": "rounds",
     "exchanges": "exchanges",
     "megabytes": "traffic (MB, down + up, whole cohort)",
@@ -32,8 +34,8 @@ COSTS = {  # what a metric may be drawn against, and the label of that axis
     "time": "time (seconds, in simulations virtual)",
     "epsilon": "ε of privacy, the most that a client spent",
 }
-FAR_APART = 10  # of costs: on a linear axis the cheapest run would lie in its first tenth
-NARROW = 5.0  # inches: a column of a paper, with small type
+FAR_APART = 10  # above this ratio of the runs' costs, the axis is logarithmic
+NARROW = 5.0  # inches: a narrower figure, such as for a column of a paper, has small type
 SHORT = {
     "megabytes": "traffic (MB)",
     "evaluations": "gradients + hvps",
@@ -43,15 +45,15 @@ SHORT = {
 }
 OF_CLIENTS = "of clients: mean, 10 % to 90 %, worst (dotted)"
 ONCE = "measured once: eval_every gives more points"
-UNNAMED = "_nolegend_"  # left out where legend(["one", "other"]) names curves in turn
-SHOWN = ("p10", "p90", "worst")  # of a per-client metric, beside its mean
-UNLIKE = 20  # times: losses whose smaller would look flat on one linear axis
+UNNAMED = "_nolegend_"  # a label that legend(["one", "other"]) skips when it names curves in turn
+SHOWN = ("p10", "p90", "worst")  # the statistics of a per-client metric that are drawn with its mean
+UNLIKE = 20  # above this ratio of two losses, each has its own panel, since the smaller would look flat
 SUFFIXES = (".png", ".pdf", ".svg")
 UNDATED = {".png": {"Software": None}, ".pdf": {"CreationDate": None}, ".svg": {"Date": None}}
 
 
 class NumberTable(Protocol):
-    """Rows of numbers by column, one row per evaluation: a `History`."""
+    """Describe a table with one row per evaluation and numbers by column, such as `History`."""
 
     @property
     def rows(self) -> Sequence[Mapping[str, float]]: ...
@@ -65,15 +67,15 @@ class NumberTable(Protocol):
 
 @dataclass(frozen=True)
 class Curve:
-    """A metric of a run against its costs, or the mean over several seeds.
+    """Hold a metric of a run, or its mean over several seeds, against the run's costs.
 
     Args:
-        label: its name in a legend.
-        costs: what had been spent up to each row, by the names of COSTS that are known; shape (rows,) each.
-        value: the metric in these rows, shape (rows,).
-        spread: its standard deviation over the seeds, shape (rows,); None where there is a single seed.
-        level: whether a line across the panel is drawn, at the last value.
-        clients: of a per-client metric its "p10", "p90" and "worst" over clients, shape (rows,) each.
+        label: the name of the curve in a legend.
+        costs: the total costs up to each row, (rows,) each, by those names of COSTS that were counted.
+        value: the metric in these rows, (rows,).
+        spread: the standard deviation of the metric over the seeds, (rows,); None for a single seed.
+        level: whether the curve is drawn as a horizontal line at the last value.
+        clients: for a per-client metric, "p10", "p90" and "worst" over clients, (rows,) each.
     """
 
     label: str
@@ -86,23 +88,28 @@ class Curve:
 
 @dataclass(frozen=True)
 class ClientPanel:
-    """A metric per client against a cost: of each curve the mean, in a band from the first to the last decile over
-    clients, and the worst client."""
+    """Describe a panel of a per-client metric against a cost.
+
+    Each curve is the mean over clients, in a band from the first to the last decile, with the worst client dotted.
+    """
 
     metric: str
     cost: str
     curves: Sequence[Curve]
-    places: Sequence[int]  # of the curves among all, as they have their colours
-    without: Sequence[str]  # the names of those that did not measure it
+    places: Sequence[int]  # the numbers of these curves among all curves, which give their colours
+    without: Sequence[str]  # the names of the runs that did not measure the metric
 
 
 def time_of(row: Mapping[str, float]) -> float:
-    """Seconds of the clock; rows of before there was one count an exchange as one, as clocks still do by default."""
+    """Return the seconds of the clock up to a row.
+
+    Rows of early versions have no time; then each exchange counts as one second, as in the default clock.
+    """
     return row.get("time", row["exchanges"])
 
 
 def costs_of(row: Mapping[str, float]) -> dict[str, float]:
-    """Return what had been spent up to a row, by the names of COSTS; "gflop" and "epsilon" where they are known."""
+    """Return the total costs up to a row, by the names of COSTS; "gflop" and "epsilon" only if they were counted."""
     costs = {
         "rounds": row["round"],
         "exchanges": row["exchanges"],
@@ -116,13 +123,14 @@ def costs_of(row: Mapping[str, float]) -> dict[str, float]:
 
 
 def curve(label: str, histories: Sequence[NumberTable], metric: str, level: bool = False) -> Curve:
-    """Take the mean of a metric over the histories of several seeds, at the rounds that all of them have.
+    """Return the curve of a metric: its mean over the histories of several seeds, at the rounds that all have.
 
     Args:
-        label: its name in a legend.
-        metric: a column, or the name of a per-client metric, of which the first and the last decile over clients and
-            the worst client's value are taken besides.
-        level: whether a line across the panel is drawn, at the last value.
+        label: the name of the curve in a legend.
+        histories: a history for each seed.
+        metric: a column, or the name of a per-client metric. The curve of the latter also has the first and the last
+            decile over clients, and the worst client.
+        level: whether the curve is drawn as a horizontal line at the last value.
     """
     metric = column_of(metric, histories)
     whole = metric.removesuffix(".mean")
@@ -130,21 +138,21 @@ def curve(label: str, histories: Sequence[NumberTable], metric: str, level: bool
     rounds = sorted(set.intersection(*(set(table) for table in tables)))
     values = np.array([[table[round][metric] for round in rounds] for table in tables], float)
     spent = [costs_of(table[round]) for table in tables for round in rounds]
-    known = [name for name in COSTS if all(name in costs for costs in spent)]
+    names = [name for name in COSTS if all(name in costs for costs in spent)]
     shape = (len(tables), len(rounds))
-    costs = {name: np.reshape([one[name] for one in spent], shape).mean(axis=0) for name in known}
+    costs = {name: np.reshape([each[name] for each in spent], shape).mean(axis=0) for name in names}
     spread = values.std(axis=0, ddof=1) if len(tables) > 1 else None
     clients = None
     if whole != metric and all(
-        f"{whole}.{one}" in table[round] for table in tables for round in rounds for one in SHOWN
+        f"{whole}.{end}" in table[round] for table in tables for round in rounds for end in SHOWN
     ):
-        columns = {one: [[table[round][f"{whole}.{one}"] for round in rounds] for table in tables] for one in SHOWN}
-        clients = {one: np.mean(column, axis=0) for one, column in columns.items()}
+        columns = {end: [[table[round][f"{whole}.{end}"] for round in rounds] for table in tables] for end in SHOWN}
+        clients = {end: np.mean(column, axis=0) for end, column in columns.items()}
     return Curve(label, costs, values.mean(axis=0), spread, level, clients)
 
 
 def column_of(metric: str, histories: Sequence[NumberTable]) -> str:
-    """The column that a curve of a metric runs along: of a metric that was measured per client, NAME.mean."""
+    """Return the column that a curve of a metric shows: the metric's own, or METRIC.mean of a per-client metric."""
     for name in (metric, f"{metric}.mean"):
         if all(name in history.columns for history in histories):
             return name
@@ -159,44 +167,48 @@ def draw_history(
     size: tuple[float, float] | None = None,
     axes: Any = None,
 ) -> Any:
-    """Draw columns of a history against what they cost, in one panel.
+    """Draw columns of a history against a cost, in one panel.
 
     Args:
-        metrics: one or more columns, or names of per-client metrics, drawn as a line for the mean in a band from the
-            first to the last decile over clients, with a dotted line for the worst; with several there is a legend.
-        panel: the currency of cost: rounds, exchanges, megabytes, evaluations (gradients and hvps), gflop,
-            seconds (of this machine) or time (of the clock).
-        size: width and height of a new figure in inches; below 5 inches of width the type is small, as in a column of a
-            paper. None: 6 by 4.
-        axes: Matplotlib axes to draw into; None makes a figure of pyplot's, which notebooks show.
+        history: the history of a run.
+        metrics: one or more columns, or names of per-client metrics. A per-client metric is a line for the mean, in a
+            band from the first to the last decile over clients, and a dotted line for the worst client. Several metrics
+            have a legend.
+        panel: the cost: "rounds", "exchanges", "megabytes", "evaluations" (gradients and hvps), "gflop", "seconds" (of
+            this machine), "time" (of the clock) or "epsilon" (of privacy).
+        size: the width and height of a new figure in inches, each from 1 to 100; None: 6 by 4. A figure of less than 5
+            inches has small type, as in a column of a paper.
+        axes: the Matplotlib axes to draw into; None: a new figure of pyplot, which notebooks show.
 
     Returns:
         The Matplotlib axes.
 
     Raises:
-        ConfigurationError: a column or a currency that the history does not have, or both a size and axes.
+        ConfigurationError: the history does not have a column or the cost, both `size` and `axes` are given, or
+            Matplotlib is missing.
     """
     names = [metrics] if isinstance(metrics, str) else list(metrics)
     require(bool(names), "metrics", metrics, "one or more columns of the history")
     for name in names:
         if column_of(name, [history]) not in history.columns:
             raise unknown("column of the history", name, history.columns)
-    require(axes is None or size is None, "size", size, "None where there are axes: their figure has a size")
+    require(axes is None or size is None, "size", size, "None, since axes are given, whose figure has a size")
     curves = [curve(words(name), [history], name) for name in names]
     require_panel(panel, curves)
     style, figure = typography(size), None
     if axes is None:
         from matplotlib import pyplot
 
-        # Outside the style: the first figure sets up how a notebook shows figures, and leaving a style would undo that.
+        # The figure is made outside the style: the first figure sets up how a notebook shows figures, and leaving the
+        # style would undo this.
         figure = pyplot.figure(figsize=size or (6.0, 4.0), layout="constrained")
     with style:
         axes = figure.subplots() if figure else axes
         draw_panel(axes, curves, panel, percent=all(map(in_percent, names)))
         axes.set_ylabel(axis_label(names))
-        said = {OF_CLIENTS: any(line.clients for line in curves), ONCE: min(len(line.value) for line in curves) == 1}
-        if any(said.values()):
-            axes.set_title("\n".join(text for text, holds in said.items() if holds), fontsize="small")
+        notes = {OF_CLIENTS: any(line.clients for line in curves), ONCE: min(len(line.value) for line in curves) == 1}
+        if any(notes.values()):
+            axes.set_title("\n".join(note for note, holds in notes.items() if holds), fontsize="small")
         if len(names) > 1:
             axes.legend(frameon=False)
     return axes
@@ -207,15 +219,15 @@ def draw_panel(
 ) -> list[list[Any]]:
     """Draw curves against a cost.
 
-    The axis of the cost begins at 0. Where the curves end far apart it is logarithmic, and linear below its first power
-    of ten.
+    The axis of the cost begins at 0. It is linear; if the runs' costs differ by more than a factor of 10, it is
+    logarithmic, with a linear part below the smallest cost's power of ten.
 
     Args:
         axes: Matplotlib axes.
-        panel: the cost, by its name in COSTS.
-        percent: whether values are shares, which are drawn in per cent.
-        places: of each curve the place of its colour in COLOURS; None: in turn, after those of the curves that are
-            there.
+        curves: the curves.
+        panel: the cost, a name of COSTS.
+        percent: whether values are shares, which are drawn in percent.
+        places: the index of each curve's colour in COLOURS; None: the next colours that the axes do not have yet.
 
     Returns:
         The Matplotlib artists of each curve.
@@ -231,8 +243,8 @@ def draw_panel(
     axes.grid(alpha=0.3, linewidth=0.6)
     axes.spines[["top", "right"]].set_visible(False)
     spent = [line.costs[panel] for line in curves if not line.level]
-    if _ratio(np.array([one[-1] for one in spent])) > FAR_APART:
-        first = min(one[one > 0].min() for one in spent)
+    if _ratio(np.array([cost[-1] for cost in spent])) > FAR_APART:
+        first = min(cost[cost > 0].min() for cost in spent)
         axes.set_xscale("symlog", linthresh=10.0 ** np.floor(np.log10(first)), linscale=0.5)
     else:
         axes.locator_params(axis="x", nbins=6)
@@ -246,14 +258,17 @@ def draw_panel(
 
 
 def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, scale: float, log: bool) -> list[Any]:
-    """The mean, in a band of one standard deviation; on a log axis it ends below by the same factor as above, since
-    mean - deviation may be below 0. Of a per-client metric the band goes from the first to the last decile of the
-    clients, and a dotted line is that of the worst."""
+    """Draw a curve in a band of one standard deviation over seeds on either side.
+
+    On a logarithmic axis, the lower edge of the band is below the mean by the same factor as the upper edge is above,
+    since mean − deviation may be negative. The band of a per-client metric goes from the first to the last decile over
+    clients, and a dotted line shows the worst client.
+    """
     y = scale * line.value
     if line.level:
         return [axes.axhline(y[-1], color=LEVEL, linestyle=(0, (6, 4)), label=literal(line.label))]
     x = line.costs[panel]
-    dot = "o" if len(x) == 1 else None  # a line of one point would not be seen
+    dot = "o" if len(x) == 1 else None  # a line through one point would be invisible
     drawn = axes.plot(x, y, color=colour, linestyle=dashes, marker=dot, label=literal(line.label))
     if line.clients is not None:
         low, high = scale * line.clients["p10"], scale * line.clients["p90"]
@@ -268,10 +283,12 @@ def _draw_curve(axes: Any, line: Curve, panel: str, colour: str, dashes: str, sc
 
 
 def run_figure(history: NumberTable, metric: str, title: str, timed: bool = False) -> Any:
-    """A row of panels: the metric, with that of the average iterate where there is one, the losses, together or one
-    each where their sizes differ, and each per-client metric in a band over clients. Costs of one run grow together:
-    each curve is drawn against exchanges or, where `timed`, against time; the metric of a timed run against both. The
-    other costs stand below in numbers."""
+    """Draw a figure of one run, with panels in a row: the metric, the losses, and each per-client metric.
+
+    If there is the same metric of the average iterate, it is in the metric's panel. Losses of very different sizes have
+    a panel each. The costs of one run grow together, so curves are drawn against exchanges only, or, if `timed`,
+    against time, with the metric against both. The totals of all costs are printed below.
+    """
     measured: list[str] = [name for name in (metric, f"average_{metric}") if name in history.columns]
     losses: list[str] = [name for name in ("outer_loss", "inner_loss") if name in history.columns and name != metric]
     sizes = [abs(history.rows[-1].get(name, math.nan)) for name in losses]
@@ -300,8 +317,11 @@ def comparison_figure(
     size: tuple[float, float] | None = None,
     each_client: Sequence[ClientPanel] = (),
 ) -> Any:
-    """A panel per currency of cost with a line per curve, then those of metrics per client, and the legend in a free
-    corner or below; where there is a size, in inches, without the title, which a paper has in its caption."""
+    """Draw a figure that compares runs: a panel for each cost with all curves, then panels of per-client metrics.
+
+    The legend is in a free cell or below. With a `size` in inches there is no title, since a paper has it in the
+    caption.
+    """
     for panel in panels:
         require_panel(panel, curves)
     number = len(panels) + len(each_client)
@@ -319,8 +339,8 @@ def comparison_figure(
                 axes.tick_params(labelleft=False)
             else:
                 axes.set_ylabel(axis_label([metric]))
-        for axes, one in zip(cells[len(panels) :], each_client, strict=False):
-            _draw_clients(axes, one)
+        for axes, client_panel in zip(cells[len(panels) :], each_client, strict=False):
+            _draw_clients(axes, client_panel)
         _place_legend(figure, cells, number)
         if size is None:
             figure.suptitle(literal(title), fontsize=12)
@@ -328,7 +348,7 @@ def comparison_figure(
 
 
 def _draw_clients(axes: Any, panel: ClientPanel) -> None:
-    """A panel of a metric per client, whose title says what is drawn, and what has nothing to draw."""
+    """Draw a panel of a per-client metric, with the statistics and the runs without this metric in its title."""
     require_panel(panel.cost, panel.curves)
     draw_panel(axes, panel.curves, panel.cost, percent=in_percent(panel.metric), places=panel.places)
     axes.set_ylabel(axis_label([panel.metric]))
@@ -337,7 +357,7 @@ def _draw_clients(axes: Any, panel: ClientPanel) -> None:
 
 
 def _place_legend(figure: Any, cells: Sequence[Any], used: int) -> None:
-    """In the first free cell, or below with as many columns as the figure is wide enough for."""
+    """Place the legend in the first free cell, or below the panels, in as many columns as fit."""
     lines, labels = cells[0].get_legend_handles_labels()
     for axes in cells[used:]:
         axes.axis("off")
@@ -364,61 +384,61 @@ def _costs(history: NumberTable, timed: bool) -> str:
 
 
 def gflop(flops: float) -> str:
-    """Floating-point operations in thousand millions, for people, in three digits or more."""
+    """Return a number of floating-point operations in units of 10⁹, as a text with three digits or more."""
     return f"{flops / 1e9:,.0f}" if flops >= 1e11 else f"{flops / 1e9:.3g}"
 
 
 def require_picture(file: Path) -> None:
-    """Refuse a file name whose suffix is of no format that pictures are written in."""
+    """Refuse a file name whose suffix is not that of a supported format."""
     if file.suffix.lower() not in SUFFIXES:
-        raise ConfigurationError(f"cannot draw {file}: the name of a picture ends in {', '.join(SUFFIXES)}")
+        raise ConfigurationError(f"cannot draw {file}: the name of a picture must end in {', '.join(SUFFIXES)}")
 
 
 def encoded(figure: Any, file: Path) -> bytes:
-    """A figure in the format that a file's name says; the same figure gives the same bytes."""
+    """Return a figure's bytes in the format of a file's suffix; the same figure gives the same bytes."""
     require_picture(file)
     from matplotlib import rc_context
 
-    drawn, suffix = io.BytesIO(), file.suffix.lower()
-    with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedbilevel"}):  # type that journals take, ids that stay
-        figure.savefig(drawn, format=suffix[1:], dpi=130, metadata=UNDATED[suffix])
-    return drawn.getvalue()
+    buffer, suffix = io.BytesIO(), file.suffix.lower()
+    with rc_context({"pdf.fonttype": 42, "svg.hashsalt": "fedbilevel"}):  # fonts that journals accept; constant ids
+        figure.savefig(buffer, format=suffix[1:], dpi=130, metadata=UNDATED[suffix])
+    return buffer.getvalue()
 
 
 def require_panel(panel: str, curves: Sequence[Curve]) -> None:
-    """Refuse a name that is no currency of cost, and a cost that some of the runs did not count."""
+    """Refuse an unknown cost, and a cost that some of the runs did not count."""
     if panel not in COSTS:
         raise unknown("panel", panel, COSTS)
     if lacking := [line.label for line in curves if panel not in line.costs and not line.level]:
-        raise ConfigurationError(f"no panel of {panel}: it was not counted in {', '.join(lacking)}")
+        raise ConfigurationError(f"cannot draw a panel of {panel}: it was not counted in {', '.join(lacking)}")
 
 
 def installed() -> bool:
-    """Whether Matplotlib is installed."""
+    """Return whether Matplotlib is installed."""
     return importlib.util.find_spec("matplotlib") is not None
 
 
 def can_draw() -> bool:
-    """Whether pictures can be drawn; where not, a line on standard error says what to install."""
+    """Return whether pictures can be drawn; if not, print on standard error what to install."""
     if not installed():
-        print(f"fedbilevel: nothing is drawn: pictures need {missing('matplotlib', 'cli')}", file=sys.stderr)
+        print(f"fedbilevel: no picture is drawn: pictures need {missing('matplotlib', 'cli')}", file=sys.stderr)
     return installed()
 
 
 def require_matplotlib() -> None:
-    """Say what to install where Matplotlib is missing, before anything was computed."""
+    """Raise ConfigurationError with what to install if Matplotlib is missing."""
     if not installed():
         raise ConfigurationError(f"plots need {missing('matplotlib', 'cli')}")
 
 
 def require_size(size: object) -> None:
-    """Refuse what is not a pair of lengths in inches."""
-    fits = isinstance(size, Sequence) and len(size) == 2 and all(is_number(one) and 1 <= one <= 100 for one in size)
+    """Refuse a size that is not a pair of lengths in inches."""
+    fits = isinstance(size, Sequence) and len(size) == 2 and all(is_number(side) and 1 <= side <= 100 for side in size)
     require(fits, "size", size, "a width and a height in inches, each from 1 to 100")
 
 
 def new_figure(size: tuple[float, float]) -> Any:
-    """An empty Matplotlib figure of that width and height in inches, outside pyplot."""
+    """Return an empty Matplotlib figure of this width and height in inches, outside pyplot."""
     require_matplotlib()
     from matplotlib.figure import Figure
 
@@ -426,7 +446,7 @@ def new_figure(size: tuple[float, float]) -> Any:
 
 
 def typography(size: tuple[float, float] | None) -> Any:
-    """A context in which figures are drawn with type and lines that fit a size in inches."""
+    """Return a context in which figures have type and lines that fit a size in inches."""
     require_matplotlib()
     if size is not None:
         require_size(size)
@@ -439,7 +459,7 @@ def typography(size: tuple[float, float] | None) -> Any:
 
 
 def axis_label(names: Sequence[str]) -> str:
-    """The words that the names of some columns end with alike, whichever deciles and ends of a per-client metric."""
+    """Return the label of the axis of some columns: the last words that all names share, without ends such as .p10."""
     if len(names) == 1:
         return literal(words(names[0])) + (" (%)" if in_percent(names[0]) else "")
     last = [name.partition(".")[0].split("_")[::-1] for name in names]
@@ -452,22 +472,22 @@ def axis_label(names: Sequence[str]) -> str:
 
 
 def literal(text: str) -> str:
-    """A text in which Matplotlib finds no formula."""
+    """Escape a text, so that Matplotlib finds no formula in it."""
     return text.replace("$", r"\$")
 
 
 def words(name: str) -> str:
-    """A column's name for people: "client_accuracy.p10" is "client accuracy, p10"."""
+    """Return a column's name as words: "client_accuracy.p10" becomes "client accuracy, p10"."""
     return name.replace("_", " ").replace(".", ", ")
 
 
 def _ratio(values: np.ndarray) -> float:
-    """Largest over smallest of some positive values; 1 where not all of them are."""
+    """Return the largest over the smallest of some values; 1 if a value is not positive."""
     return float(values.max() / values.min()) if values.size and values.min() > 0 else 1.0
 
 
 def _range_after_start(curves: Sequence[Curve], panel: str) -> tuple[float, float] | None:
-    """Lowest and highest value, leaving out the untrained model, beside which all else would look flat."""
+    """Return the lowest and the highest value, without the untrained model, beside which all others would look flat."""
     ends = [(line, value) for line in curves for value in (line.value, *(line.clients or {}).values())]
     values = np.concatenate([value[-1:] if line.level else value[line.costs[panel] > 0] for line, value in ends])
     return (float(values.min()), float(values.max())) if values.size else None
