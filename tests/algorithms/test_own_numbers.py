@@ -251,5 +251,5 @@ def test_each_schedule_of_a_count_has_its_own_program(task):
 def test_pooled_clients_keep_single_numbers_and_refuse_others(task):
     pooled = with_own(task, local_steps=2, own={"client_lr.x": 0.5}).pooled()
     assert [float(pooled.own[name].values) for name in ("local_steps", "client_lr.x")] == [2, 0.5]
-    with pytest.raises(fb.errors.ConfigurationError, match=r"\['local_steps'\] .* single numbers, where all"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"\['local_steps'\] .* single numbers, since all"):
         with_own(task, local_steps=STEPS).pooled()

@@ -64,8 +64,8 @@ PHASES = {
         lambda self, client, at, key: Reply(at.y, metrics={"m": at.y}),
         "the metric 'm' is float64[2]: a metric is one number",
     ),
-    "range": (looped, "of range(n) jax.lax.fori_loop(0, n, …)"),
-    "if": (branched, "of `if` jnp.where or jax.lax.cond"),
+    "range": (looped, "jax.lax.fori_loop(0, n, …) for range(n)"),
+    "if": (branched, "jnp.where or jax.lax.cond for `if`"),
 }
 SERVER = {
     "a tuple": (
@@ -82,7 +82,7 @@ SERVER = {
     "another shape": (
         "round",
         lambda self, fed, state, key: State(jnp.outer(state.x, state.x), state.y),
-        "must return a state like that which it got, as init made it: .x is float64[2, 2], not float64[2]",
+        "must return a state like the one that it got, as init made it: .x is float64[2, 2], not float64[2]",
     ),
     "if": ("round", rounded, "leave out int(…) and float(…)"),
 }

@@ -54,7 +54,7 @@ SAMPLES = {
     "lists of unequal lengths": (
         [{"t": [[1.0], [1.0, 2.0]]}],
         {},
-        r"\['t'\] of client 0 is a list .* unequal lengths: pad",
+        r"\['t'\] of client 0 is a list .* different lengths: pad",
     ),
     "a masked array": ([np.ma.array([1.0, 2.0], mask=[0, 1])], {}, r"of client 0 is a masked array; .*\.filled"),
     "no arrays": ([None, None], {}, "client 0 disagree .* no arrays"),
@@ -63,7 +63,7 @@ SAMPLES = {
     "a number for samples": ([{"u": np.zeros(3), "t": 1.0}], {}, "client 0 disagree"),
     "one leading axis": (np.zeros(3), {}, "two leading axes"),
     "entries of different structure": ([[np.zeros(2)], (np.zeros(2),)], {}, r"client 1 is a .*\(\(\*,\)\), client 0 a"),
-    "an extra key": ([TWO, TWO | {"w": np.zeros(2)}], {}, r"client 1 has \['w'\], which client 0 has not$"),
+    "an extra key": ([TWO, TWO | {"w": np.zeros(2)}], {}, r"client 1 has \['w'\], which client 0 lacks$"),
     "a key missing in the first": ([{"u": TWO["u"]}, TWO, TWO], {}, r"client 0 lacks \['t'\], which client 1 has$"),
     "other features": (
         [TWO, TWO, TWO | {"u": np.zeros((2, 5))}],
@@ -114,7 +114,7 @@ def test_both_losses_need_the_same_clients():
         ([1.0, -0.1, 1.0], "positive and finite"),
         ([1.0, np.inf, 1.0], "finite"),
         ([1.0, 0.0, 1.0], "positive and finite"),
-        ([1.0, 1e-320, 1e300], "the smallest counts as 0"),
+        ([1.0, 1e-320, 1e300], "the smallest rounds to 0"),
         ("sizes", "'size'"),
     ],
 )

@@ -108,7 +108,7 @@ def test_a_misspelt_field_is_answered_with_the_nearest():
 
 
 def test_configurations_are_frozen_and_take_names_only():
-    with pytest.raises(AttributeError, match=r"Example is never changed: dataclasses.replace\(…, count=…\)"):
+    with pytest.raises(AttributeError, match=r"Example cannot be changed: dataclasses.replace\(…, count=…\)"):
         Example().count = 4
     with pytest.raises(ConfigurationError, match="Example: too many positional arguments"):
         Example(4)

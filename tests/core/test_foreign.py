@@ -126,7 +126,7 @@ def test_what_a_class_of_ones_own_does_to_an_item_is_done(torch):
 def test_a_dataset_as_a_part_of_a_clients_samples_is_refused(torch):
     part = torch.utils.data.Subset(torch.utils.data.TensorDataset(torch.tensor(U)), [0, 1])
     for given in ([part, part], {"u": {"v": part}}):
-        assert "of client 0 is a Subset; such a thing is all that a client holds" in said([given])
+        assert "of client 0 is a Subset; a table or dataset must be all samples of a client" in said([given])
 
 
 def test_a_split_of_a_torch_dataset_is_a_list_of_clients(torch):
@@ -138,16 +138,16 @@ def test_a_split_of_a_torch_dataset_is_a_list_of_clients(torch):
 
 def test_torch_items_that_make_no_array_are_refused(torch):
     ragged = of_pairs(torch, item=lambda i: (np.ones(1 + i // 2), "ab"[i % 2]))
-    assert "client 0, a Pairs, makes no arrays: item[0] is of shape (1,) in one sample, (2,) in" in said([ragged])
+    assert "client 0, a Pairs, cannot become arrays: item[0] has shape (1,) in one sample and (2,) in" in said([ragged])
     assert "Clients.outer[1] of client 0 holds strings" in said([of_pairs(torch, item=lambda i: (1.0, "ab"[i % 2]))])
-    assert "a Pairs, makes no arrays" in said([of_pairs(torch, item=lambda i: 1.0 if i else {"u": 1.0})])
-    assert "client 0 is a Tensor, of which NumPy makes no array" in said([torch.ones(3, 1, dtype=torch.bfloat16)])
+    assert "a Pairs, cannot become arrays" in said([of_pairs(torch, item=lambda i: 1.0 if i else {"u": 1.0})])
+    assert "client 0 is a Tensor, which NumPy cannot convert" in said([torch.ones(3, 1, dtype=torch.bfloat16)])
 
 
 def test_loaders_and_streams_of_torch_are_refused_with_what_they_read(torch):
     whole = torch.utils.data.TensorDataset(torch.tensor(U), torch.tensor(T))
     loader = torch.utils.data.DataLoader(whole, batch_size=4)
-    code = said([loader]).rpartition("from ")[2]
+    code = said([loader]).rpartition(": ")[2]
     assert held(fb.Clients([eval(code, {"loader": loader})]), 1) == [T.tolist()]
 
     class Stream(torch.utils.data.IterableDataset):
@@ -207,7 +207,7 @@ def test_words_in_a_dataset_of_hugging_face_are_encoded_by_the_call_that_is_said
     missing = datasets.Dataset.from_dict({"t": [1, None]})
     assert "Clients.outer['t'] of client 0 holds Python objects" in said([missing])
     ragged = datasets.Dataset.from_dict({"u": [[1.0], [1.0, 2.0]]})
-    assert "makes no arrays: u is of shape (1,) in one sample, (2,) in another: pad them" in said([ragged])
+    assert "cannot become arrays: u has shape (1,) in one sample and (2,) in another: pad the samples" in said([ragged])
 
 
 def test_partitions_of_flwr_datasets_are_taken(hugging_face, datasets, tmp_path, monkeypatch):
@@ -292,7 +292,9 @@ def test_a_dataset_is_known_by_its_class_of_a_loaded_module_alone(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", module)
     assert held(fb.Clients([Dataset([np.ones(1)])])) == [[[1.0]]]  # before the module has such a class
     module.Dataset = Dataset
-    assert "Clients.outer is one Dataset; clients come one by one: [dataset.shard(" in said(Dataset())
+    assert "Clients.outer is one Dataset for all clients; divide it among the clients: [dataset.shard(" in said(
+        Dataset()
+    )
 
 
 def test_items_are_stacked_and_what_reads_or_streams_them_is_refused_without_torch(monkeypatch):
@@ -306,13 +308,13 @@ def test_items_are_stacked_and_what_reads_or_streams_them_is_refused_without_tor
     assert held(clients, 0) == [[[0.0, 0.0], [1.0, 1.0], [2.0, 2.0]], [[0.0, 0.0], [1.0, 1.0]]]
     assert held(clients, 1) == [[0, 1, 0], [0, 1]]
     assert said(of_pairs(torch)).endswith(
-        "is one Pairs; clients come one by one: torch.utils.data.random_split(dataset, [0.1] * 10)"
+        "is one Pairs for all clients; divide it among the clients: torch.utils.data.random_split(dataset, [0.1] * 10)"
     )
     assert said([module.IterableDataset()]).endswith(
-        "no length; read it: torch.utils.data.default_collate(list(dataset))"
+        "without a length; read it first: torch.utils.data.default_collate(list(dataset))"
     )
     loader = SimpleNamespace(dataset=of_pairs(torch), collate_fn=None)
-    assert held(fb.Clients([eval(said([loader]).rpartition("from ")[2], {"loader": loader})]), 1) == [[0, 1, 0]]
+    assert held(fb.Clients([eval(said([loader]).rpartition(": ")[2], {"loader": loader})]), 1) == [[0, 1, 0]]
 
 
 class Partitioner:

@@ -159,7 +159,7 @@ def test_all_that_is_wrong_is_said_at_once():
 def test_local_steps_are_counts_and_given_once():
     with pytest.raises(ConfigurationError, match=r"Clients.local_steps = 0 .* a positive integer"):
         fb.Clients(**ROWS, local_steps=[0, 1, 1])
-    with pytest.raises(ConfigurationError, match=r"left to Clients.local_steps, which is given"):
+    with pytest.raises(ConfigurationError, match=r"without local_steps, since Clients.local_steps is given"):
         fb.Clients(**ROWS, local_steps=2, own={"local_steps": 2})
 
 

@@ -49,7 +49,11 @@ def in_numpy(x, y, batch):
     ("loss", "line", "words"),
     [
         (failing, 'return batch["a"]', r"the outer loss fails \(TypeError: .*; it was given x: leaf \(\);"),
-        (in_numpy, "return jnp.mean(batch @ y) + np.sum(np.exp(x))", r"the outer loss is traced .* write jnp \(import"),
+        (
+            in_numpy,
+            "return jnp.mean(batch @ y) + np.sum(np.exp(x))",
+            r"the outer loss is traced .* write jnp for np \(import",
+        ),
     ],
 )
 def test_a_loss_that_fails_is_explained_beginning_with_its_own_line(loss, line, words):

@@ -77,7 +77,7 @@ def test_each_phase_of_a_method_has_its_lines():
 
 @pytest.mark.parametrize(("algorithm", "privacy", "words"), [
     (Constant(), 3, r"privacy = 3 is not allowed: it must be fedbilevel\.Privacy"),
-    (fb.SimFBO(), fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5), "does not bear noised replies"),
+    (fb.SimFBO(), fb.Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5), "does not support noisy replies"),
 ])  # fmt: skip
 def test_terms_that_are_not_allowed_are_refused_before_a_round_is_played(algorithm, privacy, words, monkeypatch):
     monkeypatch.setattr("fedbilevel.diagnostics.replies.Reference", None)

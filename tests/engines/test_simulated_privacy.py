@@ -341,8 +341,8 @@ def test_a_run_that_diverged_is_not_gone_on_from_with_a_new_account(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"algorithm": fb.FISM()}, "privacy: FISM does not bear noised replies: .*divides by the mean of 1/n_i"),
-        ({"algorithm": fb.SimFBO()}, r"privacy: SimFBO does not bear noised replies: .*give numbers for .*server_lr"),
+        ({"algorithm": fb.FISM()}, "privacy: FISM does not support noisy replies: .*divides by the mean of 1/n_i"),
+        ({"algorithm": fb.SimFBO()}, r"privacy: SimFBO does not support noisy replies: .*give numbers for .*server_lr"),
         ({"privacy": {"clip": 1}}, r"privacy = .* must be fedbilevel\.Privacy"),
         ({"on_divergence": "shrink"}, "on_divergence = 'shrink' .*cannot be taken back"),
         ({"clients": fb.RemoteClients.of(TASK.clients)}, "privacy = .*None in a federation"),

@@ -60,15 +60,15 @@ WRONG = {
     ),
     "columns taken for an array": (
         {"problem": fb.Bilevel(lambda x, y, batch: batch[:, 0].sum(), inner)},
-        r"batch is a dict with parts such as batch\['t'\]; .* as frame\.to_numpy\(\), stay one$",
+        r"batch is a dict with parts such as batch\['t'\]; .* such as frame\.to_numpy\(\)$",
     ),
     "a list for an array": (
         {"x0": [0.0, 0.0, 0.0]},
-        r"x is a list with .* x\[0\]; np\.asarray makes one array of it$",
+        r"x is a list with .* x\[0\]; np\.asarray turns it into one array$",
     ),
     "a list within y0": (
         {"y0": {"w": [0.0, 0.0, 0.0], "b": 0.0}},
-        r"y\['w'\] is a list with parts such as y\['w'\]\[0\]; np\.asarray makes one array of it$",
+        r"y\['w'\] is a list with parts such as y\['w'\]\[0\]; np\.asarray turns it into one array$",
     ),
     "no return": (
         {"problem": fb.Bilevel(lambda x, y, batch: None, inner)},

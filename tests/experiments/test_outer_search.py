@@ -221,7 +221,10 @@ def test_wrong_commands_are_refused(arguments, words, run, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        (["privacy.clip=1.0", "privacy.noise_multiplier=1.0", "privacy.delta=1e-5"], "search: TPE: TPE does not bear"),
+        (
+            ["privacy.clip=1.0", "privacy.noise_multiplier=1.0", "privacy.delta=1e-5"],
+            "search: TPE: TPE does not support",
+        ),
         (["submodels.policy=random"], "TPE cannot be given Submodels: its trials"),
         (["clients.capacity=0.5", "task.units=3"], "clients.capacity"),
         (["asynchronous.wait_for=2"], "TPE cannot be Asynchronous: its trials"),

@@ -262,7 +262,7 @@ STEPS = ["--search", "server_lr.x=0.01:0.1:log"]
 def test_a_trial_is_a_run_and_the_chosen_spec_is_its(tmp_path, run) -> None:
     assert run("sweep", *SMALL, "--grid", "server_lr.x=0.05", "--out", tmp_path)[0] == 0
     assert run("sweep", *SMALL, *STEPS, "--trials", "1", "--out", tmp_path)[0] == 0
-    assert "; beside 1 other run in this folder." in (tmp_path / "chosen.toml").read_text(encoding="utf-8")
+    assert "; 1 other run in this folder." in (tmp_path / "chosen.toml").read_text(encoding="utf-8")
     ran = experiments.load_run(tmp_path / "trial-000" / "seed-0")
     assert experiments.read_spec(tmp_path / "chosen.toml").tables() == ran.spec.tables()
     with open(tmp_path / "sweep.csv", encoding="utf-8") as file:

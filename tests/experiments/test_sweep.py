@@ -126,7 +126,7 @@ def test_a_smaller_grid_says_how_many_runs_are_beside_its_own(copy, run) -> None
     assert code == 0
     assert "beside 3 other runs in this folder" in " ".join(printed.split())
     assert "2 runs (2 points × 1 seed), 1 failed" in contents(copy)["chosen.toml"]
-    assert "; beside 3 other runs in this folder." in contents(copy)["chosen.toml"]
+    assert "; 3 other runs in this folder." in contents(copy)["chosen.toml"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -159,7 +159,7 @@ def test_a_fresh_cohort_keeps_nothing():
         def round(self, fed, state, key):
             return state._replace(y=fed.mean(self.keeping, state.y, key, fresh=0))
 
-    said = r"Forgetful\.keeping: Reply\.state is .* a fresh cohort is asked"
+    said = r"Forgetful\.keeping: Reply\.state is .* clients of a fresh cohort have no state"
     with pytest.raises(fb.errors.ConfigurationError, match=said):
         contract(Forgetful())
 

@@ -69,7 +69,7 @@ def test_walks_sample_by_sample_have_the_floor_too():
     samples, key = _samples(rows, 4), jax.random.key(0)
     with pytest.raises(FloorError, match="3 samples is below this client's floor of 4"):
         samples.in_turn(key, 3)
-    with pytest.raises(FloorError, match="floor of 4 samples refuses draws of as many as a server says"):
+    with pytest.raises(FloorError, match="floor of 4 samples refuses draws whose size a server chooses"):
         jax.jit(lambda steps: samples.in_turn(key, steps)[2])(jnp.asarray(5))
     assert int(samples.in_turn(key, 4)[2]) == 4
     assert int(samples.in_turn(None, None)[2]) == 9

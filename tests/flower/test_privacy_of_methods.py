@@ -208,7 +208,7 @@ def bookkeeping(case, state):
 @pytest.mark.parametrize("case", REFUSED)
 def test_a_method_that_noise_would_spoil_is_refused_by_name(case):
     algorithm, why = REFUSED[case]
-    said = f"Site.privacy: {type(algorithm).__name__} does not bear noised replies: .*{why}"
+    said = f"Site.privacy: {type(algorithm).__name__} does not support noisy replies: .*{why}"
     with pytest.raises(NoiseError, match=said):
         check_noise("Site.privacy", algorithm)
 
@@ -221,7 +221,7 @@ def test_both_sides_are_told_why_a_method_is_refused(tmp_path):
         federations.site(algorithm, 0, privacy=privacy, folder=tmp_path)
     grid = InProcess(federations.app(algorithm, privacy=privacy, folder=tmp_path), 6)
     with pytest.raises(
-        ExchangeError, match=r"0 clients are here .*Site\.privacy: FedNest does not bear noised replies"
+        ExchangeError, match=r"0 clients are here .*Site\.privacy: FedNest does not support noisy replies"
     ):
         federations.solve(algorithm, grid, terms=Terms(join=1.0))
 

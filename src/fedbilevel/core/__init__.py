@@ -1,1 +1,1 @@
-"""Problems, clients, algorithms and the protocol between them; everything else builds on this room."""
+"""Define problems, clients, algorithms and the protocol between them; all other packages build on this one."""

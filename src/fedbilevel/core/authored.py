@@ -1,4 +1,4 @@
-"""What the author of a method returns from its hooks, checked where it is traced: the error names class and hook."""
+"""Check what the hooks of a method return while JAX traces them; errors name the class and the hook."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SEVERAL = "; an update of several parts is one tuple, Reply((dx, dy))"
 
 
 class Server(Protocol):
-    """What an `Algorithm` does on the server: its hooks that have to be defined."""
+    """Describe the hooks that every `Algorithm` defines for the server."""
 
     @property
     def label(self) -> str: ...
@@ -33,7 +33,7 @@ class Server(Protocol):
 
 
 def check_arguments(function: Callable[..., Any]) -> None:
-    """Refuse a phase that does not take (self, client, message, key)."""
+    """Refuse a phase whose arguments are not (self, client, message, key)."""
     try:
         inspect.signature(function).bind("self", "client", "message", "key")
     except TypeError:
@@ -42,11 +42,11 @@ def check_arguments(function: Callable[..., Any]) -> None:
 
 
 def checked_init(algorithm: Server, x: PyTree, y: PyTree) -> Any:
-    """Make the server's state before round 0 by the algorithm's `init`, and check it.
+    """Return the server's state before round 0 from the algorithm's `init`, after a check.
 
     Raises:
-        ConfigurationError: it has no x or y, or they are not like `x` and `y`. Where `y` is None, so may be the
-            state's, which may also be a result of its own, such as an average.
+        ConfigurationError: the state has no x or no y, or they differ from `x` and `y` in structure, shapes or types.
+            If `y` is None, the y of the state may be anything, such as an average of x.
     """
     where = f"{algorithm.label}.init"
     with explained(where):
@@ -62,24 +62,24 @@ def checked_init(algorithm: Server, x: PyTree, y: PyTree) -> Any:
 
 
 def checked_round(algorithm: Server, fed: Fed, state: Any, key: Array) -> Any:
-    """Make the server's state after a round by the algorithm's `round`, and check it.
+    """Return the server's state after a round from the algorithm's `round`, after a check.
 
     Raises:
-        ConfigurationError: it is not like the state before: another type, other leaves, shapes or dtypes.
+        ConfigurationError: the state has another type, or other leaves, shapes or dtypes than before the round.
     """
     where = f"{algorithm.label}.round"
     with explained(where):
         new = algorithm.round(fed, state, key)
     if wrong := difference(new, state):
-        raise ConfigurationError(f"{where} must return a state like that which it got, as init made it: {wrong}")
+        raise ConfigurationError(f"{where} must return a state like the one that it got, as init made it: {wrong}")
     return new
 
 
 def with_x(algorithm: Server, state: Any, x: PyTree, cause: str = "with a project_x") -> Any:
-    """Return the server's state with this x in place of its own; `cause` says in messages why.
+    """Return the server's state with another x; `cause` says in messages why x is replaced.
 
     Raises:
-        ConfigurationError: the x of the state is computed, and none of its leaves.
+        ConfigurationError: the x of the state is a computed property and not among the state's leaves.
     """
     new = {id(old): leaf for old, leaf in zip(jax.tree.leaves(state.x), jax.tree.leaves(x), strict=True)}
     changed = jax.tree.map(lambda leaf: new.get(id(leaf), leaf), state)
@@ -89,10 +89,10 @@ def with_x(algorithm: Server, state: Any, x: PyTree, cause: str = "with a projec
 
 
 def reply_of(where: str, phase: Phase, client: Client, message: PyTree, key: Array) -> Reply:
-    """Run a phase and check its reply; `where` names it in messages.
+    """Run a phase and return its reply after a check; `where` names the phase in messages.
 
     Raises:
-        ConfigurationError: it is no Reply, or a part of it has another form than the engines need.
+        ConfigurationError: the result is not a Reply, or a part of it does not have the form that engines need.
     """
     with explained(where):
         reply = phase(client, message, key)
@@ -104,7 +104,7 @@ def reply_of(where: str, phase: Phase, client: Client, message: PyTree, key: Arr
 
 
 def check_numbers(where: str, reply: Reply, known: Collection[str] = ()) -> None:
-    """Refuse metrics and counts of a reply that are no single numbers, but for the metrics that are `known`."""
+    """Refuse metrics and counts of a reply that are not single numbers; metrics in `known` may be arrays."""
     if not isinstance(reply.metrics, Mapping | None):
         got = described(reply.metrics)
         raise ConfigurationError(f"{where}: Reply.metrics is {got}: it must be a dict of numbers by name{SEVERAL}")
@@ -117,11 +117,11 @@ def check_numbers(where: str, reply: Reply, known: Collection[str] = ()) -> None
 
 
 def check_state(where: str, new: PyTree, kept: PyTree) -> None:
-    """Refuse a client's new state that is not like what it keeps."""
+    """Refuse a client's new state that differs in structure, shapes or dtypes from the state that it has, `kept`."""
     if new is None:
         return
     if kept is None:
-        nothing = "a client that keeps none: init_client says what clients keep, and a fresh cohort is asked without it"
+        nothing = "a client that keeps none: init_client makes the state, and clients of a fresh cohort have no state"
         raise ConfigurationError(f"{where}: Reply.state is {described(new)}, from {nothing}{SEVERAL}")
     if wrong := difference(new, kept):
         raise ConfigurationError(f"{where}: Reply.state must be like client.state, as init_client made it: {wrong}")
@@ -129,7 +129,7 @@ def check_state(where: str, new: PyTree, kept: PyTree) -> None:
 
 @contextmanager
 def explained(where: str) -> Iterator[None]:
-    """Say in a sentence what to write where traced values were taken for numbers of Python."""
+    """Turn the errors of JAX for traced values that are used as Python numbers into one that says what to write."""
     try:
         yield
     except NOT_YET_A_NUMBER as error:
@@ -137,7 +137,7 @@ def explained(where: str) -> Iterator[None]:
 
 
 def difference(got: PyTree, like: PyTree, dtypes: bool = True) -> str:
-    """Say how a tree is not like another, in structure, shapes or, unless they may differ, dtypes; "" if it is."""
+    """Return the first difference of two trees in structure, shapes or, with `dtypes`, dtypes; "" if there is none."""
     form: Callable[[PyTree], Any] = jax.tree.structure
     if form(got) != form(like):
         return f"got {described(got)}, not {described(like)}"
@@ -148,7 +148,7 @@ def difference(got: PyTree, like: PyTree, dtypes: bool = True) -> str:
 
 
 def described(value: Any) -> str:
-    """Describe a value in a few words for messages: its type, and the shapes in it."""
+    """Describe a value in a few words for messages: its type, and the shapes of its arrays."""
     if value is None:
         return "None"
     if jax.tree_util.all_leaves([value]):

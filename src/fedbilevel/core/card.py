@@ -1,4 +1,4 @@
-"""What an object says of itself in a Python session: a few lines of text, or a table in a notebook."""
+"""Show objects in a Python session as a few lines of text, and in a notebook as a table."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ import numpy as np
 
 from fedbilevel.core.tree import PyTree
 
-WIDTH = 110  # characters of a line
+WIDTH = 110  # the largest number of characters of a line
 
 
 @dataclass(frozen=True, repr=False)
 class Card(Mapping[str, str]):
-    """A title and a few named lines, a mapping of these; `str` gives text, a notebook shows a table."""
+    """Hold a title and a few named lines, as a mapping; `str` gives text, and a notebook shows a table."""
 
     title: str
     lines: Mapping[str, str]
@@ -47,11 +47,11 @@ class Card(Mapping[str, str]):
 
 
 class Shown(ABC):
-    """Something whose repr is its card: at most six lines, and one for each own number of clients."""
+    """Show an object as its card, of at most six lines and a line for each own number of clients."""
 
     @abstractmethod
     def card(self) -> Card:
-        """A title and a few named lines that describe this object, for `repr` and notebooks."""
+        """Return the title and the named lines that describe this object, for `repr` and notebooks."""
 
     def __repr__(self) -> str:
         return repr(self.card())
@@ -61,13 +61,13 @@ class Shown(ABC):
 
 
 def shortened(text: str, width: int = WIDTH) -> str:
-    """One line of at most `width` characters; what was left off shows as "…"."""
+    """Return a text as one line of at most `width` characters; a longer text ends in "…"."""
     line = " ".join(text.splitlines())
     return line if len(line) <= width else line[: width - 2] + " …"
 
 
 def listed(parts: Sequence[str], width: int = WIDTH - 30) -> str:
-    """As many of the parts, separated by commas, as a line can hold, and how many more there are."""
+    """Return the first parts, separated by commas, up to `width` characters, and the number of the others."""
     text = ""
     for i, part in enumerate(parts):
         more = f"{text}, {part}" if text else part
@@ -78,14 +78,14 @@ def listed(parts: Sequence[str], width: int = WIDTH - 30) -> str:
 
 
 def aligned(table: Sequence[Sequence[str]]) -> str:
-    """Lines of equally many cells, in columns."""
+    """Return a table as text with aligned columns; all lines of the table have the same number of cells."""
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = ("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in table)
     return "\n".join(line.rstrip() for line in lines)
 
 
 def described(tree: PyTree) -> str:
-    """How many numbers a tree of arrays holds, and the shapes and dtypes of its leaves."""
+    """Describe a tree of arrays: its total number of entries, and the shapes and dtypes of its leaves."""
     leaves = [(path, leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(tree) if hasattr(leaf, "dtype")]
     if not leaves:
         return "none"
@@ -94,17 +94,20 @@ def described(tree: PyTree) -> str:
 
 
 def named_shape(path: Any, leaf: Any, axes_left_out: int = 0) -> str:
-    """A leaf by its place in the tree, its shape and its dtype, such as "dense.kernel (784, 16) float32"."""
+    """Describe a leaf by its path in the tree, its shape and its dtype: "dense.kernel (784, 16) float32".
+
+    The first `axes_left_out` axes of the shape are left out.
+    """
     place = jax.tree_util.keystr(path, simple=True, separator=".")
     return f"{place} {tuple(leaf.shape[axes_left_out:])} {leaf.dtype}".strip()
 
 
 def counted(count: int, noun: str) -> str:
-    """ "1 row", "1,200 rows"."""
+    """Return a count with its noun, in the plural if needed: "1 row", "1,200 rows"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "s")
 
 
 def span(values: Any, form: str = ",") -> str:
-    """The smallest and the largest of some numbers: "3", or "3 to 12"."""
+    """Return the smallest and the largest of some numbers as text: "3", or "3 to 12"."""
     low, high = (format(end(values).item(), form) for end in (np.min, np.max))
     return low if low == high else f"{low} to {high}"

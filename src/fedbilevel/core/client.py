@@ -1,4 +1,4 @@
-"""Clients: the population, of unequal size, here or elsewhere, and a single client as a phase sees it."""
+"""Define the population of clients, simulated or remote, and the single client that a phase gets."""
 
 from __future__ import annotations
 
@@ -37,31 +37,41 @@ from fedbilevel.machinery.threefry import computed_once, uniform_below
 @explain_misspelt
 @dataclass(frozen=True, init=False, repr=False)
 class Clients(Shown):
-    """The population: each client's samples for the two losses, its weight, and how much local work it does.
+    """Hold a population of M clients: their samples for both losses, their weights and their amounts of local work.
 
     Args:
-        outer: samples of the outer loss: one pytree of arrays per client in a list (of unequal lengths), or one pytree
-            of stacked arrays with leading axes (client, sample), or a `Ragged`. In the list, a data frame or a dataset
-            of Hugging Face is a dict of columns, a dataset of PyTorch the pytree of its items: of pairs, `batch[0]` and
-            `batch[1]`. Each item is read once. Groups of a pandas frame, in their order, and a partitioner of
-            flwr-datasets are such lists.
-        inner: samples of the inner loss, in the same form as `outer`; None where both losses read the same samples
-            (minimax problems), or only the outer loss reads any (single-level problems).
-        weights: p_i > 0, normalised to sum 1; None gives 1/M each, "size" gives inner samples over their total.
-        outer_sizes: (M,) true numbers of samples in `outer`, where its arrays are stacked and padded at the end.
-        inner_sizes: (M,) true numbers of samples in `inner`, where its arrays are stacked and padded at the end.
-        local_steps: how many local steps a client makes: None (the algorithm's own number), a number, (M,) numbers, one
-            for each client, (T, M), one for each round and client, (T, K, M), one for each inner round, too, (low,
-            high), or {"low": …, "high": …}: drawn uniformly, both included, for each client and round; or a function
-            (round, client, key) of JAX's operations, or (round, client, key, k) with the number of the inner round.
-        own: other numbers of the method that are a client's own, by the path of the method's field, each in one of
-            these forms: `{"outer_steps": [1, 5], "client_lr.x": (0.01, 0.1)}`.
-        capacity: the share of the model's units that clients can hold, above 0 and up to 1: a number, (M,), one for
-            each client, or (T, M), for each round and client; None: all.
+        outer: the samples of the outer loss, in one of these forms:
+
+            - a list with a pytree of arrays for each client, whose first axes are samples. Clients may have different
+              numbers of samples.
+            - a pytree of arrays with leading axes (client, sample).
+            - a `Ragged`.
+            - a list of data frames or of datasets of Hugging Face, which become dicts of columns; or of datasets of
+              PyTorch, which become the pytree of their items, each read once: items that are pairs give `batch[0]` and
+              `batch[1]`.
+            - the groups of a pandas frame, in their order, or a partitioner of flwr-datasets.
+        inner: the samples of the inner loss, in the same form as `outer`; None: both losses use the same samples
+            (minimax problems), or there is only an outer loss (single-level problems).
+        weights: (M,) positive numbers p_i, which are scaled to sum to 1; None: 1/M each; "size": proportional to the
+            numbers of inner samples.
+        outer_sizes: (M,) the true numbers of samples in `outer`, if it has stacked arrays that are padded at the end.
+        inner_sizes: (M,) the true numbers of samples in `inner`, if it has stacked arrays that are padded at the end.
+        local_steps: the number of local steps of a client, in one of these forms:
+
+            - None: the algorithm's number.
+            - a number for all clients.
+            - (M,) a number for each client; (T, M) for each round and client; (T, K, M) for each round, inner round
+              and client.
+            - (low, high) or {"low": …, "high": …}: drawn uniformly for each client and round, both ends included.
+            - a function (round, client, key), or (round, client, key, k) with the inner round k, of JAX's operations.
+        own: other numbers of the method that differ between clients, by the path of the method's field, each in one of
+            the forms of `local_steps`: `{"outer_steps": [1, 5], "client_lr.x": (0.01, 0.1)}`.
+        capacity: the share of the model's units that clients can hold, above 0 and at most 1: a number, (M,) numbers
+            for the clients, or (T, M) for rounds and clients; None: all units.
 
     Raises:
-        ConfigurationError: an empty client, NaN or infinite samples, leaves whose leading axes disagree, clients whose
-            samples differ in keys or shapes, what are no numbers; the message names client and key.
+        ConfigurationError: a client has no samples, samples are not finite or not numbers, leaves have different
+            numbers of samples, or clients' samples differ in keys or shapes. The message names the client and the key.
     """
 
     outer: Ragged
@@ -82,7 +92,9 @@ class Clients(Shown):
         own: Mapping[str, Any] | None = None,
         capacity: Any = None,
     ) -> None:
-        allowed = "samples: fb.Clients(samples) for both losses, or divided, fb.Clients.split(samples, 0.8, seed=0)"
+        allowed = (
+            "samples: fb.Clients(samples) uses them for both losses, fb.Clients.split(samples, seed=0) divides them"
+        )
         require(outer is not None, "Clients.outer", outer, allowed)
         outer_rows = _rows("outer", outer, outer_sizes)
         inner_rows = outer_rows if inner is None else _rows("inner", inner, inner_sizes)
@@ -113,17 +125,18 @@ class Clients(Shown):
         own: Mapping[str, Any] | None = None,
         capacity: Any = None,
     ) -> Clients:
-        """Divide each client's samples at random: `fraction` of them for the inner loss, the rest for the outer one.
+        """Divide each client's samples at random into samples of the inner and of the outer loss.
 
         Args:
-            samples: of all clients, in a form of `outer`.
-            fraction: strictly between 0 and 1, rounded to whole samples; both parts have one at least.
-            seed: a whole number from 0 on, which determines the parts.
-            sizes: (M,) true numbers of samples, where these are stacked arrays and padded at the end.
-            weights, local_steps, own, capacity: see `Clients`.
+            samples: the samples of all clients, in a form that `Clients` takes as `outer`.
+            fraction: the share for the inner loss, strictly between 0 and 1. Their number is rounded, and each loss
+                gets at least one sample of each client.
+            seed: the seed of the draw, a whole number from 0 on.
+            sizes: (M,) the true numbers of samples, if `samples` has stacked arrays that are padded at the end.
+            weights, local_steps, own, capacity: as in `Clients`.
 
         Raises:
-            ConfigurationError: a client with a single sample, besides what `Clients` refuses.
+            ConfigurationError: a client has a single sample, or `Clients` refuses the samples.
         """
         require(is_number(fraction) and 0 < fraction < 1, "fraction", fraction, "strictly between 0 and 1")
         require(is_count(seed) or seed == 0, "seed", seed, "a whole number from 0 on")
@@ -134,7 +147,7 @@ class Clients(Shown):
         rng = np.random.default_rng(seed)
         places = [start + rng.permutation(size) for start, size in zip(rows.start, rows.size, strict=True)]
         cuts = np.clip(np.rint(fraction * rows.size).astype(np.int64), 1, rows.size - 1)
-        inner, outer = zip(*(np.split(own, [cut]) for own, cut in zip(places, cuts, strict=True)), strict=True)
+        inner, outer = zip(*(np.split(order, [cut]) for order, cut in zip(places, cuts, strict=True)), strict=True)
         parts = rows.taken(outer), rows.taken(inner)
         return cls(*parts, weights=weights, local_steps=local_steps, own=own, capacity=capacity)
 
@@ -151,15 +164,19 @@ class Clients(Shown):
         return self.outer.example(), self.inner.example()
 
     def pooled(self) -> Clients:
-        """One client that holds every sample: the same problem without a federation.
+        """Return one client with the samples of all clients: the same problem without a federation.
 
-        Each sample counts once, so the two agree exactly where weights are proportional to clients' sizes.
+        Every sample has the same weight. The problems are therefore equal if the weights of clients are proportional to
+        their numbers of samples.
+
+        Raises:
+            ConfigurationError: own numbers differ between clients or rounds.
         """
         own = {
             name: values for name, values in self.own.items() if isinstance(values, Given) and not values.values.ndim
         }
         lost = sorted(self.own.keys() - own.keys())
-        require(not lost, "Clients.own", lost, "single numbers, where all samples go to one client")
+        require(not lost, "Clients.own", lost, "single numbers, since all samples go to one client")
         pooled = Clients(self.outer.joined(), None if self.inner is self.outer else self.inner.joined())
         object.__setattr__(pooled, "own", own)
         return pooled
@@ -167,19 +184,19 @@ class Clients(Shown):
 
 @dataclass(frozen=True, init=False, repr=False)
 class RemoteClients(Shown):
-    """A population whose samples are out of reach: how many clients, and what one sample looks like.
+    """Describe a population whose samples are on other machines: its number of clients, and the form of a sample.
 
     Args:
-        count: M, the number of clients.
-        outer: an example of a client's samples of the outer loss: a pytree with leaves (any number, ...), of which
-            only shapes and dtypes are looked at.
-        inner: an example of a client's samples of the inner loss, in the same form; None where both losses read the
-            same samples.
-        weights: p_i > 0, (M,), normalised to sum 1; None gives 1/M each.
-        local_steps: how many local steps a client makes, in one of the forms of `Clients`.
-        own: other numbers of the method that are a client's own, in these forms, by the path of the method's field.
-        capacity: the share of the model's units that clients can hold, above 0 and up to 1: a number, or (M,), one for
-            each client; None: all.
+        count: the number of clients, M.
+        outer: an example of samples of the outer loss: a pytree with leaves (any number, ...). Only shapes and dtypes
+            matter.
+        inner: an example of samples of the inner loss, in the same form; None: both losses use the same samples.
+        weights: (M,) positive numbers p_i, which are scaled to sum to 1; None: 1/M each.
+        local_steps: the number of local steps of a client, in one of the forms that `Clients` takes.
+        own: other numbers of the method that differ between clients, by the path of the method's field, in the same
+            forms.
+        capacity: the share of the model's units that clients can hold, above 0 and at most 1: a number, or (M,) numbers
+            for the clients; None: all units.
     """
 
     outer: PyTree
@@ -209,11 +226,11 @@ class RemoteClients(Shown):
 
     @classmethod
     def of(cls, clients: Clients) -> RemoteClients:
-        """A `RemoteClients` with the count, shapes, weights, own numbers and capacities of simulated clients."""
+        """Return `RemoteClients` with the number, shapes, weights, own numbers and capacities of simulated clients."""
         outer, inner = clients.examples()
-        one = clients.inner is clients.outer
-        made = cls(len(clients), outer, None if one else inner, capacity=clients.capacity)
-        object.__setattr__(made, "weights", clients.weights)  # to the last bit
+        shared = clients.inner is clients.outer
+        made = cls(len(clients), outer, None if shared else inner, capacity=clients.capacity)
+        object.__setattr__(made, "weights", clients.weights)  # scaling them again could change the last bit
         object.__setattr__(made, "own", clients.own)
         return made
 
@@ -235,7 +252,7 @@ def with_own(
     own: Mapping[str, Any] | None = None,
     capacity: Any = None,
 ) -> Any:
-    """Return the same clients with these numbers over those that they have: see `Clients`."""
+    """Return the clients with these numbers in place of their present ones; the forms are those of `Clients`."""
     changed, where = copy.copy(clients), type(clients).__name__
     object.__setattr__(changed, "own", {**clients.own, **_own(where, len(clients), local_steps, own)})
     if capacity is not None:
@@ -249,7 +266,7 @@ def _in_words(example: PyTree) -> str:
 
 
 def terms_in_words(clients: Any) -> dict[str, str]:
-    """Weights, own numbers and capacity of `Clients` or `RemoteClients`, for people."""
+    """Describe the weights, own numbers and capacities of `Clients` or `RemoteClients` in words, by name."""
     own = {name: str(values) for name, values in clients.own.items() if name != LOCAL_STEPS}
     return {
         "weights": span(clients.weights, ".3g"),
@@ -261,7 +278,7 @@ def terms_in_words(clients: Any) -> dict[str, str]:
 
 def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
     if isinstance(data, Ragged):
-        require(sizes is None, f"Clients.{name}_sizes", sizes, "left out with a Ragged, which has them")
+        require(sizes is None, f"Clients.{name}_sizes", sizes, "left out with a Ragged, which has the sizes")
         arrays_of(f"Clients.{name}", data.values)
         return data.checked(name)
     data = one_by_one(f"Clients.{name}", data)
@@ -273,13 +290,13 @@ def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
 
 
 def checked_weights(field: str, weights: Any, count: int, otherwise: str = "None") -> np.ndarray:
-    """Weights of `count` clients that sum to 1; None means equal ones."""
+    """Return the weights of `count` clients, scaled to sum to 1; None gives equal weights."""
     weights = np.ones(count) if weights is None else weights
     p = _numbers(field, weights, f"{otherwise} or one number per client")
     require(p.shape == (count,), field, p.shape, f"of shape {(count,)}, one per client")
     require(bool(np.all(np.isfinite(p)) and np.all(p > 0)), field, weights, "positive and finite")
-    p = np.ldexp(p, -np.frexp(p.max())[1])  # so that their sum is finite
-    require(bool(np.all(p > 0)), field, weights, "nearer to each other: beside the largest, the smallest counts as 0")
+    p = np.ldexp(p, -np.frexp(p.max())[1])  # keeps the sum finite
+    require(bool(np.all(p > 0)), field, weights, "of similar size: relative to the largest, the smallest rounds to 0")
     return np.asarray(p / p.sum())
 
 
@@ -291,26 +308,30 @@ def _numbers(field: str, given: Any, allowed: str) -> np.ndarray:
 
 
 def _own(where: str, count: int, local_steps: Any, own: Mapping[str, Any] | None) -> dict[str, Values]:
-    """Read the clients' own numbers, that of local steps among them: see `Clients`."""
+    """Read the clients' own numbers, including local steps, in the forms of `Clients`."""
     given = {} if own is None else own
     require(isinstance(given, Mapping), f"{where}.own", own, "numbers by name, {name: numbers}")
-    said = {f"{where}.own[{name!r}]": (name, numbers) for name, numbers in given.items()}
+    by_path = {f"{where}.own[{name!r}]": (name, numbers) for name, numbers in given.items()}
     if local_steps is not None:
-        require(LOCAL_STEPS not in given, f"{where}.own", LOCAL_STEPS, f"left to {where}.local_steps, which is given")
-        said[f"{where}.local_steps"] = LOCAL_STEPS, local_steps
-    numbers = {name: read(path, numbers, count) for path, (name, numbers) in said.items()}
+        allowed = f"without local_steps, since {where}.local_steps is given"
+        require(LOCAL_STEPS not in given, f"{where}.own", LOCAL_STEPS, allowed)
+        by_path[f"{where}.local_steps"] = LOCAL_STEPS, local_steps
+    numbers = {name: read(path, numbers, count) for path, (name, numbers) in by_path.items()}
     if LOCAL_STEPS in numbers:
         check(f"{where}.local_steps", numbers[LOCAL_STEPS], require_count)
     return numbers
 
 
 def read_capacity(where: str, count: int, capacity: Any) -> np.ndarray | None:
-    """Read what clients can hold: (M,) or (T, M) numbers; each makes a program of its own, so that all are known."""
+    """Return the clients' capacities, (M,) or (T, M).
+
+    They must be fixed numbers, since each capacity compiles its own shapes.
+    """
     if capacity is None:
         return None
     allowed = f"None or {count} numbers, one for each client, above 0 and at most 1; or a row of them for each round"
     drawn = callable(capacity) or isinstance(capacity, Mapping)
-    require(not drawn, where, capacity, f"{allowed}: neither a rule nor drawn, as each is a model of another shape")
+    require(not drawn, where, capacity, f"{allowed}: fixed numbers only, since each capacity compiles its own shapes")
     values = read(where, list(capacity) if isinstance(capacity, tuple) else capacity, count, allowed)
     assert isinstance(values, Given)
     c = np.asarray(values.values, float)
@@ -319,50 +340,52 @@ def read_capacity(where: str, count: int, capacity: Any) -> np.ndarray | None:
 
 
 def require_clients(got: object) -> Clients:
-    """What is given as clients, if it is a population with its samples; a ConfigurationError otherwise."""
+    """Return `got` if it is a population with samples, and raise ConfigurationError otherwise."""
     if not isinstance(got, Clients):
-        made = "fedbilevel.Clients(outer, inner) makes them of lists with one entry per client"
+        made = "fedbilevel.Clients(outer, inner) makes them from lists with one entry per client"
         raise ConfigurationError(f"clients = a {type(got).__name__} is not allowed: it must be Clients; {made}")
     return got
 
 
 def check_samples(problem: Problem, clients: Any) -> None:
-    """Refuse samples of an inner loss where a problem has but one set of them."""
-    one = isinstance(problem, Minimax) and clients.inner is not clients.outer
-    if one:
+    """Refuse samples of an inner loss for a problem that has only one loss."""
+    if isinstance(problem, Minimax) and clients.inner is not clients.outer:
         raise ConfigurationError(
-            "a Minimax problem has one loss: leave Clients.inner out, and give its samples as outer"
+            "a Minimax problem has one loss: leave Clients.inner out, and give the samples as Clients.outer"
         )
 
 
 class Places(NamedTuple):
-    """A batch that is known by the places of its samples among a client's own."""
+    """Select a batch by the places of its samples among the client's samples."""
 
     places: Array  # (batch,)
-    valid: Array | None  # (batch,), which of them count, the others being padding; None: all
-    key: Array  # what a loss that draws makes its samples' keys of
+    valid: Array | None  # (batch,), True for samples and False for padding; None: no padding
+    key: Array  # for a loss that draws random numbers: the key from which each sample's key is made
 
 
 Draw = Array | Places
-"""What a batch is made of: a key, which draws its samples, or their places."""
+"""The selection of a batch: a key that draws the samples, or their places."""
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Samples:
-    """A client's samples for a loss, inside an engine: a window of flat arrays."""
+    """Hold a client's samples for a loss inside an engine, as a window of flat arrays."""
 
     values: PyTree  # leaves (total, ...), shared by all clients
-    start: Array  # scalar
-    size: Array  # scalar
+    start: Array  # the first place of the window, a scalar
+    size: Array  # the number of samples, a scalar
     longest: int = field(metadata={"static": True})  # the largest size of any client
-    equal: bool = field(metadata={"static": True})  # whether all clients have that size
-    floor: int = field(default=1, metadata={"static": True})  # a draw of fewer samples is refused, by the client itself
-    unbatched: bool = field(default=True, metadata={"static": True})  # whether it is not vectorised with other clients
+    equal: bool = field(metadata={"static": True})  # whether all clients have the same size
+    floor: int = field(default=1, metadata={"static": True})  # the client refuses to draw fewer samples
+    unbatched: bool = field(default=True, metadata={"static": True})  # whether the client runs alone, not vectorised
 
     def batch(self, draw: Draw, batch_size: int | None) -> PyTree:
-        """`batch_size` samples that a key draws uniformly with replacement, or every sample once when it is None; or
-        those at the places that `draw` says."""
+        """Return a batch, with leaves (batch, ...).
+
+        If `draw` is a key, the batch has `batch_size` samples drawn uniformly with replacement, or, if `batch_size` is
+        None, every sample once. If `draw` is `Places`, the batch has the samples there.
+        """
         if isinstance(draw, Places):
             rows = rows_at(self.values, self.start + draw.places)
             return rows if draw.valid is None else Padded(rows, draw.valid)
@@ -372,23 +395,23 @@ class Samples:
         return whole.samples if self.equal else whole
 
     def drawn(self, key: Array, batch_size: int) -> Array:
-        """The places of a batch among this client's samples, (batch_size,) in 0..size − 1."""
+        """Draw the places of a batch among this client's samples, (batch_size,) from 0 to size − 1."""
         self.check_floor(batch_size)
         return computed_once(uniform_below(key, self.size, (batch_size,)))
 
     def check_floor(self, count: int | Array) -> None:
-        """Refuse a draw of fewer than `floor` samples, or, above a floor of 1, of a number that data say.
+        """Refuse a draw of fewer than `floor` samples, or, if `floor` is above 1, of a number that is not static.
 
         Raises:
-            FloorError: while the phase is traced, so that nothing of it runs.
+            FloorError: the draw is refused. This happens while the phase is traced, before any of it runs.
         """
         if isinstance(count, int) and count < self.floor:
             raise FloorError(f"a draw of {count} samples is below this client's floor of {self.floor}")
         if not isinstance(count, int) and self.floor > 1:
-            raise FloorError(f"this client's floor of {self.floor} samples refuses draws of as many as a server says")
+            raise FloorError(f"this client's floor of {self.floor} samples refuses draws whose size a server chooses")
 
     def shuffled(self, key: Array) -> Array:
-        """The places of all samples in random order, then those of the padding: (longest,)."""
+        """Return the places of all samples in random order, followed by those of the padding, (longest,)."""
         drawn = jax.random.bits(key, (self.longest,), jnp.uint32)
         last = jnp.where(jnp.arange(self.longest) < self.size, drawn, jnp.uint32(2**32 - 1))
         return jnp.argsort(last)
@@ -396,23 +419,23 @@ class Samples:
     def in_epochs(
         self, key: Array, epochs: int, batch_size: int, drop_last: bool
     ) -> tuple[int | Array, Callable[[Array | int], Places]]:
-        """Return how many batches so many epochs have, and k -> the k-th of them.
+        """Return the number of batches of `epochs` epochs, and a function from k to the k-th batch.
 
-        Each epoch takes the samples in a random order of its own, without replacement. Its last batch is short where
-        `batch_size` does not divide the number of samples; `drop_last` leaves that out, unless it is the only one.
+        Each epoch goes through the samples in a new random order, without replacement. If `batch_size` does not divide
+        the number of samples, the last batch of an epoch is shorter; `drop_last` drops it unless it is the only one.
         """
         count, width = self.batches(batch_size, drop_last), min(batch_size, self.longest)
         self.check_floor(batch_size)
         rest = 0 if drop_last or self.longest <= batch_size else self.longest % batch_size
         if 0 < rest < self.floor:
             text = f"the last batch of an epoch is below this client's floor of {self.floor} samples"
-            raise FloorError(f"{text}; drop_last=True leaves it out")
+            raise FloorError(f"{text}; drop_last=True leaves this batch out")
         orders = jax.vmap(lambda epoch: self.shuffled(jax.random.fold_in(key, epoch)))(jnp.arange(epochs))
         full = self.equal and (drop_last or self.longest % width == 0)
         of_losses = jax.random.fold_in(key, epochs)
 
         def batch(k: Array | int) -> Places:
-            epoch = jnp.minimum(k // count, epochs - 1)  # others vectorised with this client may go on to larger k
+            epoch = jnp.minimum(k // count, epochs - 1)  # k exceeds the count if a client vectorised with this has more
             turn = k % count * batch_size + jnp.arange(width)
             places = orders[epoch, jnp.minimum(turn, self.size - 1)]
             return Places(places, None if full else turn < self.size, jax.random.fold_in(of_losses, k))
@@ -420,17 +443,22 @@ class Samples:
         return epochs * count, batch
 
     def batches(self, batch_size: int, drop_last: bool) -> int | Array:
-        """How many batches an epoch has."""
+        """Return the number of batches of an epoch."""
         size = self.longest if self.equal else self.size
         return size // batch_size + (size < batch_size if drop_last else size % batch_size > 0)
 
     def in_turn(
         self, key: Array | None, steps: int | Array | None
     ) -> tuple[Callable[[Array | int], PyTree], int, Array]:
-        """For methods that take a step on each sample: (j -> the j-th, (1, ...); bound of j; how many there are).
+        """Return samples one after the other, for methods that take a step on each sample.
 
-        All samples, in their own order or, given a key, in a random one; of `steps` many, at most all, with a key. The
-        bound is the same for all clients.
+        Args:
+            key: draws a random order; None: the stored order.
+            steps: the number of samples, at most all; it needs a key. None: all samples.
+
+        Returns:
+            A function from j to the j-th sample, with leaves (1, ...); a bound of j that is the same for all clients;
+            and the number of samples.
         """
         if steps is not None:
             self.check_floor(steps)
@@ -438,15 +466,15 @@ class Samples:
         count = self.size if steps is None else jnp.minimum(steps, self.size)
         order = jnp.arange(bound) if key is None else self.shuffled(key)[:bound]
         places = self.start + jnp.minimum(order, self.size - 1)
-        if self.unbatched:  # a copy in that order would cost as much as small steps do
+        if self.unbatched:  # copying the samples in this order would cost as much as small steps
             return lambda j: rows_at(self.values, places[j][None]), bound, count
-        # of vectorised clients each would be read by itself: a copy of all is quicker
+        # vectorised clients would each read their sample one by one: a copy of all samples is faster
         copy = self.everything().samples if key is None else rows_at(self.values, places)
         take = partial(jax.lax.dynamic_slice_in_dim, slice_size=1, allow_negative_indices=False)
         return lambda j: jax.tree.map(lambda leaf: take(leaf, j), copy), bound, count
 
     def everything(self) -> Padded:
-        """Every sample, padded to the longest client."""
+        """Return all samples, padded to the number of the largest client."""
         offset = jnp.arange(self.longest)
         if self.equal:
             window = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, self.start, self.longest), self.values)
@@ -456,7 +484,7 @@ class Samples:
 
 
 class Default(Enum):
-    """The value of an argument that is left out."""
+    """Mark an argument that is left out."""
 
     DEFAULT = "default"
 
@@ -467,17 +495,18 @@ DEFAULT = Default.DEFAULT
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Client:
-    """The client that runs a phase: its losses, samples, number of local steps and state.
+    """Hold the client that runs a phase: its losses, samples, own numbers and state.
 
     Args:
-        problem: with the losses `outer` and `inner`.
+        problem: the problem, with the losses `outer` and `inner`.
         outer: the client's samples for the outer loss.
         inner: the client's samples for the inner loss.
-        id: its number, 0..M − 1.
-        weight: p_i; the engine applies it, a phase rarely needs it.
-        state: what it keeps between rounds, as `init_client` made it; the engine keeps it, and it is never sent.
-        own: its own numbers in this round, by the path of the method's field; the phase finds them there.
-        batch_size: samples per draw, the method's field of that name; None: all.
+        id: the client's number, from 0 to M − 1.
+        weight: the client's weight p_i. The engine applies it, so that a phase rarely needs it.
+        state: the client's state between rounds, as `init_client` made it. It is never sent.
+        own: the client's own numbers in this round, by the path of the method's field. The method's fields already
+            have these values in a phase.
+        batch_size: the default number of samples of a batch, the method's field of this name; None: all samples.
     """
 
     problem: Problem = field(metadata={"static": True})
@@ -490,11 +519,17 @@ class Client:
     batch_size: int | None = field(default=None, metadata={"static": True})
 
     def outer_batch(self, key: Draw, batch_size: int | Default | None = DEFAULT) -> PyTree:
-        """Samples for the outer loss: `batch_size` draws with replacement, all if None, the method's if left out."""
+        """Return a batch of the outer loss, with leaves (batch, ...).
+
+        `batch_size` is the number of draws with replacement; None: all samples; left out: the method's `batch_size`.
+        """
         return self._batch("outer", key, batch_size)
 
     def inner_batch(self, key: Draw, batch_size: int | Default | None = DEFAULT) -> PyTree:
-        """Samples for the inner loss: `batch_size` draws with replacement, all if None, the method's if left out."""
+        """Return a batch of the inner loss, with leaves (batch, ...).
+
+        `batch_size` is the number of draws with replacement; None: all samples; left out: the method's `batch_size`.
+        """
         return self._batch("inner", key, batch_size)
 
     def _batch(self, name: str, draw: Draw, batch_size: int | Default | None) -> PyTree:
@@ -503,5 +538,5 @@ class Client:
         return with_keys(batch, draw.key if isinstance(draw, Places) else draw) if name in self.problem.draws else batch
 
     def local_steps(self, default: Any) -> Any:
-        """How many local steps to make: the client's own number where it has one, else `default`, the method's."""
+        """Return the client's own number of local steps, or, if it has none, `default`, the method's number."""
         return self.own.get(LOCAL_STEPS, default)

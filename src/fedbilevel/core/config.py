@@ -1,8 +1,8 @@
-"""Hyperparameters: frozen dataclasses that are pytrees, checked when built.
+"""Define hyperparameters as fields of frozen dataclasses that are pytrees and are checked when built.
 
-Numbers are pytree leaves, so that a sweep is a `vmap` over the configuration itself; static fields recompile. A field
-states its default by name, `lr: float = positive(default=0.1)`: type checkers do not see it otherwise. What is read
-from a configuration is in core/hyperparameters.py.
+Numbers are leaves of the pytree, so that a sweep is a `vmap` over the configuration. A change of a static field needs a
+new compilation. The default of a field is a keyword, `lr: float = positive(default=0.1)`, since type checkers do not
+see it otherwise. The functions that read a configuration are in core/hyperparameters.py.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ from fedbilevel.core.tree import XYV
 SECTION = re.compile(r"^Args:\n((?:    .*\n?)+)", re.MULTILINE)
 ENTRY = re.compile(r"^    (\w+):.*(?:\n        .*)*", re.MULTILINE)
 KINDS = {bool: "True or False", optax.GradientTransformation: "an optax optimizer, such as optax.adam(1.0)"}
-"""Kinds of static fields that are known by their defaults."""
+"""The kinds of static fields that their defaults determine, and the allowed values in words."""
 StepKind = Literal["x", "local x", "shared", "total", "local", "drift", "short"]
-"""What a step that may be None, to be adapted, is used for.
+"""The use of a step size that may be None and then adapts.
 
-- "x": the server's step on x;
-- "local x": a client's steps on x, whose changes the server adds up;
-- "shared": a step on y or v, the same for the server and all clients;
-- "total": the total of a client's local steps on y;
-- "local": one local step on x, y or v, along whose sum the server moves;
-- "drift": one local step that only decides how far clients drift apart, as far as they agree; on x it is 0;
-- "short": the same, as the part TIED (core/hyperparameters.py) of the server's step.
+- "x": the server's step on x.
+- "local x": a client's steps on x, whose changes the server adds up.
+- "shared": a step on y or v that the server and all clients share.
+- "total": the total of a client's local steps on y.
+- "local": one local step on x, y or v; the server moves along the sum of these steps.
+- "drift": one local step that only determines how far clients drift apart, as far as they agree; on x it is 0.
+- "short": as "drift", but equal to the server's step times TIED (core/hyperparameters.py).
 """
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable[..., Any])
@@ -54,52 +54,58 @@ F = TypeVar("F", bound=Callable[..., Any])
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Schedule:
-    """A hyperparameter that depends on the round; a pytree without leaves: phases see its value alone.
+    """Hold a hyperparameter that depends on the round; phases see only its value.
 
-    Its function takes the round or, where the field allows it, the round and the inner round k.
+    The function takes the round, or, if the field allows this, the round and the inner round k. A schedule is a pytree
+    without leaves.
     """
 
     function: Callable[..., Any]
 
     @property
     def by_k(self) -> bool:
-        """Whether the function takes the inner round, too."""
+        """Return whether the function also takes the inner round."""
         return positional(self.function) == 2
 
     def at(self, round: Any) -> Any:
-        """Return the value in a round; where it differs between inner rounds, the schedule of k that is left."""
+        """Return the value in a round; if the function also takes the inner round, the schedule of k in this round."""
         return Schedule(functools.partial(self.function, round)) if self.by_k else self.function(round)
 
 
 def positional(function: Callable[..., Any]) -> int | None:
-    """Count the positional arguments without a default; None of a function that is not written in Python."""
+    """Return the number of positional arguments without a default, or None if a function has no signature."""
     try:
         arguments = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return None
     in_order = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return sum(one.kind in in_order and one.default is one.empty for one in arguments)
+    return sum(argument.kind in in_order and argument.default is argument.empty for argument in arguments)
 
 
 def static(*, default: Any = dataclasses.MISSING) -> Any:
-    """A field that shapes the compiled program (a count, a flag, a choice); without a default it has to be given. Where
-    that is a flag or an optimizer, nothing else is allowed."""
+    """Make a field that shapes the compiled program: a count, a flag or a choice. Without a default it is required.
+
+    If the default is a flag or an optimizer, only values of this kind are allowed.
+    """
     check = functools.partial(_check_kind, default)
     return dataclasses.field(default=default, metadata={"static": True, "prepare": check})
 
 
 def wrapped(kw_only: bool) -> Any:
-    """The field of the configuration that a wrapper changes; it has to be given, and if not `kw_only` needs no name."""
+    """Make the required field with the configuration that a wrapper changes; `kw_only`: it must be passed by name."""
     return dataclasses.field(kw_only=kw_only, metadata={"wrapped": True})
 
 
 def positive_integer(
     *, default: Any = dataclasses.MISSING, optional: bool = False, own: bool = False, scheduled: bool = False
 ) -> Any:
-    """A static field that must be a positive integer, or, if `optional`, None; without a default it has to be given.
+    """Make a static field for a positive integer. Without a default it is required.
 
-    `own`, here and below: it may be a number of a client's own (`Clients.own`), which phases find in its place.
-    `scheduled`: it may be a function of the round.
+    Args:
+        default: the default.
+        optional: whether it may be None.
+        own: whether clients may have own values (`Clients.own`), which phases then find in the field.
+        scheduled: whether it may be a function of the round.
     """
 
     def prepare(name: str, value: Any) -> Any:
@@ -112,18 +118,21 @@ def positive_integer(
 
 
 def counts(*, default: int) -> Any:
-    """A static field that must be a positive integer, or several of them, one for each client; kept as a tuple then."""
+    """Make a static field for a positive integer, or for one positive integer per client, stored as a tuple."""
     return dataclasses.field(default=default, metadata={"static": True, "prepare": _prepare_counts})
 
 
 def step_sizes(
     *, default: Any = dataclasses.MISSING, own: bool = False, adaptive: StepKind | None = None, tied: str | None = None
 ) -> Any:
-    """A field of three step sizes; a single number or schedule given for it serves all three. Without a default it has
-    to be given.
+    """Make a field for the step sizes of x, y and v. A single number or schedule is used for all three.
 
-    `adaptive`: each may be None, and is then such a step of `AdaptiveSteps`. `tied`: each may be None, and is then the
-    part TIED of that of the field of this name: it decides only how far clients drift apart.
+    Args:
+        default: the default; without one the field is required.
+        own: whether clients may have own values (`Clients.own`), which phases then find in the field.
+        adaptive: the use of the steps. Each may then be None, and `AdaptiveSteps` chooses it.
+        tied: the name of another field. Each step may then be None, and is TIED times the step of that field; it only
+            determines how far clients drift apart.
     """
     prepare = functools.partial(_prepare_step_sizes, bool(adaptive or tied))
     metadata = {"prepare": prepare, "own": own, "adaptive": adaptive, "tied": tied}
@@ -141,17 +150,23 @@ def positive(
     adaptive: StepKind | None = None,
     tied: str | None = None,
 ) -> Any:
-    """A field that must be a positive number or a schedule, or, if `optional`, None; infinity is allowed.
+    """Make a field for a positive number, which may be infinite, or a schedule.
 
-    `several`: it may be a list of these, kept as a tuple. `by_k`: it may be a function of the round and the inner
-    round. `adaptive`, `tied`: as in `step_sizes`.
+    Args:
+        default: the default.
+        optional: whether it may be None.
+        own: whether clients may have own values (`Clients.own`), which phases then find in the field.
+        several: whether it may be a list of numbers and schedules, stored as a tuple.
+        by_k: whether it may be a function of the round and the inner round.
+        adaptive: the use of the step. It may then be None, and `AdaptiveSteps` chooses it.
+        tied: the name of another field. The step may then be None, and is TIED times the step of that field.
     """
     optional = bool(optional or adaptive or tied)
 
     def prepare(name: str, value: Any) -> Any:
         value = value.tolist() if several and isinstance(value, np.ndarray) else value
         if several and isinstance(value, list | tuple) and value:
-            return tuple(_prepare_number(f"{name}[{place}]", one) for place, one in enumerate(value))
+            return tuple(_prepare_number(f"{name}[{place}]", number) for place, number in enumerate(value))
         kinds = "a positive number", "a schedule", *["a function (round, k)"] * by_k, *["None"] * optional
         allowed = f"{', '.join(kinds[:-1])} or {kinds[-1]}"
         if by_k and callable(value) and positional(value) == 2:
@@ -164,14 +179,14 @@ def positive(
 
 
 def fraction(*, default: float, own: bool = False) -> Any:
-    """A field that must be a number strictly between 0 and 1, or a schedule."""
+    """Make a field for a number strictly between 0 and 1, or a schedule."""
     allowed = "a number strictly between 0 and 1, or a schedule"
     prepare = functools.partial(_prepare_number, below=1.0, allowed=allowed)
     return dataclasses.field(default=default, metadata={"prepare": prepare, "own": own})
 
 
 def share(*, default: float, own: bool = False) -> Any:
-    """A field that must be a number from 0 to below 1."""
+    """Make a field for a number of at least 0 and below 1, or a schedule."""
 
     def prepare(name: str, value: Any) -> Any:
         return value if _is_zero(value) else _prepare_number(name, value, 1.0, "at least 0 and below 1, or a schedule")
@@ -185,10 +200,10 @@ def share(*, default: float, own: bool = False) -> Any:
     field_specifiers=(static, wrapped, positive_integer, counts, step_sizes, positive, fraction, share),
 )
 def config(cls: T) -> T:
-    """Make a class a configuration: frozen keyword-only dataclass and pytree, its fields checked when built.
+    """Make a class a configuration: a frozen keyword-only dataclass and pytree whose fields are checked when built.
 
-    A method `validate` checks what concerns several fields or a static one. That of every base class runs too, before
-    it: each class checks what it declares. The docstring gets the entries of fields that a base class explains.
+    A method `validate` may check several fields together. The methods `validate` of all base classes run before it, so
+    that each class checks its own fields. The docstring of the class also gets the entries of inherited fields.
     """
 
     def post_init(self: Any) -> None:
@@ -217,23 +232,23 @@ def config(cls: T) -> T:
 
 
 def _refuse_change(self: Any, name: str, value: object) -> None:
-    made_anew = f"dataclasses.replace(…, {name}=…) makes another one"
-    raise dataclasses.FrozenInstanceError(f"{type(self).__name__} is never changed: {made_anew}")
+    remedy = f"dataclasses.replace(…, {name}=…) returns a changed copy"
+    raise dataclasses.FrozenInstanceError(f"{type(self).__name__} cannot be changed: {remedy}")
 
 
 def _check_annotated(cls: type) -> None:
-    """Refuse an attribute without annotation that looks like a field, or that a field of a base would not heed."""
+    """Refuse an attribute without annotation that looks like a field, or would silently shadow a base's field."""
     bases = cls.__mro__[1:]
-    known = {name for base in bases for name in (*vars(base), *inspect.get_annotations(base))}
+    inherited = {name for base in bases for name in (*vars(base), *inspect.get_annotations(base))}
     fields = {field.name for base in bases if dataclasses.is_dataclass(base) for field in dataclasses.fields(base)}
-    own = inspect.get_annotations(cls)
+    annotated = inspect.get_annotations(cls)
     for name, value in vars(cls).items():
-        number = isinstance(value, int | float | XYV) and name not in known
-        if (number or name in fields) and name not in own and not name.startswith("_"):
+        number = isinstance(value, int | float | XYV) and name not in inherited
+        if (number or name in fields) and name not in annotated and not name.startswith("_"):
             field = f"{name}: {'…' if isinstance(value, property) else type(value).__name__} = "
             raise ConfigurationError(
                 f"{cls.__name__}.{name} = {value!r} has no annotation; make it a field: write {field}positive(…), "
-                f"{field}static(…) or another maker of fields; for a constant, {name}: ClassVar = …"
+                f"{field}static(…) or another function for fields; for a constant, write {name}: ClassVar = …"
             )
 
 
@@ -250,7 +265,7 @@ def _prepare_number(
 
 
 def is_concrete(value: Any) -> bool:
-    """Say whether a field's value is a number or several, and no schedule, tracer, or placeholder in a tree map."""
+    """Return whether a value is a number or an array of numbers, and not a schedule, a tracer or a placeholder."""
     return isinstance(value, int | float | np.number | np.ndarray | Array) and not isinstance(value, Tracer)
 
 
@@ -259,11 +274,11 @@ def _scheduled(name: str, value: Any, kind: type, allowed: str, arguments: int =
         return value
     indices = [jax.ShapeDtypeStruct((), np.int32)] * arguments
     try:
-        found = jax.eval_shape(lambda *given: jax.numpy.asarray(value(*given)), *indices)
-    except Exception as error:  # whatever a function of the user raises
+        result = jax.eval_shape(lambda *given: jax.numpy.asarray(value(*given)), *indices)
+    except Exception as error:  # a function of the user may raise anything
         text = f"it cannot be called with a round{' and an inner round' if arguments == 2 else ''}: {error}"
         raise ConfigurationError(text, path=name, got=value, allowed=allowed) from error
-    require(found.shape == () and np.issubdtype(found.dtype, kind), name, value, allowed)
+    require(result.shape == () and np.issubdtype(result.dtype, kind), name, value, allowed)
     return Schedule(value)
 
 
@@ -272,7 +287,7 @@ def _is_zero(value: Any) -> bool:
 
 
 def refuse_no_number(name: str, value: Any, allowed: str) -> None:
-    """Refuse what can stand for no number, not even as a placeholder in a tree map."""
+    """Refuse a value that is neither a number nor a possible placeholder for a number in a tree map."""
     none = isinstance(value, str | bool | list | tuple | dict | set | None) or dataclasses.is_dataclass(value)
     require(not none, name, value, allowed)
 
@@ -289,7 +304,7 @@ def _prepare_counts(name: str, value: Any) -> Any:
     each = list(value) if several else [value]
     fits = len(each) > 0 and all(map(is_count, each))
     require(fits, name, value, "a positive integer, or one for each client")
-    return tuple(int(one) for one in each) if several else value
+    return tuple(map(int, each)) if several else value
 
 
 def _prepare_step_sizes(optional: bool, name: str, value: Any) -> Any:
@@ -303,7 +318,7 @@ def _prepare_step_sizes(optional: bool, name: str, value: Any) -> Any:
         elif callable(value) or isinstance(value, int | float | str | np.number | np.ndarray | Array):
             value = _prepare_number(f"{name}.x", value, largest)
             return XYV(value, value, value)
-        else:  # a placeholder in a tree map; a sequence is none, whose order nobody could know
+        else:  # a placeholder in a tree map is allowed; sequences are refused, since their order is ambiguous
             refuse_no_number(name, value, "a number, or one for each of x, y and v by name")
             return value
     sizes, wrong = dict[str, Any](), list[ConfigurationError]()
@@ -318,24 +333,24 @@ def _prepare_step_sizes(optional: bool, name: str, value: Any) -> Any:
 
 
 def _entries(docstring: str) -> dict[str, str]:
-    """The entries of the section "Args:", indented as they stand there, by the name of the field."""
+    """Return the entries of the section "Args:" of a docstring, with their indentation, by the name of the field."""
     section = SECTION.search(docstring)
     return {entry[1]: entry[0] for entry in ENTRY.finditer(section[1])} if section else {}
 
 
 def _with_fields(written: str, cls: type, fields: list[str]) -> str:
-    """The docstring as `written` for the class, its section "Args:" made to hold all fields that a base explains.
+    """Return a class's docstring, `written`, with the entries of inherited fields added to its section "Args:".
 
-    A class has the text of a base about a field, unless it explains the field again, where it means something narrower.
+    The entry of a field is that of the nearest class that has one.
     """
-    known: dict[str, str] = {}
+    explained: dict[str, str] = {}
     for base in reversed(cls.__mro__[1:]):
-        known |= _entries(vars(base).get("__doc__") or "")
+        explained |= _entries(vars(base).get("__doc__") or "")
     written = inspect.cleandoc(written)
-    known |= _entries(written)
-    shown = "\n".join(known[field] for field in fields if field in known)
+    explained |= _entries(written)
+    shown = "\n".join(explained[field] for field in fields if field in explained)
     if not shown:
         return written
     if SECTION.search(written):
-        return SECTION.sub(lambda found: f"Args:\n{shown}" + "\n" * found[0].endswith("\n"), written)
+        return SECTION.sub(lambda match: f"Args:\n{shown}" + "\n" * match[0].endswith("\n"), written)
     return f"{written}\n\nArgs:\n{shown}"

@@ -1,4 +1,4 @@
-"""Errors and warnings, one class per kind, each message saying which field, what it got and what is allowed."""
+"""Define errors and warnings, and helpers whose messages name the field, its value and what is allowed."""
 
 import difflib
 import functools
@@ -35,22 +35,22 @@ __all__ = [
 
 T = TypeVar("T", bound=type)
 F = TypeVar("F", bound=Callable)
-LARGEST = 10**9  # of counts: compiled programs count in 32 bits, twice as many, too
+LARGEST = 10**9  # the largest count: compiled programs count in 32 bits, also up to twice a count
 HERE = f"{Path(__file__).parents[1]}{os.sep}"
 
 
 class FedbilevelError(Exception):
-    """Base of every error that this library raises on purpose."""
+    """Serve as the base class of every error that this library raises on purpose."""
 
 
 class ConfigurationError(FedbilevelError, ValueError):
-    """A field has a value that is not allowed; the message names the field, the value and what is allowed.
+    """Report a value that is not allowed; the message names the field, the value and what is allowed.
 
     Attributes:
-        path: the dotted path of the field, or the kind of the name; "" where a text is all that is known.
+        path: the dotted path of the field, or the kind of an unknown name; "" if the error has only a text.
         got: the value, or the unknown name.
-        allowed: what the value must be, in words; or the valid names.
-        near: the valid name that is nearest to `got`; "" where none is near.
+        allowed: the allowed values in words, or the valid names.
+        near: the valid name nearest to `got`; "" if none is near.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class ConfigurationError(FedbilevelError, ValueError):
 
     @property
     def wrong(self) -> "tuple[ConfigurationError, ...]":
-        """Each mistake by itself: those that this error reports together, or this error alone."""
+        """Return the errors that this error reports together, or this error alone."""
         return self.several or (self,)
 
     def __str__(self) -> str:
-        """The message: a line for each mistake."""
+        """Return the message, with a line for each mistake."""
         if self.several:
             return "\n".join(map(str, self.several))
         text, near = super().__str__(), f"; did you mean {self.near!r}?" if self.near else ""
@@ -81,77 +81,83 @@ class ConfigurationError(FedbilevelError, ValueError):
             return text
         if isinstance(self.allowed, str):
             first, *more = repr(self.got).splitlines() or [""]
-            said = f"{self.path} = {first}{' …' if more else ''} is not allowed: it must be {self.allowed}{near}"
-            return f"{said}; {text}" if text else said
-        said = f"unknown {self.path} {str(self.got)[:200]!r}{near}{f', {text}' if text else ''}"
+            message = f"{self.path} = {first}{' …' if more else ''} is not allowed: it must be {self.allowed}{near}"
+            return f"{message}; {text}" if text else message
+        message = f"unknown {self.path} {str(self.got)[:200]!r}{near}{f', {text}' if text else ''}"
         names = ", ".join(self.allowed) or "none"
-        return f"{said} (allowed: {printable(names, len(names))})"
+        return f"{message} (allowed: {printable(names, len(names))})"
 
 
 class NumericalError(FedbilevelError, ArithmeticError):
-    """The run cannot go on from these numbers; the message names the round and what was met."""
+    """Report numbers from which a run cannot continue; the message names the round and the problem."""
 
 
 class NonFiniteError(NumericalError):
-    """A NaN or an infinity appeared; the message names the round, the phase and the quantity."""
+    """Report a NaN or an infinity; the message names the round, the phase and the quantity."""
 
-    carry: object = None  # that of the run before the round, where the engine still has it: `solve` saves it
+    carry: object = None  # the carry before the round, if the engine still has it; `solve` saves it
     result: Any = None
-    """What `solve` would have returned before that round, where it is still known: x and y are finite."""
-    of_iterate: bool = False  # of the run, and not of a metric alone: `solve` adds what may help
+    """The result of the run before that round, with finite x and y; None if it is not known any more."""
+    of_iterate: bool = False  # whether the run itself, and not only a metric, is not finite: `solve` adds remedies
 
 
 class NumericalWarning(UserWarning):
-    """The run goes on, but what its method assumes was seen not to hold."""
+    """Warn that an assumption of the method does not hold; the run continues."""
 
 
 class AbsenceWarning(UserWarning):
-    """The run goes on without clients that are never available."""
+    """Warn that some clients are never available; the run continues without them."""
 
 
 class CapacityWarning(UserWarning):
-    """The run goes on, but clients are sent more than their capacity."""
+    """Warn that clients are sent more than their capacity; the run continues."""
 
 
 class InfluenceWarning(UserWarning):
-    """The run goes on, but x or y does not enter a loss that it should be chosen by."""
+    """Warn that x or y has no influence on a loss that should determine it; the run continues."""
 
 
 class DataWarning(UserWarning):
-    """The call goes on, but a table or its sites look otherwise than they were meant."""
+    """Warn that a table or its sites look different from what was probably intended; the call continues."""
 
 
 class CheckpointWarning(UserWarning):
-    """A run resumes from another state or setup than its newest checkpoint has, or could not lock or save its files."""
+    """Warn that a run resumes from another state or setup than its newest checkpoint, or cannot lock or save files."""
 
 
 class ExchangeError(FedbilevelError):
-    """Too few clients replied; the message names round and phase, and what those said who refused."""
+    """Report that too few clients replied; the message names the round, the phase and the reasons of refusals."""
 
-    carry: object = None  # the state to go on from, if another than that with which the stretch began
+    carry: object = None  # the carry to continue from, if it differs from that at the start of the stretch
 
 
 class FloorError(FedbilevelError):
-    """A client's own rule forbids to draw so few samples; the message names the rule, and no data."""
+    """Report that a client refuses to draw so few samples; the message names its rule and contains no data."""
 
 
 class CheckpointError(FedbilevelError, OSError):
-    """A checkpoint could not be written, or does not belong to this run."""
+    """Report a checkpoint that cannot be written or does not belong to this run."""
 
 
 class InUse(CheckpointError):
-    """Another process is writing there; the message names it."""
+    """Report that another process is writing to the same place; the message names the process."""
 
 
 def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationError:
-    """Return the error for a misspelt name: it offers the nearest valid name and lists them all."""
+    """Return the error for an unknown name, with the nearest valid name and all valid names.
+
+    Args:
+        kind: the kind of the name, such as "layout", for the message.
+        name: the unknown name.
+        allowed: the valid names.
+    """
     names = sorted(allowed)
     return ConfigurationError(path=kind, got=name, allowed=names, near=nearest(str(name), names))
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the nearest of the names; "" where none is near."""
-    lower = {one.lower(): one for one in names}
+    """Return the nearest of some names; "" if none is near."""
+    lower = {valid.lower(): valid for valid in names}
     if SAME.get(name) in lower:
         return SAME[name]
     near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
@@ -159,11 +165,11 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 SAME = {"seed": "key", "x_bounds": "project_x", "higher_is_better": "larger_is_better"}
-"""Names that people try, and what they are here."""
+"""Names from other libraries, and the names of this library for the same."""
 
 
 def explain_misspelt(cls: T, kind: str = "argument") -> T:
-    """Refuse wrong arguments of a class, and of its subclasses, as `explain_call` does."""
+    """Make a class, and its subclasses, suggest the nearest name for a wrong argument, as `explain_call` does."""
     original: Any = cls.__init__  # type: ignore[misc]
     signature = inspect.signature(original)
 
@@ -177,7 +183,10 @@ def explain_misspelt(cls: T, kind: str = "argument") -> T:
 
 
 def explain_call(function: F) -> F:
-    """Refuse misspelt keywords of a function with the nearest name and all names, and name those that are missing."""
+    """Make a function suggest the nearest name for a misspelt keyword, and name missing arguments.
+
+    Its calls then raise ConfigurationError where Python raises TypeError.
+    """
     signature = inspect.signature(function)
 
     @functools.wraps(function)
@@ -189,8 +198,8 @@ def explain_call(function: F) -> F:
 
 
 def _require_bound(name: str, kind: str, signature: inspect.Signature, given: Any, named: dict[str, Any]) -> None:
-    names = [one for one in signature.parameters if one not in ("self", "cls")]
-    refuse_together([unknown(f"{kind} of {name}", one, names) for one in named if one not in names])
+    names = [parameter for parameter in signature.parameters if parameter not in ("self", "cls")]
+    refuse_together([unknown(f"{kind} of {name}", keyword, names) for keyword in named if keyword not in names])
     try:
         signature.bind(*given, **named)
     except TypeError as error:
@@ -198,21 +207,21 @@ def _require_bound(name: str, kind: str, signature: inspect.Signature, given: An
 
 
 def refuse_together(wrong: Iterable[ConfigurationError]) -> None:
-    """Raise an error with all that is wrong, a line for each different mistake; nothing where nothing is wrong."""
+    """Raise one error for all errors in `wrong`, with a line for each different mistake; return if there is none."""
     each = list({str(mistake): mistake for error in wrong for mistake in error.wrong}.values())
     if each:
         raise each[0] if len(each) == 1 else ConfigurationError(wrong=each)
 
 
 def diverged(where: str, what: str) -> NonFiniteError:
-    """The error for numbers that stopped being finite in the course of a run."""
+    """Return the error for a quantity that is no longer finite in the course of a run."""
     error = NonFiniteError(f"{where}{what} is not finite")
     error.of_iterate = True
     return error
 
 
 def warn(warning: Warning) -> None:
-    """Warn, and point at the line outside of this library that called it."""
+    """Issue a warning that points at the line outside this library that made the call."""
     frame, level = inspect.currentframe(), 1
     while frame and frame.f_back and frame.f_code.co_filename.startswith(HERE):
         frame, level = frame.f_back, level + 1
@@ -221,7 +230,7 @@ def warn(warning: Warning) -> None:
 
 @contextmanager
 def warnings_in_a_line() -> Iterator[None]:
-    """Print each warning as a single line on standard error while this is held, without the code that led to it."""
+    """Print each warning in the block as a single line on standard error, without the line of code."""
 
     with warnings.catch_warnings():
         warnings.showwarning = lambda said, *_, **__: print(
@@ -231,18 +240,18 @@ def warnings_in_a_line() -> Iterator[None]:
 
 
 def require(holds: bool, field: str, got: object, allowed: str) -> None:
-    """Raise ConfigurationError unless `holds`: «field = got is not allowed: it must be allowed»."""
+    """Raise ConfigurationError unless `holds`: "FIELD = GOT is not allowed: it must be ALLOWED"."""
     if not holds:
         raise ConfigurationError(path=field, got=got, allowed=allowed)
 
 
 def is_number(got: object) -> bool:
-    """Tell whether that is a finite plain number, and no boolean."""
-    return isinstance(got, Real) and not isinstance(got, bool) and math.isfinite(got)  # NumPy's are of these, too
+    """Return whether a value is a finite real number of Python or NumPy, and not a boolean."""
+    return isinstance(got, Real) and not isinstance(got, bool) and math.isfinite(got)
 
 
 def is_count(got: object) -> bool:
-    """Tell whether that is a positive integer, and no boolean."""
+    """Return whether a value is a positive integer, and not a boolean."""
     return isinstance(got, Integral) and not isinstance(got, bool) and int(got) >= 1
 
 

@@ -1,8 +1,8 @@
-"""What a method says of itself.
+"""Define the facts that a method declares about itself.
 
-Its class says once what the method costs, needs and is good for: `help()`, tables and pages have it from there. An
-object of it says what may be done with it beside running it as it is, for each how, or why not; what its rounds ask of
-an engine; and what it finds in its state.
+The class of a method states its costs, needs and uses once, in `Facts`; `help()`, tables and pages show them. An
+instance states the optional features that it supports (`Allows`), the demands of its rounds on an engine (`Asks`), and
+its findings in its state (`Findings`).
 """
 
 from __future__ import annotations
@@ -24,25 +24,23 @@ HEADINGS = {
     "client_state": "Client state",
     "bias": "Bias",
 }
-"""The words that stand before each fact."""
+"""The headings of the facts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """What a method costs, needs and is good for.
-
-    A few words each, in the letters of the method's own docstring.
+    """Hold the costs, needs and uses of a method, in a few words each, with the symbols of the method's docstring.
 
     Args:
-        paper: its first author, year and number: "Yang et al. 2023, arXiv:2305.19442".
-        good_for: where to try the method first, and where not.
-        exchanges: between server and clients in a round.
-        up: what a client sends in a round: vectors of the shapes of x and of y.
-        bias: what the result stays off by however many rounds it has; "nothing" for none.
-        cost: of a local step, in gradients and products on a batch.
-        needs: what the losses have to be beside the kind of problem; "" for nothing else.
-        hvps: products of a vector with second derivatives that a client computes in a round.
-        client_state: what a client keeps between rounds.
+        paper: the first author, year and number of the paper: "Yang et al. 2023, arXiv:2305.19442".
+        good_for: the problems for which to try the method first, and those for which not.
+        exchanges: the number of exchanges between server and clients in a round.
+        up: the vectors that a client sends in a round, of the shapes of x and of y.
+        bias: the error that remains after any number of rounds; "nothing" if there is none.
+        cost: the cost of a local step, in gradients and second-order products on a batch.
+        needs: the assumptions on the losses besides the kind of problem; "" if there are none.
+        hvps: the number of products with second derivatives that a client computes in a round.
+        client_state: the vectors that a client keeps between rounds.
     """
 
     paper: str
@@ -56,17 +54,17 @@ class Facts:
     client_state: str = "none"
 
     def __str__(self) -> str:
-        """Write a line for each fact that is said, under its heading, as `help()` shows them."""
-        said = {heading: getattr(self, name) for name, heading in HEADINGS.items()}
-        lines = (f"{heading}: {text}." for heading, text in said.items() if text)
+        """Return a line for each fact that is not empty, after its heading, as `help()` shows them."""
+        facts = {heading: getattr(self, name) for name, heading in HEADINGS.items()}
+        lines = (f"{heading}: {fact}." for heading, fact in facts.items() if fact)
         return "\n".join(textwrap.fill(line, 116, subsequent_indent="    ") for line in lines)
 
 
 class No(NamedTuple):
-    """Why something may not be done with a method; as a truth value it is false.
+    """Say why a method does not support a feature; its truth value is False.
 
     Args:
-        why: in words for an error message: "it asks for …".
+        why: the reason, in words for an error message: "it asks for …".
     """
 
     why: str
@@ -76,16 +74,16 @@ class No(NamedTuple):
 
 
 class Allows(NamedTuple):
-    """What may be done with a method: for each, how, or `No` and why not.
+    """Declare the optional features that a method supports; `No(reason)` for a feature that it does not support.
 
     Args:
-        late: the phases that a round asks, all of them, whose replies may be those of earlier exchanges: for
-            `Asynchronous`. What they give has to be declared by `phase`, with the leaves "x", "y" and "number" alone.
-        submodels: which units clients of limited capacity hold, `UnitPolicy()` being those of most weight. Every phase
-            then says what it takes and gives.
+        late: for `Asynchronous`: the names of all phases of a round, whose replies may be those of earlier exchanges.
+            The decorator `phase` must declare their replies, with the leaves "x", "y" and "number" alone.
+        submodels: for clients of limited capacity: the default policy by which they hold units; `UnitPolicy()` means
+            the units of largest weights. Every phase must declare its message and its reply.
         noise: whether replies may be clipped and noised.
-        local_x: the size of the server's step on x along the x of a reply, for problems whose clients keep x and make
-            that step themselves. Every phase then says what it takes and gives.
+        local_x: for problems whose clients keep x: the size of the server's step on x along the x of a reply, which
+            the clients make themselves. Every phase must declare its message and its reply.
         project_x: whether x may be projected onto a set at the end of a round.
     """
 
@@ -97,12 +95,13 @@ class Allows(NamedTuple):
 
 
 class Asks(NamedTuple):
-    """What the rounds of a method ask of an engine, beside means over a cohort.
+    """Declare what the rounds of a method ask of an engine, besides means over a cohort.
 
     Args:
-        first: how many replies an asynchronous exchange waits for (`Fed.sum_first`); None: exchanges wait for all.
-        everyone: whether all clients have to take part in every round; in asynchronous ones they have to in any case.
-        fresh_cohorts: how many fresh cohorts a round may ask beside its own: the bound of `fresh` in `Fed.mean`.
+        first: the number of replies for which an asynchronous exchange waits (`Fed.sum_first`); None: exchanges wait
+            for all replies.
+        everyone: whether all clients must take part in every round; in asynchronous methods they always must.
+        fresh_cohorts: the largest number of fresh cohorts that a round asks, which bounds `fresh` in `Fed.mean`.
     """
 
     first: int | None = None
@@ -111,24 +110,24 @@ class Asks(NamedTuple):
 
     @property
     def asynchronous(self) -> bool:
-        """Whether a round goes on with the first replies."""
+        """Return whether a round continues after the first replies."""
         return self.first is not None
 
     @property
     def cohorts(self) -> bool:
-        """Whether a round may ask a cohort of some clients."""
+        """Return whether a round may ask a cohort that has not all clients."""
         return not (self.everyone or self.asynchronous)
 
 
 class Findings(NamedTuple):
-    """What a method finds in its state.
+    """Report the findings of a method in its state.
 
     Args:
-        error: why the run must end with an error; "" where it may go on.
-        warning: for the user, given once in a run; "" for none.
+        error: the reason why the run must end with an error; "" if it may continue.
+        warning: a warning for the user, which is given once in a run; "" for none.
         columns: further columns of the history, numbers by name.
     """
 
     error: str = ""
     warning: str = ""
-    columns: dict[str, Any] = {}  # noqa: RUF012  # nobody changes it
+    columns: dict[str, Any] = {}  # noqa: RUF012  # the default is never changed

@@ -1,7 +1,7 @@
-"""Samples as other libraries hold them, known without an import of these libraries.
+"""Convert samples of other libraries to arrays, without importing these libraries.
 
-A client's samples may be a data frame or a dataset, those of all clients a grouped frame or a partitioner. What does
-not say who holds what is refused with the call that says it.
+A client's samples may be a data frame or a dataset. The samples of all clients may be a grouped frame or a partitioner.
+Data that do not say which client holds which sample are refused, with a call that divides them.
 """
 
 from __future__ import annotations
@@ -18,16 +18,19 @@ from fedbilevel.core.tree import PyTree
 
 
 class Kind(NamedTuple):
-    """A sort of table or dataset: how it becomes a pytree of arrays, and calls that mend it, {} being a column."""
+    """Describe a kind of table or dataset: its conversion to arrays, and calls for error messages.
+
+    In a call, {} stands for the name of a column.
+    """
 
     arrays: Callable[[Any], PyTree]
-    divide: str  # one among clients
-    encode: str = ""  # a column of words as integers
-    read: str = ""  # what has no length
+    divide: str  # the call that divides a table among clients
+    encode: str = ""  # the call that encodes a column of words as integers
+    read: str = ""  # the call that reads a dataset without a length
 
 
 def as_numpy(leaf: Any) -> np.ndarray:
-    """What NumPy makes of it; a tensor may lie anywhere and have a gradient."""
+    """Return a value as a NumPy array; a tensor may be on any device and may require gradients."""
     return np.asanyarray(leaf.detach().cpu() if hasattr(leaf, "detach") else leaf)
 
 
@@ -36,12 +39,12 @@ def _columns(frame: Any) -> PyTree:
 
 
 def _columns_read(dataset: Any) -> PyTree:
-    """All rows at once, in the format that the dataset was given, and through its transform."""
+    """Return all rows of a dataset of Hugging Face by column, in the dataset's format and after its transform."""
     return {name: _stacked(name, rows) if isinstance(rows, list) else rows for name, rows in dataset[:].items()}
 
 
 def _items(dataset: Any) -> PyTree:
-    """All items, each read once, stacked; by tensor, where no class of the user's may say what an item is."""
+    """Return all items of a dataset of PyTorch, each read once and stacked; tensors of a TensorDataset as a whole."""
     torch = sys.modules["torch.utils.data"]
     if type(dataset) is torch.TensorDataset:
         return dataset[:]
@@ -57,7 +60,7 @@ def _stacked(name: str, values: Any) -> np.ndarray:
     arrays = [as_numpy(value) for value in values]
     shapes = sorted({array.shape for array in arrays})
     if len(shapes) > 1:
-        raise ValueError(f"{name} is of shape {shapes[0]} in one sample, {shapes[1]} in another: pad them")
+        raise ValueError(f"{name} has shape {shapes[0]} in one sample and {shapes[1]} in another: pad the samples")
     return np.stack(arrays)
 
 
@@ -79,62 +82,67 @@ TORCH = Kind(
 
 
 def kind_of(data: object) -> Kind | None:
-    """The kind of a table or dataset; None for anything else."""
+    """Return the kind of a table or dataset; None for any other value."""
     if hasattr(data, "columns") and hasattr(data, "to_numpy"):
         return PANDAS if hasattr(data, "groupby") else POLARS
     for module, kind in ("datasets", HUGGING_FACE), ("torch.utils.data", TORCH):
-        found = sys.modules.get(module)
-        if isinstance(data, (getattr(found, "Dataset", ()), getattr(found, "IterableDataset", ()))):
+        library = sys.modules.get(module)
+        if isinstance(data, (getattr(library, "Dataset", ()), getattr(library, "IterableDataset", ()))):
             return kind
     return None
 
 
 def tree_of(field: str, data: Any, whose: str = "") -> tuple[PyTree, str]:
-    """The pytree of arrays that a client's table or dataset stands for, and the call that encodes a column of it.
+    """Return a client's table or dataset as a pytree of arrays, and the call that encodes one of its columns.
 
-    Anything else is returned as it is, with "".
+    Any other value is returned as it is, with "". `whose` names the client in messages.
 
     Raises:
-        ConfigurationError: a dataset without a length, samples of several shapes, tables inside a pytree.
+        ConfigurationError: a dataset has no length, samples differ in shape, or a pytree contains tables.
     """
     kind, called = kind_of(data), type(data).__name__
     named = isinstance(data, Mapping)
     if any(map(kind_of, data.values() if named else data if isinstance(data, tuple) else ())):
         call = "list(data.values())" if named else "[entry for _, entry in data]" if whose else "list(data)"
-        raise ConfigurationError(f"{field}{whose} is a {called} of tables or datasets; clients come in a list: {call}")
+        raise ConfigurationError(
+            f"{field}{whose} is a {called} of tables or datasets; clients must be in a list: {call}"
+        )
     if hasattr(data, "collate_fn"):
-        raise ConfigurationError(f"{field}{whose} is a {called}; methods draw their own batches, from loader.dataset")
+        raise ConfigurationError(
+            f"{field}{whose} is a {called}; methods draw batches themselves, so give the dataset: loader.dataset"
+        )
     if kind is None:
         return data, ""
     if kind.read and not hasattr(type(data), "__len__"):
-        raise ConfigurationError(f"{field}{whose} is a {called}, which has no length; read it: {kind.read}")
+        raise ConfigurationError(f"{field}{whose} is a {called} without a length; read it first: {kind.read}")
     try:
         return kind.arrays(data), kind.encode
     except (TypeError, ValueError, RuntimeError, AttributeError) as error:
-        raise ConfigurationError(f"{field}{whose}, a {called}, makes no arrays: {error}") from error
+        raise ConfigurationError(f"{field}{whose}, a {called}, cannot become arrays: {error}") from error
 
 
 def one_by_one(field: str, data: Any) -> Any:
-    """The list of clients that a grouped frame, a partitioner or an iterator gives; anything else as it is.
+    """Return the list of clients in a grouped frame, a partitioner or an iterator; other values as they are.
 
     Raises:
-        ConfigurationError: one table or dataset for all clients, several splits, rows that are in no group.
+        ConfigurationError: there is one table or dataset for all clients, a partitioner has several splits, or rows are
+            in no group.
     """
     called = type(data).__name__
     if kind := kind_of(data):
         names = list(getattr(data, "columns", ("",)))
         words = [name for name in names if data[name].to_numpy().dtype.kind not in "biuf"] if names != [""] else []
         call = kind.divide.format((words or names)[0])
-        raise ConfigurationError(f"{field} is one {called}; clients come one by one: {call}")
+        raise ConfigurationError(f"{field} is one {called} for all clients; divide it among the clients: {call}")
     if hasattr(type(data), "partitioners"):  # flwr-datasets
         splits = data.partitioners
-        require(len(splits) == 1, field, called, f'clients of one split: fds.partitioners["{next(iter(splits))}"]')
+        require(len(splits) == 1, field, called, f'the clients of one split: fds.partitioners["{next(iter(splits))}"]')
         (data,) = splits.values()
-    if hasattr(type(data), "num_partitions"):  # a partitioner of it
+    if hasattr(type(data), "num_partitions"):  # a partitioner of flwr-datasets
         return [data.load_partition(i) for i in range(data.num_partitions)]
-    if hasattr(data, "exclusions"):  # pandas, of groups; the column that names them is no feature
+    if hasattr(data, "exclusions"):  # groups of pandas; the column that names the groups is no feature
         groups = [group.drop(columns=data.exclusions, errors="ignore") for _, group in data]
         lost = len(data.obj) - sum(map(len, groups))
-        require(not lost, field, f"groups without {lost} of the rows", "of all rows: groupby(…, dropna=False)")
+        require(not lost, field, f"groups without {lost} of the rows", "groups of all rows: groupby(…, dropna=False)")
         return groups
     return list(data) if isinstance(data, Iterator | ValuesView) else data

@@ -1,7 +1,7 @@
-"""Hyperparameters read from a configuration and its parts: listed by path, or replaced.
+"""List and replace the hyperparameters of a configuration and of its parts, by their paths.
 
-A path is that of the field, "inner.lr". Each of three step sizes has a path of its own, "client_lr.x", and so has each
-of several numbers in a field, "inner.lr[0]".
+A path names a field, such as "inner.lr". Each of the step sizes of x, y and v has its own path, such as "client_lr.x",
+and so has each of several numbers in a field, such as "inner.lr[0]".
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from fedbilevel.core.errors import is_count
 from fedbilevel.core.tree import XYV
 
 TIED = 0.05
-"""A client's step that is None is this part of the server's step that it is tied to."""
+"""The ratio of a client's step that is None to the server's step to which it is tied."""
 
 Keys = tuple[str | int, ...]
-"""Names of fields, from outside to inside; at the end x, y, v or a number where the field has several values."""
+"""The names of nested fields from outside to inside; for a field with several values, then x, y, v or an index."""
 
 
 class FieldEntry(NamedTuple):
-    """A value in a field of a configuration or of one of its parts."""
+    """Describe a value in a field of a configuration or of one of its parts."""
 
     keys: Keys
-    holders: tuple[Any, ...]  # the configuration, its part, …, down to the one whose field it is
+    holders: tuple[Any, ...]  # the configuration, its part, …, and last the part that has the field
     field: dataclasses.Field[Any]
     value: Any
 
     @property
     def path(self) -> str:
-        """Write the keys as one path."""
+        """Return the keys as one path."""
         return "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in self.keys).lstrip(".")
 
     @property
     def of(self) -> str | None:
-        """Return x, y or v for one of three step sizes, None for any other value."""
+        """Return "x", "y" or "v" for one of three step sizes, and None for any other value."""
         return str(self.keys[-1]) if isinstance(getattr(self.holders[-1], self.field.name), XYV) else None
 
     @property
@@ -55,22 +55,22 @@ class FieldEntry(NamedTuple):
 
 
 class OpenStep(NamedTuple):
-    """A step that is None and adapts."""
+    """Describe a step that is None and adapts."""
 
-    part: Any  # the method, or the part of it, whose field it is
-    kind: str  # a StepKind, or "alone" where each client solves a system of its own
-    of: str  # x, y or v
+    part: Any  # the method or the part that has the field
+    kind: str  # a StepKind, or "alone" if each client solves its own system
+    of: str  # "x", "y" or "v"
 
 
 def entries(
     configuration: Any, *, unwrapped: bool = False, keys: Keys = (), holders: tuple[Any, ...] = ()
 ) -> Iterator[FieldEntry]:
-    """List the values of all fields, in order; after a part, those of its fields.
+    """Yield the values of all fields in order; after a part, also those of its fields.
 
     Args:
         configuration: a method or a part.
-        unwrapped: whether the keys leave out the field of a wrapper that holds what it changes.
-        keys, holders: of the field that has the configuration, if it is a part.
+        unwrapped: whether keys leave out the field in which a wrapper holds another configuration.
+        keys, holders: those of the field that contains the configuration, if it is a part.
     """
     holders = (*holders, configuration)
     for field in dataclasses.fields(configuration):
@@ -83,24 +83,24 @@ def entries(
 
 
 def _values(field: dataclasses.Field[Any], value: Any) -> Iterator[tuple[Keys, Any]]:
-    """List the values of a field, each with its key; those of a static field are one."""
+    """Yield the values of a field with their keys; a static field counts as one value."""
     if isinstance(value, XYV):
         yield from (((name,), size) for name, size in value._asdict().items())
     elif type(value) is tuple and not field.metadata.get("static"):
-        yield from (((place,), one) for place, one in enumerate(value))
+        yield from (((place,), number) for place, number in enumerate(value))
     else:
         yield (), value
 
 
 def is_part(value: Any) -> bool:
-    """Say whether a field's value is a configuration itself."""
+    """Return whether a field's value is itself a configuration."""
     return dataclasses.is_dataclass(value) and not isinstance(value, type | Schedule)
 
 
 def replaced(node: Any, keys: Sequence[str | int], value: Any) -> Any:
-    """Return a configuration, or a part or field of it, with a value in the place that the keys lead to.
+    """Return a copy of a configuration, or of a part or field, with another value at the place that `keys` names.
 
-    Nothing is checked again: numbers may be of a round that is traced.
+    Values are not checked again, since numbers may be tracers.
     """
     if not keys:
         return value
@@ -116,10 +116,10 @@ def replaced(node: Any, keys: Sequence[str | int], value: Any) -> Any:
 
 
 def at(configuration: Any, round: Array | int) -> Any:
-    """Return the configuration with every schedule replaced by its value at `round` (0 is the first), one by inner
-    round too by a schedule of that alone.
+    """Return the configuration with every schedule replaced by its value in a round, where 0 is the first round.
 
-    Values of schedules are not checked: a step size may well begin or end at 0.
+    A schedule that also depends on the inner round becomes a schedule of the inner round alone. Values of schedules are
+    not checked, since a step size may begin or end at 0.
     """
     for entry in entries(configuration):
         if isinstance(entry.value, Schedule):
@@ -128,7 +128,7 @@ def at(configuration: Any, round: Array | int) -> Any:
 
 
 def halved(configuration: Any) -> Any:
-    """Return the configuration with every step size halved, in its parts too."""
+    """Return the configuration with all step sizes halved, also those of its parts."""
 
     def half(size: Any) -> Any:
         if not isinstance(size, Schedule):
@@ -142,68 +142,70 @@ def halved(configuration: Any) -> Any:
 
 
 def tied(configuration: Any) -> Any:
-    """Return the configuration with a number for every step that is None and tied to another, in parts too."""
+    """Return the configuration with a number for every step that is None and tied to another, also in its parts."""
     for entry in entries(configuration):
         server = entry.tied_to
         if entry.value is None and server is not None:
-            server = server.function(0) if isinstance(server, Schedule) else server  # by inner round: that of the first
+            server = (
+                server.function(0) if isinstance(server, Schedule) else server
+            )  # the value of the first inner round
             number = TIED * (jnp.min(jnp.asarray(server)) if isinstance(server, tuple) else server)
             configuration = replaced(configuration, entry.keys, number)
     return configuration
 
 
 def is_step(name: str) -> bool:
-    """Say whether a field is a step size: it is called lr, step, or something_lr."""
+    """Return whether a field is a step size: its name is lr, step, or ends in _lr."""
     return name in ("lr", "step") or name.endswith("_lr")
 
 
 def given_steps(configuration: Any) -> list[str]:
-    """List the step sizes that are numbers or schedules, in parts too, by path; three of a field by its name."""
+    """Return the paths of step sizes that are numbers or schedules, also in parts; x, y and v share one path."""
     return list(dict.fromkeys(re.sub(r"\.[xyv]$", "", step.path) for step in _steps(configuration)))
 
 
 def _steps(configuration: Any) -> Iterator[FieldEntry]:
-    found = (entry for entry in entries(configuration) if is_step(entry.field.name))
-    return (entry for entry in found if entry.value is not None and not is_part(entry.value))
+    steps = (entry for entry in entries(configuration) if is_step(entry.field.name))
+    return (entry for entry in steps if entry.value is not None and not is_part(entry.value))
 
 
 def schedules(configuration: Any) -> Iterator[tuple[str, Schedule]]:
-    """List the schedules, in parts too, each with its path."""
+    """Yield the schedules with their paths, also those in parts."""
     return ((entry.path, entry.value) for entry in entries(configuration) if isinstance(entry.value, Schedule))
 
 
 def open_steps(configuration: Any) -> dict[str, OpenStep]:
-    """List the steps that are None and adapt, in parts too, by path."""
-    found: dict[str, OpenStep] = {}
+    """Return the steps that are None and adapt, by path, also those in parts."""
+    steps: dict[str, OpenStep] = {}
     for entry in entries(configuration):
         kind = entry.field.metadata.get("adaptive")
         if kind is None or entry.value is not None or entry.tied_to is not None:
             continue
         alone = entry.of is None and any(getattr(holder, "alone", False) for holder in entry.holders)
         of = entry.of or ("x" if kind.endswith("x") else "y")
-        found[entry.path] = OpenStep(entry.holders[-1], "alone" if alone else kind, of)
-    return found
+        steps[entry.path] = OpenStep(entry.holders[-1], "alone" if alone else kind, of)
+    return steps
 
 
 def hyperparameters(configuration: Any) -> dict[str, Any]:
-    """Return every number and plain choice of a configuration by its path, as JSON has it; functions are left out."""
+    """Return all numbers and plain choices of a configuration by path, as JSON values; functions are left out."""
     leaves = jax.tree_util.tree_leaves_with_path(configuration)
     values = {jax.tree_util.keystr(path).lstrip("."): np.asarray(leaf).tolist() for path, leaf in leaves}
     return values | _choices(configuration)
 
 
 def local_epochs(configuration: Any) -> dict[str, int]:
-    """List the fields `local_epochs` that are not None, in parts too, by path."""
-    found = {path: value for path, value in _choices(configuration).items() if path.split(".")[-1] == "local_epochs"}
-    return {path: epochs for path, epochs in found.items() if epochs is not None}
+    """Return the fields `local_epochs` that are not None, by path, also those in parts."""
+    fields = {path: value for path, value in _choices(configuration).items() if path.split(".")[-1] == "local_epochs"}
+    return {path: epochs for path, epochs in fields.items() if epochs is not None}
 
 
 def _choices(configuration: Any) -> dict[str, Any]:
-    """List the static fields that JSON can hold, in parts too, by path."""
+    """Return the static fields whose values JSON can hold, by path, also those in parts."""
     values: dict[str, Any] = {}
     for entry in entries(configuration):
         value = entry.value
-        several = isinstance(value, tuple) and all(map(is_count, value))  # an optax optimizer is a tuple, too
+        several = isinstance(value, tuple) and all(map(is_count, value))  # an optimizer of Optax is a tuple as well
         if entry.field.metadata.get("static") and (several or isinstance(value, int | float | str | None)):
             values[entry.path] = list(value) if several else value
     return values

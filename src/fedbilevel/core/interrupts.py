@@ -1,4 +1,4 @@
-"""The signals that end a run: SIGINT, which Ctrl-C sends, and SIGTERM, which Slurm and Kubernetes send."""
+"""Handle the signals that end a run: SIGINT, which Ctrl-C sends, and SIGTERM, which Slurm and Kubernetes send."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ received: list[int] = []
 
 @contextmanager
 def held() -> Iterator[list[int]]:
-    """Hold back the first signal, for a run to be saved first; the list that is returned then has its number.
+    """Hold back the first signal in the block, so that a run can be saved; yield a list that then has its number.
 
     A second signal acts at once. Signals that this process ignores stay ignored.
     """
-    came = list(received)  # a library may have caught the KeyboardInterrupt of an earlier signal
+    caught = list(received)  # a library may have caught the KeyboardInterrupt of an earlier signal
 
     def note(number: int, frame: Any) -> None:
-        came.append(number)
+        caught.append(number)
         restore()
 
     with handled_by(note) as restore:
-        yield came
+        yield caught
 
 
 def end(came: list[int], words: str) -> NoReturn:
     """End the run as the first held signal would have ended it: SIGTERM by its handler, or with exit status 143.
 
     Raises:
-        KeyboardInterrupt: the signal was SIGINT, or came to another process; its message is `words`.
-        SystemExit: the signal was SIGTERM, and has no handler; `words` are a warning.
+        KeyboardInterrupt: the signal was SIGINT, or was sent to another process; its message is `words`.
+        SystemExit: the signal was SIGTERM without a handler; `words` are a warning.
     """
     if came[:1] == [signal.SIGTERM]:
         if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
@@ -49,7 +49,7 @@ def end(came: list[int], words: str) -> NoReturn:
 
 @contextmanager
 def raised() -> Iterator[None]:
-    """Raise KeyboardInterrupt for each signal, SIGTERM too, while the block runs."""
+    """Raise KeyboardInterrupt for each signal in the block, also for SIGTERM."""
     received.clear()
 
     def note(number: int, frame: Any) -> None:
@@ -69,8 +69,8 @@ def raised() -> Iterator[None]:
 def unmixed() -> Iterator[None]:
     """Raise KeyboardInterrupt in place of an error that follows a signal.
 
-    Libraries in whose code a KeyboardInterrupt arises may make an error of their own of it: NumPy an ImportError, XLA a
-    JaxRuntimeError with hundreds of lines.
+    A library in whose code a KeyboardInterrupt arises may turn it into another error: NumPy into an ImportError, XLA
+    into a JaxRuntimeError with hundreds of lines.
     """
     try:
         yield
@@ -81,24 +81,24 @@ def unmixed() -> Iterator[None]:
 
 
 def exit_code() -> int:
-    """Return the exit code of a process that a signal has ended, as shells have it: 128 and the signal's number."""
+    """Return the exit code that shells give for a process that a signal ended: 128 plus the number of the signal."""
     return 128 + (received or [signal.SIGINT])[0]
 
 
 @contextmanager
 def handled_by(handler: Callable[[int, Any], None] | signal.Handlers) -> Iterator[Callable[[], None]]:
-    """Have both signals handled so in this block, where they reach this thread and are not ignored.
+    """Handle both signals by `handler` in this block, in the main thread, unless this process ignores them.
 
     Yields:
-        A function that restores the handlers of before, as the end of the block does.
+        A function that restores the previous handlers; the end of the block also does.
     """
     main = threading.current_thread() is threading.main_thread()
-    found = {number: signal.getsignal(number) for number in SIGNALS if main}
-    before = {number: own for number, own in found.items() if own not in (None, signal.SIG_IGN)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS if main}
+    before = {number: previous for number, previous in handlers.items() if previous not in (None, signal.SIG_IGN)}
 
     def restore() -> None:
-        for number, own in before.items():
-            signal.signal(number, own)
+        for number, previous in before.items():
+            signal.signal(number, previous)
 
     for number in before:
         signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""What is measured, and how a metric is read: which way is better, and how its values are written."""
+"""Define metrics: the direction in which a metric is better, and the form in which its values are written."""
 
 import math
 import re
@@ -10,22 +10,21 @@ from fedbilevel.core.errors import ConfigurationError, explain_misspelt, require
 from fedbilevel.core.tree import PyTree
 
 MetricFunction = Callable[[PyTree, PyTree], Any]
-"""(x, y) -> one number: a plain function, or a Metric."""
+"""A function from (x, y) to one number: a plain function or a `Metric`."""
 
 
 @explain_misspelt
 @dataclass(frozen=True)
 class Metric:
-    """A metric that says which way is better; called, it is its function.
+    """Hold the function of a metric, and say whether a larger value is better; a call evaluates the function.
+
+    A plain function needs no `Metric` if a smaller value is better, as for losses and errors. A metric with None does
+    not judge a run: it selects no best row, and its growth is no sign of divergence.
 
     Args:
-        function: (x, y) -> one number; of each client (x, y, batch) -> one number.
-        larger_is_better: whether a larger value is a better one; None: neither is, as of a norm or a count that is only
-            looked at, and of a preference H that has to rise while x leaves a start that fits no data. A metric of
-            single clients says True or False, since the worst and the best client are measured.
-
-    A plain function needs no Metric where a smaller value is better, as of losses and errors. By a metric that says
-    None no run is judged: it chooses no best row, and that it has grown is no sign that a run diverges.
+        function: a function from (x, y) to one number; for a per-client metric, from (x, y, batch) to one number.
+        larger_is_better: whether a larger value is better; None: neither direction is, for example for a norm or a
+            count. A per-client metric must say True or False, since the worst and the best client are measured.
     """
 
     function: Callable[..., Any]
@@ -47,53 +46,53 @@ def require_direction(field: str, got: object, optional: bool = False) -> None:
 
 
 def directions(metrics: Mapping[str, Any]) -> dict[str, bool]:
-    """Of each metric whether a larger value is better, as it says; of a plain function a smaller one is.
+    """Return for each metric whether a larger value is better. For a plain function, a smaller value is better.
 
-    A metric that says None is left out.
+    Metrics with None are left out.
 
     Raises:
-        ConfigurationError: the name of a plain function has "accuracy" in it, and so may mean the contrary.
+        ConfigurationError: the name of a plain function contains "accuracy", so that a larger value may be better.
     """
-    found = {}
+    larger_by_name = {}
     for name, metric in metrics.items():
         require(isinstance(name, str), "the name of a metric", name, "a text")
         larger = getattr(metric, "larger_is_better", None)
         if isinstance(metric, Metric) and larger is None:
             continue
         if "accuracy" in name and larger is None:
-            said = "does not say whether a larger value is better: write fb.Metric(function, larger_is_better=True)"
-            raise ConfigurationError(f"the metric {name} {said}, or False")
-        found[name] = bool(larger)
-    return found
+            remedy = "write fb.Metric(function, larger_is_better=True), or False"
+            raise ConfigurationError(f"the metric {name} does not say whether a larger value is better: {remedy}")
+        larger_by_name[name] = bool(larger)
+    return larger_by_name
 
 
 def larger_is_better(name: str, declared: bool | None = None) -> bool:
-    """Whether a larger value of a metric is better: as declared; in a history that does not say, an accuracy's."""
+    """Return whether a larger value of a metric is better: as declared, or, if not declared, for accuracies."""
     return in_percent(name) if declared is None else declared
 
 
 def in_percent(metric: str) -> bool:
-    """Whether values are written in per cent: of metrics called accuracy, something_accuracy, or a part of these."""
+    """Return whether a metric is written in percent: its name is accuracy or ends in _accuracy, before any dot."""
     return re.search(r"(^|_)accuracy($|\.)", metric) is not None
 
 
 def metric_of(column: str) -> str:
-    """The metric that a column is of: of the "fit.worst" of a per-client metric "fit"."""
+    """Return the metric of a column: "fit" for the column "fit.worst" of a per-client metric."""
     return re.sub(r"\.(mean|worst|best|p\d0)$", "", column)
 
 
 def best(values: Sequence[float], larger: bool) -> float:
-    """The best of some values."""
+    """Return the best of some values: the largest or the smallest."""
     return max(values) if larger else min(values)
 
 
 def text(metric: str, value: float | None) -> str:
-    """A value for people: accuracies in per cent, the rest in four digits."""
+    """Return a value as text: accuracies in percent, other values with four digits."""
     if value is None or math.isnan(value):
         return "–"
     return f"{100 * value:.2f} %" if in_percent(metric) else f"{value:.4g}"
 
 
 def mean_and_sd(metric: str, mean: float | None, sd: float | None) -> str:
-    """A mean with its standard deviation, where there is one, for people."""
+    """Return a mean as text, with its standard deviation if there is one."""
     return text(metric, mean) if sd is None else f"{text(metric, mean).removesuffix(' %')} ± {text(metric, sd)}"

@@ -1,7 +1,7 @@
-"""Local differential privacy of a client's replies: its terms, what is done to a reply, and the account of replies.
+"""Implement local differential privacy of a client's replies: its settings, clipping and noise, and its accounting.
 
-A site of a federation and a simulation have the same terms and do the same to a reply, but for where the noise comes
-from: from a secret of the site's (flower/privacy.py), or from the keys of the run (algorithms/parts/private.py).
+A site of a federation and a simulation use the same settings and treat replies in the same way. Only the source of the
+noise differs: a secret of the site (flower/privacy.py), or the keys of the run (algorithms/parts/private.py).
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from fedbilevel.core.tree import PyTree, is_floating
 from fedbilevel.reading import parse_json
 from fedbilevel.wording import in_a_line, missing
 
-SENSITIVITY = 2.0  # in clipping bounds: two vectors of norm ≤ C are at most 2C apart
+SENSITIVITY = 2.0  # in units of the clipping bound C: two vectors of norm at most C are at most 2C apart
 SPENT = "privacy budget spent"
 
 
 class BudgetSpentError(FedbilevelError):
-    """One more reply would cost a client more privacy than it allows; it does not reply."""
+    """Report that a client does not reply, since a further reply would exceed its privacy budget."""
 
 
 @dataclass(frozen=True)
 class PrivacyAccount:
-    """A client's privacy account: how many replies have left it under each noise multiplier.
+    """Hold a client's privacy account: the number of replies that it has sent with each noise multiplier.
 
-    It depends on no data, so that it may be shown to anyone. Whoever keeps it stores it before the reply is sent, and
-    lets a client reply to one message at a time: an account that was written over forgets replies.
+    The account does not depend on data and may be public. Store it before a reply is sent, and let a client answer one
+    message at a time: an account that overwrites a newer one would forget replies.
 
     Args:
-        releases: noise multiplier z -> replies, 1 or more.
+        releases: the number of replies, at least 1, by noise multiplier z.
     """
 
     releases: Mapping[float, int] = field(default_factory=dict)
@@ -53,21 +53,21 @@ class PrivacyAccount:
 
     @property
     def total(self) -> int:
-        """Replies so far."""
+        """Return the number of replies so far."""
         return sum(self.releases.values())
 
     def plus(self, noise_multiplier: float, replies: int = 1) -> PrivacyAccount:
-        """Return the account after so many further replies."""
+        """Return the account after further replies with a noise multiplier."""
         z = float(noise_multiplier)
         return PrivacyAccount({**self.releases, z: self.releases.get(z, 0) + replies})
 
     def epsilon(self, delta: float) -> float:
-        """Return ε of all replies together at `delta`, by the RDP accountant of dp-accounting; 0.0 before the first.
+        """Return ε of all replies together at `delta`, by the RDP accountant of dp-accounting; 0.0 without replies.
 
-        A reply is a Gaussian mechanism of noise zC and sensitivity 2C (see `Privacy`), that is of noise multiplier
-        z/2. The figure is an upper bound: the exact ε of such replies solves, with μ² = Σ (2/z)² over them,
-        δ = Φ(−ε/μ + μ/2) − e^ε·Φ(−ε/μ − μ/2) (Dong, Roth and Su, "Gaussian differential privacy", arXiv:1905.02383).
-        No amplification by sampling is claimed: who draws the cohort knows who was asked.
+        A reply is a Gaussian mechanism with noise zC and sensitivity 2C (see `Privacy`), so that its noise multiplier
+        is z/2. The result is an upper bound. The exact ε solves δ = Φ(−ε/μ + μ/2) − e^ε·Φ(−ε/μ − μ/2), where μ² is the
+        sum of (2/z)² over all replies (Dong, Roth and Su, "Gaussian differential privacy", arXiv:1905.02383). There is
+        no amplification by sampling, since the server, which draws the cohort, knows which clients it asked.
 
         Raises:
             ConfigurationError: dp-accounting is not installed.
@@ -84,35 +84,35 @@ class PrivacyAccount:
         return float(accountant.get_epsilon(delta))
 
     def to_json(self) -> str:
-        """Write text that `from_json` reads back exactly."""
+        """Return the account as a JSON text that `from_json` reads back exactly."""
         return json.dumps({repr(noise_multiplier): count for noise_multiplier, count in self.releases.items()})
 
     @classmethod
     def from_json(cls, text: str) -> PrivacyAccount:
-        """Read the account that `to_json` wrote.
+        """Return the account in a text that `to_json` wrote.
 
         Raises:
-            ConfigurationError: the text is anything else; it is never taken for an empty account.
+            ConfigurationError: the text is not a stored account. It is never taken for an empty account.
         """
         try:
             return cls({float(noise_multiplier): count for noise_multiplier, count in parse_json(text).items()})
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
-            said = f"{text[:200]!r} ({in_a_line(error)})"
-            raise ConfigurationError(f"this is not a stored privacy account: {said}") from None
+            got = f"{text[:200]!r} ({in_a_line(error)})"
+            raise ConfigurationError(f"this is not a stored privacy account: {got}") from None
 
 
 class NoiseError(ConfigurationError):
-    """The algorithm cannot do with replies that are clipped and noised; the message says why, and nothing of data."""
+    """Report an algorithm that does not support clipped and noisy replies; the message has the reason, and no data."""
 
 
 def check_noise(where: str, algorithm: Algorithm) -> None:
-    """Refuse an algorithm, with the fields that it has, whose numbers noise would spoil; `where` begins the message."""
+    """Refuse an algorithm that, with its present fields, does not support noisy replies; `where` begins the message."""
     if isinstance(no := algorithm.allows.noise, No):
-        raise NoiseError(f"{where}: {algorithm.label} does not bear noised replies: {no.why}")
+        raise NoiseError(f"{where}: {algorithm.label} does not support noisy replies: {no.why}")
 
 
 def positive_below(below: float, **default: Any) -> Any:
-    """A field for a positive number below a bound; with the default None it may be None. It needs no name."""
+    """Make a field for a positive number below a bound, or None if that is the default; it may be positional."""
 
     def prepare(name: str, value: Any) -> Any:
         allowed = f"a number above 0 and below {below:g}"
@@ -130,24 +130,25 @@ def positive_below(below: float, **default: Any) -> Any:
 
 @config
 class Privacy:
-    """Local differential privacy of a client's replies: clipping, then Gaussian noise, counted reply by reply.
+    """Describe the local differential privacy of a client's replies: clipping, Gaussian noise, and accounting.
 
-    At a site of a federation it is a setting of the client's own: no message of a server changes it. What a reply
-    sends, all leaves together, is one vector u. It leaves as u·min(1, C/‖u‖₂) + N(0, (zC)²·I). Two data sets of a
-    client, *any* two, give clipped vectors that are at most 2C apart (both lie in the ball of radius C), so that a
-    reply is a Gaussian mechanism of noise multiplier zC/2C = z/2, and n replies, asked adaptively, are composed by
-    `PrivacyAccount.epsilon`. The (ε, δ) thus holds for the client's data set as a whole, not for a sample of it, and
-    against the server itself.
+    All arrays of a reply together are one vector u, which is sent as u·min(1, C/‖u‖₂) + N(0, (zC)²·I). The clipped
+    vectors of *any* two data sets of a client lie in the ball of radius C and are at most 2C apart. A reply is
+    therefore a Gaussian mechanism with the noise multiplier zC/2C = z/2. `PrivacyAccount.epsilon` composes the replies
+    to n messages, where a message may depend on earlier replies. The guarantee (ε, δ) is for the whole data set of a
+    client, not for a single sample, and holds also against the server. At a site of a federation, the setting belongs
+    to the client, and no message of a server changes it.
 
-    Not covered: metrics, counts of work and the text of errors, which the caller must not send; the time a reply
-    takes; the low bits of floating-point noise (Mironov, "On significance of the least significant bits for
-    differential privacy", CCS 2012).
+    The guarantee does not cover metrics, counts of work and texts of errors, which the caller must not send; the time
+    that a reply takes; and the low bits of floating-point noise (Mironov, "On significance of the least significant
+    bits for differential privacy", CCS 2012).
 
     Args:
-        clip: C > 0, the bound on the L2 norm of what is sent.
-        noise_multiplier: z > 0; every entry gets noise of standard deviation zC.
-        delta: δ in (0, 1), at which ε is stated.
-        budget: of ε, above 0: no reply leaves that would take the account over it. With None it always replies.
+        clip: C > 0, the bound on the L2 norm of a reply.
+        noise_multiplier: z > 0; every entry of a reply gets noise of standard deviation zC.
+        delta: δ in (0, 1), for which ε is stated.
+        budget: the largest ε of the account, above 0. A client does not send a reply that would exceed it. None: no
+            limit.
     """
 
     clip: float = positive_below(math.inf)
@@ -156,11 +157,11 @@ class Privacy:
     budget: float | None = positive_below(math.inf, default=None)
 
     def epsilon_after(self, replies: int) -> float:
-        """Return ε, at `delta`, of `replies` ≥ 0 replies under this setting."""
+        """Return ε at `delta` after `replies` ≥ 0 replies with this setting."""
         return PrivacyAccount({float(self.noise_multiplier): replies} if replies else {}).epsilon(self.delta)
 
     def what_to_lower(self) -> str:
-        """Say what noise may do to a run that diverges, and what makes less of it; nothing of data."""
+        """Return the advice for a run that diverges: the size of the noise, and how to lower it; it has no data."""
         noise = f"privacy adds noise of standard deviation zC = {self.clip * self.noise_multiplier:g} to every number"
         return f"{noise}, and each step multiplies it: lower steps, clip or noise multiplier"
 
@@ -168,7 +169,7 @@ class Privacy:
         """Return the account after a further reply.
 
         Raises:
-            BudgetSpentError: it would pass `budget`.
+            BudgetSpentError: the reply would exceed `budget`.
         """
         after = spent.plus(self.noise_multiplier)
         if self.budget is not None and (cost := after.epsilon(self.delta)) > self.budget:
@@ -179,29 +180,29 @@ class Privacy:
         return after
 
     def noised(self, update: PyTree, normal: Callable[[Any], Any], xp: Any) -> PyTree:
-        """Return the clipped and noised update, of the shapes, dtypes and structure that came.
+        """Return an update after clipping and noise, with the same structure, shapes and dtypes.
 
-        Parts marked `Public` are sent as they are, of those marked `Withheld` zeros (see core/fed.py); all else is
-        the vector that is clipped and noised.
+        Parts marked `Public` do not change, and parts marked `Withheld` become zeros (see core/fed.py). All other parts
+        form the vector that is clipped and noised.
 
         Args:
-            update: a pytree of floating leaves, but for its public parts.
-            normal: draws a standard normal number for each entry of the clipped vector, which it is given.
-            xp: NumPy, which computes in float64, or JAX's, in float32 or under x64 in float64; each leaf is then
-                rounded to its own dtype.
+            update: a pytree of floating arrays; its public parts may have other types.
+            normal: a function that gets the clipped vector and draws a standard normal number for each of its entries.
+            xp: `numpy`, which computes in float64, or `jax.numpy`, which computes in float64 only with x64. Each array
+                is then rounded to its own dtype.
 
         Raises:
-            ConfigurationError: a leaf is not floating: an integer cannot be hidden in noise.
+            ConfigurationError: a leaf is not floating, since noise cannot hide an integer.
         """
         private = private_part(update)
         for path, leaf in jax.tree_util.tree_leaves_with_path(private):
             got = str(getattr(leaf, "dtype", type(leaf).__name__))
             field = f"the dtype of update{jax.tree_util.keystr(path)}"
-            require(is_floating(leaf), field, got, "floating, for noise to be added to it")
+            require(is_floating(leaf), field, got, "floating, so that noise can be added")
         leaves, structure = jax.tree.flatten(jax.tree.map(xp.asarray, private))
         vector = clipped(vector_of(leaves, xp), self.clip, xp)
         vector = vector + self.clip * self.noise_multiplier * normal(vector)
-        parts = xp.split(vector, np.cumsum([leaf.size for leaf in leaves], dtype=int))  # and an empty part
+        parts = xp.split(vector, np.cumsum([leaf.size for leaf in leaves], dtype=int))  # the last part is empty
         sent = [part.reshape(leaf.shape).astype(leaf.dtype) for part, leaf in zip(parts, leaves, strict=False)]
 
         def of_part(part: PyTree, noised: PyTree) -> PyTree:
@@ -213,29 +214,29 @@ class Privacy:
 
 
 def is_marked(part: object) -> bool:
-    """Tell whether a part of an update is no part of the vector that is clipped and noised."""
+    """Return whether a part of an update is marked as public or withheld, so that it is not clipped and noised."""
     return isinstance(part, Public | Withheld)
 
 
 def private_part(update: PyTree) -> PyTree:
-    """Return an update with None in place of the parts that are marked."""
+    """Return an update with None in place of its public and withheld parts."""
     return jax.tree.map(lambda part: None if is_marked(part) else part, update, is_leaf=is_marked)
 
 
 def vector_of(update: PyTree, xp: Any = np) -> Any:
-    """Return all numbers of an update as one vector, in float64, or as JAX's in the run's float type."""
+    """Return all numbers of an update as one vector, in float64, or with JAX in the float type of the run."""
     return xp.concatenate([xp.zeros(0), *(xp.asarray(leaf).astype(float).ravel() for leaf in jax.tree.leaves(update))])
 
 
 def norm_of(vector: Any, xp: Any = np) -> Any:
-    """Return the L2 norm of a finite vector; no square over- or underflows."""
+    """Return the L2 norm of a finite vector, without overflow or underflow of squares."""
     largest = xp.max(xp.abs(vector), initial=0.0)
     scaled = vector / xp.where(largest > 0, largest, 1)
     return largest * xp.sqrt(scaled @ scaled)
 
 
 def clipped(vector: Any, bound: Any, xp: Any = np) -> Any:
-    """Scale a finite vector down to the L2 norm `bound` if it is longer; no square over- or underflows."""
+    """Scale a finite vector down to the L2 norm `bound` if it is longer, without overflow or underflow of squares."""
     with np.errstate(over="ignore"):
         scaled = vector / xp.maximum(xp.max(xp.abs(vector), initial=0.0), xp.finfo(vector.dtype).tiny)
         return xp.where(norm_of(vector, xp) <= bound, vector, scaled * (bound / xp.maximum(norm_of(scaled, xp), 1)))
