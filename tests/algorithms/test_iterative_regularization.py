@@ -53,7 +53,9 @@ def test_a_step_may_begin_or_end_at_0(steps):
 def test_what_cannot_be_told_is_refused():
     with pytest.raises(fb.errors.ConfigurationError, match=r"cohort = 1 is not allowed: .* FISM needs all clients"):
         solved(fb.FISM(tolerance=1e-3), 2, cohort=1)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"x0 = '1 away from the set' .* as SimpleBilevel.project"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"x0 = '1 away from the set' .* such as SimpleBilevel.project"
+    ):
         solved(fb.IRG(), 2, 6.0)
     with pytest.raises(
         fb.errors.ConfigurationError, match=r"lr·regularization·μ = [23]\.[09]\d* is not allowed: .* at most 2"

@@ -35,7 +35,7 @@ SAMPLES = {
     "a NaN in the padding": (
         with_value(np.nan),
         {"sizes": [4, 2, 4]},
-        "in row 6 of what is stored, which is no client",
+        "in row 6 of the stored arrays, which belongs to no client",
     ),
     "a list of numbers": ([{"u": np.zeros((2, 2)), "t": [1, 2]}], {}, r"\['t'\] of client 0 is a list of plain values"),
     "strings": (

@@ -70,7 +70,7 @@ SOLVED = {
     "X scaled": (lambda: solved(project=lambda x: x / 2), r"SimpleBilevel\.project leaves X"),
     "X not convex": (
         lambda: solved(project=lambda x: x / jnp.linalg.norm(x + 1e-9)),
-        r"SimpleBilevel\.project is no projection onto a convex set",
+        r"SimpleBilevel\.project is not a projection onto a convex set",
     ),
     "X empty": (
         lambda: solved(

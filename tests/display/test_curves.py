@@ -170,5 +170,5 @@ def test_the_suffix_decides_the_format_and_the_bytes_can_be_had_again(name, star
     if name == "c.pdf":  # of 3.3 by 2.4 inches of 72 points, in TrueType
         assert re.search(rb"/MediaBox \[ ?0 0 237\.6 172\.8 ?\]", written[0])
         assert b"/Type3" not in written[0]
-    with pytest.raises(ConfigurationError, match=r"ends in \.png, \.pdf, \.svg"):
+    with pytest.raises(ConfigurationError, match=r"end in \.png, \.pdf, \.svg"):
         encoded(figures[0], Path("png"))

@@ -500,7 +500,7 @@ class TestPolicies:
             ({"pruned": "z"}, "unknown"),
             ({"policy": "static", "fixed": True}, "False with policy = 'static'"),
             ({"policy": "weights", "fixed": True}, "False with policy = 'weights'"),
-            ({"policy": "random", "min_coverage": 2}, "for 'covered' alone"),
+            ({"policy": "random", "min_coverage": 2}, "None with policy = "),
             ({"policy": "covered", "min_coverage": 0}, "positive integer"),
         ],
     )

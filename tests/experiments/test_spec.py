@@ -187,7 +187,7 @@ def test_step_sizes_are_set_together_and_then_one_by_one(settings: list[str], wa
         (["server_optimizer={name = 'adam', mu_dtype = 'x'}"], ["mu_dtype of adam = 'x' is not", "one of bfloat16, "]),
         (
             ["server_optimizer={name = 'adam', b1 = {schedule = 'constant_schedule', value = 0.5}}"],
-            ["algorithm.server_optimizer: b1 of adam = {'schedule'", "has no schedules"],
+            ["algorithm.server_optimizer: b1 of adam = {'schedule'", "takes no schedules"],
         ),
         (
             ["client_lr.x={schedule='piecewise_constant_schedule', init_value=1, boundaries_and_scales={5='x'}}"],

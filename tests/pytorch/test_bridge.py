@@ -121,7 +121,7 @@ def test_tensors_and_modules_as_variables_are_refused():
     module, rows = nn.Linear(4, 2), np.zeros((2, 3, 4), np.float32)
     problem = fb.Bilevel(lambda x, y, u: jnp.sum(y), lambda x, y, u: jnp.sum(y**2 - x * y))
     for start, said in (dict(module.named_parameters()), r"\['bias'\], a Parameter"), (module, "a Linear"):
-        with pytest.raises(ConfigurationError, match=f"^{said} of PyTorch is no variable.*from_torch"):
+        with pytest.raises(ConfigurationError, match=f"^{said} of PyTorch cannot be a variable.*from_torch"):
             fb.solve(fb.SimFBO(), problem, fb.Clients(rows), 0.0, start, rounds=1)
 
 

@@ -1,7 +1,7 @@
-"""Projections onto convex sets, for x of any problem: functions x -> the point of the set that is nearest to x.
+"""Make projections onto convex sets for x: functions that return the point of a set that is nearest to x.
 
-Optax has the formulas; here bounds are checked, the sets can lie anywhere, and two of them can be intersected. Of a
-model its floating arrays are the point; results have their types.
+The formulas are those of Optax. This module checks bounds, lets sets lie anywhere, and intersects two sets. If x is a
+model, the projection applies to its floating arrays, whose types are kept.
 """
 
 from collections.abc import Callable
@@ -23,27 +23,39 @@ from fedbilevel.machinery.kept import compiled
 
 __all__ = ["ball", "box", "half_space", "intersection", "simplex"]
 
-POINTS = 20  # random ones around each of x0 and 0, on which a set is looked at
-ENTRIES = 10_000_000  # of all these points together, where x is large: then they are fewer
-INEXACT = 1e-6  # relative; what users' own projections may err by, where they are iterative
+POINTS = 20  # the number of random points around x0, and around 0, on which a projection is checked
+ENTRIES = 10_000_000  # the largest number of entries of all these points; for a large x there are fewer points
+INEXACT = 1e-6  # the relative error that a user's projection may have, for example if it is iterative
 
 
 def box(lower: Any, upper: Any) -> Project:
-    """Entries between bounds: numbers, or trees like x; infinite ones leave that side open."""
+    """Return the projection onto a box, {x : lower ≤ x ≤ upper} for all entries.
+
+    Args:
+        lower, upper: numbers, or trees like x. An infinite bound leaves its side open.
+
+    Raises:
+        ConfigurationError: a bound is NaN or not a number, or the box is empty.
+    """
     lows, highs = _numbers(lower), _numbers(upper)
     for name, bound, entries in (("lower", lower, lows), ("upper", upper, highs)):
-        good = bool(entries) and not any(np.any(np.isnan(one)) for one in entries)
-        require(good, f"box.{name}", bound, "a number, or a tree like x, free of NaN")
+        good = bool(entries) and not any(np.any(np.isnan(entry)) for entry in entries)
+        require(good, f"box.{name}", bound, "a number, or a tree like x, without NaN")
     pairs = zip(lows, highs, strict=True) if len(lows) == len(highs) else product(lows, highs)
     crossed = any(np.any(low > high) for low, high in pairs)
-    require(not crossed, "box.lower", lower, f"nowhere above upper = {upper}, or the box is empty")
+    require(not crossed, "box.lower", lower, f"nowhere above upper = {upper}, so that the box is not empty")
     return _on_arrays(
         lambda x: projections.projection_box(x, _like(x, "box.lower", lower), _like(x, "box.upper", upper))
     )
 
 
 def ball(radius: float, center: PyTree = 0.0) -> Project:
-    """‖x − center‖ ≤ radius, over all of x; `center` is a tree like x, or a number for every entry."""
+    """Return the projection onto a ball, {x : ‖x − center‖ ≤ radius}, with the norm over all entries of x.
+
+    Args:
+        radius: a positive number.
+        center: a tree like x, or a number for all entries.
+    """
     _require_size("ball.radius", radius)
     middle = _numbers(center)
     require(bool(middle) and not nonfinite_leaves(middle), "ball.center", center, "finite")
@@ -56,27 +68,37 @@ def ball(radius: float, center: PyTree = 0.0) -> Project:
 
 
 def simplex(total: float = 1.0) -> Project:
-    """Entries ≥ 0, over all of x, that sum to `total`."""
+    """Return the projection onto a simplex, {x : x ≥ 0, Σ x = total}, with the sum over all entries of x."""
     _require_size("simplex.total", total)
     return _on_arrays(lambda x: projections.projection_simplex(x, total))
 
 
 def half_space(normal: PyTree, offset: float) -> Project:
-    """⟨normal, x⟩ ≤ offset; `normal` is a tree like x, or a number for every entry."""
+    """Return the projection onto a half-space, {x : ⟨normal, x⟩ ≤ offset}.
+
+    Args:
+        normal: a tree like x, or a number for all entries; not zero.
+        offset: a number.
+    """
     entries = _numbers(normal)
-    some = any(np.any(one) for one in entries) and not nonfinite_leaves(entries)
+    some = any(np.any(entry) for entry in entries) and not nonfinite_leaves(entries)
     require(some, "half_space.normal", normal, "finite, and not all zero")
     require(_is_number(offset) and bool(np.isfinite(offset)), "half_space.offset", offset, "a finite number")
     return _on_arrays(lambda x: projections.projection_halfspace(x, _like(x, "half_space.normal", normal), offset))
 
 
 def intersection(first: Project, second: Project, *, max_steps: int = 10_000) -> Project:
-    """The points of both sets, by Dykstra's algorithm.
+    """Return the projection onto the intersection of two convex sets, by Dykstra's algorithm.
 
-    J. P. Boyle, R. L. Dykstra. "A Method for Finding Projections onto the Intersection of Convex Sets in Hilbert
-    Spaces". 1986. It ends where its corrections change by no more than 10 ε·(1 + ‖x‖) in a step, with ε of x's
-    precision, the criterion of E. G. Birgin and M. Raydan (2005). NaN where it does not end within `max_steps`, as
-    where the sets do not meet. The number of steps grows with the distance of x from the sets.
+    The algorithm ends when its corrections change by at most 10 ε·(1 + ‖x‖) in a step, where ε is the precision of x
+    (the criterion of E. G. Birgin and M. Raydan, 2005). If it does not end within `max_steps`, for example because the
+    sets do not meet, the result is NaN. The number of steps grows with the distance of x from the sets. Source:
+    J. P. Boyle, R. L. Dykstra, "A Method for Finding Projections onto the Intersection of Convex Sets in Hilbert
+    Spaces", 1986.
+
+    Args:
+        first, second: projections onto the two sets.
+        max_steps: the largest number of steps.
     """
     for name, project in (("first", first), ("second", second)):
         require(callable(project), f"intersection.{name}", project, "a projection (x) -> the nearest point of a set")
@@ -109,9 +131,12 @@ def intersection(first: Project, second: Project, *, max_steps: int = 10_000) ->
 
 
 def check_set(field: str, project: Project, x: PyTree, anywhere: bool = False) -> PyTree:
-    """Refuse what is no projection onto a convex set, and, unless x0 may be `anywhere`, an x0 outside of it.
+    """Refuse a function that is not a projection onto a convex set, and an x0 outside the set.
 
-    Returns points of the set, leaves (count, ...).
+    With `anywhere`, x0 may be outside.
+
+    Returns:
+        Points of the set, with leaves (count, ...).
     """
     size = sum(leaf.size for leaf in jax.tree.leaves(x))
     count = max(2, min(POINTS, ENTRIES // (2 * size)))
@@ -121,24 +146,28 @@ def check_set(field: str, project: Project, x: PyTree, anywhere: bool = False) -
     start = as_rows(points)[0]  # x
     away = float(np.linalg.norm(as_rows(images)[0] - start))
     inside = anywhere or away <= INEXACT * (1 + float(np.linalg.norm(start)))
-    require(inside, "x0", f"{away:.3g} away from the set", f"in the set, as {field}(x0) is")
+    require(inside, "x0", f"{away:.3g} away from the set", f"in the set, such as {field}(x0)")
     return images
 
 
 def check_projection(field: str, project: Project, x: PyTree, points: PyTree) -> PyTree:
-    """Refuse what is no projection onto a convex set, as seen on `points`, leaves (count, ...); return their images.
+    """Refuse a function that is not a projection onto a convex set, by a check on `points`; return their images.
 
-    Nearest points p of u have P(p) = p, and ⟨u − p, q − p⟩ ≤ 0 for all points q of the set. The first point must have
-    a nearest point, or X is empty. Others without are left out: far away an intersection may take too many steps.
+    The projection p = P(u) onto a convex set satisfies P(p) = p, and ⟨u − p, q − p⟩ ≤ 0 for all points q of the set. If
+    the first point has no finite image, the set may be empty, and the function is refused. Other points without one
+    are left out, since an intersection may need too many steps for points far away.
+
+    Args:
+        points: leaves (count, ...).
     """
     shapes = [jax.eval_shape(function, x) for function in (lambda x: x, project)]
     mine, its = (jax.tree.map(lambda a: (a.shape, str(a.dtype)), tree) for tree in shapes)
-    require(mine == its, f"{field}: what it makes of x0", its, f"of x0's shapes and types, {mine}")
+    require(mine == its, f"{field}(x0)", its, f"of the shapes and types of x0, {mine}")
     images = of_each(project, points)
-    found = np.all(np.isfinite(as_rows(images)), axis=1)
-    if not found[0]:
-        raise ConfigurationError(f"{field}: what it makes of x0 is not finite; X may be empty (disjoint sets?)")
-    points, images = (jax.tree.map(lambda leaf: leaf[found], tree) for tree in (points, images))
+    finite = np.all(np.isfinite(as_rows(images)), axis=1)
+    if not finite[0]:
+        raise ConfigurationError(f"{field}(x0) is not finite; X may be empty (disjoint sets?)")
+    points, images = (jax.tree.map(lambda leaf: leaf[finite], tree) for tree in (points, images))
     u, p, again = map(as_rows, (points, images, of_each(project, images)))
     scale = 1 + np.linalg.norm(u, axis=1)
     slack = max(INEXACT, 1e3 * epsilon(x)) * scale
@@ -148,13 +177,13 @@ def check_projection(field: str, project: Project, x: PyTree, points: PyTree) ->
     reach = (u - p) @ p.T - np.sum((u - p) * p, axis=1)[:, None]
     if np.any(reach > (slack * scale)[:, None]):
         raise ConfigurationError(
-            f"{field} is no projection onto a convex set: another point of X is nearer to what was projected"
+            f"{field} is not a projection onto a convex set: a projected point is not the nearest point of X"
         )
     return images
 
 
 def points_around(x: PyTree, count: int) -> PyTree:
-    """Draw `count` points at distances from a tenth to 1,000 from x in every entry, always the same; x is the first."""
+    """Return `count` points around x, always the same: x itself, then random points that differ by 0.1 to 1,000."""
     leaves, structure = jax.tree.flatten(x)
     rng, away = np.random.default_rng(0), 10.0 ** (np.arange(count) % 5 - 1)
 
@@ -166,18 +195,18 @@ def points_around(x: PyTree, count: int) -> PyTree:
 
 
 def of_each(function: Callable[[PyTree], PyTree], points: PyTree) -> PyTree:
-    """Apply the function to each point, leaves (count, ...)."""
+    """Apply a function to each point, with leaves (count, ...)."""
     return jax.tree.map(np.asarray, compiled(partial(lax.map, function), points)(points))
 
 
 def as_rows(points: PyTree) -> np.ndarray:
-    """Write points with leaves (count, ...) as rows, float64."""
+    """Return points with leaves (count, ...) as rows of a matrix, in float64."""
     leaves = [np.asarray(leaf).astype(np.float64) for leaf in jax.tree.leaves(points)]
     return np.concatenate([leaf.reshape(len(leaf), -1) for leaf in leaves], axis=1)
 
 
 def _on_arrays(project: Project) -> Project:
-    """The projection `project`, applied to the floating arrays of a model alone and given in their own types."""
+    """Return the projection that applies `project` to the floating arrays of a model, and keeps their types."""
 
     def projected(x: PyTree) -> PyTree:
         variable, fixed = split(x)
@@ -187,12 +216,12 @@ def _on_arrays(project: Project) -> Project:
 
 
 def _numbers(tree: PyTree) -> list[np.ndarray]:
-    """The leaves of a tree that are numbers or arrays of numbers."""
+    """Return the leaves of a tree that are numbers or arrays of numbers."""
     return [np.asarray(leaf) for leaf in jax.tree.leaves(tree) if is_floating(leaf) or _is_whole(leaf)]
 
 
 def _like(x: PyTree, field: str, given: Any) -> PyTree:
-    """What is given, for the arrays that x has, in their types."""
+    """Return a tree like x with the entries of `given`, broadcast to the arrays of x and in their types."""
     if jax.tree_util.all_leaves([given]):
         given = jax.tree.map(lambda _, b=given: b, x, is_leaf=_is_none)
 
@@ -202,7 +231,7 @@ def _like(x: PyTree, field: str, given: Any) -> PyTree:
     try:
         return jax.tree.map(fit, x, given, is_leaf=_is_none)
     except (TypeError, ValueError) as error:
-        raise ConfigurationError(f"{field} is no number, and no tree like x: {error}") from error
+        raise ConfigurationError(f"{field} is neither a number nor a tree like x: {error}") from error
 
 
 def _is_none(leaf: Any) -> bool:

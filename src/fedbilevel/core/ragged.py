@@ -1,4 +1,4 @@
-"""Rows of unequal length, stored flat: the samples of a population."""
+"""Store rows of unequal length in flat arrays: the samples of a population."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from fedbilevel.core.tree import PyTree, shapes
 
 @dataclass(frozen=True, repr=False)
 class Ragged(Shown):
-    """Rows of unequal length, stored flat: row i is `values[start[i] : start[i] + size[i]]` of every leaf.
+    """Hold rows of unequal length in flat arrays: row i is `values[start[i] : start[i] + size[i]]` of every leaf.
 
-    No padding is stored, so a client with ten samples costs ten samples.
+    A row is the samples of a client. No padding is stored, so a client with ten samples needs the memory of ten.
 
     Args:
         values: a pytree of arrays (total, ...), which may be memory maps.
-        start: (rows,) int64, where each row begins.
-        size: (rows,) int64, the length of each row, positive.
+        start: (rows,) int64, the first index of each row.
+        size: (rows,) int64, the length of each row, at least 1.
     """
 
     values: PyTree
@@ -34,11 +34,11 @@ class Ragged(Shown):
 
     @classmethod
     def stacked(cls, name: str, arrays: PyTree, sizes: np.ndarray | None) -> Ragged:
-        """From leaves (clients, samples, ...); client i uses its first sizes[i] samples. Copies nothing."""
+        """Make rows from leaves (clients, samples, ...) without a copy; client i has its first sizes[i] samples."""
         called, hint = type(arrays).__name__, ""
         if isinstance(arrays, dict | tuple):
             make = "list(samples.values())" if isinstance(arrays, dict) else "list(samples)"
-            hint = f"; where its parts are clients, they come in a list and not in a {called}: {make}"
+            hint = f"; if its parts are clients, they must be in a list and not in a {called}: {make}"
         arrays = arrays_of(f"Clients.{name}", arrays)
         leading = {np.shape(leaf)[:2] for leaf in jax.tree.leaves(arrays)}
         if len(leading) != 1 or len(next(iter(leading))) != 2:
@@ -57,7 +57,7 @@ class Ragged(Shown):
 
     @classmethod
     def listed(cls, name: str, entries: Sequence[PyTree]) -> Ragged:
-        """From a pytree for each client, with leaves (samples, ...)."""
+        """Make rows from a pytree for each client, with leaves (samples, ...)."""
         entries = [arrays_of(f"Clients.{name}", entry, f" of client {i}") for i, entry in enumerate(entries)]
         require_alike(f"Clients.{name}", entries)
         size = np.array(
@@ -67,14 +67,14 @@ class Ragged(Shown):
         return cls(flat, np.cumsum(size) - size, size).checked(name)
 
     def checked(self, name: str) -> Ragged:
-        """Refuse empty clients, rows outside what is stored, and NaN or infinity in what is already in memory."""
+        """Refuse empty clients, rows outside the stored samples, and NaN or infinity in arrays that are in memory."""
         shapes = np.shape(self.start), np.shape(self.size)
         fits = shapes[0] == shapes[1] and len(shapes[0]) == 1
         require(fits, f"Clients.{name}: shapes of start and size", shapes, "(rows,) both")
         empty = np.flatnonzero(self.size <= 0)
         if empty.size:
             whose = f"client {empty[0]} is empty ({empty.size} in all)" if len(self.size) > 1 else "there is no sample"
-            raise ConfigurationError(f"Clients.{name}: {whose}; every client needs one")
+            raise ConfigurationError(f"Clients.{name}: {whose}; every client needs at least one sample")
         stored = _length(f"Clients.{name}: leaves", self.values)
         outside = np.flatnonzero((self.start < 0) | (self.start + self.size > stored))
         if outside.size:
@@ -83,45 +83,45 @@ class Ragged(Shown):
                 f"Clients.{name}: row {i} (start {self.start[i]}, size {self.size[i]}) is outside the {stored} samples"
             )
         for path, leaf in jax.tree_util.tree_leaves_with_path(self.values):
-            if not isinstance(leaf, np.memmap):  # memory maps are checked row by row, when they are read
+            if not isinstance(leaf, np.memmap):  # memory maps are checked row by row when they are read
                 check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf, self.place)
         return self
 
     def place(self, i: int) -> str:
-        """The client that holds the sample at index i of the flat arrays, and the sample's number there, in words."""
+        """Return in words the client and the sample number of the sample at index i of the flat arrays."""
         holders = np.flatnonzero((self.start <= i) & (i < self.start + self.size))
         if not holders.size:
-            return f"in row {i} of what is stored, which is no client's sample"
-        whose = f" of client {holders[0]}" if len(self.size) > 1 else ""  # else its owner knows the number
+            return f"in row {i} of the stored arrays, which belongs to no client"
+        whose = f" of client {holders[0]}" if len(self.size) > 1 else ""  # a single client needs no number
         return f"in sample {i - self.start[holders[0]]}{whose}"
 
     def card(self) -> Card:
         return Card(counted(len(self.size), "row") + " of unequal length", {"samples": self.in_words("row")})
 
     def in_words(self, owner: str) -> str:
-        """How many samples there are, how many each owner has, and what one sample looks like."""
+        """Return in words the number of samples, the range of numbers per owner, and the form of a sample."""
         leaves = jax.tree_util.tree_leaves_with_path(self.values)
         shapes = listed([named_shape(path, leaf, axes_left_out=1) for path, leaf in leaves], width=60)
         return f"{int(self.size.sum()):,}, {span(self.size)} a {owner}, each {shapes}"
 
     def taken(self, places: Sequence[np.ndarray]) -> Ragged:
-        """The samples at these places of the flat arrays: for each row its own places."""
-        size, chosen = np.array([len(own) for own in places], np.int64), np.concatenate(places)
+        """Return new rows with the samples at `places` of the flat arrays, which has the places of each row."""
+        size, chosen = np.array([len(of_row) for of_row in places], np.int64), np.concatenate(places)
         return Ragged(jax.tree.map(lambda leaf: leaf[chosen], self.values), np.cumsum(size) - size, size)
 
     def joined(self) -> Ragged:
-        """All rows as one, in order."""
+        """Return all rows joined to one row, in order."""
         total = int(self.size.sum())
         chosen = np.repeat(self.start - (np.cumsum(self.size) - self.size), self.size) + np.arange(total)
         values = jax.tree.map(lambda leaf: leaf[chosen], self.values)
         return Ragged(values, np.zeros(1, np.int64), np.array([total]))
 
     def example(self) -> PyTree:
-        """One sample's shapes: leaves (1, ...), without values."""
+        """Return the shapes and types of one sample, leaves (1, ...)."""
         return jax.tree.map(one_sample, self.values)
 
     def row(self, i: int) -> PyTree:
-        """The samples of row i, leaves (size[i], ...)."""
+        """Return the samples of row i, leaves (size[i], ...)."""
         start, stop = int(self.start[i]), int(self.start[i] + self.size[i])
         return jax.tree.map(lambda leaf: leaf[start:stop], self.values)
 
@@ -132,7 +132,7 @@ def one_sample(leaf: Any) -> jax.ShapeDtypeStruct:
 
 
 def _length(what: str, tree: PyTree) -> int:
-    """The common length of the leading axes of all leaves; `what` names them in the error."""
+    """Return the common length of the first axes of all leaves; `what` names the leaves in the error."""
     lengths = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(tree)}
     if len(lengths) != 1 or () in lengths:
         raise ConfigurationError(f"{what} disagree in their leading (sample) axis: {shapes(tree)}")
@@ -140,8 +140,10 @@ def _length(what: str, tree: PyTree) -> int:
 
 
 def check_finite(name: str, array: Any, place: Callable[[int], str]) -> None:
-    """Raise ConfigurationError if a floating array holds NaN, infinity, or a number that is infinite in the precision
-    in which JAX computes; `place` says in words whose row i is."""
+    """Raise ConfigurationError if a floating array is not finite in the precision in which JAX computes.
+
+    `place` returns in words the client and the sample of a row.
+    """
     if not jnp.issubdtype(array.dtype, jnp.floating):
         return
     precision = jax.dtypes.canonicalize_dtype(array.dtype)
@@ -149,6 +151,6 @@ def check_finite(name: str, array: Any, place: Callable[[int], str]) -> None:
         finite = np.isfinite(np.asarray(array).astype(precision, copy=False))
     if not np.all(finite):
         row, *within = (int(i) for i in np.argwhere(~finite)[0])
-        found, entry = array[(row, *within)], f", entry {tuple(within)}" if within else ""
-        what = f"{found:g}, which is infinite in {precision}" if np.isfinite(found) else "NaN or infinity"
+        value, entry = array[(row, *within)], f", entry {tuple(within)}" if within else ""
+        what = f"{value:g}, which is infinite in {precision}" if np.isfinite(value) else "NaN or infinity"
         raise ConfigurationError(f"{name} holds {what}, first {place(row)}{entry}")

@@ -1,26 +1,27 @@
-"""Submodels: of a model cut into units, a client of small capacity holds a few, and its arrays are physically smaller.
+"""Define submodels: a client of small capacity holds some units of a model, in arrays that are physically smaller.
 
-A unit is what can leave a model as a whole: a hidden neuron, or a channel, with all its weights. A `Structure` says
-which axes of which arrays of x and y run over the units of which group. A policy chooses the units that a client holds:
+A unit can be left out of a model as a whole: a hidden neuron, or a channel, with all its weights. A `Structure` says
+which axes of the arrays of x and y run over the units of a group. A policy chooses the units that a client holds:
 
-importance   the units that weigh most: the largest sums of squares of all that would leave with a unit (RABO)
-weights      no units, but the single weights of largest magnitude, the others being 0 (FIARSE: Wu et al., NeurIPS 2024;
-             what departs: core/weights.py)
-static       the first units, always the same (HeteroFL: Diao, Ding, Tarokh, ICLR 2021; without its division of features
-             by the capacity, its static batch normalisation and its masked cross-entropy)
-rolling      a window that moves on by one unit each round and wraps around (FedRolex: Alam et al., NeurIPS 2022; its
-             program has these three additions too)
-random       drawn anew by each client in each round; `fixed`: once
-covered      the units in segments of as many as a client holds, dealt out to the clients of a capacity, so that each
-             unit is held by as many of them as possible; each round deals every group of units anew, so that in time
-             every weight between two groups is held; `fixed`: once. A choice of ours for OAP (Zhou et al., NeurIPS
-             2023), whose theorems are for arbitrary masks and the least coverage; not a mask of its experiments
+importance   The units of the largest sums of squares of all weights of a unit (RABO).
+weights      Not units, but the single weights of largest magnitude; the others are 0. (FIARSE: Wu et al., NeurIPS 2024;
+             core/weights.py lists the differences.)
+static       The first units, always the same. (HeteroFL: Diao, Ding, Tarokh, ICLR 2021, without its division of
+             features by the capacity, its static batch normalisation and its masked cross-entropy.)
+rolling      A window that moves on by one unit each round and wraps around. (FedRolex: Alam et al., NeurIPS 2022, whose
+             program has the same three additions as HeteroFL.)
+random       Units that each client draws anew in each round; with `fixed`, once.
+covered      Segments of units, each as long as a client can hold, which are dealt out to the clients of a capacity so
+             that as many of them as possible hold each unit. Each round deals every group of units anew, so that in
+             time every weight between two groups is held; with `fixed`, they are dealt once. This is our choice for OAP
+             (Zhou et al., NeurIPS 2023), whose theorems hold for arbitrary masks and depend on the least coverage; its
+             experiments have other masks.
 
-Numbers of units are rounded to the nearest, where HeteroFL and FedRolex round up; means are by p_i, where HeteroFL
-counts clients alike.
+Numbers of units are rounded to the nearest whole number, whereas HeteroFL and FedRolex round up. Means are weighted by
+p_i, whereas HeteroFL gives all clients the same weight.
 
-Every method takes these policies but ADBO, SDBO, FedEx, FISM, IR-IG, IRG and BiFISTA: `Submodels(method, policy=…)`,
---set submodels.policy=…; see docs/how-to/submodels.md.
+All methods except ADBO, SDBO, FedEx, FISM, IR-IG, IRG and BiFISTA support these policies: `Submodels(method,
+policy=…)`, or --set submodels.policy=…; see docs/how-to/submodels.md.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ from fedbilevel.core.tree import PyTree
 WHOLE, NUMBER = "whole", "number"
 Pruned = Literal["both", "x", "y"]
 Units = Mapping[str, Any]
-"""By group, the units that a client holds: (kept,) indices, ascending; with the policy "weights", `HeldWeights`."""
+"""The units that a client holds, by group: (kept,) ascending indices, or `HeldWeights` for the policy "weights"."""
 Policy = Literal["importance", "weights", "static", "rolling", "random", "covered"]
 
 
 @dataclass(frozen=True, eq=False)
 class Structure:
-    """Which axes of the arrays of x and y run over the units of which group.
+    """Declare which axes of the arrays of x and y run over the units of a group.
+
+    For a dense layer and the head on it, x = {"weight": "_ hidden", "bias": "hidden"} and
+    y = {"weight": "hidden _", "bias": "_"}. Here the group "hidden" has axes in x and in y.
 
     Args:
-        x: a tree like x with a string for each array, a word for each of its axes: "_" for an axis that is never cut,
-            the name of a group for an axis with an entry per unit, or "49*name" for an axis with 49 entries per unit,
-            as a flattened (49, units) has. None where nothing of x is ever cut.
-        y: the same for the arrays of y; None where nothing of y is ever cut.
-
-    A dense layer of 10 inputs and the head on it: x={"weight": "_ hidden", "bias": "hidden"},
-    y={"weight": "hidden _", "bias": "_"}. A group may reach from x into y, as here.
+        x: a tree like x with a string for each array, which has a word for each axis: "_" for an axis that is never
+            cut, the name of a group for an axis with one entry per unit, or "49*name" for an axis with 49 entries per
+            unit, such as a flattened (49, units). None: x is never cut.
+        y: the same for the arrays of y; None: y is never cut.
     """
 
     x: PyTree = None
@@ -65,24 +66,24 @@ class Structure:
 
 
 class ClientSlot(NamedTuple):
-    """Which client asks for units, and when."""
+    """Identify a client and a round for which units are chosen."""
 
     round: Array | int
-    key: Array  # of the run
+    key: Array  # the key of the run
     id: Array | int
-    rank: Array | int  # its number among the clients of its capacity
-    peers: int  # how many these are
+    rank: Array | int  # the client's number among the clients of its capacity
+    peers: int  # the number of clients of its capacity
 
 
 class HeldWeights(NamedTuple):
-    """The weights that a client holds of x, or of y."""
+    """Hold the places of the weights of x, or of y, that a client has."""
 
-    places: Array  # (kept,) ascending, among all that can be cut
-    least: Array  # the least magnitude of these
+    places: Array  # (kept,) ascending indices among all weights that can be cut
+    least: Array  # the least magnitude of these weights
 
 
 class Axis(NamedTuple):
-    """What an axis of an array runs over: `times` runs of all units of `group`; no group: never cut."""
+    """Describe an axis of an array: `times` runs over all units of `group`; an empty group is never cut."""
 
     group: str
     times: int
@@ -90,17 +91,20 @@ class Axis(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class UnitLayout:
-    """A structure that was checked against x and y."""
+    """Hold a structure that was checked against x and y."""
 
-    sizes: Mapping[str, int]  # units of each group that may be cut
-    axes: Mapping[str, tuple[tuple[Axis, ...], ...]]  # "x", "y" -> of each leaf, its axes
-    shapes: Mapping[str, tuple[tuple[int, ...], ...]]  # "x", "y" -> of each leaf, its shape
+    sizes: Mapping[str, int]  # the number of units of each group that may be cut
+    axes: Mapping[str, tuple[tuple[Axis, ...], ...]]  # the axes of each leaf of "x" and of "y"
+    shapes: Mapping[str, tuple[tuple[int, ...], ...]]  # the shape of each leaf of "x" and of "y"
 
     @classmethod
     def of(cls, structure: Structure, x: PyTree, y: PyTree, pruned: Pruned = "both") -> UnitLayout:
-        """Lay the structure out; refuse, by name, an array whose axes disagree with it or with those of another array.
+        """Check a structure against x and y, and return its layout.
 
-        `pruned` = "x" leaves groups whole that reach into y, "y" those that reach into x.
+        With `pruned` = "x", groups with axes in y are never cut; with "y", groups with axes in x.
+
+        Raises:
+            ConfigurationError: the axes of an array disagree with the structure or with another array; it is named.
         """
         sizes: dict[str, tuple[int, str]] = {}
         touched: dict[str, set[str]] = {}
@@ -119,35 +123,39 @@ class UnitLayout:
         return cls({group: sizes[group][0] for group in sorted(touched) if touched[group] in allowed}, axes, shapes)
 
     def kept(self, capacity: float) -> dict[str, int]:
-        """Count the units of each group that a client of that capacity holds: that share, rounded to the nearest."""
+        """Return the number of units of each group that a client of a capacity holds, rounded to the nearest.
+
+        Raises:
+            ConfigurationError: the capacity leaves a group without units.
+        """
         kept = {group: math.floor(capacity * size + 0.5) for group, size in self.sizes.items()}
         for group, count in kept.items():
             size = self.sizes[group]
             if count == 0:
                 raise ConfigurationError(
-                    f"capacity {capacity:g} leaves group {group!r} with none of its {size} units: it must be at least "
-                    f"{0.5 / size:.3g}, or the layer wider"
+                    f"capacity {capacity:g} leaves group {group!r} with none of its {size} units: use a capacity of at "
+                    f"least {0.5 / size:.3g}, or a wider layer"
                 )
         return kept
 
     def shapes_of(self, kept: Mapping[str, int]) -> Units:
-        """Make the shapes of the units of a client that holds so many of each group."""
+        """Return the shapes of `Units` for a client that holds `kept` units of each group."""
         return {group: jax.ShapeDtypeStruct((count,), jnp.int32) for group, count in kept.items()}
 
     def sent(self, kinds: PyTree, message: PyTree, units: Units) -> PyTree:
-        """Cut a message, which has besides what the client must know of its units, if anything."""
+        """Return a message cut to a client's units, together with all information that the client needs about them."""
         return self.cut(kinds, message, units)
 
     def cut(self, kinds: PyTree, tree: PyTree, units: Units) -> PyTree:
-        """Cut the submodel's part out of `tree`; `kinds`, a prefix of it, says what is like x, like y, or whole."""
+        """Return the submodel's part of a tree; `kinds`, a prefix of it, says what is like x, like y, or whole."""
         return jax.tree.map(lambda kind, part: self._each(kind, part, units, self._cut), kinds, tree)
 
     def put(self, kinds: PyTree, tree: PyTree, units: Units) -> PyTree:
-        """Undo `cut`, with zeros where the submodel has nothing."""
+        """Undo `cut`: return whole arrays, with zeros outside the submodel."""
         return jax.tree.map(lambda kind, part: self._each(kind, part, units, self._put), kinds, tree)
 
     def held(self, kinds: PyTree, tree: PyTree, units: Units, amount: Array) -> PyTree:
-        """Put `amount` where the submodel has an entry, 0 elsewhere; of the full `tree` the shapes matter alone."""
+        """Return whole arrays with `amount` inside the submodel and 0 outside; only the shapes of `tree` matter."""
 
         def fill(leaf: Any, axes: tuple[Axis, ...], shape: tuple[int, ...], units: Units) -> Array:
             full = jnp.asarray(amount, leaf.dtype)
@@ -160,7 +168,7 @@ class UnitLayout:
         return jax.tree.map(lambda kind, part: self._each(kind, part, units, fill, amount), kinds, tree)
 
     def importance(self, x: PyTree, y: PyTree) -> dict[str, Array]:
-        """Return by group, (units,), the sum of squares of all that would leave with a unit."""
+        """Return the sum of squares of all weights of each unit, (units,), by group."""
         total = {group: jnp.zeros(size) for group, size in self.sizes.items()}
         for part, tree in (("x", x), ("y", y)):
             for leaf, axes in zip(jax.tree.leaves(tree), self.axes[part], strict=True):
@@ -172,7 +180,7 @@ class UnitLayout:
         return total
 
     def _each(self, kind: str, part: PyTree, units: Units, change: Any, whole: Any = None) -> PyTree:
-        """Apply `change` to each leaf of a part of that kind; what is whole stays, or is filled with `whole`."""
+        """Apply `change` to each leaf of a part of this kind; a whole part stays, or is filled with `whole`."""
         if kind in (WHOLE, NUMBER):
             return part if whole is None else jax.tree.map(lambda leaf: jnp.full(leaf.shape, whole, leaf.dtype), part)
         leaves, tree = jax.tree.flatten(part)
@@ -195,35 +203,35 @@ class UnitLayout:
                 chosen = _entries(units[axis.group], self.sizes[axis.group], axis.times)
                 source = jnp.full(size, kept, jnp.int32).at[chosen].set(jnp.arange(kept, dtype=jnp.int32))
                 padding = [(0, int(other == place)) for other in range(leaf.ndim)]
-                leaf = jnp.take(jnp.pad(leaf, padding), source, axis=place, mode="clip")  # the last entry is the zero
+                leaf = jnp.take(jnp.pad(leaf, padding), source, axis=place, mode="clip")  # the padding is the zero
         return leaf
 
 
 def _entries(units: Array, size: int, times: int) -> Array:
-    """List the entries of these units along an axis of `times` runs of all `size` units."""
+    """Return the indices of units along an axis that has `times` runs over all `size` units."""
     if times == 1:
         return units
     return (jnp.arange(times, dtype=units.dtype)[:, None] * size + units).reshape(-1)
 
 
 def _words(part: str, tree: PyTree, words: PyTree) -> list[str]:
-    """List the structure's string for each leaf of `tree`."""
+    """Return the string of the structure for each leaf of `tree`."""
     leaves, shape = jax.tree.flatten(tree)
     if words is None:
         return [" ".join("_" * np.ndim(leaf)) for leaf in leaves]
-    said, said_shape = jax.tree.flatten(words)
-    if said_shape != shape:  # type: ignore[operator]
+    strings, strings_shape = jax.tree.flatten(words)
+    if strings_shape != shape:  # type: ignore[operator]
         mine, theirs = (
             {jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(given)}
             for given in (tree, words)
         )
         lacks = f"it lacks {sorted(mine - theirs)} and has {sorted(theirs - mine)}" if mine != theirs else str(shape)
-        raise ConfigurationError(f"Structure.{part} is no tree like {part}: {lacks}")
-    return said
+        raise ConfigurationError(f"Structure.{part} is not a tree like {part}: {lacks}")
+    return strings
 
 
 def _axes(name: str, word: object, shape: tuple[int, ...], sizes: dict[str, tuple[int, str]]) -> Iterator[Axis]:
-    """List the axes that a string names; note in `sizes` the units of its groups, and which array said so."""
+    """Yield the axes in a structure's string; enter in `sizes` the units of their groups, and the array's name."""
     require(isinstance(word, str), name, word, 'a string with a word for each axis, e.g. "_ hidden"')
     words = str(word).split()
     require(len(words) == len(shape), name, word, f"of {len(shape)} words, one for each axis of {shape}")
@@ -248,17 +256,18 @@ def _axes(name: str, word: object, shape: tuple[int, ...], sizes: dict[str, tupl
 
 @config
 class UnitPolicy:
-    """How units are chosen; of no effect where the clients have no capacities.
+    """Choose the units that clients of limited capacity hold; without capacities it has no effect.
 
     Args:
-        policy: "importance" keeps the units of largest weights, "weights" the largest weights whatever their unit,
-            "static" the first units, "rolling" a window that moves on by one unit each round, "random" units that each
-            client draws for itself. "covered" deals the units out in segments, so that as many clients as possible
-            hold each.
-        pruned: "both", "x" or "y": whose units may be left out; with "x" groups of units that reach into y stay whole.
-        fixed: of "random" and "covered": the same units in every round.
-        min_coverage: of "covered": deal each segment but the first to exactly so many clients of a capacity, and the
-            first to all others; None deals them out evenly.
+        policy: the units that a client holds: "importance": those of largest weights; "weights": the largest single
+            weights of all units; "static": the first units; "rolling": a window that moves on by one unit each round;
+            "random": units that each client draws; "covered": segments of units that are dealt out so that as many
+            clients as possible hold each unit.
+        pruned: the variable whose units may be left out, "both", "x" or "y"; with "x", groups of units that also have
+            axes in y are never cut.
+        fixed: whether "random" and "covered" choose the same units in every round.
+        min_coverage: for "covered": the number of clients of a capacity to which each segment but the first is dealt;
+            the first goes to all other clients. None: segments are dealt evenly.
     """
 
     policy: Policy = static(default="importance")
@@ -267,7 +276,7 @@ class UnitPolicy:
     min_coverage: int | None = static(default=None)
 
     def validate(self) -> None:
-        """Refuse choices that are not known, or that do not go together."""
+        """Refuse unknown choices, and choices that do not go together."""
         for field, allowed in {"policy": get_args(Policy), "pruned": get_args(Pruned)}.items():
             if (got := {"policy": self.policy, "pruned": self.pruned}[field]) not in allowed:
                 raise unknown(f"Submodels.{field}", got, allowed)
@@ -276,18 +285,21 @@ class UnitPolicy:
         require_count("Submodels.min_coverage", self.min_coverage, optional=True)
         given = self.min_coverage is not None
         require(
-            self.policy == "covered" or not given, "Submodels.min_coverage", self.min_coverage, "for 'covered' alone"
+            self.policy == "covered" or not given,
+            "Submodels.min_coverage",
+            self.min_coverage,
+            f"None with policy = {self.policy!r}",
         )
 
     @property
     def alike(self) -> bool:
-        """Whether all clients of the same capacity hold the same units."""
+        """Return whether all clients of the same capacity hold the same units."""
         return self.policy in ("importance", "weights", "static", "rolling")
 
     def units(
         self, unit_layout: UnitLayout, kept: Mapping[str, int], importance: Mapping[str, Array], holder: ClientSlot
     ) -> Units:
-        """Choose the units that a client holds, `kept` of them in each group."""
+        """Return the units that a client holds, with the numbers `kept` of units in each group."""
         key = holder.key if self.fixed else jax.random.fold_in(holder.key, holder.round)
         chosen: dict[str, Any] = {}
         for number, (group, count) in enumerate(sorted(kept.items())):
@@ -308,7 +320,7 @@ class UnitPolicy:
         return chosen
 
     def segment(self, size: int, count: int, key: Array, holder: ClientSlot) -> Array:
-        """Deal out a window of `count` units, of ⌈size/count⌉ such windows; the last may overlap another."""
+        """Return the segment of `count` units that a client gets, of ⌈size/count⌉ segments; the last may overlap."""
         segments = -(-size // count)
         dealt = holder.rank % segments
         if self.min_coverage is not None and segments > 1:

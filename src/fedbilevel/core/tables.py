@@ -1,12 +1,12 @@
-"""Objects from tables, and tables of objects: how a file, a preset, a setting or a sweep changes what is there.
+"""Make objects from tables, and tables from objects, for files, presets, settings and sweeps.
 
-`changed` puts the values of a table into an object's fields, also into those of its parts, by the fields' own
-annotations and rules. It keeps every mistake with its path. Layers of tables are merged before.
+`changed` sets the fields of an object, and of its parts, to the values of a table, by the annotations and checks of the
+fields. It collects all mistakes with their paths. Several tables are merged before.
 
-A table holds what TOML can hold. A part is a table with its kind under "name": {name = "momentum", decay = 0.9}. Its
-name alone stands for the part with its class's defaults. A table without a name changes the part that is there.
-Schedules and optimizers are Optax's, by their names there: {schedule = "linear_schedule", init_value = 0.1,
-end_value = 0.0, transition_steps = 100}, {name = "adam", b1 = 0.8}.
+A table contains values of TOML. A part is a table with its kind under "name": {name = "momentum", decay = 0.9}. A name
+alone means the part with the defaults of its class. A table without a name changes the present part. Schedules and
+optimizers are those of Optax, by their names: {schedule = "linear_schedule", init_value = 0.1, end_value = 0.0,
+transition_steps = 100}, {name = "adam", b1 = 0.8}.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ RATE = "learning_rate"
 
 
 def changed(base: Any, table: Fields, path: str, wrong: Wrong) -> Any:
-    """Make an object with the fields of a table, and else those of another object or the defaults of a class.
+    """Return an object with the values of a table in its fields, and the values of `base` in all other fields.
 
     Args:
-        base: the object, or the class.
+        base: an object; or a class, whose defaults are then used.
         table: values by the names of fields.
-        path: of the object, for errors.
-        wrong: gets all that is wrong in the table; the result is then `base`.
+        path: the path of the object, for errors.
+        wrong: a list to which all mistakes in the table are added. If there is one, the result is `base`.
     """
     cls = base if isinstance(base, type) else type(base)
     fields, hints = {field.name: field for field in dataclasses.fields(cls)}, hints_of(cls)
@@ -66,18 +66,18 @@ def changed(base: Any, table: Fields, path: str, wrong: Wrong) -> Any:
         return base
     try:
         return cls(**new) if cls is base else dataclasses.replace(base, **new)
-    except ConfigurationError as error:  # what concerns several fields
+    except ConfigurationError as error:  # from a check of several fields together
         wrong += error.wrong
-    except (TypeError, ValueError) as error:  # of a user's own class
+    except (TypeError, ValueError) as error:  # from a user's own class
         wrong.append(ConfigurationError(f"{path} cannot be made with these values: {error}"))
     return base
 
 
 def arguments(function: Callable[..., Any], table: Fields, path: str, wrong: Wrong) -> dict[str, Any]:
-    """Give every argument of a function its value in a table, or else its default; `wrong` gets all mistakes."""
-    hints, known = hints_of(function), parameters_of(function)
-    wrong += [unknown_field(path, name, known) for name in table if name not in known]
-    given = {name: table.get(name, default) for name, default in known.items()}
+    """Return the arguments of a function: values of a table, or else defaults; mistakes are added to `wrong`."""
+    hints, parameters = hints_of(function), parameters_of(function)
+    wrong += [unknown_field(path, name, parameters) for name in table if name not in parameters]
+    given = {name: table.get(name, default) for name, default in parameters.items()}
     wrong += [_missing(f"{path}.{name}") for name, value in given.items() if value is inspect.Parameter.empty]
     return {
         name: plain(_accepted(hints.get(name, Any), value, f"{path}.{name}", None, None, wrong))
@@ -87,17 +87,17 @@ def arguments(function: Callable[..., Any], table: Fields, path: str, wrong: Wro
 
 
 def parameters_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the arguments of a task's function with their defaults, but for `party`, which says who is to see it."""
+    """Return the arguments of a task's function with their defaults, except `party`, which the library sets."""
     by_name = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
-    found = inspect.signature(function).parameters.items()
-    return {name: one.default for name, one in found if one.kind in by_name and name != "party"}
+    parameters = inspect.signature(function).parameters.items()
+    return {name: each.default for name, each in parameters if each.kind in by_name and name != "party"}
 
 
 def with_values(algorithm: Algorithm, values: Fields) -> Algorithm:
-    """Change an algorithm at some dotted paths, such as {"hypergradient.solver.terms": 5}.
+    """Return an algorithm with other values at some dotted paths, such as {"hypergradient.solver.terms": 5}.
 
     Raises:
-        ConfigurationError: all that is wrong.
+        ConfigurationError: a path does not exist or a value is not allowed; the message lists all mistakes.
     """
     wrong: Wrong = []
     for path, value in values.items():
@@ -107,7 +107,7 @@ def with_values(algorithm: Algorithm, values: Fields) -> Algorithm:
 
 
 def nested(path: Sequence[str], value: Any) -> dict[str, Any]:
-    """Make the table that holds a value at a path, and nothing else."""
+    """Return the nested table that contains only a value at a path."""
     *outside, last = path
     return functools.reduce(lambda table, name: {name: table}, reversed(outside), {last: value})
 
@@ -117,7 +117,7 @@ def _missing(path: str) -> ConfigurationError:
 
 
 def _accepted(of: Any, value: Any, path: str, base: Any, rule: Callable[..., Any] | None, wrong: Wrong) -> Any:
-    """Bring a value into the form of its class, by its field's annotation and rule; `wrong` gets what is wrong."""
+    """Convert a value by its field's annotation `of`, and check it by the field's rule; add mistakes to `wrong`."""
     before = len(wrong)
     try:
         new = _read(of, value, path, base, wrong)
@@ -130,7 +130,7 @@ def _accepted(of: Any, value: Any, path: str, base: Any, rule: Callable[..., Any
 
 
 def _read(of: Any, value: Any, path: str, base: Any, wrong: Wrong) -> Any:
-    """Bring a value into the form of its class; what a table leaves out is as in `base`."""
+    """Convert a value by its field's annotation `of`; fields that a table leaves out have the values of `base`."""
     if isinstance(value, str) and value == "none" and (of in (Any, XYV) or types.NoneType in _options(of)):
         return None
     if value is None or (dataclasses.is_dataclass(value) and not isinstance(value, type)):
@@ -138,7 +138,7 @@ def _read(of: Any, value: Any, path: str, base: Any, wrong: Wrong) -> Any:
     if parts := parts_of(of):
         return _part(parts, value, path, base, wrong)
     if isinstance(value, Mapping):
-        if dataclasses.is_dataclass(base) and not isinstance(base, type):  # of a class that no spec can name
+        if dataclasses.is_dataclass(base) and not isinstance(base, type):  # its class has no name in specs
             return changed(base, value, path, wrong)
         if "schedule" in value and (of in (XYV, Any) or float in _options(of)):
             return _by_name(OptaxSchedule, "schedule", value, path)
@@ -147,12 +147,12 @@ def _read(of: Any, value: Any, path: str, base: Any, wrong: Wrong) -> Any:
     if inspect.isclass(of) and issubclass(of, optax.GradientTransformation):
         return _optimizer(value, path, base)
     if isinstance(value, list) and float in _options(of):
-        return tuple(_read(float, one, f"{path}[{place}]", None, wrong) for place, one in enumerate(value))
+        return tuple(_read(float, number, f"{path}[{place}]", None, wrong) for place, number in enumerate(value))
     return _tuples(value)
 
 
 def _part(options: Mapping[str, Any], value: Any, path: str, base: Any, wrong: Wrong) -> Any:
-    """Make a part. A table with a name starts from that class's defaults, another changes the part that is there."""
+    """Make a part. A table with a name starts from the defaults of its class; without one it changes `base`."""
     table = {"name": value} if isinstance(value, str) else value
     require(isinstance(table, Mapping), path, value, f'a table like {{name = "{next(iter(options))}", …}}')
     if "name" in table:
@@ -191,7 +191,7 @@ def _tuples(value: Any) -> Any:
 
 
 def _check(of: Any, value: Any, path: str, given: Any) -> None:
-    """Refuse a value that the annotation of its field does not allow; `given` is its form in the table."""
+    """Refuse a value that the annotation of its field does not allow; `given` is the value's form in the table."""
     if path.endswith(".seed") and of is int:
         fits = type(value) is int and 0 <= value < 2**32
         require(fits, path, value, "a whole number from 0 to 2³² − 1")
@@ -224,13 +224,13 @@ def _options(of: Any) -> tuple[Any, ...]:
 
 
 def parts_of(of: Any) -> dict[str, Any]:
-    """Return the classes of a field for parts by their kinds; nothing for another field.
+    """Return the classes that an annotation allows for a part, by their kinds; empty for a field without parts.
 
-    An abstract class among them lets a user's own parts be given in Python.
+    An abstract class in the annotation is ignored: it allows a user's own parts in Python.
     """
-    found = [one for one in _options(of) if one is not types.NoneType and not inspect.isabstract(one)]
-    kinds = {_kind(one): one for one in found if dataclasses.is_dataclass(one) and isinstance(_kind(one), str)}
-    return kinds if found and len(kinds) == len(found) else {}
+    classes = [option for option in _options(of) if option is not types.NoneType and not inspect.isabstract(option)]
+    kinds = {_kind(cls): cls for cls in classes if dataclasses.is_dataclass(cls) and isinstance(_kind(cls), str)}
+    return kinds if classes and len(kinds) == len(classes) else {}
 
 
 def _kind(of: Any) -> Any:
@@ -242,7 +242,7 @@ def hints_of(annotated: Any) -> dict[str, Any]:
     """Return the annotations of a class's fields or of a function's arguments.
 
     Raises:
-        ConfigurationError: its module imports a name for type checkers alone.
+        ConfigurationError: an annotation names something that its module imports for type checkers alone.
     """
     try:
         return typing.get_type_hints(annotated)
@@ -257,13 +257,13 @@ def names_of(cls: Any) -> list[str]:
 
 
 def owners_of(name: str) -> str:
-    """Name the algorithms that have a field of that name; nothing where there is none."""
+    """Return in words the algorithms that have a field of this name; "" if there is none."""
     owners = sorted(owner for owner, cls in ALGORITHMS.items() if name in names_of(cls))
     return f"a field of {', '.join(owners)}" if owners else ""
 
 
 def unknown_field(path: str, name: str, known: Iterable[str]) -> ConfigurationError:
-    """Return the error for a field that is not there; where some algorithms have it, they are named."""
+    """Return the error for an unknown field, which names the algorithms that have a field of this name."""
     names = sorted(known)
     if not names:
         return ConfigurationError(f"{path}.{name} cannot be set: this {path} has no fields")
@@ -274,23 +274,23 @@ def unknown_field(path: str, name: str, known: Iterable[str]) -> ConfigurationEr
 
 # ------------------------------------------------------------------------------------------------ functions of Optax
 
-DECAYS = "b1", "b2", "b3", "decay", "momentum"  # arguments of optimizers that are kept parts of an average
+DECAYS = "b1", "b2", "b3", "decay", "momentum"  # the decay rates of averages among optimizers' arguments
 FLOATING = "bfloat16", "float16", "float32", "float64"
 UNNAMED = "default"
-"""The name of an optimizer that is a class's default and was not made by `optimizer`."""
+"""The name of an optimizer that is the default of a class and was not made by the function `optimizer`."""
 
 
 @dataclass(frozen=True)
 class OptaxSchedule:
-    """A schedule of Optax by its name and arguments; two are equal where these are."""
+    """Hold a schedule of Optax by its name and arguments; schedules with equal names and arguments are equal."""
 
     name: str
     arguments: tuple[tuple[str, Any], ...]
 
     def __post_init__(self) -> None:
-        known = [name for name in vars(optax.schedules) if re.fullmatch(r"[a-z]\w*(_schedule|_decay)", name)]
-        if self.name not in known:
-            raise unknown("schedule of Optax", self.name, known)
+        names = [name for name in vars(optax.schedules) if re.fullmatch(r"[a-z]\w*(_schedule|_decay)", name)]
+        if self.name not in names:
+            raise unknown("schedule of Optax", self.name, names)
         arguments = {name: _keyed_by_round(value) for name, value in self.arguments}
         _check_arguments(getattr(optax.schedules, self.name), arguments)
         first = self(0)
@@ -298,7 +298,7 @@ class OptaxSchedule:
         require(fits, "value at round 0", first, "a finite number")
 
     def __hash__(self) -> int:
-        return hash(self.name)  # an argument may be a table
+        return hash(self.name)  # an argument may be a table, which has no hash
 
     def __call__(self, round: Any) -> Any:
         arguments = {name: _keyed_by_round(value) for name, value in self.arguments}
@@ -306,26 +306,25 @@ class OptaxSchedule:
 
     @property
     def table(self) -> dict[str, Any]:
-        """The schedule as a spec has it."""
+        """Return the schedule as a table of a spec."""
         return {"schedule": self.name, **dict(self.arguments)}
 
 
 def _keyed_by_round(value: Any) -> Any:
-    """Turn the keys of a table that are whole numbers, which TOML holds as text, into integers."""
+    """Return a table with integers as keys if all keys are whole numbers, which are texts in TOML."""
     table = isinstance(value, Mapping) and all(str(key).isdecimal() for key in value)
     return {int(key): one for key, one in value.items()} if table else value
 
 
 def _check_arguments(function: Callable[..., Any], given: Fields) -> None:
-    """Refuse unknown arguments of a function of Optax, and values that its annotations do not allow; the learning rate
-    is not to be given."""
-    known = {name: one.annotation for name, one in inspect.signature(function).parameters.items() if name != RATE}
+    """Refuse unknown arguments of a function of Optax, its learning rate, and values that its annotations forbid."""
+    known = {name: each.annotation for name, each in inspect.signature(function).parameters.items() if name != RATE}
     kinds = {"a number": 0.5, "a whole number": 1, "true or false": True, "text": ""}
     wrong: Wrong = []
     for name, value in given.items():
         if name not in known:
             wrong.append(unknown(f"argument of {function.__name__}", name, known))
-        elif isinstance(value, bool) and known[name] is not bool:  # Optax counts it as a number
+        elif isinstance(value, bool) and known[name] is not bool:  # Optax would take a boolean for a number
             wrong.append(ConfigurationError(path=f"{name} of {function.__name__}", got=value, allowed="a number"))
         elif isinstance(value, Mapping) and not all(_fits(float, one) for one in value.values()):
             got = dict(value)
@@ -337,7 +336,7 @@ def _check_arguments(function: Callable[..., Any], given: Fields) -> None:
 
 
 class Optimizer(optax.GradientTransformation):  # type: ignore[misc]
-    """An optimizer of Optax that knows its name and arguments."""
+    """Hold an optimizer of Optax together with the table of its name and arguments."""
 
     table: Fields
 
@@ -348,7 +347,7 @@ class Optimizer(optax.GradientTransformation):  # type: ignore[misc]
 
 @functools.lru_cache(64, typed=True)
 def optimizer(name: str, **arguments: Any) -> Optimizer:
-    """Make an optimizer of Optax of learning rate 1, since a method's own step size multiplies what it gives.
+    """Make an optimizer of Optax with the learning rate 1, since a method multiplies its updates by a step size.
 
     The same name and arguments give the same object.
     """
@@ -356,17 +355,19 @@ def optimizer(name: str, **arguments: Any) -> Optimizer:
         raise unknown("optimizer of Optax", name, ["adagrad", "adam", "amsgrad", "sgd", "yogi"])
     _check_arguments(getattr(optax, name), arguments)
     made = Optimizer(*getattr(optax, name)(**{RATE: 1.0}, **arguments))
-    jax.eval_shape(lambda x: made.update(x, made.init(x), x), np.ones(1))  # the error about a wrong argument
+    jax.eval_shape(lambda x: made.update(x, made.init(x), x), np.ones(1))  # raises if an argument is wrong
     made.table = {"name": name, **arguments}
     return made
 
 
 def _check_values(name: str, given: Iterable[tuple[str, Any]]) -> None:
-    """Refuse values of an optimizer's arguments that Optax would take without a word, or without naming them."""
+    """Refuse values of an optimizer's arguments that Optax would accept, or would refuse without their names."""
     for argument, value in given:
         path = f"{argument} of {name}"
         plain_value = isinstance(value, NUMBERS | str)
-        require(plain_value, path, value, "a number, true, false or a text: an optimizer of a method has no schedules")
+        require(
+            plain_value, path, value, "a number, true, false or a text; an optimizer of a method takes no schedules"
+        )
         if argument.endswith("_dtype"):
             fits = isinstance(value, str) and value in FLOATING
             require(fits, path, value, f"one of {', '.join(FLOATING)}")
@@ -377,14 +378,14 @@ def _check_values(name: str, given: Iterable[tuple[str, Any]]) -> None:
 
 
 def _by_name(make: Callable[..., Any], key: str, table: Fields, path: str) -> Any:
-    """Make what a name and arguments say; errors have the path."""
+    """Call `make` with the name under `key` and the other entries of a table; errors begin with the path."""
     given = tuple((name, _tuples(value)) for name, value in table.items() if name != key)
     require(isinstance(table.get(key), str), f"{path}.{key}", table.get(key), "a name of Optax")
     try:
         return make(table[key], given)
     except ConfigurationError as error:
-        refuse_together(ConfigurationError(f"{path}: {one}") for one in error.wrong)
-    except Exception as error:  # whatever Optax and JAX raise about arguments
+        refuse_together(ConfigurationError(f"{path}: {mistake}") for mistake in error.wrong)
+    except Exception as error:  # Optax and JAX raise many kinds of errors for wrong arguments
         raise ConfigurationError(f"{path}: {error}") from error
 
 
@@ -392,7 +393,7 @@ def _by_name(make: Callable[..., Any], key: str, table: Fields, path: str) -> An
 
 
 def plain(value: Any) -> Any:
-    """Write an object as a table, with every default; other values as TOML and JSON hold them."""
+    """Return an object as a table with all fields, and other values as TOML and JSON contain them."""
     if isinstance(value, Schedule):
         return plain(value.function)
     if isinstance(value, OptaxSchedule | Optimizer):
@@ -405,14 +406,15 @@ def plain(value: Any) -> Any:
         name = {"name": kind} if isinstance(kind := _kind(value), str) else {}
         return name | {name: plain(getattr(value, name)) for name in names_of(value)}
     if isinstance(value, Mapping):
-        return {name: plain(one) for name, one in value.items()}
-    return [plain(one) for one in value] if isinstance(value, tuple | list) else value
+        return {name: plain(entry) for name, entry in value.items()}
+    return [plain(entry) for entry in value] if isinstance(value, tuple | list) else value
 
 
 def merged(first: Fields, *others: Fields) -> dict[str, Any]:
-    """Merge tables; of two entries with the same name the later counts.
+    """Merge tables; for entries of the same name, the later table takes precedence.
 
-    A table without a name changes what is there: a table, the name of a part, or the step size of x, y and v.
+    An entry that is a table without a name changes the earlier entry, which may be a table, the name of a part, or the
+    step size of x, y and v.
     """
     out = dict(first)
     for name, value in (item for other in others for item in other.items()):
@@ -423,19 +425,19 @@ def merged(first: Fields, *others: Fields) -> dict[str, Any]:
 
 
 def _as_table(there: Any, change: Collection[str]) -> Fields:
-    """Return what is there as a table that can be changed, or an empty table where it is replaced."""
+    """Return an earlier entry as a table that `change` can change, or an empty table if `change` replaces it."""
     if isinstance(there, XYV):
         return there._asdict()
     if isinstance(there, str) and there != "none":
         return {"name": there}
-    one = isinstance(there, NUMBERS) or (isinstance(there, Mapping) and "schedule" in there)
-    if one and set(change) <= {"x", "y", "v"}:
+    single = isinstance(there, NUMBERS) or (isinstance(there, Mapping) and "schedule" in there)
+    if single and set(change) <= {"x", "y", "v"}:
         return dict.fromkeys("xyv", there)
     return there if isinstance(there, Mapping) and "schedule" not in there else {}
 
 
 def shared_by(cls: Any, shared: Fields) -> dict[str, Any]:
-    """Return the entries of a table for many methods for which a class has fields, inside its parts too."""
+    """Return those entries of a table for many methods that are fields of a class, or of its parts."""
     out: dict[str, Any] = {}
     for name in names_of(cls):
         if name not in shared:

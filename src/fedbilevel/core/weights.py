@@ -1,22 +1,29 @@
-"""Submodels weight by weight: of all that can be cut a client holds the weights of largest magnitude, the others being
-zero for it (FIARSE: Wu et al., NeurIPS 2024, arXiv:2407.19389, algorithm 1).
+"""Define submodels of single weights: a client holds the weights of largest magnitude, and the others are 0.
 
-A capacity is a share of the weights, where with units, of which both ends of a weight must be held, it is about its
-square in deep networks. The threshold θ is that of all of x together, and of all of y: on a single-level problem the
-whole model's, which is the paper's default (a layer's own is its variant). What a client gets of x is the vector of the
-weights that it holds, with a bit for each weight of the whole, held or not, and θ; it replies with such a vector. Bytes
-count these. Operations are those of the whole model, since zeros make no dense product faster.
+The method is FIARSE (Wu et al., NeurIPS 2024, arXiv:2407.19389, algorithm 1).
 
-On a single-level problem a client's gradient is the paper's threshold-controlled biased one (TCB-GD),
+A capacity is a share of the weights. With units, by contrast, a client holds a weight only if it holds the units at
+both ends, so that its share of the weights of a deep network is about the square of its capacity. There is one
+threshold θ for all of x and one for all of y. On a single-level problem this is the threshold of the whole model, the
+paper's default; a threshold for each layer is its variant. A client gets the vector of its weights of x, a bit for each
+weight of the whole that says whether it is held, and θ; it replies with a vector of the same form. Bytes are counted
+for these. Operations are those of the whole model, since zeros do not make a dense product faster.
 
-    ∇f(w ⊙ m) ⊙ m ⊙ (1 + 2|w|θ/(|w| + θ)²)    with    m = 1 where |w| ≥ θ, w being that of the local step
+On a single-level problem, the gradient of a client is the threshold-controlled biased gradient of the paper (TCB-GD):
 
-so that a weight which falls below θ stays out for the rest of the round. On other problems it is that of the masked
-loss, and m is the round's: the biased gradient has no Hessian, and descent on x needs one.
+    ∇f(w ⊙ m) ⊙ m ⊙ (1 + 2|w|θ/(|w| + θ)²)    with    m = 1 where |w| ≥ θ, else 0
 
-What departs: means are by p_i over those who were sent a weight, where the paper's program counts all alike whose
-weight has moved; arrays that the structure never cuts are whole and a normalisation's are masked, where the paper masks
-all but these; a client of capacity 1 takes plain steps, where the paper's θ is the least magnitude of all.
+Here w are the weights in the local step, so that a weight that falls below θ is left out for the rest of the round. On
+other problems, the gradient is that of the masked loss, and m does not change during a round: the biased gradient has
+no Hessian, which descent on x needs.
+
+There are three differences from the paper:
+
+- Means are weighted by p_i over the clients that were sent a weight. The paper's program gives the same weight to all
+  clients whose weight has moved.
+- Arrays that the structure never cuts are whole, and those of a normalisation are masked. The paper masks all arrays
+  except those of a normalisation.
+- A client of capacity 1 takes plain steps. In the paper its θ is the least magnitude of all weights.
 """
 
 from __future__ import annotations
@@ -36,18 +43,18 @@ from fedbilevel.core.tree import PyTree
 
 @dataclass(frozen=True, eq=False)
 class WeightLayout(UnitLayout):
-    """A layout whose groups are x and y, and whose units are the entries of all arrays there that can be cut.
+    """Hold a layout with the groups x and y, whose units are the entries of all arrays that can be cut.
 
-    Of x a client has {"held": (kept,), "whole": [the arrays that are never cut]}, and so of y.
+    A client's part of x, and of y, is {"held": (kept,), "whole": [the arrays that are never cut]}.
     """
 
-    like: Mapping[str, PyTree]  # "x", "y" -> its shapes and dtypes
-    masked: Mapping[str, tuple[bool, ...]]  # "x", "y" -> of each leaf, whether it can be cut
-    biased: bool  # whether gradients are TCB-GD's
+    like: Mapping[str, PyTree]  # the shapes and dtypes of "x" and of "y"
+    masked: Mapping[str, tuple[bool, ...]]  # for each leaf of "x" and of "y", whether it can be cut
+    biased: bool  # whether gradients are the biased gradients of TCB-GD
 
     @classmethod
     def over(cls, unit_layout: UnitLayout, x: PyTree, y: PyTree, pruned: Pruned, *, biased: bool) -> WeightLayout:
-        """Lay out the weights of all arrays that `unit_layout` can cut, of `pruned` alone: they have no partners."""
+        """Return the layout of the weights of all arrays of `pruned` that `unit_layout` can cut."""
         like = dict(zip("xy", jax.eval_shape(lambda *trees: trees, x, y), strict=True))
         masked = {
             part: tuple(
@@ -104,27 +111,27 @@ class WeightLayout(UnitLayout):
         return jax.tree.map(fill, kinds, tree)
 
     def importance(self, x: PyTree, y: PyTree) -> dict[str, Array]:
-        """Return by part, (weights,), the magnitudes."""
+        """Return the magnitudes of the weights of "x" and of "y", (weights,) each."""
         trees = {"x": x, "y": y}
         return {part: jnp.abs(self._vector(part, trees[part])) for part in self.sizes}
 
     def whole(self, kind: str, part: PyTree, places: Array) -> PyTree:
-        """Put what a client has of x, or of y, at its places in the whole, with zeros elsewhere."""
+        """Return the whole x, or y, with a client's weights at their places and zeros elsewhere."""
         vector = jnp.zeros(self.sizes[kind], part["held"].dtype)
         vector = vector.at[places].set(part["held"], unique_indices=True, indices_are_sorted=True)
         leaves, others, start = [], iter(part["whole"]), 0
         for like, cut in zip(jax.tree.leaves(self.like[kind]), self.masked[kind], strict=True):
-            own = vector[start : start + like.size].reshape(like.shape).astype(like.dtype) if cut else next(others)
-            leaves.append(own)
+            leaf = vector[start : start + like.size].reshape(like.shape).astype(like.dtype) if cut else next(others)
+            leaves.append(leaf)
             start += like.size if cut else 0
         return jax.tree.unflatten(jax.tree.structure(self.like[kind]), leaves)
 
     def _lacks(self, kind: str, units: Units) -> bool:
-        """Whether a client with these units lacks some of a part of that kind."""
+        """Return whether a client with these units lacks weights of a part of this kind."""
         return kind in self.sizes and units[kind].places.shape[0] < self.sizes[kind]
 
     def _vector(self, kind: str, part: PyTree) -> Array:
-        """Join all weights of a part that can be cut."""
+        """Return all weights of a part that can be cut, as one vector."""
         pairs = zip(jax.tree.leaves(part), self.masked[kind], strict=True)
         return jnp.concatenate([jnp.ravel(leaf) for leaf, cut in pairs if cut])
 
@@ -135,15 +142,15 @@ class WeightLayout(UnitLayout):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class PlacedWeights:
-    """A message to a client that holds some weights, with all that it has to know of their places."""
+    """Hold a message to a client that has only some weights, together with the places of these weights."""
 
     content: PyTree
-    bits: Mapping[str, Array]  # "x", "y" -> eight flags to a byte: which weights of the whole it holds
-    least: Mapping[str, Array]  # "x", "y" -> θ, the least magnitude of these as the round begins
+    bits: Mapping[str, Array]  # for "x" and "y": a bit for each weight of the whole, True if the client holds it
+    least: Mapping[str, Array]  # for "x" and "y": θ, the least magnitude of the held weights at the start of the round
     layout: WeightLayout = field(metadata={"static": True})
 
     def on_whole_models(self, problem: Problem) -> Problem:
-        """Make the problem, in what a client has of x and y, whose losses are those of the whole model."""
+        """Return the problem in a client's parts of x and y, whose losses are those of the whole model."""
         layout, sizes = self.layout, self.layout.sizes
 
         def whole(kind: str, part: PyTree) -> PyTree:
@@ -162,7 +169,7 @@ class PlacedWeights:
 
 
 def controlled(weights: Array, least: Array) -> Array:
-    """Return the weights with 0 for those below the threshold, and the slopes of TCB-GD."""
+    """Return the weights, with 0 below the threshold `least`, and with the derivatives of TCB-GD."""
     size = jnp.abs(weights)
     keep, total = size >= least, size + least
     slope = keep * (1 + 2 * size * least / jnp.where(total > 0, total, 1) ** 2)

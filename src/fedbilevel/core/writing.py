@@ -1,4 +1,4 @@
-"""Files that are at any moment whole, old or new, whatever ends the process that writes them."""
+"""Write files atomically: at any moment a file has its old or its new content, even if the process is killed."""
 
 import json
 import os
@@ -11,8 +11,16 @@ from fedbilevel.core.errors import CheckpointError
 
 
 def write_atomically(path: Path, write: Any, keep: Path | None = None) -> None:
-    """Call write(file) on a temporary file beside `path`, flush it to disk, then rename it into place; what was in that
-    place stays as `keep`."""
+    """Write a temporary file by write(file), flush it to disk, and rename it to `path`.
+
+    Args:
+        path: the file.
+        write: a function that writes to an open binary file.
+        keep: the path under which the previous file is kept; None: it is replaced.
+
+    Raises:
+        CheckpointError: the operating system refuses; the previous file is unchanged.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with writing(path):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -39,13 +47,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write a JSON file that people can read, atomically."""
+    """Write a value as an indented JSON file, atomically."""
     write_text(path, json.dumps(content, indent=2) + "\n")
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Turn what the operating system refuses into a CheckpointError that names the path and the reason."""
+    """Turn an OSError of the block into a CheckpointError that names the path and the reason."""
     try:
         yield
     except OSError as error:
@@ -53,7 +61,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def _keep(path: Path, other: Path) -> None:
-    """Have the file `path` at `other` too; where no file can have two names, at `other` alone."""
+    """Link the file `path` to the name `other` as well; if links are not supported, rename it to `other`."""
     temporary = other.with_name(f".{other.name}.{os.getpid()}.tmp")
     try:
         os.link(path, temporary)
@@ -63,4 +71,4 @@ def _keep(path: Path, other: Path) -> None:
     try:
         os.replace(temporary, other)
     finally:
-        temporary.unlink(missing_ok=True)  # it is still there if both were the same file already
+        temporary.unlink(missing_ok=True)  # os.replace leaves it if both names were already the same file
