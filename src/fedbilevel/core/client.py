@@ -39,33 +39,35 @@ from fedbilevel.machinery.threefry import computed_once, uniform_below
 class Clients(Shown):
     """Hold a population of M clients: their samples for both losses, their weights and their amounts of local work.
 
-    Args:
-        outer: the samples of the outer loss, in one of these forms:
+    The samples of a loss can have one of these forms:
 
-            - a list with a pytree of arrays for each client, whose first axes are samples. Clients may have different
-              numbers of samples.
-            - a pytree of arrays with leading axes (client, sample).
-            - a `Ragged`.
-            - a list of data frames or of datasets of Hugging Face, which become dicts of columns; or of datasets of
-              PyTorch, which become the pytree of their items, each read once: items that are pairs give `batch[0]` and
-              `batch[1]`.
-            - the groups of a pandas frame, in their order, or a partitioner of flwr-datasets.
+    - A list with a pytree of arrays for each client, whose first axes are samples. Clients may have different numbers
+      of samples.
+    - A pytree of arrays with leading axes (client, sample).
+    - A `Ragged`.
+    - A list of data frames or of datasets of Hugging Face, which become dicts of columns; or of datasets of PyTorch,
+      which become the pytree of their items, each read once. If the items are pairs, a batch has `batch[0]` and
+      `batch[1]`.
+    - The groups of a pandas frame, in their order, or a partitioner of flwr-datasets.
+
+    The numbers of local steps, and other own numbers of clients, can have one of these forms:
+
+    - A number for all clients.
+    - (M,) numbers for the clients, (T, M) for rounds and clients, or (T, K, M) for rounds, inner rounds and clients.
+    - (low, high), or {"low": …, "high": …}: drawn uniformly for each client and round, both ends included.
+    - A function (round, client, key), or (round, client, key, k) with the inner round k, of JAX's operations.
+
+    Args:
+        outer: the samples of the outer loss.
         inner: the samples of the inner loss, in the same form as `outer`; None: both losses use the same samples
             (minimax problems), or there is only an outer loss (single-level problems).
         weights: (M,) positive numbers p_i, which are scaled to sum to 1; None: 1/M each; "size": proportional to the
             numbers of inner samples.
         outer_sizes: (M,) the true numbers of samples in `outer`, if it has stacked arrays that are padded at the end.
         inner_sizes: (M,) the true numbers of samples in `inner`, if it has stacked arrays that are padded at the end.
-        local_steps: the number of local steps of a client, in one of these forms:
-
-            - None: the algorithm's number.
-            - a number for all clients.
-            - (M,) a number for each client; (T, M) for each round and client; (T, K, M) for each round, inner round
-              and client.
-            - (low, high) or {"low": …, "high": …}: drawn uniformly for each client and round, both ends included.
-            - a function (round, client, key), or (round, client, key, k) with the inner round k, of JAX's operations.
-        own: other numbers of the method that differ between clients, by the path of the method's field, each in one of
-            the forms of `local_steps`: `{"outer_steps": [1, 5], "client_lr.x": (0.01, 0.1)}`.
+        local_steps: the number of local steps of a client; None: the algorithm's number.
+        own: other numbers of the method that differ between clients, by the path of the method's field, such as
+            `{"outer_steps": [1, 5], "client_lr.x": (0.01, 0.1)}`.
         capacity: the share of the model's units that clients can hold, above 0 and at most 1: a number, (M,) numbers
             for the clients, or (T, M) for rounds and clients; None: all units.
 

@@ -88,14 +88,11 @@ def few_shot(
         queries: the number of query images of each character, which are no support images; None: all other images.
         holdout: the share of the training characters that is held out. Above 0, "validation_accuracy" on their tasks
             takes the place of "test_accuracy".
-        objective: "bilevel", or one of four single-level objectives:
-
-            - "joint": (f + g)/2 with x = (backbone, heads/√M). With this factor, the server's mean over M clients moves
-              a head as far as its client alone would.
-            - "protonet": prototypical networks, where x is the backbone (Snell et al. 2017).
-            - "maml": x is the backbone and a head of `way` columns, both adapted to the support images of a task before
-              its query images count (Finn et al. 2017).
-            - "fomaml": "maml" without second derivatives.
+        objective: "bilevel", or a single-level objective. "joint" is (f + g)/2 with x = (backbone, heads/√M); with this
+            factor, the server's mean over M clients moves a head as far as its client alone would. "protonet" is
+            prototypical networks, where x is the backbone (Snell et al. 2017). In "maml", x is the backbone and a head
+            of `way` columns, both adapted to the support images of a task before its query images count (Finn et al.
+            2017); "fomaml" is "maml" without second derivatives.
         ridge: the factor of ‖y_j‖². A larger one makes the inner problem easier, and the columns of a head more like
             the means of classes.
         adaptation_steps, adaptation_lr: the number and the size of the adaptation steps of "maml" and "fomaml".
