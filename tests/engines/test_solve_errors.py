@@ -207,6 +207,6 @@ def test_a_mistake_in_a_method_is_met_once_and_keys_of_jaxs_own_kind_are_found()
 
 def test_a_whole_number_in_a_start_is_warned_of_since_it_stays():
     loss = fb.SingleLevel(lambda x, batch: jnp.sum(x["a"] ** 2) + x["b"] + jnp.mean(batch["t"]))
-    with pytest.warns(fb.errors.InfluenceWarning, match=r"x0\['b'\] = 0 is a whole number, .* write 0\.0 "):
+    with pytest.warns(fb.errors.InfluenceWarning, match=r"x0\['b'\] = 0 is a whole number and stays .* write 0\.0 "):
         result = fb.solve(fb.FedAvg(), loss, fb.Clients(entries()), {"a": np.ones(2), "b": 0}, rounds=1)
     assert result.x["b"] == 0
