@@ -275,7 +275,7 @@ def _steps(program: Jaxpr) -> Iterator[str]:
         yield step.primitive.name
         # The parameter "name" is the name of a user's function.
         yield from description({name: value for name, value in step.params.items() if name != "name"})
-        for variable in (*step.invars, *step.outvars):
-            yield from named(variable)
-    for variable in program.outvars:
-        yield from named(variable)
+        for operand in (*step.invars, *step.outvars):
+            yield from named(operand)
+    for result in program.outvars:
+        yield from named(result)
