@@ -187,3 +187,50 @@ def test_turns_are_taken(tmp_path):
     for thread in threads:
         thread.join()
     assert seen == list(range(100))
+
+
+WITHOUT_FLOCK = HOLD.replace("with lock", "lock.fcntl = None\nwith lock", 1)
+
+
+@pytest.fixture
+def without_flock(monkeypatch, tmp_path):
+    """Another process that holds a lock where there is no flock, as on Windows, and the file; so it is here."""
+    monkeypatch.setattr(lock, "fcntl", None)
+    path = tmp_path / "deep" / ".lock"
+    command = [sys.executable, "-c", WITHOUT_FLOCK, str(path)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "held\n"
+    yield path, process
+    process.kill()
+    process.communicate()
+
+
+def test_without_flock_filelock_lets_nobody_else_in(without_flock):
+    path, process = without_flock
+    with pytest.raises(fb.errors.InUse, match=r"^runs/two is in use by another process; wait for it"):
+        lock.exclusive(path, Path("runs/two")).__enter__()
+    entered = threading.Event()
+
+    def enter():
+        with lock.wait_for_lock(path):
+            entered.set()
+
+    waiting = threading.Thread(target=enter, daemon=True)
+    waiting.start()
+    assert not entered.wait(0.3)
+    process.kill()
+    process.wait()
+    assert entered.wait(60)
+    waiting.join(60)
+    with lock.exclusive(path, Path("runs/two")):
+        pass
+
+
+def test_without_flock_and_filelock_that_is_said_at_the_start(tmp_path, monkeypatch):
+    monkeypatch.setattr(lock, "fcntl", None)
+    monkeypatch.setitem(sys.modules, "filelock", None)
+    words = "cannot be locked .this system has no flock; it needs filelock, which is not installed.*: nothing keeps"
+    with pytest.warns(fb.errors.CheckpointWarning, match=words), lock.exclusive(tmp_path / ".lock", tmp_path):
+        pass
+    with pytest.raises(fb.errors.CheckpointError, match="it needs filelock, which is not installed"):
+        lock.wait_for_lock(tmp_path / "lock").__enter__()

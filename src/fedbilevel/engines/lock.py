@@ -3,6 +3,8 @@
 A child of the process shares what it has locked. One that Python forks (os.fork, multiprocessing) closes it at once, so
 that the lock goes with the parent and the child can neither hold it nor give it up; a child that is started as a
 program never has it. Only a library that forks without Python would leave its child with a part in the lock.
+
+Windows has no flock: the package filelock locks there, and its locks name nobody.
 """
 
 from __future__ import annotations
@@ -13,16 +15,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning, InUse, warn
 from fedbilevel.engines.process_group import ProcessGroup, current_group
+from fedbilevel.wording import missing
 
 try:
     import fcntl
-except ImportError:  # Windows: nothing is locked there
+except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+IN_USE = "{} is in use by {}; wait for it, or choose another place"
 TAKEN: set[TextIO] = set()
 """The open files by which this process holds locks."""
 
@@ -33,20 +37,21 @@ def exclusive(path: Path, what: Path, group: ProcessGroup | None = None) -> Iter
     several processes, process 0 holds it. Folders that are missing are made, and go at the end if nothing has come into
     them.
 
-    The lock is the system's own (flock): that of a process that died holds nobody up.
+    The lock is the system's own: that of a process that died holds nobody up.
 
     Raises:
         InUse: somebody else writes there, and who.
         CheckpointError: the file cannot be made.
     """
     made = [folder for folder in path.parents if not folder.exists()]
-    mine: list[TextIO] = []
+    mine: list[Any] = []
     (group or current_group()).decide(lambda: mine.extend(_taken(path, what)))
     try:
         yield
     finally:
-        for file in [file for file in mine if not file.closed]:  # in a forked child it is
-            path.unlink(missing_ok=True)  # before it is unlocked: who waits then sees that it is gone
+        for file in [file for file in mine if fcntl is None or not file.closed]:  # in a forked child it is
+            if fcntl is not None:
+                path.unlink(missing_ok=True)  # before it is unlocked: who waits then sees that it is gone
             _release(file)
             with suppress(OSError):
                 for folder in made:
@@ -60,15 +65,16 @@ def wait_for_lock(path: Path) -> Iterator[None]:
     Raises:
         CheckpointError: it cannot be locked.
     """
-    mine: list[TextIO] = []
+    mine: list[Any] = []
     try:
         try:
-            if fcntl is None:
-                raise OSError("this system has no flock")
             path.parent.mkdir(parents=True, exist_ok=True)
-            mine.append(open(path, "a+", encoding="utf-8"))  # noqa: SIM115
-            TAKEN.update(mine)
-            fcntl.flock(mine[0], fcntl.LOCK_EX)
+            if fcntl is None:
+                mine.append(_by_filelock(path, -1))
+            else:
+                mine.append(open(path, "a+", encoding="utf-8"))  # noqa: SIM115
+                TAKEN.update(mine)
+                fcntl.flock(mine[0], fcntl.LOCK_EX)
         except OSError as error:
             text = f"{path} cannot be locked ({error.strerror or error}): nothing was changed"
             raise CheckpointError(text) from error
@@ -98,11 +104,29 @@ def require_unheld(path: Path, what: Path) -> None:
 def _in_use(file: TextIO, what: Path) -> InUse:
     file.seek(0)
     holder = file.read().strip() or "another process"
-    return InUse(f"{what} is in use by {holder}; wait for it, or choose another place")
+    return InUse(IN_USE.format(what, holder))
 
 
-def _release(file: TextIO) -> None:
+def _by_filelock(path: Path, seconds: float) -> Any:
+    """Lock a file by the package filelock, and wait for it at most so long; -1: as long as it takes.
+
+    Raises:
+        OSError: the package is missing, or another process holds the file (a TimeoutError).
+    """
+    try:
+        from filelock import FileLock
+    except ImportError:
+        raise OSError(f"this system has no flock; it needs {missing('filelock', 'cli')}") from None
+    taken = FileLock(path)
+    taken.acquire(timeout=seconds)
+    return taken
+
+
+def _release(file: Any) -> None:
     """Unlock and close a file, unless this is a forked child, whoever forked it, which has closed it."""
+    if fcntl is None:
+        file.release()
+        return
     if not file.closed:
         with suppress(OSError):
             fcntl.flock(file, fcntl.LOCK_UN)
@@ -121,10 +145,10 @@ if fcntl is not None:
     os.register_at_fork(after_in_child=_let_go)
 
 
-def _taken(path: Path, what: Path) -> list[TextIO]:
-    """Lock the file, and return it open; none where there are no locks."""
+def _taken(path: Path, what: Path) -> list[Any]:
+    """Lock the file, and return it open; none where there are no locks, which a warning says."""
     if fcntl is None:
-        return []
+        return _taken_by_filelock(path, what)
     while True:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,8 +162,7 @@ def _taken(path: Path, what: Path) -> list[TextIO]:
                 raise _in_use(file, what) from None
         except OSError as error:
             file.close()
-            text = f"{what} cannot be locked ({error.strerror or error}): nothing keeps a second run from writing there"
-            warn(CheckpointWarning(text))
+            warn(_unlocked(what, error))
             return []
         if _is_at(path, file):
             file.truncate(0)
@@ -148,6 +171,22 @@ def _taken(path: Path, what: Path) -> list[TextIO]:
             TAKEN.add(file)
             return [file]
         file.close()  # its holder has removed it between the two
+
+
+def _taken_by_filelock(path: Path, what: Path) -> list[Any]:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return [_by_filelock(path, 0)]
+    except TimeoutError:
+        raise InUse(IN_USE.format(what, "another process")) from None
+    except OSError as error:
+        warn(_unlocked(what, error))
+        return []
+
+
+def _unlocked(what: Path, error: OSError) -> CheckpointWarning:
+    why = error.strerror or error
+    return CheckpointWarning(f"{what} cannot be locked ({why}): nothing keeps a second run from writing there")
 
 
 def _is_at(path: Path, file: TextIO) -> bool:
