@@ -22,6 +22,7 @@ from fedbilevel.core.errors import AbsenceWarning, CheckpointWarning, warn
 from fedbilevel.engines import checkpoint
 from fedbilevel.experiments import configure, federation, load_run, read_spec, run
 from fedbilevel.experiments.federation import write_app
+from fedbilevel.experiments.federation_status import Status
 from fedbilevel.experiments.folder import Folder
 from fedbilevel.flower import versions
 from fedbilevel.flower.launch.in_process import InProcess
@@ -128,20 +129,21 @@ def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp
         with pytest.raises(fb.errors.ExchangeError, match="2 clients are here where 3 of 3 are needed"):
             federation.serve(spec, InProcess(app, 2), config)
         assert [file.name for file in out.iterdir() if not file.name.startswith(".")] == ["exchanges.jsonl"]
-        said, ended = federation.status(Folder(out))
+        status = Status.of(Folder(out))
+        said, ended = status.lines, status.ended
         assert said == ["no exchange is over"]
         assert re.search("2 clients are here where 3 .* the run ended before its first exchange", str(ended))
         assert isinstance(ended, fb.errors.ExchangeError)
     with pytest.warns(CheckpointWarning, match=r"cleared what a run left .* \(exchanges\.jsonl\)"):
         federation.serve(spec, InProcess(app, 3), config)
     assert load_run(out).summary["rounds"] == 1
-    assert federation.status(Folder(out))[1] is None
+    assert Status.of(Folder(out)).ended is None
 
 
 def test_the_status_of_what_is_no_file_is_refused(tmp_path):
     os.mkfifo(tmp_path / "exchanges.jsonl")
     with pytest.raises(fb.errors.ConfigurationError, match=r"exchanges\.jsonl is no regular file; see --connection$"):
-        federation.status(Folder(tmp_path))
+        Status.of(Folder(tmp_path))
 
 
 def test_a_run_that_cannot_begin_writes_nothing_into_the_folder_of_something_else(spec, tmp_path):

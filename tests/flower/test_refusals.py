@@ -9,7 +9,7 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.core.errors import ExchangeError
-from fedbilevel.experiments.federation import status
+from fedbilevel.experiments.federation_status import Status
 from fedbilevel.experiments.folder import Folder
 from fedbilevel.flower import wire
 from fedbilevel.flower.client.site import ClientRuntime
@@ -58,7 +58,8 @@ def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplo
         line = f"client {client} does not count: {text} ({code.who} can mend it: {code.how})"
         assert sum(line in said for said in server) == 1  # though it is so in every exchange
     assert not any("online" in said for said in server)
-    said, ended = status(Folder(tmp_path))
+    status = Status.of(Folder(tmp_path))
+    said, ended = status.lines, status.ended
     assert ended is None
     assert said[1:] == [
         f"client {POOR}, round 2: {why[POOR][0]} (it has never counted)", f"    the site: {floor.how}",
@@ -69,7 +70,7 @@ def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplo
 def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_path):
     """Client 1 has replied since it was refused; client 3 has not, and nobody reads its advice from the file."""
     with pytest.raises(fb.errors.ConfigurationError, match=r"exchanges\.jsonl is missing"):
-        status(Folder(tmp_path))
+        Status.of(Folder(tmp_path))
     late, odd = Refusal(Code.LATE, "no reply").told(), {"code": "new", "why": "x\ny", "how": "send keys"}
     lines = [
         {"round": 0, "exchange": 0, "answered": [0], "refused": {"1": late, "3": late}},
@@ -79,7 +80,7 @@ def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_
     wrong = [{**lines[2], "epsilon": float("nan")}, {**lines[2], "answered": [5], "refused": {"9" * 5000: odd}}]
     cut = '{"round": 2, "exch'
     (tmp_path / "exchanges.jsonl").write_text("\n".join([*map(json.dumps, [*lines, *wrong]), cut]))
-    assert status(Folder(tmp_path))[0] == [
+    assert Status.of(Folder(tmp_path)).lines == [
         "not finished; last: round 1, exchange 0, 2 replied, ε = 1.25 so far",
         "client 3, round 1: x y (it has never counted)", f"    the site: {Code.OTHER.how}",
         f"3 lines of {tmp_path / 'exchanges.jsonl'} cannot be read",

@@ -15,7 +15,7 @@ from fedbilevel.cli import main
 from fedbilevel.core.errors import ConfigurationError, ExchangeError
 from fedbilevel.estimators import StudyModel
 from fedbilevel.experiments import Folder, read_study
-from fedbilevel.experiments.federation import status
+from fedbilevel.experiments.federation_status import Status
 from fedbilevel.experiments.study import client_app, played, serve, site
 from fedbilevel.flower import Flower, InProcess, Terms
 from fedbilevel.flower.wire import QUESTION, RequestMessage, decode
@@ -60,7 +60,7 @@ def test_sites_that_keep_their_tables_have_the_numbers_of_one_machine(kind, file
     assert [line["phase"] for line in lines[:3]] == ["a question", "an agreement", "derivatives"]
     assert all(line["answered"] == [0, 1, 2] for line in lines)
     assert len(lines) < 45
-    assert status(Folder(place))[0][0].startswith("finished; last: round ")
+    assert Status.of(Folder(place)).lines[0].startswith("finished; last: round ")
     said = capsys.readouterr().out
     assert ("predicts the probability of ill = yes" in said) == (kind == "logistic")
     assert f"model {(place / 'model.json').resolve()}" in said
@@ -81,7 +81,8 @@ def test_a_site_that_is_not_there_ends_the_study_with_its_name(files, tmp_path):
     ):
         serve(given, grid, {"out": str(place), "deadline": 2.0, "join": 1.0, "attempts": 2})
     assert not (place / "model.json").exists()
-    said, ended = status(Folder(place))
+    status = Status.of(Folder(place))
+    said, ended = status.lines, status.ended
     assert "client 1, round 0" in " ".join(said)
     assert isinstance(ended, ExchangeError)
     assert str(ended).endswith("Submitted again, the study begins anew")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import errno
+import json
 import os
 import sys
 import traceback
@@ -320,7 +321,10 @@ def _add_flower(add: shared.Add) -> None:
     trust.add_argument("--root-certificates", type=Path, metavar="FILE", help="of the SuperLink's authority")
     trust.add_argument("--insecure", action="store_true", help="the SuperLink has no TLS")
     looked.add_argument("--auth-supernode-private-key", type=Path, metavar="FILE", help="the site's key")
-    asked = inside("status", _status).add_mutually_exclusive_group(required=True)
+    shown = inside("status", _status)
+    shown.add_argument("--json", action="store_true", help="of RUN, for programs")
+    shown.add_argument("--prometheus", type=Path, metavar="FILE", help="of RUN: write metrics there, FILE.prom")
+    asked = shown.add_mutually_exclusive_group(required=True)
     asked.add_argument("folder", nargs="?", type=Path, metavar="RUN", help="the server's run folder")
     asked.add_argument("--connection", metavar="NAME", help="a SuperLink of Flower's config.toml: does it begin runs?")
     new.add_argument("--data", metavar="NAME", help="the task's data set (digits)")
@@ -333,8 +337,8 @@ def _add_flower(add: shared.Add) -> None:
 
 def _help(options: argparse.Namespace) -> int:
     """Run in a real federation, over Flower."""
-    text = "fedbilevel flower needs a command: new, keys, check, status or demo (see fedbilevel flower --help)"
-    raise ConfigurationError(text)
+    commands = "new, keys, check, status or demo"
+    raise ConfigurationError(f"fedbilevel flower needs a command: {commands} (see fedbilevel flower --help)")
 
 
 def _new(options: argparse.Namespace) -> int:
@@ -411,20 +415,27 @@ def _check(options: argparse.Namespace) -> int:
 def _status(options: argparse.Namespace) -> int:
     """Say how far a federated run is, who is absent and why; or whether a SuperLink begins runs.
 
-    The exit code is that of `fedbilevel run`: 5 where a run waits and nothing takes it.
+    The exit code is that of `fedbilevel run`: 5 where a run waits and nothing takes it. With --prometheus it is 0 once
+    the file is written, whole, for the textfile collector of node_exporter.
     """
-    from fedbilevel.experiments.federation import status
+    from fedbilevel.core.writing import write_text
+    from fedbilevel.experiments.federation_status import Status
     from fedbilevel.experiments.folder import Folder
     from fedbilevel.flower.launch.processes import Console, require_begun
     from fedbilevel.flower.launch.supernode import environment
 
     if options.connection is not None:
+        of_run = [f"--{name}" for name in ("json", "prometheus") if getattr(options, name)]
+        require(not of_run, "--connection", f"with {', '.join(of_run)}", "without: these are of a run folder")
         require_begun(Console(environment(os.environ), Path.cwd()), options.connection)
         print(f"{options.connection} has begun all runs that were submitted")
         return shared.OK
-    said, ended = status(Folder(options.folder))
-    shared.say(shared.console(), *said)
-    return shared.OK if ended is None else shared.fail(shared.exit_code(ended) or 1, str(ended))
+    status = Status.of(Folder(options.folder))
+    if options.prometheus is not None:
+        write_text(options.prometheus, status.prometheus(options.folder.resolve().name))
+        return shared.OK
+    shared.say(shared.console(), *([json.dumps(status.table, indent=2)] if options.json else status.lines))
+    return shared.OK if status.ended is None else shared.fail(shared.exit_code(status.ended) or 1, str(status.ended))
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -8,15 +8,13 @@ it allows, and how private it wants to be.
 from __future__ import annotations
 
 import inspect
-import json
 import re
 import secrets
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -27,14 +25,9 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from fedbilevel import __version__
-from fedbilevel.core.card import counted
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import (
-    CheckpointError,
     ConfigurationError,
-    ExchangeError,
-    FedbilevelError,
-    InUse,
     NumericalError,
     require,
     unknown,
@@ -44,16 +37,17 @@ from fedbilevel.core.writing import write_text
 from fedbilevel.data import DataError
 from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
-from fedbilevel.engines.history import Result, Row, is_number
+from fedbilevel.engines.history import Result, Row
 from fedbilevel.engines.recorder import exchanges_of
 from fedbilevel.experiments.experiment import experiment_with
+from fedbilevel.experiments.federation_status import Status, ending
 from fedbilevel.experiments.folder import Folder, LoadedRun, default_path, load_run, require_free
 from fedbilevel.experiments.loader import own_file, task_maker
 from fedbilevel.experiments.runner import algorithm_of, complete, first_metric, task_of
 from fedbilevel.experiments.spec import Component, Spec, configure, fields_of
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.refusal import Code, Refusal
-from fedbilevel.reading import parse_printable, read_bytes
+from fedbilevel.reading import read_bytes
 from fedbilevel.tasks import Task
 from fedbilevel.wording import in_a_line
 
@@ -126,38 +120,6 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
         if grown := load_run(place.path).grown:
             raise NumericalError(f"{grown}: the run has diverged; its result is in {place.path}")
     print(f"run   {place.path.resolve()}", flush=True)
-
-
-ENDS = {kind.__name__: kind for kind in (NumericalError, ExchangeError, CheckpointError, ConfigurationError)}
-
-
-@contextmanager
-def ending(place: Folder) -> Iterator[None]:
-    """Hold this while a run is played: where it ends before its end, the error says what is kept and how to go on, and
-    `exchanges.jsonl` has that as its last line, for `status`. A run that ends before its first exchange leaves that
-    line alone, if its folder is free."""
-    try:
-        yield
-    except (FedbilevelError, OSError) as error:
-        if isinstance(error, InUse) or (not place.begun and place.remains() is None):
-            raise
-        kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), CheckpointError)
-        said = str(error) if isinstance(error, FedbilevelError) else f"{error.filename or place.path}: {error.strerror}"
-        again = "" if kind is NumericalError else f": submit the run again with out='{place.path.resolve()}' to go on"
-        if not place.begun:
-            again = ", and may be submitted again"
-        kept = "its last checkpoint is kept" if place.begun else "the run ended before its first exchange"
-        ended = kind(said if place.finished else f"{said}; {kept}{again}")
-        note_end(place, ended)
-        raise ended from error
-
-
-def note_end(place: Folder, ended: FedbilevelError) -> None:
-    """Write why a run ended as the last line of `exchanges.jsonl`, for `status`."""
-    with suppress(OSError):
-        place.path.mkdir(parents=True, exist_ok=True)
-        with open(place.exchanges, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"ended": str(ended), "kind": type(ended).__name__}) + "\n")
 
 
 def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
@@ -353,67 +315,6 @@ def run_name(place: Folder) -> str:
     return name
 
 
-def is_count(value: Any) -> bool:
-    """Tell whether a value of a file is 0, 1, 2, …"""
-    return type(value) is int and value >= 0
-
-
-LINE: Mapping[str, Callable[[Any], bool]] = {
-    "round": is_count,
-    "exchange": is_count,
-    "answered": lambda value: isinstance(value, list) and all(map(is_count, value)),
-    "refused": lambda value: (
-        isinstance(value, dict)
-        and all(client.isdecimal() and len(client) < 10 and isinstance(why, dict) for client, why in value.items())
-    ),
-    "epsilon": lambda value: is_number(value) and value >= 0,
-    "ended": lambda value: isinstance(value, str),
-    "kind": lambda value: value in list(ENDS),
-}
-"""What a line of `exchanges.jsonl` may hold that `status` reads."""
-
-
-def status(place: Folder) -> tuple[list[str], FedbilevelError | None]:
-    """Say, in lines, how far a run's server has come, and of each client that did not count when it was last asked why;
-    and the error with which the server ended, if it did.
-
-    Raises:
-        ConfigurationError: the folder has no exchanges.
-    """
-    absent: dict[int, tuple[int, Refusal]] = {}  # client -> round, why
-    replied: set[int] = set()
-    last: dict[str, Any] = {}
-    unread = 0  # lines: a kill cuts one
-    ended: FedbilevelError | None = None
-    if not place.exchanges.is_file():
-        what = (
-            "is no regular file;" if place.exchanges.exists() else "is missing: no exchange is over; has the run begun?"
-        )
-        raise ConfigurationError(f"{place.exchanges} {what} see --connection")
-    for text in place.exchanges.read_text(errors="replace").splitlines():
-        try:
-            line = parse_printable(text, LINE)
-            ended = ENDS[line["kind"]](line["ended"]) if "ended" in line else None
-            if "exchange" in line:
-                round, answered, refused = line["round"], line["answered"], line.get("refused", {})
-                whys = {int(client): (round, Refusal.read(why, int(client))) for client, why in refused.items()}
-                last, replied = line, replied | set(answered)
-                absent = {client: why for client, why in absent.items() if client not in answered} | whys
-        except (ValueError, KeyError):
-            unread += 1
-    damage = [f"{counted(unread, 'line')} of {place.exchanges} cannot be read"] if unread else []
-    if not last:
-        return ["no exchange is over", *damage], ended
-    state = "finished" if place.finished or place.model.is_file() else "not finished"
-    spent = f", ε = {last['epsilon']:.4g} so far" if "epsilon" in last else ""
-    where = f"round {last['round']}, exchange {last['exchange']}"
-    said = [f"{state}; last: {where}, {len(last['answered'])} replied{spent}"]
-    for client, (round, why) in sorted(absent.items()):
-        never = "" if client in replied else " (it has never counted)"
-        said += [f"client {client}, round {round}: {why.why}{never}", f"    {why.code.who}: {why.code.how}"]
-    return said + damage, ended
-
-
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
 
 
@@ -541,7 +442,7 @@ def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool) -> L
                 print(line, end="", flush=True)
         except CommandError:
             place = Folder(run)
-            if place.exchanges.is_file() and (ended := status(place)[1]):
+            if place.exchanges.is_file() and (ended := Status.of(place).ended):
                 raise ended from None
             raise
     done = load_run(run)

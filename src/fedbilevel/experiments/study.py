@@ -33,17 +33,16 @@ from fedbilevel.data import DataError
 from fedbilevel.estimators.study import Agreement, SiteTable, Study, StudyModel
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.federation import (
-    ENDS,
     NODE,
     PRIVACY,
     SERVER,
     begin_app,
     fields_of_kinds,
-    note_end,
     reached,
     terms,
     write_parties,
 )
+from fedbilevel.experiments.federation_status import ENDS, note_end
 from fedbilevel.experiments.folder import Folder, default_path
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.refusal import Refusal

@@ -1,0 +1,191 @@
+"""How far a federated run is, and how it ended: written by its server to `exchanges.jsonl`, and read from there as
+lines for people, as JSON, and as metrics of Prometheus."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.core.card import counted
+from fedbilevel.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ExchangeError,
+    FedbilevelError,
+    InUse,
+    NumericalError,
+)
+from fedbilevel.engines.history import is_number
+from fedbilevel.experiments.folder import Folder
+from fedbilevel.flower.refusal import Refusal
+from fedbilevel.reading import parse_printable
+
+ENDS = {kind.__name__: kind for kind in (NumericalError, ExchangeError, CheckpointError, ConfigurationError)}
+
+
+@contextmanager
+def ending(place: Folder) -> Iterator[None]:
+    """Hold this while a run is played: where it ends before its end, the error says what is kept and how to go on, and
+    `exchanges.jsonl` has that as its last line, for `status`. A run that ends before its first exchange leaves that
+    line alone, if its folder is free."""
+    try:
+        yield
+    except (FedbilevelError, OSError) as error:
+        if isinstance(error, InUse) or (not place.begun and place.remains() is None):
+            raise
+        kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), CheckpointError)
+        said = str(error) if isinstance(error, FedbilevelError) else f"{error.filename or place.path}: {error.strerror}"
+        again = "" if kind is NumericalError else f": submit the run again with out='{place.path.resolve()}' to go on"
+        if not place.begun:
+            again = ", and may be submitted again"
+        kept = "its last checkpoint is kept" if place.begun else "the run ended before its first exchange"
+        ended = kind(said if place.finished else f"{said}; {kept}{again}")
+        note_end(place, ended)
+        raise ended from error
+
+
+def note_end(place: Folder, ended: FedbilevelError) -> None:
+    """Write why a run ended as the last line of `exchanges.jsonl`, for `status`."""
+    with suppress(OSError):
+        place.path.mkdir(parents=True, exist_ok=True)
+        with open(place.exchanges, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"ended": str(ended), "kind": type(ended).__name__}) + "\n")
+
+
+def is_count(value: Any) -> bool:
+    """Tell whether a value of a file is 0, 1, 2, …"""
+    return type(value) is int and value >= 0
+
+
+LINE: Mapping[str, Callable[[Any], bool]] = {
+    "round": is_count,
+    "exchange": is_count,
+    "answered": lambda value: isinstance(value, list) and all(map(is_count, value)),
+    "refused": lambda value: (
+        isinstance(value, dict)
+        and all(client.isdecimal() and len(client) < 10 and isinstance(why, dict) for client, why in value.items())
+    ),
+    "epsilon": lambda value: is_number(value) and value >= 0,
+    "bytes_down": is_count,
+    "bytes_up": is_count,
+    "seconds": lambda value: is_number(value) and value >= 0,
+    "ended": lambda value: isinstance(value, str),
+    "kind": lambda value: value in list(ENDS),
+}
+"""What a line of `exchanges.jsonl` may hold that `status` reads."""
+
+
+@dataclass
+class Status:
+    """How far a run is.
+
+    Args:
+        path: of its `exchanges.jsonl`.
+        finished: whether its result, or the model of a study, is there.
+        exchanges: attempts at exchanges so far.
+        last: the line of the last of them.
+        replied: clients of which a reply has counted.
+        absent: client -> round, and why it did not count when it was last asked.
+        totals: bytes down and up, and seconds, of all exchanges.
+        unread: lines that cannot be read: a kill cuts one.
+        modified: when the last line was written, in seconds since 1970.
+        ended: the error with which the server ended, if it did.
+    """
+
+    path: Path
+    finished: bool
+    modified: float
+    exchanges: int = 0
+    last: dict[str, Any] = field(default_factory=dict)
+    replied: set[int] = field(default_factory=set)
+    absent: dict[int, tuple[int, Refusal]] = field(default_factory=dict)
+    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("bytes_down", "bytes_up", "seconds"), 0))
+    unread: int = 0
+    ended: FedbilevelError | None = None
+
+    @classmethod
+    def of(cls, place: Folder) -> Status:
+        """Read the status of the run in a folder.
+
+        Raises:
+            ConfigurationError: the folder has no exchanges.
+        """
+        if not place.exchanges.is_file():
+            there = place.exchanges.exists()
+            what = "is no regular file;" if there else "is missing: no exchange is over; has the run begun?"
+            raise ConfigurationError(f"{place.exchanges} {what} see --connection")
+        finished = place.finished or place.model.is_file()
+        found = cls(place.exchanges, finished, place.exchanges.stat().st_mtime)
+        for text in place.exchanges.read_text(errors="replace").splitlines():
+            try:
+                found.read(parse_printable(text, LINE))
+            except (ValueError, KeyError):
+                found.unread += 1
+        return found
+
+    def read(self, line: dict[str, Any]) -> None:
+        """Take a line into account; a KeyError where it lacks something."""
+        ended = ENDS[line["kind"]](line["ended"]) if "ended" in line else None
+        if "exchange" in line:
+            round, answered, refused = line["round"], line["answered"], line.get("refused", {})
+            whys = {int(client): (round, Refusal.read(why, int(client))) for client, why in refused.items()}
+            self.absent = {client: why for client, why in self.absent.items() if client not in answered} | whys
+            self.last, self.replied, self.exchanges = line, self.replied | set(answered), self.exchanges + 1
+            self.totals = {name: total + line.get(name, 0) for name, total in self.totals.items()}
+        self.ended = ended
+
+    @property
+    def lines(self) -> list[str]:
+        """The status for people."""
+        damage = [f"{counted(self.unread, 'line')} of {self.path} cannot be read"] if self.unread else []
+        if not (last := self.last):
+            return ["no exchange is over", *damage]
+        state = "finished" if self.finished else "not finished"
+        spent = f", ε = {last['epsilon']:.4g} so far" if "epsilon" in last else ""
+        where = f"round {last['round']}, exchange {last['exchange']}"
+        said = [f"{state}; last: {where}, {len(last['answered'])} replied{spent}"]
+        for client, (round, why) in sorted(self.absent.items()):
+            never = "" if client in self.replied else " (it has never counted)"
+            said += [f"client {client}, round {round}: {why.why}{never}", f"    {why.code.who}: {why.code.how}"]
+        return said + damage
+
+    @property
+    def table(self) -> dict[str, Any]:
+        """The status for programs, as JSON holds it."""
+        last = {name: self.last.get(name) for name in ("round", "exchange", "phase", "epsilon")}
+        absent = [
+            {"client": client, "round": round, "ever_counted": client in self.replied, **why.told()}
+            for client, (round, why) in sorted(self.absent.items())
+        ]
+        ended = None if self.ended is None else {"kind": type(self.ended).__name__, "why": str(self.ended)}
+        replied = sorted(self.last.get("answered", []))
+        said = {"finished": self.finished, "exchanges": self.exchanges, **last, "replied": replied, "absent": absent}
+        return {**said, **self.totals, "unread_lines": self.unread, "modified": self.modified, "ended": ended}
+
+    def prometheus(self, run: str) -> str:
+        """The status as Prometheus reads it, for the textfile collector of node_exporter; `run` names the run."""
+        label = "{run=" + json.dumps(run, ensure_ascii=False) + "}"
+        last, ended = self.last, self.ended is not None
+        values = {
+            "finished": (self.finished, "1 once the run has its result"),
+            "failed": (ended, "1 where the server ended with an error"),
+            "exchanges_total": (self.exchanges, "Attempts at exchanges so far"),
+            "round": (last.get("round", 0), "The round of the last exchange"),
+            "clients_replied": (len(last.get("answered", [])), "Clients whose replies counted in the last exchange"),
+            "clients_absent": (len(self.absent), "Clients that did not count when they were last asked"),
+            "bytes_down_total": (self.totals["bytes_down"], "Bytes sent to clients"),
+            "bytes_up_total": (self.totals["bytes_up"], "Bytes of the replies that counted"),
+            "exchange_seconds_total": (self.totals["seconds"], "Seconds that exchanges took"),
+            "epsilon": (last.get("epsilon", 0), "The most that a client says to have spent of its privacy"),
+            "last_exchange_timestamp_seconds": (self.modified, "When the last line was written"),
+        }
+        lines = []
+        for name, (value, meant) in values.items():
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# HELP fedbilevel_{name} {meant}.", f"# TYPE fedbilevel_{name} {kind}"]
+            lines += [f"fedbilevel_{name}{label} {float(value):.17g}"]
+        return "\n".join(lines) + "\n"

@@ -1,0 +1,76 @@
+"""The status of a federated run for programs: JSON, and metrics as Prometheus reads them."""
+
+import json
+import re
+
+import pytest
+
+from fedbilevel.cli import main
+
+pytest.importorskip("flwr")
+LATE = {"code": "late", "why": "no reply", "who": "", "how": ""}
+LINES = [
+    {"round": 0, "exchange": 0, "phase": "y", "answered": [0], "refused": {"1": LATE, "3": LATE}, "bytes_down": 40,
+     "bytes_up": 24, "seconds": 0.25},
+    {"round": 0, "undone": "why", "without": [0]},
+    {"round": 1, "exchange": 2, "phase": "x", "answered": [0, 1], "refused": {"3": LATE}, "epsilon": 1.25,
+     "bytes_down": 80, "bytes_up": 48, "seconds": 0.5},
+]  # fmt: skip
+ENDED = {"ended": "too few", "kind": "ExchangeError"}
+METRIC = re.compile(r'fedbilevel_([a-z_]+)\{run="((?:[^"\\\n]|\\["\\n])*)"\} (\S+)')
+
+
+@pytest.fixture
+def run(tmp_path):
+    folder = tmp_path / 'a "run" of\\ours'
+    folder.mkdir()
+    (folder / "exchanges.jsonl").write_text("\n".join([*map(json.dumps, LINES), '{"round": 2, "exch']))
+    return folder
+
+
+def test_the_status_as_json(run, capsys):
+    assert main(["flower", "status", str(run), "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    modified = table.pop("modified")
+    assert modified == pytest.approx((run / "exchanges.jsonl").stat().st_mtime)
+    (absent,) = table.pop("absent")
+    assert (absent["client"], absent["round"], absent["ever_counted"], absent["code"]) == (3, 1, False, "late")
+    assert absent["how"].startswith("see whether its SuperNode runs")  # ours, and not the file's
+    assert table == {
+        "finished": False, "exchanges": 2, "round": 1, "exchange": 2, "phase": "x", "epsilon": 1.25, "replied": [0, 1],
+        "bytes_down": 120, "bytes_up": 72, "seconds": 0.75, "unread_lines": 1, "ended": None,
+    }  # fmt: skip
+    with (run / "exchanges.jsonl").open("a") as file:
+        file.write("\n" + json.dumps(ENDED))
+    assert main(["flower", "status", str(run), "--json"]) == 5
+    assert json.loads(capsys.readouterr().out)["ended"] == {"kind": "ExchangeError", "why": "too few"}
+
+
+def test_metrics_for_prometheus_are_written_whole(run, tmp_path, capsys):
+    """In its text format: a HELP and a TYPE before each sample, \\ and " escaped in labels, a last end of line."""
+    (run / "model.json").write_text("{}")
+    file = tmp_path / "metrics" / "run.prom"
+    assert main(["flower", "status", str(run), "--prometheus", str(file)]) == 0
+    assert capsys.readouterr().out == ""
+    assert [one.name for one in file.parent.iterdir()] == ["run.prom"]
+    text = file.read_text()
+    assert text.endswith("\n")
+    lines, found = text.splitlines(), {}
+    assert len(lines) % 3 == 0
+    for meaning, kind, sample in zip(lines[::3], lines[1::3], lines[2::3], strict=True):
+        name, label, value = METRIC.fullmatch(sample).groups()
+        assert json.loads(f'"{label}"') == run.name
+        assert meaning.startswith(f"# HELP fedbilevel_{name} ")
+        assert kind == f"# TYPE fedbilevel_{name} {'counter' if name.endswith('_total') else 'gauge'}"
+        found[name] = float(value)
+    modified = found.pop("last_exchange_timestamp_seconds")
+    assert modified == (run / "exchanges.jsonl").stat().st_mtime
+    assert found == {
+        "finished": 1, "failed": 0, "exchanges_total": 2, "round": 1, "clients_replied": 2, "clients_absent": 1,
+        "bytes_down_total": 120, "bytes_up_total": 72, "exchange_seconds_total": 0.75, "epsilon": 1.25,
+    }  # fmt: skip
+
+
+def test_what_is_of_a_run_is_not_of_a_connection(capsys):
+    assert main(["flower", "status", "--connection", "there", "--json"]) == 2
+    assert "--connection = 'with --json' is not allowed" in capsys.readouterr().err
