@@ -94,7 +94,7 @@ OTHERS = {
     "diagnose quadratic --set clinets=3": "did you mean 'clients'",
     "diagnose quadratic --cohort 3 --set run.cohort=5": "and by --cohort",
     "diagnose quadratic --set clients=0": "clients = 0 is not allowed",
-    "flower": "new, keys, check, status or demo",
+    "flower": "new, keys, check, approve, audit, status or demo",
 }
 CASES = OTHERS | {
     f"{command} {arguments}": words

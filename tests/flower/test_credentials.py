@@ -85,6 +85,22 @@ def test_the_server_is_believed_under_its_names_only_and_by_its_authority_only(t
             handshake(made, trust, name)
 
 
+def test_a_certificate_that_has_expired_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(credentials, "DAYS", -1)
+    made = credentials.make(tmp_path, clients=0)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(made.certificate, made.key)
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor() as pool:
+
+        def serve():
+            with contextlib.suppress(ssl.SSLError, OSError), listening.accept()[0] as taken:
+                context.wrap_socket(taken, server_side=True).close()
+
+        pool.submit(serve)
+        said = why(f"127.0.0.1:{listening.getsockname()[1]}", made.ca)
+    assert said.startswith("the SuperLink's certificate does not hold: certificate has expired")
+
+
 @pytest.mark.parametrize("wrong", [{"clients": -1}, {"clients": 1, "names": []}])
 def test_wrong_arguments_are_named(tmp_path, wrong):
     with pytest.raises(ConfigurationError, match=str(next(reversed(wrong)))):

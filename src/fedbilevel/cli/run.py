@@ -321,6 +321,14 @@ def _add_flower(add: shared.Add) -> None:
     trust.add_argument("--root-certificates", type=Path, metavar="FILE", help="of the SuperLink's authority")
     trust.add_argument("--insecure", action="store_true", help="the SuperLink has no TLS")
     looked.add_argument("--auth-supernode-private-key", type=Path, metavar="FILE", help="the site's key")
+    checked = inside("audit", _audit)
+    checked.add_argument("folder", type=Path, metavar="FOLDER", help="the site's state-folder")
+    checked.add_argument("--holds", default="", metavar="HASH", help="see whether the line of this hash is still there")
+    approved = inside("approve", _approve)
+    approved.add_argument("folder", type=Path, metavar="FOLDER", help="the site's state-folder")
+    approved.add_argument("hash", metavar="HASH", help="as `flower check` and the site's refusal show it")
+    approved.add_argument("--by", required=True, metavar="NAME", help="the person who has read it")
+    approved.add_argument("--withdraw", action="store_true", help="take an approval back: from now on it is refused")
     shown = inside("status", _status)
     shown.add_argument("--json", action="store_true", help="of RUN, for programs")
     shown.add_argument("--prometheus", type=Path, metavar="FILE", help="of RUN: write metrics there, FILE.prom")
@@ -337,7 +345,7 @@ def _add_flower(add: shared.Add) -> None:
 
 def _help(options: argparse.Namespace) -> int:
     """Run in a real federation, over Flower."""
-    commands = "new, keys, check, status or demo"
+    commands = "new, keys, check, approve, audit, status or demo"
     raise ConfigurationError(f"fedbilevel flower needs a command: {commands} (see fedbilevel flower --help)")
 
 
@@ -409,6 +417,55 @@ def _check(options: argparse.Namespace) -> int:
         lines = check(read_spec(found[0]), options.node_config, *given)
     for name, said in lines:
         shared.say(terminal, f"{name:10} {said}")
+    return shared.OK
+
+
+def _approve(options: argparse.Namespace) -> int:
+    """Approve what a site is asked, by its hash, so that the site takes part.
+
+    Only a site with approve="ask" in its node configuration waits for this. What was asked and refused is in the
+    folder, as asked-HASH.txt. The audit has who approved what, and when.
+    """
+    from fedbilevel.flower.versions import require_flower
+
+    require_flower()
+    from fedbilevel.flower.client.approval import Approvals
+
+    approvals = Approvals(options.folder)
+    approvals.change(options.hash, options.by, approve=not options.withdraw)
+    text = approvals.text_of(options.hash)
+    where = f": {text}" if text.exists() else ", which was not asked so far"
+    said = "no longer approved" if options.withdraw else "approved"
+    shared.say(shared.console(), f"{said}: {options.hash}{where}")
+    return shared.OK
+
+
+def _audit(options: argparse.Namespace) -> int:
+    """Follow the chain of a site's audit, and say the first line that is broken.
+
+    A line that a kill has cut is said, and is no fault of the chain. Lines that were taken off the end are noticed
+    with --holds and a hash that was written down earlier.
+    """
+    from fedbilevel.flower.versions import require_flower
+
+    require_flower()
+    from fedbilevel.flower.client.audit import Audit
+    from fedbilevel.flower.client.store import requests_in
+
+    audit = Audit(options.folder)
+    report = audit.verify(options.holds)
+    if report.broken:
+        raise ConfigurationError(f"{audit.path}: {report.broken}")
+    require(not options.holds or report.found, "--holds", options.holds, f"the hash of a line of {audit.path}")
+    said = [f"{report.count} lines, each of which follows the one before, from {report.first} to {report.latest}"]
+    said += [f"line {number} was cut: its process was killed" for number in report.cut]
+    for client, counted in requests_in(options.folder).items():
+        if counted > (last := report.requests.get(client, 0)):
+            why = "lines are missing at the end, or its process was killed before it wrote them"
+            said.append(
+                f"client {client}: {counted} requests were counted, and the last line is of request {last}: {why}"
+            )
+    shared.say(shared.console(), *said, f"last hash {report.last}")
     return shared.OK
 
 

@@ -69,6 +69,7 @@ NODE = {
     "settable": str,
     "tell-metrics": bool,
     "same-data": bool,
+    "approve": str,
     **PRIVACY,
     **LIMITS,
 }
@@ -127,6 +128,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     from fedbilevel.flower import Site
 
     of_app, spec = spec, configured(spec, run_config)
+    subject = spec.to_toml()
     known = fields_of(spec.task.name, spec.algorithm.name)["task"]
     for name in node_config:
         if name not in NODE and name not in known:
@@ -161,8 +163,21 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         metrics_per_client=task.metrics_per_client,
         tells_metrics=node.get("tell_metrics", False),
         same_data=node.get("same_data", False),
+        subject=subject,
+        approve=rule_of(node),
         folder=Path(node["state_folder"]).expanduser() if "state_folder" in node else None,
     )
+
+
+def rule_of(node: Mapping[str, Any]) -> str:
+    """Return whether a person of the site is asked before it takes part in a run, "ask", or not, "all"."""
+    from fedbilevel.flower.client.approval import RULES
+
+    rule = node.get("approve", "all")
+    require(rule in RULES, "node configuration: approve", rule, " or ".join(RULES))
+    known = rule == "all" or bool(node.get("state_folder"))
+    require(known, "node configuration: state-folder", "none", "a folder, with approve = 'ask'")
+    return str(rule)
 
 
 def check_settable(of_app: Spec, spec: Spec, own: Collection[str], settable: str) -> None:

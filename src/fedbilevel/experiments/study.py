@@ -39,6 +39,7 @@ from fedbilevel.experiments.federation import (
     begin_app,
     fields_of_kinds,
     reached,
+    rule_of,
     terms,
     write_parties,
 )
@@ -152,7 +153,8 @@ def site(study: Study, run_config: Mapping[str, Any], node_config: Mapping[str, 
 
     table, client = table_of(study, node_config), int(node_config["partition-id"])
     node = fields_of_kinds(NODE, node_config)
-    own: dict[str, Any] = {"id": client, "limits": Limits.of(node_config)}
+    own: dict[str, Any] = {"id": client, "limits": Limits.of(node_config), "approve": rule_of(node)}
+    own |= {"subject": study.text}  # of both contracts of a run: a person approves the study once
     if not agreed:
         return Site(
             **own,

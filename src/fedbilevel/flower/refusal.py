@@ -27,6 +27,12 @@ class Code(Enum):
     LIMIT = "limit", EITHER, "raise the limit in its node configuration, or ask for less"
     SETTABLE = "settable", EITHER, "name the field in settable in its node configuration, or leave it out of settings"
     BUDGET = "budget", SITE, "raise budget in its node configuration, if it may; the others go on without it"
+    APPROVAL = (
+        "approval",
+        SITE,
+        "read what is asked there, and approve it: fedbilevel flower approve FOLDER HASH --by NAME",
+    )
+    AUDIT = "audit", SITE, "make room on the disk of its state-folder; its log says more"
     SETTINGS = "settings", SITE, "correct its node configuration or its data; its log says which"
     FAILED = "failed", SITE, "its log says more"
     HIDDEN = "hidden", SITE, "its log says more; under privacy nothing of it leaves the site"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -22,9 +24,10 @@ from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.algorithms.parts.composed import composed
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, Samples
-from fedbilevel.core.errors import ConfigurationError, FedbilevelError, FloorError, require
+from fedbilevel.core.errors import CheckpointError, ConfigurationError, FedbilevelError, FloorError, require
+from fedbilevel.core.fed import decoded
 from fedbilevel.core.own import Given, OwnNumbers, check_own
-from fedbilevel.core.privacy import BudgetSpentError, NoiseError, Privacy, check_noise
+from fedbilevel.core.privacy import BudgetSpentError, NoiseError, Privacy, check_noise, norm_of, vector_of
 from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
@@ -35,12 +38,14 @@ from fedbilevel.engines.machine import keep_on_disk_if_possible
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower import wire
+from fedbilevel.flower.client.approval import RULES, command
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.phases import SitePhases, in_precision_of_here
 from fedbilevel.flower.client.store import ContextStore, FolderStore, Store, Versions
 from fedbilevel.flower.privacy import PrivacyGuard
 from fedbilevel.flower.refusal import OPERATOR, Code, Refusal
 from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage, ResponseMessage
+from fedbilevel.wording import printable
 
 T = TypeVar("T")
 log = logging.getLogger("fedbilevel.client")
@@ -72,6 +77,10 @@ class Site:
         answer: (question) -> answer, texts: what it tells a server before a run begins, exact. Not with `privacy`.
         same_data: whether it refuses to take part where its samples are not those that it had before, by the hash in
             `folder`; else its log warns of that.
+        subject: what a person at the site approves, as text, such as a spec; the audit has its hash. Empty: the
+            contract.
+        approve: "ask": it takes part only if a person has approved the hash of `subject` in the state folder (see
+            docs/how-to/operations.md); "all": in every run.
     """
 
     id: int
@@ -90,6 +99,8 @@ class Site:
     folder: Path | None = None
     answer: Callable[[str], str] | None = None
     same_data: bool = False
+    subject: str = ""
+    approve: str = "all"
 
     def __post_init__(self) -> None:
         check_algorithm(self.algorithm)
@@ -101,6 +112,7 @@ class Site:
             require(type(number) in (int, float), path_of(name), number, "a plain number")
         own = {name: Given(np.asarray(number)) for name, number in self.own.items()}
         check_own(self.algorithm, own, path_of=path_of)
+        require(self.approve in RULES, "Site.approve", self.approve, "'ask' or 'all'")
         require(self.id >= 0, "Site.id", self.id, "0 or more")
         share = self.capacity is None or 0 < self.capacity <= 1
         require(share, "Site.capacity", self.capacity, "None, or above 0 and at most 1")
@@ -122,10 +134,11 @@ class ClientRuntime:
     Args:
         site: the client.
         serving: whether it takes part from now on, so that its samples are those that its folder knows.
+        app: the hash of the app, for the audit.
     """
 
-    def __init__(self, site: Site, serving: bool = True) -> None:
-        self.site = site
+    def __init__(self, site: Site, serving: bool = True, app: str = "") -> None:
+        self.site, self.app = site, app
         (self.x, x_fixed), (self.y, y_fixed) = split(site.x0), split(site.y0)
         self.problem = site.problem.with_fixed(x_fixed, y_fixed)
         outer = Ragged.listed("outer", [site.outer])
@@ -154,10 +167,22 @@ class ClientRuntime:
             self.guard = PrivacyGuard(site.privacy, site.folder, site.id)
         samples = self.outer, self.inner
         self.phases = SitePhases(site.id, site.algorithm, self.problem, samples, site.own, site.limits, self.guard)
-        log.info("client %d: %s", site.id, "; ".join(f"{name} {said}" for name, said in self.described().items()))
         with suppress(Refusal):  # what is outside of the limits is not even traced; each message hears it
             self.check_limits()
             _ = self.contract
+        log.info("client %d: %s", site.id, "; ".join(f"{name} {said}" for name, said in self.described().items()))
+
+    def check_approval(self, request: RequestMessage, store: Store) -> None:
+        """Refuse to take part, and say nothing else, where a person has to approve before and nobody has."""
+        if self.site.approve == "all":
+            return
+        if not self.site.subject:
+            self.check_limits()  # without them there is no contract
+        try:
+            store.require_approval(self.subject)
+        except Refusal:
+            self.count(request.run, request.round if request.phase else -1, store)
+            raise
 
     def check_limits(self) -> None:
         """Refuse to take part where the method, or the number of samples, is outside the site's limits and floors."""
@@ -184,7 +209,23 @@ class ClientRuntime:
             "folder": str(self.site.folder or "none: what it keeps is forgotten when its SuperNode restarts"),
             "privacy": hidden,
             "floors": f"{limits.min_local_samples} samples, batches of {limits.min_batch_size}",
+            "approval": self.approval(),
         }
+
+    def approval(self) -> str:
+        """Say what a person has to approve, or who has."""
+        name, folder = wire.digest(self.subject) if self.subject else "", self.site.folder
+        if self.site.approve == "all":
+            return f"every run is replied to (approve = 'all'); this one is {name or 'not drawn up'}"
+        if self.store is None or not name:
+            return "of each run"
+        said = self.store.approvals.read().get(name)
+        return f"{name}, which {said}" if said else f"needed: {command(str(folder), name)}"
+
+    @property
+    def subject(self) -> str:
+        """What a person at the site approves, as text: "" where the contract was not drawn up."""
+        return self.site.subject or (self.general.text if "general" in vars(self) else "")
 
     @cached_property
     def general(self) -> Contract:
@@ -207,15 +248,16 @@ class ClientRuntime:
         Args:
             memory: the store of the client's state if the site has no folder.
         """
-        began = time.perf_counter()
+        began, norm = time.perf_counter(), None
         asked = f"phase {request.phase[:40]!r}" if request.phase else "greeting"
         what = f"run {request.run[:8]!r} round {request.round} exchange {request.exchange} {asked}"
         blank = ResponseMessage(run=request.run, round=request.round, exchange=request.exchange, client=self.site.id)
+        store = self.store or memory
         try:
             if not wire.is_run(request.run):
                 raise Refusal(Code.MALFORMED, f"{request.run[:80]!r} is not the name of a run")
+            self.check_approval(request, store)
             self.check_limits()
-            store = self.store or memory
             if not request.phase:  # a greeting
                 self.count(request.run, -1, store)
                 if request.contract != (mine := self.general.text):
@@ -226,11 +268,14 @@ class ClientRuntime:
             elif request.phase in (wire.QUESTION, wire.AGREEMENT):
                 response = self.answered(request, store, blank)
             else:
-                response = self.reply(request, store, blank)
+                response, norm = self.reply(request, store, blank)
+            audit(store, response, request, self.app, self.subject, norm)
             spent = f", ε = {response.epsilon:.4g} so far" if response.epsilon else ""
             log.info("%s: sent %d bytes in %.3f s%s", what, len(response.payload), time.perf_counter() - began, spent)
         except Exception as error:  # noqa: BLE001  said and sent
             response = blank.refusing(refusal_of(error, what))
+            with suppress(Refusal):  # it is in the log, and no reply leaves
+                audit(store, response, request, self.app, self.subject)
         return response
 
     def tell(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
@@ -262,8 +307,11 @@ class ClientRuntime:
         log.info("client %d tells: %s", self.site.id, said)
         return replace(blank, payload=said.encode())
 
-    def reply(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
-        """Check a request for a phase, run the phase, save the client's state."""
+    def reply(
+        self, request: RequestMessage, store: Store, blank: ResponseMessage
+    ) -> tuple[ResponseMessage, float | None]:
+        """Check a request for a phase, run the phase, save the client's state; return also the norm of the update,
+        for the audit."""
         call = self.call(request)
         message = self.message(call, request)
         self.count(request.run, request.round, store)
@@ -286,7 +334,8 @@ class ClientRuntime:
         if reply.state is not None and not request.fresh:  # last: what is refused must leave no trace
             now = jax.tree.map(np.asarray, reply.state)
             store.save(request.run, kept.then((request.round, request.exchange), now))
-        return response
+        norm = None if store.audit is None else float(norm_of(vector_of(decoded(reply.update))))
+        return response, norm
 
     def count(self, run: str, round: int, store: Store) -> None:
         """Count a request; the count is kept before anything is computed."""
@@ -351,6 +400,54 @@ def refusal_of(error: Exception, what: str) -> Refusal:
     return refusal
 
 
+def audit(
+    store: Store, response: ResponseMessage, request: RequestMessage, app: str, subject: str, norm: float | None = None
+) -> None:
+    """Note in the audit what leaves the site, before it does. Words of the server are cut.
+
+    Args:
+        app: the hash of the app.
+        subject: see `ClientRuntime.subject`.
+        norm: of the update that is sent, as the server adds it up.
+
+    Raises:
+        Refusal: the audit cannot be written.
+    """
+    what: dict[str, Any] = {"run": printable(request.run, 64), "app": app, "subject": subject and wire.digest(subject)}
+    what |= {"contract": printable(request.contract, 32) if request.phase else wire.digest(request.contract)}
+    what |= {"round": request.round, "exchange": request.exchange}
+    what |= {"phase": printable(request.phase, 80) or "greeting"}
+    if response.refused:
+        what |= {"code": response.code, "why": response.refused}
+    else:
+        what |= {"bytes": len(response.metrics if request.phase == wire.METRICS else response.payload)}
+    if norm is not None:
+        what |= {"norm": norm}
+    if response.epsilon:
+        what |= {"epsilon": response.epsilon, "delta": response.delta}
+    try:
+        store.note("refused" if response.refused else "sent", **what)
+    except CheckpointError as error:
+        log.error("%s", error)
+        text = "this client's audit cannot be written, and nothing leaves it without a line there"
+        raise Refusal(Code.AUDIT, text) from error
+
+
+def hash_of_app() -> str:
+    """Return the hash of the app whose code calls this: of the names and contents of its package's files, or of the
+    file alone where it is in no package."""
+    frame = sys._getframe()
+    while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in ("fedbilevel", "functools"):
+        frame = frame.f_back
+    file, package = Path(frame.f_globals.get("__file__", "")), frame.f_globals.get("__package__") or ""
+    if not file.is_file():
+        return ""
+    top = file.parents[package.count(".")] if package else file
+    files = sorted(path for end in ("py", "toml") for path in top.rglob(f"*.{end}")) if package else [file]
+    lines = (f"{path.relative_to(top.parent)} {hashlib.sha256(path.read_bytes()).hexdigest()}\n" for path in files)
+    return wire.digest("".join(lines))
+
+
 def _samples(rows: Ragged, floor: int = 1) -> Samples:
     """Put all of a client's samples on its device; draws of fewer than `floor` are refused."""
     size, values = int(rows.size[0]), jax.tree.map(jnp.asarray, rows.values)
@@ -397,7 +494,7 @@ def client_app(make: Callable[..., Site], *, agrees: bool = False) -> ClientApp:
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         keep_on_disk_if_possible()  # Flower's stock SuperNode starts a new process for every message
-    app = ClientApp()
+    app, app_hash = ClientApp(), hash_of_app()
     runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> its latest runtime, and what it was made for
     makings: dict[int, TimeLimit] = {}  # node -> the limit on making it, where that has failed
 
@@ -412,15 +509,16 @@ def client_app(make: Callable[..., Site], *, agrees: bool = False) -> ClientApp:
             making = TimeLimit(limits.max_seconds, "making this client", limits.max_memory)
             making = makings.setdefault(context.node_id, making)
             with counted_if_it_fails(request, store_of(context), limits):
-                runtime = making.run(in_precision_of_here(lambda: ClientRuntime(make(*made))))
+                runtime = making.run(in_precision_of_here(lambda: ClientRuntime(make(*made), app=app_hash)))
             del makings[context.node_id]
             runtimes[context.node_id] = wanted, runtime
         return runtime
 
     @app.query(wire.ACTION)
     def respond(message: Message, context: Context) -> Message:
+        request = RequestMessage(run="", contract="")
         try:
-            request: RequestMessage = wire.decode(RequestMessage, message)
+            request = wire.decode(RequestMessage, message)
             with jax.enable_x64(True) if agrees else nullcontext():
                 response = runtime_of(request, context).respond(request, store_of(context))
             said = wire.encode(response)
@@ -428,7 +526,10 @@ def client_app(make: Callable[..., Site], *, agrees: bool = False) -> ClientApp:
             number = context.node_config.get("partition-id")
             client = number if type(number) is int else -1
             blank = ResponseMessage(run="", round=0, exchange=0, client=client)
-            said = wire.encode(blank.refusing(refusal_of(error, "no reply")))
+            response = blank.refusing(refusal_of(error, "no reply"))
+            with suppress(Refusal, CheckpointError):
+                audit(store_of(context), response, request, app_hash, "")
+            said = wire.encode(response)
         return Message(said, reply_to=message)
 
     return app

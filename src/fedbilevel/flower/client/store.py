@@ -4,12 +4,13 @@ Flower's memory of the client."""
 from __future__ import annotations
 
 import json
+import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 from flwr.app import Array, ArrayRecord, ConfigRecord, RecordDict
 
@@ -17,6 +18,8 @@ from fedbilevel.core.errors import CheckpointError
 from fedbilevel.core.tree import PyTree
 from fedbilevel.core.writing import write_text
 from fedbilevel.engines import checkpoint, lock
+from fedbilevel.flower.client.approval import Approvals
+from fedbilevel.flower.client.audit import Audit
 from fedbilevel.flower.client.limits import RequestCounts
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.wire import RAW, from_bytes, layout, to_bytes
@@ -72,6 +75,7 @@ class FolderStore:
         self.count = folder / f"client-{client}-requests.json"
         self.lock = folder / f".client-{client}-requests.lock"
         self.agreed = folder / f"client-{client}-agreement.json"
+        self.audit, self.approvals = Audit(folder), Approvals(folder)
 
     def path(self, run: str) -> Path:
         return self.folder / f"client-{self.client}-run-{run}.npz"
@@ -141,12 +145,27 @@ class FolderStore:
     def save_request_counts(self, request_counts: RequestCounts) -> None:
         write_text(self.count, json.dumps(asdict(request_counts)))
 
+    def note(self, event: str, **entries: Any) -> None:
+        """Append a line to the audit; a CheckpointError where it cannot be written."""
+        self.audit.append(event, client=self.client, request=self.request_counts().total, **entries)
+
+    def require_approval(self, text: str) -> None:
+        """Refuse what nobody at the site has approved."""
+        self.approvals.require(text)
+
+
+def requests_in(folder: Path) -> dict[int, int]:
+    """Read how many requests each client has counted that keeps its state in a folder."""
+    found = sorted(re.findall(r"^client-(\d{1,9})-requests\.json$", file.name) for file in folder.iterdir())
+    return {int(one): FolderStore(folder, int(one)).request_counts().total for (one,) in filter(None, found)}
+
 
 class ContextStore:
     """Flower's own per-run memory of a client (`Context.state`); it is lost when the SuperNode restarts."""
 
     FIELDS, TREE, COUNT = "fedbilevel.tag", "fedbilevel.state", "fedbilevel.requests"
     AGREED = "fedbilevel.agreement"
+    audit: ClassVar[None] = None  # it is in folders alone
 
     def __init__(self, records: RecordDict) -> None:
         self.records = records
@@ -188,6 +207,12 @@ class ContextStore:
     def save_request_counts(self, request_counts: RequestCounts) -> None:
         self.records[self.COUNT] = ConfigRecord(asdict(request_counts))
 
+    def note(self, event: str, **entries: Any) -> None:
+        """Keep nothing: there is no audit without a folder."""
+
+    def require_approval(self, text: str) -> None:
+        raise Refusal(Code.APPROVAL, "nobody at this site can approve: there is no state-folder")
+
 
 Store = FolderStore | ContextStore
-"""Keeps `Versions` for each run, and the count of requests."""
+"""Keeps `Versions` for each run, and the count of requests; a folder also has an audit."""

@@ -1,0 +1,167 @@
+"""The audit of a site: what it was asked, what left it, what it refused, and who approved, a line for each.
+
+`audit.jsonl` in the site's state folder only grows. A line has names, counts, norms and ε, and no value of the data.
+Its entry `before` is the SHA-256 of the line before it, so that a line cannot be changed, taken out or put in
+unnoticed. Lines that are taken off the end are noticed by whoever has written down a later hash.
+
+A line is on the disk before a reply leaves: where it cannot be written, nothing leaves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.writing import writing
+from fedbilevel.engines import lock
+from fedbilevel.reading import parse_json, require_regular
+from fedbilevel.wording import of_others
+
+LONGEST = 2**15  # bytes of a line; a refusal has 1,000 characters at most
+CUT = "cut"  # the event that notes a line without an end, of a process that was killed
+
+
+def hash_of(line: bytes) -> str:
+    """Return the hash by which the next line names this one."""
+    return hashlib.sha256(line).hexdigest()
+
+
+@dataclass
+class AuditReport:
+    """What an audit holds, and whether its lines follow each other.
+
+    Args:
+        count: whole lines.
+        cut: the numbers of lines that a kill cut.
+        broken: the first place where the chain breaks, in words; "" where it is whole.
+        last: the hash of the last line, by which it can be found again.
+        first, latest: the times of the first and the last line.
+        requests: client -> the number of the request that its last line has.
+        found: whether the line that was looked for is there.
+    """
+
+    count: int = 0
+    cut: list[int] = field(default_factory=list)
+    broken: str = ""
+    last: str = ""
+    first: str = ""
+    latest: str = ""
+    requests: dict[int, int] = field(default_factory=dict)
+    found: bool = False
+
+
+class Audit:
+    """The audit in a folder, which all clients of this folder share; one process writes at a time."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.lock = folder / "audit.jsonl", folder / ".audit.lock"
+
+    def append(self, event: str, **entries: Any) -> None:
+        """Append a line, and return once it is on the disk.
+
+        Raises:
+            CheckpointError: it cannot be written; the audit is as it was.
+        """
+        with lock.wait_for_lock(self.lock), writing(self.path):
+            if self.path.exists():
+                require_regular(self.path)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_APPEND | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o600)
+            try:
+                self._append(descriptor, {"time": now(), "event": event, **entries})
+            finally:
+                os.close(descriptor)
+
+    def _append(self, descriptor: int, line: dict[str, Any]) -> None:
+        """Write a line; before it, where a kill has cut the last line, its end and a line that says so."""
+        size = os.lseek(descriptor, 0, os.SEEK_END)
+        os.lseek(descriptor, max(0, size - 2 * LONGEST), os.SEEK_SET)
+        text = os.read(descriptor, 2 * LONGEST)
+        whole = not text or text.endswith(b"\n")
+        *earlier, last = text.removesuffix(b"\n").split(b"\n")
+        if len(last) > LONGEST or (not earlier and size > len(text)):
+            raise OSError(0, "it has a line that is longer than any of ours")
+        before, content = hash_of(last) if text else "", b""
+        if not whole:
+            note = _bytes({"time": line["time"], "event": CUT, "bytes": len(last)}, before)
+            before, content = hash_of(note), b"\n" + note + b"\n"
+        content += _bytes(line, before) + b"\n"
+        try:
+            written = os.write(descriptor, content)
+            if written < len(content):
+                raise OSError(0, f"{written} of {len(content)} bytes were written: is the disk full?")
+            os.fsync(descriptor)
+        except OSError:
+            with suppress(OSError):
+                os.ftruncate(descriptor, size)
+            raise
+
+    def verify(self, wanted: str = "") -> AuditReport:
+        """Follow the chain from the first line to the last, or to where it breaks.
+
+        Args:
+            wanted: a hash that was written down earlier; `AuditReport.found` says whether a line has it.
+
+        Raises:
+            ConfigurationError: there is no audit.
+        """
+        if not self.path.is_file():
+            raise ConfigurationError(f"{self.path} is missing: this is no state folder of a site that has replied")
+        report, number, ended = AuditReport(), 0, True
+        with open(self.path, "rb") as file:
+            while raw := file.readline(LONGEST + 1):
+                number, line, ended = number + 1, raw.removesuffix(b"\n"), raw.endswith(b"\n")
+                entries = _entries(line)
+                noted = entries is not None and entries.get("event") == CUT
+                if report.cut[-1:] == [number - 1] and not noted:
+                    report.broken = f"line {number - 1} is no line of an audit"
+                elif entries is not None and entries.get("before") != report.last:
+                    report.broken = _gap(number)
+                elif len(line) > LONGEST:
+                    report.broken = f"line {number} is no line of an audit"
+                if report.broken:
+                    return report
+                if entries is None or not ended:  # cut by a kill, if the next line says so or there is none
+                    report.cut.append(number)
+                if entries is not None:
+                    report.count += 1
+                    report.first, report.latest = report.first or str(entries.get("time")), str(entries.get("time"))
+                    if isinstance(request := entries.get("request"), int):
+                        report.requests[entries.get("client", -1)] = request
+                report.last = hash_of(line)
+                report.found |= report.last == wanted
+        if ended and report.cut[-1:] == [number]:
+            report.broken = f"line {number} is no line of an audit"
+        return report
+
+
+def _gap(number: int) -> str:
+    if number == 1:
+        return "line 1 follows another line, which is missing"
+    between = "one of them was changed, or lines between them were taken out or put in"
+    return f"line {number - 1} is not the line that line {number} follows: {between}"
+
+
+def _entries(line: bytes) -> dict[str, Any] | None:
+    """Read a line; None where it is no object of JSON, as a line that was cut."""
+    try:
+        found = of_others(parse_json(line))
+    except ValueError:  # also of bytes that are no text
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _bytes(line: dict[str, Any], before: str) -> bytes:
+    """Write a line, which tells as `before` which line it follows."""
+    return json.dumps({**line, "before": before}).encode()
+
+
+def now() -> str:
+    """Return the time, in UTC, as lines have it."""
+    return datetime.now(UTC).isoformat(timespec="milliseconds")

@@ -1,0 +1,197 @@
+"""A site with approve="ask" takes part in what a person there has approved, and in nothing else."""
+
+import json
+import re
+
+import federations
+import pytest
+from federations import memory
+from test_site import greeted, request
+from test_study_federation import Nodes, alone, files  # noqa: F401  a fixture
+
+import fedbilevel as fb
+from fedbilevel.cli import main
+from fedbilevel.core.errors import ConfigurationError, ExchangeError
+from fedbilevel.estimators import Study
+from fedbilevel.experiments import configure, read_spec
+from fedbilevel.experiments.federation import client_app as app_of_spec
+from fedbilevel.experiments.federation import serve, site
+from fedbilevel.experiments.study import client_app as app_of_study
+from fedbilevel.flower.client.approval import Approvals
+from fedbilevel.flower.client.audit import Audit
+from fedbilevel.flower.client.limits import Limits
+from fedbilevel.flower.client.site import ClientRuntime
+from fedbilevel.flower.refusal import Refusal
+from fedbilevel.flower.wire import digest
+from site_tables import study
+
+STEPS = federations.Steps()
+TEXT = "min over x of f, as agreed with north on Monday"
+HASH = digest(TEXT)
+
+
+def runtime(folder, **more):
+    return ClientRuntime(federations.site(STEPS, 0, folder=folder, approve="ask", **more))
+
+
+def approve(folder, *words):
+    return main(["flower", "approve", str(folder), *words])
+
+
+def events(folder):
+    return [json.loads(line)["event"] for line in (folder / "audit.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("subject", ["", TEXT])
+def test_what_is_not_approved_gets_no_reply(subject, tmp_path, capsys):
+    """Nor a greeting, nor metrics; the refusal has the hash and the command, and no path of the site's."""
+    client = runtime(tmp_path, subject=subject)
+    name = digest(subject or client.general.text)
+    for ask in (
+        lambda: greeted(client, client.contract.text),
+        lambda: client.respond(request(client), memory()),
+        lambda: client.respond(request(client, phase="per-client metrics"), memory()),
+    ):
+        response = ask()
+        assert (response.code, response.payload, response.contract, response.metrics) == ("approval", b"", "", "{}")
+        assert f"{name}: fedbilevel flower approve FOLDER {name} --by NAME" in response.refused
+        assert str(tmp_path) not in response.refused
+    assert json.loads((tmp_path / "client-0-requests.json").read_text())["total"] == 3  # it cannot be asked for ever
+    assert (tmp_path / f"asked-{name}.txt").read_text() == (subject or client.general.text)
+    assert approve(tmp_path, name, "--by", "Dr. Ada") == 0
+    assert f"asked-{name}.txt" in capsys.readouterr().out
+    assert client.respond(request(client), memory()).refused == ""
+    assert approve(tmp_path, name, "--by", "Dr. Ada", "--withdraw") == 0
+    assert client.respond(request(client), memory()).code == "approval"
+    assert events(tmp_path) == ["refused"] * 3 + ["approved", "sent", "withdrawn", "refused"]
+    assert Audit(tmp_path).verify().broken == ""
+    line = json.loads((tmp_path / "audit.jsonl").read_text().splitlines()[3])
+    assert (line["subject"], line["by"]) == (name, "Dr. Ada")
+
+
+def test_all_is_the_default_and_asks_nobody(tmp_path):
+    assert ClientRuntime(federations.site(STEPS, 0)).respond(request(runtime(tmp_path)), memory()).refused == ""
+
+
+def test_without_a_folder_nothing_is_approved(tmp_path):
+    client = ClientRuntime(federations.site(STEPS, 0, approve="ask", subject=TEXT))
+    assert "there is no state-folder" in greeted(client, client.contract.text).refused
+    with pytest.raises(ConfigurationError, match=r"Site\.approve = 'some' .* 'ask' or 'all'"):
+        federations.site(STEPS, 0, approve="some")
+
+
+def test_floors_are_not_told_before_approval(tmp_path):
+    """What a site says of its number of samples is an answer, too."""
+    limits = Limits(min_local_samples=7)
+    assert greeted(runtime(tmp_path, subject=TEXT, limits=limits), "").code == "approval"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["12", "--by", "Ada"], r"HASH = '12' .* 32 hexadecimal digits"),
+        (["g" * 32, "--by", "Ada"], "HASH = 'g"),
+        ([HASH, "--by", ""], "--by = '' .* a name"),
+        ([HASH, "--by", "Ada\n", "--withdraw"], "--by = .* a name"),
+        ([HASH, "--by", "Ada", "--withdraw"], f"HASH = '{HASH}' .* the hash of what was approved"),
+    ],
+)
+def test_a_wrong_approval_is_named(words, said, tmp_path, capsys):
+    assert approve(tmp_path, *words) == 2
+    assert re.search(said, " ".join(capsys.readouterr().err.split()))
+    assert not (tmp_path / "approvals.json").exists()
+    assert not (tmp_path / "audit.jsonl").exists()
+
+
+def test_a_folder_that_is_not_there_is_no_new_one(tmp_path, capsys):
+    assert approve(tmp_path / "stat", HASH, "--by", "Ada") == 2
+    assert "a folder" in capsys.readouterr().err
+    assert not (tmp_path / "stat").exists()
+
+
+def test_damaged_approvals_approve_nothing(tmp_path):
+    client = runtime(tmp_path, subject=TEXT)
+    for text in ("", "[]", "{", f'{{"{HASH}": 3}}'):
+        (tmp_path / "approvals.json").write_text(text)
+        assert client.respond(request(client), memory()).refused
+    Approvals(tmp_path).path.unlink()
+    Approvals(tmp_path).change(HASH, "Ada", approve=True)
+    assert client.respond(request(client), memory()).refused == ""
+
+
+def test_a_server_does_not_fill_the_folder_with_what_it_asks(tmp_path):
+    for number in range(30):
+        with pytest.raises(Refusal):
+            Approvals(tmp_path).require(f"{TEXT} {number}")
+    assert len(list(tmp_path.glob("asked-*.txt"))) == 20
+
+
+# Specs
+
+APP = configure(task="quadratic", algorithm="simfbo", settings=["task.clients=2", "run.rounds=2"])
+
+
+def nodes_of(app, folders):
+    free = {"min-batch-size": 1, "min-local-samples": 1, "approve": "ask"}
+    return Nodes(app, [free | {"state-folder": str(folder)} for folder in folders])
+
+
+def test_a_spec_is_approved_with_the_settings_of_the_run(tmp_path, capsys, monkeypatch):
+    """A person approves what the app says; another number of rounds, which a server may set, has another hash."""
+    monkeypatch.chdir(tmp_path)
+    folders = [tmp_path / "0", tmp_path / "1"]
+    (tmp_path / "spec.toml").write_text(APP.to_toml())
+    spec = read_spec(tmp_path / "spec.toml")
+    config = "min-batch-size=1 min-local-samples=1 partition-id=0 approve='ask'"
+    for folder in folders:
+        folder.mkdir()
+        check = ["flower", "check", "spec.toml", "--node-config", f"{config} state-folder='{folder}'"]
+        assert main(check) == 0
+        said = " ".join(capsys.readouterr().out.split())
+        (name,) = re.findall(f"fedbilevel flower approve {folder} ([0-9a-f]{{32}}) --by NAME", said)
+        assert approve(folder, name, "--by", "Ada") == 0
+        assert main(check) == 0
+        assert re.search(f"approval +{name}, which Ada approved at 20", capsys.readouterr().out)
+    terms = {"deadline": 1.0, "attempts": 1, "join": 0.2}
+    serve(spec, nodes_of(app_of_spec(spec), folders), {"out": "done", **terms})
+    assert events(folders[0])[-1] == "sent"
+    more, nodes = {"settings": "run.rounds=3"}, nodes_of(app_of_spec(spec), folders)
+    for context in nodes.contexts.values():
+        context.run_config.update(more)  # as Flower does
+    with pytest.raises(ExchangeError, match=r"nobody at this site has approved [0-9a-f]{32}"):
+        serve(spec, nodes, {"out": "more", **more, **terms})
+    (asked,) = folders[0].glob("asked-*.txt")
+    assert "rounds = 3" in asked.read_text()
+
+
+def test_approval_needs_a_folder():
+    with pytest.raises(ConfigurationError, match=r"state-folder = 'none' .* a folder, with approve = 'ask'"):
+        site(APP, {}, {"partition-id": 0, "approve": "ask"})
+
+
+# Studies
+
+
+def test_a_study_is_approved_once_for_both_of_its_contracts(files, tmp_path):  # noqa: F811
+    given = study("ridge")
+    every = {"state-folder": str(tmp_path / "state"), "approve": "ask"}
+    with pytest.raises(ExchangeError, match=f"nobody at this site has approved {digest(given.text)}"):
+        alone(given, Nodes(app_of_study(given), files, every), attempts=1, join=0.2, deadline=1.0)
+    text = (tmp_path / "state" / f"asked-{digest(given.text)}.txt").read_text()
+    assert Study.read(text) == given
+    assert events(tmp_path / "state") == ["refused"] * 3
+    assert approve(tmp_path / "state", digest(given.text), "--by", "Ada") == 0
+    model = alone(given, Nodes(app_of_study(given), files, every), name="a0" * 8)
+    assert model.estimator.coef_.size
+    lines = [json.loads(line) for line in (tmp_path / "state" / "audit.jsonl").read_text().splitlines()]
+    phases = {line["phase"]: line["subject"] for line in lines if line["event"] == "sent"}
+    assert phases == dict.fromkeys(["greeting", "a question", "an agreement", "derivatives"], digest(given.text))
+    assert len({line["contract"] for line in lines if line["event"] == "sent"}) == 2
+
+
+def test_the_refusal_of_what_is_not_approved_names_who_can_mend_it(tmp_path):
+    client = runtime(tmp_path, subject=TEXT)
+    refusal = client.respond(request(client), memory())
+    with pytest.raises(fb.errors.FedbilevelError) as caught:
+        refusal.check()
+    assert "the site can mend it: read what is asked there, and approve it" in caught.value.line

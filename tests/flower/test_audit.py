@@ -1,0 +1,281 @@
+"""The audit of a site: what a line has, that it holds no value of the data, and what becomes of it when a process is
+killed, a disk is full, or somebody changes it."""
+
+import errno
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import federations
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from federations import memory
+from test_site import greeted, request
+
+import fedbilevel as fb
+from fedbilevel.cli import main
+from fedbilevel.core.errors import CheckpointError, ConfigurationError
+from fedbilevel.core.privacy import Privacy
+from fedbilevel.flower.client import site as sites
+from fedbilevel.flower.client.audit import Audit
+from fedbilevel.flower.client.site import ClientRuntime, client_app
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.wire import METRICS, digest
+
+STEPS = federations.Steps()
+
+
+def runtime(folder, **more):
+    return ClientRuntime(federations.site(STEPS, 0, folder=folder, **more))
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+
+
+def test_a_line_says_what_left(tmp_path):
+    """The gradient of the batch at x = y = 1, computed by hand, is what is sent: its Euclidean norm, and 8 bytes for
+    each of its 3 numbers."""
+    site = runtime(tmp_path)
+    greeted(site, site.contract.text)
+    assert site.respond(request(site), memory()).refused == ""
+    assert site.respond(request(site, phase="gradient"), memory()).code == "contract"
+    greeting, sent, refused = lines(tmp_path)
+    key = jax.random.fold_in(jax.random.key(5), 0)
+    batch = sites._samples(sites.Ragged.listed("inner", [federations.TASK.clients.inner.row(0)])).batch(key, 4)
+    gradient = jax.grad(federations.TASK.problem.inner, 1)(jnp.ones(2), jnp.ones(3), batch)
+    assert sent["norm"] == pytest.approx(float(np.linalg.norm(gradient)), rel=1e-12)
+    common = {
+        "client": 0,
+        "run": federations.NAME,
+        "app": "",
+        "subject": digest(site.subject),
+        "contract": site.contract.digest,
+    }
+    assert {name: value for name, value in sent.items() if name not in ("time", "norm", "before")} == {
+        "event": "sent", "request": 2, **common, "round": 2, "exchange": 1, "phase": "y_gradient", "bytes": 24,
+    }  # fmt: skip
+    assert (greeting["event"], greeting["phase"], greeting["bytes"]) == ("sent", "greeting", 0)
+    assert (refused["event"], refused["phase"], refused["code"]) == ("refused", "gradient", "contract")
+    assert refused["why"].startswith("unknown phase 'gradient'")
+    assert "norm" not in refused
+    assert greeting["before"] == ""
+    raw = (tmp_path / "audit.jsonl").read_bytes().split(b"\n")
+    assert [sent["before"], refused["before"]] == [hashlib.sha256(line).hexdigest() for line in raw[:2]]
+
+
+def test_a_line_has_the_privacy_that_was_spent(tmp_path):
+    """0.242 is the ε of one reply at z = 30 and δ = 1e-5 that docs/explanation/privacy.md prints; two cost more."""
+    terms = Privacy(clip=1.0, noise_multiplier=30.0, delta=1e-5)
+    site = runtime(tmp_path, privacy=terms)
+    for _ in range(2):
+        site.respond(request(site), memory())
+    first, second = lines(tmp_path)
+    assert first["epsilon"] == pytest.approx(0.242, abs=5e-4)
+    assert second["epsilon"] == terms.epsilon_after(2) > first["epsilon"]
+    assert first["delta"] == 1e-5
+
+
+def test_no_value_of_the_data_is_in_the_audit(tmp_path):
+    """Whatever is a sample, a sum of samples, or an update, in any of the ways that a number is written."""
+    app = federations.app(STEPS, folder=tmp_path, tells_metrics=True, metrics_per_client={"loss": fb_loss})
+    federations.solve(STEPS, InProcess(app, clients=6), metrics_per_client={"loss": fb_loss})
+    text, entries = (tmp_path / "audit.jsonl").read_text(), lines(tmp_path)
+    assert {line["phase"] for line in entries} == {"greeting", "y_gradient", "x_gradient", METRICS}
+    known = {"time", "event", "client", "request", "run", "app", "subject", "contract", "round", "exchange", "phase",
+             "bytes", "norm", "before"}  # fmt: skip
+    assert {name for line in entries for name in line} == known
+    values = np.concatenate([np.ravel(leaf) for leaf in jax.tree.leaves(federations.TASK.clients.inner.values)])
+    assert values.size > 50
+    assert not [value for value in values if f"{value:.4g}" in text and abs(value) > 1e-3 and value % 1]
+
+
+def fb_loss(x, y, batch):
+    return federations.TASK.problem.outer(x, y, batch)
+
+
+HOSTILE = "x" * 10**6 + "\x1b[2J\n"
+
+
+def test_words_of_a_server_are_cut_and_command_no_terminal(tmp_path):
+    site = runtime(tmp_path)
+    for changes in ({"phase": HOSTILE}, {"run": HOSTILE}, {"contract": HOSTILE}):
+        assert site.respond(request(site, **changes), memory()).refused
+    assert (tmp_path / "audit.jsonl").stat().st_size < 10_000
+    assert "\x1b" not in (tmp_path / "audit.jsonl").read_text()
+    assert Audit(tmp_path).verify().count == 3
+
+
+def test_a_site_that_cannot_be_made_has_a_line(tmp_path):
+    """Its node configuration names the folder; the refusal's text, as it leaves, is all that the line has."""
+
+    def make(run, node):
+        raise ValueError("a value of 37.25 in row 3")
+
+    grid = InProcess(client_app(make), clients=1)
+    for context in grid.contexts.values():
+        context.node_config["state-folder"] = str(tmp_path)
+    with pytest.raises(fb.errors.ExchangeError):
+        federations.solve(STEPS, grid, terms=fb_terms())
+    (line, *_) = lines(tmp_path)
+    assert (line["event"], line["code"], line["why"]) == ("refused", "failed", "ValueError; the client's log says more")
+    assert line["app"] == hashlib.sha256(f"test_audit.py {hashed(__file__)}\n".encode()).hexdigest()[:32]
+
+
+def hashed(file):
+    return hashlib.sha256(Path(file).read_bytes()).hexdigest()
+
+
+def fb_terms():
+    from fedbilevel.flower.server.terms import Terms
+
+    return Terms(attempts=1, join=0.1, deadline=1.0)
+
+
+# A disk that is full
+
+
+def test_nothing_leaves_without_a_line(tmp_path, monkeypatch):
+    """The half line that a full disk took is taken back, so that the chain is whole when there is room again."""
+    site, write = runtime(tmp_path), os.write
+    site.respond(request(site), memory())
+    before = (tmp_path / "audit.jsonl").read_bytes()
+
+    def full(descriptor, content):
+        if b"norm" in content:
+            write(descriptor, content[:30])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        response = site.respond(request(site), memory())
+    assert (response.payload, response.code) == (b"", "audit")
+    assert response.refused == "this client's audit cannot be written, and nothing leaves it without a line there"
+    after = (tmp_path / "audit.jsonl").read_bytes()
+    assert after.startswith(before)
+    assert lines(tmp_path)[-1]["code"] == "audit"  # there was room for that
+    assert site.respond(request(site), memory()).refused == ""
+    assert Audit(tmp_path).verify().count == 3
+
+
+def test_a_folder_that_cannot_be_written_refuses(tmp_path):
+    """A folder stands in the audit's place, as root may write anywhere."""
+    site = runtime(tmp_path)
+    (tmp_path / "audit.jsonl").mkdir()
+    assert site.respond(request(site), memory()).code == "audit"
+
+
+# A process that is killed
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from fedbilevel.flower.client.audit import Audit
+
+write = os.write
+def half(descriptor, content):
+    write(descriptor, content[: len(content) // 2])
+    os.kill(os.getpid(), signal.SIGKILL)
+
+audit = Audit(Path(sys.argv[1]))
+audit.append("sent", number=1)
+os.write = half
+audit.append("sent", number=2)
+"""
+
+
+def test_a_line_that_a_kill_cut_is_kept_and_said(tmp_path):
+    ended = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], check=False)
+    assert ended.returncode == -signal.SIGKILL
+    audit, file = Audit(tmp_path), tmp_path / "audit.jsonl"
+    cut = file.read_bytes()
+    assert not cut.endswith(b"\n")
+    report = audit.verify()
+    assert (report.count, report.cut, report.broken) == (1, [2], "")
+    audit.append("sent", number=3)
+    assert file.read_bytes().startswith(cut + b"\n")
+    raw = file.read_bytes().splitlines()
+    note, last = json.loads(raw[2]), json.loads(raw[3])
+    assert (note["event"], note["bytes"]) == ("cut", len(raw[1]))
+    assert note["before"] == hashlib.sha256(raw[1]).hexdigest()
+    assert last["before"] == hashlib.sha256(raw[2]).hexdigest()
+    report = audit.verify()
+    assert (report.count, report.cut, report.broken) == (3, [2], "")
+    file.write_bytes(b"\n".join([raw[0], raw[1][:-1], *raw[2:], b""]))  # a cut line is in the chain like any other
+    assert audit.verify().broken.startswith("line 2 ")
+
+
+# Somebody who changes it
+
+
+@pytest.fixture
+def audit(tmp_path):
+    audit = Audit(tmp_path)
+    for number in range(5):
+        audit.append("sent", number=number)
+    return audit
+
+
+CHANGES = {
+    "a number": (lambda raw: [*raw[:2], raw[2].replace(b'"number": 2', b'"number": 9'), *raw[3:]], "line 3 "),
+    "a line taken out": (lambda raw: [*raw[:2], *raw[3:]], "line 2 "),
+    "the first taken out": (lambda raw: raw[1:], "line 1 "),
+    "two exchanged": (lambda raw: [raw[0], raw[2], raw[1], *raw[3:]], "line 1 "),
+    "a line put in": (lambda raw: [*raw[:2], b'{"event": "sent", "before": ""}', *raw[2:]], "line 2 "),
+    "no JSON": (lambda raw: [*raw[:2], b"{", *raw[2:]], "line 3 "),
+    "an empty line": (lambda raw: [*raw[:2], b"", *raw[2:]], "line 3 "),
+    "a number for JSON": (lambda raw: [*raw[:2], b"3", *raw[2:]], "line 3 "),
+    "a line without end": (lambda raw: [*raw[:2], b"x" * 2**20, *raw[2:]], "line 3 "),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_the_first_broken_line_is_said(change, audit, capsys):
+    changed, said = CHANGES[change]
+    raw = audit.path.read_bytes().split(b"\n")[:-1]
+    audit.path.write_bytes(b"\n".join([*changed(raw), b""]))
+    assert audit.verify().broken.startswith(said)
+    assert main(["flower", "audit", str(audit.path.parent)]) == 2
+    assert f"{audit.path}: {said}" in capsys.readouterr().err
+
+
+def test_the_command_says_what_is_there(audit, capsys):
+    hashes = [hashlib.sha256(line).hexdigest() for line in audit.path.read_bytes().splitlines()]
+    command = ["flower", "audit", str(audit.path.parent)]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "5 lines, each of which follows the one before" in said
+    assert f"last hash {hashes[-1]}" in said
+    assert main([*command, "--holds", hashes[2]]) == 0
+    raw = audit.path.read_bytes().splitlines(keepends=True)
+    audit.path.write_bytes(b"".join(raw[:2]))  # the end is taken off: the chain alone does not tell
+    assert main(command) == 0
+    assert main([*command, "--holds", hashes[2]]) == 2
+    assert "the hash of a line of" in capsys.readouterr().err
+    with pytest.raises(ConfigurationError, match=r"audit\.jsonl is missing"):
+        Audit(audit.path.parent / "none").verify()
+
+
+def test_lines_that_are_missing_at_the_end_are_noticed_by_the_count_of_requests(tmp_path, capsys):
+    site = runtime(tmp_path)
+    for _ in range(3):
+        site.respond(request(site), memory())
+    raw = (tmp_path / "audit.jsonl").read_bytes().splitlines(keepends=True)
+    assert main(["flower", "audit", str(tmp_path)]) == 0
+    assert "client 0" not in capsys.readouterr().out
+    (tmp_path / "audit.jsonl").write_bytes(b"".join(raw[:1]))
+    assert main(["flower", "audit", str(tmp_path)]) == 0
+    assert "client 0: 3 requests were counted, and the last line is of request 1" in capsys.readouterr().out
+
+
+def test_an_audit_with_a_line_that_is_none_of_ours_is_not_continued(audit):
+    audit.path.write_bytes(audit.path.read_bytes() + b"x" * 2**20)
+    with pytest.raises(CheckpointError, match="has a line that is longer than any of ours"):
+        audit.append("sent")
