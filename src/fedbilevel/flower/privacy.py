@@ -124,6 +124,10 @@ def _create_secret(path: Path) -> None:
         os.unlink(temporary)
 
 
+class AccountError(ConfigurationError):
+    """The account counts fewer replies than have left the client; the message has ε alone, and nothing of data."""
+
+
 class PrivacyGuard:
     """Clips and noises updates with the secret and the account of a folder, for one process at a time.
 
@@ -154,6 +158,20 @@ class PrivacyGuard:
             sent, spent = protect(self.privacy, update, self.secret, self.read(), context)
             self.write(spent)
         return sent, spent.epsilon(self.privacy.delta)
+
+    def check_account(self, epsilon: float, delta: float) -> None:
+        """Refuse to go on from an account that is older than what this client has told a server.
+
+        Args:
+            epsilon, delta: as the server has them from this client; 0 where it has nothing. A server that lies gets
+                no reply.
+
+        Raises:
+            AccountError: the account counts fewer replies.
+        """
+        if epsilon > 0 and 0 < delta < 1 and epsilon > (here := self.read().epsilon(delta)) * (1 + 1e-9):
+            known = f"{epsilon:.4g} at δ = {delta:g}, where its account has {here:.4g}"
+            raise AccountError(f"this client has said to have spent ε = {known}: the account is an older one")
 
     def forecast(self, replies: float, rounds: int) -> str:
         """Say ε after a round and after a run, what was spent before included, and how many rounds the budget allows.

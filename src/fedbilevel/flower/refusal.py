@@ -33,6 +33,7 @@ class Code(Enum):
         "read what is asked there, and approve it: fedbilevel flower approve FOLDER HASH --by NAME",
     )
     AUDIT = "audit", SITE, "make room on the disk of its state-folder; its log says more"
+    ACCOUNT = "account", SITE, "restore the newest account.json of its state-folder (see docs/how-to/operations.md)"
     SETTINGS = "settings", SITE, "correct its node configuration or its data; its log says which"
     FAILED = "failed", SITE, "its log says more"
     HIDDEN = "hidden", SITE, "its log says more; under privacy nothing of it leaves the site"

@@ -33,7 +33,7 @@ from fedbilevel.engines.costs import ExchangeKind
 from fedbilevel.engines.recorder import check_plain, exchanges_of
 from fedbilevel.flower.refusal import Code, Refusal
 
-PROTOCOL = 6
+PROTOCOL = 7
 PROBES = (0, 1, 10, 100, 1000)
 """Rounds at which schedules are compared."""
 MISSING = ("missing",)  # equal to nothing that JSON can hold
@@ -125,6 +125,8 @@ class RequestMessage:
     fresh: bool = False  # a fresh cohort: clients are asked without what they keep
     counted_round: int = -1  # of this client's last reply that counted and could change what it keeps; -1: none did
     counted_exchange: int = -1
+    epsilon: float = 0.0  # the most that this client has said to have spent of its privacy, at `delta`; 0: nothing
+    delta: float = 0.0
     payload: bytes = b""
 
 

@@ -86,6 +86,7 @@ class SitePhases:
         self, guard: PrivacyGuard, request: RequestMessage, message: PyTree, client: Client
     ) -> tuple[Reply, float]:
         """Return a reply that was clipped and noised at the place of privacy among the layers, and ε so far."""
+        guard.check_account(request.epsilon, request.delta)
         inside, method, outside = cut(self.algorithm, "privacy")
         context: list[int | str] = [request.run, request.round, request.exchange, request.phase]
         epsilon, released, given_up = 0.0, False, False

@@ -42,7 +42,7 @@ from fedbilevel.flower.client.approval import RULES, command
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.phases import SitePhases, in_precision_of_here
 from fedbilevel.flower.client.store import ContextStore, FolderStore, Store, Versions
-from fedbilevel.flower.privacy import PrivacyGuard
+from fedbilevel.flower.privacy import AccountError, PrivacyGuard
 from fedbilevel.flower.refusal import OPERATOR, Code, Refusal
 from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage, ResponseMessage
 from fedbilevel.wording import printable
@@ -385,6 +385,7 @@ MEANT: dict[type[Exception], Code] = {
     BudgetSpentError: Code.BUDGET,
     FloorError: Code.FLOOR,
     NoiseError: Code.METHOD,
+    AccountError: Code.ACCOUNT,
 }
 """Errors whose text is meant for servers, too."""
 

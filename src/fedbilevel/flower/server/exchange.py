@@ -222,6 +222,7 @@ class Exchange:
         """Make the request as a client gets it."""
         session, spec = self.session, self.spec
         contract, call, payload = spec.encoded(client)
+        epsilon, delta = session.exchange_log.spent.get(client, (0.0, 0.0))
         return RequestMessage(
             run=session.name,
             contract=contract.digest,
@@ -236,5 +237,7 @@ class Exchange:
             fresh=spec.fresh,
             counted_round=int(session.counted[client, 0]),
             counted_exchange=int(session.counted[client, 1]),
+            epsilon=epsilon,
+            delta=delta,
             payload=payload,
         )

@@ -8,6 +8,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,6 +50,8 @@ class ExchangeLog:
         self.path = path
         self.absent: dict[int, Refusal] = {}  # client -> why, as the log has it
         self.counted: set[int] = set()  # clients whose replies have counted
+        self.spent: dict[int, tuple[float, float]] = {}  # client -> the ε that it said to have spent, at which δ
+        self.recall()
         there = path is None or path.exists()
         self.write("")
         if path is not None and not there:
@@ -77,6 +80,8 @@ class ExchangeLog:
         line["seconds"] = round(seconds, 4)
         if (epsilon := max((response.epsilon for response in responses), default=0.0)) > 0:
             line["epsilon"] = epsilon  # the most that any of them says to have spent of its privacy so far
+            line["spent"] = {str(one.client): [one.epsilon, one.delta] for one in responses if one.epsilon > 0}
+            self.remember(line)
         text = "round %d exchange %d %s: %d of %d replied, %d bytes down, %d up, %.3f s"
         log.info(text, *place[:3], len(replied), len(requests), down, up, seconds)
         self.counted |= set(replied)
@@ -87,6 +92,18 @@ class ExchangeLog:
             if known is None or known.line != refusal.line:
                 log.warning("round %d exchange %d %s: client %s does not count: %s", *place[:3], client, refusal.line)
         self.note(line)
+
+    def remember(self, line: Mapping[str, Any]) -> None:
+        """Take note of what clients say to have spent of their privacy."""
+        for client, (epsilon, delta) in line.get("spent", {}).items():
+            self.spent[int(client)] = float(epsilon), float(delta)
+
+    def recall(self) -> None:
+        """Take note of what clients said before the server was started again; lines that a kill cut are left out."""
+        if self.path is not None and self.path.is_file():
+            for text in self.path.read_text(errors="replace").splitlines():
+                with suppress(ValueError, TypeError, AttributeError):
+                    self.remember(json.loads(text))
 
     def note(self, line: Mapping[str, Any]) -> None:
         self.write(json.dumps(line) + "\n")
