@@ -30,7 +30,7 @@ class Code(Enum):
     APPROVAL = (
         "approval",
         SITE,
-        "read what is asked there, and approve it: fedbilevel flower approve FOLDER HASH --by NAME",
+        "read what is asked there (asked-HASH.txt in its state-folder), and approve it, if it may",
     )
     AUDIT = "audit", SITE, "make room on the disk of its state-folder; its log says more"
     ACCOUNT = "account", SITE, "restore the newest account.json of its state-folder (see docs/how-to/operations.md)"
