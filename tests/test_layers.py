@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "fedbilevel"
 PUBLIC_MODULES = (
-    r"fedbilevel\.(authoring|errors|extending|parts|tasks(\.\w+)?|data|torch|flower(\.privacy|\.versions)?|engines|"
+    r"fedbilevel\.(authoring|errors|extending|parts|tasks(\.\w+)?|data(\.columns)?|torch|flower(\.privacy|\.versions)?|engines|"
     r"estimators|experiments)"
 )
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -1,26 +1,29 @@
-"""What each hospital tells of its columns, from its own folder, and what comes of the four texts together.
+"""What each hospital tells of its columns, from its own file, and what comes of the four texts together.
 
-Between machines each hospital does the first part for itself, and sends its told.json by any channel; whoever has the
-four, in any order, gets the same columns.json, to the bit.
+Between machines each hospital does the first part for itself, and sends its text by any channel; whoever has the four,
+in any order, gets the same columns.json, to the bit.
 """
 
+import tomllib
 from pathlib import Path
 
-from problem import CATEGORICAL, HOSPITALS, read
+import pandas as pd
 
 from fedbilevel.estimators import Preparer
 
-DATA = Path(__file__).parent / "data"
+HERE = Path(__file__).parent
+TASK = tomllib.loads((HERE / "spec.toml").read_text())["task"]
 
 
 def main() -> None:
-    told = [DATA / name / "told.json" for name in HOSPITALS]
+    told = [HERE / "data" / f"{name}.json" for name in TASK["sites"]]
     for file in told:
-        patients, _ = read(file.parent / "patients.csv")
-        Preparer(categorical=CATEGORICAL).fit(patients).save(file)
-        print(file.relative_to(DATA), file.read_text(), sep="\n")  # to be read before it is sent
-    Preparer.load(*told).save(DATA / "columns.json")
-    print("columns.json", (DATA / "columns.json").read_text(), sep="\n")
+        patients = pd.read_csv(file.with_suffix(".csv"), na_values="?")
+        Preparer(categorical=[*TASK["categorical"], TASK["target"]]).fit(patients).save(file)
+        print(file.name, file.read_text(), sep="\n")  # to be read before it is sent
+    agreed = HERE / "data" / "columns.json"
+    Preparer.load(*told).save(agreed)
+    print(agreed.name, agreed.read_text(), sep="\n")
 
 
 if __name__ == "__main__":

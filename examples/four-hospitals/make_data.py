@@ -37,8 +37,8 @@ def main() -> None:
             frame[column] = frame[column].map(words)
         frame["disease"] = (frame.pop("num") > 0).astype(int)
         own = frame.sample(frac=2 / 3, random_state=0)
-        held_out.append(frame.drop(own.index).assign(hospital=name))
-        write(HERE / "data" / name / "patients.csv", own)
+        held_out.append(frame.drop(own.index).assign(site=name))
+        write(HERE / "data" / f"{name}.csv", own)
     write(HERE / "data" / "test.csv", pd.concat(held_out))
 
 

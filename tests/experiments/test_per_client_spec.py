@@ -111,7 +111,7 @@ def test_a_panel_of_clients_whom_no_run_will_measure_is_refused_before_anything_
 @pytest.mark.parametrize("name", TASKS)
 def test_the_tasks_that_an_error_names_are_those_that_have_such_metrics(name, tmp_path, monkeypatch):
     hospital_files.write(tmp_path, monkeypatch)
-    settings = [] if name == "hospitals" else ["task.clients=6"]
+    settings = [] if name in ("hospitals", "tables") else ["task.clients=6"]
     assert bool(task_of(configure(task=name, settings=settings)).metrics_per_client) == (name in MEASURED_PER_CLIENT)
 
 

@@ -12,7 +12,8 @@ from fedbilevel import data, experiments
 from fedbilevel.core.client import RemoteClients
 from fedbilevel.data import loaders
 from fedbilevel.data.clients import dealt
-from fedbilevel.tasks.hospitals import hospital_weights, hospitals
+from fedbilevel.tasks.hospitals import hospitals
+from fedbilevel.tasks.linear import site_weights
 from implicit import implicit_gradient
 
 NAMES = list(hospital_files.SIZES)
@@ -50,7 +51,7 @@ def best(task, x):
     table = task.clients.inner.values
     rows, label, fold = table["row"].astype(float), table["label"], table["fold"]
     w = 4 * np.exp(x["weight"]) / np.exp(x["weight"]).sum()
-    share = (task.clients.weights * np.asarray(w) / task.clients.inner.size)[table["hospital"]]
+    share = (task.clients.weights * np.asarray(w) / task.clients.inner.size)[table["site"]]
     models = []
     for k in range(FOLDS + 1):
         seen = fold != k
@@ -63,7 +64,7 @@ def test_the_models_are_those_of_scikit_learn(task, x):
     """Newton's method leaves ∇y G at rounding: 1e-9 of a slope of order 1."""
     found = implicit_gradient(task.problem, task.clients, x, jnp.asarray(best(task, x)))
     assert float(jnp.abs(found.inner_gradient).max()) < 1e-9
-    np.testing.assert_allclose(hospital_weights(x).sum(), 4)
+    np.testing.assert_allclose(site_weights(x).sum(), 4)
 
 
 def test_the_hypergradient_is_the_slope_of_the_cross_validated_loss(task, x):
@@ -74,7 +75,7 @@ def test_the_hypergradient_is_the_slope_of_the_cross_validated_loss(task, x):
         y = best(task, unravel(flat))
         z = np.einsum("nf,nf->n", table["row"].astype(float), y.T[table["fold"]])
         each = np.logaddexp(0, z) - table["label"] * z
-        means = [each[table["hospital"] == i].mean() for i in range(4)]
+        means = [each[table["site"] == i].mean() for i in range(4)]
         return float(task.clients.weights @ means)
 
     flat, unravel = jax.flatten_util.ravel_pytree(x)
@@ -91,7 +92,7 @@ def test_the_hypergradient_is_the_slope_of_the_cross_validated_loss(task, x):
 def test_a_single_level_optimum_is_scikit_learns(offsets):
     task = hospitals(tuned=False, ridge=0.05, offsets=offsets)
     table = task.clients.outer.values
-    share = (task.clients.weights / task.clients.outer.size)[table["hospital"]]
+    share = (task.clients.weights / task.clients.outer.size)[table["site"]]
     features = 18 if offsets else 14
     w = fitted(table["row"].astype(float), table["label"], share, np.full(features, 0.05))
     slope = sum(

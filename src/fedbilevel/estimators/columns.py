@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedbilevel.data.columns import MOST
+from fedbilevel.data.columns import moments as exact_moments
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.extending import require, warn
 
-MOST = 1e100
-"""The largest number, and 1/MOST the smallest standard deviation: sums of squares neither overflow nor become 0."""
 ABSURD = 50  # times the median distance from the median
 SHARE = 0.9  # of the variance
 MANY = 20  # categories: with fewer, a small table has one row of most
@@ -53,10 +53,8 @@ def moments(field: str, column: NDArray[np.float64]) -> tuple[float, float]:
     Raises:
         ConfigurationError: the numbers differ by so little that their squares are lost.
     """
-    first = column[:1].sum()  # equal numbers have exactly this mean
-    mean = float(first + (column - first).sum() / max(len(column), 1))
-    squares = float(((column - mean) ** 2).sum())
-    fits = squares >= len(column) / MOST**2 or bool(np.all(column == first))
+    mean, squares = exact_moments(column)
+    fits = squares >= len(column) / MOST**2 or bool(np.all(column == column[:1].sum()))
     allowed = f"{1 / MOST:g} or more, or 0: measure it in a smaller unit"
     require(fits, f"standard deviation of {field}", f"below {1 / MOST:g}", allowed)
     if squares > 0:

@@ -15,7 +15,6 @@ a number among zeros, nor a row from those who get two texts of a site, one with
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from fractions import Fraction
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -24,10 +23,10 @@ from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
 from fedbilevel.data import DataError
-from fedbilevel.estimators.columns import MOST, moments, require_sizes, warn_of_spellings, warn_of_words
+from fedbilevel.data.columns import Told, added, checked, names_of, prepared, without_rare
+from fedbilevel.estimators.columns import moments, require_sizes, warn_of_spellings, warn_of_words
 from fedbilevel.extending import (
     in_a_line,
-    is_count,
     parse_json,
     read_bytes,
     require,
@@ -36,12 +35,10 @@ from fedbilevel.extending import (
     write_text,
 )
 
-T = TypeVar("T")
-Told = dict[str, dict[str, Any]]
-"""By column {"count", "mean", "squares"}, or {"categories": rows by name, "rarer": whether there are others}."""
+__all__ = ["Preparer", "Told", "read_saved", "words_of"]
 
+T = TypeVar("T")
 NUMBERS = "biuf"  # kinds of types
-MOST_ROWS = 2**53  # of a table: floats count no further
 
 
 class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
@@ -98,15 +95,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         """Return what `save` writes, by column."""
         check_is_fitted(self)
         require_count("min_count", min_count)
-        shown: Told = {}
-        for name, told in self.columns_.items():
-            if "categories" in told:
-                named = {one: rows for one, rows in told["categories"].items() if rows >= min_count}
-                told = {"categories": named, "rarer": told["rarer"] or named != told["categories"]}
-            elif told["count"] < min_count:
-                told = {"count": 0, "mean": 0.0, "squares": 0.0}
-            shown[name] = told
-        return shown
+        return without_rare(self.columns_, min_count)
 
     @classmethod
     def sum_of(cls, parts: Mapping[str, Told]) -> Self:
@@ -117,7 +106,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             ValueError: what a place told is not as `told` returns it.
         """
         for told in parts.values():
-            _check(told)
+            checked(told)
         return cls()._keep(parts)
 
     @classmethod
@@ -131,7 +120,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         require(
             len({Path(file).resolve() for file in files}) == len(files) > 0, "files", files, "one or more, each once"
         )
-        return cls()._keep({str(file): read_saved(Path(file), _check) for file in files})
+        return cls()._keep({str(file): read_saved(Path(file), checked) for file in files})
 
     def transform(self, X: Any) -> Any:
         """Return a data frame of numbers without gaps, with the rows of X.
@@ -143,26 +132,23 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         _require_frame(X)
         _require_columns("X", X.columns, self.columns_)
-        made = {}
+        table = {}
         for name, told in self.columns_.items():
             if "categories" not in told:
-                deviation = (np.sqrt(told["squares"] / told["count"]) or 1.0) if told["count"] else np.inf
-                made[name] = np.nan_to_num((_numbers(X, name) - told["mean"]) / deviation)
+                table[name] = _numbers(X, name)
                 continue
             words = words_of(X[name])
             if others := set(words.dropna()) - told["categories"].keys():
                 if not told["rarer"]:
                     raise unknown(f"category of column {name!r}", min(others), told["categories"])
                 warn_of_spellings(f"column {name!r}", [*told["categories"], *sorted(others)])
-            made |= {f"{name}_{one}": words.isin([one]).to_numpy(float) for one in told["categories"]}
-        return type(X)(made, index=X.index)
+            table[name] = words.astype(object).where(words.notna(), None).to_numpy()
+        return type(X)(prepared(self.columns_, table), index=X.index)
 
     def get_feature_names_out(self, input_features: Any = None) -> Any:
         """Return the names of the columns that `transform` makes: of an indicator COLUMN_CATEGORY."""
         check_is_fitted(self)
-        each = ((name, told.get("categories")) for name, told in self.columns_.items())
-        names = [[name] if rows is None else [f"{name}_{one}" for one in rows] for name, rows in each]
-        return np.asarray([name for several in names for name in several], object)
+        return np.asarray(names_of(self.columns_), object)
 
     def _keep(self, parts: Mapping[str, Told]) -> Self:
         """Keep the sum of what was told at several places."""
@@ -172,23 +158,12 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             for name, one in told.items():
                 allowed = f"{', '.join(known[name])}, as in {first}: see `categorical`"
                 require(one.keys() == known[name].keys(), f"column {name!r} of {place}", ", ".join(one), allowed)
-        self.columns_ = {name: _sum([told[name] for told in parts.values()]) for name in known}
+        self.columns_ = {name: added([told[name] for told in parts.values()]) for name in known}
         for name, one in self.columns_.items():
             warn_of_spellings(f"column {name!r}", one.get("categories", ()))
         for name, count in Counter(self.get_feature_names_out()).items():
             require(count == 1, f"column {name!r}", "made twice", "made once: rename a column or category")
         return self
-
-
-def _sum(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Add up what was told of a column."""
-    if "categories" in told[0]:
-        rows = sum((Counter(one["categories"]) for one in told), Counter[str]())
-        return {"categories": dict(sorted(rows.items())), "rarer": any(one["rarer"] for one in told)}
-    exact = [(one["count"], Fraction(one["mean"]), Fraction(one["squares"])) for one in told]
-    count = sum(n for n, _, _ in exact)
-    mean = sum(n * m for n, m, _ in exact) / Fraction(max(count, 1))
-    return {"count": count, "mean": float(mean), "squares": float(sum(s + n * (m - mean) ** 2 for n, m, s in exact))}
 
 
 def read_saved(file: Path, read: Callable[[Any], T]) -> T:
@@ -203,22 +178,6 @@ def read_saved(file: Path, read: Callable[[Any], T]) -> T:
         raise DataError(f"{file} cannot be read: {in_a_line(error)}.") from error
     except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise DataError(f"{file} is not what `save` writes: {in_a_line(error)}.") from error
-
-
-def _check(told: Told) -> Told:
-    """Refuse what is not as `told` returns it."""
-    for name, one in told.items():
-        match one:
-            case {"categories": dict(n), "rarer": bool(), **more} if not more and (
-                all(is_count(rows) and rows <= MOST_ROWS for rows in n.values())
-            ):
-                continue
-            case {"count": int(n), "mean": float(m), "squares": float(s), **more} if not more and (
-                type(n) is int and 0 <= n <= MOST_ROWS and abs(m) <= MOST and 0 <= s <= MOST**3
-            ):
-                continue
-        raise ValueError(f"of column {name!r} it says {one}")
-    return told
 
 
 def _require_frame(X: Any) -> None:

@@ -16,6 +16,7 @@ from fedbilevel.tasks.quadratic import quadratic
 from fedbilevel.tasks.regularization import regularization
 from fedbilevel.tasks.saddle import saddle
 from fedbilevel.tasks.selection import selection
+from fedbilevel.tasks.tables import tables
 from fedbilevel.tasks.task import Task
 
 TASKS: dict[str, Callable[..., Task]] = {
@@ -33,10 +34,11 @@ TASKS: dict[str, Callable[..., Task]] = {
     "regularization": regularization,
     "saddle": saddle,
     "selection": selection,
+    "tables": tables,
 }
 """The tasks by their names on the command line."""
 
-MEASURED_PER_CLIENT = ("classification", "hospitals", "hyper_cleaning", "hyper_representation", "loss_tuning")
+MEASURED_PER_CLIENT = ("classification", "hospitals", "hyper_cleaning", "hyper_representation", "loss_tuning", "tables")
 """The tasks that have `metrics_per_client`."""
 
 __all__ = ["MEASURED_PER_CLIENT", "TASKS", "Task", *sorted(TASKS)]

@@ -1,0 +1,299 @@
+"""A site's CSV file for the task `tables`: its features, target, weights and patients, and what is wrong with them."""
+
+import hashlib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from fedbilevel.core.errors import ConfigurationError, DataWarning, require, unknown, warn
+from fedbilevel.data.clients import dealt
+from fedbilevel.data.columns import MOST, ColumnValues, Told, deviation, prepared, told_of, without_rare
+from fedbilevel.data.csv_tables import Texts, numbers_of, words_of
+from fedbilevel.tasks.outcomes import in_order_of_time
+from fedbilevel.tasks.task import Floats
+
+OutcomeName = Literal["binary", "classes", "count", "continuous", "survival"]
+WORDS = ("binary", "classes")  # whose target is a word
+
+
+@dataclass(frozen=True, kw_only=True)
+class ColumnRoles:
+    """Say what the columns of all sites' tables are; the fields are those of `tables`."""
+
+    outcome: OutcomeName
+    target: str
+    event: str
+    positive: str
+    patient: str
+    sample_weight: str
+    categorical: Sequence[str]
+    drop: Sequence[str]
+    absent: str
+    min_count: int
+
+    @property
+    def named(self) -> list[str]:
+        """The columns that are no features."""
+        event = self.event if self.outcome == "survival" else ""
+        return [name for name in (self.target, event, self.patient, self.sample_weight) if name]
+
+
+@dataclass
+class SiteFile:
+    """A site's rows that have a target.
+
+    Args:
+        where: the file, in messages.
+        features: columns of numbers or words, by name.
+        target: arrays by name: "label" of words or numbers, or "time" and "event".
+        weight: of each row, above 0 somewhere.
+        patient: whose each row is, as numbers.
+    """
+
+    name: str
+    where: str
+    features: dict[str, ColumnValues]
+    target: dict[str, ColumnValues]
+    weight: Floats
+    patient: np.ndarray
+    stratum: np.ndarray = field(init=False)
+
+    def __post_init__(self) -> None:
+        key = "event" if "event" in self.target else "label"
+        words = self.target[key].dtype.kind == "O"
+        even = np.zeros(len(self), int)
+        self.stratum = (
+            np.unique(self.target[key].astype(str), return_inverse=True)[1] if words or key == "event" else even
+        )
+
+    def __len__(self) -> int:
+        return len(self.weight)
+
+    def some(self, rows: np.ndarray) -> "SiteFile":
+        def taken(columns: Mapping[str, ColumnValues]) -> dict[str, ColumnValues]:
+            return {name: column[rows] for name, column in columns.items()}
+
+        parts = taken(self.features), taken(self.target), self.weight[rows], self.patient[rows]
+        return SiteFile(self.name, self.where, *parts)
+
+    def split(self, share: float, seed: int, stream: int) -> tuple["SiteFile", "SiteFile"]:
+        """Set a share of the rows aside, alike in classes or events; a patient's go together. One at least stays."""
+
+        def aside(stratum: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+            mixed = rng.permutation(len(stratum))
+            order, place = mixed[np.argsort(stratum[mixed], kind="stable")], np.arange(len(stratum))
+            out = np.zeros(len(stratum), bool)
+            out[order] = np.floor((place + 1) * share + 1e-9) > np.floor(place * share + 1e-9)
+            return out
+
+        out = self._by_patient(aside, seed, stream)
+        return self.some(np.flatnonzero(~out)), self.some(np.flatnonzero(out))
+
+    def folds(self, count: int, seed: int) -> np.ndarray:
+        """Deal the rows into folds, alike in classes or events; rows of a patient go together."""
+        return self._by_patient(lambda stratum, rng: dealt(stratum, count, rng), seed, 1)
+
+    def _by_patient(self, deal: Any, seed: int, stream: int) -> np.ndarray:
+        """Deal patients, with draws that depend on the site's name and on no other site."""
+        name = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "big")
+        patients, of = np.unique(self.patient, return_inverse=True)
+        stratum = np.zeros(len(patients), int)
+        np.maximum.at(stratum, of, self.stratum)
+        return deal(stratum, np.random.default_rng([seed, name, stream]))[of]
+
+    def told(self, columns: ColumnRoles) -> Told:
+        """Return what the site tells of its features, and of a target that is no time."""
+        target = {columns.target: self.target["label"]} if "label" in self.target else {}
+        return without_rare(told_of(self.features), columns.min_count) | told_of(target)
+
+
+def site_table(name: str, where: str, texts: Mapping[str, Texts], columns: ColumnRoles) -> SiteFile:
+    """Read the columns of a site's file.
+
+    Raises:
+        ConfigurationError: a column is missing or has values that are not allowed, or no row has a target.
+    """
+    for one in columns.named:
+        if one not in texts:
+            raise unknown(f"column of {where}", one, texts)
+    targets = [columns.target, *([columns.event] if columns.outcome == "survival" else [])]
+    kept = np.all([[text is not None for text in texts[one]] for one in targets], axis=0)
+    require(bool(kept.any()), f"rows of {where} with a target", 0, "one at least")
+    if lost := int((~kept).sum()):
+        warn(DataWarning(f"{lost} of {len(kept)} rows of {where} have no {' or '.join(targets)}, and are left out"))
+    rows = {one: column[kept] for one, column in texts.items()}
+    features = {
+        one: _typed(f"column {one!r} of {where}", column, one in columns.categorical)
+        for one, column in rows.items()
+        if one not in columns.named and one not in columns.drop
+    }
+    count = int(kept.sum())
+    weight = np.ones(count)
+    if columns.sample_weight:
+        weight = _numbers(f"column {columns.sample_weight!r} of {where}", rows[columns.sample_weight])
+        require(bool((weight >= 0).all() and weight.sum() > 0), f"weights of {where}", float(weight.min()), "0 or more")
+    patient = np.arange(count)
+    if columns.patient:
+        of = rows[columns.patient]
+        require(all(one is not None for one in of), f"column {columns.patient!r} of {where}", "a gap", "whose a row is")
+        patient = np.unique(of.astype(str), return_inverse=True)[1]
+    return SiteFile(name, where, features, _target(where, rows, columns), weight, patient)
+
+
+def _target(where: str, rows: Mapping[str, Texts], columns: ColumnRoles) -> dict[str, ColumnValues]:
+    if columns.outcome in WORDS:
+        return {"label": words_of(rows[columns.target])}
+    field = f"column {columns.target!r} of {where}"
+    numbers = _numbers(field, rows[columns.target])
+    if columns.outcome == "continuous":
+        return {"label": numbers}
+    bad = numbers[(numbers < 0) | ((numbers % 1 != 0) & (columns.outcome == "count"))]
+    allowed = "whole numbers from 0 on" if columns.outcome == "count" else "times, 0 or later"
+    require(not bad.size, field, bad[:3].tolist(), allowed)
+    if columns.outcome == "count":
+        return {"label": numbers}
+    event = _numbers(f"column {columns.event!r} of {where}", rows[columns.event])
+    allowed = "1 where the event came, 0 where it had not come by then"
+    require(set(event) <= {0.0, 1.0}, f"column {columns.event!r} of {where}", sorted(set(event))[:5], allowed)
+    return {"time": numbers, "event": event}
+
+
+def _numbers(field: str, texts: Texts) -> Floats:
+    """Return numbers without gaps."""
+    numbers = numbers_of(texts)
+    if numbers is None or not np.all(np.abs(numbers) <= MOST):
+        wrong = (
+            next(text for text in texts if numbers_of(np.array([text], object)) is None) if numbers is None else None
+        )
+        require(False, field, wrong or "a gap, or a number that is too large", f"numbers from {-MOST:g} to {MOST:g}")
+    assert numbers is not None
+    return numbers
+
+
+def _typed(field: str, texts: Texts, categorical: bool) -> ColumnValues:
+    numbers = None if categorical else numbers_of(texts)
+    if numbers is None:
+        return words_of(texts)
+    large = numbers[np.abs(np.nan_to_num(numbers, posinf=np.inf, neginf=-np.inf)) > MOST]
+    require(not large.size, field, large[:3].tolist(), f"numbers from {-MOST:g} to {MOST:g}; a gap is empty")
+    return numbers
+
+
+def with_columns(table: SiteFile, agreed: Told, columns: ColumnRoles) -> SiteFile:
+    """Return the table with the agreed features: a column without any value has the kind that is agreed on.
+
+    Raises:
+        ConfigurationError: a column is missing, unknown, or of another kind.
+    """
+    made: dict[str, ColumnValues] = {}
+    for name in table.features:
+        if name not in agreed:
+            raise unknown(f"column of {table.where}", name, agreed)
+    for name, told in agreed.items():
+        words = "categories" in told
+        column = table.features.get(name)
+        if column is None:
+            allowed = "there, as at other sites; or absent = 'gap' lets it count as gaps"
+            require(columns.absent == "gap", f"column {name!r} of {table.where}", "missing", allowed)
+        elif (column.dtype.kind == "O") == words:
+            made[name] = column
+            continue
+        elif not _is_empty(column):
+            got, other = ("words", "numbers") if column.dtype.kind == "O" else ("numbers", "words")
+            allowed = f"{other}, as at other sites; columns of codes and words are named in `categorical`"
+            require(False, f"column {name!r} of {table.where}", got, allowed)
+        made[name] = np.full(len(table), None, object) if words else np.full(len(table), np.nan)
+    return SiteFile(table.name, table.where, made, table.target, table.weight, table.patient)
+
+
+def _is_empty(column: ColumnValues) -> bool:
+    return all(one is None for one in column) if column.dtype.kind == "O" else bool(np.isnan(column).all())
+
+
+def kinds_of(tables: Collection[SiteFile]) -> Told:
+    """Return the columns that any site has, in their first order; of words where a site has a word, which others may be
+    without."""
+    kinds: Told = {}
+    for table in tables:
+        for name, column in table.features.items():
+            if name not in kinds or ("categories" not in kinds[name] and not _is_empty(column)):
+                kinds[name] = told_of({name: column[:0]})[name]
+    return kinds
+
+
+def used(table: SiteFile, columns: ColumnRoles) -> SiteFile:
+    """Make gaps of what a site does not tell: it would be plain in the first gradient."""
+    told, made = table.told(columns), {}
+    for name, column in table.features.items():
+        if "categories" in told[name]:
+            known = told[name]["categories"]
+            made[name] = np.array([*(word if word in known else None for word in column), None], object)[:-1]
+        else:
+            made[name] = column if told[name]["count"] else np.full(len(column), np.nan)
+    return SiteFile(table.name, table.where, made, table.target, table.weight, table.patient)
+
+
+def require_known(table: SiteFile, agreed: Told) -> None:
+    """Refuse categories of which no site has told, unless it is agreed that there are rarer ones."""
+    for name, column in table.features.items():
+        if "categories" in agreed[name] and not agreed[name]["rarer"]:
+            known = agreed[name]["categories"]
+            if others := sorted({word for word in column if word is not None} - known.keys()):
+                raise unknown(f"category of column {name!r} of {table.where}", others[0], known)
+
+
+def classes_of(target: Mapping[str, Any], columns: ColumnRoles) -> list[str]:
+    """Return the classes that sites have told of; of two the positive one is the last.
+
+    Raises:
+        ConfigurationError: there are too few or too many, or `positive` is none of them.
+    """
+    classes = list(target.get("categories", ()))
+    if columns.outcome == "binary":
+        require(len(classes) == 2, f"classes of {columns.target!r}", classes[:6], "two; or outcome = 'classes'")
+        if columns.positive and columns.positive not in classes:
+            raise unknown("positive", columns.positive, classes)
+        return classes[::-1] if columns.positive == classes[0] else classes
+    require(len(classes) >= 2, f"classes of {columns.target!r}", classes, "two or more")
+    return classes
+
+
+def samples_of(table: SiteFile, agreed: Told, target: Mapping[str, Any], columns: ColumnRoles) -> dict[str, Floats]:
+    """Return the arrays of rows: "row" with the agreed features, what the outcome needs, and "weight" of mean 1.
+
+    Raises:
+        ConfigurationError: a class of which no site has told.
+    """
+    made = [*prepared(agreed, table.features).values()]
+    rows = np.column_stack([np.zeros((len(table), 0)), *made])
+    weight = table.weight / (table.weight.mean() if len(table) else 1.0)
+    arrays = {"row": rows, "weight": weight}
+    if columns.outcome == "survival":
+        return {name: column.astype(np.float32) for name, column in (arrays | table.target).items()}
+    label = table.target["label"]
+    if columns.outcome in WORDS:
+        classes = classes_of(target, columns)
+        if others := sorted({*label} - {*classes}):
+            raise unknown(f"class of {columns.target!r} of {table.where}", others[0], classes)
+        label = np.array([classes.index(word) for word in label], int)
+    elif columns.outcome == "count":
+        require(target["mean"] > 0, f"counts {columns.target!r}", "all 0", "one at least that is above 0")
+        label = label / target["mean"]
+    else:
+        label = (label - target["mean"]) / deviation(target)
+    kind = np.int32 if columns.outcome in WORDS else np.float32
+    return {**{name: array.astype(np.float32) for name, array in arrays.items()}, "label": label.astype(kind)}
+
+
+def ordered(samples: dict[str, Floats], columns: ColumnRoles) -> dict[str, Floats]:
+    """Return samples as the losses need them."""
+    return in_order_of_time(samples) if columns.outcome == "survival" else samples
+
+
+def require_fit(told: Mapping[str, Any], columns: ColumnRoles) -> None:
+    """Refuse a target of another kind than the outcome has, in a file that sites agreed on."""
+    if columns.outcome != "survival" and ("categories" in told) != (columns.outcome in WORDS):
+        kind = "a column of categories" if columns.outcome in WORDS else "a column of numbers"
+        raise ConfigurationError(path=f"target {columns.target!r}", got=f"{[*told]}", allowed=kind)
