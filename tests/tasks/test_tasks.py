@@ -8,6 +8,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.tasks import TASKS, hyper_representation, quadratic
 from fedbilevel.tasks.quadratic import TiedUnits, solution
+from fedbilevel.tasks.task import client_means
 from implicit import implicit_gradient
 
 
@@ -28,6 +29,20 @@ def test_the_closed_form_is_stationary(condition, weights):
     assert float(jnp.linalg.norm(found.inner_gradient)) < scale
     assert float(jnp.linalg.norm(found.hypergradient)) < scale
     np.testing.assert_allclose(found.v, exact.v, rtol=1e-6)
+
+
+def test_the_squared_gradient_is_that_of_the_dense_hypergradient():
+    """‖∇Φ(x)‖² away from x*, where y is y*(x) = Ā⁻¹(B̄x + c̄) = y* + Ā⁻¹B̄(x − x*)."""
+    task = quadratic(condition=3.0, clients=3)
+    exact, own = solution(task.clients), client_means(task.clients)
+    a, b = (np.tensordot(task.clients.weights, own[name], 1) for name in "AB")
+    x = exact.x + np.arange(1.0, 6.0)
+    y = exact.y + np.linalg.solve(a, b) @ (x - exact.x)
+    found = implicit_gradient(task.problem, task.clients, jnp.asarray(x), jnp.asarray(y))
+    assert float(jnp.linalg.norm(found.inner_gradient)) < 1e-12
+    np.testing.assert_allclose(
+        task.metrics["squared_gradient"](jnp.asarray(x), None), found.hypergradient @ found.hypergradient, rtol=1e-12
+    )
 
 
 def test_the_closed_form_of_units_is_stationary():

@@ -6,7 +6,9 @@ B_i is dense with at least as many rows as columns, and D_i is diagonal and posi
 clients. The samples of a client scatter about its c_i and t_i. Let bars denote weighted means, and D̄t the weighted mean
 of D_i t_i. Then y*(x) = R(x) = B̄x + c̄, and x* solves
 
-    B̄ᵀD̄B̄ x* = B̄ᵀ(D̄t − D̄c̄).
+    B̄ᵀD̄B̄ x* = B̄ᵀ(D̄t − D̄c̄)
+
+Metrics: `relative_error` is ‖x − x*‖/‖x*‖, and `squared_gradient` is ‖∇(F∘R)(x)‖².
 """
 
 import jax.numpy as jnp
@@ -75,21 +77,30 @@ def compositional(
         inner=inside,
         weights=rng.uniform(0.5, 2.0, size=clients) if weighted else None,
     )
-    exact = solution(population)
-    size = float(np.linalg.norm(exact))
+    exact, (b, _, d, _) = solution(population), coefficients(population)
+    size, hessian = float(np.linalg.norm(exact)), b.T * d @ b
     return Task(
         name="compositional",
         problem=Compositional(outer, inner),
         clients=population,
         x0=jnp.zeros(dim_x),
         y0=jnp.zeros(dim_y),
-        metrics={"relative_error": lambda x, y: jnp.linalg.norm(x - exact) / size},
+        metrics={
+            "relative_error": lambda x, y: jnp.linalg.norm(x - exact) / size,
+            "squared_gradient": lambda x, y: jnp.sum((hessian @ (x - exact)) ** 2),  # ‖∇(F∘R)(x)‖²
+        },
     )
+
+
+def coefficients(clients: Clients, weights: np.ndarray | None = None) -> tuple[Floats, Floats, Floats, Floats]:
+    """Compute the weighted means B̄, c̄, D̄ and that of D_i t_i, for the clients' own weights or others (summing to 1)."""
+    p = clients.weights if weights is None else weights
+    own = client_means(clients)  # D is the same in all samples of a client
+    b, c, d, dt = (np.tensordot(p, part, 1) for part in (own["B"], own["c"], own["D"], own["D"] * own["t"]))
+    return b, c, d, dt
 
 
 def solution(clients: Clients, weights: np.ndarray | None = None) -> Floats:
     """Return x*, (dim_x,), for the clients' weights, or for `weights`, which sum to 1."""
-    p = clients.weights if weights is None else weights
-    own = client_means(clients)  # D is the same in all samples of a client
-    b, c, d, dt = (np.tensordot(p, part, 1) for part in (own["B"], own["c"], own["D"], own["D"] * own["t"]))
+    b, c, d, dt = coefficients(clients, weights)
     return np.asarray(np.linalg.solve(b.T * d @ b, b.T @ (dt - d * c)))
