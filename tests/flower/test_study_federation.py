@@ -68,6 +68,21 @@ def test_sites_that_keep_their_tables_have_the_numbers_of_one_machine(kind, file
         serve(given, None, {"out": str(place)})
 
 
+def test_the_report_has_the_numbers_of_one_machine(files, tmp_path):
+    given, place = study("logistic", holdout=0.4, min_count=4), tmp_path / "run"
+    serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
+    here, there = given.fit(tables()).report.content, json.loads((place / "report.json").read_text())
+    assert [*there["sites"]] == [*SITES]
+    for name in ("auroc", "auprc"):
+        for one, other in [
+            (here["overall"], there["overall"]),
+            *((here["sites"][s], there["sites"][s]) for s in SITES),
+        ]:
+            assert one[name] == pytest.approx(other[name], rel=1e-9)
+    assert here["overall"]["calibration"]["slope"] == pytest.approx(there["overall"]["calibration"]["slope"], rel=1e-7)
+    assert (place / "report.txt").read_text().startswith("logistic regression of ill")
+
+
 def alone(given, nodes, name=federations.NAME, **terms):
     return played(given, Flower(grid=nodes, terms=Terms(quorum=1.0, **terms), name=name))
 

@@ -339,6 +339,7 @@ def _add_flower(add: shared.Add) -> None:
     new.add_argument("--estimator", metavar="NAME", help="a study of sites' tables instead: logistic, ridge or cox")
     for name, (meant, several) in STUDY.items():
         new.add_argument(f"--{name}", metavar="A,B,…" if several else "NAME", help=f"of a study: {meant}")
+    new.add_argument("--holdout", type=float, metavar="SHARE", help="of a study: rows held out for its report (0)")
     demo.add_argument("--out", type=Path, metavar="DIR", help="for app, run, keys and logs: new or empty (runs/…)")
     demo.add_argument("--stock", action="store_true", help="Flower's own clients, one process per message: slow")
 
@@ -355,7 +356,7 @@ def _new(options: argparse.Namespace) -> int:
 
     if options.estimator is not None:
         return _new_study(options)
-    given = [f"--{name}" for name in STUDY if getattr(options, name) is not None]
+    given = [f"--{name}" for name in (*STUDY, "holdout") if getattr(options, name) is not None]
     require(not given, ", ".join(given), "given", "left out without --estimator")
 
     clients = [] if options.clients is None else [f"task.clients={options.clients}"]
@@ -375,6 +376,8 @@ def _new_study(options: argparse.Namespace) -> int:
     for name, (_, several) in STUDY.items():
         if (value := getattr(options, name)) is not None:
             given[name] = [one for one in value.split(",") if one] if several else value
+    if options.holdout is not None:
+        given["holdout"] = options.holdout
     write_app(Study.read(given | ({} if options.rounds is None else {"rounds": options.rounds})), options.folder)
     print(f"app   {options.folder}\nnext  see {options.folder / 'README.md'}")
     return shared.OK

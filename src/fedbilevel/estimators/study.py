@@ -17,6 +17,7 @@ that site. The classes of the target are returned whatever their counts, since t
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
@@ -25,10 +26,13 @@ import numpy as np
 
 import fedbilevel as fb
 from fedbilevel.errors import ConfigurationError
-from fedbilevel.estimators.columns import labels
-from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ridge
+from fedbilevel.estimators.columns import labels, numbers
+from fedbilevel.estimators.evaluation import Report, answered, evaluated, held_out
+from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ridge, drawing
+from fedbilevel.estimators.measures import CELLS
 from fedbilevel.estimators.preparer import Preparer, Told, read_saved, words_of
 from fedbilevel.estimators.survival import CoxRegression
+from fedbilevel.estimators.survival_curves import Steps, check_steps, steps, survival
 from fedbilevel.extending import (
     explain_misspelt,
     is_count,
@@ -66,6 +70,9 @@ class Study:
         groups: columns that share a penalty of their own, by any name of it.
         cv, rounds, random_state: as of the estimator.
         min_count: of a site's categories of fewer rows, and columns of fewer numbers, nothing is told or used.
+        holdout: the share of rows of each site and class that nothing is fitted to, and no statistics are made of; the
+            model's report is about them.
+        times: of Cox's model, the grid of baseline hazards and Kaplan-Meier curves, 50 times at most; empty: neither.
     """
 
     estimator: str
@@ -85,6 +92,8 @@ class Study:
     rounds: int = 300
     random_state: int = 0
     min_count: int = 8
+    holdout: float = 0.0
+    times: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         if self.estimator not in KINDS:
@@ -100,8 +109,18 @@ class Study:
         require(bool(self.target), "target", self.target, "the name of a column")
         require(bool(self.event) == (self.estimator == "cox"), "event", self.event, "a column with Cox's model alone")
         require(not self.positive or self.estimator == "logistic", "positive", self.positive, "empty but for logistic")
+        fits = type(self.random_state) is int and self.random_state >= 0
+        require(fits, "random_state", self.random_state, "a whole number from 0 on")
         require(self.penalty in PENALTIES, "penalty", self.penalty, " or ".join(PENALTIES))
         require_count("min_count", self.min_count)
+        fits = type(self.holdout) in (int, float) and 0 <= self.holdout < 1
+        require(fits, "holdout", self.holdout, "a share from 0 to below 1")
+        object.__setattr__(self, "holdout", float(self.holdout))
+        fits = isinstance(self.times, list | tuple) and all(type(one) in (int, float) for one in self.times)
+        fits = fits and all(a < b < np.inf for a, b in pairwise((0, *self.times))) and len(self.times) <= CELLS
+        require(fits, "times", self.times, f"rising numbers above 0, {CELLS} at most")
+        require(not self.times or self.estimator == "cox", "times", self.times, "empty but for cox")
+        object.__setattr__(self, "times", tuple(map(float, self.times)))
 
     @classmethod
     def read(cls, text: str | Mapping[str, Any]) -> Self:
@@ -147,7 +166,8 @@ class Study:
         own = [SiteTable(self, site, tables[site]) for site in self.sites]
         agreement = Agreement.of(self, [table.statistics() for table in own])
         clients = fb.Clients([table.samples(agreement) for table in own], weights="size")
-        return agreement.train(clients, engine or fb.Local(devices=1))
+        model = agreement.train(clients, engine or fb.Local(devices=1))
+        return evaluated(model, lambda question: [table.answer(agreement, question) for table in own])
 
 
 class SiteTable:
@@ -168,25 +188,35 @@ class SiteTable:
         targets = [study.target, *([study.event] if study.event else [])]
         kept = frame[frame[targets].notna().all(axis=1)].reset_index(drop=True)
         self.left_out = len(frame) - len(kept)
-        allowed = f"{study.min_count} or more, as min_count says"
-        require(len(kept) >= study.min_count, "rows with a target", len(kept), allowed)
-        self.target = kept[targets]
-        self.patients = (
-            labels("patient", kept[study.patient], len(kept), "whose each row is")[1] if study.patient else None
-        )
+        patients = labels("patient", kept[study.patient], len(kept), "whose each row is")[1] if study.patient else None
+        held = self._drawn(kept[targets[-1]], patients)
+        allowed = f"{study.min_count} or more, as min_count says" + ", besides those held out" * bool(held.any())
+        require(int(np.sum(~held)) >= study.min_count, "rows with a target", int(np.sum(~held)), allowed)
         features = kept[list(study.columns)] if study.columns else kept.drop(columns=[*study.not_features, *study.drop])
         if study.offsets:
             require(SITE not in features, f"column {SITE!r}", "a feature", "left out (drop), or offsets = false")
             features = features.assign(**{SITE: site})
         categorical = [*study.categorical, *([SITE] if study.offsets else [])]
-        self.told = Preparer(categorical=categorical).fit(features).told(study.min_count)
-        self.features = _used(features, self.told)
+        self.told = Preparer(categorical=categorical).fit(features[~held]).told(study.min_count)
+        features = _used(features, self.told)
+        self.features, self.target = features[~held], kept.loc[~held, targets]
+        self.patients = None if patients is None else patients[~held]
+        self.held_out = features[held], kept.loc[held, targets], None if patients is None else patients[held]
+
+    def _drawn(self, target: Any, patients: Any) -> Any:
+        """Draw which rows are held out, (n,) bool, by a hash of the site's name."""
+        if not self.study.holdout:
+            return np.zeros(len(target), bool)
+        by_class = self.study.estimator != "ridge"
+        stratum = np.unique(words_of(target), return_inverse=True)[1] if by_class else np.zeros(len(target), int)
+        return held_out(self.study.holdout, stratum, patients, drawing(self.study.random_state, self.site, 1))
 
     def digest(self) -> Any:
         """Compute a hash of each row, (n, 2) int32."""
         import pandas as pd
 
-        rows = pd.util.hash_pandas_object(self.features.assign(**self.target), index=False)
+        parts = (self.features, self.target), self.held_out[:2]
+        rows = pd.concat([pd.util.hash_pandas_object(one.assign(**target), index=False) for one, target in parts])
         return rows.to_numpy().view(np.int32).reshape(-1, 2)
 
     def described(self) -> dict[str, str]:
@@ -217,16 +247,39 @@ class SiteTable:
     def samples(self, agreement: "Agreement") -> dict[str, Any]:
         """Return the site's samples of the run that finds penalties and coefficients."""
         estimator, (centre, spread) = agreement.estimator(), agreement.scales
-        rows = (agreement.preparer.transform(self.features).to_numpy(np.float64) - centre) / spread
-        target = self.target.to_numpy()
-        if self.study.estimator == "logistic":
-            target = (words_of(self.target.iloc[:, 0]) == estimator.classes_[1]).to_numpy(int)
-        encoded = estimator._encoded(target[:, 0] if self.study.estimator == "ridge" else target)
+        self._prepared(agreement, *self.held_out[:2])  # what is wrong with them is said before the exchanges
+        rows, encoded = self._prepared(agreement, self.features, self.target)
         stratum = encoded["stratum"]
         if self.study.estimator == "logistic" and estimator.classes_[0] > estimator.classes_[1]:
             stratum = 1 - stratum  # the same folds whichever class is positive
         fold = estimator._folds(self.site, stratum, self.patients)
-        return dict(estimator._samples({"row": rows, **encoded, "fold": fold}))
+        return dict(estimator._samples({"row": (rows - centre) / spread, **encoded, "fold": fold}))
+
+    def answer(self, agreement: "Agreement", question: Mapping[str, Any]) -> Any:
+        """Return what the site tells of its rows and a model: see `evaluation` and `survival_curves`."""
+        curves = bool(self.study.times and question.get("curves"))
+        features, target, patients = (self.features, self.target, self.patients) if curves else self.held_out
+        rows, encoded = self._prepared(agreement, features, target)
+        coef = numbers("coefficients of the question", question["coef"])
+        require(coef.shape == rows.shape[1:], "coefficients of the question", coef.shape, f"{rows.shape[1]}")
+        if self.study.estimator == "ridge":
+            encoded = {"target": target.to_numpy(float)[:, 0], "mean": agreement.estimator()._mean}
+        score = rows @ coef + float(question["intercept"])
+        if curves:
+            return steps(encoded["time"], encoded["event"], score, self.study.times, self.study.min_count)
+        return answered(question, {"score": score, **encoded, "patients": patients}, self.study.min_count)
+
+    def _prepared(self, agreement: "Agreement", features: Any, target: Any) -> tuple[Any, dict[str, Any]]:
+        """Prepare rows, and encode their target."""
+        estimator, encoded = agreement.estimator(), target.to_numpy()
+        if self.study.estimator == "logistic":
+            words = words_of(target.iloc[:, 0])
+            for word in words:
+                if word not in estimator.classes_:
+                    raise unknown(f"class of {self.study.target!r}", word, estimator.classes_)
+            encoded = (words == estimator.classes_[1]).to_numpy(int)
+        rows = agreement.preparer.transform(features).to_numpy(np.float64)
+        return rows, estimator._encoded(encoded[:, 0] if self.study.estimator == "ridge" else encoded)
 
 
 def _used(features: Any, told: Told) -> Any:
@@ -379,7 +432,7 @@ class Agreement:
         """Find penalties and coefficients with clients here or elsewhere."""
         estimator = self.estimator()
         with jax.enable_x64(True):
-            estimator._train(clients, *self.scales, engine)
+            estimator._train(clients, *self.scales, self.rows, engine)
         return StudyModel(self, estimator)
 
 
@@ -390,10 +443,14 @@ class StudyModel:
     Args:
         agreement: how rows are prepared.
         estimator: of prepared rows: `coef_`, `intercept_`, `penalties_`, `classes_`.
+        report: what is known of it and its predictions; None where it was loaded.
+        baselines: of Cox's model, the steps of the baseline hazard of each site that has one.
     """
 
     agreement: Agreement
     estimator: Any
+    report: Report | None = None
+    baselines: Mapping[str, Steps] = field(default_factory=dict)
 
     def save(self, file: str | Path) -> None:
         """Write the model as one JSON file."""
@@ -405,6 +462,7 @@ class StudyModel:
             name: dict(zip(agreed.names, getattr(estimator, f"{name}_").tolist(), strict=True)) for name in VALUES
         }
         content["intercept"] = getattr(estimator, "intercept_", 0.0)
+        content |= {"baselines": dict(self.baselines)} if self.baselines else {}
         write_text(Path(file), json.dumps(content, indent=1, ensure_ascii=False) + "\n")
 
     @classmethod
@@ -424,7 +482,10 @@ class StudyModel:
             setattr(estimator, f"{name}_", np.array([float(content[name][one]) for one in agreement.names]))
         if estimator.has_intercept:
             estimator.intercept_ = float(content["intercept"])
-        return cls(agreement, estimator)
+        baselines = content.get("baselines", {})
+        for site, told in baselines.items():
+            check_steps(site, told, agreement.study.times)
+        return cls(agreement, estimator, baselines=baselines)
 
     def prepared(self, frame: Any, site: str = "") -> Any:
         """Prepare rows of a table with the columns of the study; other columns are ignored.
@@ -451,6 +512,17 @@ class StudyModel:
         fits = self.agreement.study.estimator == "logistic"
         require(fits, "predict_proba", self.agreement.study.estimator, "of logistic regression alone")
         return self.estimator.predict_proba(self.prepared(frame, site))[:, 1]
+
+    def predict_survival(self, frame: Any, times: Any, site: str) -> Any:
+        """Compute the probability of each row of a site to be without the event at these times, (n, times), by Cox's
+        model and the site's baseline, which rises at the ends of its steps alone.
+
+        Raises:
+            ConfigurationError: the site has no baseline, or times are beyond its end.
+        """
+        if site not in self.baselines:
+            raise unknown("site with a baseline", site, self.baselines)
+        return survival(self.baselines[site], self.predict(frame, site), times)
 
 
 VALUES = "coef", "penalties"  # of each feature

@@ -30,6 +30,7 @@ from fedbilevel.core.problem import Problem, SingleLevel
 from fedbilevel.core.tree import XY, PyTree
 from fedbilevel.core.writing import write_text
 from fedbilevel.data import DataError
+from fedbilevel.estimators.evaluation import evaluated
 from fedbilevel.estimators.study import Agreement, SiteTable, Study, StudyModel
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.federation import (
@@ -116,7 +117,9 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
     )
     names = ", ".join(f"{number} {name}" for number, name in enumerate(study.sites))
     try:
-        played(study, engine).save(place.model)
+        model = played(study, engine)
+        model.save(place.model)
+        model.report.save(place.path)
     except FedbilevelError as error:
         kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), ExchangeError)
         ended = kind(f"{error}; sites: {names}. Submitted again, the study begins anew")
@@ -144,7 +147,16 @@ def played(study: Study, engine: Any) -> StudyModel:
     questions.agree(agreement.text)
     if study.estimator == "logistic":
         print(f"predicts the probability of {study.target} = {agreement.estimator().classes_[1]}", flush=True)
-    return agreement.train(agreement.remote([one["rows"] for one in statistics]), engine)
+    remote = agreement.remote([one["rows"] for one in statistics])
+    model = agreement.train(remote, engine)
+    with jax.enable_x64(True):
+        contract = draw_up(*agreement.posed(), remote.examples())
+    questions = Questions(engine, contract, len(study.sites))
+
+    def ask(question: dict[str, Any]) -> list[Any]:
+        return [parse_json(answer.encode()) for answer in questions.question(json.dumps(question))]
+
+    return evaluated(model, ask)
 
 
 def site(study: Study, run_config: Mapping[str, Any], node_config: Mapping[str, Any], agreed: str) -> Any:
@@ -168,7 +180,15 @@ def site(study: Study, run_config: Mapping[str, Any], node_config: Mapping[str, 
         )
     agreement = Agreement.read(study, agreed)
     algorithm, problem, x0, y0 = agreement.posed()
-    return Site(**own, algorithm=algorithm, problem=problem, x0=x0, y0=y0, outer=table.samples(agreement))
+    return Site(
+        **own,
+        algorithm=algorithm,
+        problem=problem,
+        x0=x0,
+        y0=y0,
+        outer=table.samples(agreement),
+        answer=lambda question: json.dumps(table.answer(agreement, parse_json(question.encode()))),
+    )
 
 
 def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
@@ -229,7 +249,7 @@ def check(study: Study, node_config: str, *superlink: Any) -> Iterator[tuple[str
         runtime.check_limits()
     except Refusal as refusal:
         raise ConfigurationError(f"{refusal.why} ({refusal.code.how})") from None
-    yield "rows", f"{len(table.target)}, and {table.left_out} without a target"
+    yield "rows", f"{len(table.target)}, {len(table.held_out[1])} held out, and {table.left_out} without a target"
     for name, said in table.described().items():
         yield "tells", f"{name}: {said}"
     yield from reached(*superlink)

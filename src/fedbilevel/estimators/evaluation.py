@@ -1,0 +1,350 @@
+"""What a study reports of its model, by rows that each site has held out: no site shows them.
+
+The server asks each site a question with the model's coefficients; the site answers with measures of its own held-out
+rows and with sums, the same on one machine and over Flower. From these the server has
+
+    within sites    Σ_i w_i θ_i / Σ_i w_i: of AUROC and concordance w_i are the site's pairs, of AUPRC its positives
+    overall         of logistic regression, all pairs. Those of two sites are known by groups of predicted
+                    probability: pairs of overlapping groups count half, and half their share bounds the error
+    calibration     slope and intercept of all rows by Newton's method, whose sums sites send, an exchange a step
+    errors          of ridge regression, by sums over all rows
+
+Sites are independent, so that the variance of Σ w_i θ_i is Σ w_i² Var θ_i, as of a bootstrap within each site: see
+`measures`. A site answers nothing where it has fewer than `min_count` held-out rows, of either class, or events. A
+group of predictions has `min_count` rows of the site or more; how many of these are positive is sent whatever it is.
+"""
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy.special import expit
+
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.estimators import measures
+from fedbilevel.estimators.measures import Numbers
+from fedbilevel.estimators.survival_curves import check_steps, kaplan_meier
+from fedbilevel.extending import require, write_text
+
+Ask = Callable[[dict[str, Any]], list[Any]]
+"""(question) -> each site's answer, in the order of `Study.sites`; both as JSON has them."""
+
+POINTS = 10  # of a calibration curve
+
+
+def held_out(share: float, stratum: Numbers, patients: Numbers | None, rng: np.random.Generator) -> Numbers:
+    """Draw which of a site's rows are held out, (n,) bool: this share of each stratum; rows of a patient go together,
+    and count in the last of their strata."""
+    of = np.arange(len(stratum)) if patients is None else np.unique(patients, return_inverse=True)[1]
+    strata = np.zeros(np.max(of, initial=-1) + 1, int)
+    np.maximum.at(strata, of, stratum)
+    mixed = rng.permutation(len(strata))
+    chosen = np.zeros(len(strata), bool)
+    for one in np.unique(strata):
+        members = mixed[strata[mixed] == one]
+        chosen[members[: round(share * len(members))]] = True
+    return chosen[of]
+
+
+def answered(question: Mapping[str, Any], rows: Mapping[str, Any], least: int) -> Any:
+    """Answer a question of a study's server about held-out rows, at their site.
+
+    Args:
+        rows: "score", the predictions; the target as the estimator encodes it; and "patients" or None.
+        least: `Study.min_count`.
+
+    Returns:
+        What JSON can write; None: too few rows.
+    """
+    score, patients = rows["score"], rows["patients"]
+
+    def measured(value: float, influence: Numbers) -> list[float]:
+        return [value, measures.standard_error(influence, patients)]
+
+    if len(score) < least:
+        return None
+    if "label" in rows:
+        label = rows["label"]
+        if min(np.sum(label == 0), np.sum(label == 1)) < least:
+            return None
+
+        def sums(at: Numbers) -> Numbers:
+            return measures.calibration_sums(score, label, at)
+
+        if "at" in question:
+            return sums(np.array(question["at"], float).reshape(-1, 2)).tolist()
+        return {
+            "auroc": measured(*measures.auroc(score, label)),
+            "auprc": measured(*measures.auprc(score, label)),
+            "calibration": measures.calibration(sums),
+            "groups": measures.grouped(expit(score), label, least),
+        }
+    if "event" in rows:
+        events = int(rows["event"].sum())
+        pairs, value, influence = measures.concordance(rows["time"], rows["event"], score)
+        if events < least or not pairs:
+            return None
+        return {"rows": len(score), "events": events, "pairs": pairs, "concordance": measured(value, influence)}
+    error, away = rows["target"] - score, rows["target"] - rows["mean"]
+    means = {
+        name: measured(float(one.mean()), (one - one.mean()) / len(one))
+        for name, one in (("squares", error**2), ("bias", error))
+    }
+    return {"rows": len(score), **means, "away": [float(away.sum()), float(np.sum(away**2))]}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a study reports of its model.
+
+    Args:
+        content: what `report.json` holds.
+    """
+
+    content: dict[str, Any]
+
+    def save(self, folder: str | Path) -> None:
+        """Write report.json, and report.txt for people."""
+        write_text(Path(folder) / "report.json", json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
+        write_text(Path(folder) / "report.txt", f"{self}\n")
+
+    def __str__(self) -> str:
+        return "\n".join(_lines(self.content))
+
+
+def evaluated(model: Any, ask: Ask) -> Any:
+    """Return the `StudyModel` with its report.
+
+    Raises:
+        ConfigurationError: a site's answer has another form; it says which.
+    """
+    study, estimator = model.agreement.study, model.estimator
+    question = {"coef": estimator.coef_.tolist(), "intercept": getattr(estimator, "intercept_", 0.0)}
+    content: dict[str, Any] = {"estimator": study.estimator, "target": study.target}
+    if estimator.standard_errors_ is not None:
+        errors = zip(model.agreement.names, estimator.coef_.tolist(), estimator.standard_errors_.tolist(), strict=True)
+        content["coefficients"] = {name: {**_estimate(value, error), "error": error} for name, value, error in errors}
+    if study.holdout:
+        content["holdout"] = study.holdout
+        answers = dict(zip(study.sites, ask(question), strict=True))
+        told = {site: answer for site, answer in answers.items() if answer is not None}
+        for site, answer in told.items():
+            _check(site, answer, ANSWERS[study.estimator])
+        few = f"fewer than {study.min_count} held-out rows{OF[study.estimator]}"
+        content["undefined"] = {site: few for site in study.sites if site not in told}
+        if told and study.estimator == "logistic":
+            content |= _logistic(told, lambda at: _sum_of(ask({**question, "at": at.tolist()}), study.sites))
+        elif told:
+            content |= (_cox if study.estimator == "cox" else _ridge)(told)
+    baselines = {}
+    if study.times:
+        steps = dict(zip(study.sites, ask({**question, "curves": True}), strict=True))
+        baselines = {site: told for site, told in steps.items() if told is not None}
+        for site, told in baselines.items():
+            check_steps(site, told, study.times)
+        content["kaplan meier"] = {"all sites": kaplan_meier(baselines)} if baselines else {}
+        content["kaplan meier"] |= {site: kaplan_meier({site: told}) for site, told in baselines.items()}
+    return replace(model, report=Report(content), baselines=baselines)
+
+
+ANSWERS = {
+    "logistic": ("auroc", "auprc", "calibration", "groups"),
+    "ridge": ("rows", "squares", "bias", "away"),
+    "cox": ("rows", "events", "pairs", "concordance"),
+}
+OF = {"logistic": " of a class", "ridge": "", "cox": " or events, or no pair of them"}
+
+
+def _check(site: str, answer: Any, names: tuple[str, ...]) -> None:
+    """Refuse an answer without these parts, or with anything but finite numbers."""
+
+    def numbers(part: Any) -> bool:
+        if isinstance(part, list):
+            return all(map(numbers, part))
+        return type(part) in (int, float) and math.isfinite(part)
+
+    fits = isinstance(answer, dict) and answer.keys() == set(names)
+    fits = fits and all(numbers(part) or (part is None and name == "calibration") for name, part in answer.items())
+    require(fits, f"evaluation of {site}", type(answer).__name__, f"finite numbers: {', '.join(names)}")
+
+
+def _sum_of(answers: list[Any], sites: tuple[str, ...]) -> Numbers:
+    """Add up what sites answered, without those that have too few rows."""
+    for site, answer in zip(sites, answers, strict=True):
+        if answer is not None:
+            _check(site, {"sums": answer}, ("sums",))
+    try:
+        return np.sum([np.array(answer, float).reshape(2, 5) for answer in answers if answer is not None], 0)
+    except ValueError as error:
+        raise ConfigurationError(f"sums for the calibration: {error}") from error
+
+
+def _logistic(told: Mapping[str, Any], sums: Callable[[Numbers], Numbers]) -> dict[str, Any]:
+    """Report logistic regression by the answers of sites."""
+    by_site, groups = {}, {site: np.array(answer["groups"], float).reshape(-1, 5) for site, answer in told.items()}
+    for site, answer in told.items():
+        negative, positive = groups[site][:, 2:4].sum(0).astype(int).tolist()
+        require(min(negative, positive) > 0, f"groups of {site}", [negative, positive], "rows of both classes")
+        by_site[site] = {"rows": negative + positive, "positive": positive}
+        by_site[site] |= {name: _estimate(*answer[name], share=True) for name in ("auroc", "auprc")}
+        by_site[site]["calibration"] = _calibrated(answer["calibration"])
+    positives = np.array([one["positive"] for one in by_site.values()])
+    pairs = positives * np.array([one["rows"] - one["positive"] for one in by_site.values()])
+    within = {
+        name: _weighted([answer[name] for answer in told.values()], weights)
+        for name, weights in (("auroc", pairs), ("auprc", positives))
+    }
+    own = dict(zip(told, [answer["auroc"][0] for answer in told.values()], strict=True))
+    overall = {**_bounded(groups, own), "calibration": _calibrated(measures.calibration(sums))}
+    return {"within sites": within, "overall": overall, "sites": by_site, "curve": _curve(groups)}
+
+
+def _lines(content: Mapping[str, Any]) -> list[str]:
+    """Say a report's content in lines."""
+    lines = [f"{content['estimator']} regression of {content['target']}"]
+    lines += _evaluation(content) if "holdout" in content else ["no rows were held out (holdout = 0): no evaluation"]
+    for place, curve in content.get("kaplan meier", {}).items():
+        lines.append(f"survival by Kaplan and Meier, {place}: time, rows at risk, events, share (95 % interval)")
+        for one in curve:
+            share = _said({"": {"value": one["survival"], **one}}, "")
+            lines.append(f"{one['time']:8g}  {one['at risk']:6d}  {one['events']:6d}  {share}")
+    if "coefficients" in content:
+        lines.append("coefficients of prepared columns; intervals by the sandwich, as if penalties were not chosen")
+        width = max(map(len, content["coefficients"]))
+        lines += [f"{name:{width}}  {_said(content['coefficients'], name)}" for name in content["coefficients"]]
+    return lines
+
+
+def _evaluation(content: Mapping[str, Any]) -> list[str]:
+    lines = [f"predictions of the {content['holdout']:.0%} of rows that each site has held out; 95 % intervals"]
+    rows = [("within sites", content.get("within sites")), ("overall", content.get("overall"))]
+    rows += content.get("sites", {}).items()
+    names = [name for name in MEASURES if any(one and name in flat(one) for _, one in rows)]
+    table = [["", *names]] + [[name, *(_said(flat(one), measure) for measure in names)] for name, one in rows if one]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
+    lines += [f"{site}: undefined, {why}" for site, why in content["undefined"].items()]
+    for name, bound in content.get("overall", {}).get("bound", {}).items():
+        lines.append(f"overall {name} is known to ±{bound:.3f}: groups of predictions overlap")
+    if curve := content.get("curve"):
+        lines += ["calibration: rows, mean predicted probability, share of positive rows"]
+        lines += [f"{one['rows']:6d}  {one['predicted']:.3f}  {one['observed']:.3f}" for one in curve]
+    return lines
+
+
+MEASURES = "rows", "positive", "events", "auroc", "auprc", "concordance", "rmse", "bias", "r2", "intercept", "slope"
+
+
+def flat(measured: Mapping[str, Any]) -> dict[str, Any]:
+    return {**measured, **(measured.get("calibration") or {})}
+
+
+def _said(measured: Mapping[str, Any], name: str) -> str:
+    one = measured.get(name, "")
+    if not isinstance(one, dict):
+        return str(one)
+    return f"{one['value']:.3f}" + (f" ({one['low']:.3f} to {one['high']:.3f})" if "low" in one else "")
+
+
+def _estimate(value: float, error: float, share: bool = False) -> dict[str, float]:
+    low, high = measures.interval(value, error, share)
+    return {"value": value, "low": low, "high": high}
+
+
+def _weighted(estimates: list[list[float]], weights: Numbers, share: bool = True) -> dict[str, float]:
+    """Estimate the mean of independent estimates with these weights."""
+    values, errors = np.array(estimates).T
+    weights = weights / weights.sum()
+    return _estimate(float(weights @ values), float(np.sqrt(weights**2 @ errors**2)), share)
+
+
+def _calibrated(found: list[float] | None) -> dict[str, Any] | None:
+    return found and {"intercept": _estimate(*found[:2]), "slope": _estimate(*found[2:])}
+
+
+def _bounded(groups: Mapping[str, Numbers], own: Mapping[str, float]) -> dict[str, Any]:
+    """Estimate AUROC and AUPRC of all rows from groups of neighbouring cells; pairs within a site are known.
+
+    Precision lies between what it is where in groups beside each other negative rows come first, and where positive
+    ones do. The interval of AUROC is that of rows with the mean rank of their group, by site and class.
+    """
+    start, stop, negative, positive, _ = np.vstack([*groups.values()]).T
+    site = np.repeat(np.arange(len(groups)), [len(one) for one in groups.values()])
+    above, apart = start[:, None] >= stop, site[:, None] != site
+    beside = ~above & ~above.T
+    rank = above + beside / 2  # of a row of group g against one of group h
+    known = np.array([*own.values()])
+    n, m = (np.bincount(site, each) for each in (positive, negative))
+    pairs = positive[:, None] * negative
+    total = pairs.sum()
+    value = float((np.sum((pairs * rank)[apart]) + np.sum(known * n * m)) / total)
+    bound = float(np.sum((pairs * beside)[apart]) / 2 / total)
+    variance = 0.0
+    for count, scores in ((positive, rank @ negative / negative.sum()), (negative, positive @ rank / positive.sum())):
+        of_site = np.bincount(site, count)
+        centred = scores - (np.bincount(site, count * scores) / of_site)[site]
+        variance += float(np.sum(count * centred**2 * (of_site / np.maximum(of_site - 1, 1))[site])) / count.sum() ** 2
+
+    def precision(hits_beside: float, misses_beside: float) -> float:
+        """Compute the mean precision where these shares of the rows beside a positive one have a higher score."""
+        hits = above.T @ positive + hits_beside * (beside @ positive - positive)
+        misses, sums = above.T @ negative + misses_beside * (beside @ negative), 0.0
+        for others, missed, count in zip(hits, misses, positive.astype(int), strict=True):
+            upto = others + (np.arange(1, count + 1) if hits_beside < 1 else np.full(count, count))
+            sums += float(np.sum(upto / (upto + missed)))
+        return sums / float(positive.sum())
+
+    middle = precision(0.5, 0.5)
+    bounds = {"auroc": bound, "auprc": max(middle - precision(0, 1), precision(1, 0) - middle)}
+    return {"auroc": _estimate(value, variance**0.5, share=True), "auprc": {"value": middle}, "bound": bounds}
+
+
+def _cox(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Report Cox regression: baselines of sites differ, so that only pairs within a site can be compared."""
+    by_site = {
+        site: {"rows": one["rows"], "events": one["events"], "concordance": _estimate(*one["concordance"], share=True)}
+        for site, one in told.items()
+    }
+    pairs = np.array([one["pairs"] for one in told.values()])
+    within = {"concordance": _weighted([one["concordance"] for one in told.values()], pairs)}
+    return {"within sites": within, "sites": by_site}
+
+
+def _ridge(told: Mapping[str, Any]) -> dict[str, Any]:
+    """Report ridge regression: root mean square and mean of target − prediction, and the share of variance R²."""
+    rows = np.array([one["rows"] for one in told.values()])
+    away, squares_away = np.array([one["away"] for one in told.values()]).T
+    within = squares_away - away**2 / rows  # about each site's own mean
+
+    def errors(weights: Numbers, variance: float) -> dict[str, Any]:
+        squares, bias = (
+            _weighted([one[name] for one in told.values()], weights, share=False) for name in ("squares", "bias")
+        )
+        roots = {name: max(value, 0.0) ** 0.5 for name, value in squares.items()}
+        share = {"r2": {"value": 1 - squares["value"] * float(weights.sum()) / variance}} if variance > 0 else {}
+        return {"rows": int(weights.sum()), "rmse": roots, "bias": bias, **share}
+
+    every = np.eye(len(rows), dtype=int) * rows
+    by_site = {site: errors(every[i], float(within[i])) for i, site in enumerate(told)}
+    return {
+        "within sites": errors(rows, float(within.sum())),
+        "overall": errors(rows, float(squares_away.sum() - away.sum() ** 2 / rows.sum())),
+        "sites": by_site,
+    }
+
+
+def _curve(groups: Mapping[str, Numbers]) -> list[dict[str, float]]:
+    """Gather the groups of all sites, by their mean prediction, in some POINTS of about as many rows."""
+    every = np.vstack([*groups.values()])
+    rows = every[:, 2] + every[:, 3]
+    every, rows = (each[np.argsort(every[:, 4] / rows, kind="stable")] for each in (every, rows))
+    point = np.minimum(((np.cumsum(rows) - rows / 2) * POINTS / rows.sum()).astype(int), POINTS - 1)
+    found = []
+    for one in np.unique(point):
+        count, positive, chances = rows[point == one].sum(), *every[point == one][:, 3:].sum(0)
+        found.append({"rows": int(count), "predicted": float(chances / count), "observed": float(positive / count)})
+    return found

@@ -1,0 +1,254 @@
+"""Reports of studies: nothing is fitted to held-out rows, and the numbers are those of these rows in one place."""
+
+import json
+
+import numpy as np
+import pandas as pd
+import pytest
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.estimators import StudyModel
+from fedbilevel.estimators.evaluation import _check, held_out
+from fedbilevel.estimators.study import SiteTable
+from site_tables import study, tables
+
+SHARE, LEAST = 0.4, 4
+
+
+@pytest.fixture(scope="module")
+def logistic():
+    return study("logistic", holdout=SHARE, min_count=LEAST).fit(tables())
+
+
+@pytest.fixture(scope="module")
+def ridge():
+    return study("ridge", holdout=SHARE, min_count=LEAST).fit(tables())
+
+
+@pytest.fixture(scope="module")
+def cox():
+    return study("cox", holdout=SHARE, min_count=LEAST, times=range_of_days()).fit(tables())
+
+
+def range_of_days():
+    return [5, 10, 20, 40, 80, 400]
+
+
+def held(model):
+    """Each site's held-out rows: predictions and target, from its own table."""
+    found = {}
+    for site, frame in tables().items():
+        rows, target, _ = SiteTable(model.agreement.study, site, frame).held_out
+        score = model.agreement.preparer.transform(rows) @ model.estimator.coef_
+        found[site] = (score + getattr(model.estimator, "intercept_", 0)).to_numpy(), target
+    return found
+
+
+def without_held_out(given):
+    """The sites' tables without the rows that the study holds out."""
+    frames = tables()
+    return {site: frame.drop(SiteTable(given, site, frame).held_out[0].index) for site, frame in frames.items()}
+
+
+def test_nothing_is_fitted_to_held_out_rows(logistic):
+    alone = study("logistic", min_count=LEAST).fit(without_held_out(logistic.agreement.study))
+    assert logistic.agreement.text == alone.agreement.text
+    np.testing.assert_array_equal(logistic.estimator.coef_, alone.estimator.coef_)
+    assert "no rows were held out" in str(alone.report)
+
+
+def test_patients_are_held_out_whole_and_classes_alike():
+    given, frame = study("logistic", holdout=0.25), tables()["west"]
+    table = SiteTable(given, "west", frame)
+    apart = table.held_out[0].index
+    assert not set(frame.patient[apart]) & set(frame.patient.drop(apart))
+    worst = (frame.ill == "yes").groupby(frame.patient).max()
+    there = worst[frame.patient[apart].unique()]
+    assert there.sum() == round(0.25 * worst.sum())
+    assert (~there).sum() == round(0.25 * (~worst).sum())
+
+
+def test_a_share_of_each_class_is_held_out():
+    stratum = np.repeat([0, 1], [40, 8])
+    rows = held_out(0.25, stratum, None, np.random.default_rng(0))
+    assert np.bincount(stratum[rows]).tolist() == [10, 2]
+
+
+def test_the_report_has_the_numbers_of_the_held_out_rows_in_one_place(logistic):
+    found, report = held(logistic), logistic.report.content
+    areas, precisions, pairs, positives = [], [], [], []
+    for site, (score, target) in found.items():
+        label = (target.ill == "yes").to_numpy()
+        one = report["sites"][site]
+        areas.append(roc_auc_score(label, score))
+        precisions.append(average_precision_score(label, score))
+        pairs.append(label.sum() * (~label).sum())
+        positives.append(label.sum())
+        assert one["auroc"]["value"] == pytest.approx(areas[-1], abs=1e-12)
+        assert one["auprc"]["value"] == pytest.approx(precisions[-1], abs=1e-12)
+        assert (one["rows"], one["positive"]) == (len(label), label.sum())
+    within, overall = report["within sites"], report["overall"]
+    assert within["auroc"]["value"] == pytest.approx(np.average(areas, weights=pairs), abs=1e-12)
+    assert within["auprc"]["value"] == pytest.approx(np.average(precisions, weights=positives), abs=1e-12)
+    score = np.concatenate([one for one, _ in found.values()])
+    label = np.concatenate([target.ill == "yes" for _, target in found.values()])
+    for name, measure in (("auroc", roc_auc_score), ("auprc", average_precision_score)):
+        assert abs(overall[name]["value"] - measure(label, score)) <= overall["bound"][name] + 1e-12
+    made = LogisticRegression(C=np.inf, tol=1e-12, max_iter=1000).fit(score[:, None], label)
+    assert overall["calibration"]["slope"]["value"] == pytest.approx(made.coef_[0, 0], abs=1e-6)
+    curve = pd.DataFrame(report["curve"])
+    assert curve.rows.sum() == len(label)
+    assert curve.rows @ curve.observed == pytest.approx(label.sum())
+    assert curve.rows @ curve.predicted == pytest.approx(np.sum(1 / (1 + np.exp(-score))))
+    assert curve.predicted.is_monotonic_increasing
+
+
+def test_errors_of_ridge_regression_are_those_of_the_rows_in_one_place(ridge):
+    found, report = held(ridge), ridge.report.content
+    errors = {site: target.days.to_numpy() - score for site, (score, target) in found.items()}
+    days = {site: target.days for site, (_, target) in found.items()}
+    every, every_day = np.concatenate([*errors.values()]), pd.concat(days.values())
+    for one, error, total in (
+        *((report["sites"][site], errors[site], len(errors[site]) * days[site].var(ddof=0)) for site in errors),
+        (report["overall"], every, len(every) * every_day.var(ddof=0)),
+        (report["within sites"], every, sum(((one - one.mean()) ** 2).sum() for one in days.values())),
+    ):
+        assert one["rmse"]["value"] == pytest.approx(np.sqrt(np.mean(error**2)), rel=1e-10)
+        assert one["bias"]["value"] == pytest.approx(error.mean(), rel=1e-8)
+        assert one["r2"]["value"] == pytest.approx(1 - np.sum(error**2) / total, rel=1e-8)
+        assert one["rows"] == len(error)
+    by_patient = pd.Series(errors["west"] - errors["west"].mean()).groupby(
+        SiteTable(ridge.agreement.study, "west", tables()["west"]).held_out[2]
+    )
+    m, bias = by_patient.ngroups, report["sites"]["west"]["bias"]
+    error = np.sqrt(m / (m - 1) * np.sum(by_patient.sum() ** 2)) / len(errors["west"])
+    assert (bias["high"] - bias["low"]) / 2 == pytest.approx(1.959964 * error, rel=1e-6)
+
+
+def test_concordance_of_pairs_within_sites(cox):
+    found, report = held(cox), cox.report.content
+    right = pairs = 0.0
+    for site, (risk, target) in found.items():
+        own = [0.0, 0.0]
+        for i, j in np.ndindex(len(risk), len(risk)):
+            if target.died.iloc[i] and target.days.iloc[i] < target.days.iloc[j]:
+                own[0] += (risk[i] > risk[j]) + (risk[i] == risk[j]) / 2
+                own[1] += 1
+        assert report["sites"][site]["concordance"]["value"] == pytest.approx(own[0] / own[1], rel=1e-12)
+        right, pairs = right + own[0], pairs + own[1]
+    assert report["within sites"]["concordance"]["value"] == pytest.approx(right / pairs, rel=1e-12)
+
+
+def test_baselines_and_curves_are_part_of_the_model_and_its_report(cox, tmp_path):
+    """Each step by loops over the site's fitted rows; 1 − H of Breslow would be 1 − Nelson and Aalen's at w = 0."""
+    table = SiteTable(cox.agreement.study, "west", tables()["west"])
+    risk = cox.agreement.preparer.transform(table.features).to_numpy() @ cox.estimator.coef_
+    days, died = table.target.to_numpy(float).T
+    before = 0.0
+    for end, at_risk, events, hazard in cox.baselines["west"]:
+        assert at_risk == np.sum(days > before)
+        assert events == np.sum(died[(days > before) & (days <= end)])
+        each = [1 / np.exp(risk)[days >= t].sum() for t in days[(died == 1) & (days <= end)]]
+        assert hazard == pytest.approx(np.sum(each), rel=1e-10)
+        assert np.sum((days > before) & (days <= end)) >= LEAST
+        before = end
+    cox.save(tmp_path / "model.json")
+    model, frame = StudyModel.load(tmp_path / "model.json"), tables()["west"].iloc[:3]
+    ends = [step[0] for step in cox.baselines["west"]]
+    hazards = np.array([step[3] for step in cox.baselines["west"]])
+    expected = np.exp(-np.outer(np.exp(cox.predict(frame, "west")), hazards))
+    np.testing.assert_allclose(model.predict_survival(frame, ends, "west"), expected, rtol=1e-12)
+    np.testing.assert_array_equal(model.predict_survival(frame, [0.0], "west"), 1)
+    with pytest.raises(ConfigurationError, match=r"times = .* from 0 to 400, the end of the site's baseline"):
+        model.predict_survival(frame, [401.0], "west")
+    with pytest.raises(ConfigurationError, match="site with a baseline 'wets'; did you mean 'west'"):
+        model.predict_survival(frame, [1.0], "wets")
+    assert [*cox.report.content["kaplan meier"]] == ["all sites", "north", "south", "west"]
+    assert "survival by Kaplan and Meier, west" in str(cox.report)
+
+
+@pytest.mark.parametrize("estimator", ["ridge", "logistic"])
+def test_fitted_rows_are_not_evaluated(estimator, request):
+    """Whatever a server asks."""
+    model = request.getfixturevalue(estimator)
+    table = SiteTable(model.agreement.study, "west", tables()["west"])
+    asked = question(model)
+    assert table.answer(model.agreement, asked | {"curves": True}) == table.answer(model.agreement, asked)
+
+
+def test_coefficients_are_reported_with_their_errors(ridge):
+    content = ridge.report.content["coefficients"]
+    assert [*content] == ridge.agreement.names
+    assert [one["error"] for one in content.values()] == ridge.estimator.standard_errors_.tolist()
+
+
+def question(model):
+    return {"coef": model.estimator.coef_.tolist(), "intercept": model.estimator.intercept_}
+
+
+def test_groups_of_predictions_have_the_rows_that_min_count_demands(logistic):
+    given, agreement = logistic.agreement.study, logistic.agreement
+    for site, frame in tables().items():
+        groups = SiteTable(given, site, frame).answer(agreement, question(logistic))["groups"]
+        assert min(negative + positive for _, _, negative, positive, _ in groups) >= LEAST
+
+
+def test_of_too_few_rows_of_a_class_nothing_is_told(logistic):
+    table = SiteTable(logistic.agreement.study, "south", tables()["south"])
+    rows = table.held_out[0].index
+    for few, told in ((LEAST, True), (LEAST - 1, False)):
+        target = pd.DataFrame({"ill": np.where(np.arange(len(rows)) < few, "yes", "no")}, index=rows)
+        table.held_out = table.held_out[0], target, table.held_out[2]
+        for asked in ({}, {"at": [[0, 1], [0, 0]]}):
+            assert (table.answer(logistic.agreement, question(logistic) | asked) is not None) == told
+
+
+def test_a_site_that_is_undefined_is_named_and_the_others_are_reported():
+    frames = tables()
+    frames["west"] = frames["west"].assign(ill="yes")
+    model = study("logistic", holdout=SHARE, min_count=LEAST).fit(frames)
+    content = model.report.content
+    assert content["undefined"] == {"west": "fewer than 4 held-out rows of a class"}
+    assert [*content["sites"]] == ["north", "south"]
+    assert "west: undefined, fewer than 4 held-out rows of a class" in str(model.report)
+
+
+def test_what_min_count_hides_does_not_change_what_is_told(logistic):
+    """Rows of a rare category, whichever, and single numbers of a column count as gaps in predictions, too."""
+    given, frames = logistic.agreement.study, tables()
+    first = SiteTable(given, "north", frames["north"]).answer(logistic.agreement, question(logistic))
+    other = frames["north"].replace({"kind": {"z": "rarer yet"}}).assign(dose=np.where(np.arange(40) == 5, 9.0, np.nan))
+    assert SiteTable(given, "north", other).answer(logistic.agreement, question(logistic)) == first
+
+
+def test_a_report_is_written_as_json_and_for_people(logistic, tmp_path):
+    logistic.report.save(tmp_path)
+    content = json.loads((tmp_path / "report.json").read_text())
+    assert content == json.loads(json.dumps(logistic.report.content))
+    lines = (tmp_path / "report.txt").read_text().splitlines()
+    places = [next(n for n, line in enumerate(lines) if line.startswith(name)) for name in ("within sites", "overall")]
+    assert places == sorted(places)
+    one = content["within sites"]["auroc"]
+    assert f"{one['value']:.3f} ({one['low']:.3f} to {one['high']:.3f})" in lines[places[0]]
+
+
+def test_a_class_that_held_out_rows_alone_have_is_named(logistic):
+    table = SiteTable(logistic.agreement.study, "south", tables()["south"])
+    features, target, patients = table.held_out
+    table.held_out = features, target.replace({"ill": {"no": "perhaps"}}), patients
+    with pytest.raises(ConfigurationError, match="class of 'ill' 'perhaps'"):
+        table.samples(logistic.agreement)
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.0, "a half", True])
+def test_a_wrong_share_is_named(share):
+    with pytest.raises(ConfigurationError, match=r"holdout = .* a share from 0 to below 1"):
+        study("logistic", holdout=share)
+
+
+@pytest.mark.parametrize("answer", [[], {"auroc": [0.5, 0.1]}, {"auroc": [0.5, float("nan")], "groups": []}])
+def test_an_answer_of_another_form_is_refused(answer):
+    with pytest.raises(ConfigurationError, match=r"evaluation of south = .* finite numbers: auroc, groups"):
+        _check("south", answer, ("auroc", "groups"))

@@ -1,0 +1,101 @@
+"""Measures of predictions beside scikit-learn, and their standard errors beside derivatives in the rows' weights."""
+
+import numpy as np
+import pytest
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import average_precision_score, roc_auc_score
+
+from fedbilevel.estimators import measures
+
+RNG = np.random.default_rng(3)
+LABEL = RNG.integers(0, 2, 60)
+SCORE = (RNG.normal(size=60) + LABEL).round(1)  # with ties
+TIME, EVENT = RNG.integers(1, 15, 60).astype(float), RNG.integers(0, 2, 60).astype(float)
+
+
+def harrell(weight):
+    """Concordance by its definition, pair by pair, each with the product of its rows' weights."""
+    right = pairs = 0.0
+    for i in range(60):
+        for j in range(60):
+            if EVENT[i] and TIME[i] < TIME[j]:
+                pairs += weight[i] * weight[j]
+                right += weight[i] * weight[j] * ((SCORE[i] > SCORE[j]) + (SCORE[i] == SCORE[j]) / 2)
+    return right / pairs
+
+
+MEASURES = {
+    "auroc": (lambda: measures.auroc(SCORE, LABEL), lambda w: roc_auc_score(LABEL, SCORE, sample_weight=w)),
+    "auprc": (lambda: measures.auprc(SCORE, LABEL), lambda w: average_precision_score(LABEL, SCORE, sample_weight=w)),
+    "concordance": (lambda: measures.concordance(TIME, EVENT, SCORE)[1:], harrell),
+}
+
+
+@pytest.mark.parametrize("name", MEASURES)
+def test_a_measure_and_its_derivatives_in_the_weights(name):
+    """U_j of (θ(w + h e_j) − θ(w − h e_j))/2h, whose error is of order h²."""
+    found, weighted = MEASURES[name]
+    value, influence = found()
+    assert value == pytest.approx(weighted(np.ones(60)), abs=1e-12)
+    for row in range(0, 60, 7):
+        step = 1e-4 * np.eye(60)[row]
+        slope = (weighted(1 + step) - weighted(1 - step)) / 2e-4
+        assert influence[row] == pytest.approx(slope, abs=1e-8)
+    assert influence.sum() == pytest.approx(0, abs=1e-12)
+
+
+def test_the_standard_error_of_a_mean_is_the_known_one():
+    """The mean of n numbers has U_j = (a_j − mean)/n, thus s/√n; two equal rows of a patient count as one."""
+    numbers = RNG.normal(size=20)
+    influence = (numbers - numbers.mean()) / 20
+    assert measures.standard_error(influence, None) == pytest.approx(numbers.std(ddof=1) / np.sqrt(20))
+    patients = np.repeat(np.arange(20) * 3, 2)  # numbers of patients may have gaps
+    twice = measures.standard_error(np.repeat(influence, 2) / 2, patients)
+    assert twice == pytest.approx(numbers.std(ddof=1) / np.sqrt(20))
+
+
+def test_the_standard_error_is_that_of_many_bootstraps():
+    """By 2,000 replicates, stratified by class, whose standard deviation is known to 2 %; terms of order 1/n remain."""
+    rng, parts = np.random.default_rng(0), [np.flatnonzero(one == LABEL) for one in (0, 1)]
+    drawn = [np.concatenate([rng.choice(part, len(part)) for part in parts]) for _ in range(2000)]
+    found = np.std([measures.auroc(SCORE[rows], LABEL[rows])[0] for rows in drawn])
+    assert measures.standard_error(measures.auroc(SCORE, LABEL)[1], None) == pytest.approx(found, rel=0.08)
+
+
+def test_calibration_is_that_of_a_regression_on_the_scores():
+    """The slope as scikit-learn's; the intercept b at slope 1 has Σ (label − p(b + score)) = 0."""
+    b, b_error, slope, slope_error = measures.calibration(lambda at: measures.calibration_sums(SCORE, LABEL, at))
+    made = LogisticRegression(C=np.inf, tol=1e-12, max_iter=1000).fit(SCORE[:, None], LABEL)
+    assert slope == pytest.approx(made.coef_[0, 0], abs=1e-6)
+    chance = 1 / (1 + np.exp(-b - SCORE))
+    assert np.sum(LABEL - chance) == pytest.approx(0, abs=1e-9)
+    assert b_error == pytest.approx(np.sum(chance * (1 - chance)) ** -0.5)
+    chance, design = made.predict_proba(SCORE[:, None])[:, 1], np.stack([np.ones(60), SCORE], 1)
+    covariance = np.linalg.inv(design.T @ (design * (chance * (1 - chance))[:, None]))
+    assert slope_error == pytest.approx(covariance[1, 1] ** 0.5, rel=1e-5)
+
+
+def test_scores_that_separate_the_classes_have_no_slope():
+    score = np.where(LABEL, 1.0, -1.0) * RNG.uniform(1, 2, 60)
+    assert measures.calibration(lambda at: measures.calibration_sums(score, LABEL, at)) is None
+
+
+def test_an_interval_of_a_share_stays_between_0_and_1():
+    low, high = measures.interval(0.95, 0.04, share=True)
+    assert np.log(low / (1 - low)) == pytest.approx(np.log(19) - 1.959964 * 0.04 / 0.0475, abs=1e-5)
+    assert 0.95 < high < 1
+    assert measures.interval(1.0, 0.0, share=True) == (1, 1)
+    assert measures.interval(2.0, 1.0) == pytest.approx((0.040036, 3.959964), abs=1e-6)
+
+
+@pytest.mark.parametrize("least", [1, 5, 40])
+def test_each_group_has_the_least_number_of_rows(least):
+    counts = np.random.default_rng(least).poisson(2, 50)
+    groups = measures.merged(counts, least)
+    rows = [counts[start:stop].sum() for start, stop in groups]
+    assert min(rows) >= least
+    assert sum(rows) == counts.sum()
+    assert [start for start, _ in groups] == [0, *(stop for _, stop in groups[:-1])]
+    assert groups[-1][1] == 50
+    if least == 1:
+        assert len(groups) == np.sum(counts > 0)

@@ -1,0 +1,50 @@
+"""Standard errors of coefficients beside formulas written out in NumPy, on unequal sites."""
+
+import numpy as np
+import pytest
+
+from fedbilevel.estimators import CoxRegression, LogisticRegression, Ridge
+
+RNG = np.random.default_rng(11)
+X = RNG.normal(size=(90, 3)) * [1, 5, 0.2] + [0, 3, 1]
+SITE = np.repeat([0, 1, 2], [20, 30, 40])
+Z = X @ [0.5, -0.2, 1.0]
+LABEL = (RNG.random(90) < 1 / (1 + np.exp(-Z))).astype(int)
+DESIGN = np.column_stack([X, np.ones(90)])
+PENALTY = 2 * 90 * np.diag([0.05, 0.5, 0.001, 0])  # n·2Λ
+
+
+def sandwich(information, penalty):
+    inverse = np.linalg.inv(information + penalty)
+    return np.sqrt(np.diag(inverse @ information @ inverse))[:3]
+
+
+@pytest.mark.parametrize("penalised", [False, True])
+def test_of_logistic_regression(penalised):
+    """The information is Σ p(1 − p) a aᵀ."""
+    made = LogisticRegression(penalties=[0.05, 0.5, 0.001] if penalised else 0.0).fit(X, LABEL, groups=SITE)
+    chance = made.predict_proba(X)[:, 1]
+    information = DESIGN.T @ (DESIGN * (chance * (1 - chance))[:, None])
+    np.testing.assert_allclose(made.standard_errors_, sandwich(information, penalised * PENALTY), rtol=1e-6)
+
+
+@pytest.mark.parametrize("penalised", [False, True])
+def test_of_linear_regression(penalised):
+    """s² (AᵀA + nΛ)⁻¹ AᵀA (AᵀA + nΛ)⁻¹, with s² the residual sum over n − tr AᵀA (AᵀA + nΛ)⁻¹."""
+    y = 20 * Z + RNG.normal(size=90) + 100
+    made = Ridge(penalties=[0.05, 0.5, 0.001] if penalised else 0.0).fit(X, y, groups=SITE)
+    products, penalty = DESIGN.T @ DESIGN, penalised * PENALTY / 2
+    freedom = np.trace(np.linalg.solve(products + penalty, products))
+    variance = np.sum((y - made.predict(X)) ** 2) / (90 - freedom)
+    np.testing.assert_allclose(made.standard_errors_, np.sqrt(variance) * sandwich(products, penalty), rtol=1e-6)
+
+
+def test_of_cox_regression():
+    """The information of the stratified partial likelihood: of each event, the variance of a among rows at risk."""
+    time, event = RNG.integers(1, 20, 90).astype(float), RNG.integers(0, 2, 90)
+    made = CoxRegression(penalties=[0.05, 0.5, 0.001]).fit(X, np.column_stack([time, event]), groups=SITE)
+    hazard, information = np.exp(X @ made.coef_), np.zeros((3, 3))
+    for row in np.flatnonzero(event):
+        there = (SITE[row] == SITE) & (time >= time[row])
+        information += np.cov(X[there].T, aweights=hazard[there], ddof=0)
+    np.testing.assert_allclose(made.standard_errors_, sandwich(information, PENALTY[:3, :3]), rtol=1e-6)

@@ -1,0 +1,70 @@
+"""Steps of a site's baseline, and Kaplan-Meier curves of several sites beside that of their pooled rows."""
+
+import numpy as np
+import pytest
+
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.estimators.survival_curves import check_steps, kaplan_meier, steps
+
+RNG = np.random.default_rng(5)
+GRID = [*range(1, 13)]
+SITES = {name: (RNG.integers(1, 16, rows), RNG.integers(0, 2, rows)) for name, rows in (("a", 30), ("b", 45))}
+
+
+def product_limit(time, event):
+    """Kaplan and Meier's estimate and Greenwood's sum at each distinct time, by the definition."""
+    share, total, found = 1.0, 0.0, {}
+    for t in np.unique(time):
+        at_risk, events = np.sum(time >= t), np.sum(event[time == t])
+        share *= 1 - events / at_risk
+        total += events / (at_risk * (at_risk - events)) if at_risk > events else 0
+        found[t] = share, total
+    return found
+
+
+def told(least, grid=GRID):
+    return {name: steps(time, event, np.zeros(len(time)), grid, least) for name, (time, event) in SITES.items()}
+
+
+def test_with_a_grid_of_all_times_the_curve_is_that_of_the_pooled_rows():
+    time, event = (np.concatenate(each) for each in zip(*SITES.values(), strict=True))
+    expected = product_limit(time, event)
+    for row in kaplan_meier(told(1)):
+        share, total = expected[row["time"]]
+        assert row["survival"] == pytest.approx(share, abs=1e-12)
+        assert row["at risk"] == np.sum(time >= row["time"])
+        width = 1.959964 * np.sqrt(total) / abs(np.log(share))
+        assert [row["low"], row["high"]] == pytest.approx([share ** np.exp(width), share ** np.exp(-width)], abs=1e-6)
+
+
+@pytest.mark.parametrize("least", [4, 8])
+def test_each_step_has_the_rows_that_min_count_demands(least):
+    """The curve is that of rows that leave at their step's end; of those after the grid's end, only risk is known."""
+    moved = []
+    for name, found in told(least).items():
+        time, event = SITES[name]
+        ends = np.array(found)[:, 0]
+        at_risk = np.array([np.sum(time > before) for before in (0, *ends)])
+        assert np.array(found)[:, 1].tolist() == at_risk[:-1].tolist()
+        assert np.min(-np.diff(at_risk)) >= least
+        later = np.where(time > ends[-1], 99, ends[np.minimum(np.searchsorted(ends, time), len(ends) - 1)])
+        moved.append((later, event))
+    time, event = (np.concatenate(each) for each in zip(*moved, strict=True))
+    expected = product_limit(time, event)
+    for row in kaplan_meier(told(least)):
+        assert row["survival"] == pytest.approx(expected[row["time"]][0], abs=1e-12)
+
+
+def test_fewer_rows_than_min_count_have_no_curve():
+    time, event = SITES["a"]
+    few = int(np.sum(time <= 2))
+    assert steps(time, event, np.zeros(30), [1, 2], few + 1) is None
+    assert steps(time, event, np.zeros(30), [1, 2], few) is not None
+
+
+@pytest.mark.parametrize(
+    "wrong", [[], [[1, 5, 2]], [[1.5, 5, 2, 0.1]], [[1, 5, 6, 0.1]], [[1, 5, 2, 0.3], [2, 4, 0, 0.2]], "x"]
+)
+def test_steps_of_another_form_are_refused(wrong):
+    with pytest.raises(ConfigurationError, match="steps of south"):
+        check_steps("south", wrong, GRID)
