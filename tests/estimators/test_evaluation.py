@@ -10,7 +10,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators import StudyModel
-from fedbilevel.estimators.evaluation import _check, held_out
+from fedbilevel.estimators.evaluation import _bounded, _check, held_out
 from fedbilevel.estimators.study import SiteTable
 from site_tables import study, tables
 
@@ -95,7 +95,8 @@ def test_the_report_has_the_numbers_of_the_held_out_rows_in_one_place(logistic):
     score = np.concatenate([one for one, _ in found.values()])
     label = np.concatenate([target.ill == "yes" for _, target in found.values()])
     for name, measure in (("auroc", roc_auc_score), ("auprc", average_precision_score)):
-        assert abs(overall[name]["value"] - measure(label, score)) <= overall["bound"][name] + 1e-12
+        assert overall[name]["least"] - 1e-12 <= measure(label, score) <= overall[name]["most"] + 1e-12
+        assert overall[name]["least"] <= overall[name]["value"] <= overall[name]["most"]
     made = LogisticRegression(C=np.inf, tol=1e-12, max_iter=1000).fit(score[:, None], label)
     assert overall["calibration"]["slope"]["value"] == pytest.approx(made.coef_[0, 0], abs=1e-6)
     curve = pd.DataFrame(report["curve"])
@@ -103,6 +104,23 @@ def test_the_report_has_the_numbers_of_the_held_out_rows_in_one_place(logistic):
     assert curve.rows @ curve.observed == pytest.approx(label.sum())
     assert curve.rows @ curve.predicted == pytest.approx(np.sum(1 / (1 + np.exp(-score))))
     assert curve.predicted.is_monotonic_increasing
+
+
+def test_pairs_of_two_sites_are_bounded_by_their_groups():
+    """Site a has AUROC 0.8 of 5·5 pairs, of which 4·4 are of different groups; b has 0.75 of 2·2 in a single group.
+
+    Of the 8 + 4 pairs within groups 20 − 16 + 3 = 7 are right. The 5·2 + 2·5 pairs of both sites are all beside.
+    """
+    groups = {"a": np.array([[0, 10, 4, 1, 0.5], [10, 50, 1, 4, 4]]), "b": np.array([[0, 50, 2, 2, 2]])}
+    made = _bounded(groups, {"a": 0.8, "b": 0.75})
+    assert made["auroc"]["least"] == pytest.approx(23 / 49)
+    assert made["auroc"]["most"] == pytest.approx(43 / 49)
+    assert made["auroc"]["value"] == pytest.approx((23 + 20 * 7 / 12) / 49)
+    # precision at most: positives of groups beside are above, none of the negatives; b's positives have a's four of 10+
+    above = [6 / 6] * 4 + [7 / 8] + [7 / 7] * 2
+    assert made["auprc"]["most"] == pytest.approx(np.mean(above))
+    worst = [i / (i + 3) for i in (1, 2, 3, 4)] + [5 / 12] + [i / (i + 7) for i in (1, 2)]
+    assert made["auprc"]["least"] == pytest.approx(np.mean(worst))
 
 
 def test_errors_of_ridge_regression_are_those_of_the_rows_in_one_place(ridge):
@@ -161,7 +179,7 @@ def test_baselines_and_curves_are_part_of_the_model_and_its_report(cox, tmp_path
     expected = np.exp(-np.outer(np.exp(cox.predict(frame, "west")), hazards))
     np.testing.assert_allclose(model.predict_survival(frame, ends, "west"), expected, rtol=1e-12)
     np.testing.assert_array_equal(model.predict_survival(frame, [0.0], "west"), 1)
-    with pytest.raises(ConfigurationError, match=r"times = .* from 0 to 400, the end of the site's baseline"):
+    with pytest.raises(ConfigurationError, match=r"times = .* from 0 to [0-9]+, the end of the site's baseline"):
         model.predict_survival(frame, [401.0], "west")
     with pytest.raises(ConfigurationError, match="site with a baseline 'wets'; did you mean 'west'"):
         model.predict_survival(frame, [1.0], "wets")

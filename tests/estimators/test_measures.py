@@ -94,8 +94,13 @@ def test_each_group_has_the_least_number_of_rows(least):
     groups = measures.merged(counts, least)
     rows = [counts[start:stop].sum() for start, stop in groups]
     assert min(rows) >= least
-    assert sum(rows) == counts.sum()
+    assert 0 <= counts.sum() - sum(rows) < least
     assert [start for start, _ in groups] == [0, *(stop for _, stop in groups[:-1])]
-    assert groups[-1][1] == 50
+    probability = np.repeat((np.arange(50) + 0.5) / 50, counts)
+    label = (np.arange(len(probability)) % 3 == 0).astype(int)
+    made = np.array(measures.grouped(probability, label, least))
+    assert (made[0, 0], made[-1, 1]) == (0, 50)
+    assert made[:, 2:4].sum(1).min() >= least
+    assert made[:, 2:].sum(0) == pytest.approx([np.sum(label == 0), label.sum(), probability.sum()])
     if least == 1:
-        assert len(groups) == np.sum(counts > 0)
+        assert len(groups) == len(made) == np.sum(counts > 0)

@@ -39,7 +39,7 @@ def test_with_a_grid_of_all_times_the_curve_is_that_of_the_pooled_rows():
 
 @pytest.mark.parametrize("least", [4, 8])
 def test_each_step_has_the_rows_that_min_count_demands(least):
-    """The curve is that of rows that leave at their step's end; of those after the grid's end, only risk is known."""
+    """The curve is that of rows that leave at their step's end."""
     moved = []
     for name, found in told(least).items():
         time, event = SITES[name]
@@ -47,12 +47,26 @@ def test_each_step_has_the_rows_that_min_count_demands(least):
         at_risk = np.array([np.sum(time > before) for before in (0, *ends)])
         assert np.array(found)[:, 1].tolist() == at_risk[:-1].tolist()
         assert np.min(-np.diff(at_risk)) >= least
-        later = np.where(time > ends[-1], 99, ends[np.minimum(np.searchsorted(ends, time), len(ends) - 1)])
-        moved.append((later, event))
+        after, whole = time > ends[-1], ends[-1] == GRID[-1]  # where the grid's end is not told, they count no further
+        later = np.where(after & whole, 99, ends[np.minimum(np.searchsorted(ends, time), len(ends) - 1)])
+        moved.append((later, np.where(after, 0, event)))
     time, event = (np.concatenate(each) for each in zip(*moved, strict=True))
     expected = product_limit(time, event)
     for row in kaplan_meier(told(least)):
         assert row["survival"] == pytest.approx(expected[row["time"]][0], abs=1e-12)
+
+
+def test_steps_end_with_the_grid_where_that_hides_who_leaves_last():
+    """Of 20 rows 8 leave at 1; then 3 leave at 2, or none, and others stay beyond 3."""
+    event, risk = np.ones(20), np.zeros(20)
+
+    def found(*later):
+        time = np.repeat([1, *[t for t, _ in later]], [8, *[n for _, n in later]])
+        return [step[:3] for step in steps(time, event[: len(time)], risk[: len(time)], [1, 2, 3], 8)]
+
+    assert found((2, 3), (9, 9)) == [[3, 20, 11]]
+    assert found((9, 12)) == [[1, 20, 8], [3, 12, 0]]
+    assert found((9, 5)) == [[1, 13, 8]]
 
 
 def test_fewer_rows_than_min_count_have_no_curve():

@@ -5,7 +5,8 @@ rows and with sums, the same on one machine and over Flower. From these the serv
 
     within sites    Σ_i w_i θ_i / Σ_i w_i: of AUROC and concordance w_i are the site's pairs, of AUPRC its positives
     overall         of logistic regression, all pairs. Those of two sites are known by groups of predicted
-                    probability: pairs of overlapping groups count half, and half their share bounds the error
+                    probability. Pairs of overlapping groups count as those within sites' groups do; the least and
+                    the most that they may count bound the error
     calibration     slope and intercept of all rows by Newton's method, whose sums sites send, an exchange a step
     errors          of ridge regression, by sums over all rows
 
@@ -24,11 +25,11 @@ from typing import Any
 import numpy as np
 from scipy.special import expit
 
-from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators import measures
+from fedbilevel.estimators.columns import numbers
 from fedbilevel.estimators.measures import Numbers
 from fedbilevel.estimators.survival_curves import check_steps, kaplan_meier
-from fedbilevel.extending import require, write_text
+from fedbilevel.extending import is_count, require, write_text
 
 Ask = Callable[[dict[str, Any]], list[Any]]
 """(question) -> each site's answer, in the order of `Study.sites`; both as JSON has them."""
@@ -160,27 +161,33 @@ OF = {"logistic": " of a class", "ridge": "", "cox": " or events, or no pair of 
 
 
 def _check(site: str, answer: Any, names: tuple[str, ...]) -> None:
-    """Refuse an answer without these parts, or with anything but finite numbers."""
+    """Refuse an answer that is not as `answered` makes it."""
 
-    def numbers(part: Any) -> bool:
-        if isinstance(part, list):
-            return all(map(numbers, part))
-        return type(part) in (int, float) and math.isfinite(part)
+    def finite(part: Any, count: int) -> bool:
+        fits = isinstance(part, list) and len(part) == count
+        return fits and all(type(one) in (int, float) and math.isfinite(one) for one in part)
+
+    def correct(name: str, part: Any) -> bool:
+        if name in ("rows", "events", "pairs"):
+            return is_count(part)
+        if name == "groups":
+            return isinstance(part, list) and all(finite(one, 5) and min(one[2:4]) >= 0 for one in part)
+        return (name == "calibration" and part is None) or finite(part, 4 if name == "calibration" else 2)
 
     fits = isinstance(answer, dict) and answer.keys() == set(names)
-    fits = fits and all(numbers(part) or (part is None and name == "calibration") for name, part in answer.items())
+    fits = fits and all(correct(name, part) for name, part in answer.items())
     require(fits, f"evaluation of {site}", type(answer).__name__, f"finite numbers: {', '.join(names)}")
 
 
 def _sum_of(answers: list[Any], sites: tuple[str, ...]) -> Numbers:
     """Add up what sites answered, without those that have too few rows."""
+    total = np.zeros((2, 5))
     for site, answer in zip(sites, answers, strict=True):
         if answer is not None:
-            _check(site, {"sums": answer}, ("sums",))
-    try:
-        return np.sum([np.array(answer, float).reshape(2, 5) for answer in answers if answer is not None], 0)
-    except ValueError as error:
-        raise ConfigurationError(f"sums for the calibration: {error}") from error
+            sums = numbers(f"sums of {site}", answer)
+            require(sums.shape == (2, 5) and bool(np.isfinite(sums).all()), f"sums of {site}", answer, "(2, 5), finite")
+            total += sums
+    return total
 
 
 def _logistic(told: Mapping[str, Any], sums: Callable[[Numbers], Numbers]) -> dict[str, Any]:
@@ -190,7 +197,7 @@ def _logistic(told: Mapping[str, Any], sums: Callable[[Numbers], Numbers]) -> di
         negative, positive = groups[site][:, 2:4].sum(0).astype(int).tolist()
         require(min(negative, positive) > 0, f"groups of {site}", [negative, positive], "rows of both classes")
         by_site[site] = {"rows": negative + positive, "positive": positive}
-        by_site[site] |= {name: _estimate(*answer[name], share=True) for name in ("auroc", "auprc")}
+        by_site[site] |= {name: _share(*answer[name]) for name in ("auroc", "auprc")}
         by_site[site]["calibration"] = _calibrated(answer["calibration"])
     positives = np.array([one["positive"] for one in by_site.values()])
     pairs = positives * np.array([one["rows"] - one["positive"] for one in by_site.values()])
@@ -228,8 +235,11 @@ def _evaluation(content: Mapping[str, Any]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
     lines += [f"{site}: undefined, {why}" for site, why in content["undefined"].items()]
-    for name, bound in content.get("overall", {}).get("bound", {}).items():
-        lines.append(f"overall {name} is known to ±{bound:.3f}: groups of predictions overlap")
+    for name, one in content.get("overall", {}).items():
+        if "least" in (one if isinstance(one, dict) else {}):
+            lines.append(
+                f"overall {name} lies between {one['least']:.3f} and {one['most']:.3f}, by groups of predictions"
+            )
     if curve := content.get("curve"):
         lines += ["calibration: rows, mean predicted probability, share of positive rows"]
         lines += [f"{one['rows']:6d}  {one['predicted']:.3f}  {one['observed']:.3f}" for one in curve]
@@ -255,6 +265,10 @@ def _estimate(value: float, error: float, share: bool = False) -> dict[str, floa
     return {"value": value, "low": low, "high": high}
 
 
+def _share(value: float, error: float) -> dict[str, float]:
+    return _estimate(value, error, share=True)
+
+
 def _weighted(estimates: list[list[float]], weights: Numbers, share: bool = True) -> dict[str, float]:
     """Estimate the mean of independent estimates with these weights."""
     values, errors = np.array(estimates).T
@@ -263,31 +277,43 @@ def _weighted(estimates: list[list[float]], weights: Numbers, share: bool = True
 
 
 def _calibrated(found: list[float] | None) -> dict[str, Any] | None:
-    return found and {"intercept": _estimate(*found[:2]), "slope": _estimate(*found[2:])}
+    if found is None:
+        return None
+    intercept, intercept_error, slope, slope_error = found
+    return {"intercept": _estimate(intercept, intercept_error), "slope": _estimate(slope, slope_error)}
 
 
 def _bounded(groups: Mapping[str, Numbers], own: Mapping[str, float]) -> dict[str, Any]:
     """Estimate AUROC and AUPRC of all rows from groups of neighbouring cells; pairs within a site are known.
 
+    Of two sites, a positive row is as often above a negative one of a group beside as it is within sites' own groups.
+
     Precision lies between what it is where in groups beside each other negative rows come first, and where positive
-    ones do. The interval of AUROC is that of rows with the mean rank of their group, by site and class.
+    ones do. The interval of AUROC, by site and class, takes the most that ranks may vary within a group: it is wide.
     """
     start, stop, negative, positive, _ = np.vstack([*groups.values()]).T
     site = np.repeat(np.arange(len(groups)), [len(one) for one in groups.values()])
     above, apart = start[:, None] >= stop, site[:, None] != site
     beside = ~above & ~above.T
-    rank = above + beside / 2  # of a row of group g against one of group h
-    known = np.array([*own.values()])
     n, m = (np.bincount(site, each) for each in (positive, negative))
     pairs = positive[:, None] * negative
-    total = pairs.sum()
-    value = float((np.sum((pairs * rank)[apart]) + np.sum(known * n * m)) / total)
-    bound = float(np.sum((pairs * beside)[apart]) / 2 / total)
-    variance = 0.0
-    for count, scores in ((positive, rank @ negative / negative.sum()), (negative, positive @ rank / positive.sum())):
+    total, known = float(pairs.sum()), float(np.sum(np.array([*own.values()]) * n * m))
+    inside = float(np.sum((pairs * beside)[~apart]))
+    right = float(np.clip((known - np.sum((pairs * above)[~apart])) / inside, 0, 1)) if inside else 0.5
+    least = float(known + np.sum((pairs * above)[apart])) / total
+    most = least + float(np.sum((pairs * beside)[apart])) / total
+    value, rank = least + right * (most - least), above + right * beside
+    variance, spread = 0.0, right * (1 - right)
+    for count, scores, open_ in (
+        (positive, rank @ negative / negative.sum(), beside @ negative / negative.sum()),
+        (negative, positive @ rank / positive.sum(), positive @ beside / positive.sum()),
+    ):
         of_site = np.bincount(site, count)
         centred = scores - (np.bincount(site, count * scores) / of_site)[site]
-        variance += float(np.sum(count * centred**2 * (of_site / np.maximum(of_site - 1, 1))[site])) / count.sum() ** 2
+        variance += (
+            float(np.sum(count * (centred**2 + spread * open_**2) * (of_site / np.maximum(of_site - 1, 1))[site]))
+            / count.sum() ** 2
+        )
 
     def precision(hits_beside: float, misses_beside: float) -> float:
         """Compute the mean precision where these shares of the rows beside a positive one have a higher score."""
@@ -298,15 +324,17 @@ def _bounded(groups: Mapping[str, Numbers], own: Mapping[str, float]) -> dict[st
             sums += float(np.sum(upto / (upto + missed)))
         return sums / float(positive.sum())
 
-    middle = precision(0.5, 0.5)
-    bounds = {"auroc": bound, "auprc": max(middle - precision(0, 1), precision(1, 0) - middle)}
-    return {"auroc": _estimate(value, variance**0.5, share=True), "auprc": {"value": middle}, "bound": bounds}
+    area = {**_share(value, variance**0.5), "least": least, "most": most}
+    return {
+        "auroc": area,
+        "auprc": {"value": precision(0.5, 1 - right), "least": precision(0, 1), "most": precision(1, 0)},
+    }
 
 
 def _cox(told: Mapping[str, Any]) -> dict[str, Any]:
     """Report Cox regression: baselines of sites differ, so that only pairs within a site can be compared."""
     by_site = {
-        site: {"rows": one["rows"], "events": one["events"], "concordance": _estimate(*one["concordance"], share=True)}
+        site: {"rows": one["rows"], "events": one["events"], "concordance": _share(*one["concordance"])}
         for site, one in told.items()
     }
     pairs = np.array([one["pairs"] for one in told.values()])
@@ -345,6 +373,6 @@ def _curve(groups: Mapping[str, Numbers]) -> list[dict[str, float]]:
     point = np.minimum(((np.cumsum(rows) - rows / 2) * POINTS / rows.sum()).astype(int), POINTS - 1)
     found = []
     for one in np.unique(point):
-        count, positive, chances = rows[point == one].sum(), *every[point == one][:, 3:].sum(0)
+        count, (positive, chances) = rows[point == one].sum(), every[point == one][:, 3:].sum(0)
         found.append({"rows": int(count), "predicted": float(chances / count), "observed": float(positive / count)})
     return found

@@ -166,10 +166,11 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         if self.has_intercept:
             self.intercept_ = float(self._mean + self._unit * np.asarray(y["intercept"])[-1] - centre @ self.coef_)
 
-        self.standard_errors_ = None if last is None else self._errors(x, y, *last, rows)[:width] * self._unit / spread
+        self.standard_errors_ = None if last is None else self._errors(x, y, last, rows)[:width] * self._unit / spread
 
-    def _errors(self, x: Numbers, y: Any, gradient: Numbers, hessian: Numbers, rows: int) -> Numbers:
+    def _errors(self, x: Numbers, y: Any, last: tuple[Numbers, Numbers], rows: int) -> Numbers:
         """Compute the standard errors of standardised coefficients, from the last derivatives of the training loss."""
+        gradient, hessian = last
         w = np.append(y["coef"][-1], y["intercept"][-1]) if self.has_intercept else np.asarray(y["coef"])[-1]
         penalty = np.append(2 * self.curvature * x, 0.0)[: len(w)]
         inverse = np.linalg.pinv(hessian + np.diag(penalty), hermitian=True)

@@ -85,17 +85,14 @@ def concordance(time: Numbers, event: Numbers, risk: Numbers) -> tuple[int, floa
 
 
 def merged(counts: Numbers, least: int) -> list[tuple[int, int]]:
-    """Merge neighbouring cells until each group has `least` rows: the first cell of each, and the first behind it.
-
-    Rows of the last cells that are too few for a group of their own belong to the group before.
-    """
+    """Merge neighbouring cells until each group has `least` rows: the first cell of each, and the first behind it. Last
+    cells that have fewer rows are in none."""
     stops, rows = [], 0
     for cell, count in enumerate(counts.tolist(), 1):
         rows += count
         if rows >= least:
             stops.append(cell)
             rows = 0
-    stops[-1:] = [len(counts)]
     return list(zip([0, *stops], stops, strict=False))
 
 
@@ -103,8 +100,9 @@ def grouped(probability: Numbers, label: Numbers, least: int) -> list[list[float
     """Count rows in groups of neighbouring cells of probability, of `least` rows each: for each group the first cell,
     the first cell behind it, negative rows, positive rows, and the sum of probabilities."""
     cell = np.minimum((probability * CELLS).astype(int), CELLS - 1)
-    groups = []
-    for start, stop in merged(np.bincount(cell, minlength=CELLS), least):
+    cells, groups = merged(np.bincount(cell, minlength=CELLS), least), []
+    cells[-1:] = [(cells[-1][0], CELLS)]  # of `least` rows and the few above
+    for start, stop in cells:
         inside = (start <= cell) & (cell < stop)
         positive = int(label[inside].sum())
         groups.append([start, stop, int(inside.sum()) - positive, positive, float(probability[inside].sum())])

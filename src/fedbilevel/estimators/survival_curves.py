@@ -1,8 +1,9 @@
 """Baseline hazards and Kaplan-Meier curves of sites that keep their rows.
 
 A site counts the rows that it has fitted on a grid of times that is part of the study. Neighbouring intervals of the
-grid are merged until `min_count` rows or more leave in each step, by an event or because they are not seen any longer;
-the last step ends with the grid. Of each step the site sends
+grid are merged until `min_count` rows or more leave in each step, by an event or because they are not seen any longer.
+Where fewer leave after the last such step, it ends with the grid. Where none do, and `min_count` or more stay beyond
+the grid, a step up to its end follows in which none leave. Of each step the site sends
 
     its end t_k, the rows at risk n_k (that leave in it or later), the events d_k in it, and
     H(t_k) = Σ_{t_j ≤ t_k} e_j / Σ_{l: t_l ≥ t_j} exp(a_lᵀw), Breslow's cumulative baseline hazard (Biometrics 1974)
@@ -29,13 +30,19 @@ def steps(time: Numbers, event: Numbers, risk: Numbers, grid: Sequence[float], l
     """Describe a site's rows by steps in which `least` rows or more leave; None where fewer leave in all."""
     cell = np.searchsorted(grid, time, "left")
     leaving = np.bincount(cell, minlength=len(grid) + 1)[: len(grid)]
-    if leaving.sum() < least:
+    groups = merged(leaving, least)
+    if not groups:
         return None
+    start, stop = groups[-1]
+    if leaving[stop:].any():
+        groups[-1] = start, len(grid)
+    elif stop < len(grid) and np.sum(cell == len(grid)) >= least:
+        groups.append((stop, len(grid)))
     order = np.argsort(time, kind="stable")
     at_risk = np.cumsum(np.exp(risk[order])[::-1])[::-1]
     each = event[order] / at_risk[np.searchsorted(time[order], time[order], "left")]
     found = []
-    for start, stop in merged(leaving, least):
+    for start, stop in groups:
         inside = (start <= cell) & (cell < stop)
         hazard = float(each[cell[order] < stop].sum())
         found.append([float(grid[stop - 1]), int(np.sum(start <= cell)), int(event[inside].sum()), hazard])

@@ -119,7 +119,8 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
     try:
         model = played(study, engine)
         model.save(place.model)
-        model.report.save(place.path)
+        if model.report is not None:
+            model.report.save(place.path)
     except FedbilevelError as error:
         kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), ExchangeError)
         ended = kind(f"{error}; sites: {names}. Submitted again, the study begins anew")
