@@ -224,11 +224,13 @@ def test_the_command_writes_an_app_whose_parties_play_the_study(files, tmp_path,
         "no",
         "--rounds",
         "200",
+        "--holdout",
+        "0.25",
     ]
     assert main([*NEW, *more]) == 0
     assert "app   app" in capsys.readouterr().out
     given = read_study(tmp_path / "app" / "app" / "study.toml")
-    assert given == study("logistic", positive="no", rounds=200, cv=5)
+    assert given == study("logistic", positive="no", rounds=200, cv=5, holdout=0.25)
     config = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert not {"settings", "quorum"} & config.keys()
     client, server = (import_module(f"app.{party}_app").app for party in ("client", "server"))
