@@ -24,6 +24,7 @@ from fedbilevel.engines.evaluation import PerClient
 from fedbilevel.engines.history import Result, stop_when, stop_without_progress
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.machine import tune_cpu
+from fedbilevel.engines.personal import personalise
 from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.solve import solve
 from fedbilevel.engines.virtual_time import Clock
@@ -61,6 +62,7 @@ __all__ = [
     "inner_solution",
     "layered",
     "parts",
+    "personalise",
     "projections",
     "reply_norms",
     "solve",

@@ -40,6 +40,7 @@ Checked in tests/algorithms/test_afbo.py (closed forms, event by event with a ta
 test_local_x.py and tests/engines/test_agreement.py.
 """
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 import jax
@@ -55,7 +56,7 @@ from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import Schedule, positive
 from fedbilevel.core.errors import is_count, require
-from fedbilevel.core.facts import Allows, Facts
+from fedbilevel.core.facts import Allows, Facts, No, OwnParts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import directions
@@ -144,7 +145,15 @@ class AFBO(Nested):
     def allows(self) -> Allows:
         steps = isinstance(self.hypergradient, SystemSteps)
         late = "inner.gradients", "outer_directions" if steps else "hypergradient.local_hypergradient"
-        return self.hypergradient.allows._replace(late=late, local_x=self.outer_lr)
+        return self.hypergradient.allows._replace(late=late, local_x=self.outer_lr, own_y=self.own_y(steps, late[1]))
+
+    def own_y(self, steps: bool, outer: str) -> Mapping[str, OwnParts] | No:
+        """Say how clients step leaves of y of their own, by `SystemSteps` or where each finds h alone."""
+        if isinstance(self.inner.lr, tuple | Schedule) and getattr(self.inner.lr, "by_k", True):
+            return No("a client does not know the inner round, by which its steps on y differ (inner.lr)")
+        of_v = ("v", lambda method: method.hypergradient.lr)
+        system = OwnParts(("y", "v"), (of_v,)) if steps else OwnParts(("y",), alone=True)
+        return {"inner.gradients": OwnParts(("y",), (("y", lambda method: method.inner.lr),)), outer: system}
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)

@@ -44,11 +44,16 @@ from fedbilevel.algorithms.parts.local_steps import LIKE_XYV, LocalDirections, P
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import fraction, positive, step_sizes
-from fedbilevel.core.facts import Allows, Facts, No
+from fedbilevel.core.facts import Allows, Facts, No, OwnParts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tree import XYV, PyTree, move
 from fedbilevel.oracles.products import Directions
+
+
+def own_changes(*variables: str) -> OwnParts:
+    """Say that replies have the changes of these variables, each of which a client makes to its own leaves."""
+    return OwnParts(variables, tuple((name, lambda method: -1.0) for name in variables))
 
 
 class FedBiO(LocalDirections):
@@ -65,7 +70,7 @@ class FedBiO(LocalDirections):
         cost="a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g",
         bias="drift of clients, since the server takes no steps of its own; unequal work",
     )
-    allows = Allows(late=("local_descent",), submodels=UnitPolicy())
+    allows = Allows(late=("local_descent",), submodels=UnitPolicy(), own_y={"local_descent": own_changes("y", "v")})
 
     client_lr: XYV = step_sizes(default=None, own=True, adaptive="local")
 
@@ -124,6 +129,7 @@ class FedBiOAcc(LocalDirections):
             "again would add the same change again"
         ),
         submodels=UnitPolicy(),
+        own_y={"accelerated_descent": own_changes("y", "v", "momentum of y", "momentum of v")},
     )
 
     client_lr: XYV = step_sizes(default=None, own=True, adaptive="local")

@@ -63,12 +63,12 @@ from fedbilevel.algorithms.parts.hypergradients import Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.inner import InnerSteps, LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
 from fedbilevel.algorithms.parts.local_steps import LocalSteps, corrected_drift
-from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
+from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by, own_alone
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client, Draw
 from fedbilevel.core.config import positive, positive_integer, static
 from fedbilevel.core.errors import require
-from fedbilevel.core.facts import Allows, Facts
+from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, move, scaled
@@ -125,7 +125,8 @@ class Epochs(Nested):
 
     @property
     def allows(self) -> Allows:
-        return allowed_by(self)
+        apart = No("its steps on x follow a mean hypergradient from an exchange of its own; LFedNest's are alone")
+        return allowed_by(self)._replace(own_y=self.hypergradient.allows.own_y and apart)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)
@@ -227,7 +228,9 @@ class LFedNest(Nested):
         q = ("inner.gradient",) if isinstance(self.inner, SVRG) else ()
         steps = "inner.corrected_descent" if q else "inner.descent"
         asked = (*q, "joint_descent") if self.joint else (*q, steps, "outer_descent")
-        return self.hypergradient.allows._replace(late=asked)
+        joint = No("its joint steps begin at the y of a client's own steps; joint=False has them apart")
+        own_y = joint if self.joint else own_alone(self, "outer_descent")
+        return self.hypergradient.allows._replace(late=asked, own_y=own_y)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)

@@ -54,18 +54,20 @@ from jax import Array
 from fedbilevel.algorithms.parts.hypergradients import Estimate, Exact, Hypergradient, Implicit, LocalImplicit
 from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo, check_neumann_step
-from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by
+from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allowed_by, own_alone
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.errors import require
-from fedbilevel.core.facts import Allows, Facts, No
+from fedbilevel.core.facts import Allows, Facts, No, OwnParts
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.differences import Differences, coordinate_slopes
 from fedbilevel.oracles.fixed_x import inner_loss_at
+
+OWN_SYSTEMS = "local_hypergradient", "slopes"  # phases in which a client finds the hypergradient alone
 
 
 class CoordinateSlopes(Hypergradient):
@@ -131,6 +133,10 @@ class Coordinates(CoordinateSlopes):
     terms: int = positive_integer(default=20)
     step: float = positive(default=None, own=True, adaptive="shared")
 
+    @property
+    def allows(self) -> Allows:
+        return super().allows._replace(own_y={"slopes": OwnParts(("y",), alone=True)})
+
     def check(
         self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree, batch_size: int | None
     ) -> None:
@@ -165,6 +171,10 @@ class PrintedSlopes(CoordinateSlopes):
     kind: ClassVar[str] = "printed"
 
     @property
+    def allows(self) -> Allows:
+        return super().allows._replace(own_y=No("its slopes are not those of the inner solution"))
+
+    @property
     def gradients(self) -> int:
         return 1
 
@@ -188,7 +198,8 @@ class DualPruning(Nested):
 
     @property
     def allows(self) -> Allows:
-        return allowed_by(self)
+        phase = next((name for name in self.hypergradient.phases if name in OWN_SYSTEMS), "")
+        return allowed_by(self)._replace(own_y=own_alone(self, f"hypergradient.{phase}"))
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         inner_key, outer_key = jax.random.split(key)

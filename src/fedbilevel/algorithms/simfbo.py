@@ -43,7 +43,7 @@ Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_a
 tests/engines/test_agreement.py.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -62,10 +62,12 @@ from fedbilevel.algorithms.parts.local_steps import (
     descend,
 )
 from fedbilevel.core.algorithm import phase
-from fedbilevel.core.client import Client
+from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import positive, static, step_sizes
-from fedbilevel.core.facts import Allows, Facts, No
+from fedbilevel.core.errors import require
+from fedbilevel.core.facts import Allows, Facts, No, OwnParts
 from fedbilevel.core.fed import Fed, Public, Reply
+from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tables import optimizer
 from fedbilevel.core.tree import XYV, PyTree
@@ -109,6 +111,11 @@ class SingleLoop(LocalDirections):
     local_optimizer: Plain | Momentum | Proximal | Mixed | Anchored | LocalOptimizer = Plain()
     server_optimizer: optax.GradientTransformation = static(default=optimizer("sgd"))
 
+    def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
+        whole = problem.own is None or self.radius == float("inf")
+        allowed = "inf where leaves of y are each client's own: no machine has all of v"
+        require(whole, f"{self.label}.radius", self.radius, allowed)
+
     def start(self, x: PyTree, y: PyTree) -> tuple[XYV, optax.OptState]:
         """Return the iterate before round 0, with v = 0, and the server optimizer's state."""
         iterate = XYV(x, y, optax.tree.zeros_like(y))
@@ -128,6 +135,9 @@ class SingleLoop(LocalDirections):
         return moved._replace(v=project_ball(moved.v, self.radius)), optimizer
 
 
+OWN_STEPS = ("y", "v"), (("y", lambda method: method.server_lr.y), ("v", lambda method: method.server_lr.v))
+
+
 class SimFBO(SingleLoop):
     """One exchange a round; every client moves x, y and v together."""
 
@@ -145,7 +155,8 @@ class SimFBO(SingleLoop):
 
     @property
     def allows(self) -> Allows:
-        return Allows(late=("local_updates",), submodels=UnitPolicy(), local_x=self.server_lr.x)
+        own_y = {"local_updates": OwnParts(*OWN_STEPS)}
+        return Allows(late=("local_updates",), submodels=UnitPolicy(), local_x=self.server_lr.x, own_y=own_y)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         return State(*self.start(x, y))
@@ -158,6 +169,20 @@ class SimFBO(SingleLoop):
     def round(self, fed: Fed, state: State, key: Array) -> State:
         q = fed.mean(self.local_updates, state.iterate, key, unbiased=True)  # the q of (4), with its factor M/P
         return State(*self.server_update(state.iterate, state.optimizer, q))
+
+
+def _common_work(method: Any) -> Array:
+    """Return ‖a‖₁ of the method's own τ, which stands for ρ where a client steps its own leaves along h_i."""
+    return jnp.asarray(method.local_optimizer.total(method.local_steps))
+
+
+OWN_NORMALISED_STEPS = (
+    ("y", "v"),
+    (
+        ("y", lambda method: method.server_lr.y * _common_work(method)),
+        ("v", lambda method: method.server_lr.v * _common_work(method)),
+    ),
+)
 
 
 class RobustState(NamedTuple):
@@ -195,6 +220,7 @@ class ShroFBO(SingleLoop):
         late=("normalised_updates",),
         submodels=UnitPolicy(),
         local_x=No("it needs x on the server: clients' step on it would be γ_x ρ h_i, and only the server has ρ"),
+        own_y={"normalised_updates": OwnParts(*OWN_NORMALISED_STEPS)},
     )
 
     def init(self, x: PyTree, y: PyTree) -> RobustState:

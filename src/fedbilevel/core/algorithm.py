@@ -30,6 +30,7 @@ from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
 from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.hyperparameters import field_values, local_epochs
 from fedbilevel.core.own import as_client, check_own
+from fedbilevel.core.own_y import server_y
 from fedbilevel.core.problem import Bilevel, Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.core.weights import PlacedWeights
@@ -235,8 +236,8 @@ class Algorithm(Part):
         return Allows()
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
-        """Make each client's state before round 0: `init_client`, without x where clients keep x."""
-        return self.init_client(local_x.server_x(problem, x), y)
+        """Make each client's state before round 0: `init_client`, without what clients keep of x and y themselves."""
+        return self.init_client(local_x.server_x(problem, x), server_y(problem, y))
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         """Estimate the hypergradient at (x, y), in the shape of x, by the exchanges of a round.

@@ -8,6 +8,7 @@ its findings in its state (`Findings`).
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -73,6 +74,21 @@ class No(NamedTuple):
         return False
 
 
+class OwnParts(NamedTuple):
+    """What the parts of a phase's message and update that are shaped like y are, where clients keep leaves of y.
+
+    Args:
+        takes: the variables that these parts of the message are, in their order: "y", "v".
+        gives: for each of these parts of the update, the variable that a client steps along it, and a function of the
+            method that returns the size of the step: variable ← variable − size·part.
+        alone: whether the phase solves a linear system of the client's own, which is right where no leaf is shared.
+    """
+
+    takes: tuple[str, ...]
+    gives: tuple[tuple[str, Callable[[Any], Any]], ...] = ()
+    alone: bool = False
+
+
 class Allows(NamedTuple):
     """Declare the optional features that a method supports; `No(reason)` for a feature that it does not support.
 
@@ -85,6 +101,8 @@ class Allows(NamedTuple):
         local_x: for problems whose clients keep x: the size of the server's step on x along the x of a reply, which
             the clients make themselves. Every phase must declare its message and its reply.
         project_x: whether x may be projected onto a set at the end of a round.
+        own_y: for problems with leaves of y that are each client's own (`Bilevel.own`): by phase, what its parts shaped
+            like y are. Every phase that a round asks is in it, and says what it takes and gives.
     """
 
     late: tuple[str, ...] | No = No("it does not say which of its phases may be late")
@@ -92,6 +110,7 @@ class Allows(NamedTuple):
     noise: Literal[True] | No = True
     local_x: Any = No("it needs x on the server")
     project_x: Literal[True] | No = True
+    own_y: Mapping[str, OwnParts] | No = No("it needs all of y on the server")
 
 
 class Asks(NamedTuple):

@@ -19,6 +19,7 @@ from jax.extend.core import ClosedJaxpr
 from fedbilevel.core.card import Card, Shown, described
 from fedbilevel.core.errors import ConfigurationError, explain_misspelt, is_number, require, unknown
 from fedbilevel.core.inputs import declares_key, explained, require_function
+from fedbilevel.core.own_y import IsOwn, own_paths
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree, join
 from fedbilevel.machinery.kept import has_rules, hash_of, shapes_of
@@ -115,6 +116,7 @@ class Problem(Shown):
     structure: Structure | None
     local: LocalVariable | None
     project_x: Project | None
+    own: IsOwn | None
     implicit_term: ClassVar[ImplicitTerm]
     inner_is_mean: ClassVar[bool] = True
     own_losses: ClassVar[tuple[str, ...]] = ("outer", "inner")
@@ -127,6 +129,7 @@ class Problem(Shown):
         said = {
             "structure": "what small clients may leave out of x and y",
             "local": "x stays with its clients",
+            "own": "leaves of y are each client's own",
             "project_x": "x stays in a convex set",
         }
         given = {name: words for name, words in said.items() if getattr(self, name) is not None}
@@ -139,6 +142,7 @@ class Problem(Shown):
         structure: Structure | None = None,
         local: LocalVariable | None = None,
         project_x: Project | None = None,
+        own: IsOwn | None = None,
         declared: Mapping[str, object] | None = None,
     ) -> None:
         """`declared`: the user's own functions, where the losses are made of them."""
@@ -149,7 +153,10 @@ class Problem(Shown):
         require(known, f"{type(self).__name__}.structure", structure, "a Structure, or None where nothing can be cut")
         if local not in (None, "x"):
             raise unknown(f"{type(self).__name__}.local", local, ["x"])
-        vars(self).update(outer=outer, inner=inner, structure=structure, local=local)
+        if own is not None:
+            require_function(f"{type(self).__name__}.own", own, "path", " -> whether the leaf is each client's own")
+            require(local is None, f"{type(self).__name__}.own", own, "None with local = 'x'")
+        vars(self).update(outer=outer, inner=inner, structure=structure, local=local, own=own)
         vars(self).update(whole=whole, draws=draws, takes_padded=False)
         self._keep_x_in(project_x)
 
@@ -210,6 +217,7 @@ class Problem(Shown):
             for program in _derivatives(loss, x, y, batch)
         ]
         plain = [value for value in vars(self).values() if isinstance(value, bool | int | float | str | None)]
+        plain += own_paths(self.own, y)
         found = hash_of(*programs.values(), *with_rules)
         key = found and (type(self), str(plain), found, shapes_of(jax.tree.leaves((x, y, examples))))
         changed = copy.copy(self)
@@ -264,6 +272,9 @@ class Bilevel(Problem):
         project_x: x -> the nearest point of a closed convex set, in which x stays; `fedbilevel.projections` has some,
             such as `projections.box(-8, 4)`. The server projects x at the end of every round. Of a model it is given
             the floating arrays, with None in place of everything else. None: x may go anywhere.
+        own: path -> whether a leaf of y is each client's own, such as `lambda path: path.startswith("head/")`; paths
+            are like "head/weight", and "" where y is a single array. A client keeps its own leaves and trains them by
+            itself; they are in no message. The other leaves are shared. None: all of y is shared.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "inverse"
@@ -276,10 +287,11 @@ class Bilevel(Problem):
         structure: Structure | None = None,
         local: LocalVariable | None = None,
         project_x: Project | None = None,
+        own: IsOwn | None = None,
     ) -> None:
         outer = read_loss("Bilevel.outer", outer, "x, y, batch")
         inner = read_loss("Bilevel.inner", inner, "x, y, batch")
-        self._set(outer, inner, structure, local, project_x)
+        self._set(outer, inner, structure, local, project_x, own)
 
 
 @explain_misspelt

@@ -245,6 +245,7 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Differentia
         isinstance(problem, Bilevel), "problem", type(problem).__name__, "a Bilevel, Minimax or Compositional problem"
     )
     assert isinstance(problem, Bilevel)
+    require(problem.own is None, "Bilevel.own", problem.own, "None for diagnostics, which are of one y for all clients")
     clients = require_clients(clients)
     given = [leaf for leaf in jax.tree.leaves((x, y)) if is_floating(leaf)]
     (x, x_fixed), (y, y_fixed) = split(x), split(y)  # before JAX is asked for anything

@@ -84,7 +84,7 @@ class Met(NamedTuple):
 def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree], last: tuple[PyTree, PyTree]) -> Met:
     """Find out why a run diverged, as far as the losses at its start and at its last finite point tell."""
     size = sum(leaf.size for leaf in jax.tree.leaves(last[1]))
-    if problem.local is not None:
+    if problem.local is not None or problem.own is not None:
         return Met()
     population = Population.of(problem, clients, SAMPLES)
     for name in problem.own_losses:

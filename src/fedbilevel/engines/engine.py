@@ -22,6 +22,7 @@ from fedbilevel.core.errors import AbsenceWarning, ConfigurationError, is_count,
 from fedbilevel.core.fed import LoopBody, Means
 from fedbilevel.core.local_x import server_x
 from fedbilevel.core.own import OwnNumbers, Values, changing, numbers_of
+from fedbilevel.core.own_y import parted_y, server_y
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.costs import Book, RoundCosts
@@ -45,6 +46,7 @@ class Carry(NamedTuple):
     now: ClockState  # of the clock, for engines that have a clock
     queues: InFlight | None = None  # replies in flight, for asynchronous algorithms
     local_x: PyTree = None  # where clients keep x: what it was at the start, leaves (M, ...)
+    own_y: PyTree = None  # where clients elsewhere keep leaves of y: what these were at the start
     best: PyTree = None  # in checkpoints alone: x and y of the best row so far
 
 
@@ -106,7 +108,7 @@ def first_carry(
         found = early_replies(algorithm, problem, x, y, clients.examples())
 
     def begin(algorithm: Algorithm, x: PyTree, y: PyTree) -> tuple[Any, ...]:
-        state = checked_init(algorithm, server_x(problem, x), y)
+        state = checked_init(algorithm, server_x(problem, x), server_y(problem, y))
         own = None if remote else algorithm.client_state(problem, x, y)
         states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), own)
         queues = None if found is None else nothing_in_flight(found, population, remote)
@@ -116,7 +118,8 @@ def first_carry(
     round, state, states, now, queues = compiled(begin, algorithm, x, y, key=key)(algorithm, x, y)
     if remote:
         states = jnp.full((population, 2), -1, jnp.int32)
-    return Carry(round, state, states, now, queues, None if problem.local is None else x)
+    own_y = parted_y(problem.own, y)[1] if remote and problem.own is not None else None
+    return Carry(round, state, states, now, queues, None if problem.local is None else x, own_y)
 
 
 def check_simulated(clients: Any) -> None:

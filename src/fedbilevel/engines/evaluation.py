@@ -20,6 +20,7 @@ from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import NonFiniteError, require
 from fedbilevel.core.inputs import explained, require_function
 from fedbilevel.core.metrics import Metric, MetricFunction, larger_is_better, require_direction
+from fedbilevel.core.own_y import IsOwn, parted_y
 from fedbilevel.core.ragged import Ragged, check_finite
 from fedbilevel.core.tree import PyTree, join
 from fedbilevel.engines.history import Row
@@ -183,7 +184,8 @@ class PerClientEvaluation:
     clients: Clients
     fixed: tuple[PyTree, PyTree]
     group: ProcessGroup = field(default_factory=current_group)
-    programs: dict[str, Callable[[PyTree, PyTree, PyTree], Any]] = field(default_factory=dict)
+    own: IsOwn | None = None  # which leaves of y, then (M, ...), are each client's own
+    programs: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
         """The row of all metrics.
@@ -214,6 +216,7 @@ class PerClientEvaluation:
         """Take the mean over each row, (rows,) float64; `first` is the client of the first row."""
         ends = np.cumsum(rows.size)
         sums = np.zeros(len(rows.size))
+        y, every = parted_y(self.own, y)
         for place in range(0, int(ends[-1]), BLOCK):
             places = np.arange(place, min(place + BLOCK, ends[-1]))
             owner = np.searchsorted(ends, places, side="right")
@@ -222,9 +225,11 @@ class PerClientEvaluation:
             whose = lambda i, of=sample, at=owner: f"in sample {of[i]} of client {first + at[i]}"  # noqa: E731
             what = f"Clients.{self.metrics[name].samples}"
             block = _block(rows.values, index, what, whose)
+            owners = np.concatenate([owner, np.repeat(owner[:1], BLOCK - len(owner))])
+            own = jax.tree.map(lambda leaf, of=owners: leaf[first + of], every)
             if name not in self.programs:
-                self.programs[name] = _over_samples(self.metrics[name].function, *self.fixed, x, y, block)
-            values = self.programs[name](x, y, block)
+                self.programs[name] = _over_samples(self.metrics[name].function, *self.fixed, x, y, own, block)
+            values = self.programs[name](x, y, own, block)
             np.add.at(sums, owner, np.asarray(values, np.float64)[: len(places)])
         return sums / rows.size
 
@@ -243,12 +248,14 @@ def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], 
 
 
 def _over_samples(
-    function: Measure, x_fixed: PyTree, y_fixed: PyTree, x: PyTree, y: PyTree, block: PyTree
-) -> Callable[[PyTree, PyTree, PyTree], Any]:
-    """Compile (x, y, block) -> the metric on each sample by itself, (BLOCK,), for arguments like these."""
+    function: Measure, x_fixed: PyTree, y_fixed: PyTree, x: PyTree, y: PyTree, own: PyTree, block: PyTree
+) -> Callable[..., Any]:
+    """Compile (x, y, own, block) -> the metric on each sample by itself, (BLOCK,), for arguments like these; `own` has
+    the own leaves of y of each sample's client."""
 
-    def each(x: PyTree, y: PyTree, block: PyTree) -> Any:
-        whole = join(x, x_fixed), join(y, y_fixed)
-        return jax.vmap(lambda sample: function(*whole, jax.tree.map(lambda a: a[None], sample)))(block)
+    def each(x: PyTree, y: PyTree, own: PyTree, block: PyTree) -> Any:
+        x, y = join(x, x_fixed), join(y, y_fixed)
+        one = lambda own, sample: function(x, join(y, own), jax.tree.map(lambda a: a[None], sample))  # noqa: E731
+        return jax.vmap(one)(own, block)
 
-    return _kept(jax.make_jaxpr(each)(x, y, block), x, y, block)
+    return _kept(jax.make_jaxpr(each)(x, y, own, block), x, y, own, block)

@@ -15,6 +15,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import NonFiniteError, NumericalError, NumericalWarning, diverged, warn
 from fedbilevel.core.hyperparameters import halved
 from fedbilevel.core.local_x import gather_x
+from fedbilevel.core.own_y import gathered
 from fedbilevel.core.privacy import SPENT, Privacy
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
 from fedbilevel.engines import submodels
@@ -122,22 +123,23 @@ class Execution:
             warn(NumericalWarning(f"round {round} or soon after: {found.warning}"))
             self.warned = True
 
-    def point(self, carry: Carry) -> tuple[PyTree, Any]:
-        """Take x and the server's state from a carry: nothing changes the arrays of a server's state, and `gather_x`
-        makes new arrays.
+    def point(self, carry: Carry) -> tuple[PyTree, PyTree, Any]:
+        """Take x, y and the server's state from a carry: nothing changes the arrays of a server's state, and of what
+        clients keep new arrays are made.
 
         Raises:
-            NonFiniteError: x, of which each client has its own part, is not finite.
+            NonFiniteError: x or y, of which each client has its own part, is not finite.
         """
         state = jax.device_put(local(carry.state))  # arrays stay where they are; NumPy's go to the device
-        if carry.local_x is None:
-            return state.x, state
-        if not self.posed.simulated:
-            return carry.local_x, state
-        x = gather_x(local(carry.clients))
-        if bad := nonfinite_leaves(x):
-            raise diverged(f"round {int(carry.round)} or before, x: ", ", ".join(bad))
-        return x, state
+        x, y = state.x if carry.local_x is None else carry.local_x, state.y
+        if not self.posed.simulated or (carry.local_x is None and self.posed.problem.own is None):
+            return x, y, state
+        clients = local(carry.clients)
+        x, y = x if carry.local_x is None else gather_x(clients), gathered(y, clients)
+        for name, part in (("x", x), ("y", y)):
+            if bad := nonfinite_leaves(part):
+                raise diverged(f"round {int(carry.round)} or before, {name}: ", ", ".join(bad))
+        return x, y, state
 
     def ending(self, state: Any) -> str:
         """Say why the method has nothing left to do, or ""."""

@@ -24,6 +24,7 @@ from fedbilevel.core.card import Card, Shown, counted, described, listed, span
 from fedbilevel.core.errors import LARGEST, CheckpointError, ConfigurationError, require, require_count, unknown
 from fedbilevel.core.inputs import require_function
 from fedbilevel.core.metrics import best, larger_is_better, metric_of, require_direction, text
+from fedbilevel.core.own_y import parted_y
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.core.writing import write_text
 from fedbilevel.display.curves import draw_history
@@ -241,6 +242,8 @@ class Result(Shown):
             about a third of the run's gradients, over Flower, under privacy, of several processes, and of minimax and
             simple bilevel problems.
         state: the server's state, as the method keeps it; None in a result that was read from a file.
+        own_leaves: paths of the leaves of y that are each client's own (`Bilevel.own`). They are (M, ...) in y, one for
+            each client; None where clients are elsewhere, since no site sends them.
     """
 
     x: PyTree
@@ -254,6 +257,7 @@ class Result(Shown):
     best: Best | None = None
     remarks: tuple[str, ...] = ()
     state: Any = None
+    own_leaves: tuple[str, ...] = ()
 
     def card(self) -> Card:
         lines = {"x": described(self.x), "y": described(self.y), "last row": self.history.last_in_words()}
@@ -265,6 +269,26 @@ class Result(Shown):
         return Card(
             self._title(), lines | {"costs": self.ledger.in_short(), "more": "summary(), plot(), history, ledger"}
         )
+
+    def own(self, client: int) -> PyTree:
+        """Return y as a client has it, like y0: the shared leaves, and the client's own.
+
+        Args:
+            client: its number, 0 ≤ client < M.
+
+        Raises:
+            ConfigurationError: no leaf is a client's own, their sites have not sent them, or there is no such client.
+        """
+        named = ", ".join(self.own_leaves)
+        require(bool(named), "Result.own", client, "asked where leaves of y are each client's own (Bilevel.own)")
+        own = parted_y(lambda path: path in self.own_leaves, self.y)[1]
+        if not (leaves := jax.tree.leaves(own)):
+            raise ConfigurationError(f"the clients' own leaves of y ({named}) have never left their sites")
+        count = len(leaves[0])
+        known = isinstance(client, int | np.integer) and 0 <= client < count
+        require(known, "Result.own: client", client, f"a client's number, 0 to {count - 1}")
+        mine = jax.tree.map(lambda leaf: leaf[client], own)
+        return jax.tree.map(lambda one, leaf: leaf if one is None else one, mine, self.y, is_leaf=lambda a: a is None)
 
     def summary(self) -> Card:
         """Sum up each loss and metric from its first value to its last, and every cost.
@@ -331,6 +355,7 @@ class Result(Shown):
                 compile_seconds=float(meta["compile_seconds"]),
                 stopped=str(meta["stopped"]),
                 remarks=tuple(map(str, meta.get("remarks", ()))),
+                own_leaves=tuple(map(str, meta.get("own_leaves", ()))),
                 best=best,
             )
 
@@ -346,6 +371,7 @@ class Result(Shown):
             "compile_seconds": self.compile_seconds,
             "stopped": self.stopped,
             "remarks": self.remarks,
+            "own_leaves": self.own_leaves,
             "best": self.best and self.best[2:],
         }
         best = {} if self.best is None else {"best": _variables(self.best.x, self.best.y)}

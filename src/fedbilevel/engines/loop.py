@@ -10,6 +10,7 @@ from fedbilevel.algorithms.parts.layers import layers_at
 from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.core import interrupts
 from fedbilevel.core.errors import ExchangeError, NonFiniteError
+from fedbilevel.core.own_y import own_paths
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.display import Display, Silent
 from fedbilevel.engines.ends import Ends, Spent
@@ -138,11 +139,11 @@ class Loop:
 
     def snapshot(self, carry: Carry) -> Result:
         """Make the result of a run that stands there."""
-        x, state = self.execution.point(carry)
+        x, y, state = self.execution.point(carry)
         x_fixed, y_fixed = self.execution.posed.fixed
         return Result(
             x=join(x, x_fixed),
-            y=join(state.y, y_fixed),
+            y=join(y, y_fixed),
             round=int(carry.round),
             rounds=self.plan.rounds,
             history=self.measurements.history,
@@ -150,6 +151,7 @@ class Loop:
             compile_seconds=self.execution.run.compile_seconds,
             best=self.measurements.best,
             state=state,
+            own_leaves=own_paths(self.execution.posed.problem.own, self.execution.posed.y),
         )
 
     def add_row(self) -> Row:

@@ -63,7 +63,7 @@ class RunMeasurements:
             per_client: measures the metrics of each client.
         """
         row: Row = {"round": result.round, **self.ledger.columns(), "seconds": self.seconds, **self.mean_losses()}
-        at = result.round, split(result.x)[0], result.state.y
+        at = result.round, split(result.x)[0], split(result.y)[0]
         each = per_client(*at) if per_client else {}
         for name, value in [*self.evaluation(*at).items(), *each.items()]:
             new = name not in row and name not in findings

@@ -93,7 +93,7 @@ class PosedProblem:
         clients, problem = self.clients, self.problem
         if not isinstance(clients, Clients) or current_group().processes > 1 or not comparable(problem):
             return None
-        if not affordable(clients, spent):
+        if problem.own is not None or not affordable(clients, spent):
             return None
         x, y = (self.x, self.y) if before is None else (split(before[0])[0], split(before[1])[0])
         try:

@@ -26,6 +26,7 @@ from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import LoopBody, Means, Phase, Reply, Total
 from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.local_x import server_x
+from fedbilevel.core.own_y import server_y
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.submodel import UnitLayout
@@ -66,7 +67,7 @@ def exchanges_of(
         def round(number: Array, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
             now, state = at(algorithm, number), algorithm.client_state(problem, x, y)
             fed = Recorder(now, problem, state, examples, exchanges)
-            return now.round(fed, now.init(server_x(problem, x), y), key)
+            return now.round(fed, now.init(server_x(problem, x), server_y(problem, y)), key)
 
         jax.eval_shape(round, np.int32(0), x, y, examples, jax.random.key(0))
         return exchanges

@@ -217,7 +217,7 @@ class ReferenceRun:
         return Stretch(carry, len(costs), stack_costs(costs))
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:
-        return PerClientEvaluation(metrics, self.clients, fixed)
+        return PerClientEvaluation(metrics, self.clients, fixed, own=self.problem.own)
 
     def close(self) -> None:
         trim_heap()

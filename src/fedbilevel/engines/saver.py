@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import CheckpointError, CheckpointWarning
+from fedbilevel.core.own_y import gathered
 from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.fingerprint import Fingerprint
@@ -97,12 +98,12 @@ class Saver:
             CheckpointError: it does not fit; if it is of another algorithm, the error names both.
         """
         held, x = files.load_meta(copy), like.state.x if like.local_x is None else like.local_x
-        best = (x, like.state.y) if held.get("best") else None
+        best = (x, gathered(like.state.y, like.clients)) if held.get("best") else None
         if "rounds" in held:
             raise CheckpointError(f"{self.path} holds a result: a run is continued from its checkpoint alone")
         try:
             if anew and held.get("diverged") and best:
-                bare = like._replace(state=None, clients=None, queues=None, local_x=None)
+                bare = like._replace(state=None, clients=None, queues=None, local_x=None, own_y=None)
                 return files.load(copy, bare._replace(best=best), part=True)
             return files.load(copy, like._replace(best=best))
         except CheckpointError as error:

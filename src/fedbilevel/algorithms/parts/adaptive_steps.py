@@ -130,6 +130,7 @@ class AdaptiveSteps(Layer):
             noise=No(f"a client's curvature tells of its data, and steps by a noised one may be of any size{numbers}"),
             local_x=No(f"its steps are found from the x that the server has{numbers}"),
             project_x=inside.project_x,
+            own_y=inside.own_y and No(f"its steps are found from the replies for a y that the server has{numbers}"),
         )
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:

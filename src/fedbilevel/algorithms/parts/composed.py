@@ -5,6 +5,7 @@ from __future__ import annotations
 from fedbilevel.algorithms.parts.in_set import InSet
 from fedbilevel.algorithms.parts.layers import Layer, layered
 from fedbilevel.algorithms.parts.own_block import OwnBlock
+from fedbilevel.algorithms.parts.own_leaves import OwnLeaves
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.problem import Problem
 
@@ -15,5 +16,5 @@ def composed(algorithm: Algorithm, problem: Problem, *more: Layer | None) -> Alg
     Raises:
         ConfigurationError: the method, or a layer that it has, does not allow one.
     """
-    own = OwnBlock() if problem.local else None
+    own = OwnBlock() if problem.local else OwnLeaves() if problem.own else None
     return layered(algorithm, own, *more, None if problem.project_x is None else InSet())

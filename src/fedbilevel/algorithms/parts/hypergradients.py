@@ -23,7 +23,7 @@ from fedbilevel.core.algorithm import Part, phase
 from fedbilevel.core.client import Client, Clients, RemoteClients
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError, require
-from fedbilevel.core.facts import Allows, Findings, No
+from fedbilevel.core.facts import Allows, Findings, No, OwnParts
 from fedbilevel.core.fed import Fed, Reply, Withheld
 from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.problem import Problem
@@ -218,18 +218,20 @@ class Implicit(SolvedSystem):
             "it asks for products with vectors that the server computes from all replies of the same round, so that an "
             "earlier reply belongs to another vector (a hypergradient = LocalImplicit() may be late)"
         )
+        own_y = No("the vectors that its clients multiply by ∇²yy g_i are the server's, which has no client's leaves")
         if isinstance(self.solver, CG):
             return Allows(
                 late,
                 No("means of products over unequal holders are not symmetric, as CG needs; use a Neumann series"),
                 No("noise on products looks like negative curvature to conjugate gradient; use a Neumann series"),
+                own_y=own_y,
             )
         if self.solver.sampling == "random_per_client":
-            return Allows(
-                late,
-                No("its clients reply with a sum for each random length; use Neumann(sampling=None or 'random')"),
+            submodels = No(
+                "its clients reply with a sum for each random length; use Neumann(sampling=None or 'random')"
             )
-        return Allows(late, UnitPolicy())
+            return Allows(late, submodels, own_y=own_y)
+        return Allows(late, UnitPolicy(), own_y=own_y)
 
     def check(
         self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree, batch_size: int | None
@@ -263,6 +265,10 @@ class LocalImplicit(SolvedSystem):
     system: ClassVar[str] = "a client's own system"
 
     paired: bool = static(default=False)
+
+    @property
+    def allows(self) -> Allows:
+        return super().allows._replace(own_y={"local_hypergradient": OwnParts(("y",), alone=True)})
 
     def validate(self) -> None:
         """Refuse a Neumann series with sampling "random_per_client", which has no meaning on a client alone."""

@@ -56,6 +56,7 @@ from fedbilevel.core.errors import ConfigurationError, NumericalWarning, require
 from fedbilevel.core.facts import Allows, Asks, Findings, No
 from fedbilevel.core.fed import Public, Reply, Total, decoded
 from fedbilevel.core.local_x import server_x
+from fedbilevel.core.own_y import server_y
 from fedbilevel.core.privacy import is_marked, private_part
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
@@ -240,7 +241,7 @@ class Memory(Layer):
         return {name: LastReplies.none(template(gives(method, name), x, y)) for name in method.allows.late or ()}
 
     def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> dict[str, LastReply]:
-        x = server_x(problem, x)
+        x, y = server_x(problem, x), server_y(problem, y)
         return {name: LastReply.none(template(gives(method, name), x, y)) for name in method.allows.late or ()}
 
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:

@@ -1,16 +1,18 @@
 """What methods share whose rounds step on y, then on x along a hypergradient; the rounds stand in their own files."""
 
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from fedbilevel.algorithms.parts.inner import LocalSGD
 from fedbilevel.algorithms.parts.linear_solvers import SolveInfo
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.config import positive_integer
-from fedbilevel.core.facts import Allows, Asks, Findings
+from fedbilevel.core.facts import Allows, Asks, Findings, No, OwnParts
 from fedbilevel.core.fed import Fed
 from fedbilevel.core.problem import Bilevel, Compositional, Minimax, Problem
 from fedbilevel.core.tree import PyTree
@@ -68,3 +70,17 @@ def allowed_by(method: Nested) -> Allows:
     """Return what the hypergradient of a method allows; if replies to it may be late, those to all phases may."""
     allows: Allows = method.hypergradient.allows
     return allows._replace(late=allows.late and tuple(sorted(method.phases)))
+
+
+def own_alone(method: Any, system: str) -> Mapping[str, OwnParts] | No:
+    """Say how clients step leaves of y of their own, where each finds the hypergradient alone, in the phase `system`.
+
+    Such a hypergradient is the federation's where every leaf of y is a client's own.
+    """
+    found: Mapping[str, OwnParts] | No = method.hypergradient.allows.own_y
+    if isinstance(found, No):
+        return found
+    if not isinstance(method.inner, LocalSGD):
+        return No("its local steps are corrected by the mean of ∇y g_i, which no server has for a client's own leaves")
+    steps = OwnParts(("y",), (("y", lambda method: -method.inner.server_lr),))
+    return {"inner.descent": steps, system: OwnParts(("y",), alone=True)}

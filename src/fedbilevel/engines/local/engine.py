@@ -287,7 +287,7 @@ class LocalRun:
         raise diverged(f"round {round}, ", bad)
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:
-        return PerClientEvaluation(metrics, self.clients, fixed, self.group)
+        return PerClientEvaluation(metrics, self.clients, fixed, self.group, self.problem.own)
 
     def close(self) -> None:
         self.source.close()

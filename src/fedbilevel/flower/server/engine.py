@@ -184,7 +184,7 @@ class FlowerRun:
         if bad := nonfinite_leaves(state):
             raise diverged(f"round {fed.round}, server update: ", ", ".join(bad))
         counted, queues = jnp.asarray(self.session.counted), self.saved_queues(fed, carry.queues)
-        return Carry(carry.round + 1, state, counted, carry.now, queues, carry.local_x)
+        return Carry(carry.round + 1, state, counted, carry.now, queues, carry.local_x, carry.own_y)
 
     def fed(self, carry: Carry) -> FlowerFed:
         """Make the exchanges of the round that begins with this carry."""
@@ -259,6 +259,8 @@ class ClientMetrics:
         require(waits, "metrics_per_client", list(metrics), f"left out over Flower with {name}, which is asynchronous")
         alike = session.problem.local is None
         require(alike, "metrics_per_client", list(metrics), "left out over Flower where clients keep their own x")
+        shared = session.problem.own is None
+        require(shared, "metrics_per_client", list(metrics), "left out over Flower where leaves of y are clients' own")
         self.session, self.metrics, self.names, self.warned = session, metrics, sorted(metrics), False
         self.told = True  # whether somebody may tell
 

@@ -23,7 +23,7 @@ from fedbilevel.core.errors import CheckpointError, ExchangeError, NumericalErro
 from fedbilevel.core.fed import Phase
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitLayout, Units
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import PyTree, join
 from fedbilevel.engines import submodels
 from fedbilevel.engines.costs import Sums
 from fedbilevel.engines.engine import Carry
@@ -244,7 +244,8 @@ class Session:
     ) -> None:
         self.name, self.terms = flower.name, flower.terms
         self.algorithm, self.problem, self.clients, self.cohort = algorithm, problem, clients, cohort
-        start = carry.state.x if carry.local_x is None else carry.local_x, carry.state.y
+        x, y = carry.state.x if carry.local_x is None else carry.local_x, carry.state.y
+        start = x, y if carry.own_y is None else join(y, carry.own_y)
         contract = draw_up(algorithm, problem, *start, clients.examples())
         self.submodel_plan = SubmodelPlan.of(algorithm, problem, clients, *start)
         own: dict[int, Contract] = {}  # of clients who hold submodels

@@ -1,0 +1,76 @@
+"""Leaves of y that are each client's own (core/own_y.py): a client keeps them, and steps them by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import jax
+import optax
+
+from fedbilevel.algorithms.parts.layers import Asked, Inside, Kept, Layer
+from fedbilevel.core.algorithm import Algorithm, takes_and_gives
+from fedbilevel.core.client import Client
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.facts import Allows, No, OwnParts
+from fedbilevel.core.fed import Reply
+from fedbilevel.core.own_y import OwnY, own_paths, parted_y, server_y
+from fedbilevel.core.problem import Problem
+from fedbilevel.core.tree import PyTree, join, move
+
+
+class OwnLeaves(Layer):
+    """A client's own leaves of y join the shared ones in messages, and step along the reply's own entries.
+
+    So do the own leaves of other variables that are shaped like y, such as v, which begin at 0.
+    """
+
+    kind, place, needs = "own_leaves", "kept", "own_y"
+    cannot = "cannot leave parts of y to their clients (Bilevel.own)"
+
+    def allows(self, inside: Allows, method: Algorithm) -> Allows:
+        return inside._replace(submodels=No("leaves of y are each client's own (Bilevel.own), and stay whole"))
+
+    def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
+        own_paths(problem.own, y)
+        alone = any(parts.alone for parts in _parts_of(method).values())
+        if alone and jax.tree.leaves(server_y(problem, y)):
+            why = "its clients solve linear systems of their own, which are the federation's where they share no y"
+            raise ConfigurationError(f"{method.label} needs a Bilevel.own that is True of every leaf of y0: {why}")
+
+    def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> OwnY:
+        own = parted_y(problem.own, y)[1]
+        names = dict.fromkeys(name for parts in _parts_of(method).values() for name in parts.takes)
+        return OwnY({name: own if name == "y" else optax.tree.zeros_like(own) for name in names})
+
+    def reply(self, asked: Asked, kept: Kept, client: Client, run: Inside) -> tuple[Reply, Kept]:
+        takes, gives = takes_and_gives(asked.method.phases[asked.phase])
+        parts = _parts_of(asked.method)[asked.phase]
+        leaves, taken, given = dict(kept.leaves), iter(parts.takes), iter(parts.gives)
+
+        def whole(kind: str, part: PyTree) -> PyTree:
+            return join(part, leaves[next(taken)]) if kind == "y" else part
+
+        def stepped(kind: str, part: PyTree) -> PyTree:
+            if kind != "y":
+                return part
+            name, size = next(given)
+            own = leaves[name]
+            mine = jax.tree.map(lambda own, new: None if own is None else new, own, part, is_leaf=_is_none)
+            leaves[name] = move(own, -size(asked.method), mine)
+            return jax.tree.map(lambda own, new: new if own is None else None, own, part, is_leaf=_is_none)
+
+        reply = run(replace(asked, message=jax.tree.map(whole, takes, asked.message)), client)
+        update = jax.tree.map(stepped, gives, reply.update)
+        return reply._replace(update=update), OwnY(leaves)
+
+
+def _parts_of(method: Algorithm) -> Mapping[str, OwnParts]:
+    """Return what `Layered` has found that the method allows."""
+    assert not isinstance(method.allows.own_y, No)
+    return method.allows.own_y
+
+
+def _is_none(leaf: object) -> bool:
+    return leaf is None

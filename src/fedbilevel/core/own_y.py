@@ -1,0 +1,88 @@
+"""Leaves of the inner variable that are each client's own, beside others that all clients share.
+
+y = (s, o_i): s is shared, o_i is client i's alone. (s*, o*)(x) minimise Σ p_i g_i(x, s, o_i) together, and x minimises
+Φ(x) = Σ p_i f_i(x, s*, o_i*). With v = (v_s, v_i) for the adjoint, the conditions are
+
+    Σ p_i ∇s g_i = 0                                      ∇o g_i = 0                                  for each i
+    Σ p_i (∇²ss g_i v_s + ∇²so g_i v_i − ∇s f_i) = 0      ∇²os g_i v_s + ∇²oo g_i v_i − ∇o f_i = 0    for each i
+    ∇Φ = Σ p_i (∇x f_i − ∇²xs g_i v_s − ∇²xo g_i v_i)
+
+Every one of them is a mean over clients, or a client's own condition, from which its weight p_i > 0 drops out. So the
+directions that a client computes at (x, (s, o_i), (v_s, v_i)) serve as they are: their entries for x, s and v_s are
+averaged, those for o_i and v_i are steps at the client. A client that is not asked keeps o_i and v_i, and the fixed
+points stay the same.
+
+With a step γ on s and v_s, and γ_i on o_i and v_i, L_i being the largest eigenvalue of client i's own ∇²yy g_i, plain
+steps are stable below c = 2, where c is the largest of γ Σ p_i L_i and all γ_i L_i: for a vector (u_s, u_1, …), let
+w_i = (√(p_i γ) u_s, √γ_i u_i). Then the symmetrised operator gives Σ w_iᵀ ∇²yy g_i w_i ≤ Σ L_i ‖w_i‖² ≤ c ‖u‖².
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.tree import PyTree, join
+
+if TYPE_CHECKING:
+    from fedbilevel.core.problem import Problem
+
+IsOwn = Callable[[str], bool]
+"""The path of a leaf of y, such as "head/weight" -> whether the leaf is each client's own."""
+
+
+class OwnY(NamedTuple):
+    """What a client keeps where leaves of y are its own."""
+
+    leaves: dict[str, PyTree]  # by variable, "y" first: like y, None in place of the leaves that are shared
+
+
+def path_of(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
+    """Write a path as problems get it: "head/weight"; "" for a y that is a single array."""
+    return jax.tree_util.keystr(path, simple=True, separator="/")
+
+
+def parted_y(own: IsOwn | None, y: PyTree) -> tuple[PyTree, PyTree]:
+    """Part y into (shared leaves, own leaves); each has None where the other has a leaf."""
+    if own is None:
+        return y, jax.tree.map(lambda _: None, y)
+    leaves, structure = jax.tree_util.tree_flatten_with_path(y)
+    mine = [bool(own(path_of(path))) for path, _ in leaves]
+    shared = [None if is_own else leaf for (_, leaf), is_own in zip(leaves, mine, strict=True)]
+    kept = [leaf if is_own else None for (_, leaf), is_own in zip(leaves, mine, strict=True)]
+    return jax.tree.unflatten(structure, shared), jax.tree.unflatten(structure, kept)
+
+
+def server_y(problem: Problem, y: PyTree) -> PyTree:
+    """Return the part of y that the server holds: y, with None in place of the leaves of each client's own."""
+    return parted_y(problem.own, y)[0]
+
+
+def own_paths(own: IsOwn | None, y: PyTree) -> tuple[str, ...]:
+    """List the paths of the leaves of y that are each client's own.
+
+    Raises:
+        ConfigurationError: `own` returns no truth value, or no leaf is a client's own.
+    """
+    if own is None:
+        return ()
+    paths = [path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(y)]
+    for path in paths:
+        got = own(path)
+        require(isinstance(got, bool), f"Bilevel.own({path!r})", got, "True or False")
+    if not (found := tuple(path for path in paths if own(path))):
+        raise ConfigurationError(f"Bilevel.own is True of no leaf of y0; their paths are {', '.join(map(repr, paths))}")
+    return found
+
+
+def gathered(y: PyTree, clients: PyTree) -> PyTree:
+    """Return y with every client's own leaves, (M, ...), from all that clients keep; y itself where none are own."""
+    nodes = jax.tree.leaves(clients, is_leaf=lambda node: isinstance(node, OwnY))
+    for node in nodes:
+        if isinstance(node, OwnY):
+            return join(y, jax.tree.map(jnp.copy, node.leaves["y"]))
+    return y

@@ -1,0 +1,57 @@
+"""Leaves of y of a client that took no part in a run: trained on its samples, at the x and y that the run shares."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import NumericalError, require
+from fedbilevel.core.own_y import own_paths, parted_y
+from fedbilevel.core.problem import Bilevel, Loss
+from fedbilevel.core.tree import PyTree, join, nonfinite_leaves, split
+from fedbilevel.engines.history import Result
+from fedbilevel.oracles.exact import inner_solution
+
+
+def personalise(problem: Bilevel, result: Result, samples: PyTree, *, start: PyTree = None) -> PyTree:
+    """Return y for a new client: the shared leaves of a result, and leaves of its own, trained on its samples.
+
+    The own leaves minimise the inner loss on these samples, at the result's x and shared leaves, to rounding (Newton's
+    method with conjugate gradient). Nothing of the result changes.
+
+    Args:
+        problem: as given to `solve`, with `own`.
+        result: of a run of that problem.
+        samples: the new client's inner samples, leaves (samples, ...).
+        start: like y0; training begins at its own leaves. None: at the mean of all clients' own leaves, each client
+            counted once; over Flower, where no leaf has left its site, a start has to be given.
+
+    Raises:
+        ConfigurationError: no leaf of y is a client's own, or a start is needed.
+        NumericalError: the inner loss is not convex in the own leaves near there.
+    """
+    require(isinstance(result, Result), "personalise: result", result, "the result of fb.solve")
+    asked = isinstance(problem, Bilevel) and problem.own is not None and bool(result.own_leaves)
+    require(asked, "personalise: problem", problem, "a Bilevel with `own`, and the result of its run")
+    (x, x_fixed), (y, y_fixed) = split(result.x), split(result.y)
+    is_own = lambda path: path in result.own_leaves  # noqa: E731
+    shared, own = parted_y(is_own, y)
+    if start is None:
+        there = bool(jax.tree.leaves(own))
+        require(there, "personalise: start", None, "a y like y0: the clients' own leaves have not left their sites")
+        first = jax.tree.map(lambda leaf: jnp.mean(leaf, 0), own)
+    else:
+        variable = split(start)[0]
+        own_paths(is_own, variable)
+        first = parted_y(is_own, variable)[1]
+
+    def alone(loss: Loss) -> Any:
+        return lambda x, own, batch: loss(join(x, x_fixed), join(join(shared, own), y_fixed), batch)
+
+    found = inner_solution(problem.with_losses(alone), Clients([samples]), x, first)
+    if bool(found.negative_curvature) or nonfinite_leaves(found.y):
+        raise NumericalError("personalise: the inner loss is not convex in the client's own leaves of y; add a ridge")
+    return join(join(shared, found.y), y_fixed)

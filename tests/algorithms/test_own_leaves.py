@@ -1,0 +1,286 @@
+"""Are leaves of y that are each client's own, and shared ones, those of the joint problem; and do they stay where they
+belong?
+
+The closed form: g_i = ½ yᵀA_i y − yᵀ(B_i x + c_i), f_i = ½‖y − t_i‖² + ½ρ‖x‖², y = (s, o_i). With Y = (s, o_1, …, o_M)
+and E_i the rows of the identity that take (s, o_i) from Y, the joint inner problem has the matrix H = Σ p_i E_iᵀA_iE_i:
+
+    Y*(x) = K x + k,   K = H⁻¹ Σ p_i E_iᵀB_i,   k = H⁻¹ Σ p_i E_iᵀc_i
+    x* = [ρI + Σ p_i (E_iK)ᵀE_iK]⁻¹ Σ p_i (E_iK)ᵀ(t_i − E_i k)
+
+Clients differ in everything, in their weights too. Float64 throughout (conftest.py).
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.algorithms.parts.composed import composed
+from fedbilevel.engines.evaluation import PerClient
+from fixed_steps import fixed
+
+DIM_X, SHARED, OWN, RHO = 3, 3, 2, 0.5
+WEIGHTS = np.array([0.1, 0.2, 0.3, 0.4])
+CLIENTS, DIM_Y = len(WEIGHTS), SHARED + OWN
+
+
+def drawn():
+    random = np.random.default_rng(3)
+    found = []
+    for _ in range(CLIENTS):
+        q = np.linalg.qr(random.normal(size=(DIM_Y, DIM_Y)))[0]
+        a = q @ np.diag(random.uniform(1, 5, DIM_Y)) @ q.T
+        found.append((a, random.normal(size=(DIM_Y, DIM_X)), *random.normal(size=(2, DIM_Y))))
+    return found
+
+
+MEMBERS = drawn()
+SAMPLES = [{name: part[None] for name, part in zip("ABct", one, strict=True)} for one in MEMBERS]
+POPULATION = fb.Clients(SAMPLES, weights=WEIGHTS)
+START = {"own": np.full(OWN, 0.2), "shared": np.full(SHARED, -0.1)}
+X0 = np.array([0.3, -0.2, 0.1])
+
+
+def flat(y):
+    return jnp.concatenate([y["shared"], y["own"]], -1)
+
+
+def outer(x, y, batch):
+    return jnp.mean(jnp.sum((flat(y) - batch["t"]) ** 2, axis=1)) / 2 + RHO / 2 * x @ x
+
+
+def inner(x, y, batch):
+    y = flat(y)
+    return jnp.mean(jnp.einsum("a,nab,b->n", y, batch["A"], y) / 2 - (batch["B"] @ x + batch["c"]) @ y)
+
+
+MIXED = fb.Bilevel(outer, inner, own=lambda path: path == "own")
+ALL = fb.Bilevel(outer, inner, own=lambda path: True)
+
+
+def closed_form(shared):
+    """(x*, (M, DIM_Y) everyone's y*) where so many first entries of y are shared."""
+    own = DIM_Y - shared
+    takes = [np.zeros((DIM_Y, shared + CLIENTS * own)) for _ in MEMBERS]
+    for i, e in enumerate(takes):
+        e[:shared, :shared] = np.eye(shared)
+        e[shared:, shared + i * own : shared + (i + 1) * own] = np.eye(own)
+    each = list(zip(WEIGHTS, takes, MEMBERS, strict=True))
+    h = sum(p * e.T @ a @ e for p, e, (a, *_) in each)
+    jacobian = np.linalg.solve(h, sum(p * e.T @ b for p, e, (_, b, *_) in each))
+    rest = np.linalg.solve(h, sum(p * e.T @ c for p, e, (*_, c, _) in each))
+    system = RHO * np.eye(DIM_X) + sum(p * (e @ jacobian).T @ e @ jacobian for p, e, _ in each)
+    x = np.linalg.solve(system, sum(p * (e @ jacobian).T @ (t - e @ rest) for p, e, (*_, t) in each))
+    return x, np.stack([e @ (jacobian @ x + rest) for e in takes])
+
+
+def run(algorithm, problem=MIXED, rounds=4, clients=POPULATION, **options):
+    return fb.solve(algorithm, problem, clients, X0, START, rounds=rounds, **options)
+
+
+def everyone(result):
+    return np.stack([flat(result.own(i)) for i in range(CLIENTS)])
+
+
+SINGLE = {"local_steps": 1, "batch_size": None}
+SIMFBO = fb.SimFBO(**SINGLE, server_lr=0.2, client_lr=0.1)
+SERIES = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=150, step=0.2))
+ROUNDS_ON_Y = fb.parts.LocalSGD(rounds=2, local_steps=2, lr=0.3)
+MEANS = fb.parts.MeanGradient(rounds=2, local_steps=1, lr=0.2, client_lr=0.1)
+BY_STEPS = fb.AFBO(batch_size=None, inner=MEANS, hypergradient=fb.parts.SystemSteps(lr=0.2), outer_lr=0.1)
+EXACT_WHERE_MIXED = {
+    "SimFBO": SIMFBO,
+    "ShroFBO": fb.ShroFBO(**SINGLE, server_lr=0.2, client_lr=0.1),
+    "FedBiO": fb.FedBiO(**SINGLE, client_lr=0.2),
+    "FedBiOAcc": fb.FedBiOAcc(**SINGLE, client_lr=0.2, forgetting=0.5),
+    "AFBO": BY_STEPS,
+    "AFBO, late": fb.Asynchronous(BY_STEPS, wait_for=2),
+}
+ALONE = {"batch_size": None, "hypergradient": SERIES, "outer_lr": 0.1}
+EXACT_WHERE_ALL_ARE_OWN = {
+    "SimFBO": SIMFBO,
+    "AFBO": fb.AFBO(**ALONE, inner=MEANS),
+    "RABO": fb.RABO(**ALONE, inner=ROUNDS_ON_Y),
+    "LFedNest": fb.LFedNest(**ALONE, inner=ROUNDS_ON_Y),
+}
+SLOW = {"ShroFBO", "FedBiOAcc", "AFBO", "AFBO, late", "RABO", "LFedNest"}
+
+
+def some(methods):
+    return [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in methods]
+
+
+@pytest.mark.parametrize("name", some(EXACT_WHERE_MIXED))
+def test_the_joint_problem_with_shared_and_own_leaves(name):
+    """Errors fall by about 1 − 0.2·λ a round, λ ≥ 0.5 the least eigenvalue of the three systems: 600 rounds leave none.
+
+    The solution with all of y shared, or all own, is another by far.
+    """
+    x, y = closed_form(SHARED)
+    result = run(EXACT_WHERE_MIXED[name], rounds=1500 if "late" in name else 600)
+    np.testing.assert_allclose(result.x, x, atol=1e-10)
+    np.testing.assert_allclose(everyone(result), y, atol=1e-10)
+    for other in (0, DIM_Y):
+        assert np.linalg.norm(closed_form(other)[0] - x) > 0.1 * np.linalg.norm(x)
+
+
+@pytest.mark.parametrize("name", some(EXACT_WHERE_ALL_ARE_OWN))
+def test_the_problem_of_everyones_own_y(name):
+    """The means of clients' own hypergradients are the hypergradient then. No entry of y is in any message."""
+    x, y = closed_form(0)
+    result = run(EXACT_WHERE_ALL_ARE_OWN[name], ALL, rounds=400)
+    np.testing.assert_allclose(result.x, x, atol=1e-10)
+    np.testing.assert_allclose(everyone(result), y, atol=1e-10)
+    numbers = 0 if name == "SimFBO" else 2  # of the linear systems
+    assert result.ledger.bytes_up == 400 * CLIENTS * (DIM_X + numbers) * 8
+
+
+def test_steps_written_out():
+    """Three rounds in NumPy, cohorts of two: shared entries move by γ (M/P) Σ p_i d_i, a client's own ones by γ d_i.
+
+    A client that is not asked keeps its own.
+    """
+    lr, cohort = fb.XYV(0.05, 0.1, 0.2), 2
+    result = run(fb.SimFBO(**SINGLE, server_lr=lr, client_lr=0.3), rounds=3, cohort=cohort, key=5)
+    x, y, v = X0, np.tile(flat(START), (CLIENTS, 1)), np.zeros((CLIENTS, DIM_Y))
+    for round in range(3):
+        change = np.zeros(DIM_X), np.zeros(SHARED), np.zeros(SHARED)
+        asked = fb.Cohort(cohort).draw(drawn_key(5, round), CLIENTS)
+        moved = y.copy(), v.copy()
+        for i in np.asarray(asked):
+            a, b, c, t = MEMBERS[i]
+            d_y, d_v = a @ y[i] - b @ x - c, a @ v[i] - (y[i] - t)
+            directions = RHO * x + b.T @ v[i], d_y[:SHARED], d_v[:SHARED]
+            change = [s + CLIENTS / cohort * WEIGHTS[i] * d for s, d in zip(change, directions, strict=True)]
+            moved[0][i, SHARED:] -= lr.y * d_y[SHARED:]
+            moved[1][i, SHARED:] -= lr.v * d_v[SHARED:]
+        y, v = moved
+        x = x - lr.x * change[0]
+        y[:, :SHARED] -= lr.y * change[1]
+        v[:, :SHARED] -= lr.v * change[2]
+    np.testing.assert_allclose(result.x, x, atol=1e-14)
+    np.testing.assert_allclose(everyone(result), y, atol=1e-14)
+
+
+def drawn_key(seed, round):
+    return jax.random.split(jax.random.fold_in(jax.random.key(seed), round), 3)[0]
+
+
+MANY = {"local_steps": 3, "batch_size": 2}
+CASES = {
+    "SimFBO": fb.SimFBO(**MANY, server_lr=0.02, client_lr=0.03, local_optimizer=fb.parts.Momentum(decay=0.5)),
+    "ShroFBO": fb.ShroFBO(**MANY, server_lr=0.02, client_lr=0.03),
+    "AFBO, late": fixed(fb.Asynchronous(fb.AFBO(batch_size=2, hypergradient=fb.parts.SystemSteps()), wait_for=2)),
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("SimFBO"), *some(["ShroFBO"]), pytest.param("AFBO, late", marks=pytest.mark.slow)]
+)
+def test_engines_agree(name):
+    """Chunks, devices and a cohort of three: the same x, y, history and bytes as the reference, to rounding."""
+    clients = fb.Clients([{k: np.repeat(a, 2 + i % 2, 0) for k, a in one.items()} for i, one in enumerate(SAMPLES)])
+    cohort = None if "late" in name else 3
+    devices = min(2, jax.local_device_count())
+    options = {"rounds": 2, "cohort": cohort, "clients": clients, "metrics_per_client": {"loss": outer}}
+    chunk = 2 if cohort is None else 1
+    a, b = (run(CASES[name], engine=e, **options) for e in (fb.Reference(), fb.Local(devices=devices, chunk=chunk)))
+    np.testing.assert_allclose(a.x, b.x, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(everyone(a), everyone(b), rtol=1e-12, atol=1e-12)
+    for column in ("loss.mean", "loss.worst", "outer_loss", "bytes_up", "bytes_down"):
+        np.testing.assert_allclose(a.history[column], b.history[column], rtol=1e-12, err_msg=column)
+    assert np.ptp(everyone(a)[:, SHARED:], 0).min() > 1e-4
+
+
+def test_a_resumed_run_has_every_clients_leaves_to_the_bit(tmp_path):
+    whole = run(SIMFBO, rounds=5, cohort=2)
+    run(SIMFBO, rounds=2, cohort=2, checkpoint=tmp_path / "run")
+    rest = run(SIMFBO, rounds=5, cohort=2, checkpoint=tmp_path / "run", resume=True)
+    jax.tree.map(np.testing.assert_array_equal, (rest.x, rest.y, rest.best.y), (whole.x, whole.y, whole.best.y))
+
+
+def test_metrics_are_of_each_clients_own_y():
+    """On its inner samples too, with blocks of several clients in one."""
+    measures = {"f": outer, "g": PerClient(inner, "inner")}
+    heads = {"heads": lambda x, y: jnp.sum(y["own"][1])}  # (M, OWN)
+    result = run(SIMFBO, rounds=6, metrics=heads, metrics_per_client=measures)
+    row = result.history.rows[-1]
+    each = np.array([outer(result.x, result.own(i), SAMPLES[i]) for i in range(CLIENTS)])
+    assert row["f.mean"] == pytest.approx(WEIGHTS @ each, rel=1e-12)
+    assert row["f.worst"] == pytest.approx(each.max(), rel=1e-12)
+    assert row["f.p50"] == pytest.approx(np.median(each), rel=1e-12)
+    inner_losses = [inner(result.x, result.own(i), SAMPLES[i]) for i in range(CLIENTS)]
+    assert row["g.worst"] == pytest.approx(float(max(inner_losses)), rel=1e-12)
+    assert row["heads"] == pytest.approx(float(np.sum(result.y["own"][1])), rel=1e-12)
+
+
+def test_a_result_is_read_back_with_its_own_leaves(tmp_path):
+    result = run(SIMFBO, rounds=2)
+    result.save(tmp_path / "result.npz")
+    read = fb.Result.load(tmp_path / "result.npz")
+    assert read.own_leaves == ("own",)
+    np.testing.assert_array_equal(flat(read.own(2)), flat(result.own(2)))
+
+
+def test_a_client_who_was_never_there():
+    """Its own leaves solve A_oo o = (B x + c)_o − A_os s, at the shared s and x."""
+    result = run(SIMFBO, rounds=20)
+    a, b, c, _ = MEMBERS[0]
+    new = fb.personalise(MIXED, result, SAMPLES[0])
+    right = (b @ result.x + c)[SHARED:] - a[SHARED:, :SHARED] @ result.y["shared"]
+    np.testing.assert_allclose(new["own"], np.linalg.solve(a[SHARED:, SHARED:], right), atol=1e-12)
+    np.testing.assert_array_equal(new["shared"], result.y["shared"])
+    again = fb.personalise(MIXED, result, SAMPLES[0], start=START)
+    np.testing.assert_allclose(again["own"], new["own"], atol=1e-12)
+
+
+def test_a_network_that_is_not_convex_is_not_said_to_be_trained():
+    bumpy = fb.Bilevel(outer, lambda x, y, batch: -jnp.sum(flat(y) ** 2) + 0 * batch["c"].sum(), own=MIXED.own)
+    with pytest.raises(fb.errors.NumericalError, match=r"not convex in the client's own leaves"):
+        fb.personalise(bumpy, run(SIMFBO, rounds=1), SAMPLES[0])
+
+
+def test_a_client_keeps_its_own_leaves_alone_and_sends_none():
+    method = composed(SIMFBO, MIXED)
+    kept = method.client_state(MIXED, X0, jax.tree.map(jnp.asarray, START))
+    assert [leaf.shape for leaf in jax.tree.leaves(kept)] == [(OWN,), (OWN,)]
+    result = run(SIMFBO, rounds=3)
+    assert result.ledger.bytes_up == result.ledger.bytes_down == 3 * CLIENTS * (DIM_X + 2 * SHARED) * 8
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "problem", "words"),
+    [
+        (fb.FedNest(), MIXED, r"FedNest cannot leave parts of y .*multiply by ∇²yy g_i are the server's.*SimFBO"),
+        (fb.SimFBO(), MIXED, r"SimFBO cannot leave parts of y .*give numbers for server_lr"),
+        (fixed(fb.FedMBO()), MIXED, r"FedMBO cannot leave parts of y .*which has no client's leaves"),
+        (fixed(fb.AggITD()), MIXED, r"AggITD cannot leave parts of y .*it needs all of y on the server"),
+        (fixed(fb.LFedNest(joint=True)), ALL, r"joint=False"),
+        (fixed(fb.LFedNest(inner=fb.parts.SVRG())), ALL, r"corrected by the mean"),
+        (fixed(fb.RABO()), MIXED, r"RABO needs a Bilevel\.own that is True of every leaf"),
+        (fb.SimFBO(**SINGLE, server_lr=0.2, radius=1.0), MIXED, r"SimFBO\.radius = 1\.0 .* no machine has all of v"),
+        (SIMFBO, fb.Bilevel(outer, inner, own=lambda path: path == "head"), r"True of no leaf .* 'own', 'shared'"),
+        (SIMFBO, fb.Bilevel(outer, inner, own=lambda path: path.find("own")), r"Bilevel\.own\('own'\) = 0.*True or"),
+    ],
+)
+def test_what_is_refused(algorithm, problem, words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words):
+        run(algorithm, problem)
+
+
+def test_what_is_refused_beside_a_run():
+    error = fb.errors.ConfigurationError
+    with pytest.raises(error, match=r"Bilevel\.own = .* None with local"):
+        fb.Bilevel(outer, inner, own=lambda path: True, local="x")
+    with pytest.raises(error, match=r"Bilevel\.own takes .*path"):
+        fb.Bilevel(outer, inner, own=lambda: True)
+    shared = run(SIMFBO, fb.Bilevel(outer, inner), rounds=1)
+    with pytest.raises(error, match=r"Result\.own = 0 .*asked where leaves of y are"):
+        shared.own(0)
+    with pytest.raises(error, match=r"0 to 3"):
+        run(SIMFBO, rounds=1).own(4)
+    with pytest.raises(error, match=r"personalise: problem"):
+        fb.personalise(MIXED, shared, SAMPLES[0])
+    with pytest.raises(error, match=r"None for diagnostics"):
+        fb.check_hypergradient(MIXED, POPULATION, X0, START)

@@ -1,0 +1,84 @@
+"""Do leaves of y that are a client's own stay at its site, in all messages of a federation?"""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from federations import FREE, NAME, TASK
+
+import fedbilevel as fb
+from fedbilevel.flower.client.site import Site, client_app
+from fedbilevel.flower.launch.in_process import InProcess
+from fedbilevel.flower.server.engine import Flower
+from fedbilevel.flower.wire import RequestMessage, ResponseMessage, decode
+from fedbilevel.tasks.quadratic import inner, outer
+
+START = {"own": np.array([0.3]), "shared": np.array([-0.2, 0.1])}
+METHOD = fb.SimFBO(local_steps=2, batch_size=4, server_lr=0.05, client_lr=0.1)
+
+
+def whole(y):
+    return jnp.concatenate([y["own"], y["shared"]])
+
+
+PROBLEM = fb.Bilevel(
+    lambda x, y, batch: outer(x, whole(y), batch),
+    lambda x, y, batch: inner(x, whole(y), batch),
+    own=lambda path: path == "own",
+)
+
+
+def run(clients, **options):
+    given = {"rounds": 3, "cohort": 4, "key": 1, "eval_every": 1, **options}
+    return fb.solve(METHOD, PROBLEM, clients, TASK.x0, START, **given)
+
+
+def test_no_message_has_an_entry_of_an_own_leaf(tmp_path):
+    """The numbers are those of the reference; payloads have room for x and shared entries alone; and the eight bytes of
+    an own entry, after any round, are nowhere in what is sent, resumed run included."""
+    sent: list[bytes] = []
+
+    def site(_, node):
+        k, clients = node["partition-id"], TASK.clients
+        samples = {"outer": clients.outer.row(k), "inner": clients.inner.row(k)}
+        return Site(id=k, algorithm=METHOD, problem=PROBLEM, x0=TASK.x0, y0=START, limits=FREE, **samples)
+
+    app = client_app(site)
+
+    def read(message, context):
+        reply = app(message, context)
+        request, response = decode(RequestMessage, message), decode(ResponseMessage, reply)
+        assert not response.refused
+        if request.phase:
+            floats = TASK.x0.size + 2 * START["shared"].size
+            assert len(request.payload) == len(response.payload) == 8 * floats
+            sent.extend([request.payload, response.payload, response.metrics.encode(), request.own.encode()])
+        return reply
+
+    seen = []
+    expected = run(TASK.clients, engine=fb.Reference(), callbacks=[lambda result, row: seen.append(result.y["own"])])
+    grid = InProcess(read, 6)
+    options = {"engine": Flower(grid=grid, name=NAME), "checkpoint": tmp_path / "run"}
+    run(fb.RemoteClients.of(TASK.clients), **options | {"rounds": 2})
+    result = run(fb.RemoteClients.of(TASK.clients), **options, resume=True)
+    np.testing.assert_allclose(result.x, expected.x, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(result.y["shared"], expected.y["shared"], rtol=1e-12, atol=1e-12)
+    assert len(sent) == 4 * 3 * 4
+    entries = {float(entry) for own in seen[1:] for entry in np.ravel(own)} - {0.3}
+    assert len(entries) >= 6
+    for entry in entries:
+        near = [np.nextafter(entry, side) for side in (-np.inf, np.inf)]  # compiled and eager sums differ in a bit
+        for one in (entry, *near):
+            assert not any(np.float64(one).tobytes() in message for message in sent)
+    assert result.y["own"] is None
+    with pytest.raises(fb.errors.ConfigurationError, match=r"own leaves of y \(own\) have never left their sites"):
+        result.own(0)
+    new = fb.personalise(PROBLEM, result, TASK.clients.inner.row(0), start=START)
+    assert new["own"].shape == (1,)
+    with pytest.raises(fb.errors.ConfigurationError, match=r"personalise: start = None .* have not left"):
+        fb.personalise(PROBLEM, result, TASK.clients.inner.row(0))
+
+
+def test_metrics_of_each_client_are_refused():
+    with pytest.raises(fb.errors.ConfigurationError, match=r"left out over Flower where leaves of y are clients' own"):
+        engine = Flower(grid=InProcess(client_app(lambda run, node: None), 6), name=NAME)
+        run(fb.RemoteClients.of(TASK.clients), engine=engine, metrics_per_client={"f": PROBLEM.outer})
