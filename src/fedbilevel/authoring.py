@@ -12,7 +12,7 @@ from fedbilevel.algorithms.parts.memory import Compressor
 from fedbilevel.core.algorithm import Algorithm, phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import config, counts, fraction, positive, positive_integer, static, step_sizes
-from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
+from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No, OwnParts
 from fedbilevel.core.fed import Coded, Fed, Public, Reply, Total, Withheld
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, XYV
@@ -47,6 +47,7 @@ __all__ = [
     "LocalImplicit",
     "LocalOptimizer",
     "No",
+    "OwnParts",
     "Plain",
     "Public",
     "Reply",

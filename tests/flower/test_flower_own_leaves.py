@@ -32,15 +32,16 @@ def run(clients, **options):
     return fb.solve(METHOD, PROBLEM, clients, TASK.x0, START, **given)
 
 
+def site(_, node):
+    k, clients = node["partition-id"], TASK.clients
+    samples = {"outer": clients.outer.row(k), "inner": clients.inner.row(k)}
+    return Site(id=k, algorithm=METHOD, problem=PROBLEM, x0=TASK.x0, y0=START, limits=FREE, **samples)
+
+
 def test_no_message_has_an_entry_of_an_own_leaf(tmp_path):
     """The numbers are those of the reference; payloads have room for x and shared entries alone; and the eight bytes of
     an own entry, after any round, are nowhere in what is sent, resumed run included."""
     sent: list[bytes] = []
-
-    def site(_, node):
-        k, clients = node["partition-id"], TASK.clients
-        samples = {"outer": clients.outer.row(k), "inner": clients.inner.row(k)}
-        return Site(id=k, algorithm=METHOD, problem=PROBLEM, x0=TASK.x0, y0=START, limits=FREE, **samples)
 
     app = client_app(site)
 
@@ -79,6 +80,6 @@ def test_no_message_has_an_entry_of_an_own_leaf(tmp_path):
 
 
 def test_metrics_of_each_client_are_refused():
+    engine, clients = Flower(grid=InProcess(client_app(site), 6), name=NAME), fb.RemoteClients.of(TASK.clients)
     with pytest.raises(fb.errors.ConfigurationError, match=r"left out over Flower where leaves of y are clients' own"):
-        engine = Flower(grid=InProcess(client_app(lambda run, node: None), 6), name=NAME)
-        run(fb.RemoteClients.of(TASK.clients), engine=engine, metrics_per_client={"f": PROBLEM.outer})
+        run(clients, engine=engine, metrics_per_client={"f": PROBLEM.outer})

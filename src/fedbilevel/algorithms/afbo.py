@@ -37,7 +37,7 @@ Departures from the paper:
    says that delays want smaller steps, and different ones for α and β.
 
 Checked in tests/algorithms/test_afbo.py (closed forms, event by event with a table), test_asynchronous.py,
-test_local_x.py and tests/engines/test_agreement.py.
+test_local_x.py, test_own_leaves.py and tests/engines/test_agreement.py.
 """
 
 from collections.abc import Mapping

@@ -1,7 +1,8 @@
 """FedBiO and FedBiOAcc: local steps on x, y and v at once, plain or along momenta with reduced variance.
 
 Junyi Li, Feihu Huang, Heng Huang. "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower
-Level Problems". NeurIPS 2023, arXiv:2302.06701. The lower level problem shared by all clients.
+Level Problems". NeurIPS 2023, arXiv:2302.06701. The lower level problem is shared by all clients. With every leaf of y
+each client's own (`Bilevel(own=…)`) it is the local one: clients keep y_i and v_i, and exchange x alone.
 
 With z = (x, y, v) and d_i(z; B) the client's three directions on samples B,
 
@@ -29,7 +30,7 @@ Departures from the paper:
 4. A single draw of inner and of outer samples serves all three directions (`independent_batches` draws for each).
 5. v is not projected on a ball.
 
-Checked in tests/algorithms/test_fedbio.py (closed forms, the recursion) and
+Checked in tests/algorithms/test_fedbio.py (closed forms, the recursion), test_own_leaves.py and
 tests/engines/test_agreement.py.
 """
 

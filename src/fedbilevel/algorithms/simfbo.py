@@ -39,8 +39,8 @@ Departures from the paper:
 7. v⁽⁰⁾ is 0, of all that the paper allows; a subclass's `init` can begin elsewhere.
 8. (3) takes directions at the z_k alone, whose combinations only average noise: `Anchored` takes some at z_0 too.
 
-Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_asynchronous.py, test_local_x.py and
-tests/engines/test_agreement.py.
+Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_asynchronous.py, test_local_x.py,
+test_own_leaves.py and tests/engines/test_agreement.py.
 """
 
 from typing import Any, NamedTuple
@@ -171,17 +171,15 @@ class SimFBO(SingleLoop):
         return State(*self.server_update(state.iterate, state.optimizer, q))
 
 
-def _common_work(method: Any) -> Array:
-    """Return ‖a‖₁ of the method's own τ, which stands for ρ where a client steps its own leaves along h_i."""
-    return jnp.asarray(method.local_optimizer.total(method.local_steps))
+def _normalised(method: Any, of: str) -> Any:
+    """Return γ‖a‖₁ for the method's own τ, in place of the server's γρ; None where γ adapts."""
+    lr = getattr(method.server_lr, of)
+    return None if lr is None else lr * method.local_optimizer.total(method.local_steps)
 
 
 OWN_NORMALISED_STEPS = (
     ("y", "v"),
-    (
-        ("y", lambda method: method.server_lr.y * _common_work(method)),
-        ("v", lambda method: method.server_lr.v * _common_work(method)),
-    ),
+    (("y", lambda method: _normalised(method, "y")), ("v", lambda method: _normalised(method, "v"))),
 )
 
 

@@ -237,7 +237,7 @@ class Algorithm(Part):
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
         """Make each client's state before round 0: `init_client`, without what clients keep of x and y themselves."""
-        return self.init_client(local_x.server_x(problem, x), server_y(problem, y))
+        return self.init_client(local_x.server_x(problem, x), server_y(problem.own, y))
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         """Estimate the hypergradient at (x, y), in the shape of x, by the exchanges of a round.

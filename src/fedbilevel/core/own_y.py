@@ -20,16 +20,13 @@ w_i = (√(p_i γ) u_s, √γ_i u_i). Then the symmetrised operator gives Σ w_i
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.tree import PyTree, join
-
-if TYPE_CHECKING:
-    from fedbilevel.core.problem import Problem
 
 IsOwn = Callable[[str], bool]
 """The path of a leaf of y, such as "head/weight" -> whether the leaf is each client's own."""
@@ -57,9 +54,9 @@ def parted_y(own: IsOwn | None, y: PyTree) -> tuple[PyTree, PyTree]:
     return jax.tree.unflatten(structure, shared), jax.tree.unflatten(structure, kept)
 
 
-def server_y(problem: Problem, y: PyTree) -> PyTree:
+def server_y(own: IsOwn | None, y: PyTree) -> PyTree:
     """Return the part of y that the server holds: y, with None in place of the leaves of each client's own."""
-    return parted_y(problem.own, y)[0]
+    return parted_y(own, y)[0]
 
 
 def own_paths(own: IsOwn | None, y: PyTree) -> tuple[str, ...]:

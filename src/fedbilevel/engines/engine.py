@@ -108,7 +108,7 @@ def first_carry(
         found = early_replies(algorithm, problem, x, y, clients.examples())
 
     def begin(algorithm: Algorithm, x: PyTree, y: PyTree) -> tuple[Any, ...]:
-        state = checked_init(algorithm, server_x(problem, x), server_y(problem, y))
+        state = checked_init(algorithm, server_x(problem, x), server_y(problem.own, y))
         own = None if remote else algorithm.client_state(problem, x, y)
         states = jax.tree.map(lambda leaf: jnp.broadcast_to(leaf, (population, *jnp.shape(leaf))), own)
         queues = None if found is None else nothing_in_flight(found, population, remote)

@@ -67,7 +67,7 @@ def exchanges_of(
         def round(number: Array, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], key: Array) -> Any:
             now, state = at(algorithm, number), algorithm.client_state(problem, x, y)
             fed = Recorder(now, problem, state, examples, exchanges)
-            return now.round(fed, now.init(server_x(problem, x), server_y(problem, y)), key)
+            return now.round(fed, now.init(server_x(problem, x), server_y(problem.own, y)), key)
 
         jax.eval_shape(round, np.int32(0), x, y, examples, jax.random.key(0))
         return exchanges

@@ -24,6 +24,9 @@ Clients step by η = c √r/L, and the server by the larger of c √r/(L Σ p a 
 the latter where clients' steps are given. (Divya Jhunjhunwala et al., "FedExP", ICLR 2023, extrapolate by 1/r where
 clients' steps are shortened by √r here.)
 
+Leaves of y that are each client's own, and their part of v, move by c/(a_i L_i); core/own_y.py says why that is stable.
+Where a client's own steps adapt (`LocalSGD`, FedBiO), its changes of them are scaled down to 1/L_i.
+
 Steps on x are AdaGrad's, along the hypergradient h of the round, and shorter where the inner curvature has risen
 (adagrad.py, curvature.py). h is what the method takes from x, divided by the method's own step: the server's step is
 LONG, so that h is not lost by rounding. Where clients step on x themselves, their steps are SHORT, so that they find h
@@ -58,8 +61,9 @@ from fedbilevel.core.facts import Allows, Findings, No
 from fedbilevel.core.fed import Phase, Reply, Total
 from fedbilevel.core.hyperparameters import TIED, OpenStep, open_steps, replaced
 from fedbilevel.core.own import as_client
+from fedbilevel.core.own_y import parted_y
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree, over, scaled
+from fedbilevel.core.tree import PyTree, join, over, scaled
 
 LONG = 1e12  # the server's step on x, from which h is found
 SHORT = 1e-12  # a client's own, too short to move x
@@ -74,6 +78,20 @@ class Steps(NamedTuple):
     inner: Array
     drift: Array  # a client's, where they only decide how far it drifts
     seed: Array
+
+
+class Sized(NamedTuple):
+    """A message of the method's, and the steps."""
+
+    message: PyTree
+    steps: Steps
+
+
+class WithMeasured(NamedTuple):
+    """An update of the method's, and what was measured with it."""
+
+    update: PyTree
+    measured: Measured
 
 
 class Known(NamedTuple):
@@ -130,7 +148,7 @@ class AdaptiveSteps(Layer):
             noise=No(f"a client's curvature tells of its data, and steps by a noised one may be of any size{numbers}"),
             local_x=No(f"its steps are found from the x that the server has{numbers}"),
             project_x=inside.project_x,
-            own_y=inside.own_y and No(f"its steps are found from the replies for a y that the server has{numbers}"),
+            own_y=inside.own_y,
         )
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
@@ -167,9 +185,9 @@ class AdaptiveSteps(Layer):
         """Send the steps with the message, and scale the replies to the steps that curvature allows."""
         phase, message = asked.method.phases[asked.phase], asked.message
         steps = Steps(*self._steps(kept), jax.random.bits(jax.random.fold_in(asked.key, STREAM), dtype="uint32"))
-        mean = ask(replace(asked, message=(message, steps))).mean(asked.unbiased)
+        mean = ask(replace(asked, message=Sized(message, steps))).mean(asked.unbiased)
         if measures(asked.method, phase):
-            mean, measured = mean
+            mean, measured = mean  # a WithMeasured
             kept = kept._replace(curvature=kept.curvature.after(measured, square_of_y(phase, mean)))
             factor, shared = allowed(self._steps(kept)[0], kept.inner), shared_steps(asked.method)
             mean = rescaled(phase, mean, "y", [factor if of in shared else 1 for of in "yv"])
@@ -192,11 +210,12 @@ class AdaptiveSteps(Layer):
         batched = replace(client, batch_size=method.batch_size)
         sized = with_steps(method, partial(self._size, batched, steps, power.largest))
         reply = run(replace(asked, method=sized, message=message), client)
+        reply = self._own_steps(asked, client, steps, power.largest, reply)
         after = None if kept is None else power
         if products is None:
             return reply, after
         measured = Measured.of(power, directions_of(method, client), square_of_y(phase, reply.update))
-        return reply._replace(update=(reply.update, measured), hvps=reply.hvps + products), after
+        return reply._replace(update=WithMeasured(reply.update, measured), hvps=reply.hvps + products), after
 
     def _size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Any:
         """Return a client's step: that of all clients, or what its own curvature `own` bears, where that is known."""
@@ -214,6 +233,29 @@ class AdaptiveSteps(Layer):
             tau = client.local_steps(part.local_steps) if hasattr(part, "local_steps") else 1
         several = bears * (1 if open_.kind == "local" else tau)
         return jnp.where(tau > 1, jnp.minimum(step, several), step)
+
+    def _own_steps(self, asked: Asked, client: Client, steps: Steps, largest: Array, reply: Reply) -> Reply:
+        """Bring own entries of y and v to the client's own step: to c/(a_i L_i) where the server's step adapts, down to
+        1/L_i where the client's does."""
+        if (own := client.problem.own) is None or isinstance(parts := asked.method.allows.own_y, No):
+            return reply
+        of_server = over(self.y_lr, largest * directions_of(asked.method, client))
+        of_client = jnp.where(largest > 0, allowed(over(1, largest), steps.inner), 1)
+        adapts = {step.of for step in open_steps(asked.method).values() if step.kind in ("local", "total")}
+        given = parts[asked.phase].gives
+        sizes = iter(
+            [of_server if size(asked.method) is None else of_client if name in adapts else 1 for name, size in given]
+        )
+
+        def one(kind: str, part: PyTree) -> PyTree:
+            if kind != "y":
+                return part
+            shared, mine = parted_y(own, part)
+            return join(shared, scaled(next(sizes), mine))
+
+        return reply._replace(
+            update=jax.tree.map(one, takes_and_gives(asked.method.phases[asked.phase])[1], reply.update)
+        )
 
     def after_round(
         self, method: Algorithm, problem: Problem, kept: Known, before: Any, after: Any

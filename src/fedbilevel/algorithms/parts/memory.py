@@ -241,7 +241,7 @@ class Memory(Layer):
         return {name: LastReplies.none(template(gives(method, name), x, y)) for name in method.allows.late or ()}
 
     def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> dict[str, LastReply]:
-        x, y = server_x(problem, x), server_y(problem, y)
+        x, y = server_x(problem, x), server_y(problem.own, y)
         return {name: LastReply.none(template(gives(method, name), x, y)) for name in method.allows.late or ()}
 
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:

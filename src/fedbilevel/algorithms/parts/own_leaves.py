@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import optax
 
+from fedbilevel.algorithms.parts.adaptive_steps import Sized, WithMeasured
 from fedbilevel.algorithms.parts.layers import Asked, Inside, Kept, Layer
 from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.client import Client
@@ -35,7 +36,7 @@ class OwnLeaves(Layer):
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
         own_paths(problem.own, y)
         alone = any(parts.alone for parts in _parts_of(method).values())
-        if alone and jax.tree.leaves(server_y(problem, y)):
+        if alone and jax.tree.leaves(server_y(problem.own, y)):
             why = "its clients solve linear systems of their own, which are the federation's where they share no y"
             raise ConfigurationError(f"{method.label} needs a Bilevel.own that is True of every leaf of y0: {why}")
 
@@ -58,12 +59,16 @@ class OwnLeaves(Layer):
             name, size = next(given)
             own = leaves[name]
             mine = jax.tree.map(lambda own, new: None if own is None else new, own, part, is_leaf=_is_none)
-            leaves[name] = move(own, -size(asked.method), mine)
+            step = size(asked.method)  # None: it adapts, and has been made a factor of the reply
+            leaves[name] = move(own, -1 if step is None else -step, mine)
             return jax.tree.map(lambda own, new: new if own is None else None, own, part, is_leaf=_is_none)
 
-        reply = run(replace(asked, message=jax.tree.map(whole, takes, asked.message)), client)
-        update = jax.tree.map(stepped, gives, reply.update)
-        return reply._replace(update=update), OwnY(leaves)
+        sized = isinstance(asked.message, Sized)  # by steps that adapt, which are nearer to the phase
+        message = jax.tree.map(whole, takes, asked.message.message if sized else asked.message)
+        reply = run(replace(asked, message=asked.message._replace(message=message) if sized else message), client)
+        measured = isinstance(reply.update, WithMeasured)
+        update = jax.tree.map(stepped, gives, reply.update.update if measured else reply.update)
+        return reply._replace(update=reply.update._replace(update=update) if measured else update), OwnY(leaves)
 
 
 def _parts_of(method: Algorithm) -> Mapping[str, OwnParts]:
