@@ -16,6 +16,7 @@ from fedbilevel.algorithms.parts.in_set import InSet
 from fedbilevel.algorithms.parts.layers import Asked, Layer, Layered, layered
 from fedbilevel.algorithms.parts.memory import Memory, ReplyDelta
 from fedbilevel.algorithms.parts.own_block import OwnBlock
+from fedbilevel.algorithms.parts.own_leaves import OwnLeaves
 from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.authoring import Public, Reply, Total
 from fedbilevel.core.client import Client
@@ -30,6 +31,7 @@ METHOD = fb.SimFBO(local_steps=1, batch_size=None, server_lr=XYV(0.2, 0.1, 0.1),
 LAYERS = {
     "in_set": InSet(),
     "own_block": OwnBlock(),
+    "own_leaves": OwnLeaves(),
     "private": Private(clip=1.0, noise_multiplier=0.5, delta=1e-5),
     "memory": Memory(compressor=parts.TopK(share=0.5), late=fb.Asynchronous(wait_for=2)),
     "adaptive_steps": fb.AdaptiveSteps(),
@@ -50,7 +52,7 @@ def test_every_layer_is_tried():
 def test_a_layer_asks_once_runs_once_and_keeps_what_it_began_with(kind):
     """Called twice, what is inside would be paid for twice; called never, its reply would be another's."""
     task, calls = quadratic(clients=6, dim_x=6, dim_y=3, samples=(2, 2)), []
-    own = {"local": "x"} if kind == "own_block" else {"project_x": jnp.abs}
+    own = {"own_block": {"local": "x"}, "own_leaves": {"own": lambda path: True}}.get(kind, {"project_x": jnp.abs})
     problem = fb.Bilevel(task.problem.outer, task.problem.inner, **own)
     layer, x, y = LAYERS[kind], jnp.asarray(task.x0), jnp.asarray(task.y0)
     part = XYV(jnp.ones(6), jnp.ones(3), jnp.ones(3))
