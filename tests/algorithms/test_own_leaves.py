@@ -92,6 +92,7 @@ BY_STEPS = fb.AFBO(batch_size=None, inner=MEANS, hypergradient=fb.parts.SystemSt
 EXACT_WHERE_MIXED = {
     "SimFBO": SIMFBO,
     "ShroFBO": fb.ShroFBO(**SINGLE, server_lr=0.2, client_lr=0.1),
+    "F2SA": fb.F2SA(**SINGLE, server_lr=0.2, client_lr=0.1),
     "FedBiO": fb.FedBiO(**SINGLE, client_lr=0.2),
     "FedBiOAcc": fb.FedBiOAcc(**SINGLE, client_lr=0.2, forgetting=0.5),
     "AFBO": BY_STEPS,
@@ -104,7 +105,7 @@ EXACT_WHERE_ALL_ARE_OWN = {
     "RABO": fb.RABO(**ALONE, inner=ROUNDS_ON_Y),
     "LFedNest": fb.LFedNest(**ALONE, inner=ROUNDS_ON_Y),
 }
-SLOW = {"ShroFBO", "FedBiOAcc", "AFBO", "AFBO, late", "RABO", "LFedNest"}
+SLOW = {"ShroFBO", "F2SA", "FedBiOAcc", "AFBO", "AFBO, late", "RABO", "LFedNest"}
 
 
 def some(methods):
