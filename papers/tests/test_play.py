@@ -284,7 +284,7 @@ def test_the_command_plays_a_figure_by_its_path(
     assert "not reproduced             Two methods" in capsys.readouterr().out
     assert main(["--list", "--out", str(tmp_path / "none")]) == 0
     listed = capsys.readouterr().out
-    assert listed.count("(kept)") == 34
+    assert listed.count("(kept)") == 39
 
 
 @pytest.mark.parametrize(

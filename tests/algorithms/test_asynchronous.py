@@ -75,7 +75,7 @@ def test_why_a_method_cannot_be_late_is_said(name):
     with pytest.raises(fb.errors.ConfigurationError) as error:
         fb.Asynchronous(cls(), wait_for=2)
     reason = listed("NEVER_LATE").get(cls, "it does not say which of its phases may be late")
-    said = f"{cls.__name__} cannot be Asynchronous: .*{reason}.*; methods that can: AFBO, FISM, FedAvg, "
+    said = f"{cls.__name__} cannot be Asynchronous: .*{reason}.*; methods that can: AFBO, F2SA, FISM, FedAvg, "
     assert re.match(said, str(error.value))
 
 
@@ -124,7 +124,7 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
         (lambda: fb.Submodels(fb.IRG()), "the projection on X and the preference H are of the whole x"),
         (
             lambda: fb.Submodels(fixed(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG())))),
-            "are not symmetric, as CG needs; use a Neumann series; methods that can: AFBO, AggITD, FedAvg, FedAvgS, ",
+            "are not symmetric, as CG needs; use a Neumann series; methods that can: AFBO, AggITD, F2SA, FedAvg, ",
         ),
         (lambda: fb.Asynchronous("simfbo", wait_for=2), "a method alone; fields are given by name"),
         (

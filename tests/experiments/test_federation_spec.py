@@ -383,7 +383,7 @@ def test_a_site_is_looked_at_before_it_starts(hospitals, tmp_path, monkeypatch, 
     node = f"{NORTH} state-folder='{tmp_path}' {HIDES}"
     assert main(["flower", "check", "spec.toml", "--node-config", node]) == 0
     said = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    assert said.keys() == {"client", "samples", "folder", "privacy", "floors", "settable", "run"}
+    assert said.keys() == {"client", "samples", "folder", "privacy", "floors", "settable", "run", "approval"}
     assert said["settable"] == "algorithm.* run.*"
     assert said["samples"].startswith("63 outer, 125 inner, of ['features'] float32[1, 10]")
     assert said["privacy"] == "clip 1, noise 30; ε = 0.242 for a reply, 0 so far, at δ = 1e-05, no budget"

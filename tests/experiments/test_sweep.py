@@ -124,7 +124,7 @@ def test_a_smaller_grid_says_how_many_runs_are_beside_its_own(copy, run) -> None
     """The best is best among them too, or was compared with them before."""
     code, printed, _ = run("sweep", *SMALL, "--grid", "server_lr.x=0.05", *GRID[2:4], "--seeds", "0", "--out", copy)
     assert code == 0
-    assert "beside 3 other runs in this folder" in " ".join(printed.split())
+    assert "3 other runs in this folder" in " ".join(printed.split())
     assert "2 runs (2 points × 1 seed), 1 failed" in contents(copy)["chosen.toml"]
     assert "; 3 other runs in this folder." in contents(copy)["chosen.toml"]
 

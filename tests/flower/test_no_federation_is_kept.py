@@ -24,9 +24,9 @@ def played(monkeypatch):
     def noted(kind):
         init = kind.__init__
 
-        def noting(self, *arguments):
+        def noting(self, *arguments, **named):
             made[f"{kind.__name__} {len(made)}"] = weakref.ref(self)
-            init(self, *arguments)
+            init(self, *arguments, **named)
 
         return noting
 

@@ -1,8 +1,8 @@
 """F2SA: SimFBO's round without second derivatives, by gradients at two points y ± w/λ.
 
 Jeongyeol Kwon, Dohyun Kwon, Stephen Wright, Robert Nowak. "A Fully First-Order Method for Stochastic Bilevel
-Optimization". ICML 2023. Here in the central form, F2SA-2 of "Faster Gradient Methods for Highly-smooth Stochastic
-Bilevel Optimization", ICLR 2026, arXiv:2509.02937.
+Optimization". ICML 2023, arXiv:2301.10945. Here in the central form, F2SA-2 of "Faster Gradient Methods for
+Highly-smooth Stochastic Bilevel Optimization", ICLR 2026, arXiv:2509.02937.
 
 With ε = 1/λ the total loss min_y [G(x, y) + εF(x, y)] has the slope F(x, y*(x)) in ε at 0. Its central difference
 
@@ -36,7 +36,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.simfbo import SimFBO
+from fedbilevel.algorithms.simfbo import OneExchange
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive
 from fedbilevel.core.facts import Facts
@@ -46,7 +46,7 @@ from fedbilevel.oracles.differences import Differences
 from fedbilevel.oracles.products import Directions
 
 
-class F2SA(SimFBO):
+class F2SA(OneExchange):
     """SimFBO by first derivatives alone: for losses that cannot be differentiated twice, or for which it is dear.
 
     Args:
@@ -56,7 +56,7 @@ class F2SA(SimFBO):
 
     name = "f2sa"
     facts = Facts(
-        paper="Kwon et al. 2023, ICML; central form: arXiv:2509.02937",
+        paper="Kwon et al. 2023, arXiv:2301.10945",
         needs="g strongly convex in y; first derivatives alone",
         good_for="losses without second derivatives, such as some attention kernels; as few exchanges as SimFBO",
         exchanges="one",
@@ -94,6 +94,6 @@ class F2SA(SimFBO):
 
     def counted(self, total: Directions, tau: int | Array, evaluations: int = 1, more: int = 0) -> Reply:
         """Make the reply with `total.step`, mean losses, and the costs of evaluations·τ directions and `more`."""
-        reply = super().counted(total, tau, evaluations, more)
-        draws = 3 if self.independent_batches else 1
-        return reply._replace(gradients=4 * draws * (evaluations * tau + more), hvps=0)
+        metrics = {"outer_loss": total.outer_loss / tau, "inner_loss": total.inner_loss / tau}
+        gradients = 12 if self.independent_batches else 4
+        return Reply(total.step, metrics=metrics, gradients=gradients * (evaluations * tau + more))

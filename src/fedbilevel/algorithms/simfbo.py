@@ -53,6 +53,7 @@ from jax import Array
 from fedbilevel.algorithms.parts.local_steps import (
     LIKE_XYV,
     Anchored,
+    JointSteps,
     LocalDirections,
     LocalOptimizer,
     Mixed,
@@ -88,8 +89,8 @@ class State(NamedTuple):
         return self.iterate.y
 
 
-class SingleLoop(LocalDirections):
-    """Base of SimFBO and ShroFBO: the fields, the client's side, the server's step.
+class SingleLoop(JointSteps):
+    """Base of SimFBO, ShroFBO and F2SA: the fields, the client's side, the server's step.
 
     Args:
         server_lr: γ, the server's step sizes for x, y and v: numbers or schedules over rounds; a single value serves
@@ -138,20 +139,8 @@ class SingleLoop(LocalDirections):
 OWN_STEPS = ("y", "v"), (("y", lambda method: method.server_lr.y), ("v", lambda method: method.server_lr.v))
 
 
-class SimFBO(SingleLoop):
-    """One exchange a round; every client moves x, y and v together."""
-
-    name = "simfbo"
-    facts = Facts(
-        paper="Yang et al. 2023, arXiv:2305.19442",
-        needs="g strongly convex in y; second derivatives of it as products",
-        good_for="fewest exchanges, and the cheapest ones; the first method to try, where clients do equal work",
-        exchanges="one",
-        up="1 like x, 2 like y",
-        hvps="2τ",
-        cost="a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g",
-        bias="drift of clients, proportional to their step size; unequal work re-weights them",
-    )
+class OneExchange(SingleLoop):
+    """Base of SimFBO and F2SA: the round, with one exchange, in which every client moves x, y and v together."""
 
     @property
     def allows(self) -> Allows:
@@ -169,6 +158,22 @@ class SimFBO(SingleLoop):
     def round(self, fed: Fed, state: State, key: Array) -> State:
         q = fed.mean(self.local_updates, state.iterate, key, unbiased=True)  # the q of (4), with its factor M/P
         return State(*self.server_update(state.iterate, state.optimizer, q))
+
+
+class SimFBO(OneExchange, LocalDirections):
+    """One exchange a round; every client moves x, y and v together."""
+
+    name = "simfbo"
+    facts = Facts(
+        paper="Yang et al. 2023, arXiv:2305.19442",
+        needs="g strongly convex in y; second derivatives of it as products",
+        good_for="fewest exchanges, and the cheapest ones; the first method to try, where clients do equal work",
+        exchanges="one",
+        up="1 like x, 2 like y",
+        hvps="2τ",
+        cost="a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g",
+        bias="drift of clients, proportional to their step size; unequal work re-weights them",
+    )
 
 
 def _normalised(method: Any, of: str) -> Any:
@@ -200,7 +205,7 @@ class RobustState(NamedTuple):
         return self.iterate.y
 
 
-class ShroFBO(SingleLoop):
+class ShroFBO(SingleLoop, LocalDirections):
     """SimFBO made robust to unequal local work, by normalised replies."""
 
     name = "shrofbo"

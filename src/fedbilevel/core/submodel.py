@@ -8,8 +8,8 @@ weights      Not units, but the single weights of largest magnitude; the others 
              core/weights.py lists the differences.)
 static       The first units, always the same. (HeteroFL: Diao, Ding, Tarokh, ICLR 2021, without its division of
              features by the capacity, its static batch normalisation and its masked cross-entropy.)
-rolling      A window that moves on by one unit each round and wraps around. (FedRolex: Alam et al., NeurIPS 2022, whose
-             program has the same three additions as HeteroFL.)
+rolling      A window that moves on by one unit each round and wraps around. (FedRolex: Alam et al., NeurIPS 2022. Its
+             program has the three additions that `static` leaves out.)
 random       Units that each client draws anew in each round; with `fixed`, once.
 covered      Segments of units, each as long as a client can hold, which are dealt out to the clients of a capacity so
              that as many of them as possible hold each unit. Each round deals every group of units anew, so that in

@@ -32,7 +32,7 @@ from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ri
 from fedbilevel.estimators.measures import CELLS
 from fedbilevel.estimators.preparer import Preparer, Told, read_saved, words_of
 from fedbilevel.estimators.survival import CoxRegression
-from fedbilevel.estimators.survival_curves import Steps, check_steps, steps, survival
+from fedbilevel.estimators.survival_curves import CurveSteps, check_steps, steps, survival
 from fedbilevel.extending import (
     explain_misspelt,
     is_count,
@@ -450,7 +450,7 @@ class StudyModel:
     agreement: Agreement
     estimator: Any
     report: Report | None = None
-    baselines: Mapping[str, Steps] = field(default_factory=dict)
+    baselines: Mapping[str, CurveSteps] = field(default_factory=dict)
 
     def save(self, file: str | Path) -> None:
         """Write the model as one JSON file."""

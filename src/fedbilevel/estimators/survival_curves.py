@@ -19,14 +19,14 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.errors import ConfigurationError
-from fedbilevel.estimators.measures import NORMAL, Numbers, merged
+from fedbilevel.estimators.measures import NORMAL, Floats64, merged
 from fedbilevel.extending import require
 
-Steps = list[list[float]]
+CurveSteps = list[list[float]]
 """Of each step of a site's curve its end, rows at risk, events, and cumulative baseline hazard."""
 
 
-def steps(time: Numbers, event: Numbers, risk: Numbers, grid: Sequence[float], least: int) -> Steps | None:
+def steps(time: Floats64, event: Floats64, risk: Floats64, grid: Sequence[float], least: int) -> CurveSteps | None:
     """Describe a site's rows by steps in which `least` rows or more leave; None where fewer leave in all."""
     cell = np.searchsorted(grid, time, "left")
     leaving = np.bincount(cell, minlength=len(grid) + 1)[: len(grid)]
@@ -65,7 +65,7 @@ def check_steps(site: str, told: Any, grid: Sequence[float]) -> None:
     require(bool(fits), f"steps of {site}", "something else", "times of the grid, falling counts, a rising hazard")
 
 
-def kaplan_meier(told: Mapping[str, Steps]) -> list[dict[str, float]]:
+def kaplan_meier(told: Mapping[str, CurveSteps]) -> list[dict[str, float]]:
     """Estimate the survival of sites' rows together, with Greenwood's 95 % intervals of log(−log survival)."""
     sites = [np.array(one) for one in told.values()]
     found, survival, variance = [], 1.0, 0.0
@@ -86,7 +86,7 @@ def kaplan_meier(told: Mapping[str, Steps]) -> list[dict[str, float]]:
     return found
 
 
-def survival(told: Steps, risk: Numbers, times: Any) -> Numbers:
+def survival(told: CurveSteps, risk: Floats64, times: Any) -> Floats64:
     """Compute the probability that rows with these log hazards survive each time, (n, times)."""
     ends, hazard = np.array(told)[:, 0], np.append(0.0, np.array(told)[:, 3])
     times = np.atleast_1d(np.asarray(times, float))

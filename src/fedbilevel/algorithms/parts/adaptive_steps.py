@@ -51,7 +51,7 @@ from jax import Array
 from fedbilevel.algorithms.parts.adagrad import AdaGrad
 from fedbilevel.algorithms.parts.curvature import STREAM, Measured, PowerMethod, ServerCurvature
 from fedbilevel.algorithms.parts.layers import Ask, Asked, Inside, Kept, Layer, layered, layers_at
-from fedbilevel.algorithms.parts.local_steps import LocalDirections, LocalWork, Plain
+from fedbilevel.algorithms.parts.local_steps import JointSteps, LocalWork, Plain
 from fedbilevel.core.algorithm import Algorithm, refuse_unless_allowed, takes_and_gives
 from fedbilevel.core.authored import with_x
 from fedbilevel.core.client import Client
@@ -335,7 +335,7 @@ def shared_steps(method: Algorithm) -> set[str]:
 def directions_of(method: Algorithm, client: Client) -> Array:
     """Return a_i: how many directions a sum has that the server moves along; 1 where it is a mean."""
     own = as_client(method, client.own)
-    if not isinstance(own, LocalDirections):
+    if not isinstance(own, JointSteps):
         return jnp.ones(())
     return jnp.asarray(getattr(own, "local_optimizer", Plain()).total(client.local_steps(own.local_steps)))
 

@@ -252,7 +252,7 @@ def added_up(optimizer: LocalOptimizer, tau: Count) -> Array:
     return jnp.asarray(total)
 
 
-class LocalDirections(Algorithm):
+class JointSteps(Algorithm):
     """A method whose clients step on x, y and v at once: the fields of these steps, and the three directions.
 
     Args:
@@ -292,6 +292,23 @@ class LocalDirections(Algorithm):
         total, _ = jax.lax.fori_loop(0, tau, step, (nothing, local_optimizer.begin(nothing.step)))
         return total
 
+    def no_directions(self, client: Client, like: XYV, key: Array) -> Directions:
+        """Return zeros, where sums of directions begin."""
+        shapes = jax.eval_shape(lambda key: self.directions(client, like, key), key)
+        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+
+    @abstractmethod
+    def directions(self, client: Client, local: XYV, key: Array) -> Directions:
+        """Return the three directions at `local`, on the samples that the key draws."""
+
+    @abstractmethod
+    def counted(self, total: Directions, tau: int | Array, evaluations: int = 1, more: int = 0) -> Reply:
+        """Make the reply with `total.step`, mean losses, and the costs of evaluations·τ directions and `more`."""
+
+
+class LocalDirections(JointSteps):
+    """A method whose clients step on x, y and v at once, along directions with exact products with ∇²g."""
+
     def directions(self, client: Client, local: XYV, key: Array) -> Directions:
         """Return the three directions at `local`, on the samples that the key draws."""
         if not self.independent_batches:
@@ -302,11 +319,6 @@ class LocalDirections(Algorithm):
         inner_draw = [client.inner_batch(k) for k in keys[2:]]
         system, hyper = (outer_draw[0], inner_draw[0]), (outer_draw[1], inner_draw[1])
         return independent_directions(client.problem, local, inner_draw[2], system, hyper)
-
-    def no_directions(self, client: Client, like: XYV, key: Array) -> Directions:
-        """Return zeros, where sums of directions begin."""
-        shapes = jax.eval_shape(lambda key: self.directions(client, like, key), key)
-        return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
     def counted(self, total: Directions, tau: int | Array, evaluations: int = 1, more: int = 0) -> Reply:
         """Make the reply with `total.step`, mean losses, and the costs of evaluations·τ directions and `more`."""
