@@ -1,4 +1,4 @@
-"""Saving and loading trees of arrays: atomic, checked, and never a pickle."""
+"""Save and load trees of arrays: files are written atomically, checked when they are read, and never pickled."""
 
 import json
 import math
@@ -22,18 +22,18 @@ from fedbilevel.reading import newer_format, parse_json, require_regular
 from fedbilevel.wording import in_a_line, printable
 
 META = "__meta__"
-FORMAT = 3  # of what `save` writes; one of a later format is refused, of an earlier one where its state differs
+FORMAT = 3  # of files; a later format is refused, and an earlier one if the state in it differs from what is expected
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
 def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False, outlined: bool = False) -> None:
-    """Write the leaves of `tree` and the JSON object `meta`, so that `path` is at any moment whole, old or new.
+    """Write the leaves of `tree` and the JSON object `meta` atomically: `path` is always a whole file, old or new.
 
-    `keep`: what stood at `path` before is then at `previous(path)`. `outlined`: the file says how dicts, lists and
-    tuples hold the leaves, for `own_shapes`, if `tree` has no other nodes.
+    `keep`: the file that was at `path` is kept at `previous(path)`. `outlined`: the file also describes how dicts,
+    lists and tuples contain the leaves, which `own_shapes` needs; this works only if `tree` has no other nodes.
 
     Raises:
-        CheckpointError: no space, no permission; what stood at `path` before still does.
+        CheckpointError: there is no space or no permission. The earlier file at `path` is unchanged.
     """
     arrays = {_name(p): np.asarray(_plain(leaf)) for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
     dtypes = {name: str(array.dtype) for name, array in arrays.items()}  # NumPy's format knows no bfloat16
@@ -44,7 +44,7 @@ def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False, 
 
 
 def previous(path: Path) -> Path:
-    """Say where the checkpoint before that at `path` is kept: run.previous.npz beside run.npz."""
+    """Return where the checkpoint that preceded the one at `path` is kept: run.previous.npz beside run.npz."""
     return path.with_name(f"{path.stem}.previous{path.suffix}")
 
 
@@ -57,7 +57,7 @@ def newest(path: Path) -> Path:
     """Find the newest checkpoint that can be read: `path`, or else the checkpoint before it.
 
     Raises:
-        CheckpointError: neither can.
+        CheckpointError: neither can be read.
     """
     if not (why := trouble(path)):
         return path
@@ -69,7 +69,7 @@ def newest(path: Path) -> Path:
 
 
 def trouble(path: Path) -> str:
-    """Read a checkpoint from end to end; say in a sentence what is wrong with it, or ""."""
+    """Read a whole checkpoint, and return a sentence that says what is wrong with it; "" if it is intact."""
     try:
         with as_checkpoint_error(path), _opened(path) as archive:
             _header(archive)
@@ -81,11 +81,13 @@ def trouble(path: Path) -> str:
 
 
 def load(path: Path, like: PyTree, part: bool = False) -> tuple[PyTree, dict[str, Any]]:
-    """Read what `save` wrote; `like` gives the structure, shapes and dtypes that are expected, of a `part` or of all.
+    """Read the tree and the JSON object that `save` wrote.
+
+    `like` has the expected structure, shapes and dtypes: of all leaves in the file, or with `part` of some of them.
 
     Raises:
-        CheckpointError: not a checkpoint, or that of another model or algorithm; the message names the leaf. Or a later
-            version has written it, in a format that this one does not know.
+        CheckpointError: the file is not a checkpoint; it belongs to another model or algorithm, in which case the
+            message names the leaf; or a later version wrote it, in a format that this version does not know.
     """
     expected = {_name(place): _plain(leaf) for place, leaf in jax.tree_util.tree_leaves_with_path(like)}
     with as_checkpoint_error(path), _opened(path) as archive:
@@ -104,10 +106,11 @@ def load(path: Path, like: PyTree, part: bool = False) -> tuple[PyTree, dict[str
 
 
 def own_shapes(path: Path) -> PyTree:
-    """Return the tree that a file says it holds, of floating arrays, with their shapes and dtypes, to `load` it.
+    """Return the shapes and dtypes of the floating arrays in a file, as the tree that `load` expects as `like`.
 
     Raises:
-        CheckpointError: not a checkpoint, one without an outline, or of float64 where JAX has none.
+        CheckpointError: the file is not a checkpoint, has no outline, or has float64 arrays while JAX's 64-bit mode is
+            off.
     """
 
     def shape_of(place: Any, _: str) -> jax.ShapeDtypeStruct:
@@ -131,10 +134,10 @@ def own_shapes(path: Path) -> PyTree:
 
 
 def load_meta(path: Path) -> dict[str, Any]:
-    """Read the JSON object that `save` was given, without the arrays.
+    """Read the JSON object that was passed to `save`, without the arrays.
 
     Raises:
-        CheckpointError: not a checkpoint.
+        CheckpointError: the file is not a checkpoint.
     """
     with as_checkpoint_error(path), _opened(path) as archive:
         return _header(archive)[0]
@@ -142,9 +145,9 @@ def load_meta(path: Path) -> dict[str, Any]:
 
 @contextmanager
 def as_checkpoint_error(path: Path) -> Iterator[None]:
-    """Turn whatever goes wrong inside into a CheckpointError.
+    """Turn every exception inside the block into a CheckpointError.
 
-    Anyone may have written the file, and what libraries raise for damaged ones is not documented.
+    The file may come from anywhere, and libraries do not document which exceptions they raise for damaged files.
     """
     try:
         yield
@@ -158,7 +161,7 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
-    """Open the archive, if nothing in it expands: what is read takes no more memory than the file is long."""
+    """Open the archive, and reject compressed entries, so that reading takes no more memory than the file's length."""
     require_regular(path)
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
@@ -170,8 +173,8 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
 
 
 def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str], Any, str]:
-    """Read what `save` was given beside the arrays, the arrays' dtypes, the outline of the tree, and which earlier
-    version wrote the file, in a sentence, or ""."""
+    """Read (`meta` as passed to `save`; the arrays' dtypes; the tree's outline; a sentence that names the version that
+    wrote the file, if its format is an earlier one, else "")."""
     if f"{META}.npy" not in archive.namelist():
         raise ValueError("it was not written by this library")
     with archive.open(f"{META}.npy") as file:
@@ -187,7 +190,7 @@ def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str], A
 
 
 def _outline(tree: PyTree) -> Any:
-    """Describe a tree of dicts, lists and tuples by values of JSON; None where it has other nodes."""
+    """Describe a tree of dicts, lists and tuples as a JSON value; None if the tree has other nodes."""
     if isinstance(tree, Array | np.ndarray):
         return "array"
     if tree is None:
@@ -201,7 +204,7 @@ def _outline(tree: PyTree) -> Any:
 
 
 def _outlined(outline: Any) -> PyTree:
-    """Make the tree that `_outline` describes, with "array" in place of each array."""
+    """Rebuild the tree that `_outline` described, with "array" in place of each array."""
     if outline in ("array", "none"):
         return outline if outline == "array" else None
     kind, keys, parts = outline
@@ -210,7 +213,7 @@ def _outlined(outline: Any) -> PyTree:
 
 
 def _leaf(archive: zipfile.ZipFile, path: Path, name: str, dtype: str, expected: Any) -> np.ndarray:
-    """Read an array, its header first, so that no more memory is taken than the leaf should have."""
+    """Read an array; its header is checked first, so that no more memory is allocated than the leaf should take."""
     with archive.open(f"{name}.npy") as file:
         shape, stored = _head(file)
         if shape != expected.shape or dtype != str(expected.dtype):

@@ -1,4 +1,4 @@
-"""What exchanges cost: the costs of a round, a small pytree that engines fill, and the ledger, a run's totals."""
+"""Count what exchanges cost: `RoundCosts` has the costs of a round, a small pytree; `Ledger` has a run's totals."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ PART = 2**14
 
 
 class ExchangeCount(NamedTuple):
-    """How often something was exchanged."""
+    """Count the exchanges of one kind, the messages in them, and the replies."""
 
     exchanges: Any
     asked: Any  # messages sent down, summed over the exchanges
@@ -37,14 +37,14 @@ class ExchangeCount(NamedTuple):
 
 
 class RoundCosts(NamedTuple):
-    """Sums over the exchanges made so far; leaves are scalars (per round) or (rounds,) arrays."""
+    """Hold sums of costs over exchanges; leaves are scalars (a round), or (rounds,) arrays (some rounds)."""
 
     calls: dict[ExchangeKind, ExchangeCount]  # the exchanges of each kind
     gradients: Array  # batch gradients, summed over clients
     hvps: Array  # products of a vector with second derivatives, summed over clients
     metrics: dict[tuple[str, str], Any]  # (phase, name) -> (Σ weight·value, Σ weight)
-    time: Array  # (2,) what the clock says it took: see `split_ticks`
-    privacy: tuple[float, float] | None = None  # the largest ε and δ that clients say to have spent; of whole rounds
+    time: Array  # (2,) ticks that the exchanges took by the clock: see `split_ticks`
+    privacy: tuple[float, float] | None = None  # the largest ε and δ spent by any client; for whole rounds only
 
 
 def empty_costs() -> RoundCosts:
@@ -60,18 +60,18 @@ def add_costs(a: RoundCosts, b: RoundCosts) -> RoundCosts:
 
 
 def _added(a: dict[Any, Any], b: dict[Any, Any]) -> dict[Any, Any]:
-    """Add two tables by key; where a table lacks a key, it counts as nothing."""
+    """Add two tables by key; a key that is missing in one table counts as 0 there."""
     return {**a, **b} | {k: jax.tree.map(operator.add, a[k], b[k]) for k in a.keys() & b.keys()}
 
 
 def stack_costs(costs: Sequence[RoundCosts]) -> RoundCosts:
-    """Stack the costs of some rounds, to leaves (rounds,); what a round did not do counts 0 there."""
+    """Stack the costs of some rounds to leaves (rounds,); kinds of exchanges that a round did not make count 0."""
     nothing = jax.tree.map(jnp.zeros_like, reduce(add_costs, costs))
     return jax.tree.map(lambda *leaves: np.stack(leaves), *(add_costs(nothing, round_costs) for round_costs in costs))
 
 
 def packed(costs: RoundCosts) -> dict[str, Array]:
-    """Pack all numbers of a round's costs, by dtype, to (n,): a program keeps a row per dtype, not per number."""
+    """Pack all numbers of a round's costs into one (n,) array per dtype, so that a program returns few arrays."""
     kinds: dict[str, list[Array]] = {}
     for leaf in map(jnp.asarray, jax.tree.leaves(costs)):
         kinds.setdefault(str(leaf.dtype), []).append(jnp.ravel(leaf))
@@ -79,7 +79,10 @@ def packed(costs: RoundCosts) -> dict[str, Array]:
 
 
 def unpacked(rows: dict[str, np.ndarray], like: RoundCosts) -> RoundCosts:
-    """Unpack rows (rounds, n) to the costs of some rounds, leaves (rounds, ...); `like`: a round's costs, as shapes."""
+    """Unpack rows (rounds, n), by dtype, to the costs of some rounds, leaves (rounds, ...).
+
+    `like`: the shapes and dtypes of a round's costs, as `packed` got them.
+    """
     places = dict.fromkeys(rows, 0)
 
     def take(leaf: jax.ShapeDtypeStruct) -> np.ndarray:
@@ -91,13 +94,13 @@ def unpacked(rows: dict[str, np.ndarray], like: RoundCosts) -> RoundCosts:
 
 
 class Book:
-    """The costs of a round, or of one turn of a compiled loop, to which each exchange is added."""
+    """Accumulate the costs of a round, or of one iteration of a compiled loop, exchange by exchange."""
 
     def __init__(self) -> None:
         self.costs = empty_costs()
 
     def add(self, costs: RoundCosts) -> None:
-        """Add costs that were summed elsewhere."""
+        """Add costs that were already summed, such as those of a compiled loop."""
         self.costs = add_costs(self.costs, costs)
 
     def enter(
@@ -107,11 +110,13 @@ class Book:
         ticks: int | Array = 0,
         age: Array | None = None,
     ) -> None:
-        """Enter an exchange that took so many ticks of the clock.
+        """Add the costs of one exchange.
 
         Args:
-            parts: a message, the sums over the replies to it, and how many clients were asked; several of them where
-                clients are sent messages of different sizes. Together they count as one exchange.
+            phase: the name of the phase.
+            parts: (message, sums over the replies to it, number of clients asked) for each message. There are several
+                if clients are sent messages of different sizes; together they count as one exchange.
+            ticks: the time that the exchange took, in ticks of the clock.
             age: after `sum_first`, Σ p_i·(exchanges since the client was asked), for the metric `staleness`.
         """
         for number, (message, sums, asked) in enumerate(parts):
@@ -132,13 +137,13 @@ def split_ticks(ticks: int | Array) -> Array:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Sent:
-    """How many bytes each of some clients has sent: as it was sent, not as it is summed."""
+    """Hold the number of bytes that a client has sent: the size of its reply as sent, which may be compressed."""
 
     bytes: int
 
 
 class Sums(NamedTuple):
-    """Weighted sums over clients of one exchange's replies: all that ever reaches the server."""
+    """Hold weighted sums over clients of one exchange's replies: the server receives nothing else."""
 
     update: PyTree  # Σ p_i u_i
     weight: Array  # Σ p_i
@@ -146,22 +151,22 @@ class Sums(NamedTuple):
     responders: Array
     gradients: Array
     hvps: Array
-    held: PyTree = None  # of submodels: for each entry of the update, Σ p_i over the clients that hold it
-    sent: Sent | None = None  # by each client; None in sums over clients that sent unequal parts
+    held: PyTree = None  # with submodels: for each entry of the update, Σ p_i over the clients that hold it
+    sent: Sent | None = None  # bytes from each client; None in sums over clients that sent different numbers of bytes
 
     def total(self, population: Any, rows: Any = None) -> Total:
-        """What the server's side of a method sees of it."""
+        """Return the part of these sums that a method's server side receives."""
         return Total(self.update, self.weight, self.responders, population, self.held, rows)
 
     @property
     def row(self) -> tuple[PyTree, Array]:
-        """Of a single client: its reply as it is, and its weight, 0 for a place that only pads the cohort."""
+        """Return a single client's (unweighted update, weight); the weight is 0 for a place that pads the cohort."""
         weight = jnp.where(self.weight > 0, self.weight, 1)
         return jax.tree.map(lambda leaf: leaf / weight.astype(leaf.dtype), self.update), self.weight
 
 
 def weigh(reply: Reply, weight: Array, counts: Array) -> Sums:
-    """Weigh a client's reply, its share of the sums; `counts` is 1, or 0 for a place that only pads the cohort."""
+    """Multiply a client's reply by its weight, to be summed; `counts` is 1, or 0 for a place that pads the cohort."""
     weight = weight * counts
 
     def weighted(leaf: Array) -> Array:
@@ -188,28 +193,28 @@ _IN_JSON: dict[Any, tuple[str, Callable[[Any], bool]]] = {
         lambda value: isinstance(value, dict) and all(type(count) is int for count in value.values()),
     ),
 }
-"""By the annotation of a field: what JSON must hold for it, in words, and whether it does."""
+"""The annotation of a field -> (the JSON value that the field takes, in words; a test of a value)."""
 
 
 @dataclass(repr=False)
 class Ledger(Shown):
-    """Totals since round 0; resuming continues them.
+    """Hold the total costs of a run since round 0; a resumed run continues them.
 
     Args:
         rounds: rounds done.
-        exchanges: a message to each client of the cohort and a reply from each is an exchange.
+        exchanges: exchanges made. One exchange is a message to each client of the cohort and a reply from each.
         bytes_down: bytes of the arrays sent to all clients that were asked.
         bytes_up: bytes of the arrays in the replies that counted.
         replies: replies that counted.
-        gradients: gradients on a batch, summed over clients; that of a head counts as much as that of a whole network.
+        gradients: gradients on a batch, summed over clients. Each counts 1, whether it is of a head or of a network.
         hvps: products of a vector with second derivatives on a batch, summed over clients.
         exchanges_by_phase: how many of the exchanges asked for each phase.
-        epsilon: ε of differential privacy, the largest that a client has spent, or says to have, at `delta`; 0 without
-            privacy. In a simulation an upper bound where clients cannot count.
+        epsilon: ε of differential privacy, the largest that any client has spent (or reports to have spent) at
+            `delta`; 0 without privacy. In a simulation it is an upper bound if clients keep no count of replies.
         delta: δ of differential privacy, the largest of any client.
         ticks: the time that exchanges took, in whole ticks of the clock.
-        flops: floating-point operations behind the replies that counted; None where they are not known.
-        virtual: whether the time is a simulation's, or a real clock's.
+        flops: floating-point operations that the counted replies took; None if they are not known.
+        virtual: whether the time is virtual, of a simulation; else it is real time.
     """
 
     COLUMNS: ClassVar = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "time", "epsilon")
@@ -225,15 +230,15 @@ class Ledger(Shown):
     epsilon: float = 0.0
     delta: float = 0.0
     ticks: int = 0
-    flops: int | None = None  # 0 where a count begins
+    flops: int | None = None  # 0 when counting begins
     virtual: bool = field(default=True, compare=False)
 
     @classmethod
     def of(cls, fields: Any) -> Ledger:
-        """Make the ledger whose fields JSON holds.
+        """Make a ledger from an object that was read from JSON.
 
         Raises:
-            ValueError: a field is not a ledger's, or has another type.
+            ValueError: a field is no field of a ledger, or its value has another type.
         """
         kinds = {field.name: _IN_JSON[field.type] for field in dataclasses.fields(cls)}
         require_object(fields, f"the totals of a ledger ({', '.join(list(kinds)[:2])}, …)")
@@ -246,7 +251,7 @@ class Ledger(Shown):
         return cls(**fields)
 
     def add(self, round_costs: RoundCosts, rounds: int, costs: Mapping[ExchangeKind, int | None] | None = None) -> None:
-        """Add the costs of some rounds, leaves (rounds,) or scalars; `costs`: what a client's reply costs, in flops."""
+        """Add the costs of some rounds, leaves (rounds,) or scalars; `costs`: flops of a client's reply, by kind."""
         self.rounds += rounds
         for (phase, down, up), calls in round_costs.calls.items():
             count, asked, replies = (_total(number) for number in calls)
@@ -280,29 +285,29 @@ class Ledger(Shown):
         return Card(f"Costs of {counted(self.rounds, 'round')}", lines)
 
     def in_short(self) -> str:
-        """Say the most important totals in a line."""
+        """Return the most important totals as one line of text."""
         traffic = f"{(self.bytes_down + self.bytes_up) / 1e6:,.1f} MB"
         work = f"{counted(self.gradients, 'gradient')}, {counted(self.hvps, 'hvp')}"
         return f"{counted(self.exchanges, 'exchange')}, {traffic}, {work}"
 
     def columns(self) -> dict[str, float | int]:
-        """Return the columns of a row of the history; what is not known is left out."""
+        """Return the totals as columns of a row of the history; unknown totals are left out."""
         values = {name: getattr(self, name) for name in self.COLUMNS if name != "epsilon" or self.delta}
         return {name: value for name, value in values.items() if value is not None}
 
     @property
     def time(self) -> float:
-        """Seconds that exchanges took: virtual ones of a simulation's clock, real ones of a federation."""
+        """Return the seconds that exchanges took: virtual seconds in a simulation, real seconds in a federation."""
         return self.ticks * TICK
 
     @property
     def gradients_per_client(self) -> float:
-        """Gradients of the average participant, per exchange that it replied to."""
+        """Return the mean number of batch gradients per reply that counted."""
         return self.gradients / max(self.replies, 1)
 
     @property
     def hvps_per_client(self) -> float:
-        """Hvps of the average participant, per exchange that it replied to."""
+        """Return the mean number of Hessian-vector (or mixed) products per reply that counted."""
         return self.hvps / max(self.replies, 1)
 
 

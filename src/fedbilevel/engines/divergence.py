@@ -1,4 +1,4 @@
-"""Whether a run diverges, and what one that did had met: how far x had gone, what the inner curvature then allowed."""
+"""Detect divergence of a run, and explain it by the losses and the inner curvature at its last finite point."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -24,9 +24,9 @@ SAMPLES = 2_000  # of the inner loss, on which curvature is measured
 PRODUCTS = 20  # with its Hessian
 ENTRIES = 1_000_000  # of y at most: twice as many vectors as products are kept
 ROUNDING = 1e-3  # relative, of a curvature that is 0
-FAR = 1000  # times what a loss was at first, or 1 if that is more: so high only steps that are too large bring it
-HIGH = 10  # the same, in two rows that follow each other, where a run can return to a better row with smaller steps
-STILL = 10  # times the median of what it was before: else it is noise about a level
+FAR = 1000  # times max(first loss, 1): only steps that are too large raise a loss so far
+HIGH = 10  # the same, for two consecutive rows of a run that can return to a better row with smaller steps
+STILL = 10  # times the median of the rows before: a loss above that still grows; below, it may be noise about a level
 
 
 def grown(
@@ -34,13 +34,15 @@ def grown(
     latest: Mapping[str, Sequence[float]] | None = None,
     began: Mapping[str, float] | None = None,
 ) -> str:
-    """Say which loss, or metric that is to fall, is FAR above its start in the last row, and grows still; or "".
+    """Say which loss (or metric that should fall) is FAR above its start in the last row and still grows; else "".
 
     Args:
-        latest: losses in each round since the row before, which tell of growth within the first row.
-        began: given where a run can return to a better row: the losses of all clients in the first round, where each
-            exchange asks all. Such a run returns where one of these is FAR above its start, whether it grows still or
-            not, and where the last two rows are HIGH above the start and grow: one may have met an unlike client.
+        history: the rows so far.
+        latest: losses in each round since the row before, which show growth within the first row.
+        began: for a run that can return to a better row: the losses in its first round, if every exchange asks all
+            clients. Such a run counts as diverging if one of these losses is FAR above its start, even if it no longer
+            grows, or if a loss grows and is HIGH above its start in the last two rows. A single high row does not
+            count: it may be due to an unusual client.
     """
     for name in history.judged:
         *before, last = [row[name] for row in history.rows if name in row]
@@ -57,13 +59,13 @@ def grown(
 
 
 def far_away(round: int, start: float, norm: float) -> str:
-    """Say that (x, y) is FAR² times as long as at the start, or than 1, as of a method that measures no loss; or ""."""
+    """Say that the norm of (x, y) is more than FAR²·max(start, 1), else ""; for methods that measure no loss."""
     far = norm > FAR**2 * max(start, 1)
     return f"round {round}: the norm of x and y has grown from {start:.4g} to {norm:.4g}" if far else ""
 
 
 def what_to_lower(algorithm: Algorithm) -> str:
-    """Say which step sizes of a method were given as numbers, and what noise they multiply."""
+    """Advise what to lower: the step sizes of a method that were given as numbers, and the noise of privacy, if any."""
     private = [layer for layer in layers_at(algorithm) if isinstance(layer, Private)]
     noise = "".join(f"; {layer.what_to_lower()}" for layer in private)
     while isinstance(algorithm, Wrapper):
@@ -74,15 +76,18 @@ def what_to_lower(algorithm: Algorithm) -> str:
 
 
 class Met(NamedTuple):
-    """What a run that diverged had met, in words."""
+    """Explain why a run diverged."""
 
     text: str = ""
-    by_steps: bool = True  # whether smaller steps may help: not where the losses, or the inner curvature, are at fault
-    at_start: bool = False  # whether the fault is there at the start already
+    by_steps: bool = True  # whether smaller steps may help: False if the losses, or the inner curvature, are the cause
+    at_start: bool = False  # whether the cause is present at the start already
 
 
 def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree], last: tuple[PyTree, PyTree]) -> Met:
-    """Find out why a run diverged, as far as the losses at its start and at its last finite point tell."""
+    """Find out why a run diverged, from the losses and curvatures at its start and at its last finite point.
+
+    The explanation is empty for problems with local x or own leaves of y, and where the numbers show no cause.
+    """
     size = sum(leaf.size for leaf in jax.tree.leaves(last[1]))
     if problem.local is not None or problem.own is not None:
         return Met()
@@ -128,7 +133,7 @@ def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree
 
 
 def not_finite_at(name: str, total: WeightedLoss, x: PyTree, y: PyTree) -> str:
-    """Say that a loss, or a derivative of it, is not finite at the start; or ""."""
+    """Say that a loss, or a derivative of it, is not finite at the start; "" if they are finite."""
     if not np.isfinite(total.value(x, y)):
         return (
             f"the {name} loss is not finite at the start already, whatever the steps: look for labels that are beyond "
@@ -147,8 +152,10 @@ def not_finite_at(name: str, total: WeightedLoss, x: PyTree, y: PyTree) -> str:
 def not_finite_after_a_step(
     name: str, total: WeightedLoss, inner: WeightedLoss, largest: float, x: PyTree, y: PyTree
 ) -> str:
-    """Say that a loss, or a derivative of it, is not finite after a step on y of one over the largest curvature, which
-    never is too long for the inner loss; or ""."""
+    """Say that a loss, or a derivative of it, is not finite after a step 1/L on y from the start; else "".
+
+    L is the largest curvature of the inner loss, for which a step of 1/L is never too long.
+    """
     if not largest > 0:
         return ""
     y = jax.tree.map(lambda y, g: (y - g / largest).astype(y.dtype), y, inner.gradients(x, y)[1])
@@ -162,7 +169,7 @@ def not_finite_after_a_step(
 
 
 def needs_ridge(smallest: float) -> str:
-    """Say of an inner loss whose smallest curvature is not positive that it needs a ridge, and how large a one."""
+    """Say that an inner loss whose smallest curvature is not positive needs a ridge, and how large it must be."""
     return (
         f"the inner loss is not strongly convex in y: its curvature is as low as {smallest:.3g}, not above 0, so that "
         f"y*(x) is not defined and no step size helps. Add a ridge to it: c * (y**2).sum() with c above "

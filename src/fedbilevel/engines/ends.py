@@ -1,9 +1,9 @@
-"""The outer loss of all clients at an earlier point and at the end of a run, where the rows of its history cannot say
-which of the two is larger.
+"""Compare the outer loss of all clients at the end of a run with that at an earlier point.
 
-A row has the losses of the clients that a round asked, on the samples that they drew, and the loss "at the start" is
-that of the first round alone. Of small cohorts and batches the two may differ by more than the run has gained or lost.
-And y may not be trained there: to train it for the same x can raise the outer loss, with no step on x at fault.
+The rows of the history cannot always tell which of the two is larger. A row has the losses of the clients that a round
+asked, on the samples that they drew, and the loss "at the start" is that of the first round alone. With small cohorts
+and batches, the noise in these losses may exceed what the run has gained or lost. Moreover, y may not be trained at the
+earlier point: training y at the same x can raise the outer loss, although no step on x is at fault.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, on_device
 from fedbilevel.machinery.kept import compiled
 
-BLOCK = 256  # samples that are in memory together; a loss that takes all of a client's samples gets them all
-WORSE = 1e-3  # relative, of two losses: less is no change
-SETTLED = 0.1  # what is left of the inner gradient at most where y counts as trained
+BLOCK = 256  # samples in memory at a time; a loss that takes all of a client's samples gets them all
+WORSE = 1e-3  # relative difference of two losses; a smaller one counts as no change
+SETTLED = 0.1  # y counts as trained once the norm of the inner gradient is at most this share of the first
 EVALUATIONS = 500  # of the inner gradient at most, to train y
 
 
 class Ends(NamedTuple):
-    """The outer loss of all clients on all their samples."""
+    """Hold the outer loss Σ p_i f_i of all clients on all their samples, at an earlier point and at the end."""
 
     start: float  # at an earlier point, such as the start
     end: float
-    trained: float  # at the earlier x, with y trained there; `start` where that is not below the end, or not known
+    trained: float  # at the earlier x, with y trained there; equal to `start` if `start` is not below the end, or if
+    # training was not possible
 
     @property
     def above(self) -> bool:
-        """Whether the loss at the end is above that at the earlier point by more than rounding, or is not finite."""
+        """Tell whether the end's loss is above that at the earlier point by more than rounding, or is not finite."""
         return above(self.end, self.start)
 
     @property
     def worse(self) -> bool:
-        """Whether it is above that of the earlier x too, with y trained there."""
+        """Tell whether the end's loss is above that at the earlier point, with the y there and with a trained y."""
         return self.above and above(self.end, self.trained)
 
     def text(self, column: str) -> str:
-        """Say of an end above the start what it is worse than, or that it is not worse once y is trained."""
+        """Describe an end above the start: which losses it is worse than, or that it is not worse once y is trained."""
         start, end, trained = (text(column, value) for value in self)
         where = f"{column} of all clients on all their samples ended at {end}"
         if not self.worse:
@@ -59,38 +60,41 @@ class Ends(NamedTuple):
 
 
 def above(loss: float, other: float) -> bool:
-    """Tell whether a loss is above another one by more than rounding, or is not finite."""
+    """Tell whether a loss is above `other` by more than rounding, or is not finite."""
     return not loss <= other + WORSE * abs(other)
 
 
 def comparable(problem: Problem) -> bool:
-    """Tell whether the outer losses of two points tell which is the better one: not where the inner variable is to
-    raise the outer loss (minimax), nor where the inner loss decides first (simple bilevel problems)."""
+    """Tell whether the point with the lower outer loss is the better one.
+
+    This is not so for minimax problems, whose inner variable should raise the outer loss, nor for simple bilevel
+    problems, where the inner loss takes precedence.
+    """
     return not isinstance(problem, Minimax | SimpleBilevel)
 
 
 class Spent(NamedTuple):
-    """What a run has cost: so many gradients on batches of this size, None: on all of a client's samples."""
+    """Hold what a run has cost: its number of gradients, and their batch size; None: all of a client's samples."""
 
     gradients: int
     batch_size: int | None
 
     def passes(self, rows: Ragged) -> float:
-        """Count the gradients on all samples of all clients that cost as much."""
+        """Return how many gradients on all samples of all clients cost as much."""
         samples = int(rows.size.sum())
         return self.gradients * (1 / len(rows.size) if self.batch_size is None else self.batch_size / samples)
 
 
 def affordable(clients: Clients, spent: Spent) -> bool:
-    """Tell whether two evaluations of the outer loss take no more than about a third of the time of a run.
+    """Tell whether two evaluations of the outer loss take at most about a third of the time of a run.
 
-    Derivatives of a loss take at least three times as long as its value.
+    This assumes that a gradient of a loss takes at least three times as long as its value.
     """
     return spent.passes(clients.outer) >= 2
 
 
 def affordable_gradients(clients: Clients, spent: Spent) -> int:
-    """Count the gradients of the inner loss of all clients that take a sixth of the time of a run, or EVALUATIONS."""
+    """Return how many full inner gradients take a sixth of the time of a run, EVALUATIONS at most."""
     return min(EVALUATIONS, int(spent.passes(clients.inner) / 6))
 
 
@@ -119,9 +123,10 @@ def outer_losses(problem: Problem, clients: Clients, points: list[tuple[PyTree, 
 
 
 def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluations: int) -> PyTree:
-    """Train y at a fixed x on all samples of all clients, by L-BFGS from y, with so many gradients at most.
+    """Train y at a fixed x on all samples of all clients, by L-BFGS from y, with `evaluations` gradients at most.
 
-    Where that does not take the gradient to a tenth or less, as of a loss without a minimum, y is returned as it is.
+    If the norm of the gradient is not reduced to a tenth, for example because the loss has no minimum, y is returned
+    unchanged.
 
     Args:
         problem: prepared, in the floating arrays of x and y alone; x is common to all clients.
@@ -151,14 +156,15 @@ def trained(problem: Problem, clients: Clients, x: PyTree, y: PyTree, evaluation
 
 
 def blocks(clients: Clients, name: str, whole: bool) -> Iterator[tuple[np.ndarray, PyTree, np.ndarray]]:
-    """Cut the samples of each client into blocks, and stack blocks of one length, as many as fit into BLOCK.
+    """Cut the samples of each client into blocks, and stack blocks of equal length, as many as fit into BLOCK.
 
-    Yields whose they are, (blocks,), samples, leaves (blocks, length, ...), `Padded` where blocks are shorter, and
-    weights, (blocks,): p_i times the block's share of its client's samples, 0 for a block that fills up a stack.
+    Yields (owner, samples, weights). `owner`, (blocks,), has the client of each block; `samples` has leaves
+    (blocks, length, ...), `Padded` if the blocks are shorter than the others; `weights`, (blocks,), are p_i times the
+    block's share of its client's samples, and 0 for blocks that only fill up a stack.
 
     Args:
-        clients: whose samples are read.
-        name: of which loss, "outer" or "inner".
+        clients: the population whose samples are read.
+        name: the loss whose samples are read, "outer" or "inner".
         whole: whether a block has all samples of its client.
     """
     rows: Ragged = getattr(clients, name)

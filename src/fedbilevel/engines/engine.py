@@ -1,6 +1,6 @@
-"""What every engine offers to `solve`: a run that advances a carry by some rounds; and what engines share.
+"""Define the interface of engines, a run that advances a carry by some rounds; and hold what engines share.
 
-Who takes part in a round, and how much each client works, are functions of the round's key alone.
+Which clients take part in a round, and how much work each does, depends on the round's key alone.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from fedbilevel.engines.virtual_time import Clock, ClockState, Pace
 from fedbilevel.machinery.kept import compiled
 from fedbilevel.machinery.threefry import uniform_below
 
-FLOYD_LIMIT = 2048  # Floyd's algorithm compares P²/2 pairs; beyond this a permutation of all M is quicker
+FLOYD_LIMIT = 2048  # Floyd's algorithm compares P²/2 pairs; for larger cohorts a permutation of all M is faster
 
 
 class Carry(NamedTuple):
-    """All that a run is between two rounds; with the run's key, all that resuming needs."""
+    """Hold the whole state of a run between two rounds; together with the run's key, it suffices to resume the run."""
 
     round: Array  # rounds done
-    state: Any  # the server's
-    clients: PyTree  # leaves (M, ...): every client's own state, or None; see `first_carry` for remote ones
-    now: ClockState  # of the clock, for engines that have a clock
+    state: Any  # the server's state
+    clients: PyTree  # leaves (M, ...): every client's own state, or None; for remote clients see `first_carry`
+    now: ClockState  # the state of the clock, for engines that have a clock
     queues: InFlight | None = None  # replies in flight, for asynchronous algorithms
-    local_x: PyTree = None  # where clients keep x: what it was at the start, leaves (M, ...)
-    own_y: PyTree = None  # where clients elsewhere keep leaves of y: what these were at the start
-    best: PyTree = None  # in checkpoints alone: x and y of the best row so far
+    local_x: PyTree = None  # if clients keep x: x at the start, leaves (M, ...)
+    own_y: PyTree = None  # if remote clients keep leaves of y: these leaves at the start
+    best: PyTree = None  # in checkpoints only: x and y of the best row so far
 
 
 class Stretch(NamedTuple):
-    """The result of advancing."""
+    """Hold the result of `Run.advance`."""
 
     carry: Carry
     rounds: int  # rounds that were done
@@ -59,35 +59,39 @@ class Stretch(NamedTuple):
 
 
 class Run(Protocol):
-    """An algorithm on a population, ready to go."""
+    """Advance an algorithm on a population round by round; `Engine.start` returns a run."""
 
     compile_seconds: float
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
-        """Do at most `rounds` rounds (at least one), consuming `carry`.
+        """Do at least one and at most `rounds` rounds; the buffers of `carry` are consumed.
 
-        Raises NonFiniteError, naming round, phase and quantity, where an iterate is not finite.
+        Raises:
+            NonFiniteError: an iterate is not finite; the message names the round, the phase and the quantity.
         """
         ...
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:
-        """Return what measures metrics on each client; `fixed`: the leaves of x and y that are no variables.
+        """Return a function that measures metrics on each client.
 
-        Raises ConfigurationError where clients cannot be asked for them.
+        `fixed`: the leaves of x and y that are not optimized.
+
+        Raises:
+            ConfigurationError: these clients cannot measure metrics.
         """
         ...
 
     def close(self) -> None:
-        """Release threads and buffers, and memory that compiling has taken."""
+        """Release threads, buffers, and the memory that compilation has taken."""
         ...
 
 
 class Engine(Protocol):
-    """A way to simulate (or reach) clients. What it prints is the same in all processes that run together."""
+    """Simulate clients, or reach them elsewhere. An engine's `repr` is the same in all processes of a simulation."""
 
     @property
     def clock(self) -> Clock | None:
-        """How long exchanges take, in virtual time; None where time is that of the world."""
+        """Return the clock that gives exchanges their virtual durations; None if time is real time."""
         ...
 
     def start(
@@ -100,8 +104,11 @@ class Engine(Protocol):
 def first_carry(
     algorithm: Algorithm, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree
 ) -> Carry:
-    """Make the carry before round 0. Of remote clients, which keep their states themselves, it has (population, 2):
-    round and exchange of each client's last reply that counted, -1 before the first."""
+    """Make the carry before round 0.
+
+    Remote clients keep their states themselves; for them, `Carry.clients` is a (population, 2) array of the round and
+    exchange of each client's last reply that counted, -1 before the first reply.
+    """
     remote, population = isinstance(clients, RemoteClients), len(clients)
     found = None
     if algorithm.asks.asynchronous:
@@ -123,18 +130,18 @@ def first_carry(
 
 
 def check_simulated(clients: Any) -> None:
-    """Refuse clients whose samples are not on this machine, for engines that simulate them."""
+    """Reject clients whose samples are not on this machine; for engines that simulate clients."""
     here = isinstance(clients, Clients)
     require(here, "clients", type(clients).__name__, "Clients, unless the engine reaches them elsewhere")
 
 
 class Cohort(NamedTuple):
-    """How many clients take part in a round, and how they are drawn: uniformly.
+    """Describe how many clients take part in a round, and how they are drawn: uniformly, with or without replacement.
 
     Args:
-        size: how many draws there are.
-        replacement: whether a client may be drawn several times in a round. Each draw is then a reply of its own, with
-            its own batch, weight and bytes.
+        size: the number of draws in a round.
+        replacement: whether a client may be drawn several times in a round. Each draw is then a separate reply, with a
+            batch, a weight and bytes of its own.
     """
 
     size: int
@@ -142,28 +149,28 @@ class Cohort(NamedTuple):
 
     @classmethod
     def of(cls, cohort: int | Cohort) -> Cohort:
-        """Return the cohort; a number is one without replacement."""
+        """Return a `Cohort` as it is, and a number as a cohort of that size without replacement."""
         return cohort if isinstance(cohort, Cohort) else cls(cohort)
 
     def some(self, population: int) -> bool:
-        """Say whether a round may leave out some of so many clients."""
+        """Tell whether a round may leave out some clients of a population of that size."""
         return self.replacement or self.size < population
 
     def draw(self, key: Array, population: int) -> Array:
-        """Draw the clients of a round, (size,) int32, in no special order; everyone in order, where that is all."""
+        """Draw the ids of a round's clients, (size,) int32, in no special order; in order if they are all clients."""
         if self.replacement:
             return uniform_below(key, population, (self.size,))
         return draw_cohort(key, population, self.size)
 
 
 def check_everyone(algorithm: Algorithm, population: int, cohort: Cohort, field: str = "cohort") -> None:
-    """Refuse a cohort of some clients for a method that needs all in every round."""
+    """Reject a cohort of some clients if the method needs all clients in every round."""
     whole = algorithm.asks.cohorts or not cohort.some(population)
     require(whole, field, cohort.size, f"None: {algorithm.label} needs all clients in every round")
 
 
 def check_drawn_again(cohort: Cohort, carry: Carry) -> None:
-    """Refuse to draw a client twice in a round where clients keep something between rounds: of which draw?"""
+    """Reject drawing with replacement if clients keep a state between rounds: two draws would leave two states."""
     kept = cohort.replacement and bool(jax.tree.leaves(carry.clients))
     allowed = (
         "False where clients keep something between rounds, as under privacy, or for steps that are None: give numbers"
@@ -172,11 +179,11 @@ def check_drawn_again(cohort: Cohort, carry: Carry) -> None:
 
 
 def check_availability(clock: Clock, algorithm: Algorithm, population: int, cohort: Cohort) -> None:
-    """Refuse a cohort that the method does not allow, or that may consist of clients that are never available; warn of
-    these.
+    """Check that every round can take place with this cohort and clock, and warn of clients that are never available.
 
     Raises:
-        ConfigurationError: `cohort`, or `Clock.availability`, does not allow a round.
+        ConfigurationError: the method does not allow the cohort or `Clock.arrivals`, or a cohort might consist of
+            clients that are never available.
     """
     check_everyone(algorithm, population, cohort)
     late = clock.arrivals is None or algorithm.asks.asynchronous
@@ -199,13 +206,18 @@ def check_availability(clock: Clock, algorithm: Algorithm, population: int, coho
 
 
 def available_population(clock: Clock, clients: Clients) -> float:
-    """Compute M' / Σ p_i over the M' clients that are ever available, for `costs.normalise`."""
+    """Compute M' / Σ p_i over the M' clients that are ever available: the population's size in units of weight."""
     weights = np.delete(clients.weights, clock.never_available(len(clients)))
     return len(clients) if len(weights) == len(clients) else len(weights) / float(weights.sum())
 
 
 def check_first(n: int, available: int, max_staleness: int | None, queues: InFlight | None, pace: Pace) -> InFlight:
-    """Refuse an exchange that could never end, or of an algorithm that does not say that it is asynchronous."""
+    """Check the arguments of `fed.sum_first`, and return the queues.
+
+    Raises:
+        ConfigurationError: the exchange could never end, an argument is not allowed, or the algorithm does not declare
+            that it is asynchronous (`Asks.first`).
+    """
     if queues is None:
         raise ConfigurationError("a round asks fed.sum_first: its algorithm has to say asks = Asks(first=…)")
     allowed = f"1 to {available}, the number of clients that are ever available"
@@ -219,7 +231,11 @@ def check_first(n: int, available: int, max_staleness: int | None, queues: InFli
 
 
 def check_cohort(cohort: int | Cohort | None, population: int) -> Cohort:
-    """Check the size of the cohort, and return it: everyone when it is None."""
+    """Check a cohort, and return it as a `Cohort`; None is all clients.
+
+    Raises:
+        ConfigurationError: its size is not a positive integer, or is larger than the population without replacement.
+    """
     given = Cohort.of(population if cohort is None else cohort)
     most = f"1 to {population} (all clients)"
     require(isinstance(given.replacement, bool), "Cohort.replacement", given.replacement, "True or False")
@@ -229,7 +245,7 @@ def check_cohort(cohort: int | Cohort | None, population: int) -> Cohort:
 
 
 class RoundKeys(NamedTuple):
-    """The independent random streams of a round, and its number."""
+    """Hold the independent random streams of a round, and its number."""
 
     cohort: Array
     own: Array  # for clients' own numbers
@@ -237,26 +253,26 @@ class RoundKeys(NamedTuple):
     round: Array | int
 
     def of_fresh(self, number: Array | int) -> RoundKeys:
-        """Derive the streams of the round's fresh cohort of that number; the algorithm's stream stays the round's."""
+        """Derive the streams of the round's fresh cohort with that number; the algorithm's stream does not change."""
         return self._replace(cohort=jax.random.fold_in(self.cohort, number), own=jax.random.fold_in(self.own, number))
 
 
 def round_keys(key: Array, round: Array | int) -> RoundKeys:
-    """Derive the streams of round `round` from the run's key: resuming needs only the number of the round."""
+    """Derive the random streams of a round from the run's key and the round's number alone, so that runs can resume."""
     cohort, own, algorithm = jax.random.split(jax.random.fold_in(key, round), 3)
     return RoundKeys(cohort, own, algorithm, round)
 
 
 @dataclass(frozen=True)
 class Cohorts:
-    """The cohorts of a round: which clients take part in its exchanges, and with which own numbers.
+    """Determine the cohorts of a round: which clients take part in its exchanges, and their own numbers.
 
     Args:
         cohort: how many clients are drawn, and how.
         population: the number of clients to draw from.
         own: the clients' own numbers, by name.
         keys: the random streams of the round, or of one of its fresh cohorts.
-        repetition: the number of the repetition within the innermost `Fed.repeat`; outside 0.
+        repetition: the number of the repetition within the innermost `Fed.repeat`; 0 outside such a loop.
     """
 
     cohort: Cohort
@@ -267,15 +283,15 @@ class Cohorts:
 
     @property
     def sampled(self) -> bool:
-        """Whether a round may leave out some clients."""
+        """Tell whether a round may leave out some clients."""
         return self.cohort.some(self.population)
 
     def fresh(self, number: Array | int) -> Cohorts:
-        """Return the same for the round's fresh cohort of that number."""
+        """Return the cohorts of the round's fresh cohort with that number, whose clients are drawn anew."""
         return replace(self, keys=self.keys.of_fresh(number))
 
     def repeated(self, i: Array | int) -> Cohorts:
-        """Return the same clients with their own numbers in the i-th repetition."""
+        """Return the same cohort, whose clients have their own numbers of the i-th repetition."""
         return replace(self, repetition=i)
 
     def ids(self) -> Array:
@@ -287,7 +303,10 @@ class Cohorts:
         return numbers_of(self.own, self.keys.own, self.keys.round, ids, self.repetition)
 
     def members(self) -> list[tuple[int, OwnNumbers]]:
-        """Draw the clients, and list their ids with their own numbers: the same bits within `jax.disable_jit()`."""
+        """Draw the clients, and list their ids with their own numbers.
+
+        The draws are compiled even within `jax.disable_jit()`, so that they have the same bits.
+        """
         with jax.disable_jit(False):
             ids = self.ids()
             numbers = jax.tree.map(np.asarray, self.numbers(ids))
@@ -295,7 +314,7 @@ class Cohorts:
 
 
 class PythonFed(Means):
-    """The part of a `Fed` that `Reference` and `Flower` share: their rounds run in Python and are not compiled."""
+    """Implement the part of `Fed` that `Reference` and `Flower` share: their rounds run in Python, not compiled."""
 
     sum_first: Callable[..., PyTree]
 
@@ -328,8 +347,8 @@ def draw_cohort(key: Array, population: int, size: int) -> Array:
     """Draw `size` distinct clients out of `population`, every subset equally likely; (size,) int32, in no special
     order.
 
-    Everyone, in order, when size = population. Small cohorts cost O(size²), whatever the population (Floyd's
-    algorithm: Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30(9), 1987).
+    If size = population, all clients are returned in order. Small cohorts cost O(size²), however large the population
+    is (Floyd's algorithm: Bentley and Floyd, "A sample of brilliance", Communications of the ACM 30(9), 1987).
     """
     if size == population:
         return jnp.arange(population, dtype=jnp.int32)

@@ -1,6 +1,7 @@
-"""Metrics of a run: of (x, y), compiled; and of each client on its own samples, summed up over the population.
+"""Measure the metrics of a run: compiled functions of (x, y), and metrics of each client on its own samples.
 
-No value of a single client reaches an algorithm: one number per client is kept for the length of an evaluation.
+Metrics per client are summarised over the population. No value of a single client reaches an algorithm: one number per
+client is kept for the duration of an evaluation.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from fedbilevel.engines.history import Row
 from fedbilevel.engines.process_group import ProcessGroup, current_group
 from fedbilevel.machinery.kept import compiled
 
-BLOCK = 256  # samples that are vectorised together
+BLOCK = 256  # samples that are evaluated together, by vmap
 DECILES = tuple(range(10, 100, 10))
 
 ARGUMENTS = "x, y, batch"
@@ -39,7 +40,11 @@ Measure = Callable[[PyTree, PyTree, PyTree], Any]
 
 
 def check_metrics(metrics: Mapping[str, MetricFunction] | None) -> None:
-    """Check the argument `metrics` of `solve`."""
+    """Check the argument `metrics` of `solve`.
+
+    Raises:
+        ConfigurationError: it is not a mapping of functions (x, y) by name.
+    """
     fits = metrics is None or isinstance(metrics, Mapping)
     require(fits, "metrics", metrics, "functions (x, y) -> number by name")
     for name, metric in (metrics or {}).items():
@@ -48,7 +53,7 @@ def check_metrics(metrics: Mapping[str, MetricFunction] | None) -> None:
 
 
 class Evaluation:
-    """Functions of (x, y) by name; the arrays they close over become arguments, not constants of the program."""
+    """Evaluate metrics of (x, y); the arrays that they close over become arguments, not constants of the program."""
 
     def __init__(self, metrics: Mapping[str, MetricFunction], x_fixed: PyTree, y_fixed: PyTree) -> None:
         self.metrics, self.fixed = metrics, (x_fixed, y_fixed)
@@ -56,7 +61,11 @@ class Evaluation:
         self.compiled: dict[str, Callable[[PyTree, PyTree], Any]] = {}
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
-        """The row of metrics; a value that is not finite stops the run."""
+        """Return the metrics at (x, y) as columns of a row.
+
+        Raises:
+            NonFiniteError: a metric is NaN or infinite.
+        """
         row: Row = {}
         for name in self.metrics:
             if name not in self.compiled:
@@ -67,7 +76,7 @@ class Evaluation:
         return row
 
     def trace(self, name: str, x: PyTree, y: PyTree) -> ClosedJaxpr:
-        """Trace a metric, once for arguments of these shapes; it must give one number."""
+        """Trace a metric, once for arguments of these shapes, and check that its value is one number."""
         if name not in self.traced:
             metric, (x_fixed, y_fixed) = self.metrics[name], self.fixed
             with explained(f"metrics[{name!r}]", x=x, y=y):
@@ -84,7 +93,7 @@ def _require_one_number(name: str, traced: ClosedJaxpr) -> None:
 
 
 def _kept(closed: ClosedJaxpr, *like: PyTree) -> Callable[..., Any]:
-    """Compile what was traced for such arguments, or take the program of an earlier run where it is the same."""
+    """Compile a traced function for arguments like these, or reuse the same program of an earlier run."""
 
     def run(constants: list[Any], *given: PyTree) -> Any:
         return jax.core.eval_jaxpr(closed.jaxpr, constants, *jax.tree.leaves(given))[0]
@@ -94,17 +103,18 @@ def _kept(closed: ClosedJaxpr, *like: PyTree) -> Callable[..., Any]:
 
 
 PerClientRow = Callable[[int, PyTree, PyTree], Row]
-"""(round, x, y) -> the columns of all per-client metrics."""
+"""(round, x, y) -> the columns of all metrics per client."""
 
 
 @dataclass(frozen=True)
 class PerClient:
-    """A metric that is measured on each client by itself, on all its outer or all its inner samples.
+    """Describe a metric that is measured on each client separately, on all its outer or all its inner samples.
 
     Args:
         function: (x, y, batch) -> number, a mean over the samples of the batch, like a loss.
-        samples: "outer" or "inner", the samples of that loss.
-        larger_is_better: whether the client with the largest value is the best; None: the one with the smallest.
+        samples: "outer" or "inner": the loss whose samples are used.
+        larger_is_better: whether the client with the largest value counts as the best; None: it does for
+            accuracies, and for other metrics the client with the smallest value is the best.
     """
 
     function: Measure
@@ -118,11 +128,13 @@ class PerClient:
 
 
 def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str, PerClient]:
-    """Check the argument `metrics_per_client` of `solve`; a plain function is measured on the outer samples.
+    """Check the argument `metrics_per_client` of `solve`, and return every metric as a `PerClient`.
+
+    A plain function, or a `Metric`, is measured on the outer samples.
 
     Raises:
-        ConfigurationError: something is no metric; or a Metric says that neither direction is better, so that no client
-            is the worst or the best.
+        ConfigurationError: a value is not a metric; or a Metric declares that neither direction is better, so that no
+            client would be the worst or the best.
     """
     fits = metrics is None or isinstance(metrics, Mapping)
     require(fits, "metrics_per_client", metrics, "functions (x, y, batch) -> number by name")
@@ -144,7 +156,7 @@ def as_per_client(metrics: Mapping[str, Measure | PerClient] | None) -> dict[str
 def check_per_client(
     metrics: Mapping[str, PerClient], x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]
 ) -> dict[str, ClosedJaxpr]:
-    """Trace each metric on a sample, without computing: it must give one number."""
+    """Trace each metric on a sample, without computing it, and check that its value is one number."""
     found = {}
     for name, metric in metrics.items():
         batch = examples[get_args(SampleKind).index(metric.samples)]
@@ -155,15 +167,18 @@ def check_per_client(
 
 
 def is_one_number(value: Any) -> bool:
-    """Tell whether a traced value is a single real number, true and false being 1 and 0."""
+    """Tell whether a traced value is a single real number; a truth value counts as 1 or 0."""
     kind = getattr(value, "dtype", None)
     real = kind is not None and any(jnp.issubdtype(kind, of) for of in (jnp.floating, jnp.integer, jnp.bool_))
     return real and value.shape == ()
 
 
 def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | None = None) -> Row:
-    """Spread a metric over columns: NAME.mean, by the clients' weights; NAME.worst, NAME.best and the deciles NAME.p10
-    … NAME.p90 over clients, each counted once, interpolated linearly. `larger`: whether a larger value is better."""
+    """Summarise the clients' values of a metric, (M,), in columns.
+
+    NAME.mean is weighted by the clients' weights, (M,). NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90,
+    interpolated linearly, count every client once. `larger`: whether a larger value is better.
+    """
     low, high = float(values.min()), float(values.max())
     worst, best = (low, high) if larger_is_better(name, larger) else (high, low)
     mean = float(np.average(values, weights=weights))
@@ -174,24 +189,24 @@ def spread(name: str, values: np.ndarray, weights: np.ndarray, larger: bool | No
 
 @dataclass(eq=False)
 class PerClientEvaluation:
-    """Per-client metrics of clients whose samples are on this machine, or, of each process, on its own.
+    """Measure metrics per client where samples are on this machine; several processes each measure their own clients.
 
-    Samples are taken in blocks of BLOCK, read from memory maps as they are needed; each sample counts once in its
-    client's mean, summed in float64, so that neither blocks nor unequal sizes show.
+    Samples are evaluated in blocks of BLOCK, and read from memory maps when they are needed. Each sample counts once in
+    its client's mean, which is summed in float64, so that neither blocks nor unequal sizes influence the result.
     """
 
     metrics: Mapping[str, PerClient]
     clients: Clients
     fixed: tuple[PyTree, PyTree]
     group: ProcessGroup = field(default_factory=current_group)
-    own: IsOwn | None = None  # which leaves of y, then (M, ...), are each client's own
+    own: IsOwn | None = None  # which leaves of y are each client's own; these are (M, ...)
     programs: dict[str, Callable[..., Any]] = field(default_factory=dict)
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
-        """The row of all metrics.
+        """Return the columns of all metrics.
 
         Raises:
-            NonFiniteError: of some client's samples a metric is NaN or infinite.
+            NonFiniteError: a metric of some client is NaN or infinite.
         """
         row: Row = {}
         for name, values in self.each(x, y).items():
@@ -206,14 +221,14 @@ class PerClientEvaluation:
         return {name: self.values(name, own, x, y) for name, own in rows.items()}
 
     def values(self, name: str, rows: Ragged, x: PyTree, y: PyTree) -> np.ndarray:
-        """Take each client's mean over its own samples, (M,) float64; of several processes each does its share."""
+        """Compute each client's mean over its samples, (M,) float64; several processes each compute their share."""
         bounds = np.arange(self.group.processes + 1) * len(self.clients) // self.group.processes
         own = slice(*bounds[self.group.process : self.group.process + 2])
         mine = self.means(name, Ragged(rows.values, rows.start[own], rows.size[own]), int(own.start), x, y)
         return np.concatenate([np.asarray(part, np.float64) for part in self.group.gather(mine.tolist())])
 
     def means(self, name: str, rows: Ragged, first: int, x: PyTree, y: PyTree) -> np.ndarray:
-        """Take the mean over each row, (rows,) float64; `first` is the client of the first row."""
+        """Compute the mean over the samples of each row, (rows,) float64; `first`: the client of the first row."""
         ends = np.cumsum(rows.size)
         sums = np.zeros(len(rows.size))
         y, every = parted_y(self.own, y)
@@ -235,12 +250,12 @@ class PerClientEvaluation:
 
 
 def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], str]) -> PyTree:
-    """Take the samples at `index`, filled up to BLOCK with copies of the first: all blocks have the same shape."""
+    """Take the samples at `index`, and fill them up to BLOCK with copies of the first, so that all blocks are alike."""
     whole = np.concatenate([index, np.repeat(index[:1], BLOCK - len(index))])
 
     def take(path: Any, leaf: Any) -> np.ndarray:
         taken = np.asarray(leaf[whole])
-        if isinstance(leaf, np.memmap):  # whatever is not was checked when the population was described
+        if isinstance(leaf, np.memmap):  # arrays in memory were checked when the population was made
             check_finite(f"{what}{jax.tree_util.keystr(path)}", taken, whose)
         return taken
 
@@ -250,8 +265,10 @@ def _block(values: PyTree, index: np.ndarray, what: str, whose: Callable[[int], 
 def _over_samples(
     function: Measure, x_fixed: PyTree, y_fixed: PyTree, x: PyTree, y: PyTree, own: PyTree, block: PyTree
 ) -> Callable[..., Any]:
-    """Compile (x, y, own, block) -> the metric on each sample by itself, (BLOCK,), for arguments like these; `own` has
-    the own leaves of y of each sample's client."""
+    """Compile (x, y, own, block) -> the metric on each single sample, (BLOCK,), for arguments like these.
+
+    `own` has, for each sample, the leaves of y that are its client's own.
+    """
 
     def each(x: PyTree, y: PyTree, own: PyTree, block: PyTree) -> Any:
         x, y = join(x, x_fixed), join(y, y_fixed)

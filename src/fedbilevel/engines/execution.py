@@ -1,4 +1,4 @@
-"""A method at work on an engine: start it, let it run some rounds within its privacy budget, start it again."""
+"""Run a method on an engine: start it, run some rounds within its privacy budget, and restart it."""
 
 from __future__ import annotations
 
@@ -30,34 +30,35 @@ from fedbilevel.engines.recorder import known_flops
 
 @dataclass
 class Execution:
-    """A method, what is posed to it, and the engine that runs it.
+    """Hold a method, the problem posed to it, and the engine that runs it.
 
-    Nothing here may refer back to it: in a reference cycle, samples would stay in memory until garbage is collected.
+    No field may refer back to the execution: in a reference cycle, samples would stay in memory until the garbage
+    collector runs.
     """
 
-    method: Algorithm  # as it runs: in the layers that the run asks for, with the steps that are left
+    method: Algorithm  # as it runs: within the layers that the run asks for, and with its steps after halvings
     posed: PosedProblem
     engine: Engine
     cohort: Cohort
     key: Array
     privacy: Privacy | None  # of simulated clients
-    devices: int | None = None  # over which the engine spreads a cohort, where it has several
+    devices: int | None = None  # over which the engine distributes a cohort, if it supports several
     run: Run = field(init=False)
     per_client: PerClientRow | None = field(init=False)
     warned: bool = False
 
     def first_carry(self, x: PyTree, y: PyTree) -> Carry:
-        """Make the carry before round 0 of a run from x and y; a problem without an inner variable ignores y."""
+        """Make the carry before round 0 of a run that starts at x and y; y is ignored without an inner variable."""
         y = y if jax.tree.leaves(self.posed.y) else self.posed.y
         return first_carry(self.method, self.posed.problem, self.posed.clients, x, y)
 
     def reply_flops(self) -> dict[ExchangeKind, int] | None:
-        """Trace a round for what a client's reply costs in operations, by the kind of exchange; None: not known."""
+        """Trace a round, and return the operations that a client's reply costs, by kind of exchange; None: unknown."""
         given = self.method, self.posed.problem, self.posed.clients, self.posed.x, self.posed.y
         return known_flops(*given, submodels.classes(*given))
 
     def settle(self, carry: Carry) -> None:
-        """Settle on how many devices to use, once for the whole run: those of before, if it is resumed."""
+        """Decide how many devices to use for the whole run; a resumed run uses as many as before."""
         if isinstance(self.engine, Local):
             self.engine = self.engine.settled(carry.state, self.cohort, before=self.devices)
             self.devices = self.engine.devices
@@ -69,26 +70,26 @@ class Execution:
         self.per_client = self.run.per_client(posed.per_client, posed.fixed) if posed.per_client else None
 
     def restart(self, carry: Carry) -> None:
-        """Start the engine again from another carry, with half of every step size."""
+        """Halve every step size, and start the engine again from another carry."""
         self.halve()
         self.run.close()
         self.start(carry)
 
     def halve(self, times: int = 1) -> None:
-        """Halve every step size, so many times."""
+        """Halve every step size `times` times."""
         for _ in range(times):
             self.method = halved(self.method)
 
     def advance(self, carry: Carry, rounds: int) -> tuple[Stretch, float, str]:
-        """Run some rounds; return them, the seconds that they took without compilation, and why a privacy budget allows
-        no further round, or ""."""
+        """Run some rounds; return (the stretch, its seconds without compilation, why the privacy budget allows no
+        further round, else "")."""
         began, compiling = time.perf_counter(), self.run.compile_seconds
         stretch, spent = self.within_budget(carry, rounds)
         self.check_state(local(stretch.carry.state), int(stretch.carry.round) - stretch.rounds)
         return stretch, time.perf_counter() - began - (self.run.compile_seconds - compiling), spent
 
     def within_budget(self, carry: Carry, rounds: int) -> tuple[Stretch, str]:
-        """Run some rounds: fewer where a client would exceed its privacy budget, none where the next round would."""
+        """Run `rounds` rounds, or as many as the privacy budget allows: none if the next round would exceed it."""
         if (terms := self.privacy) is None:
             return self.run.advance(carry, rounds), ""
         while True:
@@ -98,7 +99,7 @@ class Execution:
             except NonFiniteError:
                 if terms.budget is None or rounds == 1:
                     raise
-                carry, rounds = before, rounds // 2  # the budget may end the run before that round
+                carry, rounds = before, rounds // 2  # the budget may end the run before the failing round
                 continue
             cost = self.epsilon(terms, stretch.carry)
             if terms.budget is None or cost <= terms.budget:
@@ -115,7 +116,7 @@ class Execution:
         return terms.epsilon_after(replies_at_most(local(carry.state), local(carry.clients)))
 
     def check_state(self, state: Any, round: int) -> None:
-        """Raise or warn of trouble that the method sees in the state after some rounds, which began with `round`."""
+        """Raise the error, or warn of the trouble, that the method finds in the state after rounds from `round` on."""
         found = self.method.findings(state)
         if found.error:
             raise NumericalError(f"round {round} or soon after: {found.error}")
@@ -124,13 +125,14 @@ class Execution:
             self.warned = True
 
     def point(self, carry: Carry) -> tuple[PyTree, PyTree, Any]:
-        """Take x, y and the server's state from a carry: nothing changes the arrays of a server's state, and of what
-        clients keep new arrays are made.
+        """Return (x, y, server's state) of a carry.
+
+        The arrays of the server's state are never changed later; parts that clients keep are copied.
 
         Raises:
-            NonFiniteError: x or y, of which each client has its own part, is not finite.
+            NonFiniteError: the parts of x or y that clients keep are not all finite.
         """
-        state = jax.device_put(local(carry.state))  # arrays stay where they are; NumPy's go to the device
+        state = jax.device_put(local(carry.state))  # JAX arrays stay where they are; NumPy arrays move to the device
         x, y = state.x if carry.local_x is None else carry.local_x, state.y
         if not self.posed.simulated or (carry.local_x is None and self.posed.problem.own is None):
             return x, y, state
@@ -142,9 +144,9 @@ class Execution:
         return x, y, state
 
     def ending(self, state: Any) -> str:
-        """Say why the method has nothing left to do, or ""."""
+        """Say that the method has finished, if it has; else ""."""
         return f"{self.method.label} has finished" if self.method.finished(state) else ""
 
     def close(self) -> None:
-        """Release what the engine holds."""
+        """Release the engine's threads and buffers."""
         self.run.close()

@@ -1,4 +1,4 @@
-"""What a run was begun with, in words that two runs can compare: arrays and functions by a hash, all else as it is."""
+"""Describe what a run was started with, so that two runs can be compared: arrays and functions are hashed."""
 
 from __future__ import annotations
 
@@ -32,29 +32,32 @@ from fedbilevel.machinery.kept import BLOCKS, ROWS, WHOLE, bytes_of, description
 PYTHON = f"Python {sys.version_info[0]}.{sys.version_info[1]}"
 VERSIONS = f"fedbilevel {__version__}, jax {jax.__version__}, optax {optax.__version__}, {PYTHON}"
 LIBRARIES = ("fedbilevel", "optax", "jax", "jaxlib", "chex", "numpy", "builtins")
-"""Packages whose functions read nothing that changes."""
+"""Packages whose functions read no state that changes."""
 Hashes = dict[str, str]
-"""By the name of what differs where they do."""
+"""Hashes by the name of what they describe, which messages use where hashes differ."""
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a run was begun with; `asdict` gives the JSON that a checkpoint has of it."""
+    """Describe what a run was started with; `asdict` returns the JSON object that checkpoints store."""
 
     stated: dict[str, Any]  # algorithm, hyperparameters, key, …
-    hashed: Hashes  # the start, and the population but for its samples
+    hashed: Hashes  # the start, and the population without its samples
     functions: Hashes  # losses, schedules, …
     by_round: dict[str, list[str]] = field(default_factory=dict)
-    """By name, of numbers that are given for each round, of each round: later rounds may be added."""
+    """Name -> hashes of numbers that are given for each round, one hash per round: later rounds may be added."""
     samples: dict[str, list[str | None]] = field(default_factory=dict)
-    """By loss, of each block of clients, if they were read; None where no process has all of a block."""
+    """Loss -> hashes of each block of clients' samples, if they were read; None if no process has a whole block."""
     metrics: Hashes = field(default_factory=dict)
-    """What is measured may change; what is measured under one name may not."""
+    """Metrics may be added or left out; a metric may not change under the same name."""
     versions: str = VERSIONS
-    """Others may trace or compile the same function to another program."""
+    """Versions of the libraries: other versions may trace or compile the same function to another program."""
 
     def differences(self, before: Fingerprint) -> str:
-        """Say in words what is not as it was `before`; functions that other versions traced are left out."""
+        """Name what differs from the fingerprint `before`, or return "".
+
+        Functions and metrics are not compared if other versions of the libraries traced them.
+        """
         old, new = before.stated, self.stated
         said = [f"its {name} is {old.get(name)}, not {new.get(name)}" for name in _changed(old, new)]
         hashes = _changed(before.hashed, self.hashed)
@@ -83,12 +86,14 @@ def take(
     y: PyTree,
     programs: Mapping[str, ClosedJaxpr],
 ) -> Fingerprint:
-    """Take the fingerprint of a run, but for the samples (see `of_samples`).
+    """Take the fingerprint of a run without its samples (for those see `of_samples`).
 
     Args:
-        stated: more that is compared as it is, in JSON.
-        programs: by name, what the problem's functions are traced to. The constants in them count, rules of their own
-            that they give JAX for derivatives do not.
+        stated: further JSON values that are compared without hashing.
+        algorithm, problem, clients: what the run was started with.
+        x, y: the variables at the start.
+        programs: the traced programs of the problem's functions, by name. Constants in them are hashed; their custom
+            rules for derivatives are not.
     """
     said, functions = of_method(algorithm)
     functions = {name: of_program(program) for name, program in programs.items()} | functions | of_rules(clients.own)
@@ -112,7 +117,7 @@ def take(
 
 
 def of_rules(own: Mapping[str, Values | None]) -> Hashes:
-    """Hash what each rule for clients' own numbers computes now, by name."""
+    """Hash the program of each rule for clients' own numbers, traced anew, by name."""
     rules = {name: values for name, values in own.items() if isinstance(values, Computed)}
     return {
         f"clients' rule for {name}": of_program(
@@ -134,7 +139,7 @@ def of_method(algorithm: Algorithm) -> tuple[dict[str, Any], Hashes]:
 
 
 def of_metrics(programs: Mapping[str, ClosedJaxpr], metrics: Mapping[str, Any]) -> Hashes:
-    """Hash each metric: what it computes, which of its values is better, and on which samples."""
+    """Hash each metric: its program, the direction that is better, and the samples on which it is measured."""
     larger = directions(metrics)
     samples = {name: getattr(metric, "samples", "") for name, metric in metrics.items()}
     return {
@@ -144,8 +149,11 @@ def of_metrics(programs: Mapping[str, ClosedJaxpr], metrics: Mapping[str, Any]) 
 
 
 def method_key(algorithm: Algorithm) -> Hashable | None:
-    """Say all that a round of a method of this library depends on, but for its numbers; None of another method, or one
-    with a user's function in its optimizer, whose code may read what has changed."""
+    """Return a key of everything that a round of a method depends on, except its numbers.
+
+    None for methods that are not this library's, and for optimizers that contain a user's function: its code may read
+    state that has changed.
+    """
     values = list(entries(algorithm))
     parts = [algorithm, *(entry.value for entry in values if is_part(entry.value))]
     if not all(type(part).__module__.startswith("fedbilevel.") for part in parts):
@@ -165,13 +173,15 @@ def method_key(algorithm: Algorithm) -> Hashable | None:
 
 
 def _of_schedule(schedule: Schedule) -> str:
-    """Hash what a schedule computes now: JAX would keep the trace of the same function, and not see what it reads."""
+    """Hash the program of a schedule, traced anew: JAX's own cache would miss changes in values that it closes over."""
     return of_program(jax.make_jaxpr(lambda *indices: schedule.function(*indices))(*[0] * (1 + schedule.by_k)))
 
 
 def of_samples(clients: Clients | RemoteClients, group: ProcessGroup) -> dict[str, list[str | None]]:
-    """Hash each block of clients' samples, by loss: none of clients elsewhere. Several processes call it together, and
-    each reads the samples of its own clients."""
+    """Hash each block of clients' samples, by loss; {} for remote clients.
+
+    Several processes call this together, and each reads the samples of its own clients.
+    """
     if isinstance(clients, RemoteClients):
         return {}
     sets = {"outer": clients.outer}
@@ -199,13 +209,13 @@ def _shapes(tree: PyTree) -> list[str]:
 
 
 def of_tree(tree: PyTree) -> str:
-    """Hash the arrays and numbers of a tree, and where they are in it."""
+    """Hash the arrays and numbers of a tree, and their paths."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return short(*(part for path, leaf in leaves for part in (jax.tree_util.keystr(path), of_array(leaf))))
 
 
 def _of_block(rows: Ragged, clients: slice) -> str:
-    """Hash the samples of some clients in their order; of large memory-mapped arrays some of the samples."""
+    """Hash the samples of some clients in order; only some of the samples in large memory-mapped arrays."""
     start, size = rows.start[clients], rows.size[clients]
     ends = np.cumsum(size)
     total, stored = int(ends[-1]), int(rows.size.sum())
@@ -225,7 +235,7 @@ def _of_block(rows: Ragged, clients: slice) -> str:
 
 
 def _bounds(population: int) -> np.ndarray:
-    """Divide clients into blocks: block b has the clients bounds[b] … bounds[b + 1] − 1."""
+    """Divide clients into blocks; return their bounds: block b has the clients bounds[b] … bounds[b + 1] − 1."""
     count = min(BLOCKS, population)
     return np.arange(count + 1, dtype=np.int64) * population // count
 
@@ -249,7 +259,7 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _made_of(value: Any) -> Iterator[str]:
-    """Describe a function that a library made, as optax does: its name, and the values that it closes over."""
+    """Describe a function that a library has made, such as an optimizer of optax, by names, code and captured values."""
     for piece in _pieces(value):
         if not callable(piece):
             yield from description(piece)
@@ -260,13 +270,13 @@ def _made_of(value: Any) -> Iterator[str]:
 
 
 def _of_a_user(value: Any) -> bool:
-    """Tell whether a value is made of a function, method or callable object that is not of LIBRARIES."""
+    """Tell whether a value contains a function, method or callable object that is not from LIBRARIES."""
     made = (piece for piece in _pieces(value) if callable(piece) and not isinstance(piece, type))
     return any((getattr(piece, "__module__", None) or "").partition(".")[0] not in LIBRARIES for piece in made)
 
 
 def _pieces(value: Any, within: tuple[Any, ...] = ()) -> Iterator[Any]:
-    """List the functions and other values that a value is made of: what it holds, and what functions close over."""
+    """List the functions and other values that a value consists of: its items, and what its functions close over."""
     if any(value is outer for outer in within):
         return
     if isinstance(value, FunctionType):
@@ -293,7 +303,7 @@ def _code(code: CodeType) -> Iterator[str]:
 
 
 def _closed_over(function: FunctionType) -> Iterator[Any]:
-    """List what a function closes over; a variable that its maker has never set is left out."""
+    """List the values that a function closes over; variables that were never set are left out."""
     for cell in function.__closure__ or ():
         try:
             yield cell.cell_contents

@@ -1,8 +1,8 @@
-"""A look at the losses by value before the first round, for mistakes that would end in numbers which look right.
+"""Evaluate the losses before the first round, to detect mistakes that would lead to plausible but wrong numbers.
 
-Does x change y*, and y the outer loss? Does every leaf of x move? Is a loss the mean of its values on single samples?
-Do samples index an axis beyond its end? All is computed at random points near the start, on a few samples of a few
-clients.
+The questions are: Does x change y*, and y the outer loss? Does every leaf of x move? Is a loss the mean of its values
+on single samples? Do samples index an axis beyond its end? Everything is computed at random points near the start, on a
+few samples of a few clients.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from fedbilevel.machinery.kept import compiled
 from fedbilevel.oracles.differences import value_and_derivative
 from fedbilevel.oracles.population import chosen
 
-PAIRS = 16  # of samples, each pair of one client; in the first half of them a sample stands twice
-LOOKS = 50  # at other points, clients and samples, before a derivative counts as 0, or a loss as a mean
-ENOUGH = 4  # pairs that can tell a sum, or samples that depend on each other, from a mean
-FEWEST = 2  # pairs that differ from a mean: a single one is rounding
+PAIRS = 16  # of samples, each pair from one client; in the first half of the pairs, both samples are the same
+LOOKS = 50  # at different points, clients and samples, before a derivative counts as 0, or a loss as a mean
+ENOUGH = 4  # pairs that can distinguish a mean from a sum, or from a loss whose samples depend on each other
+FEWEST = 2  # pairs that must differ from a mean: a single one may be rounding
 LONGEST = 64  # samples of a client for a loss that takes all of them
 TOLERANCE = 1e-4  # relative, of a mean of two
 ROWS = 2**22  # samples that are read for their labels
 MAPPED_ROWS = 2**12  # of a memory-mapped array
-SHARE = 0.25  # of the pairs that can tell: where fewer differ from a mean, it is rounding
+SHARE = 0.25  # of the pairs that can distinguish: if fewer differ from a mean, the difference is rounding
 
 
 class Seen(NamedTuple):
-    """What the losses are like at x and y, with products of second derivatives with v, on pairs of samples.
+    """Hold what one look has seen: derivatives of the losses at x, y and v, and their values on pairs of samples.
 
     Args:
-        moves: by name, such as "g_xy", whether that derivative is not 0.
-        leaves: of each leaf of x, in order, whether a derivative that moves x is not 0 there.
-        reach: which entries of y, and of v, a gradient step on them moves.
-        values: by loss that should be a mean, what it is on the pairs.
+        moves: derivative, such as "g_xy" (a product of the second derivative with v) -> whether it is not 0.
+        leaves: for each leaf of x, in order, whether a derivative that moves x is not 0 there.
+        reach: which entries of y, and of v, are moved by a gradient step on them.
+        values: the values on the pairs of each loss that should be a mean.
     """
 
     moves: dict[str, Any]
@@ -58,11 +58,11 @@ class Seen(NamedTuple):
 
 
 class OnPairs(NamedTuple):
-    """A loss on pairs of samples.
+    """Hold the values of a loss on pairs of samples.
 
     Args:
-        pairs: its value on each pair, (PAIRS,).
-        alone: its value on each sample, (PAIRS, 2).
+        pairs: the value on each pair, (PAIRS,).
+        alone: the value on each single sample, (PAIRS, 2).
         differs: whether the two samples of a pair differ in a leaf, (PAIRS, leaves).
     """
 
@@ -72,13 +72,15 @@ class OnPairs(NamedTuple):
 
 
 def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, programs: Mapping[str, ClosedJaxpr]) -> None:
-    """Warn where x is not chosen through y*, or will not move, and where a loss is no mean over samples.
+    """Warn if x does not influence the outer loss through y*, if x will not move, or if a loss is no mean over samples.
 
-    Of several processes the first one looks at the samples of its own share of the clients.
+    If there are several processes, this looks at the samples of the first process's share of the clients.
 
     Args:
-        problem: prepared for a run, in the floating arrays of x and y alone.
-        programs: what its functions are traced to.
+        problem: prepared for a run, as functions of the floating arrays of x and y alone.
+        clients: the population, whose samples are on this machine.
+        x, y: the start.
+        programs: the traced programs of the problem's functions, by name.
 
     Raises:
         ConfigurationError: samples index an axis beyond its end.
@@ -87,7 +89,7 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
     held = {"outer": clients.outer, "inner": clients.inner}
     rows = {name: Ragged(own.values, own.start[:share], own.size[:share]) for name, own in held.items()}
     for name in problem.own_losses:
-        if name not in problem.whole:  # which may index samples
+        if name not in problem.whole:  # a loss of all samples may use indices of samples
             check_indices(name, programs[f"{name} loss"], rows[name])
     look = FirstLook(problem, rows, rng, count=programs["outer loss"].in_avals[-1].shape[0])
     x, still = x if problem.local is None else local_block(x), jax.tree.map(np.zeros_like, y)
@@ -119,7 +121,7 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
 
 
 def leaves_the_start(look: FirstLook, x: PyTree, start: tuple[PyTree, PyTree]) -> bool:
-    """Tell whether x moves at the start of y and v, or after these have moved wherever their gradient steps go."""
+    """Tell whether x moves at the start of y and v, or once y and v have moved along their gradients."""
     reach = jax.tree.map(lambda leaf: np.zeros(leaf.shape, bool), start)
     for _ in range(LOOKS):
         seen = look(x, *jax.tree.map(np.where, reach, near(start, look.rng), start))
@@ -131,7 +133,7 @@ def leaves_the_start(look: FirstLook, x: PyTree, start: tuple[PyTree, PyTree]) -
 
 @dataclass
 class FirstLook:
-    """Looks at the losses, each time on other pairs of samples, or on single ones where `count` is 1."""
+    """Look at the losses, on other pairs of samples in each call; on single samples if `count` is 1."""
 
     problem: Problem
     rows: Mapping[str, Ragged]
@@ -149,7 +151,7 @@ class FirstLook:
         return self.program(*given)
 
     def batches(self, name: str, ids: np.ndarray) -> PyTree:
-        """Draw a pair of samples of each client, (PAIRS, 2, …); for a loss that takes them all, LONGEST at most."""
+        """Draw a pair of samples of each client, (PAIRS, 2, …); for a loss of all samples, LONGEST at most."""
         rows, whole = self.rows[name], name in self.problem.whole
         count = min(LONGEST, int(rows.size.max())) if whole else self.count
         own = [self.rng.choice(rows.size[i], min(count, rows.size[i]), replace=False) for i in ids]
@@ -159,7 +161,7 @@ class FirstLook:
         return Padded(values, np.arange(count) < rows.size[ids][:, None]) if whole else values
 
     def seen(self, x: PyTree, y: PyTree, v: PyTree, weights: Array, batches: Mapping[str, PyTree]) -> Seen:
-        """See sums over the pairs, with random weights, so that nothing cancels."""
+        """Differentiate and evaluate the losses on all pairs, with random weights, so that nothing cancels."""
         problem = self.problem
 
         def on_pairs(name: str, x: PyTree, y: PyTree) -> Array:
@@ -196,15 +198,17 @@ class FirstLook:
 
 
 class Evidence(NamedTuple):
-    """How many pairs of samples could tell that a loss is no mean, and how many did.
+    """Count the pairs of samples that could show that a loss is not a mean, and the pairs that did show it.
 
-    A sample that adds nothing, such as one without a label, cannot tell a sum from a mean. Two samples of the same
-    label cannot tell that a loss pairs the label of one with the output of the other: pairs count by the leaves in
-    which their samples differ.
+    A sample that adds nothing to the loss, such as one without a label, cannot distinguish a sum from a mean. Two
+    samples with the same label cannot show that a loss combines the label of one with the output of the other. Pairs
+    are therefore counted by the leaves in which their samples differ.
 
     Args:
-        doubled: pairs of a sample with itself: those that can tell, and those whose value is not that of the sample.
-        mixed: by leaf, pairs of two samples that differ there, and those whose value is no mean of two; (2, leaves).
+        doubled: (2,) pairs of a sample with itself: those that could show it, and those whose value is not the value
+            of the sample.
+        mixed: (2, leaves) pairs of samples that differ in the leaf: their number, and the number of those whose value
+            is not the mean of the two samples' values.
     """
 
     doubled: np.ndarray = np.zeros(2, int)
@@ -212,17 +216,17 @@ class Evidence(NamedTuple):
 
     @property
     def enough(self) -> bool:
-        """Whether more pairs would change nothing."""
+        """Tell whether no further pairs are needed."""
         return bool(self.why_no_mean() or (self.doubled[0] >= ENOUGH and np.all(self.mixed[0] >= ENOUGH)))
 
-    @np.errstate(invalid="ignore")  # of infinite losses, for which nothing is known
+    @np.errstate(invalid="ignore")  # infinite losses show nothing
     def and_on(self, values: OnPairs) -> Evidence:
-        """Add what a loss is on further pairs, at one point."""
+        """Return the counts with further pairs added, on which a loss was evaluated at one point."""
         pairs, alone, differs = np.asarray(values.pairs, float), np.asarray(values.alone, float), values.differs
         size = np.maximum(np.abs(pairs), np.abs(alone).max(1))
         off = np.abs(pairs - alone.mean(1)) > max(TOLERANCE, 30 * epsilon(values.pairs)) * size
         each, counts = np.unique(alone, return_counts=True)
-        idle = alone[:, 0] == each[counts.argmax()]  # the value of most samples, which may be that of none
+        idle = alone[:, 0] == each[counts.argmax()]  # the most frequent value, which may be that of an empty batch
         (doubled, mixed), tells = np.split(off, 2), (off | ~idle)[: len(off) // 2]
         differs = np.asarray(differs)[len(off) // 2 :]
         return Evidence(
@@ -231,7 +235,7 @@ class Evidence(NamedTuple):
         )
 
     def why_no_mean(self) -> str:
-        """Say why values on pairs of samples are no means of those on single samples, or ""."""
+        """Say why values on pairs of samples are not the means of those on single samples; "" if they are."""
         found = (np.any((off >= FEWEST) & (off > SHARE * tell)) for tell, off in (self.doubled, self.mixed))
         twice, mixed = map(bool, found)
         if twice:
@@ -247,7 +251,14 @@ class Evidence(NamedTuple):
 
 
 def check_indices(name: str, program: ClosedJaxpr, rows: Ragged) -> None:
-    """Refuse samples that index an axis of a loss beyond its end, as class C of C outputs; warn of negative ones."""
+    """Check the samples that a loss uses as indices, such as classes.
+
+    An index beyond the end of an axis, such as class C of C outputs, is an error where it gathers entries; negative
+    indices, and other uses, cause a warning.
+
+    Raises:
+        ConfigurationError: a sample gathers an entry beyond the end of an axis.
+    """
     leaves = jax.tree_util.tree_leaves_with_path(rows.values)
     first = len(program.in_avals) - len(leaves)
     for axis in sorted(indexed_axes(program)):

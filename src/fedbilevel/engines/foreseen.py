@@ -1,4 +1,4 @@
-"""What a round costs, found by tracing it: nothing is computed."""
+"""Find what a round costs by tracing it, without computing anything."""
 
 from __future__ import annotations
 
@@ -15,16 +15,17 @@ from fedbilevel.engines.submodels import SubmodelPlan
 
 
 def cost_of_round(algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> Ledger:
-    """Count what a round costs in which every client takes part, without computing it.
+    """Return the costs of a round in which every client takes part, without computing the round.
 
     The ledger has exchanges, replies, bytes and operations. Gradients, products and time are not counted, and are 0.
 
     Args:
-        x, y: the variables where the run starts; only shapes matter.
+        algorithm, problem, clients: as for `solve`.
+        x, y: the variables at the start of the run; only shapes matter.
 
     Raises:
-        ConfigurationError: the costs are not fixed, since values of the run decide how often clients are asked, or the
-            round waits for some clients alone, or capacities change from round to round.
+        ConfigurationError: the costs are not fixed, because values of the run decide how often clients are asked,
+            because the round waits for some of the clients only, or because capacities change from round to round.
     """
     ledger = Ledger(rounds=1, flops=0)
     for number, (cut, count) in enumerate(groups_of(algorithm, problem, clients, x, y)):
@@ -44,7 +45,7 @@ def cost_of_round(algorithm: Algorithm, problem: Problem, clients: Clients, x: P
 def groups_of(
     algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree
 ) -> list[tuple[CapacityClass | None, int]]:
-    """List the capacities, each with the number of clients that have it; None: they hold the whole model."""
+    """List (capacity, number of clients that have it); a capacity is None if its clients hold the whole model."""
     plan = SubmodelPlan.of(algorithm, problem, clients, x, y)
     if plan is None:
         return [(None, len(clients))]

@@ -1,8 +1,8 @@
-"""The history of a run, its measurements row by row; its result; and what ends it early: conditions on what it has
-found, and budgets.
+"""Hold the history of a run, row by row, and its result; and end runs early, by conditions on metrics or by budgets.
 
-A budget is of rounds, exchanges, bytes or time. Costs are looked at where the history has a row. Rows fall on fixed
-rounds, so where a run ends depends on the numbers alone, not on speed or interruptions.
+A budget is a number of rounds, exchanges, bytes or seconds of the clock. Costs are compared with it at every row of the
+history. Rows are added after fixed rounds, so the round at which a run ends depends on its numbers alone, not on speed
+or interruptions.
 """
 
 from __future__ import annotations
@@ -40,26 +40,29 @@ LONGEST = 2**28  # bytes of a history in a file
 
 @dataclass(repr=False)
 class History(Shown):
-    """Rows of numbers, a row per evaluation; the columns of a row are its keys.
+    """Hold the measurements of a run: a row of numbers for each evaluation, whose keys are the columns.
 
     `history[NAME]` is a column; iteration and `in` are over the names of columns, and `len` counts rows.
 
-    Every row has: round, exchanges, bytes_down, bytes_up, gradients, hvps, time (totals so far, see Ledger), seconds
-    (that this machine spent in rounds: no compilation, no evaluation). Where they were counted: flops; where clients
-    hold submodels: coverage_x, uncovered_x, mask_noise_x and the same of y. From the algorithm's phases: e.g.
-    outer_loss and inner_loss. These are means over the rounds since the row before. From the user's metrics: each by
-    its name.
+    Rows have these columns:
+
+    - round, exchanges, bytes_down, bytes_up, gradients, hvps, time: totals so far (see `Ledger`).
+    - seconds: the time that this machine spent in rounds, without compilation and evaluation.
+    - flops, if operations were counted.
+    - coverage_x, uncovered_x, mask_noise_x, and the same for y, if clients hold submodels.
+    - metrics of the algorithm's phases, such as outer_loss and inner_loss: means over the rounds since the row before.
+    - the user's metrics, by their names.
 
     Args:
-        rows: the numbers by the names of their columns, one dict for each evaluation.
-        directions: of metrics by name, whether a larger value is better.
+        rows: a dict for each evaluation, with numbers by the names of columns.
+        directions: metric -> whether a larger value is better.
     """
 
     rows: list[Row] = field(default_factory=list)
     directions: dict[str, bool] = field(default_factory=dict)
 
     def __getitem__(self, column: str) -> np.ndarray:
-        """Get a column, NaN where a row lacks it (there are no losses yet in row 0)."""
+        """Return a column, (rows,), with NaN where a row lacks it (row 0 has no losses)."""
         if column not in self.columns:
             raise unknown("column of the history", column, self.columns)
         return np.array([row.get(column, np.nan) for row in self.rows])
@@ -75,28 +78,28 @@ class History(Shown):
 
     @property
     def columns(self) -> list[str]:
-        """The names of all columns, in the order in which rows first had them."""
+        """Return the names of all columns, in the order in which they first appear in rows."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
 
     @property
     def measured(self) -> list[str]:
-        """The columns that are no costs: those that are judged, and after them the rest, such as coverage."""
+        """Return the columns that are not costs: first those of `judged`, then the others, such as coverage."""
         found = [name for name in self.columns if name not in ("round", "seconds", "halvings", *Ledger.COLUMNS)]
         return list(dict.fromkeys([*self.judged, *found]))
 
     @property
     def judged(self) -> list[str]:
-        """The columns of which it is known which values are better: metrics, and after them losses."""
+        """Return the columns for which it is known which values are better: first metrics, then losses."""
         metrics = [name for name in self.columns if metric_of(name) in self.directions]
         return metrics + [name for name in LOSSES if name in self.columns]
 
     @property
     def per_client(self) -> list[str]:
-        """The names of the metrics that were measured per client, each of which has columns NAME.mean, NAME.worst, …"""
+        """Return the names of the metrics per client; each of them has columns NAME.mean, NAME.worst, …"""
         return [name.removesuffix(".worst") for name in self.columns if name.endswith(".worst")]
 
     def larger_is_better(self, column: str) -> bool:
-        """Tell whether a larger value is better, in that column or of that metric: see `fedbilevel.Metric`."""
+        """Tell whether a larger value of a column or metric is better (see `fedbilevel.Metric`)."""
         metric = metric_of(column)
         return larger_is_better(metric, self.directions.get(metric))
 
@@ -109,13 +112,13 @@ class History(Shown):
         )
 
     def last_in_words(self) -> str:
-        """Say the metrics and losses of the last row in a text; of a metric per client the mean and the worst value."""
+        """Return the metrics and losses of the last row as a text; metrics per client by their mean and worst value."""
         last = self.rows[-1] if self.rows else {}
         names = [name for name in self.measured if name in last and not re.search(r"\.(best|p\d0)$", name)]
         return listed([f"{name} {text(name, last[name])}" for name in names])
 
     def in_words(self) -> dict[str, str]:
-        """Say the first and the last value of all that was measured, and the best of each loss and metric."""
+        """Return, as texts by name, each measured column's first and last value, and the best of a loss or metric."""
         lines = {}
         for name in self.measured:
             rows = [row for row in self.rows if name in row]
@@ -136,13 +139,14 @@ class History(Shown):
         size: tuple[float, float] | None = None,
         axes: Any = None,
     ) -> Any:
-        """Draw columns against what they cost; the Matplotlib axes, of a new figure where none are given.
+        """Draw columns against a cost, and return the Matplotlib axes.
 
         Args:
-            metrics: a column or several, or names of per-client metrics; None: the first metric, or the outer loss.
+            metrics: a column or several, or names of metrics per client; None: the first metric, or the outer loss.
             panel: the cost: "rounds", "exchanges", "megabytes", "evaluations", "gflop", "seconds" or "time".
-            size: of a new figure, in inches: (3.3, 2.5) suits a column of a paper, and gets small type; None: (6, 4).
-            axes: where to draw.
+            size: the size of a new figure, in inches: (3.3, 2.5) suits a column of a paper, and has small type;
+                None: (6, 4).
+            axes: the Matplotlib axes to draw on; None: those of a new figure.
 
         Raises:
             ConfigurationError: there is no such column or cost, or Matplotlib is not installed.
@@ -153,7 +157,7 @@ class History(Shown):
         return draw_history(self, metrics, panel=panel, size=size, axes=axes)
 
     def to_pandas(self) -> Any:
-        """Make a pandas.DataFrame, a row for each evaluation; NaN where a row lacks a column.
+        """Return a pandas.DataFrame with a row for each evaluation, and NaN where a row lacks a column.
 
         Raises:
             ConfigurationError: pandas is not installed.
@@ -165,7 +169,7 @@ class History(Shown):
         return pandas.DataFrame(self.rows, columns=self.columns)
 
     def to_jsonl(self, path: str | Path | None = None) -> str:
-        """Write a JSON object per line, as text; given a path, also to that file, atomically."""
+        """Return the history as text with one JSON object per line; given a path, also write it there, atomically."""
         text = "".join(json.dumps(row) + "\n" for row in self.rows)
         if path is not None:
             write_text(Path(path), text)
@@ -173,21 +177,21 @@ class History(Shown):
 
     @classmethod
     def from_jsonl(cls, source: str | Path) -> History:
-        """Read the history that `to_jsonl` wrote: from its text, or from the file at a `Path`.
+        """Read a history that `to_jsonl` wrote, from its text (a str) or from a file (a `Path`).
 
         Raises:
-            ValueError: it is something else.
+            ValueError: the text or file is not a history.
         """
         text = read_bytes(source, LONGEST).decode() if isinstance(source, Path) else source
         return cls.of([parse_json(line) for line in text.splitlines() if line.strip()])
 
     @classmethod
     def of(cls, rows: Any, directions: Any = None) -> History:
-        """Make the history whose rows and directions JSON holds.
+        """Make a history from rows and directions that were read from JSON.
 
         Raises:
-            ValueError: a row is not numbers by name, or its round is not a whole number; or the directions are not true
-                or false by name.
+            ValueError: a row is not an object of numbers, its round is not a whole number, or the directions are not an
+                object of truth values.
         """
         for number, row in enumerate(rows, 1):
             require_object(row, f"numbers by name, row {number} of the history,")
@@ -202,7 +206,7 @@ class History(Shown):
 
 
 def is_number(value: Any) -> bool:
-    """Tell whether a value that JSON held is a number; an integer must be no larger than a float can be."""
+    """Tell whether a value that was read from JSON is a number; an integer must be within the range of a float."""
     return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
@@ -212,7 +216,7 @@ Budget = tuple[str, float]
 
 
 class Best(NamedTuple):
-    """The x and y of the row of the history with the best value in a column."""
+    """Hold x and y of the row of the history with the best value in a column."""
 
     x: PyTree
     y: PyTree
@@ -223,27 +227,29 @@ class Best(NamedTuple):
 
 @dataclass(repr=False)
 class Result(Shown):
-    """The state of a run at its end; callbacks get it at each evaluation.
+    """Hold the state of a run at its end, or, in a callback, at that point of the run.
+
+    A run may have ended worse than it began although its rows do not show it, because their outer losses are those of
+    few clients or samples. In this case, the outer loss of all clients is computed at the start and at the end. If the
+    end's is larger, it is also computed at x0 with a trained y, since an untrained y may have a lower outer loss. None
+    of this is done over Flower, under privacy, in several processes, for minimax and simple bilevel problems, and where
+    it would take more than about a third of the time of the run's gradients.
 
     Args:
         x: the outer variable, like x0.
-        y: the inner variable, like y0; of a simple bilevel problem the average of x over the rounds.
-        round: how many rounds are done.
-        rounds: how many rounds were asked for.
+        y: the inner variable, like y0; for a simple bilevel problem, the average of x over the rounds.
+        round: the number of rounds done.
+        rounds: the number of rounds that were asked for.
         history: losses and metrics, a row for each evaluation.
         ledger: what the run has cost so far: exchanges, bytes, gradients, time.
-        compile_seconds: seconds that went into compiling, which no row of the history counts.
-        stopped: why the run ended early; empty where it did not.
-        best: x and y of the best row of the history, by the column that `best_by` of `solve` says; None without one.
-        remarks: sentences about the end: that the run ended worse than it began, or which entries of x have not come to
-            rest. Where the outer loss in the rows cannot tell, since it is that of few clients or samples, the outer
-            loss of all clients is computed at the start and at the end; where the end is above, also with y trained at
-            x0, since a y that was not trained may have a lower one. This is left out where it would take more than
-            about a third of the run's gradients, over Flower, under privacy, of several processes, and of minimax and
-            simple bilevel problems.
-        state: the server's state, as the method keeps it; None in a result that was read from a file.
-        own_leaves: paths of the leaves of y that are each client's own (`Bilevel.own`). They are (M, ...) in y, one for
-            each client; None where clients are elsewhere, since no site sends them.
+        compile_seconds: seconds spent on compilation, which no row of the history includes.
+        stopped: why the run ended early; "" if it did not.
+        best: x and y of the best row of the history, by the column that `best_by` of `solve` names; None if no row has
+            that column.
+        remarks: sentences about the end: that the run ended worse than it began, or which entries of x still move.
+        state: the server's state of the method; None in a result that was read from a file.
+        own_leaves: paths of the leaves of y that are each client's own (`Bilevel.own`). In y, these leaves are
+            (M, ...), with an entry for each client; they are None for remote clients, which never send them.
     """
 
     x: PyTree
@@ -271,13 +277,13 @@ class Result(Shown):
         )
 
     def own(self, client: int) -> PyTree:
-        """Return y as a client has it, like y0: the shared leaves, and the client's own.
+        """Return a client's y, like y0: the shared leaves, and the client's own leaves.
 
         Args:
-            client: its number, 0 ≤ client < M.
+            client: the client's number, 0 ≤ client < M.
 
         Raises:
-            ConfigurationError: no leaf is a client's own, their sites have not sent them, or there is no such client.
+            ConfigurationError: no leaf is a client's own, the leaves are at their sites, or there is no such client.
         """
         named = ", ".join(self.own_leaves)
         require(bool(named), "Result.own", client, "asked where leaves of y are each client's own (Bilevel.own)")
@@ -291,9 +297,10 @@ class Result(Shown):
         return jax.tree.map(lambda one, leaf: leaf if one is None else one, mine, self.y, is_leaf=lambda a: a is None)
 
     def summary(self) -> Card:
-        """Sum up each loss and metric from its first value to its last, and every cost.
+        """Summarise each loss and metric by its first and last value, and list every cost.
 
-        It prints as a table, as in a notebook, and is a mapping of its lines: `summary()["outer_loss"]` is a text.
+        The summary prints as a table, and displays as one in a notebook. It is also a mapping of its lines:
+        `summary()["outer_loss"]` is a text.
         """
         seconds = self.history.rows[-1].get("seconds", 0.0) if self.history.rows else 0.0
         spent = {"seconds": f"{seconds:,.1f} in rounds, {self.compile_seconds:,.1f} compiling"}
@@ -307,7 +314,7 @@ class Result(Shown):
         size: tuple[float, float] | None = None,
         axes: Any = None,
     ) -> Any:
-        """Draw columns of the history against what they cost: see `History.plot`."""
+        """Draw columns of the history against a cost, and return the Matplotlib axes: see `History.plot`."""
         return self.history.plot(metrics, panel=panel, size=size, axes=axes)
 
     def _title(self) -> str:
@@ -316,15 +323,15 @@ class Result(Shown):
 
     @classmethod
     def load(cls, path: str | Path, x0: PyTree = None, y0: PyTree = None) -> Result:
-        """Read what `save` wrote.
+        """Read a result that `save` wrote.
 
         Args:
             path: the file.
-            x0, y0: where the run started, which give the structures of x and y (their values do not matter); needed
-                where these are models of other libraries or hold more than floating arrays.
+            x0, y0: the start of the run, which gives the structures of x and y; its values do not matter. It is needed
+                if x or y is a model of another library, or has leaves other than floating arrays.
 
         Raises:
-            CheckpointError: there is no such file, it holds something else, or it does not fit x0 and y0.
+            CheckpointError: there is no such file, it is not a result, or it does not fit x0 and y0.
         """
         path, best = Path(path), None
         noted = checkpoint.load_meta(path)
@@ -360,7 +367,7 @@ class Result(Shown):
             )
 
     def save(self, path: str | Path) -> None:
-        """Write x, y, history and ledger to a .npz file, atomically; `Result.load` reads it back."""
+        """Write x, y, history and ledger to a .npz file, atomically; `Result.load` reads the file."""
         fixed = jax.tree.leaves((split(self.x)[1], split(self.y)[1]))
         meta = {
             "history": self.history.rows,
@@ -379,11 +386,14 @@ class Result(Shown):
 
 
 Callback = Callable[[Result, Row | None], str | None]
-"""(result so far, the row just measured or None between rows) -> a reason to stop, or None to go on."""
+"""(result so far, the new row, or None between rows) -> a reason to stop, or None to continue."""
 
 
 def check_callbacks(callbacks: object) -> None:
-    """Refuse a single function, an iterator, which a look at it would use up, and functions of other arguments."""
+    """Reject callbacks that are no sequence of functions (result, row).
+
+    An iterator is rejected, too, since checking it would exhaust it.
+    """
     allowed = "a list of functions, such as [callback]"
     require(isinstance(callbacks, list | tuple), "callbacks", callbacks, allowed)
     assert isinstance(callbacks, list | tuple)
@@ -392,7 +402,7 @@ def check_callbacks(callbacks: object) -> None:
 
 
 def stop_when(metric: str, *, above: float | None = None, below: float | None = None) -> Callback:
-    """Make a callback that ends the run once `metric` of a row reaches a value."""
+    """Make a callback that ends the run once a row's `metric` is at least `above`, or at most `below`."""
 
     if above is None and below is None:
         raise ConfigurationError("stop_when needs `above` or `below`, the value to reach")
@@ -410,12 +420,14 @@ def stop_when(metric: str, *, above: float | None = None, below: float | None = 
 
 
 def stop_without_progress(metric: str, *, patience: int, larger_is_better: bool | None = None) -> Callback:
-    """Make a callback that ends the run when `metric` has not improved for `patience` rows; `eval_every` makes rows.
+    """Make a callback that ends the run when `metric` has not improved for `patience` rows.
 
     Args:
         metric: a column of the history.
-        patience: how many rows in a row without a better value.
-        larger_is_better: None goes by the metric, as tables do: it says so itself (`fedbilevel.Metric`), or is to fall.
+        patience: the number of consecutive rows without a better value; `eval_every` of `solve` sets the rounds between
+            rows.
+        larger_is_better: None: as the metric declares (`fedbilevel.Metric`); if it declares nothing, larger values are
+            better for accuracies, and smaller values for other metrics.
     """
     require_count("patience", patience)
     require_direction("larger_is_better", larger_is_better, optional=True)
@@ -435,7 +447,7 @@ def stop_without_progress(metric: str, *, patience: int, larger_is_better: bool 
 
 
 def has(row: Row, metric: str) -> bool:
-    """Tell whether a row holds a metric; the first row lacks those of the rounds, all others must have it."""
+    """Tell whether a row has a metric; only the first row may lack it, since no rounds precede it."""
     if metric not in row and row["round"] > 0:
         raise unknown("metric", metric, row)
     return metric in row
@@ -446,7 +458,7 @@ def _variables(x: PyTree, y: PyTree) -> dict[str, PyTree]:
 
 
 def cost(row: Row, name: str) -> float:
-    """Look up what had been spent up to a row: "rounds", "bytes", down and up together, or a column of the history."""
+    """Return a cost up to a row: "rounds", "bytes" (down and up together), or a column of the history."""
     if name == "rounds":
         return row["round"]
     return row["bytes_down"] + row["bytes_up"] if name == "bytes" else row[name]
@@ -468,7 +480,7 @@ def spent(row: Row, budget: Budget) -> bool:
 
 
 def in_words(budget: Budget) -> str:
-    """Say an amount for people: "500 exchanges", "12.5 MB", "200 seconds of the clock"."""
+    """Return a budget as text: "500 exchanges", "12.5 MB", "200 seconds of the clock"."""
     name, amount = budget
     if name == "bytes":
         return f"{amount / 1e6:,.6g} MB"
@@ -476,23 +488,25 @@ def in_words(budget: Budget) -> str:
 
 
 def reason(budget: Budget) -> str:
-    """Say why a run with a budget ended."""
+    """Return the reason for which a run with a budget ended."""
     ended = {"bytes": "sent", "time": "passed"}.get(budget[0], "done")
     return f"{in_words(budget)} {ended}"
 
 
 def rounds_at_most(budget: Budget) -> int:
-    """Count the rounds after which the budget is spent for sure: a round makes at least one exchange, but may take no
-    time at all."""
+    """Return a number of rounds after which the budget is certainly spent.
+
+    A round makes at least one exchange, but may take no time at all.
+    """
     name, amount = budget
     return math.ceil(amount) if name == "exchanges" else ENDLESS
 
 
 def rounds_done(path: Path, budget: Budget) -> int | None:
-    """Read the number of rounds of the checkpoint at `path`, if it has spent the budget already; else None.
+    """Return the rounds done in the checkpoint at `path`, if that run has already spent the budget; else None.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: the checkpoint cannot be read.
     """
     with checkpoint.as_checkpoint_error(path):
         rows = History.of(checkpoint.load_meta(checkpoint.newest(path))["history"]).rows

@@ -1,4 +1,4 @@
-"""What identifies a run: what it is begun with, and what all its processes must have in common."""
+"""Identify a run by what it is started with, and list what all its processes must have in common."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST = 500  # characters of a clock's description; a longer one is hashed
 
 
 def identity_of(execution: Execution, carry: Carry) -> Fingerprint:
-    """Take the fingerprint of a run before round 0, but for the samples: what a checkpoint must agree with."""
+    """Take the fingerprint of a run before round 0, without its samples; a checkpoint must agree with it."""
     posed, cohort, clock = execution.posed, execution.cohort, execution.engine.clock
     stated: dict[str, Any] = {"cohort": cohort.size, **({"replacement": True} if cohort.replacement else {})}
     stated["key"] = np.asarray(jax.random.key_data(execution.key)).tolist()
@@ -41,7 +41,7 @@ def identity_of(execution: Execution, carry: Carry) -> Fingerprint:
 
 
 def in_common(loop: Loop, options: RunOptions) -> dict[str, Any]:
-    """List what several processes must have in common; but for the samples, of which each may have only its own."""
+    """List what several processes must have in common; samples are left out, since a process may have only its own."""
     identity, plan = loop.saver.fingerprint, loop.plan
     metrics = {"metrics": options.metrics, "metrics_per_client": options.per_client}
     return {

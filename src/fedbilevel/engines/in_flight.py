@@ -1,7 +1,8 @@
-"""Replies in flight, for the engines that simulate asynchronous clients.
+"""Simulate replies in flight, for engines with asynchronous clients.
 
-A client's reply is computed when its message is sent, and waits in a table until it arrives by the virtual clock: it
-depends on nothing that happens meanwhile, and clients that are sent a message together are computed together.
+A client's reply is computed as soon as its message is sent, and waits in a table until it arrives by the virtual clock.
+This is exact, since a reply depends on nothing that happens in between; and the replies of all clients that get a
+message at the same time can be computed together.
 """
 
 from __future__ import annotations
@@ -27,17 +28,17 @@ NEVER = 2**31 - 1  # ticks
 
 
 class PhaseQueue(NamedTuple):
-    """The replies of one phase that clients compute or have computed, for methods that do not wait for everyone."""
+    """Hold the replies of one phase that are in flight, for methods that do not wait for all clients."""
 
     exchanges: Array  # of this phase so far
-    since: Array  # (M,) exchange of this phase in which the client last got a message or, if that is later, replied
-    replies: Sums  # leaves (M, ...): the reply that each client computes, or computed last; weighted
+    since: Array  # (M,) exchange of this phase in which the client last got a message or replied, whichever is later
+    replies: Sums  # leaves (M, ...): the weighted reply that each client computes, or computed last
     early: Sums  # the sum of replies that arrived during exchanges of other phases
     early_asked: Array  # Σ p_i·(exchange of this phase in which the message was sent) over the replies in `early`
 
 
 class InFlight(NamedTuple):
-    """The replies in flight: what each client computes, and when it arrives. Part of the carry."""
+    """Hold the replies in flight: what each client computes, and when its reply arrives. Part of the carry."""
 
     kind: Array  # (M,) number of the phase whose reply the client computes, or IDLE
     left: Array  # (M,) ticks until the reply arrives
@@ -50,7 +51,7 @@ class InFlight(NamedTuple):
 
 
 class ExchangePlan(NamedTuple):
-    """The events of an exchange: messages sent, replies arriving, and its length."""
+    """Hold the events of an exchange: the messages sent, the replies that arrive, and its length."""
 
     asked: Array  # (M,) whether the client is sent the message of this exchange
     arriving: Array  # (M,) whether the client's reply to this phase arrives and counts
@@ -71,10 +72,10 @@ def early_replies(
     y: PyTree,
     examples: tuple[PyTree, PyTree],
 ) -> dict[str, Sums]:
-    """Trace what a client contributes to each exchange that does not wait for everyone, by phase, as shapes.
+    """Trace a round, and return the shapes of a client's sums for each phase that `fed.sum_first` asks, by phase.
 
     Raises:
-        ConfigurationError: a phase is asked so for replies of different shapes.
+        ConfigurationError: `fed.sum_first` asks the same phase for replies of different shapes.
     """
     found: dict[str, Sums] = {}
 
@@ -92,7 +93,7 @@ def early_replies(
 def nothing_in_flight(replies: dict[str, Sums], clients: int, remote: bool = False) -> InFlight:
     """Make the queues before round 0, for the phases of `early_replies`.
 
-    Of `remote` clients, which know themselves what they work on, it has no table.
+    With `remote` clients the tables are empty, since these clients themselves keep the replies that they compute.
     """
     real, rows, by_phase = jax.dtypes.canonicalize_dtype(float), 0 if remote else clients, {}
     for phase, shape in replies.items():
@@ -108,7 +109,7 @@ def first(
 ) -> ExchangePlan:
     """Plan an exchange that ends with the first n replies.
 
-    Of replies that arrive at the same moment those come first that were asked for first, then those of lower ids.
+    If replies arrive at the same moment, those that were asked for earlier come first, then those of lower ids.
     """
     queue, number = queues.by_phase[phase], queues.number(phase)
     ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
@@ -142,7 +143,7 @@ def first(
 
 
 def _scheduled(queues: InFlight, number: int, delivers: Array, ticks: Any) -> ExchangePlan:
-    """Plan an exchange at whose end those deliver who are named, to whichever phase they were asked."""
+    """Plan an exchange at whose end the clients in `delivers`, (M,), reply to the phase that each was asked last."""
     asked = queues.kind == IDLE
     at_work = jnp.where(asked, number, queues.kind)
     over = jnp.where(delivers & (at_work != number), at_work, IDLE)
@@ -163,9 +164,9 @@ def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> Excha
 
 
 def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
-    """Carry out a plan: return the queues after it, in which replies to other phases are kept for later.
+    """Carry out a plan: return the queues after the exchange, in which replies to other phases are kept for later.
 
-    `queues` are those before the plan, but for the tables, into which the replies of those whom it asks are written.
+    `queues` are those before the exchange, except that the replies of the clients it asks are already in the tables.
     """
     by_phase = {}
     for number, (name, queue) in enumerate(sorted(queues.by_phase.items())):
@@ -179,7 +180,7 @@ def handed_in(queues: InFlight, plan: ExchangePlan, total: SumRows) -> InFlight:
 
 
 def counted(queues: InFlight, plan: ExchangePlan, phase: str, total: SumRows) -> tuple[InFlight, Sums, Array]:
-    """Take the replies of a phase that count now: the queues without them, their sum, and Σ p_i·(age in exchanges)."""
+    """Take out the replies of a phase that count now; return (queues without them, sum, Σ p_i·(age in exchanges))."""
     queue = queues.by_phase[phase]
     since = jnp.where(plan.asked, queue.exchanges, queue.since)
     new, asked = total(queue.replies, since, plan.arriving)
@@ -195,7 +196,7 @@ def counted(queues: InFlight, plan: ExchangePlan, phase: str, total: SumRows) ->
 
 
 def with_tables(queues: InFlight | None, change: Callable[[Sums], Any]) -> Any:
-    """Change the tables of the queues; everything else is of all clients together."""
+    """Apply a function to the tables of replies, the only part of the queues that may be distributed over devices."""
     if queues is None:
         return None
     changed = {phase: queue._replace(replies=change(queue.replies)) for phase, queue in queues.by_phase.items()}
@@ -208,7 +209,7 @@ def written(queues: InFlight, phase: str, replies: Sums) -> InFlight:
 
 
 def nonfinite_replies(queues: InFlight) -> list[str]:
-    """Name the clients whose replies are not finite, in words."""
+    """List descriptions of the clients whose replies are not finite."""
     found = []
     for phase, queue in queues.by_phase.items():
         finite = [

@@ -1,4 +1,4 @@
-"""A run in progress on the host's side: rounds in stretches, and between them rows, callbacks, signals, checkpoints."""
+"""Drive a run from the host: rounds in stretches, and between them rows, callbacks, signals and checkpoints."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from fedbilevel.engines.process_group import LostProcess, current_group
 from fedbilevel.engines.rescue import Rescue
 from fedbilevel.engines.saver import Saver
 
-STRETCH_SECONDS = 0.5  # of rounds between two looks at callbacks and Ctrl-C
+STRETCH_SECONDS = 0.5  # of rounds, after which callbacks are called and signals such as Ctrl-C are handled
 
 
 @dataclass(frozen=True)
 class LoopPlan:
-    """The rounds at which a run evaluates, saves and ends: the same after a resumption."""
+    """Hold the rounds after which a run evaluates, saves and ends; a resumed run has the same."""
 
     rounds: int
     eval_every: int
     save_every: int | None  # None: by the clock
 
     def until_next_stop(self, round: int) -> int:
-        """Count the rounds to the next row, save or end."""
+        """Return the number of rounds to the next row, checkpoint or end."""
         stops = [every - round % every for every in (self.eval_every, self.save_every) if every]
         return min(self.rounds - round, *stops)
 
@@ -50,7 +50,7 @@ class LoopPlan:
 
 @dataclass
 class Loop:
-    """A run in progress: what runs, measures, saves and rescues it, and where it stands."""
+    """Drive a run in progress: hold what executes, measures, saves and rescues it, and its current carry."""
 
     plan: LoopPlan
     execution: Execution
@@ -58,13 +58,13 @@ class Loop:
     saver: Saver
     rescue: Rescue
     callbacks: Sequence[Callback]
-    display: Display = field(default_factory=Silent)  # shows how far it is
+    display: Display = field(default_factory=Silent)  # shows the progress
     carry: Carry = field(init=False)
     result: Result = field(init=False)  # a snapshot of the carry
-    speed: float = 0.0  # rounds per second; not known before the first stretch
+    speed: float = 0.0  # rounds per second; 0 before the first stretch
 
     def play(self, carry: Carry) -> Result:
-        """Run from a carry to the end: the last round, or where the method, a callback or a signal ends it."""
+        """Run from a carry to the last round, or until the method, a callback or a signal ends the run."""
         self.execution.start(carry)
         try:
             self.carry, self.result = carry, self.snapshot(carry)
@@ -73,7 +73,7 @@ class Loop:
             self.execution.close()
 
     def play_on(self) -> Result:
-        """Run from where the run stands to the end."""
+        """Run from the current carry to the end."""
         reason, stop = self.rescue.gave_up or self.execution.ending(self.result.state), False
         self.display.advance(self.result.round, self.plan.rounds)
         with interrupts.held() as signals:
@@ -89,16 +89,19 @@ class Loop:
         return self.ended(reason)
 
     def begin(self, interrupted: bool) -> tuple[str, bool]:
-        """Measure the start, save it and call back; return a reason to end, or "", and whether to stop at once."""
+        """Measure and save the start, and call the callbacks; return (reason to end or "", whether to stop at once)."""
         row = self.add_row()
         self.keep_safe(row)
-        self.saver.save(*self.checkpoint(self.carry))  # from now on there is something to resume
+        self.saver.save(*self.checkpoint(self.carry))  # from here on, the run can be resumed
         reason, stop, _ = self.agree(row, interrupted)
         return reason, stop
 
     def turn(self, signals: list[int]) -> tuple[str, bool]:
-        """Run a stretch, call back and save; or, where the run diverges, return to a better row. Return a reason to
-        end, or "", and whether to stop at once."""
+        """Run a stretch, call the callbacks and save; if the run diverges, return to a better row instead.
+
+        Returns:
+            A reason to end, or ""; and whether to stop at once.
+        """
         try:
             row, end = self.stretch()
             if row and self.rescue.growth and self.rescue.halvings_at_most:
@@ -107,7 +110,7 @@ class Loop:
                     return "", False
             self.rescue.warn_of_growth(self.result, self.execution.method, once=True)
         except LostProcess:
-            raise  # what the carry held went into the stretch
+            raise  # the stretch has consumed the carry
         except (ExchangeError, NonFiniteError) as error:
             rows = len(self.measurements.history.rows)
             if isinstance(error, NonFiniteError) and self.rescue.may_return(rows, self.result):
@@ -124,8 +127,8 @@ class Loop:
         return reason, stop
 
     def stretch(self) -> tuple[Row | None, str]:
-        """Run some rounds, up to the next row, save or end; return a new row, if one is due, and why the run ends here,
-        or ""."""
+        """Run some rounds, at most to the next row, checkpoint or end; return (the new row if one is due, else None;
+        why the run ends here, or "")."""
         rounds = min(max(1, int(self.speed * STRETCH_SECONDS)), self.plan.until_next_stop(self.result.round))
         stretch, seconds, spent = self.execution.advance(self.carry, rounds)
         self.measurements.note(stretch, seconds)
@@ -134,11 +137,11 @@ class Loop:
         round = self.result.round
         self.display.advance(round, self.plan.rounds)
         end = spent or self.execution.ending(self.result.state)
-        new = round > self.measurements.history.rows[-1]["round"]  # else the budget allows no further round
+        new = round > self.measurements.history.rows[-1]["round"]  # False if the budget allowed no further round
         return self.add_row() if new and (end or self.plan.row_is_due(round)) else None, end
 
     def snapshot(self, carry: Carry) -> Result:
-        """Make the result of a run that stands there."""
+        """Return the result of the run at a carry."""
         x, y, state = self.execution.point(carry)
         x_fixed, y_fixed = self.execution.posed.fixed
         return Result(
@@ -155,7 +158,7 @@ class Loop:
         )
 
     def add_row(self) -> Row:
-        """Measure where the run stands, and look whether it diverges."""
+        """Add a row with measurements at the current carry, and check whether the run diverges."""
         findings = self.execution.method.findings(self.result.state).columns
         measured = self.measurements
         row = measured.add_row(self.result, findings, self.execution.per_client)
@@ -166,14 +169,19 @@ class Loop:
         return row
 
     def keep_safe(self, row: Row | None) -> None:
-        """Keep a copy of the carry of a row, if there is one, to return to."""
+        """Keep a copy of the carry if there is a new row, so that the run can return to it."""
         if row is not None:
             best = self.measurements.best
             self.rescue.keep(self.carry, is_best=best is not None and best.round == row["round"])
 
     def go_back(self, why: str) -> str:
-        """Return to before the best row with half the steps; or for good, where they were halved often enough: then
-        return why the run ends, else ""."""
+        """Go back to the carry before the best row, with half of every step size.
+
+        If the steps were already halved as often as allowed, the run ends there.
+
+        Returns:
+            Why the run ends; "" if it goes on.
+        """
         carry = self.rescue.retreat(why, self.result, self.execution.method)
         self.forget_after(carry)
         if not self.rescue.gave_up:
@@ -182,12 +190,12 @@ class Loop:
         return self.rescue.gave_up
 
     def forget_after(self, carry: Carry) -> None:
-        """Forget the rows after a carry to which the run returns, or which is to be saved as the last good one."""
+        """Remove the rows after a carry, to which the run returns or which is saved as the last good one."""
         if int(carry.round) < self.result.round:
             self.measurements.forget_after(int(carry.round))
 
     def fail(self, error: ExchangeError | NonFiniteError) -> None:
-        """Save the last good carry, if there is one, before an error ends the run; say what may help against it."""
+        """Save the last good carry, if there is one, before an error ends the run; add advice to the error."""
         good = getattr(error, "carry", None) or (self.carry if isinstance(error, ExchangeError) else None)
         if isinstance(error, NonFiniteError):
             error.result = self.result if good is None else self.snapshot(good)
@@ -199,8 +207,10 @@ class Loop:
             self.rescue.explain(error, self.execution.method)
 
     def agree(self, row: Row | None, interrupted: bool) -> tuple[str, bool, bool]:
-        """Agree among all processes on (reason to end, whether to stop at once, whether to save): process 0 decides,
-        and a signal to any process stops all. Where a callback raises, all save first."""
+        """Agree among all processes on (reason to end, whether to stop at once, whether to save).
+
+        Process 0 decides, and a signal to any process stops all of them. If a callback raises, all save first.
+        """
 
         def here() -> tuple[str, float, bool]:
             reasons = [callback(self.result, row) for callback in self.callbacks]  # every one is called
@@ -213,12 +223,15 @@ class Loop:
             return reason, any(group.gather(interrupted)), due
         except LostProcess:
             raise
-        except Exception as error:  # of a callback
+        except Exception as error:  # raised by a callback
             self.saver.save_before(error, *self.checkpoint(self.carry))
             raise
 
     def checkpoint(self, carry: Carry, diverged: bool = False) -> tuple[Carry, dict[str, Any]]:
-        """Put together what a checkpoint has: a carry with the best row, and JSON. `diverged`: the run ends by that."""
+        """Return the contents of a checkpoint: a carry with the best row, and a JSON object.
+
+        `diverged`: whether the run ends because it diverges.
+        """
         best = self.measurements.best
         if best is not None:
             carry = carry._replace(best=(split(best.x)[0], split(best.y)[0]))
@@ -231,7 +244,7 @@ class Loop:
         return carry, meta
 
     def ended(self, reason: str) -> Result:
-        """Return the result of a run that ends where it stands, with remarks, and warn of what they say."""
+        """Return the result of a run that ends at the current carry, with remarks; they are issued as warnings, too."""
         method, result = self.execution.method, self.result
         self.rescue.warn_of_growth(result, method)
         remarks: tuple[str, ...] = ()
@@ -240,10 +253,10 @@ class Loop:
         return replace(result, stopped=reason, remarks=tuple(filter(None, remarks)))
 
     def ends(self, before: tuple[PyTree, PyTree] | None) -> Ends | None:
-        """Compare the end with an earlier point (x, y), None: the start; None where that may not be known.
+        """Compare the outer loss at the end with that at an earlier point (x, y); None: at the start.
 
-        Under privacy the clients' own values would leave them without noise. A run that was continued by force with
-        other arguments may have begun elsewhere.
+        Returns None under privacy, where the clients' losses would be revealed without noise, and for runs that were
+        continued by force with other arguments, which may have had another start.
         """
         method, result = self.execution.method, self.result
         private = any(isinstance(layer, Private) for layer in layers_at(method))

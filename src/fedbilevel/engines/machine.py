@@ -1,4 +1,4 @@
-"""What a process asks of its machine: XLA's settings for CPUs, programs kept on disk, and memory that is given back."""
+"""Configure the machine for a process: XLA's settings for CPUs, compiled programs on disk, and freed memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
-from jax._src.xla_bridge import backends_are_initialized  # nothing public says so without starting them
+from jax._src.xla_bridge import backends_are_initialized  # no public function tells this without starting backends
 from jax.experimental.compilation_cache import compilation_cache
 
 from fedbilevel.core.errors import ConfigurationError, require, require_count
@@ -32,17 +32,17 @@ _asked: list[int | None] = []  # with what tune_cpu was called
 
 
 def tune_cpu(devices: int | None = None) -> None:
-    """Set XLA_FLAGS for this process; call it before JAX's first computation. Flags that are already set win.
+    """Set XLA_FLAGS for this process, before JAX's first computation. Flags that are already set take precedence.
 
-    `solve` does so by itself where JAX has not started yet, for a cohort of several clients.
+    `solve` calls this function if JAX has not started yet and the cohort has several clients.
 
     Args:
-        devices: CPU devices to present, for `Local(devices=…)`; None: one for each core. With several, each runs its
-            products on one thread, and clients side by side.
+        devices: the number of CPU devices to present, for `Local(devices=…)`; None: one for each core. If there are
+            several, they compute different clients in parallel, each on one thread.
 
-    The matrix products of clients (some 64×784×200) ran 1.2 times faster in XLA's Eigen kernels than in its newer
-    YNN ones, which jaxlib 0.10 takes by default; FISM's walks, small loops, ran 1.6 times faster compiled as one piece
-    each, which by default is for loops over less than 1,024 bytes alone.
+    The flags are chosen by measurement. Matrix products of clients (some 64×784×200) ran 1.2 times faster in XLA's
+    Eigen kernels than in its newer YNN kernels, the default of jaxlib 0.10. The small loops of FISM ran 1.6 times
+    faster when each was compiled as one kernel, which XLA by default does only for loops over less than 1,024 bytes.
 
     Raises:
         ConfigurationError: JAX has started with fewer devices.
@@ -71,7 +71,7 @@ def tune_cpu(devices: int | None = None) -> None:
 
 
 def use_every_core() -> None:
-    """Call `tune_cpu` where nobody has: JAX has not started, and will find no accelerator."""
+    """Call `tune_cpu` if it was not called yet, JAX has not started, and JAX will find no accelerator."""
     plugins = any(map(importlib.util.find_spec, ("jax_plugins", "libtpu")))
     platforms = jax.config.values["jax_platforms"]
     if (platforms == "cpu" or not (platforms or plugins)) and not _asked and not backends_are_initialized():
@@ -79,19 +79,19 @@ def use_every_core() -> None:
 
 
 def cores() -> int:
-    """Count the cores that this process may use."""
+    """Return the number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _count_given() -> int:
-    """Return how many CPU devices the user asked JAX for, 0 where they did not."""
+    """Return the number of CPU devices that the user asked JAX for; 0 if the user did not set it."""
     flag = re.search(rf"{COUNT}=(\d+)", os.environ.get("XLA_FLAGS", ""))
     return max(jax.config.values["jax_num_cpu_devices"], 0) or int(flag[1] if flag else 0)
 
 
 @cache
 def advise_of_cores() -> None:
-    """Say once how to use every core, where JAX has started with a single device and nobody wanted that."""
+    """Warn once how to use every core, if JAX has started with a single device and the user did not ask for that."""
     alone = jax.default_backend() == "cpu" and jax.local_device_count() == 1
     if alone and cores() > 1 and not _count_given() and not _asked:
         how = "fb.tune_cpu() before the first array of jax.numpy, or x0 and y0 as arrays of NumPy"
@@ -103,15 +103,15 @@ def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -
     """Keep compiled programs on disk for later processes, as the command line does: JAX's persistent cache.
 
     Args:
-        folder: None is fedbilevel/programs in the user's cache, or, where it is set, JAX_COMPILATION_CACHE_DIR, whose
-            other settings then stay as they are.
-        megabytes: beyond these the programs that were not used for longest are removed.
+        folder: where programs are kept; None: the environment variable JAX_COMPILATION_CACHE_DIR, if it is set (JAX's
+            other settings of the cache are then unchanged), else fedbilevel/programs in the user's cache.
+        megabytes: the size of the folder beyond which the least recently used programs are removed.
 
     Returns:
         The folder; a later call may choose another folder.
 
     Raises:
-        ConfigurationError: the folder cannot be written, or the package filelock is missing; all stays as it was.
+        ConfigurationError: the folder cannot be written, or the package filelock is missing. No setting is changed.
     """
     require_count("megabytes", megabytes)
     if importlib.util.find_spec("filelock") is None:
@@ -132,7 +132,7 @@ def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -
 
 
 def keep_on_disk_if_possible() -> None:
-    """Call `keep_on_disk` where nobody asked for it: if there is no place for programs, they are compiled each time."""
+    """Call `keep_on_disk` without a user's request: if programs cannot be kept, they are compiled each time."""
     try:
         keep_on_disk()
     except ConfigurationError as error:
@@ -141,15 +141,16 @@ def keep_on_disk_if_possible() -> None:
 
 
 def once_for_all_processes() -> str:
-    """Say how to compile no program twice, where none are kept on disk; "" where they are.
+    """Return advice on how to compile no program twice; "" if programs are already kept on disk.
 
-    `solve` does not keep them unasked: JAX's setting holds for every program of the process, the user's own too.
+    `solve` does not keep programs unless it is asked to, since JAX's setting applies to every program of the process,
+    including the user's own programs.
     """
     return "" if jax.config.values["jax_compilation_cache_dir"] else " (fb.Local.keep_on_disk() keeps it)"
 
 
 def _require_writable(folder: Path) -> None:
-    """Make the folder, and write there as much as a program takes: JAX itself says for every program what fails."""
+    """Make the folder, and test that a file of a program's size can be written: JAX would warn for every program."""
     try:
         if not folder.is_dir():
             folder.mkdir(parents=True, exist_ok=True)
@@ -160,7 +161,7 @@ def _require_writable(folder: Path) -> None:
 
 
 def _remove_halves(folder: Path) -> None:
-    """Remove programs without a time of use, left by a process that was killed: JAX would write no more beside them."""
+    """Remove programs without a time of use, which a killed process has left: with them, JAX would write no more."""
     for file in folder.glob("*-cache"):
         time_of_use = file.with_name(file.name.removesuffix("-cache") + "-atime")
         with contextlib.suppress(OSError):  # another process may have removed it
@@ -170,7 +171,7 @@ def _remove_halves(folder: Path) -> None:
 
 @cache
 def _trim() -> Any:
-    """Find the C library's malloc_trim, or None where it has none: elsewhere than on Linux with glibc."""
+    """Return the C library's function malloc_trim; None if it has none (only glibc on Linux has it)."""
     if not sys.platform.startswith("linux"):
         return None
     try:
@@ -180,10 +181,10 @@ def _trim() -> Any:
 
 
 def trim_heap() -> None:
-    """Return freed memory to the operating system, in 20 to 110 ms.
+    """Return freed memory to the operating system; this takes 20 to 110 ms.
 
-    A process compiles in many threads, and glibc keeps what each of them frees in a pool of its own: after a few runs
-    with programs of their own that is several hundred megabytes, more with each pool that is opened.
+    XLA compiles in many threads, and glibc keeps the memory that a thread frees in a pool of that thread. After a few
+    runs with different programs, these pools hold several hundred megabytes.
     """
     if trim := _trim():
         trim(0)

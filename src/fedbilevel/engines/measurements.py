@@ -1,4 +1,4 @@
-"""What a run has measured: its costs, the losses of its rounds, a row of the history now and then, and the best row."""
+"""Collect the measurements of a run: its costs, the losses of its rounds, the rows of the history, and the best row."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from fedbilevel.engines.process_group import warn_on_first
 
 @dataclass
 class RunMeasurements:
-    """The measurements of a run so far."""
+    """Hold the measurements of a run so far."""
 
     evaluation: Evaluation
     history: History
     ledger: Ledger
     best_by: str | None = None  # a column of the history; None: "outer_loss"
-    clip: float | None = None  # of replies under privacy
-    flops: Mapping[ExchangeKind, int] | None = None  # of a client's reply, where they are known
+    clip: float | None = None  # the clip of replies under privacy
+    flops: Mapping[ExchangeKind, int] | None = None  # operations of a client's reply, if they are known
     seconds: float = 0.0  # in rounds, without compilation and evaluation
     losses: dict[str, list[Any]] = field(default_factory=dict)  # of each round since the last row
     began: dict[str, float] = field(default_factory=dict)  # the losses of the first round
     best: Best | None = None
-    other_arguments: bool = False  # whether it was continued by force with other arguments than it was begun with
+    other_arguments: bool = False  # whether the run was continued by force with other arguments
 
     def count_flops(self, flops: Mapping[ExchangeKind, int] | None) -> None:
-        """Count the operations of clients from now on, if it is known what a reply costs."""
+        """Count the clients' operations from now on; None: they are not known."""
         self.flops, self.ledger.flops = flops, None if flops is None else 0
 
     def note(self, stretch: Stretch, seconds: float) -> None:
@@ -48,18 +48,21 @@ class RunMeasurements:
         self.seconds += seconds
         self.ledger.add(stretch.costs, stretch.rounds, self.flops)
         for (_, name), (total, weight) in stretch.costs.metrics.items():
-            if (replied := np.asarray(weight) > 0).any():  # by a schedule there may be no reply
+            if (replied := np.asarray(weight) > 0).any():  # with a schedule of arrivals there may be no reply
                 means = (np.asarray(total, float)[replied].T / np.asarray(weight, float)[replied]).T
                 self.losses.setdefault(name, []).extend(means.tolist())
                 if means.ndim == 1:
                     self.began.setdefault(name, float(means[0]))
 
     def add_row(self, result: Result, findings: Mapping[str, Any], per_client: PerClientRow | None) -> Row:
-        """Evaluate and append to the history. Means are of exactly rounded sums: no partition of rounds shows.
+        """Evaluate the metrics, and append a row to the history.
+
+        Means over rounds are computed from exactly rounded sums, so that they do not depend on how rounds were divided
+        into stretches.
 
         Args:
             result: the point to measure.
-            findings: columns that the method finds in the server's state.
+            findings: columns that the method computes from the server's state.
             per_client: measures the metrics of each client.
         """
         row: Row = {"round": result.round, **self.ledger.columns(), "seconds": self.seconds, **self.mean_losses()}
@@ -76,7 +79,7 @@ class RunMeasurements:
         return row
 
     def mean_losses(self) -> Row:
-        """Average each loss over the rounds since the last row; of the norms of noised replies, take quantiles."""
+        """Average each loss over the rounds since the last row; for norms of noisy replies, compute quantiles."""
         row: Row = {}
         for name, values in self.losses.items():
             means = [math.fsum(one) / len(values) for one in np.reshape(values, (len(values), -1)).T.tolist()]
@@ -88,7 +91,7 @@ class RunMeasurements:
         return row
 
     def close_row(self, result: Result, row: Row) -> None:
-        """Compare a new row with the best one, and begin to collect the losses of the next."""
+        """Compare a new row with the best row, and begin to collect the losses of the next row."""
         self.losses.clear()
         column = self.best_by or "outer_loss"
         if column in row if self.best_by is None else has(row, column):
@@ -98,13 +101,13 @@ class RunMeasurements:
         result.best = self.best
 
     def forget_after(self, round: int) -> None:
-        """Forget what was measured after a round to which the run returns, but for its costs."""
+        """Remove what was measured after a round to which the run returns; the costs remain counted."""
         self.history.rows[:] = [row for row in self.history.rows if row["round"] <= round]
         self.ledger.rounds = round
         self.losses.clear()
 
     def to_json(self) -> dict[str, Any]:
-        """Return what a checkpoint has of the measurements, but for the best row."""
+        """Return the measurements as a checkpoint stores them, without the variables of the best row."""
         return {
             "history": self.history.rows,
             "ledger": asdict(self.ledger),
@@ -115,7 +118,7 @@ class RunMeasurements:
         }
 
     def continue_from(self, meta: Mapping[str, Any], best: tuple[PyTree, PyTree] | None) -> None:
-        """Take up the measurements of a checkpoint; `best`: the variables of the best row, if it has one."""
+        """Continue the measurements of a checkpoint; `best`: the variables of its best row, if it has one."""
         self.history = History.of(meta["history"], self.history.directions)
         self.ledger = Ledger.of(meta["ledger"])
         self.seconds = float(meta["seconds"])
@@ -130,17 +133,17 @@ class RunMeasurements:
             self.best = Best(x, y, int(round), str(column), float(value))
 
     def remark(self, result: Result, method: Algorithm, ends: Compare) -> str:
-        """Say that a run ended worse than it began, or that its best row lies in its first half; or "".
+        """Say that a run ended worse than it began, or that its best row lies in its first half; else "".
 
-        Both are warned of, but for a run whose last row is its best: training y may have raised the outer loss. So it
-        may have where the end is below the outer loss of the start with y trained there, which is not warned of either.
+        Both cause a warning, with two exceptions, in which training y may have raised the outer loss: the last row is
+        the best row, or the outer loss at the end is below that at the start with y trained there.
 
         Args:
-            result: where the run ended.
-            method: whose steps are at fault.
-            ends: compares the outer loss of all clients at the end with that at an earlier point, if it can. It is
-                asked where the outer loss in the last row is not below that of the first round by more than the noise
-                of a round, and where the best row lies in the first half.
+            result: the end of the run.
+            method: the method, whose steps the remark suggests to lower.
+            ends: compares the outer loss of all clients at the end with that at an earlier point, if possible. It is
+                called if the outer loss in the last row is not below that of the first round by more than the noise of
+                a round, and if the best row lies in the first half.
         """
         best, rows = self.best, self.history.rows
         if best is None or best.column not in rows[-1]:
@@ -148,7 +151,7 @@ class RunMeasurements:
         column, sign = best.column, -1 if self.history.larger_is_better(best.column) else 1
         values = [row[column] for row in rows if column in row]
         first, last = self.began.get(column, values[0]), values[-1]
-        bends = np.abs(np.diff(values, 2))  # of what falls or rises steadily they are 0, but for noise
+        bends = np.abs(np.diff(values, 2))  # second differences of a steady rise or fall are 0, except for noise
         bend = 2 * float(np.median(bends)) if len(bends) else 0.1 * abs(first)
         noise = bend + 0.01 * max(abs(first), abs(last)) * (len(bends) > 0)
         of_a_round = noise + bend * math.sqrt(result.round / max(1, len(rows) - 1))  # a row has the mean over several
@@ -172,15 +175,15 @@ class RunMeasurements:
 
 
 def require_one_number(field: str, values: Sequence[float] | np.ndarray) -> None:
-    """Refuse a metric of several numbers, or of none."""
+    """Reject a metric whose value is several numbers, or none."""
     require(len(values) == 1, field, f"{len(values)} numbers", "one number, such as their mean")
 
 
 Compare = Callable[[tuple[PyTree, PyTree] | None], Ends | None]
-"""Compares the end of a run with an earlier point (x, y), None: with the start."""
+"""An earlier point (x, y), or None for the start -> the outer losses there and at the end; None if not known."""
 
 
 def untrained(best: Best, ends: Compare) -> bool:
-    """Tell whether the best row's loss is below that of the end for the sole reason that y was not trained there."""
+    """Tell whether the best row's loss is below that of the end only because y was not trained at the best row."""
     found = ends((best.x, best.y))
     return found is not None and found.above and not found.worse
