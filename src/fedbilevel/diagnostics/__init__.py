@@ -1,1 +1,1 @@
-"""Checks before and beside a run: whether a hypergradient is right, and which step sizes suit a problem."""
+"""Check whether a hypergradient is right, and which step sizes suit a problem, without or before a run."""

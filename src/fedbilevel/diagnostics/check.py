@@ -1,4 +1,4 @@
-"""Is this hypergradient right? Every way to it, side by side, against the implicit gradient in float64."""
+"""Check a hypergradient: compare several ways of computing it with the implicit gradient in float64."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ from fedbilevel.oracles.exact import (
 from fedbilevel.oracles.operators import Extremes, Solution, extreme_eigenvalues, neumann
 from fedbilevel.oracles.population import Population
 
-DENSE = 500  # dim y up to which the yardstick is dense
-LOCAL = 1000  # clients up to which everyone's own hypergradient is computed
+DENSE = 500  # dim y up to which the exact hypergradient is computed with a dense Hessian
+LOCAL = 1000  # clients up to which every client's own hypergradient is computed
 LOCAL_NOTES = {
     "inverse": "every client with its own Hessian: its error is bias",
     "identity": "every client with its own ∇y f_i for v: its error is bias",
@@ -54,29 +54,29 @@ LOCAL_NOTES = {
 
 @dataclass(frozen=True)
 class ReportRow:
-    """One estimate h against the yardstick ∇: cosine, ‖h − ∇‖/‖∇‖, and the same for its standard error."""
+    """Compare an estimate h with the exact hypergradient ∇: cosine, error ‖h − ∇‖/‖∇‖, and relative standard error."""
 
     name: str
     cosine: float
     relative_error: float
-    standard_error: float | None  # of a mean of random draws, relative to ‖∇‖ as the error is; else None
+    standard_error: float | None  # for a mean of random draws, relative to ‖∇‖; else None
     cost: str
     note: str
 
 
 @dataclass(frozen=True, repr=False)
 class HypergradientReport:
-    """The result of `check_hypergradient`; show or print it, or take a row by its name.
+    """Hold the result of `check_hypergradient`; it prints as a table, and `report[NAME]` is a row.
 
     Args:
-        rows: of each estimate, how far it is from the exact hypergradient, and what it costs.
-        hypergradient: the exact one, like x, in float64.
-        y: the y at which it was taken.
+        rows: for each estimate, its distance from the exact hypergradient, and its cost.
+        hypergradient: the exact hypergradient, like x, in float64.
+        y: the y at which it was computed.
         inner_gradient: ‖∇y G‖ at that y, 0 at y*(x).
-        smallest_curvature: the smallest eigenvalue of the inner Hessian at that y, from Lanczos steps; negative where
-            it is indefinite.
-        negative_curvature: whether that is negative, or conjugate gradient met negative curvature.
-        notes: sentences on what should be known of these numbers.
+        smallest_curvature: the smallest eigenvalue of the inner Hessian at that y, by Lanczos' method; it is negative
+            if the Hessian is indefinite.
+        negative_curvature: whether that eigenvalue is negative, or conjugate gradient met negative curvature.
+        notes: sentences that qualify these numbers.
     """
 
     rows: tuple[ReportRow, ...]
@@ -117,19 +117,23 @@ def check_hypergradient(
 ) -> HypergradientReport:
     """Compare estimates of ∇Φ(x), Φ(x) = F(x, y*(x)), with the implicit gradient over all samples of all clients.
 
-    All in float64, whatever the dtype of x, y and the samples, and whether or not JAX has it switched on.
+    Everything is computed in float64, whatever the dtypes of x, y and the samples are, and even if JAX's 64-bit mode is
+    off.
 
     Args:
         problem, clients, x, y: as for `solve`.
-        estimators: by name, functions (x, y) -> a tree like x, called at (x, y*(x)) with float64 arrays; or algorithms
-            with a method `hypergradient_at(fed, x, y, key)`, played for `draws` rounds on `cohort` clients (None: all).
-        solve_inner: take y to y*(x) first. Otherwise the yardstick is the implicit gradient at (x, y), which is not
-            ∇Φ(x), and finite differences are left out.
-        steps: N of the unrolled gradient descent, which starts from the given y.
-        terms, step: of the truncated Neumann series; the unrolled descent has the same step. None: 1/L.
-        directions: random directions for finite differences of Φ.
-        draws: rounds played with each algorithm.
-        key: seed of directions and draws.
+        estimators: by name, functions (x, y) -> a tree like x, which are called at (x, y*(x)) with float64 arrays; or
+            algorithms with a method `hypergradient_at(fed, x, y, key)`, which are run for `draws` rounds.
+        solve_inner: whether to solve for y*(x) first. Otherwise estimates are compared with the implicit gradient at
+            (x, y), which is not ∇Φ(x), and finite differences are left out.
+        steps: the number of steps of the unrolled gradient descent, which starts from the given y.
+        terms, step: the number of terms and the step of the truncated Neumann series; the unrolled descent has the same
+            step. A step of None is 1/L.
+        directions: the number of random directions for finite differences of Φ.
+        draws: the number of rounds for each algorithm.
+        cohort: the number of clients in these rounds; None: all clients.
+        engine: the engine of these rounds.
+        key: the seed of directions and draws.
 
     Returns:
         A report with the rows "unrolled", "finite differences", "series", "cg", "local" (the mean of the clients' own
@@ -137,7 +141,7 @@ def check_hypergradient(
 
     Raises:
         ConfigurationError: an argument is not allowed, or an estimate does not have the shape of x.
-        NonFiniteError: an estimate holds NaN or infinity.
+        NonFiniteError: an estimate contains NaN or infinity.
     """
     for name, count in {"steps": steps, "terms": terms, "directions": directions, "draws": draws}.items():
         require_count(name, count)
@@ -168,7 +172,7 @@ def check_hypergradient(
 
 
 class ReportRows:
-    """The rows so far, and what they are measured against."""
+    """Collect the rows of a report, with the exact hypergradient that estimates are compared with."""
 
     def __init__(self, at: DifferentiablePoint, found: Estimates) -> None:
         self.at, self.found = at, found
@@ -178,7 +182,7 @@ class ReportRows:
             raise NonFiniteError(f"the implicit gradient is not finite ({', '.join(bad)}): no yardstick")
 
     def add(self, name: str, h: PyTree, cost: str, note: str) -> None:
-        """One of our own; it may well diverge, where the inner Hessian is not positive definite."""
+        """Add an estimate of this library, which may diverge if the inner Hessian is not positive definite."""
         if nonfinite_leaves(h):
             self.rows.append(ReportRow(name, float("nan"), float("inf"), None, cost, f"diverged; {note}"))
         else:
@@ -259,7 +263,7 @@ class ReportRows:
                 "NEGATIVE CURVATURE: the inner Hessian is not positive definite; y*(x) and ∇Φ are not defined (a ridge "
                 "on the inner loss in y mends that)"
             )
-        # rounding of a gradient is about ε·L·‖y‖; a thousand times that is no longer rounding
+        # the rounding error of a gradient is about ε·L·‖y‖; an error of a thousand times that is more than rounding
         limit = 1e3 * float(np.finfo(np.float64).eps) * max(high, 1.0) * max(1.0, float(optax.tree.norm(found.inner.y)))
         if plan.solve_inner and norm > limit:
             newton = int(found.inner.iterations)
@@ -281,7 +285,7 @@ CG_TOLERANCE = 1e-10
 
 @dataclass(frozen=True)
 class SamplingPlan:
-    """The estimates to compute and their numbers of steps; see `check_hypergradient`."""
+    """Hold the estimates to compute and their numbers of steps; see `check_hypergradient`."""
 
     solve_inner: bool
     dense: bool
@@ -294,7 +298,7 @@ class SamplingPlan:
 
 @dataclass(frozen=True)
 class Estimates:
-    """Hypergradients at (x, y), like x, and what their notes need."""
+    """Hold hypergradients at (x, y), like x, and the quantities that the notes on them need."""
 
     inner: Inner  # y, and how it was reached
     spectrum: Extremes  # of ∇²yy G at (x, y)
@@ -308,7 +312,7 @@ class Estimates:
 
 
 def estimates(population: Population, x: PyTree, start: PyTree, plan: SamplingPlan) -> Estimates:
-    """Everything but the local hypergradient."""
+    """Compute all estimates except the local hypergradient."""
     report_stage("solving the inner problem")
     if plan.solve_inner:
         inner = solve_inner(population, x, start)
@@ -352,7 +356,7 @@ def _series(population: Population, x: PyTree, y: PyTree, step: Array, *, terms:
 def local_hypergradient(
     each: Population, p: Array, x: PyTree, y: PyTree, *, implicit_term: ImplicitTerm = "inverse"
 ) -> tuple[PyTree, Array]:
-    """Σ p_i (∇x f_i − ∇²xy g_i v_i), as LFedNest's clients form it, and the number of clients whose system failed.
+    """Compute (Σ p_i (∇x f_i − ∇²xy g_i v_i), as in LFedNest; the number of clients whose linear system failed).
 
     By what the problem says of ∇²yy g, v_i = (∇²yy g_i)⁻¹ ∇y f_i ("inverse"), ∇y f_i ("identity") or 0 ("none"). A
     system fails where the client's Hessian is not positive definite or could not be inverted.
@@ -372,7 +376,7 @@ def local_hypergradient(
 
 
 class ProbeState(NamedTuple):
-    """The point, and the mean and spread of the estimates so far (Welford's recurrence)."""
+    """Hold the point, and the mean and spread of the estimates so far (Welford's recurrence)."""
 
     x: PyTree
     y: PyTree
@@ -384,9 +388,11 @@ class ProbeState(NamedTuple):
 def sample(
     given: Any, problem: Any, clients: Clients, x: PyTree, y: PyTree, draws: int, **options: Any
 ) -> tuple[PyTree, float, float]:
-    """Ask `given.hypergradient_at(fed, x, y, key)` for an estimate in each round; schedules stay at round 0.
+    """Compute `given.hypergradient_at(fed, x, y, key)` in each of `draws` rounds; schedules stay at round 0.
 
-    The mean of the estimates, its standard error, √(trace of the covariance / draws), and the exchanges of an estimate.
+    Returns:
+        The mean of the estimates; its standard error, √(trace of the covariance / draws); and the exchanges per
+        estimate.
     """
     check_algorithm(given)
     given = adaptive(given, problem)
@@ -404,7 +410,7 @@ def sample(
 
 @functools.cache
 def _probe(cls: Any) -> Any:
-    """The algorithm `cls` with other rounds: each asks for a hypergradient, and x and y stay where they are."""
+    """Return a subclass of the algorithm `cls` whose rounds estimate a hypergradient, and do not change x and y."""
 
     class Probe(cls):  # type: ignore[misc]
         def init(self, x: PyTree, y: PyTree) -> ProbeState:

@@ -1,6 +1,6 @@
-"""How long the replies of clients are, phase by phase and part by part, and how far the noise of privacy moves x and y.
+"""Measure the norms of clients' replies, by phase and part, and how far the noise of privacy moves x and y.
 
-A clip is chosen by the first, steps by the second: docs/explanation/privacy.md.
+The norms help to choose a clip, and the movement by noise helps to choose steps: see docs/explanation/privacy.md.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.solve import solve
 
 ALL = "all"
-SILENT = 1e-20  # a noise multiplier, of clipping alone
+SILENT = 1e-20  # a noise multiplier that amounts to clipping without noise
 
 
 @dataclass(frozen=True)
 class Moved:
-    """How far a variable moves in all rounds, in L2 norm: by noise, infinite where the run diverges, and without it."""
+    """Hold how far a variable moves in all rounds, in L2 norm, by noise and without noise; infinite if runs diverge."""
 
     by_noise: float
     without: float
@@ -45,14 +45,14 @@ class Moved:
 
 @dataclass(frozen=True, repr=False)
 class ReplyNorms(Shown):
-    """The result of `reply_norms`: print it for a table.
+    """Hold the result of `reply_norms`, which prints as a table.
 
     Args:
-        norms: phase and part -> the L2 norm of that part of each reply. Parts are the fields of an update; "all" is
-            what a clip bounds: everything but what is public or withheld.
-        numbers: phase and part -> how many numbers it has.
-        privacy: the terms.
-        moved: variable -> how far it moves, under terms; noise is that of one key.
+        norms: (phase, part) -> the L2 norms of that part in all replies. Parts are the fields of an update; "all" is
+            everything that a clip bounds, which excludes public and withheld fields.
+        numbers: (phase, part) -> how many numbers the part has.
+        privacy: the terms of privacy, if any.
+        moved: variable -> how far it moves under these terms, with the noise of one key.
     """
 
     norms: Mapping[tuple[str, str], np.ndarray]
@@ -96,14 +96,15 @@ def reply_norms(
     privacy: Privacy | None = None,
     key: int = 0,
 ) -> ReplyNorms:
-    """Play rounds and tell how long replies are; under terms of privacy also how far their noise moves x and y.
+    """Run some rounds, and measure the norms of replies; with terms of privacy, also how far noise moves x and y.
 
-    Norms are those before clipping, in rounds without privacy: in a federation only a site knows its own.
+    The norms are measured without clipping, in rounds without privacy. In a federation, only a site itself knows the
+    norms of its replies.
 
     Args:
         algorithm, problem, clients, x, y, cohort, key: as for `solve`.
-        rounds: how many are played, by the engine `Reference`.
-        privacy: terms to try, of every client.
+        rounds: the number of rounds, which the engine `Reference` runs.
+        privacy: the terms to try, for every client; None: only norms are measured.
 
     Raises:
         ConfigurationError: an argument is not allowed.
@@ -137,7 +138,7 @@ def reply_norms(
 
 
 def parts_of(update: PyTree) -> dict[str, list[Any]]:
-    """Return the leaves that a clip bounds, by the field of the update that they are in; all of them as ALL."""
+    """Return the leaves that a clip bounds, by their field of the update; all of them are under ALL."""
     leaves = jax.tree_util.tree_leaves_with_path(private_part(update))
     parts: dict[str, list[Any]] = {ALL: [leaf for _, leaf in leaves]}
     for path, leaf in leaves if len({path[:1] for path, _ in leaves}) > 1 else ():
@@ -146,5 +147,5 @@ def parts_of(update: PyTree) -> dict[str, list[Any]]:
 
 
 def distance(one: PyTree, other: PyTree) -> float:
-    """Return the L2 norm of the difference of two trees, in what is floating."""
+    """Return the L2 norm of the difference of two trees, over their floating leaves."""
     return float(optax.tree.norm(optax.tree.sub(split(one)[0], split(other)[0])))

@@ -1,4 +1,4 @@
-"""Is this structure right? Units of a group are interchangeable, so that permuting them must not change a loss."""
+"""Check a structure: the units of a group are interchangeable, so that permuting them must not change a loss."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def check_structure(
 
 
 def _derangement(units: int, rng: np.random.Generator) -> np.ndarray:
-    """A random order of the units in which none (but a single one) is where it was: a random cycle through all."""
+    """Return a random cyclic permutation of the units, which moves every unit unless there is only one."""
     order = rng.permutation(units)
     moved = np.empty(units, np.int64)
     moved[order] = np.roll(order, 1)
@@ -72,7 +72,7 @@ def _derangement(units: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def _permuted(unit_layout: UnitLayout, part: str, tree: PyTree, group: str, order: np.ndarray) -> PyTree:
-    """x or y with the units of the group in that order."""
+    """Return `tree`, which is x or y, with the units of the group in that order."""
     leaves, shape = jax.tree.flatten(tree)
     for number, axes in enumerate(unit_layout.axes[part]):
         for place, axis in enumerate(axes):

@@ -1,4 +1,4 @@
-"""From what was measured of a problem to the fields of a method that suit it."""
+"""Suggest the fields of a method from the measurements of a problem."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SOLVED = 8  # inner rounds of so many κ leave e^−8 of y's error, and of a tru
 
 @dataclass(frozen=True)
 class Scales:
-    """The few numbers that decide, for full batches or for mini-batches.
+    """Hold the quantities that determine the fields, for full batches or for mini-batches.
 
     Attributes:
         mu, smoothness: μ and L that y has to be stepped by: L grows with the noise of batches and cohorts.
@@ -130,7 +130,7 @@ def nested(s: Scales, batch_size: int | None, work: int | None, inner: type[Loca
 
 
 def solver(s: Scales) -> Neumann | CG:
-    """A short series where products are noisy, else conjugate gradient."""
+    """Return a short series if products are noisy, else conjugate gradient."""
     if s.noisy:
         return Neumann(terms=min(TERMS, math.ceil(s.condition)), step=1 / s.smoothness)
     enough = math.ceil(math.sqrt(s.condition) / 2 * math.log(2 / CG_TOLERANCE))  # of conjugate gradient's error bound
@@ -201,14 +201,14 @@ _REASONS_BY_PROBLEM: dict[type[Problem], str] = {
 
 
 def not_suggested() -> dict[str, str]:
-    """Why no fields are suggested for the other methods, by name."""
+    """Return, by name, why no fields are suggested for the other methods."""
     unknown = "nobody has written down how their steps follow from what is measured"
     others = {name: cls.solves[0] for name, cls in sorted(ALGORITHMS.items()) if name not in SUGGESTED}
     return {name: _REASONS.get(name) or _REASONS_BY_PROBLEM.get(kind, unknown) for name, kind in others.items()}
 
 
 def require_suggested(algorithm: str) -> None:
-    """Refuse a method that no fields are suggested for, with the reason."""
+    """Raise a ConfigurationError with the reason if no fields are suggested for a method."""
     reasons = not_suggested()
     if algorithm in reasons:
         raise ConfigurationError(f"no fields are suggested for {algorithm}: {reasons[algorithm]}")
@@ -222,7 +222,7 @@ def call(name: str, fields: Mapping[str, Any]) -> str:
 
 
 def _expression(value: Any) -> str:
-    """A field's value; of a part what differs from its defaults."""
+    """Return the Python expression of a field's value; for a part, only what differs from its defaults."""
     if isinstance(value, Part):
         return call(f"fb.parts.{type(value).__name__}", own_values(value))
     if isinstance(value, XYV):

@@ -1,1 +1,1 @@
-"""Where the clients are, and the loop over rounds; no engine knows any particular algorithm."""
+"""Run rounds: engines simulate or reach clients, and a loop drives them. No engine knows a particular algorithm."""

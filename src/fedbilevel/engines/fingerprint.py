@@ -259,7 +259,7 @@ def _changed(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def _made_of(value: Any) -> Iterator[str]:
-    """Describe a function that a library has made, such as an optimizer of optax, by names, code and captured values."""
+    """Describe a function that a library has made, such as an optax optimizer, by names, code and captured values."""
     for piece in _pieces(value):
         if not callable(piece):
             yield from description(piece)

@@ -23,12 +23,12 @@ from jax.experimental.compilation_cache import compilation_cache
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.wording import missing
 
-TESTED = "0.10."  # an unknown flag ends the process, so what was not tested is left alone
+TESTED = "0.10."  # versions of jaxlib whose flags are set: an unknown flag would end the process
 MEGABYTES = 500
-WRITTEN = 60.0  # seconds that writing both halves of a program takes at most
-TRIAL = 8  # devices that may be presented on fewer cores; hundreds wait for each other without end
+WRITTEN = 60.0  # seconds that writing both files of a program takes at most
+TRIAL = 8  # devices that may be presented on fewer cores; hundreds of devices would deadlock
 COUNT = "--xla_force_host_platform_device_count"
-_asked: list[int | None] = []  # with what tune_cpu was called
+_asked: list[int | None] = []  # the arguments of calls of tune_cpu
 
 
 def tune_cpu(devices: int | None = None) -> None:
@@ -116,7 +116,7 @@ def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -
     require_count("megabytes", megabytes)
     if importlib.util.find_spec("filelock") is None:
         raise ConfigurationError(f"programs on disk need {missing('filelock', 'cli')}")
-    own = os.environ.get("JAX_COMPILATION_CACHE_DIR") if folder is None else None  # with its own bound, if any
+    own = os.environ.get("JAX_COMPILATION_CACHE_DIR") if folder is None else None  # the user may bound its size
     user = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
     chosen = user / "fedbilevel" / "programs" if folder is None else Path(folder)
     if "://" not in (own or ""):
@@ -127,7 +127,7 @@ def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -
     if not own:
         jax.config.update("jax_compilation_cache_max_size", megabytes * 10**6)
         _remove_halves(chosen)
-    compilation_cache.reset_cache()  # else JAX stays with the folder and the bound of its first compilation
+    compilation_cache.reset_cache()  # otherwise JAX keeps the folder and the bound of its first compilation
     return Path(own or chosen)
 
 

@@ -1,5 +1,6 @@
-"""How the processes of one simulation, on one or more hosts, come together (`join`) and connect their devices, and how
-a process ends with a sentence where it fails, or where JAX's runtime aborts it because another one was lost.
+"""Join several processes, on one or more hosts, to one simulation, and connect their devices.
+
+A process that fails, or that JAX's runtime aborts because another process was lost, ends with an explanation.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ from fedbilevel.core import interrupts
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.engines.process_group import PARTING_SECONDS, KeyValueStore, LostProcess, ProcessGroup, current_group
 
-HEARTBEAT_SECONDS = 10  # without a sign of life after which JAX takes a process for lost
-END_SECONDS = 60  # that a process at its end waits for the others to come to theirs
-WORD_SECONDS = 2  # of waiting for the others to come, before it says so
-TOPOLOGY_MINUTES = 24 * 60  # JAX's deadlines for the first use of a device, which may come after a long download
+HEARTBEAT_SECONDS = 10  # without a heartbeat, after which JAX considers a process lost
+END_SECONDS = 60  # that a process at its end waits for the others to end
+WORD_SECONDS = 2  # of waiting for the others, after which a message says so
+TOPOLOGY_MINUTES = 24 * 60  # JAX's deadline for the first use of a device, which may follow a long download
 AUTO = "auto"
 LOST = 5  # exit code
 
@@ -39,12 +40,16 @@ LOST = 5  # exit code
 def join(
     coordinator: str, processes: int | None = None, process: int | None = None, *, patience: float = 300.0
 ) -> ProcessGroup:
-    """Make this process a member of a group that runs one simulation together; before JAX computes anything.
+    """Make this process a member of a group that runs one simulation together. Call it before JAX computes anything.
+
+    After this call, an uncaught exception ends this process at once (`sys.excepthook` is extended; functions
+    registered with `atexit` are not called), and the other processes are notified. If a process is lost, the others
+    end with exit code 5 and a message that says so.
 
     Args:
-        coordinator: HOST:PORT where process 0 listens, the same on every process; or "auto": all three from the
-            environment of a launcher that JAX knows (Slurm, Open MPI, Kubernetes, Cloud TPU).
-        processes: how many there are.
+        coordinator: HOST:PORT at which process 0 listens, the same on every process; or "auto": all three arguments
+            come from the environment of a launcher that JAX knows (Slurm, Open MPI, Kubernetes, Cloud TPU).
+        processes: the number of processes.
         process: the number of this process, 0 … processes − 1.
         patience: seconds to wait for the others.
 
@@ -52,12 +57,8 @@ def join(
         The group of these processes, which `current_group` also returns from now on.
 
     Raises:
-        ConfigurationError: an argument is not allowed, JAX is already in use, nobody answers, or the processes have
-            different versions.
-
-    From then on an error that nobody catches ends this process at once (`sys.excepthook` is extended; functions
-    registered with `atexit` are not called), and the others learn of it. A process that is lost ends the others with
-    exit code 5 and a sentence that says so.
+        ConfigurationError: an argument is not allowed, JAX is already in use, no process answers at the coordinator's
+            address, or the processes have different versions.
     """
     group = current_group()
     require(group.store is None, "join", "a second call", "called once")
@@ -74,7 +75,7 @@ def join(
         try:
             with (
                 group.meanwhile(f"{others} did not all come to {coordinator} within {patience:.0f} s"),
-                interrupts.handled_by(signal.SIG_DFL),  # JAX waits without looking at Python's handlers
+                interrupts.handled_by(signal.SIG_DFL),  # while JAX waits, Python's handlers are not called
             ):
                 _initialize(group, coordinator, processes, process, int(patience))
         except ConfigurationError:
@@ -89,7 +90,7 @@ def join(
 def _initialize(
     group: ProcessGroup, coordinator: str, processes: int | None, process: int | None, patience: int
 ) -> None:
-    from jax._src import distributed  # the only way to the store; jax.distributed itself only starts and ends it
+    from jax._src import distributed  # the only access to the store; jax.distributed itself only starts and ends it
 
     auto = coordinator == AUTO
     jax.config.update("jax_enable_preemption_service", False)  # it takes SIGTERM for itself
@@ -120,11 +121,11 @@ def _initialize(
 
 
 def check_place(coordinator: str, processes: int | None, process: int | None, patience: float) -> None:
-    """Refuse what cannot work; process 0 makes sure that the port is free, the others that somebody answers there.
+    """Check the arguments of `join`: process 0 checks that the port is free, the others that it is answered.
 
     Raises:
-        ConfigurationError: no HOST:PORT, no such process, a port in use, a name that nobody knows, or nobody answers
-            within `patience` seconds.
+        ConfigurationError: `coordinator` is not HOST:PORT, there is no process of that number, the port is in use, the
+            host's name is unknown, or there is no answer within `patience` seconds.
     """
     host, port = host_and_port(coordinator)
     good = bool(host) and port.isascii() and port.isdecimal() and 0 < int(port) < 2**16
@@ -166,7 +167,7 @@ def _await_answer(coordinator: str, address: tuple[str, int], patience: float) -
 
 @contextmanager
 def _patiently(sentence: str) -> Iterator[None]:
-    """Say what is waited for, if it takes long."""
+    """Print what the process is waiting for, if the block takes more than WORD_SECONDS."""
     timer = threading.Timer(WORD_SECONDS, print, [f"fedbilevel: {sentence}"], {"file": sys.stderr, "flush": True})
     timer.daemon = True
     timer.start()
@@ -177,13 +178,14 @@ def _patiently(sentence: str) -> Iterator[None]:
 
 
 def meet(group: ProcessGroup, mesh: Mesh) -> None:
-    """Have all devices of a mesh connected, by a sum over them, once every process has come here.
+    """Connect all devices of a mesh, by a sum over them, once every process has called this function.
 
-    Gloo gives up after half a minute, and only the words of `gather` are waited for without end.
+    The processes first wait for each other with `gather`, which has no time limit, because Gloo gives up after half a
+    minute.
 
     Raises:
-        ConfigurationError: the own name of some host is an address that the others cannot reach.
-        LostProcess: they do not come together.
+        ConfigurationError: the name of some host resolves to an address that the others cannot reach.
+        LostProcess: the devices cannot be connected.
     """
     names = group.gather(own_name())
     if jax.default_backend() == "cpu":
@@ -200,7 +202,7 @@ def meet(group: ProcessGroup, mesh: Mesh) -> None:
 
 @contextmanager
 def _silent() -> Iterator[None]:
-    """Keep what C++ prints (Gloo, that it is connected) off standard output, which is for the run's own words."""
+    """Keep messages of C++ code, such as Gloo's when it connects, off standard output, which has the run's output."""
     sys.stdout.flush()
     kept = os.dup(1)
     with open(os.devnull, "wb") as nowhere:
@@ -213,23 +215,26 @@ def _silent() -> Iterator[None]:
 
 
 def host_and_port(coordinator: str) -> tuple[str, str]:
-    """Split HOST:PORT."""
+    """Split HOST:PORT into (host, port)."""
     host, _, port = coordinator.rpartition(":")
     return host.strip("[]"), port
 
 
 def own_name() -> tuple[str, str]:
-    """Look up this host's name and the address that it resolves to; "" where it has none."""
+    """Return this host's name and the address that it resolves to; the address is "" if it does not resolve."""
     name = socket.gethostname()
     return name, _resolved(name)
 
 
 def check_reachable(coordinator: str, names: list[list[str]]) -> None:
-    """Refuse hosts whose own name is their loopback: there Gloo listens, and no other host can connect to it.
+    """Reject hosts whose name resolves to a loopback address: Gloo listens there, where no other host can connect.
 
     Args:
         coordinator: HOST:PORT.
-        names: what `own_name` says on each process.
+        names: the value of `own_name` on each process.
+
+    Raises:
+        ConfigurationError: the name of a host resolves to a loopback address, and there are several hosts.
     """
     apart = len({name for name, _ in names}) > 1 and not _is_loopback(_resolved(host_and_port(coordinator)[0]))
     for process, (name, address) in enumerate(names):
@@ -252,19 +257,19 @@ def _is_loopback(address: str) -> bool:
 
 
 def explain_abort(group: ProcessGroup) -> Callable[[], None]:
-    """Have the C library's abort() say `sentence` and end with its exit code; a function that undoes it.
+    """Make the C library's abort() print the group's explanation and exit with its code; return a function to undo it.
 
-    When a process is lost, JAX's runtime ends the others from a thread of its own, with abort(), wherever they are. It
-    has a callback for that, which cannot be a Python function in jaxlib 0.10 (std::bad_cast); Python's own signal
-    handlers would run in the main thread, later than abort() allows. Hence a handler of the C library.
+    When a process is lost, JAX's runtime ends the others with abort(), called in one of its threads. JAX has a callback
+    for this case, but in jaxlib 0.10 it cannot be a Python function (std::bad_cast). Python's signal handlers would run
+    in the main thread, later than abort() allows. Therefore, a signal handler of the C library is set.
     """
     if os.name != "posix":
         return lambda: None
 
     def end(number: int) -> None:
-        if group.ending is not None:  # what it still waits for would come through this very thread
+        if group.ending is not None:  # do not wait here: anything to wait for would have to come through this thread
             os._exit(group.ending)
-        if group.reported:  # the main thread is saying it
+        if group.reported:  # the main thread prints the message
             time.sleep(PARTING_SECONDS)
         else:
             group.reported = True
@@ -282,11 +287,11 @@ def explain_abort(group: ProcessGroup) -> Callable[[], None]:
 
 
 handlers: list[Any] = []
-"""The C library's handlers, kept from being collected."""
+"""Handlers that were passed to the C library; the list keeps them from being garbage-collected."""
 
 
 def leave_when_failing(group: ProcessGroup) -> None:
-    """Have an error that nobody catches end this process: JAX's own end would wait for the others first."""
+    """Make an uncaught exception end this process at once: JAX's shutdown would wait for the other processes."""
     before = sys.excepthook
 
     def leave(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
@@ -296,4 +301,4 @@ def leave_when_failing(group: ProcessGroup) -> None:
         group.part(code, f"{kind.__name__}: {error}")
 
     sys.excepthook = leave
-    atexit.register(group.end)  # before JAX's own, which waits
+    atexit.register(group.end)  # runs before JAX's function, which waits

@@ -1,4 +1,4 @@
-"""What `solve` is asked for beside a method, a problem and clients: the options, and which of them go together."""
+"""Hold the options of `solve`, which are its keyword arguments, and check which of them can be combined."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ Resume = bool | Literal["auto", "force"]
 RESUME = (False, True, "auto", "force")
 OnDivergence = Literal["stop", "shrink"]
 Requirement = tuple[bool, str, object, str]
-"""Whether a condition holds, and what `require` says where it does not: the field, its value, what is allowed."""
+"""(whether the condition holds, the field, its value, what is allowed): the arguments of `require`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """The keyword arguments of `solve`, whose docstring explains them; each field is checked by itself.
+    """Hold the keyword arguments of `solve`, whose docstring explains them; each field is checked separately.
 
-    `refuse_combinations` checks whether they suit each other, the problem and the clients; `check_cohort`, which needs
-    the population, checks the cohort.
+    `refuse_combinations` checks whether they suit each other, the problem and the clients. `check_cohort`, which needs
+    the size of the population, checks the cohort.
     """
 
     rounds: int
@@ -75,41 +75,41 @@ class RunOptions:
         is_seed = isinstance(self.key, Integral) and not isinstance(self.key, bool)
         require(is_seed or _is_key(self.key), "key", self.key, "a whole number or a key made by jax.random.key")
         check_metrics(self.metrics)
-        _ = self.directions  # of all metrics, which checks their names, too
+        _ = self.directions  # computing it also checks the metrics' names
 
     @property
     def jax_key(self) -> Array:
-        """The key as JAX has it, which starts JAX."""
+        """Return the key as a JAX key; this starts JAX."""
         return self.key if isinstance(self.key, Array) else jax.random.key(int(self.key))
 
     @property
     def path(self) -> Path | None:
-        """Where the checkpoint is."""
+        """Return the path of the checkpoint; None if the run is not saved."""
         return None if self.checkpoint is None else Path(self.checkpoint)
 
     @property
     def per_client(self) -> dict[str, PerClient]:
-        """The metrics that are measured on each client, plain functions made into `PerClient`."""
+        """Return the metrics per client by name, each as a `PerClient`."""
         return as_per_client(self.metrics_per_client)
 
     @property
     def directions(self) -> dict[str, bool]:
-        """Of each metric, whether a larger value is better."""
+        """Return, for each metric by name, whether a larger value is better."""
         return directions({**self.per_client, **(self.metrics or {})})
 
 
 def _is_key(key: object) -> bool:
-    """Tell whether this is a single key of JAX."""
+    """Tell whether an object is a single JAX key."""
     return isinstance(key, Array) and jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
 
 
 def refuse_combinations(
     options: RunOptions, problem: Problem, clients: Clients | RemoteClients, y0: PyTree = None
 ) -> None:
-    """Refuse options that do not go together, or not with this problem, these clients or this start.
+    """Check that the options can be combined with each other, the problem, the clients and the start.
 
     Raises:
-        ConfigurationError: names the first that does not.
+        ConfigurationError: they cannot; the message names the first requirement that does not hold.
     """
     for requirement in requirements(options, problem, clients, y0):
         require(*requirement)
@@ -118,7 +118,7 @@ def refuse_combinations(
 def requirements(
     options: RunOptions, problem: Problem, clients: Clients | RemoteClients, y0: PyTree
 ) -> Iterator[Requirement]:
-    """List what has to hold between options, problem, clients and start."""
+    """List the requirements on combinations of options, problem, clients and start."""
     resume, on_divergence, privacy = options.resume, options.on_divergence, options.privacy
     yield not resume or options.checkpoint is not None, "resume", resume, "used together with checkpoint"
 

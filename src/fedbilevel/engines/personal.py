@@ -1,4 +1,4 @@
-"""Leaves of y of a client that took no part in a run: trained on its samples, at the x and y that the run shares."""
+"""Train the own leaves of y for a client that took no part in a run, at the run's x and shared leaves of y."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from fedbilevel.oracles.exact import inner_solution
 
 
 def personalise(problem: Bilevel, result: Result, samples: PyTree, *, start: PyTree = None) -> PyTree:
-    """Return y for a new client: the shared leaves of a result, and leaves of its own, trained on its samples.
+    """Return y for a new client: the shared leaves of a result, and own leaves, trained on the client's samples.
 
-    The own leaves minimise the inner loss on these samples, at the result's x and shared leaves, to rounding (Newton's
-    method with conjugate gradient). Nothing of the result changes.
+    The own leaves minimise the inner loss on these samples up to rounding, at the result's x and shared leaves, by
+    Newton's method with conjugate gradient. The result is not changed.
 
     Args:
-        problem: as given to `solve`, with `own`.
-        result: of a run of that problem.
+        problem: the problem that was passed to `solve`, with `own`.
+        result: the result of a run of that problem.
         samples: the new client's inner samples, leaves (samples, ...).
-        start: like y0; training begins at its own leaves. None: at the mean of all clients' own leaves, each client
-            counted once; over Flower, where no leaf has left its site, a start has to be given.
+        start: like y0; training begins at its own leaves. None: training begins at the unweighted mean of all clients'
+            own leaves. Over Flower, where own leaves stay at their sites, a start is required.
 
     Raises:
-        ConfigurationError: no leaf of y is a client's own, or a start is needed.
-        NumericalError: the inner loss is not convex in the own leaves near there.
+        ConfigurationError: no leaf of y is a client's own, or a start is required.
+        NumericalError: the inner loss is not convex in the own leaves near the iterates.
     """
     require(isinstance(result, Result), "personalise: result", result, "the result of fb.solve")
     asked = isinstance(problem, Bilevel) and problem.own is not None and bool(result.own_leaves)

@@ -1,4 +1,4 @@
-"""What is posed to a method: the problem in its variables alone, the clients, the start, and what is measured."""
+"""Prepare a problem for a method: its functions of the variables alone, the clients, the start, and the metrics."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from fedbilevel.engines.process_group import current_group
 
 @dataclass(frozen=True, eq=False)
 class PosedProblem:
-    """A problem with clients and a start, traced and ready for a run."""
+    """Hold a problem with clients and a start, traced and ready for a run."""
 
-    problem: Problem  # in the floating arrays of x and y alone; prepared, and with the key of its programs
+    problem: Problem  # its functions take the floating arrays of x and y alone; it has the key of its programs
     clients: Clients | RemoteClients
     x: PyTree  # the floating arrays of x0
-    y: PyTree  # those of y0
+    y: PyTree  # the floating arrays of y0
     fixed: tuple[PyTree, PyTree]  # the other leaves of x and y
-    programs: Mapping[str, ClosedJaxpr]  # what the problem's functions are traced to, by name
+    programs: Mapping[str, ClosedJaxpr]  # the traced programs of the problem's functions, by name
     evaluation: Evaluation
     per_client: Mapping[str, PerClient]  # metrics that are measured on each client
     per_client_programs: Mapping[str, ClosedJaxpr]
@@ -40,10 +40,10 @@ class PosedProblem:
     def of(
         cls, problem: Problem, clients: Clients | RemoteClients, x0: PyTree, y0: PyTree, options: RunOptions
     ) -> PosedProblem:
-        """Split the start into variables and fixed leaves, and trace losses and per-client metrics.
+        """Split the start into variables and fixed leaves, and trace the losses and the metrics per client.
 
         Raises:
-            ConfigurationError: the start is not finite or has no variables, or a function fails on it.
+            ConfigurationError: the start is not finite, it has no variables, or a function fails on it.
         """
         (x, x_fixed), (y, y_fixed) = split(x0), split(y0)
         require_start("x0", x0, x)
@@ -62,11 +62,11 @@ class PosedProblem:
 
     @property
     def simulated(self) -> bool:
-        """Whether the clients' samples are on this machine."""
+        """Tell whether the clients' samples are on this machine."""
         return isinstance(self.clients, Clients)
 
     def look(self) -> None:
-        """Warn of losses whose numbers would mislead, where the samples are here (see `first_look`)."""
+        """Warn of losses that would lead to misleading results, if the samples are here (see `first_look`)."""
         if isinstance(clients := self.clients, Clients):
 
             def warn_here() -> None:
@@ -76,19 +76,22 @@ class PosedProblem:
             current_group().decide(warn_here)
 
     def met(self, x: PyTree, y: PyTree) -> Met:
-        """Find out what a run that diverged had met, by its last finite x and y (see `what_was_met`)."""
+        """Find out why a run diverged, from its last finite x and y (see `what_was_met`)."""
         if not isinstance(self.clients, Clients) or current_group().processes > 1:
             return Met()
         return what_was_met(self.problem, self.clients, (self.x, self.y), (split(x)[0], split(y)[0]))
 
     def ends(self, before: tuple[PyTree, PyTree] | None, end: tuple[PyTree, PyTree], spent: Spent) -> Ends | None:
-        """Compute the outer loss of all clients at an earlier point (x, y), None: the start, and at the end of a run.
+        """Compute the outer loss of all clients at the end of a run and at an earlier point (x, y); None: at the start.
 
-        Where the end is above, y is trained at the earlier x as far as a sixth of the run's gradients do it.
+        If the loss at the end is larger, y is also trained at the earlier x, with at most a sixth of the run's
+        gradients.
 
-        None where it is not known: of samples elsewhere, also in other processes; where it would take more than about a
-        third of the time of the run's gradients, or more memory than there is; where it is not finite at the earlier
-        point, as of a sample that no round has read; and where it does not tell which point is better.
+        Returns:
+            The losses, or None in these cases: samples are elsewhere, or in other processes; the computation would take
+            more than about a third of the time of the run's gradients, or more memory than there is; the loss is not
+            finite at the earlier point, for example because of a sample that no round has read; or the loss does not
+            tell which point is better.
         """
         clients, problem = self.clients, self.problem
         if not isinstance(clients, Clients) or current_group().processes > 1 or not comparable(problem):
@@ -109,5 +112,5 @@ class PosedProblem:
 
     @property
     def trains(self) -> bool:
-        """Whether an inner loss of its own trains y, at an x that all clients have in common."""
+        """Tell whether y is trained by a separate inner loss, at an x that all clients have in common."""
         return self.problem.implicit_term != "none" and self.problem.local is None

@@ -1,9 +1,8 @@
-"""The processes that run one simulation, as one of them knows them: what they say to each other, and how a process ends
-when another one has an error or is lost.
+"""Exchange messages between the processes of one simulation, and end a process when another one fails or is lost.
 
-Sums over clients go through XLA's collectives. Everything else (the spec, how many rounds come next, whether anybody
-pressed Ctrl-C, the bytes of a checkpoint) goes through the key-value store of JAX's coordination service, which
-process 0 hosts: a process that waits there can look at Ctrl-C, and learns who has ended and why.
+Sums over clients go through XLA's collectives. Everything else (the spec, the number of rounds that come next, whether
+Ctrl-C was pressed, the bytes of a checkpoint) goes through the key-value store of JAX's coordination service, which
+process 0 hosts. A process that waits for the store can still handle Ctrl-C, and learns which process has ended and why.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from fedbilevel.core.errors import (
     warn,
 )
 
-LISTEN_MILLISECONDS = 2000  # between two looks at Ctrl-C while waiting for another process
-PIECE = 2**20  # bytes of a message in an entry of the store; gRPC carries at most 4 MiB
-PARTING_SECONDS = 5  # in which an error that all processes have comes up in all of them
-LEFT = "fedbilevel/left"  # keys of the notes of processes that have ended
+LISTEN_MILLISECONDS = 2000  # between two checks for Ctrl-C while waiting for another process
+PIECE = 2**20  # bytes of a message in one entry of the store; gRPC allows at most 4 MiB
+PARTING_SECONDS = 5  # within which an error that all processes have is raised in all of them
+LEFT = "fedbilevel/left"  # prefix of the keys under which processes note that they have ended
 LONGEST = 10_000  # characters of a note
 KINDS = {kind.__name__: kind for kind in (CheckpointError, NonFiniteError, NumericalError)}
-"""Errors of process 0 that are of the same kind there; all other kinds become ConfigurationErrors."""
+"""Errors of process 0 that other processes raise as the same class; all others become ConfigurationErrors there."""
 
 
 class LostProcess(ExchangeError):
@@ -45,21 +44,21 @@ class LostProcess(ExchangeError):
 
 @dataclass
 class KeyValueStore:
-    """The key-value store of JAX's coordination service, which all processes of a simulation read and write.
+    """Access the key-value store of JAX's coordination service, which all processes of a simulation read and write.
 
-    All of its functions raise JAX's and gRPC's own errors where the store cannot be reached.
+    All methods raise errors of JAX and gRPC if the store cannot be reached.
     """
 
     service: Any  # JAX's client of the store
 
     def put(self, key: str, data: bytes) -> None:
-        """Write a message, its last piece first: who finds the first piece finds them all."""
+        """Write a message, its last piece first: once the first piece can be read, all pieces can."""
         pieces = [data[i : i + PIECE] for i in range(0, len(data), PIECE)] or [b""]
         for number, piece in reversed(list(enumerate(pieces))):
             self.service.key_value_set_bytes(f"{key}/{number}", len(pieces).to_bytes(4) + piece)
 
     def piece(self, key: str, number: int) -> tuple[int, bytes] | None:
-        """Read how many pieces a message has, and one of them; None where it does not come in LISTEN_MILLISECONDS."""
+        """Read (number of a message's pieces, one of them); None if it does not arrive within LISTEN_MILLISECONDS."""
         try:
             piece = bytes(self.service.blocking_key_value_get_bytes(f"{key}/{number}", LISTEN_MILLISECONDS))
         except jax.errors.JaxRuntimeError as error:
@@ -69,52 +68,52 @@ class KeyValueStore:
         return int.from_bytes(piece[:4]), piece[4:]
 
     def delete(self, key: str) -> None:
-        """Take a message out of the store."""
+        """Delete a message from the store."""
         self.service.key_value_delete(key)
 
     def leave(self, process: int, why: str) -> None:
-        """Write a note, for those who will wait for this process, that it ends; `why`: "" at the end of its work."""
+        """Note, for processes that wait for this one, that it ends; `why`: the error, or "" at the end of its work."""
         self.service.key_value_set(f"{LEFT}/{process}", why[:LONGEST])
 
     def who_left(self) -> str:
-        """Say who has written a note, and why; nothing if nobody has."""
+        """Say which processes have noted that they ended, and why; "" if none has."""
         for key, why in self.service.key_value_dir_get(LEFT):
             who = f"process {key.rpartition('/')[2]} has ended"
             return f"{who} with {why}" if why else f"{who} before the others"
         return ""
 
     def wait_for_all(self, seconds: float) -> None:
-        """Wait, at the end, until all processes have come here, but no longer than that."""
+        """Wait, at the end, until all processes have called this method, but at most `seconds`."""
         self.service.wait_at_barrier("fedbilevel/part", int(1000 * seconds))
 
 
 @dataclass
 class ProcessGroup:
-    """The processes of one simulation, as one of them knows them. Without arguments: this process alone.
+    """Communicate with the other processes of a simulation; without arguments, the group is this process alone.
 
-    All processes of a group call `gather`, `first`, `decide`, `require_same` and `copy_of` in the same order.
+    All processes of a group must call `gather`, `first`, `decide`, `require_same` and `copy_of` in the same order.
     """
 
-    store: KeyValueStore | None = None  # once the process has joined others
+    store: KeyValueStore | None = None  # set once the process has joined others
     processes: int = 1
     process: int = 0  # the number of this process, 0 … processes − 1
     coordinator: str = ""  # HOST:PORT
     saved: str = ""  # the path of this run's last checkpoint
     advice: str = ""  # how to continue from it
     trouble: str = ""  # the explanation that is printed if JAX's runtime aborts this process now
-    reported: bool = False  # whether this process has already said that another process was lost
-    ending: int | None = None  # exit code of a process that has said why it ends
-    messages: int = 0  # so far; all processes count alike, since all make the same calls
+    reported: bool = False  # whether this process has already reported that another process was lost
+    ending: int | None = None  # exit code, once this process has noted why it ends
+    messages: int = 0  # number of messages so far; the same in all processes, since all make the same calls
     mine: list[str] = field(default_factory=list)  # keys of messages that others may not have read yet
 
     @property
     def is_first(self) -> bool:
-        """Whether this process writes and prints."""
+        """Tell whether this is process 0, which writes files and prints."""
         return self.process == 0
 
     @property
     def shared(self) -> KeyValueStore:
-        """The store of a process that has joined others."""
+        """Return the store; the process must have joined others."""
         assert self.store is not None
         return self.store
 
@@ -129,7 +128,7 @@ class ProcessGroup:
 
     @contextmanager
     def exchange(self) -> Iterator[None]:
-        """Turn what XLA and JAX's service raise when another process is gone into `LostProcess`."""
+        """Turn errors that XLA and JAX's service raise in the block when a process is gone into `LostProcess`."""
         try:
             yield
         except (jax.errors.JaxRuntimeError, ValueError) as error:
@@ -140,19 +139,19 @@ class ProcessGroup:
             raise LostProcess(self.sentence(self.trouble or self.lost())) from error
 
     def lost(self) -> str:
-        """Say that another process was lost, and which."""
+        """Return the message that another process was lost, and which one."""
         other = f"process {1 - self.process}" if self.processes == 2 else "another process"
         return f"{other} was lost (killed, crashed or cut off)"
 
     def sentence(self, what: str) -> str:
-        """Say what has happened, what stays, and how to go on."""
+        """Return a message: what has happened, which checkpoint remains, and how to continue."""
         if not self.saved:
             return f"{what}; no checkpoint had been written"
         advice = f"; {self.advice}" if self.advice else ""
         return f"{what}; the last checkpoint is {self.saved}, of process 0{advice}"
 
     def part(self, code: int, why: str) -> NoReturn:
-        """End this process after an error: with the others if they have it too, else alone, leaving them a note."""
+        """End this process after an error: together with the others if they have it, too; else with a note to them."""
         alone, self.reported = self.reported, True
         sys.stdout.flush()
         sys.stderr.flush()
@@ -165,23 +164,23 @@ class ProcessGroup:
         os._exit(code)
 
     def gather(self, word: Any) -> list[Any]:
-        """Get the values of `word`, which JSON can hold, on every process, in the order of their numbers."""
+        """Return every process's value of `word`, a JSON value, in the order of the processes' numbers."""
         if self.processes == 1:
             return [word]
         self._say(json.dumps(word).encode())
         words = [word if k == self.process else json.loads(self._hear(k)) for k in range(self.processes)]
         self.messages += 1
-        earlier, self.mine = self.mine[:-1], self.mine[-1:]  # who speaks now has heard all that was said before
+        earlier, self.mine = self.mine[:-1], self.mine[-1:]  # a process that writes now has read all earlier messages
         for key in earlier:
             self.shared.delete(key)
         return words
 
     def first(self, word: Any) -> Any:
-        """Get the value of `word`, which JSON can hold, on process 0."""
+        """Return process 0's value of `word`, a JSON value."""
         return json.loads(self._first(json.dumps(word).encode()))
 
     def decide(self, choose: Callable[[], Any]) -> Any:
-        """Get the value (JSON) of a function that process 0 alone calls; its error is everybody's error."""
+        """Return the JSON value of a function that process 0 alone calls; if it raises, all processes raise."""
         if self.processes == 1:
             return choose()
         value, kind, said = None, "", ""
@@ -199,7 +198,7 @@ class ProcessGroup:
         return value
 
     def require_same(self, fields: dict[str, Any]) -> None:
-        """Refuse values (JSON, by name) that are not the same on every process."""
+        """Raise a ConfigurationError unless the JSON values, by name, are the same on every process."""
         words = self.gather(fields)
         for process, theirs in enumerate(words):
             for name in sorted(words[0].keys() | theirs.keys()):
@@ -210,7 +209,7 @@ class ProcessGroup:
 
     @contextmanager
     def copy_of(self, path: Path) -> Iterator[Path]:
-        """Get process 0's file `path`, as a file that this process can read."""
+        """Copy process 0's file `path` to a file that this process can read, for the duration of the block."""
         if self.processes == 1:
             yield path
             return
@@ -232,14 +231,14 @@ class ProcessGroup:
         return data
 
     def _say(self, data: bytes) -> None:
-        """Put a message into the store."""
+        """Write a message of this process to the store."""
         key = f"fedbilevel/{self.messages}/{self.process}"
         with self.exchange():
             self.shared.put(key, data)
         self.mine.append(key)
 
     def _hear(self, process: int) -> bytes:
-        """Wait for that process's message, and look between whiles whether somebody has left."""
+        """Wait for a process's message, and check at intervals whether a process has ended."""
         key, content, total, number = f"fedbilevel/{self.messages}/{process}", b"", 1, 0
         whom, gone = "" if self.processes == 2 else f" while waiting for process {process}", ""
         with self.meanwhile(f"{self.lost()}{whom}"):
@@ -249,14 +248,14 @@ class ProcessGroup:
                 if found is not None:
                     total, content, number = found[0], content + found[1], number + 1
                     continue
-                if gone:  # and had said nothing before it left
+                if gone:  # and it has written no message before
                     raise LostProcess(self.sentence(gone))
                 with self.exchange():
                     gone = self.shared.who_left()
         return content
 
     def end(self) -> None:
-        """Say that this process has come to its end, before JAX waits for the others."""
+        """Note that this process has come to its end, before JAX waits for the others."""
         self.trouble = "this process had come to its end, and the others had not"
         with suppress(jax.errors.JaxRuntimeError):
             self.shared.leave(self.process, "")
@@ -266,11 +265,11 @@ _OF_THIS_PROCESS = ProcessGroup()
 
 
 def current_group() -> ProcessGroup:
-    """Get the group that this process belongs to: the group that it joined (see `join`), or itself alone."""
+    """Return the group that this process has joined (see `join`), or a group of this process alone."""
     return _OF_THIS_PROCESS
 
 
 def warn_on_first(warning: Warning) -> None:
-    """Warn; where several processes run together, process 0 alone does."""
+    """Issue a warning; if several processes run together, only process 0 does."""
     if current_group().is_first:
         warn(warning)

@@ -1,7 +1,7 @@
-"""Telling people who wait how far a run is: what is being done, rounds, their speed, the time that is left.
+"""Report the progress of a run to a display: the current stage, rounds, their speed, and the time left.
 
-`solve` opens a display with `showing`; wherever something takes long, engines say what it is with `report_stage`. What
-a display does, or fails to do, never costs the run more than a tenth of its time.
+`solve` opens a display with `showing`. Engines name stages that take long with `report_stage`. A slow display takes at
+most a tenth of the run's time, and an error in a display does not end the run.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fedbilevel.core.errors import require
 from fedbilevel.display import Display, Silent, chosen
 from fedbilevel.engines.process_group import current_group
 
-INTERVAL = 0.1  # seconds between two numbers of rounds that are shown
+INTERVAL = 0.1  # seconds between two updates of the number of rounds
 SHARE = 0.1  # of the run's time that a slow display may take
 
 TRACING, COMPILING, AWAITING = "tracing", "compiling", "waiting for clients"
@@ -28,17 +28,17 @@ _shown: ContextVar[Display | None] = ContextVar("shown", default=None)
 
 
 def report_stage(name: str) -> None:
-    """Show what is being done now, between rounds, on the display of the run, if there is one."""
+    """Show the name of the current stage, such as compiling, on the run's display, if there is one."""
     if (display := _shown.get()) is not None:
         display.stage(name)
 
 
 @contextmanager
 def showing(progress: bool | Display | None) -> Iterator[Guarded]:
-    """Open the display of a run, as `solve` takes it, while the block runs.
+    """Open a display for a run while the block runs; `progress` is the argument of `solve`.
 
-    A display that such a block has opened may be handed to a block inside, which leaves it open. A run inside another
-    run, if it was not handed a display, shows nothing by itself; nor does any but the first of several processes.
+    A display that an outer block has opened may be passed to an inner block, which leaves it open. A run inside another
+    run shows nothing unless a display is passed to it. Of several processes, only the first shows anything.
     """
     handed = isinstance(progress, Guarded)
     require_progress(progress)
@@ -55,16 +55,16 @@ def showing(progress: bool | Display | None) -> Iterator[Guarded]:
 
 
 def require_progress(progress: object) -> None:
-    """Refuse what `showing` cannot take."""
+    """Raise a ConfigurationError unless `showing` accepts the argument."""
     able = all(callable(getattr(progress, name, None)) for name in ("stage", "advance", "close"))
     allowed = "True, False, None, or an object with methods stage, advance and close"
     require(progress is None or isinstance(progress, bool) or able, "progress", progress, allowed)
 
 
 class Guarded:
-    """Passes on to a display what it can bear: rounds ten times a second at most, and more rarely where it is slow.
+    """Pass progress on to a display: rounds at most ten times a second, and less often if the display is slow.
 
-    A display that raises an error is left alone from then on, with a warning.
+    A display that raises an error is not used any more, and a warning says so.
     """
 
     def __init__(self, display: Display, clock: Callable[[], float] = time.monotonic) -> None:
@@ -72,7 +72,7 @@ class Guarded:
         self.works, self.due = True, -float("inf")
 
     def begin(self, run: str) -> None:
-        """Begin one of several runs. The displays of this library go on to show its name; to others it is a stage."""
+        """Begin one of several runs. This library's displays keep showing its name; for others it is a stage."""
         if isinstance(getattr(self.display, "heading", None), str):
             self._tell(setattr, self.display, "heading", f"{run}: ")
         else:
@@ -87,7 +87,7 @@ class Guarded:
             self.due = self.clock() + max(INTERVAL, took / SHARE)
 
     def close(self) -> None:
-        self.works = True  # it may have a terminal to put in order
+        self.works = True  # closing may have to restore a terminal
         self._tell(self.display.close)
         self.works = False
 

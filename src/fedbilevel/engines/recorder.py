@@ -1,7 +1,6 @@
-"""What a round asks of clients, found by tracing a round abstractly; and the floating-point operations that it costs
-them, counted on what JAX traces of its phases.
+"""Trace a round to find its exchanges, and count the floating-point operations of clients on the traced phases.
 
-XLA's own analysis of operations needs a compiled program, and counts the body of a loop once however often it runs.
+XLA's analysis of operations is not used: it needs a compiled program, and counts the body of a loop only once.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ from fedbilevel.machinery.kept import kept, of_array, shapes_of
 
 
 class RecordedExchange(NamedTuple):
-    """One exchange of a round, as shapes."""
+    """Describe one exchange of a round by shapes."""
 
     phase: str
     message: PyTree
     reply: Reply
-    early: bool  # whether it is asked by `sum_first`
-    state: PyTree  # what the client keeps, None of a member of a fresh cohort
-    times: float  # that it is asked in a round, at most; not finite where values of the run decide that
+    early: bool  # whether `sum_first` asks it
+    state: PyTree  # the client's state; None in a fresh cohort
+    times: float  # the largest number of times in a round; not finite if values of the run decide it
 
 
 def exchanges_of(
@@ -54,10 +53,11 @@ def exchanges_of(
     y: PyTree,
     examples: tuple[PyTree, PyTree],
 ) -> list[RecordedExchange]:
-    """Find the exchanges of a round, by tracing a round.
+    """Find the exchanges of a round by tracing it.
 
     Args:
-        x, y: the variables where the run starts; only shapes matter.
+        algorithm, problem: as for `solve`.
+        x, y: the variables at the start of the run; only shapes matter.
         examples: one sample of each loss, as `RemoteClients.examples` gives them.
     """
 
@@ -76,8 +76,10 @@ def exchanges_of(
 
 
 def key_of_round(algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, *more: Hashable) -> Hashable | None:
-    """Say all that a traced round depends on, with the method's whole numbers, which may be lengths of its loops; None
-    where what is traced may change."""
+    """Return a key of everything that a traced round depends on; None if the traced functions may change.
+
+    The key includes the method's whole numbers, since they may be lengths of loops.
+    """
     method = method_key(algorithm)
     if problem.key is None or method is None:
         return None
@@ -86,7 +88,7 @@ def key_of_round(algorithm: Algorithm, problem: Problem, x: PyTree, y: PyTree, *
 
 
 def _shapes(tree: PyTree) -> PyTree:
-    """Replace every array or number of a tree by its shape and dtype, and whether that is weak."""
+    """Replace every array or number of a tree by its shape, its dtype, and whether the dtype is weak."""
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         like = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
@@ -95,12 +97,12 @@ def _shapes(tree: PyTree) -> PyTree:
     return jax.tree.map(shape, tree)
 
 
-MANY = 10_000  # replies that a robust rule sees while it is traced: no fewer than it needs
+MANY = 10_000  # number of replies that a robust rule sees while it is traced: enough for any rule
 
 
 @dataclass(eq=False)
 class Recorder(Means):
-    """A `Fed` for tracing: every exchange has a single client, whose samples are the examples."""
+    """Record the exchanges of a round while it is traced: a `Fed` with a single client, whose samples are examples."""
 
     algorithm: Algorithm
     problem: Problem
@@ -109,7 +111,7 @@ class Recorder(Means):
     exchanges: list[RecordedExchange]
     sampled: bool = False
     repetition: int = 0
-    times: float = 1.0  # that the loops around an exchange repeat it
+    times: float = 1.0  # how many times the enclosing loops repeat an exchange
 
     def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
         sums = self.asked(phase, message, key, fresh, early=False)
@@ -145,7 +147,7 @@ class Recorder(Means):
 
 
 def check_plain(what: str, tree: PyTree) -> None:
-    """Refuse PRNG keys, which have no bytes of their own to send or keep."""
+    """Raise a ConfigurationError if a tree has PRNG keys, which cannot be sent or kept as bytes."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if jnp.issubdtype(jnp.result_type(leaf), jax.dtypes.prng_key):
             place = jax.tree_util.keystr(path) or "value"
@@ -155,7 +157,7 @@ def check_plain(what: str, tree: PyTree) -> None:
 
 
 CapacityClass = tuple[UnitLayout, Mapping[str, int]]
-"""A capacity: where models can be cut, and how many units of each group are kept."""
+"""A capacity: (the layout of units, the number of units kept in each group)."""
 
 
 def _names(words: str) -> frozenset[str]:
@@ -175,22 +177,22 @@ REDUCTIONS = _names(
 SCATTERS = _names("scatter-add scatter-max scatter-min scatter-mul scatter-sub")
 WINDOWS = _names("reduce_window_max reduce_window_min reduce_window_sum select_and_gather_add")
 EXPENSIVE = _names("cholesky fft householder_product io_callback pure_callback sort triangular_solve")
-"""More than an operation per entry, although what they take and give may have the same shape."""
+"""Primitives that cost more than one operation per entry, although operand and result may have the same shape."""
 
 
 def calls_of(
     algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: CapacityClass | None = None
 ) -> list[tuple[RecordedExchange, ExchangeKind, int | None]]:
-    """List the exchanges of a round, with what a client computes to reply to each, in the operations of `count`; None:
-    not known.
+    """List a round's (exchange, its kind, operations of a client's reply as counted by `count`; None: not known).
 
-    Each phase is traced as the round asks it, nothing is computed. Full batches count as many samples as the client
-    with the most has, since so long are those that engines compute on. Local steps that differ between clients are
-    loops of unknown length.
+    Each phase is traced as the round asks it, without computing anything. A full batch counts as many samples as the
+    client with the most samples has, because engines pad batches to this length. Local steps that differ between
+    clients are loops of unknown length.
 
     Args:
-        x, y: the variables where the run starts; only shapes matter.
-        cut: of clients who hold submodels, the capacity; None: they hold the whole model.
+        algorithm, problem, clients: as for `solve`.
+        x, y: the variables at the start of the run; only shapes matter.
+        cut: the capacity of clients that hold submodels; None: clients hold the whole model.
     """
     same = _same(clients)
     unknown = {name: jax.ShapeDtypeStruct((), jnp.int32) for name in clients.own if name not in same}
@@ -219,12 +221,14 @@ def calls_of(
 def flops_of_calls(
     algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
 ) -> dict[ExchangeKind, int | None]:
-    """Count what a client computes to reply to each exchange of a round: see `calls_of`.
+    """Count a client's operations for each kind of exchange in a round: see `calls_of`.
+
+    If exchanges of a phase have the same bytes but different operations, the larger number counts.
 
     Args:
-        cut: of clients who hold submodels, every capacity. An exchange then has an entry for each, by the bytes of
-            its smaller messages. Exchanges of a phase that cost different operations but the same bytes have the
-            larger number.
+        algorithm, problem, clients, x, y: as for `calls_of`.
+        cut: all capacities of clients, if they hold submodels. An exchange then has an entry for each capacity, since
+            messages to smaller clients have fewer bytes.
     """
     costs = dict[ExchangeKind, int | None]()
     for capacity in cut or (None,):
@@ -237,14 +241,14 @@ def flops_of_calls(
 def known_flops(
     algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, cut: Sequence[CapacityClass] = ()
 ) -> dict[ExchangeKind, int] | None:
-    """Call `flops_of_calls`; return None where an operation is not known, and for clients elsewhere."""
+    """Call `flops_of_calls`; return None if the cost of an operation is not known, and for remote clients."""
     if not isinstance(clients, Clients):
         return None
 
     def counted() -> dict[ExchangeKind, int] | None:
         try:
             costs = flops_of_calls(algorithm, problem, clients, x, y, cut)
-        except jax.errors.JAXTypeError:  # it branches on values: for the engine that plays round by round, uncompiled
+        except jax.errors.JAXTypeError:  # the round branches on values, which only an engine without compilation allows
             return None
         known = {call: cost for call, cost in costs.items() if cost is not None}
         return known if len(known) == len(costs) else None
@@ -253,41 +257,44 @@ def known_flops(
 
 
 def _key(algorithm: Algorithm, problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> Hashable | None:
-    """Say all that operations on whole models depend on."""
+    """Return a key of everything that the operations on whole models depend on."""
     rows = clients.outer, clients.inner
     sizes = [(int(own.size.max()), bool(np.all(own.size == own.size[0]))) for own in rows]
     return key_of_round(algorithm, problem, x, y, "operations", *sizes, *sorted(clients.own), repr(_same(clients)))
 
 
 def _same(clients: Clients) -> dict[str, Any]:
-    """Return the own numbers that are the same for all clients and rounds, so that loops are of known length."""
+    """Return the own numbers that are the same for all clients and rounds, so that lengths of loops are known."""
     ends = {name: values.ends for name, values in clients.own.items() if values.ends}
     return {name: low for name, (low, high) in ends.items() if low == high}
 
 
 def _longest(rows: Ragged) -> PyTree:
-    """Return the shapes of the samples of the client with the most."""
+    """Return the shapes of the samples of the client that has the most samples."""
     longest = int(rows.size.max())
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((longest, *leaf.shape[1:]), leaf.dtype), rows.example())
 
 
 def _whole(rows: Ragged, values: PyTree) -> Samples:
-    """Return all samples of the client with the most, as an engine has them."""
+    """Return all samples of the client that has the most samples, in the form that engines use."""
     longest, equal = int(rows.size.max()), bool(np.all(rows.size == rows.size[0]))
     return Samples(values, jnp.asarray(0), jnp.asarray(longest), longest, equal)
 
 
 def count(jaxpr: Jaxpr) -> int | None:
-    """Count the floating-point operations of a program; None where the cost of a part of it is not known.
+    """Count the floating-point operations of a program; return None if the cost of some part is not known.
 
-    A product of matrices (m, n) and (n, k) costs 2·m·n·k, a convolution 2 for each product of an entry and a weight,
-    padding left out. Operations by entry cost 1 per entry of the result, exp as much as +; reductions 1 per entry of
-    the operand, over windows 1 per entry of each window. Moving data, drawing random bits and integers cost nothing,
-    nor does what no result depends on. A loop costs its length times its body, a branch as much as its most expensive
-    alternative.
+    These operations count:
 
-    Not known: loops that end by a condition or whose length is data, sorting of floating numbers, decompositions of
-    matrices, calls out of JAX. What is computed twice counts twice, also where XLA would notice.
+    - A product of matrices (m, n) and (n, k): 2·m·n·k.
+    - A convolution: 2 for each product of an entry and a weight, without padding.
+    - An elementwise operation: 1 per entry of the result, for exp as for +.
+    - A reduction: 1 per entry of the operand; over windows, 1 per entry of each window.
+    - A loop: its length times its body. A branch: its most expensive alternative.
+
+    Moving data, random bits, operations on integers, and values that no result depends on count 0. The cost is not
+    known of loops that end by a condition or whose length is data, of sorting floating-point numbers, of matrix
+    decompositions, and of calls out of JAX. A value that is computed twice counts twice, even if XLA would merge both.
     """
     return _of_program(dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0])
 
@@ -315,7 +322,7 @@ def _of_equation(equation: JaxprEqn) -> int | None:
     if name in REDUCTIONS:
         return sum(map(_size, operands))
     if name in SCATTERS:
-        return _size(operands[2])  # after the array and the indices: what changes it
+        return _size(operands[2])  # the updates; the array and the indices come before them
     if name in WINDOWS:
         return math.prod(equation.params["window_dimensions"]) * _size(results[0])
     if name == "select_and_scatter_add":
@@ -330,7 +337,7 @@ def _of_equation(equation: JaxprEqn) -> int | None:
 
 
 def _of_inner(name: str, params: dict[str, Any]) -> int | None:
-    """Count what a call, a loop or a branch costs, by the programs among its parameters."""
+    """Count the operations of a call, a loop or a branch, from the programs among its parameters."""
     costs = [_of_program(program) for program in jaxprs_in_params(params)]
     total = _sum(costs)
     if total is None or (name == "while" and total > 0):
@@ -341,7 +348,7 @@ def _of_inner(name: str, params: dict[str, Any]) -> int | None:
 
 
 def _of_convolution(equation: JaxprEqn) -> int:
-    """Count 2 × batch × features out × features in (of a group) × pairs of a place and a weight, axis by axis."""
+    """Return 2 × batch × output features × input features (of a group) × pairs of a position and a weight, by axis."""
     params = equation.params
     numbers = params["dimension_numbers"]
     places, kernel, out = numbers.lhs_spec[2:], numbers.rhs_spec[2:], numbers.out_spec[2:]
@@ -352,12 +359,12 @@ def _of_convolution(equation: JaxprEqn) -> int:
         first = np.arange(result[out[axis]]) * stride - params["padding"][axis][0]
         place = first[:, None] + np.arange(weights[kernel[axis]]) * apart
         inside = (place >= 0) & (place <= (image[places[axis]] - 1) * spread)
-        pairs *= int(np.sum(inside & (place % spread == 0)))  # a dilated image has nothing between its entries
+        pairs *= int(np.sum(inside & (place % spread == 0)))  # a dilated image has zeros between its entries
     return 2 * result[numbers.out_spec[0]] * result[numbers.out_spec[1]] * weights[numbers.rhs_spec[1]] * pairs
 
 
 def _is_by_entry(equation: JaxprEqn) -> bool:
-    """Tell whether there is one result, and every operand has its shape or is broadcast along axes of length 1."""
+    """Tell whether an equation has one result, and all operands have its shape, up to axes of length 1."""
     shape = _shape(equation.outvars[0])
 
     def fits(of: tuple[int, ...]) -> bool:

@@ -1,5 +1,4 @@
-"""The engine that defines the semantics: a Python loop over clients, each with its own samples alone. For debugging and
-tests."""
+"""Define the semantics of rounds by a simple engine: a Python loop over clients. It serves debugging and tests."""
 
 from __future__ import annotations
 
@@ -49,10 +48,10 @@ PutBack = Callable[[Sums], Sums]
 
 
 class ReferenceFed(PythonFed):
-    """The exchanges of a round, client by client. An error names the client.
+    """Make the exchanges of a round client by client. An error names the client.
 
-    Where clients hold submodels, each is sent its part of a message, and each entry is averaged over the clients that
-    hold it; otherwise everyone is sent the whole.
+    If clients hold submodels, each client is sent its part of a message, and each entry is averaged over the clients
+    that hold it; otherwise, all clients are sent the whole message.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class ReferenceFed(PythonFed):
         return reduce(partial(jax.tree.map, jnp.add), totals).total(self.run.population, rows)
 
     def portion(self, phase: Phase, message: PyTree, i: int) -> tuple[PyTree, PutBack]:
-        """Cut the part of a message that client i is sent; with it, what puts its sums into the whole shapes."""
+        """Return (the part of a message that client i is sent, a function that puts its sums into the whole shapes)."""
         if self.submodels is None:
             return message, lambda sums: sums
         (takes, gives), layout = takes_and_gives(phase), self.submodels.unit_layout
@@ -129,7 +128,7 @@ class ReferenceFed(PythonFed):
         return ask
 
     def reply(self, ask: AskClient, name: str, i: int, own: OwnNumbers, keep: bool) -> Sums:
-        """Get the reply of client i, weighted and checked, and keep its own new state."""
+        """Return the weighted and checked reply of client i; with `keep`, store the client's new state."""
         sums, reply = ask(i, own)
         losses = [metric for metric, value in (reply.metrics or {}).items() if not np.all(np.isfinite(value))]
         if bad := nonfinite_leaves(reply.update) + losses:
@@ -141,7 +140,7 @@ class ReferenceFed(PythonFed):
         return sums
 
     def wait_for(self, ids: Array, units: Array) -> Array:
-        """Let the time pass that all of these clients need, and return the ticks that it takes."""
+        """Advance the clock until all these clients have replied, and return the ticks that this takes."""
         pace = self.run.pace
         if self.queues is None:
             ticks = jnp.max(pace.waits(self.now, ids) + pace.durations(self.now, ids, units))
@@ -153,14 +152,14 @@ class ReferenceFed(PythonFed):
         return ticks
 
     def total_costs(self) -> RoundCosts:
-        """Return the costs of the round, at its end; with submodels also how many of its clients hold each entry."""
+        """Return the costs of the round, at its end; with submodels, they include how many clients hold each entry."""
         if (submodels := self.submodels) is None:
             return self.book.costs
         available = [(i, jnp.asarray(self.run.pace.ever_available(i), float)) for i, _ in self.members]
         return covered(self.book.costs, [submodels.holders(submodels.units_of(i), counts) for i, counts in available])
 
     def client(self, i: int, own: OwnNumbers, state: PyTree) -> Client:
-        without: Any = None  # the program has it
+        without: Any = None  # it is part of the program
         clients = self.run.clients
         return Client(
             problem=without,
@@ -194,7 +193,7 @@ class ReferenceRun:
     def phase(
         self, name: str, algorithm: Algorithm, round: Array, client: Client, message: PyTree, key: Array
     ) -> tuple[Sums, Reply]:
-        """Run a phase at a client: (its weighted sums, its reply)."""
+        """Run a phase at a client, and return (its weighted sums, its reply)."""
         reply = at(algorithm, round).run_phase(name, replace(client, problem=self.problem), message, key)
         return weigh(reply, client.weight, jnp.ones(())), reply
 
@@ -225,14 +224,14 @@ class ReferenceRun:
 
 @dataclass(frozen=True)
 class Reference:
-    """Simulate clients in turn: slow, exact, easy to step through.
+    """Simulate clients one after another: slow and exact, and easy to step through with a debugger.
 
-    A phase is compiled for each client's number of samples. Within `jax.disable_jit()` nothing is compiled, loops of
-    jax.lax run in Python too, and every intermediate value can be looked at.
+    A phase is compiled for each number of samples that clients have. Within `jax.disable_jit()` nothing is compiled,
+    loops of jax.lax run in Python, and every intermediate value can be inspected.
 
     Args:
         clock: how long exchanges take, in virtual time.
-        on_reply: called with each reply: the name of the phase, the client, and its `Reply`.
+        on_reply: a function (phase's name, client, `Reply`) that is called with each reply.
     """
 
     clock: Clock = field(default_factory=Clock)
@@ -252,14 +251,14 @@ class Reference:
 
 
 def total_of(table: Sums, asked: Array, who: Array) -> tuple[Sums, Array]:
-    """Sum rows, and weight·asked over them: see `in_flight.SumRows`."""
+    """Return the sum of the chosen rows, and the sum of weight·asked over them: see `in_flight.SumRows`."""
     rows = jax.tree.map(lambda leaf: leaf[np.flatnonzero(who)], (table, table.weight * asked))
     total: tuple[Sums, Array] = jax.tree.map(lambda leaf: jnp.sum(leaf, axis=0, dtype=leaf.dtype), rows)
     return total
 
 
 def _samples(name: str, clients: Clients, i: int) -> Samples:
-    """Take client i's own samples alone, unpadded."""
+    """Return the samples of client i, without padding."""
     rows: Ragged = getattr(clients, name)
     size, row = int(rows.size[i]), rows.row(i)
     for path, leaf in jax.tree_util.tree_leaves_with_path(row):

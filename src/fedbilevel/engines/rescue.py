@@ -1,4 +1,4 @@
-"""How a run that diverges is rescued: it returns to a good row with half of every step size, a few times at most."""
+"""Rescue a run that diverges: return to a good row with half of every step size, a few times at most."""
 
 from __future__ import annotations
 
@@ -22,42 +22,42 @@ from fedbilevel.engines.process_group import warn_on_first
 
 @dataclass
 class Rescue:
-    """Whether a run diverges, to which carry it may return, and how often it has returned."""
+    """Detect that a run diverges, and keep the carry to which it may return and the number of returns."""
 
-    met: Callable[[PyTree, PyTree], Met]  # what a run that diverged had met, by its last finite x and y
+    met: Callable[[PyTree, PyTree], Met]  # the last finite x and y -> why the run diverged
     everyone: bool  # whether each exchange asks all clients
     halvings_at_most: int  # of all step sizes; 0: the run never returns
     halvings: int = 0  # so far
-    growth: str = ""  # how far a loss, or the point, has grown, where that is too far
-    warned_of: str = ""  # the last growth that was warned of
+    growth: str = ""  # how far a loss, or the norm of the point, has grown, if that is too far
+    warned_of: str = ""  # the last growth that a warning named
     norm: float | None = None  # of x and y at the first row of this process
-    latest: Carry | None = None  # a copy of that of the last row
-    safe: Carry | None = None  # a copy to return to
-    gave_up: str = ""  # why a run ended that went on diverging with smaller steps
+    latest: Carry | None = None  # a copy of the last row's carry
+    safe: Carry | None = None  # a copy of the carry to return to
+    gave_up: str = ""  # why the run ended, if it still diverged with smaller steps
 
     def watch(
         self, history: History, losses: Mapping[str, list[Any]], began: Mapping[str, float], result: Result
     ) -> None:
-        """Look at a new row for growth.
+        """Check whether losses have grown too far in a new row, and set `growth`.
 
         Args:
-            history: its last row is the new one.
-            losses: of each round since the row before.
+            history: the history, whose last row is the new one.
+            losses: the losses of each round since the row before.
             began: the losses of the first round.
             result: the point of the row.
         """
         point = jax.tree.leaves((split(result.x)[0], result.state.y))
-        with np.errstate(over="ignore"):  # beyond what a float holds it is inf, and far away
+        with np.errstate(over="ignore"):  # an overflow is inf, which counts as far away
             norm = math.hypot(*(np.linalg.norm(np.ravel(leaf)) for leaf in point))
         self.norm = norm if self.norm is None else self.norm
         first = (began if self.everyone else {}) if self.halvings_at_most else None
         self.growth = grown(history, losses, first) or far_away(result.round, self.norm, norm)
 
     def keep(self, carry: Carry, is_best: bool) -> None:
-        """Keep a copy of a row's carry, and of that from which the best row was reached, to return to.
+        """Keep copies of a row's carry, and of the carry from which the best row was reached, to which a run returns.
 
-        The carry of the best row itself may diverge already: its losses are those of the rounds before it. A run that
-        is resumed returns no further than to where it was resumed.
+        The carry of the best row itself may already diverge, because the row's losses are those of the rounds before
+        it. A resumed run returns at most to the point at which it was resumed.
         """
         if self.halvings_at_most:
             if is_best:
@@ -66,15 +66,16 @@ class Rescue:
             self.safe = self.safe or self.latest
 
     def may_return(self, rows: int, result: Result) -> bool:
-        """Say whether a run of so many rows whose numbers are not finite returns: not where its start is at fault."""
+        """Tell whether a run with that many rows, whose numbers are not finite, may return: not if its start is the
+        cause."""
         if rows > 1:
             return self.halvings_at_most > 0
         return self.halvings < self.halvings_at_most and not self.met(result.x, result.y).at_start
 
     def retreat(self, why: str, result: Result, method: Algorithm) -> Carry:
-        """Return a copy of the carry from which the best row was reached, and count and warn of the return.
+        """Return a copy of the carry from which the best row was reached; count the return, and warn of it.
 
-        Where the steps were halved often enough, give up: the run then ends there, and `gave_up` says why.
+        If the steps were already halved as often as allowed, the run ends at this carry, and `gave_up` says why.
         """
         assert self.safe is not None
         if self.halvings == self.halvings_at_most:
@@ -88,30 +89,30 @@ class Rescue:
         return jax.tree.map(jnp.copy, self.safe)
 
     def diverging(self, why: str, result: Result, method: Algorithm) -> str:
-        """Say how far a loss, or the point, has grown, or what is not finite, and what helps."""
+        """Return a message: how far a loss or the point has grown, or what is not finite, and what may help."""
         met = self.met(result.x, result.y)
         advice = f"{what_to_lower(method)}, fb.diagnose suggests steps" if met.by_steps else met.text
         return f"{why}: the run diverges; {advice}"
 
     def warn_of_growth(self, result: Result, method: Algorithm, once: bool = False) -> None:
-        """Warn where the last row is far above the start, once for each row: the numbers are finite still."""
+        """Warn if the last row is far above the start though its numbers are finite, once for each row."""
         if not self.growth or self.growth == self.warned_of or (once and self.warned_of):
             return
         self.warned_of = self.growth
         warn_on_first(NumericalWarning(self.diverging(self.growth, result, method)))
 
     def explain(self, error: NonFiniteError, method: Algorithm) -> None:
-        """Add to an error that ends the run what it had met, and what helps."""
+        """Add to an error that ends the run why the run diverged, and what may help."""
         met = self.met(error.result.x, error.result.y)
         smaller = "smaller steps may help, fb.diagnose suggests some"
         advice = (smaller, what_to_lower(method)) if met.by_steps else ()
         error.args = ("; ".join(filter(None, (str(error), *advice, met.text))),)
 
     def to_json(self, diverged: bool) -> dict[str, Any]:
-        """Return what a checkpoint has of it; `diverged`: whether the run ends because it diverges."""
+        """Return the state that a checkpoint stores; `diverged`: whether the run ends because it diverges."""
         return {"halvings": self.halvings, "diverged": diverged or bool(self.gave_up), "gave_up": self.gave_up}
 
     def continue_from(self, meta: Mapping[str, Any]) -> None:
-        """Take up what a checkpoint has of it."""
+        """Restore the state that a checkpoint stores."""
         self.gave_up = str(meta.get("gave_up", ""))
         self.halvings = int(meta.get("halvings", 0))

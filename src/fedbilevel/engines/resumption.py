@@ -1,4 +1,4 @@
-"""How a run goes on from its checkpoint: where it was, or, if it diverged there and by force, at its best row."""
+"""Resume a run from its checkpoint: where it was saved, or, after a divergence and by force, at its best row."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fedbilevel.engines.process_group import warn_on_first
 
 
 def take_up(loop: Loop, like: Carry, force: bool) -> Carry:
-    """Take up a run where its checkpoint has it; return the carry to go on from.
+    """Restore a run from its checkpoint, and return the carry from which it continues.
 
     Args:
         loop: the run, at its beginning.
-        like: its first carry, which gives structure and shapes.
-        force: also go on from the checkpoint of another run, and from one of a run that diverged.
+        like: the run's first carry, which gives structure and shapes.
+        force: whether to accept the checkpoint of another run, or of a run that diverged.
 
     Raises:
-        CheckpointError: it cannot be read, or belongs to another run.
-        ConfigurationError: it has done more rounds than are asked for.
+        CheckpointError: the checkpoint cannot be read, or belongs to another run.
+        ConfigurationError: the checkpoint has more rounds than are asked for.
     """
     carry, meta, file = loop.saver.load(like, force, anew=loop.execution.posed.simulated)
     with files.as_checkpoint_error(file):
@@ -41,7 +41,7 @@ def take_up(loop: Loop, like: Carry, force: bool) -> Carry:
 
 
 def begin_anew(loop: Loop, carry: Carry) -> Carry:
-    """Begin the method again at the best row's x and y: the state of a run that diverged is no place to go on."""
+    """Start the method anew at the best row's x and y, since the state of a run that diverged cannot be continued."""
     best = loop.measurements.best
     assert best is not None
     if loop.execution.privacy is not None:

@@ -1,4 +1,4 @@
-"""The checkpoint of a run: write it in good time, and read it only for the run that it belongs to."""
+"""Write the checkpoint of a run at suitable times, and read it only for the run that it belongs to."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from fedbilevel.engines.fingerprint import Fingerprint
 from fedbilevel.engines.process_group import current_group, warn_on_first
 from fedbilevel.wording import require_object
 
-SAVE_SECONDS = 1.0  # between two checkpoints, at least, where the number of rounds is left open
-SAVE_SHARE = 0.1  # of the time that goes to them, at most
+SAVE_SECONDS = 1.0  # between two checkpoints, at least, if the user sets no number of rounds between them
+SAVE_SHARE = 0.1  # of the time that is spent on checkpoints, at most
 FORCE = 'resume="force", in a shell --force, goes on with what is given now'  # where a checkpoint is of another run
 
 
 @dataclass
 class Saver:
-    """The checkpoint file of a run, written by process 0."""
+    """Write and read the checkpoint file of a run; process 0 writes it."""
 
     path: Path | None  # None: nothing is saved
     fingerprint: Fingerprint  # of this run
-    round: int | None = None  # of the checkpoint at `path`, if that is known to be good
-    next_save: float = -math.inf  # on this machine's clock; a run that is resumed is saved soon
-    other_arguments: bool = False  # whether the checkpoint was of a run with other arguments, which force continues
+    round: int | None = None  # the round of the checkpoint at `path`, if that is known to be readable
+    next_save: float = -math.inf  # on this machine's clock; a resumed run is saved soon
+    other_arguments: bool = False  # whether the checkpoint's run had other arguments, and is continued by force
 
     @property
     def is_due(self) -> bool:
-        """Whether it is time to save, by the clock."""
+        """Tell whether it is time to save, by the clock."""
         return time.perf_counter() >= self.next_save
 
     def save(self, carry: Carry, meta: dict[str, Any]) -> None:
-        """Write a checkpoint, if there is a path: a carry, and all else that a run goes on from, as JSON.
+        """Write a checkpoint, if there is a path: a carry, and a JSON object with everything else that a run needs.
 
         Raises:
-            CheckpointError: it could not be written; the one before stays.
+            CheckpointError: the file could not be written; the checkpoint before it is unchanged.
         """
         if (path := self.path) is None:
             return
@@ -53,7 +53,7 @@ class Saver:
         self.next_save = now + max(SAVE_SECONDS, (now - began) / SAVE_SHARE)
 
     def save_before(self, error: Exception, carry: Carry, meta: dict[str, Any]) -> None:
-        """Save before an error goes on. Where that fails too, the user still sees the error."""
+        """Save before an error is raised again. If saving fails, too, the user still sees the first error."""
         try:
             self.save(carry, meta)
         except CheckpointError as failed:
@@ -61,7 +61,7 @@ class Saver:
             warn_on_first(CheckpointWarning(text))
 
     def left_off(self, round: int, rounds: int) -> str:
-        """Say where an interrupted run stands, and how to go on."""
+        """Return a message: the round at which a run was interrupted, and how to continue it."""
         if self.path is None:
             return f"ended after round {round} of {rounds}; nothing was saved, as no checkpoint was asked for"
         return (
@@ -73,14 +73,14 @@ class Saver:
 
         Args:
             like: a carry with the structure and shapes that are expected.
-            force: read that of another run as well, with a warning.
-            anew: whether a run that diverged can, by force, begin again at its best row.
+            force: whether to accept the checkpoint of another run, with a warning.
+            anew: whether a run that diverged may, by force, start again at its best row.
 
         Returns:
-            The carry, without a state where the method has to begin again; the JSON object; and the file.
+            The carry, without a state if the method has to start again; the JSON object; and the file.
 
         Raises:
-            CheckpointError: none can be read, or it belongs to another run.
+            CheckpointError: no checkpoint can be read, or it belongs to another run.
         """
         path, group = self.path, current_group()
         assert path is not None
@@ -92,10 +92,10 @@ class Saver:
         return carry, meta, file
 
     def read(self, copy: Path, like: Carry, anew: bool) -> tuple[Carry, dict[str, Any]]:
-        """Read a copy of the checkpoint. If a run that diverged is to begin `anew`, read its best row alone.
+        """Read a copy of the checkpoint; only its best row, if the run diverged and is to start `anew`.
 
         Raises:
-            CheckpointError: it does not fit; if it is of another algorithm, the error names both.
+            CheckpointError: the checkpoint does not fit; if it is another algorithm's, the message names both.
         """
         held, x = files.load_meta(copy), like.state.x if like.local_x is None else like.local_x
         best = (x, gathered(like.state.y, like.clients)) if held.get("best") else None
@@ -112,7 +112,7 @@ class Saver:
             raise
 
     def misfit(self, stated: dict[str, Any]) -> str:
-        """Say why the state of a run does not fit this one, by what its fingerprint states; or ""."""
+        """Say why the state of a run with these stated values does not fit this run; "" if it fits."""
         mine = self.fingerprint.stated
         before, now = stated.get("algorithm"), mine["algorithm"]
         terms = {name for name in stated.keys() ^ mine.keys() if name.endswith("privacy.clip")}
@@ -125,14 +125,14 @@ class Saver:
         return f'{said}, also not with resume="force" (--force): start anew elsewhere'
 
     def compare(self, meta: dict[str, Any], force: bool) -> None:
-        """Refuse the checkpoint of another run, naming what differs; by force, warn of it."""
+        """Raise a CheckpointError that names what differs if the checkpoint is another run's; by force, only warn."""
         path = self.path
         if "fingerprint" not in meta:
             raise CheckpointError(f"{path} does not say what its run was begun with: an earlier version has written it")
         require_object(meta["fingerprint"], "what the run was begun with")
         before = Fingerprint(**meta["fingerprint"])
         differences = self.fingerprint.differences(before)
-        accounted = "privacy.noise_multiplier is" in differences  # clients count replies, all under one
+        accounted = "privacy.noise_multiplier is" in differences  # the count of replies assumes a single multiplier
         if differences and (accounted or not force):
             raise CheckpointError(f"{path} belongs to another run: {differences}{'' if accounted else f'; {FORCE}'}")
         self.other_arguments = bool(differences)
@@ -144,7 +144,7 @@ class Saver:
             warn_on_first(CheckpointWarning(text))
 
     def continue_from(self, file: Path, round: int) -> None:
-        """Go on from a checkpoint that was read, in that round; warn if it is not the one at `path`."""
+        """Continue from a checkpoint that was read, at its round; warn if it is not the file at `path`."""
         if file == self.path:
             self.round = round
         else:

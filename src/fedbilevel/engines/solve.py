@@ -1,4 +1,4 @@
-"""One call runs a method: check the arguments, pose the problem, identify the run, and let it run."""
+"""Run a method with one call: check the arguments, prepare the problem, identify the run, and drive it to its end."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from fedbilevel.engines.resumption import take_up
 from fedbilevel.engines.saver import Saver
 
 HALVINGS = 3  # of all steps in a run, at most
-ROWS = 20  # of a history, where the number of rounds between two rows is left open
+ROWS = 20  # of a history, if the user sets no number of rounds between two rows
 KEPT = 2**29  # bytes of what simulated clients keep for steps that adapt; above it they begin anew each time
 IDLE = 2**25  # the same of those whom a round does not ask: the more there are, the longer a round takes
 
@@ -79,9 +79,10 @@ def solve(
         algorithm: e.g. SimFBO(local_steps=10); steps that are None adapt (`AdaptiveSteps`).
         problem: the losses.
         clients: each client's samples; or, for an engine that reaches clients elsewhere, what is known of them.
-        x0, y0: where to start; any pytrees (their floating arrays are the variables); a single-level problem has no y0.
-        rounds: how many rounds in total, those before a resumption included; fewer where the algorithm has finished.
-        cohort: clients per round, drawn uniformly without replacement; None takes everyone. `fedbilevel.Cohort(10,
+        x0, y0: the start; any pytrees, whose floating arrays are the variables. A single-level problem has no y0.
+        rounds: the total number of rounds, including those before a resumption; the run ends earlier if the algorithm
+            has finished.
+        cohort: clients per round, drawn uniformly without replacement; None: all clients. `fedbilevel.Cohort(10,
             replacement=True)` draws with replacement.
         key: a seed or a JAX key; with the arguments above it determines the numbers, whatever the engine.
         engine: Local() by default.
@@ -90,45 +91,49 @@ def solve(
         metrics_per_client: functions (x, y, batch) -> number by name, means over the samples of the batch, computed for
             every row on all outer samples of each client (`PerClient(function, "inner")`: the inner ones). The history
             gets NAME.mean, by the clients' weights, NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
-        best_by: the column of the history by whose best row `result.best` is chosen, such as a metric on validation
-            samples; None: "outer_loss", the validation loss in the rounds before the row, where the method tells it.
-        on_divergence: what to do where an iterate is not finite. "stop" raises NonFiniteError, whose `result` has the
-            last finite x and y. "shrink" returns to the row before the best and continues with half of every step size,
-            with a warning, 3 times at most. It also does so where a loss grows and was more than 10 times that of the
-            start in the last two rows; the fourth time this ends the run. The history then has a column "halvings";
-            what was spent stays counted. None: "shrink" where steps adapt, on this machine alone and without privacy;
-            else "stop".
-        privacy: terms of local differential privacy, as a site of a federation has them, here of every client: each
-            reply is clipped and noised, by the keys of the run and in its float type, and clients tell no metrics. The
-            history has the ε of the client with the most replies; exchanges with fresh cohorts, and all where clients
-            have capacities, count for everyone: an upper bound. A run ends before the first round that would take a
-            client over the budget; `result.stopped` says so.
-        callbacks: called after every stretch of rounds, by process 0 if there are several (see engines.multihost). A
-            callback that returns a reason stops the run. Where a callback raises, the run is saved first; no callback
-            is called again for the rounds before, and what others returned then is lost.
-        checkpoint: a file to save the whole run to, atomically, and to resume from; process 0's, if there are several.
-        checkpoint_every: rounds between saves; None saves once a second, or as often as takes a tenth of the time, and
-            with `RemoteClients` after every round. Also before round 0, at the end, on Ctrl-C, and where a callback
-            raises.
-        resume: True continues from `checkpoint`, to the same bits as an unbroken run, but that a run which diverges
-            later returns no further than to where it was resumed; "auto" does where the file exists, and else starts;
-            "force" is True, and goes on where arguments are others than those that the run was begun with, with a
+        best_by: the column of the history by which `result.best` is chosen, such as a metric on validation samples;
+            None: "outer_loss", the mean outer loss in the rounds before the row, if the method measures it.
+        on_divergence: what to do if an iterate is not finite. "stop" raises NonFiniteError, whose `result` has the
+            last finite x and y. "shrink" returns to the row before the best row and continues with half of every step
+            size, with a warning, at most 3 times. It also does so if a loss grows and was more than 10 times its first
+            value in the last two rows; the fourth time, this ends the run. The history then has a column "halvings",
+            and the costs of abandoned rounds remain counted. None: "shrink" if steps adapt, clients are simulated in
+            one process, and there is no privacy; else "stop".
+        privacy: terms of local differential privacy, which apply to every client: each reply is clipped and noise is
+            added, drawn from the run's key in its float type; clients report no metrics. The history has the ε of the
+            client with the most replies. It is an upper bound if there are fresh cohorts or capacities, since then
+            exchanges count for all clients. A run ends before the first round that would take a client over the
+            budget; `result.stopped` says so.
+        callbacks: functions (result, row) that are called after every stretch of rounds, by process 0 if there are
+            several (see engines.multihost). A callback that returns a reason stops the run. If a callback raises, the
+            run is saved first; after resuming, no callback is called again for earlier rounds, and reasons that other
+            callbacks returned at the same time are lost.
+        checkpoint: the file to which process 0 saves the whole run, atomically, and from which the run resumes.
+        checkpoint_every: rounds between saves; None: once a second, or less often so that saving takes at most a tenth
+            of the time; with `RemoteClients`, after every round. Runs are also saved before round 0, at the end, on
+            Ctrl-C, and if a callback raises.
+        resume: True continues from `checkpoint`, with the same bits as an uninterrupted run, except that a run which
+            diverges later returns at most to the point where it was resumed. "auto" continues if the file exists, and
+            else starts. "force" continues even if arguments differ from those that the run was started with, with a
             warning that names them.
-        count_flops: trace a round once more for what it costs the clients in operations (see recorder.py): 0.2 to 1 s.
-        progress: show what is being done (tracing, compiling), and the rounds with their speed and the time left. None:
-            in a notebook, and on a terminal where `rich` is installed; nothing goes into pipes and files. True: there,
-            too, in plain lines on standard error. False: never. Or an object with methods stage(name),
-            advance(round, rounds) and close(), called ten times a second at most.
+        count_flops: whether to trace a round once more to count the clients' operations (see recorder.py): 0.2 to 1 s.
+        progress: whether to show the current stage (tracing, compiling), the rounds, their speed and the time left.
+            None: in a notebook, and on a terminal if `rich` is installed; nothing is written to pipes and files. True:
+            in pipes and files, too, as plain lines on standard error. False: never. Or an object with methods
+            stage(name), advance(round, rounds) and close(), which is called at most ten times a second.
+
+    Returns:
+        The result at the end of the run.
 
     Raises:
         ConfigurationError: an argument is not allowed; nothing was computed.
-        NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or what the method assumes does not
-            hold here; the last good checkpoint stays, mostly that of the round before (docs/explanation/engines.md).
-        ExchangeError: too few clients replied, again and again; the rounds before are in the checkpoint. Or another
-            process was lost (LostProcess of engines.process_group); the last checkpoint stays.
-        CheckpointError: a checkpoint could not be written or read, another process writes it (its lock file,
-            .NAME.lock beside it, says which), or it belongs to another run: samples, start, losses, metrics,
-            hyperparameters, key or cohort are others; the message names them.
+        NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or an assumption of the method does
+            not hold. The last good checkpoint remains, usually that of the round before (docs/explanation/engines.md).
+        ExchangeError: too few clients replied, after several attempts; the rounds before are in the checkpoint. Or
+            another process was lost (LostProcess of engines.process_group); the last checkpoint remains.
+        CheckpointError: a checkpoint could not be written or read, another process writes it (the lock file .NAME.lock
+            beside it says which), or it belongs to another run, whose samples, start, losses, metrics,
+            hyperparameters, key or cohort differ; the message names them.
     """
     check_algorithm(algorithm)
     check_solves(algorithm, problem)
@@ -172,10 +177,10 @@ def solve(
 
 
 def method_of(algorithm: Algorithm, posed: PosedProblem, cohort: Cohort, options: RunOptions) -> Algorithm:
-    """Return the method as it runs: with steps that adapt where they are None, in the layers that are asked for.
+    """Return the method as it runs: with adaptive steps in place of None, and within the layers that are asked for.
 
     Raises:
-        ConfigurationError: it does not allow one of them.
+        ConfigurationError: the method does not allow one of the layers.
     """
     count, size = len(posed.clients), nbytes(posed.y)
     remember = not posed.simulated or (count * size <= KEPT and (count - cohort.size) * size <= IDLE)
@@ -188,14 +193,14 @@ def method_of(algorithm: Algorithm, posed: PosedProblem, cohort: Cohort, options
 
 
 def loop_of(execution: Execution, carry: Carry, options: RunOptions) -> Loop:
-    """Put together what runs, measures, saves and rescues a run that begins with `carry`."""
+    """Make the loop of a run that starts with `carry`: what executes, measures, saves and rescues it."""
     posed, terms, cohort = execution.posed, options.privacy, execution.cohort
     save_every = options.checkpoint_every
     if not posed.simulated:
         check_saves(execution, options)
-        save_every = save_every or 1  # a round is costly there
+        save_every = save_every or 1  # a round with remote clients is expensive
     identity = Fingerprint({}, {}, {})
-    if options.path is not None or current_group().processes > 1:  # else it is compared with nothing
+    if options.path is not None or current_group().processes > 1:  # otherwise the fingerprint is not needed
         identity = identity_of(execution, carry)
     return Loop(
         LoopPlan(options.rounds, options.eval_every or -(-options.rounds // ROWS), save_every),
@@ -214,16 +219,17 @@ def loop_of(execution: Execution, carry: Carry, options: RunOptions) -> Loop:
 
 
 def halvings_at_most(execution: Execution, carry: Carry, options: RunOptions) -> int:
-    """Say how often a run that diverges may halve its steps: as `on_divergence` says, or where steps adapt."""
+    """Return how often a run that diverges may halve its steps: by `on_divergence`, or if steps adapt."""
     shrinks = options.on_divergence == "shrink"
     here = execution.posed.simulated and current_group().processes == 1
     if options.on_divergence is None and here and options.privacy is None and open_steps(execution.method):
-        shrinks = nbytes((carry.state, carry.clients)) <= KEPT  # a copy or two are kept to return to
+        shrinks = nbytes((carry.state, carry.clients)) <= KEPT  # up to two copies are kept, to return to
     return HALVINGS * shrinks
 
 
 def check_saves(execution: Execution, options: RunOptions) -> None:
-    """Refuse rare checkpoints of clients elsewhere that keep a state: it goes back by a single round."""
+    """Reject checkpoints that are not of every round if remote clients keep a state, which can be rolled back by one
+    round only."""
     if options.path is not None and (options.checkpoint_every or 1) > 1:
         method, posed = execution.method, execution.posed
         fits = method.client_state(posed.problem, posed.x, posed.y) is None
@@ -232,7 +238,7 @@ def check_saves(execution: Execution, options: RunOptions) -> None:
 
 
 def goes_on(options: RunOptions) -> bool:
-    """Tell whether to continue from a checkpoint; only `resume` = "auto" goes by whether the file exists."""
+    """Tell whether to continue from a checkpoint; with `resume` = "auto", this depends on whether the file exists."""
     path, resume = options.path, options.resume
     exists = path is not None and files.exist(path)
     if not resume:

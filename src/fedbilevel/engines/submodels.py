@@ -1,4 +1,4 @@
-"""Who holds which submodel: clients' capacities on one side, an algorithm's choice of units on the other."""
+"""Assign submodels to clients, from the clients' capacities and the algorithm's choice of units."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from fedbilevel.core.weights import WeightLayout
 from fedbilevel.engines.costs import RoundCosts, Sums
 from fedbilevel.machinery.kept import kept
 
-STREAM = 2**32 - 1  # of the run's key: no round has this number
+STREAM = 2**32 - 1  # number of the stream of the run's key; no round has it
 
 
 @dataclass(frozen=True, eq=False)
 class SubmodelPlan:
-    """Which part of the model each client holds, as far as it is fixed for a run.
+    """Hold the part of the assignment of submodels to clients that is fixed for a run.
 
     Clients of the same capacity form a class; the class of the largest capacity comes first.
     """
 
     unit_layout: UnitLayout
-    kept: tuple[dict[str, int], ...]  # of each class, how many units of each group
-    places: tuple[int, ...]  # of each class, how many clients it has, at most in any round
-    peers: tuple[int, ...]  # and how many of these are ever available, at least in every round
-    number: np.ndarray  # (M,) the class of each client, or (T, M), in each round
-    rank: np.ndarray  # its number among its peers, of the same shape
+    kept: tuple[dict[str, int], ...]  # for each class, the number of units of each group
+    places: tuple[int, ...]  # for each class, the largest number of its clients in any round
+    peers: tuple[int, ...]  # for each class, the smallest number in any round of its clients that are ever available
+    number: np.ndarray  # (M,) the class of each client; (T, M) if it changes with the round
+    rank: np.ndarray  # the client's number within its class, of the same shape
 
     def member(self, round: int, client: int) -> tuple[int, int]:
         """Return the class of a client in a round, and its number among its peers."""
@@ -49,7 +49,7 @@ class SubmodelPlan:
 
     @cached_property
     def traced(self) -> str:
-        """What a program depends on; who is in which class is among its arguments."""
+        """Return what a compiled program depends on; the clients' classes are arguments of the program."""
         return repr((self.unit_layout, self.kept, self.places, self.peers))
 
     def __eq__(self, other: object) -> bool:
@@ -68,9 +68,9 @@ class SubmodelPlan:
         y: PyTree,
         never_available: np.ndarray | tuple[()] = (),
     ) -> SubmodelPlan | None:
-        """Plan who holds which units; None where everyone holds the whole model: without capacities, or with an
-        algorithm that knows no submodels.
+        """Plan which units clients hold.
 
+        Returns None if all clients hold the whole model: without capacities, or if the algorithm has no submodels.
         `never_available`: ids of clients that are never available; submodels are divided among the others.
         """
         if clients.capacity is None:
@@ -130,7 +130,7 @@ def _check_cut(
     x: PyTree,
     y: PyTree,
 ) -> None:
-    """Trace both losses on a submodel: a structure that says too little leaves arrays that do not fit together."""
+    """Trace both losses on a submodel: if the structure is incomplete, the arrays' shapes do not fit together."""
     if isinstance(unit_layout, WeightLayout):  # its losses are those of the whole model
         return
     units = unit_layout.shapes_of(of_class)
@@ -149,20 +149,20 @@ def classes(
 ) -> list[tuple[UnitLayout, dict[str, int]]]:
     """List the unit layout and the units kept by each class of capacity; none where everyone holds the whole model."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", CapacityWarning)  # the engine says it
+        warnings.simplefilter("ignore", CapacityWarning)  # the engine issues it
         submodel_plan = SubmodelPlan.of(algorithm, problem, clients, x, y) if isinstance(clients, Clients) else None
     return [] if submodel_plan is None else [(submodel_plan.unit_layout, sizes) for sizes in submodel_plan.kept]
 
 
 class Holders(NamedTuple):
-    """Which entries some clients hold, and how much of the model they lack: all from what the server has."""
+    """Count which entries some clients hold, and measure how much of the model they lack, on the server's side."""
 
-    counts: PyTree  # (x, y), filled with how many of these clients hold an entry
-    noise: tuple[Array, ...]  # of x and of y, the largest share of its squared norm that any of these clients lacks
+    counts: PyTree  # like (x, y): for each entry, how many of these clients hold it
+    noise: tuple[Array, ...]  # for x and for y, the largest share of the squared norm that any of these clients lacks
 
 
 class RoundSubmodels:
-    """The submodels of a round, from the x and y that it begins with."""
+    """Choose the submodels of a round, from x and y at its start."""
 
     def __init__(
         self, submodel_plan: SubmodelPlan, algorithm: Algorithm, key: Array, round: Array | int, x: PyTree, y: PyTree
@@ -175,11 +175,11 @@ class RoundSubmodels:
 
     @property
     def alike(self) -> bool:
-        """Whether clients of a class hold the same units."""
+        """Tell whether all clients of a class hold the same units."""
         return self.policy.alike
 
     def units(self, number: int, id: Array | int = 0, rank: Array | int = 0) -> Units:
-        """Choose the units of a client of that class; where all are alike it does not matter of which client."""
+        """Choose the units of a client of that class; `id` and `rank` do not matter if all its clients are alike."""
         holder = ClientSlot(self.round, self.key, id, rank, self.submodel_plan.peers[number])
         return self.policy.units(self.unit_layout, self.submodel_plan.kept[number], self.importance, holder)
 
@@ -189,7 +189,7 @@ class RoundSubmodels:
         return self.units(number, client, rank)
 
     def holders(self, units: Units, count: Array) -> Holders:
-        """Say which entries so many clients that hold these units hold, and how much of the model they lack."""
+        """Return which entries are held by `count` clients that hold these units, and how much they lack."""
         x_and_y, model = ("x", "y"), self.model
         mask = self.unit_layout.held(x_and_y, model, units, jnp.ones(()))
         noise = jax.tree.map(lambda m, leaf: jnp.sum((1 - m) * jnp.square(leaf)), mask, model)
@@ -200,23 +200,26 @@ class RoundSubmodels:
 
 
 def _share(part: PyTree, whole: PyTree) -> Array:
-    """Divide Σ part by Σ whole, over all leaves; 0 of nothing."""
+    """Return Σ part / Σ whole over all leaves; 0 if Σ whole is 0."""
     some, total = (jnp.asarray(sum(jax.tree.leaves(tree)), float) for tree in (part, whole))
     return jnp.where(total > 0, some / jnp.where(total > 0, total, 1), 0)
 
 
 def put_back(unit_layout: UnitLayout, gives: PyTree, sums: Sums, units: Units) -> Sums:
-    """Put sums over clients who hold these units into the whole's shape, each entry with its holders' weight."""
+    """Put sums over clients that hold these units into whole shapes, with the weight of its holders for each entry."""
     held = unit_layout.held(gives, sums.update, units, sums.weight)
     return sums._replace(update=unit_layout.put(gives, sums.update, units), held=held)
 
 
 def covered(round_costs: RoundCosts, holders: Sequence[Holders]) -> RoundCosts:
-    """Add metrics of who holds what of x and of y, from the holders in each group of clients, to a round's costs.
+    """Add metrics of the coverage of x and y by submodels to a round's costs; `holders`: one for each group of clients.
 
-    coverage_x is the least number of clients that hold an entry which anyone holds (C_x* of RABO), uncovered_x the
-    number of entries that nobody holds and which therefore stay, mask_noise_x the least w₁² for which RABO's
-    Assumption 5 is true in this round: ‖x − x⊙m_i‖² ≤ w₁²‖x‖² for each client's mask m_i; mask_noise_y is w₂².
+    - coverage_x: the smallest number of clients that hold an entry, over entries that some client holds (C_x* of RABO).
+    - uncovered_x: the number of entries that no client holds, which are not updated.
+    - mask_noise_x: the least w₁² for which RABO's Assumption 5 is true in this round: ‖x − x⊙m_i‖² ≤ w₁²‖x‖² for each
+      client's mask m_i.
+
+    coverage_y, uncovered_y and mask_noise_y (w₂²) are the same for y.
     """
     counts = reduce(partial(jax.tree.map, jnp.add), [group.counts for group in holders])
     noises = reduce(partial(jax.tree.map, jnp.maximum), [group.noise for group in holders])

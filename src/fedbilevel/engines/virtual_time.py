@@ -1,6 +1,6 @@
-"""Virtual time: how long clients take to compute and to reply, and when they are available.
+"""Model virtual time: how long clients take to compute and to reply, and when they are available.
 
-Times are whole numbers of ticks, so that engines which add up in another order still agree on every order of events.
+Times are whole numbers of ticks, so that engines that sum them in different orders agree on the order of all events.
 """
 
 from __future__ import annotations
@@ -19,37 +19,37 @@ from fedbilevel.core.errors import require
 from fedbilevel.core.own import Computed, Given, numbers_of, read_rule
 
 TICK = 1e-4  # virtual seconds
-LONGEST = 2**27  # ticks, 3.7 hours: more is cut off any single piece of work, or its way
-QUANTILES = 4096  # of log-normal factors, equally likely
+LONGEST = 2**27  # ticks, 3.7 hours: longer computations, and longer network times, are cut to this
+QUANTILES = 4096  # equally likely values of a log-normal factor
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clock:
-    """How long an exchange takes, in virtual seconds: history's `time`, and what asynchronous methods go by.
+    """Describe how long exchanges take, in virtual seconds: for the history's `time`, and for asynchronous methods.
 
-    A client that is asked takes compute·(batch gradients and hvps of the phase) + network, each times a log-normal
-    factor of its own; an exchange that waits for all takes as long as the slowest of its cohort. By default every
-    exchange takes 1, and `time` counts exchanges. Times are rounded to 0.1 ms; none of the two parts is ever longer
-    than 3.7 hours.
+    A client that is asked takes compute·(batch gradients and hvps of the phase) + network seconds, where each of the
+    two parts is multiplied by a separate log-normal factor. An exchange that waits for all clients takes as long as the
+    slowest client of its cohort. By default every exchange takes 1 second, so that `time` counts exchanges. Times are
+    rounded to 0.1 ms, and each of the two parts is cut to 3.7 hours.
 
     Args:
         compute: seconds for a batch gradient or for an hvp (a product of a vector with second derivatives); one number,
             or a number per client.
         network: seconds for a message and its reply; one number, or a number per client.
         spread: σ of the log-normal factors, whose mean is 1; they are drawn anew for each exchange and client.
-        stragglers: how many clients are slower than said so far; which ones, `seed` says.
-        slowdown: how many times slower those are, in both.
-        drift: σ of a further log-normal factor of each client, drawn anew every `period`.
-        period: seconds between two draws of `drift`, and of a cycle of `availability`.
-        availability: the share of each period in which a client is available, in one piece whose start `seed` draws;
-            one number, or a number per client. A client that is not available finishes its work, but gets no new
-            message before it is available again. A client with 0 never gets a message.
-        seed: of all these draws.
-        arrivals: who replies when, in place of times: (E, M) booleans, whether client i delivers the reply that it
-            works on at the end of exchange e, beginning again after E exchanges; or a function (exchange, client, key)
-            of JAX's operations. Exchanges are counted over all phases and rounds, and take `network` seconds each; a
-            client that has replied gets its next message when the next exchange begins. For asynchronous methods with
-            `wait_for=1`: an exchange takes place even if nobody replies.
+        stragglers: the number of slower clients, which `seed` draws.
+        slowdown: by how much the computing and network times of stragglers are multiplied.
+        drift: σ of another log-normal factor of each client, drawn anew every `period`.
+        period: seconds between two draws of `drift`, and the length of a cycle of `availability`.
+        availability: the share of each period in which a client is available, as one interval whose start `seed`
+            draws; one number, or a number per client. A client that is not available finishes its work, but gets no
+            new message until it is available again. A client with 0 never gets a message.
+        seed: the seed of all these draws.
+        arrivals: which clients reply when, in place of times, for asynchronous methods with `wait_for=1`: (E, M)
+            booleans, whether client i delivers its reply at the end of exchange e, repeated after E exchanges; or a
+            function (exchange, client, key) of JAX's operations. Exchanges are counted over all phases and rounds, and
+            take `network` seconds each. A client that has replied gets its next message when the next exchange begins.
+            An exchange takes place even if no client replies.
     """
 
     compute: float | Sequence[float] = 0.0
@@ -84,7 +84,7 @@ class Clock:
             self._check_arrivals()
 
     def _check_arrivals(self) -> None:
-        """Keep a table as tuples; refuse times beside it, which would say who replies when, too."""
+        """Store a table of arrivals as tuples; reject times in addition, since both would determine the replies."""
         for name in ("compute", "spread", "stragglers", "drift", "availability"):
             got, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             require(got == default, f"Clock.{name}", got, f"{default} with arrivals, which say who replies when")
@@ -103,7 +103,7 @@ class Clock:
             object.__setattr__(self, "arrivals", tuple(map(tuple, table.tolist())))
 
     def pace(self, clients: int) -> Pace:
-        """Make the tables of a population of this size."""
+        """Return the clock's tables for a population of `clients` clients."""
         rng = np.random.default_rng(self.seed)
         fits = self.stragglers <= clients
         require(fits, "Clock.stragglers", self.stragglers, f"at most {clients}, the number of clients")
@@ -130,7 +130,7 @@ class Clock:
         )
 
     def schedule(self, clients: int) -> Given | Computed | None:
-        """Return `arrivals` in the form of numbers of a client's own: 1 for who replies, else 0."""
+        """Return `arrivals` in the form of clients' own numbers: 1 for a client that replies, else 0."""
         if self.arrivals is None:
             return None
         if callable(self.arrivals):
@@ -144,7 +144,7 @@ class Clock:
         return np.flatnonzero(self._available_ticks(clients) == 0)
 
     def _available_ticks(self, clients: int) -> np.ndarray:
-        """Count the ticks of a period in which each client is available, (clients,)."""
+        """Return the number of ticks of a period in which each client is available, (clients,)."""
         return np.round(self._per_client("availability", clients) * round(self.period / TICK)).astype(np.int32)
 
     def _per_client(self, name: str, clients: int) -> np.ndarray:
@@ -157,13 +157,13 @@ class Clock:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Ticks:
-    """A duration that is part of the program; a pytree without leaves."""
+    """Hold a duration that is a constant of the program; a pytree without leaves."""
 
     number: int
 
 
 class Pace(NamedTuple):
-    """A clock for a population, in ticks. None stands for what plays no role."""
+    """Hold a clock's tables for a population, in ticks; None in place of a table that has no effect."""
 
     even: Ticks | None  # how long every client takes for every exchange, where all take the same
     compute: Any  # (M,) per batch gradient or product
@@ -179,7 +179,7 @@ class Pace(NamedTuple):
     def durations(self, now: ClockState, ids: Array, units: Any) -> Any:
         """Compute the ticks that each client `ids` (P,) takes to reply in this exchange: (P,), or one number for all.
 
-        Products are made in turn, each rounded as IEEE prescribes, so that every compiler gets the same.
+        Products are computed one after another, each with IEEE rounding, so that all compilers get the same ticks.
 
         Args:
             units: batch gradients and hvps that each client computes, (P,) or one number.
@@ -218,18 +218,18 @@ class Pace(NamedTuple):
 
 
 class ClockState(NamedTuple):
-    """Where the clock stands; part of the carry. Durations since the start are summed on the host."""
+    """Hold the state of the clock, a part of the carry. The total duration is summed on the host."""
 
     exchanges: Array  # made so far
-    periods: Array  # gone by
-    moment: Array  # ticks since the last of these
+    periods: Array  # periods completed
+    moment: Array  # ticks since the last completed period
 
     @classmethod
     def start(cls) -> ClockState:
         return cls(*(jnp.zeros((), jnp.int32) for _ in cls._fields))
 
     def later(self, pace: Pace, ticks: Any) -> ClockState:
-        """Move on past an exchange that took so long; where nothing goes by the moment, exchanges alone are counted."""
+        """Return the state after an exchange of `ticks`; if nothing depends on the time, only exchanges are counted."""
         if pace.begins is None and pace.drift is None:
             counted = pace.spread is not None or pace.arrivals is not None
             return self._replace(exchanges=self.exchanges + 1) if counted else self
@@ -240,7 +240,7 @@ class ClockState(NamedTuple):
 
 
 def _factors(sigma: float) -> np.ndarray | None:
-    """Compute (QUANTILES,) values of a log-normal variable of mean 1, equally likely."""
+    """Return (QUANTILES,) equally likely values of a log-normal variable with mean 1."""
     if sigma == 0:
         return None
     normal = np.array([NormalDist().inv_cdf((k + 0.5) / QUANTILES) for k in range(QUANTILES)])
