@@ -46,7 +46,7 @@ class History(Shown):
 
     Rows have these columns:
 
-    - round, exchanges, bytes_down, bytes_up, gradients, hvps, time: totals so far (see `Ledger`).
+    - round, exchanges, bytes_down, bytes_up, gradients, hvps, time: totals so far, as in a `Ledger`.
     - seconds: the time that this machine spent in rounds, without compilation and evaluation.
     - flops, if operations were counted.
     - coverage_x, uncovered_x, mask_noise_x, and the same for y, if clients hold submodels.

@@ -1,4 +1,4 @@
-"""Experiments: typed specs, run folders, comparisons. What the command line does, from Python.
+"""Do from Python what the command line does: typed specs, run folders, comparisons.
 
     from fedbilevel import experiments
 
@@ -7,7 +7,7 @@
     run = experiments.load_run("runs/first")      # run.spec, run.history, run.ledger, run.summary
     groups = experiments.compare_algorithms("quadratic", ["simfbo", "shrofbo"], seeds=[0, 1], out="runs/both")
 
-The names below are loaded when they are first used, so that the command line can look at its arguments before.
+The names below are loaded when they are first used, so that the command line can check its arguments before.
 """
 
 from importlib import import_module
@@ -55,7 +55,7 @@ _MODULES = (
     "display.curves",
     *(f"experiments.{one}" for one in ("spec", "folder", "runner", "compare", "series", "study")),
 )
-"""Where the names above are, in the order in which they are looked for."""
+"""The modules that define the names above, in the order in which they are searched."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Runs side by side: a table, and their curves in one picture."""
+"""Compare runs side by side: in a table, and by their curves in one picture."""
 
 from __future__ import annotations
 
@@ -34,18 +34,18 @@ TARGETS = 3
 PER_CLIENT = "per_client"  # the name of a panel
 UNMEASURED = "measured its clients, as --set run.metrics_per_client=true has it"
 SEARCHES = {path_word(label(rival)): label(rival) for rival in RIVALS.values() if rival not in ALGORITHMS}
-"""Searches over x as papers write them, by the names of their folders."""
+"""Folder's name -> label of a search over x, as papers write it."""
 WRITTEN = (*SUFFIXES, ".csv", ".json", ".tex", ".md")  # by a comparison, among its runs
 
 
 @dataclass(frozen=True)
 class Look:
-    """How a comparison shows its runs.
+    """Describe how a comparison shows its runs.
 
     Args:
-        labels: what to call them, by their names.
-        columns: the headings of the table's columns, in one line each; None chooses.
-        levels: of the metric, up to which costs are shown; None chooses.
+        labels: run's name -> the label that is shown in its place.
+        columns: the headings of the table's columns, each in one line; None: chosen automatically.
+        levels: values of the metric up to which costs are shown; None: chosen automatically.
     """
 
     labels: Mapping[str, str] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class Look:
 
 @dataclass(frozen=True)
 class RunGroup:
-    """Runs of one spec that differ in their seeds only."""
+    """Hold runs of one spec that differ in their seeds only."""
 
     name: str
     runs: Sequence[LoadedRun]
@@ -63,12 +63,12 @@ class RunGroup:
 
     @property
     def text(self) -> str:
-        """The name for people: methods of the library as papers write them."""
+        """Return the name to show: methods of the library are written as in papers."""
         return self.look.labels.get(self.name) or "/".join(map(written, self.name.split("/")))
 
     @property
     def label(self) -> str:
-        """That, and of how many seeds where there are several."""
+        """Return the name to show, with the number of seeds if there are several."""
         return self.text if len(self.runs) == 1 else f"{self.text} ({len(self.runs)} seeds)"
 
     @property
@@ -77,7 +77,7 @@ class RunGroup:
 
     @property
     def larger_is_better(self) -> bool:
-        """Whether a larger value of the metric is better."""
+        """Tell whether a larger value of the metric is better."""
         return self.runs[0].history.larger_is_better(self.metric)
 
     @property
@@ -90,7 +90,7 @@ class RunGroup:
 
     @property
     def timed(self) -> bool:
-        """Whether their time is more than a count of exchanges: that of a clock, or of asynchronous runs."""
+        """Tell whether the runs' time is more than a count of exchanges: with a clock, or for asynchronous methods."""
         return any(_time(run) != run.summary["last_row"]["exchanges"] for run in self.runs)
 
     @property
@@ -99,14 +99,14 @@ class RunGroup:
 
     @property
     def counted(self) -> bool:
-        """Whether the floating-point operations of all of them are known."""
+        """Tell whether the floating-point operations of all runs are known."""
         return all("flops" in run.summary["last_row"] for run in self.runs)
 
     def values(self, name: str) -> list[Any]:
         return [run.summary[name] for run in self.runs]
 
     def first(self, name: str) -> float:
-        """A column of the first row of the history."""
+        """Return a column's value in the first row of the history."""
         return statistics.fmean(run.history.rows[0].get(name, math.nan) for run in self.runs)
 
     def costs(self, *names: str) -> float:
@@ -114,15 +114,15 @@ class RunGroup:
 
 
 def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
-    """The folders of runs that some paths stand for, each once, and lines that say which are left out, and why.
+    """Return the folders of the runs at some paths, each once, and lines that say which runs are left out, and why.
 
-    A path is the folder of a run or a folder with runs in it, however deep: that of `--seeds`, that of `compare --out`,
-    or of several of these. Left out are runs in a folder that have not finished, and those of the same spec and seed as
-    another in it, as a search draws a point again. A run that is named itself is not left out. Pictures and tables that
-    a comparison wrote, which a shell finds among its runs, are passed over.
+    A path is the folder of a run, or a folder with runs at any depth, such as that of `--seeds` or `compare --out`. In
+    such a folder, runs are left out that have not finished, or that have the same spec and seed as another run, since a
+    search may draw a point twice. A run whose own folder is given is never left out. Pictures and tables that a
+    comparison has written beside its runs are ignored.
 
     Raises:
-        ConfigurationError: there is no such path, no run in it, or one whose spec cannot be read.
+        ConfigurationError: there is no such path, it contains no run, or a run's spec cannot be read.
     """
     found: dict[Path, Path] = {}
     unfinished: dict[Path, Path] = {}
@@ -131,7 +131,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
         if path.is_file() and path.suffix.lower() in WRITTEN:
             continue
         if Folder(path).spec.is_file() or not (below := list(_runs_below(path))):
-            found[path.resolve()] = path  # load_run says what is wrong with it
+            found[path.resolve()] = path  # load_run reports what is wrong with it
             continue
         specs: set[str] = set()
         for one in below:
@@ -148,7 +148,7 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
 
 
 def _runs_below(path: Path) -> Iterator[Path]:
-    """Folders with a spec.toml, by name, a comparison's in its own order; what lies in a run's folder is its own."""
+    """List folders with a spec.toml, by name, or in the order of a comparison; folders within a run are skipped."""
     for folder, names, files in os.walk(path):
         first = recorded_order(Path(folder))
         names.sort(key=lambda name: (first.index(name) if name in first else len(first), name))
@@ -158,7 +158,7 @@ def _runs_below(path: Path) -> Iterator[Path]:
 
 
 def recorded_order(folder: Path) -> list[str]:
-    """The names of a comparison's methods in the order of their colours; none where the folder has no such record.
+    """Return the names of a comparison's methods in the order of their colours; none if the folder has no record.
 
     Raises:
         ConfigurationError: the record is damaged.
@@ -174,11 +174,11 @@ def recorded_order(folder: Path) -> list[str]:
 
 
 def load_groups(paths: Sequence[str | Path], look: Look | None = None) -> list[RunGroup]:
-    """Read runs, which `find_runs` finds, and put together those that differ in their seeds only.
+    """Read the runs that `find_runs` finds, and group those that differ in their seeds only.
 
     Raises:
-        ConfigurationError: a run cannot be read, the runs measure different things, two that were
-            not found in the same folder are the same run, or `look` labels one that is not there.
+        ConfigurationError: a run cannot be read, the runs have different metrics, two runs from different folders are
+            the same run, or `look` labels a run that is not among them.
     """
     runs = [load_run(path) for path in find_runs(paths)[0]]
     metrics = {_measured(run): run for run in runs}
@@ -199,15 +199,14 @@ def load_groups(paths: Sequence[str | Path], look: Look | None = None) -> list[R
 
 
 def require_labelled(look: Look, names: Collection[str]) -> None:
-    """Refuse a label for a run that is not there."""
+    """Raise a ConfigurationError if a label is for a run that is not among `names`."""
     for name in look.labels:
         if name not in names:
             raise unknown("run to label", name, names)
 
 
 def written(name: str) -> str:
-    """A method of the library as papers write it, simfbo as SimFBO; a search over x as its label; any other name as it
-    is."""
+    """Return a method's name as papers write it, such as SimFBO for simfbo; a search's label; else the name itself."""
     if name in SEARCHES:
         return SEARCHES[name]
     return ALGORITHMS[name].__name__ if name in ALGORITHMS else name
@@ -226,7 +225,7 @@ def draw(
 def comparison_figure(
     groups: Sequence[RunGroup], panels: Sequence[str] | None = None, size: tuple[float, float] | None = None
 ) -> Any:
-    """The Matplotlib figure of the groups' curves; a run without a federation is a line at its final value.
+    """Return a Matplotlib figure of the groups' curves; a run without a federation is a line at its final value.
 
     Args:
         panels: names of `curves.COSTS`, one panel for each, and "per_client" or "per_client:NAME", a panel for each
@@ -247,7 +246,7 @@ def comparison_figure(
 
 
 def is_per_client(panel: str) -> bool:
-    """Whether a panel shows metrics per client; a ConfigurationError where no panel has that name."""
+    """Tell whether a panel shows metrics per client; raise a ConfigurationError if no panel has that name."""
     kind, colon, cost = panel.partition(":")
     per_client = kind == PER_CLIENT
     if (cost if per_client and colon else "exchanges" if per_client else panel) not in COSTS:
@@ -256,7 +255,7 @@ def is_per_client(panel: str) -> bool:
 
 
 def client_panels(groups: Sequence[RunGroup], panel: str) -> list[ClientPanel]:
-    """A panel for each metric that some groups measured per client."""
+    """Return a panel for each metric that some groups measured per client."""
     cost, names = panel.partition(":")[2] or "exchanges", legend(groups)
     has = [set.intersection(*(set(run.history.per_client) for run in group.runs)) for group in groups]
     metrics = sorted(set.union(*has))
@@ -272,13 +271,13 @@ def client_panels(groups: Sequence[RunGroup], panel: str) -> list[ClientPanel]:
 
 
 def common_seeds(groups: Sequence[RunGroup]) -> int:
-    """The number of seeds that every group has; 0 where the groups differ in it."""
+    """Return the number of seeds that every group has; 0 if the groups have different numbers."""
     counts = {len(group.runs) for group in groups}
     return counts.pop() if len(counts) == 1 else 0
 
 
 def legend(groups: Sequence[RunGroup]) -> list[str]:
-    """The name of each group in a legend: with its algorithm, and with its number of seeds where these differ."""
+    """Return each group's name in a legend: with its algorithm, and with its number of seeds if these differ."""
     names = [group.text if common_seeds(groups) else group.label for group in groups]
     return [
         name if group.says_algorithm else f"{name}, {written(group.algorithm)}"
@@ -287,8 +286,10 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
 
 
 def default_panels(groups: Sequence[RunGroup]) -> list[str]:
-    """The currencies of cost that a picture shows: operations in place of evaluations where all runs know them, and
-    time where it is more than a count of exchanges."""
+    """Return the costs that a picture shows by default.
+
+    Operations replace evaluations if all runs know them; time is shown if it is more than a count of exchanges.
+    """
     work = "gflop" if all(group.counted for group in groups if not group.pooled) else "evaluations"
     return ["exchanges", "megabytes", work, "seconds", *(["time"] if any(group.timed for group in groups) else [])]
 
@@ -336,14 +337,14 @@ def comparison(groups: Sequence[RunGroup]) -> Table:
 
 
 def _costs(groups: Sequence[RunGroup]) -> list[Column]:
-    """What the groups cost, as means over their seeds, of ε the largest; operations where all runs know them."""
+    """Return the costs of the groups: means over their seeds, for ε the largest; operations if all runs know them."""
 
     def cells(kind: str, *names: str, of: float = 1.0) -> list[Cell]:
         return [Cell(values=[group.costs(*names) / of], kind=kind) for group in groups]
 
     spent = [[run.summary["last_row"].get("epsilon", math.inf) for run in group.runs] for group in groups]
     private = [Cell("–") if math.inf in each else Cell(values=[max(each)], kind="epsilon") for each in spent]
-    counted = all(group.counted for group in groups)  # else a gap in the column would look like no cost
+    counted = all(group.counted for group in groups)  # otherwise an empty cell would look like no cost
     return [
         Column("exchanges", cells("count", "exchanges"), 4, "exchanges"),
         Column("MB", cells("tenths", "bytes_down", "bytes_up", of=1e6), 11, "MB"),
@@ -355,7 +356,7 @@ def _costs(groups: Sequence[RunGroup]) -> list[Column]:
 
 
 def _over_clients(groups: Sequence[RunGroup]) -> list[Column]:
-    """Columns with mean, first decile and worst client at the end, of each metric that all runs measured per client."""
+    """Return columns with the final mean, first decile and worst client, for each metric per client of all runs."""
     rows = [[run.summary["last_row"] for run in group.runs] for group in groups]
     names = [column.removesuffix(".worst") for column in rows[0][0] if column.endswith(".worst")]
     return [
@@ -388,7 +389,7 @@ def _time(run: LoadedRun) -> float:
 
 
 def common_targets(groups: Sequence[RunGroup], metric: str) -> list[float]:
-    """The levels that were asked for; or else the hardest milestones that some run reached, at most three."""
+    """Return the levels that were asked for; else the hardest milestones that some run reached, at most three."""
     if (asked := groups[0].look.levels) is not None:
         return list(asked)
 
@@ -458,7 +459,7 @@ TINY = tuple(10.0**-power for power in range(1, 13))
 
 
 def cost_to(history: History, metric: str, level: float, cost: str = "exchanges") -> float | None:
-    """A column of the history where a metric was first seen at least as good as a level, or None."""
+    """Return a cost in the first row whose metric is at least as good as a level; None if there is no such row."""
     larger = history.larger_is_better(metric)
     for row in history.rows:
         if metric in row and (row[metric] >= level if larger else row[metric] <= level):
@@ -467,11 +468,11 @@ def cost_to(history: History, metric: str, level: float, cost: str = "exchanges"
 
 
 FAR = 1e3
-"""An error of more than so many times the least error is far from it."""
+"""An error of more than this many times the least error is far from it."""
 
 
 def doubts(metric: str, ends: Mapping[str, tuple[float, float]], larger_is_better: bool) -> list[str]:
-    """A sentence for each row that ends worse than it began, or, where small is good, far above the best.
+    """Return a sentence for each row that ends worse than it began, or, if small is good, far above the best row.
 
     Args:
         ends: the metric at the start and at the end, by the name of the row.

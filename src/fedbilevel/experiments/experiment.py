@@ -1,4 +1,4 @@
-"""The objects that a spec describes, and how they are run: by `solve`, or as an algorithm's class has registered."""
+"""Hold the objects that a spec describes, and run them: by `solve`, or as registered for an algorithm's class."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from fedbilevel.engines.solve import solve
 from fedbilevel.experiments.spec import RunPlan, Spec
 from fedbilevel.tasks import Task
 
-ROWS = 50  # in a history, where the spec does not say how often to evaluate
-PROBE = 4  # rounds in which costs are counted
+ROWS = 50  # in a history, if the spec does not set how often to evaluate
+PROBE = 4  # rounds that are run to count the costs of a round
 
 
 class Experiment(NamedTuple):
-    """The objects that a spec describes, which are the arguments of `solve`."""
+    """Hold the objects that a spec describes, which are the arguments of `solve`."""
 
     task: Task
     algorithm: Algorithm
@@ -33,10 +33,10 @@ class Experiment(NamedTuple):
     privacy: Privacy | None = None
 
     def check(self, spec: Spec) -> None:
-        """Raise ConfigurationError if the spec cannot be run, before anything is."""
+        """Raise a ConfigurationError if the spec cannot be run, before anything is computed."""
 
     def cost_of_round(self) -> Ledger:
-        """Count what a round costs in which every client takes part, without computing it: see `engines.foreseen`."""
+        """Return the costs of a round with all clients, without computing the round: see `engines.foreseen`."""
         task = self.task
         if not isinstance(task.clients, Clients):
             raise ConfigurationError("the clients' samples are elsewhere: what a round costs is counted on them")
@@ -80,7 +80,7 @@ class Experiment(NamedTuple):
 
 @singledispatch
 def experiment_with(algorithm: Algorithm) -> type[Experiment]:
-    """Return the class of an algorithm's experiments. Algorithms that are run otherwise register their own."""
+    """Return the class of an algorithm's experiments; algorithms that `solve` does not run register another class."""
     return Experiment
 
 
@@ -95,7 +95,7 @@ def rounds_between_rows(experiment: Experiment, plan: RunPlan) -> int:
     """
     name, amount = plan.budget
     report_stage(MEASURING)
-    with warnings.catch_warnings(action="ignore"):  # the run itself says it again
+    with warnings.catch_warnings(action="ignore"):  # the run itself issues them again
         first = experiment.solve(plan, rounds=PROBE, eval_every=1, progress=False)
     probed = cost(first.history.rows[-1], name)
     return max(1, int(min(ENDLESS, amount * PROBE / (ROWS * probed)))) if probed > 0 else 1
