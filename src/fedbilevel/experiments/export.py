@@ -45,7 +45,7 @@ CURRENCIES = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops
 
 
 def runs_csv(groups: Sequence[RunGroup]) -> str:
-    """A line for each run: what it is, its outcome, what it cost in all and up to each common target."""
+    """Return CSV with a line for each run: its identity, its outcome, its total costs, and those up to each target."""
     targets = common_targets(groups, groups[0].metric)
     rows = []
     for group, run in _runs(groups):
@@ -60,12 +60,12 @@ def runs_csv(groups: Sequence[RunGroup]) -> str:
 
 
 def curves_csv(groups: Sequence[RunGroup]) -> str:
-    """A line for each run and row of its history ("long" or "tidy"), with all its columns."""
+    """Return CSV with a line for each run and row of its history ("long" or "tidy"), with all columns."""
     return csv_text([{**_identity(group, run), **row} for group, run in _runs(groups) for row in run.history.rows])
 
 
 def as_json(groups: Sequence[RunGroup]) -> dict[str, Any]:
-    """The comparison as plain objects, whose numbers are finite; null stands for what is not known."""
+    """Return the comparison as plain objects for JSON, with finite numbers, and null for unknown values."""
     metric = groups[0].metric
     return {
         "schema": SCHEMA,
@@ -105,14 +105,14 @@ def _run(run: LoadedRun) -> dict[str, Any]:
 
 
 def _reached(group: RunGroup, target: float) -> dict[str, Any]:
-    """The costs up to the first row of a run that is as good as the target, as means over the seeds."""
+    """Return the costs up to a run's first row that is as good as the target, as means over the seeds."""
     reached, _ = costs_to(group, group.metric, target)
     mean = statistics.fmean(reached) if reached else None
     return {"target": target, "reached": len(reached), "of": len(group.runs), "exchanges": mean}
 
 
 def _statistics(values: Sequence[float | None]) -> dict[str, float | None]:
-    """Mean and sample standard deviation, null where a value is not known or there is but one."""
+    """Return mean and sample standard deviation; null if a value is unknown, or if a single value has no deviation."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     whole = len(known) == len(values)
     return {
@@ -122,7 +122,7 @@ def _statistics(values: Sequence[float | None]) -> dict[str, float | None]:
 
 
 def finite(value: float | None) -> float | None:
-    """null in place of what JSON cannot hold."""
+    """Return a value, or None if it is not finite, since JSON has no such numbers."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -141,7 +141,7 @@ def _identity(group: RunGroup, run: LoadedRun) -> dict[str, Any]:
 
 
 def csv_text(rows: Sequence[Row | dict[str, Any]]) -> str:
-    """Lines with a header of all columns; an empty cell where a row lacks one."""
+    """Return CSV with a header of all columns, and an empty cell where a row lacks a column."""
     columns = list(dict.fromkeys(name for row in rows for name in row))
     text = io.StringIO()
     writer = csv.DictWriter(text, columns, restval="", lineterminator="\n")
@@ -167,7 +167,7 @@ def names(picture: Path, formats: Collection[str] = FORMATS.keys()) -> dict[Path
 
 
 def write(groups: Sequence[RunGroup], picture: Path, formats: Collection[str]) -> list[Path]:
-    """Write the comparison in some of the FORMATS, each file whole or not at all; the files."""
+    """Write the comparison in some of the FORMATS, each file atomically, and return the files' paths."""
     files = names(picture, formats)
     for file, text_of in files.items():
         write_text(file, text_of(groups))
@@ -179,7 +179,7 @@ ROWS = 200  # of a history, at most
 
 
 def write_page(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page of some runs; its path.
+    """Write the page of some runs, and return its path.
 
     Args:
         folders: of runs, or with runs in them.
@@ -201,7 +201,7 @@ def write_page(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
-    """The page of some groups of runs, as HTML."""
+    """Return the page of some groups of runs, as HTML."""
     metric, runs, seeds = groups[0].metric, _runs(groups), common_seeds(groups)
     first, single = groups[0].runs[0], len(runs) == 1
     band = (
@@ -268,7 +268,7 @@ def _folded(title: str, content: str) -> str:
 
 
 def _pairs(title: str, content: Mapping[str, Any]) -> Table:
-    """A table of names and values."""
+    """Return a table of names and values."""
     return Table(title, [text_column("name", content), text_column("value", content.values())])
 
 

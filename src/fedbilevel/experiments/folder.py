@@ -1,4 +1,4 @@
-"""A run folder: where it may lie, the names of its files, writing them whole or not at all, reading them back."""
+"""Manage the folder of a run: its place, the names of its files, and writing (atomically) and reading them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from fedbilevel.wording import in_a_line, require_object
 
 
 def default_path(*names: str | None) -> Path:
-    """runs/<names>-<time>, with a counter if that exists."""
+    """Return the path runs/<names>-<time>, with a counter if that exists."""
     base = Path("runs") / "-".join([*map(path_word, filter(None, names)), time.strftime("%Y%m%d-%H%M%S")])
     path, count = base, 1
     while path.exists():
@@ -37,12 +37,12 @@ def default_path(*names: str | None) -> Path:
 
 
 def path_word(name: str) -> str:
-    """A name as a part of a path: mine-task for mine.py:task."""
+    """Return a name as a part of a path: mine-task for mine.py:task."""
     return re.sub(r"(\.py)?[^\w.-]+", "-", name)
 
 
 def require_free(path: Path) -> None:
-    """Refuse a place where there is something already."""
+    """Raise a ConfigurationError if there is already something at a path."""
     if path.exists() and not path.is_dir():
         raise ConfigurationError(f"cannot write a run to {path}: it is a file")
     if path.is_dir() and any(path.iterdir()):
@@ -65,7 +65,7 @@ KINDS: dict[str, Callable[[Any], bool]] = {  # of what a summary says
 
 
 class _File:
-    """A file of a run's folder, by its name there."""
+    """Return the path of a file in a run's folder, as a descriptor: the file has a fixed name there."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -76,7 +76,7 @@ class _File:
 
 @dataclass(frozen=True)
 class Folder:
-    """The folder of a run, with the paths of its files."""
+    """Hold the folder of a run, with the paths of its files."""
 
     path: Path
     spec = _File("spec.toml")
@@ -95,22 +95,24 @@ class Folder:
 
     @classmethod
     def new(cls, spec: Spec) -> Folder:
-        """A new folder for a run, in ./runs."""
+        """Return a new folder for a run, in ./runs."""
         return cls(default_path(label(spec.task.name), label(spec.algorithm.name), spec.data))
 
     @property
     def begun(self) -> bool:
-        """Whether there is a checkpoint."""
+        """Tell whether there is a checkpoint."""
         return checkpoint.exist(self.checkpoint)
 
     @property
     def finished(self) -> bool:
-        """Whether there is its outcome, which is written last."""
+        """Tell whether the run's outcome is there, which is written last."""
         return self.summary.is_file()
 
     def difference(self, spec: Spec) -> str:
-        """In what a spec, or a file of a user's own that it names, differs from that of the run here, in words; nothing
-        where they agree or no run is here."""
+        """Say how a spec, or a user's file that it names, differs from that of the run in this folder.
+
+        Returns "" if they agree, or if the folder has no run.
+        """
         if not self.spec.is_file():
             return ""
         wrong: list[ConfigurationError] = []
@@ -128,12 +130,12 @@ class Folder:
         return ""
 
     def _code(self) -> dict[str, str] | None:
-        """The hashes of the user's own files that the run was begun with; None where they are not recorded."""
+        """Return the hashes of the user's files with which the run was started; None if they are not recorded."""
         with as_damage(self.environment):
             return next((dict(begun["code"]) for begun in self.environments()[:1] if "code" in begun), None)
 
     def environments(self) -> list[dict[str, Any]]:
-        """Where the run was begun, and where it was resumed, each time; nothing where that is not recorded."""
+        """Return the environments in which the run was started and each time resumed; [] if they are not recorded."""
         if not self.environment.is_file():
             return []
         with as_damage(self.environment):
@@ -150,7 +152,7 @@ class Folder:
             file.unlink(missing_ok=True)
 
     def remains(self) -> list[Path] | None:
-        """The files left by a run that ended before its first checkpoint; None if the folder has any other file."""
+        """Return the files of a run that ended before its first checkpoint; None if the folder has any other file."""
         found = list(self.path.iterdir()) if self.path.is_dir() else []
         ours = {self.spec, self.environment, self.lock, self.path / f".{self.checkpoint.name}.lock"}
         for file in found:
@@ -160,7 +162,7 @@ class Folder:
         return found
 
     def _without_exchanges(self) -> bool:
-        """Whether the log of exchanges has none, but only why runs ended before their first."""
+        """Tell whether the log has no exchanges, but only the reasons why runs ended before their first exchange."""
         if not self.exchanges.is_file() or self.exchanges.stat().st_size > SHORT_LOG:
             return False
         lines = self.exchanges.read_text(encoding="utf-8", errors="replace").splitlines()
@@ -203,7 +205,7 @@ def own_code(spec: Spec) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class LoadedRun:
-    """The content of a run's folder, without its arrays."""
+    """Hold the content of a run's folder, without its arrays."""
 
     folder: Folder
     spec: Spec
@@ -213,17 +215,17 @@ class LoadedRun:
 
     @property
     def metric(self) -> str:
-        """The task's first metric."""
+        """Return the task's first metric."""
         return str(self.summary["metric"])
 
     @property
     def grown(self) -> str:
-        """How the run has diverged, though its numbers are finite; "" where it has not."""
+        """Say how the run has diverged although its numbers are finite; "" if it has not."""
         return grown(self.history)
 
     @property
     def out_of_budget(self) -> bool:
-        """Whether a budget of privacy ended the run."""
+        """Tell whether a budget of privacy ended the run."""
         return str(self.summary["stopped"]).startswith(SPENT)
 
 
@@ -258,7 +260,7 @@ def load_run(path: str | Path) -> LoadedRun:
 
 @contextmanager
 def as_damage(file: Path) -> Iterator[None]:
-    """Turn whatever is wrong with a file, which anyone may have written, into a ConfigurationError."""
+    """Turn errors that a damaged file causes inside the block into a ConfigurationError that names the file."""
     try:
         yield
     except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
