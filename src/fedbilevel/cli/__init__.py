@@ -1,5 +1,4 @@
-"""The command line, one module per group of commands. Nothing heavy is imported before the arguments are known to be
-right."""
+"""Run the command line; each group of commands has a module. Slow imports happen only once arguments are checked."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from fedbilevel.core.errors import warnings_in_a_line
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    if arguments is None:  # this process is ours: starting and tracing make many objects, and little garbage
+    if arguments is None:  # the process is only ours: imports and tracing make many objects, but little garbage
         gc.set_threshold(50_000, 20, 100)
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["reproduce"]:
@@ -37,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """All commands and their options."""
+    """Return the parser of all commands and their options."""
     whole = argparse.ArgumentParser(prog="fedbilevel", description="Federated bilevel optimization.")
     whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     add = Add(whole.add_subparsers(title="commands", required=True, metavar="COMMAND"))

@@ -1,5 +1,8 @@
-"""Several runs: `fedbilevel compare`, finished ones side by side, or algorithms on one task; `fedbilevel report`, a
-page about runs, for people; `fedbilevel sweep`, runs over other values of some fields, and the best of them."""
+"""Define the commands for several runs.
+
+`fedbilevel compare` shows finished runs side by side, or runs algorithms on one task; `fedbilevel report` writes a page
+about runs; `fedbilevel sweep` runs with different values of some fields, and chooses the best.
+"""
 
 from __future__ import annotations
 
@@ -212,7 +215,7 @@ def _algorithms(options: argparse.Namespace) -> int:
     def play(spec: Spec, place: Path, task: Task) -> None:
         try:
             played(spec, place, options.quiet, task=task, series=folder)
-        except NumericalError as error:  # the others are still worth comparing
+        except NumericalError as error:  # the other runs can still be compared
             failed.append(f"{place.relative_to(folder)}: {error}")
             shared.fail(shared.OK, failed[-1])
 
@@ -318,7 +321,7 @@ def _swept(options: argparse.Namespace, folder: Path) -> Sweep:
 
 
 def _fields(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
-    """The fields that are swept, each with the option that names it and its text."""
+    """Return the swept fields: field -> (the option that names it, its text)."""
     fields: dict[str, tuple[str, str]] = {}
     for option in ("--search", "--grid"):
         for given in getattr(options, option[2:]):
@@ -333,12 +336,12 @@ def _fields(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
 
 
 def _bare(field: str) -> str:
-    """Return the path of a field without the section, which may be left out."""
+    """Return the path of a field without its section, which may be omitted."""
     return re.sub(r"^(run|task|algorithm)\.", "", field)
 
 
 def _spec_of(options: argparse.Namespace, fields: Collection[str]) -> SpecOf:
-    """What makes the spec of a point, from the options and the point's values."""
+    """Return a function that makes the spec of a point, from the options and the point's values."""
     from fedbilevel.experiments import configure
     from fedbilevel.experiments.runner import algorithm_of
 

@@ -1,4 +1,4 @@
-"""`fedbilevel check` and `fedbilevel diagnose`: is a hypergradient right, and which step sizes does a task bear?"""
+"""Define `fedbilevel check`, which checks a hypergradient, and `fedbilevel diagnose`, which suggests step sizes."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _diagnose(options: argparse.Namespace) -> int:
 
 
 def _replies(options: argparse.Namespace, terminal: Any) -> int:
-    """Play some rounds of each algorithm, and show how long replies are."""
+    """Run some rounds of each algorithm, and show the norms of replies."""
     from fedbilevel.diagnostics.replies import reply_norms
     from fedbilevel.experiments.experiment import cohort_of
     from fedbilevel.experiments.runner import build
@@ -165,7 +165,7 @@ def _prepared(options: argparse.Namespace, algorithms: Sequence[str]) -> tuple[d
 
 
 def _command(options: argparse.Namespace, algorithm: str, fields: Mapping[str, Any]) -> str:
-    """The command that runs the task with these fields."""
+    """Return the command that runs the task with these fields."""
     from fedbilevel.algorithms import ALGORITHMS
     from fedbilevel.core.card import WIDTH
     from fedbilevel.experiments import toml
@@ -188,7 +188,7 @@ def _command(options: argparse.Namespace, algorithm: str, fields: Mapping[str, A
 
 
 def _rounded(value: Any) -> Any:
-    """A value in the spec's form, in three digits; of a part its kind and what differs from its defaults."""
+    """Return a value in the spec's form, with three digits; for a part, its kind and what differs from its defaults."""
     from fedbilevel.core.algorithm import Part
     from fedbilevel.core.hyperparameters import own_values
 

@@ -1,5 +1,4 @@
-"""The numbers that step sizes depend on: what curvature and clients are like, how Φ bends, and how a single-loop method
-feels it late.
+"""Measure what step sizes depend on: curvatures, differences between clients, and the lag of single-loop methods.
 
 Linearise the fields of the three variables of single-loop methods about a point where y and v are in equilibrium:
 
@@ -41,13 +40,13 @@ from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.operators import Extremes, conjugate_gradient, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, WeightedLoss
 
-CLIENTS = 20  # whose own losses are looked at
-SAMPLES = 20  # whose own curvature is looked at
-RESPONSE_SAMPLES = 512  # of each loss, for what needs many linear systems
+CLIENTS = 20  # whose own losses are measured
+SAMPLES = 20  # whose own curvature is measured
+RESPONSE_SAMPLES = 512  # of each loss, for quantities that need many linear systems
 
 
 class Curvature(NamedTuple):
-    """Curvatures at some y."""
+    """Hold the curvatures of both losses at some y."""
 
     inner: Extremes  # of ∇²yy G
     outer: Extremes  # of ∇²yy F
@@ -55,7 +54,7 @@ class Curvature(NamedTuple):
 
 
 class Spread(NamedTuple):
-    """The differences between clients at (x, y)."""
+    """Hold the differences between clients at (x, y)."""
 
     inner: float  # √ Σ p_i ‖∇y g_i − mean‖²
     inner_share: float  # that squared over Σ p_i ‖∇y g_i‖²: 0 where all agree, 1 where they cancel
@@ -118,7 +117,7 @@ def curvature(population: Population, x: PyTree, y: PyTree, seed: int) -> Curvat
 
 
 def spread(problem: Any, clients: Clients, x: PyTree, y: PyTree, max_samples: int, seed: int) -> Spread:
-    """Over at most CLIENTS clients, evenly spread."""
+    """Measure the differences between clients, over at most CLIENTS evenly spread clients."""
     ids = np.unique(np.linspace(0, len(clients) - 1, CLIENTS).astype(int))
     each = Population.each(problem, clients, ids.tolist(), max_samples)
     p = clients.weights[ids] / clients.weights[ids].sum()
@@ -127,7 +126,7 @@ def spread(problem: Any, clients: Clients, x: PyTree, y: PyTree, max_samples: in
 
 
 def tops(each: WeightedLoss, x: PyTree, y: PyTree, seed: int) -> list[float]:
-    """The largest eigenvalue of ∇²yy of each of some stacked losses."""
+    """Return the largest eigenvalue of ∇²yy for each of some stacked losses."""
 
     def top(i: int) -> float:
         return extreme_eigenvalues(lambda v: _hess_v_of(each, i, x, y, v), y, seed, iterations=20).largest
@@ -137,7 +136,7 @@ def tops(each: WeightedLoss, x: PyTree, y: PyTree, seed: int) -> list[float]:
 
 @jax.jit
 def _gradients(each: Population, x: PyTree, y: PyTree) -> tuple[PyTree, PyTree]:
-    """∇y g_i and ∇x f_i of every client: leaves (clients, ...)."""
+    """Compute ∇y g_i and ∇x f_i of every client, leaves (clients, ...)."""
     return lax.map(lambda one: (one.inner.gradients(x, y)[1], one.outer.gradients(x, y)[0]), each)
 
 
@@ -157,7 +156,7 @@ PRODUCTS = 500  # for a linear system, at most
 
 
 class Response(NamedTuple):
-    """The equilibrium and the two operators' spectra."""
+    """Hold the equilibrium and the spectra of ∇²Φ and T."""
 
     y: PyTree  # argmin G + ½δ‖· − start‖²
     v: PyTree  # (∇²yy G + δ)⁻¹ ∇y F
@@ -169,7 +168,10 @@ class Response(NamedTuple):
 def response(
     population: Population, x: PyTree, start: PyTree, delta: float, seed: int, *, iterations: int = 12
 ) -> Response:
-    """Both spectra at x, by Lanczos with `iterations` products each; every product costs 2 (T: 4) linear systems."""
+    """Compute both spectra at x, by Lanczos' method with `iterations` products each.
+
+    A product with ∇²Φ takes 2 linear systems, and a product with T takes 4.
+    """
     inner = solve_inner(population, x, start, pull=delta)
     y = inner.y
     v, negative = _solve(population, x, y, delta, population.outer.gradients(x, y)[1])
@@ -206,7 +208,7 @@ def response(
 
 @jax.jit
 def _solve(population: Population, x: PyTree, y: PyTree, delta: Array, b: PyTree) -> tuple[PyTree, Array]:
-    """H⁻¹b, and whether H turned out not to be positive definite."""
+    """Compute (H⁻¹b, whether H turned out not to be positive definite)."""
 
     def shifted(v: PyTree) -> PyTree:
         return optax.tree.add_scale(population.inner.hess_v(x, y, v), delta, v)
@@ -217,7 +219,7 @@ def _solve(population: Population, x: PyTree, y: PyTree, delta: Array, b: PyTree
 
 @jax.jit
 def _moved(population: Population, x: PyTree, y: PyTree, v: PyTree, dx: PyTree, dy: PyTree) -> XYV:
-    """The derivatives of h, ∇y G and s along (dx, dy, 0)."""
+    """Compute the derivatives of h, ∇y G and s along (dx, dy, 0)."""
 
     def fields(x: PyTree, y: PyTree) -> XYV:
         h, s = population.hypergradient(x, y, v)
@@ -229,7 +231,7 @@ def _moved(population: Population, x: PyTree, y: PyTree, v: PyTree, dx: PyTree, 
 
 @dataclass(frozen=True)
 class DifferentiablePoint:
-    """A problem in the floating arrays of x and y alone, and those arrays in float64."""
+    """Hold a problem as functions of the floating arrays of x and y alone, and these arrays in float64."""
 
     problem: Any
     x: PyTree
@@ -240,7 +242,7 @@ class DifferentiablePoint:
 
 
 def point(problem: object, clients: object, x: PyTree, y: PyTree) -> DifferentiablePoint:
-    """Check and convert; to be called with float64 switched on."""
+    """Check the arguments and convert them to float64; JAX's 64-bit mode must be on."""
     require(
         isinstance(problem, Bilevel), "problem", type(problem).__name__, "a Bilevel, Minimax or Compositional problem"
     )
@@ -260,7 +262,7 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Differentia
 
 
 def same_shapes(name: str, got: PyTree, like: PyTree) -> None:
-    """Refuse a tree that differs from `like` in structure or shapes."""
+    """Raise a ConfigurationError if a tree differs from `like` in structure or shapes."""
     same = str(jax.tree.structure(got)) == str(jax.tree.structure(like)) and _shapes(got) == _shapes(like)
     require(same, name, _shapes(got), f"like x, {_shapes(like)}")
 
