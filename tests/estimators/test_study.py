@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from fedbilevel.errors import ConfigurationError
+from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import CoxRegression, LogisticRegression, Preparer, Ridge, Study, StudyModel
 from fedbilevel.estimators.study import Agreement, SiteTable
 from site_tables import SITES, TARGETS, study, table, tables
@@ -151,7 +151,7 @@ def test_sites_that_differ_from_the_others_take_part():
     ("change", "words"),
     [
         (lambda one: one.drop(columns="ill"), "column 'ill'"),
-        (lambda one: one.drop(columns="dose"), "column of .* 'dose'|column 'dose' of north = 'missing'"),
+        (lambda one: one.drop(columns="dose"), r"column 'dose' of north = 'missing' .*drop = \['dose'\]"),
         (lambda one: one.assign(dose="high"), "column 'dose' of south = 'count, mean, squares' .* see `categorical`"),
         (lambda one: one.assign(ill=np.resize(["a", "b", "c"], len(one))), "classes of 'ill' = 3 .* two at most"),
         (lambda one: one.assign(ill="perhaps"), r"classes of 'ill' = \['no', 'perhaps', 'yes'\]"),
@@ -174,6 +174,9 @@ def test_what_does_not_fit_is_named(change, words):
         ({"target": ""}, "target = ''"),
         ({"event": "died"}, "event = 'died' .* Cox's model alone"),
         ({"sites": ["a", "a"]}, "sites = .* each once"),
+        ({"groups": ["age"]}, r"groups = \['age'\] .* a list of columns"),
+        ({"groups": {"mine": "age"}}, "groups = {'mine': 'age'} .* a list of columns"),
+        ({"offsets": "no"}, "offsets = 'no' .* true or false"),
         ({"penalty": "two"}, "penalty = 'two' .* one or column or feature"),
         ({"targets": "x"}, r"field of \[study\] 'targets'; did you mean 'target'"),
     ],
@@ -182,6 +185,18 @@ def test_a_wrong_study_is_refused(fields, words):
     given = {"estimator": "logistic", "sites": ["a", "b"], "target": "ill"}
     with pytest.raises(ConfigurationError, match=words):
         Study.read({**given, **fields})
+
+
+def test_a_column_to_leave_out_may_be_missing_at_a_site():
+    with pytest.warns(DataWarning, match="the table of north has no column 'dose', which the study leaves out"):
+        SiteTable(study("logistic", drop=("dose", "days", "died")), "north", table(0).drop(columns="dose"))
+
+
+@pytest.mark.parametrize("wrong", [[True, False], ["yes", "no"], [1, 2]])
+def test_events_are_1_or_0(wrong):
+    frame = table(0)
+    with pytest.raises(ConfigurationError, match=r"events 'died' = .* must be 1 where it came, 0 where not"):
+        SiteTable(study("cox"), "north", frame.assign(died=np.resize(wrong, len(frame))))
 
 
 def test_tables_and_sites_must_be_the_same():

@@ -25,7 +25,7 @@ import jax
 import numpy as np
 
 import fedbilevel as fb
-from fedbilevel.errors import ConfigurationError
+from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators.columns import labels, numbers
 from fedbilevel.estimators.evaluation import Report, answered, evaluated, held_out
 from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ridge, drawing
@@ -40,6 +40,7 @@ from fedbilevel.extending import (
     require,
     require_count,
     unknown,
+    warn,
     write_text,
 )
 
@@ -62,7 +63,7 @@ class Study:
         patient: a column that says whose each row is, where several rows are one patient's; empty: none.
         categorical: columns of codes and words.
         columns: the features; empty: all columns but target, event, patient and `drop`.
-        drop: columns that are left out.
+        drop: columns that are left out; a table that does not have one of them is warned of.
         gaps: texts that mean a gap, besides those of pandas.
         offsets: whether each site has an offset, which shares a penalty with those of the other sites. Cox's model has
             a baseline for each site instead.
@@ -103,7 +104,10 @@ class Study:
             fits = isinstance(texts, list | tuple) and all(isinstance(one, str) and one for one in texts)
             require(fits and len(set(texts)) == len(texts), name, texts, "a list of texts, each once")
             object.__setattr__(self, name, tuple(texts))
+        fits = isinstance(self.groups, Mapping) and all(isinstance(one, list | tuple) for one in self.groups.values())
+        require(fits, "groups", self.groups, "a table with a list of columns for each name")
         object.__setattr__(self, "groups", {name: tuple(columns) for name, columns in self.groups.items()})
+        require(type(self.offsets) is bool, "offsets", self.offsets, "true or false")
         object.__setattr__(self, "offsets", self.offsets and self.estimator != "cox")
         require(len(self.sites) > 0, "sites", self.sites, "the names of one site or more")
         require(bool(self.target), "target", self.target, "the name of a column")
@@ -188,11 +192,18 @@ class SiteTable:
         targets = [study.target, *([study.event] if study.event else [])]
         kept = frame[frame[targets].notna().all(axis=1)].reset_index(drop=True)
         self.left_out = len(frame) - len(kept)
+        if study.event:
+            events = sorted({*words_of(kept[study.event])})
+            require({*events} <= {"0", "1"}, f"events {study.event!r}", events[:5], "1 where it came, 0 where not")
         patients = labels("patient", kept[study.patient], len(kept), "whose each row is")[1] if study.patient else None
         held = self._drawn(kept[targets[-1]], patients)
         allowed = f"{study.min_count} or more, as min_count says" + ", besides those held out" * bool(held.any())
         require(int(np.sum(~held)) >= study.min_count, "rows with a target", int(np.sum(~held)), allowed)
-        features = kept[list(study.columns)] if study.columns else kept.drop(columns=[*study.not_features, *study.drop])
+        if absent := [name for name in study.drop if name not in kept]:
+            names = ", ".join(map(repr, absent))
+            warn(DataWarning(f"the table of {site} has no column {names}, which the study leaves out (drop)"))
+        others = kept.drop(columns=[*study.not_features, *study.drop], errors="ignore")
+        features = kept[list(study.columns)] if study.columns else others
         if study.offsets:
             require(SITE not in features, f"column {SITE!r}", "a feature", "left out (drop), or offsets = false")
             features = features.assign(**{SITE: site})
@@ -293,6 +304,15 @@ def _used(features: Any, told: Told) -> Any:
     return features.assign(**made)
 
 
+def _require_same_columns(parts: Mapping[str, Any]) -> None:
+    """Refuse a column that some sites do not have; name these sites."""
+    tables = {site: told for site, told in parts.items() if isinstance(told, dict)}
+    for name in dict.fromkeys(name for told in tables.values() for name in told):
+        without = [site for site, told in tables.items() if name not in told]
+        allowed = f"in the table of every site, or left out of the study (drop = [{name!r}])"
+        require(not without, f"column {name!r} of {', '.join(without)}", "missing", allowed)
+
+
 def _sum(parts: Mapping[str, Told]) -> Told:
     """Add up what sites told, whatever it is."""
     try:
@@ -332,6 +352,7 @@ class Agreement:
             require(fits, f"statistics of {site}", type(one).__name__, "rows, features and target")
             for name, found in parts.items():
                 found[site] = one[name]
+        _require_same_columns(parts["features"])
         features, target = map(_sum, parts.values())
         made = cls(study, sum(one["rows"] for one in statistics), features, target)
         made.estimator()._check_folds(made.rows)
