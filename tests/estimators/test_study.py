@@ -173,6 +173,7 @@ def test_what_does_not_fit_is_named(change, words):
         ({"estimator": "logit"}, "estimator 'logit'; did you mean 'logistic'"),
         ({"target": ""}, "target = ''"),
         ({"event": "died"}, "event = 'died' .* Cox's model alone"),
+        ({"estimator": "cox"}, "event = '' .* the column that is 1 where the event came"),
         ({"sites": ["a", "a"]}, "sites = .* each once"),
         ({"groups": ["age"]}, r"groups = \['age'\] .* a list of columns"),
         ({"groups": {"mine": "age"}}, "groups = {'mine': 'age'} .* a list of columns"),

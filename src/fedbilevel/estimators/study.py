@@ -111,7 +111,9 @@ class Study:
         object.__setattr__(self, "offsets", self.offsets and self.estimator != "cox")
         require(len(self.sites) > 0, "sites", self.sites, "the names of one site or more")
         require(bool(self.target), "target", self.target, "the name of a column")
-        require(bool(self.event) == (self.estimator == "cox"), "event", self.event, "a column with Cox's model alone")
+        allowed = "the name of the column that is 1 where the event came, and 0 where not: Cox's model needs it"
+        require(self.estimator != "cox" or bool(self.event), "event", self.event, allowed)
+        require(self.estimator == "cox" or not self.event, "event", self.event, "left out: it is of Cox's model alone")
         require(not self.positive or self.estimator == "logistic", "positive", self.positive, "empty but for logistic")
         fits = type(self.random_state) is int and self.random_state >= 0
         require(fits, "random_state", self.random_state, "a whole number from 0 on")
