@@ -4,6 +4,7 @@ import json
 import re
 import tomllib
 from importlib import import_module
+from pathlib import Path
 
 import federations
 import numpy as np
@@ -249,7 +250,11 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
     assert "client 0, north" in said
     assert "tells dose: nothing" in said
     assert "and rarer ones" in said
-    assert main(["flower", "check", "app", "--node-config", "partition-id=0 table='nowhere.csv'"]) == 2
+    Path("latin.csv").write_bytes(b"age,ill\n60,yes\xfc\n")
+    Path("empty.csv").touch()
+    for source in ("nowhere.csv", "latin.csv", "empty.csv", "nowhere.module:table", "json:nothing"):
+        assert main(["flower", "check", "app", "--node-config", f"partition-id=0 table='{source}'"]) == 2
+        assert f"node configuration: table '{source}' cannot be read" in " ".join(capsys.readouterr().err.split())
 
 
 @pytest.mark.parametrize(

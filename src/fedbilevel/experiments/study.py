@@ -49,6 +49,7 @@ from fedbilevel.experiments.folder import Folder, default_path
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.refusal import Refusal
 from fedbilevel.reading import parse_json
+from fedbilevel.wording import in_a_line
 
 FILE = "study.toml"
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
@@ -215,8 +216,12 @@ def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
     fits = isinstance(source, str) and bool(source)
     require(fits, "node configuration: table", source, "a .csv, .tsv or .parquet file, or package.module:function")
     try:
-        return SiteTable(study, name, _frame(study, str(source)))
-    except (DataError, OSError) as error:
+        frame = _frame(study, str(source))
+    except (OSError, ValueError, ImportError, AttributeError) as error:
+        raise ConfigurationError(f"node configuration: table {source!r} cannot be read: {in_a_line(error)}") from error
+    try:
+        return SiteTable(study, name, frame)
+    except DataError as error:
         raise ConfigurationError(str(error)) from error
 
 
