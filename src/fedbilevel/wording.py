@@ -46,4 +46,4 @@ def of_others(value: Any) -> Any:
 def require_object(value: Any, holds: str) -> None:
     """Raise ValueError if a JSON value is not an object; `holds` lists the expected names for the message."""
     if not isinstance(value, dict):
-        raise ValueError(f"a JSON object with {holds} is expected, but {JSON.get(type(value), 'null')} was found")
+        raise ValueError(f"{JSON.get(type(value), 'null')} was found where a JSON object with {holds} is expected")

@@ -134,8 +134,8 @@ def test_books_merge_by_kind_of_exchange_and_metric():
 @pytest.mark.parametrize(
     ("fields", "words"),
     [
-        ([], r"a JSON object with the totals of a ledger \(rounds, exchanges, …\) is expected, but a list was found"),
-        (None, "is expected, but null was found"),
+        ([], r"a list was found where a JSON object with the totals of a ledger \(rounds, exchanges, …\) is expected"),
+        (None, "null was found where"),
         ({"round": 1}, "'round' is no total of a ledger, which are: rounds, exchanges, "),
         ({"rounds": "one"}, "rounds of the ledger is 'one', not a whole number"),
         ({"exchanges_by_phase": [1]}, r"exchanges_by_phase of the ledger is \[1\], not an object of whole numbers"),
