@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from fedbilevel import __version__
-from fedbilevel.cli import comparison, diagnostics, run
+from fedbilevel.cli import comparison, diagnostics, prediction, run
 from fedbilevel.cli.shared import BAD_INPUT, OK, Add, check_fields, check_names, exit_code, fail, say_code, sentence
 from fedbilevel.core import interrupts
 from fedbilevel.core.errors import warnings_in_a_line
@@ -43,6 +43,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_to(add)
     comparison.add_to(add)
     diagnostics.add_to(add)
+    prediction.add_to(add)
     for kind, function in (("algorithm", _algorithms), ("task", _tasks)):
         what = f"of the {kind} to show; or what to look for in names, docstrings and papers"
         add(f"{kind}s", function).add_argument("words", nargs="*", metavar="NAME|WORD", help=what)

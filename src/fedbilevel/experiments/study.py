@@ -32,6 +32,7 @@ from fedbilevel.core.writing import write_text
 from fedbilevel.data import DataError
 from fedbilevel.estimators.evaluation import evaluated
 from fedbilevel.estimators.study import Agreement, SiteTable, Study, StudyModel
+from fedbilevel.estimators.table_files import read_table
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.federation import (
     NODE,
@@ -226,15 +227,10 @@ def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
 
 
 def _frame(study: Study, source: str) -> Any:
-    import pandas as pd
-
     if FUNCTION.fullmatch(source):
         module, _, function = source.partition(":")
         return getattr(import_module(module), function)()
-    file = Path(source).expanduser()
-    if file.suffix == ".parquet":
-        return pd.read_parquet(file)
-    return pd.read_csv(file, na_values=list(study.gaps), sep="\t" if file.suffix == ".tsv" else ",")
+    return read_table(Path(source).expanduser(), study.gaps)
 
 
 def check(study: Study, node_config: str, *superlink: Any) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,55 @@
+"""`fedbilevel predict`: predictions of a study's model for the rows of a site's own table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from fedbilevel.cli import shared
+from fedbilevel.core.errors import require
+from fedbilevel.core.writing import write_text
+from fedbilevel.wording import printable
+
+
+def add_to(add: shared.Add) -> None:
+    command = add("predict", _predict)
+    command.add_argument("model", type=Path, metavar="MODEL.json", help="what a study has written")
+    command.add_argument("table", type=Path, metavar="TABLE", help="a .csv, .tsv or .parquet file with a row for each")
+    site = "of the study, whose rows they are (a hospital that was not in the study, whose offset is 0)"
+    command.add_argument("--site", default="", metavar="NAME", help=site)
+    command.add_argument("--out", type=Path, metavar="FILE", help="a CSV file (standard output)")
+
+
+def _predict(options: argparse.Namespace) -> int:
+    """Predict each row of a site's table, by the model of a study.
+
+    The table has the columns of the study, with the same words, units and gaps; other columns are ignored. The
+    predictions are CSV with the columns
+
+      row                    the row of the table, from 1 on
+      probability, class     of logistic regression: of the positive class, and the likelier class
+      number                 of ridge regression
+      log_hazard             of Cox's model, above the baseline of the row's site
+    """
+    if options.out is not None:
+        same = options.out.resolve() in (options.model.resolve(), options.table.resolve())
+        require(not same, "--out", str(options.out), "another file than the model and the table")
+    from fedbilevel.estimators import StudyModel
+    from fedbilevel.estimators.model_in_use import predictions
+    from fedbilevel.estimators.table_files import read_table
+
+    model = StudyModel.load(options.model)
+    study = model.agreement.study
+    frame = predictions(model, read_table(options.table, study.gaps), options.site)
+    if study.estimator == "logistic":
+        shared.fail(shared.OK, f"probabilities are of {study.target} = {model.estimator.classes_[1]}")
+    if study.offsets and not options.site:
+        sites = ", ".join(study.sites)
+        shared.fail(shared.OK, f"without --site the rows are those of a site that was not in the study ({sites})")
+    text = frame.to_csv(index=False, lineterminator="\n")
+    if options.out is None:
+        sys.stdout.write(printable(text, None, kept=shared.LINES))
+    else:
+        write_text(options.out, text)
+    return shared.OK

@@ -1,0 +1,131 @@
+"""`fedbilevel predict`: the numbers of the model on the site's own table, and errors that name what is wrong."""
+
+import io
+import re
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from fedbilevel.cli import main
+from fedbilevel.estimators import StudyModel
+from site_tables import TARGETS, study, tables
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A folder with a model of each kind, and the table of the south, without what is to be predicted."""
+    folder = tmp_path_factory.mktemp("models")
+    for kind in TARGETS:
+        study(kind).fit(tables()).save(folder / f"{kind}.json")
+    tables()["south"].drop(columns=["ill", "days", "died"]).to_csv(folder / "south.csv", index=False)
+    return folder
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_predictions_are_those_of_the_model(kind, saved, tmp_path, capsys):
+    """The expected numbers are sums over the file's coefficients, of which `test_study` checks a row by hand."""
+    model, frame, out = StudyModel.load(saved / f"{kind}.json"), tables()["south"], tmp_path / "out.csv"
+    given = ["predict", str(saved / f"{kind}.json"), str(saved / "south.csv"), "--site", "south"]
+    assert main([*given, "--out", str(out)]) == 0
+    assert main(given) == 0
+    shown = capsys.readouterr()
+    assert shown.out == out.read_text()
+    assert ("ill = yes" in shown.err) == (kind == "logistic")
+    made, score = pd.read_csv(out), model.prepared(frame, "south").to_numpy() @ model.estimator.coef_
+    score += getattr(model.estimator, "intercept_", 0.0)
+    assert list(made.row) == list(range(1, len(frame) + 1))
+    if kind == "logistic":
+        np.testing.assert_allclose(made.probability, 1 / (1 + np.exp(-score)), rtol=1e-12)
+        assert list(made["class"]) == list(np.where(score > 0, "yes", "no"))
+    else:
+        np.testing.assert_allclose(made["number" if kind == "ridge" else "log_hazard"], score, rtol=1e-12)
+
+
+def test_without_a_site_the_offset_is_zero_and_a_line_says_so(saved, capsys):
+    given = ["predict", str(saved / "ridge.json"), str(saved / "south.csv")]
+    assert main(given) == 0
+    new = capsys.readouterr()
+    assert main([*given, "--site", "south"]) == 0
+    south = capsys.readouterr()
+    assert "without --site the rows are those of a site that was not in the study (north, south, west)" in new.err
+    assert "--site" not in south.err
+    model = StudyModel.load(saved / "ridge.json")
+    offset = dict(zip(model.agreement.names, model.estimator.coef_, strict=True))["site_south"]
+    made = [pd.read_csv(io.StringIO(one.out)).number for one in (south, new)]
+    np.testing.assert_allclose(made[0] - made[1], offset, rtol=1e-9)
+
+
+def test_a_table_with_tabs_is_read_and_its_gaps_are_those_of_the_study(saved, tmp_path, capsys):
+    frame = tables()["south"]
+    gaps = frame.assign(age=frame.age.astype(object).where(frame.age.notna(), "?"))
+    gaps.to_csv(tmp_path / "south.tsv", sep="\t", index=False)
+    shown = []
+    for table in (saved / "south.csv", tmp_path / "south.tsv"):
+        assert main(["predict", str(saved / "ridge.json"), str(table), "--site", "south"]) == 0
+        shown.append(capsys.readouterr().out)
+    assert shown[0] == shown[1]
+
+
+WRONG = {
+    "no such file": ("south.csv", "", r"nowhere.csv cannot be read: .*No such file"),
+    "another ending": ("patients.txt", "age\n1\n", r"table = .*patients.txt.* a .csv, .tsv or .parquet file"),
+    "nothing": ("empty.csv", "", r"empty.csv cannot be read: No columns"),
+    "no rows": ("rows.csv", "age,dose,kind,code\n", r"rows.csv has no rows"),
+    "another name": ("names.csv", "age,doses,kind,code\n50,1,a,1\n", r"column 'dose'; did you mean 'doses'"),
+    "a new category": ("words.csv", "age,dose,kind,code\n50,1,a,3\n", r"category of column 'code' '3'"),
+    "a word": ("word.csv", "age,dose,kind,code\nold,1,a,1\n", r"type of column 'age'"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_wrong_table_is_an_error_that_says_what_is_wrong(case, saved, tmp_path, capsys):
+    name, text, said = WRONG[case]
+    table = tmp_path / ("nowhere.csv" if case == "no such file" else name)
+    if case != "no such file":
+        table.write_text(text)
+    out = tmp_path / "out.csv"
+    assert main(["predict", str(saved / "ridge.json"), str(table), "--site", "south", "--out", str(out)]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.count("\n") == 1, shown.err
+    assert re.search(said, shown.err), shown.err
+    assert not out.exists()
+
+
+def test_an_unknown_site_and_a_model_that_is_none_are_refused(saved, tmp_path, capsys):
+    table = str(saved / "south.csv")
+    assert main(["predict", str(saved / "ridge.json"), table, "--site", "sout"]) == 2
+    assert "site 'sout'; did you mean 'south'" in capsys.readouterr().err
+    for text in ("{", "{}", '{"study": 1}'):
+        (tmp_path / "model.json").write_text(text)
+        assert main(["predict", str(tmp_path / "model.json"), table]) == 2
+        assert "model.json is not what `save` writes" in capsys.readouterr().err
+    assert main(["predict", str(tmp_path / "none.json"), table]) == 2
+    assert "none.json cannot be read" in capsys.readouterr().err
+
+
+def test_neither_model_nor_table_is_overwritten(saved, tmp_path, capsys):
+    before = (saved / "south.csv").read_bytes()
+    assert (
+        main(["predict", str(saved / "ridge.json"), str(saved / "south.csv"), "--out", str(saved / "south.csv")]) == 2
+    )
+    assert "--out = " in capsys.readouterr().err
+    assert (saved / "south.csv").read_bytes() == before
+
+
+def test_parquet_is_read_by_pandas(saved, tmp_path, capsys, monkeypatch):
+    """Pandas needs pyarrow for it; here its reader is replaced, and where it is missing the error names it."""
+    frame = tables()["south"]
+    given = ["predict", str(saved / "ridge.json"), str(tmp_path / "south.parquet"), "--site", "south"]
+    monkeypatch.setattr(pd, "read_parquet", lambda file: frame)
+    assert main(given) == 0
+    of_parquet = capsys.readouterr().out
+    assert main([*given[:2], str(saved / "south.csv"), *given[3:]]) == 0
+    assert of_parquet == capsys.readouterr().out
+
+    def missing(file):
+        raise ImportError("Unable to find a usable engine")
+
+    monkeypatch.setattr(pd, "read_parquet", missing)
+    assert main(given) == 2
+    assert "south.parquet needs pandas and pyarrow: pip install pandas pyarrow" in capsys.readouterr().err
