@@ -30,6 +30,7 @@ from fedbilevel.estimators.columns import labels, numbers
 from fedbilevel.estimators.evaluation import Report, answered, evaluated, held_out
 from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ridge, drawing
 from fedbilevel.estimators.measures import CELLS
+from fedbilevel.estimators.model_in_use import coefficient_table
 from fedbilevel.estimators.preparer import Preparer, Told, read_saved, words_of
 from fedbilevel.estimators.survival import CoxRegression
 from fedbilevel.estimators.survival_curves import CurveSteps, check_steps, steps, survival
@@ -484,6 +485,8 @@ class StudyModel:
         content |= {
             name: dict(zip(agreed.names, getattr(estimator, f"{name}_").tolist(), strict=True)) for name in VALUES
         }
+        if estimator.standard_errors_ is not None:
+            content["standard_errors"] = dict(zip(agreed.names, estimator.standard_errors_.tolist(), strict=True))
         content["intercept"] = getattr(estimator, "intercept_", 0.0)
         content |= {"baselines": dict(self.baselines)} if self.baselines else {}
         write_text(Path(file), json.dumps(content, indent=1, ensure_ascii=False) + "\n")
@@ -503,6 +506,8 @@ class StudyModel:
         estimator = agreement.estimator()
         for name in VALUES:
             setattr(estimator, f"{name}_", np.array([float(content[name][one]) for one in agreement.names]))
+        errors = content.get("standard_errors")
+        estimator.standard_errors_ = errors and np.array([float(errors[one]) for one in agreement.names])
         if estimator.has_intercept:
             estimator.intercept_ = float(content["intercept"])
         baselines = content.get("baselines", {})
@@ -535,6 +540,18 @@ class StudyModel:
         fits = self.agreement.study.estimator == "logistic"
         require(fits, "predict_proba", self.agreement.study.estimator, "of logistic regression alone")
         return self.estimator.predict_proba(self.prepared(frame, site))[:, 1]
+
+    def table(self) -> Any:
+        """Return the coefficients as a paper prints them, a data frame with a row for each.
+
+        Its columns are "column" and "category" (empty of numbers); "coefficient", for each unit of the original
+        column; "odds ratio" or "hazard ratio", which is exp(coefficient), of logistic regression and Cox's model;
+        "standard error" of the coefficient, in its unit, NaN with more than 300 features; and "penalty", of the
+        standardised column, as `penalties_`. A category is compared with a gap: the ratio of two categories is the
+        quotient of theirs. The first row is the intercept, which Cox's model does not have: of a row whose numbers are
+        0 and whose categories are gaps. It has no standard error (NaN).
+        """
+        return coefficient_table(self)
 
     def predict_survival(self, frame: Any, times: Any, site: str) -> Any:
         """Compute the probability of each row of a site to be without the event at these times, (n, times), by Cox's
