@@ -65,6 +65,7 @@ def test_sites_that_keep_their_tables_have_the_numbers_of_one_machine(kind, file
     said = capsys.readouterr().out
     assert ("predicts the probability of ill = yes" in said) == (kind == "logistic")
     assert f"model {(place / 'model.json').resolve()}" in said
+    assert ("Positive class: `yes`" in (place / "model-card.md").read_text()) == (kind == "logistic")
     with pytest.raises(ConfigurationError, match=r"out = .* there is a model in it"):
         serve(given, None, {"out": str(place)})
 

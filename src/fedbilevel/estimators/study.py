@@ -30,6 +30,7 @@ from fedbilevel.estimators.columns import labels, numbers
 from fedbilevel.estimators.evaluation import Report, answered, evaluated, held_out
 from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ridge, drawing
 from fedbilevel.estimators.measures import CELLS
+from fedbilevel.estimators.model_card import card
 from fedbilevel.estimators.model_in_use import coefficient_table
 from fedbilevel.estimators.preparer import Preparer, Told, read_saved, words_of
 from fedbilevel.estimators.survival import CoxRegression
@@ -552,6 +553,14 @@ class StudyModel:
         0 and whose categories are gaps. It has no standard error (NaN).
         """
         return coefficient_table(self)
+
+    def card(self) -> str:
+        """Write a model card in Markdown, for those who meet the model without the study.
+
+        It has columns, sites, rows, the positive class, penalties, the report if there is one (a loaded model has
+        none), versions and the date of the card, and what the model is not for.
+        """
+        return card(self)
 
     def predict_survival(self, frame: Any, times: Any, site: str) -> Any:
         """Compute the probability of each row of a site to be without the event at these times, (n, times), by Cox's

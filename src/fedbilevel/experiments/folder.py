@@ -88,6 +88,7 @@ class Folder:
     summary = _File("summary.json")
     plot = _File("plot.png")
     model = _File("model.json")
+    card = _File("model-card.md")
     exchanges = _File("exchanges.jsonl")
     failed = _File("failed.txt")
     name_in_federation = _File("federation")

@@ -121,6 +121,7 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
     try:
         model = played(study, engine)
         model.save(place.model)
+        write_text(place.card, model.card())
         if model.report is not None:
             model.report.save(place.path)
     except FedbilevelError as error:

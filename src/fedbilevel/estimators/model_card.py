@@ -1,0 +1,84 @@
+"""A model card: what those who meet a study's model should know of it, in Markdown."""
+
+from datetime import date
+from typing import Any
+
+import jax
+import numpy as np
+
+import fedbilevel as fb
+from fedbilevel.data.columns import deviation
+from fedbilevel.extending import printable
+
+KINDS = {
+    "logistic": "logistic regression",
+    "ridge": "linear regression with a ridge penalty",
+    "cox": "Cox's proportional hazards, with a baseline of its own for each site",
+}
+NOT_FOR = (
+    "Decisions about a patient without a person who knows the patient; the model has no approval as a medical device.",
+    "Conclusions about causes: a coefficient says how columns and target go together, given the other columns.",
+    "Rows whose columns are measured otherwise than at these sites: other units, other codes, another patient group.",
+    "Sites that were not in the study, before it has been measured there.",
+)
+
+
+def card(model: Any) -> str:
+    """Write the card that `StudyModel.card` describes."""
+    agreed, study = model.agreement, model.agreement.study
+    what = {"logistic": "the probability of", "ridge": "the number", "cox": "the log hazard of the event"}
+    target = study.event or study.target
+    facts = {"Predicts": f"{what[study.estimator]} {_code(target)}"}
+    if study.estimator == "logistic":
+        positive, other = _code(model.estimator.classes_[1]), _code(model.estimator.classes_[0])
+        facts |= {
+            "Predicts": f"{facts['Predicts']} = {positive}",
+            "Positive class": f"{positive}; the other is {other}",
+        }
+    facts |= {"Model": KINDS[study.estimator], "Sites": ", ".join(map(_code, study.sites))}
+    held = f"; {study.holdout:.0%} of each site's rows, which are not counted, are held out" * bool(study.holdout)
+    facts |= {"Rows": f"{agreed.rows} of all sites, which the model is fitted to{held}"}
+    facts |= {"Penalty": f"{_penalties(model)}, by {study.cv}-fold cross-validation"}
+    facts |= {"Versions": f"fedbilevel {fb.__version__}, JAX {jax.__version__}, NumPy {np.__version__}"}
+    facts |= {"Date of this card": date.today().isoformat()}
+    columns = [f"- {_code(name)}: {_described(told)}" for name, told in agreed.features.items()]
+    report = ["There is no report with this model."]
+    if model.report is not None:
+        # Indented and not between fences, which a name in the report could end.
+        report = [f"    {line}" for line in printable(str(model.report), None, kept="\n").split("\n")]
+    parts = {
+        f"Model of {_code(target)}": [f"- {name}: {text}" for name, text in facts.items()],
+        "Columns": columns,
+        "How good it is": report,
+        "What it is not for": [f"- {line}" for line in NOT_FOR],
+    }
+    lines = [
+        ["#" * min(number, 2) + f" {title}", "", *inside, ""] for number, (title, inside) in enumerate(parts.items(), 1)
+    ]
+    return "\n".join(line for part in lines for line in part)
+
+
+def _code(text: Any) -> str:
+    """Return a name in a line as Markdown shows it."""
+    return f"`{printable(str(text)).replace('`', chr(39))}`"
+
+
+def _penalties(model: Any) -> str:
+    """Say the λ of each group of features, from the least to the most where it differs by their variances."""
+    groups = np.array(model.agreement.penalty_groups())
+    values = np.asarray(model.estimator.penalties_, float)
+    said = []
+    for name in dict.fromkeys(groups):
+        least, most = values[groups == name].min(), values[groups == name].max()
+        said.append(f"{_code(name)} {least:.3g}" + f" to {most:.3g}" * bool(least < most))
+    return f"λ of standardised columns: {', '.join(said)}"
+
+
+def _described(told: Any) -> str:
+    """Say what all sites together told of a column."""
+    if "categories" in told:
+        rows = ", ".join(f"{_code(name)} {count}" for name, count in told["categories"].items())
+        return f"rows of {rows or 'no category'}" + " and of rarer ones" * told["rarer"]
+    if not told["count"]:
+        return "nothing is known of it, and it is not used"
+    return f"{told['count']} numbers, mean {told['mean']:.5g}, standard deviation {deviation(told):.5g}"

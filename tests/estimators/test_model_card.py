@@ -1,0 +1,44 @@
+"""The model card has the numbers of the study that it describes."""
+
+import numpy as np
+
+from fedbilevel.estimators import StudyModel
+from site_tables import study, tables
+
+
+def test_a_card_has_the_facts_of_the_study_and_its_report(tmp_path):
+    frames = tables()
+    fitted = study("logistic", holdout=0.3, positive="no").fit(frames)
+    fitted.save(tmp_path / "model.json")
+    card, loaded = fitted.card(), StudyModel.load(tmp_path / "model.json").card()
+    lines = card.splitlines()
+    assert [line for line in lines if line.startswith("#")] == [
+        "# Model of `ill`",
+        "## Columns",
+        "## How good it is",
+        "## What it is not for",
+    ]
+    assert "- Predicts: the probability of `ill` = `no`" in lines
+    assert "- Positive class: `no`; the other is `yes`" in lines
+    assert "- Sites: `north`, `south`, `west`" in lines
+    rows = int(next(line for line in lines if line.startswith("- Rows: ")).split()[2])
+    assert rows == fitted.agreement.rows < sum(map(len, frames.values()))
+    told = fitted.agreement.features["age"]
+    deviation = np.sqrt(told["squares"] / told["count"])
+    assert f"- `age`: {told['count']} numbers, mean {told['mean']:.5g}, standard deviation {deviation:.5g}" in lines
+    assert any(line.startswith("- `kind`: rows of `a` ") for line in lines)
+    site = fitted.estimator.penalties_[fitted.agreement.names.index("site_north")]
+    penalty = next(line for line in lines if line.startswith("- Penalty: "))
+    assert "`site` " in penalty
+    assert f"{site:.3g}" in penalty
+    assert all(f"    {line}" in lines for line in str(fitted.report).splitlines())
+    assert "auroc" in card
+    assert "There is no report with this model." in loaded
+    assert "auroc" not in loaded
+
+
+def test_names_of_columns_and_sites_end_no_line():
+    """What sites call their columns is others' words: a card shows them within a line."""
+    frames = {site: frame.rename(columns={"age": "age\n# `x`"}) for site, frame in tables().items()}
+    titles = [line for line in study("ridge").fit(frames).card().splitlines() if line.startswith("#")]
+    assert len(titles) == 4
