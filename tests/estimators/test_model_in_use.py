@@ -3,7 +3,9 @@
 import numpy as np
 import pandas as pd
 import pytest
+from sklearn import linear_model
 
+from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators import StudyModel
 from site_tables import TARGETS, study, tables
 
@@ -59,3 +61,25 @@ def test_standard_errors_are_in_the_unit_of_the_coefficient_and_saved(tmp_path):
     np.testing.assert_allclose(rest["standard error"].iloc[place], made.standard_errors_[place] / deviation, rtol=1e-12)
     np.testing.assert_array_equal(rest.penalty, made.penalties_)
     assert np.isnan(printed["standard error"][0])
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_pipeline_of_scikit_learn_predicts_the_same(kind, tmp_path):
+    """Of plain scikit-learn's model, of a site and of one that was not in the study; `positive` is the first class."""
+    positive = {"positive": "no"} if kind == "logistic" else {}
+    model = study(kind, **positive).fit(tables())
+    if kind == "cox":
+        with pytest.raises(ConfigurationError, match="scikit-learn has no Cox model"):
+            model.pipeline()
+        return
+    pipeline, rows = model.pipeline(), tables()["south"][["age", "dose", "kind", "code"]]
+    assert type(pipeline[-1]) in (linear_model.LogisticRegression, linear_model.Ridge)
+    for site in ("south", ""):
+        frame = rows.assign(site=site or None)
+        if kind == "logistic":
+            made = pipeline.predict_proba(frame)[:, 1]
+            np.testing.assert_allclose(made, model.predict_proba(rows, site), rtol=0, atol=1e-12)
+            assert list(pipeline.predict(frame)) == list(model.predict(rows, site))
+            assert list(pipeline.classes_) == ["yes", "no"]
+        else:
+            np.testing.assert_allclose(pipeline.predict(frame), model.predict(rows, site), rtol=1e-12)

@@ -11,6 +11,7 @@ import numpy as np
 
 from fedbilevel.data.columns import deviation
 from fedbilevel.errors import ConfigurationError
+from fedbilevel.extending import require
 
 COLUMNS = {"logistic": ("probability", "class"), "ridge": ("number",), "cox": ("log_hazard",)}
 """The columns of predictions, by estimator."""
@@ -65,3 +66,22 @@ def coefficient_table(model: Any) -> Any:
         first = pd.DataFrame({"column": [INTERCEPT], "category": [""], "coefficient": [at_zero]})
         frame = pd.concat([first.reindex(columns=frame.columns), frame], ignore_index=True)
     return frame
+
+
+def fitted_pipeline(model: Any) -> Any:
+    """Make the pipeline that `StudyModel.pipeline` describes."""
+    from sklearn import linear_model
+    from sklearn.pipeline import Pipeline
+
+    agreed, fitted = model.agreement, model.estimator
+    kind = agreed.study.estimator
+    require(kind != "cox", "pipeline", kind, "of logistic or ridge regression: scikit-learn has no Cox model")
+    plain = linear_model.LogisticRegression() if kind == "logistic" else linear_model.Ridge()
+    plain.n_features_in_ = len(agreed.names)
+    plain.feature_names_in_ = np.array(agreed.names, object)
+    if kind == "logistic":
+        plain.classes_, plain.n_iter_ = fitted.classes_, np.zeros(1, np.int32)
+        plain.coef_, plain.intercept_ = fitted.coef_[None], np.array([fitted.intercept_])
+    else:
+        plain.coef_, plain.intercept_ = fitted.coef_, fitted.intercept_
+    return Pipeline([("preparer", agreed.preparer), ("model", plain)])

@@ -31,7 +31,7 @@ from fedbilevel.estimators.evaluation import Report, answered, evaluated, held_o
 from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ridge, drawing
 from fedbilevel.estimators.measures import CELLS
 from fedbilevel.estimators.model_card import card
-from fedbilevel.estimators.model_in_use import coefficient_table
+from fedbilevel.estimators.model_in_use import coefficient_table, fitted_pipeline
 from fedbilevel.estimators.preparer import Preparer, Told, read_saved, words_of
 from fedbilevel.estimators.survival import CoxRegression
 from fedbilevel.estimators.survival_curves import CurveSteps, check_steps, steps, survival
@@ -553,6 +553,18 @@ class StudyModel:
         0 and whose categories are gaps. It has no standard error (NaN).
         """
         return coefficient_table(self)
+
+    def pipeline(self) -> Any:
+        """Return the model as a fitted scikit-learn Pipeline of a `Preparer` and a plain LogisticRegression or Ridge.
+
+        It predicts what the model predicts, of a data frame with exactly the columns of the study; with offsets one of
+        them is "site", None for a site that was not in the study. Store the model with `save`, and make the pipeline
+        from what `load` returns: a pickled pipeline runs code when it is read.
+
+        Raises:
+            ConfigurationError: it is Cox's model, which scikit-learn does not have.
+        """
+        return fitted_pipeline(self)
 
     def card(self) -> str:
         """Write a model card in Markdown, for those who meet the model without the study.
