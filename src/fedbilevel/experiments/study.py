@@ -219,6 +219,8 @@ def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
     require(fits, "node configuration: table", source, "a .csv, .tsv or .parquet file, or package.module:function")
     try:
         frame = _frame(study, str(source))
+    except DataError as error:  # which names the file, and what is wrong with it
+        raise ConfigurationError(f"node configuration: table: {error}") from error
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise ConfigurationError(f"node configuration: table {source!r} cannot be read: {in_a_line(error)}") from error
     try:
