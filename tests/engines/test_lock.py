@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import contextmanager
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -29,16 +30,23 @@ with lock.exclusive(Path(sys.argv[1]), Path("runs/one")):
 """
 
 
-@pytest.fixture
-def other(tmp_path):
-    """Another process that holds the lock until it is killed, and its lock file."""
-    path = tmp_path / "deep" / ".lock"
-    command = [sys.executable, "-c", HOLD, str(path)]
+@contextmanager
+def holder(program, path):
+    """Another process that holds the lock by this program until it is killed."""
+    command = [sys.executable, "-c", program, str(path)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "held\n"
-    yield path, process
+    yield process
     process.kill()
     process.communicate()
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A lock file, and another process that holds the lock until it is killed."""
+    path = tmp_path / "deep" / ".lock"
+    with holder(HOLD, path) as process:
+        yield path, process
 
 
 def test_the_holder_is_named_and_a_killed_one_holds_nobody_up(other):
@@ -194,15 +202,11 @@ WITHOUT_FLOCK = HOLD.replace("with lock", "lock.fcntl = None\nwith lock", 1)
 
 @pytest.fixture
 def without_flock(monkeypatch, tmp_path):
-    """Another process that holds a lock where there is no flock, as on Windows, and the file; so it is here."""
+    """The same where there is no flock, as on Windows: neither there nor here."""
     monkeypatch.setattr(lock, "fcntl", None)
     path = tmp_path / "deep" / ".lock"
-    command = [sys.executable, "-c", WITHOUT_FLOCK, str(path)]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    yield path, process
-    process.kill()
-    process.communicate()
+    with holder(WITHOUT_FLOCK, path) as process:
+        yield path, process
 
 
 def test_without_flock_filelock_lets_nobody_else_in(without_flock):

@@ -40,7 +40,6 @@ from fedbilevel.algorithms.simfbo import OneExchange
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive
 from fedbilevel.core.facts import Facts
-from fedbilevel.core.fed import Reply
 from fedbilevel.core.tree import XYV, PyTree, move
 from fedbilevel.oracles.differences import Differences
 from fedbilevel.oracles.products import Directions
@@ -92,8 +91,6 @@ class F2SA(OneExchange):
         (s_x, s_y, s_v), means = jax.grad(s, (0, 1, 2), has_aux=True)(x, y, v)
         return Directions(XYV(s_x, optax.tree.scale(-1, s_v), optax.tree.scale(-1, s_y)), *means)
 
-    def counted(self, total: Directions, tau: int | Array, evaluations: int = 1, more: int = 0) -> Reply:
-        """Make the reply with `total.step`, mean losses, and the costs of evaluations·τ directions and `more`."""
-        metrics = {"outer_loss": total.outer_loss / tau, "inner_loss": total.inner_loss / tau}
-        gradients = 12 if self.independent_batches else 4
-        return Reply(total.step, metrics=metrics, gradients=gradients * (evaluations * tau + more))
+    @property
+    def costs(self) -> tuple[int, int]:
+        return 12 if self.independent_batches else 4, 0

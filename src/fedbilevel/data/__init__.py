@@ -6,7 +6,9 @@ from fedbilevel.data.clients import (
     Packed,
     dealt,
     dirichlet,
+    generator_of_site,
     iid,
+    in_order_of_time,
     one_label,
     open_clients,
     pack,
@@ -15,6 +17,7 @@ from fedbilevel.data.clients import (
     quantity,
     shards,
     split,
+    strata_of,
     write_clients,
 )
 from fedbilevel.data.files import DataError
@@ -31,7 +34,9 @@ __all__ = [
     "Packed",
     "dealt",
     "dirichlet",
+    "generator_of_site",
     "iid",
+    "in_order_of_time",
     "load",
     "load_characters",
     "load_heart",
@@ -45,5 +50,6 @@ __all__ = [
     "shards",
     "split",
     "standardise",
+    "strata_of",
     "write_clients",
 ]

@@ -6,6 +6,7 @@ Every partition assigns each sample to exactly one client, and shuffles the samp
 int, where the same seed gives the same partition, or a NumPy Generator, whose state advances.
 """
 
+import hashlib
 import inspect
 import json
 import os
@@ -216,6 +217,38 @@ def dealt(labels: NDArray[Any], folds: int, rng: np.random.Generator) -> NDArray
     fold = np.empty(len(labels), np.int32)
     fold[order] = np.arange(len(labels)) % folds
     return fold
+
+
+def generator_of_site(seed: int, site: str, *purpose: int) -> np.random.Generator:
+    """Return the generator of a site's draws for a purpose; it depends on the site's name and on no other site."""
+    name = int.from_bytes(hashlib.sha256(site.encode()).digest()[:8], "big")
+    return np.random.default_rng([seed, name, *purpose])
+
+
+def strata_of(owners: NDArray[Any], strata: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
+    """Return the stratum of each owner of samples, the last of those of its samples, and each sample's owner, (n,).
+
+    What is drawn for owners, such as folds, then holds for all of their samples: `drawn[owner]`.
+
+    Args:
+        owners: (n,) labels, such as the patient whose each row is.
+        strata: (n,) integers from 0 on, such as classes.
+    """
+    names, owner = np.unique(owners, return_inverse=True)
+    found = np.zeros(len(names), np.int64)
+    np.maximum.at(found, owner, strata)
+    return found, owner
+
+
+def in_order_of_time(samples: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """Put a client's latest samples first, as losses of survival times need them.
+
+    At risk at a sample's "time" are then all samples up to "last", (n,) int32, the last one of the same time.
+    """
+    order = np.argsort(-samples["time"], kind="stable")
+    ordered = {name: values[order] for name, values in samples.items()}
+    times = -ordered["time"]
+    return {**ordered, "last": (np.searchsorted(times, times, side="right") - 1).astype(np.int32)}
 
 
 def _drawn(

@@ -16,6 +16,7 @@ from fedbilevel.extending import require, warn
 
 ABSURD = 50  # times the median distance from the median
 SHARE = 0.9  # of the variance
+Numbers = NDArray[Any]
 MANY = 20  # categories: with fewer, a small table has one row of most
 
 

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 from scipy.special import expit
 
+from fedbilevel.data import strata_of
 from fedbilevel.estimators import measures
-from fedbilevel.estimators.columns import numbers
-from fedbilevel.estimators.measures import Floats64
+from fedbilevel.estimators.columns import Numbers, numbers
 from fedbilevel.estimators.survival_curves import check_steps, kaplan_meier
 from fedbilevel.extending import is_count, require, write_text
 
@@ -37,12 +37,10 @@ AskSites = Callable[[dict[str, Any]], list[Any]]
 POINTS = 10  # of a calibration curve
 
 
-def held_out(share: float, stratum: Floats64, patients: Floats64 | None, rng: np.random.Generator) -> Floats64:
+def held_out(share: float, stratum: Numbers, patients: Numbers | None, rng: np.random.Generator) -> Numbers:
     """Draw which of a site's rows are held out, (n,) bool: this share of each stratum; rows of a patient go together,
     and count in the last of their strata."""
-    of = np.arange(len(stratum)) if patients is None else np.unique(patients, return_inverse=True)[1]
-    strata = np.zeros(np.max(of, initial=-1) + 1, int)
-    np.maximum.at(strata, of, stratum)
+    strata, of = strata_of(np.arange(len(stratum)) if patients is None else patients, stratum)
     mixed = rng.permutation(len(strata))
     chosen = np.zeros(len(strata), bool)
     for one in np.unique(strata):
@@ -63,7 +61,7 @@ def answered(question: Mapping[str, Any], rows: Mapping[str, Any], least: int) -
     """
     score, patients = rows["score"], rows["patients"]
 
-    def measured(value: float, influence: Floats64) -> list[float]:
+    def measured(value: float, influence: Numbers) -> list[float]:
         return [value, measures.standard_error(influence, patients)]
 
     if len(score) < least:
@@ -73,7 +71,7 @@ def answered(question: Mapping[str, Any], rows: Mapping[str, Any], least: int) -
         if min(np.sum(label == 0), np.sum(label == 1)) < least:
             return None
 
-        def sums(at: Floats64) -> Floats64:
+        def sums(at: Numbers) -> Numbers:
             return measures.calibration_sums(score, label, at)
 
         if "at" in question:
@@ -179,7 +177,7 @@ def _check(site: str, answer: Any, names: tuple[str, ...]) -> None:
     require(fits, f"evaluation of {site}", type(answer).__name__, f"finite numbers: {', '.join(names)}")
 
 
-def _sum_of(answers: list[Any], sites: tuple[str, ...]) -> Floats64:
+def _sum_of(answers: list[Any], sites: tuple[str, ...]) -> Numbers:
     """Add up what sites answered, without those that have too few rows."""
     total = np.zeros((2, 5))
     for site, answer in zip(sites, answers, strict=True):
@@ -190,7 +188,7 @@ def _sum_of(answers: list[Any], sites: tuple[str, ...]) -> Floats64:
     return total
 
 
-def _logistic(told: Mapping[str, Any], sums: Callable[[Floats64], Floats64]) -> dict[str, Any]:
+def _logistic(told: Mapping[str, Any], sums: Callable[[Numbers], Numbers]) -> dict[str, Any]:
     """Report logistic regression by the answers of sites."""
     by_site, groups = {}, {site: np.array(answer["groups"], float).reshape(-1, 5) for site, answer in told.items()}
     for site, answer in told.items():
@@ -269,7 +267,7 @@ def _share(value: float, error: float) -> dict[str, float]:
     return _estimate(value, error, share=True)
 
 
-def _weighted(estimates: list[list[float]], weights: Floats64, share: bool = True) -> dict[str, float]:
+def _weighted(estimates: list[list[float]], weights: Numbers, share: bool = True) -> dict[str, float]:
     """Estimate the mean of independent estimates with these weights."""
     values, errors = np.array(estimates).T
     weights = weights / weights.sum()
@@ -283,7 +281,7 @@ def _calibrated(found: list[float] | None) -> dict[str, Any] | None:
     return {"intercept": _estimate(intercept, intercept_error), "slope": _estimate(slope, slope_error)}
 
 
-def _bounded(groups: Mapping[str, Floats64], own: Mapping[str, float]) -> dict[str, Any]:
+def _bounded(groups: Mapping[str, Numbers], own: Mapping[str, float]) -> dict[str, Any]:
     """Estimate AUROC and AUPRC of all rows from groups of neighbouring cells; pairs within a site are known.
 
     Of two sites, a positive row is as often above a negative one of a group beside as it is within sites' own groups.
@@ -348,7 +346,7 @@ def _ridge(told: Mapping[str, Any]) -> dict[str, Any]:
     away, squares_away = np.array([one["away"] for one in told.values()]).T
     within = squares_away - away**2 / rows  # about each site's own mean
 
-    def errors(weights: Floats64, variance: float) -> dict[str, Any]:
+    def errors(weights: Numbers, variance: float) -> dict[str, Any]:
         squares, bias = (
             _weighted([one[name] for one in told.values()], weights, share=False) for name in ("squares", "bias")
         )
@@ -365,7 +363,7 @@ def _ridge(told: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _curve(groups: Mapping[str, Floats64]) -> list[dict[str, float]]:
+def _curve(groups: Mapping[str, Numbers]) -> list[dict[str, float]]:
     """Gather the groups of all sites, by their mean prediction, in some POINTS of about as many rows."""
     every = np.vstack([*groups.values()])
     rows = every[:, 2] + every[:, 3]

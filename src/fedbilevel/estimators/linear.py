@@ -21,7 +21,6 @@ w_kl s_l √(1 + x_l), for which the Hessian has the diagonal 2κ whatever scale
 conjugate gradients then trains model K.
 """
 
-import hashlib
 import warnings
 from collections.abc import Callable, Sequence
 from numbers import Integral
@@ -31,7 +30,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from numpy.typing import NDArray
 from scipy.special import expit
 from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
 from sklearn.exceptions import ConvergenceWarning
@@ -39,13 +37,12 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import check_consistent_length, check_is_fitted, column_or_1d, validate_data
 
 import fedbilevel as fb
-from fedbilevel.data import dealt
+from fedbilevel.data import dealt, generator_of_site, strata_of
 from fedbilevel.errors import ConfigurationError, NumericalWarning
-from fedbilevel.estimators.columns import labels, moments, numbers, require_sizes, sites_of
+from fedbilevel.estimators.columns import Numbers, labels, moments, numbers, require_sizes, sites_of
 from fedbilevel.estimators.penalty_search import PenaltySearch
 from fedbilevel.extending import explain_call, explain_misspelt, is_count, require, warn
 
-Numbers = NDArray[Any]
 Columns = dict[str, Numbers]
 LossOfRows = Callable[[Array, Any, Any, Array], Array]
 """(x, y, rows, valid) -> scalar."""
@@ -150,11 +147,11 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
     def _folds(self, site: Any, stratum: Numbers, patients: Numbers | None) -> Numbers:
         """Deal a site's rows into folds, alike in strata; rows of a patient go together."""
-        rng = drawing(self.random_state, site)
+        rng = generator_of_site(int(self.random_state), str(site))
         if patients is None:
             return dealt(stratum, self.cv, rng)
-        of = np.unique(patients, return_inverse=True)[1]
-        return dealt(np.bincount(of, stratum) > 0, self.cv, rng)[of]
+        strata, patient = strata_of(patients, stratum)
+        return dealt(strata, self.cv, rng)[patient]
 
     def _train(self, clients: Any, centre: Numbers, spread: Numbers, rows: int, engine: Any) -> None:
         """Find penalties and coefficients of features with these means and deviations, and keep them."""
@@ -299,12 +296,6 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         for k, name in enumerate(self._names()):
             require_sizes(f"{name} of X", found[:, k], "make a code for a gap NaN, and let Preparer fill gaps")
         return found
-
-
-def drawing(seed: Any, site: Any, *purpose: int) -> np.random.Generator:
-    """Return the generator of a site's draws, by a hash of its name."""
-    name = int.from_bytes(hashlib.sha256(str(site).encode()).digest()[:8], "big")
-    return np.random.default_rng([int(seed), name, *purpose])
 
 
 def _in_shares(outer: LossOfRows, inner: LossOfRows, of: Numbers) -> fb.Bilevel:

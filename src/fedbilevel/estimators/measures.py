@@ -12,18 +12,17 @@ DeLong's variance (Biometrics 1988) but for factors m/(m − 1).
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from scipy.special import expit, logit
 
-Floats64 = NDArray[Any]
+from fedbilevel.estimators.columns import Numbers
+
 CELLS = 50  # of probability, at most
 NORMAL = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 
 
-def standard_error(influence: Floats64, patients: Floats64 | None) -> float:
+def standard_error(influence: Numbers, patients: Numbers | None) -> float:
     """Return the standard error of a measure by the influence of each row, (n,)."""
     each = influence if patients is None else np.bincount(patients, influence)[np.unique(patients)]
     return float(np.sqrt(np.sum(each**2) * len(each) / max(len(each) - 1, 1)))
@@ -39,7 +38,7 @@ def interval(value: float, error: float, share: bool = False) -> tuple[float, fl
     return float(low), float(high)
 
 
-def auroc(score: Floats64, label: Floats64) -> tuple[float, Floats64]:
+def auroc(score: Numbers, label: Numbers) -> tuple[float, Numbers]:
     """Return the share of pairs of a positive and a negative row in which the positive one has the higher score, equal
     ones counting half, and each row's influence."""
     positive, negative = np.sort(score[label == 1]), np.sort(score[label == 0])
@@ -51,7 +50,7 @@ def auroc(score: Floats64, label: Floats64) -> tuple[float, Floats64]:
     return value, np.where(label == 1, (below - value) / len(positive), (above - value) / len(negative))
 
 
-def auprc(score: Floats64, label: Floats64) -> tuple[float, Floats64]:
+def auprc(score: Numbers, label: Numbers) -> tuple[float, Numbers]:
     """Return the average precision, the mean over positive rows of the share of positives among the rows with their
     score or a higher one, and each row's influence."""
     positive, negative = np.sort(score[label == 1]), np.sort(score[label == 0])
@@ -61,7 +60,7 @@ def auprc(score: Floats64, label: Floats64) -> tuple[float, Floats64]:
     value = float(precision.mean())
     upto = np.searchsorted(positive, score, "right")  # the positive rows whose precision a row counts in
 
-    def summed(of_row: Floats64) -> Floats64:
+    def summed(of_row: Numbers) -> Numbers:
         return np.append(0.0, np.cumsum(of_row))[upto]
 
     own = precision[np.minimum(np.searchsorted(positive, score, "left"), len(positive) - 1)]
@@ -69,7 +68,7 @@ def auprc(score: Floats64, label: Floats64) -> tuple[float, Floats64]:
     return value, np.where(label == 1, gained, -summed(hits / all_above**2)) / len(positive)
 
 
-def concordance(time: Floats64, event: Floats64, risk: Floats64) -> tuple[int, float, Floats64]:
+def concordance(time: Numbers, event: Numbers, risk: Numbers) -> tuple[int, float, Numbers]:
     """Return the number of pairs of rows of which one has an event before the other's time, Harrell's concordance (the
     share in which it has the higher risk, equal ones counting half), and each row's influence."""
     pairs, concordant = np.zeros(len(time)), np.zeros(len(time))
@@ -84,7 +83,7 @@ def concordance(time: Floats64, event: Floats64, risk: Floats64) -> tuple[int, f
     return count, value, (concordant - value * pairs) / max(count, 1)
 
 
-def merged(counts: Floats64, least: int) -> list[tuple[int, int]]:
+def merged(counts: Numbers, least: int) -> list[tuple[int, int]]:
     """Merge neighbouring cells until each group has `least` rows: the first cell of each, and the first behind it. Last
     cells that have fewer rows are in none."""
     stops, rows = [], 0
@@ -96,7 +95,7 @@ def merged(counts: Floats64, least: int) -> list[tuple[int, int]]:
     return list(zip([0, *stops], stops, strict=False))
 
 
-def grouped(probability: Floats64, label: Floats64, least: int) -> list[list[float]]:
+def grouped(probability: Numbers, label: Numbers, least: int) -> list[list[float]]:
     """Count rows in groups of neighbouring cells of probability, of `least` rows each: for each group the first cell,
     the first cell behind it, negative rows, positive rows, and the sum of probabilities."""
     cell = np.minimum((probability * CELLS).astype(int), CELLS - 1)
@@ -109,7 +108,7 @@ def grouped(probability: Floats64, label: Floats64, least: int) -> list[list[flo
     return groups
 
 
-def calibration_sums(score: Floats64, label: Floats64, at: Floats64) -> Floats64:
+def calibration_sums(score: Numbers, label: Numbers, at: Numbers) -> Numbers:
     """Sum, for each point (a, b), over rows: the gradient of the log likelihood of label = 1 with log odds
     a + b score, (2,), and the information: a a, a b, b b; (points, 5)."""
     chance = expit(at[:, :1] + at[:, 1:] * score)
@@ -118,7 +117,7 @@ def calibration_sums(score: Floats64, label: Floats64, at: Floats64) -> Floats64
     return np.stack([part.sum(1) for part in parts], 1)
 
 
-def calibration(sums: Callable[[Floats64], Floats64]) -> list[float] | None:
+def calibration(sums: Callable[[Numbers], Numbers]) -> list[float] | None:
     """Find the calibration intercept (at slope 1) and its standard error, the slope (with an intercept of its own) and
     its standard error, by Newton's method; None where it does not converge, as where scores separate the classes.
 

@@ -25,10 +25,12 @@ import jax
 import numpy as np
 
 import fedbilevel as fb
+from fedbilevel.data import generator_of_site
+from fedbilevel.data.columns import deviation
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators.columns import labels, numbers
 from fedbilevel.estimators.evaluation import Report, answered, evaluated, held_out
-from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ridge, drawing
+from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ridge
 from fedbilevel.estimators.measures import CELLS
 from fedbilevel.estimators.model_card import card
 from fedbilevel.estimators.model_in_use import coefficient_table, fitted_pipeline
@@ -224,7 +226,7 @@ class SiteTable:
             return np.zeros(len(target), bool)
         by_class = self.study.estimator != "ridge"
         stratum = np.unique(words_of(target), return_inverse=True)[1] if by_class else np.zeros(len(target), int)
-        return held_out(self.study.holdout, stratum, patients, drawing(self.study.random_state, self.site, 1))
+        return held_out(self.study.holdout, stratum, patients, generator_of_site(self.study.random_state, self.site, 1))
 
     def digest(self) -> Any:
         """Compute a hash of each row, (n, 2) int32."""
@@ -414,7 +416,7 @@ class Agreement:
             penalty_groups=self.penalty_groups(), cv=study.cv, rounds=study.rounds, random_state=study.random_state
         )
         if study.estimator == "ridge":
-            estimator._mean, estimator._unit = target["mean"], np.sqrt(target["squares"] / target["count"]) or 1.0
+            estimator._mean, estimator._unit = target["mean"], deviation(target)
         elif study.estimator == "logistic":
             classes = list(target["categories"])
             require(len(classes) == 2, f"classes of {study.target!r}", classes, "two")

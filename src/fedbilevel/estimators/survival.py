@@ -13,8 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from fedbilevel.data import in_order_of_time
 from fedbilevel.estimators.columns import numbers, sites_of
 from fedbilevel.estimators.linear import Columns, Penalised
+from fedbilevel.estimators.measures import concordance
 from fedbilevel.extending import require
 
 
@@ -41,10 +43,7 @@ class CoxRegression(Penalised):
 
     def _samples(self, rows: Columns) -> Columns:
         """Put the latest first: at risk are all rows up to `last`, the last of the same time."""
-        order = np.argsort(-rows["time"], kind="stable")
-        ordered = {name: values[order] for name, values in rows.items()}
-        last = np.searchsorted(-ordered["time"], -ordered["time"], side="right") - 1
-        return {**ordered, "last": last.astype(np.int32)}
+        return in_order_of_time(rows)
 
     def _losses(self, z: Array, rows: Any, valid: Array) -> Array:
         most = jax.lax.stop_gradient(jnp.max(z))  # so that no power overflows
@@ -59,6 +58,7 @@ class CoxRegression(Penalised):
         risk, target = self.predict(X), self._target(y)
         alone = groups is None and len(self.sites_) == 1
         _, sites = sites_of(self, "score", np.zeros(len(risk)) if alone else groups, len(risk))
-        time, event = target["time"], target["event"] > 0
-        pairs = event[:, None] & (time[:, None] < time) & (sites[:, None] == sites)
-        return float(np.sum(np.where(risk[:, None] == risk, 0.5, risk[:, None] > risk)[pairs]) / np.sum(pairs))
+        columns = target["time"], target["event"], risk
+        measured = [concordance(*(column[sites == site] for column in columns)) for site in np.unique(sites)]
+        right = sum(pairs * value for pairs, value, _ in measured if pairs)
+        return float(np.divide(right, sum(pairs for pairs, *_ in measured)))

@@ -19,14 +19,15 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.errors import ConfigurationError
-from fedbilevel.estimators.measures import NORMAL, Floats64, merged
+from fedbilevel.estimators.columns import Numbers
+from fedbilevel.estimators.measures import NORMAL, merged
 from fedbilevel.extending import require
 
 CurveSteps = list[list[float]]
 """Of each step of a site's curve its end, rows at risk, events, and cumulative baseline hazard."""
 
 
-def steps(time: Floats64, event: Floats64, risk: Floats64, grid: Sequence[float], least: int) -> CurveSteps | None:
+def steps(time: Numbers, event: Numbers, risk: Numbers, grid: Sequence[float], least: int) -> CurveSteps | None:
     """Describe a site's rows by steps in which `least` rows or more leave; None where fewer leave in all."""
     cell = np.searchsorted(grid, time, "left")
     leaving = np.bincount(cell, minlength=len(grid) + 1)[: len(grid)]
@@ -86,7 +87,7 @@ def kaplan_meier(told: Mapping[str, CurveSteps]) -> list[dict[str, float]]:
     return found
 
 
-def survival(told: CurveSteps, risk: Floats64, times: Any) -> Floats64:
+def survival(told: CurveSteps, risk: Numbers, times: Any) -> Numbers:
     """Compute the probability that rows with these log hazards survive each time, (n, times)."""
     ends, hazard = np.array(told)[:, 0], np.append(0.0, np.array(told)[:, 3])
     times = np.atleast_1d(np.asarray(times, float))

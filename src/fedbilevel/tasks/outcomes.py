@@ -67,14 +67,6 @@ def _survival(z: Array, batch: Batch, seen: Array) -> Array:
     return jnp.where(counted, most + jnp.log(jnp.where(counted & (at_risk > 0), at_risk, 1)) - z, 0)
 
 
-def in_order_of_time(samples: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Put a site's latest rows first: at risk are all rows up to `last`, the last of the same time."""
-    order = np.argsort(-samples["time"], kind="stable")
-    ordered = {name: values[order] for name, values in samples.items()}
-    times = -ordered["time"]
-    return {**ordered, "last": (np.searchsorted(times, times, side="right") - 1).astype(np.int32)}
-
-
 def pairs(batch: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return which pairs (j, k) of rows of a site can be compared: j has its event before k's time. (n, n) booleans."""
     time, event, site = batch["time"], batch["event"], batch["site"]

@@ -1,6 +1,5 @@
 """A site's CSV file for the task `tables`: its features, target, weights and patients, and what is wrong with them."""
 
-import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -8,10 +7,9 @@ from typing import Any, Literal
 import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError, DataWarning, require, unknown, warn
-from fedbilevel.data.clients import dealt
+from fedbilevel.data.clients import dealt, generator_of_site, in_order_of_time, strata_of
 from fedbilevel.data.columns import MOST, ColumnValues, Told, deviation, prepared, told_of, without_rare
 from fedbilevel.data.csv_tables import Texts, numbers_of, words_of
-from fedbilevel.tasks.outcomes import in_order_of_time
 from fedbilevel.tasks.task import Floats
 
 OutcomeName = Literal["binary", "classes", "count", "continuous", "survival"]
@@ -97,11 +95,8 @@ class SiteFile:
 
     def _by_patient(self, deal: Any, seed: int, stream: int) -> np.ndarray:
         """Deal patients, with draws that depend on the site's name and on no other site."""
-        name = int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "big")
-        patients, of = np.unique(self.patient, return_inverse=True)
-        stratum = np.zeros(len(patients), int)
-        np.maximum.at(stratum, of, self.stratum)
-        return deal(stratum, np.random.default_rng([seed, name, stream]))[of]
+        strata, patient = strata_of(self.patient, self.stratum)
+        return deal(strata, generator_of_site(seed, self.name, stream))[patient]
 
     def told(self, columns: ColumnRoles) -> Told:
         """Return what the site tells of its features, and of a target that is no time."""

@@ -301,9 +301,16 @@ class JointSteps(Algorithm):
     def directions(self, client: Client, local: XYV, key: Array) -> Directions:
         """Return the three directions at `local`, on the samples that the key draws."""
 
+    @property
     @abstractmethod
+    def costs(self) -> tuple[int, int]:
+        """How many gradients, and how many products with ∇²g, the three directions cost at one point."""
+
     def counted(self, total: Directions, tau: int | Array, evaluations: int = 1, more: int = 0) -> Reply:
         """Make the reply with `total.step`, mean losses, and the costs of evaluations·τ directions and `more`."""
+        metrics = {"outer_loss": total.outer_loss / tau, "inner_loss": total.inner_loss / tau}
+        (gradients, products), times = self.costs, evaluations * tau + more
+        return Reply(total.step, metrics=metrics, gradients=gradients * times, hvps=products * times)
 
 
 class LocalDirections(JointSteps):
@@ -320,12 +327,9 @@ class LocalDirections(JointSteps):
         system, hyper = (outer_draw[0], inner_draw[0]), (outer_draw[1], inner_draw[1])
         return independent_directions(client.problem, local, inner_draw[2], system, hyper)
 
-    def counted(self, total: Directions, tau: int | Array, evaluations: int = 1, more: int = 0) -> Reply:
-        """Make the reply with `total.step`, mean losses, and the costs of evaluations·τ directions and `more`."""
-        metrics = {"outer_loss": total.outer_loss / tau, "inner_loss": total.inner_loss / tau}
-        gradients = 3 if self.independent_batches else 2
-        work = evaluations * tau + more
-        return Reply(total.step, metrics=metrics, gradients=gradients * work, hvps=2 * work)
+    @property
+    def costs(self) -> tuple[int, int]:
+        return 3 if self.independent_batches else 2, 2
 
 
 def descend(point: XYV, lr: XYV, direction: XYV) -> XYV:
