@@ -134,6 +134,8 @@ TABLE = {
     "F2SA": Row(fixed(fb.F2SA(**LOOP)), outer=T, inner=T),
     "SimFBO, independent batches": Row(fixed(fb.SimFBO(**LOOP, independent_batches=True)), outer=2 * T, inner=3 * T),
     "ShroFBO": Row(fixed(fb.ShroFBO(**LOOP)), outer=T, inner=T),
+    # a step and its anchor are on the same samples
+    "CorrectedFBO": Row(fixed(fb.CorrectedFBO(**LOOP)), outer=T, inner=T),
     "FedBiO": Row(fixed(fb.FedBiO(**LOOP)), outer=T, inner=T),
     # a momentum's two directions are on the same samples
     "FedBiOAcc": Row(fixed(fb.FedBiOAcc(**LOOP)), outer=T, inner=T),
@@ -162,6 +164,7 @@ OTHERS = {
     "RAFBO": "FedMBO and AFBO",
     "SimFBO, independent batches": "SimFBO",
     "F2SA": "SimFBO",
+    "CorrectedFBO": "ShroFBO",
     "BiFISTA": "IRG",
 }
 """Rows whose exchanges are those of others: their means weigh a cohort by the same lines."""

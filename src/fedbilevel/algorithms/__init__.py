@@ -3,6 +3,7 @@
 from fedbilevel.algorithms.adbo import ADBO, SDBO
 from fedbilevel.algorithms.afbo import AFBO
 from fedbilevel.algorithms.aggitd import AggITD
+from fedbilevel.algorithms.corrected import CorrectedFBO
 from fedbilevel.algorithms.f2sa import F2SA
 from fedbilevel.algorithms.fedavg_s import FedAvgS
 from fedbilevel.algorithms.fedbio import FedBiO, FedBiOAcc
@@ -28,6 +29,7 @@ __all__ = [
     "SDBO",
     "AggITD",
     "BiFISTA",
+    "CorrectedFBO",
     "FedAvg",
     "FedAvgS",
     "FedBiO",

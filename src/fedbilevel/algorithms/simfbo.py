@@ -205,7 +205,39 @@ class RobustState(NamedTuple):
         return self.iterate.y
 
 
-class ShroFBO(SingleLoop, LocalDirections):
+class Normalised(SingleLoop, LocalDirections):
+    """Base of ShroFBO and CorrectedFBO: replies h_i = q_i/‖a_i‖₁, and the server's step along ρh, lines 8 to 14."""
+
+    def normalised(self, client: Client, reply: Reply) -> Reply:
+        """Return the reply with h_i in place of q_i (line 8), ‖a_i‖₁, and 1, whose mean is the cohort's share of the
+        weights.
+
+        τ_i is the algorithm's or the population's, which the server knows, and no matter of the client's data.
+        """
+        work = self.local_optimizer.total(client.local_steps(self.local_steps))
+        h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
+        return reply._replace(update=(h, Public(work), Public(jnp.ones_like(work))))
+
+    def robust_step(self, fed: Fed, state: RobustState, replies: tuple[XYV, Public, Public]) -> RobustState:
+        """Take the server's step along ρh, the replies being the unbiased means of what clients sent."""
+        h, work, share = replies
+        now = work.public / share.public
+        rho = now
+        if fed.sampled:  # Σ_j p_j‖a_j‖₁ of everyone: the mean over the cohorts of earlier rounds
+            rho = jnp.where(state.rounds > 0, state.work / jnp.maximum(state.rounds, 1), now)
+        moved, optimizer = self.server_update(state.iterate, state.optimizer, optax.tree.scale(rho, h))
+        return RobustState(moved, optimizer, state.work + now, state.rounds + 1)
+
+    def robust_start(self, x: PyTree, y: PyTree) -> RobustState:
+        """Return the server's state before round 0."""
+        return RobustState(*self.start(x, y), work=jnp.zeros(()), rounds=jnp.zeros(()))
+
+
+REPLY = (LIKE_XYV, Public(NUMBER), Public(NUMBER))
+"""What a phase gives whose reply is `Normalised.normalised`."""
+
+
+class ShroFBO(Normalised):
     """SimFBO made robust to unequal local work, by normalised replies."""
 
     name = "shrofbo"
@@ -227,27 +259,16 @@ class ShroFBO(SingleLoop, LocalDirections):
     )
 
     def init(self, x: PyTree, y: PyTree) -> RobustState:
-        return RobustState(*self.start(x, y), work=jnp.zeros(()), rounds=jnp.zeros(()))
+        return self.robust_start(x, y)
 
-    @phase(takes=LIKE_XYV, gives=(LIKE_XYV, Public(NUMBER), Public(NUMBER)), measures=True)
+    @phase(takes=LIKE_XYV, gives=REPLY, measures=True)
     def normalised_updates(self, client: Client, start: XYV, key: Array) -> Reply:
-        """Reply with h_i = q_i/‖a_i‖₁ (line 8), ‖a_i‖₁, and 1, whose mean is the cohort's share of the weights.
-
-        τ_i is the algorithm's or the population's, which the server knows, and no matter of the client's data.
-        """
-        reply = self.own_updates(client, start, key)
-        work = self.local_optimizer.total(client.local_steps(self.local_steps))
-        h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
-        return reply._replace(update=(h, Public(work), Public(jnp.ones_like(work))))
+        """Take τ_i simultaneous steps (lines 5-7); reply with h_i (line 8) and ‖a_i‖₁."""
+        return self.normalised(client, self.own_updates(client, start, key))
 
     def round(self, fed: Fed, state: RobustState, key: Array) -> RobustState:
-        h, work, share = fed.mean(self.normalised_updates, state.iterate, key, unbiased=True)  # with (6)'s factor M/P
-        now = work.public / share.public
-        rho = now
-        if fed.sampled:  # Σ_j p_j‖a_j‖₁ of everyone: the mean over the cohorts of earlier rounds
-            rho = jnp.where(state.rounds > 0, state.work / jnp.maximum(state.rounds, 1), now)
-        moved, optimizer = self.server_update(state.iterate, state.optimizer, optax.tree.scale(rho, h))
-        return RobustState(moved, optimizer, state.work + now, state.rounds + 1)
+        replies = fed.mean(self.normalised_updates, state.iterate, key, unbiased=True)  # with (6)'s factor M/P
+        return self.robust_step(fed, state, replies)
 
 
 def project_ball(v: PyTree, radius: float | Array) -> PyTree:

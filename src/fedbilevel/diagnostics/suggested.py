@@ -104,7 +104,7 @@ def plain(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]
 
 
 def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
-    """Fields of SimFBO, ShroFBO and F2SA: FedBiO's steps are the server's."""
+    """Fields of SimFBO, ShroFBO, F2SA and CorrectedFBO: FedBiO's steps are the server's."""
     chosen = plain(s, batch_size, work)
     server = chosen["client_lr"]
     # local steps as long as the server's retrace its path; where there is no noise to average they only drift
@@ -171,6 +171,7 @@ def aggregated(s: Scales, batch_size: int | None, work: int | None) -> dict[str,
 
 SUGGESTED: dict[str, Callable[[Scales, int | None, int | None], dict[str, Any]]] = {
     "aggitd": aggregated,
+    "corrected-fbo": single_loop,
     "f2sa": single_loop,
     "fedbio": plain,
     "fedbioacc": recursive,

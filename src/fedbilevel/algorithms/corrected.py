@@ -1,0 +1,123 @@
+"""CorrectedFBO: ShroFBO whose clients do not drift apart, however many local steps they make.
+
+Where clients differ, each client's own local steps lead towards the solution of its own problem, and with τ > 1 SimFBO
+and ShroFBO end a little beside the solution of the federation's. Here each direction d = (d_x, d_y, d_v) of a client's
+path is corrected by the mean direction m of the whole federation in the round before, as federated SVRG does it for a
+single loss (simfbo.py has the directions, a_k and ρ):
+
+    z_0 = z = (x, y, v),     d̃_k = d_i(z_k; ζ_k) − d_i(z; ζ_k) + m     the step of the client's path at z_k
+    h_i = Σ_k a_k d_i(z_k; ζ_k) / ‖a_i‖₁                               the reply, of directions as they are
+    z ← z − γ ρ Σ_{i∈C} (M/P) p_i h_i,     m ← Σ_{i∈C} (M/P) p_i h_i   at the server
+
+At a solution z* the mean of the d_i(z*) is 0, and so is m. All d̃_k are then 0, clients stay at z*, and the mean of
+their replies is 0, whatever the τ_i are. Clients keep nothing between rounds, and their replies are as long as
+ShroFBO's.
+
+The correction is that of Jakub Konečný et al., "Federated Optimization: Distributed Machine Learning for On-Device
+Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking Centralized Stochastic
+Algorithms in Federated Learning", 2020, arXiv:2008.03606, correct by what the server knew at the last round, too. For
+bilevel problems Han Shen et al., "FedMSA", 2023, arXiv:2306.01648, correct steps on x, y and v by momenta with reduced
+variance; this file does not claim to be it.
+
+Messages: the server sends x, y, v and m, and clients reply with vectors of the shapes of x, y and v, and two numbers.
+
+Checked in tests/algorithms/test_corrected.py (the closed form of the solution, a round written out) and
+tests/engines/test_agreement.py.
+"""
+
+from typing import NamedTuple
+
+import jax
+import optax
+from jax import Array
+
+from fedbilevel.algorithms.parts.local_steps import LIKE_XYV, descend
+from fedbilevel.algorithms.simfbo import REPLY, Normalised, RobustState
+from fedbilevel.core.algorithm import phase
+from fedbilevel.core.client import Client
+from fedbilevel.core.config import step_sizes
+from fedbilevel.core.errors import require
+from fedbilevel.core.facts import Allows, Facts, No
+from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.submodel import UnitPolicy
+from fedbilevel.core.tree import XYV, PyTree
+from fedbilevel.oracles.products import Directions
+
+
+class State(NamedTuple):
+    """The server's state."""
+
+    inside: RobustState
+    mean: XYV  # m
+
+    @property
+    def x(self) -> PyTree:
+        return self.inside.x
+
+    @property
+    def y(self) -> PyTree:
+        return self.inside.y
+
+
+class CorrectedFBO(Normalised):
+    """ShroFBO without drift: local steps corrected by the mean direction of the round before.
+
+    Args:
+        client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves all
+            three. Rounds are stable while η(‖a‖₁ − 1)/2 times the largest eigenvalue of the inner Hessian is below 1,
+            since m is a mean over paths. None, for each: a twentieth of the server's.
+    """
+
+    name = "corrected-fbo"
+    facts = Facts(
+        paper="this library; after Konečný et al. 2016, arXiv:1610.02527",
+        needs="g strongly convex in y; second derivatives of it as products",
+        good_for="clients that differ and make many local steps: with full batches it ends at the solution itself",
+        exchanges="one",
+        up="1 like x, 2 like y",
+        hvps="4τ",
+        cost="two gradients of g and two joint passes, each f's gradient and both products with ∇²g",
+        bias="nothing",
+    )
+    allows = Allows(
+        late=No("its clients' paths follow the mean direction of the last round, and late replies follow older ones"),
+        submodels=UnitPolicy(),
+        local_x=No("it needs x on the server: clients' step on it would be γ_x ρ h_i, and only the server has ρ"),
+        own_y=No("leaves of y that are a client's own have no mean direction by which to correct its steps on them"),
+    )
+
+    client_lr: XYV = step_sizes(default=None, own=True, adaptive="short", tied="server_lr")
+
+    def validate(self) -> None:
+        allowed = "plain, momentum, proximal or mixed steps: all directions are corrected already"
+        require(not self.local_optimizer.anchored, f"{self.label}.local_optimizer", "anchored", allowed)
+
+    def init(self, x: PyTree, y: PyTree) -> State:
+        inside = self.robust_start(x, y)
+        return State(inside, optax.tree.zeros_like(inside.iterate))
+
+    @phase(takes=(LIKE_XYV, LIKE_XYV), gives=REPLY, measures=True)
+    def corrected_updates(self, client: Client, at: tuple[XYV, XYV], key: Array) -> Reply:
+        """Take τ_i corrected steps from z; reply with h_i, the mean of the directions on this path, and ‖a_i‖₁."""
+        start, mean = at
+        tau = client.local_steps(self.local_steps)
+
+        def step(k: Array, carry: tuple[tuple[Directions, XYV], PyTree]) -> tuple[tuple[Directions, XYV], PyTree]:
+            (total, path), memory = carry
+            samples = jax.random.fold_in(key, k)
+            now = self.directions(client, descend(start, self.client_lr, path), samples)
+            anchor = self.directions(client, start, samples)
+            corrected = optax.tree.add(optax.tree.sub(now.step, anchor.step), mean)
+            sums, memory = self.local_optimizer.step((total.step, path), memory, (now.step, corrected))
+            losses = total.outer_loss + now.outer_loss, total.inner_loss + now.inner_loss
+            return (Directions(sums[0], *losses), sums[1]), memory
+
+        nothing = self.no_directions(client, start, key), optax.tree.zeros_like(start)
+        memory = self.local_optimizer.begin((nothing[0].step, nothing[1]))
+        (total, _), _ = jax.lax.fori_loop(0, tau, step, (nothing, memory))
+        return self.normalised(client, self.counted(total, tau, evaluations=2))
+
+    def round(self, fed: Fed, state: State, key: Array) -> State:
+        at = state.inside.iterate, state.mean
+        replies = fed.mean(self.corrected_updates, at, key, unbiased=True)
+        return State(self.robust_step(fed, state.inside, replies), replies[0])
