@@ -17,6 +17,7 @@ from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.check import check_hypergradient
 from fedbilevel.diagnostics.diagnose import diagnose
+from fedbilevel.diagnostics.method import check_method
 from fedbilevel.diagnostics.replies import reply_norms
 from fedbilevel.diagnostics.structure import check_structure
 from fedbilevel.engines.engine import Cohort
@@ -56,6 +57,7 @@ __all__ = [
     "Submodels",
     "WholeLoss",
     "check_hypergradient",
+    "check_method",
     "check_structure",
     "diagnose",
     "errors",

@@ -96,9 +96,6 @@ class SingleLoop(JointSteps):
         server_lr: γ, the server's step sizes for x, y and v: numbers or schedules over rounds; a single value serves
             all three. In a round the server moves by γ times the mean of the sums that clients make of their
             directions. None, for each: adapted (`AdaptiveSteps`).
-        client_lr: η, a client's step sizes, in the same forms; None, for each: adapted, or a twentieth of a γ that is
-            given. They only decide how far each client goes while it sums its directions, and so how far clients drift
-            apart.
         radius: r, the radius of the ball that v is projected on, in the norm of y; r = L_f/μ_g in theory; infinity does
             not project.
         local_optimizer: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`), or
@@ -106,7 +103,6 @@ class SingleLoop(JointSteps):
         server_optimizer: an optax optimizer of learning rate 1, fed with q; its updates are scaled by γ.
     """
 
-    client_lr: XYV = step_sizes(default=None, own=True, adaptive="drift", tied="server_lr")
     server_lr: XYV = step_sizes(default=None, adaptive="shared")
     radius: float = positive(default=float("inf"))
     local_optimizer: Plain | Momentum | Proximal | Mixed | Anchored | LocalOptimizer = Plain()
@@ -140,7 +136,15 @@ OWN_STEPS = ("y", "v"), (("y", lambda method: method.server_lr.y), ("v", lambda 
 
 
 class OneExchange(SingleLoop):
-    """Base of SimFBO and F2SA: the round, with one exchange, in which every client moves x, y and v together."""
+    """Base of SimFBO and F2SA: the round, with one exchange, in which every client moves x, y and v together.
+
+    Args:
+        client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves all
+            three. None, for each: adapted, or a twentieth of a γ that is given. They only decide how far each client
+            goes while it sums its directions, and so how far clients drift apart.
+    """
+
+    client_lr: XYV = step_sizes(default=None, own=True, adaptive="drift", tied="server_lr")
 
     @property
     def allows(self) -> Allows:
@@ -238,7 +242,13 @@ REPLY = (LIKE_XYV, Public(NUMBER), Public(NUMBER))
 
 
 class ShroFBO(Normalised):
-    """SimFBO made robust to unequal local work, by normalised replies."""
+    """SimFBO made robust to unequal local work, by normalised replies.
+
+    Args:
+        client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves all
+            three. None, for each: adapted, or a twentieth of a γ that is given. They only decide how far each client
+            goes while it sums its directions, and so how far clients drift apart.
+    """
 
     name = "shrofbo"
     facts = Facts(
@@ -257,6 +267,8 @@ class ShroFBO(Normalised):
         local_x=No("it needs x on the server: clients' step on it would be γ_x ρ h_i, and only the server has ρ"),
         own_y={"normalised_updates": OwnParts(*OWN_NORMALISED_STEPS)},
     )
+
+    client_lr: XYV = step_sizes(default=None, own=True, adaptive="drift", tied="server_lr")
 
     def init(self, x: PyTree, y: PyTree) -> RobustState:
         return self.robust_start(x, y)

@@ -18,6 +18,7 @@ from fedbilevel.wording import printable
 __all__ = [
     "AbsenceWarning",
     "CapacityWarning",
+    "CheckError",
     "CheckpointError",
     "CheckpointWarning",
     "ConfigurationError",
@@ -133,6 +134,10 @@ class ExchangeError(FedbilevelError):
 
 class FloorError(FedbilevelError):
     """Report that a client refuses to draw so few samples; the message names its rule and contains no data."""
+
+
+class CheckError(FedbilevelError, AssertionError):
+    """Report that a method failed a check of `check_method`; the message has all outcomes."""
 
 
 class CheckpointError(FedbilevelError, OSError):

@@ -1,0 +1,106 @@
+"""Does check_method pass what is right, and name what is wrong?"""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.authoring import XY, Algorithm, No, Reply, phase, positive
+from fedbilevel.tasks.quadratic import quadratic
+
+TASK = quadratic(clients=4, samples=(3, 5))
+MINE = TASK.problem, TASK.clients, TASK.x0, TASK.y0
+
+
+class Descent(Algorithm):
+    """A step on y along the mean gradient of the inner loss.
+
+    Args:
+        lr: the step.
+    """
+
+    lr: float = positive(default=0.1)
+
+    def init(self, x, y):
+        return XY(x, y)
+
+    @phase(takes=("x", "y"), gives="y")
+    def gradient(self, client, at, key):
+        """Reply with the gradient."""
+        return Reply(jax.grad(client.problem.inner, 1)(*at, client.inner_batch(key, 2)), gradients=1)
+
+    def round(self, fed, state, key):
+        return state._replace(y=state.y - self.lr * fed.mean(self.gradient, tuple(state), key))
+
+
+class Still(Descent):
+    """Rounds that change nothing."""
+
+    def round(self, fed, state, key):
+        return state
+
+
+class Counting(Descent):
+    """Steps whose length is counted outside of the program: another one in each round, whatever the seed is."""
+
+    count = itertools.count(1).__next__
+
+    def round(self, fed, state, key):
+        length = jax.pure_callback(lambda _: np.asarray(float(type(self).count())), jnp.zeros(()), state.y[0])
+        return state._replace(y=state.y - 1e-3 * length)
+
+
+class Neighbours(Descent):
+    """Replies made of arrays that `Local` shares among all clients, in place of a batch of the client's own samples."""
+
+    @phase(takes=("x", "y"), gives="y")
+    def gradient(self, client, at, key):
+        """Reply with the mean of c over what the arrays hold."""
+        return Reply(jnp.mean(client.inner.values["c"], axis=0))
+
+
+def outcomes(report):
+    return {check.name: check.outcome for check in report.checks}
+
+
+def test_a_method_that_is_right():
+    report = fb.check_method(Descent(), *MINE)
+    found = outcomes(report)
+    assert not report.failed
+    assert [found[name] for name in ("late replies", "noised replies", "an x in a set")] == [
+        "refused", "passed", "allowed"
+    ]  # fmt: skip
+    assert "it does not say which of its phases may be late" in repr(report)
+    assert sum(outcome == "passed" for outcome in found.values()) == 8
+
+
+@pytest.mark.parametrize(
+    ("method", "failed"),
+    [
+        (Still(), {"rounds move the state", "noised replies"}),
+        (Counting(), {"a seed repeats a run", "one client after the other", "chunks of one client",
+                      "streamed samples", "a cohort of 2", "resumed from a checkpoint"}),
+        (Neighbours(), {"one client after the other", "streamed samples", "a cohort of 2"}),
+    ],
+)  # fmt: skip
+def test_what_is_wrong_is_named(method, failed):
+    with pytest.raises(fb.errors.CheckError) as error:
+        fb.check_method(method, *MINE)
+    text = str(error.value)
+    assert text.startswith(f"{len(failed)} of 13 checks failed")
+    assert {line.split("  ")[0] for line in text.splitlines() if "  failed" in line} >= failed
+
+
+def test_late_replies_are_tried_where_they_are_allowed():
+    found = outcomes(fb.check_method(fb.SimFBO(batch_size=2, server_lr=0.05, client_lr=0.02), *MINE))
+    assert found["late replies"] == "passed"
+    assert not isinstance(fb.SimFBO().allows.late, No)
+
+
+@pytest.mark.parametrize(("rounds", "clients"), [(1, MINE[1]), (3, MINE[1].pooled())])
+def test_too_few_rounds_or_clients_are_refused(rounds, clients):
+    with pytest.raises(fb.errors.ConfigurationError):
+        fb.check_method(Descent(), MINE[0], clients, *MINE[2:], rounds=rounds)
