@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from fedbilevel.tasks.classification import classification
+from fedbilevel.tasks.client_weights import client_weights
 from fedbilevel.tasks.compositional import compositional
 from fedbilevel.tasks.fair_classification import fair_classification
 from fedbilevel.tasks.few_shot import few_shot
@@ -21,6 +22,7 @@ from fedbilevel.tasks.task import Task
 
 TASKS: dict[str, Callable[..., Task]] = {
     "classification": classification,
+    "client_weights": client_weights,
     "compositional": compositional,
     "fair_classification": fair_classification,
     "few_shot": few_shot,
@@ -38,7 +40,15 @@ TASKS: dict[str, Callable[..., Task]] = {
 }
 """The tasks by their names on the command line."""
 
-MEASURED_PER_CLIENT = ("classification", "hospitals", "hyper_cleaning", "hyper_representation", "loss_tuning", "tables")
+MEASURED_PER_CLIENT = (
+    "classification",
+    "client_weights",
+    "hospitals",
+    "hyper_cleaning",
+    "hyper_representation",
+    "loss_tuning",
+    "tables",
+)
 """The tasks that have `metrics_per_client`."""
 
 __all__ = ["MEASURED_PER_CLIENT", "TASKS", "Task", *sorted(TASKS)]

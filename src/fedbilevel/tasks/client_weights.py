@@ -1,0 +1,115 @@
+"""Clients' weights: some clients have wrong labels, and x learns how much each client counts in training.
+
+Let z(y) be the logits of a sample with label c. The clients with wrong labels are not known, labels of validation
+samples are right, and every client's validation loss counts alike in f:
+
+    g_i = M softmax(x)_i · mean CE(z(y), c) + ridge·‖y‖²        f_i = mean CE(z(y), c)
+
+x starts at 0, where all clients count alike. Let p_i be the weight of client i in means, s = softmax(x), v the solution
+of ∇²yy G v = ∇y F, and ℓ_i the mean CE of client i's training samples. The hypergradient of one entry is then
+
+    ∂Φ/∂x_i = −M s_i (a_i − Σ_k s_k a_k),    a_i = p_i ⟨v, ∇ℓ_i⟩,
+
+so that a client counts more if its gradient lowers the validation loss by more than the mean of the clients does.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax import Array
+
+from fedbilevel.core.client import Clients
+from fedbilevel.core.errors import require
+from fedbilevel.core.metrics import Metric
+from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.ragged import Ragged
+from fedbilevel.core.submodel import Structure
+from fedbilevel.core.tree import PyTree
+from fedbilevel.data import split
+from fedbilevel.tasks import networks
+from fedbilevel.tasks.hyper_cleaning import spoiled
+from fedbilevel.tasks.images import WITH_LINEAR, load_images
+from fedbilevel.tasks.task import Task
+
+
+def client_weights(
+    *,
+    data: str = "digits",
+    spoilt: float = 0.5,
+    corruption: float = 0.5,
+    network: str = "linear",
+    hidden: Sequence[int] = (),
+    clients: int = 18,
+    partition_by: str = "iid",
+    partition_options: Mapping[str, Any] | None = None,
+    validation: float = 0.5,
+    holdout: float = 0.0,
+    ridge: float = 1e-3,
+    seed: int = 0,
+) -> Task:
+    """Split a set of labelled images over clients, halve each client's samples, and make labels of some clients wrong.
+
+    The metrics are the accuracy and, if there are clients of both kinds, the share of the weight that clients with
+    wrong labels have. It is `spoilt` where all clients count alike.
+
+    Args:
+        spoilt: the share of the clients whose training labels are made wrong, rounded to a number of clients.
+        corruption: the probability with which such a client's training label is replaced by a class drawn uniformly
+            from all classes. Validation, held-out and test labels stay right.
+        network: "linear" (no hidden layers), or a network of hyper_representation; y is the whole network.
+        validation: the share of each client's samples that the outer loss gets; the inner loss gets the others.
+        ridge: the factor of ‖y‖² in the inner loss.
+        data, hidden, clients, partition_by, partition_options, holdout, seed: as in hyper_representation.
+    """
+    require(0 <= spoilt <= 1, "spoilt", spoilt, "from 0 to 1")
+    require(0 <= corruption <= 1, "corruption", corruption, "from 0 to 1")
+    require(0 < validation < 1, "validation", validation, "strictly between 0 and 1")
+    require(0 <= ridge < np.inf, "ridge", ridge, "at least 0 and finite")
+    images = load_images(data, network, hidden, holdout=holdout, seed=seed, known=WITH_LINEAR)
+    train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
+    chosen = np.random.default_rng([seed, 4]).permutation(clients)[: round(spoilt * clients)]
+    wrong = np.isin(np.arange(clients), chosen)
+    model = images.model  # losses close over the model alone: a series of runs keeps them, without the images
+
+    def outer(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
+        return networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), batch["label"])
+
+    def inner(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
+        each = weights(x)[batch["row"]]
+        weighted = networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), batch["label"], each)
+        return weighted + ridge * optax.tree.vdot(y, y)
+
+    measured = images.accuracy()
+    metrics: dict[str, Any] = {f"{images.part}_accuracy": Metric(lambda x, y: measured(*y), True)}
+    if wrong.any() and not wrong.all():
+        metrics["spoilt_weight"] = lambda x, y: jnp.sum(weights(x) * wrong) / clients
+    return Task(
+        name="client_weights",
+        problem=Bilevel(outer, inner, structure=Structure(y=model.whole_structure)),
+        clients=Clients(
+            images.rows(valid), spoilt_at(images.rows(train), images.data.classes, corruption, wrong, seed)
+        ),
+        x0=jnp.zeros(clients),
+        y0=model.init(jax.random.key(seed)),
+        metrics=metrics,
+        metrics_per_client={"client_accuracy": Metric(lambda x, y, b: images.own_accuracy(y[0], y[1], b), True)},
+    )
+
+
+def weights(x: Array) -> Array:
+    """Return the clients' weights M softmax(x), (M,), whose mean is 1."""
+    return x.size * jax.nn.softmax(x)
+
+
+def spoilt_at(samples: Ragged, classes: int, corruption: float, wrong: np.ndarray, seed: int) -> Ragged:
+    """Replace labels of packed {"image", "label"} at random where `wrong` (M,) is True, and add the array "row".
+
+    "row" is the client of each sample, whose number a client needs to find its weight; int32.
+    """
+    found = spoiled(samples, classes, corruption, seed).values
+    label = np.where(wrong[found["row"]], found["label"], samples.values["label"])
+    return Ragged({**samples.values, "label": label, "row": found["row"]}, samples.start, samples.size)

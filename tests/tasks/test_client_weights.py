@@ -1,0 +1,66 @@
+"""Clients' weights: labels of the chosen clients alone are spoilt, and clients count as their hypergradient says."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.flatten_util import ravel_pytree
+
+import fedbilevel as fb
+from fedbilevel.tasks.client_weights import client_weights, weights
+from fedbilevel.tasks.hyper_cleaning import hyper_cleaning
+
+NON_IID = {"partition_by": "dirichlet", "partition_options": {"alpha": 0.5, "minimum": 2}}
+
+
+def test_the_hypergradient_is_what_the_page_says():
+    """−M s_i (a_i − Σ_k s_k a_k), a_i = p_i ⟨v, ∇ℓ_i⟩, with v by a dense solve: clients differ in size and labels."""
+    task = client_weights(clients=5, ridge=0.05, **NON_IID)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=5))
+    report = fb.check_hypergradient(task.problem, task.clients, x, task.y0, directions=1)
+    flat, unflat = ravel_pytree(report.y)
+    p, s = task.clients.weights, np.asarray(jax.nn.softmax(x))
+    rows = [(task.clients.outer.row(i), task.clients.inner.row(i)) for i in range(5)]
+
+    def mean_inner(y):
+        return sum(p[i] * task.problem.inner(x, unflat(y), inner) for i, (_, inner) in enumerate(rows))
+
+    def own_loss(y, i):  # without ridge and weight: the outer loss takes the same samples
+        return task.problem.outer(x, unflat(y), rows[i][1])
+
+    slope = sum(p[i] * jax.grad(lambda y, o=outer: task.problem.outer(x, unflat(y), o))(flat)
+                for i, (outer, _) in enumerate(rows))  # fmt: skip
+    v = np.linalg.solve(jax.hessian(mean_inner)(flat), slope)
+    a = np.array([p[i] * (v @ jax.grad(own_loss)(flat, i)) for i in range(5)])
+    np.testing.assert_allclose(report.hypergradient, -5 * s * (a - s @ a), rtol=1e-5, atol=1e-8)
+    assert np.ptp(a) > 1e-3
+
+
+def test_the_chosen_clients_alone_have_wrong_labels():
+    """A share corruption·9/10 of theirs; the images and the validation labels are those of hyper_cleaning's split."""
+    task, clean = client_weights(spoilt=1 / 3, corruption=0.6), hyper_cleaning(corruption=0.0)
+    rates = np.array([
+        np.mean(task.clients.inner.row(i)["label"] != clean.clients.inner.row(i)["label"]) for i in range(18)
+    ])  # fmt: skip
+    assert np.sum(rates > 0) == 6
+    assert np.all((rates == 0) | ((rates > 0.25) & (rates < 0.85)))  # 40 labels: within 4 standard errors of 0.54
+    assert float(task.metrics["spoilt_weight"](task.x0, task.y0)) == pytest.approx(1 / 3)
+    shift = jnp.asarray(np.where(rates > 0, -20.0, 0.0))
+    assert float(task.metrics["spoilt_weight"](shift, task.y0)) < 1e-6
+    assert float(jnp.mean(weights(shift))) == pytest.approx(1)
+    for i in range(18):
+        np.testing.assert_array_equal(task.clients.outer.row(i)["label"], clean.clients.outer.row(i)["label"])
+
+
+def test_the_clients_with_wrong_labels_lose_their_weight():
+    """By steps that adapt: they hold half of the weight at the start."""
+    task = client_weights()
+    run = fb.solve(fb.SimFBO(batch_size=None, local_steps=1), task.problem, task.clients, task.x0, task.y0, rounds=60)
+    assert float(task.metrics["spoilt_weight"](run.x, run.y)) < 0.2
+
+
+@pytest.mark.parametrize("wrong", [{"spoilt": 1.5}, {"corruption": -0.1}, {"validation": 1.0}, {"ridge": -1.0}])
+def test_numbers_out_of_range_are_refused(wrong):
+    with pytest.raises(fb.errors.ConfigurationError) as error:
+        client_weights(**wrong)
+    assert next(iter(wrong)) in str(error.value)
