@@ -13,8 +13,8 @@ At a solution z* the mean of the d_i(z*) is 0, and so is m. All d̃_k are then 0
 their replies is 0, whatever the τ_i are. Clients keep nothing between rounds, and their replies are as long as
 ShroFBO's.
 
-The correction is that of Jakub Konečný et al., "Federated Optimization: Distributed Machine Learning for On-Device
-Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking Centralized Stochastic
+The method is this library's. Its correction is after Konečný et al., "Federated Optimization: Distributed Machine
+Learning for On-Device Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking Centralized Stochastic
 Algorithms in Federated Learning", 2020, arXiv:2008.03606, correct by what the server knew at the last round, too. For
 bilevel problems Han Shen et al., "FedMSA", 2023, arXiv:2306.01648, correct steps on x, y and v by momenta with reduced
 variance; this file does not claim to be it.
@@ -70,7 +70,7 @@ class CorrectedFBO(Normalised):
 
     name = "corrected-fbo"
     facts = Facts(
-        paper="this library; after Konečný et al. 2016, arXiv:1610.02527",
+        paper="after Konečný et al. 2016, arXiv:1610.02527",
         needs="g strongly convex in y; second derivatives of it as products",
         good_for="clients that differ and make many local steps: with full batches it ends at the solution itself",
         exchanges="one",
