@@ -14,10 +14,10 @@ their replies is 0, whatever the τ_i are. Clients keep nothing between rounds, 
 ShroFBO's.
 
 The method is this library's. Its correction is after Konečný et al., "Federated Optimization: Distributed Machine
-Learning for On-Device Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking Centralized Stochastic
-Algorithms in Federated Learning", 2020, arXiv:2008.03606, correct by what the server knew at the last round, too. For
-bilevel problems Han Shen et al., "FedMSA", 2023, arXiv:2306.01648, correct steps on x, y and v by momenta with reduced
-variance; this file does not claim to be it.
+Learning for On-Device Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking
+Centralized Stochastic Algorithms in Federated Learning", 2020, arXiv:2008.03606, correct by what the server knew at the
+last round, too. For bilevel problems Han Shen et al., "FedMSA", 2023, arXiv:2306.01648, correct steps on x, y and v by
+momenta with reduced variance; this file does not claim to be it.
 
 Messages: the server sends x, y, v and m, and clients reply with vectors of the shapes of x, y and v, and two numbers.
 
