@@ -419,7 +419,7 @@ def test_which_steps_are_given_is_a_program_of_its_own():
 
 def test_an_inner_loss_without_curvature_is_said():
     problem = fb.Bilevel(lambda x, y, batch: jnp.sum(x**2), lambda x, y, batch: jnp.sum(x) * jnp.sum(y))
-    with pytest.warns(UserWarning, match="no curvature in y where the run is"):
+    with pytest.warns(UserWarning, match="no curvature in y at this point"):
         fb.solve(fb.SimFBO(batch_size=None), problem, fb.Clients([np.ones((1, 1))]), np.ones(2), np.ones(2), rounds=2)
 
 
@@ -481,17 +481,20 @@ def test_what_cannot_be_adapted_says_why():
         (lambda: fb.AdaptiveSteps(fb.FedAvg()), "a method with steps that are None"),
         (lambda: fb.AdaptiveSteps(given), "a method with steps that are None"),
         (lambda: fb.AdaptiveSteps(steps), "around SimFBO, 'steps': AdaptiveSteps and AdaptiveSteps; leave one out"),
-        (lambda: fb.Asynchronous(steps, wait_for=1), "late replies are made of other ones; give numbers for server_lr"),
+        (
+            lambda: fb.Asynchronous(steps, wait_for=1),
+            "have steps of other rounds; give numbers for server_lr",
+        ),
         (lambda: played(fb.Asynchronous(fb.SimFBO(), wait_for=1), problem, 1), "give numbers for server_lr.x"),
-        (lambda: played(fb.SimFBO(), (problem[0], small), 1), "needs steps where Clients.capacity is given"),
-        (lambda: fb.Submodels(steps), "curvature is that of the whole y"),
+        (lambda: played(fb.SimFBO(), (problem[0], small), 1), "needs step sizes if clients have capacities"),
+        (lambda: fb.Submodels(steps), "its steps follow the curvature in the whole y"),
         (lambda: played(fb.Submodels(fb.FedNest()), problem, 1), "give numbers for hypergradient.solver.step"),
     ):
         with pytest.raises(fb.errors.ConfigurationError, match=re.escape(words)):
             make()
     assert jax.tree.map(lambda leaf: sentinel, steps).steps.y_lr is sentinel  # a placeholder is no number
-    assert "tells of its data" in steps.allows.noise.why
-    assert "the x that the server has" in steps.allows.local_x.why
+    assert "depends on its data" in steps.allows.noise.why
+    assert "the server's x" in steps.allows.local_x.why
 
 
 @pytest.mark.slow

@@ -241,7 +241,7 @@ def test_the_random_length_gives_the_series_on_average(task):
         (lambda: fb.AFBO(hypergradient=fb.parts.Implicit()), "it must be LocalImplicit(…) or SystemSteps(…)"),
         (
             lambda: fb.parts.MeanGradient(rounds=2, lr=[0.1, 0.2, 0.3]),
-            "MeanGradient.lr = (0.1, 0.2, 0.3) is not allowed: it must be a number, or 2 of them, one for each inner",
+            "MeanGradient.lr = (0.1, 0.2, 0.3) is not allowed: it must be a number, or 2 numbers, one for each inner",
         ),
         (lambda: fb.parts.MeanGradient(rounds=2, lr=[0.1, 0]), "MeanGradient.lr[1] = 0 is not allowed"),
         (lambda: fb.parts.MeanGradient(rounds=lambda t: 1, lr=[0.1]), "a number, since `rounds` is a function"),

@@ -119,12 +119,12 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
         (lambda: fb.Asynchronous(fb.FISM(tolerance=1e-3), wait_for=2), "its tolerance compares F at one x"),
         (
             lambda: fb.Submodels(fb.ADBO()),
-            "ADBO cannot be given Submodels: each client keeps an x, a y and planes of its own",
+            "ADBO cannot be given Submodels: each client keeps its own x, y and planes",
         ),
-        (lambda: fb.Submodels(fb.IRG()), "the projection on X and the preference H are of the whole x"),
+        (lambda: fb.Submodels(fb.IRG()), "the projection onto X and the preference H need the whole x"),
         (
             lambda: fb.Submodels(fixed(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG())))),
-            "are not symmetric, as CG needs; use a Neumann series; methods that can: AFBO, AggITD, F2SA, FedAvg, ",
+            "are not symmetric, as CG requires; use a Neumann series; methods that can: AFBO, AggITD, F2SA, FedAvg, ",
         ),
         (lambda: fb.Asynchronous("simfbo", wait_for=2), "a method alone; fields are given by name"),
         (

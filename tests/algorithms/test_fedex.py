@@ -17,7 +17,7 @@ AGREEMENT = {
     "FedEx": agreement.Case(fb.FedEx(configurations=5, lr=0.3, batch_size=4), work=agreement.WORK, slow=True),
     "FedEx, adaptive": agreement.Case(fb.FedEx(configurations=4, step_rule="adaptive", batch_size=None), slow=True),
 }
-NEVER_LATE = {fb.FedEx: "late replies are draws from an earlier one"}
+NEVER_LATE = {fb.FedEx: "a late reply has a draw from an earlier θ"}
 LEARNS = {fb.FedEx: "regularization"}
 
 KEY, K, ROUNDS = 3, 4, 3
@@ -200,7 +200,7 @@ def test_bounds_outside_of_the_set_of_x_are_refused():
         if fits:
             fb.solve(*given, rounds=1)
             continue
-        with pytest.raises(fb.errors.ConfigurationError, match=r"FedEx.(low|high) = .* in the set that the problem"):
+        with pytest.raises(fb.errors.ConfigurationError, match=r"FedEx.(low|high) = .* in the set to which the"):
             fb.solve(*given, rounds=1)
 
 

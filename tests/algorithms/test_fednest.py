@@ -399,7 +399,7 @@ def test_conjugate_gradient_that_runs_out_of_iterations_says_so():
         ),
         (
             lambda: fixed(fb.LFedNest(inner=fb.parts.SVRG(rounds=2), joint=True)),
-            r"LFedNest\.inner\.rounds = 2 is not allowed.* 1 where joint = True",
+            r"LFedNest\.inner\.rounds = 2 is not allowed.* 1 with joint = True",
         ),
         (lambda: fixed(fb.FedNest(inner=fb.parts.LocalSGD())), r"FedNest\.inner = LocalSGD\(.* SVRG"),
         (lambda: fb.parts.Implicit(solver=fb.parts.Plain()), r"Implicit\.solver = Plain\(.* Neumann.* CG"),

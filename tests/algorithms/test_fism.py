@@ -25,7 +25,7 @@ AGREEMENT = {
         slow=True,
     ),
 }
-NEVER_LATE = {fb.IRIG: "a single client holds all samples"}
+NEVER_LATE = {fb.IRIG: "a single client has all samples"}
 LEARNS = {fb.FISM: "selection", fb.IRIG: "selection"}
 
 SIZES, WEIGHTS, ROUNDS, DIM = (2, 4, 3), np.array([1.0, 2.0, 0.5]), 4, 3

@@ -270,18 +270,18 @@ def test_what_cannot_be_together_says_why():
 
     for make, text in (
         (lambda: layered(METHOD, parts.Median(), parts.Krum()), "two layers of one place"),
-        (lambda: layered(METHOD, parts.Median(), parts.TopK()), "Median and TopK cannot be together"),
+        (lambda: layered(METHOD, parts.Median(), parts.TopK()), "Median and TopK cannot be combined"),
         (lambda: Layered(METHOD, rule=parts.TopK()), "a layer of that place"),
         (lambda: layered(fb.FedNest(batch_size=None), parts.TopK()), "TopK"),
         (lambda: fb.Asynchronous(layered(METHOD, parts.Median()), wait_for=2), "Median and Asynchronous cannot"),
         (lambda: fb.Submodels(layered(METHOD, parts.Median())), "whole replies"),
-        (lambda: layered(fb.Asynchronous(METHOD, wait_for=2), Eight()), "an authoring.Compressor makes short"),
+        (lambda: layered(fb.Asynchronous(METHOD, wait_for=2), Eight()), "an authoring.Compressor can make shorter"),
         (lambda: Layered(layered(METHOD, parts.Median()), late=fb.Asynchronous(wait_for=2)), "in layers"),
         (lambda: parts.Krum(bad=0), "Krum.bad"),
         (lambda: layered(METHOD, parts.TopK), "an instance"),
         (lambda: layered(3, parts.TopK()), "a method"),
         (lambda: fb.reply_norms(layered(METHOD, parts.TopK()), *few), "with TopK"),
-        (lambda: layered(METHOD, TwoOfAKind(), parts.TopK()), "another for each layer"),
+        (lambda: layered(METHOD, TwoOfAKind(), parts.TopK()), "each layer needs its own kind"),
         (lambda: layered(fb.ADBO(wait_for=2), parts.Median()), "waits for"),
         (lambda: fb.solve(layered(METHOD, parts.Median()), few[0], half, *few[2:], rounds=1), "Clients.capacity"),
         (
@@ -294,7 +294,7 @@ def test_what_cannot_be_together_says_why():
         (lambda: fb.solve(layered(fb.ADBO(wait_for=2), EveryReply()), *few, rounds=1), "ends with the first replies"),
         (lambda: played(BareReply()), "BareReply.reply returned Reply.*it returns a Reply and what the layer keeps"),
         (lambda: played(KeepsAtOnce()), "KeepsAtOnce.exchange keeps .*, but server_slot says that nothing is kept"),
-        (lambda: played(OneEntry()), "OneEntry.coded: what is decoded must be like the tree that it got"),
+        (lambda: played(OneEntry()), "OneEntry.coded: the decoded tree must be like the tree that it got"),
         (lambda: fb.solve(layered(METHOD, Eight()), few[0], half, *few[2:], rounds=1), "Clients.capacity"),
         (lambda: fb.solve(fb.Asynchronous(wait_for=2), *few, rounds=1), "goes around a method: fb.layered"),
         (lambda: fb.Asynchronous(METHOD, 2), "a method alone; fields are given by name"),
@@ -335,5 +335,5 @@ def test_an_estimate_needs_replies_to_its_own_message(layer):
     method = layered(
         fb.LFedNest(batch_size=None, hypergradient=local, inner=fb.parts.LocalSGD(lr=0.1), outer_lr=0.1), layer
     )
-    with pytest.raises(ConfigurationError, match=r"hypergradient_at = 'with \w+' .* a method without it"):
+    with pytest.raises(ConfigurationError, match=r"hypergradient_at = 'with \w+' .* a method without this layer"):
         fb.check_hypergradient(task.problem, task.clients, task.x0, task.y0, estimators={"short": method})

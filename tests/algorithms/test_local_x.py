@@ -112,7 +112,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_its_blocks(tmp_path):
         (
             fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2, delay_penalty=1.0),
             START,
-            r"delay_penalty = 1\.0 .* 0 where clients keep x",
+            r"delay_penalty = 1\.0 .* 0 if clients keep x",
         ),
     ],
 )

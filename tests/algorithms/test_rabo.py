@@ -296,7 +296,7 @@ def test_problems_that_need_no_inverse():
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: rabo(fb.parts.CG(), fb.parts.Implicit), "means of products over unequal holders are not symmetric"),
+        (lambda: rabo(fb.parts.CG(), fb.parts.Implicit), "means of products over different holders are not symmetric"),
         (
             lambda: rabo(fb.parts.Neumann(sampling="random_per_client"), fb.parts.Implicit),
             "Neumann(sampling=None or 'random')",

@@ -175,10 +175,10 @@ def test_a_code_that_nothing_decodes_is_named():
 
 def test_two_of_one_place_or_kind_are_both_named_with_what_to_do():
     other = type("Other", (Layer,), {"kind": "other", "place": "kept"})()
-    text = "of one place around SimFBO, 'kept': Own and Other; leave one out, or give one of your own another `place`"
+    text = "of one place around SimFBO, 'kept': Own and Other; leave one out, or give your own layer another `place`"
     refused(lambda: layered(METHOD, Own(), other, fb.parts.Median()), text)
     same = type("Same", (Layer,), {"kind": "own", "place": "state"})()
-    refused(lambda: layered(METHOD, Own(), same), "Own and Same are both of the kind 'own', .* another for each layer")
+    refused(lambda: layered(METHOD, Own(), same), "Own and Same are both of the kind 'own': each layer needs its own")
 
 
 @pytest.mark.parametrize("name", ["replies", "on_reply", "respond", "before", "change", "lable"])

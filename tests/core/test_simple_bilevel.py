@@ -60,7 +60,7 @@ SOLVED = {
         lambda: solved(fb.FISM(lr=3.0, regularization=1.0)),
         r"FISM: lr·regularization·μ = (3\.0|2\.9)\d* .*at most 2, with H's strong convexity μ = 1",
     ),
-    "H linear": (lambda: solved(outer=jnp.sum), r"SimpleBilevel\.outer is not .*strongly convex.*½‖x‖² added"),
+    "H linear": (lambda: solved(outer=jnp.sum), r"SimpleBilevel\.outer is not .*strongly convex.*multiple of ½‖x‖²"),
     "H less convex": (
         lambda: solved(outer=lambda x: half_square(x) / 2, strong_convexity=1.0),
         r"outer is not strongly convex with μ = 1: .* curvature is 0\.5",
@@ -80,7 +80,7 @@ SOLVED = {
     ),
     "H unknown": (lambda: solved(outer=None), r"SimpleBilevel\.outer = None .*a function \(x\) where the server is"),
     "y0": (lambda: solved(y0=jnp.zeros(2)), r"y0 = .*None, as SimpleBilevel problems have no inner variable"),
-    "IR-IG of two": (lambda: solved(fb.IRIG()), r"IRIG: clients = 2 .*1, which holds all samples: clients\.pooled\(\)"),
+    "IR-IG of two": (lambda: solved(fb.IRIG()), r"IRIG: clients = 2 .*1 client with all samples: clients\.pooled\(\)"),
     "another problem": (
         lambda: solved(given=fb.Bilevel(lambda x, y, batch: loss(y, batch), lambda x, y, batch: loss(y, batch))),
         r"FISM solves SimpleBilevel problems, not Bilevel; methods that do: .*SimFBO",

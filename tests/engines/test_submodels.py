@@ -411,7 +411,7 @@ def test_with_all_capacities_1_it_is_the_method_itself():
 @pytest.mark.filterwarnings("error::fedbilevel.errors.CapacityWarning")  # so that nothing is compiled after it
 def test_a_method_without_submodels_says_that_it_trains_whole_models():
     method = fixed(fb.FedNest(batch_size=3, hypergradient=fb.parts.Implicit(solver=fb.parts.CG(max_steps=2))))
-    said = "FedNest trains whole models, on 6 clients of a capacity below 1 too: means of products over unequal holders"
+    said = "FedNest trains whole models, on 6 clients of a capacity below 1 too: means of products over different hold"
     with pytest.raises(fb.errors.CapacityWarning, match=said):
         solved(method, rounds=1)
 

@@ -102,7 +102,7 @@ def test_a_list_has_every_name_and_its_first_line(kind: str, known: dict) -> Non
         ("fiarse", "submodels.policy=weights", 0),
         ("heterofl", "submodels.policy=static", 0),
         ("fedrolex", "submodels.policy=rolling", 0),
-        ("hypergradient", "fedmbo", None),  # in its first line, as in that of fednest, which comes later
+        ("hypergradient", "aggitd", None),  # in its first line, as in those of fedmbo and fednest, which come later
         ("minimax", "fedavg-s", 3),
         ("straggler", "adbo", 1),
         ("accelerated", "bi-fista", None),  # a word of its first line

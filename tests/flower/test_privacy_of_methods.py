@@ -51,20 +51,20 @@ CASES = {  # one for each method at least; those of others are their cases of ag
     "SimFBO, the first one": (fb.Asynchronous(fixed(fb.SimFBO(batch_size=None, local_steps=2)), wait_for=1), None),
 }
 REFUSED = {
-    "ADBO": (fb.ADBO(), "SDBO's send them whole"),
+    "ADBO": (fb.ADBO(), "SDBO's clients send values"),
     "FISM": (fb.FISM(), "divides by the mean of 1/n_i"),
     "IRIG": (fb.IRIG(), "divides by the mean of 1/n_i"),
     "IRG, tolerance": (fb.IRG(tolerance=0.1), "tolerance = 0.1 compares sums over all samples"),
     "BiFISTA, tolerance": (fb.BiFISTA(tolerance=0.1), "tolerance = 0.1 compares sums over all samples"),
     "FedNest, cg": (
         fixed(fb.FedNest(hypergradient=GLOBAL_CG)),
-        "looks like negative curvature to conjugate gradient; use a Ne",
+        "mistakes noise on products for negative curvature; use a Ne",
     ),
     "FedNestSGD, cg": (
         fixed(fb.FedNestSGD(hypergradient=GLOBAL_CG)),
-        "noise on products looks like negative curvature",
+        "noise on products for negative curvature",
     ),
-    "FedMBO, cg": (fixed(fb.FedMBO(hypergradient=GLOBAL_CG)), "noise on products looks like negative curvature"),
+    "FedMBO, cg": (fixed(fb.FedMBO(hypergradient=GLOBAL_CG)), "noise on products for negative curvature"),
 }
 TESTED = {type(unwrapped(algorithm)) for algorithm, _ in (CASES | REFUSED).values()}
 CASES |= {

@@ -1,51 +1,59 @@
-"""ADBO and SDBO: the inner problem as a constraint, held by cutting planes, and consensus among clients.
+"""ADBO and SDBO: cutting planes approximate the inner problem, and clients reach consensus on x and y.
 
 Yang Jiao, Kai Yang, Tiancheng Wu, Dongjin Song, Chengtao Jian. "Asynchronous Distributed Bilevel Optimization".
 ICLR 2023, arXiv:2212.10048. Algorithm 1.
 
-Each client has its own x_i and y_i, the server x and z, and they are to agree:
+Each client has its own x_i and y_i, and the server has x and z. Constraints make them agree:
 
     min Σ p_i f_i(x_i, y_i)    so that    x_i = x,    h(x, {y_i}, z) ≤ ε
     h(x, {y_i}, z) = Σ p_i ‖y_i − φ_i(x)‖² + ‖z − φ_z(x)‖²
 
-where φ(x) are K steps towards min Σ p_i g_i(x, y'_i) under y'_i = z', from y'_i = y_i, z' = z, ψ_i = 0:
+Here φ(x) is the result of K steps towards the minimum of Σ p_i g_i(x, y'_i) under the constraints y'_i = z'. The steps
+start from y'_i = y_i, z' = z and ψ_i = 0:
 
     y'_i ← y'_i − η [∇y g_i(x, y'_i) + ψ_i + μ (y'_i − z')]    z' ← Σ p_i y'_i    ψ_i ← ψ_i + μ (y'_i − z')
 
-A round first makes a plane of h ≤ ε at the present point, whose φ(x) is then a function of x alone:
+A round begins by linearising h ≤ ε at the present point, with φ as a function of x alone. This gives a new plane:
 
     a = ∂h/∂x,   b_i = 2(y_i − φ_i),   c = 2(z − φ_z),   κ = h − ε − a·x − Σ p_i b_i·y_i − c·z
 
-and drops those with λ_l = 0. Then it steps on the Lagrangian, with planes a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l ≤ 0
-for h ≤ ε. The server sends (x, λ). Client i
+The server then drops the older planes with λ_l = 0. T steps on the Lagrangian follow, in which the planes
+a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l ≤ 0 replace h ≤ ε. In each step, the server sends (x, λ), and client i computes
 
     θ_i ← θ_i + η_θ (x_i − x − c_θ θ_i)
     (x_i, y_i) ← (x_i − η_x [∇x f_i(x_i, y_i) + θ_i],  y_i − η_y [∇y f_i(x_i, y_i) + Σ_l λ_l b_il])
 
-and replies with θ_i and its b_il·y_i. The server, which waits for all clients (SDBO), or for the first S and for those
-that were asked τ steps ago or earlier (ADBO),
+and replies with θ_i and its products b_il·y_i. In SDBO the server waits for all clients. In ADBO it waits for the first
+S replies, and for clients that were asked τ or more steps ago. Then the server computes
 
     x ← x − γ_x [Σ_l λ_l a_l − Σ p_i θ_i]       z ← z − γ_z Σ_l λ_l c_l
-    λ_l ← max(0, λ_l + γ_λ [(a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l)/n_l − c_λ λ_l]),    n_l = 4 max(h, ε) at its making
+    λ_l ← max(0, λ_l + γ_λ [(a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l)/n_l − c_λ λ_l])
 
-Messages: the server sends x and λ (T times), x and z' (2K times); clients reply with θ_i and the b_il·y_i, then with
-y'_i, or K times the shares of ∂h/∂x and ∂h/∂z'. A plane costs K gradients of g and K passes for both products with ∇²g.
+where n_l is the value of 4 max(h, ε) when plane l was made.
+
+Messages: for a plane, the server sends x and z' 2K times. Clients reply with y'_i K times, and with their shares of
+∂h/∂x and ∂h/∂z' K times. For the steps, the server sends x and λ T times, and clients reply with θ_i and the products
+b_il·y_i. A plane costs K gradients of g, and K passes that compute both products with ∇²g.
 
 Departures from the paper:
-1. What the paper sums over clients are means with weights p_i. With equal ones that is the paper's Lagrangian over M,
-   but for ‖z − φ_z‖², which weighs as much as the mean of the other terms here, and as much as each in the paper.
-2. Steps on z' and ψ_i are those of ADMM, exact for z' and μ for ψ_i; the paper has a step size for each.
-3. ∂h/∂x goes through all K steps exactly, backwards in K exchanges. The published code differentiates each step with
-   the points of all steps held fixed (which agrees for K = 1), at points one step beyond those that its h and b are of.
-4. No values of single clients reach the server. θ_i is kept and stepped by the client, when it is sent the next x, so
-   that Σ p_i θ_i lacks the last step of clients that are still computing; without delays this is the paper's. ADBO's
-   clients send changes of θ_i and b_il·y_i, and Σ p_i θ_i runs over those that have ever replied. A plane is made by
-   all available clients. Their weight is known from the second plane on: before it, a client that is never available
-   counts as a client that does not move; later it does not count.
-5. The step on λ_l is that of a plane divided by its length, Σ p_i ‖b_il‖² + ‖c_l‖² = 4h; the paper divides by nothing,
-   and what its γ_λ does to a plane then falls with h, by orders of magnitude in a run.
-6. The number of planes is bounded; beyond the bound the oldest is dropped.
-7. Planes are made to the end (so does the published code); the paper stops at some iteration.
+1. Sums over clients in the paper are means with weights p_i here. For equal weights this is the paper's Lagrangian
+   divided by M, except for the term ‖z − φ_z‖². Here this term weighs as much as the mean of the clients' terms. In the
+   paper it weighs as much as the term of one client.
+2. Steps on z' and ψ_i are those of ADMM: an exact minimisation over z', and a step of size μ on ψ_i. The paper has a
+   step size for each.
+3. ∂h/∂x is differentiated exactly through all K steps, backwards, in K exchanges. The published code differentiates
+   each step with the points of the other steps held fixed. It does so at points that are one step beyond those at which
+   it computes h and b. For K = 1, fixed points make no difference.
+4. The server never gets values of a single client. A client keeps θ_i, and steps on it when it gets the next x.
+   Σ p_i θ_i therefore lacks the last step of clients that are still computing. Without delays this is the paper's
+   method. ADBO's clients send the changes of θ_i and b_il·y_i, and Σ p_i θ_i runs over the clients that have replied at
+   least once. All available clients make a plane together. The server knows their total weight from the second plane
+   on. Until then, a client that is never available counts as a client that does not move. From then on it does not
+   count.
+5. The step on λ_l is that of a plane divided by its squared length, Σ p_i ‖b_il‖² + ‖c_l‖² = 4h. The paper does not
+   divide. Its effective step on a plane's multiplier then falls with h, by orders of magnitude in a run.
+6. The number of planes is bounded. If there would be more, the oldest plane is dropped.
+7. Planes are made until the end of the run, as in the published code. The paper stops making planes at some iteration.
 
 Checked in tests/algorithms/test_adbo.py and test_cutting_planes.py.
 """
@@ -72,45 +80,47 @@ from fedbilevel.core.own import refuse_local_steps
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 
-FREE = -1  # no plane
-STEPS = "its steps are `iterations`, each an exchange"
-WHOLE = No("each client keeps an x, a y and planes of its own between rounds, of all units")
-APART = No("each client moves an x of its own, and planes are made at points outside of the set, too")
+FREE = -1  # the serial number of a slot without a plane
+STEPS = "the number of its steps is `iterations`, and each step is an exchange"
+WHOLE = No("each client keeps its own x, y and planes between rounds, and these contain all units")
+APART = No("each client moves its own x, and planes are also made at points outside of the set")
 
 
 class Cut(NamedTuple):
-    """What a plane is made of: h ≤ ε linearised at (x, {y_i}, z)."""
+    """Hold the linearisation of h ≤ ε at a point (x, {y_i}, z), from which a plane is made."""
 
-    height: Array  # h at that point
+    height: Array  # h at the point
     outer: PyTree  # a = ∂h/∂x
     consensus: PyTree  # c = ∂h/∂z
     inner: Array  # Σ p_i b_i·y_i
 
 
 class Planes(NamedTuple):
-    """A polytope a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l ≤ 0, l = 1..L, that stands for the constraint h ≤ ε.
+    """Hold the server's part of the planes a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l ≤ 0, which approximate h ≤ ε.
 
-    A plane is h's linearisation at a point: below h, so that it cuts off no point where h ≤ ε. The server keeps a_l,
-    c_l, κ_l and the multipliers λ_l; each client keeps its own b_il, and the server knows Σ p_i b_il·y_i alone.
+    A plane is the linearisation of h − ε at a point. If h is convex, the linearisation is nowhere above h − ε, so that
+    a plane cuts off no point where h ≤ ε. The server keeps a_l, c_l, κ_l and the multipliers λ_l. Each client keeps its
+    own b_il, and the server knows only the mean Σ p_i b_il·y_i.
 
-    Planes have slots, one more than planes are kept, so that a new plane always finds a slot that was free since the
-    last plane came: a late reply, computed with the earlier planes, then has no value for the new plane's slot. Tables
-    have a leading axis of slots; what stands in a free slot counts for nothing.
+    Planes are stored in slots. There is one slot more than planes that are kept, so that a new plane always takes a
+    slot that was free since the last plane was made. A late reply, which was computed with earlier planes, then has no
+    value for the slot of the new plane. All tables have a leading axis of slots, and the values of free slots are
+    ignored.
     """
 
-    serial: Array  # (slots,) a number of its own for each plane ever made, or FREE
-    outer: PyTree  # a_l, like x
-    consensus: PyTree  # c_l, like z
+    serial: Array  # (slots,) a different number for every plane of the run, or FREE
+    outer: PyTree  # a_l, like x, with a leading axis of slots
+    consensus: PyTree  # c_l, like z, with a leading axis of slots
     start: Array  # (slots,) the mean of b_il·y_i when the plane was made
-    changes: Array  # (slots,) Σ p_i b_il·(y_i − y_i then), of the replies so far; of ADBO, whose clients send changes
-    inner: Array  # (slots,) the mean of b_il·y_i, as the server knows it
+    changes: Array  # (slots,) in ADBO, Σ p_i b_il·(change of y_i since the plane was made), over all replies so far
+    inner: Array  # (slots,) the mean of b_il·y_i, as far as the server knows it
     offset: Array  # (slots,) κ_l
-    length: Array  # (slots,) n_l, the squared length of (b_l, c_l), weighted; 1 in slots never used
-    multiplier: Array  # (slots,) λ_l ≥ 0, and 0 in free slots
+    length: Array  # (slots,) n_l, the squared length Σ p_i ‖b_il‖² + ‖c_l‖²; 1 in slots that were never used
+    multiplier: Array  # (slots,) λ_l ≥ 0; 0 in free slots
 
     @classmethod
     def none(cls, x: PyTree, y: PyTree, capacity: int) -> Planes:
-        """Begin without planes, with room for so many."""
+        """Return an empty set of planes with room for `capacity` planes."""
         slots = capacity + 1
         zero = jnp.zeros(slots)
         return cls(
@@ -127,25 +137,28 @@ class Planes(NamedTuple):
 
     @property
     def active(self) -> Array:
-        """(slots,) which slots hold a plane."""
+        """Return which slots have a plane, (slots,)."""
         return self.serial != FREE
 
     def values(self, x: PyTree, z: PyTree) -> Array:
-        """Return the left-hand sides, (slots,); 0 in free slots."""
+        """Return a_l·x + Σ p_i b_il·y_i + c_l·z + κ_l for each slot, (slots,); 0 for free slots."""
         total = products(self.outer, x) + self.inner + products(self.consensus, z) + self.offset
         return jnp.where(self.active, total, 0)
 
     def free_slot(self) -> Array:
-        """Find the index of the first free slot, which the next plane takes."""
+        """Return the index of the first free slot, which the next plane takes."""
         return jnp.argmax(~self.active)
 
     def ascended(self, x: PyTree, z: PyTree, size: Array | float, damping: Array | float) -> Planes:
-        """Take a step on all multipliers: λ_l ← max(0, λ_l + size·[value_l/n_l − damping·λ_l])."""
+        """Return the planes after a step on all multipliers: λ_l ← max(0, λ_l + size·[value_l/n_l − damping·λ_l])."""
         direction = self.values(x, z) / self.length - damping * self.multiplier
         return self._replace(multiplier=jnp.maximum(self.multiplier + size * direction, 0))
 
     def with_cut(self, cut: Cut, tolerance: Array | float, x: PyTree, z: PyTree, serial: Array) -> Planes:
-        """Put the cut into a free slot; κ makes its value at the point of the cut h − ε. Its multiplier is 0."""
+        """Return the planes with the cut in a free slot, as a plane with multiplier 0.
+
+        κ is such that the plane has the value h − ε at the point where the cut was made.
+        """
         slot = self.free_slot()
         flat = optax.tree.vdot(cut.outer, x) + cut.inner + optax.tree.vdot(cut.consensus, z)
         return Planes(
@@ -161,7 +174,7 @@ class Planes(NamedTuple):
         )
 
     def without_idle(self, newest: Array) -> Planes:
-        """Drop planes whose multiplier is 0, but for the newest; and if no slot is free then, the oldest."""
+        """Drop all planes with multiplier 0, except the newest; then, if no slot is free, drop the oldest plane."""
         kept = self.active & ((self.serial == self.serial[newest]) | (self.multiplier > 0))
         kept &= ~(jnp.all(kept) & (self.serial == jnp.min(self.serial)))
         return self._replace(
@@ -172,51 +185,54 @@ class Planes(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """Sums over the clients that have ever replied to a step."""
+    """Hold sums over the clients that have replied to at least one step."""
 
     weight: Array  # Σ p_i
     theta: PyTree  # Σ p_i θ_i
-    excluded: Array  # the largest Σ p_i, in one step so far, of clients without a part in some plane
-    complete: Array  # whether all clients that made the last plane had been asked for a step before
+    excluded: Array  # Σ p_i of the clients in a step without a part in some plane: the largest value of all steps
+    complete: Array  # whether all clients that made the last plane had computed a step before it
 
 
 class State(NamedTuple):
-    """The server's state."""
+    """Hold the server's state."""
 
     x: PyTree
-    y: PyTree  # z, the inner variable that all are to agree on
+    y: PyTree  # z, the inner variable on which all clients should agree
     planes: Planes
-    made: Array  # planes ever made
+    made: Array  # the number of planes made so far
     totals: Totals
 
 
 class Point(NamedTuple):
-    """A client's variables in the estimate of φ."""
+    """Hold a client's variables in the estimate of φ."""
 
     y: PyTree  # y'_i
     psi: PyTree  # ψ_i, the multiplier of y'_i = z'
 
 
 class ClientState(NamedTuple):
-    """A client's state, kept between rounds."""
+    """Hold a client's state, which it keeps between rounds."""
 
     x: PyTree
     y: PyTree
     theta: PyTree  # θ_i, the multiplier of x_i = x
     replied: Array  # 1 after the first reply to a step
-    serial: Array  # (slots,) which plane of the server's each row of b belongs to
-    b: PyTree  # a row for each slot
-    path: Point  # a row for each step towards φ_i: where it began
-    end: Point  # of the last of these steps: where the next begins, and φ_i after all of them
-    adjoint: Point  # on the way back, ∂h/∂(y'_i, ψ_i) over p_i where the last step that was gone back began
+    serial: Array  # (slots,) the serial number of the plane to which each row of b belongs
+    b: PyTree  # b_il: a row for each slot
+    path: Point  # a row for each step towards φ_i: the point where the step began
+    end: Point  # the end of the last of these steps, where the next one begins; φ_i after all K steps
+    adjoint: Point  # in the backward pass: (1/p_i) ∂h/∂(y'_i, ψ_i) at the start of the last step that it went through
 
 
 class LinearizedADMM(Part):
-    """The steps towards φ(x), all clients' estimate of the inner solution: an exchange each, and another back.
+    """Estimate the inner solution by K steps of all clients, φ(x).
+
+    Each step takes an exchange, and another exchange for its derivatives.
 
     Args:
-        steps: K, for each plane.
-        lr: η; below 1/(ℓ + μ) for ℓ the largest eigenvalue of any ∇²yy g_i.
+        steps: K, the number of steps for each plane.
+        lr: η, a client's step on y'_i. It should be below 1/(ℓ + μ), where ℓ is the largest eigenvalue of any
+            ∇²yy g_i.
         penalty: μ, the penalty on y'_i − z'.
     """
 
@@ -229,7 +245,10 @@ class LinearizedADMM(Part):
     def step(
         self, client: Client, x: PyTree, z: PyTree, start: Point, k: Array | int, key: Array
     ) -> tuple[Array, Point]:
-        """Take a step; return g_i where it begins, and its end. ψ_i moves first, but not in the first step."""
+        """Take the k-th step from `start`; return (g_i at the start, the point after the step).
+
+        The step on ψ_i comes first. At k = 0 there is none.
+        """
         apart = optax.tree.sub(start.y, z)
         psi = move(start.psi, jnp.where(k == 0, 0.0, self.penalty), apart)
         loss, gradient = jax.value_and_grad(client.problem.inner, 1)(x, start.y, client.inner_batch(key))
@@ -238,13 +257,14 @@ class LinearizedADMM(Part):
 
 
 class Lagrangian(Part):
-    """The constraints that all clients' steps are to keep to, h ≤ ε by planes and x_i = x, and their multipliers.
+    """Set how the Lagrangian enforces its constraints: h ≤ ε, by planes, and x_i = x.
 
     Args:
-        planes: the largest number of planes that are kept; beyond it the oldest goes.
-        tolerance: ε, the bound on h, the weighted mean squared distance of the y_i from the inner solution.
-        plane_damping: c_λ, how strongly λ is drawn to 0; 0 would be the plain Lagrangian.
-        consensus_damping: c_θ, how strongly θ_i is drawn to 0; 0 would be the plain Lagrangian.
+        planes: the largest number of planes that are kept. If there would be more, the oldest is dropped.
+        tolerance: ε, the bound on h, which is the weighted mean squared distance of the y_i from the estimated inner
+            solution, plus the squared distance of z from it.
+        plane_damping: c_λ, how strongly λ is pulled towards 0. The value 0 would be the plain Lagrangian.
+        consensus_damping: c_θ, how strongly θ_i is pulled towards 0. The value 0 would be the plain Lagrangian.
     """
 
     kind: ClassVar[str] = "lagrangian"
@@ -256,17 +276,18 @@ class Lagrangian(Part):
 
 
 class CuttingPlanes(Algorithm):
-    """Base of ADBO and SDBO: cutting planes for the inner problem, and steps on the Lagrangian.
+    """Share the fields and rounds of ADBO and SDBO: make a plane, then take steps on the Lagrangian.
 
     Args:
-        batch_size: samples per draw for each loss, with replacement; None: all.
-        iterations: T, the server's steps from one plane to the next.
-        client_lr: a client's step sizes: η_x for x_i, η_y for y_i, and as v η_θ, of the multiplier θ_i of x_i = x;
-            numbers or schedules over rounds; a single value serves all three.
-        server_lr: the server's step sizes: γ_x for x, as y γ_z, of the inner variable z that all are to agree on, and
-            as v γ_λ, of the planes' multipliers; numbers or schedules over rounds; a single value serves all three.
-        lagrangian: the planes, and how multipliers are damped.
-        estimate: the steps towards the inner solution of which planes are made.
+        batch_size: the number of samples that a client draws for each loss, with replacement; None: all samples.
+        iterations: T, the number of the server's steps between two planes.
+        client_lr: a client's step sizes: `x` is η_x for x_i, `y` is η_y for y_i, and `v` is η_θ for θ_i, the multiplier
+            of x_i = x. Each is a number or a schedule over rounds, and a single value serves all three.
+        server_lr: the server's step sizes: `x` is γ_x for x, `y` is γ_z for z, the inner variable on which all clients
+            should agree, and `v` is γ_λ for the multipliers of planes. Each is a number or a schedule over rounds, and
+            a single value serves all three.
+        lagrangian: the planes, and the damping of multipliers.
+        estimate: the steps towards the inner solution, from which planes are made.
     """
 
     batch_size: int | None = positive_integer(default=32, optional=True)
@@ -296,18 +317,21 @@ class CuttingPlanes(Algorithm):
         )
 
     def findings(self, state: State) -> Findings:
-        """Count the planes, add up Σ_l λ_l; warn of clients without a part in some plane."""
+        """Return the columns `planes`, their number, and `multipliers`, Σ_l λ_l.
+
+        Clients without a part in some plane lead to a warning.
+        """
         planes = state.planes
         columns = {"planes": int(jnp.sum(planes.active)), "multipliers": float(jnp.sum(planes.multiplier))}
         apart = (
-            "clients that were not asked, or did not reply, when a plane was made have no part in it, and the inner "
-            "problem does not hold for them: this method needs all clients in every round"
+            "some clients were not asked, or did not reply, when a plane was made. They have no part in this plane, "
+            "so that the inner problem does not constrain them: this method needs all clients in every round"
         )
         return Findings(warning=apart if float(state.totals.excluded) else "", columns=columns)
 
     @phase
     def consensus_step(self, client: Client, at: tuple[PyTree, PyTree, Array], key: Array) -> Reply:
-        """Take the k-th step towards φ_i, given x and z'; reply with y'_i."""
+        """Take the k-th step towards φ_i from the message (x, z', k); reply with y'_i, like y."""
         x, z, k = at
         own: ClientState = client.state
         start = chosen(k == 0, Point(own.y, optax.tree.zeros_like(own.y)), own.end)
@@ -317,14 +341,15 @@ class CuttingPlanes(Algorithm):
 
     @phase
     def consensus_adjoint(self, client: Client, at: tuple[PyTree, ...], key: Array) -> Reply:
-        """Go back through the k-th step, `behind` being ∂h/∂z' after it; from k = K − 1, at φ_i, to 0.
+        """Differentiate backwards through the k-th step. Exchanges go from k = K − 1, where the step ends at φ_i, to 0.
 
-        The reply has this client's share of ∂h/∂x and of ∂h/∂z' before that step, ‖y_i − φ_i‖² and b_i·y_i, and 1 if
-        the client was ever asked for a step, which is no secret to the server.
+        `behind` in the message is ∂h/∂z' after the step. The reply has this client's shares of ∂h/∂x and of ∂h/∂z'
+        before the step, ‖y_i − φ_i‖², b_i·y_i, and a public number: 1 if the client has computed a step on the
+        Lagrangian before, which the server knows anyway.
         """
         x, z, behind, k, slot, serial = at
         own: ClientState = client.state
-        b = optax.tree.scale(2, optax.tree.sub(own.y, own.end.y))  # b_i = 2(y_i − φ_i) = −∂h/∂φ_i over p_i
+        b = optax.tree.scale(2, optax.tree.sub(own.y, own.end.y))  # b_i = 2(y_i − φ_i) = −(1/p_i) ∂h/∂φ_i
         at_end = Point(optax.tree.scale(-1, b), optax.tree.zeros_like(own.y))
         after = chosen(k == self.estimate.steps - 1, at_end, own.adjoint)
         step = lambda x, z, start: self.estimate.step(client, x, z, start, k, key)[1]  # noqa: E731
@@ -337,10 +362,11 @@ class CuttingPlanes(Algorithm):
 
     @phase
     def local_step(self, client: Client, at: tuple[PyTree, Array, Array], key: Array) -> Reply:
-        """Take a step on θ_i, then on x_i and y_i at once. Planes that this client has no part in are left out.
+        """Take a step on θ_i, and then a step on x_i and y_i together; reply with θ_i and the products b_il·y_i.
 
-        Whether there are such planes, and whether the client has replied before, follows from what it was asked, not
-        from its data.
+        Planes in which this client has no part are left out. Two numbers of the reply are public: whether the client
+        has replied before, and whether there are planes without it. Both follow from the requests that the client got,
+        and not from its data.
         """
         x, multiplier, serial = at
         own: ClientState = client.state
@@ -365,7 +391,7 @@ class CuttingPlanes(Algorithm):
         return Reply(update, new, {"outer_loss": loss}, gradients=1)
 
     def with_new_plane(self, fed: Fed, state: State, key: Array) -> State:
-        """Estimate φ, find h and its gradient, add the plane and drop those whose multiplier is 0."""
+        """Estimate φ, compute h and its gradient, add the new plane, and drop planes with multiplier 0."""
         x, z, planes, last = state.x, state.y, state.planes, self.estimate.steps - 1
         slot = planes.free_slot()
 
@@ -394,7 +420,7 @@ class CuttingPlanes(Algorithm):
         return state._replace(planes=planes, made=state.made + 1, totals=totals)
 
     def step(self, fed: Fed, state: State, key: Array) -> State:
-        """Take a step of all clients and of the server on the Lagrangian."""
+        """Let clients, and then the server, take a step on the Lagrangian; return the server's new state."""
         message = (state.x, state.planes.multiplier, state.planes.serial)
         totals, theta, planes = self.exchange(fed, state, message, key)
         lr, multiplier = self.server_lr, planes.multiplier
@@ -405,7 +431,7 @@ class CuttingPlanes(Algorithm):
 
     @abstractmethod
     def exchange(self, fed: Fed, state: State, message: PyTree, key: Array) -> tuple[Totals, PyTree, Planes]:
-        """Ask for a step; return the totals after it, the mean of θ_i, and the planes with the means of b_il·y_i."""
+        """Ask clients for a step; return the new totals, the mean of θ_i, and planes with new means of b_il·y_i."""
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         plane_key, step_key = jax.random.split(key)
@@ -413,22 +439,22 @@ class CuttingPlanes(Algorithm):
 
 
 def chosen(condition: Array, yes: PyTree, no: PyTree) -> PyTree:
-    """Return `yes` where the condition holds, else `no`."""
+    """Return `yes` if the condition, a scalar, is true, else `no`; both are trees of the same shapes."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
 def empty(tree: PyTree, rows: int) -> PyTree:
-    """Make a table of zeros, whose rows are like `tree`."""
+    """Return a table of zeros with this number of rows, each like `tree`."""
     return jax.tree.map(lambda leaf: jnp.zeros((rows, *jnp.shape(leaf)), leaf.dtype), tree)
 
 
 def put(table: PyTree, row: Array, tree: PyTree) -> PyTree:
-    """Return the table with that row replaced."""
+    """Return the table with one row replaced by `tree`."""
     return jax.tree.map(lambda rows, leaf: rows.at[row].set(leaf.astype(rows.dtype)), table, tree)
 
 
 def row(table: PyTree, index: Array) -> PyTree:
-    """Return a row of a table."""
+    """Return the row of a table at an index."""
     return jax.tree.map(lambda rows: rows[index], table)
 
 
@@ -439,34 +465,34 @@ def products(table: PyTree, tree: PyTree) -> Array:
 
 
 def combined(weights: Array, table: PyTree) -> PyTree:
-    """Return Σ_l weights_l · row l."""
+    """Return Σ_l weights_l · (row l of the table)."""
     return jax.tree.map(lambda rows: jnp.tensordot(weights.astype(rows.dtype), rows, 1), table)
 
 
 FACTS = Facts(
     paper="Jiao et al. 2023, arXiv:2212.10048",
-    good_for="clients of unequal speed; only the making of a plane waits for the slowest",
+    good_for="clients of unequal speed; only new planes wait for the slowest client",
     exchanges="T + 2K",
     up="T + K like x, 2K like y",
     hvps="2K",
     cost="a gradient of f",
     client_state="x_i, y_i, θ_i, b_il for each plane, and K times y'_i and ψ_i",
-    bias="φ in place of y*, unless K is large; what few planes leave open",
+    bias="φ in place of y*, unless K is large; few planes approximate the constraint coarsely",
 )
-"""ADBO's, and SDBO's but for what the latter needs and is good for."""
+"""The facts of ADBO. SDBO has the same, except for `needs` and `good_for`."""
 
 
 class SDBO(CuttingPlanes):
-    """Cutting planes for the inner problem, in steps that wait for all clients."""
+    """Replace the inner problem by cutting planes, and wait for all clients in every step."""
 
     name = "sdbo"
     facts = replace(
         FACTS,
         needs="all clients in every round",
-        good_for="comparison with ADBO, which computes the same where no client is late",
+        good_for="comparison with ADBO, which computes the same if no client is late",
     )
     allows = Allows(
-        late=No("it is there to compare ADBO with, which is the same without waiting for everyone"),
+        late=No("it is meant for comparison with ADBO, which is the same method without waiting for all clients"),
         submodels=WHOLE,
         project_x=APART,
     )
@@ -483,20 +509,21 @@ class SDBO(CuttingPlanes):
 
 
 class ADBO(CuttingPlanes):
-    """Cutting planes for the inner problem, in steps that wait for the first replies.
+    """Replace the inner problem by cutting planes, and wait only for the first replies in every step.
 
     Args:
-        wait_for: S, how many replies a step waits for, and not for stragglers; with 1 the server moves at every reply.
-        max_staleness: τ; a step also waits for every client that was asked so many steps ago, or more; None: no bound.
+        wait_for: S, the number of replies for which a step waits; it does not wait for stragglers. With 1, the server
+            moves at every reply.
+        max_staleness: τ; a step also waits for every client that was asked τ or more steps ago; None: no bound.
     """
 
     name = "adbo"
     facts = FACTS
     allows = Allows(
-        late=No("it goes on with the first replies by itself: set its own field wait_for"),
+        late=No("it continues with the first replies already: set its field wait_for"),
         submodels=WHOLE,
         project_x=APART,
-        noise=No("its clients send how θ_i and b_i·y_i have changed, and noise would add up; SDBO's send them whole"),
+        noise=No("its clients send changes of θ_i and b_i·y_i, whose noise would add up; SDBO's clients send values"),
     )
 
     wait_for: int = positive_integer(default=1)
@@ -523,6 +550,6 @@ class ADBO(CuttingPlanes):
         )
         share = 1 / totals.weight
         changes = planes.changes + changes
-        # A plane is of all available clients. Their weight is known when all have replied to a step; before, it is 1.
+        # All available clients make a plane. Their weight is known once all have replied to a step; until then take 1.
         inner = planes.start + changes * jnp.where(totals.complete, share, 1)
         return totals, scaled(share, totals.theta), planes._replace(changes=changes, inner=inner)

@@ -1,40 +1,42 @@
-"""AFBO: anarchic federated bilevel optimization; clients reply at any time, after any number of local steps.
+"""AFBO: anarchic federated bilevel optimization, in which clients reply at any time, after any number of local steps.
 
 Anonymous. "Anarchic Federated Bilevel Optimization". Manuscript under double-blind review; a version of it appeared at
 WiOpt 2024. Algorithms 1 and 2.
 
-A round is K inner exchanges and an outer exchange, each of which ends with the first replies to arrive:
-`layered(AFBO(…), Asynchronous(wait_for=n))`; AFBO alone waits for everyone's. Client i, at the (x, y) that it was last
-sent, makes E_i local steps, and, when it is asked to, estimates the hypergradient:
+A round has K inner exchanges and an outer exchange. With `layered(AFBO(…), Asynchronous(wait_for=n))` each exchange
+ends with the first n replies; AFBO alone waits for all clients. In an inner exchange client i makes E_i local steps,
+and in an outer exchange it estimates the hypergradient, both at the (x, y) of the last message that it got:
 
     inner   y_{e+1} = y_e − η G_e,   G_e = ∇y g_i(x, y_e; ξ_e)         G_i = (1/E_i) Σ_e G_e
             y ← y − β_k mean_i G_i                                                                K exchanges
     outer   H_i = ∇x f_i(x, y) − ∇²xy g_i(x, y) N_i s (I − s∇²yy g_i)^N' ∇y f_i,   N' uniform on {0..N_i−1}   (APHE)
             x ← x − α mean_i H_i                                                                  one exchange
 
-mean_i: of everyone's last replies, whenever these were asked for, Σ p_i (.) / Σ p_i over those who have ever replied.
-The delays ρ and τ, mean numbers of exchanges since then, are reported as `delay.inner.gradients` and
-`delay.hypergradient.local_hypergradient` (`SystemSteps`: `delay.outer_directions`).
+Here mean_i is the mean of the last replies of all clients, Σ p_i (.) / Σ p_i over the clients that have replied at
+least once, however old these replies are. The age of a reply is the number of exchanges since the client was asked for
+it. The mean ages ρ and τ are reported as `delay.inner.gradients` and `delay.hypergradient.local_hypergradient` (with
+`SystemSteps`, `delay.outer_directions`).
 
-The mean of H_i is not the hypergradient where clients differ, and so neither is the end. `SystemSteps`:
+If clients differ, the mean of the H_i is not the hypergradient, and the limit of x is not the solution. `SystemSteps`
+avoids this:
 
     outer   H_i = ∇x f_i − ∇²xy g_i v,   r_i = ∇²yy g_i v − ∇y f_i            (SimFBO's directions)
             x ← x − α mean_i H_i,   v ← v − γ mean_i r_i
 
-Messages: the server sends x and y (`SystemSteps`, outer: and v); clients reply with vectors of y's shape, then of x's
-(`SystemSteps`: and of v's).
+Messages: the server sends x and y, and in the outer exchange of `SystemSteps` also v. Clients reply with a vector of
+y's shape in inner exchanges, and with one of x's shape in outer exchanges (with `SystemSteps`, also one of v's).
 
 Departures from the paper:
-1. Algorithm 1 leaves out the local step y_{e+1} = y_e − η G_e, lets i run to N and takes y^{t+1} = y^{t,K−1}: here
-   clients make local steps, of a size η of their own, i runs to M, and y^{t+1} = y^{t,K}.
-2. APHE starts from f_i where ∇y f_i is meant, and its product has N_i factors, always, times max_i N_i: it tends to 0
-   as N_i grows. Here the length is random and the factor N_i, which makes its expectation the series
-   s Σ_{n<N_i} (I − s∇²yy g_i)^n; this series is the default, and Neumann(sampling="random") the product. N_i is the
-   same for all clients unless Neumann.terms has several numbers.
-3. Server memory without a table: see parts/memory.py. Delays count from when a reply was asked for, not from its
-   arrival.
-4. Weights are p_i, not 1/M. Steps may be divided by 1 + c·delay (`delay_penalty` of `Asynchronous`), since the paper
-   says that delays want smaller steps, and different ones for α and β.
+1. Algorithm 1 omits the local step y_{e+1} = y_e − η G_e, lets i run to N, and takes y^{t+1} = y^{t,K−1}. Here clients
+   make local steps with their own step size η, i runs to M, and y^{t+1} = y^{t,K}.
+2. APHE starts from f_i where ∇y f_i is meant. Its product always has N_i factors and is multiplied by max_i N_i, so
+   that it tends to 0 as N_i grows. Here the number of factors is random, and the product is multiplied by N_i. Its
+   expectation is then the series s Σ_{n<N_i} (I − s∇²yy g_i)^n. This series is the default, and
+   Neumann(sampling="random") is the product. N_i is the same for all clients unless Neumann.terms has several numbers.
+3. The server keeps a sum of the last replies, and no table of them: see parts/memory.py. The delay of a reply counts
+   from the exchange in which it was asked for, and not from its arrival.
+4. Weights are p_i, and not 1/M. The field `delay_penalty` of `Asynchronous` divides steps by 1 + c·delay, since the
+   paper says that delays require smaller steps, and different ones for α and β.
 
 Checked in tests/algorithms/test_afbo.py (closed forms, event by event with a table), test_asynchronous.py,
 test_local_x.py, test_own_leaves.py and tests/engines/test_agreement.py.
@@ -63,12 +65,14 @@ from fedbilevel.oracles.products import directions
 
 
 class MeanGradient(InnerRounds):
-    """AFBO's inner rounds: clients reply with the mean gradient along their local steps, the server steps along it.
+    """Run AFBO's inner rounds: clients reply with the mean gradient along their local steps, and the server follows it.
 
     Args:
-        client_lr: η, a client's step; None: a twentieth of β, the least of several, the first of β_{t,k}.
-        lr: β, the server's step; a number, one for each of the inner rounds, or β_{t,k} as a function of the round and
-            the inner round, such as `lambda t, k: 0.5 / (1 + t + k)`; None adapts it (`AdaptiveSteps`).
+        client_lr: η, the size of a client's local step on y; None: a twentieth of β. If β has several numbers, the
+            smallest counts; if β is a function β_{t,k}, its first value.
+        lr: β, the server's step on y, in one of these forms: a number; a number for each inner round; or β_{t,k} as a
+            function of the round and the inner round, such as `lambda t, k: 0.5 / (1 + t + k)`. None adapts it
+            (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "mean-gradient"
@@ -78,18 +82,18 @@ class MeanGradient(InnerRounds):
 
     def validate(self) -> None:
         if isinstance(self.lr, tuple):
-            each = f"or {self.rounds} of them, one for each inner round"
+            each = f"or {self.rounds} numbers, one for each inner round"
             allowed = f"a number, {each if is_count(self.rounds) else 'since `rounds` is a function'}"
             require(len(self.lr) == self.rounds, "MeanGradient.lr", self.lr, allowed)
 
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         lr = jnp.asarray(self.lr)[fed.repetition] if isinstance(self.lr, tuple) else self.lr
-        lr = lr.function(fed.repetition) if isinstance(lr, Schedule) else lr  # of k: see `Schedule.at`
+        lr = lr.function(fed.repetition) if isinstance(lr, Schedule) else lr  # a function of k alone: see `Schedule.at`
         return move(y, -lr, fed.mean(self.gradients, (x, y), key, unbiased=True))
 
     @phase(takes=("x", "y"), gives="y", measures=True)
     def gradients(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with G_i, the mean of the gradients along E_i local steps on y."""
+        """Reply with G_i, the mean of the gradients along E_i local steps on y, like y."""
         x, y = at
         steps = self.steps(client, key)
         mean = mean_gradient(self.gradient_at(client, x, y), y, steps, self.client_lr)
@@ -97,7 +101,7 @@ class MeanGradient(InnerRounds):
 
 
 class SystemSteps(Hypergradient):
-    """The system ∇²yy G·v = ∇y F by one step of the server on v in each outer exchange, as in SimFBO.
+    """Solve ∇²yy G·v = ∇y F by one step of the server on v in each outer exchange, as in SimFBO.
 
     Args:
         lr: γ, the server's step on v; None adapts it (`AdaptiveSteps`).
@@ -108,33 +112,34 @@ class SystemSteps(Hypergradient):
     lr: float = positive(default=None, adaptive="shared")
 
     def start(self, y: PyTree) -> PyTree:
-        """Return v before the first round: 0."""
+        """Return v before the first round: zeros like y."""
         return optax.tree.zeros_like(y)
 
 
 class AFBO(Nested):
-    """Inner rounds on y, then one step on x, both by phases whose replies may be late.
+    """Make inner rounds on y, then one step on x; replies to both may be late.
 
     Args:
-        inner: the rounds on y: the server steps along the mean of the clients' mean gradients.
-        hypergradient: how h is found: by each client alone (APHE), or by steps on a v kept by the server.
+        inner: the rounds on y, in which the server steps along the mean of the clients' mean gradients.
+        hypergradient: how the hypergradient h is computed: by each client alone (APHE), or with a v that the server
+            keeps and steps on (`SystemSteps`).
         outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
     """
 
     name = "afbo"
     facts = Facts(
         paper="Anonymous 2024",
-        needs="g strongly convex in y, with `LocalImplicit` g_i for every client",
-        good_for="clients of very different speed, where no round should wait for stragglers",
+        needs="g strongly convex in y; with `LocalImplicit`, g_i of every client",
+        good_for="clients of very different speed, if no round should wait for stragglers",
         exchanges="K + 1",
         up="1 like x, K like y",
         hvps="N; 2 with `SystemSteps`",
         cost=(
-            "a gradient of g; per outer reply a gradient of f and the products with the client's own ∇²g "
-            "(`SystemSteps`: two products, by the same pass)"
+            "a gradient of g; for each outer reply, a gradient of f and the products with the client's own ∇²g "
+            "(`SystemSteps`: two products, computed in the same pass)"
         ),
-        client_state="none; in `Asynchronous` the last reply to each of the two phases",
-        bias="clients' own hypergradients (not with `SystemSteps`); drift of y where τ > 1",
+        client_state="none; with `Asynchronous`, the last reply to each of the two phases",
+        bias="clients' own hypergradients (not with `SystemSteps`); drift of y if τ > 1",
     )
 
     outer_lr: float = positive(default=None, adaptive="x")
@@ -148,9 +153,14 @@ class AFBO(Nested):
         return self.hypergradient.allows._replace(late=late, local_x=self.outer_lr, own_y=self.own_y(steps, late[1]))
 
     def own_y(self, steps: bool, outer: str) -> Mapping[str, OwnParts] | No:
-        """Say how clients step leaves of y of their own, by `SystemSteps` or where each finds h alone."""
+        """Return by phase how clients step on their own leaves of y, or `No` with the reason why they cannot.
+
+        Args:
+            steps: whether the hypergradient comes from `SystemSteps`; otherwise each client computes h alone.
+            outer: the name of the phase in the outer exchange.
+        """
         if isinstance(self.inner.lr, tuple | Schedule) and getattr(self.inner.lr, "by_k", True):
-            return No("a client does not know the inner round, by which its steps on y differ (inner.lr)")
+            return No("its steps on y (inner.lr) differ by inner round, and a client does not know the inner round")
         of_v = ("v", lambda method: method.hypergradient.lr)
         system = OwnParts(("y", "v"), (of_v,)) if steps else OwnParts(("y",), alone=True)
         return {"inner.gradients": OwnParts(("y",), (("y", lambda method: method.inner.lr),)), outer: system}
@@ -168,7 +178,7 @@ class AFBO(Nested):
 
     @phase(takes=XYV("x", "y", "y"), gives=("x", "y"))
     def outer_directions(self, client: Client, at: XYV, key: Array) -> Reply:
-        """Reply with H_i and r_i of `SystemSteps`."""
+        """Reply with `SystemSteps`' directions: H_i = ∇x f_i − ∇²xy g_i v, like x, and r_i = ∇²yy g_i v − ∇y f_i."""
         outer_key, inner_key = jax.random.split(key)
         found = directions(client.problem, at, client.outer_batch(outer_key), client.inner_batch(inner_key))
         metrics = {"outer_loss": found.outer_loss}

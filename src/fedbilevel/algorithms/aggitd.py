@@ -1,33 +1,37 @@
-"""FBO-AggITD: the hypergradient gathered in the very exchanges that bring y near y*(x).
+"""FBO-AggITD: the exchanges that bring y near y*(x) also accumulate the hypergradient.
 
 Peiyao Xiao, Kaiyi Ji. "Communication-Efficient Federated Hypergradient Computation via Aggregated Iterative
 Differentiation". ICML 2023, arXiv:2302.04969.
 
-A round makes N exchanges on y from y^0 = y, then an exchange on x. With H_i = ∇²yy g_i, and Q uniform on {0..N−1}, in
-exchange n
+A round makes N exchanges on y, which start at y^0 = y, and then an exchange on x. Let H_i = ∇²yy g_i, and draw Q
+uniformly from {0..N−1}. Exchange n = 0..N−1 computes
 
     y^{n+1} = mean_i y_{i,τ_i},   y_{i,ν+1} = y_{i,ν} − (λ/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν) from y^n
     r = mean_i ∇y f_i(x, y^n)                      if n = Q
     r ← r − λ mean_i H_i(x, y^n) r                 if n > Q
 
-    x ← x − α mean_i [∇x f_i(x, y^N) − λN ∇²xy g_i(x, y^N) r],   y ← y^N                               the last exchange
+and the last exchange computes
 
-The default takes the expectation over Q: r ← r − λ H r + ∇y F(x, y^n) in every exchange n, and λ r in place
-of λN r. sampling="random" is the paper's; λN r has a variance that grows with N.
+    x ← x − α mean_i [∇x f_i(x, y^N) − λN ∇²xy g_i(x, y^N) r],   y ← y^N
 
-With τ = 1, H and ∇²xy G that do not depend on y, and ∇y F that is the same at y^0..y^N (f linear in y, or y^0 = y*(x)),
-that expectation is the derivative of F(x, y^N(x)), y^N(x) being N gradient steps from a fixed y^0: what unrolling
-gives. At y^0 = y*(x) it is also ∇x F − ∇²xy G v, v = λ Σ_{k<N} (I − λH)^k ∇y F the truncated Neumann series of H⁻¹∇y F.
+The default is the expectation over Q: r ← r − λ H r + ∇y F(x, y^n) in every exchange n, and λ r in place of λN r. The
+paper's method is sampling="random", in which λN r has a variance that grows with N.
+
+This expectation equals the derivative of F(x, y^N(x)) by unrolling, where y^N(x) is the result of N gradient steps from
+a fixed y^0, under three conditions: τ = 1; H and ∇²xy G do not depend on y; and ∇y F is the same at y^0..y^N, since f
+is linear in y or y^0 = y*(x). At y^0 = y*(x) it also equals ∇x F − ∇²xy G v, where v = λ Σ_{k<N} (I − λH)^k ∇y F is the
+truncated Neumann series of H⁻¹∇y F.
+
+Relation to unrolling: unrolling takes ∇y F at y^N and multiplies by the factors I − λH(y^n) from the last to the first,
+which requires a second pass over the iterates. The method, as in the paper, takes ∇y F at y^Q and the factors in the
+order of the iterates, so that the estimate agrees with unrolling in the limit y^0 → y*(x). Also as in the paper, ∇²xy G
+is taken at y^N, and H is taken only at y^n, even if a client makes τ > 1 steps.
 
 Departures from the paper:
-1. Unrolling takes ∇y F at y^N and the factors I − λH(y^n) from the last to the first, which only a second pass over the
-   iterates could do; as in the paper, ∇y F is taken at y^Q and the factors in the order of the iterates, so that the
-   estimate agrees with unrolling in the limit y^0 → y*(x). Also as in the paper, ∇²xy G is taken at y^N, and H at y^n
-   alone when a client makes τ > 1 steps.
+1. The default is the expectation over Q.
 2. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.
-3. All exchanges of a round ask the same cohort, so that with partial participation products of means are biased.
-4. The default is the expectation over Q.
-5. What is drawn for r is drawn apart from the samples of the steps on y.
+3. All exchanges of a round ask the same cohort, so that products of means are biased under partial participation.
+4. The samples for r are drawn independently of the samples for the steps on y.
 
 Checked in tests/algorithms/test_aggitd.py (closed forms, unrolling, exchanges) and tests/engines/test_agreement.py.
 """
@@ -56,37 +60,39 @@ from fedbilevel.oracles.products import hess_v
 
 
 class InnerIterate(NamedTuple):
-    """A round under way: the inner iterate y^n, and r, of the shape of y."""
+    """Hold the state within a round: the inner iterate y^n, and r, of the shape of y."""
 
     y: PyTree
     r: PyTree
 
 
 class AggITD(Algorithm):
-    """Iterative differentiation folded into the inner loop.
+    """Estimate the hypergradient by iterative differentiation within the inner loop.
 
     Args:
-        inner: the rounds on y, N = `rounds`, λ = `lr`, below 2/ℓ for ℓ the largest eigenvalue of the inner Hessian.
-        sampling: of Q, the exchange at which r begins: "random", the paper's, or None, the expectation over Q.
+        inner: the rounds on y: N is its field `rounds`, and λ its field `lr`. λ must be below 2/ℓ, where ℓ is the
+            largest eigenvalue of the inner Hessian.
+        sampling: how to choose Q, the exchange at which r begins: "random" draws it, as in the paper; None takes the
+            expectation over Q.
         outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
-        batch_size: samples per draw for each loss, with replacement; None: all.
+        batch_size: the number of samples that a client draws for each loss, with replacement; None: all samples.
     """
 
     name = "aggitd"
     facts = Facts(
         paper="Xiao et al. 2023, arXiv:2302.04969",
-        needs="g strongly convex in y; second derivatives of it as products",
-        good_for="an inner loop that is long anyway: the hypergradient costs one exchange more",
+        needs="g strongly convex in y, with products of its second derivatives",
+        good_for="long inner loops: the hypergradient costs only one exchange more",
         exchanges="N + 1",
         up="1 like x, 2N like y",
         hvps="N",
-        cost="a gradient of g; per exchange after Q one product more (by default also a gradient of f)",
-        bias="truncation (1 − λμ)^N; drift of y where τ > 1",
+        cost="a gradient of g; in each exchange after Q, one product more (by default also a gradient of f)",
+        bias="truncation (1 − λμ)^N; drift of y if τ > 1",
     )
     allows = Allows(
         late=No(
-            "each exchange asks for a product with the r that the exchange before it gave, so that an earlier reply "
-            "belongs to another r"
+            "each exchange asks for a product with the r of the exchange before it, so that an earlier reply belongs "
+            "to another r"
         ),
         submodels=UnitPolicy(),
     )
@@ -102,7 +108,7 @@ class AggITD(Algorithm):
         require_count("AggITD.inner.rounds", self.inner.rounds)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        """Refuse a λ at which r would grow; y alone could bear a larger λ, taken in several local steps."""
+        """Refuse a λ at which r would grow. Several local steps on y, of size λ/τ each, might allow a larger λ."""
         check_neumann_step("AggITD.inner.lr", at_round(self, 0).inner.lr, problem, clients, x, y)
 
     def init(self, x: PyTree, y: PyTree) -> XY:
@@ -110,7 +116,7 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", "y"), gives=InnerIterate("y", "y"), measures=True)
     def descent_with_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Take the steps on y; reply with their change and ∇y f_i at y^n."""
+        """Take τ_i local steps on y; reply with the change of y, and ∇y f_i at y^n."""
         descent_key, gradient_key = jax.random.split(key)
         reply = self.inner.descent(client, at, descent_key)
         gradient = outer_gradient(client, at, gradient_key).update
@@ -118,7 +124,7 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", InnerIterate("y", "y")), gives=InnerIterate("y", "y"))
     def descent_with_product(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
-        """Take the steps on y; reply with their change and the change of r, −λ H_i(x, y^n) r."""
+        """Take τ_i local steps on y; reply with the change of y, and the change of r, −λ H_i(x, y^n) r."""
         x, (y, r) = at
         descent_key, product_key = jax.random.split(key)
         reply = self.inner.descent(client, (x, y), descent_key)
@@ -127,7 +133,10 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", InnerIterate("y", "y")), gives=InnerIterate("y", "y"))
     def descent_with_both(self, client: Client, at: tuple[PyTree, InnerIterate], key: Array) -> Reply:
-        """Do the same for the series, whose r changes by ∇y f_i − λ H_i r, both at y^n."""
+        """Take τ_i local steps on y; reply with the changes of y and of r, which is ∇y f_i − λ H_i r, both at y^n.
+
+        The default, the expectation over Q, asks this phase.
+        """
         x, (y, _) = at
         product_key, gradient_key = jax.random.split(key)
         reply = self.descent_with_product(client, at, product_key)
@@ -137,7 +146,7 @@ class AggITD(Algorithm):
 
     @phase(takes=("x", "y", "y"), gives="x")
     def hypergradient(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with ∇x f_i − ∇²xy g_i v, v = β r, by the client's own β."""
+        """Reply with ∇x f_i − ∇²xy g_i v for v = λ r, like x, where λ may be the client's own number."""
         x, y, r = at
         return hypergradient_given(client, (x, y, scaled(self.inner.lr, r)), key, Exact())
 

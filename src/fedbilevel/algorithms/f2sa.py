@@ -1,16 +1,16 @@
-"""F2SA: SimFBO's round without second derivatives, by gradients at two points y ± w/λ.
+"""F2SA: a round of SimFBO without second derivatives, which takes gradients at two points y ± v/λ instead.
 
 Jeongyeol Kwon, Dohyun Kwon, Stephen Wright, Robert Nowak. "A Fully First-Order Method for Stochastic Bilevel
-Optimization". ICML 2023, arXiv:2301.10945. Here in the central form, F2SA-2 of "Faster Gradient Methods for
+Optimization". ICML 2023, arXiv:2301.10945. This is the central form, F2SA-2 of "Faster Gradient Methods for
 Highly-smooth Stochastic Bilevel Optimization", ICLR 2026, arXiv:2509.02937.
 
-With ε = 1/λ the total loss min_y [G(x, y) + εF(x, y)] has the slope F(x, y*(x)) in ε at 0. Its central difference
+Let ε = 1/λ. At ε = 0, the derivative of min_y [G(x, y) + εF(x, y)] in ε is F(x, y*(x)). The central difference
 
     Φ_λ(x) = (λ/2) (min_y [G(x, y) + εF(x, y)] − min_y [G(x, y) − εF(x, y)])
 
-needs first derivatives alone, and its minimiser x_λ is off by O(1/λ²). Its two minimisers are written y₊ = y − εv and
-y₋ = y + εv, so that y is near y*(x), v is near SimFBO's v, and no step size depends on λ. A client's step on all three
-is then along the derivatives of one function of its own losses,
+needs only first derivatives, and its minimiser x_λ has an error of O(1/λ²). The two inner minimisers are written as
+y₊ = y − εv and y₋ = y + εv, so that y is near y*(x), v is near SimFBO's v, and no step size depends on λ. A client
+steps on x, y and v along the derivatives of one function of its own losses,
 
     s_i(x, y, v) = ½ [f_i(x, y₊) + f_i(x, y₋)] + (λ/2) [g_i(x, y₊) − g_i(x, y₋)]
 
@@ -18,15 +18,16 @@ is then along the derivatives of one function of its own losses,
     d_y = −∂s_i/∂v = ½ [∇y g_i(x, y₊) + ∇y g_i(x, y₋)] + (ε/2) [∇y f_i(x, y₊) − ∇y f_i(x, y₋)]
     d_v = −∂s_i/∂y = (λ/2) [∇y g_i(x, y₋) − ∇y g_i(x, y₊)] − ½ [∇y f_i(x, y₊) + ∇y f_i(x, y₋)]
 
-which are SimFBO's directions with products by central differences along v, and ∇f as a mean of two points. All else is
-SimFBO's: the local steps, the server's step, the messages.
+These are SimFBO's directions, with products by central differences along v, and with ∇f as a mean over two points. The
+local steps, the server's step and the messages are those of SimFBO.
 
 Departures from the papers:
-1. They are not federated, and make a loop of steps on y₊ and y₋ for each step on x. Here clients step on x, y and v at
-   once, as in SimFBO's round. A federated method of this kind is MemFBO (Yang, Xiao, Ma, Ji, "First-Order Federated
-   Bilevel Learning", AAAI 2025), whose text was not at hand: this file does not claim to be it.
-2. `multiplier` = None chooses λ at every step, so that ‖v‖/λ balances what the difference leaves out against rounding
-   (`Differences`). The papers let λ grow, or choose it by the accuracy that is wanted.
+1. The papers' methods are not federated, and make a loop of steps on y₊ and y₋ for each step on x. Here clients step on
+   x, y and v together, as in SimFBO's round. A federated method of this kind is MemFBO (Yang, Xiao, Ma, Ji,
+   "First-Order Federated Bilevel Learning", AAAI 2025). Its text was not available, and this file does not claim to
+   implement it.
+2. `multiplier` = None chooses λ at every step, so that the length ‖v‖/λ balances the truncation error of the difference
+   against its rounding error (`Differences`). The papers let λ grow, or choose it by the desired accuracy.
 
 Checked in tests/algorithms/test_f2sa.py (x_λ in closed form, slope −2 in λ) and tests/engines/test_agreement.py.
 """
@@ -46,17 +47,17 @@ from fedbilevel.oracles.products import Directions
 
 
 class F2SA(OneExchange):
-    """SimFBO by first derivatives alone: for losses that cannot be differentiated twice, or for which it is dear.
+    """Run SimFBO with first derivatives only, for losses whose second derivatives do not exist or cost too much.
 
     Args:
-        multiplier: λ, at least the ratio of f's smoothness in y to g's strong convexity; x is off by O(1/λ²), and
-            rounding by O(λ). None: chosen at every step by the precision of the numbers.
+        multiplier: λ, at least the ratio of f's smoothness in y to g's strong convexity. The error of x is O(1/λ²), and
+            the rounding error grows as O(λ). None: λ is chosen at every step from the precision of the numbers.
     """
 
     name = "f2sa"
     facts = Facts(
         paper="Kwon et al. 2023, arXiv:2301.10945",
-        needs="g strongly convex in y; first derivatives alone",
+        needs="g strongly convex in y; only first derivatives",
         good_for="losses without second derivatives, such as some attention kernels; as few exchanges as SimFBO",
         exchanges="one",
         up="1 like x, 2 like y",
@@ -67,7 +68,7 @@ class F2SA(OneExchange):
     multiplier: float | None = positive(default=None, optional=True)
 
     def directions(self, client: Client, local: XYV, key: Array) -> Directions:
-        """Return the three directions at `local`, on the samples that the key draws."""
+        """Return the directions for x, y and v at the point `local`, on samples that the key draws."""
         draws = 3 if self.independent_batches else 1
         keys = jax.random.split(key, 2 * draws)
         found = [self.slopes(client, local, outer, inner) for outer, inner in zip(keys[::2], keys[1::2], strict=True)]
@@ -75,7 +76,7 @@ class F2SA(OneExchange):
         return found[0]._replace(step=XYV(d_x, d_y, d_v))
 
     def slopes(self, client: Client, local: XYV, outer_key: Array, inner_key: Array) -> Directions:
-        """Return the derivatives of s_i, with the signs of the steps, and the mean losses of the two points."""
+        """Return the directions (d_x, d_y, d_v) from the derivatives of s_i, and the mean losses at y₊ and y₋."""
         problem, (x, y, v) = client.problem, local
         outer_batch, inner_batch = client.outer_batch(outer_key), client.inner_batch(inner_key)
         epsilon = Differences().step(y, v) if self.multiplier is None else 1 / self.multiplier

@@ -1,19 +1,19 @@
-"""FedAvg-S: local descent on x and ascent on y at once, for minimax problems, min over x of max over y of F(x, y).
+"""FedAvg-S: local descent on x and local ascent on y together, for minimax problems, min_x max_y F(x, y).
 
 Charlie Hou, Kiran K. Thekumparampil, Giulia Fanti, Sewoong Oh. "Efficient Algorithms for Federated Saddle Point
-Optimization". 2021, arXiv:2102.06333. The baseline there, and of FedNest's paper: federated averaging carried over to
-saddle points.
+Optimization". 2021, arXiv:2102.06333. The method is federated averaging for saddle points. It is the baseline of this
+paper and of FedNest's paper.
 
     x_{i,ν+1} = x_{i,ν} − (α/τ_i) ∇x f_i(x_{i,ν}, y_{i,ν}; ξ_ν)
     y_{i,ν+1} = y_{i,ν} + (β/τ_i) ∇y f_i(x_{i,ν}, y_{i,ν}; ξ_ν)       both from the same point, on the same samples
     (x, y) ← mean_i (x_{i,τ_i}, y_{i,τ_i})                                                              one exchange
 
-The fixed point is the saddle point for τ = 1, another point where clients differ and τ > 1.
+For τ = 1 the fixed point is the saddle point. For τ > 1 it is another point if clients differ.
 
 Departures from the paper:
-1. Server and clients exchange changes, Σ p̃_i (z_{i,τ} − z) with p̃_i = (M/P) p_i, which for equal weights or full
-   participation is the mean of z_{i,τ}, and is unbiased for unequal weights too.
-2. A client's steps are α/τ_i and β/τ_i, so that unequal work does not re-weight the clients.
+1. Server and clients exchange changes: the server adds Σ p̃_i (z_{i,τ} − z) to z = (x, y), with p̃_i = (M/P) p_i. For
+   equal weights or full participation this gives the mean of the z_{i,τ}. It is unbiased for unequal weights too.
+2. A client's steps are α/τ_i and β/τ_i, so that different numbers of local steps do not re-weight the clients.
 
 Checked in tests/algorithms/test_fedavg_s.py (closed form of the fixed point) and tests/engines/test_agreement.py.
 """
@@ -37,22 +37,23 @@ from fedbilevel.core.tree import XY, PyTree, move
 
 
 class FedAvgS(LocalWork, Algorithm):
-    """FedAvg on both players of a saddle-point problem, simultaneously.
+    """Run FedAvg on both players of a saddle-point problem, simultaneously.
 
     Args:
         outer_lr: α; a client's step on x is α/τ_i.
         inner_lr: β; a client's step on y is β/τ_i.
-        batch_size: samples per draw, with replacement but in `local_epochs`; None: all.
+        batch_size: the number of samples for a step, drawn with replacement; in `local_epochs` without; None: all
+            samples.
     """
 
     name = "fedavg-s"
     facts = Facts(
         paper="Hou et al. 2021, arXiv:2102.06333",
-        good_for="clients that are alike, where exchanges are expensive; biased where clients differ and τ > 1",
+        good_for="similar clients and expensive exchanges; biased if clients differ and τ > 1",
         exchanges="one",
         up="1 like x, 1 like y",
         cost="a gradient of f in (x, y)",
-        bias="drift where τ > 1",
+        bias="drift if τ > 1",
     )
     allows = Allows(late=("descent_ascent",), submodels=UnitPolicy())
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
@@ -67,7 +68,7 @@ class FedAvgS(LocalWork, Algorithm):
 
     @phase(takes=XY("x", "y"), gives=XY("x", "y"))
     def descent_ascent(self, client: Client, start: XY, key: Array) -> Reply:
-        """Take τ_i simultaneous steps, down on x and up on y; reply with the change of both."""
+        """Take τ_i simultaneous steps, of descent on x and of ascent on y; reply with the changes of both."""
         tau, draw = self.steps(client, key)
         value_and_gradients = jax.value_and_grad(client.problem.outer, (0, 1))
 

@@ -1,10 +1,11 @@
-"""FedBiO and FedBiOAcc: local steps on x, y and v at once, plain or along momenta with reduced variance.
+"""FedBiO and FedBiOAcc: local steps on x, y and v together, plain or along momenta with reduced variance.
 
 Junyi Li, Feihu Huang, Heng Huang. "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower
-Level Problems". NeurIPS 2023, arXiv:2302.06701. The lower level problem is shared by all clients. With every leaf of y
-each client's own (`Bilevel(own=…)`) it is the local one: clients keep y_i and v_i, and exchange x alone.
+Level Problems". NeurIPS 2023, arXiv:2302.06701. By default all clients share the lower level problem. If every leaf of
+y is each client's own (`Bilevel(own=…)`), the problem is the paper's local one: clients keep y_i and v_i, and exchange
+only x.
 
-With z = (x, y, v) and d_i(z; B) the client's three directions on samples B,
+Let z = (x, y, v), and let d_i(z; B) be the client's three directions on samples B:
 
     d_x = ∇x f_i − ∇²xy g_i v        d_y = ∇y g_i        d_v = ∇²yy g_i v − ∇y f_i
 
@@ -13,22 +14,26 @@ With z = (x, y, v) and d_i(z; B) the client's three directions on samples B,
                 m ← d_i(z'; B) + (1 − a_t)(m − d_i(z; B)),  z ← z'                         the same samples B in both
                 η_t = η / (1 + t/u)^{1/3},  a_t = a / (1 + t/u)^{2/3}                      t: rounds so far × τ
 
-after which the server averages z, and FedBiOAcc's also m. The paper writes α_t = δ/(u + t)^{1/3}, the steps α_t times a
-constant, and 1 − c α_t²: the same with η = δ u^{-1/3} times that constant and a = c δ² u^{-2/3}; u = ∞ keeps both
-constant. Where the noise of d does not depend on z, that of m settles at a/(2 − a) of its variance.
+Then the server averages z, and in FedBiOAcc also m. The paper writes α_t = δ/(u + t)^{1/3}, has steps that are α_t
+times a constant, and 1 − c α_t² in place of 1 − a_t. This is the same with η = δ u^{-1/3} times the constant, and with
+a = c δ² u^{-2/3}. With u = ∞ both η_t and a_t are constant. If the noise of d does not depend on z, the variance of m
+tends to a/(2 − a) times the variance of d.
 
-Messages: the server sends x, y and v (FedBiOAcc: and m, t), and clients reply with the changes of these but t.
+Messages: the server sends x, y and v, and clients reply with their changes. In FedBiOAcc the server also sends m and t,
+and clients also reply with the change of m.
 
 Departures from the paper:
-1. Server and clients exchange changes, Σ p̃_i (z_{i,τ} − z) with p̃_i = (M/P) p_i, which for equal weights or full
-   participation is the mean of z_{i,τ}, and is unbiased for unequal weights too; likewise for m.
-2. FedBiOAcc's client evaluates its momentum at its own last z', in the same exchange; the paper's does so once the
-   server has averaged z', in another. With τ = 1 that is the same point, since all step along the server's m. With
-   τ > 1 what clients drifted apart stays in m for about 1/a steps, and on very different clients m may run away: take
-   a near ½ there, or fewer local steps.
-3. m starts at 0 with a_0 = 1: the first local step of a run does not move, it measures m = d_i(z; B).
-4. A single draw of inner and of outer samples serves all three directions (`independent_batches` draws for each).
-5. v is not projected on a ball.
+1. Server and clients exchange changes: the server adds Σ p̃_i (z_{i,τ} − z) to z, with p̃_i = (M/P) p_i, and the same
+   holds for m. For equal weights or full participation this gives the mean of the z_{i,τ}. It is unbiased for unequal
+   weights too.
+2. A client of FedBiOAcc evaluates its momentum at its own last z', in the same exchange. In the paper it does so at the
+   server's average of all z', in another exchange. With τ = 1 both points are the same, since all clients step along
+   the server's m. With τ > 1 the drift of clients remains in m for about 1/a steps, and m may diverge if clients are
+   very different: then choose a near ½, or fewer local steps.
+3. m starts at 0 with a_0 = 1. The first local step of a run therefore does not move z, and gives m = d_i(z; B).
+4. A single draw of inner and of outer samples serves all three directions. `independent_batches` draws samples for each
+   direction.
+5. v is not projected onto a ball.
 
 Checked in tests/algorithms/test_fedbio.py (closed forms, the recursion), test_own_leaves.py and
 tests/engines/test_agreement.py.
@@ -53,23 +58,23 @@ from fedbilevel.oracles.products import Directions
 
 
 def own_changes(*variables: str) -> OwnParts:
-    """Say that replies have the changes of these variables, each of which a client makes to its own leaves."""
+    """Declare that replies have the changes of these variables, which a client adds to its own leaves of y."""
     return OwnParts(variables, tuple((name, lambda method: -1.0) for name in variables))
 
 
 class FedBiO(LocalDirections):
-    """FedAvg on x, y and v together: SimFBO whose server takes the clients' mean."""
+    """Run FedAvg on x, y and v together: local steps as in SimFBO, after which the server takes the clients' mean."""
 
     name = "fedbio"
     facts = Facts(
         paper="Li et al. 2023, arXiv:2302.06701",
-        needs="g strongly convex in y; second derivatives of it as products",
-        good_for="one set of step sizes, where clients are alike or τ = 1",
+        needs="g strongly convex in y, with products of its second derivatives",
+        good_for="a single set of step sizes, for similar clients or τ = 1",
         exchanges="one",
         up="1 like x, 2 like y",
         hvps="2τ",
-        cost="a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g",
-        bias="drift of clients, since the server takes no steps of its own; unequal work",
+        cost="a gradient of g, and a joint pass for f's gradient and both products with ∇²g",
+        bias="drift of clients, since the server has no steps of its own; different numbers of local steps",
     )
     allows = Allows(late=("local_descent",), submodels=UnitPolicy(), own_y={"local_descent": own_changes("y", "v")})
 
@@ -80,7 +85,7 @@ class FedBiO(LocalDirections):
 
     @phase(takes=LIKE_XYV, gives=LIKE_XYV, measures=True)
     def local_descent(self, client: Client, start: XYV, key: Array) -> Reply:
-        """Take τ_i simultaneous steps; reply with the change of (x, y, v)."""
+        """Take τ_i simultaneous steps on x, y and v; reply with the change of (x, y, v)."""
         tau = client.local_steps(self.local_steps)
         reply = self.counted(self.local_sum(client, start, tau, key, Plain()), tau)
         return reply._replace(update=descend(optax.tree.zeros_like(start), self.client_lr, reply.update))
@@ -90,11 +95,11 @@ class FedBiO(LocalDirections):
 
 
 class State(NamedTuple):
-    """What FedBiOAcc's server keeps and sends."""
+    """Hold the state of FedBiOAcc's server, which is also its message to clients."""
 
     iterate: XYV
     momentum: XYV
-    steps: Array  # t: local steps that each client would have made, had it been in every round
+    steps: Array  # t: the number of rounds so far times the field `local_steps`
 
     @property
     def x(self) -> PyTree:
@@ -106,28 +111,29 @@ class State(NamedTuple):
 
 
 class FedBiOAcc(LocalDirections):
-    """FedBiO along momenta whose variance is reduced as in STORM.
+    """Run FedBiO along momenta whose variance is reduced as in STORM.
 
     Args:
-        forgetting: a, the weight of the newest samples in the momentum, between 0 and 1.
-        horizon: u, the local steps after which step sizes are 2^{-1/3} of the first; infinity keeps them.
+        forgetting: a, the weight of the newest samples in the momentum, strictly between 0 and 1.
+        horizon: u, the number of local steps after which step sizes are 2^{-1/3} of the first; infinity: step sizes
+            are constant.
     """
 
     name = "fedbioacc"
     facts = Facts(
         paper="Li et al. 2023, arXiv:2302.06701",
-        needs="g strongly convex in y; second derivatives of it as products",
-        good_for="small batches, whose noise the momenta average out without lagging behind",
+        needs="g strongly convex in y, with products of its second derivatives",
+        good_for="small batches: the momenta average out their noise, and do not lag behind",
         exchanges="one",
         up="2 like x, 4 like y",
         hvps="4τ",
-        cost="two gradients of g and two joint passes, each f's gradient and both products with ∇²g",
-        bias="drift of clients; unequal work",
+        cost="two gradients of g, and two joint passes, each for f's gradient and both products with ∇²g",
+        bias="drift of clients; different numbers of local steps",
     )
     allows = Allows(
         late=No(
-            "its momenta add up the changes of gradients along the clients' last steps, and a last reply that counts "
-            "again would add the same change again"
+            "its momenta add up the changes of gradients along the clients' last steps, and an earlier reply that "
+            "counts again would add the same change again"
         ),
         submodels=UnitPolicy(),
         own_y={"accelerated_descent": own_changes("y", "v", "momentum of y", "momentum of v")},
@@ -147,7 +153,7 @@ class FedBiOAcc(LocalDirections):
         measures=True,
     )
     def accelerated_descent(self, client: Client, at: State, key: Array) -> Reply:
-        """Take τ_i steps along the momentum; reply with the change of (x, y, v) and of the momentum."""
+        """Take τ_i steps along the momentum; reply with the changes of (x, y, v) and of the momentum."""
         tau = client.local_steps(self.local_steps)
 
         def step(k: Array, carry: tuple[XYV, Directions]) -> tuple[XYV, Directions]:

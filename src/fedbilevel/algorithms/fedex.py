@@ -1,35 +1,37 @@
-"""FedEx: federated hyperparameter tuning by exponentiated gradient over drawn configurations, without hypergradients.
+"""FedEx: hyperparameter tuning by exponentiated gradient over random configurations, without hypergradients.
 
 Mikhail Khodak, Renbo Tu, Tian Li, Liam Li, Maria-Florina Balcan, Virginia Smith, Ameet Talwalkar. "Federated
 Hyperparameter Tuning: Challenges, Baselines, and Connections to Weight-Sharing". NeurIPS 2021, arXiv:2106.04502.
 Algorithm 2.
 
-The outer variable x holds the hyperparameters. c_1 … c_k are k configurations, values of x, and θ is a distribution
-over them, uniform at first. All configurations share one y. The server sends y, c_1 … c_k, θ and λ; client i draws
-c_i ~ θ and makes τ_i local steps on y at x = c_i, on inner samples; then it measures the outer loss at its end y_i,
-on all its outer samples:
+The outer variable x contains the hyperparameters. A configuration is a value of x. There are k configurations
+c_1 … c_k, and θ is a distribution over them, which is uniform at first. All configurations share one y. The server
+sends y, c_1 … c_k, θ and λ. Client i draws a configuration c_i ~ θ, and makes τ_i local steps on y at x = c_i, on inner
+samples. Then it computes the outer loss at its last iterate y_i, on all its outer samples:
 
     y_{i,ν+1} = y_{i,ν} − β ∇y g_i(c_i, y_{i,ν}; ζ_ν) from y,   ν < τ_i
     y ← y + s mean_i (y_i − y),  s = `server_lr`, 1 in FedAvg
-    ∇̃_j = mean_i (f_i(c_i, y_i) − λ) 1[c_i = c_j] / θ_j            the gradient of the mean loss in θ, estimated
+    ∇̃_j = mean_i (f_i(c_i, y_i) − λ) 1[c_i = c_j] / θ_j            an estimate of the mean loss's gradient in θ
     θ_j ← θ_j exp(−η ∇̃_j) / Σ_l θ_l exp(−η ∇̃_l)                       the exponentiated gradient
 
-in one exchange, with means weighted by Σ p_i u_i / Σ p_i over the cohort. λ is the mean of the earlier rounds' mean
-losses, each discounted by γ for every round since; 0 in the first. The step η is, by the rule `step_rule`,
+This takes one exchange. Means are Σ p_i u_i / Σ p_i over the cohort. λ is the mean of the mean losses of earlier
+rounds, discounted by γ for every round since; it is 0 in the first round. `step_rule` determines the step η:
 
     aggressive   √(2 log k) / ‖∇̃‖_∞
     adaptive     √(2 log k) / (the root of the sum of ‖∇̃‖²_∞ over the rounds so far)
     constant     √(2 log k)
 
-x of the state is the configuration of largest θ, the first of several.
+The x of the state is the configuration with the largest θ_j; of several such configurations, the first.
 
 Departures from the paper:
-1. The weights p_i of the problem are those of both means; the paper's are numbers of validation and training samples.
-2. Configurations are an input of Algorithm 2. Here c_1 is x0, and every entry of the others is drawn uniformly
-   between `low` and `high`, by the seed of the run in the first round.
-3. Configurations are sent with every message, since clients of a cohort keep nothing.
-4. The paper's tuned method runs FedEx inside a random search or successive halving over further hyperparameters; here
-   it runs alone. The authors' code also stops moving θ where its entropy is small; here it goes on.
+1. Both means have the weights p_i of the problem. The paper's weights are the numbers of validation samples and of
+   training samples.
+2. Configurations are an input of Algorithm 2. Here c_1 is x0. Every entry of the other configurations is drawn
+   uniformly between `low` and `high`, in the first round, by the seed of the run.
+3. Configurations are sent with every message, since clients keep no state between rounds.
+4. The paper's tuned method runs FedEx inside a random search, or inside successive halving, over further
+   hyperparameters. Here FedEx runs alone. The authors' code also stops moving θ when its entropy is small; this
+   implementation does not.
 
 Checked in tests/algorithms/test_fedex.py (rounds written out in NumPy) and tests/engines/test_agreement.py.
 """
@@ -54,16 +56,16 @@ from fedbilevel.core.tree import PyTree, move, over
 
 
 class State(NamedTuple):
-    """The server's state.
+    """Hold the server's state.
 
     Args:
-        x: the configuration of largest θ.
-        y: the weights that all configurations share.
-        configurations: c_1 … c_k, leaves (k, …).
+        x: the configuration with the largest θ_j.
+        y: the inner variable, which all configurations share.
+        configurations: c_1 … c_k, like x with a leading axis of k.
         theta: θ, (k,).
-        losses: the sum of the earlier mean losses, each discounted by γ for every round since.
-        rounds: the same sum of ones; 0 before the first round.
-        squares: the sum of ‖∇̃‖²_∞.
+        losses: the sum of the mean losses of earlier rounds, discounted by γ for every round since.
+        rounds: the same sum with 1 in place of each loss; 0 before the first round.
+        squares: the sum of ‖∇̃‖²_∞ over the rounds so far.
     """
 
     x: PyTree
@@ -76,7 +78,7 @@ class State(NamedTuple):
 
 
 class Message(NamedTuple):
-    """What the server sends: y, c_1 … c_k, θ and λ."""
+    """Hold the server's message: y, c_1 … c_k, θ and λ."""
 
     y: PyTree
     configurations: PyTree
@@ -85,14 +87,15 @@ class Message(NamedTuple):
 
 
 class TrainingAtX(LocalWork, Algorithm):
-    """Base of methods whose clients train y by FedAvg's local steps at a value of x, by the inner loss alone.
+    """Share the fields of methods whose clients train y by FedAvg's local steps on the inner loss, at values of x.
 
     Args:
-        low: the lower bound of the entries of x that are drawn.
-        high: their upper bound.
-        lr: β, the size of each of a client's local steps; None adapts it (`AdaptiveSteps`).
-        server_lr: s, the factor of the mean change of y.
-        batch_size: samples per draw for a step on y, with replacement but in `local_epochs`; None: all.
+        low: the lower bound of the random entries of x.
+        high: the upper bound of the random entries of x.
+        lr: β, the size of a client's local step; None adapts it (`AdaptiveSteps`).
+        server_lr: s, the factor by which the server multiplies the mean change of y.
+        batch_size: the number of samples for a step on y, drawn with replacement; in `local_epochs` without; None: all
+            samples.
     """
 
     steps_on = "inner"
@@ -109,43 +112,43 @@ class TrainingAtX(LocalWork, Algorithm):
         require(fits, f"{type(self).__name__}.low, high", (self.low, self.high), allowed)
 
     def trained(self, client: Client, x: PyTree, y: PyTree, key: Array) -> Reply:
-        """Return a reply with the change of y by τ_i local steps at x."""
+        """Return a reply with the change of y after τ_i local steps at x."""
         steps = self.steps(client, key)
         change = local_descent(inner_gradient(self, client, x, y), y, steps, self.lr)
         return Reply(change, gradients=steps.tau)
 
     def bounds(self, start: Array) -> tuple[Array, Array]:
-        """Return the bounds of a leaf of x; without numbers for them `start` − 1 and `start` + 1."""
+        """Return the lower and upper bounds of a leaf of x, like `start`; without fields they are `start` ∓ 1."""
         if self.low is None or self.high is None:
             return start - 1, start + 1
         return jnp.full_like(start, self.low), jnp.full_like(start, self.high)
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
-        """Refuse bounds of x whose corners are outside of the set that the problem keeps x in."""
+        """Refuse bounds of x if the point of all lower or all upper bounds is outside of the problem's set of x."""
         for side in (0, 1):
             corner = jax.tree.map(lambda leaf, side=side: self.bounds(leaf)[side], x)
             nearest = corner if problem.project_x is None else problem.project_x(corner)
             inside = all(map(jnp.allclose, jax.tree.leaves(nearest), jax.tree.leaves(corner)))
-            allowed = "in the set that the problem keeps x in (project_x, in a spec run.x_bounds)"
+            allowed = "in the set to which the problem restricts x (project_x; in a spec, run.x_bounds)"
             require(inside, f"{type(self).__name__}.{('low', 'high')[side]}", (self.low, self.high)[side], allowed)
 
 
 class FedEx(TrainingAtX):
-    """Local steps on y at configurations that clients draw, whose losses move the distribution that they draw from.
+    """Let clients train y at random configurations, and learn from their losses which configuration is best.
 
     Args:
-        low: the lower bound of every entry of the configurations that are drawn; None: x0 − 1.
-        high: the upper bound; None: x0 + 1.
-        configurations: k, how many there are; the first is x0.
-        discount: γ, at least 0 (λ is the loss of the round before) and below 1.
-        step_rule: of η: "aggressive", the default of the authors' code, "adaptive" or "constant".
+        low: the lower bound of every entry of random configurations; None: the entry of x0, minus 1.
+        high: the upper bound of every entry of random configurations; None: the entry of x0, plus 1.
+        configurations: k, the number of configurations. The first is x0.
+        discount: γ, at least 0 and below 1. With 0, λ is the mean loss of the round before.
+        step_rule: the rule for η: "aggressive", which is the default of the authors' code, "adaptive" or "constant".
     """
 
     name = "fedex"
     facts = Facts(
         paper="Khodak et al. 2021, arXiv:2106.04502",
-        needs="x of few numbers, with bounds to draw it between; no derivative in x",
-        good_for="hyperparameters of which good values are likely among a few draws; a baseline for bilevel methods",
+        needs="x of few numbers, with bounds between which to draw it; no derivative in x",
+        good_for="hyperparameters for which a few draws probably contain good values; a baseline for bilevel methods",
         exchanges="one",
         up="1 like y, k + 1 numbers",
         cost="a gradient of g",
@@ -163,9 +166,9 @@ class FedEx(TrainingAtX):
     @property
     def allows(self) -> Allows:
         return Allows(
-            late=No("it divides each loss by the θ of this round, and late replies are draws from an earlier one"),
+            late=No("it divides each loss by this round's θ, and a late reply has a draw from an earlier θ"),
             submodels=No("its clients draw whole configurations of x"),
-            local_x=No("it needs x on the server: configurations are drawn there"),
+            local_x=No("it needs x on the server, which draws the configurations"),
         )
 
     def init(self, x: PyTree, y: PyTree) -> State:
@@ -174,7 +177,7 @@ class FedEx(TrainingAtX):
         return State(x, y, configurations, jnp.full(k, 1 / k), zero, zero, zero)
 
     def draw_configurations(self, start: PyTree, key: Array) -> PyTree:
-        """Draw c_1 … c_k, leaves (k, …), c_1 being `start`."""
+        """Draw c_1 … c_k, like `start` with a leading axis of k; c_1 is `start`."""
         leaves, structure = jax.tree.flatten(start)
 
         def several(leaf: Array, key: Array) -> Array:
@@ -185,17 +188,17 @@ class FedEx(TrainingAtX):
         return jax.tree.unflatten(structure, [several(*both) for both in zip(leaves, keys, strict=True)])
 
     def drawn(self, message: Message, key: Array) -> tuple[Array, PyTree]:
-        """Draw the number of a client's configuration from θ, and return it with the configuration."""
+        """Draw a client's configuration from θ; return its number and the configuration, like x."""
         number = jax.random.categorical(jax.random.fold_in(key, 0), jnp.log(message.theta))
         return number, jax.tree.map(lambda rows: rows[number], message.configurations)
 
     def measured_at(self, client: Client, message: Message, key: Array) -> tuple[PyTree, PyTree]:
-        """Return where steps that adapt measure a client's curvature: at its own configuration."""
+        """Return the (x, y) at which `AdaptiveSteps` measures a client's curvature: x is the client's configuration."""
         return self.drawn(message, key)[1], message.y
 
     @phase(takes=Message("y", "whole", "whole", "number"), gives=("y", "whole", "number"), measures=measured_at)
     def train_and_measure(self, client: Client, message: Message, key: Array) -> Reply:
-        """Reply with y_i − y, the client's term of ∇̃, and its outer loss."""
+        """Reply with y_i − y, like y; the client's term of ∇̃, (k,); and its outer loss."""
         number, x = self.drawn(message, key)
         descent_key, outer_key = jax.random.split(jax.random.fold_in(key, 1))
         trained = self.trained(client, x, message.y, descent_key)
@@ -228,7 +231,7 @@ class FedEx(TrainingAtX):
         )
 
     def step(self, largest: Array, squares: Array) -> Array:
-        """Return η, given ‖∇̃‖_∞ and the sum of its squares over the rounds so far."""
+        """Return η from ‖∇̃‖_∞ and the sum of ‖∇̃‖²_∞ over the rounds so far."""
         most = jnp.sqrt(2 * jnp.log(self.configurations))
         divisors = {"aggressive": largest, "adaptive": jnp.sqrt(squares), "constant": jnp.ones_like(largest)}
         return over(most, divisors[self.step_rule])

@@ -1,29 +1,31 @@
-"""FedMBO: FedAvg on y, then one step on x along a hypergradient from lengths that clients draw each for itself.
+"""FedMBO: FedAvg on y, then one step on x along a hypergradient for which every client draws its own length.
 
 Minhui Huang, Dewei Zhang, Kaiyi Ji. "Achieving Linear Speedup in Non-IID Federated Bilevel Learning". ICML 2023,
 arXiv:2302.05412.
 
-A round is T times FedAvg on y, then one hypergradient, every exchange of which asks fresh clients:
+A round makes T rounds of FedAvg on y, and then computes one hypergradient. Each exchange of the hypergradient asks a
+fresh cohort of clients:
 
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν),   y ← mean_i y_{i,τ_i}                     T exchanges
-    v = mean_i (N/ℓ) (I − H/ℓ)^{N'_i} ∇y f_i, each client drawing its N'_i uniformly from {0..N−1}    N exchanges
+    v = mean_i (N/ℓ) (I − H/ℓ)^{N'_i} ∇y f_i, where client i draws N'_i uniformly from {0..N−1}       N exchanges
     x ← x − α mean_i [∇x f_i(x, y; ξ_i) − ∇²xy g_i(x, y; ζ_i) v]                                      one exchange
 
-One length for all, as FedNest has it, leaves v with a variance that no number of clients reduces; with a length of
-each client's own, that variance falls with their number, hence the paper's linear speed-up. The server needs no
-client's vector for it: the first exchange brings Σ p̃_i ∇y f_i for each length apart, and each product takes in the
-next of these sums.
+If all clients share one length N', as in FedNest, the variance of v does not fall with the number of clients. If each
+client draws its own length, the variance falls with the number of clients, which gives the paper's linear speed-up. The
+server never needs the vector of a single client: the first exchange brings, for each length, the sum of p̃_i ∇y f_i over
+the clients that drew this length. After each product, the server adds the sum for the next shorter length.
 
-RABO(hypergradient=Implicit()) computes the same on whole models, draw by draw, and with full batches FedNest-SGD does
-with one step on x, for one exchange more.
+On whole models, RABO(hypergradient=Implicit()) computes the same numbers from the same draws. With full batches and one
+step on x, FedNest-SGD also computes them, with one exchange more.
 
 Departures from the paper:
 1. Server and clients exchange changes of y, and means are Σ p̃_i u_i with p̃_i = (M/P) p_i: see FedNest.
-2. The T inner rounds ask the round's own cohort, each exchange of the hypergradient asks a fresh cohort.
-3. The default is the expectation of that v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F, for as many exchanges and
-   without variance, which grows with N. Neumann(sampling="random_per_client") is the paper's.
+2. The T inner rounds ask the round's cohort, and each exchange of the hypergradient asks a fresh cohort.
+3. The default is the expectation of the v above, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes the same
+   number of exchanges, and has no variance from random lengths, which would grow with N. The paper's method is
+   Neumann(sampling="random_per_client").
 
-v and h are `Implicit.estimate` of parts/hypergradients.py, whose products `Neumann.solve` asks for.
+`Implicit.estimate` in parts/hypergradients.py computes v and h, and `Neumann.solve` asks for the products.
 
 Checked in tests/algorithms/test_fedmbo.py (closed forms, variance, exchanges) and tests/engines/test_agreement.py.
 """
@@ -41,11 +43,11 @@ from fedbilevel.core.tree import scaled
 
 
 class FedMBO(Nested):
-    """FedAvg on y, one global hypergradient step on x.
+    """Run FedAvg on y, and take one step on x along the hypergradient of all clients.
 
     Args:
-        inner: the rounds on y: FedAvg's local steps.
-        hypergradient: how the hypergradient is found, by products that are means over all clients.
+        inner: the rounds on y, by FedAvg's local steps.
+        hypergradient: how the hypergradient is computed, with products that are means over all clients.
         outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
     """
 
@@ -54,12 +56,12 @@ class FedMBO(Nested):
     facts = Facts(
         paper="Huang et al. 2023, arXiv:2302.05412",
         needs="g strongly convex in y",
-        good_for="cohorts of many clients, whose random lengths average out; one exchange for a step of x itself",
-        exchanges="T + N + 1; by conjugate gradient with K products T + K + 2",
+        good_for="cohorts of many clients, whose random lengths average out; the step on x needs one exchange",
+        exchanges="T + N + 1; by conjugate gradient with K products, T + K + 2",
         up="1 like x, T + N like y",
         hvps="N",
         cost="a gradient of g",
-        bias="truncation; drift of y where τ > 1",
+        bias="truncation; drift of y if τ > 1",
     )
 
     outer_lr: float = positive(default=None, adaptive="x")

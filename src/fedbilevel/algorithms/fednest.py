@@ -1,22 +1,23 @@
-"""FedNest, FedNest-SGD and LFedNest: alternating inner and outer optimization with federated variance reduction.
+"""FedNest, FedNest-SGD and LFedNest: alternate inner and outer steps with federated variance reduction.
 
 Davoud Ataee Tarzanagh, Mingchen Li, Christos Thrampoulidis, Samet Oymak. "FedNest: Federated Bilevel, Minimax, and
 Compositional Optimization". ICML 2022, arXiv:2205.02215. Algorithms 1-4.
 
-An epoch is T times FedInn, then FedOut.
+A round, which the paper calls an epoch, runs FedInn T times, then FedIHGP, and then FedOut.
 
     FedInn   q = mean_i ∇y g_i(x, y; ζ_i)                                                              one exchange
              y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q]
              y ← mean_i y_{i,τ_i}                                                                      one exchange
-    FedIHGP  v = (N/ℓ) (I − H/ℓ)^N' ∇y F, N' uniform on {0..N−1}, every factor from fresh clients      1 + N'
+    FedIHGP  v = (N/ℓ) (I − H/ℓ)^N' ∇y F, N' uniform on {0..N−1}, a fresh cohort for each factor       1 + N'
     FedOut   h = mean_i [∇x f_i(x, y; ξ_i) − ∇²xy g_i(x, y; ζ_i) v]                                    one exchange
              x_{i,ν+1} = x_{i,ν} − (α/τ_i) [∇x f_i(x_{i,ν}, y; ξ_ν) − ∇x f_i(x, y; ξ_ν) + h]
              x ← mean_i x_{i,τ_i}                                                                      one exchange
 
-FedNest-SGD takes FedAvg's local steps on y, without q and the correction. LFedNest does so too, and its clients step
-on x along their own hypergradients, with their own Hessians, which saves all exchanges of FedIHGP and is biased where
-clients differ. Appendix A has four variants. In the joint ones, to which the paper's experiments compare alternating
-steps, a client begins its steps on x at its own y_{i,τ_i}, and one exchange averages x and y:
+FedNest-SGD takes FedAvg's local steps on y, without q and the correction. LFedNest does the same, and its clients step
+on x along their own hypergradients, which they compute with their own Hessians. This saves all exchanges of FedIHGP,
+and is biased if clients differ. Appendix A has four variants. In the two joint variants, with which the paper's
+experiments compare alternating steps, a client begins its steps on x at its own y_{i,τ_i}, and one exchange averages x
+and y:
 
     variant                 call                                  steps on x            on y    exchanges
     FedNest                 FedNest()                             FedOut                SVRG    2T + N + 2
@@ -26,28 +27,30 @@ steps, a client begins its steps on x at its own y_{i,τ_i}, and one exchange av
     LFedNest, joint         LFedNest(joint=True)                  from their own y      SGD     1
     LFedNest_SVRG, joint    LFedNest(joint=True, inner=SVRG())    from their own y      SVRG    2
 
-FedNest(hypergradient=LocalImplicit()) is none of these: FedOut, h being the mean of own hypergradients.
+FedNest(hypergradient=LocalImplicit()) is none of these variants: it runs FedOut with the mean of clients' own
+hypergradients as h.
 
-On a `Minimax` problem ∇y F = 0 at y*(x) and FedIHGP is left out; on a `Compositional` one H = I, so that v = ∇y F, and
-T = 1 with β = 1 and τ = 1 gives y = mean_i r_i(x).
+On a `Minimax` problem ∇y F = 0 at y*(x), and FedIHGP is left out. On a `Compositional` problem H = I, so that v = ∇y F,
+and T = 1 with β = 1 and τ = 1 gives y = mean_i r_i(x).
 
-With full batches and one step on x, LFedNest is RABO on whole models, and FedNest-SGD is FedMBO with an exchange more,
-in which nobody drifts: the same numbers to rounding.
+With full batches and one step on x, LFedNest computes the same numbers, up to rounding, as RABO on whole models. In the
+same case FedNest-SGD computes the numbers of FedMBO, with an additional exchange in which the drift is 0.
 
-FedInn is `SVRG` below; FedIHGP, with h, is `Implicit.estimate` of parts/hypergradients.py, and what LFedNest's clients
-do alone `LocalImplicit.own` of parts/hypergradients.py.
+FedInn is `SVRG` below. FedIHGP with h is `Implicit.estimate` in parts/hypergradients.py. The hypergradient that a
+client of LFedNest computes alone is `LocalImplicit.own` in parts/hypergradients.py.
 
 Departures from the paper:
-1. Server and clients exchange changes, Σ p̃_i (y_{i,τ} − y) with p̃_i = (M/P) p_i, which for equal weights or full
-   participation is the paper's mean of y_{i,τ}, and is unbiased for unequal weights too. Of corrected steps the
-   common part −βq (or −αh) is taken by the server, once, and only what clients drift beyond it is averaged,
-   Σ p_i d_i / Σ p_i: q and the weights of the same cohort are not independent, and their product would be biased.
-2. The first corrected step is along q (or h) itself, its correction being zero whatever is drawn.
-3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F: N exchanges, and none
-   of the variance, which grows with N. Neumann(sampling="random") is the paper's; v may also be found by conjugate
-   gradient, or locally (LocalImplicit).
-4. Joint steps are what the authors' code makes of them, for T = 1. Changes y_{i,τ} − y are then averaged whole, by
-   p̃_i, and q is Σ p_i ∇y g_i / Σ p_i over the cohort: what they have in common sums to −β Σ p̃_i ∇y g_i all the same.
+1. Server and clients exchange changes: the server adds Σ p̃_i (y_{i,τ} − y) to y, with p̃_i = (M/P) p_i. For equal
+   weights or full participation this gives the paper's mean of the y_{i,τ}. It is unbiased for unequal weights too. All
+   corrected steps have the part −βq (or −αh) in common, which the server adds once. Only the clients' drifts d_i beyond
+   this part are averaged, as Σ p_i d_i / Σ p_i: q and the weights of the same cohort are not independent, so that their
+   product would be biased.
+2. The first corrected step is along q (or h) itself, since its correction is zero for any draw.
+3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges,
+   and has no variance from a random length, which grows with N. Neumann(sampling="random") is the paper's method.
+   Conjugate gradient, and clients alone (LocalImplicit), can also compute v.
+4. Joint steps follow the authors' code, with T = 1. The whole changes y_{i,τ} − y are then averaged with the weights
+   p̃_i, and q is Σ p_i ∇y g_i / Σ p_i over the cohort. The common parts still sum to −β Σ p̃_i ∇y g_i.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """
@@ -75,7 +78,9 @@ from fedbilevel.core.tree import PyTree, move, scaled
 
 
 class SVRG(InnerSteps):
-    """FedNest's FedInn: local steps corrected for the difference between clients. Two exchanges a round.
+    """Run FedNest's FedInn: local steps on y with a correction for the differences between clients.
+
+    A round takes two exchanges:
 
     q = mean_i ∇y g_i(x, y; ζ_i)
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q],   y ← mean_i y_{i,τ_i}
@@ -96,13 +101,13 @@ class SVRG(InnerSteps):
 
     @phase(takes=("x", "y"), gives="y", measures=True)
     def gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with ∇y g_i, whose mean is q."""
+        """Reply with ∇y g_i(x, y), like y; the mean of these replies is q."""
         loss, gradient = jax.value_and_grad(client.problem.inner, 1)(*at, client.inner_batch(key))
         return Reply(gradient, metrics={"inner_loss": loss}, gradients=1)
 
     @phase(takes=("x", "y", "y"), gives="y")
     def corrected_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of y by τ_i corrected steps, less −βq, which all clients have in common."""
+        """Reply with d_i, like y: the change of y after τ_i corrected steps, without the common part −βq."""
         x, y, q = at
         steps = self.steps(client, key)
         drift = corrected_drift(self.gradient_at(client, x, y), y, q, steps, self.lr)
@@ -110,13 +115,14 @@ class SVRG(InnerSteps):
 
 
 class Epochs(Nested):
-    """FedNest and FedNest-SGD: rounds on y, h from the federation, then corrected local steps on x (FedOut).
+    """Share the rounds of FedNest and FedNest-SGD: rounds on y, then h, then corrected local steps on x (FedOut).
 
     Args:
         inner: the rounds on y.
-        hypergradient: how h is found: by products that are means over all clients, or by each client alone.
+        hypergradient: how h is computed: with products that are means over all clients, or by each client alone.
         outer_lr: α; a client's step on x is α/τ_i; None adapts it (`AdaptiveSteps`).
-        outer_steps: τ_i, a client's local steps on x in a round, which may be its own (`Clients.own`).
+        outer_steps: τ_i, the number of a client's local steps on x in a round, which may differ between clients
+            (`Clients.own`).
     """
 
     outer_lr: float = positive(default=None, adaptive="x")
@@ -125,7 +131,7 @@ class Epochs(Nested):
 
     @property
     def allows(self) -> Allows:
-        apart = No("its steps on x follow a mean hypergradient from an exchange of its own; LFedNest's are alone")
+        apart = No("its clients step on x along a mean hypergradient; those of LFedNest use their own hypergradients")
         return allowed_by(self)._replace(own_y=self.hypergradient.allows.own_y and apart)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
@@ -138,7 +144,7 @@ class Epochs(Nested):
 
     @phase(takes=("x", "y", "x"), gives="x")
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of x by τ_i corrected steps (FedOut), less −αh, which all clients have in common."""
+        """Reply with the change of x after τ_i corrected steps (FedOut), like x, without the common part −αh."""
         x, y, h = at
 
         def gradient(x: PyTree, draw: Draw) -> PyTree:
@@ -149,18 +155,18 @@ class Epochs(Nested):
 
 
 class FedNest(Epochs):
-    """Alternating federated SVRG on y and x, with a global hypergradient."""
+    """Alternate federated SVRG on y and on x, with the hypergradient of all clients."""
 
     name = "fednest"
     solves = ALL_BILEVEL
     facts = Facts(
         paper="Tarzanagh et al. 2022, arXiv:2205.02215",
         needs="g strongly convex in y",
-        good_for="clients that differ much and an exact hypergradient, where exchanges are cheap",
-        exchanges="2T + N + 2; by conjugate gradient with K products 2T + K + 3",
+        good_for="very different clients and an exact hypergradient, if exchanges are cheap",
+        exchanges="2T + N + 2; by conjugate gradient with K products, 2T + K + 3",
         up="2 like x, 2T + N like y",
         hvps="N",
-        cost="two gradients of g (on x of f); a product with ∇²g per exchange of FedIHGP",
+        cost="two gradients of g (on x, two of f); a product with ∇²g for each exchange of FedIHGP",
         bias="truncation (1 − sμ)^N; none with `CG`",
     )
 
@@ -169,19 +175,19 @@ class FedNest(Epochs):
 
 
 class FedNestSGD(Epochs):
-    """FedNest with FedAvg's plain local steps on y."""
+    """Run FedNest with FedAvg's plain local steps on y."""
 
     name = "fednest-sgd"
     solves = ALL_BILEVEL
     facts = Facts(
         paper="Tarzanagh et al. 2022, arXiv:2205.02215",
         needs="g strongly convex in y",
-        good_for="clients that are alike, with a global hypergradient",
-        exchanges="T + N + 2; by conjugate gradient with K products T + K + 3",
+        good_for="similar clients, with the hypergradient of all clients",
+        exchanges="T + N + 2; by conjugate gradient with K products, T + K + 3",
         up="2 like x, T + N like y",
         hvps="N",
-        cost="a gradient of g (on x two gradients of f); a product with ∇²g per exchange of FedIHGP",
-        bias="truncation; drift of y where τ > 1",
+        cost="a gradient of g (on x, two gradients of f); a product with ∇²g for each exchange of FedIHGP",
+        bias="truncation; drift of y if τ > 1",
     )
 
     inner: LocalSGD = LocalSGD()
@@ -189,14 +195,16 @@ class FedNestSGD(Epochs):
 
 
 class LFedNest(Nested):
-    """FedNest made light: FedAvg's steps on y, local hypergradients on x.
+    """Run the light variant of FedNest: FedAvg's steps on y, and steps on x along clients' own hypergradients.
 
     Args:
-        inner: the rounds on y: FedAvg's local steps, or corrected ones.
-        hypergradient: how each client finds its own.
+        inner: the rounds on y, by FedAvg's local steps or by corrected steps (`SVRG`).
+        hypergradient: how each client computes its own hypergradient.
         outer_lr: α; a client's step on x is α/τ_i; None adapts it (`AdaptiveSteps`).
-        outer_steps: τ_i, a client's local steps on x in a round, which may be its own (`Clients.own`).
-        joint: whether clients begin their steps on x at their own y, in the exchange that averages y too; T is 1 then.
+        outer_steps: τ_i, the number of a client's local steps on x in a round, which may differ between clients
+            (`Clients.own`).
+        joint: whether clients begin their steps on x at their own y, in the exchange that also averages y. T must then
+            be 1.
     """
 
     name = "lfednest"
@@ -204,12 +212,12 @@ class LFedNest(Nested):
     facts = Facts(
         paper="Tarzanagh et al. 2022, arXiv:2205.02215",
         needs="g_i strongly convex in y for every client",
-        good_for="clients that are alike, where exchanges are expensive; biased where clients differ",
-        exchanges="T + 1; with `SVRG` 2T + 1; joint one less",
+        good_for="similar clients and expensive exchanges; biased if clients differ",
+        exchanges="T + 1; with `SVRG` 2T + 1; joint steps need one less",
         up="1 like x, T like y; with `SVRG` 2T like y",
-        hvps="N for each of its steps on x",
-        cost="a gradient of g; on x a gradient of f and the products with the client's own ∇²g",
-        bias="clients' own hypergradients, which no step size mends; drift of y (not with `SVRG`)",
+        hvps="N for each step on x",
+        cost="a gradient of g; on x, a gradient of f and the products with the client's own ∇²g",
+        bias="clients' own hypergradients, at any step size; drift of y (not with `SVRG`)",
     )
 
     inner: LocalSGD | SVRG = LocalSGD()
@@ -219,16 +227,16 @@ class LFedNest(Nested):
     joint: bool = static(default=False)
 
     def validate(self) -> None:
-        """Refuse several rounds on y between two on x where both move at once."""
+        """Refuse several inner rounds with joint steps, which move y and x in one exchange."""
         rounds = self.inner.rounds
-        require(not self.joint or rounds == 1, "LFedNest.inner.rounds", rounds, "1 where joint = True")
+        require(not self.joint or rounds == 1, "LFedNest.inner.rounds", rounds, "1 with joint = True")
 
     @property
     def allows(self) -> Allows:
         q = ("inner.gradient",) if isinstance(self.inner, SVRG) else ()
         steps = "inner.corrected_descent" if q else "inner.descent"
         asked = (*q, "joint_descent") if self.joint else (*q, steps, "outer_descent")
-        joint = No("its joint steps begin at the y of a client's own steps; joint=False has them apart")
+        joint = No("its joint steps on x begin at a client's own y; with joint=False they begin at the server's y")
         own_y = joint if self.joint else own_alone(self, "outer_descent")
         return self.hypergradient.allows._replace(late=asked, own_y=own_y)
 
@@ -246,7 +254,7 @@ class LFedNest(Nested):
 
     @phase(takes=("x", "y", "y"), gives=("y", ("x", Withheld((NUMBER, NUMBER)))), measures=True)
     def joint_descent(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the changes of y by τ_i steps, and of x by steps that begin where those end."""
+        """Reply with the change of y after τ_i steps, and the change of x after steps that begin at this new y."""
         x, y, q = at
         inner_key, outer_key = jax.random.split(key)
         if isinstance(self.inner, SVRG):
@@ -260,7 +268,7 @@ class LFedNest(Nested):
 
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of x by τ_i steps, each along the client's own hypergradient where the step begins."""
+        """Reply with the change of x after τ_i steps, each along the client's own hypergradient where it begins."""
         x, y = at
 
         def step(k: Array, carry: tuple[PyTree, Array, Withheld, Array, Array]) -> tuple[Any, ...]:

@@ -1,41 +1,47 @@
-"""RABO and RAFBO: clients of limited capacity train submodels, and what they send is averaged entry by entry.
+"""RABO and RAFBO: clients of limited capacity train submodels, and their replies are averaged entry by entry.
 
 Mingyi Li, Xiao Zhang, Ruisheng Zheng, Hongjian Shi, Yuan Yuan, Xiuzhen Cheng, Dongxiao Yu. "Distributed Bilevel
 Optimization with Dual Pruning for Resource-limited Clients". 2025, arXiv:2512.24667. Algorithms 1 and 2, eqs. (3)-(10).
 
-Client i holds the units that the policy chooses, by importance unless `Submodels` names another, and x_i, y_i are what
-these have of x and y. A round:
+A policy chooses the units that client i holds, by importance unless `Submodels` names another policy. x_i and y_i are
+the entries of x and y that belong to these units. A round computes
 
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x_i, y_{i,ν}; ζ_ν),  ν < τ_i            (5)
     y ← y + η mean_i (y_{i,τ_i} − y_i),  η = `inner.server_lr`, 1 in the paper    (6)     T times, one exchange each
     h_i = ∇x f_i − ∇²xy g_i [∇²yy g_i]⁻¹ ∇y f_i at (x_i, y_i; ξ, ζ)               (7)
     x ← x − α mean_i h_i                                                          (8)     one exchange
 
-with mean_i of an entry over the clients that hold it; an entry that no client holds stays. The server sends x_i and
-y_i; clients reply with vectors of y_i's shape (5) or x_i's (7). RAFBO's h_i needs no second derivatives:
+where mean_i of an entry is the mean over the clients that hold it. An entry that no client holds does not change. The
+server sends x_i and y_i. Clients reply with vectors of y_i's shape in (5), and of x_i's shape in (7). RAFBO computes
+h_i without second derivatives, in one of three ways:
 
-    Differences    (7), each product with ∇²g by central differences along its vector
-    Coordinates    h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p over |P| of the d coordinates of x_i, drawn anew,
-                   δ_p = [y_N(x_i + μe_p) − y_N(x_i)]/μ, y_N(·) the end of N steps s from y_i on the same batches
+    Differences    (7), where each product with ∇²g is a central difference along its vector
+    Coordinates    h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p,  δ_p = [y_N(x_i + μe_p) − y_N(x_i)]/μ
     PrintedSlopes  δ_p = [∇y g_i(x_i + μe_p, y_i) − ∇y g_i(x_i, y_i)]/μ, without d/|P|: (10) of Algorithm 2
 
-Where every client holds the whole model, RABO is LFedNest with one step on x, to rounding with full batches, and
-RABO(hypergradient=Implicit()) is FedMBO, draw by draw.
+P is a random set of |P| of the d coordinates of x_i, drawn in every round, and e_p is the unit vector of coordinate p.
+y_N(·) is the result of N steps of size s from y_i, on the same batches.
+
+If every client holds the whole model, RABO computes the same numbers as LFedNest with one step on x, up to rounding and
+with full batches. RABO(hypergradient=Implicit()) then computes the same numbers as FedMBO from the same draws.
 
 Departures from the paper:
-1. Line 10 prints G = (y_T − y_0)/β and line 18 subtracts β·mean G, which climbs; here y descends. A client's step is
-   β/τ_i, and means weigh clients: Σ p̃_i u_i as FedNest has it, times Σ p_i over the cohort / Σ p_i over the holders.
-2. The printed δ_p is a column of ∇²yx g, not of ∂y*/∂x, and its sign is the opposite: its h_i had a median cosine
-   of −0.95 with the hypergradient over 200 draws of the quadratic task. What the text before (9) asks for is the
-   Jacobian of the inner solution, `Coordinates`. Its y_N has ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g for quadratic g: it
-   is the Neumann series with its N and s, seen from x, and for N = 1 −s times the printed δ_p.
-3. `LocalImplicit`, the default of both, whose cost does not depend on the dimension of x: RAFBO's by `Differences`.
-4. (7) averages clients' own hypergradients, which is biased where clients differ. With `Implicit` (RABO) every
-   product is a mean over clients. Entry by entry over other holders each, such a mean of products is no symmetric
-   operator, which conjugate gradient needs: it is for `LocalImplicit` alone.
-5. The paper has RAFBO at two thirds of RABO's operations, and does not say what it counts. Here both take nearly the
-   same where x is layers: a pass over samples makes features for both gradients of a product, as for an exact one, and
-   ∇f and the way back to x are left. (10) needs ∇f too, and for g 1 + |P| passes: no third less with any P.
+1. Line 10 prints G = (y_T − y_0)/β, and line 18 subtracts β·mean G, which is ascent. Here y descends. A client's step
+   is β/τ_i. Means have the weights of clients: Σ p̃_i u_i as in FedNest, times the sum of p_i over the cohort, divided
+   by the sum of p_i over the clients that hold the entry.
+2. The printed δ_p is a column of ∇²yx g, and not of ∂y*/∂x, and it has the opposite sign. Its h_i had a median cosine
+   of −0.95 with the hypergradient in 200 draws of the quadratic task. The text before (9) asks for the Jacobian of the
+   inner solution, which `Coordinates` estimates. For quadratic g, ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g. This is the
+   Neumann series of N terms with step s, computed from the side of x. For N = 1 it is −s times the printed δ_p.
+3. The default of both methods is `LocalImplicit`, whose cost does not depend on the dimension of x. RAFBO uses it with
+   `Differences`.
+4. (7) averages clients' own hypergradients, which is biased if clients differ. With `Implicit` (RABO) every product is
+   a mean over clients. If different clients hold different entries, such a mean of products is not a symmetric
+   operator. Conjugate gradient needs a symmetric operator, and is therefore only for `LocalImplicit`.
+5. The paper reports that RAFBO takes two thirds of RABO's operations, and does not say which operations it counts. Here
+   both take nearly the same number if x is layers of a network. A pass over the samples computes the features for both
+   gradients of a difference, as it does for an exact product. ∇f and the backward pass to x remain. (10) also needs ∇f,
+   and 1 + |P| passes for g, so that it does not save a third for any P.
 
 Checked in tests/algorithms/test_rabo.py (closed forms, dense hypergradients, drawn coordinates), test_rabo_submodels.py
 (sliced problems), tests/oracles/test_differences.py, tests/engines/test_agreement.py and test_submodels.py.
@@ -67,16 +73,16 @@ from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.oracles.differences import Differences, coordinate_slopes
 from fedbilevel.oracles.fixed_x import inner_loss_at
 
-OWN_SYSTEMS = "local_hypergradient", "slopes"  # phases in which a client finds the hypergradient alone
+OWN_SYSTEMS = "local_hypergradient", "slopes"  # phases in which a client computes a hypergradient alone
 
 
 class CoordinateSlopes(Hypergradient):
-    """∇x f_i and the slopes of ⟨response, ∇y f_i⟩ along some coordinates of x, on a client's own losses.
+    """Estimate a client's hypergradient by ∇x f_i and the slopes of ⟨response, ∇y f_i⟩ along some coordinates of x.
 
     Args:
-        count: |P|, how many coordinates of x a client draws anew in every round, of those that it holds; all of them
-            where it holds fewer. None: all.
-        perturbation: μ, the length of differences; None: (ε(1 + ‖x‖))^½, ε being the precision of the numbers.
+        count: |P|, the number of coordinates of x that a client draws in every round, among those that it holds; all of
+            them if it holds fewer. None: all coordinates.
+        perturbation: μ, the length of differences; None: (ε(1 + ‖x‖))^½, where ε is the machine precision.
     """
 
     count: int | None = positive_integer(default=None, optional=True)
@@ -85,24 +91,24 @@ class CoordinateSlopes(Hypergradient):
     @property
     @abstractmethod
     def gradients(self) -> int:
-        """How many gradients of g a response costs."""
+        """Return the number of gradients of g for a response."""
 
     @abstractmethod
     def response(self, client: Client, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """Return the vector, of the shape of y, whose change with x is taken."""
+        """Return the vector, like y, whose differences in x are taken."""
 
     @abstractmethod
     def scaling(self, dim: int, drawn: int) -> float:
-        """Return the factor of the sum of slopes along `drawn` of the `dim` coordinates of x."""
+        """Return the factor of the sum of slopes, for `drawn` of the `dim` coordinates of x."""
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
         return Estimate(fed.mean(self.slopes, (x, y), key, unbiased=True), SolveInfo.unknown())
 
     @phase(takes=("x", "y"), gives="x")
     def slopes(self, client: Client, point: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with h_i at (x, y)."""
+        """Reply with h_i at (x, y), like x."""
         x, y = point
-        if client.problem.implicit_term != "inverse":  # no linear system: y needs no slopes
+        if client.problem.implicit_term != "inverse":  # there is no linear system, and slopes are not needed
             alone = LocalImplicit(second_order=Differences(perturbation=self.perturbation))
             reply = alone.local_hypergradient(client, point, key)
             return reply._replace(update=reply.update[0])
@@ -117,14 +123,16 @@ class CoordinateSlopes(Hypergradient):
 
 
 class Coordinates(CoordinateSlopes):
-    """h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p, δ_p = [y_N(x + μe_p) − y_N(x)]/μ, on a client's own loss.
+    """Estimate a client's hypergradient from differences of the inner solution along coordinates of x.
 
-    P are |P| of the d coordinates of x, drawn anew; y_N(·) is the end of N steps s on y on the same batches, so that
-    for quadratic g this is the Neumann series of N terms with step s, seen from x.
+    h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p with δ_p = [y_N(x + μe_p) − y_N(x)]/μ. P is a random set of |P| of
+    the d coordinates of x, and y_N(·) is the result of N steps of size s on y, on the same batches. For quadratic g
+    this is the Neumann series of N terms with step s, computed from the side of x.
 
     Args:
-        terms: N, steps on y.
-        step: s, below 2/ℓ for ℓ the largest eigenvalue of any ∇²yy g_i; None adapts it (`AdaptiveSteps`).
+        terms: N, the number of steps on y.
+        step: s, the size of these steps, below 2/ℓ, where ℓ is the largest eigenvalue of any ∇²yy g_i; None adapts it
+            (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "coordinates"
@@ -140,7 +148,7 @@ class Coordinates(CoordinateSlopes):
     def check(
         self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree, batch_size: int | None
     ) -> None:
-        """Refuse a step at which the steps on y grow."""
+        """Refuse a step size at which the steps on y diverge."""
         if problem.implicit_term == "inverse":
             check_neumann_step("Coordinates.step", at(self, 0).step, problem, clients, x, y, True)
 
@@ -149,10 +157,10 @@ class Coordinates(CoordinateSlopes):
         return self.terms
 
     def response(self, client: Client, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """Return y_N(x) − y: y itself cancels."""
+        """Return y_N(x) − y, like y. The constant y would cancel in the differences."""
         gradient = inner_loss_at(client, x, y, client.batch_size, self.terms).gradient
 
-        def step(k: Array, change: PyTree) -> PyTree:  # not of y: differences of responses need every digit
+        def step(k: Array, change: PyTree) -> PyTree:  # carries the change of y, which has more exact digits than y
             return move(change, -self.step, gradient(optax.tree.add(y, change), jax.random.fold_in(key, k)))
 
         return jax.lax.fori_loop(0, self.terms, step, optax.tree.zeros_like(y))
@@ -162,10 +170,10 @@ class Coordinates(CoordinateSlopes):
 
 
 class PrintedSlopes(CoordinateSlopes):
-    """Algorithm 2 of RAFBO's paper as it is printed: δ_p = [∇y g_i(x + μe_p, y) − ∇y g_i(x, y)]/μ, without d/|P|.
+    """Run Algorithm 2 of RAFBO's paper as printed, with δ_p = [∇y g_i(x + μe_p, y) − ∇y g_i(x, y)]/μ and no d/|P|.
 
-    h_i = ∇x f_i + Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p is not the hypergradient; it is here for the record. P are |P| of the
-    coordinates of x, drawn anew.
+    h_i = ∇x f_i + Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p is not the hypergradient. It is here for comparison with the paper. P is a
+    random set of |P| coordinates of x, drawn in every round.
     """
 
     kind: ClassVar[str] = "printed"
@@ -186,10 +194,10 @@ class PrintedSlopes(CoordinateSlopes):
 
 
 class DualPruning(Nested):
-    """RABO and RAFBO: rounds on y, then one step on x, of which every client sees the units that it holds.
+    """Share the rounds of RABO and RAFBO: rounds on y, then one step on x; every client gets only the units it holds.
 
     Args:
-        inner: the rounds on y: FedAvg's local steps.
+        inner: the rounds on y, by FedAvg's local steps.
         outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
     """
 
@@ -209,10 +217,10 @@ class DualPruning(Nested):
 
 
 class RABO(DualPruning):
-    """Submodels for clients of limited capacity, with products of second derivatives.
+    """Train submodels at clients of limited capacity, with products with second derivatives.
 
     Args:
-        hypergradient: how the hypergradient is found: by each client alone, or by products that are means over the
+        hypergradient: how the hypergradient is computed: by each client alone, or with products that are means over the
             clients that hold an entry.
     """
 
@@ -220,13 +228,13 @@ class RABO(DualPruning):
     solves = ALL_BILEVEL
     facts = Facts(
         paper="Li et al. 2025, arXiv:2512.24667",
-        needs="g_i strongly convex in y for every client; for capacities a structure",
-        good_for="clients too small for the whole model; biased where clients differ, less so with `Implicit`",
+        needs="g_i strongly convex in y for every client; with capacities, a structure",
+        good_for="clients too small for the whole model; biased if clients differ, less so with `Implicit`",
         exchanges="T + 1; `Implicit`: T + N' + 2, by the whole series T + N + 1",
         up="1 like x, T like y; `Implicit`: T + N like y",
         hvps="N",
-        cost="a gradient of g; on x a gradient of f and the products with the client's own ∇²g",
-        bias="clients' own hypergradients (not with `Implicit`); truncation; drift of y where τ > 1; submodels",
+        cost="a gradient of g; on x, a gradient of f and the products with the client's own ∇²g",
+        bias="clients' own hypergradients (not with `Implicit`); truncation; drift of y if τ > 1; submodels",
     )
 
     hypergradient: LocalImplicit | Implicit = LocalImplicit()
@@ -238,26 +246,26 @@ class RABO(DualPruning):
 
 
 class RAFBO(DualPruning):
-    """Submodels for clients of limited capacity, without second derivatives.
+    """Train submodels at clients of limited capacity, without second derivatives.
 
     Args:
-        hypergradient: how each client finds its own, from gradients alone: by differences along the vectors that the
-            linear system asks for, or along coordinates of x.
+        hypergradient: how each client computes its own hypergradient from gradients: by differences along the vectors
+            of the linear system, or along coordinates of x.
     """
 
     name = "rafbo"
     solves = ALL_BILEVEL
     facts = Facts(
         paper="Li et al. 2025, arXiv:2512.24667",
-        needs="g_i strongly convex in y for every client; for capacities a structure",
-        good_for="clients too small for the whole model whose losses have no cheap second derivatives",
+        needs="g_i strongly convex in y for every client; with capacities, a structure",
+        good_for="clients too small for the whole model, whose losses have no cheap second derivatives",
         exchanges="T + 1",
         up="1 like x, T like y",
         cost=(
-            "a gradient of g; on x a gradient of f, and of g 2N by differences, N(|P| + 1) by `Coordinates`, |P| + 1 "
-            "by `PrintedSlopes`"
+            "a gradient of g; on x, a gradient of f, and gradients of g: 2N by differences, N(|P| + 1) by "
+            "`Coordinates`, |P| + 1 by `PrintedSlopes`"
         ),
-        bias="clients' own hypergradients; truncation; drift of y where τ > 1; submodels",
+        bias="clients' own hypergradients; truncation; drift of y if τ > 1; submodels",
     )
 
     hypergradient: LocalImplicit | Coordinates | PrintedSlopes = LocalImplicit(second_order=Differences())

@@ -1,23 +1,23 @@
-"""IRG and BiFISTA: simple bilevel problems by one step a round along the whole subgradient, plain or accelerated.
+"""IRG and BiFISTA: solve simple bilevel problems with one plain or accelerated step per round on all samples.
 
 IRG: Mikhail V. Solodov. "An Explicit Descent Method for Bilevel Convex Optimization". Journal of Convex Analysis 14,
-2007; with the decreasing steps of Amini and Yousefian (see fism.py) where Solodov searches along the line.
+2007. It has the decreasing steps of Amini and Yousefian (see fism.py) in place of Solodov's line search.
 
-    x_{k+1} = P_X[x_k − γ_k (g + λ_k 𝓗_k)],     g ∈ ∂F(x_k) the mean of clients' g_i, 𝓗_k ∈ ∂H(x_k)
+    x_{k+1} = P_X[x_k − γ_k (g + λ_k 𝓗_k)],     where g ∈ ∂F(x_k) is the mean of clients' g_i, and 𝓗_k ∈ ∂H(x_k)
 
 BiFISTA: Radu I. Boţ, Enis Chenchene, Robert Csetnek, David Hulett. "Accelerating Diagonal Methods for Bilevel
-Optimization: Unified Convergence via Continuous-Time Dynamics". 2025, arXiv:2505.14389; much like Merchav, Sabach and
-Teboulle's FBi-PG (2024).
+Optimization: Unified Convergence via Continuous-Time Dynamics". 2025, arXiv:2505.14389. It is similar to FBi-PG of
+Merchav, Sabach and Teboulle (2024).
 
     z_k = x_k + (1 − α/(k + α)) (x_k − x_{k−1}),     x_{k+1} = P_X[z_k − γ (∇F(z_k) + λ_k ∇H(z_k))]
 
-Messages: the server sends a vector of x's shape (BiFISTA with `tolerance` two); clients reply with such
-a vector (with `tolerance` and a number).
+Messages: the server sends a vector of x's shape (BiFISTA with `tolerance`: two). Clients reply with a vector of x's
+shape, and with `tolerance` also with a number.
 
 Departures from the papers:
-1. F is the mean over samples, weighted by client; λ is relative to that.
-2. BiFISTA's paper has smooth losses and proximal steps. Here X is a set and its projection; an H with kinks has its
-   subgradient in the place of a proximal step, which the proof does not cover.
+1. F is the mean over samples with the weights of clients, and λ is relative to this mean.
+2. BiFISTA's paper has smooth losses and proximal steps. Here X is a set, given by its projection. If H is not smooth,
+   its subgradient replaces the proximal step, which the proof does not cover.
 
 Checked in tests/algorithms/test_regularized_gradient.py (against NumPy, closed forms) and
 tests/engines/test_agreement.py.
@@ -43,10 +43,10 @@ from fedbilevel.core.tree import PyTree, move
 
 
 class WholeSubgradient(IterativeRegularization):
-    """One step in a round, along the mean subgradient of all clients' samples.
+    """Take one step in a round, along the mean subgradient over the samples of all clients.
 
     Args:
-        batch_size: samples per draw, with replacement; None: all.
+        batch_size: the number of samples that a client draws, with replacement; None: all samples.
     """
 
     batch_size: int | None = positive_integer(default=None, optional=True)
@@ -57,13 +57,13 @@ class WholeSubgradient(IterativeRegularization):
 
     @property
     def noise(self) -> Literal[True] | No:
-        """Whether replies may be noised: where the stopping rule compares nothing."""
+        """Return True, as replies may have noise, unless there is a tolerance: noise would hide what it compares."""
         hidden = f"tolerance = {self.tolerance} compares sums over all samples, which noise would hide: leave it out"
         return True if self.tolerance is None else No(hidden)
 
     @phase(takes=("x", "whole"), gives=("x",))
     def inner_subgradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with g_i at z; with a tolerance also F_i, at x where the message has an x, else at z."""
+        """Reply with g_i at z, like x; with a tolerance also with F_i, at x if the message has an x, else at z."""
         z, x = at
         problem: Any = client.problem
         loss, g = jax.value_and_grad(problem.inner, 0)(z, None, client.inner_batch(key))
@@ -71,7 +71,7 @@ class WholeSubgradient(IterativeRegularization):
         return Reply(update, metrics={"inner_loss": loss}, gradients=1)
 
     def step_from(self, fed: Fed, state: State, z: PyTree, own: Any, key: Array) -> State:
-        """Take a projected step from z."""
+        """Take a projected step from z; return the new state. `own` is what the method keeps besides x."""
         problem: Any = fed.problem
         gamma, penalty = self.step_sizes(state)
         other = None if self.tolerance is None or z is state.x else state.x
@@ -83,7 +83,7 @@ class WholeSubgradient(IterativeRegularization):
 
 
 class IRG(WholeSubgradient, DecreasingSteps):
-    """Iteratively regularized subgradient method: one step of all clients together in a round.
+    """Run the iteratively regularized subgradient method: one step per round, along the subgradient of all clients.
 
     Mikhail V. Solodov. "An Explicit Descent Method for Bilevel Convex Optimization". Journal of Convex Analysis, 2007.
     """
@@ -91,10 +91,10 @@ class IRG(WholeSubgradient, DecreasingSteps):
     name = "irg"
     facts = Facts(
         paper="Solodov 2007",
-        good_for="few samples; a yardstick for incremental methods",
+        good_for="few samples; comparison with incremental methods",
         exchanges="one",
         up="1 like x",
-        cost="a subgradient of f on the whole batch, once in a round",
+        cost="a subgradient of f on the whole batch, once per round",
         bias="λ_k",
     )
 
@@ -110,10 +110,11 @@ class IRG(WholeSubgradient, DecreasingSteps):
 
 
 class BiFISTA(WholeSubgradient):
-    """Accelerated regularized gradient method: Nesterov's momentum, steps of constant size.
+    """Run the accelerated regularized gradient method: Nesterov's momentum, with steps of constant size.
 
     Args:
-        lr: γ, at most 1/(L_F + λ₁ L_H), L_F and L_H being the Lipschitz constants of ∇F and ∇H; a number or a schedule.
+        lr: γ, a number or a schedule over rounds. It should be at most 1/(L_F + λ₁ L_H), where L_F and L_H are the
+            Lipschitz constants of ∇F and ∇H.
         momentum: α in the factor 1 − α/(k + α) of x_k − x_{k−1}, above 3.
 
     Radu I. Boţ, Enis Chenchene, Robert Csetnek, David Hulett. "Accelerating Diagonal Methods for Bilevel Optimization:
@@ -127,7 +128,7 @@ class BiFISTA(WholeSubgradient):
         good_for="smooth losses, many exchanges",
         exchanges="one",
         up="1 like x",
-        cost="a subgradient of f on the whole batch, once in a round",
+        cost="a subgradient of f on the whole batch, once per round",
         bias="λ_k",
     )
 
@@ -139,13 +140,11 @@ class BiFISTA(WholeSubgradient):
 
     @property
     def allows(self) -> Allows:
-        late = No(
-            "its momentum tends to 1, and with gradients that are even one round late its iterates grow without bound"
-        )
+        late = No("its momentum tends to 1, so that its iterates diverge with gradients that are only one round late")
         return self.allows_with("inner_subgradient")._replace(late=late, noise=self.noise)
 
     def init_own(self, x: PyTree) -> PyTree:
-        return x  # of the round before
+        return x  # x of the round before
 
     def step_size(self, k: Array) -> Array:
         return jnp.asarray(self.lr, float)

@@ -3,41 +3,47 @@
 Yifan Yang, Peiyao Xiao, Kaiyi Ji. "SimFBO: Towards Simple, Flexible and Communication-efficient Federated Bilevel
 Learning". NeurIPS 2023, arXiv:2305.19442. Algorithm 1.
 
-x is the outer variable, y the inner one, and v, of y's shape, tracks the solution of ∇²yy G v = ∇y F. Of the M clients,
-client i has the weight p_i and the losses f_i and g_i; P of them form the round's cohort C (docs/glossary.md).
+x is the outer variable, y is the inner variable, and v, of y's shape, tracks the solution of ∇²yy G v = ∇y F. There are
+M clients. Client i has the weight p_i and the losses f_i and g_i. P clients form the round's cohort C
+(docs/glossary.md).
 
-The server sends (x, y, v). Client i makes τ_i steps on all three at once, along                            (3)
+The server sends (x, y, v). Client i makes τ_i simultaneous steps on x, y and v, along the directions          (3)
 
     d_x = ∇x f_i − ∇²xy g_i v        d_y = ∇y g_i        d_v = ∇²yy g_i v − ∇y f_i
 
-by plain steps (x, y, v) ← (x, y, v) − (η_x d_x, η_y d_y, η_v d_v), by heavy ball, by FedProx (`local_optimizer`), or
-each client by its own (`Mixed`), or with local variance reduction (`Anchored`), and replies with
-q_i = Σ_k a_k (d_x, d_y, d_v) = (start − end)/η. a_k is the weight of the k-th of its τ_i directions, 1 for plain steps,
-and ‖a_i‖₁ = Σ_k a_k. The server, with proj_r the projection on the ball of radius r about 0,
+The field `local_optimizer` says how: by plain steps (x, y, v) ← (x, y, v) − (η_x d_x, η_y d_y, η_v d_v), by heavy ball,
+by FedProx, by an optimizer for each client (`Mixed`), or with local variance reduction (`Anchored`). The client replies
+with q_i = Σ_k a_k (d_x, d_y, d_v) = (start − end)/η. Here a_k is the weight of the k-th of its τ_i directions, which is
+1 for plain steps, and ‖a_i‖₁ = Σ_k a_k. Let proj_r be the projection onto the ball of radius r about 0. The server
+computes
 
     SimFBO    (x, y, v) ← (x − γ_x q_x, y − γ_y q_y, proj_r(v − γ_v q_v)),   q = Σ_{i∈C} (M/P) p_i q_i          (4), (5)
     ShroFBO   the same with ρ h for q:   h = Σ_{i∈C} (M/P) p_i q_i / ‖a_i‖₁,   ρ = Σ_j p_j ‖a_j‖₁               (6)-(8)
 
-so that with unequal τ_i SimFBO solves the problem with weights p_i‖a_i‖₁ / Σ_j p_j‖a_j‖₁ (Theorem 1) and ShroFBO the
-problem that was posed (Theorem 2).
+With unequal τ_i SimFBO therefore solves the problem with weights p_i‖a_i‖₁ / Σ_j p_j‖a_j‖₁ (Theorem 1), and ShroFBO
+solves the original problem (Theorem 2).
 
-Messages: the server sends x, y and v, and clients reply with vectors of these three shapes (ShroFBO: and two numbers).
+Messages: the server sends x, y and v. Clients reply with vectors of these three shapes, in ShroFBO also with two
+numbers.
 
 Departures from the paper:
-1. A single draw of inner and of outer samples serves all three directions of a local step, each direction being
-   unbiased by itself; the paper's analysis draws separately for each, as `independent_batches` does.
-2. ρ sums over all clients. Where a round sees a cohort, ShroFBO takes the mean, over the rounds before, of
-   Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i (round 0: its own). The estimate of the same round would multiply h by something
-   that is large exactly when hard-working clients are in it, and so bring back the bias that h is free of.
-3. The server's step is an optax transformation of q, scaled by γ; the paper's is the default, plain descent.
-4. The paper's (3) multiplies the k-th step by a_k, of all τ_i steps: under momentum the largest step comes first, under
-   a proximal pull last. That is heavy ball or FedProx, whose a_k these are, for vanishing η only. Here clients make the
-   steps of heavy ball and FedProx: q_i is Σ_k a_k d_k as in the paper, with d_k at the points that these come to.
-5. The default radius, infinity, leaves out the projection of (5), whose r = L_f/μ_g nobody knows beforehand; `diagnose`
-   measures one.
-6. Clients of limited capacity step on submodels; every entry of q is then the mean over the clients that hold it.
-7. v⁽⁰⁾ is 0, of all that the paper allows; a subclass's `init` can begin elsewhere.
-8. (3) takes directions at the z_k alone, whose combinations only average noise: `Anchored` takes some at z_0 too.
+1. A single draw of inner and of outer samples serves all three directions of a local step. Each direction is unbiased.
+   The paper's analysis draws separately for each direction, as `independent_batches` does.
+2. ρ is a sum over all clients. If only a cohort takes part in a round, ShroFBO estimates ρ by the mean of
+   Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i over the earlier rounds, and by the present round in round 0. An estimate from the
+   same round would be large exactly if clients with many steps are in h. The product would then have the bias that h
+   alone does not have.
+3. The server's step is an optax transformation of q, scaled by γ. The default is plain descent, as in the paper.
+4. The paper's (3) multiplies the k-th step by a_k. The largest of the τ_i steps is then the first under momentum, and
+   the last under a proximal pull. This agrees with heavy ball or FedProx, whose a_k these are, only in the limit η → 0.
+   Here clients make the actual steps of heavy ball and FedProx. As in the paper, q_i is Σ_k a_k d_k, with d_k at the
+   points of these steps.
+5. The default radius is infinity, which omits the projection in (5), since r = L_f/μ_g is not known beforehand.
+   `diagnose` estimates it.
+6. Clients of limited capacity step on submodels. Every entry of q is then the mean over the clients that hold it.
+7. v⁽⁰⁾ is 0, which is one of the starts that the paper allows. The `init` of a subclass can choose another.
+8. (3) takes directions only at the points z_k, and combinations of these can only average noise. `Anchored` also takes
+   directions at z_0.
 
 Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_asynchronous.py, test_local_x.py,
 test_own_leaves.py and tests/engines/test_agreement.py.
@@ -75,7 +81,7 @@ from fedbilevel.core.tree import XYV, PyTree
 
 
 class State(NamedTuple):
-    """The server's state."""
+    """Hold the server's state of SimFBO and F2SA."""
 
     iterate: XYV
     optimizer: optax.OptState
@@ -90,17 +96,18 @@ class State(NamedTuple):
 
 
 class SingleLoop(JointSteps):
-    """Base of SimFBO, ShroFBO and F2SA: the fields, the client's side, the server's step.
+    """Share the fields, the client's steps and the server's step of SimFBO, ShroFBO and F2SA.
 
     Args:
-        server_lr: γ, the server's step sizes for x, y and v: numbers or schedules over rounds; a single value serves
-            all three. In a round the server moves by γ times the mean of the sums that clients make of their
-            directions. None, for each: adapted (`AdaptiveSteps`).
-        radius: r, the radius of the ball that v is projected on, in the norm of y; r = L_f/μ_g in theory; infinity does
-            not project.
-        local_optimizer: the local steps and their a_k: plain ones, heavy ball (`Momentum`) or FedProx (`Proximal`), or
-            each client's own (`Mixed`); or plain ones with local variance reduction (`Anchored`).
-        server_optimizer: an optax optimizer of learning rate 1, fed with q; its updates are scaled by γ.
+        server_lr: γ, the server's step sizes for x, y and v. Each is a number or a schedule over rounds, and a single
+            value serves all three. In a round, the server moves by γ times the mean of the clients' sums of directions.
+            A step size of None is adapted (`AdaptiveSteps`).
+        radius: r, the radius of the ball onto which v is projected, in the Euclidean norm; in theory r = L_f/μ_g.
+            Infinity: v is not projected.
+        local_optimizer: the local steps and their weights a_k: `Plain`, heavy ball (`Momentum`), FedProx (`Proximal`),
+            different ones for each client (`Mixed`), or plain steps with local variance reduction (`Anchored`).
+        server_optimizer: an optax optimizer with learning rate 1. It gets q in place of a gradient, and its updates are
+            scaled by γ.
     """
 
     server_lr: XYV = step_sizes(default=None, adaptive="shared")
@@ -110,24 +117,24 @@ class SingleLoop(JointSteps):
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         whole = problem.own is None or self.radius == float("inf")
-        allowed = "inf where leaves of y are each client's own: no machine has all of v"
+        allowed = "inf if leaves of y are each client's own, since no machine has all of v"
         require(whole, f"{self.label}.radius", self.radius, allowed)
 
     def start(self, x: PyTree, y: PyTree) -> tuple[XYV, optax.OptState]:
-        """Return the iterate before round 0, with v = 0, and the server optimizer's state."""
+        """Return the iterate before round 0, with v = 0, and the state of the server's optimizer."""
         iterate = XYV(x, y, optax.tree.zeros_like(y))
         return iterate, self.server_optimizer.init(iterate)
 
     def own_updates(self, client: Client, start: XYV, key: Array) -> Reply:
-        """Reply with q_i, the sum of a client's directions over its τ_i local steps from `start`."""
+        """Return a reply with q_i, the weighted sum of a client's directions along its τ_i local steps from `start`."""
         tau = client.local_steps(self.local_steps)
         total, anchored = self.local_sum(client, start, tau, key, self.local_optimizer), self.local_optimizer.anchored
         return self.counted(total, tau, evaluations=1 + anchored, more=int(anchored))
 
     def server_update(self, iterate: XYV, optimizer: optax.OptState, q: XYV) -> tuple[XYV, optax.OptState]:
-        """Take the server's step (5), line 14, bring v back into its ball; return iterate and optimizer's state."""
+        """Take the server's step (5), line 14, and project v; return the iterate and the optimizer's state."""
         updates, optimizer = self.server_optimizer.update(q, optimizer, iterate)
-        direction = optax.tree.scale(-1, updates)  # optax's updates already point downhill, and `descend` subtracts
+        direction = optax.tree.scale(-1, updates)  # optax's updates have a minus sign already, and `descend` subtracts
         moved = descend(iterate, self.server_lr, direction)
         return moved._replace(v=project_ball(moved.v, self.radius)), optimizer
 
@@ -136,12 +143,12 @@ OWN_STEPS = ("y", "v"), (("y", lambda method: method.server_lr.y), ("v", lambda 
 
 
 class OneExchange(SingleLoop):
-    """Base of SimFBO and F2SA: the round, with one exchange, in which every client moves x, y and v together.
+    """Share the round of SimFBO and F2SA: one exchange, in which every client moves x, y and v together.
 
     Args:
-        client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves all
-            three. None, for each: adapted, or a twentieth of a γ that is given. They only decide how far each client
-            goes while it sums its directions, and so how far clients drift apart.
+        client_lr: η, a client's step sizes for x, y and v. Each is a number or a schedule over rounds, and a single
+            value serves all three. They only determine how far a client moves while it sums its directions, and so how
+            far clients drift apart. A step size of None is a twentieth of γ, or adapted if γ is None too.
     """
 
     client_lr: XYV = step_sizes(default=None, own=True, adaptive="drift", tied="server_lr")
@@ -156,32 +163,32 @@ class OneExchange(SingleLoop):
 
     @phase(takes=LIKE_XYV, gives=LIKE_XYV, measures=True)
     def local_updates(self, client: Client, start: XYV, key: Array) -> Reply:
-        """Take τ_i simultaneous steps (lines 5-7); reply with the sum q_i."""
+        """Take τ_i simultaneous steps on x, y and v (lines 5-7); reply with the sum of directions q_i."""
         return self.own_updates(client, start, key)
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
-        q = fed.mean(self.local_updates, state.iterate, key, unbiased=True)  # the q of (4), with its factor M/P
+        q = fed.mean(self.local_updates, state.iterate, key, unbiased=True)  # q of (4), with its factor M/P
         return State(*self.server_update(state.iterate, state.optimizer, q))
 
 
 class SimFBO(OneExchange, LocalDirections):
-    """One exchange a round; every client moves x, y and v together."""
+    """Move x, y and v together at every client, with one exchange per round."""
 
     name = "simfbo"
     facts = Facts(
         paper="Yang et al. 2023, arXiv:2305.19442",
-        needs="g strongly convex in y; second derivatives of it as products",
-        good_for="fewest exchanges, and the cheapest ones; the first method to try, where clients do equal work",
+        needs="g strongly convex in y, with products of its second derivatives",
+        good_for="the fewest and cheapest exchanges; the first method to try if clients make equally many local steps",
         exchanges="one",
         up="1 like x, 2 like y",
         hvps="2τ",
-        cost="a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g",
-        bias="drift of clients, proportional to their step size; unequal work re-weights them",
+        cost="a gradient of g, and a joint pass for f's gradient and both products with ∇²g",
+        bias="drift of clients, proportional to their step size; different numbers of local steps re-weight clients",
     )
 
 
 def _normalised(method: Any, of: str) -> Any:
-    """Return γ‖a‖₁ for the method's own τ, in place of the server's γρ; None where γ adapts."""
+    """Return γ‖a‖₁ for the method's τ, with which a client replaces the server's γρ; None if γ is adapted."""
     lr = getattr(method.server_lr, of)
     return None if lr is None else lr * method.local_optimizer.total(method.local_steps)
 
@@ -193,12 +200,12 @@ OWN_NORMALISED_STEPS = (
 
 
 class RobustState(NamedTuple):
-    """The server's state of ShroFBO."""
+    """Hold the server's state of ShroFBO."""
 
     iterate: XYV
     optimizer: optax.OptState
-    work: Array  # estimates of ρ, summed over the rounds so far
-    rounds: Array  # how many these are
+    work: Array  # the sum of the estimates of ρ of all rounds so far
+    rounds: Array  # the number of these rounds
 
     @property
     def x(self) -> PyTree:
@@ -210,24 +217,24 @@ class RobustState(NamedTuple):
 
 
 class Normalised(SingleLoop, LocalDirections):
-    """Base of ShroFBO and CorrectedFBO: replies h_i = q_i/‖a_i‖₁, and the server's step along ρh, lines 8 to 14."""
+    """Share the normalised replies h_i = q_i/‖a_i‖₁ and the server's step along ρh of ShroFBO and CorrectedFBO."""
 
     def normalised(self, client: Client, reply: Reply) -> Reply:
-        """Return the reply with h_i in place of q_i (line 8), ‖a_i‖₁, and 1, whose mean is the cohort's share of the
-        weights.
+        """Return the reply with h_i in place of q_i, ‖a_i‖₁, and 1; the mean of the ones is the cohort's share of weights.
 
-        τ_i is the algorithm's or the population's, which the server knows, and no matter of the client's data.
+        Both numbers are public: τ_i is a field of the algorithm or of the population. The server knows it, and it does
+        not depend on the client's data.
         """
         work = self.local_optimizer.total(client.local_steps(self.local_steps))
         h = jax.tree.map(lambda q: (q / work).astype(q.dtype), reply.update)
         return reply._replace(update=(h, Public(work), Public(jnp.ones_like(work))))
 
     def robust_step(self, fed: Fed, state: RobustState, replies: tuple[XYV, Public, Public]) -> RobustState:
-        """Take the server's step along ρh, the replies being the unbiased means of what clients sent."""
+        """Take the server's step along ρh, given the unbiased means of the parts of the replies."""
         h, work, share = replies
         now = work.public / share.public
         rho = now
-        if fed.sampled:  # Σ_j p_j‖a_j‖₁ of everyone: the mean over the cohorts of earlier rounds
+        if fed.sampled:  # estimate Σ_j p_j‖a_j‖₁ over all clients by the mean over the cohorts of earlier rounds
             rho = jnp.where(state.rounds > 0, state.work / jnp.maximum(state.rounds, 1), now)
         moved, optimizer = self.server_update(state.iterate, state.optimizer, optax.tree.scale(rho, h))
         return RobustState(moved, optimizer, state.work + now, state.rounds + 1)
@@ -238,33 +245,33 @@ class Normalised(SingleLoop, LocalDirections):
 
 
 REPLY = (LIKE_XYV, Public(NUMBER), Public(NUMBER))
-"""What a phase gives whose reply is `Normalised.normalised`."""
+"""What a phase declares that it gives if its reply is made by `Normalised.normalised`."""
 
 
 class ShroFBO(Normalised):
-    """SimFBO made robust to unequal local work, by normalised replies.
+    """Run SimFBO with normalised replies, so that different numbers of local steps do not re-weight clients.
 
     Args:
-        client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves all
-            three. None, for each: adapted, or a twentieth of a γ that is given. They only decide how far each client
-            goes while it sums its directions, and so how far clients drift apart.
+        client_lr: η, a client's step sizes for x, y and v. Each is a number or a schedule over rounds, and a single
+            value serves all three. They only determine how far a client moves while it sums its directions, and so how
+            far clients drift apart. A step size of None is a twentieth of γ, or adapted if γ is None too.
     """
 
     name = "shrofbo"
     facts = Facts(
         paper="Yang et al. 2023, arXiv:2305.19442",
-        needs="g strongly convex in y; second derivatives of it as products",
-        good_for="clients that make different numbers of local steps, where SimFBO solves a re-weighted problem",
+        needs="g strongly convex in y, with products of its second derivatives",
+        good_for="clients that make different numbers of local steps; SimFBO would solve a re-weighted problem",
         exchanges="one",
         up="1 like x, 2 like y",
         hvps="2τ",
-        cost="a gradient of g and one joint pass, which gives f's gradient and both products with ∇²g",
+        cost="a gradient of g, and a joint pass for f's gradient and both products with ∇²g",
         bias="drift of clients",
     )
     allows = Allows(
         late=("normalised_updates",),
         submodels=UnitPolicy(),
-        local_x=No("it needs x on the server: clients' step on it would be γ_x ρ h_i, and only the server has ρ"),
+        local_x=No("it needs x on the server: a client's step on x would be γ_x ρ h_i, and only the server has ρ"),
         own_y={"normalised_updates": OwnParts(*OWN_NORMALISED_STEPS)},
     )
 
@@ -284,7 +291,7 @@ class ShroFBO(Normalised):
 
 
 def project_ball(v: PyTree, radius: float | Array) -> PyTree:
-    """Return the nearest point of the Euclidean ball of that radius about 0: min{1, r/‖v‖} v."""
+    """Return the projection of v onto the Euclidean ball of this radius about 0: min{1, r/‖v‖} v."""
     norm = optax.tree.norm(v)
     shrink = jnp.where(norm > radius, radius / jnp.where(norm > radius, norm, 1), 1)
     return jax.tree.map(lambda leaf: (shrink * leaf).astype(leaf.dtype), v)

@@ -5,17 +5,17 @@
              x ← mean_i x_{i,τ_i}                                                                       one exchange
     FedAvg   x_{i,ν+1} = x_{i,ν} − η ∇f_i(x_{i,ν}; ξ_ν);  x ← mean_i x_{i,τ_i}                          one exchange
 
-FedLin is FedNest's FedOut without an inner problem. x* is its fixed point with any number of local
-steps; FedAvg's is another point where clients differ and τ > 1.
+FedLin is FedNest's FedOut without an inner problem. The minimiser x* is its fixed point for any number of local steps.
+The fixed point of FedAvg is another point if clients differ and τ > 1.
 
 Departures from the papers:
-1. Server and clients exchange changes, Σ p̃_i (x_{i,τ} − x) with p̃_i = (M/P) p_i, which for equal weights or full
-   participation is the mean of x_{i,τ}, and is unbiased for unequal weights too. FedLin's server takes the common
-   part −αq itself, and averages what clients drift beyond it: see FedNest.
-2. FedLin's client steps by α/τ_i, so that unequal work does not re-weight the clients; FedAvg's, as in its paper, by η
-   whatever τ_i is, and does.
-3. FedLin's first corrected step is along q itself, its correction being zero whatever is drawn; nothing is compressed.
-4. Batches are drawn with replacement; as in FedAvg's paper with `local_epochs`.
+1. Server and clients exchange changes: the server adds Σ p̃_i (x_{i,τ} − x) to x, with p̃_i = (M/P) p_i. For equal
+   weights or full participation this gives the mean of the x_{i,τ}. It is unbiased for unequal weights too. FedLin's
+   server adds the common part −αq once, and averages the clients' drifts beyond it: see FedNest.
+2. A client's step in FedLin is α/τ_i, so that different numbers of local steps do not re-weight the clients. In FedAvg
+   it is η for any τ_i, as in its paper, so that they do.
+3. FedLin's first corrected step is along q itself, since its correction is zero for any draw. Nothing is compressed.
+4. Batches are drawn with replacement. With `local_epochs` they are drawn without replacement, as in FedAvg's paper.
 
 Checked in tests/algorithms/test_single_level.py (closed forms of both fixed points), test_local_epochs.py and
 tests/engines/test_agreement.py.
@@ -39,10 +39,11 @@ from fedbilevel.core.tree import XY, PyTree, move
 
 
 class LocalDescent(LocalWork, Algorithm):
-    """Base of FedLin and FedAvg: the fields and the start.
+    """Share the fields and the start of FedLin and FedAvg.
 
     Args:
-        batch_size: samples per draw, with replacement but in `local_epochs`; None: all.
+        batch_size: the number of samples for a step, drawn with replacement; in `local_epochs` without; None: all
+            samples.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SingleLevel,)
@@ -54,7 +55,7 @@ class LocalDescent(LocalWork, Algorithm):
         return XY(x, y)
 
     def gradient_of(self, client: Client) -> Gradient:
-        """Make the function (x, draw) -> ∇f_i(x) on drawn samples."""
+        """Return the function (x, draw) -> ∇f_i(x), like x, on the samples of a draw."""
 
         def gradient(x: PyTree, draw: Draw) -> PyTree:
             return jax.grad(client.problem.outer)(x, None, client.outer_batch(draw))
@@ -63,7 +64,7 @@ class LocalDescent(LocalWork, Algorithm):
 
 
 class FedLin(LocalDescent):
-    """Federated SVRG: local steps corrected for the difference between clients.
+    """Run federated SVRG: local steps with a correction for the differences between clients.
 
     Aritra Mitra, Rayana Jaafar, George J. Pappas, Hamed Hassani. "Linear Convergence in Federated Learning: Tackling
     Client Heterogeneity and Sparse Gradients". NeurIPS 2021, arXiv:2102.07053. As federated SVRG: Jakub Konečný et al.,
@@ -76,7 +77,7 @@ class FedLin(LocalDescent):
     name = "fedlin"
     facts = Facts(
         paper="Mitra et al. 2021, arXiv:2102.07053",
-        good_for="clients that differ: with full batches it ends at x* itself",
+        good_for="different clients: with full batches it converges to x* itself",
         exchanges="two",
         up="2 like x",
         cost="two gradients of f",
@@ -88,14 +89,14 @@ class FedLin(LocalDescent):
 
     @phase(takes="x", gives="x")
     def outer_gradient(self, client: Client, x: PyTree, key: Array) -> Reply:
-        """Reply with ∇f_i, whose mean is q."""
+        """Reply with ∇f_i(x), like x; the mean of these replies is q."""
         batch = client.outer_batch(key)
         loss, gradient = jax.value_and_grad(client.problem.outer)(x, None, batch)
         return Reply(gradient, metrics={"outer_loss": loss}, gradients=1)
 
     @phase(takes=("x", "x"), gives="x")
     def corrected_outer_descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of x by τ_i corrected steps, less −αq, which all clients have in common."""
+        """Reply with the change of x after τ_i corrected steps, like x, without the common part −αq."""
         x, q = at
         steps = self.steps(client, key)
         drift = corrected_drift(self.gradient_of(client), x, q, steps, self.outer_lr)
@@ -109,23 +110,23 @@ class FedLin(LocalDescent):
 
 
 class FedAvg(LocalDescent):
-    """Local gradient steps, then the mean of the clients' x.
+    """Make local gradient steps, then average the clients' x.
 
     H. Brendan McMahan, Eider Moore, Daniel Ramage, Seth Hampson, Blaise Agüera y Arcas. "Communication-Efficient
     Learning of Deep Networks from Decentralized Data". AISTATS 2017, arXiv:1602.05629.
 
     Args:
-        lr: η, the size of each of a client's local steps.
+        lr: η, the size of a client's local step.
     """
 
     name = "fedavg"
     facts = Facts(
         paper="McMahan et al. 2017, arXiv:1602.05629",
-        good_for="clients that are alike, where exchanges are expensive; biased where clients differ and τ > 1",
+        good_for="similar clients and expensive exchanges; biased if clients differ and τ > 1",
         exchanges="one",
         up="1 like x",
         cost="a gradient of f",
-        bias="drift where τ > 1",
+        bias="drift if τ > 1",
     )
     allows = Allows(late=("outer_descent",), submodels=UnitPolicy())
 
@@ -133,7 +134,7 @@ class FedAvg(LocalDescent):
 
     @phase(takes="x", gives="x")
     def outer_descent(self, client: Client, x: PyTree, key: Array) -> Reply:
-        """Reply with the change of x by τ_i plain steps."""
+        """Reply with the change of x after τ_i plain steps, like x."""
         steps = self.steps(client, key)
         return Reply(local_descent(self.gradient_of(client), x, steps, self.lr), gradients=steps.tau)
 

@@ -1,1 +1,1 @@
-"""Parts that several methods share: wrappers, local steps, inner rounds, hypergradients, regularization."""
+"""Provide what several methods share: layers, wrappers, local steps, inner rounds, hypergradients, regularization."""

@@ -1,34 +1,34 @@
-"""AdaGrad for x, whose numerator is the distance that an entry has come.
+"""Adapt the steps on x by AdaGrad, with the distance of each entry from its start in the numerator, as in DoG.
 
-With h_t the hypergradient of round t, j an entry of x, d the number of entries, η the field `x_lr`, R = REACH,
-a = SHARED, and w_t ≤ 1 how much x waits for y (`ServerCurvature.slower`),
+Let h_t be the hypergradient of round t, j an entry of x, d the number of entries, η the field `x_lr`, R = REACH and
+a = SHARED. The factor w_t ≤ 1 makes x wait for y (`ServerCurvature.slower`). The step is
 
     x_j ← x_j − min(w_t r_{t,j} / s_{t,j},  η / |h_{t,j}|) h_{t,j}
 
     r_{t,j} = min(Rη, max(r_0, max_{u≤t} |x_{u,j} − x_{0,j}|)),    r_0 = Rη min(1, max(‖x_0‖, 1) / √d)
 
-    s_{t,j}² = Σ_{u≤t} h_{u,j}²                             where x, or a leaf of it, is a number or a vector
-    s_{t,j}² = Σ_{u≤t} ((1 − a) h_{u,j}² + a mean of h_u²)  where it has two dimensions or more, the mean over that leaf
+    s_{t,j}² = Σ_{u≤t} h_{u,j}²                             for a leaf of x that is a number or a vector
+    s_{t,j}² = Σ_{u≤t} ((1 − a) h_{u,j}² + a mean of h_u²)  for a leaf with two dimensions or more, mean over this leaf
 
-No entry moves by more than η in a round, and the unit of the outer loss has no influence.
+No entry moves by more than η in a round, and the scale of the outer loss does not matter.
 
-Entries of a vector, such as penalties, are unlike quantities, and every one has a sum of its own. With one sum for all
-of them, a bound on the length of a move lets all of the move go into one entry: with 39 penalties 10^x, one of them
-could grow 18-fold in a round, and the inner curvature with it. Entries of a matrix, such as the weights of a network,
-are alike and many. With sums of their own alone, weights that matter for few samples, such as those of pixels at the
-rim of an image, would move as far as all others, and what they learn would be noise. (Adafactor, too, treats matrices
-otherwise than vectors.)
+The entries of a vector, such as penalties, are different quantities, and every entry has its own sum. If they shared a
+sum, a bound on the length of a step would allow one entry to take the whole step: with 39 penalties 10^x, one of them
+could grow 18-fold in a round, and the inner curvature with it. The entries of a matrix, such as the weights of a
+network, are many and of one kind. If each had only its own sum, weights that matter for few samples, such as those of
+pixels at the border of an image, would move as far as all others, and would learn noise. (Adafactor also treats
+matrices and vectors differently.)
 
-The numerator is DoG's. Small entries, such as the weights of a network, start with small steps; entries that have far
-to go get longer ones, up to Rη.
+The numerator is that of DoG. Small entries, such as the weights of a network, start with small steps. Entries that move
+far get longer steps, up to Rη.
 
-η = 0.1 changes a penalty 10^x by a quarter at most, and a weight exp(x) by a tenth. What depends on several entries of
-x can change by more: where an inner curvature is 10^(x_1 + … + x_d), a smaller η is needed.
+η = 0.1 changes a penalty 10^x by at most a quarter in a round, and a weight exp(x) by at most a tenth. A quantity that
+depends on several entries of x can change by more: if an inner curvature is 10^(x_1 + … + x_d), a smaller η is needed.
 
-REACH and SHARED come from sweeps (benchmarks/results/family.txt). With a larger REACH the worst tenth of ends rises a
-little on random problems, since x overshoots; with 1, x is too slow on quadratics, whose solutions are far away. With a
-larger SHARED linear representations end a little higher; with less than a half, a network whose clients have few digits
-of MNIST each is less accurate.
+REACH and SHARED come from sweeps (benchmarks/results/family.txt). With a larger REACH, the worst tenth of final losses
+on random problems rises a little, since x overshoots. With REACH = 1, x is too slow on quadratics, whose solutions are
+far away. With a larger SHARED, linear representations end at a slightly higher loss. With less than a half, a network
+whose clients have few digits of MNIST each is less accurate.
 
 Sources: J. Duchi, E. Hazan and Y. Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic
 Optimization", JMLR 2011. A. Défossez, L. Bottou, F. Bach and N. Usunier, "A Simple Convergence Proof of Adam and
@@ -49,22 +49,22 @@ from jax import Array
 from fedbilevel.core.tree import PyTree, move, over
 
 REACH = 3  # the largest numerator, in units of η
-SHARED = 0.5  # of the sums of a matrix's entries: the part that all of them have in common
-STEADY = 0.9  # an entry moves steadily where the sum of its moves is at least this part of the sum of their lengths
-SHOWN = 5  # entries that a remark names at most
-SETTLED = 20  # rounds after which a hypergradient that was always 0 is worth a word
+SHARED = 0.5  # the weight of the mean over a matrix in the sums of its entries
+STEADY = 0.9  # an entry moves steadily if the sum of its moves is at least this share of the sum of their lengths
+SHOWN = 5  # the largest number of entries that a remark names
+SETTLED = 20  # the number of rounds after which a remark names entries whose hypergradient was always 0
 
 
 class AdaGrad(NamedTuple):
-    """What the server remembers of the hypergradients and of x."""
+    """Hold the server's record of the hypergradients and of x."""
 
-    norms: PyTree  # √(Σ h²) by entry, of which no square over- or underflows
+    norms: PyTree  # √(Σ h²) for each entry, computed without overflow or underflow of squares
     start: PyTree  # x_0
-    farthest: PyTree  # max |x_s − x_0|
+    farthest: PyTree  # max |x_s − x_0| for each entry
     step: Array  # ‖x_{t+1} − x_t‖ / ‖h_t‖ of the last round
     rounds: Array  # t
-    way: PyTree  # Σ_s (s/t)³ (x_{s+1} − x_s): how far each entry has come in the last quarter of the rounds or so
-    path: PyTree  # the same sum of |x_{s+1} − x_s|
+    way: PyTree  # Σ_s (s/t)³ (x_{s+1} − x_s): the displacement of each entry in about the last quarter of the rounds
+    path: PyTree  # Σ_s (s/t)³ |x_{s+1} − x_s|: the length of the path of each entry in these rounds
 
     @classmethod
     def begin(cls, x: PyTree) -> AdaGrad:
@@ -72,7 +72,7 @@ class AdaGrad(NamedTuple):
         return cls(zeros, x, zeros, jnp.zeros(()), jnp.zeros(()), zeros, zeros)
 
     def moved(self, x: PyTree, h: PyTree, lr: Any, slower: Any = 1) -> tuple[PyTree, AdaGrad]:
-        """Return the next x and the next memory, given the hypergradient h at x, η = lr and w = slower."""
+        """Return the next x and the next record, for the hypergradient h at x, η = lr and w = slower."""
         size = max(1, sum(leaf.size for leaf in jax.tree.leaves(x)))
         least = REACH * lr * jnp.minimum(1, jnp.maximum(optax.tree.norm(self.start), 1) / size**0.5)
 
@@ -93,9 +93,10 @@ class AdaGrad(NamedTuple):
         return optax.tree.add(x, changes), memory
 
     def idle(self) -> str:
-        """Name the entries of vectors whose hypergradient was 0 in all of SETTLED rounds or more, beside others; or "".
+        """Return a sentence that names the entries of vectors whose hypergradient was 0 in all rounds; "" for none.
 
-        Entries of matrices are left out: some weights of a network have no influence, as those of pixels that are
+        The result is "" after fewer than SETTLED rounds, and if the hypergradient of all entries was 0. Entries of
+        matrices are left out, since some weights of a network have no influence, such as those of pixels that are
         always 0.
         """
         norms = jax.tree_util.tree_leaves_with_path(self.norms)
@@ -108,11 +109,14 @@ class AdaGrad(NamedTuple):
         entries = [f"x{jax.tree_util.keystr(path)}[{index}]" for path, index in places]
         return (
             f"{some(entries, size)} never moved: their hypergradient was exactly 0 in all rounds. "
-            "Either no loss reads them, or no round has drawn a client or sample that does"
+            "Either no loss depends on them, or no round has drawn a client or sample whose loss does"
         )
 
     def remark(self, lr: float) -> str:
-        """Name the entries of x that still move steadily, by η/2 or more in the last quarter of the rounds; or ""."""
+        """Return a sentence that names the entries of x that still move steadily; "" for none.
+
+        These are the entries with a path of more than η/2 in about the last quarter of the rounds.
+        """
         ways, paths = jax.tree_util.tree_leaves_with_path(self.way), jax.tree.leaves(self.path)
         distance = {}
         for (place, way), path in zip(ways, paths, strict=True):
@@ -127,22 +131,22 @@ class AdaGrad(NamedTuple):
         entries = "x was" if size == 1 else f"{some(farthest_first, size)} were"
         return (
             f"{entries} still moving steadily at the end: either the run needs more rounds, or the outer loss has no "
-            "minimum there, as of a penalty that wants to be infinite or 0; then bound x with project_x"
+            "minimum in this direction, for example if the best penalty is infinite or 0; then bound x with project_x"
         )
 
 
 def some(entries: list[str], size: int) -> str:
-    """Name the first SHOWN of these entries of x, which has `size` of them."""
+    """Return a phrase with the first SHOWN of these entries of x and their number; x has `size` entries in all."""
     more = f" and {len(entries) - SHOWN} more" if len(entries) > SHOWN else ""
     return f"{', '.join(entries[:SHOWN])}{more} of {size:,} entries of x"
 
 
 def with_mean(norms: Array) -> Array:
-    """√((1 − SHARED) norms² + SHARED ⟨norms²⟩), of which no square over- or underflows."""
+    """Return √((1 − SHARED) norms² + SHARED ⟨norms²⟩), without overflow or underflow of squares."""
     return jnp.hypot((1 - SHARED) ** 0.5 * norms, SHARED**0.5 * root_mean_square(norms))
 
 
 def root_mean_square(leaf: Array) -> Array:
-    """√⟨leaf²⟩, of which no square over- or underflows."""
+    """Return √⟨leaf²⟩, the root of the mean square, without overflow or underflow of squares."""
     largest = jnp.max(jnp.abs(leaf), initial=0)
     return largest * jnp.sqrt(jnp.mean(over(leaf, largest) ** 2))

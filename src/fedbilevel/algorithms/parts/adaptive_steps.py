@@ -1,39 +1,41 @@
-"""Adaptive step sizes: the steps of a method that are None, each by itself.
+"""Adapt the step sizes of a method that are None.
 
-Steps on y and v follow the inner curvature. As x moves, the inner Hessian changes, and with it the steps that it
-allows. When a phase that `measures` asks a client, the client measures its largest curvature L_i and reports it
-(curvature.py). L = Σ p_i L_i bounds the largest curvature of the inner loss of all clients. With c = `y_lr`, steps are
+Steps on y and v follow the inner curvature, since the inner Hessian, and with it the largest stable step, changes as x
+moves. When the server asks a client for a phase that `measures`, the client also measures its largest curvature L_i and
+reports it (curvature.py). L = Σ p_i L_i bounds the largest curvature of the inner loss of all clients. With c = `y_lr`,
+the steps are
 
-    c/L     a step on y or v that is the same for all, or the total of a client's τ_i local steps
-    c/L_i   where each client solves a linear system of its own: `LocalImplicit`, `Coordinates`
+    c/L     for a step on y or v that is the same for all clients, or for the total of a client's τ_i local steps
+    c/L_i   if each client solves its own linear system: `LocalImplicit`, `Coordinates`
 
 One of several local steps is never longer than 1/L_i. In round 0 the server does not know L, and its steps are 0. A
-cohort may have a larger L than the cohorts before it. Therefore the server scales replies for y and v down to the step
-that the L measured with them allows. Products with the Hessian, with which fresh cohorts measure nothing, are scaled
-down so that c/L is at most c⟨v, Hv⟩/‖Hv‖², which is at least c/λ, λ being the largest eigenvalue of H.
+cohort may have a larger L than the cohorts before it. The server therefore scales replies for y and v down to the step
+that is allowed by the L measured with them. Products with the Hessian come from fresh cohorts, which measure nothing.
+They are scaled down such that the step is at most c⟨v, Hv⟩/‖Hv‖². This bound is at least c/λ, where λ is the largest
+eigenvalue of H.
 
-SimFBO, ShroFBO and FedBiO move along the mean q of sums q_i of a_i local directions. Two steps are safe. One is that of
-a single step along the mean gradient, the smaller of c/(L Σ p a) and c/(Σ p a L_i); clients then need not move, and
-their local steps only average over more samples. The other is the client's own, η ≤ 1/L_i: each (I − ηH_i)^a is a
-contraction, and so is their mean, which is a times as fast where clients are alike. Where they differ, its fixed point
-is another. How much they are alike shows in their replies for y:
+SimFBO, ShroFBO and FedBiO move along the mean q of sums q_i of a_i local directions. Two kinds of step are safe. The
+first is the step for a single step along the mean gradient, the smaller of c/(L Σ p a) and c/(Σ p a L_i). Clients then
+need not move, and their local steps only average over more samples. The second is the client's own step, η ≤ 1/L_i:
+each (I − ηH_i)^a is a contraction, and so is their mean, which is a times as fast if clients are similar. If they
+differ, this mean has another fixed point. Their replies for y show how similar clients are:
 
     r = ‖q‖² / Σ p_i ‖q_i‖²        1: all move in the same direction;  0: they move apart, and only drift remains
 
-Clients step by η = c √r/L, and the server by the larger of c √r/(L Σ p a Σ p/a) and the safe step of the first kind; by
-the latter where clients' steps are given. (Divya Jhunjhunwala et al., "FedExP", ICLR 2023, extrapolate by 1/r where
-clients' steps are shortened by √r here.)
+Clients step by η = c √r/L. The server steps by the larger of c √r/(L Σ p a Σ p/a) and the safe step of the first kind.
+If the fields give the clients' steps, the server takes the safe step of the first kind. (Divya Jhunjhunwala et al.,
+"FedExP", ICLR 2023, lengthen the server's step by 1/r; here clients' steps are shortened by √r.)
 
-Leaves of y that are each client's own, and their part of v, move by c/(a_i L_i); core/own_y.py says why that is stable.
-Where a client's own steps adapt (`LocalSGD`, FedBiO), its changes of them are scaled down to 1/L_i.
+Leaves of y that are each client's own, and their part of v, move by c/(a_i L_i); core/own_y.py says why this is stable.
+If the clients' own steps adapt (`LocalSGD`, FedBiO), a client's changes of these leaves are scaled down to 1/L_i.
 
-Steps on x are AdaGrad's, along the hypergradient h of the round, and shorter where the inner curvature has risen
-(adagrad.py, curvature.py). h is what the method takes from x, divided by the method's own step: the server's step is
-LONG, so that h is not lost by rounding. Where clients step on x themselves, their steps are SHORT, so that they find h
-at the x of the server, and their replies are scaled by LONG/SHORT. With longer steps a client would run away whose own
-hypergradient is many times the mean.
+Steps on x are AdaGrad's, along the hypergradient h of the round. They are shorter after the inner curvature has risen
+(adagrad.py, curvature.py). h is the change of x in the method's round, divided by the method's step. The server's step
+is LONG, so that h is not lost to rounding. If clients step on x themselves, their steps are SHORT, so that they compute
+h at the x of the server, and their replies are scaled by LONG/SHORT. With longer steps, a client whose own
+hypergradient is many times the mean would diverge.
 
-A message carries two numbers and a seed more, and a reply to a phase that measures six.
+A message has two more numbers and a seed. A reply to a phase that measures has six more numbers.
 """
 
 from __future__ import annotations
@@ -65,59 +67,57 @@ from fedbilevel.core.own_y import parted_y
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, join, over, scaled
 
-LONG = 1e12  # the server's step on x, from which h is found
-SHORT = 1e-12  # a client's own, too short to move x
-FLAT = (
-    "the inner loss has no curvature in y where the run is, so that steps on y that adapt are 0: give numbers for them"
-)
+LONG = 1e12  # the server's step on x; the change of x divided by LONG is h
+SHORT = 1e-12  # a client's own step on x, too short to move x
+FLAT = "the inner loss has no curvature in y at this point, so that adapted steps on y are 0: give numbers for them"
 
 
 class Steps(NamedTuple):
-    """The steps on y and v that a message carries, and what the random vector of a measurement is drawn by."""
+    """Hold the steps on y and v in a message, and the seed of the random vector of a measurement."""
 
-    inner: Array
-    drift: Array  # a client's, where they only decide how far it drifts
+    inner: Array  # the server's step
+    drift: Array  # a client's step, if it only determines how far the client drifts
     seed: Array
 
 
 class Sized(NamedTuple):
-    """A message of the method's, and the steps."""
+    """Hold a message of the method together with the steps."""
 
     message: PyTree
     steps: Steps
 
 
 class WithMeasured(NamedTuple):
-    """An update of the method's, and what was measured with it."""
+    """Hold an update of the method together with the client's measurement."""
 
     update: PyTree
     measured: Measured
 
 
 class Known(NamedTuple):
-    """What the server keeps."""
+    """Hold the state of the layer on the server."""
 
     curvature: ServerCurvature
     outer: AdaGrad
     inner: Array  # the step on y and v of this round
-    agreement: Array  # r of the round before, which this round's steps go by
+    agreement: Array  # r of the round before, by which this round's steps are computed
 
 
 class AdaptiveSteps(Layer):
     """Adapt the steps of a method that are None: on y and v to the inner curvature, on x to the hypergradients so far.
 
-    `solve` puts it around each method that has such steps; `fb.AdaptiveSteps(method, …)` is short for
-    `fb.layered(method, fb.AdaptiveSteps(…))`. The history has the curvature L as `curvature`, and the
-    length of a move of x over that of the hypergradient as `x_step`, where these steps are adapted.
+    `solve` puts this layer around each method that has such steps. `fb.AdaptiveSteps(method, …)` is short for
+    `fb.layered(method, fb.AdaptiveSteps(…))`. If these steps are adapted, the history has the columns `curvature`,
+    which is L, and `x_step`, the length of the change of x divided by that of the hypergradient.
 
     Args:
-        y_lr: c, the steps on y and v in units of 1/L, below 2. A step stays stable where L is measured too low by a
-            factor of up to 2/c.
-        x_lr: η, the most that a round changes an entry of x. Give less, such as 0.02, where x is too fast for y, or
-            where a penalty depends on several entries.
-        remember: whether a client keeps the vector of its power method, which is as large as y; if not, it makes 10
-            products in place of 3 each time. `solve` sets it to False where simulated clients would keep more than half
-            a gigabyte.
+        y_lr: c, the steps on y and v in units of 1/L, below 2. A step remains stable if the measured L is too low by a
+            factor of at most 2/c.
+        x_lr: η, the largest change of an entry of x in a round. Choose a smaller value, such as 0.02, if x is too fast
+            for y, or if a penalty depends on several entries of x.
+        remember: whether a client keeps the vector of its power method, which is as large as y. If not, it computes 10
+            products in place of 3 in each measurement. `solve` sets it to False if simulated clients would keep more
+            than half a gigabyte.
     """
 
     kind, place, learns = "adaptive_steps", "steps", True
@@ -136,17 +136,17 @@ class AdaptiveSteps(Layer):
         require(bool(adapted(method)), name, method.label, allowed)
         measuring = adapted(method) == {"x"} or any(measures(method, phase) for phase in method.phases.values())
         require(measuring, name, method.label, "a method with a phase that measures: @phase(…, measures=True)")
-        at_once = "a method that waits for everyone: late replies are made of steps of other rounds"
+        at_once = "a method that waits for all replies: late replies were computed with the steps of other rounds"
         require(not method.asks.asynchronous, name, f"{method.label} with first replies", at_once)
 
     def allows(self, inside: Allows, method: Algorithm) -> Allows:
         open_ = (path for path, step in open_steps(method).items() if step.kind != "drift")
         numbers = f"; give numbers for {', '.join(open_)}"
         return Allows(
-            late=No(f"its steps are those of this round's curvature, and late replies are made of other ones{numbers}"),
-            submodels=No(f"curvature is that of the whole y, and a client that holds a part has another one{numbers}"),
-            noise=No(f"a client's curvature tells of its data, and steps by a noised one may be of any size{numbers}"),
-            local_x=No(f"its steps are found from the x that the server has{numbers}"),
+            late=No(f"its steps follow this round's curvature, and late replies have steps of other rounds{numbers}"),
+            submodels=No(f"its steps follow the curvature in the whole y; a part of y has another curvature{numbers}"),
+            noise=No(f"a client's curvature depends on its data, and with noise steps could have any size{numbers}"),
+            local_x=No(f"its steps are computed from the server's x{numbers}"),
             project_x=inside.project_x,
             own_y=inside.own_y,
         )
@@ -154,11 +154,11 @@ class AdaptiveSteps(Layer):
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
         drifts = {path for path, step in open_steps(method).items() if step.kind == "drift" and step.of != "x"}
         own = sorted(drifts.intersection(clients.own))
-        numbers = "left out, or server_lr given: a server's step that adapts is found from those of clients, too"
+        numbers = "left out, or used with a server_lr: an adapted server's step also depends on the clients' steps"
         require(not own, f"Clients.own[{', '.join(own)}]", "given", numbers)
         if clients.capacity is not None and not isinstance(method.allows.submodels, No):
             without = self.allows(method.allows, method)
-            refuse_unless_allowed(method, "submodels", "needs steps where Clients.capacity is given", without)
+            refuse_unless_allowed(method, "submodels", "needs step sizes if clients have capacities", without)
 
     def server_slot(self, method: Algorithm, x: PyTree, y: PyTree) -> Known:
         curvature, zero = ServerCurvature.unknown(), jnp.zeros(())
@@ -168,7 +168,7 @@ class AdaptiveSteps(Layer):
         return PowerMethod.begin(y, self.remember)
 
     def before_round(self, method: Algorithm, kept: Known) -> tuple[Algorithm, Known]:
-        """Give the method the steps of what is known."""
+        """Return the method with the steps of this round, from the curvature measured so far."""
         open_ = {(step.kind, step.of) for step in open_steps(method).values()}
         drifts = all(("drift", of) in open_ for kind, of in open_ if kind == "shared" and of != "x")
         agreement = kept.curvature.agreement if drifts else jnp.zeros(())
@@ -178,11 +178,11 @@ class AdaptiveSteps(Layer):
         return begun, kept._replace(inner=inner)
 
     def _steps(self, kept: Known) -> tuple[Array, Array]:
-        """Return the steps, of the server and of clients, that what is known by now allows."""
+        """Return (the server's step, a client's step) on y and v, from the curvature measured so far."""
         return kept.curvature._replace(agreement=kept.agreement).steps(self.y_lr)
 
     def exchange(self, asked: Asked, kept: Known, ask: Ask) -> tuple[Total, Known]:
-        """Send the steps with the message, and scale the replies to the steps that curvature allows."""
+        """Send the steps with the message, and scale the mean reply down to the steps that the curvature allows."""
         phase, message = asked.method.phases[asked.phase], asked.message
         steps = Steps(*self._steps(kept), jax.random.bits(jax.random.fold_in(asked.key, STREAM), dtype="uint32"))
         mean = ask(replace(asked, message=Sized(message, steps))).mean(asked.unbiased)
@@ -200,9 +200,9 @@ class AdaptiveSteps(Layer):
         return Total.of_mean(mean), kept
 
     def reply(self, asked: Asked, kept: PowerMethod | None, client: Client, run: Inside) -> tuple[Reply, Kept]:
-        """Measure the client's curvature, and run the phase with the steps that it allows."""
+        """Measure the client's curvature, and run the phase with the steps that this curvature allows."""
         method, (message, steps) = asked.method, asked.message
-        power = PowerMethod.begin(None, keep=False) if kept is None else kept  # out of reach in a fresh cohort
+        power = PowerMethod.begin(None, keep=False) if kept is None else kept  # None in a fresh cohort
         phase, products = method.phases[asked.phase], None
         if measures(method, phase):
             x, y = measured_at(phase, method, client, message, asked.key)
@@ -218,7 +218,10 @@ class AdaptiveSteps(Layer):
         return reply._replace(update=WithMeasured(reply.update, measured), hvps=reply.hvps + products), after
 
     def _size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Any:
-        """Return a client's step: that of all clients, or what its own curvature `own` bears, where that is known."""
+        """Return a client's step for a field that is None: the common step, bounded by its own curvature, `own`.
+
+        If the client's curvature is not known, which `own` = 0 says, it does not bound the step.
+        """
         if open_.of == "x":
             return 0.0 if open_.kind == "drift" else SHORT
         step, bears = steps.inner, jnp.where(own > 0, 1 / jnp.where(own > 0, own, 1), jnp.inf)
@@ -235,8 +238,11 @@ class AdaptiveSteps(Layer):
         return jnp.where(tau > 1, jnp.minimum(step, several), step)
 
     def _own_steps(self, asked: Asked, client: Client, steps: Steps, largest: Array, reply: Reply) -> Reply:
-        """Bring own entries of y and v to the client's own step: to c/(a_i L_i) where the server's step adapts, down to
-        1/L_i where the client's does."""
+        """Return the reply with the client's own entries of y and v scaled to the client's own step.
+
+        If the server's step adapts, the client's own step is c/(a_i L_i). If the client's step adapts, it is bounded by
+        1/L_i.
+        """
         if (own := client.problem.own) is None or isinstance(parts := asked.method.allows.own_y, No):
             return reply
         of_server = over(self.y_lr, largest * directions_of(asked.method, client))
@@ -260,7 +266,7 @@ class AdaptiveSteps(Layer):
     def after_round(
         self, method: Algorithm, problem: Problem, kept: Known, before: Any, after: Any
     ) -> tuple[Any, Known]:
-        """Move x along the hypergradient, which is what the round took from x over its step."""
+        """Move x by AdaGrad along the hypergradient, which is the round's change of x divided by −LONG."""
         if "x" not in adapted(method):
             return after, kept
         h = scaled(1 / LONG, optax.tree.sub(before.x, after.x))
@@ -281,31 +287,34 @@ class AdaptiveSteps(Layer):
 
 
 def adaptive(algorithm: Algorithm, problem: Problem, remember: bool = True) -> Algorithm:
-    """Return a method as it runs on a problem: in AdaptiveSteps where it has steps that are None, and are used.
+    """Return the method, within AdaptiveSteps if it has steps that are None and that are used on this problem.
 
-    `remember`: see `AdaptiveSteps`.
+    Args:
+        algorithm: the method.
+        problem: the problem.
+        remember: as in `AdaptiveSteps`.
 
     Raises:
-        ConfigurationError: another layer, or a wrapper, does not allow such steps.
+        ConfigurationError: another layer, or a wrapper, does not allow adapted steps.
     """
-    solved = problem.implicit_term == "inverse"  # there is a system for v
+    solved = problem.implicit_term == "inverse"  # there is a linear system for v
     used = any(solved or "hypergradient" not in path.split(".") for path in open_steps(algorithm))
     has = any(isinstance(layer, AdaptiveSteps) for layer in layers_at(algorithm))
     return layered(algorithm, AdaptiveSteps(remember=remember)) if used and not has else algorithm
 
 
 def adapted(method: Algorithm) -> set[str]:
-    """Say of which of x, y and v steps are adapted."""
+    """Return those of the variables "x", "y" and "v" whose steps are adapted."""
     return {step.of for step in open_steps(method).values()}
 
 
 def measures(method: Algorithm, phase: Phase) -> bool:
-    """Say whether curvature is measured with a phase."""
+    """Return whether clients measure their curvature when they run a phase."""
     return adapted(method) != {"x"} and bool(getattr(phase, "__measures__", False))
 
 
 def measured_at(phase: Phase, method: Algorithm, client: Client, message: PyTree, key: Array) -> tuple[PyTree, PyTree]:
-    """Return the x and y at which a client measures its curvature: the phase's own choice, or those of the message."""
+    """Return the (x, y) at which a client measures its curvature: by the phase's function, or those of the message."""
     choose: Any = getattr(phase, "__measures__", True)
     if callable(choose):
         x, y = choose(method, client, message, key)
@@ -315,12 +324,15 @@ def measured_at(phase: Phase, method: Algorithm, client: Client, message: PyTree
 
 
 def clients_move_x(method: Algorithm) -> bool:
-    """Say whether replies contain changes of x by clients' own steps, so that the server adds them up."""
+    """Return whether clients step on x themselves, so that replies contain changes of x."""
     return any(step.of == "x" and step.kind in ("local", "local x") for step in open_steps(method).values())
 
 
 def shared_steps(method: Algorithm) -> set[str]:
-    """Say which of y, v and the products for v are multiplied by a step that adapts and is the same for all."""
+    """Return those of "y", "v" and "product" that an adapted step multiplies which is the same for all clients.
+
+    "product" stands for the products with the Hessian in the linear system for v.
+    """
 
     def one(part: Any) -> bool:
         return part.local_steps == 1 and getattr(part, "local_epochs", None) is None
@@ -333,7 +345,7 @@ def shared_steps(method: Algorithm) -> set[str]:
 
 
 def directions_of(method: Algorithm, client: Client) -> Array:
-    """Return a_i: how many directions a sum has that the server moves along; 1 where it is a mean."""
+    """Return a_i, the number of directions in the sum with which a client replies; 1 if the reply is a mean."""
     own = as_client(method, client.own)
     if not isinstance(own, JointSteps):
         return jnp.ones(())
@@ -341,24 +353,24 @@ def directions_of(method: Algorithm, client: Client) -> Array:
 
 
 def allowed(most: Array, step: Array) -> Array:
-    """Return the factor that brings a move by the server's step on y and v down to one by the step `most`."""
+    """Return the factor, at most 1, that scales a move by `step` down to a move by the step `most`."""
     return jnp.minimum(over(most, step), 1)
 
 
 def parts_like(kind: str, declared: PyTree, tree: PyTree) -> Iterator[PyTree]:
-    """Yield the parts of a message or update that are declared to be shaped like x or y, in their order."""
+    """Yield the parts of a message or update that are declared to have the shape of `kind`, "x" or "y", in order."""
     parts: list[PyTree] = []
     jax.tree.map(lambda one, part: parts.append(part) if one == kind else None, declared, tree)
     return iter(parts)
 
 
 def square_of_y(phase: Phase, update: PyTree) -> Array:
-    """Return the squared norm of the first part of an update that is shaped like y: that of y itself, not of v."""
+    """Return the squared norm of the first part of an update with the shape of y: that is the part for y, not for v."""
     return jnp.asarray(optax.tree.norm([*parts_like("y", takes_and_gives(phase)[1], update)][:1], squared=True))
 
 
 def rescaled(phase: Phase, update: PyTree, kind: str, factors: Sequence[Any]) -> PyTree:
-    """Multiply the first parts of an update that are declared to be shaped like x or y by these factors."""
+    """Return the update with its first parts of the shape of `kind`, "x" or "y", multiplied by these factors."""
     in_order = iter(factors)
 
     def one(declared: str, part: PyTree) -> PyTree:
@@ -368,7 +380,7 @@ def rescaled(phase: Phase, update: PyTree, kind: str, factors: Sequence[Any]) ->
 
 
 def with_steps(method: Algorithm, size: Callable[[OpenStep], Any]) -> Any:
-    """Return a method with a number for each step that is None."""
+    """Return the method with `size` of each step that is None in its place."""
     changed: Any = method
     for path, open_ in open_steps(method).items():
         changed = replaced(changed, path.split("."), size(open_))

@@ -1,4 +1,4 @@
-"""The one place where what a problem and a run ask for is put around a method."""
+"""Put the layers that a problem and a run require around a method."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from fedbilevel.core.problem import Problem
 
 
 def composed(algorithm: Algorithm, problem: Problem, *more: Layer | None) -> Algorithm:
-    """Return the method with the layers that its problem asks for, and `more`.
+    """Return the method with the layers that its problem requires, and with the layers `more`.
 
     Raises:
-        ConfigurationError: the method, or a layer that it has, does not allow one.
+        ConfigurationError: the method, or one of its layers, does not allow another layer.
     """
     own = OwnBlock() if problem.local else OwnLeaves() if problem.own else None
     return layered(algorithm, own, *more, None if problem.project_x is None else InSet())

@@ -1,27 +1,29 @@
-"""The largest curvature of the inner loss: what a client measures of its own, and what the server knows of all.
+"""Measure the largest curvature of each client's inner loss; on the server, their mean bounds that of all clients.
 
-A client keeps a unit vector u_i. When it is asked, it mixes in a random unit vector w and makes AGAIN steps of the
-power method at the x and y of the message, on a batch of its own for each:
+A client keeps a unit vector u_i. When the server asks it, it adds a random unit vector w and makes AGAIN steps of the
+power method at the x and y of the message, each on a new batch of its samples:
 
     u ← (u_i + MIX w) / ‖u_i + MIX w‖,    u ← ∇²yy g_i(x, y) u / L_i  with  L_i = ‖∇²yy g_i(x, y) u‖,    u_i ← u
 
-L_i approaches the largest eigenvalue in absolute value, from below. A client that has no vector, or that could not keep
-it, begins with w and makes FIRST steps.
+On full batches L_i approaches the largest eigenvalue, in absolute value, from below. A client without a vector starts
+from w and makes FIRST steps.
 
-Without w, L_i would be blind to a direction that has just become stiff: once u_i has settled, its component there has
-decayed to rounding error, and where Hessians are diagonal, nothing brings it back. With an eigenvalue that grows by a
-quarter in each round, the most that a penalty 10^x allows, L_i is then low by a factor of 10⁴ at worst; with w, by 2.2,
-and by 1.04 where nothing grows (benchmarks/results/power_method.txt, with other values of MIX and AGAIN). Steps of
-1/L_i are stable up to a factor of 2.
+The vector w is needed to detect a direction whose curvature has just become large. Once u_i has converged, its
+component in this direction has decayed to rounding error. If Hessians are diagonal, the power method alone does not
+restore it. Suppose that an eigenvalue grows by a quarter in each round, which is the most that a penalty 10^x allows.
+Without w, L_i is then too low by a factor of 10⁴ in the worst case. With w the factor is 2.2, and 1.04 if no eigenvalue
+grows (benchmarks/results/power_method.txt, which also has other values of MIX and AGAIN). Steps of 1/L_i are stable up
+to a factor of 2.
 
-The server takes the same mean of what clients report as of their replies. Where that is the unbiased mean of a cohort,
-(M/P) Σ p_i, curvature and reply are long or short by the same factor, so that a step of 1/L stays safe. The server's
-curvature follows a rise at once, and a fall by the factor FALL in a round.
+The server averages the reported curvatures in the same way as the replies. If this is the unbiased mean of a cohort,
+(M/P) Σ p_i, then curvature and reply are too large or too small by the same factor, so that a step of 1/L remains safe.
+The server's curvature follows a rise at once, and falls at most by the factor FALL in a round.
 
-Where L_i rises because x has moved, steps of 1/L on y become shorter, and y follows x more slowly. Steps on x then
-become shorter, too, so that x waits for y: by Σ p_i least_i / Σ p_i L_i, where the least L_i so far counts as higher
-by the factor RISE with each measurement. Otherwise the weights of a network as x can grow until y no longer follows.
-Each client compares with itself, so that a cohort with other clients than before slows nothing down.
+If L_i rises because x has moved, steps of 1/L on y become shorter, and y follows x more slowly. Steps on x then become
+shorter too, so that x waits for y. Their factor is Σ p_i least_i / Σ p_i L_i, where least_i is the least L_i so far,
+which is raised by the factor RISE with each measurement. Without this, the weights of a network as x can grow until y
+no longer follows. Each client compares its curvature with its own earlier curvature, so that a new cohort with other
+clients does not shorten the steps.
 """
 
 from __future__ import annotations
@@ -37,20 +39,20 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.tree import PyTree, move, over, scaled
 from fedbilevel.oracles.differences import value_and_derivative
 
-FIRST = 10  # products of a client that has kept no vector
-AGAIN = 3  # products of a client that has
-MIX = 0.3  # the length of the random vector beside the one that was kept
-RISE = 1.005  # by how much L_i may rise from one measurement to the next without a shorter step on x
-FALL = 0.95  # what remains of a curvature, at least, from one measurement to the next
-STREAM = 0x4C  # of a phase's key, the stream of the measurement
+FIRST = 10  # the number of products of a client without a vector
+AGAIN = 3  # the number of products of a client that has a vector
+MIX = 0.3  # the length of the random vector that is added to the unit vector
+RISE = 1.005  # the factor by which L_i may rise between two measurements without a shorter step on x
+FALL = 0.95  # the smallest factor by which a curvature can fall between two measurements
+STREAM = 0x4C  # the number that derives the key of a measurement from the key of a phase
 
 
 class PowerMethod(NamedTuple):
-    """What a client keeps of the power method."""
+    """Hold a client's state of the power method."""
 
-    vector: PyTree  # u_i; None: it begins anew each time
+    vector: PyTree  # u_i; None: the client starts from a random vector each time
     largest: Array  # L_i; 0 before the first product
-    least: Array  # the least L_i so far, times RISE for each measurement since; 0 before the first
+    least: Array  # the least L_i so far, times RISE for each later measurement; 0 before the first
 
     @classmethod
     def begin(cls, y: PyTree, keep: bool) -> PowerMethod:
@@ -59,9 +61,9 @@ class PowerMethod(NamedTuple):
     def measured(
         self, client: Client, x: PyTree, y: PyTree, seed: Array, batch_size: int | None, key: Array
     ) -> tuple[PowerMethod, Array]:
-        """Continue at x and y; return what to keep, and how many products were made.
+        """Continue the power method at x and y; return the new state and the number of products.
 
-        w is drawn by `seed`, the same for all clients, so that an engine that has them all draws it once.
+        `seed` draws w. It is the same for all clients, so that an engine that simulates all clients draws w once.
         """
         key = jax.random.fold_in(key, STREAM)
         products: Any = FIRST
@@ -83,14 +85,14 @@ class PowerMethod(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a client reports with its reply: its curvature, and a_i, how many directions its sum contains."""
+    """Hold a client's report with its reply: its curvature, and a_i, the number of directions in its sum."""
 
     largest: Array  # L_i
     work: Array  # a_i
     inverse: Array  # 1/a_i
     summed: Array  # a_i L_i
     least: Array  # the least L_i so far
-    square: Array  # ‖q_i‖², q_i being its reply for y
+    square: Array  # ‖q_i‖², where q_i is the client's reply for y
 
     @classmethod
     def of(cls, found: PowerMethod, work: Array, square: Array) -> Measured:
@@ -100,21 +102,21 @@ class Measured(NamedTuple):
 
 
 class ServerCurvature(NamedTuple):
-    """What the server knows of all clients."""
+    """Hold the server's means of the clients' reports."""
 
-    largest: Array  # L = Σ p_i L_i; 0 before anyone has measured
+    largest: Array  # L = Σ p_i L_i; 0 before the first measurement
     work: Array  # Σ p_i a_i
     inverse: Array  # Σ p_i/a_i
     summed: Array  # Σ p_i a_i L_i
-    slower: Array  # Σ p_i least_i / Σ p_i L_i of the last measurement, by which steps on x are shorter
-    agreement: Array  # r
+    slower: Array  # Σ p_i least_i / Σ p_i L_i of the last measurement, the factor of steps on x
+    agreement: Array  # r = ‖q‖² / Σ p_i ‖q_i‖²
 
     @classmethod
     def unknown(cls) -> ServerCurvature:
         return cls(*jnp.zeros((len(cls._fields),)))._replace(slower=jnp.ones(()))
 
     def after(self, measured: Measured, square: Array) -> ServerCurvature:
-        """Add a measurement, given ‖q‖², q being the mean of the replies for y."""
+        """Return the means after a measurement. `square` is ‖q‖², where q is the mean of the replies for y."""
         agreement = jnp.minimum(over(square, measured.square), 1).astype(self.agreement.dtype)
         rises = (jnp.maximum(FALL * old, new) for old, new in zip(self[:-2], measured[:-2], strict=True))
         largest, work, inverse, summed = rises
@@ -122,12 +124,12 @@ class ServerCurvature(NamedTuple):
         return ServerCurvature(largest, work, inverse, summed, slower.astype(agreement.dtype), agreement)
 
     def steps(self, fraction: Any) -> tuple[Array, Array]:
-        """Return the server's step on y and v, and a client's; 0 where nothing is known."""
+        """Return (the server's step, a client's step) on y and v, for c = `fraction`; 0 before any measurement."""
         safe = over(fraction, jnp.maximum(self.largest * self.work, self.summed))
         own = jnp.sqrt(self.agreement) * over(fraction, self.largest)
         return jnp.maximum(safe, over(own, self.work * self.inverse)), own
 
 
 def unit(vector: PyTree) -> PyTree:
-    """Return the vector at length 1, or as it is where it is 0."""
+    """Return the vector scaled to length 1; a vector of zeros is returned unchanged."""
     return scaled(over(1, optax.tree.norm(vector)), vector)

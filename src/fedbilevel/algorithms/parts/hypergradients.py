@@ -1,11 +1,12 @@
-"""How a method finds ∇Φ(x) ≈ ∇x F − ∇²xy G·v with ∇²yy G·v = ∇y F.
+"""Estimate the hypergradient ∇Φ(x) ≈ ∇x F − ∇²xy G·v, where v solves ∇²yy G·v = ∇y F.
 
-`Implicit` does so by the whole federation: every product is a mean over clients and costs an exchange. With N the terms
-of a Neumann series, N' ≤ N − 1 a random length and K the iterations of conjugate gradient, it makes N + 1 exchanges by
-the whole series and by "random_per_client", N' + 2 by "random" and K + 2 by `CG`.
+`Implicit` computes the hypergradient of all clients together: every product is a mean over clients and costs an
+exchange. Let N be the number of terms of a Neumann series, N' ≤ N − 1 a random length, and K the number of iterations
+of conjugate gradient. An estimate takes N + 1 exchanges by the whole series or with "random_per_client", N' + 2 with
+"random", and K + 2 by `CG`.
 
-`LocalImplicit` makes a single exchange: every client finds a hypergradient alone, with its own f_i and g_i. Their mean
-is another vector than the hypergradient where clients differ.
+`LocalImplicit` takes a single exchange: every client computes a hypergradient alone, with its own f_i and g_i. If
+clients differ, the mean of these is not the hypergradient.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from fedbilevel.oracles.fixed_x import inner_loss_at, inner_loss_on
 
 
 class Exact(Part):
-    """Exact products with second derivatives, by differentiating the loss twice. No matrix is ever formed."""
+    """Compute exact products with second derivatives, by differentiating the loss twice, without forming a matrix."""
 
     kind: ClassVar[str] = "exact"
 
@@ -46,26 +47,26 @@ class Exact(Part):
     hypergradient = staticmethod(products.hypergradient)
 
     def counted(self, reply: Reply) -> Reply:
-        """Count what the reply's products cost: hvps, as they are."""
+        """Return the reply as it is: exact products count as second-order products (hvps)."""
         return reply
 
 
 class Estimate(NamedTuple):
-    """A hypergradient and how far to trust it."""
+    """Hold an estimate of the hypergradient, like x, and diagnostics of its linear system."""
 
     h: PyTree
     info: SolveInfo
 
 
 def outer_gradient(client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-    """Reply with ∇y f_i, whose mean is b."""
+    """Return a reply with ∇y f_i, like y; the mean of these replies is b, the right-hand side of the linear system."""
     return Reply(jax.grad(client.problem.outer, 1)(*at, client.outer_batch(key)), gradients=1)
 
 
 def hypergradient_given(
     client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array, second_order: Exact | Differences
 ) -> Reply:
-    """Reply with ∇x f_i − ∇²xy g_i v, or ∇x f_i where v is None."""
+    """Return a reply with ∇x f_i − ∇²xy g_i v at the (x, y, v) of `at`, like x; ∇x f_i if v is None."""
     outer_key, inner_key = jax.random.split(key)
     outer_batch, inner_batch = client.outer_batch(outer_key), client.inner_batch(inner_key)
     loss, h = second_order.hypergradient(client.problem, *at, outer_batch, inner_batch)
@@ -74,35 +75,35 @@ def hypergradient_given(
 
 
 class Hypergradient(Part):
-    """How a method finds ∇Φ(x). Every method here has a default."""
+    """Base class of the parts that estimate ∇Φ(x) for a method. Every function here has a default."""
 
     alone: ClassVar[bool] = False
-    """Whether each client solves a system of its own, with its own curvature."""
+    """Whether each client solves its own linear system, with its own Hessian."""
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
-        """Estimate ∇Φ(x) at y, in the shape of x.
+        """Estimate ∇Φ(x) at y by exchanges; the estimate has the shape of x.
 
-        Without it the part is for methods whose rounds need no estimate at a given point, such as AFBO.
+        A part without this function suits only methods whose rounds need no estimate at a given point, such as AFBO.
         """
         raise ConfigurationError(f"{type(self).__name__} estimates no hypergradient at a given point")
 
     def start(self, y: PyTree) -> PyTree:
-        """Return what this part keeps on the server, before round 0; None for nothing."""
+        """Return the state of this part on the server before round 0; None: it has no state."""
         return None
 
     @property
     def fresh(self) -> int:
-        """How many fresh cohorts an estimate may ask beside the round's own."""
+        """Return the largest number of fresh cohorts that an estimate asks, besides the round's cohort."""
         return 0
 
     @property
     def allows(self) -> Allows:
-        """What may be done with a method that asks for estimates; the phases named are those of this part."""
+        """Return the optional features of a method with this part; its phases are named as in this part."""
         return Allows(late=tuple(sorted(self.phases)), submodels=UnitPolicy())
 
     @property
     def stops(self) -> bool:
-        """True if negative curvature of the inner loss ends the run with an error."""
+        """Return whether negative curvature of the inner loss ends the run with an error."""
         return False
 
     def check(
@@ -112,20 +113,20 @@ class Hypergradient(Part):
         return
 
     def findings(self, info: SolveInfo) -> Findings:
-        """Say what is wrong with the last outcome of the linear system."""
+        """Return an error or a warning about the last solution of the linear system, if there is one."""
         return Findings()
 
 
 class SolvedSystem(Hypergradient):
-    """A hypergradient from a linear system with the inner Hessian, solved by products with it.
+    """Estimate the hypergradient from a linear system with the inner Hessian, solved by products with the Hessian.
 
     Args:
-        solver: of the linear system with the inner Hessian: a Neumann series or conjugate gradient.
-        second_order: how clients make products with second derivatives: exactly, or by differences of gradients.
+        solver: the solver of the linear system: a Neumann series or conjugate gradient.
+        second_order: how clients compute products with second derivatives: exactly, or by differences of gradients.
     """
 
     system: ClassVar[str]
-    """Whose system may meet negative curvature, where it is not the federation's."""
+    """The name of the system in messages about negative curvature; "" for the system of all clients together."""
 
     solver: Neumann | CG = Neumann()
     second_order: Exact | Differences = Exact()
@@ -139,12 +140,13 @@ class SolvedSystem(Hypergradient):
 
 
 class Implicit(SolvedSystem):
-    """The hypergradient of the whole federation: every product with ∇²yy G is a mean over clients.
+    """Estimate the hypergradient of all clients together: every product with ∇²yy G is a mean over clients.
 
     Args:
-        solver: of ∇²yy G·v = ∇y F: a Neumann series or conjugate gradient.
-        fresh_cohorts: ask another cohort for each factor of a Neumann product, so that with partial participation its
-            expectation is the product of the expectations; otherwise the round's own cohort gives them all.
+        solver: the solver of ∇²yy G·v = ∇y F: a Neumann series or conjugate gradient.
+        fresh_cohorts: whether each factor of a Neumann product comes from a fresh cohort. The expectation of the
+            product is then the product of the expectations, also under partial participation. Otherwise all factors
+            come from the round's cohort.
     """
 
     kind: ClassVar[str] = "implicit"
@@ -153,17 +155,17 @@ class Implicit(SolvedSystem):
     fresh_cohorts: bool = static(default=True)
 
     def validate(self) -> None:
-        """Refuse a Neumann series with a number of terms for each client: all clients sum one series together."""
+        """Refuse a number of terms for each client, since all clients compute one Neumann series together."""
         terms = self.solver.terms if isinstance(self.solver, Neumann) else 1
-        allowed = "a single number: only LocalImplicit has a number for each client"
+        allowed = "a single number: only LocalImplicit takes a number for each client"
         require(isinstance(terms, int), "Implicit.solver.terms", terms, allowed)
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
         gradient_key, system_key, last_key = jax.random.split(key, 3)
         v, info, terms = None, SolveInfo.unknown(), self.solver.most_terms
-        if fed.problem.implicit_term != "none":  # b = ∇y F, which is v where H = I
+        if fed.problem.implicit_term != "none":  # b = ∇y F, which is v if H = I
             each = isinstance(self.solver, Neumann) and self.solver.sampling == "random_per_client"
-            by_length = each and fed.problem.implicit_term == "inverse"  # each client draws a length of its own
+            by_length = each and fed.problem.implicit_term == "inverse"  # each client draws its own length
             ask = self.outer_gradients_by_length if by_length else self.outer_gradient
             v = fed.mean(ask, (x, y), gradient_key, unbiased=True, fresh=self.cohort(0))
         if fed.problem.implicit_term == "inverse":  # v = H⁻¹ b
@@ -177,12 +179,12 @@ class Implicit(SolvedSystem):
 
     @phase(takes=("x", "y"), gives="y")
     def outer_gradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with ∇y f_i, whose mean is b."""
+        """Reply with ∇y f_i, like y; the mean of these replies is b."""
         return outer_gradient(client, at, key)
 
     @phase
     def outer_gradients_by_length(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with N s ∇y f_i in the place of this client's N'_i, zeros in all others: leaves (N, …)."""
+        """Reply with N s ∇y f_i at the place of the client's random length N'_i, and zeros elsewhere: leaves (N, …)."""
         assert isinstance(self.solver, Neumann)
         draw_key, batch_key = jax.random.split(key)
         terms = self.solver.most_terms
@@ -193,42 +195,42 @@ class Implicit(SolvedSystem):
 
     @phase(takes=("x", "y", "y"), gives="y", multiplies=True)
     def hessian_product(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with ∇²yy g_i v."""
+        """Reply with ∇²yy g_i v, like y."""
         product = self.second_order.hess_v(client.problem, *at, client.inner_batch(key))
         return self.second_order.counted(Reply(product, hvps=1))
 
     @phase(takes=("x", "y", "y"), gives="x")
     def hypergradient_given(self, client: Client, at: tuple[PyTree, PyTree, PyTree], key: Array) -> Reply:
-        """Reply with ∇x f_i − ∇²xy g_i v."""
+        """Reply with ∇x f_i − ∇²xy g_i v, like x; ∇x f_i if v is None."""
         return hypergradient_given(client, at, key, self.second_order)
 
     @property
     def fresh(self) -> int:
-        """Fresh cohorts per round: for ∇y F, for each product, and for h."""
+        """Return the number of fresh cohorts per round: for ∇y F, for each product, and for h."""
         apart = self.fresh_cohorts and isinstance(self.solver, Neumann)
         return self.solver.most_terms + 1 if apart else 0
 
     def cohort(self, number: Any) -> Any:
-        """Return the number of an exchange's fresh cohort; None where all exchanges of a round ask the same cohort."""
+        """Return the number of an exchange's fresh cohort; None if all exchanges of a round ask the same cohort."""
         return number if self.fresh else None
 
     @property
     def allows(self) -> Allows:
         late = No(
             "it asks for products with vectors that the server computes from all replies of the same round, so that an "
-            "earlier reply belongs to another vector (a hypergradient = LocalImplicit() may be late)"
+            "earlier reply belongs to another vector (replies may be late with hypergradient = LocalImplicit())"
         )
-        own_y = No("the vectors that its clients multiply by ∇²yy g_i are the server's, which has no client's leaves")
+        own_y = No("the server makes the vectors that clients multiply by ∇²yy g_i, and does not have clients' leaves")
         if isinstance(self.solver, CG):
             return Allows(
                 late,
-                No("means of products over unequal holders are not symmetric, as CG needs; use a Neumann series"),
-                No("noise on products looks like negative curvature to conjugate gradient; use a Neumann series"),
+                No("means of products over different holders are not symmetric, as CG requires; use a Neumann series"),
+                No("conjugate gradient mistakes noise on products for negative curvature; use a Neumann series"),
                 own_y=own_y,
             )
         if self.solver.sampling == "random_per_client":
             submodels = No(
-                "its clients reply with a sum for each random length; use Neumann(sampling=None or 'random')"
+                "its clients reply with a vector for each random length; use Neumann(sampling=None or 'random')"
             )
             return Allows(late, submodels, own_y=own_y)
         return Allows(late, UnitPolicy(), own_y=own_y)
@@ -236,13 +238,13 @@ class Implicit(SolvedSystem):
     def check(
         self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree, batch_size: int | None
     ) -> None:
-        """Refuse a Neumann step at which the products grow."""
+        """Refuse a step at which the Neumann series diverges."""
         if isinstance(self.solver, Neumann) and problem.implicit_term == "inverse":
             check_neumann_step("Neumann.step", at(self.solver, 0).step, problem, clients, x, y)
 
 
 class LocalEstimate(NamedTuple):
-    """The hypergradient of a client's own f_i and g_i, with what it cost."""
+    """Hold the hypergradient of a client's own f_i and g_i, like x, with its diagnostics and costs."""
 
     h: PyTree
     info: SolveInfo
@@ -252,12 +254,14 @@ class LocalEstimate(NamedTuple):
 
 
 class LocalImplicit(SolvedSystem):
-    """The mean of the clients' own hypergradients, each with its own f_i and g_i: biased where clients differ.
+    """Estimate the hypergradient by the mean of the clients' own hypergradients, which is biased if clients differ.
+
+    Each client's own hypergradient is that of its losses f_i and g_i.
 
     Args:
-        solver: of each client's own ∇²yy g_i·v = ∇y f_i: a Neumann series or conjugate gradient.
-        paired: use a single draw of samples for the whole hypergradient. Needed where outer and inner samples are
-            pairs, such as support and query images.
+        solver: the solver of each client's own system, ∇²yy g_i·v = ∇y f_i: a Neumann series or conjugate gradient.
+        paired: whether a single draw of samples serves the whole hypergradient. This is needed if outer and inner
+            samples are pairs, such as support and query images.
     """
 
     kind: ClassVar[str] = "local"
@@ -271,25 +275,25 @@ class LocalImplicit(SolvedSystem):
         return super().allows._replace(own_y={"local_hypergradient": OwnParts(("y",), alone=True)})
 
     def validate(self) -> None:
-        """Refuse a Neumann series with sampling "random_per_client", which has no meaning on a client alone."""
+        """Refuse a Neumann series with sampling "random_per_client", which is only for systems of all clients."""
         sampling = self.solver.sampling if isinstance(self.solver, Neumann) else None
-        allowed = "None or 'random': a client alone has a single length"
+        allowed = "None or 'random', since each client solves its own system"
         require(sampling != "random_per_client", "LocalImplicit.solver.sampling", sampling, allowed)
 
     def estimate(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> Estimate:
-        """Estimate ∇Φ(x) by the mean of the clients' own hypergradients, in the shape of x."""
+        """Estimate ∇Φ(x) by the mean of the clients' own hypergradients, like x."""
         h, means = fed.mean(self.local_hypergradient, (x, y), key, unbiased=True)
         return Estimate(h, SolveInfo.of_clients(means))
 
     @phase(takes=("x", "y"), gives=("x", Withheld((NUMBER, NUMBER))))
     def local_hypergradient(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the hypergradient of the client's own f_i and g_i."""
+        """Reply with the hypergradient of the client's own f_i and g_i, like x."""
         own = self.own(client, *at, key)
         update = own.h, own.info.to_average()
         return self.second_order.counted(Reply(update, None, {"outer_loss": own.loss}, own.gradients, own.hvps))
 
     def own(self, client: Client, x: PyTree, y: PyTree, key: Array) -> LocalEstimate:
-        """Find ∇x f_i − ∇²xy g_i [∇²yy g_i]⁻¹ ∇y f_i at (x, y); a product by differences counts among `hvps`."""
+        """Compute ∇x f_i − ∇²xy g_i [∇²yy g_i]⁻¹ ∇y f_i at (x, y); products by differences also count as hvps here."""
         problem = client.problem
         outer_key, system_key, last_key = jax.random.split(key, 3)
         last_key = outer_key if self.paired else last_key
@@ -309,9 +313,10 @@ class LocalImplicit(SolvedSystem):
     def products(
         self, client: Client, x: PyTree, y: PyTree, loss: Callable[[PyTree], Array] | None, key: Array
     ) -> Product:
-        """Make the product ∇²yy v of `loss`; None: of g_i on samples drawn for each product, for `CG` all the same.
+        """Return a function that multiplies a vector by the Hessian in y of `loss`.
 
-        What depends on x alone, as features do, is computed once for all of them.
+        If `loss` is None, the Hessian is that of g_i, on samples that are drawn for each product; `CG` uses the same
+        samples for all products. Values that depend only on x, such as features, are computed once for all products.
         """
         hess_of = self.second_order.hess_of
         if loss is None and isinstance(self.solver, CG):
@@ -330,14 +335,14 @@ class LocalImplicit(SolvedSystem):
     def check(
         self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree, batch_size: int | None
     ) -> None:
-        """Refuse terms for other clients, samples without their pair, and a step at which the products grow."""
+        """Refuse a wrong number of terms, samples that are not pairs, and a step at which the series diverges."""
         if self.paired and isinstance(clients, Clients):
             sizes = [(int(a), int(b)) for a, b in zip(clients.outer.size, clients.inner.size, strict=True) if a != b]
-            alike = f"False: outer and inner samples differ, {sizes[:3]}"
+            alike = f"False: some clients have different numbers of outer and inner samples, {sizes[:3]}"
             require(not sizes, "LocalImplicit.paired", True, alike)
         if not isinstance(self.solver, Neumann):
             return
-        terms, each = self.solver.terms, f"a positive integer, or one for each of the {len(clients)} clients"
+        terms, each = self.solver.terms, f"a positive integer, or a number for each of the {len(clients)} clients"
         require(isinstance(terms, int) or len(terms) == len(clients), "Neumann.terms", terms, each)
         if problem.implicit_term == "inverse":
             drawn = batch_size if self.paired else None

@@ -1,4 +1,4 @@
-"""x in a set: the server projects it at the end of a round."""
+"""Keep x in a set: the server projects x at the end of every round."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedbilevel.core.tree import PyTree
 
 
 class InSet(Layer):
-    """x stays in the set that the problem has for it."""
+    """Keep x in the problem's set, by a projection at the end of every round."""
 
     kind, place, needs, cannot = "in_set", "state", "project_x", "cannot keep x in a set (project_x)"
 

@@ -1,4 +1,4 @@
-"""The inner loop: rounds of local steps that bring y near y*(x), x being fixed, each with exchanges of its own."""
+"""Run the inner loop: rounds of local steps that bring y near y*(x) at a fixed x, each with its own exchanges."""
 
 from __future__ import annotations
 
@@ -17,12 +17,13 @@ from fedbilevel.oracles.fixed_x import inner_loss_at
 
 
 class InnerRounds(LocalWork):
-    """Rounds of local steps on y, each with exchanges of its own.
+    """Run rounds of local steps on y, each with its own exchanges.
 
     Args:
-        rounds: T, rounds of steps on y for each step on x; a number, or a function of the round, such as
+        rounds: T, the number of rounds on y for each step on x; a number, or a function of the round, such as
             `lambda k: 1 + k // 100`.
-        local_steps: τ_i, a client's local steps in each of these rounds; `Clients.local_steps` takes precedence.
+        local_steps: τ_i, the number of a client's local steps in each of these rounds; `Clients.local_steps` takes
+            precedence.
     """
 
     steps_on = "inner"
@@ -31,31 +32,31 @@ class InnerRounds(LocalWork):
 
     @abstractmethod
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """Return y after a round of steps from y at a fixed x."""
+        """Return y after a round of steps that start from `y` at a fixed x."""
 
     def descend(self, fed: Fed, x: PyTree, y: PyTree, key: Array, rounds: int | Array | None = None) -> PyTree:
-        """Return y after so many rounds of steps from y at a fixed x; None: as many as the field `rounds` says."""
+        """Return y after several rounds of steps that start from `y` at a fixed x; None: the field `rounds`."""
         number = self.rounds if rounds is None else rounds
         return fed.repeat(number, lambda fed, y, key: self.once(fed, x, y, key), y, key)
 
     def gradient_at(self, client: Client, x: PyTree, y: PyTree) -> Gradient:
-        """Make the function (y, draw) -> ∇y g_i(x, y) on drawn samples."""
+        """Return the function (y, draw) -> ∇y g_i(x, y), like y, on the samples of a draw."""
         return inner_gradient(self, client, x, y)
 
 
 class InnerSteps(InnerRounds):
-    """Rounds of local steps on y. The server changes y by the mean of the clients' changes.
+    """Run rounds of local steps on y, in which the server changes y by the mean of the clients' changes.
 
     Args:
-        server_lr: factor on the mean change of y. Papers use 1. Up to M is possible where each client has inner
-            unknowns of its own; with submodels, up to the smallest number of clients that hold an entry.
+        server_lr: the factor of the mean change of y, which is 1 in papers. It can be up to M if each client has its
+            own inner unknowns, and with submodels up to the smallest number of clients that hold an entry.
     """
 
     server_lr: float = positive(default=1.0)
 
 
 class LocalSGD(InnerSteps):
-    """FedAvg on y: τ_i plain steps, then the mean. One exchange a round.
+    """Run FedAvg on y: τ_i plain local steps, then the mean over clients. A round takes one exchange.
 
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν),   y ← mean_i y_{i,τ_i}
 
@@ -72,7 +73,7 @@ class LocalSGD(InnerSteps):
 
     @phase(takes=("x", "y"), gives="y", measures=True)
     def descent(self, client: Client, at: tuple[PyTree, PyTree], key: Array) -> Reply:
-        """Reply with the change of y by τ_i plain steps."""
+        """Reply with the change of y after τ_i plain steps, like y."""
         x, y = at
         steps = self.steps(client, key)
         change = local_descent(self.gradient_at(client, x, y), y, steps, self.lr / steps.tau)
@@ -80,7 +81,7 @@ class LocalSGD(InnerSteps):
 
 
 def inner_gradient(work: LocalWork, client: Client, x: PyTree, y: PyTree) -> Gradient:
-    """Make the function (y, draw) -> ∇y g_i(x, y) on drawn samples, prepared for so many local steps."""
+    """Return the function (y, draw) -> ∇y g_i(x, y), like y, prepared for the local steps of `work`."""
     steps = work.local_steps
     if work.local_epochs is not None and client.batch_size is not None:
         steps = work.local_epochs * (client.inner.longest // client.batch_size)

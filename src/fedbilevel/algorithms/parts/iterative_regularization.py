@@ -1,9 +1,9 @@
-"""What methods for simple bilevel problems share that work by iterative regularization.
+"""Solve simple bilevel problems by iterative regularization: fields, steps and stopping rule of these methods.
 
     min H(x) over the minimisers of F over X:   follow the minimisers of F + λ_k H over X, with λ_k → 0
 
-In round k = 1, 2, … the step is γ_k and the weight λ_k = λ₁/k^b; F is the mean, as everywhere in this library: the
-sum over m samples, as papers have it, with their λ is F with λ/m.
+In round k = 1, 2, … the step is γ_k, and the weight of H is λ_k = λ₁/k^b. F is the mean over samples, as everywhere in
+this library. In papers F is the sum over m samples. Their λ corresponds to λ/m here.
 """
 
 from abc import abstractmethod
@@ -26,20 +26,20 @@ from fedbilevel.core.tree import PyTree, epsilon, move
 
 
 class Standstill(NamedTuple):
-    """What the stopping rule compares."""
+    """Hold the quantities that the stopping rule compares."""
 
-    x: PyTree  # of the last round
-    inner: Array  # F at that x, as a sum over all samples
-    outer: Array  # H at that x
-    change: Array  # the largest relative change of x, H and F since the round before; 1 where there was none
+    x: PyTree  # the x at which the last round began
+    inner: Array  # F at this x, as a sum over all samples
+    outer: Array  # H at this x
+    change: Array  # the largest relative change of x, H and F since the round before; 1 if there was no round before
 
     @classmethod
     def before(cls, x: PyTree) -> "Standstill":
-        """Begin before the first round, which starts at x."""
+        """Return the quantities before the first round, which starts at x."""
         return cls(x, jnp.zeros(()), jnp.zeros(()), jnp.ones(()))
 
     def then(self, first: Array, x: PyTree, inner: Array, outer: Array) -> "Standstill":
-        """Go on by a round that began at x; `first`: whether it was the first of all."""
+        """Return the quantities after a round that began at x, with F and H there; `first`: whether it is round 0."""
         moved = optax.tree.norm(optax.tree.sub(x, self.x)) / (optax.tree.norm(self.x) + 1)
         inner, outer = inner.astype(float), outer.astype(float)
         pairs = ((inner, self.inner), (outer, self.outer))
@@ -49,27 +49,28 @@ class Standstill(NamedTuple):
 
 
 class State(NamedTuple):
-    """The server's state."""
+    """Hold the server's state."""
 
     x: PyTree
     y: PyTree  # the average iterate x̂ = Σ γ_k x_k / Σ γ_k over the rounds so far
     steps: Array  # Σ γ_k
-    k: Array  # rounds done
-    standstill: Standstill | None  # where a tolerance is given
-    own: Any  # what else a method keeps
+    k: Array  # the number of rounds so far
+    standstill: Standstill | None  # None without a tolerance
+    own: Any  # what a method keeps in addition
 
 
 class IterativeRegularization(Algorithm):
-    """Fields, start and stopping rule that these methods share.
+    """Share the fields, the start and the stopping rule of methods for simple bilevel problems.
 
     Args:
-        lr: γ₁, the first step on one sample's loss, or on their mean; a number or a schedule over rounds.
-        regularization: λ₁, the first weight of H, relative to the mean F (papers: λ₁/m); a number or a schedule. With H
-            μ-strongly convex γ₁λ₁μ is at most 2.
+        lr: γ₁, the first step size, for the loss of one sample or for the mean loss; a number or a schedule over
+            rounds.
+        regularization: λ₁, the first weight of H, relative to the mean F (in papers λ₁/m); a number or a schedule over
+            rounds. If H is μ-strongly convex, γ₁λ₁μ must be at most 2.
         regularization_decay: b in λ_k = λ₁/k^b, positive.
-        tolerance: the run ends when x, H and F (here the sum over all samples) change by no more from one round to the
-            next, max{‖Δx‖/(‖x‖ + 1), |ΔH|/(|H| + 1), |ΔF|/(|F| + 1)}; F is computed for that, and known a round
-            later. None: never.
+        tolerance: the run ends when max{‖Δx‖/(‖x‖ + 1), |ΔH|/(|H| + 1), |ΔF|/(|F| + 1)} is at most this number, where Δ
+            is the change from one round to the next and F is the sum over all samples. F is computed only for this
+            rule, and is known a round later. None: the run does not end early.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SimpleBilevel,)
@@ -91,24 +92,26 @@ class IterativeRegularization(Algorithm):
 
     @abstractmethod
     def init_own(self, x: PyTree) -> Any:
-        """Return what the server keeps beside x and its average, before round 0."""
+        """Return what the server keeps before round 0, in addition to x and its average."""
 
     @property
     def asks(self) -> Asks:
-        """The stopping rule compares F of one round with F of the next: of the same clients."""
+        """Ask all clients in every round if there is a tolerance, since the rule compares F between rounds."""
         return Asks(everyone=self.tolerance is not None)
 
     def allows_with(self, phase: str) -> Allows:
-        """Allow late replies to the phase, but where the stopping rule compares F; and no submodels."""
-        several = No("its tolerance compares F at one x, and late replies have it at several")
+        """Return the optional features: replies to the phase may be late unless there is a tolerance; no submodels."""
+        several = No("its tolerance compares F at one x, and late replies have F at earlier x")
         return Allows(
             late=(phase,) if self.tolerance is None else several,
-            submodels=No("the projection on X and the preference H are of the whole x"),
+            submodels=No("the projection onto X and the preference H need the whole x"),
         )
 
     def check_convexity(self, problem: Problem, x: PyTree, anywhere: bool = False) -> None:
-        """Refuse a projection that is none, an H that is not strongly convex, and steps too long for it; and, unless a
-        start may be `anywhere`, one outside of X."""
+        """Refuse a function `project` that is not a projection, an H that is not strongly convex, and too long steps.
+
+        A start x outside of X is also refused, unless `anywhere` is true.
+        """
         assert isinstance(problem, SimpleBilevel)
         images = check_set("SimpleBilevel.project", problem.project, x, anywhere)
         mu = strong_convexity(problem, images)
@@ -122,12 +125,15 @@ class IterativeRegularization(Algorithm):
         return State(x, x, jnp.zeros(()), jnp.zeros((), jnp.int32), standstill, self.init_own(x))
 
     def step_sizes(self, state: State) -> tuple[Array, Array]:
-        """Return γ_k and λ_k of the round that begins."""
+        """Return γ_k and λ_k of the next round."""
         k = (state.k + 1).astype(float)
         return self.step_size(k), self.regularization / k**self.regularization_decay
 
     def inner_sum(self, client: Client, x: PyTree, key: Array) -> tuple[Array, ...]:
-        """Return F_i(x) for the stopping rule, such that the mean is the sum over all samples; nothing without it."""
+        """Return (a multiple of F_i(x),) for the stopping rule; () if there is no tolerance.
+
+        The multiple is such that the mean over clients is the sum of F over all samples.
+        """
         if self.tolerance is None:
             return ()
         mean: Array = client.problem.inner(x, None, client.inner_batch(key, None))
@@ -136,28 +142,31 @@ class IterativeRegularization(Algorithm):
     def next_state(
         self, state: State, x: PyTree, gamma: Array, inner: Sequence[Array], outer: Array, own: Any
     ) -> State:
-        """Return the state after a round with step γ, whose x enters the average; `outer` is H, `inner` F at that x."""
+        """Return the state after a round with step γ. The x at which the round began enters the average.
+
+        `outer` is H at this x, and `inner` is (F,) at this x, or () if there is no tolerance.
+        """
         standstill = state.standstill and state.standstill.then(state.k == 0, state.x, inner[0], outer)
         steps = state.steps + gamma
-        share = jnp.where(steps > 0, gamma / jnp.where(steps > 0, steps, 1), 0)  # a schedule may begin at 0
+        share = jnp.where(steps > 0, gamma / jnp.where(steps > 0, steps, 1), 0)  # steps is 0 if a schedule begins at 0
         average = move(state.y, share, optax.tree.sub(state.x, state.y))
         return State(x, average, steps, state.k + 1, standstill, own)
 
     def finished(self, state: State) -> Any:
-        """Say whether nothing changed by more than the tolerance in the last round."""
+        """Return whether x, H and F changed by at most the tolerance in the last round; False without a tolerance."""
         if state.standstill is None or self.tolerance is None:
             return False
         return state.standstill.change <= self.tolerance
 
 
 class DecreasingSteps(IterativeRegularization):
-    """Steps γ_k = γ₁/k^a.
+    """Share the decreasing steps γ_k = γ₁/k^a.
 
-    Convergence to the solution is proved for a > ½, a > b > 0, a + b < 1 and γ₁λ₁μ ≤ 2 with H μ-strongly convex. A
-    number that breaks a condition is refused, with that condition; an optax schedule is taken as it is.
+    Convergence to the solution is proved for a > ½, a > b > 0, a + b < 1 and γ₁λ₁μ ≤ 2, if H is μ-strongly convex. A
+    number that violates a condition is refused, and the error says which condition. A schedule is not checked.
 
     Args:
-        lr_decay: a in γ_k = γ₁/k^a, above ½ and b, below 1 − b.
+        lr_decay: a in γ_k = γ₁/k^a, above ½, above b and below 1 − b.
     """
 
     lr_decay: float = static(default=0.6)
@@ -174,9 +183,16 @@ class DecreasingSteps(IterativeRegularization):
 
 
 def strong_convexity(problem: SimpleBilevel, points: PyTree) -> float:
-    """Check the claimed μ of H between points, leaves (count, ...); without a claim return the least curvature seen.
+    """Return the strong convexity μ of H: the problem's, after a check, or else the least curvature between points.
 
-    Between u and v that is 2 (H(v) − H(u) − ⟨𝓗(u), v − u⟩)/‖v − u‖², known up to rounding.
+    The curvature from u to v is 2 (H(v) − H(u) − ⟨𝓗(u), v − u⟩)/‖v − u‖², up to rounding errors.
+
+    Args:
+        problem: the problem with H.
+        points: points of X, as a tree with leaves (count, ...).
+
+    Raises:
+        ConfigurationError: H or its subgradient is not finite, or a curvature is below μ or not positive.
     """
     values, slopes = of_each(problem.preference, points)
     h, v, s = np.asarray(values).astype(np.float64), as_rows(points), as_rows(slopes)
@@ -191,15 +207,15 @@ def strong_convexity(problem: SimpleBilevel, points: PyTree) -> float:
         least = float(np.min(curvature + doubt))
         _require_convex(least >= claimed * (1 - INEXACT), f"strongly convex with μ = {claimed:g}", least)
         return claimed
-    seen = doubt <= 0.1 * certain  # the curvatures of other pairs are lost in rounding
-    _require_convex(bool(np.any(seen)), "seen to be strongly convex in this precision", certain)
+    seen = doubt <= 0.1 * certain  # the pairs of points whose rounding error is small
+    _require_convex(bool(np.any(seen)), "measurably strongly convex in this precision", certain)
     least = float(np.min(curvature[seen]))
     _require_convex(bool(np.all(curvature[seen] > doubt[seen])), "strongly convex", least)
     return least
 
 
 def _curvatures(h: np.ndarray, v: np.ndarray, slopes: np.ndarray, u: int, precision: float) -> np.ndarray:
-    """Return the curvatures from point u to others apart from it, and how much of each rounding may be: (2, others)."""
+    """Return the curvatures from point u to all points away from it, and their rounding errors: (2, points)."""
     away = v - v[u]
     square, rise = np.sum(away**2, axis=1) / 2, away @ slopes[u]
     size = np.abs(h) + np.abs(h[u]) + np.linalg.norm(slopes[u]) * np.sqrt(2 * square)
@@ -211,6 +227,6 @@ def _curvatures(h: np.ndarray, v: np.ndarray, slopes: np.ndarray, u: int, precis
 def _require_convex(convex: bool, what: str, curvature: float) -> None:
     if not convex:
         raise ConfigurationError(
-            f"SimpleBilevel.outer is not {what}: between two points of X its curvature is {curvature:.3g}; a little "
-            "of ½‖x‖² added makes it so, and chooses among its minimisers; strong_convexity says what is known of it"
+            f"SimpleBilevel.outer is not {what}: between two points of X its curvature is {curvature:.3g}; add a small "
+            "multiple of ½‖x‖² to make it strongly convex, or set strong_convexity if you know it"
         )

@@ -1,4 +1,4 @@
-"""What the functions of a layer return, checked where it is traced: the error names layer and function."""
+"""Check what the functions of a layer return while JAX traces them; errors name the layer and the function."""
 
 from __future__ import annotations
 
@@ -25,14 +25,21 @@ RETURNS: dict[str, tuple[type, str]] = {
 def checked(
     layer: Any, function: str, returned: Any, slots: Mapping[str, Any], inside: Any = None, undone: bool = False
 ) -> tuple[Any, Any]:
-    """Return what a function of a layer returned, and what it keeps. Nothing of it is compiled.
+    """Return the result of a function of a layer, (what it returns, what the layer keeps), after a check.
 
-    `inside` is what the layer got from inside: the Reply or the Total, or the state; None where it did not ask.
-    `undone`: whether the layer has a function on the other side too, which undoes what this one does to updates.
+    The check runs while JAX traces, and adds nothing to the compiled program.
+
+    Args:
+        layer: the layer.
+        function: the name of its function.
+        returned: the result of the function.
+        slots: what all layers keep on this side, by the kind of layer.
+        inside: what the layer got from inside: the Reply, the Total or the state; None: it did not ask.
+        undone: whether the layer also has a function on the other side, which reverses this one's changes of updates.
 
     Raises:
-        ConfigurationError: it is no pair of these, it keeps something else than what it began with, or an update, a
-            state or a metric has other shapes than it may have.
+        ConfigurationError: the result is not such a pair; what the layer keeps differs from its start in structure,
+            shapes or dtypes; or an update, a state or a metric does not have the required shapes.
     """
     where, (kind, name) = f"{layer.label}.{function}", RETURNS[function]
     if type(returned) is not tuple or len(returned) != 2 or not isinstance(returned[0], kind):
@@ -42,7 +49,7 @@ def checked(
     make = "client_slot" if function == "reply" else "server_slot"
     if layer.kind not in slots and kept is not None:
         nothing = f"{make} says that nothing is kept"
-        nothing += ", or this is a fresh cohort, where `kept` is None and so is what is kept" * (function == "reply")
+        nothing += ", or this is a fresh cohort, where layers keep nothing: `kept` is None" * (function == "reply")
         raise ConfigurationError(f"{where} keeps {described(kept)}, but {nothing}")
     if layer.kind in slots and (wrong := difference(kept, slots[layer.kind])):
         raise ConfigurationError(f"{where}: what the layer keeps must be like `kept`, as {make} made it: {wrong}")
@@ -56,7 +63,7 @@ def checked(
 
 
 def _check_reply(layer: Any, where: str, reply: Reply, inside: Reply | None, undone: bool) -> None:
-    """Refuse a layer's reply whose update, state, metrics or counts have other shapes than they may have."""
+    """Refuse a layer's reply if its update, state, metrics or counts do not have the required shapes."""
     own, got = reply.metrics, (inside.metrics if inside else None) or {}
     known = got.keys() if isinstance(own, Mapping) else ()
     check_numbers(where, reply, own or () if layer._vectors else [k for k in known if (own or {}).get(k) is got[k]])
@@ -74,7 +81,7 @@ def _check_reply(layer: Any, where: str, reply: Reply, inside: Reply | None, und
 
 
 def _check_total(where: str, total: Total, inside: Total | None, undone: bool) -> None:
-    """Refuse a layer's total whose update or numbers have other shapes than they may have."""
+    """Refuse a layer's total if its update or its numbers do not have the required shapes."""
     for name in ("weight", "responders", "population"):
         if np.shape(number := getattr(total, name)) != ():
             raise ConfigurationError(f"{where}: Total.{name} is {described(number)}: it must be one number")
@@ -83,12 +90,13 @@ def _check_total(where: str, total: Total, inside: Total | None, undone: bool) -
 
 
 def same_shapes(must: str, update: PyTree, like: PyTree) -> None:
+    """Raise ConfigurationError, which begins with `must`, if two trees differ in structure or shapes."""
     if wrong := difference(update, like, dtypes=False):
         raise ConfigurationError(f"{must}: {wrong}")
 
 
 def _without(update: PyTree, like: PyTree) -> PyTree:
-    """Take the parts from `like` that are None in the update."""
+    """Return `like` with None for the parts that are None in the update."""
     try:
         return jax.tree.map(lambda u, part: None if u is None else part, update, like, is_leaf=lambda u: u is None)
     except ValueError:
@@ -96,20 +104,20 @@ def _without(update: PyTree, like: PyTree) -> PyTree:
 
 
 def plain_update(where: str, update: PyTree) -> PyTree:
-    """Return the shapes of an update once its coded parts are decoded.
+    """Return the shapes and dtypes of an update after its coded parts are decoded.
 
     Raises:
-        ConfigurationError: what should decode them is no function.
+        ConfigurationError: the `decode` of a coded part is not a function.
     """
     for part in jax.tree.leaves(update, is_leaf=lambda part: isinstance(part, Coded)):
         if isinstance(part, Coded) and not callable(part.decode):
-            takes = "it must be a function of the wire, of a module, or a frozen dataclass"
+            takes = "it must be a function of the wire that a module defines, or a frozen dataclass"
             raise ConfigurationError(f"{where}: Coded.decode is {described(part.decode)}: {takes}")
     return jax.eval_shape(decoded, update)
 
 
 class Noted:
-    """What runs inside a layer, or asks there, with what it returned last: for checks of shapes alone."""
+    """Wrap the function `run` or `ask` of a layer, and record its last result, whose shapes are checked later."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function, self.returned = function, None

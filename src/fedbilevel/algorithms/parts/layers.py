@@ -1,20 +1,20 @@
-"""Layers: what happens around every exchange of a method, whatever the method is.
+"""Change what happens around every exchange of a method by layers, for any method.
 
-A layer has a function for the server and one for a client, each around what is inside, and two for a round:
+A layer has a function for an exchange on the server, one for a reply at a client, and two for a round:
 
     server   before_round(method, kept)          returns the method as the round runs it
-    server   exchange(asked, kept, ask)          `ask` sends a message on, toward the wire, and returns a `Total`
-    client   reply(asked, kept, client, run)     `run` runs what is inside: other layers, and then the phase
+    server   exchange(asked, kept, ask)          `ask` sends a message toward the clients, and returns a `Total`
+    client   reply(asked, kept, client, run)     `run` runs the layers inside and then the phase
     server   after_round(…, before, after)       returns the state at the end of a round
 
-On either side it may keep something (`server_slot`, `client_slot`), which is carried from exchange to exchange and from
-round to round, beside what the method keeps. A layer is written without the others; `excludes` and the memory that late
-and short replies share are the exceptions.
+On each side a layer may keep a state (`server_slot`, `client_slot`). It is carried from exchange to exchange and from
+round to round, together with the method's state. Layers do not know each other, with two exceptions: `excludes`, and
+the memory of last replies, which late replies and short replies share.
 
-All layers of a run are in one `Layered`, which `layered` makes. It has a field for each place. The order of the fields
-is that of the layers around a phase: what never leaves a client is taken out before the rest is noised, and codes work
-on what has been noised, so that they cost no privacy. A rule acts at the server alone, and the last two places at the
-end of a round.
+All layers of a run are in one `Layered`, which `layered` makes. It has a field for each place, and the order of the
+fields is the order of the layers around a phase. Parts that never leave a client are removed before the rest gets
+noise. Replies are coded after they have got noise, so that codes cost no privacy. A rule acts only on the server, and
+the last two places act at the end of a round.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from fedbilevel.core.tree import PyTree
 
 
 class First(NamedTuple):
-    """An exchange that ends with the first replies: see `Fed.sum_first`."""
+    """Describe an exchange that ends with the first replies, with the arguments of `Fed.sum_first`."""
 
     replies: int
     max_staleness: int | None = None
@@ -55,17 +55,17 @@ class First(NamedTuple):
 
 @dataclass(frozen=True)
 class Asked:
-    """An exchange, as a layer sees it on either side.
+    """Describe an exchange to a layer, on the server or at a client.
 
     Args:
         method: the method inside.
         phase: the name of its phase.
-        message: what is sent to clients.
-        key: the random key of the exchange at the server, of a client's phase at the client.
-        fresh: at the server, the number of a fresh cohort, whose clients keep nothing; None for the round's own.
-        each: at the server, whether the total must have every reply.
-        first: at the server, how many replies end the exchange; None where it waits for all that were asked.
-        unbiased: at the server, which mean of the total the method takes (`Total.mean`).
+        message: the message to clients.
+        key: on the server, the random key of the exchange; at a client, that of the client's phase.
+        fresh: on the server, the number of a fresh cohort, in which clients keep no state; None: the round's cohort.
+        each: on the server, whether the total must contain every reply.
+        first: on the server, after how many replies the exchange ends; None: it waits for all clients that it asked.
+        unbiased: on the server, which mean of the total the method takes (`Total.mean`).
     """
 
     method: Algorithm
@@ -85,10 +85,13 @@ Inside = Callable[[Asked, Client], Reply]
 
 
 class Around(Part):
-    """Base class of what `layered` puts around a method. `Kind(method, …)` is short for `layered(method, Kind(…))`."""
+    """Base class of objects that `layered` puts around a method.
+
+    For a subclass `Kind`, `Kind(method, …)` is short for `layered(method, Kind(…))`.
+    """
 
     place: ClassVar[str]
-    """The field of `Layered` that it takes: one of PLACES."""
+    """The field of `Layered` for objects of this class, one of PLACES."""
 
     def __new__(cls, algorithm: Any = None, *more: Any, **fields: Any) -> Any:
         if algorithm is None and not more:
@@ -104,8 +107,10 @@ class Around(Part):
 
     @abstractmethod
     def layer(self, among: Mapping[str, Around]) -> Layer | None:
-        """Return the layer that does its work. `among` has what is at each place, so that two places can share one
-        layer. None: the layer of the other place does the work of both."""
+        """Return the layer for this object; None: the layer of another place also does the work of this one.
+
+        `among` has the objects at all places, by place, so that two places can share one layer.
+        """
 
 
 class Layer(Around):
@@ -126,9 +131,9 @@ class Layer(Around):
     """Kinds of layers that cannot be combined with this one, each with the reason."""
 
     learns: ClassVar[bool] = False
-    """Whether an estimate of the hypergradient needs a round first, in which the layer learns."""
+    """Whether the layer must run a round, in which it learns its state, before an estimate of the hypergradient."""
 
-    _vectors: ClassVar[bool] = False  # whether a metric may be a vector, of which the library makes numbers
+    _vectors: ClassVar[bool] = False  # whether a metric may be a vector, from which the library computes numbers
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -194,7 +199,8 @@ class Layer(Around):
         """Ask clients once, on the server: `ask` sends the message on, toward the wire, and returns a `Total`.
 
         Return this total or another one, and the layer's new state. `kept` is its state. The update has the shapes of
-        that of `ask`; of the method's replies, where the layer changes them in `reply`.
+        the update that `ask` returns. If the layer changes updates in `reply`, it has the shapes of the method's
+        replies.
         """
         return ask(asked), kept
 
@@ -202,8 +208,9 @@ class Layer(Around):
         """Reply once, at a client: `run` runs the layers inside and the phase, and returns a `Reply`.
 
         Return this reply or another one, and the layer's new state. `kept` is its state; None in a fresh cohort, where
-        the states of clients are out of reach. The update has the shapes of that of `run`, once `Coded` parts are
-        decoded, unless the layer also has an `exchange`, which makes them anew. At the place "kept" a part may be None.
+        clients have no states. After `Coded` parts are decoded, the update has the shapes of the update that `run`
+        returns, unless the layer also has an `exchange`, which restores these shapes. At the place "kept" a part may be
+        None.
         """
         return run(asked, client), kept
 
@@ -224,7 +231,7 @@ class Layer(Around):
 
 
 class LayeredState(NamedTuple):
-    """The server's state, where layers keep something there."""
+    """Hold the server's state if layers have a state there."""
 
     inside: Any
     slots: dict[str, Any]  # by the kind of layer
@@ -239,32 +246,32 @@ class LayeredState(NamedTuple):
 
 
 class At(NamedTuple):
-    """A point at which an estimate is made, in place of a state."""
+    """Hold the point at which the hypergradient is estimated, in place of the server's state."""
 
     x: PyTree
     y: PyTree
 
 
 class LayeredClient(NamedTuple):
-    """A client's state, where layers keep something there."""
+    """Hold a client's state if layers have a state there."""
 
     inside: PyTree
     slots: dict[str, Any]
 
 
 class Layered(Wrapper):
-    """A method with layers around its exchanges: one at each place, from the phase to the wire.
+    """Run a method with layers around its exchanges, at most one at each place, from the phase to the network.
 
     Args:
         algorithm: the method.
-        steps: finds the steps that are None.
-        kept: keeps a part of the model at the client.
-        privacy: clips and noises replies.
-        rule: replaces the mean of all replies.
-        coded: makes replies short.
-        late: continues with the first replies.
-        outer: replaces the method's own steps on x.
-        state: changes the state at the end of a round.
+        steps: the layer that adapts the steps that are None.
+        kept: the layer that keeps a part of the model at the client.
+        privacy: the layer that clips replies and adds noise.
+        rule: the layer that replaces the mean of all replies.
+        coded: the layer that makes replies shorter.
+        late: the layer that continues after the first replies.
+        outer: the layer that replaces the method's own steps on x.
+        state: the layer that changes the state at the end of a round.
     """
 
     steps: Layer | None = None
@@ -288,10 +295,10 @@ class Layered(Wrapper):
             others = {other.kind: other for other in layers if other is not layer}
             if layer.kind in others:
                 two = f"{layer.label} and {others[layer.kind].label} are both of the kind {layer.kind!r}"
-                raise ConfigurationError(f"{two}, by which their states are found: it must be another for each layer")
+                raise ConfigurationError(f"{two}: each layer needs its own kind, under which its state is stored")
             for kind, why in layer.excludes.items():
                 if kind in others:
-                    raise ConfigurationError(f"{layer.label} and {others[kind].label} cannot be together: {why}")
+                    raise ConfigurationError(f"{layer.label} and {others[kind].label} cannot be combined: {why}")
             if layer.needs:
                 allows = self.allows_with(others.values())
                 refuse_unless_allowed(self.algorithm, layer.needs, layer.cannot, allows)
@@ -299,12 +306,12 @@ class Layered(Wrapper):
 
     @property
     def parts(self) -> dict[str, Around]:
-        """Return what is at each place where there is something, in the order of the places."""
+        """Return the objects at all occupied places, by place, in the order of the places."""
         return {name: part for name, part in field_values(self).items() if name in PLACES and part is not None}
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Return the layers from the phase to the wire, and then those of the end of a round."""
+        """Return the layers in order: first those from the phase to the network, then those at the end of a round."""
         every = (part.layer(self.parts) for part in self.parts.values())
         return tuple(layer for layer in every if layer is not None)
 
@@ -320,7 +327,7 @@ class Layered(Wrapper):
         return self.allows_with(self.layers)
 
     def allows_with(self, layers: Iterable[Layer]) -> Allows:
-        """What may be done with the method in some of its layers."""
+        """Return the optional features that the method supports within some of its layers."""
         allows = self.algorithm.allows
         for layer in layers:
             allows = layer.allows(allows, self.algorithm)
@@ -330,14 +337,17 @@ class Layered(Wrapper):
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         for layer in self.layers:
-            whole = f"None with {layer.label}: replies are whole"
+            whole = f"None with {layer.label}, which needs whole replies"
             require(not layer.whole or clients.capacity is None, "Clients.capacity", "given", whole)
             layer.check(self.algorithm, problem, clients, x, y)
         method, _ = self.begun(self.slots("server_slot", x, y))
         method.check(problem, clients, x, y)
 
     def slots(self, make: str, *given: Any) -> dict[str, Any]:
-        """What the layers keep on one side, without those that keep nothing."""
+        """Return the states of the layers on one side, by the kind of layer; layers without a state are left out.
+
+        `make` is the name of the function that makes a layer's state, and `given` has its arguments.
+        """
         made = {layer.kind: getattr(layer, make)(self.algorithm, *given) for layer in self.layers}
         return {kind: slot for kind, slot in made.items() if slot is not None}
 
@@ -350,7 +360,7 @@ class Layered(Wrapper):
         return LayeredClient(inside, slots) if slots else inside
 
     def begun(self, slots: dict[str, Any]) -> tuple[Algorithm, dict[str, Any]]:
-        """Return the method as a round runs it, and what the layers keep."""
+        """Return the method as a round runs it, and the new states of the layers."""
         method = self.algorithm
         for layer in self.layers:
             returned = layer.before_round(method, slots.get(layer.kind))
@@ -371,13 +381,15 @@ class Layered(Wrapper):
         return LayeredState(inside, slots) if isinstance(state, LayeredState) else inside
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
-        """Estimate it as the method does, after a round at (x, y) where a layer learns in it.
+        """Estimate the hypergradient at (x, y) as the method does, like x.
+
+        If a layer learns, a round at (x, y) runs first.
 
         Raises:
-            ConfigurationError: replies are late or short: they would be those of other points.
+            ConfigurationError: replies are late or coded, so that they also depend on replies at other points.
         """
         for part in filter(None, (self.coded, self.late)):
-            allowed = "a method without it: its replies are made of those to other points"
+            allowed = "a method without this layer, whose replies also depend on replies at other points"
             require(False, f"{self.label}.hypergradient_at", f"with {type(part).__name__}", allowed)
         slots = self.slots("server_slot", x, y)
         if any(layer.learns for layer in self.layers):
@@ -415,10 +427,10 @@ class Layered(Wrapper):
 
 
 def cut(algorithm: Algorithm, place: str) -> tuple[Algorithm, Algorithm, tuple[Layer, ...]]:
-    """Cut the layers of a method at a place: return the method in the layers before it, the method alone, and the
-    layers from there on.
+    """Cut the layers of a method at a place; return three parts of it.
 
-    Running a phase of the first inside `around(layers, …)` is the same as running it of the whole.
+    The parts are the method in the layers before the place, the method without layers, and the layers from the place
+    on. To run a phase of the first inside `around(layers, …)` is the same as to run it of the whole.
     """
     if isinstance(algorithm, Wrapper) and not isinstance(algorithm, Layered):
         inside, method, outside = cut(algorithm.algorithm, place)
@@ -431,7 +443,7 @@ def cut(algorithm: Algorithm, place: str) -> tuple[Algorithm, Algorithm, tuple[L
 
 
 def only_slots(state: PyTree, layers: Iterable[Layer]) -> PyTree:
-    """Return a client's state without what others than these layers keep there."""
+    """Return a client's state with the states of these layers only, and without that of the method."""
     slots = _parted(state, LayeredClient).slots
     return LayeredClient(None, {layer.kind: slots[layer.kind] for layer in layers if layer.kind in slots})
 
@@ -445,12 +457,15 @@ def _with(slots: dict[str, Any], layer: Layer, slot: Any) -> dict[str, Any]:
 
 
 def overrides(layer: Layer, function: str) -> bool:
-    """Say whether a layer has a function of its own."""
+    """Return whether a layer's class overrides a function of `Layer`."""
     return getattr(type(layer), function) is not getattr(Layer, function)
 
 
 def run_inside(asked: Asked, client: Client) -> Reply:
-    """Run a phase without layers. The state of the reply has the states of the layers beside that of the method."""
+    """Run a phase of the method without its layers; return the reply.
+
+    The state of the reply contains the method's new state, and the states of the layers unchanged.
+    """
     before = _parted(client.state, LayeredClient)
     reply = asked.method.run_phase(asked.phase, replace(client, state=before.inside), asked.message, asked.key)
     if not isinstance(client.state, LayeredClient):
@@ -460,7 +475,7 @@ def run_inside(asked: Asked, client: Client) -> Reply:
 
 
 def around(layers: Iterable[Layer], run: Inside) -> Inside:
-    """Put layers around `run`, the first of them next to it."""
+    """Return `run` within layers, of which the first is the innermost."""
 
     def one(layer: Layer, run: Inside, asked: Asked, client: Client) -> Reply:
         slots, inside = _parted(client.state, LayeredClient).slots, Noted(run)
@@ -476,7 +491,7 @@ def around(layers: Iterable[Layer], run: Inside) -> Inside:
 
 
 class LayersFed:
-    """The `Fed` of a method with layers; its loops carry what they keep on the server from exchange to exchange."""
+    """Pass the exchanges of a method through its layers; loops carry the layers' states on the server."""
 
     def __init__(self, fed: Fed, layered: Layered, method: Algorithm, slots: dict[str, Any], at: Any) -> None:
         self.fed, self.layered, self.method, self.slots, self.state = fed, layered, method, slots, at
@@ -499,7 +514,7 @@ class LayersFed:
         return self.through(self.asked(phase, message, key, first=First(n, max_staleness))).update
 
     def through(self, asked: Asked) -> Total:
-        """Ask through all layers: the first sees the message as the method made it, and the total last."""
+        """Ask clients through all layers: the first layer gets the method's message, and it gets the total last."""
         ask: Ask = self.ask
         for layer in reversed(self.layered.layers):
             ask = partial(self.one, layer, ask)
@@ -515,7 +530,7 @@ class LayersFed:
         return total
 
     def check_declared(self, layer: Layer, asked: Asked, update: PyTree) -> None:
-        """Refuse an update that a layer changed on both sides and that is not as the method's phase declares it."""
+        """Refuse an update that differs from the phase's declaration after a layer changed it on both sides."""
         said = getattr(self.layered.phases[asked.phase], "__takes_and_gives__", None)
         inner = self.layered.layers[: self.layered.layers.index(layer)]
         if said is None or any(overrides(one, "reply") for one in inner):
@@ -535,7 +550,7 @@ class LayersFed:
         phase = self.layered.phases[asked.phase]
         if asked.first is not None and asked.each:
             raise ConfigurationError(
-                f"{self.layered.label}: an exchange that ends with the first replies has no others"
+                f"{self.layered.label}: every reply was asked for in an exchange that ends with the first replies"
             )
         if asked.first is None:
             return self.fed.sum(phase, asked.message, asked.key, fresh=asked.fresh, each=asked.each)
@@ -545,7 +560,7 @@ class LayersFed:
     def repeat(
         self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
     ) -> PyTree:
-        """Repeat exchanges in a loop that carries what the layers keep with it."""
+        """Repeat exchanges in a loop that also carries the states of the layers."""
 
         def threaded(fed: Fed, both: tuple[Any, Any], key: Array) -> tuple[Any, Any]:
             inside: Any = copy.copy(self)
@@ -558,14 +573,15 @@ class LayersFed:
 
 
 def layered(algorithm: Algorithm, *layers: Around | None) -> Algorithm:
-    """Return the method with these layers, each at its place; the method itself where there are none.
+    """Return the method with these layers around its exchanges, each at its place; without layers, the method itself.
 
     Args:
-        algorithm: the method; it may have other layers already.
-        layers: such as `fb.Asynchronous(wait_for=3)`, `fb.parts.TopK()`, or a layer of your own. None is left out.
+        algorithm: the method, which may have other layers already.
+        layers: the layers, such as `fb.Asynchronous(wait_for=3)`, `fb.parts.TopK()` or a layer of your own. None is
+            left out.
 
     Raises:
-        ConfigurationError: the method, or another layer, does not allow one; two are of one place.
+        ConfigurationError: the method, or another layer, does not allow a layer; or two layers have the same place.
     """
     require(isinstance(algorithm, Algorithm), "layered: the method", algorithm, "a method, such as fb.SimFBO()")
     for layer in layers:
@@ -578,7 +594,7 @@ def layered(algorithm: Algorithm, *layers: Around | None) -> Algorithm:
     if len(chosen) < len(has):
         place = next(layer.place for layer in has if chosen[layer.place] is not layer)
         names = " and ".join(type(layer).__name__ for layer in has if layer.place == place)
-        do = "leave one out, or give one of your own another `place`"
+        do = "leave one out, or give your own layer another `place`"
         raise ConfigurationError(f"two layers of one place around {algorithm.label}, {place!r}: {names}; {do}")
     if isinstance(algorithm, Layered):
         return replace(algorithm, **chosen)
@@ -586,14 +602,14 @@ def layered(algorithm: Algorithm, *layers: Around | None) -> Algorithm:
 
 
 def layers_at(algorithm: Algorithm) -> list[Around]:
-    """Find what is at the places of a method with layers, also within another wrapper."""
+    """Return the objects at all places of a method with layers, which may be within other wrappers."""
     if isinstance(algorithm, Layered):
         return list(algorithm.parts.values())
     return layers_at(algorithm.algorithm) if isinstance(algorithm, Wrapper) else []
 
 
 def slots_of(tree: PyTree, kind: str) -> list[Any]:
-    """Find what the layers of a kind keep in the states of the server or of the clients."""
+    """Return the states of all layers of a kind in a tree of states of the server or of clients."""
     is_slots = lambda node: isinstance(node, LayeredState | LayeredClient)  # noqa: E731
     nodes = [node for node in jax.tree.leaves(tree, is_leaf=is_slots) if is_slots(node)]
     return [node.slots[kind] for node in nodes if kind in node.slots]

@@ -1,13 +1,13 @@
-"""How a method finds v = H⁻¹ b, H = ∇²yy G being known by its products alone: a Neumann series, or conjugate gradient.
+"""Approximate v = H⁻¹ b by products with H = ∇²yy G: by a Neumann series or by conjugate gradient.
 
-With s the step (1/ℓ in papers) and N terms
+Let s be the step, which is 1/ℓ in papers, and N the number of terms:
 
     Neumann                       v = s Σ_{n<N} (I − sH)^n b
     sampling="random"             v = N s (I − sH)^N' b,  N' uniform on {0..N−1}                    FedIHGP (FedNest)
     sampling="random_per_client"  v = mean over clients of N s (I − sH)^N'_i ∇y f_i, each with its own N'_i  (FedMBO)
     CG                            conjugate gradient, until ‖b − H v‖ ≤ tolerance·‖b‖
 
-The first is the expectation of the two below it, whose variance grows with N.
+The first is the expectation of the second and the third, whose variances grow with N.
 """
 
 from __future__ import annotations
@@ -37,18 +37,18 @@ from fedbilevel.oracles.population import Population, WeightedLoss, hess_v
 
 Sampling = Literal["random", "random_per_client"]
 Product = Callable[[Any, PyTree, Array, Any], PyTree]
-"""(where loops run, v, key, number of the fresh cohort) -> H v."""
+"""A function (the object that runs loops, v, key, number of the fresh cohort) -> H v."""
 SAMPLES_FOR_CHECK, CLIENTS_FOR_CHECK = 1024, 8
-ENTRIES_FOR_CHECK = 10_000  # of y at most, where every method's inner loss is looked at
-FLAT = 1e-3  # relative, of a curvature that is 0 but for rounding
-FAR = 100  # times the norm of y, or 1 if that is more
+ENTRIES_FOR_CHECK = 10_000  # the largest number of entries of y for which the inner loss is checked for any method
+FLAT = 1e-3  # a curvature below this share of the largest one counts as 0, because of rounding
+FAR = 100  # a distance from y, in units of its norm, or of 1 if the norm is less
 
 
 class SolveInfo(NamedTuple):
-    """How far a solution may be trusted."""
+    """Hold diagnostics of an approximate solution v."""
 
-    negative_curvature: Array  # the first product that met any, or -1: H is then not positive definite
-    residual: Array  # ‖b − H v‖ / ‖b‖ at which conjugate gradient ended; 0 for the others, which do not know it
+    negative_curvature: Array  # the number of the first product that showed that H is not positive definite; or -1
+    residual: Array  # ‖b − H v‖ / ‖b‖ at the end of conjugate gradient; 0 for a Neumann series, where it is unknown
 
     @classmethod
     def unknown(cls) -> SolveInfo:
@@ -56,34 +56,38 @@ class SolveInfo(NamedTuple):
 
     @classmethod
     def of_clients(cls, means: Withheld) -> SolveInfo:
-        """Make it from the share of clients that met negative curvature, and their mean residual."""
+        """Return the diagnostics of all clients from the share with negative curvature and the mean residual."""
         met, residual = means.withheld
         return cls(jnp.where(met > 0, 0, -1), residual)
 
     def to_average(self) -> Withheld:
-        """Make what a client sends of its own: zeros under privacy, whose noise would look like negative curvature."""
+        """Return what a client sends of its diagnostics, for means over clients.
+
+        Under privacy zeros are sent instead, since noise would look like negative curvature.
+        """
         return Withheld(((self.negative_curvature >= 0).astype(float), self.residual))
 
 
 class Solved(NamedTuple):
-    """An approximate H⁻¹ b."""
+    """Hold an approximate solution of H v = b."""
 
     v: PyTree
-    hvps: Array  # products with H, spent on it
+    hvps: Array  # the number of products with H
     info: SolveInfo
 
 
 class Neumann(Part):
-    """A truncated Neumann series, or a random product of its factors.
+    """Solve the linear system by a truncated Neumann series, or by a random product of its factors.
 
     Args:
-        terms: N; where each client solves a system of its own also a number for each client, N_i in their order: a
-            table here, not `Clients.own`, since the largest is the length of the compiled series. What the series
-            leaves out is (1 − sμ)^N of v along the smallest eigenvalue μ of H.
-        step: s = 1/ℓ, below 2/ℓ for ℓ the largest eigenvalue of H; checked at the start; None adapts it
-            (`AdaptiveSteps`).
-        sampling: None, the whole series; "random", a random length; "random_per_client", a random length for each
-            client, where the federation solves one system.
+        terms: N, the number of terms. If each client solves its own system, this can also be a number N_i for each
+            client, in the order of clients. These numbers are not in `Clients.own`, since the largest is the length of
+            the compiled series. The truncation error is the share (1 − sμ)^N of v along the eigenvector of the smallest
+            eigenvalue μ of H.
+        step: s, often 1/ℓ and always below 2/ℓ, where ℓ is the largest eigenvalue of H. It is checked at the start of a
+            run. None adapts it (`AdaptiveSteps`).
+        sampling: None: the whole series; "random": a product of random length; "random_per_client": a product of random
+            length for each client, if all clients solve one system together.
     """
 
     kind: ClassVar[str] = "neumann"
@@ -93,13 +97,13 @@ class Neumann(Part):
     sampling: Sampling | None = static(default=None)
 
     def validate(self) -> None:
-        """Refuse a value of `sampling` that is not known."""
+        """Refuse an unknown value of `sampling`."""
         if self.sampling is not None and self.sampling not in get_args(Sampling):
             raise unknown("Neumann.sampling", self.sampling, get_args(Sampling))
 
     @property
     def most_terms(self) -> int:
-        """N, or the largest N_i."""
+        """Return N, or the largest N_i."""
         return self.terms if isinstance(self.terms, int) else max(self.terms)
 
     def terms_of(self, client: Client) -> int | Array:
@@ -107,11 +111,11 @@ class Neumann(Part):
         return self.terms if isinstance(self.terms, int) else jnp.array(self.terms)[client.id]
 
     def solve(self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array) -> Solved:
-        """Find v; `loop.repeat` and `product` make the exchanges, or a client's own loops.
+        """Compute v ≈ H⁻¹ b. `loop.repeat` and `product` make exchanges, or run in a client's own loop.
 
-        v ← (I − sH) v + what enters before the n-th product, n = 1, 2, …: in the series s b each time, with a random
-        length nothing more, and with a length for each client what those bring who have as many products ahead. Then
-        b holds, for each length, the mean over the clients that drew it: leaves (N, …).
+        The n-th step, n = 1, 2, …, is v ← (I − sH) v + e_n. For the series e_n = s b, and for a random length e_n = 0.
+        For a length of each client, `b` has leaves (N, …): for each length, the sum over the clients that drew it. e_n
+        is then the sum for the length that equals the number of products after step n.
         """
         draw_key, loop_key = jax.random.split(key)
         count: Any = terms - 1
@@ -136,27 +140,29 @@ class Neumann(Part):
         return Solved(v, jnp.asarray(count), SolveInfo(negative, jnp.zeros(())))
 
     def findings(self, info: SolveInfo, where: str) -> Findings:
-        """Warn of negative curvature: a Neumann series can be summed where it meets any."""
+        """Return a warning if there was negative curvature, at which a Neumann series still has a sum."""
         return Findings(warning=negative_curvature(info, "product", where))
 
 
 class CG(Part):
-    """Conjugate gradient: v = H⁻¹ b by as many products with H as a given accuracy needs, on the same samples.
+    """Solve H v = b by conjugate gradient, with as many products with H as a given accuracy needs.
+
+    All products use the same samples.
 
     Args:
         max_steps: the largest number of products with H.
-        tolerance: the relative residual ‖b − H v‖/‖b‖ at which it ends.
+        tolerance: the relative residual ‖b − H v‖/‖b‖ at which the iteration ends.
     """
 
     kind: ClassVar[str] = "cg"
     most_terms: ClassVar[int] = 1
-    """How many draws of samples there are for products: all products have the same."""
+    """The number of draws of samples for products: all products share one draw."""
 
     max_steps: int = positive_integer(default=20)
     tolerance: float = positive(default=1e-3)
 
     def solve(self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array) -> Solved:
-        """Find v, with all products on the same samples."""
+        """Compute v ≈ H⁻¹ b, with all products on the same samples."""
         _, loop_key = jax.random.split(key)
 
         def once(loop: Any, it: Iteration, _: Array) -> Iteration:
@@ -168,35 +174,38 @@ class CG(Part):
         return Solved(end.v, end.spent, SolveInfo(end.negative, residual.astype(float)))
 
     def findings(self, info: SolveInfo, where: str) -> Findings:
-        """End at negative curvature, where there is no solution; warn of a residual above `tolerance`."""
+        """Return an error if there was negative curvature, and a warning if the residual is above `tolerance`."""
         error, residual = negative_curvature(info, "iteration", where), float(info.residual)
         if residual <= 1.01 * float(np.max(self.tolerance)):
             return Findings(error)
-        few = f"max_steps = {self.max_steps} are too few"
+        few = f"max_steps = {self.max_steps} is too small"
         return Findings(
             error, f"conjugate gradient ended at a relative residual of {residual:.2g}, above its tolerance: {few}"
         )
 
 
 def negative_curvature(info: SolveInfo, unit: str, where: str) -> str:
-    """Say in a sentence that negative curvature was met; `where`: "" for a system of the whole federation."""
+    """Return a sentence about the negative curvature that was met; "" if there was none.
+
+    `where` names the system, and is "" for the system of all clients together. `unit` is "product" or "iteration".
+    """
     met = int(info.negative_curvature)
     if met < 0:
         return ""
     place = where or f"{unit} {met}"
-    doubt = "" if where else "; where clients noise their replies the noise may be its cause"
+    doubt = "" if where else "; if clients add noise to their replies, the noise may be the cause"
     return (
         f"negative curvature at {place}: the inner Hessian is not positive definite there, and v is not defined; "
-        f"the hypergradient may point anywhere (a ridge on the inner loss in y mends that){doubt}"
+        f"the hypergradient may point anywhere (add a ridge in y to the inner loss){doubt}"
     )
 
 
 class InClient:
-    """A client's own loops in the form of `Fed.repeat`, so that the same solver serves both."""
+    """Run a client's own loops, with the interface of `Fed.repeat`, so that a solver works on server and client."""
 
     @staticmethod
     def repeat(n: Any, body: Callable[..., Any], carry: PyTree, key: Array, *, until: Any = None) -> PyTree:
-        if until is None:  # a loop of known length, if n is known
+        if until is None:  # a loop of fixed length if n is a Python number
             return jax.lax.fori_loop(0, n, lambda i, carry: body(InClient, carry, jax.random.fold_in(key, i)), carry)
 
         def unfinished(loop: tuple[Array, PyTree]) -> Array:
@@ -209,7 +218,7 @@ class InClient:
 
 
 def curves_down(v: PyTree, hv: PyTree) -> Array:
-    """Say whether vᵀHv < 0 beyond rounding."""
+    """Return whether vᵀHv < 0, by more than a rounding error; `hv` is H v."""
     curvature = optax.tree.vdot(v, hv)
     return curvature < -jnp.sqrt(jnp.finfo(curvature.dtype).eps) * optax.tree.norm(v) * optax.tree.norm(hv)
 
@@ -224,15 +233,23 @@ def check_neumann_step(
     local: bool = False,
     batch_size: int | None = None,
 ) -> None:
-    """Refuse a step of 2/ℓ or more, ℓ being the largest eigenvalue of ∇²yy G, or, if `local`, of any client's ∇²yy g_i;
-    nothing where the samples are elsewhere.
+    """Refuse a step of 2/ℓ or more, where ℓ is the largest eigenvalue of the inner Hessian at the start of a run.
 
-    With a `batch_size` ℓ is that of a drawn batch of each client: where a batch serves all products, these are products
-    with its Hessian. Other batches may have a larger ℓ, as when they draw a sample more often. Warn where an eigenvalue
-    is negative.
+    A few Lanczos steps estimate ℓ, on at most SAMPLES_FOR_CHECK samples, and for local Hessians on at most
+    CLIENTS_FOR_CHECK clients. ℓ may change later, as x and y move. A negative eigenvalue leads to a warning. Nothing is
+    checked if the samples are on other machines.
 
-    ℓ is taken at the start of a run, by a few Lanczos steps on at most SAMPLES_FOR_CHECK samples of CLIENTS_FOR_CHECK
-    clients; x and y move on, and it with them.
+    Args:
+        field: the name of the step in messages.
+        step: the step.
+        problem, clients, x, y: as for `solve`.
+        local: whether ℓ is the largest eigenvalue of any client's ∇²yy g_i; otherwise it is that of ∇²yy G.
+        batch_size: the size of a batch of each client whose Hessian is taken, for methods in which one batch serves all
+            products. Other batches may have a larger ℓ, for example if they draw a sample more often. None: all
+            samples.
+
+    Raises:
+        ConfigurationError: the step is too long. The message has ℓ and the largest step.
     """
     if not isinstance(clients, Clients):
         return
@@ -253,7 +270,7 @@ def check_neumann_step(
     ends = [extreme_eigenvalues(operator, y, seed=0, iterations=8) for operator in operators]
     largest, smallest = max(end.largest for end in ends), min(end.smallest for end in ends)
     concave = smallest < -FLAT * abs(largest)
-    if concave and (local or not without_minimum(problem, clients, x, y)):  # else every method has been warned
+    if concave and (local or not without_minimum(problem, clients, x, y)):  # `warn_without_minimum` has warned already
         warn(NumericalWarning(negative_eigenvalue(whose, smallest)))
     if largest > 0:
         allowed = (
@@ -263,18 +280,21 @@ def check_neumann_step(
 
 
 def warn_without_minimum(problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> None:
-    """Warn where G(x, ·) curves downwards at the start and however far y goes, so that no method can find y*(x)."""
+    """Warn if G(x, ·) has negative curvature at the start and far away too, so that there is no y*(x)."""
     try:
         smallest = without_minimum(problem, clients, x, y)
-    except ConfigurationError:  # a sample on disk is not finite: the engine says which when it reads it
+    except ConfigurationError:  # a sample on disk is not finite: the engine names it when it reads the sample
         return
     if smallest:
         warn(NumericalWarning(negative_eigenvalue("the", smallest)))
 
 
 def without_minimum(problem: Problem, clients: Clients, x: PyTree, y: PyTree) -> float:
-    """Return the curvature of G(x, ·) along its most downward direction at y if it is negative there and FAR away on
-    both sides, else 0: a network's loss curves downwards near a start, but rises or is flat far from it."""
+    """Return the smallest curvature of G(x, ·) at y if it is negative there and far away too, else 0.
+
+    Far away are the two points at the distance FAR from y along the direction of the smallest curvature. The loss of a
+    network can have negative curvature near a start, but then rises or is flat far away.
+    """
     size = sum(leaf.size for leaf in jax.tree.leaves(y))
     if problem.implicit_term != "inverse" or problem.local is not None or not 0 < size <= ENTRIES_FOR_CHECK:
         return 0.0
@@ -293,19 +313,19 @@ def without_minimum(problem: Problem, clients: Clients, x: PyTree, y: PyTree) ->
 
 
 def product_at(whole: WeightedLoss, x: PyTree, y: PyTree, key: Any) -> partial[PyTree]:
-    """Return v -> ∇²yy G·v at (x, y)."""
+    """Return the function v -> ∇²yy G·v at (x, y), for trees like y."""
     return partial(compiled(hess_v, whole, x, y, y, key=key), whole, x, y)
 
 
 def negative_eigenvalue(whose: str, smallest: float) -> str:
-    """Say of a curvature in y that is negative at the start what follows, and which ridge mends it."""
+    """Return a warning about a negative curvature in y at the start, with the ridge that makes it positive."""
     return (
         f"at the start {whose} inner Hessian has a negative eigenvalue, at most {smallest:.3g}: y*(x) and v are not "
-        "defined there, and the hypergradient may point anywhere. A ridge on the inner loss in y mends that: add "
+        "defined there, and the hypergradient may point anywhere. A ridge on the inner loss in y removes it: add "
         f"c * (y**2).sum() with c above {abs(smallest) / 2:.3g}"
     )
 
 
 def _hess_v(several: WeightedLoss, k: Array, x: PyTree, y: PyTree, v: PyTree) -> PyTree:
-    """Multiply by the Hessian in y of the k-th of several losses, whose leaves are stacked."""
+    """Return the product of v with the Hessian in y of the k-th of several losses, which are stacked in one tree."""
     return hess_v(jax.tree.map(lambda leaf: leaf[k], several), x, y, v)

@@ -1,13 +1,13 @@
-"""The local steps of a client: on one variable, on x, y and v at once, and the optimizers that make steps of gradients.
+"""Make the local steps of a client, on one variable or on x, y and v together, by several local optimizers.
 
 Jianyu Wang et al., "Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization" (FedNova),
 NeurIPS 2020, section 4: local optimizers whose total update is a linear combination of their gradients,
 
     z_0 − z_τ = η Σ_{k<τ} a_k d_k,   d_k taken at z_k.
 
-The a_k depend on τ, but for plain steps: on its way the iterate is z_k = z_0 − η Σ_{j<k} a_j d_j with the a_j of k
-steps. So a client carries the sum q of the steps so far and what its optimizer remembers, and no a_k. Their sum ‖a‖₁
-depends on τ alone, whatever η and the gradients are; q/‖a‖₁ is a weighted mean of the d_k.
+Except for plain steps, the a_k depend on τ: after k steps the iterate is z_k = z_0 − η Σ_{j<k} a_j d_j with the a_j of
+k steps. A client therefore carries the sum q of its steps so far and the memory of its optimizer, and not the a_k.
+Their sum ‖a‖₁ depends only on τ, and not on η and the gradients. q/‖a‖₁ is a weighted mean of the d_k.
 """
 
 from __future__ import annotations
@@ -32,38 +32,40 @@ from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import Directions, directions, independent_directions
 
 Gradient = Callable[[PyTree, Draw], PyTree]
-"""(point, draw) -> the client's own gradient at that point, on the samples that are drawn."""
+"""A function (point, draw) -> the client's own gradient at this point, on the samples of the draw."""
 Count = int | Array
 LIKE_XYV = XYV("x", "y", "y")
-"""What a phase takes or gives that is an `XYV`: its entries are shaped like x, y and, for v, y again (see `phase`)."""
+"""The declaration of an `XYV` that a phase takes or gives: its entries have the shapes of x, y and y (see `phase`)."""
 
 
 class LocalSteps(NamedTuple):
-    """The local steps of a client."""
+    """Hold the number of a client's local steps and their samples."""
 
     tau: Count
-    draw: Callable[[Array | int], Draw]  # k -> the samples of step k
+    draw: Callable[[Array | int], Draw]  # maps k to the samples of step k
 
     @classmethod
     def drawn(cls, tau: Count, key: Array) -> LocalSteps:
-        """So many steps, each on samples that a key of its own draws with replacement."""
+        """Return `tau` steps, each on samples that are drawn with replacement by its own key, derived from `key`."""
         return cls(tau, partial(jax.random.fold_in, key))
 
 
 class LocalWork(Part):
-    """How many local steps a client makes when it is asked, and on which samples.
+    """Set the number of local steps that a client makes when it is asked, and their samples.
 
-    Each epoch takes a client's own samples in a new random order, a batch a step: E⌈n_i/B⌉ steps, or E⌊n_i/B⌋, at
-    least E, without short batches. A short batch counts as any other, with the mean of its samples.
+    An epoch goes through a client's samples in a new random order, with a batch of B samples for each step. E epochs
+    take E⌈n_i/B⌉ steps for n_i samples; without short batches they take E⌊n_i/B⌋ steps, and at least E. A short batch
+    counts as much as any other batch, with the mean over its samples.
 
     Args:
-        local_steps: τ_i, a client's local steps in a round; `Clients.local_steps` takes precedence.
-        local_epochs: E passes through its own samples, without replacement, in place of `local_steps`.
-        drop_last: leave out an epoch's short last batch, unless it is alone.
+        local_steps: τ_i, the number of a client's local steps in a round; `Clients.local_steps` takes precedence.
+        local_epochs: E, the number of passes through the client's samples without replacement, in place of
+            `local_steps`; None: `local_steps` counts.
+        drop_last: whether an epoch leaves out its short last batch, unless it has no other batch.
     """
 
     steps_on: ClassVar[Literal["outer", "inner"]]
-    """Whose samples the steps take."""
+    """The loss whose samples the steps take."""
 
     local_steps: int = positive_integer(default=5)
     local_epochs: int | None = positive_integer(default=None, optional=True)
@@ -82,7 +84,7 @@ class LocalWork(Part):
         return self.local_epochs * samples.batches(client.batch_size, self.drop_last)
 
     def steps(self, client: Client, key: Array) -> LocalSteps:
-        """Return a client's local steps; the key draws their samples."""
+        """Return a client's local steps, whose samples are drawn by the key."""
         if self.local_epochs is None:
             return LocalSteps.drawn(self.tau(client), key)
         samples: Samples = getattr(client, self.steps_on)
@@ -91,10 +93,10 @@ class LocalWork(Part):
 
 
 def local_descent(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any) -> PyTree:
-    """Return the change of `start` after τ gradient steps of size lr, FedAvg's local steps.
+    """Return the change of `start` after τ gradient steps of size lr, which are FedAvg's local steps.
 
-    The iterate is carried, and the start taken off at the end: in float32 the change is wrong by 10^-7 of the iterate,
-    as it is anyway once the server has added it to its own.
+    The loop carries the iterate, and the start is subtracted at the end. In float32 the change has an error of 10^-7 of
+    the iterate, which it would also have after the server has added it to its iterate.
     """
 
     def step(k: Array, point: PyTree) -> PyTree:
@@ -104,9 +106,10 @@ def local_descent(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any)
 
 
 def corrected_drift(gradient: Gradient, start: PyTree, mean_gradient: PyTree, steps: LocalSteps, lr: Any) -> PyTree:
-    """Take federated SVRG's local steps, of size lr/τ along ∇(point; ζ_ν) − ∇(start; ζ_ν) + q, q the mean gradient.
+    """Return the drift of federated SVRG's local steps: their change beyond −lr·q, the part common to all clients.
 
-    Returns what they change beyond −lr·q, the part that all clients have in common: nothing for τ = 1.
+    The steps have size lr/τ and go along ∇(point; ζ_ν) − ∇(start; ζ_ν) + q, where q is the mean gradient at the start.
+    For τ = 1 the drift is zero.
 
     Jakub Konečný et al., arXiv:1610.02527; as FedLin: Aritra Mitra et al., NeurIPS 2021.
     """
@@ -122,7 +125,7 @@ def corrected_drift(gradient: Gradient, start: PyTree, mean_gradient: PyTree, st
 
 
 def mean_gradient(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any) -> PyTree:
-    """Return (1/τ) Σ_k ∇(z_k), along τ local steps z_{k+1} = z_k − lr ∇(z_k) from `start`."""
+    """Return the mean gradient (1/τ) Σ_k ∇(z_k) along τ local steps z_{k+1} = z_k − lr ∇(z_k) from `start`."""
 
     def step(k: Array, total: PyTree) -> PyTree:
         return optax.tree.add(total, gradient(move(start, -lr, total), steps.draw(k)))
@@ -132,18 +135,18 @@ def mean_gradient(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any)
 
 
 class LocalOptimizer(Part):
-    """A local optimizer whose iterate is z_0 − ηq, q = Σ a_k d_k with a_k ≥ 0; write your own as a subclass."""
+    """Base class of local optimizers, whose iterate is z_0 − ηq with q = Σ a_k d_k and a_k ≥ 0."""
 
     anchored: ClassVar[bool] = False
-    """Whether d_k is d(z_k; ζ_k) − d(z_0; ζ_k) + d(z_0), the last on all samples, in place of d(z_k; ζ_k)."""
+    """Whether d_k is d(z_k; ζ_k) − d(z_0; ζ_k) + d(z_0), with d(z_0) on all samples; otherwise it is d(z_k; ζ_k)."""
 
     def begin(self, like: PyTree) -> PyTree:
-        """Return the optimizer's memory before the first step, here none; q and d have the shapes of `like`."""
+        """Return the optimizer's memory before the first step; None: it has no memory. q and d are like `like`."""
         return None
 
     @abstractmethod
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """Return the next q and the next memory, d being the gradient at z_0 − ηq."""
+        """Return the next q and the next memory, where d is the gradient at z_0 − ηq."""
 
     def total(self, tau: Count) -> Array:
         """Return ‖a‖₁ = Σ_{k<τ} a_k, the sum of the coefficients of `tau` steps."""
@@ -151,12 +154,12 @@ class LocalOptimizer(Part):
 
 
 class Plain(LocalOptimizer):
-    """Gradient steps: a_k = 1."""
+    """Make plain gradient steps, with a_k = 1."""
 
     kind: ClassVar[str] = "plain"
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """Return q + d, and no memory: the next sum of directions after the gradient d."""
+        """Return (q + d, None): the next sum of directions after the gradient d, and no memory."""
         return optax.tree.add(q, d), None
 
     def total(self, tau: Count) -> Array:
@@ -165,18 +168,21 @@ class Plain(LocalOptimizer):
 
 
 class Anchored(LocalOptimizer):
-    """Local variance reduction, SVRG's: plain steps, d_k = d(z_k; ζ_k) − d(z_0; ζ_k) + d(z_0) on all samples."""
+    """Make plain steps with local variance reduction as in SVRG: d_k = d(z_k; ζ_k) − d(z_0; ζ_k) + d(z_0).
+
+    d(z_0) is on all samples of the client, and the other two terms are on the samples ζ_k of the step.
+    """
 
     kind: ClassVar[str] = "anchored"
     anchored: ClassVar[bool] = True
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """Return q + d, and no memory: the next sum of corrected directions."""
+        """Return (q + d, None): the next sum of corrected directions, and no memory."""
         return optax.tree.add(q, d), None
 
 
 class Momentum(LocalOptimizer):
-    """Heavy ball from rest: m ← μm + d, z ← z − ηm; a_k = (1 − μ^{τ−k}) / (1 − μ).
+    """Make steps with momentum (heavy ball) from m = 0: m ← μm + d, z ← z − ηm; a_k = (1 − μ^{τ−k}) / (1 − μ).
 
     Args:
         decay: μ, the factor of the earlier directions in each step, strictly between 0 and 1.
@@ -197,10 +203,10 @@ class Momentum(LocalOptimizer):
 
 
 class Proximal(LocalOptimizer):
-    """FedProx: z ← z − ηd − α(z − z_0), the loss having (α/2η)‖z − z_0‖² added; a_k = (1 − α)^{τ−1−k}.
+    """Make FedProx's steps, z ← z − ηd − α(z − z_0), on the loss plus (α/2η)‖z − z_0‖²; a_k = (1 − α)^{τ−1−k}.
 
     Args:
-        pull: α, the part of the way back to z_0 in each step, strictly between 0 and 1.
+        pull: α, the share of the way back to z_0 in each step, strictly between 0 and 1.
     """
 
     kind: ClassVar[str] = "proximal"
@@ -208,19 +214,20 @@ class Proximal(LocalOptimizer):
     pull: float = fraction(default=0.1, own=True)
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ((1 − α) q + d, no memory): the next sum of steps after the gradient d."""
+        """Return ((1 − α) q + d, None): the next sum of steps after the gradient d, and no memory."""
         return optax.tree.add(scaled(1 - self.pull, q), d), None
 
 
 class Mixed(LocalOptimizer):
-    """Clients with local optimizers of their own, from one rule: m ← μm + d, z ← z − ηm − α(z − z_0).
+    """Give each client its own local optimizer, by one rule: m ← μm + d, z ← z − ηm − α(z − z_0).
 
-    With both numbers 0 a client makes plain steps, with μ alone heavy ball's, with α alone FedProx's; each client by
-    its own: `Clients(own={"local_optimizer.decay": [0, 0.9], "local_optimizer.pull": [0.1, 0]})`.
+    If both numbers are 0, a client makes plain steps. With μ alone it makes those of heavy ball, and with α alone those
+    of FedProx. The numbers of each client are set by
+    `Clients(own={"local_optimizer.decay": [0, 0.9], "local_optimizer.pull": [0.1, 0]})`.
 
     Args:
         decay: μ, the factor of the earlier directions in each step, at least 0 and below 1.
-        pull: α, the part of the way back to z_0 in each step, at least 0 and below 1.
+        pull: α, the share of the way back to z_0 in each step, at least 0 and below 1.
     """
 
     kind: ClassVar[str] = "mixed"
@@ -233,15 +240,16 @@ class Mixed(LocalOptimizer):
         return optax.tree.zeros_like(like)
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ((1 − α) q + m, m) with m = μ·memory + d: the next sum of steps, and the momentum after d."""
+        """Return ((1 − α) q + m, m) with m = μ·memory + d: the next sum of steps, and the momentum after gradient d."""
         m = move(d, self.decay, memory)
         return optax.tree.add(scaled(1 - self.pull, q), m), m
 
 
 def added_up(optimizer: LocalOptimizer, tau: Count) -> Array:
-    """Return Σ_{k<τ} a_k, as the q of τ gradients that are all 1: sums of positive numbers, exact to rounding.
+    """Return Σ_{k<τ} a_k, computed as the q of τ gradients that are all 1.
 
-    Closed forms, such as (1 − (1 − α)^τ)/α, lose all digits in float32 where α or 1 − μ is small.
+    This sum of positive numbers is exact up to rounding. Closed forms, such as (1 − (1 − α)^τ)/α, lose all digits in
+    float32 if α or 1 − μ is small.
     """
     unit = jnp.ones(())
 
@@ -253,15 +261,15 @@ def added_up(optimizer: LocalOptimizer, tau: Count) -> Array:
 
 
 class JointSteps(Algorithm):
-    """A method whose clients step on x, y and v at once: the fields of these steps, and the three directions.
+    """Share the fields and local steps of methods whose clients step on x, y and v together.
 
     Args:
-        local_steps: τ, a client's local steps in a round; `Clients.local_steps` takes precedence.
-        batch_size: samples per draw for each loss, with replacement; None: all.
-        client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves
-            all three. None, for each: adapted (`AdaptiveSteps`).
-        independent_batches: draw samples for each of the three directions apart; False: a single draw of outer and of
-            inner samples serves all three.
+        local_steps: τ, the number of a client's local steps in a round; `Clients.local_steps` takes precedence.
+        batch_size: the number of samples that a client draws for each loss, with replacement; None: all samples.
+        client_lr: η, a client's step sizes for x, y and v. Each is a number or a schedule over rounds, and a single
+            value serves all three. A step size of None is adapted (`AdaptiveSteps`).
+        independent_batches: whether samples are drawn separately for each of the three directions; False: a single draw
+            of outer and of inner samples serves all three.
     """
 
     local_steps: int = positive_integer(default=5)
@@ -272,9 +280,9 @@ class JointSteps(Algorithm):
     def local_sum(
         self, client: Client, start: XYV, tau: int | Array, key: Array, local_optimizer: LocalOptimizer
     ) -> Directions:
-        """Return Σ_k a_k d_k along the local steps, and the sums of the two losses.
+        """Return q = Σ_k a_k d_k after `tau` local steps from `start`, and the sums of both losses over the steps.
 
-        The local iterate is start − η·q throughout, q being the sum if these were all the steps.
+        The local iterate after some steps is start − η·q, with the q of these steps.
         """
 
         def step(k: Array, carry: tuple[Directions, PyTree]) -> tuple[Directions, PyTree]:
@@ -293,7 +301,7 @@ class JointSteps(Algorithm):
         return total
 
     def no_directions(self, client: Client, like: XYV, key: Array) -> Directions:
-        """Return zeros, where sums of directions begin."""
+        """Return zeros in the shapes of the directions at `like`, at which sums of directions begin."""
         shapes = jax.eval_shape(lambda key: self.directions(client, like, key), key)
         return jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
 
@@ -304,17 +312,20 @@ class JointSteps(Algorithm):
     @property
     @abstractmethod
     def costs(self) -> tuple[int, int]:
-        """How many gradients, and how many products with ∇²g, the three directions cost at one point."""
+        """Return the numbers of gradients and of products with ∇²g for the three directions at one point."""
 
     def counted(self, total: Directions, tau: int | Array, evaluations: int = 1, more: int = 0) -> Reply:
-        """Make the reply with `total.step`, mean losses, and the costs of evaluations·τ directions and `more`."""
+        """Return the reply with `total.step`, the mean losses, and the costs of evaluations·τ + `more` evaluations.
+
+        An evaluation computes the three directions at one point.
+        """
         metrics = {"outer_loss": total.outer_loss / tau, "inner_loss": total.inner_loss / tau}
         (gradients, products), times = self.costs, evaluations * tau + more
         return Reply(total.step, metrics=metrics, gradients=gradients * times, hvps=products * times)
 
 
 class LocalDirections(JointSteps):
-    """A method whose clients step on x, y and v at once, along directions with exact products with ∇²g."""
+    """Share the local steps of methods whose directions in x, y and v have exact products with ∇²g."""
 
     def directions(self, client: Client, local: XYV, key: Array) -> Directions:
         """Return the three directions at `local`, on the samples that the key draws."""
@@ -333,7 +344,7 @@ class LocalDirections(JointSteps):
 
 
 def descend(point: XYV, lr: XYV, direction: XYV) -> XYV:
-    """Return point − lr·direction, each variable with its own step size, in the point's own dtypes."""
+    """Return point − lr·direction, with a step size for each variable, in the dtypes of the point."""
 
     def moved(size: Any, tree: PyTree, d: PyTree) -> PyTree:
         return jax.tree.map(lambda leaf, down: leaf - (size * down).astype(leaf.dtype), tree, d)

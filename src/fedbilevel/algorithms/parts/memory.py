@@ -1,33 +1,35 @@
-"""The memory of what clients replied last, for late replies (`Asynchronous`) and for short ones (`Compressor`, EF21).
+"""Remember the last replies of clients, for late replies (`Asynchronous`) and for short replies (`Compressor`, EF21).
 
-A client keeps its last reply g_i to a phase, as the server knows it, and sends the difference to its new reply u_i. The
-server adds differences up:
+A client keeps its last reply g_i to a phase, as the server knows it, and sends the difference between its new reply u_i
+and g_i. The server adds up the differences. Let C be the compressor; without a compressor, c_i = u_i − g_i:
 
-    c_i = C(u_i − g_i),   g_i ← g_i + c_i,   G ← G + Σ p_i c_i       C: the compressor; without one c_i = u_i − g_i
+    c_i = C(u_i − g_i),   g_i ← g_i + c_i,   G ← G + Σ p_i c_i
 
-so that G = Σ p_i g_i, and no table of replies is needed. The method inside is written as if every exchange waited for
-all, and gets the mean of everyone's g_i. With t_i the exchange (of that phase, counted from 0) in which client i was
-asked for its last reply, the server keeps after exchange t
+Then G = Σ p_i g_i, and the server needs no table of replies. The method inside works as if every exchange waited for
+all clients, and gets the mean of all g_i. Let t_i be the exchange of this phase, counted from 0, in which client i was
+asked for its last reply. After exchange t, the server keeps
 
-    total = G        weight = Σ p_i        age = Σ p_i (t − t_i)         over those that have ever replied
+    total = G        weight = Σ p_i        age = Σ p_i (t − t_i)         over the clients that have replied before
 
-so that it knows the mean, total/weight, also before everyone has replied, and the mean delay, without any client's own
-values and at the cost of a single model, however many clients there are. A message carries the number t more, and a
-reply two numbers.
+From these it computes the mean, total/weight, also before all clients have replied, and the mean delay. It has no
+values of a single client, and needs the memory of a single model for any number of clients. A message also has the
+number t, and a reply has two more numbers.
 
-With a compressor that sends a part of the entries, a reply is short. As replies settle, so do the g_i, and G comes to
-their exact mean, however little is sent. Without the memory, the mean of the C(u_i) is off wherever the limits of
-clients' replies are not 0, that is, wherever clients differ. (P. Richtárik, I. Sokolov and I. Fatkhullin, "EF21: A New,
-Simpler, Theoretically Better, and Practically Faster Error Feedback", NeurIPS 2021.)
+With a compressor that sends only a part of the entries, replies are short. As the replies u_i converge, so do the g_i,
+and G converges to the exact mean, however little is sent. Without the memory, the mean of the C(u_i) has an error if
+the limits of clients' replies are not 0, which is the case if clients differ. (P. Richtárik, I. Sokolov and I.
+Fatkhullin, "EF21: A New, Simpler, Theoretically Better, and Practically Faster Error Feedback", NeurIPS 2021.)
 
-g_i is made of earlier replies. Therefore the memory is for phases whose replies may be late (`Allows.late`) alone.
-Replies to other phases, and to fresh cohorts, are sent whole, and marked parts are sent as they are.
+g_i depends on earlier replies. The memory is therefore only for phases whose replies may be late (`Allows.late`).
+Replies to other phases and to fresh cohorts are sent whole. Marked parts of an update, such as public numbers, are not
+compressed.
 
-Rounding: a table is summed anew each time, this sum carries all roundings since the start, which grow as the square
-root of their number. 18 clients of unequal weights, 20,000 exchanges of one reply each, replies of mean 0 and standard
-deviation 1 that never settle: in float32 the mean was off by 1.0e-6 (root mean square) and the delay by 1.5e-5 of
-itself, in float64 by 1.8e-15 and 1.3e-14. Where replies settle differences vanish, and what is added with them: with
-replies that shrink by 0.001 each time the mean was off by 1.5e-7, all of it from the first 2,000 exchanges. Clients
+Rounding: the sum of a table would be computed anew in every exchange. G accumulates all rounding errors since the
+start, which grow as the square root of their number. This was measured with 18 clients of unequal weights, in 20,000
+exchanges of one reply each, for replies of mean 0 and standard deviation 1 that do not converge. In float32 the mean
+had an error of 1.0e-6 (root mean square), and the delay had a relative error of 1.5e-5. In float64 the errors were
+1.8e-15 and 1.3e-14. If replies converge, the differences vanish, and so do their rounding errors: with replies that
+shrink by 0.001 in every exchange, the error of the mean was 1.5e-7, all of it from the first 2,000 exchanges. Clients
 count exchanges in integers.
 """
 
@@ -62,14 +64,15 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, join
 
-ROUNDING = 1e-5  # what sums of weights may fall short of 1 by in float32, without anyone being missing
+ROUNDING = 1e-5  # the largest rounding error of a sum of all weights in float32
 
 
 class Compressor(Around):
-    """Base class of compressors, which make replies short: `coded` gives a form with fewer bytes.
+    """Base class of compressors, which make replies shorter: `coded` returns a form with fewer bytes.
 
-    Clients send differences to what they sent before, so that nothing is lost for good (`Memory`). For this the code C
-    must be a contraction: ‖C(v) − v‖² ≤ (1 − δ)‖v‖² with some δ > 0 for every v. Steps have to shrink with δ.
+    Clients compress the difference to what they sent before, so that parts that were not sent are sent later
+    (`Memory`). The code C must be a contraction: ‖C(v) − v‖² ≤ (1 − δ)‖v‖² with some δ > 0 for every v. The smaller δ
+    is, the smaller steps have to be.
     """
 
     place = "coded"
@@ -79,20 +82,21 @@ class Compressor(Around):
 
     @abstractmethod
     def coded(self, tree: PyTree) -> PyTree:
-        """Return the tree, whose leaves are floating arrays, with `authoring.Coded` parts in place of some or all."""
+        """Return a tree of floating-point arrays with some or all parts replaced by `authoring.Coded` parts."""
 
 
 class Asynchronous(Around):
-    """Continue as soon as some clients have replied, with the last replies of all others.
+    """Continue after the first replies of an exchange, with the last replies of all other clients.
 
     `fb.Asynchronous(method, wait_for=3)` is short for `fb.layered(method, fb.Asynchronous(wait_for=3))`.
 
     Args:
-        wait_for: how many replies an exchange waits for.
-        max_staleness: also wait for every client that was asked so many exchanges (of the same phase) ago, or more, and
-            for every client that has been unavailable, or busy with another phase, for longer; None: no bound.
-        delay_penalty: c; means are divided by 1 + c·(mean delay of the replies in them, in exchanges of that phase),
-            and so are the server's steps along them.
+        wait_for: the number of replies for which an exchange waits.
+        max_staleness: a number of exchanges of the same phase. An exchange also waits for every client that was asked
+            at least so many exchanges ago, and for every client that has been unavailable, or busy with another phase,
+            for longer. None: no bound.
+        delay_penalty: c; the mean of replies, and with it the server's step, is divided by 1 + c·(mean delay of these
+            replies, in exchanges of the phase).
     """
 
     place = "late"
@@ -110,29 +114,29 @@ class Asynchronous(Around):
         coded = among.get("coded")
         if coded is None or isinstance(coded, Compressor):
             return Memory(compressor=coded, late=self)
-        why = "late replies are sent as differences, which an authoring.Compressor makes short"
-        raise ConfigurationError(f"Asynchronous and {type(coded).__name__} cannot be together: {why}")
+        why = "late replies are sent as differences, which only an authoring.Compressor can make shorter"
+        raise ConfigurationError(f"Asynchronous and {type(coded).__name__} cannot be combined: {why}")
 
 
 class LastReplies(NamedTuple):
-    """What the server keeps of everyone's last replies to a phase."""
+    """Hold the server's record of all clients' last replies to a phase."""
 
-    total: PyTree
-    weight: Array
-    age: Array
-    exchanges: Array  # made so far
+    total: PyTree  # Σ p_i g_i
+    weight: Array  # Σ p_i over the clients that have replied before
+    age: Array  # Σ p_i (t − t_i) over these clients
+    exchanges: Array  # the number of exchanges so far
 
     @classmethod
     def none(cls, like: PyTree) -> LastReplies:
-        """Begin before the first exchange, for updates with the shapes of `like`."""
+        """Return the record before the first exchange, for updates with the shapes of `like`."""
         total = jax.tree.map(jnp.zeros_like, like)
         return cls(total, jnp.zeros(()), jnp.zeros(()), jnp.zeros((), jnp.int32))
 
     def after(self, delta: ReplyDelta) -> LastReplies:
-        """Go on by an exchange, whose replies are summed, Σ p_i, in `delta`.
+        """Return the record after an exchange; `delta` is the weighted sum of its replies, Σ p_i (.).
 
-        All earlier replies become one exchange older, those replaced by t_i − (their last t_i) younger; a first
-        reply brings t − t_i = (t + 1) − (t_i − (−1)).
+        The age of every earlier reply grows by one exchange. If a reply is replaced, its age then falls by the
+        difference between the new and the old t_i. A first reply has the age t − t_i, which is (t + 1) − (t_i − (−1)).
         """
         joins, exchanges = delta.joins.public, delta.exchanges.public
         age = self.age + self.weight + (self.exchanges + 1) * joins - exchanges
@@ -141,44 +145,51 @@ class LastReplies(NamedTuple):
 
     @property
     def mean(self) -> PyTree:
-        """Σ p_i g_i / Σ p_i over the clients that have ever replied; 0 where nobody has."""
+        """Return Σ p_i g_i / Σ p_i over the clients that have replied before; 0 if there are none."""
         weight = jnp.where(self.weight > 0, self.weight, 1)
         return jax.tree.map(lambda leaf: leaf / weight.astype(leaf.dtype), self.total)
 
     @property
     def delay(self) -> Array:
-        """Σ p_i (t − t_i) over all clients, in exchanges of this phase; t_i = −1 for those that have never replied."""
+        """Return Σ p_i (t − t_i) over all clients, in exchanges of this phase; t_i = −1 if a client has not replied."""
         missing = jnp.where(self.weight > 1 - ROUNDING, 0, 1 - self.weight)
         return self.age + missing * self.exchanges
 
 
 class LastReply(NamedTuple):
-    """A client's own last reply to a phase, as the server knows it."""
+    """Hold a client's last reply to a phase, as the server knows it."""
 
     update: PyTree  # g_i
-    exchange: Array  # of that phase, in which it was asked for; -1 before the first
+    exchange: Array  # t_i, the exchange of the phase in which it was asked for; -1 before the first reply
 
     @classmethod
     def none(cls, like: PyTree) -> LastReply:
-        """Begin before the first reply, for updates with the shapes of `like`."""
+        """Return the record before the first reply, for updates with the shapes of `like`."""
         return cls(jax.tree.map(jnp.zeros_like, like), jnp.asarray(-1, jnp.int32))
 
 
 class ReplyDelta(NamedTuple):
-    """What a client sends in place of a reply: the difference to its last one. The server adds these differences up.
+    """Hold what a client sends in place of a reply: the difference to its last reply, which the server adds up.
 
-    `joins` and `exchanges` are public: the server knows whose replies have counted and what it asked when.
+    `joins` and `exchanges` are public, since the server knows which clients have replied, and when it asked them.
     """
 
     update: PyTree
-    joins: Public  # 1 in the first reply, then 0
-    exchanges: Public  # t − the last t
+    joins: Public  # 1 in a client's first reply, then 0
+    exchanges: Public  # the new t_i minus the old t_i
 
     @classmethod
     def since(
         cls, last: LastReply, update: PyTree, exchange: Array, compressor: Compressor | None = None
     ) -> tuple[ReplyDelta, LastReply]:
-        """Take the difference from the last reply to this, asked for in that exchange; also return what to keep now."""
+        """Return the difference from the last reply to a new one, and the new record of the last reply.
+
+        Args:
+            last: the record of the last reply.
+            update: the update of the new reply.
+            exchange: the number of the exchange in which the new reply was asked for.
+            compressor: what makes the difference shorter; None: it is sent whole.
+        """
         joins, exchanges = (jnp.asarray(n, float) for n in (last.exchange < 0, exchange - last.exchange))
         change = optax.tree.sub(update, last.update)
         if compressor is not None:
@@ -188,18 +199,18 @@ class ReplyDelta(NamedTuple):
             name = f"{type(compressor).__name__}.coded"
             plain_update(name, coded)
             if wrong := difference(restored := decoded(coded), private):
-                raise ConfigurationError(f"{name}: what is decoded must be like the tree that it got: {wrong}")
+                raise ConfigurationError(f"{name}: the decoded tree must be like the tree that it got: {wrong}")
             update = optax.tree.add(last.update, join(restored, marked))
             change = (coded, marked)
         return cls(change, Public(joins), Public(exchanges)), LastReply(update, exchange)
 
 
 class Memory(Layer):
-    """Send differences to last replies, which the server adds up, whole or short; wait for all, or for the first.
+    """Let clients send differences to their last replies, whole or compressed, which the server adds up.
 
     Args:
-        compressor: how differences are made short; None: they are sent whole.
-        late: how many replies an exchange waits for; None: for all that were asked.
+        compressor: what compresses the differences; None: they are sent whole.
+        late: for how many replies an exchange waits; None: for all clients that were asked.
     """
 
     kind, place, needs = "memory", "coded", "late"
@@ -232,7 +243,7 @@ class Memory(Layer):
         if self.late is None:
             return
         alone = self.late.delay_penalty == 0 or problem.local is None
-        own = "0 where clients keep x: they make the steps on it, and do not know the mean delay"
+        own = "0 if clients keep x: they step on it themselves, and do not know the mean delay"
         require(alone, "Asynchronous.delay_penalty", self.late.delay_penalty, own)
         few = f"at most {len(clients)}, the number of clients"
         require(self.late.wait_for <= len(clients), "Asynchronous.wait_for", self.late.wait_for, few)
@@ -248,7 +259,7 @@ class Memory(Layer):
         if asked.fresh is not None or asked.phase not in kept:
             return ask(asked), kept
         if asked.each:
-            why = f"{self.label} sends differences to earlier replies, of which the server knows the sum alone"
+            why = f"{self.label} sends differences to earlier replies, of which the server knows only the sum"
             raise ConfigurationError(f"every reply of an exchange was asked for: {why}")
         last = kept[asked.phase]
         first = None if self.late is None else First(self.late.wait_for, self.late.max_staleness)
@@ -259,7 +270,7 @@ class Memory(Layer):
         return Total.of_mean(self._shortened(asked, last)), {**kept, asked.phase: last}
 
     def _shortened(self, asked: Asked, last: LastReplies) -> PyTree:
-        """Return the mean, shorter by the penalty for delay."""
+        """Return the mean of last replies, divided by the penalty for their mean delay."""
         if self.late is None or self.late.delay_penalty == 0:
             return last.mean
         slower = 1 + self.late.delay_penalty * last.delay
@@ -278,7 +289,7 @@ class Memory(Layer):
         return reply._replace(update=delta), {**kept, asked.phase: last}
 
     def findings(self, method: Algorithm, kept: Kept, found: Findings) -> Findings:
-        """Add the mean delay of late replies: `delay`, or `delay.PHASE` for each phase."""
+        """Add the mean delay of late replies as columns: `delay` for a single phase, else `delay.PHASE` for each."""
         if self.late is None:
             return found
         single = len(kept) == 1
@@ -287,9 +298,10 @@ class Memory(Layer):
 
 
 def warn_unless_contraction(compressor: Compressor, like: PyTree) -> None:
-    """Warn if a code is further from a random tree with the shapes of `like` than 0 is, at any of some sizes.
+    """Warn if a compressor is not a contraction for a random tree with the shapes of `like`, at three sizes.
 
-    A code that passes may still be no contraction: the sizes are three, and the directions one.
+    It is not if the decoded tree is further from the tree than 0 is. A compressor that passes may still not be a
+    contraction for other trees.
     """
     random = np.random.default_rng(0)
     tree = jax.tree.map(lambda leaf: jnp.asarray(random.normal(size=jnp.shape(leaf)), jnp.result_type(leaf)), like)
@@ -298,22 +310,22 @@ def warn_unless_contraction(compressor: Compressor, like: PyTree) -> None:
         coded = compressor.coded(v)
         plain = plain_update(f"{type(compressor).__name__}.coded", coded)
         if difference(plain, v):
-            return  # an error, with the reply in which it is
+            return  # the first reply raises an error
         off = optax.tree.norm(optax.tree.sub(decoded(coded), v), squared=True)
         share = float(off / optax.tree.norm(v, squared=True))
         if share > 1:
-            text = f"{type(compressor).__name__}.coded is no contraction: of a random v with entries of size {size:g} "
-            text += f"‖C(v) − v‖² is {share:.3g} ‖v‖²; it must be below ‖v‖², or the run may not settle"
+            text = f"{type(compressor).__name__}.coded is no contraction: for a random v with entries of size {size:g} "
+            text += f"‖C(v) − v‖² is {share:.3g} ‖v‖²; it must be below ‖v‖², or the run may not converge"
             warnings.warn(NumericalWarning(text), stacklevel=2)
             return
 
 
 def gives(method: Algorithm, phase: str) -> PyTree:
-    """Return the declared shape of a phase's update."""
+    """Return what a phase declares about the shapes of its update."""
     return takes_and_gives(method.phases[phase])[1]
 
 
 def template(gives: PyTree, x: PyTree, y: PyTree) -> PyTree:
-    """Make zeros in the shape of an update, from what its phase declares to give."""
+    """Return zeros in the shapes of an update, from the declaration of its phase."""
     shapes = {"x": x, "y": y, NUMBER: jnp.zeros(())}
     return jax.tree.map(lambda kind: shapes[kind], gives)

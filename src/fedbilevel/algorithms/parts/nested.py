@@ -1,4 +1,4 @@
-"""What methods share whose rounds step on y, then on x along a hypergradient; the rounds stand in their own files."""
+"""Share the state, checks and findings of methods whose rounds step on y, and then on x along a hypergradient."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -18,23 +18,25 @@ from fedbilevel.core.problem import Bilevel, Compositional, Minimax, Problem
 from fedbilevel.core.tree import PyTree
 
 ALL_BILEVEL = Bilevel, Minimax, Compositional
-"""Kinds of problem that differ in how v is found alone, which `Implicit` and `LocalImplicit` know."""
+"""The kinds of problem for `Implicit` and `LocalImplicit`, which differ only in the computation of v."""
 
 
 class State(NamedTuple):
-    """The server's state."""
+    """Hold the server's state."""
 
     x: PyTree
     y: PyTree
-    info: SolveInfo  # of the last v; the first negative curvature stays noted
-    v: PyTree = None  # what the hypergradient keeps: a v kept by the server (AFBO)
+    info: SolveInfo  # diagnostics of the last v, and the first negative curvature of the run
+    v: PyTree = None  # the state of the hypergradient: a v on the server (AFBO), or None
 
 
 class Nested(Algorithm):
-    """Base of methods that step on y, then on x by a hypergradient, whose checks and findings are theirs.
+    """Base class of methods that step on y, and then on x along a hypergradient.
+
+    The checks and findings of the method are those of its part `hypergradient`.
 
     Args:
-        batch_size: samples per draw for each loss, with replacement; None: all.
+        batch_size: the number of samples that a client draws for each loss, with replacement; None: all samples.
     """
 
     hypergradient: Any
@@ -58,7 +60,7 @@ class Nested(Algorithm):
         return found
 
     def next_state(self, state: State, change: PyTree, y: PyTree, info: SolveInfo) -> State:
-        """Make the next state. Where negative curvature ends the run, x stays from then on."""
+        """Return the next state. x no longer changes after a negative curvature that ends the run."""
         before = state.info.negative_curvature
         first = jnp.where(before >= 0, before, info.negative_curvature)
         stays = (first >= 0) & self.hypergradient.stops
@@ -67,20 +69,24 @@ class Nested(Algorithm):
 
 
 def allowed_by(method: Nested) -> Allows:
-    """Return what the hypergradient of a method allows; if replies to it may be late, those to all phases may."""
+    """Return the optional features that the hypergradient allows.
+
+    If replies to the hypergradient's phases may be late, then replies to all phases of the method may be late.
+    """
     allows: Allows = method.hypergradient.allows
     return allows._replace(late=allows.late and tuple(sorted(method.phases)))
 
 
 def own_alone(method: Any, system: str) -> Mapping[str, OwnParts] | No:
-    """Say how clients step leaves of y of their own, where each finds the hypergradient alone, in the phase `system`.
+    """Return by phase how clients step on their own leaves of y, or `No` with the reason why they cannot.
 
-    Such a hypergradient is the federation's where every leaf of y is a client's own.
+    This is for methods whose clients compute the hypergradient alone, in the phase `system`. The mean of these
+    hypergradients is that of all clients if every leaf of y is a client's own.
     """
     found: Mapping[str, OwnParts] | No = method.hypergradient.allows.own_y
     if isinstance(found, No):
         return found
     if not isinstance(method.inner, LocalSGD):
-        return No("its local steps are corrected by the mean of ∇y g_i, which no server has for a client's own leaves")
+        return No("its local steps are corrected by a mean of ∇y g_i, which does not exist for a client's own leaves")
     steps = OwnParts(("y",), (("y", lambda method: -method.inner.server_lr),))
     return {"inner.descent": steps, system: OwnParts(("y",), alone=True)}

@@ -1,4 +1,4 @@
-"""An optimizer of optax in place of a method's own steps on x."""
+"""Replace a method's own steps on x by an optimizer of optax."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ from fedbilevel.core.tree import PyTree
 
 
 class OuterOptimizer(Layer):
-    """Let an optimizer make the steps on x: it is fed with what a round takes from x, in place of a gradient.
+    """Let an optimizer make the steps on x: the method's change of x in a round takes the place of a gradient.
 
-    S. Reddi and others, "Adaptive Federated Optimization", ICLR 2021. The method's own step on x scales what it is fed;
-    Adam, AdaGrad, and `dog` and `prodigy` of `optax.contrib`, which find their step, take the direction alone.
+    S. Reddi and others, "Adaptive Federated Optimization", ICLR 2021. The optimizer gets x before minus x after the
+    round, which the method's own step on x scales. This scale does not matter for Adam and AdaGrad, and for `dog` and
+    `prodigy` of `optax.contrib`, which choose their step themselves.
 
     `fb.OuterOptimizer(method, optimizer=…)` is short for `fb.layered(method, fb.OuterOptimizer(optimizer=…))`.
 
@@ -40,7 +41,7 @@ class OuterOptimizer(Layer):
         require(known, "OuterOptimizer.optimizer", self.optimizer, "an optax optimizer, such as optax.adam(0.05)")
 
     def allows(self, inside: Allows, method: Algorithm) -> Allows:
-        return inside._replace(local_x=No("the optimizer of x is the server's"))
+        return inside._replace(local_x=No("the optimizer of x is on the server"))
 
     def server_slot(self, method: Algorithm, x: PyTree, y: PyTree) -> optax.OptState:
         return self.optimizer.init(x)
@@ -49,6 +50,6 @@ class OuterOptimizer(Layer):
         taken = optax.tree.sub(before.x, after.x)
         updates, optimizer = self.optimizer.update(taken, kept, before.x)
         moved = optax.apply_updates(before.x, updates), optimizer
-        some = optax.tree.norm(taken) != 0  # else x and optimizer stay: of a first 0 `prodigy` makes NaN
+        some = optax.tree.norm(taken) != 0  # else nothing changes: `prodigy` returns NaN for a first gradient of 0
         x, optimizer = jax.tree.map(partial(jnp.where, some), moved, (before.x, kept))
         return with_x(method, after, x, "in an OuterOptimizer"), optimizer

@@ -1,4 +1,4 @@
-"""An outer variable that is split by client (core/local_x.py): every client keeps its block and steps it by itself."""
+"""Split the outer variable x by client (core/local_x.py): every client keeps its block of x and steps on it itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,11 @@ from fedbilevel.core.tree import PyTree, move
 
 
 class OwnBlock(Layer):
-    """A client's block of x takes x's place in messages, and steps −lr·p_i along the reply's part in x."""
+    """Let every client keep its block of x.
+
+    At the client, its block replaces x in messages. The client adds −lr·p_i times the reply's part for x to its block,
+    and does not send this part.
+    """
 
     kind, place, needs = "own_block", "kept", "local_x"
     cannot = "cannot leave x to its clients (Bilevel.local = 'x')"

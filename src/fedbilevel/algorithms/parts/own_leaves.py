@@ -1,4 +1,4 @@
-"""Leaves of y that are each client's own (core/own_y.py): a client keeps them, and steps them by itself."""
+"""Keep leaves of y that are each client's own at the client (core/own_y.py), which steps on them itself."""
 
 from __future__ import annotations
 
@@ -22,22 +22,24 @@ from fedbilevel.core.tree import PyTree, join, move
 
 
 class OwnLeaves(Layer):
-    """A client's own leaves of y join the shared ones in messages, and step along the reply's own entries.
+    """Let every client keep its own leaves of y.
 
-    So do the own leaves of other variables that are shaped like y, such as v, which begin at 0.
+    At the client, its own leaves complete y in messages. The client steps on them along the reply's entries for these
+    leaves, and does not send these entries. The same holds for the leaves of other variables of y's shape, such as v,
+    which begin at 0.
     """
 
     kind, place, needs = "own_leaves", "kept", "own_y"
     cannot = "cannot leave parts of y to their clients (Bilevel.own)"
 
     def allows(self, inside: Allows, method: Algorithm) -> Allows:
-        return inside._replace(submodels=No("leaves of y are each client's own (Bilevel.own), and stay whole"))
+        return inside._replace(submodels=No("leaves of y that are each client's own (Bilevel.own) are always whole"))
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
         own_paths(problem.own, y)
         alone = any(parts.alone for parts in _parts_of(method).values())
         if alone and jax.tree.leaves(server_y(problem.own, y)):
-            why = "its clients solve linear systems of their own, which are the federation's where they share no y"
+            why = "its clients solve their own linear systems, which is exact only if they share no leaf of y"
             raise ConfigurationError(f"{method.label} needs a Bilevel.own that is True of every leaf of y0: {why}")
 
     def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> OwnY:
@@ -59,11 +61,11 @@ class OwnLeaves(Layer):
             name, size = next(given)
             own = leaves[name]
             mine = jax.tree.map(lambda own, new: None if own is None else new, own, part, is_leaf=_is_none)
-            step = size(asked.method)  # None: it adapts, and has been made a factor of the reply
+            step = size(asked.method)  # None: the step is adapted, and the reply is already multiplied by it
             leaves[name] = move(own, -1 if step is None else -step, mine)
             return jax.tree.map(lambda own, new: new if own is None else None, own, part, is_leaf=_is_none)
 
-        sized = isinstance(asked.message, Sized)  # by steps that adapt, which are nearer to the phase
+        sized = isinstance(asked.message, Sized)  # by the layer of adapted steps, which is nearer to the phase
         message = jax.tree.map(whole, takes, asked.message.message if sized else asked.message)
         reply = run(replace(asked, message=asked.message._replace(message=message) if sized else message), client)
         measured = isinstance(reply.update, WithMeasured)
@@ -72,7 +74,7 @@ class OwnLeaves(Layer):
 
 
 def _parts_of(method: Algorithm) -> Mapping[str, OwnParts]:
-    """Return what `Layered` has found that the method allows."""
+    """Return the method's declaration `own_y`, which `Layered` has found to be supported."""
     assert not isinstance(method.allows.own_y, No)
     return method.allows.own_y
 

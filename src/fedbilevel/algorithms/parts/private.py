@@ -1,17 +1,19 @@
-"""A method whose clients reply under local differential privacy, as sites of a federation do, but in a simulation.
+"""Simulate clients that reply under local differential privacy, as sites of a federation do.
 
-The noise of a reply is drawn from the key that the phase gets, which is another for each client, round and exchange,
-and from the number of the client's reply. Clipping and noise are computed in the run's float type: float32, or float64
-under x64. Metrics of clients are dropped, as a site sends none. In their place are, by phase, the mean norm of replies
-before clipping, its quantiles, and the share that is longer than the clip. They are exact, so that a clip can be chosen
-by them, and not covered by ε: only a simulation, which has the samples anyway, can tell them. Quantiles are made of the
-shares of replies that are no longer than some bounds, since nothing but sums over clients leaves an exchange. Counts of
-work stay: the simulated clock needs them, and the time that a reply takes is not hidden at a site either.
+The noise of a reply is drawn from the key of the phase, which differs between clients, rounds and exchanges, and from
+the number of the client's reply. Clipping and noise are computed in the float type of the run: float32, or float64
+under x64. The metrics of clients are dropped, since a site would not send them. They are replaced, for each phase, by
+the mean norm of replies before clipping, quantiles of this norm, and the share of replies that are longer than the
+clip. These numbers are exact, so that a clip can be chosen by them. They are not covered by ε: only a simulation can
+report them, since it has the samples anyway. Quantiles are computed from the shares of replies whose norm is at most
+some bounds, since only sums over clients leave an exchange. Counts of work are kept: the simulated clock needs them,
+and a site does not hide the time of a reply either.
 
-The account: a client counts its own replies. Where it cannot keep a count, in fresh cohorts and where clients hold
-submodels, each exchange counts for every client: an upper bound. There a method has to give each exchange a key of its
-own: two replies of a client by one key would have the same noise. A client that is out of budget is not absent, as in a
-federation: the run ends (engines/execution.py), since a cohort of nobody has no mean.
+Each client counts its replies for the privacy budget. It cannot keep a count in fresh cohorts, and if clients hold
+submodels. There every exchange counts for every client, which is an upper bound, and a method must use a different key
+for every exchange: two replies of a client with one key would have the same noise. A client without remaining budget is
+not absent, as it would be in a federation. Instead the run ends (engines/execution.py), since an empty cohort has no
+mean.
 """
 
 from __future__ import annotations
@@ -32,17 +34,17 @@ from fedbilevel.core.privacy import Privacy, norm_of, private_part, vector_of
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree
 
-NOISE = 0x6E6F6973  # of a phase's key, the stream of the noise
+NOISE = 0x6E6F6973  # the number that derives the key of the noise from the key of a phase
 BOUNDS = 2.0 ** (np.arange(-32, 33) / 4)
-"""Of norms, in clips, for quantiles: four in an octave, from C/256 to 256 C."""
-QUANTILES = (10, 50, 90)  # per cent
+"""Bounds of norms for quantiles, in units of the clip C: four in an octave, from C/256 to 256 C."""
+QUANTILES = (10, 50, 90)  # in per cent
 
 
 class Private(Privacy, Layer):
-    """The terms of every client, as a layer: replies are clipped and noised at each client.
+    """Clip the replies of every client and add noise to them, under the same terms of privacy for all clients.
 
     Args:
-        counts: whether clients count their replies; False where they can keep nothing between rounds.
+        counts: whether clients count their replies; False if they can keep no state between rounds.
     """
 
     kind, place, needs, cannot = "private", "privacy", "noise", "cannot have noise"
@@ -51,11 +53,11 @@ class Private(Privacy, Layer):
     _vectors = True
 
     def server_slot(self, method: Algorithm, x: PyTree, y: PyTree) -> PyTree:
-        """Exchanges so far whose replies the clients did not count."""
+        """Return the number of exchanges so far whose replies the clients did not count: 0."""
         return jnp.zeros((), jnp.int32)
 
     def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
-        """Replies so far."""
+        """Return a client's number of replies so far, 0; None if clients do not count."""
         return jnp.zeros((), jnp.int32) if self.counts else None
 
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:
@@ -76,12 +78,12 @@ class Private(Privacy, Layer):
 def quantiles(name: str, shares: Sequence[float], clip: float) -> dict[str, float]:
     """Return the quantiles of the norms of replies, as columns of the history.
 
-    Between two bounds the logarithms of norms count as uniform. A quantile beyond the bounds is left out.
+    The logarithms of norms are interpolated linearly between two bounds. A quantile outside of the bounds is left out.
 
     Args:
-        name: "within.PHASE".
-        shares: of replies that are no longer than each of BOUNDS times the clip.
-        clip: C.
+        name: "within.PHASE", for the phase PHASE.
+        shares: for each of BOUNDS, the share of replies whose norm is at most this bound times C.
+        clip: C, the clip.
     """
     found = {}
     for percent in QUANTILES:
@@ -95,6 +97,8 @@ def quantiles(name: str, shares: Sequence[float], clip: float) -> dict[str, floa
 
 
 def replies_at_most(state: Any, clients: PyTree) -> int:
-    """Return how many replies have left the client with the most of them, by the states of the server and of all
-    clients; where clients do not count, at most so many."""
+    """Return an upper bound of the number of replies of any client, from the states of the server and of all clients.
+
+    If all clients count their replies, the bound is exact.
+    """
     return sum(int(jnp.max(count)) for count in slots_of((state, clients), "private"))

@@ -1,7 +1,7 @@
-"""Robust rules, which take the place of the mean of clients' replies and which few bad clients cannot move far.
+"""Replace the mean of clients' replies by robust rules, whose results a few faulty clients cannot change much.
 
-They need every reply of an exchange, as rows (P, d), with the weights (P,) of the clients, 0 for a row that only pads
-the cohort: P·d numbers of memory at the server.
+A rule needs every reply of an exchange, as rows (P, d), and the weights of the clients, (P,). A weight of 0 marks a row
+that only pads the cohort. The server needs memory for P·d numbers.
 
 Sources: D. Yin, Y. Chen, K. Ramchandran and P. Bartlett, "Byzantine-Robust Distributed Learning: Towards Optimal
 Statistical Rates", ICML 2018 (trimmed mean, median). P. Blanchard, E. M. El Mhamdi, R. Guerraoui and J. Stainer,
@@ -29,13 +29,13 @@ from fedbilevel.core.fed import Total
 
 
 class RobustRule(Layer):
-    """Put a rule in the place of the mean of replies."""
+    """Base class of robust rules, which replace the mean of replies."""
 
     place, cannot = "rule", "cannot have a robust rule"
     excludes: ClassVar[Mapping[str, str]] = {"memory": "the server would have to keep the last reply of every client"}
 
     def fits(self, method: Algorithm) -> None:
-        late = "a method that waits for everyone: a rule needs replies of one exchange"
+        late = "a method that waits for all replies: a rule needs the replies of one exchange"
         require(not method.asks.asynchronous, f"{self.label}, its method", f"{method.label} with first replies", late)
 
     def exchange(self, asked: Asked, kept: Kept, ask: Ask) -> tuple[Total, Kept]:
@@ -46,25 +46,31 @@ class RobustRule(Layer):
 
     @abstractmethod
     def of(self, rows: Array, weights: Array) -> Array:
-        """Return one vector (d,) for the replies (P, d) of clients with these weights (P,)."""
+        """Return a vector (d,) from the replies (P, d) of clients with these weights (P,)."""
 
 
 def require_replies(path: str, bad: int, weights: Array, least: int) -> Array:
-    """Refuse a number of bad clients for which an exchange needs more replies.
+    """Refuse a number of bad clients for which an exchange has too few replies; return a factor of the rule's result.
 
-    Rows that only pad the cohort are known by their weights, when the rule is computed: then return 1, or NaN where too
-    few replies are left.
+    Rows that only pad the cohort, with weight 0, are known only when the rule is computed. The factor is 1, or NaN if
+    too few replies remain without them.
+
+    Args:
+        path: the name of the field in messages.
+        bad: the number of bad clients.
+        weights: the weights of the rows, (P,).
+        least: the number of replies that the rule needs.
     """
-    allowed = f"less for {len(weights)} replies in an exchange, of which it needs {least}"
+    allowed = f"smaller: it needs {least} replies, and an exchange has {len(weights)}"
     require(len(weights) >= least, path, bad, allowed)
     return jnp.where(jnp.sum(weights > 0) >= least, 1.0, jnp.nan)
 
 
 class TrimmedMean(RobustRule):
-    """Take the mean of each entry without its largest and its smallest values. Weights do not count.
+    """Take the mean of each entry without its largest and its smallest values. The weights of clients are ignored.
 
     Args:
-        trim: how many values are left out at each end; an exchange needs 2·trim + 1 replies or more.
+        trim: the number of values that are left out at each end. An exchange needs at least 2·trim + 1 replies.
     """
 
     kind = "trimmed_mean"
@@ -81,7 +87,7 @@ class TrimmedMean(RobustRule):
 
 
 class Median(RobustRule):
-    """Take the weighted median of each entry: the least value up to which the weights are half of all, or more."""
+    """Take the weighted median of each entry: the least value up to which clients have at least half of all weight."""
 
     kind = "median"
 
@@ -93,10 +99,12 @@ class Median(RobustRule):
 
 
 class Krum(RobustRule):
-    """Take the reply that is nearest to its P − bad − 2 nearest others, by the sum of squares. Weights do not count.
+    """Take the reply with the least sum of squared distances to its P − bad − 2 nearest replies.
+
+    The weights of clients are ignored.
 
     Args:
-        bad: how many clients may be bad; an exchange needs 2·bad + 3 replies or more.
+        bad: the number of clients that may be bad. An exchange needs at least 2·bad + 3 replies.
     """
 
     kind = "krum"
@@ -114,11 +122,13 @@ class Krum(RobustRule):
 
 
 class CentredClipping(RobustRule):
-    """Move from the median by the weighted mean of the replies' differences to it, each cut to a length, some times.
+    """Move from the median towards the replies in a few steps, along the weighted mean of clipped differences.
+
+    In each step, the differences of all replies to the present point are clipped to the length `radius`.
 
     Args:
         radius: τ, the largest length of a difference, in the unit of replies.
-        steps: how many times.
+        steps: the number of steps.
     """
 
     kind = "centred_clipping"

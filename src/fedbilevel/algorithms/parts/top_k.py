@@ -1,4 +1,4 @@
-"""Top-k: clients send the largest entries of what has changed in their replies (memory.py has the mathematics)."""
+"""Compress replies by top-k: clients send the largest changes of their replies' entries (see memory.py)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedbilevel.core.tree import PyTree
 
 @dataclass(frozen=True)
 class Scatter:
-    """Put entries at their places, and 0 elsewhere; places beyond the end are left out, since a site can send any."""
+    """Put values at their places in a vector of zeros; places out of range, which a site could send, are ignored."""
 
     unravel: Callable[[Array], PyTree]
     size: int
@@ -32,10 +32,10 @@ class Scatter:
 
 
 class TopK(Compressor):
-    """Let clients send the largest entries of what has changed in their replies.
+    """Let clients send only the largest changes, in absolute value, of the entries of their replies.
 
     Args:
-        share: the share of a reply's entries that are sent.
+        share: the share of a reply's entries that are sent, above 0 and at most 1.
     """
 
     share: float = static(default=0.1)

@@ -1,5 +1,4 @@
-"""Methods that change another method: the base class, and `Submodels`, which chooses the units that clients of small
-capacity hold."""
+"""Change a method by wrapping it: a base class, and `Submodels`, which chooses the units of clients with capacities."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from fedbilevel.core.tree import PyTree
 
 
 class Wrapper(Algorithm):
-    """A method that changes another method: what a subclass does not say itself is what the method inside says.
+    """Base class of methods that change another method; everything that a subclass does not override is unchanged.
 
     Args:
         algorithm: the method inside.
@@ -79,12 +78,12 @@ class Wrapper(Algorithm):
 
 
 class Submodels(UnitPolicy, Wrapper):
-    """A method that trains submodels, with another choice of units than its own, which is by importance.
+    """Choose the units of submodels by another policy than the method's own, which is by importance.
 
-    Of no effect where the clients have no capacities.
+    Without capacities of clients, this changes nothing.
 
     Args:
-        algorithm: the method, which must be able to train submodels.
+        algorithm: the method, which must support submodels.
     """
 
     def validate(self) -> None:
