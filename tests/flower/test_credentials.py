@@ -98,7 +98,7 @@ def test_a_certificate_that_has_expired_is_named(tmp_path, monkeypatch):
 
         pool.submit(serve)
         said = why(f"127.0.0.1:{listening.getsockname()[1]}", made.ca)
-    assert said.startswith("the SuperLink's certificate does not hold: certificate has expired")
+    assert said.startswith("the SuperLink's certificate is not valid: certificate has expired")
 
 
 @pytest.mark.parametrize("wrong", [{"clients": -1}, {"clients": 1, "names": []}])
@@ -157,7 +157,7 @@ def test_a_site_hears_why_it_does_not_reach_its_superlink(federation, tmp_path, 
     assert why(address, made.ca) == ""
     assert "its key is not registered there" in why(address, made.ca, other)
     assert "it may have TLS, give --root-certificates" in why(address, None, one)
-    assert "certificate does not hold: unable to get local issuer" in why(address, stranger, one)
+    assert "certificate is not valid: unable to get local issuer" in why(address, stranger, one)
     assert "holds no certificate in PEM" in why(address, one, one)
     assert "does not answer" in why("127.0.0.1:1", made.ca, one)
     assert "does not answer" in why("host:port", made.ca, one)

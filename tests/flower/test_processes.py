@@ -333,7 +333,7 @@ def test_who_is_killed_comes_back_under_its_key_and_answers(federation, ping):
 def test_isolation_is_not_for_the_command_line(capsys):
     with pytest.raises(SystemExit):
         supernode.parse(["--isolation", "process"])
-    assert "--isolation is chosen here" in capsys.readouterr().err
+    assert "--isolation cannot be given" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -103,7 +103,7 @@ def test_a_version_that_was_not_tried_gets_the_stock_supernode(caplog):
     stock = supernode.command(arguments, "1.50.0")
     assert Path(stock[0]).name == "flower-supernode"
     assert stock[1:] == arguments
-    assert "1.50.0 was not tried" in caplog.text
+    assert "1.50.0 was not tested" in caplog.text
 
 
 def test_without_flower_the_message_says_what_installs_it(monkeypatch):

@@ -1,1 +1,1 @@
-"""Processes of a federation: Flower's commands, workers, credentials; and a federation within one process."""
+"""Start the processes of a federation: Flower's commands, workers and credentials; or run it within one process."""

@@ -1,9 +1,9 @@
-"""Child processes that end with their parent, however it ends.
+"""Start child processes that end with their parent, in whatever way it ends.
 
-`python -m fedbilevel.flower.launch.children COMMAND …` asks the kernel to send SIGTERM when the parent ends, kill -9
-included, and then becomes COMMAND. (prctl(2), PR_SET_PDEATHSIG: Linux only; elsewhere a parent that is killed with -9
-leaves its children. The parent is the thread that started the child: start from a thread that lives as long as the
-child should.)
+`python -m fedbilevel.flower.launch.children PARENT COMMAND …` asks the kernel to send it SIGTERM when the parent ends,
+even by kill -9, and then becomes COMMAND. This uses PR_SET_PDEATHSIG of prctl(2), which only Linux has. On other
+systems, children of a parent that is killed with -9 go on. For Linux, the parent is the thread that started the child:
+start children from a thread that lives as long as they should.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ GRACE = 10.0  # seconds between SIGTERM and SIGKILL
 
 
 def spawn(command: Sequence[str], log: Path | None = None, env: Mapping[str, str] | None = None, group: bool = True):  # type: ignore[no-untyped-def]
-    """Start `command`, which ends with this process.
+    """Start a command as a child process that ends with this process.
 
     Args:
-        log: file that its output is appended to; None: this process's own output.
-        env: environment; None: this process's own.
-        group: whether it leads a process group of its own, which Ctrl-C does not reach and `stop` ends as a whole.
+        command: the command and its arguments.
+        log: the file to which its output is appended; None: the output of this process.
+        env: the environment of the child; None: the environment of this process.
+        group: whether the child leads its own process group, which Ctrl-C does not reach and which `stop` ends as a
+            whole.
     """
     launcher = [sys.executable, "-m", __spec__.name]
     with open(log, "ab") if log else contextlib.nullcontext() as output:
@@ -49,8 +51,10 @@ def signal_group(child: subprocess.Popen, number: int) -> None:
 
 
 def identity(pid: int) -> tuple[int, int] | None:
-    """Return (parent, start in clock ticks) of a process that has not ended, which tells it from a later process of its
-    number; Linux."""
+    """Return (id of the parent, start in clock ticks) of a running process; None if it has ended, or without /proc.
+
+    The start distinguishes the process from a later process with the same id.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -59,7 +63,7 @@ def identity(pid: int) -> tuple[int, int] | None:
 
 
 def family(pid: int) -> dict[int, int]:
-    """Find the process and all that it started, directly or not: pid → start. Empty where there is no /proc."""
+    """Return id -> start of a process and of all processes that it started, directly or not; empty without /proc."""
     known = {int(entry.name): identity(int(entry.name)) for entry in Path("/proc").glob("[0-9]*")}
     found = {pid: known[pid][1]} if known.get(pid) else {}  # type: ignore[index]
     before = -1
@@ -75,9 +79,10 @@ def living(members: Mapping[int, int]) -> list[int]:
 
 
 def stop(children: Iterable[subprocess.Popen], grace: float = GRACE) -> None:
-    """End children that lead groups, and all that they started: SIGTERM, after `grace` seconds SIGKILL; then wait.
+    """End children that lead groups, and all processes that they started, and wait for their end.
 
-    Flower starts some of its processes in sessions of their own, which a signal to the group does not reach.
+    They get SIGTERM, and after `grace` seconds SIGKILL. Flower starts some processes in separate sessions, which a
+    signal to the group does not reach; they get SIGKILL.
     """
     children = list(children)
     members = {pid: start for child in children for pid, start in family(child.pid).items()}
@@ -96,17 +101,17 @@ def stop(children: Iterable[subprocess.Popen], grace: float = GRACE) -> None:
 
 
 def await_end(children: Iterable[subprocess.Popen], members: Mapping[int, int], grace: float) -> None:
-    """Wait until all have ended, but at most `grace` seconds."""
+    """Wait until all children and members have ended, for at most `grace` seconds."""
     deadline = time.monotonic() + grace
     while time.monotonic() < deadline and (living(members) or any(child.poll() is None for child in children)):
         time.sleep(0.02)
 
 
 def become(parent: int, command: list[str]) -> None:
-    """Replace this process by `command`, to be ended with `parent`."""
+    """Replace this process by `command`, which ends with the process `parent`."""
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent:  # it ended before the kernel was asked
+        if os.getppid() != parent:  # the parent ended before the call of prctl
             sys.exit("the process that started this process has ended")
     os.execvp(command[0], command)
 

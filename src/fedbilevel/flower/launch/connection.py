@@ -1,8 +1,8 @@
-"""What a site can know before it starts: its node configuration as Flower reads it; whether it can reach its SuperLink,
-and if not why: address, TLS, clock or key, which Flower's log says alike.
+"""Check a site before it starts: read its node configuration as Flower does, and try to reach its SuperLink.
 
-The question is Flower's own request to become active, with a heartbeat that it refuses: the SuperLink looks for the key
-first, and nothing changes there.
+If the SuperLink is not reached, the reason is reported: address, TLS, clock or key, between which Flower's log does not
+distinguish. The trial is Flower's own request to become active, with a heartbeat that the SuperLink refuses. The
+SuperLink looks for the key first, and nothing changes there.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from flwr.supernode.node_auth_http_interceptor import NodeAuthHttpInterceptor
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.extending import in_a_line, printable, read_bytes, require
 
-REFUSED = 0.0  # seconds between heartbeats
+REFUSED = 0.0  # an interval between heartbeats, in seconds, that the SuperLink refuses
 
 
 def read_node_config(text: str) -> dict[str, Any]:
-    """Read "NAME=VALUE …" as `flower-supernode --node-config` does.
+    """Return a node configuration from "NAME=VALUE …", read as `flower-supernode --node-config` does.
 
     Raises:
         ConfigurationError: Flower cannot read it.
@@ -45,10 +45,10 @@ def read_node_config(text: str) -> dict[str, Any]:
 
 
 def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """Read a site's private key.
+    """Return a site's private key from a file.
 
     Raises:
-        ConfigurationError: there is none in the file.
+        ConfigurationError: the file has no private key, or a key of another kind than ECDSA.
     """
     try:
         key = load_ssh_private_key(read_bytes(path), None)
@@ -61,12 +61,12 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
 
 
 def why_unreached(address: str, authority: bytes | None = None, key: ec.EllipticCurvePrivateKey | None = None) -> str:
-    """Try to reach the SuperLink as a site would; return why that fails, or "".
+    """Try to reach the SuperLink as a site would; return why this fails, or "".
 
     Args:
-        address: host:port.
-        authority: certificates, in PEM, of who has signed the SuperLink's; None: without TLS.
-        key: the site's private key; None: whether it is registered is not asked.
+        address: the SuperLink's address, host:port.
+        authority: the certificates, in PEM, of the authority that has signed the SuperLink's; None: without TLS.
+        key: the site's private key; None: the trial does not find out whether the key is registered.
     """
     private = generate_key_pairs()[0] if key is None else key
     public = private.public_key()
@@ -77,7 +77,7 @@ def why_unreached(address: str, authority: bytes | None = None, key: ec.Elliptic
             client.ActivateNode(asked)
     except httpx.HTTPStatusError as error:
         return why_refused(error.response, key is not None)
-    except ValueError:  # what it answers is none of Flower's messages
+    except ValueError:  # the answer is not one of Flower's messages
         return f"what listens at {address} is no SuperLink"
     except (httpx.TransportError, httpx.InvalidURL, ssl.SSLError, UnicodeDecodeError) as error:
         return why_no_answer(error, address, authority is not None)
@@ -85,8 +85,10 @@ def why_unreached(address: str, authority: bytes | None = None, key: ec.Elliptic
 
 
 def why_refused(response: httpx.Response, keyed: bool) -> str:
-    """Say why the SuperLink refused: a clock that is off, a key that it does not know; "" for the heartbeat alone, or
-    where the key is not the site's."""
+    """Return why the SuperLink refused the trial, such as a wrong clock or an unknown key.
+
+    The result is "" if only the heartbeat was refused, or if the key is unknown and not the site's (`keyed` is False).
+    """
     code = re.search(r'"code": ?(\d+)', response.text)
     if code is None:
         why = why_untimely(response) if response.status_code == httpx.codes.UNAUTHORIZED else ""
@@ -99,9 +101,9 @@ def why_refused(response: httpx.Response, keyed: bool) -> str:
 
 
 def why_untimely(response: httpx.Response) -> str:
-    """Say how far this machine's clock is off, where Flower takes no signature of such a time; otherwise ""."""
+    """Return how wrong this machine's clock is, if Flower refuses signatures with such a time; otherwise ""."""
     try:
-        there = parsedate_to_datetime(response.headers["date"]).timestamp()  # without its fraction of a second
+        there = parsedate_to_datetime(response.headers["date"]).timestamp()  # in whole seconds
     except (KeyError, ValueError):
         return ""
     ahead, most_ahead, most_behind = time.time() - there, -MIN_TIMESTAMP_DIFF_SECONDS, MAX_TIMESTAMP_DIFF_SECONDS
@@ -112,13 +114,16 @@ def why_untimely(response: httpx.Response) -> str:
 
 
 def why_no_answer(error: Exception, address: str, tls: bool) -> str:
-    """Say why nothing was answered that HTTP allows."""
+    """Return why there was no answer in HTTP."""
     said = in_a_line(error)
     if isinstance(error, UnicodeDecodeError) or "does not contain a certificate" in said:
         return "--root-certificates holds no certificate in PEM"
     if "certificate verify failed" in said:
         why = said.partition("certificate verify failed: ")[2] or said
-        return f"the SuperLink's certificate does not hold: {why}; it names its hosts, dates (the clock) and authority"
+        return (
+            f"the SuperLink's certificate is not valid: {why}; check its host names, its dates (and the clock), "
+            "and its authority"
+        )
     if not tls and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
         return f"{address} does not speak plain HTTP: it may have TLS, give --root-certificates in place of --insecure"
     if isinstance(error, httpx.ConnectError) and "SSL" in said:

@@ -1,7 +1,7 @@
-"""Throw-away credentials for a federation: a certificate authority, the server's certificate, a key per client.
+"""Make temporary credentials for trials and tests: a certificate authority, the server's certificate, clients' keys.
 
-For trials and tests. Who runs a federation that matters has certificates from elsewhere, and lets every site make its
-own key (`ssh-keygen -t ecdsa -b 384`), of which only the public half leaves the site.
+A real federation should have certificates from elsewhere. Every site should make its own key
+(`ssh-keygen -t ecdsa -b 384`), of which only the public half leaves the site.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from fedbilevel.errors import ConfigurationError
 from fedbilevel.extending import require
 from fedbilevel.flower.versions import require_flower
 
-DAYS = 30  # that the server's certificate is valid
+DAYS = 30  # the days for which the server's certificate is valid
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """Paths. `ca` and the `.pub` files may be handed on; `key` and `clients` are private (mode 0600).
+    """Hold the paths of the credentials.
 
-    The authority's own key is not kept: nothing further can be certified.
+    `ca` and the `.pub` files are public; `key` and `clients` are private (mode 0600). The authority's own key is not
+    stored, so that it cannot sign further certificates.
     """
 
     ca: Path
@@ -37,17 +38,18 @@ class Credentials:
 
 
 def make(directory: Path, clients: int, names: Sequence[str] = ("localhost", "127.0.0.1")) -> Credentials:
-    """Write credentials to `directory`: ca.crt, server.pem, server.key, client-0, client-0.pub, …
+    """Write credentials to `directory`: ca.crt, server.pem, server.key, client-0, client-0.pub, …; return their paths.
 
     Args:
-        clients: how many client keys (NIST P-384, OpenSSH format, as Flower wants them).
-        names: host names and addresses under which the server is reached.
+        directory: the folder, which is created if it is missing.
+        clients: the number of client keys, which are NIST P-384 keys in the format of OpenSSH, as Flower requires.
+        names: the host names and addresses of the server.
 
     Raises:
         ConfigurationError: one of the files exists, or an argument is wrong; nothing was written.
         OSError: the directory cannot be written to.
     """
-    require_flower()  # which is installed with `cryptography` and `trustme`
+    require_flower()  # `cryptography` and `trustme` are installed with Flower
     require(clients >= 0, "clients", clients, "at least 0")
     require(len(names) > 0, "names", names, "at least one host name or address")
     found = Credentials(
@@ -78,18 +80,18 @@ def make(directory: Path, clients: int, names: Sequence[str] = ("localhost", "12
 
 
 def write(path: Path, content: bytes, private: bool = False) -> None:
-    """Write a new file; a private file is nobody else's to read at any moment."""
+    """Write a new file; other users cannot read a private file at any moment."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)
 
 
 def client_key() -> tuple[bytes, bytes]:
-    """Make a client's (private, public) key in OpenSSH format."""
+    """Return a new (private, public) key of a client, in the format of OpenSSH."""
     from cryptography.hazmat.primitives import serialization
     from cryptography.hazmat.primitives.asymmetric import ec
 
-    key = ec.generate_private_key(ec.SECP384R1())  # as the certificates have, and Flower by itself
+    key = ec.generate_private_key(ec.SECP384R1())  # the kind of key that Flower uses
     private = key.private_bytes(
         serialization.Encoding.PEM, serialization.PrivateFormat.OpenSSH, serialization.NoEncryption()
     )

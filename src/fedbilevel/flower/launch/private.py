@@ -1,17 +1,18 @@
-"""A SuperNode whose ClientApp stays: Flower's own command with its loop in our hands, and one worker on a pipe.
+"""Run a SuperNode whose ClientApp stays between messages: Flower's command with another loop, and a worker on a pipe.
 
-`flower-supernode` starts a process for every message and sleeps up to 3.5 s around it. Its command line, its connection
-to the SuperLink, and its steps (receive a message, send the reply) stay Flower's; only `start_client_internal`, which
-the command calls last, is replaced. Between the two steps the message goes to a worker process and the whole reply
-comes back, over a pipe that nobody else can reach: no address, no tasks or tokens, nothing to poll, nothing pickled.
-Whoever is at one end of the pipe knows at once when the other has gone.
+`flower-supernode` starts a process for every message, and sleeps up to 3.5 s for each. Its command line, its connection
+to the SuperLink and its steps, to receive a message and to send the reply, remain Flower's. Only
+`start_client_internal`, which the command calls last, is replaced. Between the two steps, the message goes to a worker
+process, and the whole reply comes back. They use a pipe that no other process can reach: it has no address, needs no
+tokens and no polling, and nothing is pickled. Each end of the pipe notices at once when the process at the other end
+has ended.
 
-The worker, `python -m fedbilevel.flower.launch.private`, replies to all messages of a client: JAX, data and compiled
-programs stay warm between them. A message that cannot be replied to gets an error reply, and the worker goes on. It
-ends at once, whatever it computes, when nobody is at the other end of its pipe: a SuperNode that is started again has a
-worker of its own, and two must not write one client's state.
+The worker, `python -m fedbilevel.flower.launch.private`, replies to all messages of a client, so that JAX, data and
+compiled programs stay in memory. A message that fails gets an error reply, and the worker continues. The worker ends at
+once, even during a computation, when the SuperNode has ended: a SuperNode that is started again has its own worker, and
+two workers must not write the state of one client.
 
-The private names of Flower are those imported here. Tried with `versions.TESTED`.
+This module imports private names of Flower, which were tested with the versions in `versions.TESTED`.
 """
 
 from __future__ import annotations
@@ -76,13 +77,13 @@ from fedbilevel.extending import require
 from fedbilevel.flower.launch.connection import why_unreached
 from fedbilevel.flower.versions import quick_pulls
 
-PATIENCE = 3  # times as long as the SuperLink took for its reply is waited at least: many nodes must not drown it
-LONGEST = 3.0  # seconds, though, at most: Flower's own
+PATIENCE = 3  # the wait before the next request, in units of the SuperLink's response time, so as not to overload it
+LONGEST = 3.0  # the largest number of seconds of such a wait, which is Flower's own
 STILL_ONLINE = (
     "the SuperLink knows this key, and believes that another SuperNode with it is online. If that one was killed or cut"
     f" off, this one is let in after at most {HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL} s; if it runs, stop it"
 )
-ALIVE = 10.0  # seconds between two looks whether the run that the worker computes for goes on
+ALIVE = 10.0  # seconds between two checks whether the run goes on for which the worker computes
 
 FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
@@ -90,26 +91,26 @@ logger = logging.getLogger("fedbilevel.supernode")
 
 
 def send(pipe: Connection, parts: Sequence[bytes]) -> None:
-    """Send byte strings as they are, after their number: nothing is pickled on the way."""
+    """Send the number of byte strings and then each of them, without pickling."""
     pipe.send_bytes(len(parts).to_bytes(4))
     for part in parts:
         pipe.send_bytes(part)
 
 
 def receive(pipe: Connection) -> list[bytes]:
-    """Receive what `send` has sent.
+    """Return the byte strings that `send` has sent.
 
     Raises:
-        EOFError, OSError: nobody is at the other end.
+        EOFError, OSError: the process at the other end has ended.
     """
     return [pipe.recv_bytes() for _ in range(int.from_bytes(pipe.recv_bytes(4)))]
 
 
 class PipedWorker:
-    """The process that runs the ClientApp: started for the first message, and again where it has ended.
+    """Run the ClientApp in a process, which is started for the first message, and again if it has ended.
 
     Args:
-        app: what it replies with, "package.module:NAME"; None: the app that a run brings.
+        app: the ClientApp that replies, "package.module:NAME"; None: the app of the run.
     """
 
     def __init__(self, app: str | None) -> None:
@@ -118,10 +119,10 @@ class PipedWorker:
         self.pipe: Connection | None = None
 
     def start(self) -> Connection:
-        """Start the process unless it runs, and wait until it is ready.
+        """Start the process unless it is running, wait until it is ready, and return the pipe to it.
 
         Raises:
-            EOFError: it has ended before that.
+            EOFError: the process has ended before it was ready.
         """
         if self.process is not None and self.process.poll() is None and self.pipe is not None:
             return self.pipe
@@ -135,11 +136,11 @@ class PipedWorker:
         return self.pipe
 
     def reply(self, request: list[bytes], goes_on: Callable[[], object]) -> list[bytes]:
-        """Send a request and return the answer.
+        """Send a request to the worker and return its answer, in the form of `answer`.
 
         Args:
-            request, answer: see `request_of` and `answer`.
-            goes_on: called now and then; the worker is ended where it raises.
+            request: the request, in the form of `request_of`.
+            goes_on: called every ALIVE seconds while the worker computes; if it raises, the worker is ended.
 
         Raises:
             EOFError, OSError: the worker has ended.
@@ -155,6 +156,7 @@ class PipedWorker:
             raise
 
     def stop(self) -> None:
+        """End the worker, if it is running."""
         if self.pipe is not None:
             self.pipe.close()
         if self.process is not None:
@@ -164,7 +166,7 @@ class PipedWorker:
 
 
 def hush() -> None:
-    """Leave out of this process's log what Flower and its server say, but for warnings and errors."""
+    """Reduce the lines of Flower and its server in this process's log to warnings and errors."""
     for name in ("flwr", "uvicorn", "uvicorn.error", "uvicorn.access"):
         logging.getLogger(name).addFilter(lambda record: record.levelno >= logging.WARNING)
 
@@ -172,12 +174,14 @@ def hush() -> None:
 def run_supernode(
     arguments: list[str], interval: Callable[[float], float], app: str | None = None, flower_log: bool = False
 ) -> None:
-    """Run `flower-supernode` with `arguments` until it ends, and this process with it.
+    """Run `flower-supernode` until it ends, and then end this process.
 
     Args:
-        interval: how many seconds to wait before asking the SuperLink again, given the seconds since the last message.
-        app: what the worker replies with, "package.module:NAME"; None: the app that a run brings.
-        flower_log: whether the log has Flower's own lines, some eight for each message.
+        arguments: the arguments of `flower-supernode`.
+        interval: a function of the seconds since the last message that returns the seconds to wait before the
+            SuperLink is asked again.
+        app: the ClientApp that replies, "package.module:NAME"; None: the app of the run.
+        flower_log: whether the log has Flower's own lines, about eight for each message.
     """
     logging.basicConfig(level=logging.WARNING, format=FORMAT)
     logger.setLevel(logging.INFO)
@@ -188,7 +192,7 @@ def run_supernode(
 
     replying = PipedWorker(app)
     try:
-        replying.start()  # also to see at once whether there is such an app
+        replying.start()  # also to find out at once whether the app exists
     except EOFError:
         sys.exit(replying.process.wait() if replying.process else 1)
     module = sys.modules[command.__module__]
@@ -196,23 +200,23 @@ def run_supernode(
     sys.argv, status = ["flower-supernode", *arguments], 1
     try:
         command()
-    except (click.ClickException, FileNotFoundError) as error:  # called wrongly
+    except (click.ClickException, FileNotFoundError) as error:  # wrong arguments
         logger.error("%s", error)
         status = 2
     except Exception:
         logger.exception("the SuperNode's loop has failed")
     replying.stop()
-    os._exit(status)  # its server's thread would keep the process
+    os._exit(status)  # otherwise a thread of Flower's server would keep the process alive
 
 
 CONNECTION = ["server_address", "insecure", "root_certificates", "authentication_keys", "max_retries", "max_wait_time"]
 
 
 def serve(steps: Any, replying: PipedWorker, interval: Callable[[float], float], **given: Any) -> None:
-    """Do what `start_client_internal` does: receive a message, have it replied to, send the reply; for ever."""
+    """Receive messages, let the worker reply and send the replies, without end, in place of `start_client_internal`."""
     state, store = given["state_factory"].state(), given["state_factory"].objectstore_factory.store()
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, lambda *_: None)  # what Flower goes back to after the first signal
+        signal.signal(number, lambda *_: None)  # the handler that Flower restores after the first signal
     register_signal_handlers(
         event_type=EventType.RUN_SUPERNODE_LEAVE,
         exit_message="SuperNode terminated gracefully.",
@@ -220,12 +224,12 @@ def serve(steps: Any, replying: PipedWorker, interval: Callable[[float], float],
     )
     keys = given["authentication_keys"]
     if why := why_unreached(given["server_address"], given["root_certificates"], keys and keys[0]):
-        logger.warning("the SuperLink is not reached yet: %s", why)  # Flower, which tries again, does not say
+        logger.warning("the SuperLink is not reached yet: %s", why)  # Flower tries again and does not log why
     with ExitStack() as stack:
         try:
             connection = stack.enter_context(steps._init_connection(**{name: given[name] for name in CONNECTION}))
         except SystemExit as ended:
-            if keys and not why and isinstance(ended.__context__, httpx.HTTPStatusError):  # Flower does not say why
+            if keys and not why and isinstance(ended.__context__, httpx.HTTPStatusError):  # Flower does not log why
                 logger.warning(STILL_ONLINE)
             raise
         node, pull_message, push_message, get_run, get_fab, pull_object, push_object, confirm = connection
@@ -249,7 +253,7 @@ def serve(steps: Any, replying: PipedWorker, interval: Callable[[float], float],
             "trusted_entities": given["trusted_entities"],
         }
         while True:
-            state.delete_messages()  # of a run that ended while its message came
+            state.delete_messages()  # messages of a run that has ended meanwhile
             store.clear()
             began = time.monotonic()
             run = steps._pull_and_store_message(**parts, receive=received, get_run=get_run)
@@ -265,19 +269,19 @@ def serve(steps: Any, replying: PipedWorker, interval: Callable[[float], float],
 
 
 def check_run(get_run: Callable[[int], object], run: int) -> None:
-    """Ask the SuperLink whether the run goes on.
+    """Ask the SuperLink whether a run goes on.
 
     Raises:
-        RunNotRunningException: it does not.
+        RunNotRunningException: the run has ended.
     """
     try:
         get_run(run)
-    except httpx.HTTPError as error:  # no reply is not a no
+    except httpx.HTTPError as error:  # without an answer, the run counts as going on
         logger.warning("the SuperLink does not say whether run %s goes on: %s", run, type(error).__name__)
 
 
 def handle(replying: PipedWorker, state: Any, store: Any, message: Message, goes_on: Callable[[], object]) -> None:
-    """Have a message replied to, and put the reply where Flower's next step finds it, with all its content."""
+    """Let the worker reply to a message, and store the reply with all its content for Flower's next step."""
     number, run = message.metadata.message_id, state.get_run(message.metadata.run_id)
     context = state.get_run_series_context(run.series_id)
     state.record_message_processing_start(number)
@@ -306,22 +310,23 @@ def handle(replying: PipedWorker, state: Any, store: Any, message: Message, goes
 
 
 def in_turn(objects: Mapping[str, bytes]) -> list[bytes]:
-    """List each name, and after it what it names; `by_name` is the way back."""
+    """Return a list of each name followed by its content; `by_name` reverses this."""
     return [part for name, content in objects.items() for part in (name.encode(), content)]
 
 
 def by_name(parts: Sequence[bytes]) -> dict[str, bytes]:
+    """Return name -> content from the list of `in_turn`."""
     return {name.decode(): content for name, content in zip(parts[::2], parts[1::2], strict=True)}
 
 
 def request_of(number: str, objects: Mapping[str, bytes], context: Context, run: Run, fab: Fab) -> list[bytes]:
-    """Pack a message for the worker: its id, the client's context, the run and its app, and the message's objects."""
+    """Return a request to the worker: the message's id, the client's context, the run and its app, and the objects."""
     about = context_to_proto(context), run_to_proto(run), fab_to_proto(fab)
     return [number.encode(), *(part.SerializeToString() for part in about), *in_turn(objects)]
 
 
 def opened(request: Sequence[bytes]) -> tuple[Message, Context, Run, Fab]:
-    """Read a message with the client's context, the run and its app, from `request_of`."""
+    """Return (the message, the client's context, the run, its app) from a request of `request_of`."""
     number, *parts = request
     context = context_from_proto(ContextProto.FromString(parts[0]))
     run, fab = run_from_proto(RunProto.FromString(parts[1])), fab_from_proto(FabProto.FromString(parts[2]))
@@ -332,8 +337,11 @@ def opened(request: Sequence[bytes]) -> tuple[Message, Context, Run, Fab]:
 
 
 def answer(reply: Message, context: Context, failure: str) -> list[bytes]:
-    """Pack a reply for the SuperNode: itself without content, the tree of its objects, the context, what has failed,
-    and the objects."""
+    """Return an answer to the SuperNode, as a list of byte strings.
+
+    These are the reply without content, the tree of its objects, the context, the failure, "" if there is none, and the
+    objects.
+    """
     reply.metadata.__dict__["_message_id"] = reply.object_id
     with no_object_id_recompute():
         tree = get_object_tree(reply)
@@ -344,30 +352,36 @@ def answer(reply: Message, context: Context, failure: str) -> list[bytes]:
 
 
 def load(run: Run, fab: Fab) -> tuple[ClientApp, Path]:
-    """Install the run's app where Flower does and import its ClientApp: (app, its directory)."""
+    """Install the run's app where Flower would, and import its ClientApp; return (the ClientApp, its directory)."""
     install_from_fab(fab.content, skip_prompt=True)
     find = get_load_client_app_fn(default_app_ref="", app_path=None, multi_app=True)
     return find(run.fab_id, run.fab_version, fab.hash_str), get_project_dir(run.fab_id, run.fab_version, fab.hash_str)
 
 
 def error_reply(message: Message, error: Exception) -> Message:
-    """Make the reply that says why there is none, with the code that Flower gives for it. Only the kind of the error:
-    its text may name files, or data."""
+    """Return an error reply, with Flower's code and the class of the error.
+
+    The text of the error is left out, since it may name files or data.
+    """
     unloadable = isinstance(error, LoadClientAppError)
     code = ErrorCode.LOAD_CLIENT_APP_EXCEPTION if unloadable else ErrorCode.CLIENT_APP_RAISED_EXCEPTION
     return Message(Error(code=code, reason=type(error).__name__), reply_to=message)
 
 
 AppSource = Callable[[Any, Any], Callable]
-"""(run, its app as Flower delivers it) -> the ClientApp that replies to the run's messages."""
+"""A function (run, its app as Flower delivers it) -> the ClientApp that replies to the run's messages."""
 
 
 def pinned(reference: str) -> AppSource:
-    """Find an app of the site's own, "package.module:NAME"; its package is installed, or in the working directory. The
-    app that a run brings is never installed, imported or executed.
+    """Return a source of the site's own app, whatever app a run has.
+
+    The app of a run is never installed, imported or executed.
+
+    Args:
+        reference: the site's app, "package.module:NAME", in an installed package or in the working directory.
 
     Raises:
-        ConfigurationError: there is none of that name.
+        ConfigurationError: there is no app of this name.
     """
     module, colon, name = reference.partition(":")
     require(bool(module and colon and name), "--app", reference, "package.module:NAME")
@@ -381,33 +395,34 @@ def pinned(reference: str) -> AppSource:
 
 
 class InstalledApps:
-    """The app of the latest message. Another app, or another version of it, takes its place in this process."""
+    """Load the apps of runs; another app, or another version of the app, replaces the present one in this process."""
 
     def __init__(self, load: Callable[[Any, Any], tuple[Callable, Path]]) -> None:
         self.load, self.hash, self.directory = load, "", Path()
         self.app: Callable | None = None
 
     def __call__(self, run: Any, fab: Any) -> Callable:
-        """Import the ClientApp of `run`, unless the message before had the same app."""
+        """Return the ClientApp of `run`, and import it unless the message before had the same app."""
         if self.app is not None and fab.hash_str == self.hash:
             return self.app
-        if self.app is not None:  # another of the same name can then be imported
+        if self.app is not None:  # remove its modules, so that an app of the same name can be imported
             for name, module in list(sys.modules.items()):
                 if (file := getattr(module, "__file__", None)) and Path(file).is_relative_to(self.directory):
                     del sys.modules[name]
             sys.path[:] = [entry for entry in sys.path if entry != str(self.directory)]
-        self.app = None  # also when the next line fails
+        self.app = None  # in case the next line fails
         self.app, self.directory = self.load(run, fab)
         self.hash = fab.hash_str
         return self.app
 
 
 def work(pipe: Connection, apps: AppSource, leave: Callable[[], object]) -> None:
-    """Reply to what comes over the pipe.
+    """Reply to the requests that come over the pipe.
 
     Args:
-        apps: where the ClientApp of a message is found.
-        leave: called, in a thread of its own, as soon as nobody is at the other end.
+        pipe: the pipe to the SuperNode.
+        apps: returns the ClientApp for a request.
+        leave: called in another thread as soon as the process at the other end has ended.
     """
     requests: SimpleQueue[list[bytes] | None] = SimpleQueue()
 
@@ -438,18 +453,21 @@ def work(pipe: Connection, apps: AppSource, leave: Callable[[], object]) -> None
 
 
 def main() -> None:
-    """Serve the pipe whose number is the first argument, with the app that the second names, if there is a second."""
+    """Reply to requests over the pipe whose file descriptor is the first argument.
+
+    The second argument, if there is one, names the app.
+    """
     logging.basicConfig(level=logging.WARNING, format=FORMAT)
     logging.getLogger("fedbilevel").setLevel(logging.INFO)
     hush()
     for ending in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(ending, signal.SIG_IGN)  # the SuperNode decides
+        signal.signal(ending, signal.SIG_IGN)  # the SuperNode decides when this process ends
     number, *reference = sys.argv[1:]
     try:
         apps = pinned(reference[0]) if reference else InstalledApps(load)
     except ConfigurationError as error:
         print(f"fedbilevel: {error}", file=sys.stderr)
-        sys.exit(2)  # called wrongly
+        sys.exit(2)  # wrong arguments
     work(Connection(int(number)), apps, lambda: os._exit(0))
 
 

@@ -1,7 +1,7 @@
-"""A whole federation as real processes on this machine: a SuperLink, a SuperNode per client, all stopped at the end.
+"""Run a whole federation as processes on this machine: a SuperLink, and a SuperNode for each client.
 
-For trials, tests and demonstrations of what runs on several machines otherwise: the same commands, TLS and keys. `flwr`
-commands are processes, too.
+This is for trials, tests and demonstrations of a federation that otherwise runs on several machines, with the same
+commands, TLS and keys. All processes are stopped at the end. `flwr` commands are processes, too.
 """
 
 from __future__ import annotations
@@ -29,22 +29,30 @@ from fedbilevel.flower.versions import require_flower
 
 
 class CommandError(ExchangeError):
-    """A `flwr` command failed; the message has its output."""
+    """Report that a `flwr` command failed; the message has its output."""
 
 
 class Console:
-    """Gives commands to `flwr`, one after the other."""
+    """Run `flwr` commands, one after the other."""
 
     def __init__(self, env: Mapping[str, str], directory: Path) -> None:
         self.env, self.directory = dict(env), directory
         self.process: subprocess.Popen[str] | None = None
 
     def __call__(self, *words: str) -> str:
-        """Return the output of `flwr WORDS…`; CommandError if it failed."""
+        """Return the output of `flwr WORDS…`.
+
+        Raises:
+            CommandError: the command failed.
+        """
         return "".join(self.lines(*words, timeout=60.0))
 
     def read(self, *words: str) -> Any:
-        """Read what a command says in JSON, whatever it warns of before; CommandError if that is why it failed."""
+        """Return the output of a command as JSON; warnings before the JSON are ignored.
+
+        Raises:
+            CommandError: the command failed; the message has the error that the command reported.
+        """
         text = self(*words, "--format", "json")
         said = json.JSONDecoder().raw_decode(text, text.index("{"))[0]
         if not said["success"]:
@@ -52,10 +60,10 @@ class Console:
         return said
 
     def lines(self, *words: str, timeout: float) -> Iterator[str]:
-        """Yield the output of `flwr WORDS…`, line by line as it comes.
+        """Yield the output of `flwr WORDS…`, each line as soon as it is printed.
 
         Raises:
-            CommandError: it failed, or took longer than `timeout` seconds.
+            CommandError: the command failed, or took longer than `timeout` seconds.
         """
         flwr = str(Path(sys.executable).parent / "flwr")
         command = [sys.executable, "-m", "fedbilevel.flower.launch.children", str(os.getpid()), flwr, *words]
@@ -77,21 +85,27 @@ class Console:
             self.close()
 
     def close(self) -> None:
+        """End the present command, if there is one."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
             self.process = None
 
 
-SOON = 10.0  # seconds after which a run has begun, where the SuperLink is well: it is looked for in every second
+SOON = 10.0  # seconds within which a submitted run begins: a working SuperLink looks for runs every second
 
 
 def require_begun(flwr: Console, superlink: str) -> None:
-    """See that a SuperLink begins the runs that were submitted; `flwr run` says of each that it has started. Those that
-    wait are looked for twice, `SOON` apart: no clock of the SuperLink's is asked. Its name is that in config.toml.
+    """Check that a SuperLink begins submitted runs, since `flwr run` always reports that a run has started.
+
+    The waiting runs are listed twice, `SOON` seconds apart, so that the SuperLink's clock does not matter.
+
+    Args:
+        flwr: runs `flwr` commands.
+        superlink: the name of the SuperLink in config.toml.
 
     Raises:
-        CommandError: a run waits for longer; or the SuperLink does not answer.
+        CommandError: a run is waiting in both lists, or the SuperLink does not answer.
     """
     require_flower()
 
@@ -104,21 +118,21 @@ def require_begun(flwr: Console, superlink: str) -> None:
     if waiting:
         raise CommandError(
             f"nothing takes waiting runs ({len(waiting)}, for {SOON:g} s or more): flower-superexec has ended, "
-            "which the SuperLink starts once. Start it on the SuperLink's host, and waiting runs begin: "
+            "which the SuperLink starts only once. Start it on the SuperLink's host, and waiting runs begin: "
             "flower-superexec --runtime-api-address HOST:PORT --root-certificates FILE"
         )
 
 
 CONNECTION = "federation"
-TAIL = 20  # lines of a log shown in an error
+TAIL = 20  # the number of lines of a log in an error
 
 
 class StartError(ExchangeError):
-    """A process of the federation did not come up; the message has the end of its log."""
+    """Report that a process of the federation did not start; the message has the end of its log."""
 
 
 def free_ports(count: int, first: int | None = None) -> list[int]:
-    """Find ports of the loopback that nobody listens on: any, or the first from `first` upwards."""
+    """Return unused ports of the loopback interface: any ports, or the first ones from `first` upwards."""
     found: list[int] = []
     candidate = first or 0
     with ExitStack() as bound:  # all at once: none is found twice
@@ -132,38 +146,41 @@ def free_ports(count: int, first: int | None = None) -> list[int]:
 
 
 def listens(port: int) -> bool:
-    """Tell whether a connection to this port of the loopback is accepted."""
+    """Return whether a process accepts connections to this port of the loopback interface."""
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def tail(log: Path) -> str:
+    """Return the last TAIL lines of a log."""
     return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:]) if log.exists() else "(no log)"
 
 
 class Federation:
-    """A SuperLink and its SuperNodes, with TLS and a key each; within `with`, all clients are online.
+    """Run a SuperLink and its SuperNodes, with TLS and a key for each; within `with`, all clients are online.
 
         with Federation(Path("trial"), clients=4) as federation:
             for line in federation.run(Path("my-app"), "rounds=3"):
                 print(line, end="")
 
-    Everything is stopped at the end of the block, after an exception, Ctrl-C or SIGTERM too. When this process is
-    killed with -9 all goes too (Linux), a ServerApp in the middle of a run some minutes later. To be used from the main
-    thread.
+    Everything is stopped at the end of the block, and also after an exception, Ctrl-C or SIGTERM. On Linux, all
+    processes also end if this process is killed with -9; a ServerApp in the middle of a run ends some minutes later.
+    Use this class from the main thread.
 
     Args:
-        directory: for logs/, credentials/, and a Flower home per process. Credentials there are not replaced.
-        clients: number of SuperNodes.
-        persistent: workers that stay (`flower.launch.supernode`); otherwise Flower's, one process per message.
-        node_configs: per client, what `--node-config` says; "partition-id=k num-partitions=clients" by default.
-        database: file in which the SuperLink keeps its state, for a SuperLink that is restarted; otherwise in memory.
-        first_port: take free ports from here upwards; otherwise any.
+        directory: the folder for logs/, credentials/, and a Flower home for each process. Existing credentials are not
+            replaced: they lead to an error.
+        clients: the number of SuperNodes.
+        persistent: whether SuperNodes have workers that stay (`flower.launch.supernode`); otherwise they are Flower's
+            own, with a process for each message.
+        node_configs: for each client, the value of `--node-config`; None: "partition-id=k num-partitions=clients".
+        database: the file in which the SuperLink keeps its state, so that it can be restarted; None: it is in memory.
+        first_port: the first port to try; the ports are the first free ones from there upwards; None: any free ports.
         env: additional environment variables for all processes.
-        deadline: seconds that starting may take.
+        deadline: the seconds that the start may take.
 
     Raises:
-        StartError: on entering: something did not come up.
+        StartError: on entering the block, if a process did not start.
     """
 
     def __init__(
@@ -197,11 +214,11 @@ class Federation:
         return f"127.0.0.1:{self.port}"
 
     def log(self, name: str) -> Path:
-        """Return the log of "superlink", or of a client's SuperNode, "client-0", …"""
+        """Return the path of the log of a process: "superlink", or a client's SuperNode, "client-0", …"""
         return self.directory / "logs" / f"{name}.log"
 
     def environment(self, name: str) -> dict[str, str]:
-        """Make the environment of a process, with a Flower home of its own."""
+        """Return the environment of a process, which has its own Flower home."""
         return environment({**self.env, "FLWR_HOME": str(self.directory / name)})
 
     # Start and stop
@@ -224,7 +241,7 @@ class Federation:
         self.stop()
 
     def start(self) -> None:
-        """Start everything and wait until all clients are online."""
+        """Start all processes and wait until all clients are online."""
         until = time.monotonic() + self.deadline
         self.credentials = credentials.make(self.directory / "credentials", self.clients)
         trust = json.dumps(str(self.credentials.ca))
@@ -239,7 +256,7 @@ class Federation:
         self.wait_online(self.clients, until - time.monotonic())
 
     def stop(self) -> None:
-        """Stop everything; nothing of what was started is left."""
+        """Stop all processes that were started."""
         try:
             children.stop([*self.nodes.values(), *([self.superlink] if self.superlink else [])])
             self.nodes, self.superlink = {}, None
@@ -250,7 +267,7 @@ class Federation:
                 del self.previous
 
     def register(self, client: int) -> None:
-        """Tell the SuperLink a client's public key."""
+        """Register a client's public key at the SuperLink."""
         self.console("supernode", "register", str(self.credentials.public(client)), CONNECTION)
 
     def superlink_command(self) -> list[str]:
@@ -277,7 +294,7 @@ class Federation:
         self.nodes[client] = children.spawn(self.node_command(client), self.log(name), self.environment(name))
 
     def restart_superlink(self, seconds: float = 60.0) -> None:
-        """Start the SuperLink, again where it was killed, and wait until it listens."""
+        """Start the SuperLink, for the first time or after it was killed, and wait until it listens."""
         until = time.monotonic() + seconds
         self.superlink = children.spawn(self.superlink_command(), self.log("superlink"), self.environment("superlink"))
         while not listens(self.port):
@@ -287,7 +304,10 @@ class Federation:
     # Waiting
 
     def wait_online(self, count: int, seconds: float, within: float | None = None) -> None:
-        """Wait until at least `count` nodes are online; `within`: that came online from so many seconds ago on."""
+        """Wait until at least `count` nodes are online, for at most `seconds`.
+
+        With `within`, only nodes count that came online later than `within` seconds before all SuperNodes listened.
+        """
         until = time.monotonic() + seconds
         while not all(map(listens, (self.node_ports[client] for client in self.nodes))):
             self.check_alive(until, "a SuperNode did not start")
@@ -298,10 +318,10 @@ class Federation:
             time.sleep(0.2)
 
     def online(self, since: float | None = None) -> int:
-        """Count the nodes that the SuperLink believes to be online; `since`: that came online after this moment
-        (monotonic).
+        """Return the number of nodes that are online according to the SuperLink.
 
-        A node that was killed counts as online until its sign of life is overdue, for up to a minute.
+        With `since`, a time of `time.monotonic()`, only nodes count that came online after this moment. A node that was
+        killed counts as online until its heartbeat is overdue, for up to a minute.
         """
         listed = self.console.read("supernode", "list", CONNECTION)
         now = time.monotonic()  # after the command, which may take seconds
@@ -309,7 +329,7 @@ class Federation:
         return sum(since is None or age <= now - since for age in ages)
 
     def check_alive(self, until: float, complaint: str) -> None:
-        """Raise StartError, with the ends of the logs, once the time is up or a process has ended."""
+        """Raise StartError, with the ends of the logs, if the time is over or a process has ended."""
         processes = {"superlink": self.superlink, **{f"client-{k}": child for k, child in self.nodes.items()}}
         ended = [name for name, child in processes.items() if child is not None and child.poll() is not None]
         if not ended and time.monotonic() < until:
@@ -321,14 +341,15 @@ class Federation:
     # Runs
 
     def run(self, app: Path, run_config: str = "", timeout: float = 3600.0) -> Iterator[str]:
-        """Submit the app in directory `app` and yield its log, line by line, until the run ends.
+        """Submit the app in the directory `app` and yield its log, line by line, until the run ends.
 
         Args:
-            run_config: as for `flwr run --run-config`: "rounds=3 name='a'".
-            timeout: seconds that the run may take.
+            app: the directory of the app.
+            run_config: the value of `flwr run --run-config`: "rounds=3 name='a'".
+            timeout: the seconds that the run may take.
 
         Raises:
-            CommandError: the run could not be submitted, took too long, or ended otherwise than completed.
+            CommandError: the run could not be submitted, took too long, or did not end as completed.
         """
         config = ["--run-config", run_config] if run_config else []
         number = ""
@@ -339,7 +360,7 @@ class Federation:
             raise CommandError(f"the run ended as {status}; its log says why")
 
     def status(self, run: str) -> str:
-        """Return what the SuperLink says of a run, once it has ended: "finished:completed", "finished:failed", …"""
+        """Return the status of a run after its end, as the SuperLink reports it: "finished:completed", for example."""
         until = time.monotonic() + 30.0  # the log may end some seconds before the run does
         while True:
             shown = self.console.read("list", "--run-id", run, CONNECTION)

@@ -1,10 +1,11 @@
-"""A site's process: a SuperNode whose worker stays, restarted when it fails.
+"""Run a site: a SuperNode whose worker stays between messages, and which is restarted if it fails.
 
     python -m fedbilevel.flower.launch.supernode --superlink HOST:PORT --root-certificates ca.crt \\
         --auth-supernode-private-key client.key --node-config "partition-id=0"
 
-All options are those of `flower-supernode`, except `--app` and `--flower-log`. Where Flower is of a version
-that was not tried, `flower-supernode` itself is started: one process per message, slower, same numbers.
+All options are those of `flower-supernode`, except `--app` and `--flower-log`. If the installed version of Flower was
+not tested, `flower-supernode` itself is started: it has a process for each message, is slower, and gives the same
+numbers.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from fedbilevel.flower.versions import TESTED, require_flower, tested
 
 FASTEST, SLOWEST = 0.02, 2.0  # seconds between two looks for a message
 BACKOFF = (1.0, 10.0)
-STEADY = 60.0  # seconds after which a process counts as having come up
+STEADY = 60.0  # seconds after which a process counts as started, so that the wait before a restart is short again
 
 logger = logging.getLogger("fedbilevel.supernode")
 
@@ -34,20 +35,19 @@ logger = logging.getLogger("fedbilevel.supernode")
 def interval(quiet: float) -> float:
     """Return the seconds to wait before the SuperLink is asked again, `quiet` seconds after the last message.
 
-    A tenth of the quiet time, within limits: a message waits at most a tenth longer than it took to come, and the
-    number of looks grows with the logarithm of the time.
+    This is a tenth of `quiet`, within limits. The time between two messages grows by at most a tenth, and the number of
+    requests grows with the logarithm of the time.
     """
     return min(max(quiet / 10, FASTEST), SLOWEST)
 
 
 def flower_command(name: str) -> list[str]:
-    """Name a command of Flower's, from the environment that this Python runs in."""
+    """Return the path of a command of Flower, from the environment of this Python, as a list."""
     return [str(Path(sys.executable).parent / name)]
 
 
 def environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Return `base`, with no news sent to Flower's makers and with JAX keeping compiled programs in the client's
-    directory."""
+    """Return the environment `base` with defaults: no telemetry of Flower, and a cache for JAX in the Flower home."""
     home = Path(base.get("FLWR_HOME") or Path.home() / ".flwr")
     defaults = {
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -61,13 +61,14 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def supervise(start: Callable[[], subprocess.Popen], backoff: tuple[float, float] = BACKOFF) -> int:
-    """Start a process, again where it ends, each time after a longer wait, until SIGTERM or Ctrl-C.
+    """Start a process, and restart it whenever it ends, each time after a longer wait, until SIGTERM or Ctrl-C.
 
     Args:
-        backoff: seconds before a restart: the first time, and the longest.
+        start: starts the process.
+        backoff: the seconds before a restart: at first, and at most.
 
     Returns:
-        exit status: 2 where the process ends with it, since it was called wrongly; else 0.
+        The exit status: 2 if the process ends with 2, which means wrong arguments.
     """
 
     def leave(*_: object) -> None:
@@ -91,7 +92,7 @@ def supervise(start: Callable[[], subprocess.Popen], backoff: tuple[float, float
 
 
 def end(child: subprocess.Popen) -> None:
-    """Ask a process to end, and end it where it does not."""
+    """Ask a process to end, and kill it if it does not."""
     child.terminate()
     try:
         child.wait(children.GRACE / 2)
@@ -100,34 +101,34 @@ def end(child: subprocess.Popen) -> None:
 
 
 def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Return (our options, what is passed on to `flower-supernode`)."""
+    """Return (the options of this program, the arguments for `flower-supernode`)."""
     parser = argparse.ArgumentParser(
         prog="python -m fedbilevel.flower.launch.supernode",
-        description="A SuperNode with a worker that stays. Further options are those of `flower-supernode`.",
+        description="Run a SuperNode with a worker that stays. Further options are those of `flower-supernode`.",
         allow_abbrev=False,
     )
-    parser.add_argument("--app", metavar="MODULE:NAME", help="reply with this app, whatever app a run brings")
+    parser.add_argument("--app", metavar="MODULE:NAME", help="reply with this app, whatever app a run has")
     parser.add_argument("--flower-log", action="store_true", help="log Flower's own lines, too")
     options, passed = parser.parse_known_args(arguments)
     if any(name.split("=")[0] == "--isolation" for name in passed):
-        parser.error("--isolation is chosen here")
+        parser.error("--isolation cannot be given: this program chooses it")
     return options, passed
 
 
 def command(arguments: list[str], version: str) -> list[str]:
-    """Return the SuperNode's command: our own, or `flower-supernode`."""
+    """Return the command of the SuperNode: that of this library, or `flower-supernode` for an untested Flower."""
     options, passed = parse(arguments)
     if tested(version):
         return [sys.executable, "-m", __spec__.name, "serve", options.app or "", "all" * options.flower_log, *passed]
     tried = ", ".join(TESTED)
     if options.app:
-        raise ConfigurationError(f"--app needs a Flower that was tried ({tried}); {version} would run any app")
-    logger.warning("Flower %s was not tried (%s were): starting flower-supernode", version, tried)
+        raise ConfigurationError(f"--app needs a tested version of Flower ({tried}); {version} would run any app")
+    logger.warning("Flower %s was not tested (%s were): starting flower-supernode", version, tried)
     return [*flower_command("flower-supernode"), *passed]
 
 
 def main() -> None:
-    """Run the SuperNode, again where it ends; or, as the child, the SuperNode itself."""
+    """Supervise the SuperNode; or, in the child process with the argument "serve", run the SuperNode itself."""
     if sys.argv[1:2] == ["serve"]:
         from fedbilevel.flower.launch import private
 
