@@ -126,13 +126,13 @@ def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp
     config = {"out": str(out), "quorum": 1.0, "attempts": 1, "join": 0.1, "deadline": 0.1}
     app = federation.client_app(spec)
     for _ in range(2):
-        with pytest.raises(fb.errors.ExchangeError, match="2 clients are here where 3 of 3 are needed"):
+        with pytest.raises(fb.errors.ExchangeError, match="2 clients are online, but 3 of 3 are needed"):
             federation.serve(spec, InProcess(app, 2), config)
         assert [file.name for file in out.iterdir() if not file.name.startswith(".")] == ["exchanges.jsonl"]
         status = Status.of(Folder(out))
         said, ended = status.lines, status.ended
         assert said == ["no exchange is over"]
-        assert re.search("2 clients are here where 3 .* the run ended before its first exchange", str(ended))
+        assert re.search("2 clients are online, but 3 .* the run ended before its first exchange", str(ended))
         assert isinstance(ended, fb.errors.ExchangeError)
     with pytest.warns(CheckpointWarning, match=r"cleared what a run left .* \(exchanges\.jsonl\)"):
         federation.serve(spec, InProcess(app, 3), config)
@@ -411,8 +411,8 @@ def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp
     (tmp_path / "client-0-samples.json").write_text('{"other": 1}')
     for _ in range(2):
         assert main(["flower", "check", "spec.toml", "--node-config", f"{NORTH} state-folder='{tmp_path}'"]) == 0
-        assert "are not those of before" in capsys.readouterr().out
-    assert "are not those of before" not in caplog.text  # it is said once
+        assert "differ from the earlier ones" in capsys.readouterr().out
+    assert "differ from the earlier ones" not in caplog.text  # it is said once
 
 
 @pytest.mark.parametrize(

@@ -98,7 +98,7 @@ def test_a_run_that_cannot_start_leaves_nothing(dead, monkeypatch) -> None:
     def too_few(*_: object, **__: object) -> None:
         assert dead.spec.is_file()
         dead.exchanges.touch()
-        raise CheckpointError("2 clients are here where 3 are needed")
+        raise CheckpointError("2 clients are online, but 3 are needed")
 
     monkeypatch.setattr(experiment, "solve", too_few)
     with pytest.warns(CheckpointWarning, match="cleared"), pytest.raises(CheckpointError, match="2 clients"):

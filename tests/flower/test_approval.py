@@ -194,4 +194,4 @@ def test_the_refusal_of_what_is_not_approved_names_who_can_mend_it(tmp_path):
     refusal = client.respond(request(client), memory())
     with pytest.raises(fb.errors.FedbilevelError) as caught:
         refusal.check()
-    assert "the site can mend it: read what is asked there (asked-HASH.txt" in caught.value.line
+    assert "the site can mend it: read the request there (asked-HASH.txt" in caught.value.line

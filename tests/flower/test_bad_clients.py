@@ -175,8 +175,8 @@ def test_an_absurd_first_reply_of_a_cohort_of_one_does_not_count(tmp_path):
     with pytest.raises(ExchangeError, match="round 0"):
         play(1, {(0, 0): filled(3e18)}, log=log)
     (why,) = said(log)[0].values()
-    known = "its update has a norm of 5.2e+18, where no other update tells what is usual, and 1e+08 is the bound"
-    assert why["why"] == f"{known}; norm_bound = NUMBER sets another"
+    known = "its update has a norm of 5.2e+18, and there is no other update to compare it with; the bound is 1e+08"
+    assert why["why"] == f"{known}, and norm_bound = NUMBER sets another"
 
 
 # What is usual
@@ -228,7 +228,7 @@ def test_where_nothing_is_usual_the_message_or_one_is_the_measure(message, most)
     norms = NormBounds(Terms(norm_factor=10.0))
     for here in ([most], [0.0, 0.0, 0.0, most]):
         check(norms, "a", most, here, message)
-    with pytest.raises(Refusal, match=f"no other update tells what is usual, and {most:g} is the bound"):
+    with pytest.raises(Refusal, match=f"no other update to compare it with; the bound is {most:g}"):
         check(norms, "a", 1.01 * most, [1.01 * most], message)
     check(NormBounds(Terms(norm_factor=10.0, norm_bound=1e9)), "a", 1e8, [1e8], message)
 

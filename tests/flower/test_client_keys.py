@@ -50,7 +50,7 @@ def test_everyone_with_the_clients_own_key(keys):
 def test_a_registered_key_does_not_take_another_clients_place(keys, caplog):
     """Node 3 has registered, with a key that is nobody's, and calls itself client 2; nodes 5 and 6 swap places."""
     with pytest.raises(
-        ExchangeError, match=r"3 clients are here where 4 of 6 are needed .*who has another key"
+        ExchangeError, match=r"3 clients are online, but 4 of 6 are needed .*who has another key"
     ) as told:
         solve(Registered(keys, [0, 1, 6, 3, 5, 4]), keys, quorum=0.6)
     refused = [record.getMessage() for record in caplog.records if record.name == "fedbilevel.server"]
@@ -63,7 +63,7 @@ def test_a_registered_key_does_not_take_another_clients_place(keys, caplog):
 
 
 def test_nodes_without_keys_are_nobody(keys):
-    with pytest.raises(ExchangeError, match="0 clients are here"):
+    with pytest.raises(ExchangeError, match="0 clients are online"):
         solve(InProcess(ONLINE, 6), keys)
 
 

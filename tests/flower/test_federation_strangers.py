@@ -81,7 +81,7 @@ def test_an_algorithm_with_other_hyperparameters(trial):
             run.finish()
         assert "refused: hyperparameters.lr is 0.1 at the server and 0.2 at the site" in log()
     assert "does not take part: hyperparameters.lr is 0.1 at the server and 0.2 at the site" in run.text
-    assert "0 clients are here where 2 of 4 are needed" in run.text
+    assert "0 clients are online, but 2 of 4 are needed" in run.text
     assert states(trial) == before
 
 

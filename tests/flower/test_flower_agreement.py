@@ -121,7 +121,7 @@ def test_two_calls_of_solve_agree():
     results = [fb.solve(algorithm, task.problem, known, *start, rounds=2, engine=Flower(grid=grid)) for _ in range(2)]
     federations.same(*results, tolerance=0)
     federations.same(results[0], fb.solve(algorithm, task.problem, task.clients, *start, rounds=2))
-    with pytest.raises(fb.errors.ConfigurationError, match="RemoteClients: what a server knows"):
+    with pytest.raises(fb.errors.ConfigurationError, match="RemoteClients, which describe clients"):
         fb.solve(algorithm, task.problem, task.clients, *start, rounds=2, engine=Flower(grid=grid))
 
 

@@ -174,7 +174,7 @@ def test_where_most_are_late_it_may_be_no_clients_fault(slow, code, tmp_path):
     faults = {(broken, 0, 0): refuse}
     options = {"rounds": 1, "terms": replace(TERMS, quorum=0.25, attempts=1)}
     if slow == 3:
-        with pytest.raises(fb.errors.ExchangeError, match=r"3 of 4 clients are late at once .* see the SuperLink's"):
+        with pytest.raises(fb.errors.ExchangeError, match=r"3 of 4 clients are late at once .* check the SuperLink's"):
             run(tmp_path, federations.misbehaving(CLIENTS, faults), delay=delay, **options)
     else:
         run(tmp_path, federations.misbehaving(CLIENTS, faults), delay=delay, **options)
@@ -357,7 +357,7 @@ def test_a_population_that_is_too_small():
     grid = InProcess(CLIENTS, 6)
     for client in range(4):
         grid.leave(client)
-    with pytest.raises(fb.errors.ExchangeError, match="2 clients are here where 3 of 6 are needed"):
+    with pytest.raises(fb.errors.ExchangeError, match="2 clients are online, but 3 of 6 are needed"):
         federations.solve(STEPS, grid, terms=TERMS)
 
 

@@ -107,7 +107,7 @@ def test_with_privacy_nothing_is_told(tmp_path):
 
 @pytest.mark.parametrize(("algorithm", "submodel_plan", "why"), [
     (fb.Asynchronous(fb.SimFBO(), wait_for=2), None, "SimFBO, which is asynchronous"),
-    (ALGORITHM, object(), "where clients hold submodels"),
+    (ALGORITHM, object(), "if clients hold submodels"),
 ])  # fmt: skip
 def test_a_run_whose_x_and_y_the_server_cannot_send_whole_is_refused_by_name(algorithm, submodel_plan, why):
     with pytest.raises(fb.errors.ConfigurationError, match=f"metrics_per_client = .*{why}"):

@@ -81,5 +81,5 @@ def test_no_message_has_an_entry_of_an_own_leaf(tmp_path):
 
 def test_metrics_of_each_client_are_refused():
     engine, clients = Flower(grid=InProcess(client_app(site), 6), name=NAME), fb.RemoteClients.of(TASK.clients)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"left out over Flower where leaves of y are clients' own"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"left out over Flower if leaves of y are clients' own"):
         run(clients, engine=engine, metrics_per_client={"f": PROBLEM.outer})

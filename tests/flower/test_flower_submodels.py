@@ -129,7 +129,7 @@ def test_a_client_of_another_capacity_is_not_admitted():
     }.items():
         wrong = app(IMPORTANCE, (1.0, capacity, 0.25, 0.5, 0.25))
         engine = over(wrong, quorum=1.0, join=1.0, deadline=1.0)
-        with pytest.raises(fb.errors.ExchangeError, match=f"4 clients are here .*{said}"):
+        with pytest.raises(fb.errors.ExchangeError, match=f"4 clients are online, .*{said}"):
             solved(IMPORTANCE, fb.RemoteClients.of(population()), engine=engine)
 
 

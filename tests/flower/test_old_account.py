@@ -27,7 +27,7 @@ def test_an_older_account_gets_no_reply(known, refused, tmp_path):
     assert bool(response.payload) != refused
     assert json.loads((tmp_path / "account.json").read_text()) == {"30.0": 2 + (not refused)}
     if refused:
-        assert "where its account has 0.3521: the account is an older one" in response.refused
+        assert "but its account has 0.3521: the account is an older one" in response.refused
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(float("nan"), 1e-5), (5.0, 0.0), (5.0, 1.0), (-1.0, 1e-5)])

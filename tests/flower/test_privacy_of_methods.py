@@ -221,7 +221,7 @@ def test_both_sides_are_told_why_a_method_is_refused(tmp_path):
         federations.site(algorithm, 0, privacy=privacy, folder=tmp_path)
     grid = InProcess(federations.app(algorithm, privacy=privacy, folder=tmp_path), 6)
     with pytest.raises(
-        ExchangeError, match=r"0 clients are here .*Site\.privacy: FedNest does not support noisy replies"
+        ExchangeError, match=r"0 clients are online, .*Site\.privacy: FedNest does not support noisy replies"
     ):
         federations.solve(algorithm, grid, terms=Terms(join=1.0))
 

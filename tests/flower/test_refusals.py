@@ -91,7 +91,7 @@ def test_where_nobody_takes_part_the_error_has_the_reasons_by_client():
     with pytest.raises(ExchangeError) as raised:
         federations.solve(STEPS, InProcess(app(only=True), 6), terms=TERMS, cohort=6)
     said = str(raised.value)
-    assert "0 clients are here where 3 of 6 are needed (clients 0, 1, 2, 3, 5: this client has fewer" in said
+    assert "0 clients are online, but 3 of 6 are needed (clients 0, 1, 2, 3, 5: this client has fewer" in said
     assert "client 4: ConfigurationError; the client's log says more (the site can mend it" in said
 
 
@@ -127,4 +127,4 @@ def test_texts_that_are_too_long_for_a_superlink_do_not_leave_the_site(tmp_path,
     federations.solve(STEPS, InProcess(federations.app(STEPS), 6), terms=TERMS, cohort=6, log=log)
     refused = [line["refused"] for line in map(json.loads, log.read_text().splitlines()) if "refused" in line]
     assert refused[0]["0"]["code"] == "large"
-    assert "characters together, where 3000 may travel" in refused[0]["0"]["why"]
+    assert "characters together, and the largest number is 3000" in refused[0]["0"]["why"]

@@ -397,7 +397,7 @@ def test_samples_that_have_changed_are_said_and_refused_where_the_owner_said_so(
     for site, warned in ((one, 0), (one, 0), (other, 1), (other, 0), (one, 1)):
         caplog.clear()
         assert asked(ClientRuntime(site)).refused == ""
-        assert sum("are not those of before" in text for text in caplog.messages) == warned
+        assert sum("differ from the earlier ones" in text for text in caplog.messages) == warned
     for _ in range(2):
         response = asked(ClientRuntime(replace(other, same_data=True)))
         assert response.refused == "this client has other samples than before"

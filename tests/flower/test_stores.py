@@ -36,7 +36,7 @@ def test_which_state_a_message_sees():
     assert seen((5, 1), 6) == ("b",)  # the last answer did not count
     assert seen((4, 2), 5) == seen((5, 0), 5) == ("s",)  # none of the round did, or it is played again
     assert seen((-1, -1), 0) == ()  # all from the beginning
-    with pytest.raises(Refusal, match="state is of round 5, and round 4 is over for it"):
+    with pytest.raises(Refusal, match="state is of round 5, and it cannot return to round 4"):
         kept.up_to((4, 1), 4)
 
 
@@ -160,7 +160,7 @@ def test_a_repeated_message_is_applied_once(runtime, store):
     assert calls(runtime, store, 0, 1) == second  # the server plays the round before again
     assert calls(runtime, store, 1, 0)[1] == 3
     assert calls(runtime, store, 2, 0)[1] == 4
-    assert calls(runtime, store, 0, 1) == "this client's state is of round 2, and round 0 is over for it"
+    assert calls(runtime, store, 0, 1) == "this client's state is of round 2, and it cannot return to round 0"
     assert calls(runtime, store, 2, 0)[1] == 4
 
 

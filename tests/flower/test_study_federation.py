@@ -186,9 +186,9 @@ def test_the_log_of_a_site_has_what_it_told(files, caplog):
     caplog.set_level("INFO", logger="fedbilevel.client")
     given = study("ridge")
     alone(given, Nodes(client_app(given), files))
-    told = [record.getMessage() for record in caplog.records if "client 0 tells: " in record.getMessage()]
+    told = [record.getMessage() for record in caplog.records if "client 0 answers: " in record.getMessage()]
     assert len(told) == 1
-    statistics = json.loads(told[0].partition("tells: ")[2])
+    statistics = json.loads(told[0].partition("answers: ")[2])
     assert statistics["rows"] == 40
     assert "z" not in statistics["features"]["kind"]["categories"]
 

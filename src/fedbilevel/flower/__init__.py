@@ -1,8 +1,8 @@
-"""A real federation, over Flower: clients that are machines of their own. The only room that imports flwr.
+"""Run a real federation over Flower, with clients on their own machines. Only this package imports flwr.
 
     from fedbilevel.flower import Flower, Site, client_app, server_app
 
-The names below are loaded when they are first used; without Flower the error says which command installs it.
+These names are loaded when they are first used. If Flower is not installed, the error says which command installs it.
 """
 
 from importlib import import_module

@@ -1,5 +1,8 @@
-"""Local differential privacy at a client: each reply is clipped and noised, whatever the server asks, by noise of the
-client's own secret, and the account of what has left the client is kept on its disk."""
+"""Protect a client's replies by local differential privacy, whatever the server asks.
+
+Each reply is clipped and gets noise from the client's own secret. The client keeps an account of its replies on its
+disk.
+"""
 
 from __future__ import annotations
 
@@ -34,27 +37,27 @@ def protect(
 ) -> tuple[PyTree, PrivacyAccount]:
     """Return the clipped and noised update (see `Privacy.noised`), and the account to store before it is sent.
 
-    The noise is a function of the secret, the number of the reply, the context, the clipped vector and zC. A number
-    is never used twice, so that every reply has noise of its own, also to a repeated request: asking again
-    averages the noise, and that is what the account charges for. (Noise that came back with the same request
-    would tell, by two replies being equal or not, whether the data make a difference.) Should an account
-    be lost and a number come back, the noise still differs wherever another argument does.
+    The noise is a function of the secret, the number of the reply, the context, the clipped vector and zC. A number is
+    never used twice, so that every reply has new noise, also if a request is repeated. A server that asks again can
+    average the noise, and the account charges for this. (If a repeated request got the same noise, the server could see
+    from two replies whether they are equal, and so whether the data make a difference.) If an account is lost and a
+    number is used again, the noise is still new unless all other arguments are the same, too.
 
     Args:
         privacy: the client's terms.
-        update: a pytree of floating leaves, but for its public parts.
-        secret: of `load_secret`; it must not leave the client.
+        update: a pytree whose leaves are floating-point arrays, except in public parts.
+        secret: the secret of `load_secret`; it must not leave the client.
         spent: the account so far.
-        context: what names the request: the run, round, exchange and phase.
+        context: the identification of the request: the run, round, exchange and phase.
 
     Returns:
-        update: NumPy arrays of the shapes, dtypes and structure that came; computed in float64, then rounded.
-        spent: the account, this reply included.
+        update: NumPy arrays with the shapes, dtypes and structure of `update`; computed in float64, then rounded.
+        spent: the account, including this reply.
 
     Raises:
-        BudgetSpentError: the budget does not allow it.
-        ConfigurationError: a leaf is not floating (an integer cannot be hidden in noise), or a bad argument.
-        NonFiniteError: the update holds a NaN or an infinity.
+        BudgetSpentError: the budget does not allow the reply.
+        ConfigurationError: a leaf is not floating-point (noise cannot hide an integer), or an argument is wrong.
+        NonFiniteError: the update contains NaN or infinity.
     """
     after = privacy.charge(spent)
     if bad := nonfinite_leaves(private_part(update)):
@@ -68,12 +71,13 @@ def protect(
 
 
 def load_secret(path: str | Path) -> bytes:
-    """Load a client's 32 secret bytes from the file `path`, which is made, of mode 0600, where there is none.
+    """Load a client's 32 secret bytes from the file `path`; a missing file is created with mode 0600.
 
-    A file per client: two that share a file may come to share noise, and then each could take it off the other.
+    Each client needs its own file. Two clients that share a file may use the same noise, and each could then subtract
+    it from the other's replies.
 
     Raises:
-        ConfigurationError: others may read the file, or it does not hold 32 bytes.
+        ConfigurationError: other users may read the file, or it does not have 32 bytes.
     """
     path = Path(path)
     if not path.exists():
@@ -86,7 +90,7 @@ def load_secret(path: str | Path) -> bytes:
 
 
 def noise_key(secret: bytes, number: int, context: Sequence[int | str], vector: np.ndarray, deviation: float) -> bytes:
-    """Return 32 bytes, pseudo-random to whoever lacks the secret, others for every other argument (HMAC-SHA256)."""
+    """Return 32 bytes that depend on all arguments and are pseudo-random without the secret (HMAC-SHA256)."""
     fits = isinstance(secret, bytes) and len(secret) == SECRET_BYTES
     require(fits, "secret", "(not shown)", f"{SECRET_BYTES} bytes")
     fits = not isinstance(context, str) and all(isinstance(part, int | str) for part in context)
@@ -96,10 +100,10 @@ def noise_key(secret: bytes, number: int, context: Sequence[int | str], vector: 
 
 
 def gaussian(key: bytes, count: int) -> np.ndarray:
-    """Draw `count` standard normal numbers, float64, by Box and Muller from the ChaCha20 stream of a key used only
-    once.
+    """Draw `count` standard normal numbers, float64, by the method of Box and Muller.
 
-    Uniforms have 64 bits, so that no number is beyond √(128·ln 2) = 9.42, where a normal number is with chance 5e-21.
+    The uniform numbers come from the ChaCha20 stream of `key`, which must be used only once. They have 64 bits, so that
+    no normal number is larger than √(128·ln 2) = 9.42. A true normal number is larger with probability 5e-21.
     """
     pairs = (count + 1) // 2
     stream = Cipher(ChaCha20(key, bytes(16)), mode=None).encryptor().update(bytes(16 * pairs))
@@ -109,9 +113,11 @@ def gaussian(key: bytes, count: int) -> np.ndarray:
 
 
 def _create_secret(path: Path) -> None:
-    """Write a new secret under a temporary name and link it to `path`, so that no process ever reads half of it. Where
-    two processes do so at a time, the secret of the first stays."""
-    handle, temporary = tempfile.mkstemp(dir=path.parent)  # of mode 0600
+    """Write a new secret under a temporary name and link it to `path`, so that no process reads an incomplete secret.
+
+    If two processes do so at the same time, the secret of the first remains.
+    """
+    handle, temporary = tempfile.mkstemp(dir=path.parent)  # with mode 0600
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(secrets.token_bytes(SECRET_BYTES))
@@ -119,22 +125,22 @@ def _create_secret(path: Path) -> None:
             os.fsync(file.fileno())
         os.link(temporary, path)
     except FileExistsError:
-        pass  # the other process's is as good
+        pass  # another process has written a secret
     finally:
         os.unlink(temporary)
 
 
 class AccountError(ConfigurationError):
-    """The account counts fewer replies than have left the client; the message has ε alone, and nothing of data."""
+    """Report an account with fewer replies than have left the client; the message has ε and nothing of the data."""
 
 
 class PrivacyGuard:
-    """Clips and noises updates with the secret and the account of a folder, for one process at a time.
+    """Clip updates and add noise, with the secret and the account of a folder, in one process at a time.
 
     The account is written before an update leaves the client.
 
     Raises:
-        ConfigurationError: the folder is another client's, or its account is missing or damaged.
+        ConfigurationError: the folder belongs to another client, or its account is missing or damaged.
         CheckpointError: the folder cannot be locked.
     """
 
@@ -147,40 +153,42 @@ class PrivacyGuard:
                 write_text(owner, str(client))
             whose = owner.read_text(errors="replace")
             require(whose == str(client), "Site.id", client, f"{whose[:20]}, whose {folder} is")
-            if not secret.exists() and not self.account.exists():  # never later: an account must not begin anew
+            if not secret.exists() and not self.account.exists():  # with a secret, a missing account was lost
                 self.write(PrivacyAccount())
             self.read()
             self.secret = load_secret(secret)
 
     def protect(self, update: PyTree, context: Sequence[int | str]) -> tuple[PyTree, float]:
-        """Return the clipped and noised update, and ε so far, this reply included."""
+        """Return the clipped and noised update, and ε so far, including this reply."""
         with lock.wait_for_lock(self.lock):
             sent, spent = protect(self.privacy, update, self.secret, self.read(), context)
             self.write(spent)
         return sent, spent.epsilon(self.privacy.delta)
 
     def check_account(self, epsilon: float, delta: float) -> None:
-        """Refuse to go on from an account that is older than what this client has told a server.
+        """Refuse an account with a smaller ε than this client has reported to the server before.
 
         Args:
-            epsilon, delta: as the server has them from this client; 0 where it has nothing. A server that lies gets
-                no reply.
+            epsilon, delta: the values that the server has from this client; 0 if it has none. A server that sends too
+                large a value gets no reply.
 
         Raises:
-            AccountError: the account counts fewer replies.
+            AccountError: the account has fewer replies.
         """
         if epsilon > 0 and 0 < delta < 1 and epsilon > (here := self.read().epsilon(delta)) * (1 + 1e-9):
-            known = f"{epsilon:.4g} at δ = {delta:g}, where its account has {here:.4g}"
-            raise AccountError(f"this client has said to have spent ε = {known}: the account is an older one")
+            known = f"{epsilon:.4g} at δ = {delta:g}, but its account has {here:.4g}"
+            raise AccountError(f"this client has reported ε = {known}: the account is an older one")
 
     def forecast(self, replies: float, rounds: int) -> str:
-        """Say ε after a round and after a run, what was spent before included, and how many rounds the budget allows.
+        """Return a sentence with ε after a round and after the run, including earlier runs, and the budget's rounds.
 
         Args:
-            replies: in a round where the client takes part, asked once each time; not finite where that is not known.
+            replies: the number of the client's replies in a round, if it is asked once in each exchange; infinity or
+                NaN if this number is not known.
+            rounds: the number of rounds of the run.
         """
         if not math.isfinite(replies):
-            return "ε is not known before: how often a round asks is decided in the run"
+            return "ε is not known beforehand, since the number of replies in a round depends on the run"
         terms, spent = self.privacy, self.read()
 
         def after(round: int) -> float:
@@ -193,7 +201,7 @@ class PrivacyGuard:
 
     def read(self) -> PrivacyAccount:
         if not self.account.exists():
-            raise ConfigurationError(f"{self.account} is missing: what has left this client is not known; restore it")
+            raise ConfigurationError(f"{self.account} is missing: the client's ε so far is unknown; restore it")
         try:
             return PrivacyAccount.from_json(self.account.read_text(errors="replace"))
         except ConfigurationError as error:

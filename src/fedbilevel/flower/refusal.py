@@ -1,8 +1,8 @@
-"""Why something does not count: the same value at the site that says it, in the server's log, in its error and in
-`exchanges.jsonl`.
+"""Describe why a reply or a client does not count, in the same words at the site and on the server.
 
-A code and a line of text travel. Who can mend it, and how, follow from the code here, on each side by itself: no
-message can put advice into our mouth, and nobody reads the text to decide anything.
+A message has a code and a line of text. Each side derives from the code who can mend the problem, and how, so that this
+advice never comes from the other side. No decision depends on the text. The same description is in the site's log, in
+the server's log and errors, and in `exchanges.jsonl`.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from fedbilevel.core.errors import FedbilevelError
 from fedbilevel.wording import printable
 
-LONGEST = 1000  # characters of a text
+LONGEST = 1000  # the largest number of characters of a text
 SITE, OPERATOR, EITHER = "the site", "the operator", "the site or the operator"
 
 
 class Code(Enum):
-    """What kind of thing is wrong: its name on the wire, who can mend it, and how."""
+    """List the kinds of problems, each with its name in messages, who can mend it, and how."""
 
     ABSENT = "absent", SITE, "start its SuperNode; its log says whether it reaches the SuperLink"
     FLOOR = "floor", SITE, "lower min-local-samples or min-batch-size in its node configuration, if it may"
@@ -30,28 +30,32 @@ class Code(Enum):
     APPROVAL = (
         "approval",
         SITE,
-        "read what is asked there (asked-HASH.txt in its state-folder), and approve it, if it may",
+        "read the request there (asked-HASH.txt in its state-folder), and approve it, if it may",
     )
     AUDIT = "audit", SITE, "make room on the disk of its state-folder; its log says more"
     ACCOUNT = "account", SITE, "restore the newest account.json of its state-folder (see docs/how-to/operations.md)"
     SETTINGS = "settings", SITE, "correct its node configuration or its data; its log says which"
     FAILED = "failed", SITE, "its log says more"
-    HIDDEN = "hidden", SITE, "its log says more; under privacy nothing of it leaves the site"
-    SILENT = "silent", SITE, "set tell-metrics in its node configuration, if it may; else nothing is wrong"
+    HIDDEN = "hidden", SITE, "its log says more; under privacy the reason does not leave the site"
+    SILENT = "silent", SITE, "set tell-metrics in its node configuration, if it may; otherwise nothing is wrong"
     NUMBERS = "numbers", OPERATOR, "lower the step sizes; fb.diagnose suggests some"
     CONTRACT = "contract", EITHER, "give both sides the same app and the same version of fedbilevel"
     SHAPES = "shapes", EITHER, "compare the site's data, fields of the task and JAX_ENABLE_X64 with the server's"
-    METHOD = "method", OPERATOR, "choose a method or fields that bear it"
+    METHOD = "method", OPERATOR, "choose a method, or fields, that support noise in replies"
     KEY = "key", OPERATOR, "compare client-keys with the key that the node has registered"
     PLACE = "place", SITE, "correct its partition-id, or stop the other node of that number"
-    STATE = "state", EITHER, "the site's state-folder is another run's or newer than the server's checkpoint"
+    STATE = "state", EITHER, "the site's state-folder is from another run, or newer than the server's checkpoint"
     LATE = (
         "late",
         EITHER,
-        "see whether its SuperNode runs, else start it; if it works, raise deadline or ask for less",
+        "see whether its SuperNode runs, and start it if not; if it runs, raise deadline or ask for less",
     )
-    STALLED = "stalled", OPERATOR, "see the SuperLink's load and log: a huge message delays all; else raise deadline"
-    BOUND = "bound", OPERATOR, "look at this client's data; norm-factor, message-factor and norm-bound say what counts"
+    STALLED = (
+        "stalled",
+        OPERATOR,
+        "check the SuperLink's load and log, since a huge message delays all others; or raise deadline",
+    )
+    BOUND = "bound", OPERATOR, "look at this client's data; norm-factor, message-factor and norm-bound set the bounds"
     LARGE = "large", EITHER, "send less: metrics and layouts have to be short"
     MALFORMED = "malformed", EITHER, "compare the apps and the versions of fedbilevel: the two protocols differ"
     FLOWER = "flower", SITE, "its worker or SuperNode has failed; its log says more"
@@ -66,20 +70,21 @@ class Code(Enum):
 
     @property
     def of_state(self) -> bool:
-        """Whether the state that was sent may be at fault, and not the client."""
+        """Return whether the state that the server sent may be the cause, and not the client."""
         return self in (Code.NUMBERS, Code.HIDDEN)
 
 
 @dataclass(eq=False)
 class Refusal(FedbilevelError):
-    """A message that must not count, or a client that does not take part. `why` says it without any value of the data.
+    """Report a message that must not count, or a client that does not take part; `why` has no value of the data.
 
-    Parts of `why` may be the other side's words: it is a single line of bounded length, and commands no terminal.
+    Parts of `why` may come from the other side. It is made a single line of bounded length, without control characters
+    for a terminal.
     """
 
     code: Code
     why: str
-    client: int | None = None  # whom it is about, where that is known
+    client: int | None = None  # the client that it is about, if known
 
     def __post_init__(self) -> None:
         self.why = printable(" ".join(self.why[:LONGEST].split()), LONGEST)
@@ -89,21 +94,21 @@ class Refusal(FedbilevelError):
 
     @property
     def line(self) -> str:
-        """With who can mend it, and how."""
+        """Return the reason together with who can mend the problem, and how."""
         return f"{self.why} ({self.code.who} can mend it: {self.code.how})"
 
     def told(self) -> dict[str, str]:
-        """Return it as a line of `exchanges.jsonl` has it."""
+        """Return the refusal as an entry of a line of `exchanges.jsonl`."""
         return {"code": self.code.word, "why": self.why, "who": self.code.who, "how": self.code.how}
 
     @classmethod
     def read(cls, told: Mapping[str, Any], client: int | None = None) -> Refusal:
-        """Read what `told` has written; who and how are those of the code."""
+        """Return the refusal from an entry that `told` has made; who and how follow from the code."""
         return cls(Code.of(told.get("code")), str(told.get("why", "")), client)
 
 
 def in_words(refusals: Iterable[Refusal], most: int = 5) -> str:
-    """Say refusals in a line; clients that say the same are named together."""
+    """Return refusals as one line of text; clients with the same refusal are named together."""
     alike: dict[str, list[int]] = {}
     for refusal in refusals:
         alike.setdefault(refusal.line, []).extend([] if refusal.client is None else [refusal.client])

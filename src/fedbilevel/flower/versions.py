@@ -1,6 +1,7 @@
-"""The version of Flower that is installed, whether its private names were tried, and those of messages.
+"""Check the installed version of Flower, and change what Flower does with messages by its private names.
 
-Private: used without Flower promising them. `launch.private` has those of its processes; no other module imports any.
+Flower does not promise to keep private names. Those for its processes are in `launch.private`, and no other module
+imports any.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ from fedbilevel.wording import missing
 __all__ = ["TESTED", "be_server", "quick_pulls", "require_flower", "tested"]
 
 TESTED = ("1.41", "1.42")
-BACKOFF = 0.02  # seconds before an object that is still being uploaded is asked for again, first time
-LONGEST_PULL = 7200.0  # seconds that a message's objects are waited for at most; Flower's own figure
+BACKOFF = 0.02  # seconds before the first repeated request for an object that is still being uploaded
+LONGEST_PULL = 7200.0  # the largest number of seconds to wait for a message's objects; it is Flower's own
 
 
 def installed() -> str | None:
-    """Return the version of the installed Flower, None where there is none. Does not import it."""
+    """Return the version of the installed Flower, or None if it is not installed, without importing it."""
     try:
         return importlib.metadata.version("flwr")
     except importlib.metadata.PackageNotFoundError:
@@ -29,7 +30,7 @@ def require_flower() -> str:
     """Return the version of the installed Flower.
 
     Raises:
-        ConfigurationError: there is none; the message says which command installs it.
+        ConfigurationError: Flower is not installed; the message says which command installs it.
     """
     version = installed()
     if version is None:
@@ -38,21 +39,24 @@ def require_flower() -> str:
 
 
 def tested(version: str) -> bool:
-    """Tell whether `version` belongs to a release whose private names were tried."""
+    """Return whether `version` belongs to a release of Flower whose private names were tested."""
     return ".".join(version.split(".")[:2]) in TESTED
 
 
 def be_server() -> None:
-    """Let this process make messages as a ServerApp does, which Flower tells who it is."""
+    """Give this process the identity of a ServerApp, which it needs to make messages and usually gets from Flower."""
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 0
 
 
 def quick_pulls(longest: float) -> None:
-    """Ask for an object that is still on its way again after 0.02 s, then twice that, … (Flower: 1 s), and give up the
-    message whose objects have not come within `longest` seconds (Flower: 2 h, which stays the most): it holds everyone
-    who waits. This is from now on, for all of this process."""
+    """Make this process request objects of messages sooner, and give up incomplete messages sooner, from now on.
+
+    An object that is still being uploaded is requested again after 0.02 s, then after twice that time, and so on;
+    Flower begins with 1 s. A message whose objects have not all come within `longest` seconds, and within 2 h in any
+    case, is given up, since everything else has to wait for it; Flower waits 2 h.
+    """
     from flwr.supercore.inflatable import inflatable_utils
 
     defaults = inflatable_utils.pull_objects.__kwdefaults__

@@ -1,6 +1,8 @@
-"""What goes between server and clients: two messages, a request of the server and the response of a client, as Python
-has them, as Flower's records, and their trees of arrays as plain bytes; and the contract that both sides compare: the
-algorithm, its hyperparameters, and every call that a round may make. Nothing is ever unpickled.
+"""Define the messages between server and clients, their form on the network, and the contract that both sides compare.
+
+There are two kinds of messages: the request of a server and the response of a client. They are dataclasses in Python,
+and travel as Flower's records, with trees of arrays as plain bytes. The contract has the algorithm, its
+hyperparameters, and every call that a round may make. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -35,22 +37,22 @@ from fedbilevel.flower.refusal import Code, Refusal
 
 PROTOCOL = 7
 PROBES = (0, 1, 10, 100, 1000)
-"""Rounds at which schedules are compared."""
-MISSING = ("missing",)  # equal to nothing that JSON can hold
+"""The rounds at which schedules are compared."""
+MISSING = ("missing",)  # differs from every value of JSON
 
 
 def layout(tree: PyTree) -> list[str]:
-    """Describe each leaf by path, dtype and shape, in a line each; the receiver of bytes must have the same."""
+    """Return a line for each leaf, with its path, dtype and shape. Sender and receiver of bytes need equal layouts."""
     return [f"{path or 'value'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in by_path(tree).items()]
 
 
 def by_path(tree: PyTree) -> dict[str, Any]:
-    """Return the leaves of a tree by their paths, "" for a tree that is a leaf."""
+    """Return the leaves of a tree by their paths; the path of a tree that is a single leaf is ""."""
     return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def shapes(tree: PyTree) -> PyTree:
-    """Replace every array by its shape and dtype (and whether that is weak, as a Python number's)."""
+    """Return the tree with each array replaced by its shape, its dtype, and whether it is weak like a Python number."""
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
@@ -59,15 +61,18 @@ def shapes(tree: PyTree) -> PyTree:
 
 
 def to_bytes(tree: PyTree) -> bytes:
-    """Join all leaves, little-endian, in the order of `layout`: Flower moves each array by itself."""
+    """Return all leaves as one byte string, little-endian, in the order of `layout`.
+
+    Flower would send each array separately.
+    """
     return b"".join(np.ascontiguousarray(leaf).tobytes() for leaf in jax.tree.leaves(tree))
 
 
 def from_bytes(data: bytes, like: PyTree) -> PyTree:
-    """Undo `to_bytes`; `like` has the shapes and dtypes. The arrays are read-only views of `data`.
+    """Return the tree from the bytes of `to_bytes`, as read-only views of `data`; `like` has the shapes and dtypes.
 
     Raises:
-        Refusal: another number of bytes, or flags that are neither 0 nor 1.
+        Refusal: the number of bytes is wrong, or a flag is neither 0 nor 1.
     """
     if len(data) != nbytes(like):
         raise Refusal(Code.MALFORMED, f"{len(data)} bytes came where {nbytes(like)} were expected")
@@ -82,7 +87,7 @@ def from_bytes(data: bytes, like: PyTree) -> PyTree:
 
 
 def require_layout(what: str, got: list[str], expected: list[str]) -> None:
-    """Refuse a layout that is not the expected one; the refusal names the first leaf that differs."""
+    """Raise a Refusal, which names the first leaf that differs, if a layout is not the expected one."""
     if got == expected:
         return
     for mine, theirs in zip(expected, got, strict=False):
@@ -92,78 +97,79 @@ def require_layout(what: str, got: list[str], expected: list[str]) -> None:
 
 
 def digest(text: str) -> str:
-    """Return a short name of a text."""
+    """Return a short hash of a text, 32 hexadecimal digits."""
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 TYPES: dict[str, type] = {"str": str, "int": int, "float": float, "bool": bool, "bytes": bytes, "list[str]": list}
-"""Of a message's fields, by their annotations."""
-METRICS = "per-client metrics"  # in place of a phase, of which none has such a name: x and y, to be measured
-QUESTION = "a question"  # the same: a text, which the site answers with a text
-AGREEMENT = "an agreement"  # the same: a text, which the site keeps for the rest of the run
+"""The types of a message's fields, by their annotations."""
+METRICS = "per-client metrics"  # in the field `phase`: a request to measure metrics at x and y; no phase has this name
+QUESTION = "a question"  # in the field `phase`: a text, which the site answers by a text
+AGREEMENT = "an agreement"  # in the field `phase`: a text, which the site keeps for the rest of the run
 
 
 def is_run(name: str) -> bool:
-    """Tell whether this may be the name of a run; clients keep files under it."""
+    """Return whether a text has the form of a run's name, which is safe as a part of file names."""
     return re.fullmatch(r"[0-9a-f]{8,64}", name) is not None
 
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMessage:
-    """A request to one client. With an empty `phase` it is a greeting, which asks for the client's id and contract."""
+    """Hold a request to a client. With an empty `phase` it is a greeting, which asks for its id and contract."""
 
-    run: str  # of the whole run, resumptions included
-    contract: str  # the digest of what was agreed, or, greeting, its whole text
+    run: str  # the name of the whole run, which a resumed run keeps
+    contract: str  # the digest of the contract; in a greeting, its whole text
     round: int = 0
-    exchange: int = 0  # its number within the round
+    exchange: int = 0  # the number of the exchange within the round
     phase: str = ""
-    call: str = ""  # which of the contract's calls
-    key: bytes = b""  # the exchange's
-    key_kind: str = ""
-    weight: float = 1.0
+    call: str = ""  # the name of the call in the contract
+    key: bytes = b""  # the random key of the exchange
+    key_kind: str = ""  # the implementation of the key in JAX
+    weight: float = 1.0  # p_i
     own: str = "{}"  # JSON: the client's own numbers in this round, by the path of the method's field
-    fresh: bool = False  # a fresh cohort: clients are asked without what they keep
-    counted_round: int = -1  # of this client's last reply that counted and could change what it keeps; -1: none did
-    counted_exchange: int = -1
-    epsilon: float = 0.0  # the most that this client has said to have spent of its privacy, at `delta`; 0: nothing
+    fresh: bool = False  # whether it is for a fresh cohort, in which the client's state is not used
+    counted_round: int = -1  # the round of the client's last reply that counted and could change its state; -1: none
+    counted_exchange: int = -1  # the exchange of this reply
+    epsilon: float = 0.0  # the largest ε that this client has reported, at `delta`; 0: none
     delta: float = 0.0
-    payload: bytes = b""
+    payload: bytes = b""  # the arrays of the message
 
 
 @dataclass(frozen=True, kw_only=True)
 class ResponseMessage:
-    """A client's response: the reply of a phase, or, where `refused` is not empty, the reason why there is none."""
+    """Hold a client's response: the reply of a phase or, if `refused` is not empty, the reason why there is none."""
 
     run: str
     round: int
     exchange: int
     client: int
-    contract: str = ""  # its whole text, in the reply to a greeting
-    refused: str = ""
-    code: str = ""  # of the refusal
-    layout: list[str] = field(default_factory=list)
+    contract: str = ""  # the whole text of the contract, in the reply to a greeting
+    refused: str = ""  # the text of the refusal; "": there is none
+    code: str = ""  # the code of the refusal
+    layout: list[str] = field(default_factory=list)  # the layout of the update
     gradients: int = 0
     hvps: int = 0
     metrics: str = "{}"  # JSON: name -> number
-    epsilon: float = 0.0  # what the client has spent of its privacy so far
+    epsilon: float = 0.0  # the client's ε so far, at `delta`; 0 without privacy
     delta: float = 0.0
-    payload: bytes = b""
+    payload: bytes = b""  # the arrays of the update
 
     def refusing(self, refusal: Refusal) -> ResponseMessage:
-        """Make it the response that carries a refusal."""
+        """Return this response with a refusal."""
         return replace(self, refused=refusal.why, code=refusal.code.word)
 
     def check(self) -> None:
-        """Raise the refusal that it carries, if any."""
+        """Raise the response's refusal, if it has one."""
         if self.refused:
             raise Refusal(Code.of(self.code), self.refused)
 
     def numbers(self) -> dict[str, float]:
+        """Return the metrics by name."""
         return {name: float(value) for name, value in numbers_in("metrics", self.metrics).items()}
 
 
 def numbers_in(what: str, text: str) -> dict[str, int | float]:
-    """Read numbers by name from JSON, and refuse all else; `what` names them."""
+    """Return numbers by name from JSON, and refuse everything else; `what` names them in the refusal."""
     try:
         found = json.loads(text)
         floats = [float(value) for value in found.values() if type(value) in (int, float)]  # or too large for one
@@ -175,7 +181,7 @@ def numbers_in(what: str, text: str) -> dict[str, int | float]:
 
 
 def read(kind: type[Any], fields: Mapping[str, Any], payload: bytes) -> Any:
-    """Read a request or a response from the fields of a record, each of its own type, none missing, none too many."""
+    """Return a request or a response from the fields of a record; refuse missing and unknown fields and wrong types."""
     wanted = {f.name: f for f in dataclasses.fields(kind) if f.name != "payload"}
     if odd := sorted(set(fields) ^ set(wanted)):
         text = f"the fields of the message differ in {', '.join(odd)[:200]}: another version of fedbilevel?"
@@ -192,21 +198,21 @@ def read(kind: type[Any], fields: Mapping[str, Any], payload: bytes) -> Any:
 ACTION = "fedbilevel"
 MESSAGE_TYPE = f"query.{ACTION}"
 FIELDS, LEAVES = "fields", "leaves"
-RAW = "fedbilevel.leaves"  # how an Array's bytes are to be read: our layout, not NumPy's
-INLINE = 2**23  # bytes
-TEXTS = 2**23  # characters of all texts of a message together: metrics, layout, contract
+RAW = "fedbilevel.leaves"  # the name of the form of an Array's bytes: our layout, and not NumPy's
+INLINE = 2**23  # the largest number of bytes of arrays that travel among the fields
+TEXTS = 2**23  # the largest number of characters of all texts of a message together: metrics, layout, contract
 FLOWERS = {3: Code.LATE, 4: Code.LATE, 5: Code.ABSENT}
-"""What Flower's errors mean: message or reply expired, no sign of life of the node; others are the node's."""
+"""The codes for Flower's errors: message or reply expired, no heartbeat of the node. Others are errors of the node."""
 
 log = logging.getLogger("fedbilevel.server")
 
 
 def encode(said: RequestMessage | ResponseMessage) -> RecordDict:
-    """Write a message as Flower's records. All its arrays travel together, up to INLINE bytes among the fields, beyond
-    as an Array, which Flower cuts into chunks.
+    """Return a message as Flower's records.
 
-    Flower uploads and downloads every object of a message by itself, and an Array is three: with two clients and
-    1.6 MB each way that is half of the SuperLink's work.
+    All arrays of the message travel together: up to INLINE bytes among the fields, and more bytes as an Array, which
+    Flower cuts into chunks. Flower transfers every object of a message separately, and an Array has three objects. With
+    two clients and 1.6 MB in each direction, these objects are half of the SuperLink's work.
     """
     fields = {f.name: getattr(said, f.name) for f in dataclasses.fields(said)}
     require_short(fields)
@@ -218,25 +224,28 @@ def encode(said: RequestMessage | ResponseMessage) -> RecordDict:
 
 
 def require_short(fields: Mapping[str, Any]) -> None:
-    """Refuse fields whose texts are long. They travel in one piece, and a SuperLink with a database stands still while
-    it stores a piece of some hundred megabytes."""
+    """Refuse fields whose texts are too long.
+
+    Texts travel in one piece, and a SuperLink with a database handles no other message while it stores a piece of some
+    hundred megabytes.
+    """
     lists = [text for value in fields.values() if isinstance(value, list) for text in value]
     length = sum(len(text) for text in [*lists, *fields.values()] if isinstance(text, str))
     if length > TEXTS:
-        raise Refusal(Code.LARGE, f"its texts have {length} characters together, where {TEXTS} may travel")
+        raise Refusal(Code.LARGE, f"its texts have {length} characters together, and the largest number is {TEXTS}")
 
 
 def request_message(node: int, request: RequestMessage, seconds: float) -> Message:
-    """Make a message that is worth nothing after some seconds: Flower's own default is half a day."""
+    """Return Flower's message with a request to a node; it expires after `seconds`, and not after Flower's 12 hours."""
     return Message(encode(request), node, MESSAGE_TYPE, group_id=f"{request.run[:8]}/{request.round}", ttl=seconds)
 
 
 @contextmanager
 def reading(client: int | None = None) -> Iterator[None]:
-    """Hold this while a node's message is read: whatever goes wrong, that message is refused, and no more.
+    """Turn every error while a node's message is read into a Refusal of this message, as a context manager.
 
     Args:
-        client: whose message it is, where that is known; a refusal then names it.
+        client: the client that sent the message, if known; a refusal then names it.
     """
     try:
         yield
@@ -249,10 +258,10 @@ def reading(client: int | None = None) -> Iterator[None]:
 
 
 def decode(kind: type[Any], message: Message) -> Any:
-    """Read the request or the response in a message.
+    """Return the request or the response in a message of Flower.
 
     Raises:
-        Refusal: Flower reports an error, or it is no message of ours.
+        Refusal: Flower reports an error, or the message is not one of this library.
     """
     if message.has_error():
         code, text = FLOWERS.get(message.error.code, Code.FLOWER), f"Flower's error {message.error.code}"
@@ -261,53 +270,53 @@ def decode(kind: type[Any], message: Message) -> Any:
     records = dict(message.content)
     fields, leaves = records.pop(FIELDS, None), records.pop(LEAVES, None)
     if records or not isinstance(fields, ConfigRecord):
-        raise Refusal(Code.MALFORMED, "it is no message of fedbilevel's")
+        raise Refusal(Code.MALFORMED, "it is not a message of fedbilevel")
     named = dict(fields)
     payload = named.pop("payload", None)
     if payload is None and isinstance(leaves, ArrayRecord) and list(leaves) == [RAW]:
         payload, leaves = leaves[RAW].data, None
     if leaves is not None or type(payload) is not bytes:
-        raise Refusal(Code.MALFORMED, "it is no message of fedbilevel's")
+        raise Refusal(Code.MALFORMED, "it is not a message of fedbilevel")
     require_short(named)
     return read(kind, named, payload)
 
 
 class CallSignature(NamedTuple):
-    """A phase with the shapes of its message and update: one of the calls that a server may make."""
+    """Describe a call that a server may make: a phase with the shapes of its message and update."""
 
     phase: str
-    message: PyTree
+    message: PyTree  # the shapes of the message
     update: PyTree  # the shapes of the reply's update
-    metrics: tuple[str, ...]
+    metrics: tuple[str, ...]  # the names of the reply's metrics
 
     @property
     def name(self) -> str:
-        """The phase and a digest of the message's layout."""
+        """Return the name of the call: the phase and a digest of the message's layout."""
         return f"{self.phase}:{digest('|'.join(layout(self.message)))[:12]}"
 
     @property
     def size(self) -> ExchangeKind:
-        """As the ledger knows it."""
+        """Return the phase and the bytes of message and update, by which the ledger counts exchanges."""
         return self.phase, nbytes(self.message), nbytes(self.update)
 
 
 @dataclass(frozen=True)
 class Contract:
-    """Drawn up by each side from its own code and compared at the first message.
+    """Hold the contract of a run, which each side makes from its own code, and which is compared at the first message.
 
-    Its calls are found by tracing one round abstractly, with a `fed` that notes what is asked: a server cannot ask
-    anything that its algorithm does not ask, in any other shape.
+    Its calls are found by tracing one round abstractly, with a `fed` that records all requests. A server can therefore
+    only make the requests of its algorithm, and only in these shapes.
     """
 
     algorithm: Algorithm
     shapes: Mapping[str, Mapping[str, str]]  # term of SHAPES -> path of a leaf -> its shape, in words
     calls: dict[str, CallSignature]
-    state: PyTree  # shapes of what a client keeps between rounds, or None
-    units: Mapping[str, int] | None = None  # of a client who holds a submodel: how many of each group
+    state: PyTree  # the shapes of a client's state between rounds; None: clients have no state
+    units: Mapping[str, int] | None = None  # for a client with a submodel: group -> its number of units
 
     @cached_property
     def text(self) -> str:
-        """As JSON, to be compared."""
+        """Return the contract as JSON, which is compared."""
         calls = {name: [layout(call.message), layout(call.update), call.metrics] for name, call in self.calls.items()}
         terms = {
             "protocol": PROTOCOL,
@@ -328,8 +337,10 @@ class Contract:
         return digest(self.text)
 
     def cut(self, unit_layout: UnitLayout, kept: Mapping[str, int]) -> Contract:
-        """Make the contract, with smaller calls, for a client that holds a submodel; `kept`: group -> how many
-        units."""
+        """Return the contract, with smaller calls, for a client that holds a submodel.
+
+        `kept` has the client's number of units of each group.
+        """
         if kept == unit_layout.sizes:
             return self
         units = unit_layout.shapes_of(kept)
@@ -344,8 +355,10 @@ class Contract:
         return replace(self, calls=calls, units=kept)
 
     def schedules(self) -> dict[str, list[str]]:
-        """Return each schedule's values at the rounds PROBES and, where it takes them, the inner rounds PROBES, to five
-        digits, since two machines may round differently."""
+        """Return the values of each schedule at the rounds PROBES and, if it depends on them, the inner rounds PROBES.
+
+        Values have five digits, since two machines may round differently.
+        """
         indices = [jnp.asarray(index, jnp.int32) for index in PROBES]
         return {
             path: [f"{float(schedule.function(*at)):.5g}" for at in product(indices, repeat=1 + schedule.by_k)]
@@ -360,14 +373,15 @@ def draw_up(
     y: PyTree,
     examples: tuple[PyTree, PyTree],
 ) -> Contract:
-    """Draw up the contract of a run; for the arguments see `engines.recorder.exchanges_of`.
+    """Return the contract of a run; the arguments are those of `engines.recorder.exchanges_of`.
 
     Raises:
-        ConfigurationError: a message, an update or what clients keep holds a PRNG key.
+        ConfigurationError: a message, an update or the state of clients contains a PRNG key; or a phase is not declared
+            as `fed.sum_first` requires it.
     """
     state = algorithm.client_state(problem, x, y)
     check_plain("what clients keep", state)
-    first: dict[str, PyTree] = {}  # what is asked by fed.sum_first, and the updates' shapes
+    first: dict[str, PyTree] = {}  # phase that fed.sum_first asks -> the shapes of its update
     calls: dict[str, CallSignature] = {}
 
     for phase, message, reply, early, *_ in exchanges_of(algorithm, problem, x, y, examples):
@@ -384,24 +398,25 @@ def draw_up(
 
 
 def shapes_of_terms(problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> dict[str, Any]:
-    """Describe samples, x and y for a contract. Dtypes of samples may differ, as those of labels do, where that changes
-    no call."""
+    """Describe samples, x and y for a contract.
+
+    The dtypes of samples are left out: they may differ, as those of labels do, if this changes no call.
+    """
     samples = [{path: f"of shape {list(leaf.shape[1:])}" for path, leaf in by_path(each).items()} for each in examples]
-    y = None if isinstance(problem, SimpleBilevel) else y  # there it is an average of x, which sites do not have
+    y = None if isinstance(problem, SimpleBilevel) else y  # y of a SimpleBilevel is an average of x, not at sites
     trees = jax.eval_shape(lambda *trees: trees, x, y)  # in the precision of this process
     variables = [{path: f"{leaf.dtype}{list(leaf.shape)}" for path, leaf in by_path(tree).items()} for tree in trees]
     return dict(zip(SHAPES, [*samples, *variables], strict=True))
 
 
 SHAPES = "outer samples", "inner samples", "x", "y"
-"""Terms of a contract that follow from the data and the task, and from which all calls follow."""
+"""The terms of a contract that follow from the data and the task, and that determine the shapes of all calls."""
 FIRST = ["protocol", "fedbilevel", *SHAPES]
-"""Terms that are compared before the others, which may differ for no other reason."""
+"""The terms that are compared first, since the others may differ only because of them."""
 
 
 def disagreement(server: str, site: str) -> Refusal:
-    """Make the refusal that names the first difference between the contracts of a server and a site, as either says it
-    to the other."""
+    """Return the refusal that names the first difference between the texts of a server's and a site's contract."""
     try:
         a, b = json.loads(server), json.loads(site)
         for term in [*FIRST, *sorted({**a, **b}.keys() - {*FIRST, "calls"}), "calls"]:

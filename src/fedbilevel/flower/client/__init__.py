@@ -1,1 +1,1 @@
-"""A client of a federation: what it has, its replies, what it keeps."""
+"""Run a client of a federation: its samples, its replies, its limits and its state."""

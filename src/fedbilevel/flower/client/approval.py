@@ -1,7 +1,8 @@
-"""Approvals at a site: the hashes of what a person there has read and accepted, such as a spec or a study.
+"""Keep the approvals of a site: the hashes of texts that a person there has read and approved, such as a spec or a
+study.
 
-A site with `approve="ask"` takes part in nothing else. What it is asked, and nobody has approved, is kept as
-`asked-HASH.txt` in its state folder, to be read.
+A site with `approve="ask"` takes part only in runs whose text is approved. If a request comes for another text, the
+text is stored as `asked-HASH.txt` in the state folder, so that a person can read it.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ from fedbilevel.reading import read_json
 from fedbilevel.wording import printable
 
 RULES = "ask", "all"
-TEXTS = 20  # that were asked and are kept: whoever serves may ask as many as it likes
+TEXTS = 20  # the largest number of texts that are stored, since a server may send any number of them
 
 
 class Approvals:
-    """The approvals in a state folder, for all clients of this folder; each is a line of its audit, too."""
+    """Read and change the approvals in a state folder, for all its clients; each change is also a line of its audit."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.path, self.lock = folder, folder / "approvals.json", folder / ".approvals.lock"
 
     def read(self) -> dict[str, str]:
-        """Return hash -> who approved it, and when.
+        """Return hash of a text -> who approved it, and when.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -45,10 +46,16 @@ class Approvals:
         return found
 
     def change(self, name: str, by: str, approve: bool) -> None:
-        """Approve what has this hash, or withdraw an approval; `by`: the person who does.
+        """Approve the text with a hash, or withdraw its approval.
+
+        Args:
+            name: the hash.
+            by: the name of the person who approves or withdraws.
+            approve: whether to approve; otherwise the approval is withdrawn.
 
         Raises:
-            ConfigurationError: there is no such folder, or this is no hash, no name, or no approval that there is.
+            ConfigurationError: the folder does not exist, `name` is not a hash, `by` is not a name, or there is no such
+                approval to withdraw.
             CheckpointError: the audit or the approvals cannot be written.
         """
         require(self.folder.is_dir(), "FOLDER", str(self.folder), "a folder, the site's state-folder")
@@ -64,10 +71,10 @@ class Approvals:
             write_json(self.path, approvals | ({name: f"{by} approved at {now()}"} if approve else {}))
 
     def require(self, text: str) -> None:
-        """Refuse what nobody has approved, and keep its text.
+        """Refuse a text that is not approved, and store it for a person to read.
 
         Raises:
-            Refusal: nobody has; it has the hash and the command.
+            Refusal: the text is not approved. The refusal has its hash and the command that approves it.
         """
         name = digest(text)
         if name in self.read():
@@ -81,15 +88,15 @@ class Approvals:
         raise unapproved(name)
 
     def text_of(self, name: str) -> Path:
-        """Return the path of the text with this hash, if it was asked."""
+        """Return the path at which the text with this hash is stored if it was not approved when it came."""
         return self.folder / f"asked-{name}.txt"
 
 
 def command(folder: Path | str, name: str) -> str:
-    """Return the command that approves what has this hash."""
+    """Return the command that approves the text with this hash."""
     return f"fedbilevel flower approve {folder} {name} --by NAME"
 
 
 def unapproved(name: str) -> Refusal:
-    """Make the refusal of what nobody has approved."""
+    """Return the refusal of a text that is not approved; `name` is its hash."""
     return Refusal(Code.APPROVAL, f"nobody at this site has approved {name}: {command('FOLDER', name)}")

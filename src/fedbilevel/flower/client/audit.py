@@ -1,10 +1,10 @@
-"""The audit of a site: what it was asked, what left it, what it refused, and who approved, a line for each.
+"""Keep the audit of a site: a line for each reply, each refusal, and each approval.
 
 `audit.jsonl` in the site's state folder only grows. A line has names, counts, norms and ε, and no value of the data.
-Its entry `before` is the SHA-256 of the line before it, so that a line cannot be changed, taken out or put in
-unnoticed. Lines that are taken off the end are noticed by whoever has written down a later hash.
+Its entry `before` is the SHA-256 of the line before it, so that no line can be changed, removed or inserted without
+notice. Lines that are removed from the end can be noticed with the hash of a later line that was written down.
 
-A line is on the disk before a reply leaves: where it cannot be written, nothing leaves.
+A line is on the disk before a reply leaves the site. If the line cannot be written, nothing leaves.
 """
 
 from __future__ import annotations
@@ -24,27 +24,27 @@ from fedbilevel.engines import lock
 from fedbilevel.reading import parse_json, require_regular
 from fedbilevel.wording import of_others
 
-LONGEST = 2**15  # bytes of a line; a refusal has 1,000 characters at most
-CUT = "cut"  # the event that notes a line without an end, of a process that was killed
+LONGEST = 2**15  # the largest number of bytes of a line; a refusal has 1,000 characters at most
+CUT = "cut"  # the event that records an incomplete line of a process that was killed
 
 
 def hash_of(line: bytes) -> str:
-    """Return the hash by which the next line names this one."""
+    """Return the hash of a line, which is the entry `before` of the next line."""
     return hashlib.sha256(line).hexdigest()
 
 
 @dataclass
 class AuditReport:
-    """What an audit holds, and whether its lines follow each other.
+    """Summarise an audit, and report whether its chain of lines is complete.
 
     Args:
-        count: whole lines.
-        cut: the numbers of lines that a kill cut.
-        broken: the first place where the chain breaks, in words; "" where it is whole.
-        last: the hash of the last line, by which it can be found again.
+        count: the number of complete lines.
+        cut: the numbers of lines that are incomplete because a process was killed.
+        broken: the first place at which the chain breaks, in words; "": the chain is complete.
+        last: the hash of the last line; a later check can look for it.
         first, latest: the times of the first and the last line.
-        requests: client -> the number of the request that its last line has.
-        found: whether the line that was looked for is there.
+        requests: client -> the number of the request in its last line.
+        found: whether a line has the hash that was looked for.
     """
 
     count: int = 0
@@ -58,16 +58,16 @@ class AuditReport:
 
 
 class Audit:
-    """The audit in a folder, which all clients of this folder share; one process writes at a time."""
+    """Write and verify the audit in a folder, which all its clients share; one process writes at a time."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.lock = folder / "audit.jsonl", folder / ".audit.lock"
 
     def append(self, event: str, **entries: Any) -> None:
-        """Append a line, and return once it is on the disk.
+        """Append a line, and return when it is on the disk.
 
         Raises:
-            CheckpointError: it cannot be written; the audit is as it was.
+            CheckpointError: the line cannot be written; the audit is unchanged.
         """
         with lock.wait_for_lock(self.lock), writing(self.path):
             if self.path.exists():
@@ -79,7 +79,7 @@ class Audit:
                 os.close(descriptor)
 
     def _append(self, descriptor: int, line: dict[str, Any]) -> None:
-        """Write a line; before it, where a kill has cut the last line, its end and a line that says so."""
+        """Write a line. If the last line is incomplete, first end it and write a line that records this."""
         size = os.lseek(descriptor, 0, os.SEEK_END)
         os.lseek(descriptor, max(0, size - 2 * LONGEST), os.SEEK_SET)
         text = os.read(descriptor, 2 * LONGEST)
@@ -103,7 +103,7 @@ class Audit:
             raise
 
     def verify(self, wanted: str = "") -> AuditReport:
-        """Follow the chain from the first line to the last, or to where it breaks.
+        """Follow the chain of lines from the first to the last, or to the place where it breaks; return a report.
 
         Args:
             wanted: a hash that was written down earlier; `AuditReport.found` says whether a line has it.
@@ -149,19 +149,19 @@ def _gap(number: int) -> str:
 
 
 def _entries(line: bytes) -> dict[str, Any] | None:
-    """Read a line; None where it is no object of JSON, as a line that was cut."""
+    """Return the entries of a line; None if it is not an object of JSON, such as an incomplete line."""
     try:
         found = of_others(parse_json(line))
-    except ValueError:  # also of bytes that are no text
+    except ValueError:  # also if the bytes are not text
         return None
     return found if isinstance(found, dict) else None
 
 
 def _bytes(line: dict[str, Any], before: str) -> bytes:
-    """Write a line, which tells as `before` which line it follows."""
+    """Return a line as JSON, with the hash of the line before it as the entry `before`."""
     return json.dumps({**line, "before": before}).encode()
 
 
 def now() -> str:
-    """Return the time, in UTC, as lines have it."""
+    """Return the present time in UTC, in the form of the lines of the audit."""
     return datetime.now(UTC).isoformat(timespec="milliseconds")

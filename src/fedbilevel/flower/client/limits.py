@@ -1,4 +1,4 @@
-"""Limits on what a server may ask of a client: work, messages, requests and time."""
+"""Limit what a server may ask of a client: work, messages, requests and time."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from fedbilevel.flower.refusal import Code, Refusal
 
 @dataclass(frozen=True)
 class RequestCounts:
-    """How many requests a client has replied to, of all runs together; greetings come before round 0.
+    """Count the requests that a client has handled, in all runs together; greetings count before round 0.
 
     Args:
-        total: requests since the client began to count.
+        total: the number of requests since the client began to count.
         run: the run of the last request.
-        round: the largest round of that run that was asked about.
-        in_round: requests since that round began; a request about an earlier round counts here too, so that going
-            back and forth between rounds gains nothing.
+        round: the largest round of this run in a request.
+        in_round: the number of requests since the first one for this round. A request for an earlier round counts here
+            too, so that a server gains nothing by going back and forth between rounds.
     """
 
     total: int = 0
@@ -41,6 +41,7 @@ class RequestCounts:
             raise TypeError(f"{self} is no count of requests")
 
     def next(self, run: str, round: int) -> RequestCounts:
+        """Return the counts after a request of this run and round."""
         if run != self.run or round > self.round:
             return RequestCounts(self.total + 1, run, round, 1)
         return replace(self, total=self.total + 1, in_round=self.in_round + 1)
@@ -48,29 +49,28 @@ class RequestCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """A client's own limits and floors, named as in the node configuration. What is outside of them is refused, whoever
-    asks: no server overrides them.
+    """Set a client's own limits and floors, which have the same names in the node configuration.
 
-    Floors make it costlier to learn single samples from many replies; they do not prevent it: see
-    docs/explanation/security.md.
+    A request outside of them is refused, and no server can override them. Floors make it more costly to learn single
+    samples from many replies, but do not prevent it: see docs/explanation/security.md.
 
     Args:
-        max_local_steps: at most so many local steps, whether the algorithm or the message says how many; also of the
-            algorithm's other counts and its parts' (`inner.rounds`, `hypergradient.solver.terms`, …), which are work
-            for the client too.
-        max_batch_size: samples of a mini-batch at most.
-        max_seconds: for a phase, compilation included, and for making the site. The reply to a phase that takes longer
-            is a refusal, and further messages are refused until it ends.
-        max_bytes: of a message's arrays.
-        max_memory: bytes by which the process may grow while the site is made (Linux).
-        min_batch_size: samples of a mini-batch at least, and of a walk sample by sample; a method that takes all of the
-            client's samples is served, too.
-        min_local_samples: a client that holds fewer samples of either loss replies to nothing.
-        max_requests_per_round: requests of one round at most, each a greeting, or to run a phase or to tell metrics;
-            those that are asked again count again. Rounds are the server's word: this stops mistakes, `max_requests`
-            all else.
-        max_requests: requests in all, whatever the run; counted in `Site.folder`, and without it for as long as Flower
-            keeps a run's memory, that is, for each run apart. A client that has reached it replies to nothing.
+        max_local_steps: the largest number of local steps, from the algorithm or from the message. It also bounds other
+            counts of the algorithm and its parts, such as `inner.rounds` and `hypergradient.solver.terms`, which are
+            work for the client too.
+        max_batch_size: the largest number of samples of a mini-batch.
+        max_seconds: the time limit for a phase, including compilation, and for making the site. If a phase takes
+            longer, the reply is a refusal, and further messages are refused until the phase ends.
+        max_bytes: the largest number of bytes of a message's arrays.
+        max_memory: the largest number of bytes by which the process may grow while the site is made (Linux).
+        min_batch_size: the smallest number of samples of a mini-batch, and of a walk over single samples. Methods that
+            use all samples of the client are allowed, too.
+        min_local_samples: the smallest number of samples of each loss with which a client takes part.
+        max_requests_per_round: the largest number of requests in a round. Greetings, requests for a phase and requests
+            for metrics count, and repeated requests count again. The server sends the number of the round, so that this
+            limit only stops mistakes; `max_requests` also stops a server that cheats.
+        max_requests: the largest number of requests in all runs together, after which a client refuses everything. The
+            count is in `Site.folder`. Without a folder it is in Flower's memory of a run, and so separate for each run.
     """
 
     max_local_steps: int = 10_000
@@ -93,7 +93,7 @@ class Limits:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Limits:
-        """Read the limits that a node configuration names."""
+        """Return the limits of a node configuration; limits that it does not name have their defaults."""
         names = {field.name.replace("_", "-"): field.name for field in fields(cls)}
         return cls(**{names[name]: value for name, value in config.items() if name in names})
 
@@ -111,14 +111,14 @@ class Limits:
                 raise Refusal(Code.LIMIT, why)
 
     def check_epochs(self, algorithm: Algorithm, samples: int) -> None:
-        """Refuse local epochs of more steps than the limit allows; `samples`: of the loss that has more of them."""
+        """Refuse local epochs with more steps than the limit allows; `samples` is the larger number of both losses."""
         for name, epochs in local_epochs(algorithm).items():
             if epochs * -(-samples // (algorithm.batch_size or samples)) > self.max_local_steps:
                 why = f"{name} = {epochs} is above this client's limit of {self.max_local_steps} steps"
                 raise Refusal(Code.LIMIT, why)
 
     def check_samples(self, count: int) -> None:
-        """Refuse where the client has too few samples. The refusal does not contain their number."""
+        """Refuse to take part if the client has too few samples. The refusal does not contain their number."""
         if count < self.min_local_samples:
             raise Refusal(Code.FLOOR, f"this client has fewer samples than its floor of {self.min_local_samples}")
 
@@ -128,7 +128,7 @@ class Limits:
             raise Refusal(Code.LIMIT, f"{size} bytes are above this client's limit of {self.max_bytes}")
 
     def check_request_counts(self, request_counts: RequestCounts) -> None:
-        """Refuse a request beyond what is allowed; `request_counts` counts it already."""
+        """Refuse a request above a limit; `request_counts` includes this request."""
         if request_counts.in_round > self.max_requests_per_round:
             text = f"this client replies to {self.max_requests_per_round} requests in a round, and no more"
             raise Refusal(Code.LIMIT, text)
@@ -136,7 +136,7 @@ class Limits:
             raise Refusal(Code.LIMIT, f"this client replies to {self.max_requests} requests in all, and no more")
 
     def check_own(self, numbers: Mapping[str, int | float]) -> None:
-        """Refuse counts of the client's own that are too large."""
+        """Refuse own numbers of the client that are counts and are too large."""
         for name, number in numbers.items():
             if isinstance(number, int) and number > self.max_local_steps:
                 why = f"{name} = {number} is above this client's limit of {self.max_local_steps} steps"
@@ -145,36 +145,38 @@ class Limits:
 
 T = TypeVar("T")
 Tasks = SimpleQueue[Callable[[], None] | None]
-"""Tasks of a thread, in order; None ends it."""
+"""The queue of a thread's tasks; None ends the thread."""
 
 
 TICK = 0.05  # seconds between two looks at the memory of a task
 
 
 class TimeLimit:
-    """Runs a task in a worker thread, and waits for it at most `seconds`; the next task has to wait for it.
+    """Run tasks in a worker thread, and wait for each for at most `seconds`.
 
-    One daemon thread serves all tasks: it starts with the first task and ends with this object. The thread of a task
-    that overran ends with it, and the next task gets a new thread.
+    One daemon thread runs all tasks: it starts with the first task and ends with this object. If a task takes too long,
+    further tasks are refused until it ends. Its thread ends with it, and the next task gets a new thread.
 
     Args:
-        what: the task, in words.
-        memory: bytes by which the process may grow meanwhile (Linux). A task that passes these limits is then stopped,
-            at its next line of Python. None: there is no limit, and a task that overran is left to itself.
+        seconds: the time limit of a task.
+        what: the name of the task in messages.
+        memory: the bytes by which the process may grow during a task (Linux). A task that exceeds a limit is then
+            stopped at its next line of Python. None: memory has no limit, and a task that takes too long is not
+            stopped.
     """
 
     def __init__(self, seconds: float, what: str = "the phase", memory: int | None = None) -> None:
         self.seconds, self.what, self.memory = seconds, what, memory
         self.thread: threading.Thread | None = None
-        self.tasks: Tasks | None = None  # of a thread that takes further tasks
-        self.done = threading.Event()  # the latest task has ended
+        self.tasks: Tasks | None = None  # the queue of a thread that takes further tasks
+        self.done = threading.Event()  # set when the latest task has ended
         self.done.set()
 
     def run(self, task: Callable[[], T]) -> T:
         """Return what `task` returns, or raise what it raises.
 
         Raises:
-            Refusal: the task overran a limit, or an earlier task that did still runs.
+            Refusal: the task exceeded a limit, or an earlier task that did so is still running.
         """
         if not self.done.is_set() and self.thread is not None and self.thread.is_alive():
             raise Refusal(Code.LIMIT, f"{self.what} was given up, and still runs at this client")
@@ -184,7 +186,7 @@ class TimeLimit:
         def run() -> None:
             try:
                 outcome.append(task())
-            except BaseException as error:  # noqa: BLE001  handed on to the caller's thread
+            except BaseException as error:  # noqa: BLE001  raised in the caller's thread
                 outcome.append(error)
             finally:
                 done.set()
@@ -203,7 +205,7 @@ class TimeLimit:
         return outcome[0]
 
     def overrun(self, done: threading.Event) -> str:
-        """Wait until the task is done or has passed a limit, which is returned in words."""
+        """Wait until the task is done or has exceeded a limit; return the limit in words, or "" for none."""
         late, end = f"longer than this client's limit of {self.seconds:g} s", time.monotonic() + self.seconds
         if self.memory is None:
             return "" if done.wait(self.seconds) else late
@@ -216,8 +218,7 @@ class TimeLimit:
         return ""
 
     def started(self) -> Tasks:
-        """Return the tasks of a running thread, which is started if there is none (in a forked process there is
-        none)."""
+        """Return the queue of a running thread; start a thread if there is none, as in a forked process."""
         if self.tasks is None or self.thread is None or not self.thread.is_alive():
             self.tasks = SimpleQueue()
             self.thread = threading.Thread(target=serve, args=(self.tasks,), name="fedbilevel-phase", daemon=True)
@@ -227,14 +228,14 @@ class TimeLimit:
 
 
 def serve(tasks: Tasks) -> None:
-    """Run tasks until None comes; nothing of a task is kept while the next task is awaited."""
+    """Run tasks from a queue until None comes, and keep no reference to a task while waiting for the next."""
     while (task := tasks.get()) is not None:
         task()
         del task
 
 
 def resident() -> int:
-    """Return the bytes of memory that this process holds; 0 where the system does not say."""
+    """Return the bytes of memory that this process uses; 0 if the system does not report them."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:

@@ -1,8 +1,8 @@
-"""Phases at a site: run on its samples, within its limits, and under its privacy, up to the reply that leaves it.
+"""Run phases at a site, on its samples, within its limits and under its terms of privacy.
 
-Under privacy the guard stands at its place among the layers of the method. The layers outside of it, which send
-differences and short forms of replies, get what is noised already, and nothing else of the client, so that what they
-send costs no further ε.
+Under privacy, the guard acts at the place of privacy among the layers of the method. The layers outside of it, which
+send differences and compressed replies, get only updates that have noise already, and nothing else of the client. Their
+results therefore cost no additional ε.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ log = logging.getLogger("fedbilevel.client")
 
 
 class SitePhases:
-    """Runs the phases of a site's method.
+    """Run the phases of a site's method.
 
     Args:
-        id: the client's number.
+        id: the client's id.
         algorithm: the method in its layers.
-        problem: its losses.
-        samples: its own, of the outer and of the inner loss.
-        own: its own numbers of the method, which take precedence over those that the server sends.
-        limits: what it lets a server ask.
-        guard: what clips and noises its replies; None without privacy.
+        problem: the problem with the client's losses.
+        samples: the client's samples of the outer and of the inner loss.
+        own: the client's own numbers of the method, which take precedence over those that the server sends.
+        limits: the limits on what a server may ask.
+        guard: what clips the client's replies and adds noise; None: there is no privacy.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class SitePhases:
         return self.time_limit.run(in_precision_of_here(task))
 
     def reply(self, request: RequestMessage, message: PyTree, state: PyTree) -> tuple[Reply, float]:
-        """Return the reply to a request as it leaves this client, and ε so far.
+        """Return the reply to a request as it leaves this client, and ε so far, which is 0 without privacy.
 
         Raises:
-            Refusal: the request is outside of the site's limits, or the reply is not finite. Under privacy no text
-                depends on data.
+            Refusal: the request is outside of the site's limits, or the reply is not finite. Under privacy, the text
+                does not depend on the data.
         """
         client = self.client(request, state)
         if self.guard is not None:
@@ -85,7 +85,7 @@ class SitePhases:
     def reply_under_privacy(
         self, guard: PrivacyGuard, request: RequestMessage, message: PyTree, client: Client
     ) -> tuple[Reply, float]:
-        """Return a reply that was clipped and noised at the place of privacy among the layers, and ε so far."""
+        """Return a reply that was clipped and got noise at the place of privacy among the layers, and ε so far."""
         guard.check_account(request.epsilon, request.delta)
         inside, method, outside = cut(self.algorithm, "privacy")
         context: list[int | str] = [request.run, request.round, request.exchange, request.phase]
@@ -106,7 +106,7 @@ class SitePhases:
             layers = tuple(at(layer, request.round) for layer in outside)
             asked = Asked(method, request.phase, jax.tree.map(as_array, message), self.key(request))
             sent = around(layers, protected)(asked, self.seen_outside(client, layers))
-            return finite(Reply(sent.update, sent.state))  # metrics and counts of work tell of the data, too
+            return finite(Reply(sent.update, sent.state))  # metrics and counts of work depend on the data
 
         try:
             return jax.block_until_ready(self.within_limit(task)), epsilon
@@ -119,26 +119,26 @@ class SitePhases:
             raise Refusal(Code.HIDDEN, f"{text}. {guard.privacy.what_to_lower()}") from None
 
     def seen_outside(self, client: Client, layers: tuple[Layer, ...]) -> Client:
-        """Make what layers outside of the guard see of the client: its number, its weight, and what they keep."""
+        """Return the client that layers outside of the guard get: its id, its weight and the states of these layers."""
         none: Any = None
         state = only_slots(client.state, layers)
         return Client(none, outer=none, inner=none, id=client.id, weight=client.weight, state=state)
 
     def run(self, round: int, asked: Asked, client: Client) -> Reply:
-        """Run a phase, compiled: data, state and hyperparameters are arguments of the program."""
+        """Run a phase by its compiled program, whose arguments include data, state and hyperparameters."""
         number = jnp.asarray(round, jnp.int32)
         run = program(self.problem)
         reply: Reply = run(asked.phase, asked.method, number, client, asked.message, asked.key)
         return jax.block_until_ready(reply)
 
     def key(self, request: RequestMessage) -> Array:
-        """Make the client's key of an exchange."""
+        """Return the client's random key for the exchange of a request."""
         key = jax.random.wrap_key_data(jnp.asarray(np.frombuffer(request.key, np.uint32)), impl=request.key_kind)
         return jax.random.fold_in(key, self.id)
 
     def client(self, request: RequestMessage, state: PyTree) -> Client:
-        """Make what a phase sees of this client."""
-        without: Any = None  # the program has it
+        """Return this client as a phase gets it."""
+        without: Any = None  # the program has the problem
         return Client(
             problem=without,
             outer=self.outer,
@@ -150,7 +150,7 @@ class SitePhases:
         )
 
     def own_numbers(self, request: RequestMessage) -> dict[str, Any]:
-        """Read the client's own numbers in the round: the server's, and over them the site's; refuse what is none."""
+        """Return the client's own numbers in the round; the site's numbers replace the server's, which are checked."""
         sent = wire.numbers_in("own numbers", request.own)
         try:
             check_own(self.algorithm, {name: Given(np.asarray(number)) for name, number in sent.items()})
@@ -162,19 +162,19 @@ class SitePhases:
 
 
 def finite(reply: Reply) -> Reply:
-    """Return the reply; refuse one that is not finite."""
+    """Return the reply, and raise a Refusal if it is not finite."""
     if bad := nonfinite_leaves((reply.update, reply.metrics)):
         raise Refusal(Code.NUMBERS, f"the reply is not finite in {', '.join(bad)}")
     return reply
 
 
 def as_array(leaf: Any) -> Any:
-    """Make an array of JAX of one of NumPy; numbers of Python stay."""
+    """Return an array of NumPy as an array of JAX, and anything else, such as a Python number, unchanged."""
     return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def in_precision_of_here(task: Callable[[], T]) -> Callable[[], T]:
-    """Make a task that another thread can run, in the precision of this one, for which alone it may hold."""
+    """Return a task for another thread, to run in the precision of this thread, since JAX sets it for each thread."""
     x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
     def run() -> T:
@@ -188,10 +188,10 @@ PROGRAMS: WeakKeyDictionary[Problem, Any] = WeakKeyDictionary()
 
 
 def program(problem: Problem) -> Any:
-    """Return the function that runs phases of a problem, compiled once for all clients in this process that share it.
+    """Return the function that runs phases of a problem, compiled once for all clients of this process that share it.
 
-    It is freed with the problem: JAX keeps a compiled program, and its arguments other than arrays, as long as its
-    function lives.
+    It is freed with the problem, since it has only a weak reference to it: JAX keeps a compiled program, and those of
+    its arguments that are not arrays, as long as its function lives.
     """
     known: Any = ref(problem)
 

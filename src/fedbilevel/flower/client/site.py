@@ -1,4 +1,4 @@
-"""A client: its own problem, samples and state, its responses to requests, and the ClientApp that gives them."""
+"""Run a client: its problem, samples and state, its responses to requests, and the ClientApp that serves them."""
 
 from __future__ import annotations
 
@@ -53,34 +53,37 @@ log = logging.getLogger("fedbilevel.client")
 
 @dataclass(frozen=True, kw_only=True)
 class Site:
-    """The configuration of one client: its samples, algorithm, limits and privacy.
+    """Configure a client: its samples, algorithm, limits and privacy.
 
     Args:
-        id: which client of the population it is, 0 ≤ id < M.
-        algorithm, problem, x0, y0: as given to `solve` on the server. Of x0 and y0 shapes alone are compared, but they
-            must have the server's values where what clients keep begins with them: their own x and y in ADBO and SDBO,
-            blocks of x where the problem is local in x.
-        outer: its own samples of the outer loss: a pytree with leaves (samples, ...).
-        inner: its own samples of the inner loss, in the same form; None where both losses read the same samples.
-        own: its own numbers of the method, by the path of the method's field, and "local_steps"; they go before what
-            the server says of it (`RemoteClients.own`).
-        capacity: the share of the model's units that it can hold, as the server has it (`RemoteClients.capacity`). It
-            then serves messages of that size alone; None: of the whole model.
-        limits: what it lets a server ask.
-        privacy: how its replies are clipped and noised; None sends them as they are.
-        metrics_per_client: as given to `solve` on the server: the metrics that may be measured on its own samples.
-        tells_metrics: whether it does, and tells a server that asks its own values, exact and for any x and y. Not with
-            `privacy`, since nothing hides them.
-        folder: where it keeps what outlives a process: a hash of its samples; its state of a run, where the algorithm
-            has clients keep any; with `privacy` its secret and its account (no other client may share such a folder).
-            None leaves the state to Flower, which forgets it when the SuperNode restarts: the client then starts clean.
-        answer: (question) -> answer, texts: what it tells a server before a run begins, exact. Not with `privacy`.
-        same_data: whether it refuses to take part where its samples are not those that it had before, by the hash in
-            `folder`; else its log warns of that.
-        subject: what a person at the site approves, as text, such as a spec; the audit has its hash. Empty: the
+        id: the number of the client in the population, 0 ≤ id < M.
+        algorithm, problem, x0, y0: as for `solve` on the server. Only the shapes of x0 and y0 are compared. Their
+        values
+            must be those of the server if the state of clients begins with them: in ADBO and SDBO, where clients have
+            their own x and y, and in problems that are local in x, where they keep blocks of x.
+        outer: the client's samples of the outer loss: a pytree with leaves (samples, ...).
+        inner: the client's samples of the inner loss, in the same form; None: both losses use the same samples.
+        own: the client's own numbers of the method, by the path of the method's field, or "local_steps". They take
+            precedence over the server's (`RemoteClients.own`).
+        capacity: the share of the model's units that the client can hold, as on the server (`RemoteClients.capacity`).
+            The client then accepts only messages of this size. None: the whole model.
+        limits: the limits on what a server may ask.
+        privacy: the terms by which replies are clipped and get noise; None: replies are sent unchanged.
+        metrics_per_client: the metrics that may be measured on the client's samples, as for `solve` on the server.
+        tells_metrics: whether a server that asks gets the values of these metrics on the client's samples. The values
+            are exact, at any x and y of the server. Not allowed with `privacy`, since nothing would protect them.
+        folder: the state folder, for everything that outlives a process: a hash of the samples; the client's state in a
+            run, if the algorithm has one; and with `privacy` the secret and the account, in which case no other client
+            may share the folder. None: Flower keeps the state and loses it when the SuperNode restarts; the client then
+            starts from its first state.
+        answer: a function (question) -> answer, both texts, whose exact answers a server gets before a run begins. Not
+            allowed with `privacy`.
+        same_data: whether the client refuses to take part if its samples differ from its earlier samples, by the hash
+            in `folder`; otherwise its log has a warning.
+        subject: the text that a person at the site approves, such as a spec; the audit has its hash. Empty: the
             contract.
-        approve: "ask": it takes part only if a person has approved the hash of `subject` in the state folder (see
-            docs/how-to/operations.md); "all": in every run.
+        approve: "ask": the client takes part only if a person has approved the hash of `subject` in the state folder
+            (see docs/how-to/operations.md); "all": it takes part in every run.
     """
 
     id: int
@@ -129,11 +132,11 @@ class Site:
 
 
 class ClientRuntime:
-    """Responds to requests for a site. It keeps samples and compiled phases as long as it lives.
+    """Respond to requests for a site. The object keeps the samples and the compiled phases.
 
     Args:
         site: the client.
-        serving: whether it takes part from now on, so that its samples are those that its folder knows.
+        serving: whether the client takes part from now on, so that its folder stores the hash of its samples.
         app: the hash of the app, for the audit.
     """
 
@@ -149,7 +152,7 @@ class ClientRuntime:
         self.measured: PerClientEvaluation | None = None
         if site.tells_metrics:
             metrics, none = as_per_client(site.metrics_per_client), isinstance(site.problem, SimpleBilevel)
-            self.at = (self.x, self.x if none else self.y)  # of simple bilevel problems y is an average of x
+            self.at = (self.x, self.x if none else self.y)  # y of a simple bilevel problem is an average of x
             check_per_client(metrics, site.x0, site.x0 if none else site.y0, examples)
             self.measured = PerClientEvaluation(metrics, alone, (x_fixed, x_fixed if none else y_fixed))
         floor = site.limits.min_batch_size
@@ -167,17 +170,17 @@ class ClientRuntime:
             self.guard = PrivacyGuard(site.privacy, site.folder, site.id)
         samples = self.outer, self.inner
         self.phases = SitePhases(site.id, site.algorithm, self.problem, samples, site.own, site.limits, self.guard)
-        with suppress(Refusal):  # what is outside of the limits is not even traced; each message hears it
+        with suppress(Refusal):  # a method outside of the limits is not traced; each message then gets the refusal
             self.check_limits()
             _ = self.contract
         log.info("client %d: %s", site.id, "; ".join(f"{name} {said}" for name, said in self.described().items()))
 
     def check_approval(self, request: RequestMessage, store: Store) -> None:
-        """Refuse to take part, and say nothing else, where a person has to approve before and nobody has."""
+        """Refuse to take part, without further information, if a person must approve the subject and nobody has."""
         if self.site.approve == "all":
             return
         if not self.site.subject:
-            self.check_limits()  # without them there is no contract
+            self.check_limits()  # outside of the limits there is no contract
         try:
             store.require_approval(self.subject)
         except Refusal:
@@ -185,7 +188,7 @@ class ClientRuntime:
             raise
 
     def check_limits(self) -> None:
-        """Refuse to take part where the method, or the number of samples, is outside the site's limits and floors."""
+        """Refuse to take part if the method or the number of samples is outside of the site's limits and floors."""
         limits, sizes = self.site.limits, (self.outer.longest, self.inner.longest)
         limits.check_algorithm(self.site.algorithm)
         limits.check_epochs(self.site.algorithm, max(sizes))
@@ -194,7 +197,10 @@ class ClientRuntime:
             raise Refusal(Code.SETTINGS, "this client has other samples than before")
 
     def described(self) -> dict[str, str]:
-        """Say, for the site's owner, what this client holds, keeps, hides and refuses: nothing of it is sent."""
+        """Describe this client for the site's owner, as name -> text: samples, folder, privacy and floors.
+
+        Nothing of this is sent.
+        """
         limits, terms = self.site.limits, self.site.privacy
         hidden = "off: replies leave as they are"
         if terms is not None and self.guard is not None:
@@ -206,14 +212,14 @@ class ClientRuntime:
         return {
             "samples": f"{self.outer.longest} outer, {self.inner.longest} inner, of {features}",
             **({"changed": self.changed} if self.changed else {}),
-            "folder": str(self.site.folder or "none: what it keeps is forgotten when its SuperNode restarts"),
+            "folder": str(self.site.folder or "none: its state is lost when its SuperNode restarts"),
             "privacy": hidden,
             "floors": f"{limits.min_local_samples} samples, batches of {limits.min_batch_size}",
             "approval": self.approval(),
         }
 
     def approval(self) -> str:
-        """Say what a person has to approve, or who has."""
+        """Return what a person has to approve, or who has approved it, in words."""
         name, folder = wire.digest(self.subject) if self.subject else "", self.site.folder
         if self.site.approve == "all":
             return f"every run is replied to (approve = 'all'); this one is {name or 'not drawn up'}"
@@ -224,17 +230,17 @@ class ClientRuntime:
 
     @property
     def subject(self) -> str:
-        """What a person at the site approves, as text: "" where the contract was not drawn up."""
+        """Return the text that a person at the site approves: `Site.subject`, else the contract, else ""."""
         return self.site.subject or (self.general.text if "general" in vars(self) else "")
 
     @cached_property
     def general(self) -> Contract:
-        """The contract of a client that holds the whole model."""
+        """Return the contract of a client that holds the whole model."""
         return wire.draw_up(self.site.algorithm, self.problem, self.x, self.y, self.examples)
 
     @cached_property
     def contract(self) -> Contract:
-        """The contract for this client's capacity."""
+        """Return the contract for this client's capacity."""
         capacity = None if self.site.capacity is None else [self.site.capacity]
         alone = RemoteClients(1, *self.examples, capacity=capacity)
         submodel_plan = SubmodelPlan.of(self.site.algorithm, self.problem, alone, self.x, self.y)
@@ -243,9 +249,10 @@ class ClientRuntime:
         return self.general.cut(submodel_plan.unit_layout, submodel_plan.kept[0])
 
     def respond(self, request: RequestMessage, memory: Store) -> ResponseMessage:
-        """Respond to a request. An error is logged and becomes a refusal in the response; nothing is raised.
+        """Return the response to a request. An error is logged and becomes a refusal; it is not raised.
 
         Args:
+            request: the request.
             memory: the store of the client's state if the site has no folder.
         """
         began, norm = time.perf_counter(), None
@@ -272,16 +279,16 @@ class ClientRuntime:
             audit(store, response, request, self.app, self.subject, norm)
             spent = f", ε = {response.epsilon:.4g} so far" if response.epsilon else ""
             log.info("%s: sent %d bytes in %.3f s%s", what, len(response.payload), time.perf_counter() - began, spent)
-        except Exception as error:  # noqa: BLE001  said and sent
+        except Exception as error:  # noqa: BLE001  logged and sent
             response = blank.refusing(refusal_of(error, what))
-            with suppress(Refusal):  # it is in the log, and no reply leaves
+            with suppress(Refusal):  # the error is in the log, and no reply leaves
                 audit(store, response, request, self.app, self.subject)
         return response
 
     def tell(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
-        """Respond to a request for this client's own metrics, at the x and y of the message."""
+        """Return the response to a request for this client's own metrics, at the x and y of the message."""
         if self.measured is None:
-            raise Refusal(Code.SILENT, "this client does not tell its own metrics")
+            raise Refusal(Code.SILENT, "this client does not share its own metrics")
         self.check_contract(request)
         x, y = self.arrays(request, wire.shapes(self.at))
         self.count(request.run, request.round, store)
@@ -292,7 +299,7 @@ class ClientRuntime:
         return replace(blank, metrics=json.dumps(numbers))
 
     def answered(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
-        """Answer a question, or keep an agreement for the rest of the run; its log has the answer in full."""
+        """Answer a question, or keep an agreement for the rest of the run; the log has the whole answer."""
         answer = self.site.answer
         if answer is None:
             raise Refusal(Code.CONTRACT, "this client answers no questions in this part of a run")
@@ -304,18 +311,21 @@ class ClientRuntime:
             store.keep_agreement(request.run, text)
             return blank
         said = self.phases.within_limit(lambda: answer(text))
-        log.info("client %d tells: %s", self.site.id, said)
+        log.info("client %d answers: %s", self.site.id, said)
         return replace(blank, payload=said.encode())
 
     def reply(
         self, request: RequestMessage, store: Store, blank: ResponseMessage
     ) -> tuple[ResponseMessage, float | None]:
-        """Check a request for a phase, run the phase, save the client's state; return also the norm of the update,
-        for the audit."""
+        """Check a request for a phase, run the phase and save the client's state.
+
+        Returns:
+            The response, and the norm of the update for the audit; None without an audit.
+        """
         call = self.call(request)
         message = self.message(call, request)
         self.count(request.run, request.round, store)
-        kept = Versions()  # the client's own states that the server may go back to; this request has to see the latest
+        kept = Versions()  # the states to which the server may return; this request uses the latest of them
         if not request.fresh and self.contract.state is not None:
             counted = request.counted_round, request.counted_exchange
             kept = store.load(request.run, self.contract.state).up_to(counted, request.round)
@@ -331,36 +341,42 @@ class ClientRuntime:
             epsilon=epsilon,
             delta=0.0 if self.guard is None else self.guard.privacy.delta,
         )
-        if reply.state is not None and not request.fresh:  # last: what is refused must leave no trace
+        if reply.state is not None and not request.fresh:  # at the end, so that a refused request leaves no trace
             now = jax.tree.map(np.asarray, reply.state)
             store.save(request.run, kept.then((request.round, request.exchange), now))
         norm = None if store.audit is None else float(norm_of(vector_of(decoded(reply.update))))
         return response, norm
 
     def count(self, run: str, round: int, store: Store) -> None:
-        """Count a request; the count is kept before anything is computed."""
+        """Count a request, and store the count before anything is computed.
+
+        Raises:
+            Refusal: the request is above a limit.
+        """
         with store.counting():
             request_counts = store.request_counts().next(run, round)
             self.site.limits.check_request_counts(request_counts)
             store.save_request_counts(request_counts)
 
     def call(self, request: RequestMessage) -> CallSignature:
+        """Return the call of the contract that a request makes; refuse a request that the contract does not have."""
         self.check_contract(request)
         phases = sorted({call.phase for call in self.contract.calls.values()})
         if request.phase not in phases:
             raise Refusal(Code.CONTRACT, f"unknown phase {request.phase[:80]!r}; this run's are {', '.join(phases)}")
         call = self.contract.calls.get(request.call)
         if call is None or call.phase != request.phase:
-            raise Refusal(Code.CONTRACT, f"phase {request.phase} is not asked with such a message in this run")
+            raise Refusal(Code.CONTRACT, f"phase {request.phase} does not take such a message in this run")
         return call
 
     def check_contract(self, request: RequestMessage) -> None:
+        """Refuse a request of another contract."""
         if request.contract != self.contract.digest:
             text = "the message is of another contract: algorithm, hyperparameters, shapes or version differ"
             raise Refusal(Code.CONTRACT, text)
 
     def message(self, call: CallSignature, request: RequestMessage) -> PyTree:
-        """Read the arrays of the request, with Python numbers where the server's algorithm sends Python numbers."""
+        """Return the message of a request, with Python numbers at the places where the algorithm sends them."""
         message = self.arrays(request, call.message)
         if not 0 < request.weight <= 1 or not 0 <= request.round < 2**31 or request.exchange < 0:
             text = f"weight {request.weight}, round {request.round}, exchange {request.exchange} make no sense"
@@ -369,7 +385,7 @@ class ClientRuntime:
         return jax.tree.map(number, message, call.message)
 
     def arrays(self, request: RequestMessage, like: PyTree) -> PyTree:
-        """Read the arrays of a request, within this client's limits and finite."""
+        """Return the arrays of a request; refuse too many bytes and numbers that are not finite."""
         self.site.limits.check_bytes(len(request.payload))
         found = wire.from_bytes(request.payload, like)
         if bad := nonfinite_leaves(found):
@@ -378,6 +394,7 @@ class ClientRuntime:
 
     @cached_property
     def first(self) -> PyTree:
+        """Return the client's state before its first reply."""
         return jax.tree.map(np.asarray, self.site.algorithm.client_state(self.problem, self.x, self.y))
 
 
@@ -387,12 +404,15 @@ MEANT: dict[type[Exception], Code] = {
     NoiseError: Code.METHOD,
     AccountError: Code.ACCOUNT,
 }
-"""Errors whose text is meant for servers, too."""
+"""The errors whose text may be sent to a server, with their codes."""
 
 
 def refusal_of(error: Exception, what: str) -> Refusal:
-    """Make the refusal that is sent of an error: only its kind, since its text may name files, unless it is meant for
-    servers. The site's log gets the error itself, and what its owner can do."""
+    """Return the refusal for an error, and write the error, with advice for the site's owner, to the site's log.
+
+    The refusal has only the class of the error, since its text may name files; errors of MEANT are sent with their
+    text.
+    """
     code = MEANT.get(type(error), Code.SETTINGS if isinstance(error, ConfigurationError) else Code.FAILED)
     why = str(error) if type(error) in MEANT else f"{type(error).__name__}; the client's log says more"
     refusal = error if isinstance(error, Refusal) else Refusal(code, why)
@@ -404,12 +424,17 @@ def refusal_of(error: Exception, what: str) -> Refusal:
 def audit(
     store: Store, response: ResponseMessage, request: RequestMessage, app: str, subject: str, norm: float | None = None
 ) -> None:
-    """Note in the audit what leaves the site, before it does. Words of the server are cut.
+    """Write a line about a response to the audit, before the response leaves the site.
+
+    Texts from the server are shortened.
 
     Args:
+        store: the store with the audit.
+        response: the response.
+        request: the request.
         app: the hash of the app.
-        subject: see `ClientRuntime.subject`.
-        norm: of the update that is sent, as the server adds it up.
+        subject: the text that a person approves (`ClientRuntime.subject`).
+        norm: the norm of the update that is sent, after decoding.
 
     Raises:
         Refusal: the audit cannot be written.
@@ -435,8 +460,10 @@ def audit(
 
 
 def hash_of_app() -> str:
-    """Return the hash of the app whose code calls this: of the names and contents of its package's files, or of the
-    file alone where it is in no package."""
+    """Return the hash of the app whose code calls this function; "" if it has no file.
+
+    The hash covers the names and contents of the files of its package, or of its file alone if it is in no package.
+    """
     frame = sys._getframe()
     while frame.f_back and str(frame.f_globals.get("__name__")).split(".")[0] in ("fedbilevel", "functools"):
         frame = frame.f_back
@@ -450,13 +477,13 @@ def hash_of_app() -> str:
 
 
 def _samples(rows: Ragged, floor: int = 1) -> Samples:
-    """Put all of a client's samples on its device; draws of fewer than `floor` are refused."""
+    """Return a client's samples as arrays on its device; draws of fewer than `floor` samples are refused."""
     size, values = int(rows.size[0]), jax.tree.map(jnp.asarray, rows.values)
     return Samples(values, jnp.asarray(0), jnp.asarray(size), size, equal=True, floor=floor)
 
 
 def store_of(context: Context) -> Store:
-    """Return where requests are counted before a site is made: in the folder that the node configuration names."""
+    """Return the store that counts requests before a site is made: in the folder of the node configuration, if any."""
     folder, client = (context.node_config.get(name) for name in ("state-folder", "partition-id"))
     if isinstance(folder, str) and folder and type(client) is int and client >= 0:
         return FolderStore(Path(folder).expanduser(), client)
@@ -465,10 +492,10 @@ def store_of(context: Context) -> Store:
 
 @contextmanager
 def counted_if_it_fails(request: RequestMessage, store: Store, limits: Limits) -> Iterator[None]:
-    """Count a request before a site is made for it, as the site counts others. A site that is made counts it itself.
+    """Count a request if making the site for it fails, as a context manager; a site that is made counts it itself.
 
     Raises:
-        Refusal: the client replies to no further request.
+        Refusal: the run's name is not valid, or the request is above a limit.
     """
     if not wire.is_run(request.run):
         raise Refusal(Code.MALFORMED, f"{request.run[:80]!r} is not the name of a run")
@@ -484,20 +511,20 @@ def counted_if_it_fails(request: RequestMessage, store: Store, limits: Limits) -
 
 
 def client_app(make: Callable[..., Site], *, agrees: bool = False) -> ClientApp:
-    """Make a ClientApp that serves the phases of its site's algorithm, by name, and nothing else.
+    """Return a ClientApp that serves the phases of its site's algorithm, by name, and nothing else.
 
     Args:
-        make: (run configuration, node configuration) -> what this client has and does. Called once per process and
-            run, within the limits that the node configuration names; a process that stays (see
-            `fedbilevel.flower.launch.supernode`) keeps samples and compiled programs.
-        agrees: whether the sites agree on a text before the run, and compute in float64: `make` then takes a third
-            argument, the text, "" before there is one, and is called again when there is.
+        make: a function (run configuration, node configuration) -> `Site`. It is called once per process and run,
+            within the limits of the node configuration. A process that stays (see `fedbilevel.flower.launch.supernode`)
+            keeps samples and compiled programs.
+        agrees: whether the sites agree on a text before the run, and compute in float64. `make` then takes the text as
+            a third argument. It is called with "" first, and again when there is a text.
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         keep_on_disk_if_possible()  # Flower's stock SuperNode starts a new process for every message
     app, app_hash = ClientApp(), hash_of_app()
-    runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> its latest runtime, and what it was made for
-    makings: dict[int, TimeLimit] = {}  # node -> the limit on making it, where that has failed
+    runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> (the arguments of its latest runtime, the runtime)
+    makings: dict[int, TimeLimit] = {}  # node -> the time limit for making its runtime, if that has failed
 
     def runtime_of(request: RequestMessage, context: Context) -> ClientRuntime:
         made: tuple[Any, ...] = (context.run_config, context.node_config)
@@ -523,7 +550,7 @@ def client_app(make: Callable[..., Site], *, agrees: bool = False) -> ClientApp:
             with jax.enable_x64(True) if agrees else nullcontext():
                 response = runtime_of(request, context).respond(request, store_of(context))
             said = wire.encode(response)
-        except Exception as error:  # noqa: BLE001  said and sent
+        except Exception as error:  # noqa: BLE001  logged and sent
             number = context.node_config.get("partition-id")
             client = number if type(number) is int else -1
             blank = ResponseMessage(run="", round=0, exchange=0, client=client)

@@ -1,5 +1,4 @@
-"""A client's state between rounds, saved in such a way that no message is ever applied twice: in a folder, or in
-Flower's memory of the client."""
+"""Store a client's state between rounds, in a folder or in Flower's memory, so that no message is applied twice."""
 
 from __future__ import annotations
 
@@ -25,49 +24,55 @@ from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.wire import RAW, from_bytes, layout, to_bytes
 
 Tag = tuple[int, int]
-"""(round, exchange) of a reply; (-1, -1) before the first."""
+"""The (round, exchange) of a reply; (-1, -1) before the first reply."""
 
 
 class Versions(NamedTuple):
-    """What a client keeps of a run: its latest states, in order, each under the tag of the message that made it."""
+    """Hold the latest states of a client in a run, in order, each with the tag of the message that made it."""
 
     tags: tuple[Tag, ...] = ()
     states: tuple[PyTree, ...] = ()
 
     def up_to(self, counted: Tag, round: int) -> Versions:
-        """Select the states that the next message goes on from: a reply that was lost, late or refused leaves no
-        trace, a message that comes again sees what it saw the first time, and so does a round that is played again.
+        """Return the states up to the last reply that counted, of which the next message uses the latest.
+
+        A reply that was lost, late or refused therefore has no effect on the state. A message that is repeated, and a
+        round that is repeated, use the same state as the first time.
 
         Args:
-            counted: the tag of this client's last reply that counted, as the message names it.
-            round: the message's.
+            counted: the tag of this client's last reply that counted, which the message contains.
+            round: the round of the message.
 
         Raises:
-            Refusal: the state after that reply is no longer kept.
+            Refusal: the state after this reply is no longer stored.
         """
         number = bisect_right(self.tags, counted)
         if self.tags and not number and counted >= (0, 0):
             latest = self.tags[-1][0]
-            text = f"this client's state is of round {latest}, and round {round} is over for it"
+            text = f"this client's state is of round {latest}, and it cannot return to round {round}"
             raise Refusal(Code.STATE, text)
         return Versions(self.tags[:number], self.states[:number])
 
     def then(self, tag: Tag, state: PyTree) -> Versions:
-        """Add a new state, and keep of the others those that a server may go back to: the latest; where this round
-        began, or the state before (the latest may not have counted when it began); and where the round before began."""
+        """Return the states with a new one, without old states to which a server cannot return.
+
+        A server may return to the latest state; to the state at the start of this round, or to the state before it if
+        the last reply did not count; and to the state at the start of the round before.
+        """
         here, before = bisect_left(self.tags, (tag[0], 0)), bisect_left(self.tags, (tag[0] - 1, 0))
         kept = sorted({len(self.tags) - 1, here - 1, here - 2, before - 1} - {-1, -2})
         tags, states = [self.tags[i] for i in kept], [self.states[i] for i in kept]
         return Versions((*tags, tag), (*states, state))
 
 
-RUNS = 20  # of which a client keeps its state in a folder: whoever serves may name as many as it likes
+RUNS = 20  # the largest number of runs whose states are stored, since a server may send any number of names
 
 
 class FolderStore:
-    """One file for each of a client's latest RUNS runs; it outlives the client's process, and its node.
+    """Store a client's state in a folder, with a file for each of its latest RUNS runs.
 
-    Clients may share the folder. A run's name is part of a file's: it must be checked before (`is_run`).
+    The files outlive the client's process and its node, and clients may share the folder. The name of a run is a part
+    of a file's name, and must be checked before (`is_run`).
     """
 
     def __init__(self, folder: Path, client: int) -> None:
@@ -78,13 +83,14 @@ class FolderStore:
         self.audit, self.approvals = Audit(folder), Approvals(folder)
 
     def path(self, run: str) -> Path:
+        """Return the path of the client's states in a run."""
         return self.folder / f"client-{self.client}-run-{run}.npz"
 
     def load(self, run: str, like: PyTree) -> Versions:
-        """Load the states saved for the run; `like` has the shapes of a state.
+        """Return the states that are stored for a run; `like` has the shapes of a state.
 
         Raises:
-            CheckpointError: they are of another model, or damaged.
+            CheckpointError: the states belong to another model, or are damaged.
         """
         path = self.path(run)
         if not path.exists():
@@ -95,6 +101,7 @@ class FolderStore:
         return Versions(tags, states)
 
     def save(self, run: str, kept: Versions) -> None:
+        """Store the states of a run, and delete those of the oldest runs if there are more than RUNS."""
         path = self.path(run)
         checkpoint.save(path, kept.states, {"tags": kept.tags})
         others = set(self.folder.glob(path.name.replace(run, "*"))) - {path}
@@ -102,23 +109,25 @@ class FolderStore:
             old.unlink(missing_ok=True)
 
     def other_samples(self, hashes: Mapping[str, Any], known: bool) -> str:
-        """Say that the client had other samples before, or "".
+        """Return a sentence if the client had other samples before, else "".
 
         Args:
-            hashes: of its samples.
-            known: whether these are the known ones from now on.
+            hashes: the hashes of the client's samples.
+            known: whether to store these hashes for later comparisons.
         """
         file, now = self.folder / f"client-{self.client}-samples.json", json.dumps(hashes)
         before = file.read_text(errors="replace") if file.exists() else ""
         if before != now and (known or not before):
             write_text(file, now)
         other = before not in ("", now)
-        return (
-            f"its samples, as they are prepared, are not those of before; delete {file} to accept them" if other else ""
-        )
+        return f"its prepared samples differ from the earlier ones; delete {file} to accept them" if other else ""
 
     def agreement(self, run: str) -> str:
-        """Return the text that was agreed on in a run, "" before there is one."""
+        """Return the text of the agreement in a run; "" if there is none yet.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
         try:
             kept = json.loads(self.agreed.read_text(encoding="utf-8")) if self.agreed.exists() else {}
             return str(kept["text"]) if kept.get("run") == run else ""
@@ -126,15 +135,19 @@ class FolderStore:
             raise CheckpointError(f"{self.agreed} is damaged: delete it, and submit the run again") from error
 
     def keep_agreement(self, run: str, text: str) -> None:
-        """Keep the text of a run, in place of that of the run before."""
+        """Store the text of the agreement in a run, which replaces that of the run before."""
         write_text(self.agreed, json.dumps({"run": run, "text": text}))
 
     def counting(self) -> AbstractContextManager[None]:
-        """Hold this from reading the count of requests until it is written: nobody else can do either meanwhile."""
+        """Return a context manager within which no other process can read or write the count of requests."""
         return lock.wait_for_lock(self.lock)
 
     def request_counts(self) -> RequestCounts:
-        """Read the count of requests so far; a CheckpointError where it is damaged."""
+        """Return the counts of requests so far.
+
+        Raises:
+            CheckpointError: the file is damaged.
+        """
         if not self.count.exists():
             return RequestCounts()
         try:
@@ -146,26 +159,30 @@ class FolderStore:
         write_text(self.count, json.dumps(asdict(request_counts)))
 
     def note(self, event: str, **entries: Any) -> None:
-        """Append a line to the audit; a CheckpointError where it cannot be written."""
+        """Append a line to the audit.
+
+        Raises:
+            CheckpointError: the line cannot be written.
+        """
         self.audit.append(event, client=self.client, request=self.request_counts().total, **entries)
 
     def require_approval(self, text: str) -> None:
-        """Refuse what nobody at the site has approved."""
+        """Raise a Refusal if the text is not approved at the site."""
         self.approvals.require(text)
 
 
 def requests_in(folder: Path) -> dict[int, int]:
-    """Read how many requests each client has counted that keeps its state in a folder."""
+    """Return client -> its total number of requests, for all clients that keep their state in a folder."""
     found = sorted(re.findall(r"^client-(\d{1,9})-requests\.json$", file.name) for file in folder.iterdir())
     return {int(one): FolderStore(folder, int(one)).request_counts().total for (one,) in filter(None, found)}
 
 
 class ContextStore:
-    """Flower's own per-run memory of a client (`Context.state`); it is lost when the SuperNode restarts."""
+    """Store a client's state in Flower's memory of a run, `Context.state`; a restart of the SuperNode deletes it."""
 
     FIELDS, TREE, COUNT = "fedbilevel.tag", "fedbilevel.state", "fedbilevel.requests"
     AGREED = "fedbilevel.agreement"
-    audit: ClassVar[None] = None  # it is in folders alone
+    audit: ClassVar[None] = None  # only folders have an audit
 
     def __init__(self, records: RecordDict) -> None:
         self.records = records
@@ -198,7 +215,7 @@ class ContextStore:
         self.records[self.AGREED] = ConfigRecord({"run": run, "text": text})
 
     def counting(self) -> AbstractContextManager[None]:
-        return nullcontext()  # Flower hands a run's memory to one message at a time
+        return nullcontext()  # Flower gives a run's memory to one message at a time
 
     def request_counts(self) -> RequestCounts:
         count = self.records.get(self.COUNT)
@@ -208,11 +225,11 @@ class ContextStore:
         self.records[self.COUNT] = ConfigRecord(asdict(request_counts))
 
     def note(self, event: str, **entries: Any) -> None:
-        """Keep nothing: there is no audit without a folder."""
+        """Do nothing, since there is no audit without a folder."""
 
     def require_approval(self, text: str) -> None:
         raise Refusal(Code.APPROVAL, "nobody at this site can approve: there is no state-folder")
 
 
 Store = FolderStore | ContextStore
-"""Keeps `Versions` for each run, and the count of requests; a folder also has an audit."""
+"""A store of `Versions` for each run, and of the counts of requests; a folder also has an audit and approvals."""

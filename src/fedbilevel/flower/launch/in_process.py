@@ -1,4 +1,4 @@
-"""A federation within one process: Flower's Grid without SuperLink, network or processes, for tests and research."""
+"""Run a federation within one process, by a Grid of Flower without SuperLink and network, for tests and research."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Delay = Callable[[int, Message], float]
 
 
 class VirtualClock:
-    """Seconds that pass when somebody waits; a wait ends early when a message is replied to."""
+    """Provide a clock whose time passes only in `sleep`, which ends early when the reply to a message is due."""
 
     tick = 0.001
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.due: list[tuple[float, int, Message]] = []  # a heap: when a message is replied to, its number, the message
+        self.due: list[tuple[float, int, Message]] = []  # a heap of (time of the reply, number of the message, message)
 
     def time(self) -> float:
         return self.now
@@ -35,16 +35,17 @@ class VirtualClock:
 
 
 class InProcess(Grid):
-    """Clients as function calls, one after the other, under a virtual clock.
+    """Call clients as functions, one after the other, under a virtual clock.
 
-    Messages are Flower's own, and the same ClientApp serves them. A client works on one message at a time; the message
-    is handled when its reply is due, so that the order of all events depends on `delay` alone.
+    Messages are Flower's own, and the ClientApp is the same as in a real federation. A client works on one message at a
+    time. A message is handled when its reply is due, so that the order of all events depends only on `delay`.
 
     Args:
         client_app: the ClientApp of all clients.
-        clients: how many; they get the node configurations partition-id = 0, 1, … and the nodes 1, 2, ….
-        run_config: what `flwr run` would pass on.
-        delay: (client, message) -> seconds from the message to its reply, on the clock; infinite loses it. None: 0.
+        clients: the number of clients. They have the node configurations partition-id = 0, 1, … and the nodes 1, 2, ….
+        run_config: the run configuration, which `flwr run` would pass on.
+        delay: a function (client, message) -> seconds from the message to its reply on the virtual clock; infinity
+            loses the message. None: 0 seconds.
     """
 
     def __init__(
@@ -57,27 +58,27 @@ class InProcess(Grid):
     ) -> None:
         self.client_app, self.clients, self.delay, self.clock = client_app, clients, delay, VirtualClock()
         self.run_config = dict(run_config or {})
-        self.contexts: dict[int, Context] = {}  # node -> what Flower keeps for it
-        self.free: dict[int, float] = {}  # node -> when it can start on its next message
-        self.replies: dict[str, Message] = {}  # message -> its reply, not pulled yet
+        self.contexts: dict[int, Context] = {}  # node -> its context, which Flower would keep
+        self.free: dict[int, float] = {}  # node -> the time at which it can start with its next message
+        self.replies: dict[str, Message] = {}  # message -> its reply, until it is pulled
         self.nodes, self.numbers = itertools.count(1), itertools.count(1)
         for client in range(clients):
             self.join(client)
         be_server()
 
     def join(self, client: int) -> None:
-        """Let a client come, as a new node that Flower knows nothing of yet."""
+        """Add a client as a new node with an empty context."""
         node = next(self.nodes)
         config: dict[str, Any] = {"partition-id": client, "num-partitions": self.clients}
         self.contexts[node] = Context(1, node, config, RecordDict(), self.run_config)
         self.free[node] = self.clock.time()
 
     def leave(self, client: int) -> None:
-        """Let a client go, its oldest node: what it works on is lost."""
+        """Remove the oldest node of a client; the messages that it works on are lost."""
         del self.contexts[next(node for node in self.contexts if self.client(node) == client)]
 
     def client(self, node: int) -> int:
-        """Return which client a node is."""
+        """Return the id of a node's client."""
         return int(self.contexts[node].node_config["partition-id"])
 
     def create_message(
@@ -99,12 +100,12 @@ class InProcess(Grid):
             seconds = self.delay(self.client(node), message) if self.delay else 0.0
             if seconds < math.inf:
                 due = max(self.clock.time(), self.free[node]) + seconds
-                self.free[node] = round(due, 9)  # what comes at the same time does so however times were added up
+                self.free[node] = round(due, 9)  # equal times remain equal in spite of rounding errors
                 heapq.heappush(self.clock.due, (self.free[node], number, message))
         return sent
 
     def pull_messages(self, message_ids: Iterable[str]) -> list[Message]:
-        """Return the replies to these messages that are due by now, in the order in which they became so."""
+        """Return the replies to these messages that are due by now, in the order of their times."""
         due = self.clock.due
         while due and due[0][0] <= self.clock.time():
             message = heapq.heappop(due)[2]
@@ -114,10 +115,10 @@ class InProcess(Grid):
         return [self.replies.pop(number) for number in list(self.replies) if number in wanted]
 
     def handle(self, message: Message) -> Message:
-        """Let the client reply; what a wire would keep apart is copied."""
+        """Return the client's reply to a copy of the message, so that server and client share no objects."""
         try:
             return self.client_app(copy.deepcopy(message), self.contexts[message.metadata.dst_node_id])
-        except Exception as error:  # noqa: BLE001  as Flower does: an app's error is a reply
+        except Exception as error:  # noqa: BLE001  in Flower, too, the error of an app is a reply
             return Message(Error(code=2, reason=f"{type(error).__name__}: {error}"), reply_to=message)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:
@@ -131,8 +132,8 @@ class InProcess(Grid):
             self.clock.sleep(end - self.clock.time())
 
     def set_run(self, run: object) -> None:
-        raise NotImplementedError("there is no SuperLink that would know of runs")
+        raise NotImplementedError("InProcess has no SuperLink, and therefore no runs")
 
     @property
     def run(self) -> NoReturn:
-        raise NotImplementedError("there is no SuperLink that would know of runs")
+        raise NotImplementedError("InProcess has no SuperLink, and therefore no runs")

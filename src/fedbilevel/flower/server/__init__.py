@@ -1,1 +1,1 @@
-"""The server of a federation: the engine that reaches clients through Flower."""
+"""Run the server of a federation: an engine that reaches clients through Flower."""

@@ -1,4 +1,4 @@
-"""The engine that reaches real clients: `solve` on a server, its exchanges over Flower's Grid."""
+"""Run `solve` on a server with real clients: an engine whose exchanges go over Flower's Grid."""
 
 from __future__ import annotations
 
@@ -59,15 +59,15 @@ class Flower:
     """Reach clients through Flower.
 
     Args:
-        grid: what Flower gives to a ServerApp's main, or an `InProcess`.
-        terms: what is expected of clients.
-        name: of the whole run, 8 to 64 hexadecimal digits, the same when it is resumed: clients keep their state under
-            it. Where an algorithm has clients keep any, a run resumes from its last round alone: `solve` saves after
-            every round, and refuses a larger `checkpoint_every`. An asynchronous run resumes without the replies that
-            were under way, so not bit for bit: see docs/how-to/federation-server.md.
-        log: a file that gets a JSON line for each exchange.
-        keys: a folder with every client's public key, client-0.pub, client-1.pub, …; a node then counts as a client
-            only if it has registered with that client's key. None: any registered node may be any absent client.
+        grid: the Grid that Flower passes to a ServerApp's main, or an `InProcess`.
+        terms: the rules by which replies and exchanges count.
+        name: the name of the whole run, 8 to 64 hexadecimal digits. It must be the same when the run is resumed, since
+            clients keep their state under it. If the algorithm has a state of clients, a run can resume only from its
+            last round: `solve` then saves after every round, and refuses a larger `checkpoint_every`. An asynchronous
+            run resumes without the pending replies, and so not bit for bit: see docs/how-to/federation-server.md.
+        log: a file to which a JSON line is appended for each attempt at an exchange; None: no file.
+        keys: a folder with every client's public key, client-0.pub, client-1.pub, …. A node counts as a client only if
+            it has registered with the key of this client. None: any registered node may be any absent client.
     """
 
     grid: Grid
@@ -90,7 +90,7 @@ class Flower:
         carry: Carry,
     ) -> FlowerRun:
         known = isinstance(clients, RemoteClients)
-        require(known, "clients", type(clients).__name__, "RemoteClients: what a server knows of them")
+        require(known, "clients", type(clients).__name__, "RemoteClients, which describe clients on other machines")
         cohort = Cohort.of(cohort)
         check_everyone(algorithm, len(clients), cohort)
         require(not cohort.replacement, "Cohort.replacement", True, "False: a site works on one request at a time")
@@ -98,19 +98,19 @@ class Flower:
 
 
 class FlowerRun:
-    """A run in progress: its carry has the state and the round, its session what is known of clients."""
+    """Advance a run over Flower: the carry has the state and the round, and the session has the records of clients."""
 
     compile_seconds = 0.0
 
     def __init__(self, session: Session, key: Array) -> None:
         self.session, self.key = session, key
-        self.seconds = 0.0  # that the rounds so far took
-        self.before: Take | None = None  # the latest round that this process has played
+        self.seconds = 0.0  # the time of all rounds so far
+        self.before: Take | None = None  # the latest round that this process has run
         report_stage(AWAITING)
         self.await_clients()
 
     def await_clients(self) -> None:
-        """Wait until the population is online; go on with a quorum of it after `Terms.join` seconds.
+        """Wait until all clients are online; after `Terms.join` seconds, continue with a quorum of them.
 
         Raises:
             ExchangeError: fewer clients are online.
@@ -122,14 +122,17 @@ class FlowerRun:
             absent = (roster.why_absent(client) for client in range(count) if client not in roster.nodes)
             refused = list(roster.refusals.values())
             reasons = in_words([*refused, *(why for why in absent if why not in refused)], 3)
-            present = f"{counted(here, 'client')} {'is' if here == 1 else 'are'} here"
-            raise ExchangeError(f"{present} where {needed} of {count} are needed ({reasons})")
+            present = f"{counted(here, 'client')} {'is' if here == 1 else 'are'} online"
+            raise ExchangeError(f"{present}, but {needed} of {count} are needed ({reasons})")
 
     def advance(self, carry: Carry, rounds: int) -> Stretch:
-        """Play one round; again, where the server's own sum is not finite; and the round before with it, where most of
-        those who are asked next say that numbers are not finite, and too few reply. Of what was undone costs stay."""
+        """Run one round, and repeat it without a client if its result is not finite.
+
+        The round before is also repeated if most clients report that the numbers they got are not finite, and too few
+        clients reply. The costs of undone rounds are kept.
+        """
         session, undone, began = self.session, empty_costs(), self.session.clock.time()
-        this, again = Take(carry), None  # the round; and the round before, where it is to be played again
+        this, again = Take(carry), None  # the round; and the round before, if it is repeated
         while True:
             take = session.take = again or this
             take.ratios, session.counted = {}, np.array(take.carry.clients)
@@ -151,15 +154,15 @@ class FlowerRun:
                 this, again = Take(carry), None
             undone = add_costs(undone, fed.book.costs._replace(metrics={}))
         before, self.seconds = self.seconds, self.seconds + session.clock.time() - began
-        ticks = round(self.seconds / TICK) - round(before / TICK)  # of the totals: they do not drift
+        ticks = round(self.seconds / TICK) - round(before / TICK)  # of totals, so that rounding errors do not add up
         costs = stack_costs([add_costs(undone, fed.total_costs())])
         return Stretch(carry, 1, costs._replace(privacy=fed.privacy, time=split_ticks(ticks)[None]))
 
     def undo(self, take: Take, error: ExchangeError | NonFiniteError) -> None:
-        """Leave a further client out of a round that is to be played again.
+        """Leave another client out of a round that is repeated.
 
         Raises:
-            ExchangeError, NonFiniteError: there must be no fewer clients, or the algorithm is asynchronous.
+            ExchangeError, NonFiniteError: too few clients would be left, or the algorithm is asynchronous.
         """
         session, round = self.session, int(take.carry.round)
         if session.algorithm.asks.asynchronous:
@@ -167,19 +170,17 @@ class FlowerRun:
         out = take.leave_out(session.cohort, session.terms)
         if out is None:
             tried = f" also without {named(sorted(take.without))}" if take.without else ""
-            end = f"round {round}{tried} leads there, and the state before it is the last that is good"
+            end = f"round {round}{tried} leads there, and the state before it is the last good one"
             last = type(error)(f"{error}; {end}")
             last.carry = take.carry
             raise last from error
         session.backoff.failed(out, round + isinstance(error, SpoiledError))
-        text = (
-            "round %d is undone (%s) and played again without client %d, whose update was %.3g times as long as usual"
-        )
+        text = "round %d is undone (%s) and repeated without client %d, whose update was %.3g times as long as usual"
         log.warning(text, round, error, out, take.ratios[out])
         session.exchange_log.note({"round": round, "undone": str(error), "without": sorted(take.without)})
 
     def play(self, fed: FlowerFed, carry: Carry) -> Carry:
-        """Run the round that begins with this carry."""
+        """Run the round that begins with this carry; return the carry after it."""
         state = checked_round(fed.algorithm, fed, carry.state, fed.cohorts.keys.algorithm)
         if bad := nonfinite_leaves(state):
             raise diverged(f"round {fed.round}, server update: ", ", ".join(bad))
@@ -187,15 +188,17 @@ class FlowerRun:
         return Carry(carry.round + 1, state, counted, carry.now, queues, carry.local_x, carry.own_y)
 
     def fed(self, carry: Carry) -> FlowerFed:
-        """Make the exchanges of the round that begins with this carry."""
+        """Return the `FlowerFed` for the exchanges of the round that begins with this carry."""
         algorithm, keys = at(self.session.algorithm, carry.round), round_keys(self.key, int(carry.round))
         plan, start = self.session.submodel_plan, (carry.state.x, carry.state.y)
         submodels = None if plan is None else RoundSubmodels(plan, algorithm, self.key, carry.round, *start)
         return FlowerFed(self.session, algorithm, int(carry.round), keys, submodels)
 
     def saved_queues(self, fed: FlowerFed, queues: InFlight | None) -> InFlight | None:
-        """Make of the phase queues what a checkpoint has: replies that came early are summed, since their clients
-        already know that these count."""
+        """Return the phase queues as a checkpoint stores them; None if `queues` is None.
+
+        Replies that came early are stored as a sum, since their clients already know that they count.
+        """
         if queues is None:
             return None
         saved, now = {}, self.session.phase_queues
@@ -211,7 +214,7 @@ class FlowerRun:
         return queues._replace(by_phase=saved)
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> ClientMetrics:
-        return ClientMetrics(self.session, metrics)  # clients know the leaves that are fixed
+        return ClientMetrics(self.session, metrics)  # clients have the fixed leaves themselves
 
     def close(self) -> None:
         if self.before is not None and (never := self.session.never_counted()):
@@ -221,8 +224,10 @@ class FlowerRun:
 
 
 def in_a_sentence(record: logging.LogRecord) -> bool:
-    """Change what Flower's log says of an error of ours to its sentence, without a traceback; leave out Flower's own
-    words on errors that nobody has foreseen. A filter of Python's logging."""
+    """Filter Flower's log: reduce errors of this library to their message, without a traceback.
+
+    Flower's own line about an unhandled exception is left out. This is a filter for Python's logging.
+    """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, FedbilevelError):
         record.msg, record.args, record.exc_info = "fedbilevel: %s", (in_a_line(error, 2000),), None
@@ -230,43 +235,46 @@ def in_a_sentence(record: logging.LogRecord) -> bool:
 
 
 def server_app(main: Callable[[Grid, Mapping[str, Any]], None]) -> ServerApp:
-    """Make a ServerApp whose main is `main`(grid, run configuration), which ends in `solve(…,
-    engine=Flower(grid=grid))`."""
+    """Return a ServerApp that calls `main`(grid, run configuration).
+
+    `main` should call `solve(…, engine=Flower(grid=grid))`.
+    """
     app = ServerApp()
 
     @app.main()
     def run(grid: Grid, context: Context) -> None:
         logging.getLogger("flwr").addFilter(in_a_sentence)
         with warnings_in_a_line():
-            main(
-                grid, context.run_config
-            )  # of a run whose main raises Flower says that it failed, with the error's text
+            main(grid, context.run_config)  # if it raises, Flower reports a failed run, with the text of the error
 
     return app
 
 
 class ClientMetrics:
-    """The columns of per-client metrics, over the clients that are online and share them; NAME.clients is their number.
+    """Measure per-client metrics over the clients that are online and share them, as columns of the history.
 
-    The requests are no exchange of the algorithm's: nothing of them is in the ledger, and no reply reaches a round.
+    The column NAME.clients has the number of these clients. The requests are not exchanges of the algorithm: they are
+    not in the ledger, and their replies do not influence a round.
     """
 
     def __init__(self, session: Session, metrics: Mapping[str, PerClient]) -> None:
         whole = session.submodel_plan is None
-        require(whole, "metrics_per_client", list(metrics), "left out over Flower where clients hold submodels")
+        require(whole, "metrics_per_client", list(metrics), "left out over Flower if clients hold submodels")
         waits = not session.algorithm.asks.asynchronous
         name = session.algorithm.label
         require(waits, "metrics_per_client", list(metrics), f"left out over Flower with {name}, which is asynchronous")
         alike = session.problem.local is None
-        require(alike, "metrics_per_client", list(metrics), "left out over Flower where clients keep their own x")
+        require(alike, "metrics_per_client", list(metrics), "left out over Flower if clients keep their own x")
         shared = session.problem.own is None
-        require(shared, "metrics_per_client", list(metrics), "left out over Flower where leaves of y are clients' own")
+        require(shared, "metrics_per_client", list(metrics), "left out over Flower if leaves of y are clients' own")
         self.session, self.metrics, self.names, self.warned = session, metrics, sorted(metrics), False
-        self.told = True  # whether somebody may tell
+        self.told = True  # whether a client may share its metrics
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
-        """Ask all clients that are online, wait for responses until the deadline, and summarise them in a row; ask no
-        more where all have said that they do not tell."""
+        """Ask all clients that are online, wait for responses until the deadline, and return them as columns of a row.
+
+        After all clients have replied that they do not share metrics, none is asked again.
+        """
         payload = to_bytes(jax.tree.map(np.asarray, (x, y)))
         shared, silent = self.collect(round, payload) if self.told else ({}, {})
         self.told = bool(shared) or any(refusal.code is not Code.SILENT for refusal in silent.values())
@@ -286,7 +294,7 @@ class ClientMetrics:
         return row
 
     def collect(self, round: int, payload: bytes) -> tuple[dict[int, dict[str, float]], dict[int, Refusal]]:
-        """Ask; return client -> its metrics by name, and client -> why it has sent none that can be used."""
+        """Ask all clients; return client -> its metrics by name, and client -> why it has sent no usable metrics."""
         roster = self.session.roster
         roster.refresh()
         requests = {

@@ -1,4 +1,4 @@
-"""One exchange over Flower: which clients it asks and when, which replies end it, and how it treats failures."""
+"""Make an exchange over Flower: ask clients, collect replies until enough count, and handle failures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage
 
 
 class EncodedMessage(NamedTuple):
-    """A message as bytes, with the contract and the call that a client knows it by."""
+    """Hold a message as bytes, with the contract and the call by which a client identifies it."""
 
     contract: Contract
     call: CallSignature
@@ -33,33 +33,35 @@ class EncodedMessage(NamedTuple):
 
 @dataclass(frozen=True)
 class ExchangeSpec:
-    """The phase, message and key of one exchange."""
+    """Describe an exchange: its phase, message and key, and which replies it waits for."""
 
     phase: str
     round: int
-    number: int  # of the exchange, within its round
-    encoded: Callable[[int], EncodedMessage]  # for each client
+    number: int  # the number of the exchange within its round
+    encoded: Callable[[int], EncodedMessage]  # client -> its message
     key: Array
-    fresh: bool
-    first: bool  # it ends with the first replies, to earlier requests of the phase too
+    fresh: bool  # whether it asks a fresh cohort
+    first: bool  # whether it ends with the first replies, including those to earlier requests of the phase
 
     def concerns(self, request: RequestMessage) -> bool:
-        """Tell whether this exchange waits for a reply to `request`."""
+        """Return whether this exchange waits for a reply to `request`."""
         if self.first:
             return request.phase == self.phase
         return (request.round, request.exchange) == (self.round, self.number)
 
 
 class Exchange:
-    """An exchange in progress.
+    """Run an exchange.
 
-    A client works on one request at a time: an idle client is asked at once, any other as soon as it is idle. A reply
-    to an earlier request of another phase is kept for the next exchange of that phase.
+    A client works on one request at a time. An idle client is asked at once, and any other client as soon as it is
+    idle. A reply to an earlier request of another phase is kept for the next exchange of that phase.
 
     Args:
-        own: the own numbers of each client that is to be asked.
-        needed: how many replies have to count.
-        overdue: clients that `sum_first` waits for in any case.
+        session: the run on the server.
+        spec: the description of the exchange.
+        own: client -> its own numbers, for every client to ask.
+        needed: the number of replies that must count.
+        overdue: clients for which `sum_first` waits in any case.
     """
 
     def __init__(
@@ -67,16 +69,16 @@ class Exchange:
     ) -> None:
         self.session, self.spec, self.own, self.needed, self.overdue = session, spec, own, needed, overdue
         self.replies: list[CountedReply] = session.phase_queues.kept.pop(spec.phase, []) if spec.first else []
-        self.done: set[int] = set()  # clients that have replied since the exchange began
-        self.asked: list[int] = []  # the client of each message sent
-        self.failed: dict[int, Refusal] = {}  # client -> why, in this attempt
+        self.done: set[int] = set()  # clients whose replies have counted since the exchange began
+        self.asked: list[int] = []  # the client of each message that was sent
+        self.failed: dict[int, Refusal] = {}  # client -> why it failed in this attempt
 
     def gather(self) -> list[CountedReply]:
-        """Gather the replies that count, in the order of `own`. Where too few clients reply they are asked again.
+        """Return the replies that count, in the order of `own`. If too few clients reply, they are asked again.
 
         Raises:
             ExchangeError: too few replies count.
-            SpoiledError: too few replies count, and most clients report numbers that are not finite.
+            SpoiledError: too few replies count, and at least half of the clients report numbers that are not finite.
         """
         session, logged = self.session, 0
         reasons: dict[int, Refusal] = {}
@@ -107,10 +109,10 @@ class Exchange:
         raise (SpoiledError if spoiled else ExchangeError)(said)
 
     def attempt(self, left: list[int]) -> list[RequestMessage]:
-        """Ask each of these clients once; wait until enough replies count or no more can come.
+        """Ask each of these clients once, and wait until enough replies count or no more can come.
 
         Returns:
-            the requests sent.
+            The requests that were sent.
         """
         roster, began, sent = self.session.roster, self.session.clock.time(), []
         self.failed, wanted = {}, set(left)
@@ -120,14 +122,14 @@ class Exchange:
             self.keep_others()
             sent += self.send(left)
             hope = any(self.spec.concerns(request) or client in wanted for client, request in roster.requests())
-            if self.spec.first or not hope:  # all of them at once, where all are waited for
+            if self.spec.first or not hope:  # an exchange that waits for all replies counts them together
                 self.count()
             if self.enough() or not hope:
                 return sent
             roster.look(began)
 
     def tell_stalled(self, left: list[int]) -> None:
-        """Where most of those that are online are late, it may be no client's fault: let their refusals say so."""
+        """If most clients that are online are late, change their refusals to say so: the cause may not be a client."""
         late = [client for client, why in self.failed.items() if why.code is Code.LATE]
         online = len(left) - sum(why.code is Code.ABSENT for why in self.failed.values())
         if len(late) >= 2 and 2 * len(late) > online:
@@ -136,10 +138,11 @@ class Exchange:
                 self.failed[client] = Refusal(Code.STALLED, text, client)
 
     def enough(self) -> bool:
+        """Return whether an exchange that ends with the first replies can end."""
         return self.spec.first and len(self.replies) >= self.needed and not self.overdue
 
     def keep_others(self) -> None:
-        """Keep replies to requests of other phases for their exchanges: their clients are idle."""
+        """Check and keep replies to requests of other phases for their exchanges, so that their clients are idle."""
         for reply in [reply for reply in self.session.roster.ready if not self.spec.concerns(reply.request)]:
             kept, opened = self.session.phase_queues.kept[reply.request.phase], self.checked(reply)
             own = [opened.norm] if isinstance(opened, CheckedReply) else []
@@ -147,7 +150,7 @@ class Exchange:
                 kept.append(counted)
 
     def send(self, left: list[int]) -> list[RequestMessage]:
-        """Send requests to the clients that are idle and were not asked yet."""
+        """Send requests to the clients among these that are idle and were not asked in this attempt; return them."""
         session = self.session
         busy = {client for client, _ in session.roster.unsettled()}
         requests = {c: self.request(c) for c in left if c not in self.failed and c not in self.done and c not in busy}
@@ -161,9 +164,10 @@ class Exchange:
         return [request for client, request in requests.items() if client not in failed]
 
     def count(self) -> None:
-        """Take what has come, as much as is needed: of what came together older requests first, then lower ids.
+        """Count the replies that have arrived, up to the number that is needed.
 
-        Where a reply came that the exchange waits for in any case, all count that came with it.
+        Replies that arrived together count in the order of their requests, the oldest first, and then of client ids. If
+        one of them is overdue, all replies that are sorted before it count as well.
         """
         asked = self.session.phase_queues.since[self.spec.phase]
 
@@ -182,7 +186,7 @@ class Exchange:
             self.overdue.discard(reply.client)
 
     def checked(self, reply: ClientReply) -> CheckedReply | Refusal:
-        """Check a reply, as far as no other reply is needed; the refusal where it fails."""
+        """Return a reply after all checks that need no other reply, or the refusal if a check fails."""
         session = self.session
         try:
             with wire.reading(reply.client):
@@ -192,11 +196,15 @@ class Exchange:
             return refusal
 
     def accept(self, reply: ClientReply, counted: CheckedReply | Refusal, here: Sequence[float]) -> CountedReply | None:
-        """Count a reply that passed its checks, if its norm is usual; else note why not. `here`: see
-        `NormBounds.check`.
+        """Count a reply that passed its checks, unless its norm is too large; else record the reason and return None.
 
-        From now on messages to its client say that it counts, and what the client keeps depends on that, though the
-        reply may be used only later.
+        Later messages to its client say that the reply counts, and the client's state depends on this, even if the
+        reply is used only later.
+
+        Args:
+            reply: the reply.
+            counted: the result of `checked`.
+            here: the norms of the exchange, as in `NormBounds.check`.
         """
         session, (client, request, _) = self.session, reply
         session.roster.ready.remove(reply)
@@ -219,7 +227,7 @@ class Exchange:
         return CountedReply(client, counted, asked)
 
     def request(self, client: int) -> RequestMessage:
-        """Make the request as a client gets it."""
+        """Return the request to a client."""
         session, spec = self.session, self.spec
         contract, call, payload = spec.encoded(client)
         epsilon, delta = session.exchange_log.spent.get(client, (0.0, 0.0))
@@ -233,7 +241,7 @@ class Exchange:
             key=np.asarray(jax.random.key_data(spec.key)).tobytes(),
             key_kind=str(jax.random.key_impl(spec.key)),
             weight=float(session.clients.weights[client]),
-            own=json.dumps(self.own[client], default=np.generic.item),  # numbers of NumPy
+            own=json.dumps(self.own[client], default=np.generic.item),  # numbers may be NumPy's
             fresh=spec.fresh,
             counted_round=int(session.counted[client, 0]),
             counted_exchange=int(session.counted[client, 1]),

@@ -1,4 +1,4 @@
-"""The exchanges of one round over Flower's Grid, on the server, and the sums that an algorithm gets."""
+"""Make the exchanges of a round over Flower's Grid, on the server, and compute the sums that an algorithm gets."""
 
 from __future__ import annotations
 
@@ -27,20 +27,24 @@ from fedbilevel.flower.server.session import CountedReply, Session
 from fedbilevel.flower.wire import CallSignature, Contract
 
 Metrics = dict[str, tuple[Any, Any]]
-"""Metric name -> (Σ p_i m_i, Σ p_i) over the clients that sent it."""
+"""Metric name -> (Σ p_i m_i, Σ p_i) over the clients that sent the metric."""
 
 
 class FlowerFed(PythonFed):
-    """The `Fed` of one round over Flower. A client that does not reply, or whose reply cannot count, is treated as
-    absent from that exchange.
+    """Make the exchanges of a round over Flower.
 
-    With submodels each client is sent its part of the message, and an entry is averaged over the clients that hold it.
-    The server alone knows which units these are: a client sees arrays of its own size; of single weights, their places.
+    A client that does not reply, or whose reply does not count, is treated as absent from the exchange.
+
+    With submodels, each client gets its part of the message, and an entry is averaged over the clients that hold it.
+    Only the server knows which units a client holds. A client gets arrays of its own size, and for submodels of single
+    weights also the places of these weights.
 
     Args:
-        algorithm: with the hyperparameters of this round.
+        session: the run on the server.
+        algorithm: the method, with the hyperparameters of this round.
+        round: the number of the round.
         keys: the PRNG keys of this round.
-        submodels: the units that each client holds in this round; None where all hold the whole model.
+        submodels: the units that each client holds in this round; None: all clients hold the whole model.
     """
 
     def __init__(
@@ -49,7 +53,7 @@ class FlowerFed(PythonFed):
         cohorts = Cohorts(Cohort(session.cohort), len(session.clients), session.clients.own, keys)
         super().__init__(algorithm, session.problem, cohorts, submodels)
         self.session, self.round, clients = session, round, session.clients
-        self.replied: set[int] = set()  # clients of the round's own cohort that have replied
+        self.replied: set[int] = set()  # clients of the round's cohort that have replied
         self.session.roster.refresh()
         self.exchanges = 0
         self.privacy: tuple[float, float] | None = None  # the largest ε and δ that a client of this round has spent
@@ -73,14 +77,16 @@ class FlowerFed(PythonFed):
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
     ) -> PyTree:
-        """See `Fed.sum_first`. A client that fails or passes its deadline is not waited for.
+        """Return the weighted sum of the first n replies: see `Fed.sum_first`.
+
+        The exchange does not wait for a client that fails or misses its deadline.
 
         Raises:
             ExchangeError: fewer than n replies can be expected.
         """
         session, count = self.session, len(self.session.clients)
         if self.submodels is not None:
-            raise ConfigurationError("clients who hold submodels reply together: fed.sum_first is not for them")
+            raise ConfigurationError("fed.sum_first does not support submodels: it needs clients with the whole model")
         require(1 <= n <= count, "fed.sum_first: n", n, f"1 to {count} (all clients)")
         require_count("fed.sum_first: max_staleness", max_staleness, optional=True)
         spec = self.spec(phase, message, key, fresh=False, first=True)
@@ -100,8 +106,10 @@ class FlowerFed(PythonFed):
         return jax.tree.map(jnp.asarray, sums.update)
 
     def early(self, phase: str, replies: list[CountedReply]) -> tuple[Sums, float]:
-        """Return the weighted sums of these replies and of those resumed from a checkpoint; and Σ p_i·(exchange in
-        which the client was asked) over both."""
+        """Return the weighted sums of these replies and of those from a checkpoint, and Σ p_i·(exchange of asking).
+
+        The exchange of asking is the number of the exchange in which the client was asked for the reply.
+        """
         sums, asked = self.session.phase_queues.resumed.get(phase, (None, 0.0))
         new = [self.total(phase, replies)] if replies else []
         parts = new if sums is None else [sums._replace(metrics={}), *new]
@@ -110,13 +118,15 @@ class FlowerFed(PythonFed):
         )
 
     def representative(self, client: int) -> int:
-        """Return the lowest id among the clients that hold the same units as this client."""
+        """Return the smallest id among the clients that hold the same units as this client."""
         alike = self.submodels is None or self.submodels.alike
         return int(self.first_of_class[self.classes[client]]) if alike else client
 
     def spec(self, phase: Phase, message: PyTree, key: Array, *, fresh: bool, first: bool) -> ExchangeSpec:
-        """Describe the next exchange of the round. Its message is encoded once for all clients that hold the same
-        units."""
+        """Return the description of the round's next exchange.
+
+        Its message is encoded once for all clients that hold the same units.
+        """
         name = self.algorithm.phase_name(phase)
 
         @cache
@@ -131,13 +141,12 @@ class FlowerFed(PythonFed):
         return ExchangeSpec(name, self.round, number, encoded, key, fresh, first)
 
     def unbound(self, phase: str) -> Phase:
-        """Return a phase as the function of its class, for which programs are compiled once, whatever the round's
-        fields."""
+        """Return a phase as the function of its class, so that its programs are compiled once for all rounds."""
         method: Any = self.algorithm.phases[phase]
         return method.__func__
 
     def encode(self, contract: Contract, phase: str, message: PyTree) -> EncodedMessage:
-        """Encode the message, for the call of the contract that has its shapes."""
+        """Return the encoded message, with the call of the contract that has its shapes."""
         message = jax.tree.map(np.asarray, message)
         name = CallSignature(phase, wire.shapes(message), None, ()).name
         if name not in contract.calls:
@@ -149,11 +158,11 @@ class FlowerFed(PythonFed):
         return EncodedMessage(contract, contract.calls[name], wire.to_bytes(message))
 
     def total(self, phase: str, replies: list[CountedReply]) -> Sums:
-        """Sum replies with their weights, in the shapes of the whole model: all that the algorithm sees. Secure
-        aggregation, a protocol that reveals nothing but sums, would be called here.
+        """Return the weighted sums of replies in the shapes of the whole model, which are all that the algorithm gets.
 
-        Replies of clients that hold the same units are summed before they are put back into the whole model. The sums
-        are computed in NumPy, which adds bytes from a network in a tenth of the time that single JAX operations take.
+        This is the place for secure aggregation, a protocol that reveals only sums. Replies of clients that hold the
+        same units are summed before they are put into the shapes of the whole model. NumPy computes the sums, since it
+        adds arrays from a network in a tenth of the time of single JAX operations.
         """
         groups: dict[int, list[CountedReply]] = {}
         for reply in replies:
@@ -167,7 +176,7 @@ class FlowerFed(PythonFed):
         return reduce(partial(jax.tree.map, np.add), totals)
 
     def weighed(self, reply: CountedReply) -> Sums:
-        """Multiply a reply by its client's weight. Notes the ε and δ that the client has spent, where it is private."""
+        """Return a reply multiplied by its client's weight, and record the client's ε and δ if it has privacy."""
         real, response = jnp.result_type(float), reply.checked.response
         if response.epsilon > 0:
             epsilon, delta = self.privacy or (0.0, 0.0)
@@ -178,7 +187,7 @@ class FlowerFed(PythonFed):
         return costs.weigh(content, weight, count)
 
     def measured(self, replies: list[CountedReply]) -> Metrics:
-        """Sum each metric, weighted, over the clients that sent it; a client under privacy sends none."""
+        """Return the weighted sum of each metric over the clients that sent it; a client with privacy sends none."""
         real = jnp.result_type(float)
         found: Metrics = {}
         for reply in replies:
@@ -202,8 +211,8 @@ class FlowerFed(PythonFed):
             self.replied |= {reply.client for reply in exchange.replies}
 
     def total_costs(self) -> RoundCosts:
-        """Return the costs of the round, at its end; with submodels also how many of the clients that replied hold each
-        entry of x and y."""
+        """Return the costs of the round at its end; with submodels, also how many clients that replied hold each entry
+        of x and y."""
         if self.submodels is None:
             return self.book.costs
         alike = Counter(map(self.representative, sorted(self.replied or dict(self.members))))
@@ -213,11 +222,13 @@ class FlowerFed(PythonFed):
 
 
 def message_counts(exchange: Exchange, responders: int) -> dict[ExchangeKind, ExchangeCount]:
-    """Count the messages of each size that an exchange sent, and those that had a reply; the exchange itself, and
-    replies resumed from a checkpoint, are counted with the first size.
+    """Count the messages of an exchange and their replies, by the size of the message.
+
+    The exchange itself and the replies from a checkpoint are counted with the first size.
 
     Args:
-        responders: number of replies in the exchange's sums, resumed ones included.
+        exchange: the exchange, after its end.
+        responders: the number of replies in the exchange's sums, including those from a checkpoint.
     """
     sizes = [exchange.spec.encoded(client).call.size for client in exchange.asked or list(exchange.own)[:1]]
     asked = Counter(sizes[: len(exchange.asked)])

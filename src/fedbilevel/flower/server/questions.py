@@ -1,7 +1,7 @@
-"""Questions to all sites before a run begins: a text for each, and a text in reply.
+"""Ask all sites questions before a run begins; a question and its answer are texts.
 
-They are requests as those of phases are: the roster checks contracts and keys, deadlines hold, sites count them within
-their limits, and the log has a line for each attempt.
+Questions are handled like the requests of phases: the roster checks contracts and keys, deadlines apply, sites count
+questions within their limits, and the log has a line for each attempt.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from fedbilevel.flower.server.roster import ask
 from fedbilevel.flower.server.session import ExchangeLog, roster_of
 from fedbilevel.flower.wire import AGREEMENT, QUESTION, Contract, RequestMessage, ResponseMessage, reading
 
-LONGEST_ANSWER = 2**23  # bytes
+LONGEST_ANSWER = 2**23  # the largest number of bytes of an answer
 
 
 class Questions:
-    """Asks all clients, and does not go on without one of them.
+    """Ask questions to which every client has to answer.
 
     Args:
-        flower: a `Flower`, whose file imports this one's neighbours.
-        contract: that the clients have to agree to.
-        clients: how many there are.
+        flower: a `Flower`; its class cannot be named here, since its module imports other modules of this package.
+        contract: the contract to which the clients have to agree.
+        clients: the number of clients.
     """
 
     def __init__(self, flower: Any, contract: Contract, clients: int) -> None:
@@ -33,18 +33,18 @@ class Questions:
         self.log = ExchangeLog(None if flower.log is None else Path(flower.log))
 
     def question(self, text: str) -> list[str]:
-        """Return every client's answer to a question."""
+        """Return the answers of all clients to a question, in the order of clients."""
         return self.answers(QUESTION, text)
 
     def agree(self, text: str) -> None:
-        """Let every client keep a text for the rest of the run."""
+        """Send a text to every client, which keeps it for the rest of the run."""
         self.answers(AGREEMENT, text)
 
     def answers(self, kind: str, text: str) -> list[str]:
-        """Send a text to every client, to those that do not answer again, and return the answers.
+        """Send a text to every client, and again to those that do not answer; return the answers.
 
         Raises:
-            ExchangeError: a client has not answered in `Terms.attempts`; it says which, and why.
+            ExchangeError: a client has not answered in `Terms.attempts` attempts. The message names it and the reason.
         """
         found: dict[int, str] = {}
         failed: dict[int, Refusal] = {}
@@ -76,7 +76,7 @@ class Questions:
         )
 
     def request(self, client: int, number: int, kind: str, text: str) -> RequestMessage:
-        """Make the request to one client."""
+        """Return the request to a client."""
         contract = self.roster.contract_of(client).digest
         return RequestMessage(
             run=self.roster.run, contract=contract, exchange=number, phase=kind, payload=text.encode()

@@ -1,4 +1,4 @@
-"""The connections to clients: which of Flower's nodes are which clients, and requests that are pushed and pulled."""
+"""Connect to clients: find which of Flower's nodes are which clients, send requests, and collect replies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ log = logging.getLogger("fedbilevel.server")
 
 
 class ServerClock(Protocol):
-    """Seconds since some moment, and waiting; `tick`: the shortest wait that makes sense."""
+    """Describe a clock: `time` returns seconds since some moment, `sleep` waits, and `tick` is the shortest wait."""
 
     tick: float
 
@@ -34,7 +34,7 @@ class ServerClock(Protocol):
 
 
 class WallClock:
-    """The machine's. A SuperLink that is asked more often than every tick has less time for the messages."""
+    """Use the machine's clock. More than one look per tick would keep the SuperLink from handling messages."""
 
     tick = 0.03
 
@@ -46,10 +46,10 @@ class WallClock:
 
 
 def public_keys(directory: Path, clients: int) -> dict[int, bytes]:
-    """Read every client's public key, as `der_of` gives it, from the files client-0.pub, client-1.pub, … of a folder.
+    """Read the public keys of all clients, in the form of `der_of`, from client-0.pub, client-1.pub, … in a folder.
 
     Raises:
-        ConfigurationError: a client's file is missing or holds no public key, or two clients have the same key.
+        ConfigurationError: a client's file is missing or has no public key, or two clients have the same key.
     """
     found: dict[int, bytes] = {}
     for client in range(clients):
@@ -60,7 +60,7 @@ def public_keys(directory: Path, clients: int) -> dict[int, bytes]:
             why = error.strerror or error
             raise ConfigurationError(f"client {client} of {clients} has no public key: {path}: {why}") from error
         if key is None:
-            raise ConfigurationError(f"{path} holds no public key: it must be as ssh-keygen or OpenSSL write them")
+            raise ConfigurationError(f"{path} holds no public key: it must be as ssh-keygen or OpenSSL write it")
         if key in found.values():
             other = next(holder for holder, theirs in found.items() if theirs == key)
             raise ConfigurationError(f"{path}: client {client} has the same key as client {other}")
@@ -69,8 +69,10 @@ def public_keys(directory: Path, clients: int) -> dict[int, bytes]:
 
 
 def der_of(key: bytes) -> bytes | None:
-    """Write a public key, in OpenSSH's form or PEM, as DER, so that equal keys are equal bytes; None where it is
-    none."""
+    """Return a public key in DER form, in which equal keys are equal bytes; None if `key` is not a public key.
+
+    `key` is in the form of OpenSSH or PEM.
+    """
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
 
@@ -83,13 +85,13 @@ def der_of(key: bytes) -> bytes | None:
 
 
 GREETING = 20
-"""Deadlines that the reply to a greeting may wait: it is fetched between rounds, and a round may last for some."""
+"""The time for the reply to a greeting, in deadlines: it is fetched between rounds, and a round may last for some."""
 
 Outcome = ResponseMessage | Refusal
 
 
 class ClientReply(NamedTuple):
-    """What became of a request: the client's response, or the reason why there is none."""
+    """Hold the outcome of a request: the client's response, or the reason why there is none."""
 
     client: int
     request: RequestMessage
@@ -99,7 +101,7 @@ class ClientReply(NamedTuple):
         """Return the response of this client to this request.
 
         Raises:
-            Refusal: there is none, or it is that of another client or to another request.
+            Refusal: there is no response, or it comes from another client or belongs to another request.
         """
         outcome, request = self.outcome, self.request
         if isinstance(outcome, Refusal):
@@ -113,15 +115,14 @@ class ClientReply(NamedTuple):
 
 
 class Roster:
-    """The clients: which node is which, what is under way to them, what has come back.
+    """Keep track of clients: their nodes, the requests to them, and their replies.
 
-    Errors of Flower end no run: a message that cannot be sent or fetched is logged and treated as lost.
+    An error of Flower does not end the run: a message that cannot be sent or fetched is logged and treated as lost.
 
-    A node counts if it agrees to the contract and names a client of the population that is free.
-
-    Where `keys` are given (client -> public key, as `der_of` writes it), it must have registered with
-    that client's key. One that does not count is greeted again after `terms.deadline` seconds, and when a client has
-    gone whom it may be now.
+    A node counts as a client if it agrees to the contract and claims an id of the population that no other node has. If
+    `keys` are given (client -> public key, in the form of `der_of`), the node must also have registered with the key of
+    this client. A node that does not count is greeted again after `terms.deadline` seconds, or when a client has left
+    whose place it may take.
     """
 
     def __init__(
@@ -137,27 +138,27 @@ class Roster:
     ) -> None:
         self.grid, self.contract, self.run, self.population = grid, contract, run, population
         self.terms, self.clock, self.own, self.keys = terms, clock, own, keys
-        self.online: set[int] = set()  # nodes, when Flower last said
-        self.singly = False  # since a pull has failed: a bad message must not take others with it again
-        self.bad: set[str] = set()  # messages whose replies could not be fetched, as was logged
-        self.nodes: dict[int, int] = {}  # client -> node, of those that count
-        self.greeted: dict[int, float] = {}  # node -> when
-        self.greetings: dict[str, int] = {}  # message -> node, not replied to yet
+        self.online: set[int] = set()  # the nodes that were online at the last look
+        self.singly = False  # whether replies are fetched one by one, since a bad message has made a pull fail
+        self.bad: set[str] = set()  # messages whose replies could not be fetched, which was logged
+        self.nodes: dict[int, int] = {}  # client -> its node
+        self.greeted: dict[int, float] = {}  # node -> the time of its last greeting
+        self.greetings: dict[str, int] = {}  # message -> node, for greetings without a reply
         self.refusals: dict[int, Refusal] = {}  # node -> why it does not count
-        # client -> (message, request, when it is worthless)
+        # client -> (message, request, time after which the reply does not count)
         self.under_way: dict[int, tuple[str, RequestMessage, float]] = {}
-        self.ready: list[ClientReply] = []  # arrived, and not taken yet
+        self.ready: list[ClientReply] = []  # replies that have arrived and that no exchange has taken
 
     def contract_of(self, client: int) -> Contract:
-        """Return the contract with a client; a client that holds a submodel has a contract of its own."""
+        """Return the contract with a client; a client that holds a submodel has its own contract."""
         return self.own.get(client, self.contract)
 
     def refresh(self) -> None:
-        """Take note of nodes that have come or gone, and greet new ones."""
+        """Update the nodes that are online, and greet new ones."""
         try:
             self.online = set(self.grid.get_node_ids())
         except Exception:
-            log.warning("Flower does not say who is online", exc_info=True)
+            log.warning("Flower does not say which nodes are online", exc_info=True)
         online = self.online
         for client, node in list(self.nodes.items()):
             if node not in online:
@@ -171,7 +172,7 @@ class Roster:
         self.listen()
 
     def listen(self) -> None:
-        """Admit or refuse the nodes whose responses to greetings have come."""
+        """Admit or refuse the nodes whose responses to greetings have arrived."""
         for number, message in self.pull(self.greetings).items():
             node = self.greetings.pop(number)
             try:
@@ -181,13 +182,13 @@ class Roster:
                 mine = der_of(self.registered().get(node, b"")) if self.keys else None
                 refusal.client = next((client for client, key in self.keys.items() if key == mine), refusal.client)
                 if refusal.code is Code.LATE and node in self.refusals:
-                    continue  # what it said before still holds
+                    continue  # its earlier refusal is still valid
                 if node not in self.refusals or self.refusals[node].line != refusal.line:
                     log.warning("node %d does not take part: %s", node, refusal.line)
                 self.refusals[node] = refusal
 
     def greet(self, nodes: Collection[int]) -> None:
-        """Greet those of the nodes that were not greeted within the last `terms.deadline` seconds."""
+        """Greet all these nodes except those that were greeted within the last `terms.deadline` seconds."""
         now, deadline = self.clock.time(), self.terms.deadline
         due = sorted(node for node in nodes if now - self.greeted.get(node, -math.inf) >= deadline)
         request = RequestMessage(run=self.run, contract=self.contract.text)
@@ -197,10 +198,10 @@ class Roster:
         self.greeted.update((node, now) for message, node in zip(sent, due, strict=True) if message)
 
     def admit(self, node: int, response: ResponseMessage) -> None:
-        """Register a node as the client that it says it is.
+        """Register a node as the client whose id its response has.
 
         Raises:
-            Refusal: the node cannot be that client.
+            Refusal: the node cannot be this client.
         """
         client = response.client
         with wire.reading(client if 0 <= client < self.population else None):
@@ -218,12 +219,12 @@ class Roster:
         self.refusals.pop(node, None)
 
     def why_absent(self, client: int) -> Refusal:
-        """Say why a client has no node that counts: what was refused of a node that says it is this client."""
+        """Return why a client has no node: the refusal of the node that claims this id, or that it is not online."""
         said = [refusal for refusal in self.refusals.values() if refusal.client == client]
         return said[-1] if said else Refusal(Code.ABSENT, "it is not online", client)
 
     def registered(self) -> dict[int, bytes]:
-        """Ask for the public key with which each online node has registered, as Flower has it; without a key, b""."""
+        """Return node -> the public key with which it has registered, as Flower has it; b"" without a key."""
         try:
             return {node.node_id: node.public_key for node in self.grid.get_nodes()}
         except Exception:
@@ -231,26 +232,26 @@ class Roster:
             return {}
 
     def push(self, messages: list[Message]) -> list[str]:
-        """Send messages; return their ids, and "" for each that Flower did not take.
+        """Send messages; return their ids, with "" for each message that Flower did not accept.
 
-        Of such a message grids return another id, or none: the whole list is empty where one message is too large.
+        For such a message, grids return another id or no id. If one message is too large, they return no ids at all.
         """
         try:
             taken = set(self.grid.push_messages(messages))
         except Exception:
             log.warning("Flower did not take %d messages", len(messages), exc_info=True)
             taken = set()
-        numbers = [message.metadata.message_id for message in messages]  # known as soon as they are pushed
+        numbers = [message.metadata.message_id for message in messages]  # set by `push_messages`
         return [number if number in taken else "" for number in numbers]
 
     def pull(self, ids: Iterable[str]) -> dict[str, Message]:
-        """Fetch message id -> its response, for those that have come; other messages are ignored."""
+        """Return message id -> its response, for all responses that have arrived; other messages are ignored."""
         wanted = list(ids)
         messages: list[Message] = []
         for some in [[number] for number in wanted] if self.singly else [wanted] if wanted else []:
             try:
                 messages += self.grid.pull_messages(some)
-            except httpx.TransportError as error:  # the connection's fault, no message's
+            except httpx.TransportError as error:  # the cause is the connection, and not a message
                 log.warning("Flower cannot be asked for replies: %s", type(error).__name__)
                 break
             except Exception:
@@ -265,8 +266,11 @@ class Roster:
         return {number: found[number] for number in wanted if number in found}
 
     def wait(self, clients: Collection[int], hoped: int, needed: int) -> None:
-        """Wait until `hoped` of these clients are registered, at most `terms.join` seconds; up to `terms.deadline` only
-        while fewer than `needed` are and greetings are unanswered (a first response may have to wait for imports)."""
+        """Wait until `hoped` of these clients are registered, for at most `terms.join` seconds.
+
+        While fewer than `needed` are registered and greetings have no reply, it waits for up to `terms.deadline`
+        seconds, since the first response of a client may have to wait for imports.
+        """
         began = self.clock.time()
         while True:
             self.refresh()
@@ -278,7 +282,7 @@ class Roster:
             self.clock.sleep(min(self.terms.poll, self.clock.tick + 0.05 * waited))
 
     def send(self, requests: dict[int, RequestMessage]) -> dict[int, Refusal]:
-        """Send requests to clients that have none under way; return client -> why its request could not be sent."""
+        """Send requests to clients without a pending request; return client -> why its request could not be sent."""
         if not requests:
             return {}
         nodes = self.nodes
@@ -294,23 +298,23 @@ class Roster:
         return failed
 
     def requests(self) -> list[tuple[int, RequestMessage]]:
-        """List (client, request) for each request under way."""
+        """List (client, request) for each pending request."""
         return [(client, request) for client, (_, request, _) in self.under_way.items()]
 
     def unsettled(self) -> list[tuple[int, RequestMessage]]:
-        """List (client, request) for each request under way, or whose reply was not taken yet."""
+        """List (client, request) for each pending request, and for each reply that no exchange has taken."""
         return self.requests() + [(reply.client, reply.request) for reply in self.ready]
 
     def look(self, began: float) -> None:
-        """Collect replies; if there are none wait a little, for longer the more time has passed since `began`."""
+        """Collect replies; if there are none, wait a little, and longer the more time has passed since `began`."""
         if not self.collect():
             self.clock.sleep(min(self.terms.poll, self.clock.tick + 0.05 * (self.clock.time() - began)))
 
     def collect(self) -> bool:
-        """Move replies, and requests whose deadline has passed, to `ready`; return whether there are any."""
+        """Move new replies, and requests whose deadline has passed, to `ready`; return whether there were any."""
         senders = {sent: client for client, (sent, _, _) in self.under_way.items()}
         before = len(self.ready)
-        now = self.clock.time()  # before a pull that may take long: what came meanwhile is looked for once more
+        now = self.clock.time()  # a pull may take long, and replies that arrive meanwhile are found by the next pull
         for number, message in self.pull(senders).items():
             client = senders[number]
             try:
@@ -327,11 +331,11 @@ class Roster:
 
 
 def ask(roster: Roster, requests: dict[int, RequestMessage]) -> tuple[list[ClientReply], dict[int, Refusal]]:
-    """Send requests that are no phase's to clients, and wait for what becomes of them.
+    """Send requests that do not belong to a phase, and wait for their outcomes.
 
     Returns:
-        what became of the requests that were sent, and client -> why its request could not be sent. Replies to requests
-        of phases stay in `Roster.ready`.
+        The outcomes of the requests that were sent; and client -> why its request could not be sent. Replies to
+        requests of phases remain in `Roster.ready`.
     """
     began, kinds = roster.clock.time(), {request.phase for request in requests.values()}
     failed = roster.send(requests)

@@ -1,4 +1,4 @@
-"""What the exchanges of a run share on the server: the log, replies that wait, the round as it is played."""
+"""Hold what the exchanges of a run share on the server: the log, replies that wait, and the present round."""
 
 from __future__ import annotations
 
@@ -39,18 +39,19 @@ log = logging.getLogger("fedbilevel.server")
 
 
 class ExchangeLog:
-    """Writes exchanges to the program's log and, where a file is given, there as JSON lines. The file has every
-    refusal; the log says again why a client is absent only when that has changed.
+    """Log exchanges: in the program's log and, if a path is given, as JSON lines in a file.
+
+    The file has every refusal. The program's log repeats why a client is absent only when the reason has changed.
 
     Raises:
-        CheckpointError: the file cannot be written. It is tried at once; a run without exchanges leaves none.
+        CheckpointError: the file cannot be written. This is checked at once; a run without exchanges leaves no file.
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.absent: dict[int, Refusal] = {}  # client -> why, as the log has it
-        self.counted: set[int] = set()  # clients whose replies have counted
-        self.spent: dict[int, tuple[float, float]] = {}  # client -> the ε that it said to have spent, at which δ
+        self.absent: dict[int, Refusal] = {}  # client -> why it is absent, by the last line of the log
+        self.counted: set[int] = set()  # clients with a reply that counted
+        self.spent: dict[int, tuple[float, float]] = {}  # client -> the (ε, δ) that it last reported
         self.recall()
         there = path is None or path.exists()
         self.write("")
@@ -68,9 +69,11 @@ class ExchangeLog:
         """Write the line of an attempt at an exchange.
 
         Args:
-            place: its round, its number in the round, its phase, and which attempt it is.
-            requests, responses: what was sent, and the responses that count.
-            refused: client -> why its response does not.
+            place: the round, the number of the exchange in the round, the phase, and the number of the attempt.
+            seconds: the time that the attempt took.
+            requests: the requests that were sent.
+            responses: the responses that count.
+            refused: client -> why its response does not count.
         """
         down = sum(len(request.payload) for request in requests)
         up = sum(len(response.payload) for response in responses)
@@ -79,7 +82,7 @@ class ExchangeLog:
         line |= {"asked": len(requests), "answered": replied, "bytes_down": down, "bytes_up": up}
         line["seconds"] = round(seconds, 4)
         if (epsilon := max((response.epsilon for response in responses), default=0.0)) > 0:
-            line["epsilon"] = epsilon  # the most that any of them says to have spent of its privacy so far
+            line["epsilon"] = epsilon  # the largest ε that a client has reported
             line["spent"] = {str(one.client): [one.epsilon, one.delta] for one in responses if one.epsilon > 0}
             self.remember(line)
         text = "round %d exchange %d %s: %d of %d replied, %d bytes down, %d up, %.3f s"
@@ -94,18 +97,19 @@ class ExchangeLog:
         self.note(line)
 
     def remember(self, line: Mapping[str, Any]) -> None:
-        """Take note of what clients say to have spent of their privacy."""
+        """Record the (ε, δ) of clients in a line of the log."""
         for client, (epsilon, delta) in line.get("spent", {}).items():
             self.spent[int(client)] = float(epsilon), float(delta)
 
     def recall(self) -> None:
-        """Take note of what clients said before the server was started again; lines that a kill cut are left out."""
+        """Record the (ε, δ) of clients from the file of an earlier process; incomplete lines are left out."""
         if self.path is not None and self.path.is_file():
             for text in self.path.read_text(errors="replace").splitlines():
                 with suppress(ValueError, TypeError, AttributeError):
                     self.remember(json.loads(text))
 
     def note(self, line: Mapping[str, Any]) -> None:
+        """Append a line to the file."""
         self.write(json.dumps(line) + "\n")
 
     def write(self, text: str) -> None:
@@ -120,30 +124,30 @@ class ExchangeLog:
 
 
 class CountedReply(NamedTuple):
-    """A reply that counts in an exchange."""
+    """Hold a reply that counts in an exchange."""
 
     client: int
     checked: CheckedReply
-    asked: int  # exchange of its kind in which the client was asked
+    asked: int  # the exchange of its phase in which the client was asked
 
 
 @dataclass
 class PhaseQueues:
-    """The exchanges so far of each phase that `Fed.sum_first` asks, and replies that wait for its next exchange."""
+    """Count the exchanges of each phase that `Fed.sum_first` asks, and keep replies for the phase's next exchange."""
 
-    exchanges: Counter[str] = field(default_factory=Counter)  # of each kind so far
+    exchanges: Counter[str] = field(default_factory=Counter)  # phase -> the number of its exchanges so far
     since: defaultdict[str, defaultdict[int, int]] = field(
         default_factory=lambda: defaultdict(lambda: defaultdict(int))
     )
-    """Phase -> client -> exchange of the phase in which it was last asked or, if that is later, replied."""
+    """Phase -> client -> the exchange of the phase in which the client was last asked or, if that is later, replied."""
     kept: dict[str, list[CountedReply]] = field(default_factory=lambda: defaultdict(list))
-    """Phase -> replies that came in while another phase was waited for."""
+    """Phase -> replies that arrived during an exchange of another phase."""
     resumed: dict[str, tuple[Sums, float]] = field(default_factory=dict)
-    """Phase -> the weighted sums of kept replies that a checkpoint has, and their Σ p_i·asked; metrics are not kept."""
+    """Phase -> the weighted sums of kept replies in a checkpoint, and their Σ p_i·asked; their metrics are not kept."""
 
     @classmethod
     def of(cls, queues: InFlight | None) -> PhaseQueues:
-        """Read the queues that a checkpoint has; empty ones for None."""
+        """Return the queues of a checkpoint; empty queues for None."""
         found = cls()
         for phase, queue in {} if queues is None else queues.by_phase.items():
             found.exchanges[phase] = int(queue.exchanges)
@@ -153,42 +157,44 @@ class PhaseQueues:
         return found
 
     def overdue(self, phase: str, clients: Iterable[int], working: Container[int], max_staleness: int) -> set[int]:
-        """Find the clients that an exchange must wait for (see `Fed.sum_first`); `working`: those at work on this
-        phase."""
+        """Return the clients for which an exchange must wait (see `Fed.sum_first`).
+
+        `working` contains the clients that work on a request of this phase.
+        """
         ages = {client: self.exchanges[phase] - self.since[phase][client] for client in clients}
         return {c for c, age in ages.items() if age > max_staleness or (c in working and age == max_staleness)}
 
 
-MOST = 3  # clients that a round is repeated without, each after the last
+MOST = 3  # the largest number of clients that are left out of a repeated round, one by one
 
 
 class SpoiledError(ExchangeError, NumericalError):
-    """Most clients of an exchange met numbers that are not finite: the state, not a client, must be at fault."""
+    """Report that most clients of an exchange met numbers that are not finite, so that the state must be the cause."""
 
 
 @dataclass
 class Take:
-    """A round, as often as it is played: where it begins, and what is known of its clients.
+    """Hold a round that may be repeated: the carry at its start, and a record of its clients.
 
-    A round is a function of its state, its key and the clients that count in it. One whose result is no use is
-    therefore played again from where it began, without the client whose update was the longest in proportion to the
-    others of its exchange; what clients keep goes back with it, since each message says what it goes on from.
+    A round is a function of its state, its key and the clients that count in it. A round whose result is not finite can
+    therefore be repeated from its start, without the client whose update was the longest in proportion to the others of
+    its exchange. The states of clients are rolled back too, since each message names the state from which it continues.
     """
 
     carry: Carry
     ratios: dict[int, float] = field(default_factory=dict)
-    """Client -> its longest update that counted, in units of what was usual."""
+    """Client -> the norm of its longest update that counted, divided by the median norm of the exchange."""
     without: list[int] = field(default_factory=list)  # clients that are left out
 
     def hear(self, norms: dict[int, float]) -> None:
-        """Note the replies of an exchange, by their norms."""
+        """Record the replies of an exchange, by their norms."""
         some = [norm for norm in norms.values() if norm > 0]
         usual = statistics.median_low(some) if some else math.inf
         for client, norm in norms.items():
             self.ratios[client] = max(norm / usual, self.ratios.get(client, 0.0))
 
     def leave_out(self, cohort: int, terms: Terms) -> int | None:
-        """Leave out a further client and return which; None if there must be no fewer."""
+        """Leave out another client and return its id; None if too few clients would be left."""
         left = {client: ratio for client, ratio in self.ratios.items() if client not in self.without}
         few = cohort - len(self.without) - 1 < terms.needed(cohort)
         if not left or few or len(self.without) == MOST:
@@ -198,8 +204,11 @@ class Take:
 
 
 class SubmodelPrograms:
-    """What a server computes for submodels of a unit layout, compiled: `cut` gives the part of a phase's message that a
-    client with some units is sent, `put_back` gives sums over such clients the shapes of the whole model."""
+    """Hold the compiled programs of a server for submodels of a unit layout.
+
+    `cut` returns the part of a phase's message for a client with some units. `put_back` puts sums over clients with the
+    same units into the shapes of the whole model.
+    """
 
     def __init__(self, unit_layout: UnitLayout) -> None:
         def cut(phase: Phase, message: PyTree, units: Units) -> PyTree:
@@ -213,7 +222,7 @@ class SubmodelPrograms:
 
 
 def roster_of(flower: Any, contract: Contract, clients: int, own: Mapping[int, Contract] | None = None) -> Roster:
-    """Make the connections of a `Flower` to this many clients, who agree to a contract or to one of their own."""
+    """Return the roster of a `Flower` for this many clients; `own` has the contracts of clients with submodels."""
     clock: ServerClock = getattr(flower.grid, "clock", None) or WallClock()
     if isinstance(clock, WallClock) and tested(require_flower()):
         quick_pulls(flower.terms.deadline)
@@ -222,21 +231,21 @@ def roster_of(flower: Any, contract: Contract, clients: int, own: Mapping[int, C
 
 
 class Session:
-    """A run on the server: its clients, the connections to them, and what their replies have left behind.
+    """Hold a run on the server: its clients, the connections to them, and the records of their replies.
 
     Args:
-        flower: a `Flower`, whose file imports this one.
-        algorithm, problem: as given to `solve`; the fields of the algorithm are not those of a round.
+        flower: a `Flower`; its class cannot be named here, since its module imports this one.
+        algorithm, problem: as for `solve`. Schedules in the algorithm's fields are not evaluated for a round.
         clients: the population, M clients.
-        cohort: how many clients a round draws.
-        carry: what the run begins with, or is resumed from.
+        cohort: the number of clients that a round draws.
+        carry: the carry from which the run starts or is resumed.
 
     Attributes:
-        submodel_plan: which clients hold which submodels; None where all hold the whole model.
-        backoff: which clients are not asked for some rounds, since they failed.
-        norms: which Euclidean norms of updates are usual, by phase.
-        counted: (M, 2) round and exchange of each client's last reply that counted and could change its state.
-        take: the current round.
+        submodel_plan: the submodels that clients hold; None: all clients hold the whole model.
+        backoff: the clients that are not asked for some rounds, because they failed.
+        norms: the usual Euclidean norms of updates, by phase.
+        counted: (M, 2) the round and exchange of each client's last reply that counted and could change its state.
+        take: the present round.
     """
 
     def __init__(
@@ -248,7 +257,7 @@ class Session:
         start = x, y if carry.own_y is None else join(y, carry.own_y)
         contract = draw_up(algorithm, problem, *start, clients.examples())
         self.submodel_plan = SubmodelPlan.of(algorithm, problem, clients, *start)
-        own: dict[int, Contract] = {}  # of clients who hold submodels
+        own: dict[int, Contract] = {}  # the contracts of clients that hold submodels
         if (plan := self.submodel_plan) is not None:
             once = "a number for each client: a site serves messages of one size"
             require(plan.number.ndim == 1, "RemoteClients.capacity", f"{span(clients.capacity, '.3g')}, by round", once)
@@ -264,6 +273,6 @@ class Session:
         self.counted = np.array(carry.clients)
 
     def never_counted(self) -> list[Refusal]:
-        """List why clients that were asked have never counted."""
+        """Return the refusals of the clients that were asked and whose replies have never counted."""
         log = self.exchange_log
         return [why for client, why in log.absent.items() if client not in log.counted and self.counted[client, 0] < 0]

@@ -1,4 +1,4 @@
-"""The server's rules: when a reply counts, when an exchange does, and when a client that failed is asked again."""
+"""Define the server's rules: when a reply counts, when an exchange counts, and when a failed client is asked again."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ from fedbilevel.core.tree import PyTree, is_floating, nonfinite_leaves
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.wire import CallSignature, ResponseMessage, from_bytes, layout, require_layout
 
-LONGEST_REST = 32  # rounds
+LONGEST_REST = 32  # the largest number of rounds before a failed client is asked again
 
 
 @dataclass(frozen=True, kw_only=True)
 class Terms:
-    """When an exchange counts.
+    """Set the rules by which exchanges and replies count.
 
     Args:
-        quorum: the share of a cohort that must reply, 0 < quorum ≤ 1.
-        deadline: seconds that a client has for a reply, the way there and back included.
-        attempts: how often those who have not replied are asked, before the run stops below its quorum.
-        join: seconds to wait for clients that are not online, at the start and before another attempt.
-        norm_factor: how many times as long as usual an update may be (see `NormBounds`); None sets no such bound.
-        message_factor: how many times as long as the message that was sent an update may be in any case but that of
-            norm_bound: what norm_factor would refuse counts up to there.
-        norm_bound: the largest Euclidean norm that an update may have, in any case; None sets no bound.
-        poll: seconds between two looks for replies, at most.
+        quorum: the share of a cohort that must reply, above 0 and at most 1.
+        deadline: the seconds that a client has for a reply, including both transfers.
+        attempts: how often clients that have not replied are asked, before a run without a quorum stops.
+        join: the seconds to wait for clients that are not online, at the start and before another attempt.
+        norm_factor: the largest ratio of an update's norm to the usual norm (see `NormBounds`); None: no such bound.
+        message_factor: the ratio of an update's norm to the norm of the message up to which the update counts even if
+            `norm_factor` would refuse it.
+        norm_bound: the largest Euclidean norm of an update in any case; None: no such bound.
+        poll: the largest number of seconds between two looks for replies.
     """
 
     quorum: float = 0.5
@@ -61,43 +61,58 @@ class Terms:
         require(bound is None or 0 < bound < math.inf, "Terms.norm_bound", bound, "positive, or None")
 
     def needed(self, cohort: int) -> int:
+        """Return how many clients of a cohort of this size must reply."""
         return max(1, math.ceil(self.quorum * cohort - 1e-9))
 
 
 class Backoff:
-    """Exponential backoff: a client that fails in round t is asked again in t + 1, then, should it fail once more, 2
-    rounds after that, then 4, …, at most LONGEST_REST, until it replies."""
+    """Ask failed clients again with exponential backoff.
+
+    A client that fails in round t is asked again in round t + 1. If it fails again, it is asked after 2 rounds, then
+    after 4 rounds, and so on, at most after LONGEST_REST rounds, until it replies.
+    """
 
     def __init__(self) -> None:
         self.until: dict[int, tuple[int, int]] = {}  # client -> (first round it is asked again, failures in a row)
 
     def resting(self, client: int, round: int) -> bool:
+        """Return whether a client is not asked in this round because it failed before."""
         return client in self.until and round < self.until[client][0]
 
     def failed(self, client: int, round: int) -> None:
+        """Record that a client failed in a round; several failures in one round count once."""
         back, failures = self.until.get(client, (0, 0))
-        if round >= back:  # several failures in a round count once
+        if round >= back:
             rest = min(2**failures, LONGEST_REST)
             self.until[client] = (round + rest, failures + 1)
 
     def replied(self, client: int) -> None:
+        """Record that a client replied, which ends its backoff."""
         self.until.pop(client, None)
 
 
-LARGEST = 2**31 - 1  # that the costs of a round can hold for a round
+LARGEST = 2**31 - 1  # the largest count of work that the costs of a round can hold
 
 
 @dataclass(frozen=True)
 class CheckedReply:
+    """Hold a response that has passed all checks that need no other reply, with its decoded update."""
+
     response: ResponseMessage
     call: CallSignature
     update: PyTree
-    norm: float  # Euclidean, of the whole update
+    norm: float  # the Euclidean norm of the whole update
     metrics: dict[str, float]
 
 
 def check_response(response: ResponseMessage, call: CallSignature, terms: Terms, population: int) -> CheckedReply:
-    """Decode a response to a call, if it is valid in every respect.
+    """Return the decoded response to a call, after checks of its form, its numbers and its norm.
+
+    Args:
+        response: the response.
+        call: the call to which it belongs.
+        terms: the server's rules.
+        population: the number of clients, which bounds the counts of work.
 
     Raises:
         Refusal: the response must not count.
@@ -116,7 +131,7 @@ def check_response(response: ResponseMessage, call: CallSignature, terms: Terms,
     metrics = response.numbers()
     if set(metrics) - set(call.metrics) or not all(np.isfinite(value) for value in metrics.values()):
         raise Refusal(Code.MALFORMED, "its metrics are not those of the phase, or not finite")
-    most = LARGEST // population  # so that their sum is exact
+    most = LARGEST // population  # the sum over all clients then does not overflow
     if not (0 <= response.gradients <= most and 0 <= response.hvps <= most):
         text = f"its counts ({response.gradients}, {response.hvps}) are not between 0 and {most}"
         raise Refusal(Code.MALFORMED, text)
@@ -126,8 +141,10 @@ def check_response(response: ResponseMessage, call: CallSignature, terms: Terms,
 
 
 def too_large(leaf: np.ndarray) -> bool:
-    """Tell whether squares of its numbers are infinite, in their own dtype or, where that is short, in float32: no
-    loss, norm or product of such numbers would be a number."""
+    """Return whether the square of a number in the array would be infinite, in float32 or a wider dtype of the array.
+
+    Losses, norms and products of such numbers would not be finite.
+    """
     if not is_floating(leaf):
         return False
     largest = math.sqrt(max(float(jnp.finfo(leaf.dtype).max), float(np.finfo(np.float32).max)))
@@ -135,33 +152,37 @@ def too_large(leaf: np.ndarray) -> bool:
 
 
 FEWEST = 2
-"""Norms of an exchange that can be compared. Of two the shorter is taken for usual: nothing tells which of them is
-false, but a false norm that is long spoils the state for everybody, and a short norm delays the other client's updates,
-which the log then says in every round."""
-WINDOW = 100  # exchanges of a phase
+"""The least number of norms in an exchange that can be compared. Of two norms, the smaller counts as usual. It is not
+known which of them is false, but a false large norm would make the state useless for all clients, while a false small
+norm only delays the updates of the other client, which the log reports in every round."""
+WINDOW = 100  # the number of exchanges of a phase whose norms are kept
 
 
 class NormBounds:
-    """A bound on the norm of updates, from the norms of other updates of the same phase: nobody has to give a number.
+    """Bound the norms of updates by the norms of other updates of the same phase, without a number from the user.
 
-    In each exchange, with ‖·‖ the Euclidean norm of a whole update, a reply u counts if
+    Let ‖·‖ be the Euclidean norm of a whole update. In each exchange, a reply u counts if
 
-        ‖u‖ ≤ max(norm_factor · median of the ‖u_j‖ here,  norm_factor · median over earlier exchanges of the phase,
+        ‖u‖ ≤ max(norm_factor · median of the ‖u_j‖ of this exchange,
+                  norm_factor · median of the medians of earlier exchanges of the phase,
                   message_factor · ‖message‖)
 
-    Norms of 0 are left out of both medians: an update may rightly be 0 for most and not for all. The first median is of
-    what has come in, u included, where that is FEWEST or more; the second of the medians of the last WINDOW exchanges
-    of this process. Where neither is known, as of a first exchange with one client, norm_bound is the bound, and with
-    None norm_factor² times the message's norm, or 1 if that is more: gradients have another unit than points have. The
-    message's norm is there for updates that are rounding errors for most: what is no longer than some times the point
-    itself cannot spoil it for good. Its factor is small, or a lie, which makes the next message longer, would make room
-    for a larger lie.
+    Norms of 0 are left out of both medians, since a correct update may be 0 for most clients and not for all. The first
+    median is over the replies that have arrived, including u, if there are at least FEWEST of them. The second is over
+    the last WINDOW exchanges of this process. If neither is known, as in a first exchange with one client, the bound is
+    norm_bound. If this is None, the bound is norm_factor² times the norm of the message, or times 1 if that is larger,
+    because gradients and points have different units.
 
-    norm_factor is for what would end a run, and has to let pass whatever honest clients send. Labels dealt by
-    Dirichlet's 0.05, digits, a client's own hypergradients (LFedNest): the longest was 1,020 times the median.
+    The bound by the message's norm is for phases in which the updates of most clients are only rounding errors: an
+    update that is at most a few times as long as the point itself cannot spoil it for good. This factor must be small.
+    A false update makes the next message longer, which would allow an even longer false update.
+
+    norm_factor should refuse only updates that would end a run, and must accept all updates of honest clients. In a
+    test with digits, labels distributed by Dirichlet's 0.05, and clients' own hypergradients (LFedNest), the longest
+    update was 1,020 times as long as the median.
 
     Args:
-        terms: norm_bound itself is checked elsewhere.
+        terms: the server's rules; `check_response` checks norm_bound.
     """
 
     def __init__(self, terms: Terms) -> None:
@@ -169,33 +190,34 @@ class NormBounds:
         self.past: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=WINDOW))
 
     def check(self, phase: str, norm: float, here: Sequence[float], message: Callable[[], float]) -> None:
-        """Refuse an update that is out of proportion.
+        """Refuse an update that is too long in comparison with others.
 
         Args:
-            norm: its own.
-            here: the norms of all that came in, this norm among them.
-            message: the norm of what the client was sent; asked for only where it matters.
+            phase: the phase of the update.
+            norm: the norm of the update.
+            here: the norms of all updates of this exchange so far, including this one.
+            message: returns the norm of the message to the client; called only if it is needed.
 
         Raises:
-            Refusal: it is.
+            Refusal: the update is too long.
         """
         if self.factor is None or norm == 0:
             return
         if (usual := self.usual(phase, here)) is None:
             if self.bound is None and norm > (bound := self.factor * self.factor * max(1.0, message())):
-                text = f"its update has a norm of {norm:.3g}, where no other update tells what is usual"
-                raise Refusal(Code.BOUND, f"{text}, and {bound:.3g} is the bound; norm_bound = NUMBER sets another")
+                text = f"its update has a norm of {norm:.3g}, and there is no other update to compare it with"
+                raise Refusal(Code.BOUND, f"{text}; the bound is {bound:.3g}, and norm_bound = NUMBER sets another")
         elif norm > self.factor * usual and norm > (bound := max(self.factor * usual, self.of_message * message())):
             text = f"its update has a norm of {norm:.3g}, where {usual:.3g} is usual and {bound:.3g} the bound"
             raise Refusal(Code.BOUND, f"{text} (norm_factor = {self.factor:g}, message_factor = {self.of_message:g})")
 
     def usual(self, phase: str, here: Sequence[float]) -> float | None:
-        """Return the larger of the two medians, if any is known."""
+        """Return the larger of the two medians; None if neither is known."""
         some, past = [norm for norm in here if norm > 0], self.past[phase]
         known = [statistics.median_low(some)] if len(some) >= FEWEST else []
         return max([*known, *([statistics.median_low(past)] if past else [])], default=None)
 
     def note(self, phase: str, accepted: Sequence[float]) -> None:
-        """Remember an exchange by the replies that counted."""
+        """Record the median of the norms of the replies that counted in an exchange."""
         if some := [norm for norm in accepted if norm > 0]:
             self.past[phase].append(statistics.median_low(some))
