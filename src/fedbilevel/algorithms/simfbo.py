@@ -220,7 +220,7 @@ class Normalised(SingleLoop, LocalDirections):
     """Share the normalised replies h_i = q_i/‖a_i‖₁ and the server's step along ρh of ShroFBO and CorrectedFBO."""
 
     def normalised(self, client: Client, reply: Reply) -> Reply:
-        """Return the reply with h_i in place of q_i, ‖a_i‖₁, and 1; the mean of the ones is the cohort's share of weights.
+        """Return the reply with h_i in place of q_i, ‖a_i‖₁, and 1; the mean of the ones is the cohort's share.
 
         Both numbers are public: τ_i is a field of the algorithm or of the population. The server knows it, and it does
         not depend on the client's data.
