@@ -4,13 +4,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-torch lint format papers benchmarks catalogue notebooks lock clean
+.PHONY: help setup demo test test-slow test-torch test-trackers lint format papers benchmarks catalogue notebooks lock clean
 
 # What another project left in the environment must not leak into this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
 
 help:  ## this list
-	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*## /  make \1\t/p' Makefile | expand -t 22
 
 setup:  ## install everything into .venv (quick when nothing has changed)
 	@$(PYTHON) scripts/bootstrap.py
@@ -29,6 +29,10 @@ test-slow: setup  ## the tests that take long, repeat others for more methods, o
 test-torch: setup  ## install PyTorch and what is built on it, then the tests of fedbilevel.torch
 	@$(PYTHON) scripts/bootstrap.py torch
 	$(BIN)/pytest -m "" tests/pytorch "tests/test_readme.py::test_python_blocks_run[docs/tutorials/pytorch.md]"
+
+test-trackers: setup  ## install MLflow, Weights & Biases and TensorBoard, then the tests of fedbilevel.trackers
+	@$(PYTHON) scripts/bootstrap.py trackers
+	$(BIN)/pytest -m "" tests/trackers
 
 lint: setup  ## format, lint and types
 	$(BIN)/ruff format --check

@@ -71,6 +71,11 @@ MODULES = (
     ),
     Module("fedbilevel.torch", "fedbilevel.torch", "Modules of PyTorch ([tutorial](../../tutorials/pytorch.md))."),
     Module(
+        "fedbilevel.trackers",
+        "fedbilevel.trackers",
+        "Callbacks that record runs in services for experiments ([guide](../../how-to/trackers.md)).",
+    ),
+    Module(
         "fedbilevel.experiments",
         "fedbilevel.experiments",
         "What the [command line](../command-line.md) does, from Python: specs, run folders, comparisons.",
@@ -107,11 +112,13 @@ MEMBERS = {
     "Preparer": "fit transform save load get_feature_names_out",
     "Privacy": "epsilon_after",
     "Ragged": "row",
+    "Record": "add close",
     "RemoteClients": "of",
     "Result": "summary plot save load",
     "Ridge": "fit predict",
     "Spec": "replace",
     "Total": "mean",
+    "Tracker": "open library",
 }
 """The members of public classes that programs call or define; engines use others."""
 

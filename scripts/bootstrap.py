@@ -44,7 +44,8 @@ STARTED_OFTEN = (  # what runs and the processes of a federation import
     "flwr.supernode.cli",
     "flwr.superlink.cli",
 )
-EXTRAS = ("--all-extras", "--no-extra", "torch")  # PyTorch has gigabytes: only the argument `torch` installs it
+HEAVY = ("torch", "mlflow", "wandb")  # extras that only an argument installs: `torch`, and `trackers` the other two
+EXTRAS = ("--all-extras", *(f"--no-extra={name}" for name in HEAVY))
 NO_BYTECODE = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 
 
@@ -233,7 +234,7 @@ def call(uv: Path, env: dict[str, str], *arguments: str) -> None:
 
 
 def install_project(uv: Path, env: dict[str, str], groups: Sequence[str]) -> None:
-    """Bring .venv to what uv.lock says, with all extras but PyTorch, the tools and the project itself (editable).
+    """Bring .venv to what uv.lock says, with all extras but HEAVY, the tools and the project itself (editable).
 
     Groups of dependencies that are named come on top of what is there.
     """

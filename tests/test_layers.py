@@ -18,7 +18,8 @@ ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "fedbilevel"
 PUBLIC_MODULES = (
     r"fedbilevel\.(authoring|errors|extending|parts|tasks(\.\w+)?|data(\.columns)?|torch|flower(\.privacy|\.versions)?|engines|"
-    r"estimators|experiments)"
+    r"estimators|experiments|"
+    r"trackers)"
 )
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -40,8 +41,9 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "tasks": {"machinery", "core", "data"},
     "estimators": {"root", "data"},
     "torch": {"root"},
+    "trackers": {"core", "engines"},
     "experiments": {"root", "reading", "wording", "core", *BELOW_EXPERIMENTS},
-    "cli": {"root", "wording", "core", "experiments", *BELOW_EXPERIMENTS},
+    "cli": {"root", "wording", "core", "trackers", "experiments", *BELOW_EXPERIMENTS},
     "root": {
         "core",
         "oracles",
@@ -52,6 +54,7 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
         "tasks",
         "data",
         "reading",
+        "trackers",
         "wording",
     },
 }
@@ -68,10 +71,10 @@ FLOWER = {  # room of fedbilevel.flower: the others that it may import; "root" i
 ARRAYS = {"jax", "optax", "numpy"}
 # Third-party packages: a room in ONLY may import these alone, a room in NEVER all but these.
 ONLY = {"machinery": ARRAYS, "core": ARRAYS | {"dp_accounting"}, "oracles": ARRAYS, "algorithms": ARRAYS}
-OF_ONE_ROOM = {"flwr": "flower", "torch": "torch"}
+OF_ONE_ROOM = {"flwr": "flower", "torch": "torch", **dict.fromkeys(("mlflow", "tensorboardX", "wandb"), "trackers")}
 NEVER = {room: {package for package, only in OF_ONE_ROOM.items() if only != room} for room in ROOMS}
 NEVER["data"] |= {"jax", "optax"}
-HEAVY = {"flwr", "torch", "matplotlib", "sklearn", "rich", "pandas"}
+HEAVY = {"flwr", "torch", "matplotlib", "sklearn", "rich", "pandas", "mlflow", "tensorboardX", "wandb"}
 
 
 def room_of(path: Path) -> str:

@@ -1,6 +1,6 @@
 """List the public names of the library; import them from `fedbilevel`."""
 
-from fedbilevel import algorithms, errors, parts
+from fedbilevel import algorithms, errors, parts, trackers
 from fedbilevel.algorithms import *  # noqa: F403
 from fedbilevel.algorithms.parts.adaptive_steps import AdaptiveSteps
 from fedbilevel.algorithms.parts.layers import layered
@@ -71,6 +71,7 @@ __all__ = [
     "stop_when",
     "stop_without_progress",
     "sweep",
+    "trackers",
     "tune_cpu",
 ]
 __all__ += algorithms.__all__

@@ -45,6 +45,7 @@ from fedbilevel.engines.history import LOSSES, History, Result, Row
 from fedbilevel.engines.progress import Guarded, showing
 from fedbilevel.engines.saver import FORCE
 from fedbilevel.engines.solve import solve
+from fedbilevel.engines.tracking import TrackedRun, Tracking, tracked_group
 
 T = TypeVar("T")
 PointValues = Mapping[str, Any]
@@ -125,7 +126,12 @@ def sweep(
         folder=folder,
     )
     made(points, player.make)
-    return played(player, points, seeds, select, progress)
+    parameters = {"sweep": {"grid": grid, "select": select, "seeds": list(seeds)}}
+    group = tracked_group(f"sweep of {', '.join(grid)}", parameters, Path(folder) if folder else None)
+    with Tracking(given.get("callbacks"), group) as tracking:
+        found = played(player, points, seeds, select, progress)
+        tracking.outcome = found.outcome
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +146,7 @@ class Solving:
     """
 
     make: Callable[[PointValues], Algorithm]
-    solve: Callable[..., Result]
+    solve: partial[Result]
     points: int
     folder: str | Path | None
 
@@ -148,8 +154,11 @@ class Solving:
         display.begin(f"point {number + 1} of {self.points}, seed {seed}")
         file = self.folder and Path(self.folder) / f"point-{number:03d}-seed-{seed}.npz"
         saving: dict[str, Any] = {"checkpoint": file, "resume": "auto"} if file else {}
+        values = ", ".join(f"{name}={value}" for name, value in point.items())
+        run = TrackedRun(f"{values}, seed {seed}", {"point": point})
         try:
-            return self.solve(self.make(point), key=seed, progress=display, **saving).history
+            with Tracking(self.solve.keywords.get("callbacks"), run) as tracking:
+                return tracking.ended(self.solve(self.make(point), key=seed, progress=display, **saving)).history
         except CheckpointError as error:  # its remedy, resume="force", would mix the points of two sweeps
             if FORCE not in str(error):
                 raise
@@ -380,6 +389,12 @@ class Sweep(Shown):
     def best(self) -> dict[str, Any] | None:
         """Return the values of the fields of the best point; None if every point failed."""
         return None if self.algorithm is None else {name: self.rows[0][name] for name in self.fields}
+
+    @property
+    def outcome(self) -> dict[str, Any]:
+        """Return the best point and its metric, for trackers."""
+        best = {f"best.{name}": value for name, value in (self.best or {}).items()}
+        return {self.select: self.rows[0][self.select], **best} if best else {}
 
     @property
     def chosen_on(self) -> str:

@@ -1,5 +1,6 @@
 """Provide helpers for error messages: names of missing packages, and untrusted texts made printable."""
 
+import re
 from typing import Any
 
 JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
@@ -32,6 +33,11 @@ def printable(text: str, longest: int | None = 200, kept: str = "") -> str:
     """
     plain = (" " if char.isspace() and char not in kept else char for char in text[:longest])
     return "".join(char if char.isprintable() or char in kept else "�" for char in plain)
+
+
+def without_password(text: str) -> str:
+    """Hide the passwords of URLs in a text."""
+    return re.sub(r"(://[^:/@\s]*):[^@\s]*@", r"\1:***@", text)
 
 
 def of_others(value: Any) -> Any:

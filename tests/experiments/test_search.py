@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import survived
 
-from fedbilevel import cli, experiments
+from fedbilevel import cli, experiments, wording
 from fedbilevel.core.errors import ConfigurationError, NumericalError
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import configure, search, sweep
@@ -234,7 +234,7 @@ def test_a_damaged_journal_is_refused(run, tmp_path) -> None:
 
 
 def test_no_password_is_shown() -> None:
-    shown = search.without_password("the study in postgresql+psycopg://me:se:cret@host/db cannot be used: me@host")
+    shown = wording.without_password("the study in postgresql+psycopg://me:se:cret@host/db cannot be used: me@host")
     assert shown == "the study in postgresql+psycopg://me:***@host/db cannot be used: me@host"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from fedbilevel.experiments.sweep import SpecOf
     from fedbilevel.sweeps import PointValues, Sweep
     from fedbilevel.tasks import Task
+    from fedbilevel.trackers import Tracker
 
 
 FORMATS = {"csv": "CSV", "json": "JSON", "latex": "LaTeX", "markdown": "Markdown"}
@@ -33,7 +34,7 @@ def add_to(add: shared.Add) -> None:
     compare = add("compare", _compare)
     compare.add_argument("what", nargs="*", metavar="RUN|TASK", help="run folders, folders of them, or one task")
     compare.add_argument(
-        "--algorithms", type=_names, metavar="NAME,NAME,…", help=f"what to run on the task; {shared.OWN}"
+        "--algorithms", type=shared.names, metavar="NAME,NAME,…", help=f"what to run on the task; {shared.OWN}"
     )
     shared.add_options(compare, "data", "set", "cohort", seeds="one run of each algorithm for each seed")
     shared.add_length(compare)
@@ -43,15 +44,15 @@ def add_to(add: shared.Add) -> None:
         help="also run the first algorithm with one client that holds everything, drawn as a level",
     )
     compare.add_argument(
-        "--against", type=_names, metavar="NAME,NAME,…", help=f"also searches over x: {', '.join(RIVALS)}"
+        "--against", type=shared.names, metavar="NAME,NAME,…", help=f"also searches over x: {', '.join(RIVALS)}"
     )
     compare.add_argument("--search-box", metavar="LOW:HIGH", help="of every entry of x: --search-box=-12:0")
     shared.add_options(compare, quiet="do not show the runs on their way")
     out = "of runs: the picture, .png, .pdf or .svg (comparison.png); of algorithms: the folder (runs/…)"
     compare.add_argument("--out", metavar="PATH", help=out)
-    compare.add_argument("--panel", type=_names, metavar="NAME,NAME,…", help="what the picture's panels run over")
+    compare.add_argument("--panel", type=shared.names, metavar="NAME,NAME,…", help="what the picture's panels run over")
     compare.add_argument("--label", type=_label, action="append", default=[], metavar="NAME=TEXT", help="of a run")
-    compare.add_argument("--columns", type=_names, metavar="NAME,NAME,…", help="of the table, by their headings")
+    compare.add_argument("--columns", type=shared.names, metavar="NAME,NAME,…", help="of the table, by their headings")
     compare.add_argument(
         "--levels", type=_levels, metavar="N,N,…", help="of the metric, to show the exchanges up to them"
     )
@@ -62,10 +63,6 @@ def add_to(add: shared.Add) -> None:
     report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of runs")
     report.add_argument("--out", type=Path, metavar="FILE", help="the page, .html (report.html)")
     _add_sweep(add)
-
-
-def _names(text: str) -> list[str]:
-    return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _levels(text: str) -> list[float]:
@@ -257,7 +254,10 @@ def _add_sweep(add: shared.Add) -> None:
     sweep.add_argument("--select", metavar="METRIC", help="what decides (the task's first metric); a loss, too")
     sweep.add_argument("--select-on-test", action="store_true", help="even if that is measured on test data")
     shared.add_options(
-        sweep, out="the sweep's folder, new or its own (runs/…)", quiet="print nothing but the table and the paths"
+        sweep,
+        "log",
+        out="the sweep's folder, new or its own (runs/…)",
+        quiet="print nothing but the table and the paths",
     )
 
 
@@ -283,21 +283,27 @@ def _sweep(options: argparse.Namespace) -> int:
     """
     terminal = shared.console()
     shared.prepare_jax()
+    from fedbilevel.engines.tracking import Tracking, tracked_group
     from fedbilevel.experiments.folder import default_path
-    from fedbilevel.experiments.sweep import sweep_table, write_files
+    from fedbilevel.experiments.sweep import CHOSEN, TABLE, sweep_table, write_files
 
     folder = options.out or default_path("sweep", Path(options.base or "").stem)
+    trackers = shared.trackers(options)
+    given = {"sweep": {name: getattr(options, name) for name in ("grid", "search", "trials", "seeds", "select")}}
+    group = tracked_group("sweep", given, folder, [folder / TABLE, folder / CHOSEN])
     try:
-        with interrupts.unmixed():
-            found = _swept(options, folder)
+        with interrupts.unmixed(), Tracking(trackers, group) as tracking:
+            found = _swept(options, folder, trackers)
+            written = write_files(found, folder)
+            tracking.outcome = found.outcome
     except KeyboardInterrupt:
         return shared.fail(interrupts.exit_code(), f"interrupted; continue with the same command and --out {folder}")
     terminal.print(sweep_table(found, terminal.width))
-    shared.say_paths(terminal, {"runs": folder, **write_files(found, folder)})
+    shared.say_paths(terminal, {"runs": folder, **written})
     return shared.OK if found.best else shared.fail(shared.NUMBERS_FAIL, "every point failed: nothing is chosen")
 
 
-def _swept(options: argparse.Namespace, folder: Path) -> Sweep:
+def _swept(options: argparse.Namespace, folder: Path, trackers: Sequence[Tracker]) -> Sweep:
     from fedbilevel.experiments.search import Range, search_specs
     from fedbilevel.experiments.sweep import parse_values, sweep_specs
 
@@ -310,7 +316,7 @@ def _swept(options: argparse.Namespace, folder: Path) -> Sweep:
     drawing = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     given: dict[str, Any] = {name: getattr(options, name) for name in ("seeds", "select", "select_on_test")}
     say = (lambda line: None) if options.quiet else partial(print, flush=True)  # not rich's, which would cut the bar
-    given |= {"say": say, "progress": False if options.quiet else None}
+    given |= {"say": say, "progress": False if options.quiet else None, "trackers": trackers}
     spec_of = _spec_of(options, fields)
     for name, value in drawing.items():
         require(bool(space), f"--{name}", value, "left out without --search")

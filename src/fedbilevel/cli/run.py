@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from fedbilevel.experiments import Folder, Spec
     from fedbilevel.experiments.folder import LoadedRun
     from fedbilevel.tasks import Task
+    from fedbilevel.trackers import Tracker
 
 
 def add_to(add: shared.Add) -> None:
@@ -41,10 +42,10 @@ def add_to(add: shared.Add) -> None:
     place = run.add_mutually_exclusive_group()
     shared.add_options(place, out="the run folder: new or empty (runs/…)")
     place.add_argument(
-        "--resume", type=Path, metavar="RUN", help="continue that run; goes with --rounds, --force, --quiet"
+        "--resume", type=Path, metavar="RUN", help="continue that run; goes with --rounds, --force, --log, --quiet"
     )
     run.add_argument("--force", action="store_true", help="with --resume: though its task is not what it was")
-    shared.add_options(run, quiet="print nothing but the run's folder")
+    shared.add_options(run, "log", quiet="print nothing but the run's folder")
     run.add_argument("--coordinator", metavar="HOST:PORT", help="play with others: where process 0 listens, or auto")
     run.add_argument("--processes", type=shared.count, metavar="N", help="with --coordinator: how many there are")
     run.add_argument("--process", type=shared.seed, metavar="K", help="with --coordinator: which one this is, from 0")
@@ -136,7 +137,9 @@ def _play(options: argparse.Namespace) -> int:
     spec, folder = _chosen(options)
     if options.seeds:
         return _run_seeds(options, spec, folder)
-    ended = played(spec, folder, options.quiet, partial(experiments.run, spec, folder))
+    ended = played(
+        spec, folder, options.quiet, partial(experiments.run, spec, folder), trackers=shared.trackers(options)
+    )
     return _code(ended)
 
 
@@ -172,7 +175,7 @@ def _described(options: argparse.Namespace) -> tuple[Spec, Path]:
     return spec, options.out or experiments.Folder.new(spec).path
 
 
-WITH_RESUME = ["command", "debug", "resume", "rounds", "force", "quiet", "coordinator", "processes", "process"]
+WITH_RESUME = ["command", "debug", "resume", "rounds", "force", "log", "quiet", "coordinator", "processes", "process"]
 """What `--resume` goes with, and what the parser has beside options."""
 
 
@@ -188,12 +191,13 @@ def _resume(options: argparse.Namespace) -> int:
     spec = resumable(place, options.rounds)
     shared.tune(spec)
     play = partial(experiments.resume, place.path, rounds=options.rounds, force=options.force)
-    return _code(played(spec, place.path, options.quiet, play))
+    return _code(played(spec, place.path, options.quiet, play, trackers=shared.trackers(options)))
 
 
 def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     """One run for each seed; in a folder that has some of them already, what is missing. One picture shows all."""
     from fedbilevel.display.curves import can_draw
+    from fedbilevel.engines.tracking import MEMORY, Tracking, tracked_group
     from fedbilevel.experiments import tables
     from fedbilevel.experiments.compare import draw, load_groups
     from fedbilevel.experiments.series import require_series
@@ -201,10 +205,12 @@ def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
     drawn = can_draw()
     series = {folder / f"seed-{seed}": experiments.seeded(spec, seed) for seed in options.seeds}
     picture = experiments.Folder(folder).plot
-    require_series(folder, series, besides=[picture.name])
-    runs = [played(one, path, options.quiet, series=folder) for path, one in series.items()]
-    if drawn:
-        draw(load_groups(list(series)), picture)
+    require_series(folder, series, besides=[picture.name, MEMORY, f".{MEMORY}.lock"])
+    trackers = shared.trackers(options)
+    with Tracking(trackers, tracked_group("seeds", {"seeds": options.seeds}, folder, [picture])):
+        runs = [played(one, path, options.quiet, series=folder, trackers=trackers) for path, one in series.items()]
+        if drawn:
+            draw(load_groups(list(series)), picture)
     terminal = shared.console(options.quiet)
     terminal.print(tables.seeds_table([one.summary for one in runs if one], terminal.width))
     shared.say_paths(terminal, {"runs": folder, "plot": [picture] * drawn})
@@ -219,6 +225,7 @@ def played(
     *,
     task: Task | None = None,
     series: Path | None = None,
+    trackers: Sequence[Tracker] = (),
 ) -> LoadedRun | None:
     """Play a run with its progress shown, then its outcome; say how to go on if it does not reach its end.
 
@@ -227,6 +234,7 @@ def played(
     Args:
         play: how, as `experiments.run` or `resume`; None: as `complete`, and a run that is finished is only read.
         series: the folder of the runs that a command makes, of which one picture shows all.
+        trackers: what records the run.
     """
     from fedbilevel.display import Watch
     from fedbilevel.display.curves import can_draw
@@ -248,7 +256,7 @@ def played(
     watch = Watch(shared.console(quiet or brief), first_metric(experiment.task), spec.run.budget, spec.timed)
     try:
         with interrupts.unmixed(), showing(watch) as display:
-            play(experiment=experiment, callbacks=[watch], progress=display, plot=drawn)
+            play(experiment=experiment, callbacks=[*trackers, watch], progress=display, plot=drawn)
     except KeyboardInterrupt:
         raise SystemExit(shared.fail(interrupts.exit_code(), _how_to_resume(place, series, group.is_first))) from None
     except NumericalError as error:

@@ -14,18 +14,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedbilevel.core import interrupts
-from fedbilevel.core.errors import CheckpointError, ConfigurationError, ExchangeError, FedbilevelError, NumericalError
+from fedbilevel.core.errors import (
+    CheckpointError,
+    ConfigurationError,
+    ExchangeError,
+    FedbilevelError,
+    NumericalError,
+    unknown,
+)
 from fedbilevel.wording import missing, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from fedbilevel.experiments import Spec
+    from fedbilevel.trackers import Tracker
 
 OK, BAD_INPUT, NUMBERS_FAIL, NOT_WRITTEN, NOT_ANSWERED, BUDGET_SPENT = 0, 2, 3, 4, 5, 6
 LINES = "\n\t"  # characters that stay in what is printed
 OWN = "or your own: module:NAME or path/to/file.py:NAME"
 ALGORITHM_HELP = f"see `fedbilevel algorithms` (simfbo, or the task's); {OWN}"
+TRACKERS = "mlflow", "tensorboard", "wandb"  # the names of `fedbilevel.trackers.BY_NAME`
 TASK_HELP = f"see `fedbilevel tasks` (hyper_representation); {OWN}"
 
 
@@ -152,6 +161,11 @@ def seeds(text: str) -> list[int]:
     return found
 
 
+def names(text: str) -> list[str]:
+    """Names with commas between."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
 def _budget(unit: str, ends: str) -> dict[str, Any]:
     return {"type": partial(positive, unit=unit), "metavar": "N", "help": f"instead: end once N {ends}"}
 
@@ -170,6 +184,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "seeds": {"type": seeds, "metavar": "N,N,…"},
     "out": {"type": Path, "metavar": "DIR"},
     "quiet": {"action": "store_true"},
+    "log": {
+        "type": names,
+        "default": [],
+        "metavar": "NAME,NAME,…",
+        "help": f"record in trackers: {', '.join(TRACKERS)}",
+    },
 }
 """Options that several commands have, as `add_argument` takes them."""
 
@@ -212,6 +232,9 @@ def check_names(options: argparse.Namespace) -> None:
     from fedbilevel.experiments.names import known, known_rivals
 
     known_rivals(getattr(options, "against", None) or ())
+    for name in getattr(options, "log", ()):
+        if name not in TRACKERS:
+            raise unknown("tracker of --log", name, TRACKERS)
     for place in ("algorithm", "algorithms", "task", "what"):
         given, kind = getattr(options, place, None), "algorithm" if place.startswith("algorithm") else "task"
         if given and (place != "what" or options.algorithms):  # else these are folders of runs
@@ -223,6 +246,15 @@ def settings(options: argparse.Namespace) -> list[str]:
     """The settings of --set and of the options for single fields of [run], in the form FIELD=VALUE."""
     flags = {name: getattr(options, name, None) for name in RUN}
     return [*options.set, *(f"run.{name}={value}" for name, value in flags.items() if value is not None)]
+
+
+def trackers(options: argparse.Namespace) -> list[Tracker]:
+    """The trackers that --log names; without it, nothing is loaded for them."""
+    if not options.log:
+        return []
+    from fedbilevel.trackers import made
+
+    return made(options.log)
 
 
 def console(quiet: bool = False) -> Console:

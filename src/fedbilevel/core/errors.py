@@ -31,6 +31,7 @@ __all__ = [
     "NonFiniteError",
     "NumericalError",
     "NumericalWarning",
+    "TrackerWarning",
 ]
 
 
@@ -124,6 +125,10 @@ class DataWarning(UserWarning):
 
 class CheckpointWarning(UserWarning):
     """Warn that a run resumes from another state or setup than its newest checkpoint, or cannot lock or save files."""
+
+
+class TrackerWarning(UserWarning):
+    """Warn that an experiment tracker could not record a run; the run continues without it."""
 
 
 class ExchangeError(FedbilevelError):

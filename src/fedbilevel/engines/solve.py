@@ -19,6 +19,7 @@ from fedbilevel.core.hyperparameters import open_steps
 from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.privacy import Privacy, check_noise
 from fedbilevel.core.problem import Problem
+from fedbilevel.core.tables import plain
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.display import Display
 from fedbilevel.engines import checkpoint as files
@@ -41,6 +42,7 @@ from fedbilevel.engines.progress import TRACING, showing
 from fedbilevel.engines.rescue import Rescue
 from fedbilevel.engines.resumption import take_up
 from fedbilevel.engines.saver import Saver
+from fedbilevel.engines.tracking import MEMORY, TrackedRun, Tracking
 
 HALVINGS = 3  # of all steps in a run, at most
 ROWS = 20  # of a history, if the user sets no number of rounds between two rows
@@ -107,7 +109,7 @@ def solve(
         callbacks: functions (result, row) that are called after every stretch of rounds, by process 0 if there are
             several (see engines.multihost). A callback that returns a reason stops the run. If a callback raises, the
             run is saved first; after resuming, no callback is called again for earlier rounds, and reasons that other
-            callbacks returned at the same time are lost.
+            callbacks returned at the same time are lost. `fedbilevel.trackers` has callbacks that record runs.
         checkpoint: the file to which process 0 saves the whole run, atomically, and from which the run resumes.
         checkpoint_every: rounds between saves; None: once a second, or less often so that saving takes at most a tenth
             of the time; with `RemoteClients`, after every round. Runs are also saved before round 0, at the end, on
@@ -173,7 +175,19 @@ def solve(
         if going_on:
             carry = take_up(loop, carry, force=resume == "force")
         execution.settle(carry)
-        return loop.play(carry)
+        with Tracking(callbacks, tracked_run(algorithm, options, len(clients), going_on)) as tracking:
+            return tracking.ended(loop.play(carry))
+
+
+def tracked_run(algorithm: Algorithm, options: RunOptions, clients: int, resumed: bool) -> TrackedRun:
+    """Describe a run to trackers, by names that a spec has, too."""
+    names = "rounds", "cohort", "eval_every", "best_by", "on_divergence"
+    run = {name: getattr(options, name) for name in names}
+    run |= {"seed": options.key, "clients": clients}
+    fields = {"name": algorithm.label, **plain(algorithm)}
+    memory = options.path and options.path.with_name(f"{options.path.name}.{MEMORY}")
+    parameters = {"algorithm": fields, "run": run, "privacy": plain(options.privacy)}
+    return TrackedRun(algorithm.label, parameters, memory=memory, resumed=resumed)
 
 
 def method_of(algorithm: Algorithm, posed: PosedProblem, cohort: Cohort, options: RunOptions) -> Algorithm:

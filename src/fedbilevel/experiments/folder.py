@@ -19,6 +19,7 @@ from fedbilevel.engines import checkpoint, lock
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.divergence import grown
 from fedbilevel.engines.history import History, is_number
+from fedbilevel.engines.tracking import MEMORY
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.loader import label, own_file
 from fedbilevel.experiments.spec import Spec, read_finished, sections
@@ -53,6 +54,7 @@ def require_free(path: Path) -> None:
 
 COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "seconds")  # columns that every row has
 LARGEST = 1e300  # of a cost: sums of some are floats yet
+EVENTS = "events.out.tfevents.*"  # files of TensorBoard
 SHORT_LOG = 2**20  # bytes, of a log of exchanges that may have none
 SECONDS = ("seconds_in_rounds", "seconds_compiling_this_time", "seconds_this_time")
 KINDS: dict[str, Callable[[Any], bool]] = {  # of what a summary says
@@ -91,6 +93,7 @@ class Folder:
     card = _File("model-card.md")
     exchanges = _File("exchanges.jsonl")
     failed = _File("failed.txt")
+    trackers = _File(MEMORY)
     name_in_federation = _File("federation")
     lock = _File(".lock")
 
@@ -98,6 +101,11 @@ class Folder:
     def new(cls, spec: Spec) -> Folder:
         """Return a new folder for a run, in ./runs."""
         return cls(default_path(label(spec.task.name), label(spec.algorithm.name), spec.data))
+
+    @property
+    def outcome(self) -> list[Path]:
+        """Return the files that a finished run has, and that trackers attach."""
+        return [self.spec, self.history, self.ledger, self.result, self.summary, self.plot]
 
     @property
     def begun(self) -> bool:
@@ -155,10 +163,10 @@ class Folder:
     def remains(self) -> list[Path] | None:
         """Return the files of a run that ended before its first checkpoint; None if the folder has any other file."""
         found = list(self.path.iterdir()) if self.path.is_dir() else []
-        ours = {self.spec, self.environment, self.lock, self.path / f".{self.checkpoint.name}.lock"}
+        ours = {self.spec, self.environment, self.trackers, self.lock, self.path / f".{self.checkpoint.name}.lock"}
         for file in found:
             without = file == self.exchanges and self._without_exchanges()
-            if file not in ours and not without and not file.match(".*.tmp"):
+            if file not in ours and not without and not file.match(".*.tmp") and not file.match(EVENTS):
                 return None
         return found
 

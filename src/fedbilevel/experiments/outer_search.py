@@ -36,10 +36,12 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.metrics import directions
 from fedbilevel.core.privacy import check_noise
 from fedbilevel.core.problem import Bilevel, Project
+from fedbilevel.core.tables import plain
 from fedbilevel.core.tree import XY, PyTree, move, nbytes
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import Callback, History, Result, Row
 from fedbilevel.engines.solve import solve
+from fedbilevel.engines.tracking import TrackedRun, Tracking
 from fedbilevel.experiments.experiment import Experiment, cohort_of, experiment_with
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.spec import RunPlan, Spec
@@ -343,7 +345,9 @@ class SearchExperiment(Experiment):
         assert isinstance(self.algorithm, OuterSearch)
         assert plan.exchanges is not None
         given = {"cohort": cohort_of(plan), "engine": self.engine}
-        return SearchRun(self.algorithm, self.task, plan.exchanges, plan.seed, callbacks, rounds, given).play()
+        search = SearchRun(self.algorithm, self.task, plan.exchanges, plan.seed, callbacks, rounds, given)
+        with Tracking(callbacks, TrackedRun(self.algorithm.label, {"algorithm": plain(self.algorithm)})) as tracking:
+            return tracking.ended(search.play())
 
 
 @experiment_with.register

@@ -69,6 +69,7 @@ from fedbilevel.engines.machine import use_every_core
 from fedbilevel.engines.options import Resume
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.progress import WRITING, report_stage, showing
+from fedbilevel.engines.tracking import TrackedRun, Tracking
 from fedbilevel.experiments.experiment import Experiment, cohort_of, experiment_with
 from fedbilevel.experiments.folder import Folder, load_run, own_code
 from fedbilevel.experiments.loader import label, task_maker
@@ -360,7 +361,10 @@ def _play(
     named = f"false: task {label(spec.task.name)} has no metrics_per_client; {have}"
     require(bool(own) or not spec.run.metrics_per_client, "run.metrics_per_client", True, named)
     scribe = Scribe(spec, place, resumed=resume in (True, "force"))
-    with showing(progress) as display:
+    run = TrackedRun(
+        "/".join(place.path.resolve().parts[-2:]), spec.tables(), place.path, place.trackers, files=place.outcome
+    )
+    with showing(progress) as display, Tracking(callbacks, run) as tracking:
         rounds, ends = _length(spec, place, resume)
         with _opened(scribe) if not resume else contextlib.nullcontext():
             result = experiment.solve(
@@ -379,7 +383,7 @@ def _play(
         report_stage(WRITING)
         seconds = time.perf_counter() - began
         current_group().decide(lambda: finish(spec, place, result, first_metric(task), seconds, plot))
-    return result
+        return tracking.ended(result)
 
 
 def _length(spec: Spec, place: Folder, resume: Resume) -> tuple[int, list[Callback]]:

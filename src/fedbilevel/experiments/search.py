@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -34,6 +33,7 @@ from fedbilevel.display import Display
 from fedbilevel.engines import lock
 from fedbilevel.engines.history import History, Result, Row
 from fedbilevel.engines.progress import showing
+from fedbilevel.engines.tracking import Tracker
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.folder import own_code
 from fedbilevel.experiments.outer_search import require_optuna
@@ -49,6 +49,7 @@ from fedbilevel.experiments.sweep import (
 from fedbilevel.reading import require_regular
 from fedbilevel.sweeps import PRUNED, PointValues, Sweep, in_table, row_of
 from fedbilevel.wording import in_a_line as quoted
+from fedbilevel.wording import without_password
 
 if TYPE_CHECKING:
     import optuna
@@ -115,11 +116,12 @@ def search_specs(
     pruner: str | None = None,
     say: PrintLine = lambda line: None,
     progress: bool | Display | None = False,
+    trackers: Sequence[Tracker] = (),
 ) -> Sweep:
     """Draw and play points until so many trials have ended, by this process and others with the same storage.
 
     Args:
-        spec_of, folder, seeds, select, select_on_test, say, progress: see `sweep_specs`.
+        spec_of, folder, seeds, select, select_on_test, say, progress, trackers: see `sweep_specs`.
         space: what each field is drawn from.
         trials: how many, those of other processes included; two processes that end at once may make another.
         storage: a database URL of SQLAlchemy (sqlite:///…, postgresql://…), or the path of a file; None keeps a file in
@@ -137,7 +139,9 @@ def search_specs(
     first = spec_of({name: of.low if isinstance(of, Range) else of[0] for name, of in space.items()})
     spec_of({name: of.high if isinstance(of, Range) else of[-1] for name, of in space.items()})  # is allowed, too
     keep = len(seeds or (first.run.seed,))
-    player = InFolders(spec_of, folder, seeds, first, name=lambda number, point: trial_name(number), keep=keep)
+    player = InFolders(
+        spec_of, folder, seeds, first, name=lambda number, point: trial_name(number), keep=keep, trackers=trackers
+    )
     first = player.seeded(first, player.seeds[0])
     select = chosen_metric(first, select, select_on_test, player.tasks)
     task = player.tasks(first)
@@ -313,8 +317,3 @@ def storing(place: str, kind: type[FedbilevelError], *others: type[Exception]) -
         if isinstance(error, FedbilevelError):
             raise
         raise kind(without_password(f"the study in {place} cannot be used: {quoted(error)}")) from error
-
-
-def without_password(text: str) -> str:
-    """Hide the password of a database's URL in a text."""
-    return re.sub(r"(://[^:/@\s]*):[^@\s]*@", r"\1:***@", text)

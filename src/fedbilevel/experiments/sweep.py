@@ -25,6 +25,7 @@ from fedbilevel.data import DataError
 from fedbilevel.display import Display
 from fedbilevel.engines.history import LOSSES, Callback, History
 from fedbilevel.engines.progress import Guarded
+from fedbilevel.engines.tracking import Tracker
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.export import csv_text
 from fedbilevel.experiments.folder import Folder, path_word
@@ -65,6 +66,7 @@ def sweep_specs(
     select_on_test: bool = False,
     say: PrintLine = lambda line: None,
     progress: bool | Display | None = False,
+    trackers: Sequence[Tracker] = (),
 ) -> Sweep:
     """Play every combination of the values of some fields, or what of it is not finished, each run in its folder.
 
@@ -77,6 +79,7 @@ def sweep_specs(
         select_on_test: it may be measured on test data.
         say: called with a line about each run that has ended.
         progress: see `fedbilevel.solve`.
+        trackers: what records each run.
 
     Returns:
         The sweep; its `algorithm` is the spec of the best point.
@@ -90,7 +93,7 @@ def sweep_specs(
     specs = made(points, spec_of)
     allowed = [(spec, point) for spec, point in zip(specs, points, strict=True) if isinstance(spec, Spec)]
     first = allowed[0][0]
-    player = InFolders(spec_of, folder, seeds, first)
+    player = InFolders(spec_of, folder, seeds, first, trackers=trackers)
     select = chosen_metric(player.seeded(first, player.seeds[0]), select, select_on_test, player.tasks)
     for spec, point in allowed:
         for seed in player.seeds:
@@ -121,6 +124,7 @@ class InFolders:
         make: the spec of a point; `first` is such a spec.
         name: of a point's folder, by the point's number and values.
         keep: how many tasks stay in memory.
+        trackers: what records each run.
     """
 
     def __init__(
@@ -132,10 +136,12 @@ class InFolders:
         *,
         name: Callable[[int, PointValues], str] = lambda number, point: point_name(point),
         keep: int = 1,
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.make, self.folder, self.name, self.tasks = make, folder, name, TaskCache(keep)
         self.seeds = [first.run.seed] if seeds is None else seeds
         self.own_seed = seeds is None
+        self.trackers = trackers
         require_seeds(self.seeds)
 
     def seeded(self, spec: Spec, seed: int) -> Spec:
@@ -149,7 +155,7 @@ class InFolders:
         display.begin(f"{name}, seed {seed}")
         spec, place = self.seeded(self.make(point), seed), self.folder / name / f"seed-{seed}"
         try:
-            return run_of(spec, place, self.tasks, callbacks=callbacks, progress=display)
+            return run_of(spec, place, self.tasks, callbacks=[*self.trackers, *callbacks], progress=display)
         except DataError as error:
             raise ConfigurationError(str(error)) from error
 

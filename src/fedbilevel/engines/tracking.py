@@ -1,0 +1,307 @@
+"""Tell experiment trackers which runs begin, what their rows are, and how they end.
+
+A `Tracker` is a callback that a `Tracking` block also calls when a run begins and ends. `solve` opens such a block. If
+the run has a folder, or is part of a sweep, an outer block has begun the run already, and the block of `solve` adds the
+fields of the algorithm, and whether the run continues from a checkpoint. The outer block ends the run once its files
+are written.
+
+A run appears in a tracker's service with its first row, so that arguments that are refused leave nothing there. An
+error of a tracker does not end the run: a warning gives the reason, and rows wait until the service works again.
+Trackers get rows, parameters and files of the run's folder; for them nothing reads the environment or the command line.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal
+
+from fedbilevel.core.card import shortened
+from fedbilevel.core.errors import ConfigurationError, TrackerWarning, warn
+from fedbilevel.core.tables import plain
+from fedbilevel.core.writing import write_json
+from fedbilevel.engines.history import Result, Row
+from fedbilevel.engines.lock import wait_for_lock
+from fedbilevel.engines.process_group import current_group
+from fedbilevel.reading import read_json
+from fedbilevel.wording import in_a_line, missing, without_password
+
+SHARE = 0.1  # of the run's time that attempts may take which fail
+LONGEST = 500  # characters of a parameter
+MEMORY = "trackers.json"
+"""The file in a run's folder with the run's identifier in each tracker, by which a resumed run is found there."""
+Ending = Literal["finished", "failed", "killed"]
+
+
+@dataclass
+class TrackedRun:
+    """Describe a run to trackers, or a group of runs such as a sweep.
+
+    Args:
+        name: the name of the run; it may have slashes.
+        parameters: what determines the run, as tables.
+        folder: the folder of the run, or None.
+        memory: the file with the run's identifier in each tracker; None: the run cannot be found there again.
+        resumed: whether the run continues one that `memory` may know.
+        files: files that belong to the run; those that exist at its end are attached.
+        is_group: whether this is a group of runs.
+    """
+
+    name: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    folder: Path | None = None
+    memory: Path | None = None
+    resumed: bool = False
+    files: Sequence[Path] = ()
+    is_group: bool = False
+
+    def adopt(self, inner: TrackedRun) -> None:
+        """Add what the description of the same run by an inner block has, and this one lacks."""
+        self.parameters = {**inner.parameters, **self.parameters}
+        self.memory = self.memory or inner.memory
+        self.resumed = self.resumed or inner.resumed
+
+    def flat_parameters(self) -> dict[str, str | float]:
+        """Return the parameters by dotted names: numbers, truth values, and for anything else texts."""
+        return dict(_flat("", plain(self.parameters)))
+
+    def remembered(self) -> dict[str, str]:
+        """Return the run's identifiers by tracker; none if this is a new run."""
+        known = self.resumed and self.memory is not None and self.memory.is_file()
+        return dict(read_json(self.memory)) if known and self.memory else {}
+
+    def remember(self, tracker: str, identifier: str) -> None:
+        """Write the run's identifier in a tracker to `memory`."""
+        if self.memory is not None and self.remembered().get(tracker) != identifier:
+            write_json(self.memory, {**self.remembered(), tracker: identifier})
+            self.resumed = True
+
+
+def _flat(path: str, value: Any) -> Iterator[tuple[str, str | float]]:
+    if isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _flat(f"{path}.{name}" if path else str(name), one)
+    elif isinstance(value, int | float):
+        yield path, value
+    else:
+        text = getattr(value, "__qualname__", None) or ("none" if value is None else str(value))
+        yield path, shortened(text, LONGEST)
+
+
+class Record:
+    """Hold a run that is open in a tracker's service; this class itself serves for groups that need nothing there.
+
+    Args:
+        identifier: by which the run is found in the service again.
+        last: the round of the last row that the service has; -1: it has none.
+    """
+
+    def __init__(self, identifier: str = "", last: int = -1) -> None:
+        self.identifier, self.last = identifier, last
+
+    def add(self, row: Row) -> None:
+        """Add a row of the history, at the step row["round"]."""
+
+    def close(self, ending: Ending, outcome: Mapping[str, Any], files: Sequence[Path]) -> None:
+        """Add the outcome, which are values by name, and files, and say how the run has ended."""
+
+
+@dataclass
+class Recording:
+    """Hold how far a tracker has recorded a run.
+
+    Args:
+        run: the run.
+        record: the run in the service; None before it is opened, and after an error.
+        rows: the rows that are not recorded yet; None before the tracker's first call.
+        last: the round of the last row that is recorded, as far as this process knows.
+        known: the round up to which the service had rows when the run was opened; these rows are left out.
+        identifier: the run's identifier in the service, if there is one.
+    """
+
+    run: TrackedRun
+    record: Record | None = None
+    rows: list[Row] | None = None
+    last: int = -1
+    known: int = -1
+    identifier: str = ""
+
+
+class Tracker(ABC):
+    """Record runs in a service for experiments: the base class of all trackers, and for trackers of your own.
+
+    A tracker is given to `fedbilevel.solve`, `fedbilevel.sweep` or `fedbilevel.experiments.run` among the callbacks. A
+    subclass defines `open`, and calls `Tracker.__init__` if it has an `__init__`.
+    """
+
+    def __init__(self) -> None:
+        self.recordings: list[Recording] = []  # a group, if there is one, and the run
+        self.due, self.warned = -float("inf"), False
+
+    @abstractmethod
+    def open(self, run: TrackedRun, group: Record | None, identifier: str, last: int) -> Record:
+        """Open a run, or a group of runs, in the service.
+
+        Args:
+            run: the name, parameters and place of the run.
+            group: the group that the run belongs to, or None.
+            identifier: the run's identifier in the service if it was recorded before; else "".
+            last: the round of the last row that was recorded then, as far as it is known; else -1.
+        """
+
+    def library(self, package: str, extra: str) -> Any:
+        """Return the tracker's library.
+
+        Raises:
+            ConfigurationError: it is not installed.
+        """
+        try:
+            return import_module(package)
+        except ImportError as error:
+            raise ConfigurationError(f"trackers.{type(self).__name__} needs {missing(package, extra)}") from error
+
+    @property
+    def is_running(self) -> bool:
+        """Tell whether a run has begun and not ended."""
+        return bool(self.recordings) and not self.recordings[-1].run.is_group
+
+    def begin(self, run: TrackedRun) -> None:
+        """Begin a run or group; the service gets it with the first row."""
+        if not self.recordings:
+            self.due, self.warned = -float("inf"), False
+        self.recordings.append(Recording(run))
+
+    def __call__(self, result: Result, row: Row | None) -> None:
+        """Record the new row, and those that could not be recorded before."""
+        if not self.is_running:
+            return
+        now = self.recordings[-1]
+        if now.rows is None:
+            now.rows = list(result.history.rows)
+            before = now.rows[:-1] if row is not None else now.rows
+            now.last = int(before[-1]["round"]) if before and now.run.resumed else -1
+        elif row is not None:
+            now.rows.append(row)
+        if now.rows or now.record is None:
+            self._attempt(partial(self._write, now))
+
+    def end(self, ending: Ending, outcome: Mapping[str, Any]) -> None:
+        """End the run or group that began last."""
+        now = self.recordings[-1]
+        try:
+            if now.record is not None or now.rows is not None:  # otherwise it ended before its first row
+                self._attempt(lambda: self._close(now, ending, outcome))
+        finally:
+            self.recordings.pop()
+
+    def _write(self, now: Recording) -> None:
+        record = self._opened(len(self.recordings) - 1)
+        while now.rows:
+            if (round := int(now.rows[0]["round"])) > now.known:
+                record.add(now.rows[0])
+                now.last, now.known = round, -1  # from here on, a run that diverges may return to an earlier round
+            now.rows.pop(0)
+
+    def _close(self, now: Recording, ending: Ending, outcome: Mapping[str, Any]) -> None:
+        self._write(now)
+        self._opened(len(self.recordings) - 1).close(
+            ending, outcome, [file for file in now.run.files if file.is_file()]
+        )
+
+    def _opened(self, level: int) -> Record:
+        """Open the run or group of this level in the service, unless it is open; a resumed one is found by its
+        identifier."""
+        now = self.recordings[level]
+        if now.record is None:
+            group = self._opened(level - 1) if level else None
+            name, memory = type(self).__name__, now.run.memory if now.run.is_group else None
+            with nullcontext() if memory is None else wait_for_lock(memory.with_name(f".{memory.name}.lock")):
+                now.identifier = now.identifier or now.run.remembered().get(name, "")
+                now.record = self.open(now.run, group, now.identifier, now.last if now.identifier else -1)
+                now.identifier = now.record.identifier
+                now.run.remember(name, now.identifier)
+            now.known = now.record.last
+        return now.record
+
+    def _attempt(self, act: Callable[[], None]) -> None:
+        """Do something that may fail. After an error, runs are opened again, as resumed ones are, after some time."""
+        began = time.monotonic()
+        if began < self.due:
+            return
+        try:
+            act()
+        except Exception as error:  # noqa: BLE001 - a service may raise anything
+            for recording in self.recordings:
+                recording.record = None
+            now = time.monotonic()
+            self.due = now + (now - began) / SHARE
+            if not self.warned:
+                self.warned = True
+                why = without_password(f"{type(error).__name__}: {in_a_line(error)}")
+                more = "the run goes on without it, and tries again with later rows"
+                warn(TrackerWarning(f"{type(self).__name__} could not record the run ({why}): {more}"))
+
+
+class Tracking:
+    """Begin a run, or a group of runs, for the trackers among callbacks, and end it with the block.
+
+    Of several processes, only the first has trackers. Inside another block of the same run, this block only adds to the
+    description of the run.
+
+    Args:
+        callbacks: the callbacks of a run.
+        run: the run or group.
+    """
+
+    def __init__(self, callbacks: object, run: TrackedRun) -> None:
+        given = callbacks if isinstance(callbacks, list | tuple) and current_group().is_first else ()
+        self.trackers = [one for one in given if isinstance(one, Tracker)]
+        self.run, self.outcome = run, dict[str, Any]()
+        self.begun: list[Tracker] = []
+
+    def __enter__(self) -> Tracking:
+        for tracker in self.trackers:
+            if tracker.is_running:
+                tracker.recordings[-1].run.adopt(self.run)
+            else:
+                tracker.begin(self.run)
+                self.begun.append(tracker)
+        return self
+
+    def ended(self, result: Result) -> Result:
+        """Note the result of the run, and return it."""
+        self.outcome = {"stopped": result.stopped} if result.stopped else {}
+        for tracker in self.begun:
+            tracker(result, None)
+        return result
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, Exception):
+            self.outcome = {"stopped": without_password(in_a_line(error))}
+        for tracker in self.begun:
+            tracker.end(ending_of(error), self.outcome)
+
+
+def tracked_group(
+    name: str, parameters: Mapping[str, Any], folder: Path | None, files: Sequence[Path] = ()
+) -> TrackedRun:
+    """Describe a group of runs; in the same folder it is always the same group."""
+    memory = folder and folder / MEMORY
+    name = folder.resolve().name if folder else name
+    return TrackedRun(name, parameters, folder, memory, resumed=True, files=files, is_group=True)
+
+
+def ending_of(error: BaseException | None) -> Ending:
+    """Say how a run has ended; it was killed by a signal, and also by a search that prunes it."""
+    if error is None:
+        return "finished"
+    return "failed" if isinstance(error, Exception) and type(error).__name__ != "TrialPruned" else "killed"
