@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator
@@ -23,11 +24,14 @@ SMALL += ["--rounds", "4", "--set", "eval_every=2", "--quiet"]
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> None:
+def _in_a_folder_of_its_own(tmp_path, monkeypatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("DATABASE_PASSWORD", SECRET)
+    yield
+    if "wandb" in sys.modules:  # it reads settings once in a process
+        sys.modules["wandb"].teardown()
 
 
 def fails(result, row):
@@ -134,6 +138,8 @@ def wandb_records(file: Path) -> Iterator[Any]:
 
 
 def wandb_files() -> list[Path]:
+    """The files of all runs, in the order of their starts, once wandb's own process has ended."""
+    sys.modules["wandb"].teardown()
     return sorted(Path("wandb").glob("offline-run-*/run-*.wandb"), key=lambda file: file.stat().st_mtime_ns)
 
 
