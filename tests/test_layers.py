@@ -41,7 +41,7 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "tasks": {"machinery", "core", "data"},
     "estimators": {"root", "data"},
     "torch": {"root"},
-    "trackers": {"core", "engines"},
+    "trackers": {"core", "engines", "wording"},
     "experiments": {"root", "reading", "wording", "core", *BELOW_EXPERIMENTS},
     "cli": {"root", "wording", "core", "trackers", "experiments", *BELOW_EXPERIMENTS},
     "root": {

@@ -199,7 +199,10 @@ def test_wandb_without_an_account_says_how_to_go_on(monkeypatch, tmp_path) -> No
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.delenv("WANDB_API_KEY", raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    with pytest.raises(ConfigurationError, match=r"needs an account of Weights & Biases: run `wandb login`, or record"):
+    with pytest.raises(
+        ConfigurationError,
+        match=r"needs an account of Weights & Biases \(No API key configured.*\): run `wandb login`, or record",
+    ):
         fb.trackers.WandB(mode="online")
 
 

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from fedbilevel.core.errors import ConfigurationError, explain_misspelt, require
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.tracking import Ending, Record, TrackedRun, Tracker
+from fedbilevel.wording import in_a_line
 
 PROJECT = "fedbilevel"
 LIMITS: dict[str, Any] = {
@@ -54,12 +55,15 @@ class WandB(Tracker):
         self.wandb = self.library("wandb", "wandb")
         self.project = project or os.environ.get("WANDB_PROJECT", PROJECT)
         self.entity, self.mode, self.folder = entity, mode, folder
-        if (mode or self.wandb.setup().settings.mode) == "online":
-            try:
+        try:
+            if (mode or self.wandb.setup().settings.mode) == "online":
                 self.wandb.login()
-            except self.wandb.UsageError as error:
-                how = "run `wandb login`, or record without a network: mode='offline', or WANDB_MODE=offline"
-                raise ConfigurationError(f"trackers.WandB needs an account of Weights & Biases: {how}") from error
+        except (self.wandb.UsageError, ValueError) as error:  # no key, or wrong settings
+            how = "run `wandb login`, or record without a network: mode='offline', or WANDB_MODE=offline"
+            why = f"trackers.WandB needs an account of Weights & Biases ({in_a_line(error)}): {how}"
+            raise ConfigurationError(why) from error
+        except self.wandb.Error:  # no network, or a wrong key: `open` tries again, and its error is a warning
+            pass
 
     def open(self, run: TrackedRun, group: Record | None, identifier: str, last: int) -> Record:
         if run.is_group:
