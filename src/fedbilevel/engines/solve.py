@@ -19,7 +19,6 @@ from fedbilevel.core.hyperparameters import open_steps
 from fedbilevel.core.metrics import MetricFunction
 from fedbilevel.core.privacy import Privacy, check_noise
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tables import plain
 from fedbilevel.core.tree import PyTree, nbytes
 from fedbilevel.display import Display
 from fedbilevel.engines import checkpoint as files
@@ -184,9 +183,8 @@ def tracked_run(algorithm: Algorithm, options: RunOptions, clients: int, resumed
     names = "rounds", "cohort", "eval_every", "best_by", "on_divergence"
     run = {name: getattr(options, name) for name in names}
     run |= {"seed": options.key, "clients": clients}
-    fields = {"name": algorithm.label, **plain(algorithm)}
     memory = options.path and options.path.with_name(f"{options.path.name}.{MEMORY}")
-    parameters = {"algorithm": fields, "run": run, "privacy": plain(options.privacy)}
+    parameters = {"algorithm.name": algorithm.label, "algorithm": algorithm, "run": run, "privacy": options.privacy}
     return TrackedRun(algorithm.label, parameters, memory=memory, resumed=resumed)
 
 

@@ -46,7 +46,7 @@ class TrackedRun:
 
     Args:
         name: the name of the run; it may have slashes.
-        parameters: what determines the run, as tables.
+        parameters: what determines the run, as tables, and objects whose fields are taken as tables.
         folder: the folder of the run, or None.
         memory: the file with the run's identifier in each tracker; None: the run cannot be found there again.
         resumed: whether the run continues one that `memory` may know.

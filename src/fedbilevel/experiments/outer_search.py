@@ -36,7 +36,6 @@ from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.metrics import directions
 from fedbilevel.core.privacy import check_noise
 from fedbilevel.core.problem import Bilevel, Project
-from fedbilevel.core.tables import plain
 from fedbilevel.core.tree import XY, PyTree, move, nbytes
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.engines.history import Callback, History, Result, Row
@@ -346,7 +345,7 @@ class SearchExperiment(Experiment):
         assert plan.exchanges is not None
         given = {"cohort": cohort_of(plan), "engine": self.engine}
         search = SearchRun(self.algorithm, self.task, plan.exchanges, plan.seed, callbacks, rounds, given)
-        with Tracking(callbacks, TrackedRun(self.algorithm.label, {"algorithm": plain(self.algorithm)})) as tracking:
+        with Tracking(callbacks, TrackedRun(self.algorithm.label, {"algorithm": self.algorithm})) as tracking:
             return tracking.ended(search.play())
 
 
