@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 import os
 import re
 import shutil
@@ -71,6 +72,18 @@ def test_the_csv_has_a_line_for_each_run(folder) -> None:
     assert "cohort = 9 is not allowed" in errors["9"]
     found = experiments.load_run(place(folder, 0.1, 1)).summary["last_row"]
     assert float(rows[5]["relative_error"]) == found["relative_error"]
+
+
+def test_what_is_swept_can_be_watched(folder, run) -> None:
+    assert json.loads((folder / "sweep.json").read_text()) == {"select": "relative_error", "runs": 8}
+    code, shown_text, _ = run("watch", folder)
+    assert code == 0
+    assert "4 of 4 runs have ended" in shown_text  # the others were refused, and have no folder
+    ends = {
+        x: sum(float(row["relative_error"]) for row in lines(folder) if row["server_lr.x"] == x and not row["error"])
+        for x in ("0.05", "0.1")
+    }
+    assert f"server_lr.x-{min(ends, key=ends.__getitem__)}-cohort-2, relative_error" in shown_text
 
 
 def test_the_chosen_spec_is_that_of_the_best_point_and_run_to_the_same_numbers(folder, tmp_path) -> None:

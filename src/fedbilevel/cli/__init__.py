@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from fedbilevel import __version__
-from fedbilevel.cli import comparison, diagnostics, prediction, run
+from fedbilevel.cli import comparison, diagnostics, prediction, run, watch
 from fedbilevel.cli.shared import BAD_INPUT, OK, Add, check_fields, check_names, exit_code, fail, say_code, sentence
 from fedbilevel.core import interrupts
 from fedbilevel.core.errors import warnings_in_a_line
@@ -41,6 +41,7 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     add = Add(whole.add_subparsers(title="commands", required=True, metavar="COMMAND"))
     run.add_to(add)
+    watch.add_to(add)
     comparison.add_to(add)
     diagnostics.add_to(add)
     prediction.add_to(add)

@@ -91,6 +91,7 @@ class Status:
         replied: clients of which a reply has counted.
         absent: client -> round, and why it did not count when it was last asked.
         totals: bytes down and up, and seconds, of all exchanges.
+        seconds, replies: of each exchange, how long it took, and how many replies counted.
         unread: lines that cannot be read: a kill cuts one.
         modified: when the last line was written, in seconds since 1970.
         ended: the error with which the server ended, if it did.
@@ -104,6 +105,8 @@ class Status:
     replied: set[int] = field(default_factory=set)
     absent: dict[int, tuple[int, Refusal]] = field(default_factory=dict)
     totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(("bytes_down", "bytes_up", "seconds"), 0))
+    seconds: list[float] = field(default_factory=list)
+    replies: list[int] = field(default_factory=list)
     unread: int = 0
     ended: FedbilevelError | None = None
 
@@ -136,6 +139,8 @@ class Status:
             self.absent = {client: why for client, why in self.absent.items() if client not in answered} | whys
             self.last, self.replied, self.exchanges = line, self.replied | set(answered), self.exchanges + 1
             self.totals = {name: total + line.get(name, 0) for name, total in self.totals.items()}
+            self.seconds.append(line.get("seconds", 0.0))
+            self.replies.append(len(answered))
         self.ended = ended
 
     @property

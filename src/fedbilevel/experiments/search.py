@@ -154,6 +154,7 @@ def search_specs(
     definition |= {f"code.{name}": digest for name, digest in own_code(first).items()}
     place = storage or str(folder / JOURNAL)
     study = open_study(folder, place, json.loads(json.dumps(definition)), larger, pruner)
+    player.plan = {"select": select, "runs": trials * len(player.seeds), "fields": list(space)}
 
     def objective(trial: optuna.Trial) -> float:
         study.sampler = optuna.samplers.TPESampler(seed=trial.number)

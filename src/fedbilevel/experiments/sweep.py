@@ -20,10 +20,10 @@ import rich.table
 from fedbilevel import __version__
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.metrics import mean_and_sd, text
-from fedbilevel.core.writing import write_text
+from fedbilevel.core.writing import write_json, write_text
 from fedbilevel.data import DataError
 from fedbilevel.display import Display
-from fedbilevel.engines.history import LOSSES, Callback, History
+from fedbilevel.engines.history import LOSSES, Callback, History, Result, Row
 from fedbilevel.engines.progress import Guarded
 from fedbilevel.engines.tracking import Tracker
 from fedbilevel.experiments import toml
@@ -50,7 +50,7 @@ from fedbilevel.tasks import Task
 
 SHARE = "0.2"  # of the training data, as a message suggests to hold out
 LONGEST = 100  # characters of a folder's name
-CHOSEN, TABLE = "chosen.toml", "sweep.csv"
+PLAN, CHOSEN, TABLE = "sweep.json", "chosen.toml", "sweep.csv"
 SpecOf = Callable[[PointValues], Spec]
 """(values of the swept fields) -> the spec with these values; a ConfigurationError where it is refused."""
 PrintLine = Callable[[str], None]
@@ -106,6 +106,7 @@ def sweep_specs(
     def said(row: Mapping[str, Any]) -> None:
         say(in_a_line(f"{point_name({name: row[name] for name in grid})}/seed-{row['seed']}", row, select))
 
+    player.plan = {"select": select, "runs": len(points) * len(player.seeds)}
     found = played(player, points, player.seeds, select, progress, said)
     found.others = other_runs(folder, map(point_name, points), player.seeds)
     return found
@@ -125,6 +126,11 @@ class InFolders:
         name: of a point's folder, by the point's number and values.
         keep: how many tasks stay in memory.
         trackers: what records each run.
+
+    Attributes:
+        plan: which metric decides, how many runs there are and, if folders are not named by them, the swept fields, for
+            `fedbilevel watch`. It is written to PLAN once a run has begun: a sweep whose runs are all refused leaves
+            nothing.
     """
 
     def __init__(
@@ -142,6 +148,7 @@ class InFolders:
         self.seeds = [first.run.seed] if seeds is None else seeds
         self.own_seed = seeds is None
         self.trackers = trackers
+        self.plan: dict[str, Any] = {}
         require_seeds(self.seeds)
 
     def seeded(self, spec: Spec, seed: int) -> Spec:
@@ -156,8 +163,15 @@ class InFolders:
         spec, place = self.seeded(self.make(point), seed), self.folder / name / f"seed-{seed}"
         try:
             return run_of(spec, place, self.tasks, callbacks=[*self.trackers, *callbacks], progress=display)
+            return run_of(spec, place, self.tasks, callbacks=[self.note_plan, *callbacks], progress=display)
         except DataError as error:
             raise ConfigurationError(str(error)) from error
+
+    def note_plan(self, result: Result, row: Row | None) -> None:
+        """Write the plan, once."""
+        if self.plan:
+            write_json(self.folder / PLAN, self.plan)
+            self.plan = {}
 
 
 def require_sweepable(fields: Mapping[str, Any]) -> None:

@@ -1,0 +1,89 @@
+"""`fedbilevel watch`: show how a run, a federation or a sweep is doing, on the terminal or as a local page."""
+
+from __future__ import annotations
+
+import argparse
+import threading
+from collections.abc import Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedbilevel.cli import shared
+from fedbilevel.core.errors import require
+
+if TYPE_CHECKING:
+    from fedbilevel.experiments.snapshot import Snapshot
+
+HOST = "127.0.0.1"
+
+
+def add_to(add: shared.Add) -> None:
+    watch = add("watch", _watch)
+    watch.add_argument("folder", type=Path, metavar="FOLDER", help="of a run, a federation's server, or a sweep")
+    how = watch.add_mutually_exclusive_group()
+    how.add_argument("--once", action="store_true", help="print the state once, as in a pipe")
+    how.add_argument("--serve", nargs="?", type=_port, const=0, metavar="PORT", help="as a local page (any free port)")
+    watch.add_argument("--host", metavar="ADDRESS", help=f"with --serve: where it listens ({HOST})")
+
+
+def _port(text: str) -> int:
+    found = shared.count(text)
+    if found > 65535:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 1 to 65535")
+    return found
+
+
+def _watch(options: argparse.Namespace) -> int:
+    """Watch a run, a federation or a sweep while it goes on; only read its folder.
+
+      fedbilevel watch runs/RUN                    on the terminal, until the run has ended, or Ctrl-C
+      fedbilevel watch runs/RUN --once             once, which is also what a pipe gets
+      fedbilevel watch runs/SWEEP --serve 8080     as a page at http://127.0.0.1:8080/, until Ctrl-C
+
+    It shows rounds, the last values and the curves of all metrics, bytes and, if any, the ε that was spent; of a
+    federation also who replied, delays, and who is absent and why; of a sweep all runs, and the best so far.
+
+    The page loads nothing from elsewhere and can change nothing. Anyone on this machine may read it. With --host it is
+    also at another address of this machine; its URL then has a token, without which nothing is shown. The
+    connection is not encrypted: a tunnel (ssh -L 8080:127.0.0.1:8080 HOST) is, and needs no --host.
+
+    exit codes: 0 the run has ended, or was shown once; that of `fedbilevel run` if it has ended with an error;
+      2 wrong input, 130 Ctrl-C, 143 SIGTERM
+    """
+    require(options.host is None or options.serve is not None, "--host", options.host, "given with --serve")
+    terminal = shared.console()
+    from rich.live import Live
+
+    from fedbilevel.experiments.folder_reader import snapshots
+    from fedbilevel.experiments.window import on_terminal
+
+    found = snapshots(options.folder)
+    snapshot = next(found)
+    if options.serve is not None:
+        return _serve(chain([snapshot], found), options.host or HOST, options.serve)
+    if options.once or not terminal.is_terminal or terminal.is_dumb_terminal:
+        terminal.print(on_terminal(snapshot, terminal.width))
+        return _code(snapshot)
+    with Live(on_terminal(snapshot, terminal.width), console=terminal, auto_refresh=False) as live:
+        while not snapshot.over:
+            snapshot = next(found)
+            live.update(on_terminal(snapshot, terminal.width), refresh=True)
+    return _code(snapshot)
+
+
+def _code(snapshot: Snapshot) -> int:
+    return shared.OK if snapshot.error is None else shared.exit_code(snapshot.error) or 1
+
+
+def _serve(found: Iterator[Snapshot], host: str, port: int) -> int:
+    from fedbilevel.experiments.window_server import WindowServer
+
+    with WindowServer(host, port) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        print(f"page  {server.url}", flush=True)
+        try:
+            server.publish(found)  # until Ctrl-C
+        finally:
+            server.shutdown()
+    return shared.OK

@@ -1,0 +1,166 @@
+"""Serve the page of `fedbilevel watch`: a page of one file, and a stream of events that keeps it up to date.
+
+The server answers GET alone, on two paths, and no part of a request reaches the file system. Anyone on this machine may
+read a page at 127.0.0.1; at another address it needs a token. A request whose Host is neither an address nor a name of
+this machine is refused: another site's page sends such a request where its name is made to lead here (DNS rebinding).
+"""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+import secrets
+import socket
+import sys
+import threading
+from collections.abc import Iterable
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib import resources
+from string import Template
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from fedbilevel import __version__
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.experiments.snapshot import Snapshot
+from fedbilevel.experiments.tables import visible
+from fedbilevel.experiments.window import on_page
+
+STREAMS = 50  # pages that are kept up to date at once
+ALIVE = 15.0  # seconds until a stream without news sends a comment, so that one whose page is closed ends
+PATIENCE = 30.0  # seconds for a request to come, or for an answer to be taken
+POLICY = (
+    "default-src 'none'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Cache-Control": "no-store",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+}
+
+
+class WindowServer(ThreadingHTTPServer):
+    """Serve a page that shows the last snapshot that was published.
+
+    Args:
+        host: the address, or a name of this machine.
+        port: 0 takes any that is free.
+
+    Attributes:
+        token: which every request has to have; "" where anyone on this machine may read.
+
+    Raises:
+        ConfigurationError: the port cannot be opened.
+    """
+
+    daemon_threads = True
+
+    def __init__(self, host: str, port: int) -> None:
+        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        try:
+            super().__init__((host, port), WindowRequest)
+        except OSError as error:
+            raise ConfigurationError(f"--serve: {host}:{port} cannot be opened: {error.strerror or error}") from error
+        self.host, self.names = host, {host, "localhost", socket.gethostname().lower()}
+        self.token = "" if ipaddress.ip_address(self.socket.getsockname()[0]).is_loopback else secrets.token_urlsafe(24)
+        self.template = Template((resources.files("fedbilevel.experiments") / "window.html").read_text("utf-8"))
+        self.news, self.version, self.title, self.content = threading.Condition(), 0, "", ""
+        self.streams = threading.BoundedSemaphore(STREAMS)
+
+    @property
+    def url(self) -> str:
+        """Return the address of the page, with the token."""
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.server_address[1]}/" + (f"?token={self.token}" if self.token else "")
+
+    def publish(self, snapshots: Iterable[Snapshot]) -> None:
+        """Show one snapshot after the other."""
+        for snapshot in snapshots:
+            if (content := on_page(snapshot)) != self.content:
+                with self.news:
+                    self.title, self.content, self.version = snapshot.title, content, self.version + 1
+                    self.news.notify_all()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """Say nothing of a browser that has gone away."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)
+
+
+class WindowRequest(BaseHTTPRequestHandler):
+    """Answer a request: see the module."""
+
+    server: WindowServer
+    timeout = PATIENCE
+
+    def do_GET(self) -> None:
+        place = urlsplit(self.path)
+        given = parse_qs(place.query).get("token", [""])[0]
+        if not self.names_this_machine():
+            self.refuse(HTTPStatus.MISDIRECTED_REQUEST)
+        elif not hmac.compare_digest(given.encode(), self.server.token.encode()) and self.server.token:
+            self.refuse(HTTPStatus.FORBIDDEN)
+        elif place.path == "/":
+            self.send_page()
+        elif place.path == "/events":
+            self.send_events()
+        else:
+            self.refuse(HTTPStatus.NOT_FOUND)
+
+    def do_POST(self) -> None:
+        self.refuse(HTTPStatus.METHOD_NOT_ALLOWED)
+
+    do_HEAD = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_POST
+
+    def names_this_machine(self) -> bool:
+        """Tell whether Host is an address, to which no name can lead, or a name of this machine."""
+        try:
+            host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
+            return host in self.server.names or bool(ipaddress.ip_address(host))
+        except ValueError:
+            return False
+
+    def refuse(self, status: HTTPStatus) -> None:
+        self.begin(status, "text/plain", {"Allow": "GET"} if status == HTTPStatus.METHOD_NOT_ALLOWED else {})
+        if self.command != "HEAD":
+            self.wfile.write(f"{status.value} {status.phrase}\n".encode())
+
+    def send_page(self) -> None:
+        server, nonce = self.server, secrets.token_urlsafe(16)
+        with server.news:
+            parts = {"title": visible(server.title), "content": server.content, "version": __version__, "nonce": nonce}
+        self.begin(HTTPStatus.OK, "text/html; charset=utf-8", {"Content-Security-Policy": POLICY.format(nonce)})
+        self.wfile.write(server.template.substitute(parts).encode())
+
+    def send_events(self) -> None:
+        """Send the content each time it changes, until the page is closed."""
+        server, shown = self.server, 0
+        if not server.streams.acquire(blocking=False):
+            return self.refuse(HTTPStatus.SERVICE_UNAVAILABLE)
+        try:
+            self.begin(HTTPStatus.OK, "text/event-stream; charset=utf-8")
+            while True:
+                with server.news:
+                    if server.version == shown:
+                        server.news.wait(ALIVE)
+                    content = server.content if server.version > shown else None
+                    shown = server.version
+                lines = [":"] if content is None else [f"data: {line}" for line in content.splitlines()]
+                self.wfile.write("\n".join([*lines, "\n"]).encode())
+        finally:
+            server.streams.release()
+
+    def begin(self, status: HTTPStatus, kind: str, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Type": kind, **HEADERS, **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def version_string(self) -> str:
+        return "fedbilevel"
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: a request's line has the token."""

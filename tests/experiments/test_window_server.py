@@ -1,0 +1,218 @@
+"""The page of `fedbilevel watch --serve`: who may read it, what it may do, and that it is kept up to date."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from html.parser import HTMLParser
+
+import pytest
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.experiments import window_server
+from fedbilevel.experiments.snapshot import MetricTrace, Snapshot
+from fedbilevel.experiments.tables import Table, text_column
+from fedbilevel.experiments.window import on_page
+from fedbilevel.experiments.window_server import WindowServer
+
+EVIL = "<script>alert(1)</script>\"'&\n$title"
+HOSTILE = Snapshot(
+    EVIL,
+    "running",
+    EVIL,
+    done=1,
+    whole=2,
+    amount=EVIL,
+    facts={EVIL: EVIL},
+    traces=[MetricTrace(EVIL, [1.0, float("nan"), 2.0])],
+    tables=[Table(EVIL, [text_column(EVIL, [EVIL, EVIL]), text_column(EVIL, [EVIL, EVIL])], [EVIL])],
+    notes=[EVIL],
+)
+
+
+@pytest.fixture
+def server() -> Iterator[WindowServer]:
+    yield from started("127.0.0.1")
+
+
+@pytest.fixture
+def guarded() -> Iterator[WindowServer]:
+    """A server that others can reach, and that has a token."""
+    yield from started("0.0.0.0")
+
+
+def started(host: str) -> Iterator[WindowServer]:
+    with WindowServer(host, 0) as server:
+        server.publish([Snapshot("a run", "waiting")])
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def asked(server: WindowServer, path: str = "/", method: str = "GET", **headers: str) -> http.client.HTTPResponse:
+    connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
+    connection.request(method, path, headers=headers)
+    return connection.getresponse()
+
+
+def test_the_page_needs_nothing_from_elsewhere_and_runs_its_own_script_alone(server) -> None:
+    answer = asked(server)
+    page, policy = answer.read().decode(), answer.headers["Content-Security-Policy"]
+    assert answer.status == 200
+    assert "a run" in page
+    assert re.findall(r"https?://|@import|url\(| src=| href=", page) == []
+    (nonce,) = set(re.findall(r'nonce="([^"]+)"', page))
+    assert len(nonce) > 20
+    assert page.count("<script") == page.count("<style") == 1
+    assert f"default-src 'none'; style-src 'nonce-{nonce}'; script-src 'nonce-{nonce}'; connect-src 'self'" in policy
+    assert "unsafe" not in policy
+    assert nonce not in asked(server).read().decode()  # a page has its own
+    headers = {name: answer.headers[name] for name in window_server.HEADERS}
+    assert headers == window_server.HEADERS
+    assert answer.headers["Server"] == "fedbilevel"
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "HEAD"])
+def test_nothing_but_get_is_answered(server, method) -> None:
+    answer = asked(server, method=method)
+    assert (answer.status, answer.headers["Allow"]) == (405, "GET")
+
+
+@pytest.mark.parametrize("path", ["/spec.toml", "/../../etc/passwd", "/%2e%2e/%2e%2e/etc/passwd", "//etc/passwd", "/x"])
+def test_no_path_leads_to_a_file(server, path) -> None:
+    answer = asked(server, path)
+    assert (answer.status, answer.read()) == (404, b"404 Not Found\n")
+
+
+@pytest.mark.parametrize("host", ["evil.example", "evil.example:8080", "127.0.0.1.evil.example", "", "[::1", "a@b"])
+def test_a_name_of_elsewhere_is_refused(server, guarded, host) -> None:
+    """So a page whose name is made to lead to this machine cannot read it, with a token or without."""
+    assert asked(server, Host=host).status == 421
+    assert asked(server, "/events", Host=host).status == 421
+    assert asked(guarded, f"/?token={guarded.token}", Host=host).status == 421
+
+
+@pytest.mark.parametrize("host", ["localhost:9999", "127.0.0.1", "[::1]:80", "192.168.1.7:80", socket.gethostname()])
+def test_addresses_and_names_of_this_machine_are_answered(server, host) -> None:
+    assert asked(server, Host=host).status == 200
+
+
+def test_others_need_the_token(guarded) -> None:
+    token = guarded.token
+    assert len(token) >= 32
+    assert guarded.url.endswith(f"/?token={token}")
+    for path in ("/", "/events", "/x"):
+        for given in ("", "?token=", f"?token={token[:-1]}", f"?token={token}x", "?token=%ff", f"?other={token}"):
+            assert asked(guarded, path + given).status == 403
+    assert asked(guarded, f"/?token={token}").status == 200
+
+
+def test_this_machine_needs_no_token(server) -> None:
+    assert server.token == ""
+    assert server.url == f"http://127.0.0.1:{server.server_address[1]}/"
+    assert asked(server, "/?token=x").status == 200
+
+
+def test_nothing_is_logged(guarded, capfd) -> None:
+    for token in (guarded.token, "wrong"):
+        asked(guarded, f"/?token={token}").read()
+    asked(guarded, f"/?token={guarded.token}", method="BREW").read()
+    with socket.create_connection(("127.0.0.1", guarded.server_address[1])) as broken:
+        broken.sendall(f"GET /?token={guarded.token} nonsense\r\n\r\n".encode())
+        assert broken.recv(1000)
+    assert capfd.readouterr() == ("", "")
+
+
+class Elements(HTMLParser):
+    """The elements of a page, with their attributes, and its text."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: set[str] = set()
+        self.texts: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag, attrs) -> None:
+        self.tags.add(tag)
+        self.attributes |= {name for name, _ in attrs}
+
+    def handle_data(self, data) -> None:
+        self.texts.append(data)
+
+
+def test_texts_of_runs_are_escaped_wherever_they_stand(server) -> None:
+    found = Elements(on_page(HOSTILE))
+    assert found.tags & {"script", "img", "a"} == set()
+    assert found.attributes <= {
+        "aria-label",
+        "class",
+        "d",
+        "max",
+        "preserveaspectratio",
+        "role",
+        "scope",
+        "value",
+        "viewbox",
+    }
+    assert sum("<script>alert(1)</script>" in text for text in found.texts) > 10
+    server.publish([HOSTILE])
+    page = asked(server).read().decode()
+    assert page.count("<script") == page.count("</script") == 1
+    assert "$title" in page  # and is not filled in
+
+
+def test_a_value_that_is_not_finite_is_drawn_as_a_gap() -> None:
+    page = on_page(HOSTILE)
+    assert "1 not finite" in page
+    assert '<path d="M0.0,48.0M240.0,0.0"/><path class="gap" d="M120.0,0V48"/>' in page
+    assert "<b>NaN</b>" in on_page(Snapshot("", "running", traces=[MetricTrace("loss", [float("nan")])]))
+
+
+def events(answer: http.client.HTTPResponse) -> Iterator[str]:
+    """The data of each event of a stream."""
+    lines: list[str] = []
+    while True:
+        line = answer.readline().decode().removesuffix("\n")
+        if line.startswith("data: "):
+            lines.append(line[6:])
+        elif lines:
+            yield "\n".join(lines)
+            lines = []
+
+
+def test_a_page_is_told_what_has_changed(server) -> None:
+    answer = asked(server, "/events")
+    assert answer.headers["Content-Type"].startswith("text/event-stream")
+    news = events(answer)
+    assert next(news) == on_page(Snapshot("a run", "waiting"))
+    changed = Snapshot("a run", "running", facts={"round": "3"})
+    server.publish([Snapshot("a run", "waiting"), changed])  # the first of which is no news
+    assert next(news) == on_page(changed)
+
+
+def test_a_stream_without_news_says_that_it_is_alive(server, monkeypatch) -> None:
+    monkeypatch.setattr(window_server, "ALIVE", 0.01)
+    answer = asked(server, "/events")
+    next(events(answer))
+    assert [answer.readline() for _ in range(4)] == [b":\n", b"\n", b":\n", b"\n"]
+
+
+def test_streams_are_bounded(server, monkeypatch) -> None:
+    server.streams = threading.BoundedSemaphore(1)
+    first = asked(server, "/events")
+    assert first.status == 200
+    assert asked(server, "/events").status == 503
+
+
+def test_a_port_that_is_taken_is_refused(server) -> None:
+    port = server.server_address[1]
+    with pytest.raises(
+        ConfigurationError, match=rf"--serve: 127\.0\.0\.1:{port} cannot be opened: Address already in use"
+    ):
+        WindowServer("127.0.0.1", port)
+    with pytest.raises(ConfigurationError, match=r"--serve: no-such-host\.invalid:0 cannot be opened"):
+        WindowServer("no-such-host.invalid", 0)
