@@ -16,7 +16,7 @@ from fedbilevel.engines import lock
 from fedbilevel.experiments import Folder, folder_reader
 from fedbilevel.experiments.folder_reader import FolderReader, snapshots
 from fedbilevel.experiments.snapshot import MetricTrace, Snapshot
-from fedbilevel.experiments.window import sparkline
+from fedbilevel.experiments.window import on_page, sparkline
 from run_folders import write_run
 
 LATE = {"code": "late", "why": "no reply", "who": "", "how": ""}
@@ -272,6 +272,22 @@ def test_a_damaged_run_hides_none_of_the_others(tmp_path) -> None:
     snapshot = seen(place)
     assert snapshot.facts["runs"] == "1 failed, 1 idle, 3 finished"
     assert "spec.toml is not TOML" in snapshot.notes[0]
+
+
+def test_absurd_numbers_are_damage_and_no_overflow(tmp_path) -> None:
+    place = begun(tmp_path / "run", {"round": 0, "outer_loss": 1e308}, {"round": 10**400, "outer_loss": -1e308})
+    line = EXCHANGES[0] | {"bytes_down": 10**400}
+    Folder(place).exchanges.write_text("".join(json.dumps(one) + "\n" for one in (EXCHANGES[0], line)))
+    snapshot = seen(place)
+    assert [note.partition(" cannot")[0] for note in snapshot.notes] == [
+        "1 line of history.jsonl",
+        "1 line of exchanges.jsonl",
+    ]
+    assert "2.00 MB down" in on_page(snapshot)
+    plan = tmp_path / "sweep.json"
+    plan.write_text(json.dumps({"select": "outer_loss", "runs": 10**400}))
+    with pytest.raises(ConfigurationError, match=r"sweep.json is damaged: runs is 1000"):
+        seen(tmp_path)
 
 
 def test_what_has_not_changed_is_not_read_again(tmp_path, monkeypatch) -> None:

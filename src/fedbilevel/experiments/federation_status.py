@@ -20,7 +20,7 @@ from fedbilevel.core.errors import (
     NumericalError,
 )
 from fedbilevel.engines.history import is_number
-from fedbilevel.experiments.folder import Folder
+from fedbilevel.experiments.folder import LARGEST, Folder
 from fedbilevel.flower.refusal import Refusal
 from fedbilevel.reading import parse_printable
 
@@ -57,8 +57,8 @@ def note_end(place: Folder, ended: FedbilevelError) -> None:
 
 
 def is_count(value: Any) -> bool:
-    """Tell whether a value of a file is 0, 1, 2, …"""
-    return type(value) is int and value >= 0
+    """Tell whether a value of a file is 0, 1, 2, …, and sums of some are floats yet."""
+    return type(value) is int and 0 <= value <= LARGEST
 
 
 LINE: Mapping[str, Callable[[Any], bool]] = {
