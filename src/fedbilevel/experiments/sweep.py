@@ -162,8 +162,8 @@ class InFolders:
         display.begin(f"{name}, seed {seed}")
         spec, place = self.seeded(self.make(point), seed), self.folder / name / f"seed-{seed}"
         try:
-            return run_of(spec, place, self.tasks, callbacks=[*self.trackers, *callbacks], progress=display)
-            return run_of(spec, place, self.tasks, callbacks=[self.note_plan, *callbacks], progress=display)
+            noted = [*self.trackers, self.note_plan, *callbacks]
+            return run_of(spec, place, self.tasks, callbacks=noted, progress=display)
         except DataError as error:
             raise ConfigurationError(str(error)) from error
 

@@ -12,6 +12,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import check_numbers, described, difference
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Coded, Reply, Total, decoded
+from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree
 
 RETURNS: dict[str, tuple[type, str]] = {
@@ -93,6 +94,20 @@ def same_shapes(must: str, update: PyTree, like: PyTree) -> None:
     """Raise ConfigurationError, which begins with `must`, if two trees differ in structure or shapes."""
     if wrong := difference(update, like, dtypes=False):
         raise ConfigurationError(f"{must}: {wrong}")
+
+
+def check_declared(where: str, phase: str, declared: PyTree, update: PyTree, state: Any) -> None:
+    """Refuse an update whose parts are not shaped as its phase declares: like the state's x or y, or numbers."""
+    must = f"{where}: Total.update must have the shapes of the update of {phase}"
+
+    def one(kind: str, part: PyTree) -> None:
+        if kind in ("x", "y") and part is not None:
+            got, like = jax.tree.leaves(part), jax.tree.leaves(getattr(state, kind))
+            same_shapes(f"{must}, its part like {kind}", got, like)
+        if kind == NUMBER:
+            same_shapes(f"{must}, its number", jax.tree.leaves(part), [np.zeros(())])
+
+    jax.tree.map(one, declared, update)
 
 
 def _without(update: PyTree, like: PyTree) -> PyTree:

@@ -29,10 +29,9 @@ from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import jax
-import numpy as np
 from jax import Array
 
-from fedbilevel.algorithms.parts.layer_checks import Noted, checked, same_shapes
+from fedbilevel.algorithms.parts.layer_checks import Noted, check_declared, checked
 from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm, Part, check_algorithm, refuse_unless_allowed
 from fedbilevel.core.authored import described
@@ -42,7 +41,6 @@ from fedbilevel.core.facts import Allows, Asks, Findings, No
 from fedbilevel.core.fed import Fed, LoopBody, Phase, Reply, Total
 from fedbilevel.core.hyperparameters import field_values
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree
 
 
@@ -535,16 +533,7 @@ class LayersFed:
         inner = self.layered.layers[: self.layered.layers.index(layer)]
         if said is None or any(overrides(one, "reply") for one in inner):
             return
-        must = f"{layer.label}.exchange: Total.update must have the shapes of the update of {asked.phase}"
-
-        def one(kind: str, part: PyTree) -> None:
-            if kind in ("x", "y") and part is not None:
-                got, like = jax.tree.leaves(part), jax.tree.leaves(getattr(self.state, kind))
-                same_shapes(f"{must}, its part like {kind}", got, like)
-            if kind == NUMBER:
-                same_shapes(f"{must}, its number", jax.tree.leaves(part), [np.zeros(())])
-
-        jax.tree.map(one, said[1], update)
+        check_declared(f"{layer.label}.exchange", asked.phase, said[1], update, self.state)
 
     def ask(self, asked: Asked) -> Total:
         phase = self.layered.phases[asked.phase]
