@@ -8,7 +8,8 @@ import pytest
 
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import CoxRegression, LogisticRegression, Preparer, Ridge, Study, StudyModel
-from fedbilevel.estimators.study import Agreement, SiteTable
+from fedbilevel.estimators.agreement import Agreement
+from fedbilevel.estimators.site_table import SiteTable
 from site_tables import SITES, TARGETS, study, table, tables
 
 KINDS = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}

@@ -11,7 +11,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators import StudyModel
 from fedbilevel.estimators.evaluation import _bounded, _check, held_out
-from fedbilevel.estimators.study import SiteTable
+from fedbilevel.estimators.site_table import SiteTable
 from site_tables import study, tables
 
 SHARE, LEAST = 0.4, 4

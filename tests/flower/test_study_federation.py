@@ -283,7 +283,7 @@ def test_a_table_may_come_from_a_function(monkeypatch, tmp_path):
 
 
 def test_more_features_than_the_exact_search_takes_are_for_one_machine(files, monkeypatch):
-    for module in ("linear", "study"):
+    for module in ("linear", "agreement"):
         monkeypatch.setattr(f"fedbilevel.estimators.{module}.WIDE", 9)
     given = study("ridge", rounds=20)
     with pytest.raises(ConfigurationError, match=r"features, indicators included = 10 .* 9 at most where sites keep"):

@@ -21,36 +21,21 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
 
-import jax
 import numpy as np
 
 import fedbilevel as fb
-from fedbilevel.data import generator_of_site
-from fedbilevel.data.columns import deviation
-from fedbilevel.errors import ConfigurationError, DataWarning
-from fedbilevel.estimators.columns import labels, numbers
-from fedbilevel.estimators.evaluation import Report, answered, evaluated, held_out
-from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ridge
+from fedbilevel.estimators.agreement import KINDS, SITE, Agreement
+from fedbilevel.estimators.evaluation import Report, evaluated
 from fedbilevel.estimators.measures import CELLS
 from fedbilevel.estimators.model_card import card
 from fedbilevel.estimators.model_in_use import coefficient_table, fitted_pipeline
-from fedbilevel.estimators.preparer import Preparer, Told, read_saved, words_of
-from fedbilevel.estimators.survival import CoxRegression
-from fedbilevel.estimators.survival_curves import CurveSteps, check_steps, steps, survival
-from fedbilevel.extending import (
-    explain_misspelt,
-    is_count,
-    parse_json,
-    require,
-    require_count,
-    unknown,
-    warn,
-    write_text,
-)
+from fedbilevel.estimators.preparer import read_saved
+from fedbilevel.estimators.site_table import SiteTable
+from fedbilevel.estimators.survival_curves import CurveSteps, check_steps, survival
+from fedbilevel.extending import explain_misspelt, parse_json, require, require_count, unknown, write_text
 
-KINDS: dict[str, type[Penalised]] = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
-SITE = "site"  # the column of the sites' offsets
 PENALTIES = "one", "column", "feature"
+VALUES = "coef", "penalties"  # of each feature of a model
 
 
 @explain_misspelt
@@ -176,291 +161,8 @@ class Study:
         own = [SiteTable(self, site, tables[site]) for site in self.sites]
         agreement = Agreement.of(self, [table.statistics() for table in own])
         clients = fb.Clients([table.samples(agreement) for table in own], weights="size")
-        model = agreement.train(clients, engine or fb.Local(devices=1))
+        model = StudyModel(agreement, agreement.train(clients, engine or fb.Local(devices=1)))
         return evaluated(model, lambda question: [table.answer(agreement, question) for table in own])
-
-
-class SiteTable:
-    """A site's own rows, as it keeps them.
-
-    Args:
-        frame: a data frame of the site's rows; those without a target are left out.
-
-    Raises:
-        ConfigurationError: a column is missing, a value is not allowed, or there are too few rows.
-    """
-
-    def __init__(self, study: Study, site: str, frame: Any) -> None:
-        self.study, self.site = study, site
-        for name in [*study.not_features, *study.columns]:
-            if name not in frame.columns:
-                raise unknown("column", name, frame.columns)
-        targets = [study.target, *([study.event] if study.event else [])]
-        kept = frame[frame[targets].notna().all(axis=1)].reset_index(drop=True)
-        self.left_out = len(frame) - len(kept)
-        if study.event:
-            events = sorted({*words_of(kept[study.event])})
-            require({*events} <= {"0", "1"}, f"events {study.event!r}", events[:5], "1 where it came, 0 where not")
-        patients = labels("patient", kept[study.patient], len(kept), "whose each row is")[1] if study.patient else None
-        held = self._drawn(kept[targets[-1]], patients)
-        allowed = f"{study.min_count} or more, as min_count says" + ", besides those held out" * bool(held.any())
-        require(int(np.sum(~held)) >= study.min_count, "rows with a target", int(np.sum(~held)), allowed)
-        if absent := [name for name in study.drop if name not in kept]:
-            names = ", ".join(map(repr, absent))
-            warn(DataWarning(f"the table of {site} has no column {names}, which the study leaves out (drop)"))
-        others = kept.drop(columns=[*study.not_features, *study.drop], errors="ignore")
-        features = kept[list(study.columns)] if study.columns else others
-        if study.offsets:
-            require(SITE not in features, f"column {SITE!r}", "a feature", "left out (drop), or offsets = false")
-            features = features.assign(**{SITE: site})
-        categorical = [*study.categorical, *([SITE] if study.offsets else [])]
-        self.told = Preparer(categorical=categorical).fit(features[~held]).told(study.min_count)
-        features = _used(features, self.told)
-        self.features, self.target = features[~held], kept.loc[~held, targets]
-        self.patients = None if patients is None else patients[~held]
-        self.held_out = features[held], kept.loc[held, targets], None if patients is None else patients[held]
-
-    def _drawn(self, target: Any, patients: Any) -> Any:
-        """Draw which rows are held out, (n,) bool, by a hash of the site's name."""
-        if not self.study.holdout:
-            return np.zeros(len(target), bool)
-        by_class = self.study.estimator != "ridge"
-        stratum = np.unique(words_of(target), return_inverse=True)[1] if by_class else np.zeros(len(target), int)
-        return held_out(self.study.holdout, stratum, patients, generator_of_site(self.study.random_state, self.site, 1))
-
-    def digest(self) -> Any:
-        """Compute a hash of each row, (n, 2) int32."""
-        import pandas as pd
-
-        parts = (self.features, self.target), self.held_out[:2]
-        rows = pd.concat([pd.util.hash_pandas_object(one.assign(**target), index=False) for one, target in parts])
-        return rows.to_numpy().view(np.int32).reshape(-1, 2)
-
-    def described(self) -> dict[str, str]:
-        """Say of each column, for the site's owner, what is told of it, and the share of gaps."""
-        said = {}
-        for name, one in {**self.statistics()["target"], **self.told}.items():
-            column = self.target[name] if name in self.target else self.features[name]
-            gaps = f"{column.isna().mean():.0%} gaps, or hidden"
-            if "categories" in one:
-                rows = ", ".join(f"{category} {rows}" for category, rows in one["categories"].items())
-                said[name] = f"rows of {rows or 'no category'}{' and rarer ones' * one['rarer']}; {gaps}"
-            elif one["count"]:
-                same = " (always the same number)" if not one["squares"] else ""
-                said[name] = f"mean {one['mean']:.5g} of {one['count']} numbers{same}; {gaps}"
-            else:
-                said[name] = "nothing"
-        return said
-
-    def statistics(self) -> dict[str, Any]:
-        """Return what the site tells of its rows before the exchanges."""
-        column = self.target.iloc[:, -1:]
-        codes = [] if self.study.estimator == "ridge" else [*column.columns]
-        target = Preparer(categorical=codes).fit(column).told(1)
-        classes = target[column.columns[0]].get("categories", {})
-        require(len(classes) <= 2, f"classes of {column.columns[0]!r}", len(classes), "two at most")
-        return {"rows": len(self.target), "features": self.told, "target": target}
-
-    def samples(self, agreement: "Agreement") -> dict[str, Any]:
-        """Return the site's samples of the run that finds penalties and coefficients."""
-        estimator, (centre, spread) = agreement.estimator(), agreement.scales
-        self._prepared(agreement, *self.held_out[:2])  # what is wrong with them is said before the exchanges
-        rows, encoded = self._prepared(agreement, self.features, self.target)
-        stratum = encoded["stratum"]
-        if self.study.estimator == "logistic" and estimator.classes_[0] > estimator.classes_[1]:
-            stratum = 1 - stratum  # the same folds whichever class is positive
-        fold = estimator._folds(self.site, stratum, self.patients)
-        return dict(estimator._samples({"row": (rows - centre) / spread, **encoded, "fold": fold}))
-
-    def answer(self, agreement: "Agreement", question: Mapping[str, Any]) -> Any:
-        """Return what the site tells of its rows and a model: see `evaluation` and `survival_curves`."""
-        curves = bool(self.study.times and question.get("curves"))
-        features, target, patients = (self.features, self.target, self.patients) if curves else self.held_out
-        rows, encoded = self._prepared(agreement, features, target)
-        coef = numbers("coefficients of the question", question["coef"])
-        require(coef.shape == rows.shape[1:], "coefficients of the question", coef.shape, f"{rows.shape[1]}")
-        if self.study.estimator == "ridge":
-            encoded = {"target": target.to_numpy(float)[:, 0], "mean": agreement.estimator()._mean}
-        score = rows @ coef + float(question["intercept"])
-        if curves:
-            return steps(encoded["time"], encoded["event"], score, self.study.times, self.study.min_count)
-        return answered(question, {"score": score, **encoded, "patients": patients}, self.study.min_count)
-
-    def _prepared(self, agreement: "Agreement", features: Any, target: Any) -> tuple[Any, dict[str, Any]]:
-        """Prepare rows, and encode their target."""
-        estimator, encoded = agreement.estimator(), target.to_numpy()
-        if self.study.estimator == "logistic":
-            words = words_of(target.iloc[:, 0])
-            for word in words:
-                if word not in estimator.classes_:
-                    raise unknown(f"class of {self.study.target!r}", word, estimator.classes_)
-            encoded = (words == estimator.classes_[1]).to_numpy(int)
-        rows = agreement.preparer.transform(features).to_numpy(np.float64)
-        return rows, estimator._encoded(encoded[:, 0] if self.study.estimator == "ridge" else encoded)
-
-
-def _used(features: Any, told: Told) -> Any:
-    """Make gaps of what a site does not tell."""
-    made = {}
-    for name, one in told.items():
-        if "categories" in one:
-            made[name] = features[name].where(words_of(features[name]).isin([*one["categories"]]))
-        elif not one["count"]:
-            made[name] = np.full(len(features), np.nan)
-    return features.assign(**made)
-
-
-def _require_same_columns(parts: Mapping[str, Any]) -> None:
-    """Refuse a column that some sites do not have; name these sites."""
-    tables = {site: told for site, told in parts.items() if isinstance(told, dict)}
-    for name in dict.fromkeys(name for told in tables.values() for name in told):
-        without = [site for site, told in tables.items() if name not in told]
-        allowed = f"in the table of every site, or left out of the study (drop = [{name!r}])"
-        require(not without, f"column {name!r} of {', '.join(without)}", "missing", allowed)
-
-
-def _sum(parts: Mapping[str, Told]) -> Told:
-    """Add up what sites told, whatever it is."""
-    try:
-        return Preparer.sum_of(parts).columns_
-    except ConfigurationError:
-        raise
-    except (ValueError, AttributeError, TypeError) as error:
-        raise ConfigurationError(f"statistics: {error}") from error
-
-
-@dataclass(frozen=True)
-class Agreement:
-    """What the statistics of all sites add up to.
-
-    Args:
-        rows: the number of rows of all sites together.
-        features: the sum of what sites told of the features, by column.
-        target: the same of the target; of Cox's model, of the events.
-    """
-
-    study: Study
-    rows: int
-    features: Told
-    target: Told
-
-    @classmethod
-    def of(cls, study: Study, statistics: list[dict[str, Any]]) -> Self:
-        """Add up the statistics of all sites, in the order of `Study.sites`.
-
-        Raises:
-            ConfigurationError: they are not as `SiteTable.statistics` returns them, have different columns, or do not
-                suffice for the model.
-        """
-        parts: dict[str, dict[str, Told]] = {"features": {}, "target": {}}
-        for site, one in zip(study.sites, statistics, strict=True):
-            fits = isinstance(one, dict) and one.keys() == {"rows", *parts} and is_count(one["rows"])
-            require(fits, f"statistics of {site}", type(one).__name__, "rows, features and target")
-            for name, found in parts.items():
-                found[site] = one[name]
-        _require_same_columns(parts["features"])
-        features, target = map(_sum, parts.values())
-        made = cls(study, sum(one["rows"] for one in statistics), features, target)
-        made.estimator()._check_folds(made.rows)
-        require(len(made.names) > 0, "features", "none", "one column at least of which something is told")
-        return made
-
-    @classmethod
-    def read(cls, study: Study, text: str) -> Self:
-        """Read what `text` has written.
-
-        Raises:
-            ConfigurationError: it is something else.
-        """
-        content = parse_json(text.encode())
-        fits = (
-            isinstance(content, dict) and content.keys() == {"rows", "features", "target"} and is_count(content["rows"])
-        )
-        require(fits, "agreement", type(content).__name__, "rows, features and target")
-        features, target = (_sum({"": content[name]}) for name in ("features", "target"))
-        return cls(study, content["rows"], features, target)
-
-    @property
-    def text(self) -> str:
-        """The agreement as JSON, whose numbers come back to the bit."""
-        return json.dumps({"rows": self.rows, "features": self.features, "target": self.target}, ensure_ascii=False)
-
-    @property
-    def preparer(self) -> Preparer:
-        """What prepares the rows of every site."""
-        return Preparer.sum_of({"": self.features})
-
-    @property
-    def names(self) -> list[str]:
-        """The names of the features that models have."""
-        return list(self.preparer.get_feature_names_out())
-
-    @property
-    def scales(self) -> tuple[Any, Any]:
-        """The means and standard deviations of the prepared columns over all rows, (features,) each; 1 where 0."""
-        means, variances = [], []
-        for column in self.features.values():
-            if "categories" in column:
-                shares = np.array([*column["categories"].values()], float) / self.rows
-                means += [*shares]
-                variances += [*(shares * (1 - shares))]
-            else:
-                means.append(0.0)
-                variances.append(column["count"] / self.rows if column["squares"] else 0.0)
-        return np.array(means), np.sqrt(np.where(np.array(variances) > 0, variances, 1))
-
-    def estimator(self) -> Any:
-        """Make the estimator, with what is known of all rows."""
-        study, (target,) = self.study, self.target.values()
-        estimator: Any = KINDS[study.estimator](
-            penalty_groups=self.penalty_groups(), cv=study.cv, rounds=study.rounds, random_state=study.random_state
-        )
-        if study.estimator == "ridge":
-            estimator._mean, estimator._unit = target["mean"], deviation(target)
-        elif study.estimator == "logistic":
-            classes = list(target["categories"])
-            require(len(classes) == 2, f"classes of {study.target!r}", classes, "two")
-            if study.positive and study.positive not in classes:
-                raise unknown("positive", study.positive, classes)
-            estimator.classes_ = np.array(classes[::-1] if study.positive == classes[0] else classes, object)
-        else:
-            require("1" in target["categories"], f"events {study.event!r}", "none", "one at least")
-        estimator.feature_names_in_, estimator.n_features_in_ = np.array(self.names, object), len(self.names)
-        estimator.sites_ = np.array(study.sites, object)
-        return estimator
-
-    def penalty_groups(self) -> list[str]:
-        """Name the penalty of each feature."""
-        study, groups = self.study, []
-        own = {column: name for name, columns in study.groups.items() for column in columns}
-        for column in own:
-            if column not in self.features:
-                raise unknown("column in groups", column, self.features)
-        for column, statistics in self.features.items():
-            for category in statistics.get("categories", [""]):
-                name = {"one": "all", "column": column, "feature": f"{column} {category}"}[study.penalty]
-                groups.append(SITE if study.offsets and column == SITE else own.get(column, name))
-        return groups
-
-    def remote(self, weights: list[int]) -> fb.RemoteClients:
-        """Return what a server knows of sites with these numbers of rows."""
-        estimator, width = self.estimator(), len(self.names)
-        require(width <= WIDE, "features, indicators included", width, f"{WIDE} at most where sites keep their tables")
-        encoded = estimator._encoded(np.zeros((1, 2)) if self.study.estimator == "cox" else np.zeros(1))
-        rows = {"row": np.zeros((1, width)), **encoded, "fold": np.zeros(1, np.int32)}
-        return fb.RemoteClients(len(weights), estimator._samples(rows), weights=weights)
-
-    def posed(self) -> tuple[Any, Any, Any, Any]:
-        """Return algorithm, problem, x0 and y0 of the exchanges."""
-        with jax.enable_x64(True):
-            return self.estimator()._search(len(self.names))
-
-    def train(self, clients: Any, engine: Any) -> "StudyModel":
-        """Find penalties and coefficients with clients here or elsewhere."""
-        estimator = self.estimator()
-        with jax.enable_x64(True):
-            estimator._train(clients, *self.scales, self.rows, engine)
-        return StudyModel(self, estimator)
 
 
 @dataclass(frozen=True)
@@ -586,6 +288,3 @@ class StudyModel:
         if site not in self.baselines:
             raise unknown("site with a baseline", site, self.baselines)
         return survival(self.baselines[site], self.predict(frame, site), times)
-
-
-VALUES = "coef", "penalties"  # of each feature

@@ -30,8 +30,10 @@ from fedbilevel.core.problem import Problem, SingleLevel
 from fedbilevel.core.tree import XY, PyTree
 from fedbilevel.core.writing import write_text
 from fedbilevel.data import DataError
+from fedbilevel.estimators.agreement import Agreement
 from fedbilevel.estimators.evaluation import evaluated
-from fedbilevel.estimators.study import Agreement, SiteTable, Study, StudyModel
+from fedbilevel.estimators.site_table import SiteTable
+from fedbilevel.estimators.study import Study, StudyModel
 from fedbilevel.estimators.table_files import read_table
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.federation import (
@@ -152,7 +154,7 @@ def played(study: Study, engine: Any) -> StudyModel:
     if study.estimator == "logistic":
         print(f"predicts the probability of {study.target} = {agreement.estimator().classes_[1]}", flush=True)
     remote = agreement.remote([one["rows"] for one in statistics])
-    model = agreement.train(remote, engine)
+    model = StudyModel(agreement, agreement.train(remote, engine))
     with jax.enable_x64(True):
         contract = draw_up(*agreement.posed(), remote.examples())
     questions = Questions(engine, contract, len(study.sites))

@@ -1,0 +1,174 @@
+"""What all sites of a study agree on: the sum of their statistics, from which each prepares its own rows."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+import fedbilevel as fb
+from fedbilevel.data.columns import deviation
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ridge
+from fedbilevel.estimators.preparer import Preparer, Told
+from fedbilevel.estimators.survival import CoxRegression
+from fedbilevel.extending import is_count, parse_json, require, unknown
+
+KINDS: dict[str, type[Penalised]] = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
+SITE = "site"  # the column of the sites' offsets
+
+
+def _require_same_columns(parts: Mapping[str, Any]) -> None:
+    """Refuse a column that some sites do not have; name these sites."""
+    tables = {site: told for site, told in parts.items() if isinstance(told, dict)}
+    for name in dict.fromkeys(name for told in tables.values() for name in told):
+        without = [site for site, told in tables.items() if name not in told]
+        allowed = f"in the table of every site, or left out of the study (drop = [{name!r}])"
+        require(not without, f"column {name!r} of {', '.join(without)}", "missing", allowed)
+
+
+def _sum(parts: Mapping[str, Told]) -> Told:
+    """Add up what sites told, whatever it is."""
+    try:
+        return Preparer.sum_of(parts).columns_
+    except ConfigurationError:
+        raise
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ConfigurationError(f"statistics: {error}") from error
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """What the statistics of all sites add up to.
+
+    Args:
+        study: the `Study`.
+        rows: the number of rows of all sites together.
+        features: the sum of what sites told of the features, by column.
+        target: the same of the target; of Cox's model, of the events.
+    """
+
+    study: Any
+    rows: int
+    features: Told
+    target: Told
+
+    @classmethod
+    def of(cls, study: Any, statistics: list[dict[str, Any]]) -> Self:
+        """Add up the statistics of all sites, in the order of `Study.sites`.
+
+        Raises:
+            ConfigurationError: they are not as `SiteTable.statistics` returns them, have different columns, or do not
+                suffice for the model.
+        """
+        parts: dict[str, dict[str, Told]] = {"features": {}, "target": {}}
+        for site, one in zip(study.sites, statistics, strict=True):
+            fits = isinstance(one, dict) and one.keys() == {"rows", *parts} and is_count(one["rows"])
+            require(fits, f"statistics of {site}", type(one).__name__, "rows, features and target")
+            for name, found in parts.items():
+                found[site] = one[name]
+        _require_same_columns(parts["features"])
+        features, target = map(_sum, parts.values())
+        made = cls(study, sum(one["rows"] for one in statistics), features, target)
+        made.estimator()._check_folds(made.rows)
+        require(len(made.names) > 0, "features", "none", "one column at least of which something is told")
+        return made
+
+    @classmethod
+    def read(cls, study: Any, text: str) -> Self:
+        """Read what `text` has written.
+
+        Raises:
+            ConfigurationError: it is something else.
+        """
+        content = parse_json(text.encode())
+        fits = (
+            isinstance(content, dict) and content.keys() == {"rows", "features", "target"} and is_count(content["rows"])
+        )
+        require(fits, "agreement", type(content).__name__, "rows, features and target")
+        features, target = (_sum({"": content[name]}) for name in ("features", "target"))
+        return cls(study, content["rows"], features, target)
+
+    @property
+    def text(self) -> str:
+        """The agreement as JSON, whose numbers come back to the bit."""
+        return json.dumps({"rows": self.rows, "features": self.features, "target": self.target}, ensure_ascii=False)
+
+    @property
+    def preparer(self) -> Preparer:
+        """What prepares the rows of every site."""
+        return Preparer.sum_of({"": self.features})
+
+    @property
+    def names(self) -> list[str]:
+        """The names of the features that models have."""
+        return list(self.preparer.get_feature_names_out())
+
+    @property
+    def scales(self) -> tuple[Any, Any]:
+        """The means and standard deviations of the prepared columns over all rows, (features,) each; 1 where 0."""
+        means, variances = [], []
+        for column in self.features.values():
+            if "categories" in column:
+                shares = np.array([*column["categories"].values()], float) / self.rows
+                means += [*shares]
+                variances += [*(shares * (1 - shares))]
+            else:
+                means.append(0.0)
+                variances.append(column["count"] / self.rows if column["squares"] else 0.0)
+        return np.array(means), np.sqrt(np.where(np.array(variances) > 0, variances, 1))
+
+    def estimator(self) -> Any:
+        """Make the estimator, with what is known of all rows."""
+        study, (target,) = self.study, self.target.values()
+        estimator: Any = KINDS[study.estimator](
+            penalty_groups=self.penalty_groups(), cv=study.cv, rounds=study.rounds, random_state=study.random_state
+        )
+        if study.estimator == "ridge":
+            estimator._mean, estimator._unit = target["mean"], deviation(target)
+        elif study.estimator == "logistic":
+            classes = list(target["categories"])
+            require(len(classes) == 2, f"classes of {study.target!r}", classes, "two")
+            if study.positive and study.positive not in classes:
+                raise unknown("positive", study.positive, classes)
+            estimator.classes_ = np.array(classes[::-1] if study.positive == classes[0] else classes, object)
+        else:
+            require("1" in target["categories"], f"events {study.event!r}", "none", "one at least")
+        estimator.feature_names_in_, estimator.n_features_in_ = np.array(self.names, object), len(self.names)
+        estimator.sites_ = np.array(study.sites, object)
+        return estimator
+
+    def penalty_groups(self) -> list[str]:
+        """Name the penalty of each feature."""
+        study, groups = self.study, []
+        own = {column: name for name, columns in study.groups.items() for column in columns}
+        for column in own:
+            if column not in self.features:
+                raise unknown("column in groups", column, self.features)
+        for column, statistics in self.features.items():
+            for category in statistics.get("categories", [""]):
+                name = {"one": "all", "column": column, "feature": f"{column} {category}"}[study.penalty]
+                groups.append(SITE if study.offsets and column == SITE else own.get(column, name))
+        return groups
+
+    def remote(self, weights: list[int]) -> fb.RemoteClients:
+        """Return what a server knows of sites with these numbers of rows."""
+        estimator, width = self.estimator(), len(self.names)
+        require(width <= WIDE, "features, indicators included", width, f"{WIDE} at most where sites keep their tables")
+        encoded = estimator._encoded(np.zeros((1, 2)) if self.study.estimator == "cox" else np.zeros(1))
+        rows = {"row": np.zeros((1, width)), **encoded, "fold": np.zeros(1, np.int32)}
+        return fb.RemoteClients(len(weights), estimator._samples(rows), weights=weights)
+
+    def posed(self) -> tuple[Any, Any, Any, Any]:
+        """Return algorithm, problem, x0 and y0 of the exchanges."""
+        with jax.enable_x64(True):
+            return self.estimator()._search(len(self.names))
+
+    def train(self, clients: Any, engine: Any) -> Any:
+        """Find penalties and coefficients with clients here or elsewhere; returns the fitted estimator."""
+        estimator = self.estimator()
+        with jax.enable_x64(True):
+            estimator._train(clients, *self.scales, self.rows, engine)
+        return estimator

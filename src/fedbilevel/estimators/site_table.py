@@ -1,0 +1,147 @@
+"""A site's own table in a study: what the site tells of it, its samples, and its answers about held-out rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fedbilevel.data import generator_of_site
+from fedbilevel.errors import DataWarning
+from fedbilevel.estimators.agreement import SITE, Agreement
+from fedbilevel.estimators.columns import labels, numbers
+from fedbilevel.estimators.evaluation import answered, held_out
+from fedbilevel.estimators.preparer import Preparer, Told, words_of
+from fedbilevel.estimators.survival_curves import steps
+from fedbilevel.extending import require, unknown, warn
+
+
+class SiteTable:
+    """A site's own rows, as it keeps them.
+
+    Args:
+        study: the `Study`.
+        site: the site's name.
+        frame: a data frame of the site's rows; those without a target are left out.
+
+    Raises:
+        ConfigurationError: a column is missing, a value is not allowed, or there are too few rows.
+    """
+
+    def __init__(self, study: Any, site: str, frame: Any) -> None:
+        self.study, self.site = study, site
+        for name in [*study.not_features, *study.columns]:
+            if name not in frame.columns:
+                raise unknown("column", name, frame.columns)
+        targets = [study.target, *([study.event] if study.event else [])]
+        kept = frame[frame[targets].notna().all(axis=1)].reset_index(drop=True)
+        self.left_out = len(frame) - len(kept)
+        if study.event:
+            events = sorted({*words_of(kept[study.event])})
+            require({*events} <= {"0", "1"}, f"events {study.event!r}", events[:5], "1 where it came, 0 where not")
+        patients = labels("patient", kept[study.patient], len(kept), "whose each row is")[1] if study.patient else None
+        held = self._drawn(kept[targets[-1]], patients)
+        allowed = f"{study.min_count} or more, as min_count says" + ", besides those held out" * bool(held.any())
+        require(int(np.sum(~held)) >= study.min_count, "rows with a target", int(np.sum(~held)), allowed)
+        if absent := [name for name in study.drop if name not in kept]:
+            names = ", ".join(map(repr, absent))
+            warn(DataWarning(f"the table of {site} has no column {names}, which the study leaves out (drop)"))
+        others = kept.drop(columns=[*study.not_features, *study.drop], errors="ignore")
+        features = kept[list(study.columns)] if study.columns else others
+        if study.offsets:
+            require(SITE not in features, f"column {SITE!r}", "a feature", "left out (drop), or offsets = false")
+            features = features.assign(**{SITE: site})
+        categorical = [*study.categorical, *([SITE] if study.offsets else [])]
+        self.told = Preparer(categorical=categorical).fit(features[~held]).told(study.min_count)
+        features = _used(features, self.told)
+        self.features, self.target = features[~held], kept.loc[~held, targets]
+        self.patients = None if patients is None else patients[~held]
+        self.held_out = features[held], kept.loc[held, targets], None if patients is None else patients[held]
+
+    def _drawn(self, target: Any, patients: Any) -> Any:
+        """Draw which rows are held out, (n,) bool, by a hash of the site's name."""
+        if not self.study.holdout:
+            return np.zeros(len(target), bool)
+        by_class = self.study.estimator != "ridge"
+        stratum = np.unique(words_of(target), return_inverse=True)[1] if by_class else np.zeros(len(target), int)
+        return held_out(self.study.holdout, stratum, patients, generator_of_site(self.study.random_state, self.site, 1))
+
+    def digest(self) -> Any:
+        """Compute a hash of each row, (n, 2) int32."""
+        import pandas as pd
+
+        parts = (self.features, self.target), self.held_out[:2]
+        rows = pd.concat([pd.util.hash_pandas_object(one.assign(**target), index=False) for one, target in parts])
+        return rows.to_numpy().view(np.int32).reshape(-1, 2)
+
+    def described(self) -> dict[str, str]:
+        """Say of each column, for the site's owner, what is told of it, and the share of gaps."""
+        said = {}
+        for name, one in {**self.statistics()["target"], **self.told}.items():
+            column = self.target[name] if name in self.target else self.features[name]
+            gaps = f"{column.isna().mean():.0%} gaps, or hidden"
+            if "categories" in one:
+                rows = ", ".join(f"{category} {rows}" for category, rows in one["categories"].items())
+                said[name] = f"rows of {rows or 'no category'}{' and rarer ones' * one['rarer']}; {gaps}"
+            elif one["count"]:
+                same = " (always the same number)" if not one["squares"] else ""
+                said[name] = f"mean {one['mean']:.5g} of {one['count']} numbers{same}; {gaps}"
+            else:
+                said[name] = "nothing"
+        return said
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the site tells of its rows before the exchanges."""
+        column = self.target.iloc[:, -1:]
+        codes = [] if self.study.estimator == "ridge" else [*column.columns]
+        target = Preparer(categorical=codes).fit(column).told(1)
+        classes = target[column.columns[0]].get("categories", {})
+        require(len(classes) <= 2, f"classes of {column.columns[0]!r}", len(classes), "two at most")
+        return {"rows": len(self.target), "features": self.told, "target": target}
+
+    def samples(self, agreement: Agreement) -> dict[str, Any]:
+        """Return the site's samples of the run that finds penalties and coefficients."""
+        estimator, (centre, spread) = agreement.estimator(), agreement.scales
+        self._prepared(agreement, *self.held_out[:2])  # what is wrong with them is said before the exchanges
+        rows, encoded = self._prepared(agreement, self.features, self.target)
+        stratum = encoded["stratum"]
+        if self.study.estimator == "logistic" and estimator.classes_[0] > estimator.classes_[1]:
+            stratum = 1 - stratum  # the same folds whichever class is positive
+        fold = estimator._folds(self.site, stratum, self.patients)
+        return dict(estimator._samples({"row": (rows - centre) / spread, **encoded, "fold": fold}))
+
+    def answer(self, agreement: Agreement, question: Mapping[str, Any]) -> Any:
+        """Return what the site tells of its rows and a model: see `evaluation` and `survival_curves`."""
+        curves = bool(self.study.times and question.get("curves"))
+        features, target, patients = (self.features, self.target, self.patients) if curves else self.held_out
+        rows, encoded = self._prepared(agreement, features, target)
+        coef = numbers("coefficients of the question", question["coef"])
+        require(coef.shape == rows.shape[1:], "coefficients of the question", coef.shape, f"{rows.shape[1]}")
+        if self.study.estimator == "ridge":
+            encoded = {"target": target.to_numpy(float)[:, 0], "mean": agreement.estimator()._mean}
+        score = rows @ coef + float(question["intercept"])
+        if curves:
+            return steps(encoded["time"], encoded["event"], score, self.study.times, self.study.min_count)
+        return answered(question, {"score": score, **encoded, "patients": patients}, self.study.min_count)
+
+    def _prepared(self, agreement: Agreement, features: Any, target: Any) -> tuple[Any, dict[str, Any]]:
+        """Prepare rows, and encode their target."""
+        estimator, encoded = agreement.estimator(), target.to_numpy()
+        if self.study.estimator == "logistic":
+            words = words_of(target.iloc[:, 0])
+            for word in words:
+                if word not in estimator.classes_:
+                    raise unknown(f"class of {self.study.target!r}", word, estimator.classes_)
+            encoded = (words == estimator.classes_[1]).to_numpy(int)
+        rows = agreement.preparer.transform(features).to_numpy(np.float64)
+        return rows, estimator._encoded(encoded[:, 0] if self.study.estimator == "ridge" else encoded)
+
+
+def _used(features: Any, told: Told) -> Any:
+    """Make gaps of what a site does not tell."""
+    made = {}
+    for name, one in told.items():
+        if "categories" in one:
+            made[name] = features[name].where(words_of(features[name]).isin([*one["categories"]]))
+        elif not one["count"]:
+            made[name] = np.full(len(features), np.nan)
+    return features.assign(**made)
