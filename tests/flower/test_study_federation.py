@@ -66,6 +66,7 @@ def test_sites_that_keep_their_tables_have_the_numbers_of_one_machine(kind, file
     assert ("predicts the probability of ill = yes" in said) == (kind == "logistic")
     assert f"model {(place / 'model.json').resolve()}" in said
     assert ("Positive class: `yes`" in (place / "model-card.md").read_text()) == (kind == "logistic")
+    assert (place / "scoring-sheet.txt").read_text() == model.sheet()
     with pytest.raises(ConfigurationError, match=r"out = .* there is a model in it"):
         serve(given, None, {"out": str(place)})
 

@@ -10,7 +10,7 @@ import fedbilevel as fb
 from fedbilevel.data.columns import deviation
 from fedbilevel.extending import printable
 
-KINDS = {
+MODELS = {
     "logistic": "logistic regression",
     "ridge": "linear regression with a ridge penalty",
     "cox": "Cox's proportional hazards, with a baseline of its own for each site",
@@ -35,7 +35,7 @@ def card(model: Any) -> str:
             "Predicts": f"{facts['Predicts']} = {positive}",
             "Positive class": f"{positive}; the other is {other}",
         }
-    facts |= {"Model": KINDS[study.estimator], "Sites": ", ".join(map(_code, study.sites))}
+    facts |= {"Model": MODELS[study.estimator], "Sites": ", ".join(map(_code, study.sites))}
     held = f"; {study.holdout:.0%} of each site's rows, which are not counted, are held out" * bool(study.holdout)
     facts |= {"Rows": f"{agreed.rows} of all sites, which the model is fitted to{held}"}
     facts |= {"Penalty": f"{_penalties(model)}, by {study.cv}-fold cross-validation"}

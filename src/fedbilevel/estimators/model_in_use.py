@@ -5,13 +5,14 @@ A prepared number is (a − mean)/deviation, so that a coefficient w of it is w/
 intercept of a row whose numbers are all 0 is b − Σ w mean/deviation.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from fedbilevel.data.columns import deviation
 from fedbilevel.errors import ConfigurationError
-from fedbilevel.extending import require
+from fedbilevel.extending import missing, require
 
 COLUMNS = {"logistic": ("probability", "class"), "ridge": ("number",), "cox": ("log_hazard",)}
 """The columns of predictions, by estimator."""
@@ -42,29 +43,51 @@ def predictions(model: Any, frame: Any, site: str = "") -> Any:
     return type(frame)(made)
 
 
-def coefficient_table(model: Any) -> Any:
-    """Make the data frame that `StudyModel.table` describes."""
+def data_frame(columns: Mapping[str, Any]) -> Any:
+    """Make a pandas.DataFrame.
+
+    Raises:
+        ConfigurationError: pandas is not installed.
+    """
     try:
         import pandas as pd
     except ImportError as error:
-        raise ConfigurationError("the table of coefficients needs pandas: pip install pandas") from error
+        raise ConfigurationError(f"a data frame needs {missing('pandas', 'tables')}") from error
+    return pd.DataFrame(columns)
+
+
+def in_units(model: Any) -> tuple[float, list[tuple[tuple[str, str, dict[str, Any]], float]]]:
+    """Return the model in units of the original columns.
+
+    Returns:
+        The log odds, the number or the log hazard of a row whose numbers are 0 and whose words are gaps; and, for each
+        coefficient, its column, its category (empty of numbers) and what sites told of the column, and its value.
+    """
     features, estimator = model.agreement.features, model.estimator
     told = [(name, word, one) for name, one in features.items() for word in one.get("categories", [""])]
     units = np.array([1.0 if "categories" in one else deviation(one) for _, _, one in told])
+    values = estimator.coef_ / units
     means = np.array([one.get("mean", 0.0) for _, _, one in told])
+    return float(getattr(estimator, "intercept_", 0.0) - values @ means), list(zip(told, values.tolist(), strict=True))
+
+
+def coefficient_table(model: Any) -> Any:
+    """Make the data frame that `StudyModel.table` describes."""
+    estimator, (at_zero, coefficients) = model.estimator, in_units(model)
+    told = [one for one, _ in coefficients]
+    units = np.array([1.0 if "categories" in one else deviation(one) for _, _, one in told])
     errors = estimator.standard_errors_
     made: dict[str, Any] = {"column": [name for name, _, _ in told], "category": [word for _, word, _ in told]}
-    made["coefficient"] = estimator.coef_ / units
+    made["coefficient"] = np.array([value for _, value in coefficients])
     made["standard error"] = np.full(len(told), np.nan) if errors is None else errors / units
     made["penalty"] = np.asarray(estimator.penalties_, float)
-    frame = pd.DataFrame(made)
+    frame = data_frame(made)
     kind = model.agreement.study.estimator
     if kind in RATIOS:
         frame.insert(3, RATIOS[kind], np.exp(frame["coefficient"]))
     if estimator.has_intercept:
-        at_zero = estimator.intercept_ - float(frame["coefficient"] @ means)
-        first = pd.DataFrame({"column": [INTERCEPT], "category": [""], "coefficient": [at_zero]})
-        frame = pd.concat([first.reindex(columns=frame.columns), frame], ignore_index=True)
+        first = {"column": INTERCEPT, "category": "", "coefficient": at_zero}
+        frame = data_frame({name: [first.get(name, np.nan), *frame[name]] for name in frame})
     return frame
 
 

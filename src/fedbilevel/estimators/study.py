@@ -30,6 +30,7 @@ from fedbilevel.estimators.measures import CELLS
 from fedbilevel.estimators.model_card import card
 from fedbilevel.estimators.model_in_use import coefficient_table, fitted_pipeline
 from fedbilevel.estimators.preparer import read_saved
+from fedbilevel.estimators.scoring_sheet import sheet
 from fedbilevel.estimators.site_table import SiteTable
 from fedbilevel.estimators.survival_curves import CurveSteps, check_steps, survival
 from fedbilevel.extending import explain_misspelt, parse_json, require, require_count, unknown, write_text
@@ -277,6 +278,15 @@ class StudyModel:
         none), versions and the date of the card, and what the model is not for.
         """
         return card(self)
+
+    def sheet(self) -> str:
+        """Write a scoring sheet, with which a person computes a prediction by pen, paper and a pocket calculator.
+
+        It is plain text: the start, the term of each unit of a number and of a missing one, the points of each word and
+        of each site, what follows from their sum, and an example. Of logistic regression a probability follows; of
+        ridge regression a number; and of Cox's model a relative hazard and, with baselines, the survival at each site.
+        """
+        return sheet(self)
 
     def predict_survival(self, frame: Any, times: Any, site: str) -> Any:
         """Compute the probability of each row of a site to be without the event at these times, (n, times), by Cox's

@@ -91,6 +91,7 @@ class Folder:
     plot = _File("plot.png")
     model = _File("model.json")
     card = _File("model-card.md")
+    sheet = _File("scoring-sheet.txt")
     exchanges = _File("exchanges.jsonl")
     failed = _File("failed.txt")
     trackers = _File(MEMORY)

@@ -124,6 +124,7 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
         model = played(study, engine)
         model.save(place.model)
         write_text(place.card, model.card())
+        write_text(place.sheet, model.sheet())
         if model.report is not None:
             model.report.save(place.path)
     except FedbilevelError as error:

@@ -1,0 +1,171 @@
+"""A scoring sheet: a study's model in plain text, for people with pen, paper and a pocket calculator.
+
+The sum S of a row is a start, the term of each number, and the points of each word. A number's term is its coefficient
+for each unit of the original column, times the number. Terms have so many decimals that rounding each moves S by less
+than 10⁻⁵ of what S is measured in, also where a number is ten standard deviations away from its mean.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import ceil, exp, floor, log10
+from typing import Any
+
+import numpy as np
+
+from fedbilevel.data.columns import deviation
+from fedbilevel.estimators.agreement import SITE
+from fedbilevel.estimators.model_card import MODELS
+from fedbilevel.estimators.model_in_use import data_frame, in_units
+from fedbilevel.extending import printable
+
+FAR = 10  # standard deviations from the mean
+DECIMALS, SHOWN = 5, 3  # of terms and of results, where S is measured in units of 1
+Cells = Sequence[tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class NumberLine:
+    """What the sheet says of a column of numbers, as printed.
+
+    Args:
+        each: the coefficient for each unit.
+        missing: the term of a gap, which counts as the mean of all sites.
+    """
+
+    column: str
+    each: str
+    missing: str
+    mean: float
+
+
+def sheet(model: Any) -> str:
+    """Write the sheet that `StudyModel.sheet` describes."""
+    agreed, study = model.agreement, model.agreement.study
+    decimals = _decimals(agreed)
+    start, numbers, words = _lines(model, decimals)
+    parts = [f"Scoring sheet: {_predicted(model)}"]
+    parts += [f"{MODELS[study.estimator]}; {agreed.rows} rows of {', '.join(map(printable, study.sites))}", ""]
+    parts += ["Write down the start, a term for each number, and the points of each word. Their sum is S.", ""]
+    parts += _aligned([("start", start)])
+    if numbers:
+        header = "number", "times, for each unit", "if missing, add", "as if it were"
+        rows = [(printable(one.column), one.each, one.missing, f"{one.mean:.5g}") for one in numbers]
+        parts += ["", *_aligned([header, *rows])]
+    for column, points in words.items():
+        rest = "a site that was not in the study" if column == SITE and study.offsets else "missing"
+        rest += ", or a word that is not in this list" * agreed.features[column]["rarer"]
+        every = [*points.items(), (rest, f"{0:.{decimals}f}")]
+        parts += ["", *_aligned([(printable(column), "add"), *((f"  {printable(word)}", add) for word, add in every)])]
+    used = {*words, *(one.column for one in numbers)}
+    if unused := [printable(name) for name in agreed.features if name not in used]:
+        parts += ["", f"Not used, as no site told of them: {', '.join(unused)}"]
+    return "\n".join([*parts, "", *_results(model), "", *_example(model, start, numbers, words)]) + "\n"
+
+
+def _decimals(agreed: Any) -> int:
+    """Return how many decimals terms have: DECIMALS, where S is measured in units of 1."""
+    (target,) = agreed.target.values()
+    unit = deviation(target) if agreed.study.estimator == "ridge" else 1.0
+    return max(0, DECIMALS - floor(log10(unit)))
+
+
+def _lines(model: Any, decimals: int) -> tuple[str, list[NumberLine], dict[str, dict[str, str]]]:
+    """Return the start, the lines of numbers, and of each column of words the points by word, all as printed."""
+    numbers: list[NumberLine] = []
+    words: dict[str, dict[str, str]] = {}
+    start, coefficients = in_units(model)
+    for (column, word, told), coefficient in coefficients:
+        if "categories" in told:
+            words.setdefault(column, {})[word] = f"{coefficient:.{decimals}f}"
+        elif told["count"]:
+            mean = told["mean"]
+            more = ceil(log10(abs(mean) + FAR * deviation(told)))
+            each, missing = f"{coefficient:.{max(0, decimals + more)}f}", f"{coefficient * mean:.{decimals}f}"
+            numbers.append(NumberLine(column, each, missing, mean))
+    return f"{start:.{decimals}f}", numbers, words
+
+
+def _predicted(model: Any) -> str:
+    study = model.agreement.study
+    if study.estimator == "logistic":
+        return f"the probability that {printable(study.target)} is {printable(str(model.estimator.classes_[1]))}"
+    return printable(study.target) if study.estimator == "ridge" else f"the hazard of {printable(study.event)}"
+
+
+def _results(model: Any) -> list[str]:
+    """Say what follows from S."""
+    study = model.agreement.study
+    if study.estimator == "logistic":
+        other, positive = (printable(str(one)) for one in model.estimator.classes_)
+        said = f"The likelier class is {positive} where S is above 0, and {other} where it is not."
+        return [f"probability of {positive} = 1 / (1 + exp(-S))", said]
+    if study.estimator == "ridge":
+        return [f"{printable(study.target)} = S"]
+    lines = ["relative hazard = exp(S)"]
+    lines += ["It is 1 for a row of the same site whose numbers are the means, and whose words are missing."]
+    if model.baselines:
+        lines += ["", "probability to be without the event up to a time = exp(-H exp(S))"]
+        lines += [
+            "H is that of the site and of the last time in its list that is not later. Before the first time it is 0,"
+        ]
+        lines += ["and after the last time it is not known."]
+    for site, steps in model.baselines.items():
+        rows = [(f"  {end:g}", f"{hazard:.6g}") for end, _, _, hazard in steps]
+        lines += ["", *_aligned([(f"{printable(site)}: time", "H"), *rows])]
+    return lines
+
+
+def _example(model: Any, start: str, numbers: list[NumberLine], words: dict[str, dict[str, str]]) -> list[str]:
+    """Compute a row by the printed numbers: rounded means, the last number missing, and the most frequent words."""
+    study, features = model.agreement.study, model.agreement.features
+    decimals = _decimals(model.agreement)
+    row: dict[str, Any] = {name: None if "categories" in told else np.nan for name, told in features.items()}
+    terms = [("start", start)]
+    for place, one in enumerate(numbers, 1):
+        value = float(f"{one.mean:.3g}")
+        if 1 < place == len(numbers):
+            terms.append((f"{printable(one.column)} is missing", one.missing))
+        else:
+            row[one.column] = value
+            term = f"{value * float(one.each):.{decimals}f}"
+            terms.append((f"{printable(one.column)} {value:g} × {one.each}", term))
+    site = next(iter(model.baselines), study.sites[0])
+    for column, points in words.items():
+        rows = features[column]["categories"]
+        row[column] = site if column == SITE and study.offsets else max(rows, key=rows.get)
+        terms.append((f"{printable(column)} {printable(row[column])}", points[row[column]]))
+    total = sum(float(term) for _, term in terms)
+    terms.append(("S", f"{total:.{decimals}f}"))
+    frame = data_frame({name: [value] for name, value in row.items()})
+    return ["Example of a row that is made up:", "", *_aligned(terms), "", *_computed(model, frame, site, total)]
+
+
+def _computed(model: Any, frame: Any, site: str, total: float) -> list[str]:
+    """Say what the example's sum means, in the decimals in which sheet and model agree."""
+    study = model.agreement.study
+    if study.estimator == "logistic":
+        chance = _common(1 / (1 + exp(-total)), float(model.predict_proba(frame, site)[0]), SHOWN)
+        return [f"probability of {printable(str(model.estimator.classes_[1]))} = {chance}"]
+    value = float(model.predict(frame, site)[0])
+    if study.estimator == "ridge":
+        shown = max(0, _decimals(model.agreement) - DECIMALS + SHOWN)
+        return [f"{printable(study.target)} = {_common(total, value, shown)}"]
+    lines = [f"relative hazard = {_common(exp(total), exp(value), SHOWN)}"]
+    if site in model.baselines:
+        end, _, _, hazard = model.baselines[site][-1]
+        known = float(model.predict_survival(frame, [end], site)[0, 0])
+        share = _common(exp(-float(f"{hazard:.6g}") * exp(total)), known, SHOWN)
+        lines.append(f"probability to be without the event up to {end:g} at {printable(site)} = {share}")
+    return lines
+
+
+def _common(by_hand: float, by_model: float, decimals: int) -> str:
+    """Return the number with as many decimals as both have: rounding may set the last ones apart."""
+    texts = ((f"{by_hand:.{places}f}", f"{by_model:.{places}f}") for places in range(decimals, -1, -1))
+    return next((one for one, other in texts if one == other), f"{by_model:.{decimals}f}")
+
+
+def _aligned(rows: Cells) -> list[str]:
+    """Write rows of cells, the first of which begin the line."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]
