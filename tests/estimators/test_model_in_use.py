@@ -7,6 +7,7 @@ from sklearn import linear_model
 
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators import StudyModel
+from fedbilevel.estimators.site_table import SiteTable
 from site_tables import TARGETS, study, tables
 
 
@@ -60,7 +61,34 @@ def test_standard_errors_are_in_the_unit_of_the_coefficient_and_saved(tmp_path):
     place = fitted.agreement.names.index("age")
     np.testing.assert_allclose(rest["standard error"].iloc[place], made.standard_errors_[place] / deviation, rtol=1e-12)
     np.testing.assert_array_equal(rest.penalty, made.penalties_)
-    assert np.isnan(printed["standard error"][0])
+
+
+def test_the_intercept_has_the_error_of_the_sandwich_of_the_columns_as_they_are():
+    """Of a design that is not standardised, with gaps filled by means; the penalties are λ(deviation)²."""
+    given, frames = study("logistic"), tables()
+    model = given.fit(frames)
+    told, parts = model.agreement.features, []
+    for site, frame in frames.items():
+        kept = SiteTable(given, site, frame).features
+        made = pd.DataFrame(index=kept.index)
+        for name, one in told.items():
+            if "categories" in one:
+                words = kept[name].map(lambda word: f"{word:g}" if isinstance(word, float) else word)
+                for word in one["categories"]:
+                    made[f"{name} {word}"] = (words == word) * 1.0
+            else:
+                made[name] = kept[name].fillna(one["mean"])
+        parts.append(made)
+    design = pd.concat(parts).assign(one=1.0).to_numpy()
+    each = [one for one in told.values() for _ in one.get("categories", [""])]
+    deviations = [np.sqrt(one["squares"] / one["count"]) if "count" in one else 1.0 for one in each]
+    table = model.table()
+    chance = 1 / (1 + np.exp(-design @ [*table.coefficient[1:], table.coefficient[0]]))
+    information = design.T @ (design * (chance * (1 - chance))[:, None])
+    penalty = 2 * len(design) * np.append(model.estimator.penalties_ * np.square(deviations), 0)
+    inverse = np.linalg.inv(information + np.diag(penalty))
+    errors = np.sqrt(np.diag(inverse @ information @ inverse))
+    np.testing.assert_allclose(table["standard error"], [errors[-1], *errors[:-1]], rtol=1e-8)
 
 
 @pytest.mark.parametrize("kind", TARGETS)

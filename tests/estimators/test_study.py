@@ -6,6 +6,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from fedbilevel.data import DataError
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import CoxRegression, LogisticRegression, Preparer, Ridge, Study, StudyModel
 from fedbilevel.estimators.agreement import Agreement
@@ -151,14 +152,14 @@ def test_sites_that_differ_from_the_others_take_part():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda one: one.drop(columns="ill"), "column 'ill'"),
+        (lambda one: one.drop(columns="ill"), "column of north 'ill'"),
         (lambda one: one.drop(columns="dose"), r"column 'dose' of north = 'missing' .*drop = \['dose'\]"),
         (lambda one: one.assign(dose="high"), "column 'dose' of south = 'count, mean, squares' .* see `categorical`"),
         (lambda one: one.assign(ill=np.resize(["a", "b", "c"], len(one))), "classes of 'ill' = 3 .* two at most"),
         (lambda one: one.assign(ill="perhaps"), r"classes of 'ill' = \['no', 'perhaps', 'yes'\]"),
-        (lambda one: one.assign(site="x"), r"column 'site' = 'a feature' .* \(drop\), or offsets = false"),
-        (lambda one: one.iloc[:7], "rows with a target = 7 .* 8 or more"),
-        (lambda one: one.assign(patient=np.nan), "patient, entry 0 = 'a gap'"),
+        (lambda one: one.assign(site="x"), r"column 'site' of north = 'a feature' .* \(drop\), or offsets = false"),
+        (lambda one: one.iloc[:7], "rows with a target of north = 7 .* 8 or more"),
+        (lambda one: one.assign(patient=np.nan), "patient, entry 0 of north = 'a gap'"),
     ],
 )
 def test_what_does_not_fit_is_named(change, words):
@@ -180,6 +181,12 @@ def test_what_does_not_fit_is_named(change, words):
         ({"groups": {"mine": "age"}}, "groups = {'mine': 'age'} .* a list of columns"),
         ({"offsets": "no"}, "offsets = 'no' .* true or false"),
         ({"penalty": "two"}, "penalty = 'two' .* one or column or feature"),
+        ({"cv": 1}, "cv = 1 .* a whole number of folds, 2 or more"),
+        ({"positive": 5}, "positive = 5 .* a text"),
+        ({"rounds": 0}, "rounds = 0"),
+        ({"holdout": "c"}, r"site of holdout 'c' .allowed: a, b"),
+        ({"holdout": "a", "sites": ["a"]}, "holdout = 'a' .* one of several sites"),
+        ({"holdout": 1}, "holdout = 1 .* a share from 0 to below 1, or the name of a site"),
         ({"targets": "x"}, r"field of \[study\] 'targets'; did you mean 'target'"),
     ],
 )
@@ -187,6 +194,33 @@ def test_a_wrong_study_is_refused(fields, words):
     given = {"estimator": "logistic", "sites": ["a", "b"], "target": "ill"}
     with pytest.raises(ConfigurationError, match=words):
         Study.read({**given, **fields})
+
+
+def test_a_column_to_leave_out_that_no_site_has_is_an_error():
+    frames = {site: frame.drop(columns="patient") for site, frame in tables().items()}
+    given = Study(estimator="ridge", sites=SITES, target="days", categorical=("code",), drop=("ill", "died", "kins"))
+    with (
+        pytest.warns(DataWarning, match="has no column 'kins'"),
+        pytest.raises(ConfigurationError, match="column of all tables in drop 'kins'; did you mean 'kind'"),
+    ):
+        given.fit(frames)
+
+
+def test_times_that_are_not_allowed_are_reported_with_their_site():
+    frames = tables()
+    frames["west"].loc[3, "days"] = -1
+    with pytest.raises(ConfigurationError, match=r"times of west = \[-1.0\] .* finite, and 0 or later"):
+        study("cox").fit(frames)
+
+
+def test_standard_errors_in_a_file_are_numbers(tmp_path):
+    file = tmp_path / "model.json"
+    study("ridge").fit(tables()).save(file)
+    content = json.loads(file.read_text())
+    for wrong in ({"intercept_error": float("nan")}, {"standard_errors": content["standard_errors"] | {"age": -1.0}}):
+        file.write_text(json.dumps(content | wrong))
+        with pytest.raises(DataError, match="standard errors"):
+            StudyModel.load(file)
 
 
 def test_a_column_to_leave_out_may_be_missing_at_a_site():

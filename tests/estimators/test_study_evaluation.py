@@ -262,7 +262,7 @@ def test_a_class_that_held_out_rows_alone_have_is_named(logistic):
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, "a half", True])
 def test_a_wrong_share_is_named(share):
-    with pytest.raises(ConfigurationError, match=r"holdout = .* a share from 0 to below 1"):
+    with pytest.raises(ConfigurationError, match=r"holdout = .* a share from 0 to below 1|site of holdout 'a half'"):
         study("logistic", holdout=share)
 
 
@@ -270,3 +270,10 @@ def test_a_wrong_share_is_named(share):
 def test_an_answer_of_another_form_is_refused(answer):
     with pytest.raises(ConfigurationError, match=r"evaluation of south = .* finite numbers: auroc, groups"):
         _check("south", answer, ("auroc", "groups"))
+
+
+def test_names_of_columns_end_no_line_of_the_report():
+    frames = {site: frame.rename(columns={"age": "age\nrmse"}) for site, frame in tables().items()}
+    lines = str(study("ridge").fit(frames).report).split("\n")
+    assert any(line.startswith("age rmse  ") for line in lines)
+    assert not any(line.startswith("rmse") for line in lines)

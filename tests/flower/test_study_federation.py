@@ -79,6 +79,18 @@ def leaves(content):
     return {(): content} if isinstance(content, int | float) else {}
 
 
+@pytest.mark.parametrize("kind", TARGETS)
+def test_a_site_that_is_held_out_takes_part_and_changes_no_number(kind, files, tmp_path):
+    given, place = study(kind, holdout="south"), tmp_path / "run"
+    nodes = Nodes(client_app(given), files, {"min-local-samples": 40, "state-folder": str(tmp_path / "state")})
+    serve(given, nodes, {"out": str(place), "poll": 0.1})
+    model, here = StudyModel.load(place / "model.json"), given.fit(tables())
+    np.testing.assert_allclose(model.estimator.coef_, here.estimator.coef_, rtol=0, atol=1e-10)
+    there = json.loads((place / "report.json").read_text())
+    assert leaves(here.report.content) == pytest.approx(leaves(there), rel=1e-10, abs=1e-10)
+    assert [*there["sites"]] == ["south"]
+
+
 @pytest.mark.parametrize("more", [{"kind": "logistic"}, {"kind": "cox", "times": [5, 20, 60]}])
 def test_the_report_has_the_numbers_of_one_machine(more, files, tmp_path):
     given, place = study(**more, holdout=0.4, min_count=4), tmp_path / "run"
@@ -242,6 +254,18 @@ def test_the_command_writes_an_app_whose_parties_play_the_study(files, tmp_path,
     model = StudyModel.load("run/model.json")
     np.testing.assert_allclose(model.estimator.coef_, given.fit(tables()).estimator.coef_, atol=1e-10)
     assert "partition-id=2 site='west' table=" in (tmp_path / "app" / "README.md").read_text()
+
+
+def test_the_command_holds_a_site_out(files, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert (
+        main([*NEW, "--categorical", "code", "--drop", "days,died", "--patient", "patient", "--holdout", "west"]) == 0
+    )
+    assert read_study(tmp_path / "app" / "app" / "study.toml").holdout == "west"
+    assert main(["flower", "check", "app", "--node-config", f"partition-id=2 table='{files[2]['table']}'"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "rows 0, 74 held out" in said
+    assert "tells age: nothing" in said
 
 
 def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys):

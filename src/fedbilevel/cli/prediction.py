@@ -45,7 +45,7 @@ def _predict(options: argparse.Namespace) -> int:
     if study.estimator == "logistic":
         shared.fail(shared.OK, f"probabilities are of {study.target} = {model.estimator.classes_[1]}")
     if study.offsets and not options.site:
-        sites = ", ".join(study.sites)
+        sites = ", ".join(study.fitted_sites)
         shared.fail(shared.OK, f"without --site the rows are those of a site that was not in the study ({sites})")
     text = frame.to_csv(index=False, lineterminator="\n")
     if options.out is None:

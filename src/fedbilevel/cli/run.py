@@ -347,7 +347,8 @@ def _add_flower(add: shared.Add) -> None:
     new.add_argument("--estimator", metavar="NAME", help="a study of sites' tables instead: logistic, ridge or cox")
     for name, (meant, several) in STUDY.items():
         new.add_argument(f"--{name}", metavar="A,B,…" if several else "NAME", help=f"of a study: {meant}")
-    new.add_argument("--holdout", type=float, metavar="SHARE", help="of a study: rows held out for its report (0)")
+    held = "of a study: rows of each site that are held out for its report, or a site all of whose rows are (0)"
+    new.add_argument("--holdout", metavar="SHARE|SITE", help=held)
     demo.add_argument("--out", type=Path, metavar="DIR", help="for app, run, keys and logs: new or empty (runs/…)")
     demo.add_argument("--stock", action="store_true", help="Flower's own clients, one process per message: slow")
 
@@ -385,10 +386,19 @@ def _new_study(options: argparse.Namespace) -> int:
         if (value := getattr(options, name)) is not None:
             given[name] = [one for one in value.split(",") if one] if several else value
     if options.holdout is not None:
-        given["holdout"] = options.holdout
+        sites = given.get("sites", ())
+        given["holdout"] = options.holdout if options.holdout in sites else _share(options.holdout)
     write_app(Study.read(given | ({} if options.rounds is None else {"rounds": options.rounds})), options.folder)
     print(f"app   {options.folder}\nnext  see {options.folder / 'README.md'}")
     return shared.OK
+
+
+def _share(text: str) -> float | str:
+    """Return a number where the text is one; `Study` refuses a site that it does not name."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
 
 
 def _keys(options: argparse.Namespace) -> int:

@@ -18,6 +18,8 @@ from fedbilevel.extending import is_count, parse_json, require, unknown
 
 KINDS: dict[str, type[Penalised]] = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
 SITE = "site"  # the column of the sites' offsets
+UNCOUNTED = 1e-250
+"""The weight of a site that is held out, in rows: weights are above 0, and this one changes no bit of a sum."""
 
 
 def _require_same_columns(parts: Mapping[str, Any]) -> None:
@@ -65,12 +67,18 @@ class Agreement:
         """
         parts: dict[str, dict[str, Told]] = {"features": {}, "target": {}}
         for site, one in zip(study.sites, statistics, strict=True):
-            fits = isinstance(one, dict) and one.keys() == {"rows", *parts} and is_count(one["rows"])
-            require(fits, f"statistics of {site}", type(one).__name__, "rows, features and target")
+            fits = (
+                isinstance(one, dict) and one.keys() == {"rows", "absent", *parts} and isinstance(one["absent"], list)
+            )
+            fits = fits and (one["rows"] == 0 if site == study.holdout else is_count(one["rows"]))
+            require(fits, f"statistics of {site}", type(one).__name__, "rows, features, target and absent columns")
             for name, found in parts.items():
                 found[site] = one[name]
         _require_same_columns(parts["features"])
         features, target = map(_sum, parts.values())
+        for name in study.drop:
+            if all(name in one["absent"] for one in statistics):
+                raise unknown("column of all tables in drop", name, features)
         made = cls(study, sum(one["rows"] for one in statistics), features, target)
         made.estimator()._check_folds(made.rows)
         require(len(made.names) > 0, "features", "none", "one column at least of which something is told")
@@ -137,7 +145,7 @@ class Agreement:
         else:
             require("1" in target["categories"], f"events {study.event!r}", "none", "one at least")
         estimator.feature_names_in_, estimator.n_features_in_ = np.array(self.names, object), len(self.names)
-        estimator.sites_ = np.array(study.sites, object)
+        estimator.sites_ = np.array(study.fitted_sites, object)
         return estimator
 
     def penalty_groups(self) -> list[str]:
@@ -154,12 +162,18 @@ class Agreement:
         return groups
 
     def remote(self, weights: list[int]) -> fb.RemoteClients:
-        """Return what a server knows of sites with these numbers of rows."""
-        estimator, width = self.estimator(), len(self.names)
+        """Return what a server knows of sites with these numbers of rows; 0 of a site that is held out."""
+        width, counted = len(self.names), [rows or UNCOUNTED for rows in weights]
         require(width <= WIDE, "features, indicators included", width, f"{WIDE} at most where sites keep their tables")
-        encoded = estimator._encoded(np.zeros((1, 2)) if self.study.estimator == "cox" else np.zeros(1))
-        rows = {"row": np.zeros((1, width)), **encoded, "fold": np.zeros(1, np.int32)}
-        return fb.RemoteClients(len(weights), estimator._samples(rows), weights=weights)
+        return fb.RemoteClients(len(weights), self.blank(1), weights=counted)
+
+    def blank(self, count: int) -> dict[str, Any]:
+        """Draw samples whose numbers say nothing: those of a site elsewhere, or of one that is held out. They are not
+        zeros, of which a site would be warned that they move no penalty."""
+        estimator, drawn = self.estimator(), np.random.default_rng(0).normal(size=(count, len(self.names)))
+        encoded = estimator._encoded(np.ones((count, 2)) if self.study.estimator == "cox" else np.ones(count))
+        rows = {"row": drawn, **encoded, "fold": np.arange(count, dtype=np.int32) % self.study.cv}
+        return dict(estimator._samples(rows))
 
     def posed(self) -> tuple[Any, Any, Any, Any]:
         """Return algorithm, problem, x0 and y0 of the exchanges."""

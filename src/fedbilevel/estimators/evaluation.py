@@ -29,7 +29,7 @@ from fedbilevel.data import strata_of
 from fedbilevel.estimators import measures
 from fedbilevel.estimators.columns import Numbers, numbers
 from fedbilevel.estimators.survival_curves import check_steps, kaplan_meier
-from fedbilevel.extending import is_count, require, write_text
+from fedbilevel.extending import is_count, printable, require, write_text
 
 AskSites = Callable[[dict[str, Any]], list[Any]]
 """(question) -> each site's answer, in the order of `Study.sites`; both as JSON has them."""
@@ -133,12 +133,15 @@ def evaluated(model: Any, ask: AskSites) -> Any:
         told = {site: answer for site, answer in answers.items() if answer is not None}
         for site, answer in told.items():
             _check(site, answer, ANSWERS[study.estimator])
+        asked = (study.holdout,) if isinstance(study.holdout, str) else study.sites
         few = f"fewer than {study.min_count} held-out rows{OF[study.estimator]}"
-        content["undefined"] = {site: few for site in study.sites if site not in told}
+        content["undefined"] = {site: few for site in asked if site not in told}
         if told and study.estimator == "logistic":
             content |= _logistic(told, lambda at: _sum_of(ask({**question, "at": at.tolist()}), study.sites))
         elif told:
             content |= (_cox if study.estimator == "cox" else _ridge)(told)
+        if isinstance(study.holdout, str):  # of a single site, measures within sites and of all rows are its own
+            content = {name: one for name, one in content.items() if name not in ("within sites", "overall")}
     baselines = {}
     if study.times:
         steps = dict(zip(study.sites, ask({**question, "curves": True}), strict=True))
@@ -210,29 +213,39 @@ def _logistic(told: Mapping[str, Any], sums: Callable[[Numbers], Numbers]) -> di
 
 def _lines(content: Mapping[str, Any]) -> list[str]:
     """Say a report's content in lines."""
-    lines = [f"{content['estimator']} regression of {content['target']}"]
+    lines = [f"{content['estimator']} regression of {printable(content['target'])}"]
     lines += _evaluation(content) if "holdout" in content else ["no rows were held out (holdout = 0): no evaluation"]
     for place, curve in content.get("kaplan meier", {}).items():
-        lines.append(f"survival by Kaplan and Meier, {place}: time, rows at risk, events, share (95 % interval)")
+        lines.append(
+            f"survival by Kaplan and Meier, {printable(place)}: time, rows at risk, events, share (95 % interval)"
+        )
         for one in curve:
             share = _said({"": {"value": one["survival"], **one}}, "")
             lines.append(f"{one['time']:8g}  {one['at risk']:6d}  {one['events']:6d}  {share}")
     if "coefficients" in content:
         lines.append("coefficients of prepared columns; intervals by the sandwich, as if penalties were not chosen")
-        width = max(map(len, content["coefficients"]))
-        lines += [f"{name:{width}}  {_said(content['coefficients'], name)}" for name in content["coefficients"]]
+        names = [*map(printable, content["coefficients"])]
+        values = [_said(content["coefficients"], name) for name in content["coefficients"]]
+        lines += [f"{name:{max(map(len, names))}}  {said}" for name, said in zip(names, values, strict=True)]
     return lines
 
 
 def _evaluation(content: Mapping[str, Any]) -> list[str]:
-    lines = [f"predictions of the {content['holdout']:.0%} of rows that each site has held out; 95 % intervals"]
+    held = content["holdout"]
+    if isinstance(held, str):
+        which = f"all rows of {printable(held)}, as those of a site that was not in the study, with the offset 0"
+    else:
+        which = f"the {held:.0%} of rows that each site has held out"
+    lines = [f"predictions of {which}; 95 % intervals"]
     rows = [("within sites", content.get("within sites")), ("overall", content.get("overall"))]
     rows += content.get("sites", {}).items()
     names = [name for name in MEASURES if any(one and name in flat(one) for _, one in rows)]
-    table = [["", *names]] + [[name, *(_said(flat(one), measure) for measure in names)] for name, one in rows if one]
+    table = [["", *names]] + [
+        [printable(name), *(_said(flat(one), measure) for measure in names)] for name, one in rows if one
+    ]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
-    lines += [f"{site}: undefined, {why}" for site, why in content["undefined"].items()]
+    lines += [f"{printable(site)}: undefined, {why}" for site, why in content["undefined"].items()]
     for name, one in content.get("overall", {}).items():
         if "least" in (one if isinstance(one, dict) else {}):
             lines.append(

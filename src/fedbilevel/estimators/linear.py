@@ -67,10 +67,11 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
     `fit` sets `coef_`, `intercept_` (but of Cox's model), `penalties_` (a Series by feature where X is a data frame),
     `sites_`, and `history_`, that of the run; None where penalties are given. `standard_errors_` are those of `coef_`,
-    (features,); None beyond 300 features. With H the Hessian of the mean training loss of n rows and Λ = diag λ, they
-    are the roots of the diagonal of the sandwich (H + 2Λ)⁻¹ H (H + 2Λ)⁻¹/n, of `Ridge` times twice the residual
-    variance with n − tr H(H + 2Λ)⁻¹ degrees of freedom. These are errors about what the penalties draw coefficients to,
-    as if the penalties had not been chosen (Gray, JASA 1992); without a penalty they are the known ones.
+    (features,); `covariance_` has the intercept, too, as last row and column. Both are None beyond 300 features.
+    With H the Hessian of the mean training loss of n rows and Λ = diag λ, the covariance is the sandwich
+    (H + 2Λ)⁻¹ H (H + 2Λ)⁻¹/n, of `Ridge` times twice the residual variance with n − tr H(H + 2Λ)⁻¹ degrees of freedom.
+    These are errors about what the penalties draw coefficients to, as if the penalties had not been chosen (Gray, JASA
+    1992); without a penalty they are the known ones.
     """
 
     has_intercept, curvature = True, 1.0  # κ
@@ -163,16 +164,22 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         if self.has_intercept:
             self.intercept_ = float(self._mean + self._unit * np.asarray(y["intercept"])[-1] - centre @ self.coef_)
 
-        self.standard_errors_ = None if last is None else self._errors(x, y, last, rows)[:width] * self._unit / spread
+        self.covariance_ = self.standard_errors_ = None
+        if last is not None:
+            of_standardised = np.diag(np.append(1 / spread, 1.0) * self._unit)  # by which coef_ and intercept_ move
+            of_standardised[-1, :width] = -self._unit * centre / spread
+            of_standardised = of_standardised if self.has_intercept else of_standardised[:width, :width]
+            self.covariance_ = of_standardised @ self._covariance(x, y, last, rows) @ of_standardised.T
+            self.standard_errors_ = np.sqrt(np.diag(self.covariance_)[:width])
 
-    def _errors(self, x: Numbers, y: Any, last: tuple[Numbers, Numbers], rows: int) -> Numbers:
-        """Compute the standard errors of standardised coefficients, from the last derivatives of the training loss."""
+    def _covariance(self, x: Numbers, y: Any, last: tuple[Numbers, Numbers], rows: int) -> Numbers:
+        """Compute the covariance of standardised coefficients, from the last derivatives of the training loss."""
         gradient, hessian = last
         w = np.append(y["coef"][-1], y["intercept"][-1]) if self.has_intercept else np.asarray(y["coef"])[-1]
         penalty = np.append(2 * self.curvature * x, 0.0)[: len(w)]
         inverse = np.linalg.pinv(hessian + np.diag(penalty), hermitian=True)
         dispersion = self._dispersion(gradient, hessian, w, float(np.sum(inverse * hessian)), rows)
-        return np.asarray(np.sqrt(dispersion * np.diag(inverse @ hessian @ inverse) / rows))
+        return np.asarray(dispersion * inverse @ hessian @ inverse / rows)
 
     def _dispersion(self, gradient: Numbers, hessian: Numbers, w: Numbers, freedom: float, rows: int) -> float:
         """Return the variance of a row's score in units of its second derivative, 1 of a log likelihood."""

@@ -35,8 +35,8 @@ def card(model: Any) -> str:
             "Predicts": f"{facts['Predicts']} = {positive}",
             "Positive class": f"{positive}; the other is {other}",
         }
-    facts |= {"Model": MODELS[study.estimator], "Sites": ", ".join(map(_code, study.sites))}
-    held = f"; {study.holdout:.0%} of each site's rows, which are not counted, are held out" * bool(study.holdout)
+    facts |= {"Model": MODELS[study.estimator], "Sites": ", ".join(map(_code, study.fitted_sites))}
+    held = f"; {held_out_in_words(study)}" * bool(study.holdout)
     facts |= {"Rows": f"{agreed.rows} of all sites, which the model is fitted to{held}"}
     facts |= {"Penalty": f"{_penalties(model)}, by {study.cv}-fold cross-validation"}
     facts |= {"Versions": f"fedbilevel {fb.__version__}, JAX {jax.__version__}, NumPy {np.__version__}"}
@@ -56,6 +56,13 @@ def card(model: Any) -> str:
         ["#" * min(number, 2) + f" {title}", "", *inside, ""] for number, (title, inside) in enumerate(parts.items(), 1)
     ]
     return "\n".join(line for part in lines for line in part)
+
+
+def held_out_in_words(study: Any) -> str:
+    """Say which rows are held out."""
+    if isinstance(study.holdout, str):
+        return f"all rows of {_code(study.holdout)}, which are not counted, are held out"
+    return f"{study.holdout:.0%} of each site's rows, which are not counted, are held out"
 
 
 def _code(text: Any) -> str:

@@ -71,6 +71,19 @@ def in_units(model: Any) -> tuple[float, list[tuple[tuple[str, str, dict[str, An
     return float(getattr(estimator, "intercept_", 0.0) - values @ means), list(zip(told, values.tolist(), strict=True))
 
 
+def intercept_error(agreement: Any, estimator: Any) -> float | None:
+    """Compute the standard error of b − Σ w mean/deviation, which is linear in intercept and coefficients; None where
+    there is no intercept, or their covariance is not known."""
+    if estimator.covariance_ is None or not estimator.has_intercept:
+        return None
+    features = agreement.features.values()
+    moved = [
+        -one["mean"] / deviation(one) if "mean" in one else 0.0 for one in features for _ in one.get("categories", [""])
+    ]
+    slope = np.array([*moved, 1.0])
+    return float(np.sqrt(slope @ estimator.covariance_ @ slope))
+
+
 def coefficient_table(model: Any) -> Any:
     """Make the data frame that `StudyModel.table` describes."""
     estimator, (at_zero, coefficients) = model.estimator, in_units(model)
@@ -86,7 +99,7 @@ def coefficient_table(model: Any) -> Any:
     if kind in RATIOS:
         frame.insert(3, RATIOS[kind], np.exp(frame["coefficient"]))
     if estimator.has_intercept:
-        first = {"column": INTERCEPT, "category": "", "coefficient": at_zero}
+        first = {"column": INTERCEPT, "category": "", "coefficient": at_zero, "standard error": model.intercept_error}
         frame = data_frame({name: [first.get(name, np.nan), *frame[name]] for name in frame})
     return frame
 

@@ -44,7 +44,7 @@ def sheet(model: Any) -> str:
     decimals = _decimals(agreed)
     start, numbers, words = _lines(model, decimals)
     parts = [f"Scoring sheet: {_predicted(model)}"]
-    parts += [f"{MODELS[study.estimator]}; {agreed.rows} rows of {', '.join(map(printable, study.sites))}", ""]
+    parts += [f"{MODELS[study.estimator]}; {agreed.rows} rows of {', '.join(map(printable, study.fitted_sites))}", ""]
     parts += ["Write down the start, a term for each number, and the points of each word. Their sum is S.", ""]
     parts += _aligned([("start", start)])
     if numbers:
@@ -129,7 +129,7 @@ def _example(model: Any, start: str, numbers: list[NumberLine], words: dict[str,
             row[one.column] = value
             term = f"{value * float(one.each):.{decimals}f}"
             terms.append((f"{printable(one.column)} {value:g} × {one.each}", term))
-    site = next(iter(model.baselines), study.sites[0])
+    site = next(iter(model.baselines), study.fitted_sites[0])
     for column, points in words.items():
         rows = features[column]["categories"]
         row[column] = site if column == SITE and study.offsets else max(rows, key=rows.get)

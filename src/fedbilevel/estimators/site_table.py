@@ -1,18 +1,32 @@
 """A site's own table in a study: what the site tells of it, its samples, and its answers about held-out rows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from fedbilevel.data import generator_of_site
-from fedbilevel.errors import DataWarning
+from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators.agreement import SITE, Agreement
 from fedbilevel.estimators.columns import labels, numbers
 from fedbilevel.estimators.evaluation import answered, held_out
 from fedbilevel.estimators.preparer import Preparer, Told, words_of
 from fedbilevel.estimators.survival_curves import steps
 from fedbilevel.extending import require, unknown, warn
+
+
+@contextmanager
+def at_site(site: str) -> Iterator[None]:
+    """Let an error about a site's table name the site."""
+    try:
+        yield
+    except ConfigurationError as error:
+        if error.path:
+            error.path += f" of {site}"
+        else:
+            error.args = (f"table of {site}: {error}",)
+        raise
 
 
 class SiteTable:
@@ -39,28 +53,32 @@ class SiteTable:
             events = sorted({*words_of(kept[study.event])})
             require({*events} <= {"0", "1"}, f"events {study.event!r}", events[:5], "1 where it came, 0 where not")
         patients = labels("patient", kept[study.patient], len(kept), "whose each row is")[1] if study.patient else None
-        held = self._drawn(kept[targets[-1]], patients)
-        allowed = f"{study.min_count} or more, as min_count says" + ", besides those held out" * bool(held.any())
-        require(int(np.sum(~held)) >= study.min_count, "rows with a target", int(np.sum(~held)), allowed)
-        if absent := [name for name in study.drop if name not in kept]:
-            names = ", ".join(map(repr, absent))
+        self.whole = study.holdout == site
+        held = self._held_out(kept[targets[-1]], patients)
+        count, beside = int(np.sum(held == self.whole)), bool(held.any()) and not self.whole
+        allowed = f"{study.min_count} or more, as min_count says" + ", besides those held out" * beside
+        require(count >= study.min_count, "rows with a target", count, allowed)
+        self.absent = [name for name in study.drop if name not in kept]
+        if self.absent:
+            names = ", ".join(map(repr, self.absent))
             warn(DataWarning(f"the table of {site} has no column {names}, which the study leaves out (drop)"))
         others = kept.drop(columns=[*study.not_features, *study.drop], errors="ignore")
         features = kept[list(study.columns)] if study.columns else others
         if study.offsets:
             require(SITE not in features, f"column {SITE!r}", "a feature", "left out (drop), or offsets = false")
-            features = features.assign(**{SITE: site})
-        categorical = [*study.categorical, *([SITE] if study.offsets else [])]
-        self.told = Preparer(categorical=categorical).fit(features[~held]).told(study.min_count)
-        features = _used(features, self.told)
+            features = features.assign(**{SITE: None if self.whole else site})
+        preparer = Preparer(categorical=[*study.categorical, *([SITE] if study.offsets else [])])
+        may_be_told = preparer.fit(features[held == self.whole]).told(study.min_count)
+        self.told = preparer.fit(features[~held]).told(study.min_count) if self.whole else may_be_told
+        features = _used(features, may_be_told)
         self.features, self.target = features[~held], kept.loc[~held, targets]
         self.patients = None if patients is None else patients[~held]
         self.held_out = features[held], kept.loc[held, targets], None if patients is None else patients[held]
 
-    def _drawn(self, target: Any, patients: Any) -> Any:
-        """Draw which rows are held out, (n,) bool, by a hash of the site's name."""
-        if not self.study.holdout:
-            return np.zeros(len(target), bool)
+    def _held_out(self, target: Any, patients: Any) -> Any:
+        """Return which rows are held out, (n,) bool; a share of them is drawn by a hash of the site's name."""
+        if not self.study.holdout or isinstance(self.study.holdout, str):
+            return np.full(len(target), self.whole)
         by_class = self.study.estimator != "ridge"
         stratum = np.unique(words_of(target), return_inverse=True)[1] if by_class else np.zeros(len(target), int)
         return held_out(self.study.holdout, stratum, patients, generator_of_site(self.study.random_state, self.site, 1))
@@ -75,6 +93,8 @@ class SiteTable:
 
     def described(self) -> dict[str, str]:
         """Say of each column, for the site's owner, what is told of it, and the share of gaps."""
+        if self.whole:
+            return dict.fromkeys(self.told, "nothing")
         said = {}
         for name, one in {**self.statistics()["target"], **self.told}.items():
             column = self.target[name] if name in self.target else self.features[name]
@@ -96,12 +116,14 @@ class SiteTable:
         target = Preparer(categorical=codes).fit(column).told(1)
         classes = target[column.columns[0]].get("categories", {})
         require(len(classes) <= 2, f"classes of {column.columns[0]!r}", len(classes), "two at most")
-        return {"rows": len(self.target), "features": self.told, "target": target}
+        return {"rows": len(self.target), "features": self.told, "target": target, "absent": self.absent}
 
     def samples(self, agreement: Agreement) -> dict[str, Any]:
-        """Return the site's samples of the run that finds penalties and coefficients."""
+        """Return the site's samples of the run that finds penalties and coefficients; drawn ones if it is held out."""
         estimator, (centre, spread) = agreement.estimator(), agreement.scales
         self._prepared(agreement, *self.held_out[:2])  # what is wrong with them is said before the exchanges
+        if self.whole:
+            return agreement.blank(len(self.held_out[1]))
         rows, encoded = self._prepared(agreement, self.features, self.target)
         stratum = encoded["stratum"]
         if self.study.estimator == "logistic" and estimator.classes_[0] > estimator.classes_[1]:
@@ -113,6 +135,8 @@ class SiteTable:
         """Return what the site tells of its rows and a model: see `evaluation` and `survival_curves`."""
         curves = bool(self.study.times and question.get("curves"))
         features, target, patients = (self.features, self.target, self.patients) if curves else self.held_out
+        if not len(target):
+            return None
         rows, encoded = self._prepared(agreement, features, target)
         coef = numbers("coefficients of the question", question["coef"])
         require(coef.shape == rows.shape[1:], "coefficients of the question", coef.shape, f"{rows.shape[1]}")

@@ -28,12 +28,12 @@ from fedbilevel.estimators.agreement import KINDS, SITE, Agreement
 from fedbilevel.estimators.evaluation import Report, evaluated
 from fedbilevel.estimators.measures import CELLS
 from fedbilevel.estimators.model_card import card
-from fedbilevel.estimators.model_in_use import coefficient_table, fitted_pipeline
+from fedbilevel.estimators.model_in_use import coefficient_table, fitted_pipeline, intercept_error
 from fedbilevel.estimators.preparer import read_saved
 from fedbilevel.estimators.scoring_sheet import sheet
-from fedbilevel.estimators.site_table import SiteTable
+from fedbilevel.estimators.site_table import SiteTable, at_site
 from fedbilevel.estimators.survival_curves import CurveSteps, check_steps, survival
-from fedbilevel.extending import explain_misspelt, parse_json, require, require_count, unknown, write_text
+from fedbilevel.extending import explain_misspelt, is_count, parse_json, require, require_count, unknown, write_text
 
 PENALTIES = "one", "column", "feature"
 VALUES = "coef", "penalties"  # of each feature of a model
@@ -53,7 +53,7 @@ class Study:
         patient: a column that says whose each row is, where several rows are one patient's; empty: none.
         categorical: columns of codes and words.
         columns: the features; empty: all columns but target, event, patient and `drop`.
-        drop: columns that are left out; a table that does not have one of them is warned of.
+        drop: columns that are left out. A table without one of them is warned of; if no site has it, that is an error.
         gaps: texts that mean a gap, besides those of pandas.
         offsets: whether each site has an offset, which shares a penalty with those of the other sites. Cox's model has
             a baseline for each site instead.
@@ -62,7 +62,8 @@ class Study:
         cv, rounds, random_state: as of the estimator.
         min_count: of a site's categories of fewer rows, and columns of fewer numbers, nothing is told or used.
         holdout: the share of rows of each site and class that nothing is fitted to, and no statistics are made of; the
-            model's report is about them.
+            model's report is about them. Or the name of a site: all of its rows are held out, and it is evaluated as a
+            site that was not in the study, with the offset 0.
         times: of Cox's model, the grid of baseline hazards and Kaplan-Meier curves, 50 times at most; empty: neither.
     """
 
@@ -83,7 +84,7 @@ class Study:
     rounds: int = 300
     random_state: int = 0
     min_count: int = 8
-    holdout: float = 0.0
+    holdout: float | str = 0.0
     times: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -94,6 +95,8 @@ class Study:
             fits = isinstance(texts, list | tuple) and all(isinstance(one, str) and one for one in texts)
             require(fits and len(set(texts)) == len(texts), name, texts, "a list of texts, each once")
             object.__setattr__(self, name, tuple(texts))
+        for name in ("target", "event", "positive", "patient"):
+            require(isinstance(getattr(self, name), str), name, getattr(self, name), "a text")
         fits = isinstance(self.groups, Mapping) and all(isinstance(one, list | tuple) for one in self.groups.values())
         require(fits, "groups", self.groups, "a table with a list of columns for each name")
         object.__setattr__(self, "groups", {name: tuple(columns) for name, columns in self.groups.items()})
@@ -105,18 +108,30 @@ class Study:
         require(self.estimator != "cox" or bool(self.event), "event", self.event, allowed)
         require(self.estimator == "cox" or not self.event, "event", self.event, "left out: it is of Cox's model alone")
         require(not self.positive or self.estimator == "logistic", "positive", self.positive, "empty but for logistic")
+        require(is_count(self.cv) and self.cv > 1, "cv", self.cv, "a whole number of folds, 2 or more")
+        require_count("rounds", self.rounds)
         fits = type(self.random_state) is int and self.random_state >= 0
         require(fits, "random_state", self.random_state, "a whole number from 0 on")
         require(self.penalty in PENALTIES, "penalty", self.penalty, " or ".join(PENALTIES))
         require_count("min_count", self.min_count)
-        fits = type(self.holdout) in (int, float) and 0 <= self.holdout < 1
-        require(fits, "holdout", self.holdout, "a share from 0 to below 1")
-        object.__setattr__(self, "holdout", float(self.holdout))
+        self._check_holdout()
         fits = isinstance(self.times, list | tuple) and all(type(one) in (int, float) for one in self.times)
         fits = fits and all(a < b < np.inf for a, b in pairwise((0, *self.times))) and len(self.times) <= CELLS
         require(fits, "times", self.times, f"rising numbers above 0, {CELLS} at most")
         require(not self.times or self.estimator == "cox", "times", self.times, "empty but for cox")
         object.__setattr__(self, "times", tuple(map(float, self.times)))
+
+    def _check_holdout(self) -> None:
+        if isinstance(self.holdout, str):
+            if self.holdout not in self.sites:
+                raise unknown("site of holdout", self.holdout, self.sites)
+            require(
+                len(self.sites) > 1, "holdout", self.holdout, "one of several sites: the model is fitted to the others"
+            )
+            return
+        fits = type(self.holdout) in (int, float) and 0 <= self.holdout < 1
+        require(fits, "holdout", self.holdout, "a share from 0 to below 1, or the name of a site")
+        object.__setattr__(self, "holdout", float(self.holdout))
 
     @classmethod
     def read(cls, text: str | Mapping[str, Any]) -> Self:
@@ -140,6 +155,11 @@ class Study:
         return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
 
     @property
+    def fitted_sites(self) -> list[str]:
+        """The sites to whose rows the model is fitted: all but one that is held out."""
+        return [site for site in self.sites if site != self.holdout]
+
+    @property
     def not_features(self) -> list[str]:
         """The columns that a feature cannot be."""
         return [name for name in (self.target, self.event, self.patient) if name]
@@ -159,11 +179,18 @@ class Study:
                 raise unknown("site of the tables", name, self.sites)
         for name in self.sites:
             require(name in tables, f"table of site {name!r}", "missing", "a data frame for each of the study's sites")
-        own = [SiteTable(self, site, tables[site]) for site in self.sites]
-        agreement = Agreement.of(self, [table.statistics() for table in own])
-        clients = fb.Clients([table.samples(agreement) for table in own], weights="size")
-        model = StudyModel(agreement, agreement.train(clients, engine or fb.Local(devices=1)))
-        return evaluated(model, lambda question: [table.answer(agreement, question) for table in own])
+        own = {}
+        for site in self.sites:
+            with at_site(site):
+                own[site] = SiteTable(self, site, tables[site])
+        agreement = Agreement.of(self, [table.statistics() for table in own.values()])
+        samples = {}
+        for site, table in own.items():
+            with at_site(site):
+                samples[site] = table.samples(agreement)
+        clients = fb.Clients([samples[site] for site in self.fitted_sites], weights="size")
+        model = StudyModel.of(agreement, agreement.train(clients, engine or fb.Local(devices=1)))
+        return evaluated(model, lambda question: [table.answer(agreement, question) for table in own.values()])
 
 
 @dataclass(frozen=True)
@@ -173,14 +200,21 @@ class StudyModel:
     Args:
         agreement: how rows are prepared.
         estimator: of prepared rows: `coef_`, `intercept_`, `penalties_`, `classes_`.
+        intercept_error: the standard error of the intercept of `table`; None beyond 300 features, and of Cox's model.
         report: what is known of it and its predictions; None where it was loaded.
         baselines: of Cox's model, the steps of the baseline hazard of each site that has one.
     """
 
     agreement: Agreement
     estimator: Any
+    intercept_error: float | None = None
     report: Report | None = None
     baselines: Mapping[str, CurveSteps] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, agreement: Agreement, estimator: Any) -> Self:
+        """Make the model of a fitted estimator, without a report."""
+        return cls(agreement, estimator, intercept_error(agreement, estimator))
 
     def save(self, file: str | Path) -> None:
         """Write the model as one JSON file."""
@@ -193,6 +227,8 @@ class StudyModel:
         }
         if estimator.standard_errors_ is not None:
             content["standard_errors"] = dict(zip(agreed.names, estimator.standard_errors_.tolist(), strict=True))
+        if self.intercept_error is not None:
+            content["intercept_error"] = self.intercept_error
         content["intercept"] = getattr(estimator, "intercept_", 0.0)
         content |= {"baselines": dict(self.baselines)} if self.baselines else {}
         write_text(Path(file), json.dumps(content, indent=1, ensure_ascii=False) + "\n")
@@ -212,26 +248,29 @@ class StudyModel:
         estimator = agreement.estimator()
         for name in VALUES:
             setattr(estimator, f"{name}_", np.array([float(content[name][one]) for one in agreement.names]))
-        errors = content.get("standard_errors")
+        errors, of_intercept = content.get("standard_errors"), content.get("intercept_error")
         estimator.standard_errors_ = errors and np.array([float(errors[one]) for one in agreement.names])
+        known = [*(() if errors is None else errors.values()), *(() if of_intercept is None else (of_intercept,))]
+        require(all(0 <= one < np.inf for one in known), "standard errors", known, "finite, and 0 or more")
         if estimator.has_intercept:
             estimator.intercept_ = float(content["intercept"])
         baselines = content.get("baselines", {})
         for site, told in baselines.items():
             check_steps(site, told, agreement.study.times)
-        return cls(agreement, estimator, baselines=baselines)
+        return cls(agreement, estimator, of_intercept, baselines=baselines)
 
     def prepared(self, frame: Any, site: str = "") -> Any:
         """Prepare rows of a table with the columns of the study; other columns are ignored.
 
         Args:
-            site: whose rows they are; empty: of a site that was not in the study, whose offset is 0.
+            site: whose rows they are; empty, or the site that was held out: of a site that was not in the study, whose
+                offset is 0. That is the mean of the offsets, with the variances of their indicators as weights.
         """
         study, columns = self.agreement.study, [*self.agreement.features]
         if site and site not in study.sites:
             raise unknown("site", site, study.sites)
         if study.offsets:
-            frame = frame.assign(**{SITE: site or None})
+            frame = frame.assign(**{SITE: site if site in study.fitted_sites else None})
         for name in columns:
             if name not in frame.columns:
                 raise unknown("column", name, frame.columns)
@@ -255,7 +294,7 @@ class StudyModel:
         "standard error" of the coefficient, in its unit, NaN with more than 300 features; and "penalty", of the
         standardised column, as `penalties_`. A category is compared with a gap: the ratio of two categories is the
         quotient of theirs. The first row is the intercept, which Cox's model does not have: of a row whose numbers are
-        0 and whose categories are gaps. It has no standard error (NaN).
+        0 and whose categories are gaps.
         """
         return coefficient_table(self)
 

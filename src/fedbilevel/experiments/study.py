@@ -155,7 +155,7 @@ def played(study: Study, engine: Any) -> StudyModel:
     if study.estimator == "logistic":
         print(f"predicts the probability of {study.target} = {agreement.estimator().classes_[1]}", flush=True)
     remote = agreement.remote([one["rows"] for one in statistics])
-    model = StudyModel(agreement, agreement.train(remote, engine))
+    model = StudyModel.of(agreement, agreement.train(remote, engine))
     with jax.enable_x64(True):
         contract = draw_up(*agreement.posed(), remote.examples())
     questions = Questions(engine, contract, len(study.sites))

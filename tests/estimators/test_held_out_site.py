@@ -1,0 +1,102 @@
+"""A site that is held out: nothing is fitted to its rows, and it is evaluated as a site that was not in the study."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from sklearn.metrics import roc_auc_score
+
+import fedbilevel as fb
+from fedbilevel.errors import ConfigurationError
+from fedbilevel.estimators.site_table import SiteTable
+from site_tables import SITES, TARGETS, study, tables
+
+OTHERS = ("north", "west")
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_the_model_is_that_of_the_other_sites(kind):
+    """Whatever the rows of the held-out site are, as long as their words are known."""
+    frames = tables()
+    given = study(kind, holdout="south")
+    model = given.fit(frames)
+    alone = study(kind, sites=OTHERS).fit({site: frames[site] for site in OTHERS})
+    assert model.agreement.text == alone.agreement.text
+    np.testing.assert_array_equal(model.estimator.coef_, alone.estimator.coef_)
+    changed = frames | {"south": frames["south"].assign(age=30.0, dose=-1.0)}
+    np.testing.assert_array_equal(given.fit(changed).estimator.coef_, alone.estimator.coef_)
+    assert [*model.report.content["sites"]] == ["south"]
+    np.testing.assert_array_equal(model.predict(frames["south"], "south"), alone.predict(frames["south"]))
+
+
+def test_the_report_is_about_all_rows_of_the_site_with_the_offset_0():
+    frames = tables()
+    model = study("logistic", holdout="south").fit(frames)
+    kept = frames["south"]
+    assert not any(name == "site_south" for name in model.agreement.names)
+    rare = kept.assign(kind=kept.kind.where(kept.kind != "z"))
+    score = model.predict_proba(rare)
+    content = model.report.content
+    assert content["holdout"] == "south"
+    assert content["undefined"] == {}
+    assert not {"within sites", "overall"} & content.keys()
+    one = content["sites"]["south"]
+    assert (one["rows"], one["positive"]) == (len(kept), (kept.ill == "yes").sum())
+    assert one["auroc"]["value"] == pytest.approx(roc_auc_score(kept.ill == "yes", score), abs=1e-12)
+    text = str(model.report)
+    assert "all rows of south, as those of a site that was not in the study, with the offset 0" in text
+    assert "all rows of `south`, which are not counted, are held out" in model.card()
+    assert "Sites: `north`, `west`" in model.card()
+    assert "south" not in model.sheet()
+
+
+def test_the_offset_of_a_site_that_was_not_in_the_study_is_the_mean_of_the_offsets():
+    """With the variances of their indicators as weights: the intercept, which no penalty shrinks, makes it so."""
+    model = study("logistic").fit(tables())
+    offsets = dict(zip(model.agreement.names, model.estimator.coef_, strict=True))
+    share = np.array([model.agreement.features["site"]["categories"][site] for site in SITES]) / model.agreement.rows
+    mean = np.average([offsets[f"site_{site}"] for site in SITES], weights=share * (1 - share))
+    assert abs(mean) < 1e-9
+    assert min(abs(offsets[f"site_{site}"]) for site in SITES) > 0.1
+
+
+@pytest.mark.parametrize("kind", TARGETS)
+def test_reference_has_the_numbers_of_local(kind):
+    frames = tables()
+    given = study(kind, holdout="south", penalty="one")
+    one, other = given.fit(frames), given.fit(frames, fb.Reference())
+    np.testing.assert_allclose(one.estimator.coef_, other.estimator.coef_, rtol=0, atol=1e-10)
+    assert str(one.report) == str(other.report)
+
+
+def test_each_site_may_be_held_out_in_turn():
+    areas = {}
+    for site in SITES:
+        report = replace(study("logistic"), holdout=site).fit(tables()).report.content
+        areas[site] = report["sites"][site]["auroc"]["value"]
+    assert len({*areas.values()}) == 3
+    assert all(0.5 < area < 1 for area in areas.values())
+
+
+def test_the_site_says_nothing_of_its_rows_before_the_questions():
+    frames = tables()
+    given = study("logistic", holdout="south")
+    own = SiteTable(given, "south", frames["south"])
+    statistics = own.statistics()
+    assert statistics["rows"] == 0
+    for one in [*statistics["features"].values(), *statistics["target"].values()]:
+        assert one in ({"count": 0, "mean": 0.0, "squares": 0.0}, {"categories": {}, "rarer": False})
+    assert {*own.described().values()} == {"nothing"}
+    agreement = given.fit(frames).agreement
+    samples = own.samples(agreement)
+    assert len(samples["row"]) == len(frames["south"])
+    other = SiteTable(given, "south", frames["south"].sample(frac=1, random_state=0).assign(age=30.0))
+    for name, one in other.samples(agreement).items():
+        np.testing.assert_array_equal(one, samples[name])
+
+
+def test_a_word_that_no_other_site_has_is_named():
+    frames = tables()
+    frames["south"] = frames["south"].assign(code=7.0)
+    with pytest.raises(ConfigurationError, match="category of column 'code' of south '7'"):
+        study("logistic", holdout="south").fit(frames)
