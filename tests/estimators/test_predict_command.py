@@ -2,13 +2,16 @@
 
 import io
 import re
+import sys
 
 import numpy as np
 import pandas as pd
 import pytest
 
 from fedbilevel.cli import main
+from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators import StudyModel
+from fedbilevel.estimators.table_files import read_table
 from site_tables import TARGETS, study, tables
 
 
@@ -114,7 +117,7 @@ def test_neither_model_nor_table_is_overwritten(saved, tmp_path, capsys):
 
 
 def test_parquet_is_read_by_pandas(saved, tmp_path, capsys, monkeypatch):
-    """Pandas needs pyarrow for it; here its reader is replaced, and where it is missing the error names it."""
+    """Pandas needs pyarrow for it; here its reader is replaced. The error names the package that is missing."""
     frame = tables()["south"]
     given = ["predict", str(saved / "ridge.json"), str(tmp_path / "south.parquet"), "--site", "south"]
     monkeypatch.setattr(pd, "read_parquet", lambda file: frame)
@@ -128,4 +131,7 @@ def test_parquet_is_read_by_pandas(saved, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(pd, "read_parquet", missing)
     assert main(given) == 2
-    assert "south.parquet needs pandas and pyarrow: pip install pandas pyarrow" in capsys.readouterr().err
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ConfigurationError, match=r"south.csv needs pandas, which is not installed: .*\[tables\]"):
+        read_table(saved / "south.csv")
+    assert "south.parquet needs pyarrow, which is not installed: pip install pyarrow" in capsys.readouterr().err

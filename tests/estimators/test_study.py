@@ -61,7 +61,7 @@ def test_each_column_group_or_feature_may_have_a_penalty():
     assert labels() == ["all"] * 7 + ["site"] * 3
     assert labels(penalty="column") == ["age", "dose", *["kind"] * 3, *["code"] * 2, *["site"] * 3]
     assert len(set(labels(penalty="feature"))) == 8
-    assert labels(groups={"measured": ["age", "dose"]}) == ["measured"] * 2 + ["all"] * 5 + ["site"] * 3
+    assert labels(groups={"measured": ["age", "dose"]}) == ["group measured"] * 2 + ["all"] * 5 + ["site"] * 3
     with pytest.raises(ConfigurationError, match="column in groups 'doses'; did you mean 'dose'"):
         labels(groups={"measured": ["doses"]})
 

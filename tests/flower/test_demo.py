@@ -14,8 +14,8 @@ import pytest
 
 import hospital_files
 from fedbilevel.cli import main
-from fedbilevel.core.errors import FedbilevelError
-from fedbilevel.experiments import federation, load_run, read_spec
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError
+from fedbilevel.experiments import configure, federation, load_run, read_spec
 from fedbilevel.flower.launch import children, processes
 from fedbilevel.tasks import TASKS
 from representatives import slow_but
@@ -49,6 +49,18 @@ class Looking:
         fewest = int(np.argmin(np.minimum(held.outer.size, held.inner.size)))
         said = dict(federation.check(spec, self.node_configs[fewest]))
         raise LookedAtError(said["client"])
+
+
+def test_a_site_of_tables_is_known_by_its_name():
+    spec = configure(task="tables", algorithm="simfbo").replace(task={"sites": ["north", "south", "west"]})
+    for given, said in (("", ", south, of tables"), ("site='south' ", ", south, of tables")):
+        found = dict(federation.check(spec, f"{given}partition-id=1 min-local-samples=1"))
+        assert said in found["client"]
+    with pytest.raises(ConfigurationError, match=r"site = 'west' .* it must be south, which partition-id = 1 is"):
+        dict(federation.check(spec, "site='west' partition-id=1"))
+    spec = configure(task="quadratic", algorithm="simfbo")
+    with pytest.raises(ConfigurationError, match=r"site = 'west' .* left out: the spec names no sites"):
+        dict(federation.check(spec, "site='west' partition-id=1"))
 
 
 @pytest.mark.parametrize("task", slow_but("classification", "quadratic", of=TASKS))

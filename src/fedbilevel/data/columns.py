@@ -26,9 +26,11 @@ __all__ = [
     "deviation",
     "moments",
     "names_of",
+    "penalty_labels",
     "prepared",
     "read_told",
     "told_of",
+    "untold",
     "without_rare",
 ]
 
@@ -69,6 +71,32 @@ def without_rare(told: Told, least: int) -> Told:
             one = {"count": 0, "mean": 0.0, "squares": 0.0}
         shown[name] = one
     return shown
+
+
+def untold(told: Told, table: Mapping[str, ColumnValues]) -> dict[str, NDArray[np.bool_]]:
+    """Return which entries of each column are not told: words that are not named, and all numbers where they have no
+    mean. They count as gaps at their site: used, they would be plain in the first gradient."""
+    hidden = {}
+    for name, one in told.items():
+        if "categories" in one:
+            hidden[name] = np.array([word not in one["categories"] for word in table[name]], bool)
+        else:
+            hidden[name] = np.full(len(table[name]), not one["count"])
+    return hidden
+
+
+def penalty_labels(told: Told, penalty: str, own: Mapping[str, str]) -> list[str]:
+    """Name the penalty of each column that `prepared` makes.
+
+    Args:
+        penalty: "one" for all, or one for each "column" or "feature", that is, indicator.
+        own: the label of a column that has another penalty than these.
+    """
+    labels = []
+    for column, one in told.items():
+        for word in one.get("categories", [""]):
+            labels.append(own.get(column, {"one": "all", "column": column, "feature": f"{column} {word}"}[penalty]))
+    return labels
 
 
 def added(told: Sequence[dict[str, Any]]) -> dict[str, Any]:

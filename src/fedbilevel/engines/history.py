@@ -31,7 +31,7 @@ from fedbilevel.display.curves import draw_history
 from fedbilevel.engines import checkpoint
 from fedbilevel.engines.costs import Ledger
 from fedbilevel.reading import parse_json, read_bytes
-from fedbilevel.wording import require_object
+from fedbilevel.wording import missing, require_object
 
 Row = dict[str, float | int]
 LOSSES = ("outer_loss", "inner_loss")
@@ -165,7 +165,7 @@ class History(Shown):
         try:
             import pandas
         except ModuleNotFoundError as error:
-            raise ConfigurationError("to_pandas needs pandas, which is not installed: pip install pandas") from error
+            raise ConfigurationError(f"to_pandas needs {missing('pandas', 'tables')}") from error
         return pandas.DataFrame(self.rows, columns=self.columns)
 
     def to_jsonl(self, path: str | Path | None = None) -> str:

@@ -10,7 +10,7 @@ from fedbilevel.errors import ConfigurationError
 from fedbilevel.extending import missing
 
 if find_spec("sklearn") is None:
-    raise ConfigurationError(f"estimators need {missing('scikit-learn', 'cli')}")
+    raise ConfigurationError(f"estimators need {missing('scikit-learn', 'tables')}")
 
 from fedbilevel.estimators.linear import LogisticRegression, Ridge
 from fedbilevel.estimators.preparer import Preparer

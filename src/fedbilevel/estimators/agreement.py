@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 import fedbilevel as fb
-from fedbilevel.data.columns import deviation
+from fedbilevel.data.columns import deviation, penalty_labels
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ridge
 from fedbilevel.estimators.preparer import Preparer, Told
@@ -150,16 +150,12 @@ class Agreement:
 
     def penalty_groups(self) -> list[str]:
         """Name the penalty of each feature."""
-        study, groups = self.study, []
-        own = {column: name for name, columns in study.groups.items() for column in columns}
+        study = self.study
+        own = {column: f"group {name}" for name, columns in study.groups.items() for column in columns}
         for column in own:
             if column not in self.features:
                 raise unknown("column in groups", column, self.features)
-        for column, statistics in self.features.items():
-            for category in statistics.get("categories", [""]):
-                name = {"one": "all", "column": column, "feature": f"{column} {category}"}[study.penalty]
-                groups.append(SITE if study.offsets and column == SITE else own.get(column, name))
-        return groups
+        return penalty_labels(self.features, study.penalty, own | ({SITE: SITE} if study.offsets else {}))
 
     def remote(self, weights: list[int]) -> fb.RemoteClients:
         """Return what a server knows of sites with these numbers of rows; 0 of a site that is held out."""

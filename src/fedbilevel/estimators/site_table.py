@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.data import generator_of_site
+from fedbilevel.data.columns import untold
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators.agreement import SITE, Agreement
 from fedbilevel.estimators.columns import labels, numbers
@@ -162,10 +163,7 @@ class SiteTable:
 
 def _used(features: Any, told: Told) -> Any:
     """Make gaps of what a site does not tell."""
-    made = {}
-    for name, one in told.items():
-        if "categories" in one:
-            made[name] = features[name].where(words_of(features[name]).isin([*one["categories"]]))
-        elif not one["count"]:
-            made[name] = np.full(len(features), np.nan)
-    return features.assign(**made)
+    words = {name: words_of(features[name]) if "categories" in one else features[name] for name, one in told.items()}
+    hidden = untold(told, {name: column.to_numpy() for name, column in words.items()})
+    made = {name: features[name].mask(gaps) if "categories" in told[name] else np.nan for name, gaps in hidden.items()}
+    return features.assign(**{name: column for name, column in made.items() if hidden[name].any()})

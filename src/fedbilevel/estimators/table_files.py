@@ -6,7 +6,7 @@ from typing import Any
 
 from fedbilevel.data import DataError
 from fedbilevel.errors import ConfigurationError
-from fedbilevel.extending import in_a_line, require
+from fedbilevel.extending import in_a_line, missing, require
 
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 
@@ -25,14 +25,15 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
     require(kind in (*SEPARATORS, ".parquet"), "table", str(file), "a .csv, .tsv or .parquet file")
     try:
         import pandas as pd
-
+    except ImportError as error:
+        raise ConfigurationError(f"{file} needs {missing('pandas', 'tables')}") from error
+    try:
         if kind == ".parquet":
             frame = pd.read_parquet(file)
         else:
             frame = pd.read_csv(file, na_values=list(gaps), sep=SEPARATORS[kind])
     except ImportError as error:
-        packages = "pandas and pyarrow" if kind == ".parquet" else "pandas"
-        raise ConfigurationError(f"{file} needs {packages}: pip install {packages.replace(' and', '')}") from error
+        raise ConfigurationError(f"{file} needs pyarrow, which is not installed: pip install pyarrow") from error
     except (OSError, ValueError) as error:  # pandas' ParserError and EmptyDataError are ValueErrors
         raise DataError(f"{file} cannot be read: {in_a_line(error)}.") from error
     if not len(frame):

@@ -14,7 +14,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -65,6 +65,7 @@ PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "budget": f
 NODE = {
     "partition-id": int,
     "num-partitions": int,
+    "site": str,
     "state-folder": str,
     "settable": str,
     "tell-metrics": bool,
@@ -145,6 +146,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     clients = task.population
     alone = len(clients) == 1
     require(alone or client < len(clients), "node configuration: partition-id", client, f"below {len(clients)}")
+    site_name(names_of_sites(spec), node_config)
     row = 0 if alone else client
     private = fields_of_kinds(PRIVACY, node_config)
     lacking = [name for name in ("clip", "noise_multiplier", "delta") if private and name not in private]
@@ -167,6 +169,28 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
         approve=rule_of(node),
         folder=Path(node["state_folder"]).expanduser() if "state_folder" in node else None,
     )
+
+
+def site_name(names: Sequence[str], node: Mapping[str, Any]) -> str:
+    """Return the name of the site that a node is; "" where sites have none.
+
+    Args:
+        names: of all sites, in the order of their numbers.
+        node: the node configuration, with a `partition-id` that is one of these numbers.
+
+    Raises:
+        ConfigurationError: its `site` is another one.
+    """
+    client, given = node["partition-id"], node.get("site", "")
+    require(bool(names) or not given, "node configuration: site", given, "left out: the spec names no sites")
+    name = names[client] if names else ""
+    require(given in ("", name), "node configuration: site", given, f"{name}, which partition-id = {client} is")
+    return name
+
+
+def names_of_sites(spec: Spec) -> Sequence[str]:
+    """Return the names that the task of a spec gives to its sites; empty where it gives none."""
+    return next((names for field in ("sites", "only") if (names := spec.tables()["task"].get(field))), ())
 
 
 def rule_of(node: Mapping[str, Any]) -> str:
@@ -231,7 +255,8 @@ def check(
 
     node = read_node_config(node_config)
     runtime = ClientRuntime(site(spec, {}, node), serving=False)
-    yield "client", f"{runtime.site.id}, of {spec.title}"
+    name = site_name(names_of_sites(spec), node)
+    yield "client", f"{runtime.site.id}, {name + ', ' * bool(name)}of {spec.title}"
     yield from runtime.described().items()
     yield "settable", node.get("settable", SETTABLE) or "nothing"
     try:

@@ -44,6 +44,7 @@ from fedbilevel.experiments.federation import (
     fields_of_kinds,
     reached,
     rule_of,
+    site_name,
     terms,
     write_parties,
 )
@@ -204,7 +205,7 @@ def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
     Raises:
         ConfigurationError: the configuration or the table are wrong.
     """
-    known = {*NODE, "site", "table"} - {"settable", "tell-metrics"}
+    known = {*NODE, "table"} - {"settable", "tell-metrics"}
     for name in node_config:
         if name not in known:
             raise unknown("name in the node configuration", name, known)
@@ -214,9 +215,7 @@ def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
     client, count = node_config.get("partition-id"), len(study.sites)
     fits = type(client) is int and 0 <= client < count
     require(fits, "node configuration: partition-id", client, f"0 to {count - 1}, of {', '.join(study.sites)}")
-    name = study.sites[int(str(client))]
-    said = node_config.get("site", name)
-    require(said == name, "node configuration: site", said, f"{name}, which partition-id = {client} is")
+    name = site_name(study.sites, node_config)
     source = node_config.get("table")
     fits = isinstance(source, str) and bool(source)
     require(fits, "node configuration: table", source, "a .csv, .tsv or .parquet file, or package.module:function")

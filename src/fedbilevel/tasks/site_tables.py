@@ -8,7 +8,7 @@ import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError, DataWarning, require, unknown, warn
 from fedbilevel.data.clients import dealt, generator_of_site, in_order_of_time, strata_of
-from fedbilevel.data.columns import MOST, ColumnValues, Told, deviation, prepared, told_of, without_rare
+from fedbilevel.data.columns import MOST, ColumnValues, Told, deviation, prepared, told_of, untold, without_rare
 from fedbilevel.data.csv_tables import Texts, numbers_of, words_of
 from fedbilevel.tasks.task import Floats
 
@@ -219,14 +219,12 @@ def kinds_of(tables: Collection[SiteFile]) -> Told:
 
 
 def used(table: SiteFile, columns: ColumnRoles) -> SiteFile:
-    """Make gaps of what a site does not tell: it would be plain in the first gradient."""
-    told, made = table.told(columns), {}
-    for name, column in table.features.items():
-        if "categories" in told[name]:
-            known = told[name]["categories"]
-            made[name] = np.array([*(word if word in known else None for word in column), None], object)[:-1]
-        else:
-            made[name] = column if told[name]["count"] else np.full(len(column), np.nan)
+    """Make gaps of what a site does not tell."""
+    told = {name: one for name, one in table.told(columns).items() if name in table.features}
+    made = {}
+    for name, gaps in untold(told, table.features).items():
+        made[name] = table.features[name].copy()
+        made[name][gaps] = None if "categories" in told[name] else np.nan
     return SiteFile(table.name, table.where, made, table.target, table.weight, table.patient)
 
 

@@ -28,7 +28,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedbilevel.core.errors import require, unknown
-from fedbilevel.data.columns import Told, added, read_told
+from fedbilevel.data.columns import Told, added, penalty_labels, read_told
 from fedbilevel.data.csv_tables import Texts, read_texts
 from fedbilevel.tasks.linear import Model, SiteRows, task_of, weighting_of
 from fedbilevel.tasks.outcomes import OUTCOMES
@@ -318,11 +318,7 @@ def _penalties(agreed: Told, penalty: str, groups: Mapping[str, Any], indicators
     for column in own:
         if column not in agreed:
             raise unknown("column in groups", column, agreed)
-    labels = []
-    for column, told in agreed.items():
-        for category in told.get("categories", [""]):
-            label = {"one": "all", "column": column, "feature": f"{column} {category}"}[penalty]
-            labels.append(own.get(column, f"column {label}"))
+    labels = [f"feature {label}" for label in penalty_labels(agreed, penalty, own)]
     labels += [f"site {i}" if penalty == "feature" else "sites" for i in range(indicators)] + ["intercept"] * intercept
     first = list(dict.fromkeys(labels))
     return [first.index(label) for label in labels]
