@@ -62,6 +62,7 @@ def test_each_column_group_or_feature_may_have_a_penalty():
     assert labels(penalty="column") == ["age", "dose", *["kind"] * 3, *["code"] * 2, *["site"] * 3]
     assert len(set(labels(penalty="feature"))) == 8
     assert labels(groups={"measured": ["age", "dose"]}) == ["group measured"] * 2 + ["all"] * 5 + ["site"] * 3
+    assert labels(groups={"all": ["age"]}) == ["group all"] + ["all"] * 6 + ["site"] * 3  # a name of another penalty
     with pytest.raises(ConfigurationError, match="column in groups 'doses'; did you mean 'dose'"):
         labels(groups={"measured": ["doses"]})
 
