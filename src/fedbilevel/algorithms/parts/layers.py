@@ -7,14 +7,12 @@ A layer has a function for an exchange on the server, one for a reply at a clien
     client   reply(asked, kept, client, run)     `run` runs the layers inside and then the phase
     server   after_round(…, before, after)       returns the state at the end of a round
 
-On each side a layer may keep a state (`server_slot`, `client_slot`). It is carried from exchange to exchange and from
-round to round, together with the method's state. Layers do not know each other, with two exceptions: `excludes`, and
-the memory of last replies, which late replies and short replies share.
+On each side a layer may keep a state (`server_slot`, `client_slot`) between exchanges and rounds. Layers do not know
+each other, with two exceptions: `excludes`, and the memory of last replies, which late and short replies share.
 
-All layers of a run are in one `Layered`, which `layered` makes. It has a field for each place, and the order of the
-fields is the order of the layers around a phase. Parts that never leave a client are removed before the rest gets
-noise. Replies are coded after they have got noise, so that codes cost no privacy. A rule acts only on the server, and
-the last two places act at the end of a round.
+`layered` puts all layers of a run in one `Layered`. It has a field for each place, and the order of the fields is the
+order of the layers around a phase: parts that never leave a client are removed before the rest gets noise, and replies
+are coded after that. A rule acts only on the server, and the last two places act at the end of a round.
 """
 
 from __future__ import annotations
@@ -531,16 +529,14 @@ class LayersFed:
         """Refuse an update that differs from the phase's declaration after a layer changed it on both sides."""
         said = getattr(self.layered.phases[asked.phase], "__takes_and_gives__", None)
         inner = self.layered.layers[: self.layered.layers.index(layer)]
-        if said is None or any(overrides(one, "reply") for one in inner):
-            return
-        check_declared(f"{layer.label}.exchange", asked.phase, said[1], update, self.state)
+        if said is not None and not any(overrides(one, "reply") for one in inner):
+            check_declared(f"{layer.label}.exchange", asked.phase, said[1], update, self.state)
 
     def ask(self, asked: Asked) -> Total:
         phase = self.layered.phases[asked.phase]
         if asked.first is not None and asked.each:
-            raise ConfigurationError(
-                f"{self.layered.label}: every reply was asked for in an exchange that ends with the first replies"
-            )
+            ends = "every reply was asked for in an exchange that ends with the first replies"
+            raise ConfigurationError(f"{self.layered.label}: {ends}")
         if asked.first is None:
             return self.fed.sum(phase, asked.message, asked.key, fresh=asked.fresh, each=asked.each)
         n, most = asked.first
