@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-torch test-trackers lint format papers benchmarks catalogue notebooks lock clean
+.PHONY: help setup demo test test-slow test-torch test-trackers lint format papers benchmarks catalogue notebooks docs lock clean
 
 # What another project left in the environment must not leak into this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -55,6 +55,12 @@ catalogue: setup  ## lists and tables of methods and tasks, from their classes, 
 notebooks: setup  ## the tutorials as Jupyter notebooks, in build/notebooks
 	@$(PYTHON) scripts/bootstrap.py notebooks
 	$(BIN)/python scripts/notebooks.py build/notebooks
+
+docs: setup  ## the documentation as a website, in build/site; a link that leads nowhere is an error
+	@$(PYTHON) scripts/bootstrap.py docs
+	rm -rf build/site
+	$(BIN)/sphinx-build --quiet --fail-on-warning --fresh-env --jobs auto -c docs/website -d build/doctrees . build/site
+	@echo "build/site/index.html is its first page"
 
 lock:  ## rewrite uv.lock after a change of dependencies, and install it
 	@$(PYTHON) scripts/bootstrap.py --lock

@@ -1,0 +1,43 @@
+"""Find the entry of the API reference for a name in code, such as `fb.solve(…)`, `parts.TopK` or `Clients.split`."""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+PAGES = "docs/reference/api"
+ROW = re.compile(r"^\| \[`([\w.]+)`\]\(\w+\.md\) \| (.*) \|$", re.MULTILINE)
+ENTRY = re.compile(r"\[(\w+)\]\((\w+)\.md#(\w+)\)")
+CODE = re.compile(r"([\w.]+)(\(.*\))?", re.DOTALL)
+
+
+class Entry(NamedTuple):
+    """A page of the API reference, without its suffix, and the anchor of a heading on it."""
+
+    page: str
+    anchor: str
+
+
+def entries(root: Path) -> dict[str, Entry]:
+    """The entry of every public name, such as fedbilevel.parts.TopK, as the first page of the API reference lists it.
+
+    A class is also under its name alone, in the module that is listed first.
+    """
+    found: dict[str, Entry] = {}
+    for module, names in ROW.findall((root / PAGES / "README.md").read_text("utf-8")):
+        for name, page, anchor in ENTRY.findall(names):
+            entry = found[f"{module}.{name}"] = Entry(f"{PAGES}/{page}", anchor)
+            if name[0].isupper():
+                found.setdefault(name, entry)
+    return found
+
+
+def entry_of(code: str, names: dict[str, Entry]) -> Entry | None:
+    """The entry of the name or the call that a piece of code is, of its longest beginning that is a public name."""
+    if not (match := CODE.fullmatch(code)):
+        return None
+    parts = re.sub(r"^(fb|fedbilevel)\.", "", match[1]).split(".")
+    for end in range(len(parts), 0, -1):
+        name = ".".join(parts[:end])
+        if entry := names.get(f"fedbilevel.{name}") or names.get(name):
+            return entry
+    return None
