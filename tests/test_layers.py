@@ -97,8 +97,9 @@ def imported(tree: ast.AST, path: Path) -> Iterator[tuple[str, int]]:
 
 
 def without_functions(tree: ast.Module) -> ast.Module:
-    """The statements that run when the module is imported: root may load a room later, on request."""
-    kept = [node for node in tree.body if not isinstance(node, ast.FunctionDef)]
+    """The statements that run when the module is imported: root may load a room later, and name it to type checkers."""
+    checked = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    kept = [node for node in tree.body if not isinstance(node, ast.FunctionDef) and node not in checked]
     return ast.Module(body=kept, type_ignores=[])
 
 

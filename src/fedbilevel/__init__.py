@@ -6,23 +6,26 @@ from typing import TYPE_CHECKING, Any
 import fedbilevel.core.forked  # noqa: F401  (notes forks from now on, and imports no JAX)
 
 if TYPE_CHECKING:
+    from fedbilevel import estimators as estimators
     from fedbilevel.algorithms import *  # noqa: F403
     from fedbilevel.public import *  # noqa: F403
 
 __version__ = "0.2.0"
 
 
-def __getattr__(name: str) -> Any:
-    """Hand out a public name; they are loaded on first use, so that `fedbilevel --help` does not wait for JAX."""
-    if name.startswith("__") and name != "__all__":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name == "estimators":  # not among the public names: it needs scikit-learn
-        return import_module("fedbilevel.estimators")
-    public = import_module("fedbilevel.public")
-    if name != "__all__" and name not in public.__all__:
-        found = _elsewhere(name, public.__all__)
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (f": {found}" if found else ""))
-    return getattr(public, name)
+if not TYPE_CHECKING:  # type checkers read the imports above, and so find a misspelt name
+
+    def __getattr__(name: str) -> Any:
+        """Hand out a public name; they are loaded on first use, so that `fedbilevel --help` does not wait for JAX."""
+        if name.startswith("__") and name != "__all__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        if name == "estimators":  # not among the public names: it needs scikit-learn
+            return import_module("fedbilevel.estimators")
+        public = import_module("fedbilevel.public")
+        if name != "__all__" and name not in public.__all__:
+            found = _elsewhere(name, public.__all__)
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}" + (f": {found}" if found else ""))
+        return getattr(public, name)
 
 
 def _elsewhere(name: str, here: list[str]) -> str:

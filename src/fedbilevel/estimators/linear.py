@@ -24,7 +24,7 @@ conjugate gradients then trains model K.
 import warnings
 from collections.abc import Callable, Sequence
 from numbers import Integral
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         self.random_state = random_state
 
     @explain_call
-    def fit(self, X: Any, y: Any, groups: Any = None, patients: Any = None) -> Any:
+    def fit(self, X: Any, y: Any, groups: Any = None, patients: Any = None) -> Self:
         """Find penalties and coefficients; returns the estimator.
 
         Args:

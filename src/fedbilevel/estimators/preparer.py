@@ -54,7 +54,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     def __init__(self, *, categorical: Sequence[str] = ()) -> None:
         self.categorical = categorical
 
-    def fit(self, X: Any, y: Any = None) -> Any:
+    def fit(self, X: Any, y: Any = None) -> Self:
         """Find what the rows of a data frame tell, such as those of a site; returns the preparer.
 
         Raises:
