@@ -144,7 +144,9 @@ def written() -> Iterator[tuple[Path, str]]:
             text = file.read_text("utf-8")
         else:
             text = page(module, file.name, places)
-        names = re.findall(r"^###? (\w+)$", text.partition("<!-- entries -->")[2], re.MULTILINE)
+        entries = text.partition("<!-- entries -->")[2]
+        sections = re.search(r"^### ", entries, re.MULTILINE)  # then names are headings of the third level
+        names = re.findall(rf"^{'###' if sections else '##'} (\w+)$", entries, re.MULTILINE)
         rows.append(
             f"| [`{module.name}`]({file.name}) | {', '.join(f'[{n}]({file.name}#{n.lower()})' for n in names)} |"
         )
