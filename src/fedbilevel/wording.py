@@ -20,9 +20,12 @@ def missing(package: str, extra: str) -> str:
 
 
 def in_a_line(error: Exception, longest: int = 200) -> str:
-    """Return the message of another library's error in one line without a full stop, or its type if it is empty."""
+    """Return the message of another library's error in one line without a full stop, or its type if it is empty.
+
+    Passwords of URLs are hidden before the message is cut, since half a URL is not recognized as one.
+    """
     message = " ".join((getattr(error, "strerror", None) or str(error)).split())
-    return printable(message, longest).rstrip(".") or type(error).__name__
+    return printable(without_password(message), longest).rstrip(".") or type(error).__name__
 
 
 def printable(text: str, longest: int | None = 200, kept: str = "") -> str:

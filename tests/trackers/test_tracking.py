@@ -172,6 +172,16 @@ def test_a_service_that_fails_is_warned_of_once_and_its_rows_wait(service) -> No
     assert (only(service).steps, only(service).ending) == ([0, 2, 4, 6, 8], "finished")
 
 
+def test_a_password_is_hidden_although_the_message_is_cut_within_it(service) -> None:
+    def fails(result, row):
+        raise OSError("x" * 170 + " http://me:secret-that-is-long-enough-to-be-cut@tracker.example")
+
+    with pytest.raises(OSError, match="secret"):
+        solved(8, InMemory(service), fails)
+    assert "http://me:***@" in only(service).outcome["stopped"]
+    assert "secret" not in only(service).outcome["stopped"]
+
+
 def test_a_service_that_never_answers_leaves_the_result_as_it_is(service) -> None:
     service.works = False
     with pytest.warns(TrackerWarning) as caught:

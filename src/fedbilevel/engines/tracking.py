@@ -31,7 +31,7 @@ from fedbilevel.engines.history import Result, Row
 from fedbilevel.engines.lock import wait_for_lock
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.reading import read_json
-from fedbilevel.wording import in_a_line, missing, without_password
+from fedbilevel.wording import in_a_line, missing
 
 SHARE = 0.1  # of the run's time that attempts may take which fail
 LONGEST = 500  # characters of a parameter
@@ -244,7 +244,7 @@ class Tracker(ABC):
             self.due = now + (now - began) / SHARE
             if not self.warned:
                 self.warned = True
-                why = without_password(f"{type(error).__name__}: {in_a_line(error)}")
+                why = f"{type(error).__name__}: {in_a_line(error)}"
                 more = "the run goes on without it, and tries again with later rows"
                 warn(TrackerWarning(f"{type(self).__name__} could not record the run ({why}): {more}"))
 
@@ -286,7 +286,7 @@ class Tracking:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            self.outcome = {"stopped": without_password(in_a_line(error))}
+            self.outcome = {"stopped": in_a_line(error)}
         for tracker in self.begun:
             tracker.end(ending_of(error), self.outcome)
 
