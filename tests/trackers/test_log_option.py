@@ -24,6 +24,15 @@ def test_a_misspelt_name_is_refused_before_anything_is_made(command, tmp_path, c
     assert not out.exists()
 
 
+@pytest.mark.parametrize("names", ["", " ,"])
+def test_no_name_at_all_is_refused(names, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run", "quadratic", "--log", names, "--out", str(out)])
+    assert f"{names!r} names no tracker (allowed: mlflow, tensorboard, wandb)" in capsys.readouterr().err
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("command", [["run"], ["sweep", "--grid", "local_steps=1,2"]])
 def test_a_missing_library_is_said_before_anything_runs(command, tmp_path, capsys, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "mlflow", None)

@@ -166,6 +166,13 @@ def names(text: str) -> list[str]:
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
+def _trackers(text: str) -> list[str]:
+    """Read the names of trackers. A text without a name, as from an unset variable, is an error."""
+    if found := names(text):
+        return found
+    raise argparse.ArgumentTypeError(f"{text!r} names no tracker (allowed: {', '.join(TRACKERS)})")
+
+
 def _budget(unit: str, ends: str) -> dict[str, Any]:
     return {"type": partial(positive, unit=unit), "metavar": "N", "help": f"instead: end once N {ends}"}
 
@@ -185,7 +192,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "out": {"type": Path, "metavar": "DIR"},
     "quiet": {"action": "store_true"},
     "log": {
-        "type": names,
+        "type": _trackers,
         "default": [],
         "metavar": "NAME,NAME,…",
         "help": f"record in trackers: {', '.join(TRACKERS)}",
