@@ -14,7 +14,7 @@ from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError, ExchangeError, NumericalError
 from fedbilevel.engines import lock
 from fedbilevel.experiments import Folder, folder_reader
-from fedbilevel.experiments.folder_reader import FolderReader, snapshots
+from fedbilevel.experiments.folder_reader import FolderReader, best_runs, mean_of, snapshots
 from fedbilevel.experiments.snapshot import MetricTrace, Snapshot
 from fedbilevel.experiments.window import on_page, sparkline
 from run_folders import write_run
@@ -274,6 +274,16 @@ def test_a_damaged_run_hides_none_of_the_others(tmp_path) -> None:
     assert "spec.toml is not TOML" in snapshot.notes[0]
 
 
+def test_a_file_that_cannot_be_read_hides_none_of_the_other_runs(tmp_path) -> None:
+    place = a_sweep(tmp_path)
+    history = place / "lr-1" / "seed-0" / "history.jsonl"
+    history.unlink()
+    os.mkfifo(history)
+    snapshot = seen(place)
+    assert "1 idle" in snapshot.facts["runs"]
+    assert snapshot.notes == [f"lr-1/seed-0: {history}: it is a pipe or a device, and not a regular file"]
+
+
 def test_absurd_numbers_are_damage_and_no_overflow(tmp_path) -> None:
     place = begun(tmp_path / "run", {"round": 0, "outer_loss": 1e308}, {"round": 10**400, "outer_loss": -1e308})
     line = EXCHANGES[0] | {"bytes_down": 10**400}
@@ -288,6 +298,21 @@ def test_absurd_numbers_are_damage_and_no_overflow(tmp_path) -> None:
     plan.write_text(json.dumps({"select": "outer_loss", "runs": 10**400}))
     with pytest.raises(ConfigurationError, match=r"sweep.json is damaged: runs is 1000"):
         seen(tmp_path)
+
+
+def test_sums_of_huge_numbers_do_not_overflow(tmp_path) -> None:
+    huge = 17 * 10**307
+    row = {"round": 2, "bytes_down": huge, "bytes_up": huge, "outer_loss": 1.0}
+    run = begun(tmp_path / "run", row)
+    spec = experiments.configure(task="quadratic", settings=["run.bytes=8e6"])
+    Folder(run).spec.write_text(spec.to_toml())
+    assert seen(run).amount.startswith("inf of")
+    assert "inf of" in on_page(seen(run))
+    finished = {
+        name: Snapshot("", "finished", traces=[MetricTrace("outer_loss", [1.7e308])]) for name in ("a/0", "a/1")
+    }
+    assert best_runs(finished, "outer_loss") == {"a/0": 1.7e308, "a/1": 1.7e308}
+    assert mean_of([1.7e308, 1.7e308]) == 1.7e308
 
 
 def test_what_has_not_changed_is_not_read_again(tmp_path, monkeypatch) -> None:

@@ -123,6 +123,9 @@ def test_nothing_is_logged(guarded, capfd) -> None:
     with socket.create_connection(("127.0.0.1", guarded.server_address[1])) as broken:
         broken.sendall(f"GET /?token={guarded.token} nonsense\r\n\r\n".encode())
         assert broken.recv(1000)
+    with socket.create_connection(("127.0.0.1", guarded.server_address[1])) as broken:
+        broken.sendall(b"GET http://[/ HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert b" 400 " in broken.recv(1000)
     assert capfd.readouterr() == ("", "")
 
 

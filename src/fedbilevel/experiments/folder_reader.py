@@ -139,7 +139,7 @@ class FolderReader:
         lines = {"runs": ", ".join(f"{count[state]} {state}" for state in STATES if count[state]) or "none yet"}
         select = planned.get("select", "")
         if best := best_runs(runs, select):
-            mean = statistics.fmean(best.values())
+            mean = mean_of(best.values())
             several = f" (mean of {len(best)} runs)" if len(best) > 1 else ""
             lines["best" if over else "best so far"] = (
                 f"{point_of(next(iter(best)))}, {select} {text(select, mean)}{several}"
@@ -160,8 +160,9 @@ class FolderReader:
         """Read one of several runs; damage to it is a note, and hides none of the others."""
         try:
             return self._run(place)
-        except ConfigurationError as error:
-            return Snapshot("", "idle", notes=[in_a_line(error)])
+        except (ConfigurationError, OSError) as error:
+            where = f"{error.filename}: " if isinstance(error, OSError) else ""
+            return Snapshot("", "idle", notes=[f"{where}{in_a_line(error)}"])
 
 
 def read_plan(file: Path) -> dict[str, Any]:
@@ -217,7 +218,7 @@ def state_of(place: Folder, status: Status | None, measured: bool) -> tuple[str,
 def progress(spec: Spec, history: History, status: Status | None) -> dict[str, Any]:
     """Say how far a run is in the cost that ends it: as fields of a `Snapshot`."""
     name, whole = spec.run.budget
-    last: Row = history.rows[-1] if history.rows else {}
+    last: Row = {name: float(value) for name, value in history.rows[-1].items()} if history.rows else {}
     known = {"rounds": {"round"}, "bytes": {"bytes_down", "bytes_up"}}.get(name, {name})
     done = cost(last, name) if known <= set(last) else 0
     if name == "rounds" and status is not None:
@@ -290,7 +291,12 @@ def best_runs(runs: Mapping[str, Snapshot], metric: str) -> dict[str, float]:
             points.setdefault(point_of(name), {})[name] = value
     directions = {name: larger for run in runs.values() for name, larger in run.directions.items()}
     sign = 1 if History(directions=directions).larger_is_better(metric) else -1
-    return max(points.values(), key=lambda point: sign * statistics.fmean(point.values()), default={})
+    return max(points.values(), key=lambda point: sign * mean_of(point.values()), default={})
+
+
+def mean_of(values: Collection[float]) -> float:
+    """Return the mean of finite values, also of values whose sum would overflow."""
+    return sum(value / len(values) for value in values)
 
 
 def value_in(sections: Mapping[str, Any], path: str) -> str:

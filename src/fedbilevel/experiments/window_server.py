@@ -1,8 +1,9 @@
 """Serve the page of `fedbilevel watch`: a page of one file, and a stream of events that keeps it up to date.
 
-The server answers GET alone, on two paths, and no part of a request reaches the file system. Anyone on this machine may
-read a page at 127.0.0.1; at another address it needs a token. A request whose Host is neither an address nor a name of
-this machine is refused: another site's page sends such a request where its name is made to lead here (DNS rebinding).
+The server answers only GET, on two paths, and no part of a request reaches the file system. At 127.0.0.1, every user of
+this machine may read the page; at another address, a request needs a token. A request is refused if its header Host is
+neither an IP address nor a name of this machine. This stops DNS rebinding, in which another site points its own name at
+this machine so that its script can read the page.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class WindowServer(ThreadingHTTPServer):
         port: 0 takes any that is free.
 
     Attributes:
-        token: which every request has to have; "" where anyone on this machine may read.
+        token: the text that every request must contain; "" at a loopback address, where no token is needed.
 
     Raises:
         ConfigurationError: the port cannot be opened.
@@ -64,7 +65,7 @@ class WindowServer(ThreadingHTTPServer):
             super().__init__((host, port), WindowRequest)
         except OSError as error:
             raise ConfigurationError(f"--serve: {host}:{port} cannot be opened: {error.strerror or error}") from error
-        self.host, self.names = host, {host, "localhost", socket.gethostname().lower()}
+        self.host, self.names = host, {host.lower(), "localhost", socket.gethostname().lower()}
         self.token = "" if ipaddress.ip_address(self.socket.getsockname()[0]).is_loopback else secrets.token_urlsafe(24)
         self.template = Template((resources.files("fedbilevel.experiments") / "window.html").read_text("utf-8"))
         self.news, self.version, self.title, self.content = threading.Condition(), 0, "", ""
@@ -85,7 +86,7 @@ class WindowServer(ThreadingHTTPServer):
                     self.news.notify_all()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of a browser that has gone away."""
+        """Report errors of this program, but not a connection that a browser has closed."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
@@ -97,7 +98,11 @@ class WindowRequest(BaseHTTPRequestHandler):
     timeout = PATIENCE
 
     def do_GET(self) -> None:
-        place = urlsplit(self.path)
+        try:
+            place = urlsplit(self.path)
+        except ValueError:
+            self.refuse(HTTPStatus.BAD_REQUEST)
+            return
         given = parse_qs(place.query).get("token", [""])[0]
         if not self.names_this_machine():
             self.refuse(HTTPStatus.MISDIRECTED_REQUEST)
@@ -116,7 +121,7 @@ class WindowRequest(BaseHTTPRequestHandler):
     do_HEAD = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_POST
 
     def names_this_machine(self) -> bool:
-        """Tell whether Host is an address, to which no name can lead, or a name of this machine."""
+        """Tell whether the header Host is an IP address, which no other name replaces, or a name of this machine."""
         try:
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
             return host in self.server.names or bool(ipaddress.ip_address(host))
@@ -163,4 +168,4 @@ class WindowRequest(BaseHTTPRequestHandler):
         return "fedbilevel"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: a request's line has the token."""
+        """Log nothing, since the line of a request contains the token."""
