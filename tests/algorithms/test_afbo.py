@@ -268,7 +268,7 @@ def test_wrong_fields(make, words):
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        (method(series((4, 1))), r"Neumann\.terms = \(4, 1\) .* one for each of the 5 clients"),
+        (method(series((4, 1))), r"Neumann\.terms = \(4, 1\) .* a number for each of the 5 clients"),
         (method(series(step=5.0)), r"Neumann\.step = 5\.0"),  # products would grow
         (fb.Asynchronous(LOCAL, wait_for=6), r"Asynchronous\.wait_for = 6 .* at most 5"),
     ],

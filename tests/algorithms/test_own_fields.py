@@ -56,7 +56,7 @@ def field(method, path):
 REPEATED = {"ADBO", "SDBO", "AFBO", "FedMBO", "FedBiO", "FedNestSGD", "IRIG", "RAFBO", "ShroFBO", "FedAvg"}
 """What steps by own numbers is a class that another method has, too."""
 
-SECOND = {"FedBiOAcc"}
+SECOND = {"FedBiOAcc", "CorrectedFBO"}
 """Methods with a number that the second round is the first to use."""
 
 

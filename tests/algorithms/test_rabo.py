@@ -377,7 +377,7 @@ def test_products_do_not_see_what_features_were_made_of(part, batch_size):
 def test_pairs_need_a_partner_each():
     clients = fb.Clients([np.ones((3, 1))], [np.ones((2, 1))])
     problem = fb.Bilevel(lambda x, y, b: jnp.sum(x * y), lambda x, y, b: jnp.sum((x - y) ** 2))
-    with pytest.raises(fb.errors.ConfigurationError, match=r"paired = True .* differ, \[\(3, 2\)\]"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"paired = True .* different numbers .*, \[\(3, 2\)\]"):
         fb.solve(fixed(fb.RABO(hypergradient=PAIRED)), problem, clients, jnp.ones(1), jnp.ones(1), rounds=1)
 
 

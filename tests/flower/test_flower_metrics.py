@@ -55,7 +55,7 @@ def test_where_everyone_tells_the_numbers_are_those_of_a_simulation(everyone):
 
 
 def test_a_site_does_not_tell_unless_it_is_let(everyone):
-    with pytest.warns(fb.errors.AbsenceWarning, match="those of 0 of 6 .*this client does not tell"):
+    with pytest.warns(fb.errors.AbsenceWarning, match="those of 0 of 6 .*this client does not share"):
         result = solve([])
     assert [row["fit.clients"] for row in result.history.rows] == [0, 0]
     assert not any(name.startswith("fit.") for name in set(result.history.columns) - {"fit.clients"})

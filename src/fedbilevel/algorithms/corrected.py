@@ -1,17 +1,25 @@
 """CorrectedFBO: ShroFBO whose clients do not drift apart, however many local steps they make.
 
 Where clients differ, each client's own local steps lead towards the solution of its own problem, and with τ > 1 SimFBO
-and ShroFBO end a little beside the solution of the federation's. Here each direction d = (d_x, d_y, d_v) of a client's
-path is corrected by the mean direction m of the whole federation in the round before, as federated SVRG does it for a
-single loss (simfbo.py has the directions, a_k and ρ):
+and ShroFBO end at a distance from the solution of the whole federation. Here each direction d = (d_x, d_y, d_v) of a
+client's path is corrected by the mean direction m of the whole federation in the round before, as federated SVRG does
+it for a single loss (simfbo.py has the directions, a_k and ρ):
 
     z_0 = z = (x, y, v),     d̃_k = d_i(z_k; ζ_k) − d_i(z; ζ_k) + m     the step of the client's path at z_k
     h_i = Σ_k a_k d_i(z_k; ζ_k) / ‖a_i‖₁                               the reply, of directions as they are
     z ← z − γ ρ Σ_{i∈C} (M/P) p_i h_i,     m ← Σ_{i∈C} (M/P) p_i h_i   at the server
 
-At a solution z* the mean of the d_i(z*) is 0, and so is m. All d̃_k are then 0, clients stay at z*, and the mean of
-their replies is 0, whatever the τ_i are. Clients keep nothing between rounds, and their replies are as long as
-ShroFBO's.
+Let all clients take part with full batches. At a solution z* with m = 0 all d̃_k are 0, so that clients stay at z*, and
+the mean of their replies is Σ p_i d_i(z*) = 0, whatever the τ_i are. Conversely, a round that changes neither z nor m
+has m = 0, so that its replies are the d_i(z), whose mean is 0. With cohorts or mini-batches m has their noise, and
+rounds end near the solution. Clients keep nothing between rounds, and their replies are as long as ShroFBO's.
+
+Since replies are means over paths that themselves follow m, the new m depends on the old one. With plain steps, equal τ
+and equal Hessians λ, and with e = y − y* (or v − v*), a round is
+
+    m ← λ e − β m,   e ← e − γ ρ (λ e − β m),     β = 1 − (1 − (1 − ηλ)^τ)/(τηλ) ≤ ηλ(τ − 1)/2
+
+Its eigenvalues are inside the unit circle exactly if β < 1 and γρλ/2 + β < 1. γρλ + ηλ(τ − 1) < 2 therefore suffices.
 
 The method is this library's. Its correction is after Konečný et al., "Federated Optimization: Distributed Machine
 Learning for On-Device Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking
@@ -64,15 +72,15 @@ class CorrectedFBO(Normalised):
 
     Args:
         client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves all
-            three. Rounds are stable while η(‖a‖₁ − 1)/2 times the largest eigenvalue of the inner Hessian is below 1,
-            since m is a mean over paths. None, for each: a twentieth of the server's.
+            three. Rounds on y and v are stable if γρL + η(max‖a_i‖₁ − 1)L < 2, where L is the largest eigenvalue of
+            the clients' inner Hessians, and ‖a_i‖₁ is τ_i for plain steps. None, for each: a twentieth of the server's.
     """
 
     name = "corrected-fbo"
     facts = Facts(
         paper="after Konečný et al. 2016, arXiv:1610.02527",
         needs="g strongly convex in y; second derivatives of it as products",
-        good_for="clients that differ and make many local steps: with full batches it ends at the solution itself",
+        good_for="clients that differ and make many local steps: with full batches of all it ends at the solution",
         exchanges="one",
         up="1 like x, 2 like y",
         hvps="4τ",

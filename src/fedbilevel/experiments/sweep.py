@@ -162,7 +162,7 @@ class InFolders:
         display.begin(f"{name}, seed {seed}")
         spec, place = self.seeded(self.make(point), seed), self.folder / name / f"seed-{seed}"
         try:
-            noted = [*self.trackers, self.note_plan, *callbacks]
+            noted: list[Callback] = [*self.trackers, self.note_plan, *callbacks]
             return run_of(spec, place, self.tasks, callbacks=noted, progress=display)
         except DataError as error:
             raise ConfigurationError(str(error)) from error
