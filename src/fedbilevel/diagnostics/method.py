@@ -29,7 +29,7 @@ from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.solve import solve
 
 ROUNDING = 1e4
-"""The most that results may differ by, in units of the precision of x, relative to the largest entry of a leaf."""
+"""The largest allowed difference of results, in units of the precision of x; see `difference`."""
 
 FEATURES = {
     "submodels": "clients of limited capacity",
@@ -127,8 +127,8 @@ def check_method(
     - A run that is resumed from a checkpoint continues to the bit.
     - Late replies and noised replies work, or the method refuses them.
 
-    States may differ by 10⁴ units of rounding, relative to the largest entry of a leaf. Switch on float64 for a sharp
-    check. Take small data of clients that differ, and that have unequal weights and numbers of samples, since equal
+    States may differ by 10⁴ units of rounding, relative to the largest entry of a leaf or to 1, whichever is larger.
+    In float32 that is 1e-3, so switch on float64 for a sharp check. Take small data of clients that differ, and that have unequal weights and numbers of samples, since equal
     clients hide mistakes. Whether the method solves the problem is not checked: compare the result of `solve` with a
     solution that you know.
 
