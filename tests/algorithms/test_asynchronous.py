@@ -124,7 +124,7 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
         (lambda: fb.Submodels(fb.IRG()), "the projection onto X and the preference H need the whole x"),
         (
             lambda: fb.Submodels(fixed(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG())))),
-            "are not symmetric, as CG requires; use a Neumann series; methods that can: AFBO, AggITD, CorrectedFBO, F2SA, ",
+            "are not symmetric, as CG requires; use a Neumann series; methods that can: AFBO, AggITD, CorrectedFBO, ",
         ),
         (lambda: fb.Asynchronous("simfbo", wait_for=2), "a method alone; fields are given by name"),
         (

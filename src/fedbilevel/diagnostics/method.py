@@ -128,9 +128,9 @@ def check_method(
     - Late replies and noised replies work, or the method refuses them.
 
     States may differ by 10⁴ units of rounding, relative to the largest entry of a leaf or to 1, whichever is larger.
-    In float32 that is 1e-3, so switch on float64 for a sharp check. Take small data of clients that differ, and that have unequal weights and numbers of samples, since equal
-    clients hide mistakes. Whether the method solves the problem is not checked: compare the result of `solve` with a
-    solution that you know.
+    In float32 that is 1e-3, so switch on float64 for a sharp check. Take small data of clients that differ, and that
+    have unequal weights and numbers of samples, since equal clients hide mistakes. Whether the method solves the
+    problem is not checked: compare the result of `solve` with a solution that you know.
 
     Args:
         method: the method; steps that are None adapt, as in `solve`.
