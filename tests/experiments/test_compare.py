@@ -89,7 +89,7 @@ def test_groups_of_one_name_are_told_apart_and_no_run_counts_twice(runs, tmp_pat
         spec.write_text(re.sub(r"condition = \S+", f"condition = {condition}", spec.read_text()))
     assert [group.label for group in load_groups([tmp_path, runs / "sim"])] == ["a/shro", "b/shro", "sim (3 seeds)"]
     shutil.copytree(runs / "shro", tmp_path / "again")
-    with pytest.raises(ConfigurationError, match=r"shro/seed-0 and .*again/seed-0 are the same run"):
+    with pytest.raises(ConfigurationError, match=r"shro/seed-0 and .*again/seed-0 have the same spec and seed"):
         load_groups([runs / "shro", tmp_path / "again"])
 
 
@@ -103,7 +103,7 @@ def test_a_run_that_a_folder_has_twice_is_left_out(runs, tmp_path, run) -> None:
     assert [run.folder.path.parent.name for group in load_groups([tmp_path / "dup"]) for run in group.runs] == ["a"]
     assert run("report", tmp_path / "dup", "--out", tmp_path / "page.html")[0] == 0
     assert again.removeprefix("left out") in (tmp_path / "page.html").read_text(encoding="utf-8")
-    with pytest.raises(ConfigurationError, match="are the same run"):
+    with pytest.raises(ConfigurationError, match="have the same spec and seed"):
         load_groups([tmp_path / "dup" / "a", tmp_path / "dup" / "b"])
 
 
@@ -194,7 +194,7 @@ def test_an_unfinished_run_and_a_folder_of_something_else_are_refused(runs, tmp_
         ([unfinished], "has not finished: fedbilevel run --resume"),
         ([runs / "sim", tmp_path / "empty"], r"no spec\.toml"),
         ([tmp_path], r"nothing to compare: .*unfinished have not finished"),
-        ([tmp_path / "c.csv"], r"nothing to compare: .*c\.csv are no folders of runs"),
+        ([tmp_path / "c.csv"], r"nothing to compare: .*c\.csv are not folders of runs"),
         ([runs, tmp_path / "notes.txt"], r"notes\.txt.* an existing folder"),
     ]:
         with pytest.raises(ConfigurationError, match=words):

@@ -131,7 +131,7 @@ def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp
         assert [file.name for file in out.iterdir() if not file.name.startswith(".")] == ["exchanges.jsonl"]
         status = Status.of(Folder(out))
         said, ended = status.lines, status.ended
-        assert said == ["no exchange is over"]
+        assert said == ["no exchange has ended"]
         assert re.search("2 clients are online, but 3 .* the run ended before its first exchange", str(ended))
         assert isinstance(ended, fb.errors.ExchangeError)
     with pytest.warns(CheckpointWarning, match=r"cleared what a run left .* \(exchanges\.jsonl\)"):
@@ -233,8 +233,8 @@ def test_a_site_names_the_fields_that_a_server_may_set(settings, node, refused, 
         ({"settings": "run.round=3"}, "did you mean 'rounds'"),
         ({"settings": "run.rounds='3"}, "settings = .* as in a shell: No closing quotation"),
         ({"attempts": 1.5}, "attempts = 1.5"),
-        ({"settings": "task.name=saddle"}, "unknown|own task"),
-        ({"settings": "algorithm.name=shrofbo"}, "unknown|own task"),
+        ({"settings": "task.name=saddle"}, "unknown|app's task"),
+        ({"settings": "algorithm.name=shrofbo"}, "unknown|app's task"),
         ({"quorum": 2}, "Terms.quorum"),
         ({"norm-factor": 0.5}, r"Terms\.norm_factor = 0\.5 .* 1 or more, or None"),
         ({"message-factor": 0.0}, r"Terms\.message_factor = 0\.0 .* a positive number"),
@@ -284,7 +284,7 @@ def test_a_server_that_ends_early_says_why_what_is_kept_and_how_to_go_on(spec, t
     for context in grid.contexts.values():
         context.node_config["max-requests"] = 3  # a greeting, and two rounds of an exchange
     with pytest.raises(
-        fb.errors.ExchangeError, match=r"3 requests in all, and no more .* is kept: submit the run again"
+        fb.errors.ExchangeError, match=r"3 requests in all, and no more .* is kept; submit it again"
     ):
         federation.serve(spec, grid, {"out": str(out), "attempts": 1})
     assert main(["flower", "status", str(out)]) == 5
@@ -361,7 +361,7 @@ def test_a_full_disk_ends_a_server_in_a_sentence(spec, tmp_path, monkeypatch, ca
         save(path, *given, **options)
 
     monkeypatch.setattr(checkpoint, "save", full)
-    with pytest.raises(fb.errors.CheckpointError, match=r"No space left on device.*is kept: submit the run again"):
+    with pytest.raises(fb.errors.CheckpointError, match=r"No space left on device.*is kept; submit it again"):
         federation.serve(spec, InProcess(federation.client_app(spec), 3), {"out": str(out)})
     assert main(["flower", "status", str(out)]) == 4
     assert "No space left on device" in capsys.readouterr().err
@@ -424,7 +424,7 @@ def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp
             [],
             "--node-config cannot be read: The provided configuration string is in an invalid",
         ),
-        (NORTH.replace("0", "-1"), [], "partition-id = -1 is not allowed: it must be its number, from 0"),
+        (NORTH.replace("0", "-1"), [], "partition-id = -1 is not allowed: it must be the client's number, 0 or more"),
         (f"{NORTH} {HIDES}", [], "Site.folder = None is not allowed: it must be a folder (state-folder), with privacy"),
         (f"{NORTH} min-local-samples=64", [], "fewer samples than its floor of 64 (lower min-local-samples"),
         ("partition-id=0 folder='data/nrth'", [], "data/nrth/validation.csv not found"),

@@ -53,7 +53,7 @@ def test_a_method_keeps_its_place_and_so_its_colour(compared, tmp_path) -> None:
     groups = experiments.compare_algorithms("quadratic", TWO[::-1], settings=SETTINGS, seeds=[0, 1], out=folder)
     assert [group.name for group in groups] == TWO
     (folder / "methods.json").write_text("{}")
-    with pytest.raises(ConfigurationError, match=r"methods\.json is damaged: a JSON list of .* names is expected"):
+    with pytest.raises(ConfigurationError, match=r"methods\.json is damaged: it must be a JSON list of .* names"):
         experiments.load_groups([folder])
 
 

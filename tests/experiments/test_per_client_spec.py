@@ -91,7 +91,7 @@ def test_a_comparison_draws_the_clients_of_those_who_measured_them(place, tmp_pa
     assert solid.get_color() == worst.get_color() == cost.lines[2].get_color() == COLOURS[2]
     np.testing.assert_allclose(solid.get_ydata(), 100 * one.history["client_accuracy.mean"])
     np.testing.assert_allclose(worst.get_ydata(), 100 * one.history["client_accuracy.worst"])
-    with pytest.raises(ConfigurationError, match="no panel per_client: none of these runs measured its clients"):
+    with pytest.raises(ConfigurationError, match="no panel per_client: none of these runs has metrics per client"):
         compare.draw(groups[1:2], tmp_path / "c.png", ["per_client"])
 
 

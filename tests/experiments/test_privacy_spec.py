@@ -66,7 +66,7 @@ def test_wrong_terms_are_named(settings, said):
 
 
 def test_a_federation_takes_no_terms_from_a_spec():
-    with pytest.raises(ConfigurationError, match="in a federation each client has its own"):
+    with pytest.raises(ConfigurationError, match="in a federation, each client sets its privacy"):
         require_real(spec(*TERMS))
 
 

@@ -56,7 +56,7 @@ def test_a_site_of_tables_is_known_by_its_name():
     for given, said in (("", ", south, of tables"), ("site='south' ", ", south, of tables")):
         found = dict(federation.check(spec, f"{given}partition-id=1 min-local-samples=1"))
         assert said in found["client"]
-    with pytest.raises(ConfigurationError, match=r"site = 'west' .* it must be south, which partition-id = 1 is"):
+    with pytest.raises(ConfigurationError, match=r"site = 'west' .* it must be south, the site with partition-id = 1"):
         dict(federation.check(spec, "site='west' partition-id=1"))
     spec = configure(task="quadratic", algorithm="simfbo")
     with pytest.raises(ConfigurationError, match=r"site = 'west' .* left out: the spec names no sites"):

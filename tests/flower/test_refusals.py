@@ -62,8 +62,8 @@ def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplo
     said, ended = status.lines, status.ended
     assert ended is None
     assert said[1:] == [
-        f"client {POOR}, round 2: {why[POOR][0]} (it has never counted)", f"    the site: {floor.how}",
-        f"client {WRONG}, round 2: {why[WRONG][0]} (it has never counted)", f"    the site: {settings.how}",
+        f"client {POOR}, round 2: {why[POOR][0]} (no reply of it has counted yet)", f"    the site: {floor.how}",
+        f"client {WRONG}, round 2: {why[WRONG][0]} (no reply of it has counted yet)", f"    the site: {settings.how}",
     ]  # fmt: skip
 
 
@@ -82,7 +82,7 @@ def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_
     (tmp_path / "exchanges.jsonl").write_text("\n".join([*map(json.dumps, [*lines, *wrong]), cut]))
     assert Status.of(Folder(tmp_path)).lines == [
         "not finished; last: round 1, exchange 0, 2 replied, ε = 1.25 so far",
-        "client 3, round 1: x y (it has never counted)", f"    the site: {Code.OTHER.how}",
+        "client 3, round 1: x y (no reply of it has counted yet)", f"    the site: {Code.OTHER.how}",
         f"3 lines of {tmp_path / 'exchanges.jsonl'} cannot be read",
     ]  # fmt: skip
 

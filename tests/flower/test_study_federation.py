@@ -210,7 +210,7 @@ def test_the_log_of_a_site_has_what_it_told(files, caplog):
     ("change", "words"),
     [
         ({"partition-id": 3}, "partition-id = 3 .* 0 to 2, of north, south, west"),
-        ({"site": "west"}, "site = 'west' .* it must be north, which partition-id = 0 is"),
+        ({"site": "west"}, "site = 'west' .* it must be north, the site with partition-id = 0"),
         ({"table": ""}, "table = '' .* a .csv, .tsv or .parquet file"),
         ({"table": "nowhere.csv"}, "nowhere.csv"),
         ({"settable": "run.*"}, "name in the node configuration 'settable'"),

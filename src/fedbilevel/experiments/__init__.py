@@ -7,7 +7,7 @@
     run = experiments.load_run("runs/first")      # run.spec, run.history, run.ledger, run.summary
     groups = experiments.compare_algorithms("quadratic", ["simfbo", "shrofbo"], seeds=[0, 1], out="runs/both")
 
-The names below are loaded when they are first used, so that the command line can check its arguments before.
+Each name is loaded when it is first used, so that the command line can check its arguments before it loads JAX.
 """
 
 from importlib import import_module

@@ -32,10 +32,10 @@ from fedbilevel.wording import printable
 ORDER = "methods.json"  # in a comparison's folder: its methods, in the order of their colours
 TARGETS = 3
 PER_CLIENT = "per_client"  # the name of a panel
-UNMEASURED = "measured its clients, as --set run.metrics_per_client=true has it"
+UNMEASURED = "has metrics per client; --set run.metrics_per_client=true measures them"
 SEARCHES = {path_word(label(rival)): label(rival) for rival in RIVALS.values() if rival not in ALGORITHMS}
-"""Folder's name -> label of a search over x, as papers write it."""
-WRITTEN = (*SUFFIXES, ".csv", ".json", ".tex", ".md")  # by a comparison, among its runs
+"""Name of a folder -> label of the search over x that runs in it."""
+WRITTEN = (*SUFFIXES, ".csv", ".json", ".tex", ".md")  # suffixes of the files that a comparison writes among its runs
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Look:
     """Describe how a comparison shows its runs.
 
     Args:
-        labels: run's name -> the label that is shown in its place.
+        labels: name of a run -> the label that is shown in place of the name.
         columns: the headings of the table's columns, each in one line; None: chosen automatically.
         levels: values of the metric up to which costs are shown; None: chosen automatically.
     """
@@ -63,7 +63,7 @@ class RunGroup:
 
     @property
     def text(self) -> str:
-        """Return the name to show: methods of the library are written as in papers."""
+        """Return the name to show; the library's methods are written as in papers."""
         return self.look.labels.get(self.name) or "/".join(map(written, self.name.split("/")))
 
     @property
@@ -90,7 +90,7 @@ class RunGroup:
 
     @property
     def timed(self) -> bool:
-        """Tell whether the runs' time is more than a count of exchanges: with a clock, or for asynchronous methods."""
+        """Tell whether time differs from the number of exchanges: with a clock, or for asynchronous methods."""
         return any(_time(run) != run.summary["last_row"]["exchanges"] for run in self.runs)
 
     @property
@@ -119,10 +119,11 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
     A path is the folder of a run, or a folder with runs at any depth, such as that of `--seeds` or `compare --out`. In
     such a folder, runs are left out that have not finished, or that have the same spec and seed as another run, since a
     search may draw a point twice. A run whose own folder is given is never left out. Pictures and tables that a
-    comparison has written beside its runs are ignored.
+    comparison has written beside its runs are ignored. A path that contains no run is returned, and `load_run` reports
+    what is wrong with it.
 
     Raises:
-        ConfigurationError: there is no such path, it contains no run, or a run's spec cannot be read.
+        ConfigurationError: no run is left, or a run's spec or a comparison's record cannot be read.
     """
     found: dict[Path, Path] = {}
     unfinished: dict[Path, Path] = {}
@@ -142,13 +143,13 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
     left_out = {why: [str(path) for place, path in of.items() if place not in found] for why, of in reasons.items()}
     if not found:
         where = ", ".join(left_out["not finished"] or map(str, paths))
-        reason = "have not finished" if left_out["not finished"] else "are no folders of runs"
+        reason = "have not finished" if left_out["not finished"] else "are not folders of runs"
         raise ConfigurationError(f"there is nothing to compare: {where} {reason}")
     return list(found.values()), [f"{why}: {', '.join(of)}" for why, of in left_out.items() if of]
 
 
 def _runs_below(path: Path) -> Iterator[Path]:
-    """List folders with a spec.toml, by name, or in the order of a comparison; folders within a run are skipped."""
+    """Yield the folders with a spec.toml, by name or in the order of a comparison, and none inside another."""
     for folder, names, files in os.walk(path):
         first = recorded_order(Path(folder))
         names.sort(key=lambda name: (first.index(name) if name in first else len(first), name))
@@ -158,7 +159,7 @@ def _runs_below(path: Path) -> Iterator[Path]:
 
 
 def recorded_order(folder: Path) -> list[str]:
-    """Return the names of a comparison's methods in the order of their colours; none if the folder has no record.
+    """Return the names of a comparison's methods in the order of their colours; [] if the folder has no record.
 
     Raises:
         ConfigurationError: the record is damaged.
@@ -169,7 +170,7 @@ def recorded_order(folder: Path) -> list[str]:
     with as_damage(file):
         names = read_json(file)
         if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-            raise ValueError("a JSON list of the methods' names is expected")
+            raise ValueError("it must be a JSON list of the methods' names")
     return names
 
 
@@ -177,8 +178,8 @@ def load_groups(paths: Sequence[str | Path], look: Look | None = None) -> list[R
     """Read the runs that `find_runs` finds, and group those that differ in their seeds only.
 
     Raises:
-        ConfigurationError: a run cannot be read, the runs have different metrics, two runs from different folders are
-            the same run, or `look` labels a run that is not among them.
+        ConfigurationError: a run cannot be read, the runs have different metrics, two folders have runs of the same
+            spec and seed, or `look` labels a run that is not among them.
     """
     runs = [load_run(path) for path in find_runs(paths)[0]]
     metrics = {_measured(run): run for run in runs}
@@ -191,7 +192,7 @@ def load_groups(paths: Sequence[str | Path], look: Look | None = None) -> list[R
         first = same.setdefault(repr(run.spec.tables()), run)
         if first is not run:
             both = f"{first.folder.path} and {run.folder.path}"
-            raise ConfigurationError(f"{both} are the same run, of one spec and seed: leave one of them out")
+            raise ConfigurationError(f"{both} have the same spec and seed: leave one of them out")
         groups.setdefault(_but_for_seeds(run), []).append(run)
     names, look = _names(list(groups.values())), look or Look()
     require_labelled(look, names)
@@ -206,7 +207,7 @@ def require_labelled(look: Look, names: Collection[str]) -> None:
 
 
 def written(name: str) -> str:
-    """Return a method's name as papers write it, such as SimFBO for simfbo; a search's label; else the name itself."""
+    """Return a method's name as papers write it (SimFBO for simfbo), a search's label, or else the name itself."""
     if name in SEARCHES:
         return SEARCHES[name]
     return ALGORITHMS[name].__name__ if name in ALGORITHMS else name
@@ -225,12 +226,13 @@ def draw(
 def comparison_figure(
     groups: Sequence[RunGroup], panels: Sequence[str] | None = None, size: tuple[float, float] | None = None
 ) -> Any:
-    """Return a Matplotlib figure of the groups' curves; a run without a federation is a line at its final value.
+    """Return a Matplotlib figure of the groups' curves; a pooled run is a horizontal line at its final value.
 
     Args:
-        panels: names of `curves.COSTS`, one panel for each, and "per_client" or "per_client:NAME", a panel for each
-            metric that was measured per client, over exchanges or over NAME; None chooses (`default_panels`).
-        size: width and height in inches, for a paper: small type where it is narrow, and no title.
+        panels: what the panels show. A name of `curves.COSTS` is a panel over this cost. "per_client" is a panel over
+            exchanges for each metric that was measured per client, and "per_client:NAME" is the same over the cost
+            NAME. None takes `default_panels`.
+        size: width and height in inches of a figure for a paper, which has no title, and small type if it is narrow.
     """
     metric = groups[0].metric
     chosen = default_panels(groups) if panels is None else panels
@@ -288,21 +290,27 @@ def legend(groups: Sequence[RunGroup]) -> list[str]:
 def default_panels(groups: Sequence[RunGroup]) -> list[str]:
     """Return the costs that a picture shows by default.
 
-    Operations replace evaluations if all runs know them; time is shown if it is more than a count of exchanges.
+    Floating-point operations replace evaluations if all runs counted them. Time is shown if it differs from the number
+    of exchanges.
     """
     work = "gflop" if all(group.counted for group in groups if not group.pooled) else "evaluations"
     return ["exchanges", "megabytes", work, "seconds", *(["time"] if any(group.timed for group in groups) else [])]
 
 
 def comparison_table(groups: Sequence[RunGroup], width: int | None = None) -> rich.table.Table:
-    """One row per group; costs are means over its seeds. Where it would be wider than `width` the least important
-    columns go, and the caption names them; it also says which rows went wrong."""
+    """Return a table with one row per group, in which costs are means over the group's seeds.
+
+    If the table would be wider than `width`, the least important columns are left out, and the caption names them. The
+    caption also names the rows that look wrong: see `doubts`.
+    """
     return terminal(comparison(groups), width)
 
 
 def comparison(groups: Sequence[RunGroup]) -> Table:
-    """The table of runs side by side, for a terminal, a page, a paper and a README. A run with a single client is a
-    level to compare with, and never the best."""
+    """Return the table of runs side by side, for a terminal, a web page, a paper or a README.
+
+    A pooled run is in the table for reference, and is never marked as the best.
+    """
     metric, larger = groups[0].metric, groups[0].larger_is_better
     ends = {group.label: (group.first(metric), statistics.fmean(group.values("final"))) for group in groups}
     tasks = [_what(group.runs[0]) for group in groups]
@@ -337,7 +345,7 @@ def comparison(groups: Sequence[RunGroup]) -> Table:
 
 
 def _costs(groups: Sequence[RunGroup]) -> list[Column]:
-    """Return the costs of the groups: means over their seeds, for ε the largest; operations if all runs know them."""
+    """Return the columns of costs: means over the seeds, the largest ε, and operations if all runs counted them."""
 
     def cells(kind: str, *names: str, of: float = 1.0) -> list[Cell]:
         return [Cell(values=[group.costs(*names) / of], kind=kind) for group in groups]
@@ -356,7 +364,7 @@ def _costs(groups: Sequence[RunGroup]) -> list[Column]:
 
 
 def _over_clients(groups: Sequence[RunGroup]) -> list[Column]:
-    """Return columns with the final mean, first decile and worst client, for each metric per client of all runs."""
+    """Return the final mean, first decile and worst value over clients of each metric that all runs have per client."""
     rows = [[run.summary["last_row"] for run in group.runs] for group in groups]
     names = [column.removesuffix(".worst") for column in rows[0][0] if column.endswith(".worst")]
     return [
@@ -367,7 +375,7 @@ def _over_clients(groups: Sequence[RunGroup]) -> list[Column]:
 
 
 def _to_targets(groups: Sequence[RunGroup], metric: str, rivals: Sequence[bool]) -> list[Column]:
-    """The time, where it is more than a count, and the costs up to common targets."""
+    """Return the columns of time, if it differs from the number of exchanges, and of the costs up to common targets."""
     timed = any(group.timed for group in groups)
     times = [Cell(values=[statistics.fmean(map(_time, group.runs))], kind="tenths") for group in groups]
     columns = [Column("time", times, 5)] if timed else []
@@ -389,7 +397,7 @@ def _time(run: LoadedRun) -> float:
 
 
 def common_targets(groups: Sequence[RunGroup], metric: str) -> list[float]:
-    """Return the levels that were asked for; else the hardest milestones that some run reached, at most three."""
+    """Return the requested levels; without any, at most three of the hardest milestones that some run reached."""
     if (asked := groups[0].look.levels) is not None:
         return list(asked)
 
@@ -401,14 +409,14 @@ def common_targets(groups: Sequence[RunGroup], metric: str) -> list[float]:
 
 
 def costs_to(group: RunGroup, metric: str, target: float, cost: str = "exchanges") -> tuple[list[float], str]:
-    """The cost up to a target of each run that reached it, and in words how many did, where not all did."""
+    """Return the cost up to a target of each run that reached it, and, if some did not, a text with the number."""
     costs = [cost_to(run.history, metric, target, cost) for run in group.runs]
     reached = [one for one in costs if one is not None]
     return reached, "" if len(reached) == len(costs) else f" ({len(reached)} of {len(costs)})"
 
 
 def _measured(run: LoadedRun) -> str:
-    """The metric, with its better way where the name does not tell it."""
+    """Return the metric's name, and the direction in which it is better unless the name implies it."""
     larger = run.history.larger_is_better(run.metric)
     as_named = larger == larger_is_better(run.metric)
     return run.metric if as_named else f"{run.metric}, better when {'larger' if larger else 'smaller'}"
@@ -423,7 +431,7 @@ def _but_for_seeds(run: LoadedRun) -> str:
 
 
 def _names(groups: Sequence[Sequence[LoadedRun]]) -> list[str]:
-    """For each group the end of the path where it lies, as long as it takes to tell it from the others."""
+    """Return for each group the shortest end of its path that differs from the ends of the other groups' paths."""
     places = [_place(runs) for runs in groups]
     places = [
         place if places.count(place) == 1 else runs[0].folder.path.resolve()
@@ -438,7 +446,7 @@ def _names(groups: Sequence[Sequence[LoadedRun]]) -> list[str]:
 
 
 def _place(runs: Sequence[LoadedRun]) -> Path:
-    """A run's folder; for several in one folder and for seed-N the folder around."""
+    """Return the folder of a run, or its parent folder for several runs in one folder or folders named seed-N."""
     paths = [run.folder.path.resolve() for run in runs]
     named_by_seed = all(re.fullmatch(r"seed-\d+", path.name) for path in paths)
     together = len(paths) > 1 and len({path.parent for path in paths}) == 1
@@ -453,7 +461,8 @@ def _what(run: LoadedRun) -> str:
     return " · ".join(part for part in (label(run.spec.task.name), run.spec.data) if part)
 
 
-# Milestones, each harder than the last. There are none for what is to grow and is no accuracy: its scale is unknown.
+# Milestones, each harder than the one before: LEVELS for accuracies, and TINY for metrics that are better when smaller.
+# Other metrics have none, since their scale is unknown.
 LEVELS = (0.3, 0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.99)
 TINY = tuple(10.0**-power for power in range(1, 13))
 
@@ -468,14 +477,14 @@ def cost_to(history: History, metric: str, level: float, cost: str = "exchanges"
 
 
 FAR = 1e3
-"""An error of more than this many times the least error is far from it."""
+"""The multiple of the least error above which `doubts` names an error as far too large."""
 
 
 def doubts(metric: str, ends: Mapping[str, tuple[float, float]], larger_is_better: bool) -> list[str]:
-    """Return a sentence for each row that ends worse than it began, or, if small is good, far above the best row.
+    """Return a sentence for each row that ends worse than it began, or far above the best row of a metric to minimise.
 
     Args:
-        ends: the metric at the start and at the end, by the name of the row.
+        ends: name of the row -> the metric at the start and at the end.
     """
     found, best = [], min((end for _, end in ends.values()), default=0.0)
     for name, (start, end) in ends.items():

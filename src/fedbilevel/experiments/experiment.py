@@ -1,4 +1,4 @@
-"""Hold the objects that a spec describes, and run them: by `solve`, or as registered for an algorithm's class."""
+"""Hold the objects that a spec describes, and run them: by `solve`, or as an algorithm's class has registered."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Experiment(NamedTuple):
         """Return the costs of a round with all clients, without computing the round: see `engines.foreseen`."""
         task = self.task
         if not isinstance(task.clients, Clients):
-            raise ConfigurationError("the clients' samples are elsewhere: what a round costs is counted on them")
+            raise ConfigurationError("the clients' samples, on which the cost of a round is counted, are elsewhere")
         return cost_of_round(self.algorithm, task.problem, task.clients, task.x0, task.y0)
 
     def solve(
@@ -54,7 +54,8 @@ class Experiment(NamedTuple):
         """Solve the task's problem with the plan's cohort and seed.
 
         Args:
-            eval_every: rounds between rows; None with a plan that has a budget: such that about ROWS rows fit it.
+            eval_every: the number of rounds between rows. None with a plan that has a budget takes a number with which
+                the history has about ROWS rows.
             rounds, callbacks, given: see `fedbilevel.solve`.
         """
         if eval_every is None and plan.rounds is None:
@@ -91,11 +92,11 @@ def cohort_of(plan: RunPlan) -> int | Cohort | None:
 def rounds_between_rows(experiment: Experiment, plan: RunPlan) -> int:
     """Return the number of rounds between two rows with which about ROWS rows fit the plan's budget.
 
-    The cost of a round is that of the run's first PROBE rounds, which are run for it.
+    The first PROBE rounds of the run are run to measure the cost of a round.
     """
     name, amount = plan.budget
     report_stage(MEASURING)
-    with warnings.catch_warnings(action="ignore"):  # the run itself issues them again
+    with warnings.catch_warnings(action="ignore"):  # the run itself issues the same warnings again
         first = experiment.solve(plan, rounds=PROBE, eval_every=1, progress=False)
     probed = cost(first.history.rows[-1], name)
     return max(1, int(min(ENDLESS, amount * PROBE / (ROWS * probed)))) if probed > 0 else 1

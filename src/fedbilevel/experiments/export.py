@@ -1,8 +1,8 @@
-"""Runs for others: a comparison for programs, papers and READMEs, in CSV, JSON, LaTeX and Markdown; a page for people.
+"""Export runs: a comparison as CSV, JSON, LaTeX and Markdown, and a report as a web page.
 
-The page, of a run or of runs side by side, is one HTML file, which loads nothing and runs no script. It holds the
-picture and the table that the command line makes, the specs, and what each run recorded. What lies in the folders of
-runs, which anyone may have written, is shown as text.
+The report, of one run or of several side by side, is a single HTML file, which loads nothing and runs no script. It has
+the picture and the table of the command line, the specs, and what each run recorded. The content of the runs' folders
+is not trusted, and is shown as text only.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from fedbilevel.experiments.folder import LoadedRun
 from fedbilevel.experiments.loader import label
 from fedbilevel.experiments.tables import Cell, Column, Table, latex, markdown, page_table, text_column, visible
 
-SCHEMA = 1  # of the JSON file; docs/how-to/comparing.md says what is in it
+SCHEMA = 1  # version of the JSON file, which docs/how-to/comparing.md describes
 CURRENCIES = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "flops", "seconds", "time")
 
 
 def runs_csv(groups: Sequence[RunGroup]) -> str:
-    """Return CSV with a line for each run: its identity, its outcome, its total costs, and those up to each target."""
+    """Return CSV with a line for each run: its identity, its outcome, its total costs, and exchanges to each target."""
     targets = common_targets(groups, groups[0].metric)
     rows = []
     for group, run in _runs(groups):
@@ -60,7 +60,7 @@ def runs_csv(groups: Sequence[RunGroup]) -> str:
 
 
 def curves_csv(groups: Sequence[RunGroup]) -> str:
-    """Return CSV with a line for each run and row of its history ("long" or "tidy"), with all columns."""
+    """Return CSV with a line for each row of each run's history, and all columns (a "long" or "tidy" table)."""
     return csv_text([{**_identity(group, run), **row} for group, run in _runs(groups) for row in run.history.rows])
 
 
@@ -105,14 +105,14 @@ def _run(run: LoadedRun) -> dict[str, Any]:
 
 
 def _reached(group: RunGroup, target: float) -> dict[str, Any]:
-    """Return the costs up to a run's first row that is as good as the target, as means over the seeds."""
+    """Return how many runs reached the target, and the mean over these runs of the exchanges that it took."""
     reached, _ = costs_to(group, group.metric, target)
     mean = statistics.fmean(reached) if reached else None
     return {"target": target, "reached": len(reached), "of": len(group.runs), "exchanges": mean}
 
 
 def _statistics(values: Sequence[float | None]) -> dict[str, float | None]:
-    """Return mean and sample standard deviation; null if a value is unknown, or if a single value has no deviation."""
+    """Return mean and sample standard deviation; None if a value is unknown, or for the deviation of one value."""
     known = [value for value in values if value is not None and math.isfinite(value)]
     whole = len(known) == len(values)
     return {
@@ -122,7 +122,7 @@ def _statistics(values: Sequence[float | None]) -> dict[str, float | None]:
 
 
 def finite(value: float | None) -> float | None:
-    """Return a value, or None if it is not finite, since JSON has no such numbers."""
+    """Return a value, or None if it is not finite, since JSON has neither NaN nor infinity."""
     return value if value is not None and math.isfinite(value) else None
 
 
@@ -157,11 +157,11 @@ FORMATS: Mapping[str, Mapping[str, Text]] = {
     "latex": {".tex": lambda groups: latex(comparison(groups))},
     "markdown": {".md": lambda groups: markdown(comparison(groups))},
 }
-"""What each format writes: files, by what their names end with in place of the picture's suffix."""
+"""Format -> ending of a file's name, in place of the picture's suffix -> function that makes the file's text."""
 
 
 def names(picture: Path, formats: Collection[str] = FORMATS.keys()) -> dict[Path, Text]:
-    """The files of some formats, beside the picture and named like it, and what makes the text of each."""
+    """Return the files of some formats, named like the picture and beside it, with the function for each one's text."""
     chosen = [FORMATS[name] for name in FORMATS if name in formats]
     return {picture.with_name(f"{picture.stem}{end}"): text for files in chosen for end, text in files.items()}
 
@@ -175,19 +175,19 @@ def write(groups: Sequence[RunGroup], picture: Path, formats: Collection[str]) -
 
 
 FILE = "report.html"
-ROWS = 200  # of a history, at most
+ROWS = 200  # the largest number of a history's rows in a report
 
 
 def write_page(folders: Sequence[Path], out: Path | None = None) -> Path:
-    """Write the page of some runs, and return its path.
+    """Write a report on some runs as a web page, and return its path.
 
     Args:
-        folders: of runs, or with runs in them.
-        out: the page; None: report.html in the folder, or for several in the current one.
+        folders: each is the folder of a run, or contains runs.
+        out: the path of the page. None writes report.html to the folder, or, for several, to the current one.
 
     Raises:
-        ConfigurationError: there is nothing in the folders that a page can show, or it cannot be read; or
-            Matplotlib, which draws the curves of pages, is not installed.
+        ConfigurationError: the folders have no finished run, a run cannot be read, `out` does not end in .html, or
+            Matplotlib, which draws the curves, is not installed.
     """
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
         raise ConfigurationError(f"--out {out}: the name of a page ends in .html")
@@ -201,7 +201,7 @@ def write_page(folders: Sequence[Path], out: Path | None = None) -> Path:
 
 
 def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
-    """Return the page of some groups of runs, as HTML."""
+    """Return the report on some groups of runs, as HTML."""
     metric, runs, seeds = groups[0].metric, _runs(groups), common_seeds(groups)
     first, single = groups[0].runs[0], len(runs) == 1
     band = (
@@ -222,7 +222,7 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
     image = base64.b64encode(encoded(figure, Path("image.svg"))).decode()
     content = [
         *(f"<p>{visible(one)}</p>" for one in (_best(groups), *notes)),
-        # in an image no script runs, and nothing is loaded
+        # an SVG in <img> runs no script and loads nothing
         f'<img alt="{visible(alt)}" src="data:image/svg+xml;base64,{image}">',
         *([] if single else [f"<p>{band}</p>"]),
         page_table(comparison(groups)),
@@ -240,7 +240,7 @@ def page(groups: Sequence[RunGroup], notes: Sequence[str] = ()) -> str:
 
 
 def _best(groups: Sequence[RunGroup]) -> str:
-    """Say which method ends best by its mean, or which methods, where they are level in what is printed."""
+    """Name the method with the best final mean, or all methods whose printed means are equally good."""
     metric, choose = groups[0].metric, max if groups[0].larger_is_better else min
     ends = {group.text: group.values("final") for group in groups}
     best = choose(ends.values(), key=statistics.fmean)
@@ -254,7 +254,7 @@ def _best(groups: Sequence[RunGroup]) -> str:
 
 
 def _history(run: LoadedRun) -> str:
-    """What a run measured, row by row, in a fold; of a long history every so many rows."""
+    """Return the rows of a run's history in a fold; of a long history, every n-th row."""
     rows = run.history.rows[:: -(-len(run.history) // ROWS)]
     columns = [
         Column(name, [Cell(f"{row[name]:.6g}" if name in row else "") for row in rows]) for name in run.history.columns
@@ -273,7 +273,7 @@ def _pairs(title: str, content: Mapping[str, Any]) -> Table:
 
 
 def _environments(runs: Sequence[tuple[RunGroup, LoadedRun]]) -> list[tuple[dict[str, Any], str]]:
-    """Each environment that some runs recorded, with their folders; none of those whose folder has lost it."""
+    """Return each recorded environment with the folders of its runs; a folder without a record is left out."""
     found: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for _, run in runs:
         for made in run.folder.environments():

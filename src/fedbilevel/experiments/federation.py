@@ -1,8 +1,8 @@
-"""A spec played by a federation over Flower: what its server and its clients do.
+"""Run a spec in a federation over Flower: the server's part and the clients' part.
 
-The run configuration (`flwr run --run-config`) changes the spec and says what is expected of clients; the node
-configuration (`--node-config` of a client's SuperNode) says which client it is, where its data and its state lie, what
-it allows, and how private it wants to be.
+The run configuration (`flwr run --run-config`) changes the spec and sets the terms of the exchanges. The node
+configuration (`--node-config` of a client's SuperNode) sets the client's number, the places of its data and its state,
+what it allows a server, and its privacy.
 """
 
 from __future__ import annotations
@@ -58,7 +58,8 @@ if TYPE_CHECKING:
 NORMS = {"norm-factor", "norm-bound"}
 SERVER = {"quorum": float, "deadline": float, "attempts": int, "join": float, "poll": float}
 SERVER |= dict.fromkeys(["message-factor", *sorted(NORMS)], float)
-"""Run configuration, besides `settings`, `out`, `client-keys`: fields of `flower.Terms`. Of NORMS 0 sets no bound."""
+"""The run configuration, besides `settings`, `out` and `client-keys`: fields of `flower.Terms`. In NORMS, 0 means no
+bound."""
 
 LIMITS = {field.name.replace("_", "-"): type(field.default) for field in fields(Limits)}
 PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "budget": float}
@@ -74,13 +75,13 @@ NODE = {
     **PRIVACY,
     **LIMITS,
 }
-"""Node configuration, besides the task's own fields."""
+"""The node configuration, besides the task's own fields."""
 SETTABLE = "algorithm.* run.*"
-"""Fields of the spec that a server may set at a site, which may name others."""
+"""The fields of the spec that a server may set at a site, unless the site's `settable` names other fields."""
 
 
 def server_app(spec: Spec) -> Any:
-    """Make a Flower ServerApp that plays the spec."""
+    """Make a Flower ServerApp that runs the spec."""
     from fedbilevel import flower
 
     return flower.server_app(partial(serve, spec))
@@ -94,7 +95,7 @@ def client_app(spec: Spec) -> Any:
 
 
 def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
-    """Play the spec with the clients that Flower's Grid reaches; an unfinished run in the folder `out` is continued."""
+    """Run the spec with the clients that Flower's Grid reaches; an unfinished run in the folder `out` is continued."""
     from fedbilevel.flower import Flower
 
     spec = configured(spec, config)
@@ -136,7 +137,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
             raise unknown("name in the node configuration", name, [*NODE, *known])
     node = fields_of_kinds(NODE, node_config)
     client = node.get("partition_id", -1)
-    require(client >= 0, "node configuration: partition-id", node_config.get("partition-id"), "its number, from 0")
+    require(client >= 0, "node configuration: partition-id", node_config.get("partition-id"), "the client's number, 0 or more")
     own = {name: value for name, value in node_config.items() if name in known and name not in NODE}
     check_settable(of_app, spec, own, node.get("settable", SETTABLE))
     try:
@@ -150,7 +151,7 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
     row = 0 if alone else client
     private = fields_of_kinds(PRIVACY, node_config)
     lacking = [name for name in ("clip", "noise_multiplier", "delta") if private and name not in private]
-    require(not lacking, "node configuration", f"{', '.join(private)} alone", f"given with {', '.join(lacking)} too")
+    require(not lacking, "node configuration", f"{', '.join(private)} alone", f"given with {', '.join(lacking)}")
     return Site(
         id=client,
         algorithm=algorithm_of(spec),
@@ -172,29 +173,29 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
 
 
 def site_name(names: Sequence[str], node: Mapping[str, Any]) -> str:
-    """Return the name of the site that a node is; "" where sites have none.
+    """Return the name of a node's site; "" if sites have no names.
 
     Args:
-        names: of all sites, in the order of their numbers.
-        node: the node configuration, with a `partition-id` that is one of these numbers.
+        names: the names of all sites, in the order of their numbers.
+        node: the node configuration, whose `partition-id` is one of these numbers.
 
     Raises:
-        ConfigurationError: its `site` is another one.
+        ConfigurationError: the `site` of the configuration is the name of another site.
     """
     client, given = node["partition-id"], node.get("site", "")
     require(bool(names) or not given, "node configuration: site", given, "left out: the spec names no sites")
     name = names[client] if names else ""
-    require(given in ("", name), "node configuration: site", given, f"{name}, which partition-id = {client} is")
+    require(given in ("", name), "node configuration: site", given, f"{name}, the site with partition-id = {client}")
     return name
 
 
 def names_of_sites(spec: Spec) -> Sequence[str]:
-    """Return the names that the task of a spec gives to its sites; empty where it gives none."""
+    """Return the names that the task of a spec gives to its sites; () if it gives none."""
     return next((names for field in ("sites", "only") if (names := spec.tables()["task"].get(field))), ())
 
 
 def rule_of(node: Mapping[str, Any]) -> str:
-    """Return whether a person of the site is asked before it takes part in a run, "ask", or not, "all"."""
+    """Return the rule of approval: "ask" if a person approves each run of the site, or "all" if none is asked."""
     from fedbilevel.flower.client.approval import RULES
 
     rule = node.get("approve", "all")
@@ -205,12 +206,17 @@ def rule_of(node: Mapping[str, Any]) -> str:
 
 
 def check_settable(of_app: Spec, spec: Spec, own: Collection[str], settable: str) -> None:
-    """Refuse what a server has set in the spec of the app, unless `settable` names it; fields of the task that the site
-    sets itself, `own`, are not the server's.
+    """Reject a spec in which the server has changed fields of the app's spec that the site does not let it set.
+
+    Args:
+        of_app: the spec of the app.
+        spec: the spec with the server's changes.
+        own: fields of the task that the site sets itself, and may therefore differ.
+        settable: patterns of the fields that a server may set, with spaces between them.
 
     Raises:
-        ConfigurationError: `settable` names no field.
-        Refusal: the server has set another field.
+        ConfigurationError: a pattern of `settable` matches no field.
+        Refusal: the server has set a field that no pattern matches.
     """
     before, after = (
         {f"{section}.{name}": value for section, table in each.tables().items() for name, value in table.items()}
@@ -235,21 +241,21 @@ def check(
     root_certificates: Path | None = None,
     key: Path | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Look at a site before its SuperNode is started: yield what it holds, hides and refuses, by name, for its owner.
+    """Inspect a site before its SuperNode is started: yield what it has, keeps private and refuses, by name.
 
     Args:
         node_config: as for `flower-supernode --node-config`.
-        superlink, root_certificates, key: as the options of the SuperNode; None leaves that out.
+        superlink, root_certificates, key: see the options of the SuperNode; None leaves the option out.
 
     Raises:
-        ConfigurationError: the configuration or the data are wrong, the site would not take part, or the SuperLink is
-            not reached.
-        BudgetSpentError: it would send no reply.
+        ConfigurationError: the configuration or the data are wrong, the site would not take part, or the SuperLink
+            cannot be reached.
+        BudgetSpentError: the site has spent its budget of privacy, and would send no reply.
     """
     from fedbilevel.flower.versions import TESTED, require_flower, tested
 
     version = require_flower()
-    require(tested(version), "the version of Flower", version, f"one that was tried: {', '.join(TESTED)}")
+    require(tested(version), "the version of Flower", version, f"one of the tested versions: {', '.join(TESTED)}")
     from fedbilevel.flower.client.site import ClientRuntime
     from fedbilevel.flower.launch.connection import read_node_config
 
@@ -273,7 +279,7 @@ def check(
 def reached(
     superlink: str | None = None, root_certificates: Path | None = None, key: Path | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Look whether a SuperLink answers a site with this key: see `check`."""
+    """Check that a SuperLink answers a site with this key; see `check`."""
     from fedbilevel.flower.launch.connection import private_key, why_unreached
 
     if superlink is not None:
@@ -288,7 +294,7 @@ def reached(
 
 
 def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
-    """Change the spec by the settings of a run configuration: FIELD=VALUE, as for --set, divided as a shell would."""
+    """Change the spec by the `settings` of a run configuration: FIELD=VALUE as for --set, split as a shell splits."""
     known = {"settings", "out", "client-keys", *SERVER}
     for name in config:
         if name not in known:
@@ -297,29 +303,29 @@ def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
     try:
         settings = shlex.split(str(config.get("settings", "")))
     except ValueError as error:
-        text = f"settings = {config['settings']!r} are not FIELD=VALUE … as in a shell: {in_a_line(error)}"
+        text = f"settings = {config['settings']!r} must be FIELD=VALUE …, quoted as in a shell: {in_a_line(error)}"
         raise ConfigurationError(text) from error
     spec = configure(spec.tables(), settings=settings)
     after = spec.task.name, spec.algorithm.name
-    require(after == before, "settings", after, f"of the app's own task and algorithm, {before}: a name is code to run")
+    require(after == before, "settings", after, f"of the app's task and algorithm, {before}: other names run other code")
     require_real(spec)
     return spec
 
 
 def require_real(spec: Spec) -> None:
-    """Refuse what a spec can say of simulations alone."""
-    require(not spec.run.pooled, "run.pooled", True, "false in a federation, whose clients keep their samples")
+    """Reject a spec with settings that only a simulation can have."""
+    require(not spec.run.pooled, "run.pooled", True, "false in a federation, where clients keep their samples")
     if spec.privacy.terms is not None:
-        text = "[privacy] is for simulations: in a federation each client has its own, in its node configuration"
+        text = "[privacy] is for simulations: in a federation, each client sets its privacy in its node configuration"
         raise ConfigurationError(text)
     if spec.timed:
         raise ConfigurationError(
-            "[clock] is for simulations: leave it out of a federation, whose clients take real time"
+            "[clock] is for simulations: leave it out, since the clients of a federation take real time"
         )
 
 
 def terms(config: Mapping[str, Any]) -> Any:
-    """Read the terms on which the server works with clients from the run configuration."""
+    """Read the terms of the exchanges from the run configuration."""
     from fedbilevel.flower import Terms
 
     unbounded = {name.replace("-", "_"): None for name in NORMS if config.get(name) == 0}
@@ -327,10 +333,11 @@ def terms(config: Mapping[str, Any]) -> Any:
 
 
 def seen_by(spec: Spec, party: str | int) -> Task:
-    """Make the task as the server or a client sees it.
+    """Make the task for one party: "server", or a client's number.
 
-    A function with a parameter `party` makes just that: "server" gets a Task with `RemoteClients`, a client's number
-    a Task with that client's samples alone. Of any other task everyone makes the whole, and uses its own part.
+    If the task's function has a parameter `party`, it is called with it. It must return a Task with `RemoteClients` for
+    "server", and a Task with only this client's samples for a client's number. Any other function makes the whole task
+    at every party, which then uses its own part.
     """
     if "party" in inspect.signature(task_maker(spec.task.name)).parameters:
         task = task_of(spec, party=party)
@@ -344,8 +351,7 @@ def seen_by(spec: Spec, party: str | int) -> Task:
 
 
 def run_name(place: Folder) -> str:
-    """Return the name of the run in a folder, under which clients keep their state; a new name for a run that
-    begins."""
+    """Return the name of the run in a folder, under which clients keep their state; a new run gets a random name."""
     if not place.name_in_federation.is_file():
         return secrets.token_hex(16)
     from fedbilevel.flower.wire import is_run
@@ -359,7 +365,7 @@ WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or f
 
 
 def fields_of_kinds(kinds: Mapping[str, type], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Pick what a configuration gives of these names, each of its type, as fields of Python."""
+    """Pick the entries of a configuration with these names, check their types, and return them by Python's names."""
     found = {}
     for name in [name for name in kinds if name in config]:
         value = float(config[name]) if kinds[name] is float and type(config[name]) is int else config[name]
@@ -372,8 +378,8 @@ def write_app(spec: Spec, folder: Path) -> None:
     """Write the app to a new folder.
 
     Raises:
-        ConfigurationError: there is something in the folder, or its name is none for a Python package; or the spec is
-            that of a simulation.
+        ConfigurationError: the folder is not empty, its name cannot be made one of a Python package, a file of the
+            user's own cannot be loaded alone, or the spec has settings of simulations.
     """
     require_real(spec)
     package, inside = begin_app(folder)
@@ -390,7 +396,7 @@ def begin_app(folder: Path) -> tuple[str, Path]:
     """Make the folder of an app and its package; return the package's name and folder.
 
     Raises:
-        ConfigurationError: there is something in the folder, or its name is none for a Python package.
+        ConfigurationError: the folder is not empty, or its name cannot be made one of a Python package.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigurationError(f"cannot write an app to {folder}: it exists and is not empty")
@@ -405,12 +411,12 @@ def begin_app(folder: Path) -> tuple[str, Path]:
 def write_parties(
     folder: Path, inside: Path, module: str, file: str, names: Mapping[str, str], without: Collection[str] = ()
 ) -> None:
-    """Write the server's and the clients' file of an app, and its pyproject.toml.
+    """Write server_app.py, client_app.py and pyproject.toml of an app.
 
     Args:
-        module: of `experiments`, which has `server_app` and `client_app`.
-        file: what both sides read, in the package.
-        names: what pyproject.toml says of the app.
+        module: the module of `experiments` with the functions `server_app` and `client_app`.
+        file: the file in the package that both sides read.
+        names: the values of the placeholders in pyproject.toml.
         without: names of the run configuration that the app does not have.
     """
     project, party = (
@@ -427,11 +433,12 @@ def write_parties(
 
 
 def _with_files(spec: Spec, package: Path) -> Spec:
-    """Make the files of a user's own task and algorithm modules of the app: problem.py and method.py, or problem.py
-    alone where it holds both. Returns the spec that names them.
+    """Copy the files of a user's own task and algorithm into the app, and return the spec that names the copies.
+
+    The copies are problem.py and method.py, or only problem.py if one file has both.
 
     Raises:
-        ConfigurationError: a file cannot do without its neighbours; nothing stays of the app.
+        ConfigurationError: a copy cannot be loaded without its neighbours. The app's folder is removed.
     """
     task, moved = own_file(spec.task.name), dict[str, Any]()
     for kind, component in (("task", spec.task), ("algorithm", spec.algorithm)):
@@ -442,8 +449,8 @@ def _with_files(spec: Spec, package: Path) -> Spec:
 
 
 def _copied(kind: str, file: Path, copy: Path, name: str) -> str:
-    """Copy a file into the app, and see in another process that it can do without its neighbours; the name there of
-    the task or algorithm `name` in it."""
+    """Copy a file into the app, check in another process that it loads without its neighbours, and return the name of
+    its task or algorithm there."""
     attribute = name.rpartition(":")[2]
     shutil.copy(file, copy)
     shown = [sys.executable, "-P", "-m", "fedbilevel.cli", f"{kind}s", f"{copy}:{attribute}"]
@@ -452,17 +459,17 @@ def _copied(kind: str, file: Path, copy: Path, name: str) -> str:
         shutil.rmtree(copy.parent.parent)
         error = (done.stderr.strip().splitlines() or ["it cannot be loaded"])[-1].removeprefix("fedbilevel: ")
         what = "an algorithm" if kind == "algorithm" else "a task"
-        advice = f"{what} of several files has to be an installed package: --{kind} package.module:NAME"
+        advice = f"{what} of several files must be in an installed package: --{kind} package.module:NAME"
         raise ConfigurationError(f"{error}; {advice}")
     return f"{copy.parent.name}.{copy.stem}:{attribute}"
 
 
 def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool) -> LoadedRun:
-    """Start SuperLink and SuperNodes, play the spec with them, stop them; tell it as it goes on.
+    """Start a SuperLink and SuperNodes on this machine, run the spec with them, print its progress, and stop them.
 
     Args:
         out: a new or empty folder for the app, the run, keys and logs; None chooses one in ./runs.
-        persistent: whether clients' processes stay between messages.
+        persistent: whether clients' processes keep running between messages.
     """
     from fedbilevel.flower.launch.processes import CommandError, Federation
     from fedbilevel.flower.versions import require_flower
@@ -473,7 +480,7 @@ def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool) -> L
     app, run = folder / "demo", folder / "run"
     write_app(spec, app)
     print(f"starting a SuperLink and {clients} SuperNodes, with TLS and keys; logs in {folder / 'logs'}", flush=True)
-    floors = "min-local-samples=1 min-batch-size=1"  # these data are nobody's
+    floors = "min-local-samples=1 min-batch-size=1"  # the data are public
     configs = [f"partition-id={k} num-partitions={clients} {floors}" for k in range(clients)]
     with Federation(folder, clients, persistent=persistent, node_configs=configs) as federation:
         print(f"online at {federation.address}; {spec.title}", flush=True)

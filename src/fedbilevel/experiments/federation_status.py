@@ -1,5 +1,7 @@
-"""How far a federated run is, and how it ended: written by its server to `exchanges.jsonl`, and read from there as
-lines for people, as JSON, and as metrics of Prometheus."""
+"""Report the progress and the end of a federated run, from the `exchanges.jsonl` that its server writes.
+
+The report is a list of lines, JSON, or metrics for Prometheus.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ ENDS = {kind.__name__: kind for kind in (NumericalError, ExchangeError, Checkpoi
 
 @contextmanager
 def ending(place: Folder) -> Iterator[None]:
-    """Hold this while a run is played: where it ends before its end, the error says what is kept and how to go on, and
-    `exchanges.jsonl` has that as its last line, for `status`. A run that ends before its first exchange leaves that
-    line alone, if its folder is free."""
+    """Wrap a run, so that an error which ends it says what is kept and how to continue.
+
+    The error's message also becomes the last line of `exchanges.jsonl`, for `status`. If the run ends before its first
+    exchange and its folder is free, this line is all that it leaves.
+    """
     try:
         yield
     except (FedbilevelError, OSError) as error:
@@ -39,9 +43,9 @@ def ending(place: Folder) -> Iterator[None]:
             raise
         kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), CheckpointError)
         said = str(error) if isinstance(error, FedbilevelError) else f"{error.filename or place.path}: {error.strerror}"
-        again = "" if kind is NumericalError else f": submit the run again with out='{place.path.resolve()}' to go on"
+        again = "" if kind is NumericalError else f"; submit it again with out='{place.path.resolve()}' to continue"
         if not place.begun:
-            again = ", and may be submitted again"
+            again = " and can be submitted again"
         kept = "its last checkpoint is kept" if place.begun else "the run ended before its first exchange"
         ended = kind(said if place.finished else f"{said}; {kept}{again}")
         note_end(place, ended)
@@ -57,7 +61,7 @@ def note_end(place: Folder, ended: FedbilevelError) -> None:
 
 
 def is_count(value: Any) -> bool:
-    """Tell whether a value of a file is 0, 1, 2, …, and sums of some are floats yet."""
+    """Tell whether a value of a file is 0, 1, 2, … and at most LARGEST, so that sums of a few do not overflow."""
     return type(value) is int and 0 <= value <= LARGEST
 
 
@@ -76,24 +80,24 @@ LINE: Mapping[str, Callable[[Any], bool]] = {
     "ended": lambda value: isinstance(value, str),
     "kind": lambda value: value in list(ENDS),
 }
-"""What a line of `exchanges.jsonl` may hold that `status` reads."""
+"""The entries of a line of `exchanges.jsonl` that `status` reads, each with a test of its value."""
 
 
 @dataclass
 class Status:
-    """How far a run is.
+    """Hold the progress of a federated run.
 
     Args:
-        path: of its `exchanges.jsonl`.
-        finished: whether its result, or the model of a study, is there.
-        exchanges: attempts at exchanges so far.
-        last: the line of the last of them.
-        replied: clients of which a reply has counted.
-        absent: client -> round, and why it did not count when it was last asked.
+        path: the path of the run's `exchanges.jsonl`.
+        finished: whether the run's result, or the model of a study, is in the folder.
+        exchanges: the number of attempts at exchanges so far.
+        last: the line of the last attempt.
+        replied: the clients of which at least one reply has counted.
+        absent: client -> (round, reason) if the client did not count when it was last asked.
         totals: bytes down and up, and seconds, of all exchanges.
-        seconds, replies: of each exchange, how long it took, and how many replies counted.
-        unread: lines that cannot be read: a kill cuts one.
-        modified: when the last line was written, in seconds since 1970.
+        seconds, replies: for each exchange, its duration, and the number of replies that counted.
+        unread: the number of unreadable lines; a process that is killed may leave a cut line.
+        modified: when the file was last written, in seconds since 1970.
         ended: the error with which the server ended, if it did.
     """
 
@@ -119,7 +123,7 @@ class Status:
         """
         if not place.exchanges.is_file():
             there = place.exchanges.exists()
-            what = "is no regular file;" if there else "is missing: no exchange is over; has the run begun?"
+            what = "is no regular file;" if there else "is missing: no exchange has ended; has the run begun?"
             raise ConfigurationError(f"{place.exchanges} {what} see --connection")
         finished = place.finished or place.model.is_file()
         found = cls(place.exchanges, finished, place.exchanges.stat().st_mtime)
@@ -131,7 +135,7 @@ class Status:
         return found
 
     def read(self, line: dict[str, Any]) -> None:
-        """Take a line into account; a KeyError where it lacks something."""
+        """Take a line into account; raises KeyError if an entry is missing."""
         ended = ENDS[line["kind"]](line["ended"]) if "ended" in line else None
         if "exchange" in line:
             round, answered, refused = line["round"], line["answered"], line.get("refused", {})
@@ -145,22 +149,22 @@ class Status:
 
     @property
     def lines(self) -> list[str]:
-        """The status for people."""
+        """Return the status as lines of text."""
         damage = [f"{counted(self.unread, 'line')} of {self.path} cannot be read"] if self.unread else []
         if not (last := self.last):
-            return ["no exchange is over", *damage]
+            return ["no exchange has ended", *damage]
         state = "finished" if self.finished else "not finished"
         spent = f", ε = {last['epsilon']:.4g} so far" if "epsilon" in last else ""
         where = f"round {last['round']}, exchange {last['exchange']}"
         said = [f"{state}; last: {where}, {len(last['answered'])} replied{spent}"]
         for client, (round, why) in sorted(self.absent.items()):
-            never = "" if client in self.replied else " (it has never counted)"
+            never = "" if client in self.replied else " (no reply of it has counted yet)"
             said += [f"client {client}, round {round}: {why.why}{never}", f"    {why.code.who}: {why.code.how}"]
         return said + damage
 
     @property
     def table(self) -> dict[str, Any]:
-        """The status for programs, as JSON holds it."""
+        """Return the status as an object for JSON."""
         last = {name: self.last.get(name) for name in ("round", "exchange", "phase", "epsilon")}
         absent = [
             {"client": client, "round": round, "ever_counted": client in self.replied, **why.told()}
@@ -172,12 +176,12 @@ class Status:
         return {**said, **self.totals, "unread_lines": self.unread, "modified": self.modified, "ended": ended}
 
     def prometheus(self, run: str) -> str:
-        """The status as Prometheus reads it, for the textfile collector of node_exporter; `run` names the run."""
+        """Return the status as Prometheus reads it, for the textfile collector of node_exporter; `run` is a label."""
         label = "{run=" + json.dumps(run, ensure_ascii=False) + "}"
         last, ended = self.last, self.ended is not None
         values = {
             "finished": (self.finished, "1 once the run has its result"),
-            "failed": (ended, "1 where the server ended with an error"),
+            "failed": (ended, "1 if the server ended with an error"),
             "exchanges_total": (self.exchanges, "Attempts at exchanges so far"),
             "round": (last.get("round", 0), "The round of the last exchange"),
             "clients_replied": (len(last.get("answered", [])), "Clients whose replies counted in the last exchange"),
@@ -185,7 +189,7 @@ class Status:
             "bytes_down_total": (self.totals["bytes_down"], "Bytes sent to clients"),
             "bytes_up_total": (self.totals["bytes_up"], "Bytes of the replies that counted"),
             "exchange_seconds_total": (self.totals["seconds"], "Seconds that exchanges took"),
-            "epsilon": (last.get("epsilon", 0), "The most that a client says to have spent of its privacy"),
+            "epsilon": (last.get("epsilon", 0), "The largest privacy loss that a client has reported"),
             "last_exchange_timestamp_seconds": (self.modified, "When the last line was written"),
         }
         lines = []

@@ -268,7 +268,7 @@ def exchange_traces(status: Status) -> list[MetricTrace]:
 def absent_table(status: Status) -> Table:
     """List the clients that did not count when they were last asked: why, who can mend it, and how."""
     clients = sorted(status.absent.items())
-    never = ["" if client in status.replied else " (it has never counted)" for client, _ in clients]
+    never = ["" if client in status.replied else " (no reply of it has counted yet)" for client, _ in clients]
     columns = [
         Column("client", [Cell(str(client)) for client, _ in clients]),
         Column("round", [Cell(str(round)) for _, (round, _) in clients]),
