@@ -60,6 +60,6 @@ def test_entries_that_nobody_held_are_counted() -> None:
     row = {"coverage_x": 2.5, "coverage_y": 3.0, "uncovered_x": 1234.5, "uncovered_y": 0.0}
     assert tables.holders(row) == {
         "clients per entry": "at least 2.5 (x), 3 (y)",
-        "held by nobody": "1,234.5 entries of x",
+        "held by no client": "1,234.5 entries of x",
     }
     assert tables.holders({"outer_loss": 1.0}) == {}

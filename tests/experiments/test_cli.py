@@ -74,14 +74,14 @@ def test_seeds_make_one_run_each_and_are_finished_where_they_were_left(run, here
             file.unlink()
     code, shown, error = run(*command, "--seeds", "0,1,2,3", "--quiet")
     assert (code, shown) == (0, "all/seed-1\nall/seed-2\nall/seed-3\n")
-    cleared = "cleared what a run left there that ended before its first checkpoint (spec.toml)"
+    cleared = "cleared the files of a run that ended before its first checkpoint (spec.toml)"
     assert without_remarks(error) == f"fedbilevel: warning: all/seed-2: {cleared}\n"
     assert (here / "all" / "seed-0" / "summary.json").read_bytes() == kept
     specs = [experiments.load_run(here / "all" / f"seed-{seed}").spec for seed in range(4)]
     assert [(spec.run.seed, spec.task.fields["seed"]) for spec in specs] == [(0, 0), (1, 1), (2, 2), (3, 3)]
     for more, words in (
         (["0,1,2,3", "--cohort", 3], "seed-0/spec.toml differs in run.cohort: 'none' there, 3 now"),
-        (["0,1"], "all/seed-2 is there and none of them"),
+        (["0,1"], "it also contains all/seed-2"),
     ):
         assert words in run(*command, "--seeds", *more)[2]
 
@@ -110,7 +110,7 @@ def test_a_pipe_gets_no_colours_and_its_own_width(monkeypatch) -> None:
         ("truncated", 4, "checkpoint.npz is not a readable checkpoint: "),
         ("another model", 4, "belongs to another model"),
         ("missing", 4, "no checkpoint.npz to resume from"),
-        ("fewer rounds", 2, "rounds = 5 is not allowed: the run in old has 10"),
+        ("fewer rounds", 2, "rounds = 5 is not allowed: it must be at least 10, as in the run in old"),
     ],
 )
 def test_a_run_that_cannot_be_resumed_is_left_as_it_is(damage, code, words, run, here) -> None:

@@ -134,7 +134,7 @@ def test_a_run_that_too_few_clients_came_to_starts_again_in_its_folder(spec, tmp
         assert said == ["no exchange has ended"]
         assert re.search("2 clients are online, but 3 .* the run ended before its first exchange", str(ended))
         assert isinstance(ended, fb.errors.ExchangeError)
-    with pytest.warns(CheckpointWarning, match=r"cleared what a run left .* \(exchanges\.jsonl\)"):
+    with pytest.warns(CheckpointWarning, match=r"cleared the files of a run .* \(exchanges\.jsonl\)"):
         federation.serve(spec, InProcess(app, 3), config)
     assert load_run(out).summary["rounds"] == 1
     assert Status.of(Folder(out)).ended is None
@@ -457,7 +457,7 @@ def test_a_site_that_could_not_take_part_is_told_why(node, more, message, hospit
 def test_a_task_that_cannot_be_made_of_a_sites_data_is_refused_in_a_sentence(line, why, tmp_path):
     (tmp_path / "mine.py").write_text(f"def mine(party='all'):\n    return {line}\n")
     spec = configure(task=f"{tmp_path / 'mine.py'}:mine", algorithm="simfbo")
-    with pytest.raises(fb.errors.ConfigurationError, match=rf"cannot be made .* as party = 7: {why}"):
+    with pytest.raises(fb.errors.ConfigurationError, match=rf"cannot be made .* for party = 7: {why}"):
         federation.site(spec, {}, {"partition-id": 7})
 
 

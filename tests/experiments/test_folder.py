@@ -39,7 +39,7 @@ def test_a_run_starts_where_another_died(dead, run) -> None:
     assert dead.spec.is_file()
     code, _, error = run(*QUADRATIC, "--rounds", 3, "--out", dead.path)
     assert code == 0
-    cleared = "cleared what a run left there that ended before its first checkpoint"
+    cleared = "cleared the files of a run that ended before its first checkpoint"
     files = "environment.json, exchanges.jsonl, spec.toml"
     assert without_remarks(error) == f"fedbilevel: warning: {dead.path}: {cleared} ({files})\n"
     assert [path.name for path in dead.path.iterdir() if path.name.startswith(".")] == []

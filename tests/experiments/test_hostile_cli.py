@@ -34,7 +34,7 @@ SPECS = {
     'task.network = ["mlp"]': "task.network = ['mlp'] is not allowed",
     f"run.rounds = {RAW[DIGITS]}": "is not TOML",
     f"run.rounds = {10**400}": "'run' has an integer of more than 64 bits",
-    f"run.rounds = {'[' * 50 + ']' * 50}": "has lists and tables in each other to a depth of more than 10",
+    f"run.rounds = {'[' * 50 + ']' * 50}": "has lists and tables nested to a depth of more than 10",
     'format = 2\nfedbilevel = "9.1"\n[weather]': "was written by fedbilevel 9.1, in a format that fedbilevel ",
     'format = "new"': "format = 'new' is not allowed: it must be a whole number",
     f"run{100_000 * '.a'} = 1": "is not TOML: a key has 50 parts or more",

@@ -164,7 +164,7 @@ def test_a_finished_search_is_read_and_an_unfinished_one_begins_anew(compared):
     untouched = (folder / "search-TPE" / "seed-0" / "summary.json").stat().st_mtime_ns
     for file in (place.summary, place.result, place.ledger, place.history):  # as one that was killed leaves it
         file.unlink()
-    with pytest.warns(fb.errors.CheckpointWarning, match="cleared what a run left there"):
+    with pytest.warns(fb.errors.CheckpointWarning, match="cleared the files of a run"):
         experiments.compare_algorithms("quadratic", ["simfbo"], out=folder, **given)
     again = json.loads(place.summary.read_text())
     assert {**again, **dict.fromkeys(SECONDS)} | {"last_row": 0} == {**summary, **dict.fromkeys(SECONDS)} | {
@@ -201,7 +201,7 @@ BOX = "--search-box=-1:1"
         ([*QUADRATIC, "--against", "tpe", "--exchanges", "9"], "give --search-box LOW:HIGH"),
         (
             [*QUADRATIC, "--against", "tpe", "--exchanges", "9", "--search-box=1:0"],
-            "must be of the form LOW:HIGH, LOW",
+            "must be of the form LOW:HIGH, with LOW",
         ),
         ([*QUADRATIC, "--against", "tpe", "--exchanges", "9", "--search-box=1:2"], "x0 is the first trial"),
         (

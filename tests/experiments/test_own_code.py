@@ -116,7 +116,7 @@ WRONG = {
     "broken.py:make": "broken.py cannot be imported: invalid syntax",
     "nomodule:make": "module 'nomodule' cannot be imported: No module named 'nomodule'",
     ":make": "module '' cannot be imported",
-    "json.py:make": "json.py: Python has another module json: give the file another",
+    "json.py:make": "json.py: Python finds another module json: rename the file",
     "sub/mine.py:ready --set task.data=mnist": "task.data cannot be set: this task has no fields",
     "sub/mine.py:make --set task.shfit=2": "unknown field of task 'shfit'; did you mean 'shift'",
     "sub/mine.py:make --set shift=far": "task.shift = 'far' is not allowed: it must be float",
@@ -124,7 +124,7 @@ WRONG = {
     "quadratic --algorithm sub/mine.py:Damped": "unknown algorithm in sub/mine.py 'Damped' (allowed: none)",
     "quadratic --algorithm sub/method.py:number": "method.py:number is not a subclass of fedbilevel.authoring.Algo",
     "quadratic --algorithm sub/method.py:State": "method.py:State is not a subclass of fedbilevel.authoring.Algo",
-    "quadratic --algorithm sub/method.py:Half": "method.py:Half does not define round, which every algorithm has to",
+    "quadratic --algorithm sub/method.py:Half": "method.py:Half must define round, as every algorithm",
 }
 
 
@@ -154,7 +154,7 @@ def test_a_second_folder_is_refused(here) -> None:
     for name in ("other/theirs.py:make", "unheard:make"):
         with pytest.raises(ConfigurationError) as error:
             experiments.configure(task=name)
-        assert f"and this process has code of {here}/sub: put both into one folder, or use another" in str(error.value)
+        assert f"but this process has loaded code from {here}/sub: put both into one folder, or use another" in str(error.value)
     assert not {"theirs", "unheard"} & set(sys.modules)
 
 

@@ -267,7 +267,7 @@ def test_only_a_holdout_decides_unless_that_is_said() -> None:
             metric_of(select)
     with pytest.raises(ConfigurationError, match=r"does not measure validation_accuracy: --set task\.holdout=0\.2"):
         metric_of("validation_accuracy")
-    said = r"holds no data out; it can be chosen by client_accuracy\.mean or .*outer"
+    said = r"holds no data out; choose by client_accuracy\.mean or .*outer"
     with pytest.raises(ConfigurationError, match=said):
         metric_of("test_accuracy", holdout=None)
 

@@ -67,7 +67,7 @@ def test_sites_that_keep_their_tables_have_the_numbers_of_one_machine(kind, file
     assert f"model {(place / 'model.json').resolve()}" in said
     assert ("Positive class: `yes`" in (place / "model-card.md").read_text()) == (kind == "logistic")
     assert (place / "scoring-sheet.txt").read_text() == model.sheet()
-    with pytest.raises(ConfigurationError, match=r"out = .* there is a model in it"):
+    with pytest.raises(ConfigurationError, match=r"out = .* since this one has a model"):
         serve(given, None, {"out": str(place)})
 
 
@@ -120,7 +120,7 @@ def test_a_site_that_is_not_there_ends_the_study_with_its_name(files, tmp_path):
     said, ended = status.lines, status.ended
     assert "client 1, round 0" in " ".join(said)
     assert isinstance(ended, ExchangeError)
-    assert str(ended).endswith("Submitted again, the study begins anew")
+    assert str(ended).endswith("If it is submitted again, the study starts from the beginning")
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_a_site_keeps_to_its_limits_from_the_first_message(change, why, files, c
     with pytest.raises(ExchangeError, match=why):
         alone(given, nodes, attempts=1, join=0.2, deadline=1.0)
     if "clip" in change:
-        assert "left out: a study's statistics and exchanges are exact" in caplog.text
+        assert "left out: a study has no privacy by noise" in caplog.text
 
 
 def test_requests_and_the_agreement_are_in_the_state_folder(files, tmp_path):

@@ -137,7 +137,12 @@ def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, An
             raise unknown("name in the node configuration", name, [*NODE, *known])
     node = fields_of_kinds(NODE, node_config)
     client = node.get("partition_id", -1)
-    require(client >= 0, "node configuration: partition-id", node_config.get("partition-id"), "the client's number, 0 or more")
+    require(
+        client >= 0,
+        "node configuration: partition-id",
+        node_config.get("partition-id"),
+        "the client's number, 0 or more",
+    )
     own = {name: value for name, value in node_config.items() if name in known and name not in NODE}
     check_settable(of_app, spec, own, node.get("settable", SETTABLE))
     try:
@@ -307,7 +312,9 @@ def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
         raise ConfigurationError(text) from error
     spec = configure(spec.tables(), settings=settings)
     after = spec.task.name, spec.algorithm.name
-    require(after == before, "settings", after, f"of the app's task and algorithm, {before}: other names run other code")
+    require(
+        after == before, "settings", after, f"of the app's task and algorithm, {before}: other names run other code"
+    )
     require_real(spec)
     return spec
 

@@ -1,4 +1,4 @@
-"""Manage the folder of a run: its place, the names of its files, and writing (atomically) and reading them."""
+"""Manage the folder of a run: its path, the names of its files, and how they are read and cleared."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from fedbilevel.wording import in_a_line, require_object
 
 
 def default_path(*names: str | None) -> Path:
-    """Return the path runs/<names>-<time>, with a counter if that exists."""
+    """Return the path runs/<names>-<time>, with a counter if that path exists."""
     base = Path("runs") / "-".join([*map(path_word, filter(None, names)), time.strftime("%Y%m%d-%H%M%S")])
     path, count = base, 1
     while path.exists():
@@ -48,16 +48,16 @@ def require_free(path: Path) -> None:
         raise ConfigurationError(f"cannot write a run to {path}: it is a file")
     if path.is_dir() and any(path.iterdir()):
         begun = (path / "checkpoint.npz").exists()
-        hint = f"; fedbilevel run --resume {path} goes on with the run in it" if begun else ""
+        hint = f"; fedbilevel run --resume {path} continues the run in it" if begun else ""
         raise ConfigurationError(f"cannot write a run to {path}: that folder is not empty{hint}")
 
 
 COSTS = ("exchanges", "bytes_down", "bytes_up", "gradients", "hvps", "seconds")  # columns that every row has
-LARGEST = 1e300  # of a cost: sums of some are floats yet
-EVENTS = "events.out.tfevents.*"  # files of TensorBoard
-SHORT_LOG = 2**20  # bytes, of a log of exchanges that may have none
+LARGEST = 1e300  # bound of a cost, so that sums of a few do not overflow
+EVENTS = "events.out.tfevents.*"  # TensorBoard's files
+SHORT_LOG = 2**20  # bytes; a longer log of exchanges is not searched for lines without exchanges
 SECONDS = ("seconds_in_rounds", "seconds_compiling_this_time", "seconds_this_time")
-KINDS: dict[str, Callable[[Any], bool]] = {  # of what a summary says
+KINDS: dict[str, Callable[[Any], bool]] = {  # tests of the values in a summary
     **dict.fromkeys(("task", "algorithm", "metric", "stopped"), lambda value: isinstance(value, str)),
     "data": lambda value: isinstance(value, str | None),
     **dict.fromkeys(("seed", "rounds", "best_round"), lambda value: type(value) is int and 0 <= value <= LARGEST),
@@ -119,9 +119,9 @@ class Folder:
         return self.summary.is_file()
 
     def difference(self, spec: Spec) -> str:
-        """Say how a spec, or a user's file that it names, differs from that of the run in this folder.
+        """Describe the first difference of a spec, or of a user's file that it names, from the run in this folder.
 
-        Returns "" if they agree, or if the folder has no run.
+        Returns "" if there is no difference, or no run in the folder.
         """
         if not self.spec.is_file():
             return ""
@@ -134,7 +134,7 @@ class Folder:
             for name in {**there[section], **now[section]}:
                 one, other = (tables[section].get(name) for tables in (there, now))
                 if one != other and section == "code":
-                    return f"{name} has changed since"
+                    return f"{name} has changed since then"
                 if one != other:
                     return f"{section}.{name}: {one!r} there, {other!r} now"
         return ""
@@ -172,15 +172,20 @@ class Folder:
         return found
 
     def _without_exchanges(self) -> bool:
-        """Tell whether the log has no exchanges, but only the reasons why runs ended before their first exchange."""
+        """Tell whether the log has only the reasons why runs ended before their first exchange."""
         if not self.exchanges.is_file() or self.exchanges.stat().st_size > SHORT_LOG:
             return False
         lines = self.exchanges.read_text(encoding="utf-8", errors="replace").splitlines()
         return all(line.startswith('{"ended": ') for line in lines)
 
     def require_free(self) -> None:
-        """Refuse a folder in which a run is in progress, which is named, or with anything but the remains of a run that
-        ended before its first checkpoint."""
+        """Reject a folder in which a run is in progress, or that has files other than those of a run that ended before
+        its first checkpoint.
+
+        Raises:
+            InUse: a run is in progress; the message names its process.
+            ConfigurationError: the folder has other files.
+        """
         lock.require_unheld(self.lock, self.path)
         self._require_remains()
 
@@ -189,18 +194,21 @@ class Folder:
             require_free(self.path)
 
     def claim(self, spec: Spec) -> None:
-        """Make a free folder empty for a run, but for its lock, and say so; a spec that somebody may have written or
-        changed by hand is not thrown away."""
+        """Clear a free folder for a run, except for its lock, and warn if files were removed.
+
+        Raises:
+            ConfigurationError: the folder has a spec that may have been written or changed by hand.
+        """
         self._require_remains()
-        begun = self.environment.stat().st_mtime if self.environment.exists() else 0.0  # a run writes its spec before
+        begun = self.environment.stat().st_mtime if self.environment.exists() else 0.0  # a run writes it after its spec
         if self.spec.exists() and self.spec.stat().st_mtime > begun and self.difference(spec):
             require_free(self.path)
         if names := sorted(file.name for file in self.clear() if not file.name.startswith(".")):
-            text = f"{self.path}: cleared what a run left there that ended before its first checkpoint"
+            text = f"{self.path}: cleared the files of a run that ended before its first checkpoint"
             warnings.warn(CheckpointWarning(f"{text} ({', '.join(names)})"), stacklevel=2)
 
     def clear(self) -> list[Path]:
-        """Remove the remains of a run, if the folder has no other file; the paths that were removed."""
+        """Remove the remains of a run if the folder has no other file, and return the removed paths."""
         remains = [file for file in self.remains() or [] if file != self.lock]
         for file in remains:
             file.unlink(missing_ok=True)
@@ -208,7 +216,7 @@ class Folder:
 
 
 def own_code(spec: Spec) -> dict[str, str]:
-    """A hash of each file of a user's own that a spec names, by the file's name; not of what these import."""
+    """Return name -> SHA-256 of each user's file that a spec names; files that these import are not included."""
     files = {file for name in (spec.task.name, spec.algorithm.name) if (file := own_file(name))}
     return {file.name: hashlib.sha256(file.read_bytes()).hexdigest() for file in sorted(files)}
 
@@ -240,10 +248,10 @@ class LoadedRun:
 
 
 def load_run(path: str | Path) -> LoadedRun:
-    """Read a finished run's folder. Nothing of it is executed: the code of a user's own task is not needed.
+    """Read a finished run's folder. Nothing in it is executed, so the code of a user's own task is not needed.
 
     Raises:
-        ConfigurationError: it is not a run folder, or its run has not finished.
+        ConfigurationError: the folder is not that of a run, the run has not finished, or a file is damaged.
     """
     folder = Folder(Path(path))
     require(folder.path.is_dir(), "run folder", str(folder.path), "an existing folder")
@@ -262,7 +270,7 @@ def load_run(path: str | Path) -> LoadedRun:
     with as_damage(folder.history):
         for row in (*history.rows, summary["last_row"]):
             if wrong := [name for name in COSTS if not 0 <= row.get(name, -1) <= LARGEST]:
-                raise ValueError(f"round {row['round']} has no {wrong[0]}, or none that is a cost")
+                raise ValueError(f"round {row['round']} has no valid cost {wrong[0]}")
         if not any(summary["metric"] in row for row in history.rows):
             raise ValueError(f"it does not have the run's metric, {summary['metric']}")
     return LoadedRun(folder, spec, history, ledger, summary)
@@ -278,7 +286,7 @@ def as_damage(file: Path) -> Iterator[None]:
 
 
 def _whole(summary: dict[str, Any]) -> dict[str, Any]:
-    """A summary that has everything. ValueError or LookupError: it has not."""
+    """Return a complete summary; raises ValueError or LookupError if an entry is missing."""
     if lacking := [name for name in KINDS if name not in summary]:
         raise ValueError(f"it has no {lacking[0]}; another version may have written it")
     last = History.of([summary["last_row"]], summary.get("larger_is_better"))

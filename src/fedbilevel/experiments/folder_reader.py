@@ -1,6 +1,6 @@
-"""Read from its folder how a run, a federation or a sweep is doing, for the views of `fedbilevel watch`.
+"""Read the progress of a run, a federation or a sweep from its folder, for the views of `fedbilevel watch`.
 
-Nothing in the folder is changed or executed. A line that is half-written at that moment is counted and left out.
+Nothing in the folder is changed or executed. A line that is only half written is left out and counted.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from fedbilevel.experiments.tables import Cell, Column, Table, text_column
 from fedbilevel.reading import Kinds, parse_printable, read_bytes, read_json
 from fedbilevel.wording import in_a_line, printable
 
-INTERVAL, SHARE = 1.0, 0.1  # seconds between two looks at least, and the share of the time that looking may take
+INTERVAL, SHARE = 1.0, 0.1  # least number of seconds between two readings, and the largest share of time for reading
 RECENT = 100  # exchanges whose delays are shown
-DEPTH = ("*/", "*/*/", "*/*/*/")  # where runs lie in a folder: of a sweep POINT/seed-N
-LONG = 100  # characters of the reason for which a run of a sweep has ended
+DEPTH = ("*/", "*/*/", "*/*/*/")  # depths of runs in a folder; those of a sweep are in POINT/seed-N
+LONG = 100  # characters of the reason why a run of a sweep has ended
 
 
 def snapshots(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[Snapshot]:
-    """Yield a snapshot of a folder now and then, without end. Once the first is read, errors become notes.
+    """Yield snapshots of a folder at intervals, without end. After the first one, errors become notes.
 
     Raises:
         ConfigurationError: the folder is not that of a run, or is damaged.
@@ -61,13 +61,13 @@ class FolderReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.known: dict[Path, tuple[tuple[int, int], Any]] = {}  # file -> its time and size, and its content
+        self.known: dict[Path, tuple[tuple[int, int], Any]] = {}  # file -> (time, size), content
 
     def snapshot(self) -> Snapshot:
         """Read the folder as it is now.
 
         Raises:
-            ConfigurationError: it is not the folder of a run or of runs, or it is damaged.
+            ConfigurationError: the folder is not that of a run or of several, or it is damaged.
         """
         require(self.path.is_dir(), "FOLDER", str(self.path), "an existing folder")
         places = self._runs()
@@ -76,7 +76,7 @@ class FolderReader:
         return self._run(places[0] if places else Folder(self.path))
 
     def _runs(self) -> list[Folder]:
-        """Find the runs in the folder, or the folder itself; the spec of an app, which lies in a package, is no run."""
+        """Return the folders of runs in the folder, or the folder itself; the spec in an app's package is not a run."""
         here = Folder(self.path)
         if any(file.is_file() for file in (here.spec, here.exchanges, here.model)):
             return [here]
@@ -90,7 +90,7 @@ class FolderReader:
         return [Folder(place) for place in found]
 
     def _content(self, file: Path, read: Callable[[Path], Any]) -> Any:
-        """Read a file if it has changed since it was last read; None if there is none."""
+        """Return the content of a file, read again only if it has changed; None if the file does not exist."""
         try:
             there = file.stat()
         except FileNotFoundError:
@@ -111,7 +111,7 @@ class FolderReader:
         if state == "finished":
             why = f"diverged: {grew}" if (grew := grown(history)) else summary.get("stopped", "")
         elif state == "idle" and spec is not None and status is None:
-            why = f"nothing plays it; continue with: fedbilevel run --resume {printable(str(place.path), None)}"
+            why = f"no process runs it; continue with: fedbilevel run --resume {printable(str(place.path), None)}"
         damage = {place.history.name: unread, place.exchanges.name: status.unread if status else 0}
         files = [file for file in (place.history, place.exchanges, place.summary, place.model) if file.is_file()]
         written = max((file.stat().st_mtime for file in files), default=0.0)
@@ -157,7 +157,7 @@ class FolderReader:
         )
 
     def _one_of(self, place: Folder) -> Snapshot:
-        """Read one of several runs; damage to it is a note, and hides none of the others."""
+        """Read one of several runs. Damage becomes a note, so that the other runs are shown."""
         try:
             return self._run(place)
         except (ConfigurationError, OSError) as error:
@@ -166,7 +166,7 @@ class FolderReader:
 
 
 def read_plan(file: Path) -> dict[str, Any]:
-    """Read what a sweep has written of its plan."""
+    """Read the plan that a sweep has written."""
     kinds: Kinds = {
         "select": lambda value: isinstance(value, str),
         "runs": is_count,
@@ -188,7 +188,7 @@ def read_summary(file: Path) -> dict[str, Any]:
 
 
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Read the rows of a history, and the number of lines that are none, such as a half-written one."""
+    """Return the rows of a history, and the number of lines that cannot be read, such as a half-written one."""
     rows, unread = [], 0
     for line in filter(str.strip, read_bytes(file, LONGEST).decode(errors="replace").splitlines()):
         try:
@@ -199,7 +199,7 @@ def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
 
 
 def state_of(place: Folder, status: Status | None, measured: bool) -> tuple[str, FedbilevelError | None]:
-    """Return which of STATES a run is in, and the error with which it has ended, if any."""
+    """Return the state of a run, one of STATES, and the error with which it has ended, if any."""
     if place.failed.is_file():
         return "failed", NumericalError(read_bytes(place.failed).decode(errors="replace"))
     if place.finished or place.model.is_file():
@@ -216,7 +216,7 @@ def state_of(place: Folder, status: Status | None, measured: bool) -> tuple[str,
 
 
 def progress(spec: Spec, history: History, status: Status | None) -> dict[str, Any]:
-    """Say how far a run is in the cost that ends it: as fields of a `Snapshot`."""
+    """Return the progress of a run in the cost that ends it, as fields of a `Snapshot`."""
     name, whole = spec.run.budget
     last: Row = {name: float(value) for name, value in history.rows[-1].items()} if history.rows else {}
     known = {"rounds": {"round"}, "bytes": {"bytes_down", "bytes_up"}}.get(name, {name})
@@ -228,7 +228,7 @@ def progress(spec: Spec, history: History, status: Status | None) -> dict[str, A
 
 
 def facts(history: History, status: Status | None) -> dict[str, str]:
-    """Say who replied in the last exchange, how long exchanges take, what was sent, and the privacy that was spent."""
+    """Return lines about replies, delays, bytes sent and privacy spent, by name."""
     row: dict[str, Any] = dict(history.rows[-1]) if history.rows else {}
     lines: dict[str, str] = {}
     if status is not None and (last := status.last):
@@ -251,7 +251,7 @@ def facts(history: History, status: Status | None) -> dict[str, str]:
 
 
 def traces(history: History) -> list[MetricTrace]:
-    """Return the metrics of a history; of those per client the mean and the worst value."""
+    """Return the metrics of a history; for metrics per client, only the mean and the worst value."""
     names = [name for name in history.measured if not re.search(r"\.(best|p\d0)$", name)]
     return [MetricTrace(name, [row[name] for row in history.rows if name in row]) for name in names]
 
@@ -266,14 +266,14 @@ def exchange_traces(status: Status) -> list[MetricTrace]:
 
 
 def absent_table(status: Status) -> Table:
-    """List the clients that did not count when they were last asked: why, who can mend it, and how."""
+    """List the clients that did not count when they were last asked, with the reason and the remedy."""
     clients = sorted(status.absent.items())
     never = ["" if client in status.replied else " (no reply of it has counted yet)" for client, _ in clients]
     columns = [
         Column("client", [Cell(str(client)) for client, _ in clients]),
         Column("round", [Cell(str(round)) for _, (round, _) in clients]),
         text_column("why", [why.why + more for (_, (_, why)), more in zip(clients, never, strict=True)]),
-        text_column("who can mend it, and how", [f"{why.code.who}: {why.code.how}" for _, (_, why) in clients], 0),
+        text_column("who can fix it, and how", [f"{why.code.who}: {why.code.how}" for _, (_, why) in clients], 0),
     ]
     return Table("Clients that did not count when they were last asked", columns)
 
@@ -284,7 +284,7 @@ def point_of(name: str) -> str:
 
 
 def best_runs(runs: Mapping[str, Snapshot], metric: str) -> dict[str, float]:
-    """Return the metric of the finished runs of the point whose mean is best, by name; {} if no run has a value."""
+    """Return run -> metric for the finished runs of the best point by its mean; {} if no finished run has a value."""
     points: dict[str, dict[str, float]] = {}
     for name, run in runs.items():
         if run.state == "finished" and (value := run.value(metric)) is not None and math.isfinite(value):
@@ -295,12 +295,12 @@ def best_runs(runs: Mapping[str, Snapshot], metric: str) -> dict[str, float]:
 
 
 def mean_of(values: Collection[float]) -> float:
-    """Return the mean of finite values, also of values whose sum would overflow."""
+    """Return the mean of finite values, even if their sum would overflow."""
     return sum(value / len(values) for value in values)
 
 
 def value_in(sections: Mapping[str, Any], path: str) -> str:
-    """Return the value of a swept field, whose section may be left out; a part's is its name; a dash for none."""
+    """Return the value of a swept field as text: for a part its name, for none a dash. The section may be left out."""
     for section in (sections, sections.get("algorithm", {}), *sections.values()):
         found: Any = section
         for name in path.split("."):
@@ -311,7 +311,7 @@ def value_in(sections: Mapping[str, Any], path: str) -> str:
 
 
 def runs_table(runs: Mapping[str, Snapshot], metric: str, best: Collection[str], fields: Sequence[str]) -> Table:
-    """List runs: those in progress first, the best marked."""
+    """List runs, with those in progress first and the best marked."""
     names = sorted(runs, key=lambda name: (STATES.index(runs[name].state), name not in best))
     cells = [Cell(runs[name].last(metric) + " ★" * (name in best), best=name in best) for name in names]
     columns = [

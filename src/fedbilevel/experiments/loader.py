@@ -1,9 +1,7 @@
-"""Tasks and algorithms by name, and what is shown of each.
+"""Find tasks and algorithms by name: the library's, or a user's own as module:NAME or path/to/file.py:NAME.
 
-They are those of the library, and a user's own, as module:NAME or path/to/file.py:NAME.
-
-Of a task, NAME is a `Task` or a function that returns one; the function's keyword arguments are then the task's fields.
-Of an algorithm, NAME is a subclass of `fedbilevel.authoring.Algorithm`; its fields are the algorithm's.
+For a task, NAME is a `Task` or a function that returns one. The function's keyword arguments are the task's fields.
+For an algorithm, NAME is a subclass of `fedbilevel.authoring.Algorithm`, whose fields are the algorithm's.
 """
 
 from __future__ import annotations
@@ -30,8 +28,8 @@ from fedbilevel.wording import in_a_line
 
 
 def full_name(kind: str, name: str) -> str:
-    """Return the name as a spec records it: the library's in its own spelling; files by their absolute path, to resume
-    a run from anywhere."""
+    """Return the name as a spec records it: in the library's spelling, or with the absolute path of a file, so that a
+    run can be resumed from any folder."""
     place, _, attribute = name.rpartition(":")
     if is_file(place):
         return f"{absolute(place)}:{attribute}"
@@ -39,7 +37,7 @@ def full_name(kind: str, name: str) -> str:
 
 
 def label(name: str) -> str:
-    """Return the name for people: files without their folders, "search: TPE" for a search over x."""
+    """Return the name to show: a file without its folder, "search: TPE" for a search over x, others unchanged."""
     place, _, attribute = name.rpartition(":")
     if place == SEARCHES:
         return f"search: {attribute}"
@@ -47,7 +45,7 @@ def label(name: str) -> str:
 
 
 def own_file(name: str) -> Path | None:
-    """Return the file of a user's own task or algorithm, if its name says a file."""
+    """Return the file of a user's own task or algorithm; None if the name does not contain a file."""
     place = code_of(name)
     return Path(place) if is_file(place) else None
 
@@ -65,7 +63,7 @@ def absolute(place: str) -> Path:
     """
     try:
         return Path(place).expanduser().resolve()
-    except (ValueError, OSError, RuntimeError) as error:  # a zero byte; a loop of links; ~ of nobody
+    except (ValueError, OSError, RuntimeError) as error:  # a zero byte; a loop of links; ~ of an unknown user
         raise ConfigurationError(f"{place[:200]!r} is not the name of a file: {in_a_line(error)}") from error
 
 
@@ -73,8 +71,8 @@ def task_maker(name: str) -> Callable[..., Task]:
     """Return the function that makes a task.
 
     Raises:
-        ConfigurationError: there is no task of that name; no such file or module, or it cannot be imported; nothing
-            of that name in it, or something that is no task.
+        ConfigurationError: the library has no task of that name; the file or module does not exist or cannot be
+            imported; or it has no task of that name.
     """
     found = _found("task", name, TASKS)
     if isinstance(found, Task):
@@ -89,14 +87,14 @@ def algorithm_class(name: str) -> type[Algorithm]:
     """Return the class of an algorithm.
 
     Raises:
-        ConfigurationError: there is no algorithm of that name; no such file or module, or it cannot be imported;
-            nothing of that name in it, or something that is no subclass of `Algorithm` or leaves methods undefined.
+        ConfigurationError: the library has no algorithm of that name; the file or module does not exist or cannot be
+            imported; or it has no complete subclass of `Algorithm` of that name.
     """
     found = _found("algorithm", name, ALGORITHMS)
     if not (inspect.isclass(found) and issubclass(found, Algorithm)):
         raise ConfigurationError(f"{name} is not a subclass of fedbilevel.authoring.Algorithm")
     if missing := sorted(found.__abstractmethods__):
-        raise ConfigurationError(f"{name} does not define {' and '.join(missing)}, which every algorithm has to")
+        raise ConfigurationError(f"{name} must define {' and '.join(missing)}, as every algorithm")
     return found
 
 
@@ -112,7 +110,7 @@ def _checked(name: str, function: Callable[..., Any]) -> Callable[..., Task]:
 
 
 def _found(kind: str, name: str, known: Mapping[str, Any]) -> Any:
-    """Return what has that name, in the library or in a user's file or module."""
+    """Return the object of that name in the library or in a user's file or module."""
     if name in known:
         return known[name]
     place, colon, attribute = name.rpartition(":")
@@ -127,7 +125,7 @@ def _found(kind: str, name: str, known: Mapping[str, Any]) -> Any:
 
 
 def _defined(kind: str, module: ModuleType) -> list[str]:
-    """Return the names of what a module itself defines that may be an algorithm or a task."""
+    """Return the names of the algorithms, or of the tasks and functions, that a module itself defines."""
 
     def fits(value: Any) -> bool:
         if isinstance(value, Task) or getattr(value, "__module__", "") != module.__name__:
@@ -140,12 +138,14 @@ def _defined(kind: str, module: ModuleType) -> list[str]:
 
 
 FOLDER: list[Path] = []
-"""Where a user's own code was loaded from, in this process."""
+"""The folder from which this process has loaded a user's code."""
 
 
 def _module(place: str) -> ModuleType:
-    """Import a user's file or module. It may import its neighbours, so all of a process come from the same folder: a
-    neighbour would else be taken for another's of the same name."""
+    """Import a user's file or module, which may import its neighbours.
+
+    All user code of a process must be in one folder, since Python would confuse neighbours of the same name.
+    """
     file = absolute(place) if is_file(place) else None
     if file and not file.is_file():
         raise ConfigurationError(f"there is no file {file}")
@@ -155,20 +155,20 @@ def _module(place: str) -> ModuleType:
         if file or importlib.util.find_spec(place.partition(".")[0]) is None:
             _let_import(place, file.parent if file else Path.cwd())
         module = importlib.import_module(file.stem if file else place)
-    except (ImportError, SyntaxError, TypeError, ValueError) as error:  # the latter two: a name like ".a" or ""
+    except (ImportError, SyntaxError, TypeError, ValueError) as error:  # the last two: a name like ".a" or ""
         if isinstance(error, ConfigurationError):
             raise
         what = file or f"module {place!r}"
         raise ConfigurationError(f"{what} cannot be imported: {error}") from error
     if file and Path(module.__file__ or "").resolve() != file:
-        raise ConfigurationError(f"{file}: Python has another module {file.stem}: give the file another name")
+        raise ConfigurationError(f"{file}: Python finds another module {file.stem}: rename the file")
     return module
 
 
 def _let_import(place: str, folder: Path) -> None:
-    """Modules of that folder are found after whatever is installed; those of a second folder are refused."""
+    """Let Python import modules of a folder, after installed ones; a second folder is rejected."""
     if FOLDER and folder not in FOLDER:
-        text = f"{place} is in {folder}, and this process has code of {FOLDER[0]}: put both into one folder"
+        text = f"{place} is in {folder}, but this process has loaded code from {FOLDER[0]}: put both into one folder"
         raise ConfigurationError(f"{text}, or use another process")
     if not FOLDER:
         FOLDER.append(folder)
@@ -177,10 +177,10 @@ def _let_import(place: str, folder: Path) -> None:
 
 
 def shown(kind: str, name: str) -> str:
-    """Return the docstring of an algorithm or task, and its section of a spec with all defaults, to be copied.
+    """Return the docstring of an algorithm or task, and its section of a spec with all defaults.
 
     Raises:
-        ConfigurationError: there is none of that name.
+        ConfigurationError: there is no algorithm or task of that name.
     """
     if kind == "task":
         function = task_maker(name)
@@ -200,7 +200,7 @@ def _section(kind: str, name: str, fields: Fields) -> str:
 
 
 def _kinds(cls: Any, within: str) -> Iterator[str]:
-    """A line for each field that is a part: its path, and the kinds that it may be."""
+    """Yield a line for each field that is a part: its path and the names of the possible parts."""
     for name in names_of(cls):
         parts = parts_of(hints_of(cls)[name])
         if parts:

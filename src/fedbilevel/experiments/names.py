@@ -1,4 +1,4 @@
-"""The names of what there is to run, read from the library's files, which are not run: a list does not wait for JAX."""
+"""List the library's algorithms and tasks from the text of its files, so that a list does not wait for JAX."""
 
 from __future__ import annotations
 
@@ -18,31 +18,33 @@ from fedbilevel.core.errors import unknown
 ROOT = Path(__file__).parents[1]
 SEARCHES = "fedbilevel.experiments.outer_search"
 RIVALS = {"random": f"{SEARCHES}:Random", "tpe": f"{SEARCHES}:TPE", "halving": f"{SEARCHES}:Halving", "fedex": "fedex"}
-"""What a comparison may set against bilevel methods: algorithms by the names of --against."""
+"""Name in --against -> the algorithm that a comparison sets against bilevel methods."""
 
 
 def is_file(place: str) -> bool:
-    """Tell whether that is a path rather than a module's name."""
+    """Tell whether a place is the path of a file rather than the name of a module."""
     return place.endswith(".py") or "/" in place
 
 
 def is_own(name: str) -> bool:
-    """Tell whether a name is that of a user's own task or algorithm: module:NAME, or in a file."""
-    return is_file(name) or re.search(r":(?![ \d])", name) is not None  # no title of a paper, nor arXiv:1234.56789
+    """Tell whether a name is that of a user's own task or algorithm: module:NAME, or with a file."""
+    return (
+        is_file(name) or re.search(r":(?![ \d])", name) is not None
+    )  # but not the title of a paper or arXiv:1234.56789
 
 
 def is_task(name: str) -> bool:
-    """Tell whether a name is that of a task of the library, or may be that of a user's own."""
+    """Tell whether a name is that of a task of the library, or has the form of a user's own."""
     return ":" in name or spelled("task", name) in library("task")
 
 
 def spelled(kind: str, name: str) -> str:
-    """Return the library's spelling of a name, simfbo of SimFBO; what is no name of the library's as it is."""
+    """Return the library's spelling of a name, such as simfbo for SimFBO; other names do not change."""
     return name if is_own(name) else _spellings(kind).get(_bare(name), name)
 
 
 def known(kind: str, name: str) -> str:
-    """Return the library's spelling of a name; refuse one that is neither the library's nor a user's own."""
+    """Return the library's spelling of a name, or a user's own name; raises ConfigurationError for other names."""
     found = spelled(kind, name)
     if not is_own(found) and found not in library(kind):
         raise unknown(kind, name, library(kind))
@@ -50,7 +52,7 @@ def known(kind: str, name: str) -> str:
 
 
 def known_rivals(names: Sequence[str]) -> list[str]:
-    """Return names of RIVALS in its spelling, as `--against` takes them; refuse others."""
+    """Return names of RIVALS in lower case; raises ConfigurationError for other names."""
     for name in names:
         if name.lower() not in RIVALS:
             raise unknown("search of --against", name, RIVALS)
@@ -59,7 +61,7 @@ def known_rivals(names: Sequence[str]) -> list[str]:
 
 @functools.cache
 def _spellings(kind: str) -> dict[str, str]:
-    """The names without hyphens and capitals, and the words by which papers call the only method of a file."""
+    """Return spelling without hyphens and capitals -> name, also for the word that titles a file with one method."""
     titles = {entry.file.partition(":")[0]: name for name, entry in library(kind).items()}
     words = {title: name for title, name in titles.items() if " " not in title}
     return {_bare(word): name for word, name in [*words.items(), *((name, name) for name in library(kind))]}
@@ -70,12 +72,12 @@ def _bare(name: str) -> str:
 
 
 class Entry(NamedTuple):
-    """What the library's files say of an algorithm or task."""
+    """Hold the texts about an algorithm or task from the library's files."""
 
     title: str  # the first line of its docstring
     paper: str
-    own: str  # its docstring and facts
-    file: str  # what its file says of all that is in it
+    own: str  # the texts of its docstring and facts
+    file: str  # the texts of its file as a whole
 
 
 @functools.cache
@@ -87,7 +89,7 @@ def library(kind: str) -> dict[str, Entry]:
 
 
 def _algorithms(file: str, module: ast.Module) -> Iterator[tuple[str, Entry]]:
-    """Find the classes of a file that have a name."""
+    """Yield the algorithms of a file: its classes that have a name."""
     for cls in module.body:
         for node in cls.body if isinstance(cls, ast.ClassDef) else []:
             match node:
@@ -96,7 +98,7 @@ def _algorithms(file: str, module: ast.Module) -> Iterator[tuple[str, Entry]]:
 
 
 def _task(file: str, module: ast.Module) -> Iterator[tuple[str, Entry]]:
-    """Find the function that has the file's name; its module says what the task is."""
+    """Yield the task of a file: the function with the file's name, whose module's docstring is the title."""
     for node in module.body:
         if isinstance(node, ast.FunctionDef) and node.name == file:
             yield file, _entry(module, node, module)
@@ -105,13 +107,13 @@ def _task(file: str, module: ast.Module) -> Iterator[tuple[str, Entry]]:
 def _entry(titled: Any, node: Any, module: ast.Module) -> Entry:
     own, file = _said(node), _said(module)
     papers = [ast.literal_eval(one.value) for one in own + file if isinstance(one, ast.keyword) and one.arg == "paper"]
-    papers += re.findall(r"\(([^()]* et al[^()]*)\)", _text(file))  # of tasks, which have no facts
+    papers += re.findall(r"\(([^()]* et al[^()]*)\)", _text(file))  # in tasks, which have no facts
     title = (ast.get_docstring(titled) or "").partition("\n")[0].rstrip(".")
     return Entry(title, " ".join(papers[0].split()) if papers else "", _text(own), _text(file))
 
 
 def _said(node: Any) -> list[ast.AST]:
-    """What stands in a class, function or file itself: its docstring, its facts."""
+    """Return the nodes of a class, function or file itself: its docstring, facts and other assignments."""
     return [part for one in node.body if isinstance(one, ast.Expr | ast.Assign) for part in ast.walk(one)]
 
 
@@ -126,10 +128,11 @@ def listed(kind: str) -> str:
 
 
 def found(kind: str, words: str) -> str:
-    """Return a line for each algorithm or task with all of the words, best first; of the other kind where none has.
+    """Return a line for each algorithm (or task) that has all of the words, best first; if none has, for each task (or
+    algorithm).
 
     Raises:
-        ConfigurationError: neither has. The error says the nearest name.
+        ConfigurationError: no algorithm or task has all of the words. The error names the nearest one.
     """
     wanted = [re.compile(rf"(?<![^\W_]){word}", re.IGNORECASE) for word in re.findall(r"[^\W_]+", words)]
     policies, about = _policies()
@@ -145,7 +148,7 @@ def found(kind: str, words: str) -> str:
 
 
 def _line(name: str, text: str) -> str:
-    """A name and what it is; on a terminal, long texts go on below themselves."""
+    """Return a name with its text; on a terminal, the further lines of a long text are indented."""
     said = f"{name:<20} {text}"
     if not sys.stdout.isatty():
         return said
@@ -153,14 +156,15 @@ def _line(name: str, text: str) -> str:
 
 
 def _rank(wanted: list[re.Pattern[str]], name: str, entry: Entry) -> float:
-    """How far from its name the words stand, in all: in title or paper, docstring or file; infinite without one."""
+    """Return the rank of an entry: a word in the name adds 0, in title or paper 1, in the docstring 2, in the file 3; a
+    missing word makes it infinite."""
     texts = name, f"{entry.title} {entry.paper}", entry.own, entry.file
     places = [next((place for place, text in enumerate(texts) if word.search(text)), math.inf) for word in wanted]
     return sum(places) if places else math.inf
 
 
 def _policies() -> tuple[dict[str, Entry], str]:
-    """The policies of submodels, as settings, and which methods take them."""
+    """Return the policies of submodels, as settings, and the sentence that says which methods support them."""
     said = ast.get_docstring(ast.parse((ROOT / "core" / "submodel.py").read_text("utf-8"))) or ""
     pairs = re.findall(r"^(\w+) {2,}(.*(?:\n {2,}.*)*)", said, re.MULTILINE)
     entries = {f"submodels.policy={name}": Entry(" ".join(text.split()), "", "", "") for name, text in pairs}

@@ -1,14 +1,14 @@
-"""A hyperparameter search over x, in place of a bilevel method: the outer variable holds the hyperparameters.
+"""Search over the hyperparameters x by trials, in place of a bilevel method.
 
-Optuna draws a trial's x, the first being x0. FedAvg's local steps train y at this x, by the inner loss alone, from the
-best y of all trials so far, whose x may be another one. Then every client measures the outer loss on all its outer
-samples, and the server takes the mean by the clients' weights: this value alone judges a trial, and the point (x, y)
-with the least one so far is the result. Metrics of the task, which may be of test data, are computed at that point and
-choose nothing.
+Optuna draws the x of each trial; the first trial takes x0. FedAvg's local steps train y at this x by the inner loss.
+They start at the best y of all trials so far, which may have been trained at another x. Then every client measures the
+outer loss on all its outer samples, and the server takes the mean by the clients' weights. Only this value judges a
+trial: the result is the point (x, y) with the smallest value so far. The task's metrics, which may use test data, are
+computed at that point and decide nothing.
 
-Every exchange counts: those in which y is trained, of which the first only measures curvature where the steps adapt,
-and one for each measurement of the outer loss, which sends x and y down and a number up. A run ends when a further
-trial would exceed its budget; the last trial is shortened to what is left.
+Every exchange counts. Some train y; where steps adapt, the first of these only measures curvature. One more exchange is
+needed for each measurement of the outer loss, which sends x and y down and a number up. The run ends when a further
+trial would exceed its budget, and the last trial is shortened to the rest of the budget.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ from fedbilevel.wording import missing
 if TYPE_CHECKING:
     import optuna
 
-ENTRIES = 1_000  # of x at most: Optuna's samplers take each of them by itself
-VALIDATION = "validation"  # the outer loss, as a metric per client
+ENTRIES = 1_000  # of x at most, since Optuna's samplers draw each entry separately
+VALIDATION = "validation"  # name of the outer loss as a metric per client
 
 
 class OuterSearch(TrainingAtX):
-    """Base of the searches; as a method, the rounds that train y at a fixed x."""
+    """Base of the searches. Its rounds train y at a fixed x."""
 
     @property
     def allows(self) -> Allows:
-        why = No("its trials are runs of their own, and each judges whole models by what every client measures")
+        why = No("its trials are separate runs, and each is judged by whole models that every client measures")
         return Allows(late=why, submodels=why, noise=why, local_x=why)
 
     @property
     @abstractmethod
     def rungs(self) -> tuple[int, ...]:
-        """Return after how many exchanges of training a trial is judged; the last are those of a whole trial."""
+        """Return the numbers of training exchanges after which a trial is judged; the last is that of a whole trial."""
 
     @abstractmethod
     def study(self, seed: int) -> optuna.Study:
-        """Make the study that draws x and may end trials early."""
+        """Make the Optuna study that draws x and may end trials early."""
 
     def init(self, x: PyTree, y: PyTree) -> XY:
         return XY(x, y)
@@ -83,16 +83,16 @@ class OuterSearch(TrainingAtX):
         return self.trained(client, at.x, at.y, key)
 
     def affordable(self, exchanges: int) -> int:
-        """Return how many exchanges may train y in a trial, its measurements being paid from the same budget."""
+        """Return how many exchanges can train y in a trial if training and measurements may take `exchanges` in all."""
         costs = {n: n + 1 + sum(rung < n for rung in self.rungs) for n in range(1, self.rungs[-1] + 1)}
         return max((n for n, cost in costs.items() if cost <= exchanges), default=0)
 
 
 class WholeTrials(OuterSearch):
-    """Base of the searches that judge a trial at its end alone.
+    """Base of the searches that judge a trial only at its end.
 
     Args:
-        trial_exchanges: exchanges that train y in a whole trial.
+        trial_exchanges: the number of exchanges that train y in a whole trial.
     """
 
     trial_exchanges: int = positive_integer(default=20)
@@ -115,7 +115,7 @@ class TPE(WholeTrials):
     """Bayesian search by Optuna's tree-structured Parzen estimator.
 
     Args:
-        startup_trials: how many trials draw x uniformly before the estimator does, x0 among them.
+        startup_trials: the number of first trials without the estimator: x0, then x drawn uniformly.
     """
 
     startup_trials: int = positive_integer(default=5)
@@ -128,10 +128,10 @@ class TPE(WholeTrials):
 
 
 class Halving(OuterSearch):
-    """Random search by Optuna's successive halving: after a ninth and a third of a trial the worse ones end.
+    """Random search with Optuna's successive halving: the worse trials end after a ninth or a third of their length.
 
     Args:
-        trial_exchanges: exchanges that train y in a whole trial, a multiple of 9.
+        trial_exchanges: the number of exchanges that train y in a whole trial, a multiple of 9.
     """
 
     trial_exchanges: int = positive_integer(default=45)
@@ -152,7 +152,7 @@ class Halving(OuterSearch):
 
 
 def box_of(project: Project | None, x0: PyTree) -> tuple[float, float] | None:
-    """Return the bounds of x if its set is a box of equal sides, else None: found by projecting points far away."""
+    """Return the bounds of x if projecting distant points shows that its set is a box with equal sides, else None."""
     if project is None:
         return None
     start, unravel = ravel_pytree(x0)
@@ -170,7 +170,11 @@ def box_of(project: Project | None, x0: PyTree) -> tuple[float, float] | None:
 
 
 def require_optuna(what: str) -> None:
-    """Say what to install where Optuna is missing for this, and let it say nothing of what we say ourselves."""
+    """Check that Optuna is installed, and silence its own log, which repeats our messages.
+
+    Raises:
+        ConfigurationError: Optuna is not installed; the message names the command that installs it.
+    """
     try:
         import optuna
     except ModuleNotFoundError:
@@ -180,22 +184,23 @@ def require_optuna(what: str) -> None:
 
 
 def refuse_search(spec: Spec, task: Task) -> None:
-    """Refuse a spec with what a search cannot do, before anything runs.
+    """Reject a spec that a search cannot run, before anything runs.
 
     Raises:
-        ConfigurationError: Optuna is not installed, no Bilevel problem, no budget of exchanges, x without bounds, of
-            too many entries or not beginning between the bounds; privacy, capacities or metrics of single clients.
+        ConfigurationError: Optuna is not installed; the problem is not `Bilevel`; the budget is not in exchanges; x has
+            no bounds, too many entries, or starts outside its bounds; or the spec has privacy, capacities or metrics
+            per client.
     """
     method: OuterSearch = spec.algorithm.value
     name = label(spec.algorithm.name)
     require_optuna(name)
     kind, bilevel = type(task.problem).__name__, isinstance(task.problem, Bilevel) and task.problem.local is None
-    require(bilevel, "problem", kind, f"for {name} a Bilevel problem whose x the server has: the search is over x")
+    require(bilevel, "problem", kind, f"for {name} a Bilevel problem whose x is on the server: the search is over x")
     mean = "outer" not in task.problem.whole
-    require(mean, "outer", "a WholeLoss", f"for {name} a mean over samples, which every client measures on its own")
+    require(mean, "outer", "a WholeLoss", f"for {name} a mean over samples, which each client can measure alone")
     require(spec.run.exchanges is not None, "run.exchanges", None, f"given for {name}: its trials share this budget")
     start, low, high = np.asarray(ravel_pytree(task.x0)[0]), method.low, method.high
-    require(start.size <= ENTRIES, "x0", f"{start.size:,} entries", f"for {name} of at most {ENTRIES:,}")
+    require(start.size <= ENTRIES, "x0", f"{start.size:,} entries", f"for {name} at most {ENTRIES:,} entries")
     if low is None or high is None:
         raise ConfigurationError(f"{name} draws x between bounds: give algorithm.low and algorithm.high")
     inside, ends = bool(np.all((start >= low) & (start <= high))), f"{start.min():.4g} to {start.max():.4g}"
@@ -211,15 +216,15 @@ def refuse_search(spec: Spec, task: Task) -> None:
 
 @dataclass
 class SearchRun:
-    """A search in progress.
+    """Hold a search in progress.
 
     Args:
-        method: which search.
-        task: its problem, clients, start and metrics.
+        method: the search.
+        task: the problem, clients, start and metrics.
         exchanges: the budget.
-        seed: of the draws of x, of samples and of cohorts.
+        seed: the seed of the draws of x, of samples and of cohorts.
         callbacks: called after each measurement of the outer loss, with the result so far and the row.
-        rounds: that the result says were asked for.
+        rounds: the number of rounds that the result reports as requested.
         given: further arguments of `solve` for each trial.
     """
 
@@ -232,7 +237,7 @@ class SearchRun:
     given: Mapping[str, Any]
 
     def play(self) -> Result:
-        """Make trials until the budget is spent, and return the best point with the history of all."""
+        """Run trials until the budget is spent, and return the best point with the history of all trials."""
         task, names = self.task, [f"x{i}" for i in range(ravel_pytree(self.task.x0)[0].size)]
         start, unravel = ravel_pytree(task.x0)
         low, high = self.method.low, self.method.high
@@ -252,7 +257,7 @@ class SearchRun:
         return self.result()
 
     def train(self, study: optuna.Study, trial: optuna.Trial, x: PyTree, rounds: int) -> None:
-        """Train y at x, and judge it at each rung, until the trial's end or until it is pruned."""
+        """Train y at x, and judge the trial at each rung, until it ends or is pruned."""
         import optuna
 
         before, seconds, losses = replace(self.ledger), self.seconds, list[float]()
@@ -292,7 +297,7 @@ class SearchRun:
         study.tell(trial, None if pruned else losses[-1], optuna.trial.TrialState.PRUNED if pruned else None)
 
     def spent(self, before: Ledger, trial: Ledger, measurements: int) -> Ledger:
-        """Return the totals with those of a trial and of its measurements, which every client takes part in."""
+        """Return the totals after a trial and its measurements, in which every client takes part."""
         replies = measurements * len(self.task.clients)
         down = nbytes(jax.tree.map(jnp.asarray, (self.task.x0, self.task.y0)))
         phases = {**trial.exchanges_by_phase, VALIDATION: measurements}
@@ -335,7 +340,7 @@ class SearchRun:
 
 
 class SearchExperiment(Experiment):
-    """A search over x, which has no checkpoints, and rows of its own."""
+    """Hold the objects of a search over x, which writes no checkpoints and makes the rows of its history itself."""
 
     def check(self, spec: Spec) -> None:
         refuse_search(spec, self.task)

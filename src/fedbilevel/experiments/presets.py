@@ -1,6 +1,7 @@
-"""Values that work, for each task and data set: what a spec does not say is taken from presets.toml.
+"""Provide presets: values that work for a task and a data set, from presets.toml, for fields that a spec leaves out.
 
-A field that an algorithm does not have is left out; what is in neither is the algorithm's or the task's own default.
+A preset for a field that an algorithm does not have is ignored. A field that neither the spec nor the presets set takes
+the default of the algorithm or the task.
 """
 
 import tomllib
@@ -15,13 +16,13 @@ from fedbilevel.core.tables import Fields, merged
 
 TABLES: Fields = tomllib.loads((resources.files("fedbilevel.experiments") / "presets.toml").read_text("utf-8"))
 GROUPS: Mapping[str, Sequence[str]] = TABLES["groups"]
-"""Methods with the same fields, by the name of their group."""
+"""Name of a group -> its methods, which have the same fields."""
 METHODS: Mapping[str, str] = TABLES["methods"]
-"""The method where none is named, for tasks that the default method is not for."""
+"""Task -> its method if none is named, for tasks that the default method cannot solve."""
 
 
 def _complete(content: Any) -> Any:
-    """Return a table over the table that it is `like`, and None for "none"."""
+    """Merge a table with the table that its entry `like` names, and turn "none" into None."""
     if not isinstance(content, Mapping):
         return None if content == "none" else content
     own = {name: _complete(value) for name, value in content.items() if name != "like"}
@@ -29,7 +30,7 @@ def _complete(content: Any) -> Any:
 
 
 def _by_method(table: Fields) -> dict[str, Fields]:
-    """Give each method the fields of its groups, of the smallest group last, and then its own."""
+    """Give each method the fields of its groups and its own; smaller groups, and then the method, take precedence."""
     out: dict[str, Fields] = {}
     for name in sorted(table, key=lambda name: -len(GROUPS.get(name, ()))):
         out |= {method: merged(out.get(method, {}), table[name]) for method in GROUPS.get(name, [name])}
@@ -37,22 +38,22 @@ def _by_method(table: Fields) -> dict[str, Fields]:
 
 
 RUNS = _by_method(_complete(TABLES["runs"]))
-"""What methods need of [run]."""
+"""Method -> the fields of [run] that it needs."""
 
 
 @dataclass(frozen=True)
 class Preset:
-    """Defaults for one task on one data set."""
+    """Hold the defaults for one task on one data set."""
 
     task: Fields = field(default_factory=dict)
     shared: Fields = field(default_factory=dict)  # for every algorithm that has such a field
     algorithms: Mapping[str, Fields] = field(default_factory=dict)  # by name
-    asynchronous: Mapping[str, Fields] = field(default_factory=dict)  # of [asynchronous], for an algorithm by name
+    asynchronous: Mapping[str, Fields] = field(default_factory=dict)  # fields of [asynchronous] by algorithm
     run: Fields = field(default_factory=dict)
-    networks: Mapping[str, Fields] = field(default_factory=dict)  # of the task, for a network that is asked for
+    networks: Mapping[str, Fields] = field(default_factory=dict)  # fields of the task by network
 
     def of_task(self, network: Any) -> dict[str, Any]:
-        """Return what is set of [task]."""
+        """Return the preset fields of [task]."""
         return {**self.task, **next((fields for name, fields in self.networks.items() if name == network), {})}
 
     def of(self, algorithm: str) -> dict[str, Any]:
@@ -60,7 +61,7 @@ class Preset:
         return merged(self.shared, self.algorithms.get(algorithm, {}))
 
     def of_run(self, algorithm: str) -> dict[str, Any]:
-        """Return what is set of [run]; a user's own task says by itself who is asked."""
+        """Return the preset fields of [run]; {} without a preset for the task, as for a user's own."""
         return {**self.run, **RUNS.get(algorithm, {})} if self.run else {}
 
 
@@ -74,10 +75,10 @@ PRESETS: dict[tuple[str, str | None], Preset] = {
     for task, tables in TABLES["task"].items()
     for data, table in tables.items()
 }
-"""Every preset by (task, data set); None is for all data sets without one of their own."""
+"""(task, data set) -> preset; the data set None is for all others of the task."""
 
 
 def preset(task: str, data: str | None) -> Preset:
-    """Return the values for a task and a data set; those without an entry have none."""
-    data = "mnist" if data == "fashion-mnist" else data  # which has images of the same number and size
+    """Return the preset of a task and a data set; it is empty if presets.toml has none."""
+    data = "mnist" if data == "fashion-mnist" else data  # both have the same number and size of images
     return PRESETS.get((task, data), PRESETS.get((task, None), Preset()))

@@ -1,10 +1,10 @@
-"""One run in one folder: start, resume, write what it found.
+"""Start or resume one run in one folder, and write its results there.
 
-Where several processes play it together, process 0 has the folder and the others write nothing.
+If several processes share the run, only process 0 reads and writes the folder.
 
-Methods make different numbers of exchanges a round, some of them at random, and wait for their clients more or less
-long. A run with a budget stops at the first row of its history at which the ledger has reached it; rows fall on fixed
-rounds, so where that is depends on the numbers alone, not on speed or interruptions.
+A run with a budget stops at the first row of its history at which the ledger has reached the budget. Rows are made at
+fixed rounds, so the end depends neither on the machine's speed nor on interruptions. Runs of different methods with the
+same budget have different numbers of rounds, since the exchanges and the time of a round depend on the method.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ def build(spec: Spec, task: Task | None = None) -> Experiment:
 
     Args:
         spec: see `resolve`.
-        task: the spec's, where the caller has made it already.
+        task: the spec's task, if the caller has already made it.
 
     Raises:
-        ConfigurationError, DataError: some value is not allowed, or the algorithm is not made for the task's problem.
+        ConfigurationError, DataError: a value is not allowed, or the algorithm does not solve the task's problem.
     """
     algorithm = algorithm_of(spec)
     engine = Local(**asdict(spec.engine), clock=spec.clock)
@@ -99,30 +99,36 @@ def build(spec: Spec, task: Task | None = None) -> Experiment:
 
 
 def use_cores(spec: Spec) -> None:
-    """Have every core used by the runs of a spec, before its task starts JAX."""
+    """Let the runs of a spec use every core; it must be called before the task starts JAX."""
     if spec.engine.devices is None and not spec.run.pooled and current_group().processes == 1:
         use_every_core()
 
 
 def first_metric(task: Task) -> str:
-    """The metric that pictures, tables and the display of a run show: the task's first, or, where the server measures
-    nothing, the weighted mean of the clients' own; of f on their batches, where they have none or tell none."""
+    """Return the metric that pictures, tables and the display of a run show.
+
+    It is the task's first metric. On a server that measures nothing it is the weighted mean of the clients' first
+    metric, and without such a metric the outer loss on the clients' batches.
+    """
     own = [f"{name}.mean" for name in task.metrics_per_client if isinstance(task.clients, RemoteClients)]
     return next(iter([*task.metrics, *own]), "outer_loss")
 
 
 def of_clients(spec: Spec, task: Task, algorithm: Algorithm) -> Mapping[str, Any]:
-    """The per-client metrics that a run asks for: where the spec says so, and on a server that measures nothing itself,
-    of an algorithm and clients that bear it (see `ClientMetrics`)."""
+    """Return the per-client metrics that a run asks for.
+
+    A run asks for them if the spec does. A server that measures nothing itself asks for them in any case, unless the
+    algorithm or the clients do not support it (see `ClientMetrics`).
+    """
     alone = isinstance(task.clients, RemoteClients) and not task.metrics and task.clients.capacity is None
     asks = alone and task.problem.local is None and not algorithm.asks.asynchronous
     return task.metrics_per_client if spec.run.metrics_per_client or asks else {}
 
 
 def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> None:
-    """Refuse a cohort, a clock or a number of awaited replies that does not fit the number of clients."""
+    """Reject a cohort, a clock or a number of awaited replies that does not fit the number of clients."""
     cohort = check_cohort(cohort_of(spec.run), population)
-    spec.clock.pace(population)  # refuses tables of another number of clients
+    spec.clock.pace(population)  # rejects tables for another number of clients
     available = population - spec.clock.never_available(population).size
     check_everyone(algorithm, population, cohort, "run.cohort")
     count = algorithm.asks.first
@@ -131,10 +137,12 @@ def _check_participants(spec: Spec, algorithm: Algorithm, population: int) -> No
 
 
 def algorithm_of(spec: Spec) -> Algorithm:
-    """The algorithm alone, which needs no data."""
+    """Return the algorithm of a spec, for which no data are needed."""
     algorithm = spec.algorithm.value
     if not isinstance(algorithm, Algorithm):
-        raise ConfigurationError("the spec of a finished run holds tables alone: experiments.resolve(spec.tables())")
+        raise ConfigurationError(
+            "the spec of a finished run has only tables; make a full one with experiments.resolve(spec.tables())"
+        )
     if spec.submodels != UnitPolicy():
         algorithm = Submodels(algorithm, **asdict(spec.submodels))
     waits = spec.asynchronous.wait_for is None
@@ -142,19 +150,19 @@ def algorithm_of(spec: Spec) -> Algorithm:
 
 
 def task_of(spec: Spec, **party: str | int) -> Task:
-    """The task alone, all its samples with one client if they are to be pooled; `party` is for its function."""
+    """Make the task of a spec, with all samples at one client if the run is pooled; `party` goes to its function."""
     name = spec.task.name
     try:
         task = task_maker(name)(**spec.task.value, **party)
     except (FedbilevelError, DataError):
         raise
-    except (ValueError, TypeError, LookupError, OverflowError) as error:  # sizes or columns that make no sense
-        seen = f", as party = {party['party']!r}" if party else ""
+    except (ValueError, TypeError, LookupError, OverflowError) as error:  # for example sizes or columns that do not fit
+        seen = f" for party = {party['party']!r}" if party else ""
         why = f"{type(error).__name__}: " * isinstance(error, KeyError) + str(error)
         raise ConfigurationError(f"task {label(name)} cannot be made with these values{seen}: {why}") from error
     numbers, site = dict(spec.clients), party.get("party")
     capacity = numbers.pop("capacity", None)
-    if isinstance(site, int):  # the server sends it its numbers, but for what it can hold
+    if isinstance(site, int):  # the server sends a site its numbers, except its capacity
         numbers, capacity = {}, capacity[site : site + 1] if isinstance(capacity, list) else capacity
     task = task.with_own(own=numbers, capacity=capacity)
     if spec.run.x_bounds is not None:
@@ -179,7 +187,7 @@ def _box(x0: PyTree, bounds: Sequence[float] | Mapping[str, Any]) -> Project:
     return box(side(0), side(1))
 
 
-HISTORY_SECONDS = 1.0  # at least, between two writes of the history on the way
+HISTORY_SECONDS = 1.0  # the least time between two writes of the history during a run
 
 
 def run(
@@ -195,11 +203,11 @@ def run(
 
     Args:
         spec: see `resolve` and `read_spec`.
-        folder: must not exist, be empty, or hold no more than a run left that ended before its first checkpoint, which
-            is cleared with a warning; None chooses runs/<task>-<algorithm>-<data>-<time>.
+        folder: a new or empty folder. Files of a run that ended before its first checkpoint are cleared with a warning.
+            None chooses runs/<task>-<algorithm>-<data>-<time>.
         callbacks: see `fedbilevel.solve`.
         plot: draw plot.png, which needs matplotlib.
-        experiment: what the spec describes, where the caller has built it already.
+        experiment: the spec's objects, if the caller has already built them.
         progress: see `fedbilevel.solve`.
 
     Raises:
@@ -224,12 +232,18 @@ def resume(
     force: bool = False,
     progress: bool | Display | None = None,
 ) -> Result:
-    """Continue the run in a folder from its checkpoint, to its own number of rounds or to a larger number.
+    """Continue the run in a folder from its checkpoint.
 
     A run that ended before its first checkpoint is started again, with a warning.
-    `force` goes on though samples, losses or start are not what they were, with a warning that names them.
+
+    Args:
+        folder: the folder of the run.
+        rounds: a larger number of rounds than the spec's; None takes the spec's.
+        callbacks, plot, experiment, progress: see `run`.
+        force: continue even if samples, losses or the start have changed, with a warning that names them.
 
     Raises:
+        ConfigurationError: it is not the folder of a run, or `rounds` does not fit the run.
         CheckpointError: there is no checkpoint that fits; nothing was changed.
     """
     place = Folder(Path(folder))
@@ -254,10 +268,10 @@ def complete(
     experiment: Experiment | None = None,
     progress: bool | Display | None = None,
 ) -> None:
-    """Bring a run to its end: nothing where it is finished, else go on from its checkpoint, else start it.
+    """Bring a run to its end: do nothing if it is finished, continue it if it has a checkpoint, or else start it.
 
     Raises:
-        InUse: another process plays it.
+        InUse: another process is running it.
         Others: see `run`.
     """
     place = Folder(Path(folder))
@@ -265,7 +279,7 @@ def complete(
         return
     experiment = experiment or build(spec)
     with lock.exclusive(place.lock, place.path):
-        if place.finished:  # by another process, since
+        if place.finished:  # by another process in the meantime
             return
         place.sweep()
         if not place.begun:
@@ -281,21 +295,22 @@ def run_of(
     callbacks: Sequence[Callback] = (),
     progress: bool | Display | None = False,
 ) -> History:
-    """What a run has measured: read from its folder where it is finished, else brought to its end there.
+    """Return the history of a run, which is first brought to its end in its folder if it has not finished.
 
-    A run whose numbers did not go on is not played again: its folder says why.
+    A run that has failed is not run again: its folder has the reason.
 
     Args:
         spec: see `resolve`.
-        folder: of this run, or none yet.
-        task: makes the spec's task; called where there is something to play.
+        folder: the folder of this run, or a new one.
+        task: makes the spec's task; only called if the run has not finished.
         callbacks, progress: see `fedbilevel.solve`.
 
     Raises:
         NumericalError: the run failed, now or before.
-        ConfigurationError, DataError: the spec is refused; nothing was written.
-        InUse: another process plays it.
-        CheckpointError: the folder holds a run of another spec, which the message names; or it cannot be written.
+        ConfigurationError, DataError: the spec is rejected; nothing was written.
+        InUse: another process is running it.
+        CheckpointError: the folder has a run of another spec, and the message names the difference; or it cannot be
+            written.
     """
     place = Folder(Path(folder))
     if changed := place.difference(spec):
@@ -316,7 +331,7 @@ def run_of(
 
 
 def resumable(place: Folder, rounds: int | None) -> Spec:
-    """The spec with which the run in a folder, process 0's, can go on."""
+    """Return the spec with which the run in a folder can continue; process 0 reads it for all."""
     return resolve(current_group().decide(lambda: _resumable(place, rounds).tables()))
 
 
@@ -332,11 +347,15 @@ def _resumable(place: Folder, rounds: int | None) -> Spec:
     except CheckpointError as error:
         raise CheckpointError(f"{error}; start the run again: fedbilevel run --spec {place.spec}") from error
     spec = read_spec(place.spec)
-    place.environments()  # can be read, and so be added to
+    place.environments()  # raises an error now if the file cannot be read and extended
     if rounds is not None and spec.run.rounds is None:
-        raise ConfigurationError(f"the run in {place.path} ends after {in_words(spec.run.budget)}, not after rounds")
+        raise ConfigurationError(
+            f"rounds cannot be set: the run in {place.path} ends after {in_words(spec.run.budget)}"
+        )
     if rounds is not None and spec.run.rounds is not None and rounds < spec.run.rounds:
-        raise ConfigurationError(f"rounds = {rounds} is not allowed: the run in {place.path} has {spec.run.rounds}")
+        raise ConfigurationError(
+            f"rounds = {rounds} is not allowed: it must be at least {spec.run.rounds}, as in the run in {place.path}"
+        )
     return spec if rounds is None else spec.replace(run={"rounds": rounds})
 
 
@@ -350,14 +369,14 @@ def _play(
     *,
     resume: Resume,
 ) -> Result:
-    """Play a run in its folder, which is locked and has been looked at."""
+    """Run a spec in its folder, which has been checked and locked."""
     check_callbacks(callbacks)
     if plot:
         current_group().decide(require_matplotlib)
     began = time.perf_counter()
     task = experiment.task
     own = of_clients(spec, task, experiment.algorithm)
-    have = f"of the library's {', '.join(MEASURED_PER_CLIENT)} do"
+    have = f"of the library's tasks, {', '.join(MEASURED_PER_CLIENT)} have them"
     named = f"false: task {label(spec.task.name)} has no metrics_per_client; {have}"
     require(bool(own) or not spec.run.metrics_per_client, "run.metrics_per_client", True, named)
     scribe = Scribe(spec, place, resumed=resume in (True, "force"))
@@ -387,7 +406,7 @@ def _play(
 
 
 def _length(spec: Spec, place: Folder, resume: Resume) -> tuple[int, list[Callback]]:
-    """Return rounds at most, and what ends the run before."""
+    """Return the largest number of rounds, and the callbacks that end the run earlier."""
     if spec.run.rounds is not None:
         return spec.run.rounds, []
     whole = spec.run.budget
@@ -397,8 +416,7 @@ def _length(spec: Spec, place: Folder, resume: Resume) -> tuple[int, list[Callba
 
 @contextmanager
 def _opened(scribe: Scribe) -> Iterator[None]:
-    """Open a new run's folder, so that no checkpoint is ever without its spec; if the run ends before it has a
-    checkpoint, leave nothing of the folder."""
+    """Write a new run's spec before its first checkpoint, and remove both files if the run ends without one."""
     try:
         current_group().decide(scribe.open)
         yield
@@ -412,9 +430,9 @@ def _opened(scribe: Scribe) -> Iterator[None]:
 
 
 class Scribe:
-    """A callback that keeps the folder's spec and, beside a checkpoint to go on from, its history up to date.
+    """Write the spec and, once there is a checkpoint, the history of a run to its folder; it is a callback.
 
-    A resumed run opens its folder at the first call: if nothing comes of the resumption, the folder stays as it was.
+    A resumed run opens its folder at the first call, so that a resumption that fails leaves the folder unchanged.
     """
 
     def __init__(self, spec: Spec, place: Folder, resumed: bool = False) -> None:
@@ -422,7 +440,7 @@ class Scribe:
         self.opened, self.written = False, 0.0
 
     def open(self) -> None:
-        """Take away what marks a finished run, write what describes this run."""
+        """Remove the files that mark a finished run, and write the spec and the environment of this one."""
         with writing(self.place.path):
             self.place.path.mkdir(parents=True, exist_ok=True)
             for file in (self.place.summary, self.place.result, self.place.ledger, self.place.plot):
@@ -441,8 +459,11 @@ class Scribe:
 
 
 def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: float, plot: bool) -> None:
-    """Write what is known at the end; the summary last, so that it marks a finished run. Where nobody has told the
-    metric, as clients under privacy, the first that was judged stands for it."""
+    """Write the results of a run; the summary is written last, and marks a finished run.
+
+    If no row has the metric, for example since private clients do not report it, the first metric with a known
+    direction replaces it.
+    """
     if not any(metric in row for row in result.history.rows):
         metric = next(iter(result.history.judged), "exchanges")
     write_text(place.spec, spec.to_toml())
@@ -456,8 +477,11 @@ def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: floa
 
 
 def summary(spec: Spec, result: Result, metric: str, seconds: float) -> dict[str, Any]:
-    """The few numbers that people compare. Seconds in rounds are those of the whole run, also before a resumption; what
-    else took time, compiling above all, is known of this time alone."""
+    """Return the numbers that are compared between runs.
+
+    Seconds in rounds are those of the whole run, also before a resumption. Other times, such as that of compiling, are
+    those since the start of this process.
+    """
     rows = [row for row in result.history.rows if metric in row]
     values = [row[metric] for row in rows]
     top = best(values, result.history.larger_is_better(metric))
@@ -486,8 +510,8 @@ PACKAGES = ("jax", "jaxlib", "optax", "numpy", "scikit-learn")
 
 
 def environment_of(spec: Spec) -> dict[str, Any]:
-    """What a run's folder says of where it is played: versions of Python and of the packages that decide numbers, the
-    commit of this code, devices and CPU count, and the hashes of the user's own files."""
+    """Return the environment of a run for its folder: versions of Python and of the packages that affect its numbers,
+    the commit of this code, devices and CPU count, and the hashes of the user's own files."""
     devices = jax.devices()
     return {
         "fedbilevel": __version__,
@@ -507,14 +531,16 @@ def environment_of(spec: Spec) -> dict[str, Any]:
 
 @cache
 def _commit(checkout: Path) -> str | None:
-    """The commit of this code, with "-dirty" where a file differs; None where the code lies in no checkout of its own.
+    """Return the commit of this code, with "-dirty" if a file differs; None if the code is not in its own checkout.
 
-    An installed package may lie in a checkout of another project, in its virtual environment: that is not asked.
+    An installed package may be in the virtual environment of another project; that project's commit is not used.
     """
     if not (checkout / ".git").exists():
         return None
     command = ["git", "-C", str(checkout), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
-    here = {name: value for name, value in os.environ.items() if not name.startswith("GIT_")}  # a hook's name another
+    here = {
+        name: value for name, value in os.environ.items() if not name.startswith("GIT_")
+    }  # in a hook, these variables name another repository
     try:
         said = subprocess.run(command, capture_output=True, text=True, timeout=10, env=here)
     except (OSError, subprocess.TimeoutExpired):

@@ -1,12 +1,12 @@
-"""A search over the fields of a spec: a sweep whose points are drawn by an ordinary study of Optuna.
+"""Search over the fields of a spec: a sweep whose points are drawn by an ordinary Optuna study.
 
-The objective of the study is a run for each seed, in folders.
+The objective of the study makes a run for each seed, in folders such as
 
     trial-003/seed-0
 
-The same command goes on with the study, and several processes with it share the trials. The trial of a process that was
-killed is no loss: another point is drawn. Draws depend on the number of the trial and on what came of those before. The
-rows of the first seed's run are the intermediate values by which a pruner may end a trial.
+The same command continues the study, and several processes that run it share the trials. If a process is killed,
+another point is drawn in place of its trial. A draw depends on the number of the trial and on the results of the trials
+before. The rows of the first seed's run are the intermediate values by which a pruner may end a trial.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ if TYPE_CHECKING:
     import optuna
 
 STUDY, JOURNAL, LOCK = "fedbilevel", "study.journal", ".study.lock"
-BEAT, GRACE = 10, 60  # seconds between a worker's signs of life in a database, and until another gets its point
-DIGITS = 4  # of a number that is drawn: as many as a paper quotes
+BEAT, GRACE = 10, 60  # seconds between a worker's heartbeats in a database, and without one until its trial is retried
+DIGITS = 4  # significant digits of a drawn number, as many as a paper quotes
 PRUNERS = {"halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner", "median": "MedianPruner"}
-UNREADABLE = (ImportError, OSError, ValueError, LookupError, TypeError, AttributeError)  # of a driver, or a journal
+UNREADABLE = (ImportError, OSError, ValueError, LookupError, TypeError, AttributeError)  # errors of drivers, journals
 Space = Mapping[str, "Range | Sequence[Any]"]
-"""What each field is drawn from: a range of numbers, or some values."""
+"""Field -> the range of numbers, or the values, from which it is drawn."""
 
 
 @dataclass(frozen=True)
 class Range:
-    """Numbers between two ends, drawn uniformly or by their logarithm; whole ones where both ends are."""
+    """Hold two ends between which numbers are drawn, uniformly or on a logarithmic scale; integers if both ends are."""
 
     low: float
     high: float
@@ -73,16 +73,18 @@ class Range:
 
     @classmethod
     def parse(cls, option: str, text: str, *, linear: bool = False) -> Range:
-        """Read "0.001:1:log", "0:0.5" or, of whole numbers alone, "1:8", as an option has it.
+        """Read the range of an option: "0.001:1:log", "0:0.5" or, for whole numbers, "1:8".
 
         Args:
-            linear: refuse "log".
+            option: the name of the option, for the message.
+            text: the range.
+            linear: reject "log".
 
         Raises:
-            ConfigurationError: it is none of these.
+            ConfigurationError: the text has none of these forms.
         """
-        form = "of the form LOW:HIGH or LOW:HIGH:log, LOW below HIGH, and above 0 with log"
-        form = "of the form LOW:HIGH, LOW below HIGH" if linear else form
+        form = "of the form LOW:HIGH or LOW:HIGH:log, with LOW below HIGH, and LOW above 0 if log"
+        form = "of the form LOW:HIGH, with LOW below HIGH" if linear else form
         low, *rest = text.split(":")
         try:
             ends = [toml.parse_value(low.strip()), toml.parse_value(rest[0].strip())] if rest else []
@@ -118,26 +120,27 @@ def search_specs(
     progress: bool | Display | None = False,
     trackers: Sequence[Tracker] = (),
 ) -> Sweep:
-    """Draw and play points until so many trials have ended, by this process and others with the same storage.
+    """Draw and run points until `trials` trials have ended, in this process and others with the same storage.
 
     Args:
         spec_of, folder, seeds, select, select_on_test, say, progress, trackers: see `sweep_specs`.
-        space: what each field is drawn from.
-        trials: how many, those of other processes included; two processes that end at once may make another.
+        space: field -> the range or the values from which it is drawn.
+        trials: the number of trials, including those of other processes; there may be one more if two processes end
+            a trial at the same time.
         storage: a database URL of SQLAlchemy (sqlite:///…, postgresql://…), or the path of a file; None keeps a file in
             the folder.
-        pruner: a name of PRUNERS, which ends trials early; None plays all to their ends.
+        pruner: a name of PRUNERS, which ends trials early; None runs all trials to their ends.
 
     Raises:
-        ConfigurationError: wrong input, another sweep in the storage or the folder, or Optuna is not installed.
-        CheckpointError: something cannot be written.
+        ConfigurationError: the input is wrong, the storage or the folder has another sweep, or Optuna is not installed.
+        CheckpointError: a file or the storage cannot be written.
     """
     require_optuna("--search")
     import optuna
 
     require_sweepable(space)
     first = spec_of({name: of.low if isinstance(of, Range) else of[0] for name, of in space.items()})
-    spec_of({name: of.high if isinstance(of, Range) else of[-1] for name, of in space.items()})  # is allowed, too
+    spec_of({name: of.high if isinstance(of, Range) else of[-1] for name, of in space.items()})  # must be allowed, too
     keep = len(seeds or (first.run.seed,))
     player = InFolders(
         spec_of, folder, seeds, first, name=lambda number, point: trial_name(number), keep=keep, trackers=trackers
@@ -169,7 +172,7 @@ def search_specs(
         return statistics.fmean(row[select] for row in rows)
 
     def played(trial: optuna.Trial, point: PointValues) -> list[dict[str, Any]]:
-        """Return the row of each seed's run; all of them have the error with which the trial ended early."""
+        """Return the row of each seed's run. If the trial ended early, every row has the error."""
 
         def report(result: Result, row: Row | None) -> None:
             if row and select in row and row["round"]:
@@ -179,7 +182,7 @@ def search_specs(
                     raise optuna.TrialPruned(f"{PRUNED} {row['round']:,.0f} rounds")
 
         rows: list[dict[str, Any]] = []
-        pruned: dict[str, Any] = {}  # the last row of a run that is ended early
+        pruned: dict[str, Any] = {}  # the last row of a pruned run
         try:
             for seed in player.seeds:
                 history = player.run(trial.number, point, seed, display, [] if rows else [report])
@@ -217,16 +220,16 @@ def drawn(trial: optuna.Trial, name: str, of: Range | Sequence[Any]) -> Any:
 def open_study(
     folder: Path, place: str, definition: Mapping[str, Any], larger: bool, pruner: str | None
 ) -> optuna.Study:
-    """Open the study in a storage, new or of the same search.
+    """Open the study in a storage, or create it.
 
     Raises:
-        ConfigurationError: the storage cannot be used, or holds another search.
+        ConfigurationError: the storage cannot be used, or has another search.
     """
     import optuna
 
     with storing(place, ConfigurationError, *UNREADABLE):
         require_reachable(place)
-    with lock.wait_for_lock(folder / LOCK), storing(place, ConfigurationError, *UNREADABLE):  # one process makes it
+    with lock.wait_for_lock(folder / LOCK), storing(place, ConfigurationError, *UNREADABLE):  # one process creates it
         study = optuna.create_study(
             storage=storage_at(place),
             study_name=STUDY,
@@ -238,7 +241,9 @@ def open_study(
         for name in {**there, **definition}:
             if (was := there.get(name)) != (now := definition.get(name)):
                 file = name.removeprefix("code.")
-                changed = f"{name} is {was!r} there, and {now!r} here" if file == name else f"{file} has changed since"
+                changed = (
+                    f"{name} is {was!r} there and {now!r} here" if file == name else f"{file} has changed since then"
+                )
                 option = "--out" if place == str(folder / JOURNAL) else "--storage"
                 raise ConfigurationError(f"{place} has another search: {changed}; choose another {option}")
         study.set_user_attr("definition", definition)
@@ -246,7 +251,7 @@ def open_study(
 
 
 def require_reachable(place: str) -> None:
-    """Connect to a database's server before there is anything in the folder; a file may lie in it."""
+    """Connect to a database's server before anything is written to the folder; files are not opened."""
     import sqlalchemy
 
     if "://" not in place and Path(place).exists():
@@ -262,7 +267,7 @@ def require_reachable(place: str) -> None:
 
 
 def storage_at(place: str) -> Any:
-    """Return Optuna's storage: in a file; or in the database at a URL, where a lost worker's trial is tried again."""
+    """Return Optuna's storage in a file, or in the database at a URL, where a lost worker's trial is retried."""
     from optuna.storages import JournalStorage, RDBStorage, RetryHeartbeatStaleTrialCallback
     from optuna.storages.journal import JournalFileBackend
 
@@ -273,9 +278,9 @@ def storage_at(place: str) -> Any:
 
 
 class JournalLock:
-    """The lock of a journal, as Optuna calls it.
+    """Lock a journal, in place of Optuna's own locks.
 
-    A process that is killed leaves Optuna's own locks behind, for half a minute, or for ever where a path is relative.
+    A killed process leaves Optuna's locks behind for half a minute, or for ever if the path is relative.
     """
 
     def __init__(self, journal: Path) -> None:
@@ -292,9 +297,9 @@ class JournalLock:
 
 @contextmanager
 def held(journal: Path) -> Iterator[None]:
-    """Hold a journal for this process alone to write, by a lock that the system frees where a process is killed.
+    """Lock a journal so that only this process writes it; the system frees the lock if the process is killed.
 
-    A torn last line is cut off: Optuna would append to it, and never read the file again.
+    An incomplete last line is cut off, since Optuna would append to it and could then never read the file again.
     """
     with lock.wait_for_lock(journal.with_name(f".{journal.name}.lock")):
         if journal.is_file() and journal.stat().st_size:
@@ -308,7 +313,7 @@ def held(journal: Path) -> Iterator[None]:
 
 @contextmanager
 def storing(place: str, kind: type[FedbilevelError], *others: type[Exception]) -> Iterator[None]:
-    """Say which storage cannot be used, and why: errors of its database, and `others`, become an error of `kind`."""
+    """Turn errors of the database, and `others`, into an error of `kind` that names the storage and the reason."""
     from sqlalchemy.exc import SQLAlchemyError
 
     wrong: tuple[type[Exception], ...] = (SQLAlchemyError, *others)

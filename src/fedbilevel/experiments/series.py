@@ -1,7 +1,7 @@
-"""Several runs under one folder, started by one command: of several seeds, or of several algorithms on one task.
+"""Make a series of runs in one folder: one spec with several seeds, or several algorithms on one task.
 
-What is finished is read, what is not is continued, the rest is started. A series maps the places of its runs to their
-specs; every place is in the series' folder, or directly below it.
+Finished runs are read, unfinished runs are continued, and the others are started. A series maps the path of each run to
+its spec; the paths are in the series' folder, or one level below.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ from fedbilevel.tasks import Task
 
 
 def seeded(spec: Spec, seed: int) -> Spec:
-    """Give a spec that seed, for the run, the clock and, where it has a seed, the task."""
+    """Return a spec with another seed for the run, the clock and, if it has a seed, the task."""
     task = {"seed": seed} if "seed" in spec.task.fields else {}
     return spec.replace(run={"seed": seed}, task=task, clock={"seed": seed})
 
 
 def require_series(folder: Path, series: Mapping[Path, Spec], *, besides: Sequence[str] = ()) -> None:
-    """Refuse a folder with anything but some of these runs (and files of the names in `besides`)."""
+    """Reject a folder with anything except some of these runs and files named in `besides`."""
     if folder.exists() and not folder.is_dir():
         require_free(folder)
     above = {parent for place in series for parent in place.parents if folder in parent.parents}
     for parent in [folder, *sorted(above)]:
         for path in sorted(parent.iterdir()) if parent.is_dir() else []:
             if path not in series and path not in above and not (parent == folder and path.name in besides):
-                raise ConfigurationError(f"cannot write these runs to {folder}: {path} is there and none of them")
+                raise ConfigurationError(f"cannot write these runs to {folder}: it also contains {path}")
     for place, spec in series.items():
         found = Folder(place)
         if not found.begun and not found.finished:
@@ -66,7 +66,7 @@ PICTURE = "comparison.png"
 WRITTEN_BESIDE = [PICTURE, ORDER, *(file.name for file in names(Path(PICTURE)))]
 
 Play = Callable[[Spec, Path, Task], Any]
-"""(spec, folder, task): bring that run to its end."""
+"""(spec, folder, task): brings the run of the spec to its end in the folder."""
 
 
 def compare_algorithms(
@@ -83,28 +83,27 @@ def compare_algorithms(
 ) -> list[RunGroup]:
     """Run several algorithms on the same task and seeds, and draw their curves in one picture.
 
-    Each run has a folder of its own, OUT/<algorithm> or, with seeds, OUT/<algorithm>/seed-N; finished runs found there
-    are read, unfinished runs continued.
+    Each run has its own folder, OUT/<algorithm> or, with seeds, OUT/<algorithm>/seed-N. Finished runs in these folders
+    are read, and unfinished runs are continued.
 
     Args:
-        task: see `fedbilevel tasks`; None takes the default; or a user's own (module:name, file.py:name).
-        algorithms: their names, all different; or a user's own (module:NAME, file.py:NAME).
-        settings: for all of them, as `configure` takes them. "algorithm.field=…" is for those that have such a field,
-            "fednest.field=…" for that algorithm alone (a user's own by the name of its class); run.exchanges=N gives
-            all of them the same budget.
+        task: a name that `fedbilevel tasks` lists, or a user's own (module:name, file.py:name); None takes the default.
+        algorithms: different names of algorithms, also a user's own (module:NAME, file.py:NAME).
+        settings: settings for all algorithms, as `configure` takes them. "algorithm.field=…" is for all algorithms that
+            have the field, and "fednest.field=…" only for FedNest (a user's own has the name of its class).
+            run.exchanges=N gives all algorithms the same budget.
         data: the task's data set.
-        seeds: of run and task; None makes a single run of each algorithm.
-        centralised: also run the first algorithm with a single client that holds every sample.
-        against: hyperparameter searches over x with the same budget of exchanges, names of `RIVALS`.
-        search_box: the bounds between which these draw every entry of x; None: those of the task's x.
-        out: a new folder, or that of the same comparison (or of a part of it); None chooses a folder in ./runs.
+        seeds: the seeds of run and task; None makes a single run of each algorithm.
+        centralised: also run the first algorithm with a single client that has every sample.
+        against: hyperparameter searches over x with the same budget of exchanges: names of `RIVALS`.
+        search_box: the bounds between which the searches draw every entry of x; None takes those of the task's x.
+        out: a new folder, or that of the same comparison or of a part of it; None chooses a folder in ./runs.
 
     Returns:
-        What was run: for each algorithm a group of runs, which differ in their seeds. `comparison_table` makes a
-        table of them.
+        For each algorithm a group of runs, which differ in their seeds. `comparison_table` makes a table of them.
 
     Raises:
-        ConfigurationError: wrong input; nothing was written.
+        ConfigurationError: the input is wrong; nothing was written.
     """
     specs = comparison_specs(
         task, algorithms, settings=settings, data=data, centralised=centralised, against=against, search_box=search_box
@@ -127,10 +126,16 @@ def play_all(
     picture: bool = True,
     look: Look | None = None,
 ) -> list[RunGroup]:
-    """Bring all runs of a comparison to their ends, and draw those that got there, unless no `picture` is wanted;
-    panels and size as `draw` has them.
+    """Bring all runs of a comparison to their ends, and draw the finished ones.
 
-    `play` does so for a run, the default silently; a run that it leaves unfinished is left out.
+    Args:
+        specs: name -> spec of each algorithm.
+        folder: the folder of the comparison.
+        seeds: see `compare_algorithms`.
+        play: brings one run to its end; None does it without output. A run that it leaves unfinished is left out.
+        panels, size: see `draw`.
+        picture: whether to draw.
+        look: how the runs are shown.
     """
     if picture:
         require_matplotlib()
@@ -141,7 +146,7 @@ def play_all(
     tasks = TaskCache()
     missing = [place for place in series if not Folder(place).finished]
     for place in missing[: len(specs)]:
-        build(series[place], tasks(series[place]))  # all fit the task, or nothing begins
+        build(series[place], tasks(series[place]))  # nothing begins unless all fit the task
     for place in missing:
         spec, made = series[place], tasks(series[place])
         if play is None:
@@ -150,7 +155,7 @@ def play_all(
             play(spec, place, made)
     done = [place for place in series if Folder(place).finished]
     if not done:
-        raise ConfigurationError(f"none of the runs in {folder} reached its end: there is nothing to compare")
+        raise ConfigurationError(f"none of the runs in {folder} has finished: there is nothing to compare")
     order = list(dict.fromkeys([*recorded_order(folder), *specs]))
     write_json(folder / ORDER, order)
     done.sort(key=lambda place: order.index(place.relative_to(folder).parts[0]))
@@ -171,10 +176,10 @@ def comparison_specs(
     search_box: tuple[float, float] | None = None,
     base: Fields | None = None,
 ) -> dict[str, Spec]:
-    """The spec of each algorithm, of each rival, and of the run with a single client, by the names of their folders.
+    """Return name of the folder -> spec for each algorithm, each search of `against` and the centralised run.
 
-    The name of a folder is that of the algorithm; for the arguments see `compare_algorithms`. `base`: the tables of a
-    spec, which the others change.
+    A folder has the name of its algorithm. For the arguments see `compare_algorithms`; `base` are the tables of a spec,
+    which the other arguments change.
     """
     require(len(algorithms) > 0, "algorithms", list(algorithms), "one or more names")
     algorithms = [name if name in ALGORITHMS else spelled("algorithm", name) for name in algorithms]
@@ -195,7 +200,9 @@ def comparison_specs(
         specs |= bounded({key: specs[key] for key in keys[-len(rivals) :]}, search_box)
     if centralised:
         first = specs[keys[0]]
-        single = {"wait_for": 1}  # of all clients; it is no straggler, always there, and as fast as they are on average
+        single = {
+            "wait_for": 1
+        }  # this client is always available, no straggler, and as fast as the clients are on average
         pace = {name: float(np.mean(getattr(first.clock, name))) for name in ("compute", "network")}
         specs[CENTRALISED] = first.replace(
             run={"pooled": True},
@@ -207,13 +214,13 @@ def comparison_specs(
 
 
 def bounded(rivals: Mapping[str, Spec], search_box: tuple[float, float] | None) -> dict[str, Spec]:
-    """Give rivals the bounds of x: those of `search_box`, or of run.x_bounds, or of the task's own set, if it is a box.
+    """Give searches the bounds of x: of `search_box`, else of run.x_bounds, else of the task's own set if it is a box.
 
     Raises:
-        ConfigurationError: the rivals have no budget of exchanges, or there are no such bounds.
+        ConfigurationError: there is no budget of exchanges, or none of the three gives bounds.
     """
     first = next(iter(rivals.values()))
-    allowed = "given with --against: the budget of every method and of all trials of a search"
+    allowed = "given with --against: it is the budget of each method, and of all trials of a search together"
     require(first.run.exchanges is not None, "--exchanges", first.run.exchanges, allowed)
     box, given = search_box, first.run.x_bounds
     if box is None and given is not None and not isinstance(given, Mapping):
@@ -229,17 +236,17 @@ def bounded(rivals: Mapping[str, Spec], search_box: tuple[float, float] | None) 
 
 
 OF_A_METHOD = "clients", "submodels", "asynchronous", "privacy"
-"""Sections that may be given for one method of a comparison: NAME.clients.local_steps=3."""
+"""Sections that can be set for one method of a comparison, as in NAME.clients.local_steps=3."""
 
 
 def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Sequence[str]) -> dict[str, list[str]]:
-    """The settings for each algorithm, in the form of `configure`."""
+    """Return algorithm -> its settings, in the form of `configure`."""
     known = {
         name: fields_of(full_name("task", task or DEFAULT_TASK), full_name("algorithm", name)) for name in algorithms
     }
     every = {field for sections in known.values() for fields in sections.values() for field in fields}
     each: dict[str, list[str]] = {name: [] for name in algorithms}
-    named = {name.rpartition(":")[2]: name for name in algorithms}  # of a user's own, the class's name
+    named = {name.rpartition(":")[2]: name for name in algorithms}  # a user's own is named by its class
     for setting in settings:
         path, equals, text = setting.partition("=")
         head, _, rest = path.strip().partition(".")
@@ -266,15 +273,14 @@ def _settings_of_each(task: str | None, algorithms: Sequence[str], settings: Seq
 
 
 def _series(folder: Path, specs: Mapping[str, Spec], seeds: Sequence[int] | None) -> dict[Path, Spec]:
-    """Return all runs, those with the same seed together: they share a task."""
+    """Return folder -> spec of all runs; those with the same seed follow each other, since they share a task."""
     if seeds is None:
         return {folder / name: spec for name, spec in specs.items()}
     return {folder / name / f"seed-{seed}": seeded(spec, seed) for seed in seeds for name, spec in specs.items()}
 
 
 class TaskCache:
-    """Makes tasks, and keeps the last `keep` of them, federated and pooled: runs in a row with the same seed share
-    theirs."""
+    """Make tasks, and keep the last `keep` of them, so that consecutive runs with the same seed share a task."""
 
     def __init__(self, keep: int = 1) -> None:
         self.keep = keep

@@ -1,4 +1,4 @@
-"""Describe what a window onto a run, a federation or a sweep shows, in the terminal as on a page."""
+"""Describe what `fedbilevel watch` shows of a run, a federation or a sweep, in a terminal or on a web page."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from fedbilevel.core.metrics import text
 from fedbilevel.experiments.tables import Table
 
 STATES = ("running", "failed", "idle", "waiting", "finished")
-"""Idle: nothing plays the run, which has begun and not ended. Waiting: it has not begun."""
-UNLIKE = 50  # above this ratio of its values a metric is drawn by its logarithm
+"""Idle: the run has begun and not ended, but no process is running it. Waiting: it has not begun."""
+UNLIKE = 50  # if the ratio of its largest and least value is above, a metric is drawn on a logarithmic scale
 
 
 @dataclass(frozen=True)
@@ -25,41 +25,43 @@ class MetricTrace:
 
     @property
     def last(self) -> str:
-        """Return the last value as a text, which is NaN or inf if that is the value."""
+        """Return the last value as a text, also if it is NaN or infinite."""
         return self.in_words(self.values[-1])
 
     @property
     def finite(self) -> list[float]:
-        """Return the values but for NaN and infinities."""
+        """Return the finite values."""
         return [value for value in self.values if math.isfinite(value)]
 
     @property
     def logarithmic(self) -> bool:
-        """Tell whether the curve is that of the logarithm, since the values are far apart."""
+        """Tell whether the curve is drawn on a logarithmic scale, since the values differ by a large factor."""
         return bool(self.finite) and min(self.finite) > 0 and max(self.finite) > UNLIKE * min(self.finite)
 
     @property
     def span(self) -> str:
-        """Say between which values the metric lies, on which scale, and how many values are not finite."""
+        """Return a text with the range of the metric, the scale, and the number of values that are not finite."""
         parts = [f"{self.in_words(min(self.finite))} to {self.in_words(max(self.finite))}"] if self.finite else []
         parts += ["logarithmic"] if self.logarithmic else []
         others = len(self.values) - len(self.finite)
         return ", ".join([*parts, *([f"{others} not finite"] if others else [])])
 
     def in_words(self, value: float) -> str:
-        """Return a value as a text; core.metrics would write a dash for NaN."""
+        """Return a value as a text; `core.metrics.text` would write a dash for NaN."""
         return text(self.name, value) if math.isfinite(value) else str(value).replace("nan", "NaN")
 
     def heights(self, most: int) -> list[float | None]:
-        """Return at most so many heights in [0, 1], each the last value of a stretch; None: one that is not finite.
+        """Return at most `most` heights in [0, 1], each for one of the equal stretches into which the values are cut.
 
-        A value that is not finite represents its stretch wherever it lies in it, so that none is hidden.
+        The height is that of the stretch's last value, or None if any value of the stretch is not finite.
         """
         size = -(-len(self.values) // most)
         parts = [self.values[start : start + size] for start in range(0, len(self.values), size)]
         chosen = [next((value for value in part if not math.isfinite(value)), part[-1]) for part in parts]
         scaled = [math.log(one) if self.logarithmic and math.isfinite(one) else one / 2 for one in chosen]
-        finite = [value for value in scaled if math.isfinite(value)]  # halves: a difference may overflow
+        finite = [
+            value for value in scaled if math.isfinite(value)
+        ]  # of halves, since a difference of values may overflow
         low, high = (min(finite), max(finite)) if finite else (0.0, 0.0)
         level = 0.5 if low == high else None
         return [(level or (one - low) / (high - low)) if math.isfinite(one) else None for one in scaled]
@@ -67,20 +69,20 @@ class MetricTrace:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Hold what a window shows.
+    """Hold what `fedbilevel watch` shows.
 
     Args:
-        title: what is computed.
+        title: the title of the run, or the name of the folder.
         state: one of STATES.
         why: more about the state.
-        done, whole: how far the run is, in its budget's cost; whole = 0 if that is not known.
-        amount: both in words.
+        done, whole: the progress and the budget, in the cost that ends the run; whole = 0 if it is not known.
+        amount: progress and budget in words.
         facts: lines by name.
-        traces: of the metrics, then of the exchanges.
-        tables: clients that are absent, or the runs of a sweep.
-        notes: what cannot be read.
+        traces: the traces of the metrics, then those of the exchanges.
+        tables: the absent clients, or the runs of a sweep.
+        notes: messages about parts that cannot be read.
         directions: metric -> whether a larger value is better, once the run has ended.
-        error: with which a run has ended.
+        error: the error with which a run has ended.
         fields: the sections of a run's spec.
     """
 
@@ -100,7 +102,7 @@ class Snapshot:
 
     @property
     def over(self) -> bool:
-        """Tell whether nothing more will come."""
+        """Tell whether the run has ended."""
         return self.state in ("finished", "failed")
 
     def value(self, metric: str) -> float | None:

@@ -1,8 +1,9 @@
-"""A study of several sites' tables over Flower: what its server and its sites do, and the app that has both.
+"""Run a study of several sites' tables over Flower: the server's part, the sites' part, and the app with both.
 
-A run has two contracts. Under the first, whose only term is the study, the server asks for statistics, and sends what
-they add up to; sites then draw up the second, that of the exchanges, from it. Both go through the roster: a node has to
-agree to each and to have the client's key, deadlines hold, and `exchanges.jsonl` has a line for every attempt.
+A run has two contracts. Under the first, whose only term is the study, the server asks the sites for statistics and
+sends them the sum. From this sum the sites draw up the second contract, for the exchanges. The same rules hold under
+both: a node must agree to the contract and have its client's key, replies have deadlines, and `exchanges.jsonl` has a
+line for every attempt.
 """
 
 from __future__ import annotations
@@ -60,10 +61,10 @@ FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
 class Asking(Algorithm):
-    """A method without rounds, under whose contract sites answer questions.
+    """A method without rounds; under its contract, sites answer questions.
 
     Args:
-        study: as JSON, which both sides compare.
+        study: the study as JSON; server and sites compare it.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SingleLevel,)
@@ -78,33 +79,33 @@ class Asking(Algorithm):
 
 
 def _nothing(x: Array, rows: Any) -> Array:
-    """The loss of a method without rounds."""
+    """Return the loss of a method without rounds, which is never minimised."""
     return jnp.sum(x**2) + 0.0 * jnp.sum(rows["digest"])
 
 
 def read_study(file: Path) -> Study:
-    """Read the [study] of a TOML file."""
+    """Read the table [study] of a TOML file."""
     tables = toml.read(file)
     require("study" in tables, str(file), "without [study]", "the study.toml of an app")
     return Study.read(tables["study"])
 
 
 def server_app(study: Study) -> Any:
-    """Make a Flower ServerApp that plays the study."""
+    """Make a Flower ServerApp that runs the study."""
     from fedbilevel import flower
 
     return flower.server_app(partial(serve, study))
 
 
 def client_app(study: Study) -> Any:
-    """Make a Flower ClientApp of a site, with its own table."""
+    """Make the Flower ClientApp of a site, with the site's own table."""
     from fedbilevel import flower
 
     return flower.client_app(partial(site, study), agrees=True)
 
 
 def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
-    """Play the study with the sites that Flower's Grid reaches, and write model.json to the folder `out`."""
+    """Run the study with the sites that Flower's Grid reaches, and write model.json to the folder `out`."""
     from fedbilevel.flower import Flower
 
     known = {"out", "client-keys", *SERVER} - {"quorum"}
@@ -112,7 +113,7 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
         if name not in known:
             raise unknown("name in the run configuration", name, known)
     place = Folder(Path(config["out"]) if config.get("out") else default_path("study"))
-    require(not place.model.exists(), "out", str(place.path), "another folder: there is a model in it")
+    require(not place.model.exists(), "out", str(place.path), "another folder, since this one has a model")
     engine = Flower(
         grid=grid,
         terms=terms({**config, "quorum": 1.0}),
@@ -130,18 +131,18 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
             model.report.save(place.path)
     except FedbilevelError as error:
         kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), ExchangeError)
-        ended = kind(f"{error}; sites: {names}. Submitted again, the study begins anew")
+        ended = kind(f"{error}; sites: {names}. If it is submitted again, the study starts from the beginning")
         note_end(place, ended)
         raise ended from error
     print(f"model {place.model.resolve()}", flush=True)
 
 
 def played(study: Study, engine: Any) -> StudyModel:
-    """Play the study with the sites that a `Flower` reaches; all of them have to reply to every exchange.
+    """Run the study with the sites that a `Flower` reaches; every site must reply to every exchange.
 
     Raises:
-        ExchangeError: a site is missing, or refuses; it says which, and why.
-        ConfigurationError: what sites told does not fit together.
+        ExchangeError: a site is missing or refuses; the message names the site and the reason.
+        ConfigurationError: the sites' statistics do not fit together.
     """
     from fedbilevel.flower.server.questions import Questions
     from fedbilevel.flower.wire import draw_up
@@ -168,13 +169,13 @@ def played(study: Study, engine: Any) -> StudyModel:
 
 
 def site(study: Study, run_config: Mapping[str, Any], node_config: Mapping[str, Any], agreed: str) -> Any:
-    """Make the client of this node: before sites have agreed one that tells its statistics, then one with samples."""
+    """Make the client of this node: with its statistics before sites have agreed, then with its samples."""
     from fedbilevel.flower import Site
 
     table, client = table_of(study, node_config), int(node_config["partition-id"])
     node = fields_of_kinds(NODE, node_config)
     own: dict[str, Any] = {"id": client, "limits": Limits.of(node_config), "approve": rule_of(node)}
-    own |= {"subject": study.text}  # of both contracts of a run: a person approves the study once
+    own |= {"subject": study.text}  # the same for both contracts, so that a person approves the study once
     if not agreed:
         return Site(
             **own,
@@ -210,7 +211,7 @@ def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
         if name not in known:
             raise unknown("name in the node configuration", name, known)
     private = [name for name in PRIVACY if name in node_config]
-    allowed = "left out: a study's statistics and exchanges are exact, and nothing hides them"
+    allowed = "left out: a study has no privacy by noise, since its statistics and exchanges are exact"
     require(not private, f"node configuration: {', '.join(private)}", "given", allowed)
     client, count = node_config.get("partition-id"), len(study.sites)
     fits = type(client) is int and 0 <= client < count
@@ -221,7 +222,7 @@ def table_of(study: Study, node_config: Mapping[str, Any]) -> SiteTable:
     require(fits, "node configuration: table", source, "a .csv, .tsv or .parquet file, or package.module:function")
     try:
         frame = _frame(study, str(source))
-    except DataError as error:  # which names the file, and what is wrong with it
+    except DataError as error:  # its message names the file and what is wrong in it
         raise ConfigurationError(f"node configuration: table: {error}") from error
     except (OSError, ValueError, ImportError, AttributeError) as error:
         raise ConfigurationError(f"node configuration: table {source!r} cannot be read: {in_a_line(error)}") from error
@@ -239,8 +240,9 @@ def _frame(study: Study, source: str) -> Any:
 
 
 def check(study: Study, node_config: str, *superlink: Any) -> Iterator[tuple[str, str]]:
-    """Look at a site before its SuperNode is started: yield what it holds and would tell, by name, for its owner; the
-    other arguments are those of `federation.check`.
+    """Inspect a site before its SuperNode is started: yield what it has and what it would send, by name.
+
+    The arguments after `node_config` are those of `federation.check`.
 
     Raises:
         ConfigurationError: the configuration or the table are wrong, or the site would not take part.

@@ -1,10 +1,10 @@
-"""A sweep over the fields of a spec: every point is a spec, and each of its runs has a folder named by its values.
+"""Sweep over the fields of a spec: every point is a spec, and each of its runs has a folder named by the values.
 
     server_lr.x-0.01-local_steps-5/seed-0
 
-What is finished there is read, what is not is continued, the rest is started. So the same command goes on where it was,
-several processes with the same command share the runs, since a run is locked by who plays it, and with more values only
-the new points are played.
+Finished runs are read, unfinished runs are continued, and the others are started. The same command therefore continues
+an interrupted sweep, and with more values it only runs the new points. Several processes with the same command share
+the runs, since a process locks the run that it is running.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ from fedbilevel.sweeps import (
 )
 from fedbilevel.tasks import Task
 
-SHARE = "0.2"  # of the training data, as a message suggests to hold out
-LONGEST = 100  # characters of a folder's name
+SHARE = "0.2"  # share of the training data that a message suggests to hold out
+LONGEST = 100  # the largest number of characters in a folder's name
 PLAN, CHOSEN, TABLE = "sweep.json", "chosen.toml", "sweep.csv"
 SpecOf = Callable[[PointValues], Spec]
-"""(values of the swept fields) -> the spec with these values; a ConfigurationError where it is refused."""
+"""(values of the swept fields) -> the spec with these values; raises ConfigurationError if a value is rejected."""
 PrintLine = Callable[[str], None]
 
 
@@ -68,25 +68,25 @@ def sweep_specs(
     progress: bool | Display | None = False,
     trackers: Sequence[Tracker] = (),
 ) -> Sweep:
-    """Play every combination of the values of some fields, or what of it is not finished, each run in its folder.
+    """Run every combination of the values of some fields that has not finished yet, each in its folder.
 
     Args:
         spec_of: makes the spec of a point.
         grid: the values of each field, by its dotted path.
-        folder: new, or with runs of this sweep or of a part of it.
-        seeds: of every point; None takes the spec's own.
+        folder: a new folder, or one with runs of this sweep or of a part of it.
+        seeds: the seeds of every point; None takes the spec's seed.
         select: the metric that decides; None takes the task's first.
-        select_on_test: it may be measured on test data.
+        select_on_test: whether the metric may be measured on test data.
         say: called with a line about each run that has ended.
         progress: see `fedbilevel.solve`.
-        trackers: what records each run.
+        trackers: record each run.
 
     Returns:
         The sweep; its `algorithm` is the spec of the best point.
 
     Raises:
-        ConfigurationError: wrong input, or the folder holds other runs; nothing was run.
-        CheckpointError: something cannot be written.
+        ConfigurationError: the input is wrong, or the folder has other runs; nothing was run.
+        CheckpointError: a file cannot be written.
     """
     require_sweepable(grid)
     points = product(grid)
@@ -99,9 +99,7 @@ def sweep_specs(
         for seed in player.seeds:
             there = Folder(folder / point_name(point) / f"seed-{seed}")
             if changed := there.difference(player.seeded(spec, seed)):
-                raise ConfigurationError(
-                    f"{there.path} holds another run ({changed}): choose another folder with --out"
-                )
+                raise ConfigurationError(f"{there.path} has another run ({changed}): choose another folder with --out")
 
     def said(row: Mapping[str, Any]) -> None:
         say(in_a_line(f"{point_name({name: row[name] for name in grid})}/seed-{row['seed']}", row, select))
@@ -113,24 +111,27 @@ def sweep_specs(
 
 
 def other_runs(folder: Path, points: Iterable[str], seeds: Sequence[int]) -> int:
-    """Count the runs in a sweep's folder that are of other points, which are named by their folders, or seeds."""
+    """Count the runs in a sweep's folder that have another point or seed; `points` are the names of their folders."""
     own = {folder / point / f"seed-{seed}" for point in points for seed in seeds}
     return sum(file.parent not in own for file in folder.glob(f"*/seed-*/{Folder(folder).spec.name}"))
 
 
 class InFolders:
-    """Runs points in folders: each with each seed, or, where `seeds` is None, once with the spec's own.
+    """Run points in folders, each with each seed.
 
     Args:
-        make: the spec of a point; `first` is such a spec.
-        name: of a point's folder, by the point's number and values.
+        make: makes the spec of a point.
+        folder: the folder of the sweep.
+        seeds: the seeds; None runs each point once with the spec's seed.
+        first: the spec of a point, from which this seed is taken.
+        name: makes the name of a point's folder from the point's number and values.
         keep: how many tasks stay in memory.
-        trackers: what records each run.
+        trackers: record each run.
 
     Attributes:
-        plan: which metric decides, how many runs there are and, if folders are not named by them, the swept fields, for
-            `fedbilevel watch`. It is written to PLAN once a run has begun: a sweep whose runs are all refused leaves
-            nothing.
+        plan: the metric that decides, the number of runs and, unless folders are named by their values, the swept
+            fields, for `fedbilevel watch`. It is written to PLAN when the first run has begun, so that a sweep without
+            valid runs leaves no file.
     """
 
     def __init__(
@@ -157,7 +158,7 @@ class InFolders:
     def run(
         self, number: int, point: PointValues, seed: int, display: Guarded, callbacks: Sequence[Callback] = ()
     ) -> History:
-        """Return what a point's run with a seed has measured, see `run_of`."""
+        """Return the history of a point's run with a seed: see `run_of`."""
         name = self.name(number, point)
         display.begin(f"{name}, seed {seed}")
         spec, place = self.seeded(self.make(point), seed), self.folder / name / f"seed-{seed}"
@@ -168,22 +169,21 @@ class InFolders:
             raise ConfigurationError(str(error)) from error
 
     def note_plan(self, result: Result, row: Row | None) -> None:
-        """Write the plan, once."""
+        """Write the plan at the first call."""
         if self.plan:
             write_json(self.folder / PLAN, self.plan)
             self.plan = {}
 
 
 def require_sweepable(fields: Mapping[str, Any]) -> None:
-    """Refuse to choose among seeds."""
+    """Raise a ConfigurationError if a swept field is a seed."""
     for name in fields:
         if name.rpartition(".")[2] == "seed":
             raise ConfigurationError(f"{name} cannot be swept: no seed is better than another; --seeds gives several")
 
 
 def point_name(point: PointValues) -> str:
-    """Name a point's folder: its values, and a hash where they are too long for it or hold other characters than
-    such names do."""
+    """Return the name of a point's folder: its values, with a hash if they are too long or have special characters."""
     exact = "-".join(f"{name}-{in_words(value)}" for name, value in point.items())
     if re.fullmatch(r"[\w.-]+", exact) and len(exact) <= LONGEST:
         return exact
@@ -195,7 +195,7 @@ def in_words(value: Any) -> str:
 
 
 def in_a_line(name: str, row: Mapping[str, Any], select: str) -> str:
-    """Say what came of a run, in a line."""
+    """Return the outcome of a run in a line."""
     if row["error"]:
         return f"{name}  failed: {row['error']}"
     return f"{name}  {select} {text(select, row[select])}  ({row['round']:,.0f} rounds)"
@@ -205,7 +205,7 @@ def chosen_metric(spec: Spec, select: str | None, on_test: bool, tasks: Callable
     """Return the metric that decides: `select`, or the first of the task.
 
     Raises:
-        ConfigurationError: it is not measured, or measured on test data.
+        ConfigurationError: the metric is not measured, or is measured on test data.
     """
     task = tasks(spec)
     own = task.metrics_per_client if spec.run.metrics_per_client else {}
@@ -216,7 +216,7 @@ def chosen_metric(spec: Spec, select: str | None, on_test: bool, tasks: Callable
         advice = f"--set task.holdout={SHARE} holds training data out and measures {on_holdout} in its place"
     else:
         others = " or ".join(one for one in known if not measured_on_test(one))
-        advice = f"Task {label(spec.task.name)} holds no data out; it can be chosen by {others}"
+        advice = f"Task {label(spec.task.name)} holds no data out; choose by {others}"
     if select not in known and "validation" in select and on_holdout:
         raise ConfigurationError(f"task {label(spec.task.name)} does not measure {select}: {advice}")
     require_known(select, known)
@@ -225,10 +225,10 @@ def chosen_metric(spec: Spec, select: str | None, on_test: bool, tasks: Callable
 
 
 def parse_values(text: str) -> list[Any]:
-    """Read the TOML values between commas; commas within lists, tables and quotes do not end a value.
+    """Read TOML values that are separated by commas; a comma within a list, a table or quotes does not end a value.
 
     Raises:
-        ConfigurationError: a text is no value.
+        ConfigurationError: the text has an invalid value.
     """
     found: list[Any] = []
     rest = ""
@@ -247,7 +247,7 @@ def parse_values(text: str) -> list[Any]:
 
 
 def sweep_table(found: Sweep, width: int | None = None) -> rich.table.Table:
-    """Make a table with a line for each point, best first; costs are means over the seeds."""
+    """Return a table with a line for each point, best first, in which costs are means over the seeds."""
     columns = [
         Column(
             name,
@@ -271,8 +271,10 @@ def sweep_table(found: Sweep, width: int | None = None) -> rich.table.Table:
 
 
 def write_files(found: Sweep, folder: Path) -> dict[str, Path]:
-    """Write a line for each run, and the spec of the best point if any; return the paths. Numbers that depend on
-    this machine's speed are left out: a sweep that was interrupted leaves the same files."""
+    """Write a table with a line for each run, and the spec of the best point if any; return the paths by name.
+
+    Numbers that depend on the machine's speed are left out, so that an interrupted sweep ends with the same files.
+    """
     written = {"table": folder / TABLE, "chosen": folder / CHOSEN}
     rows = [row | {name: in_words(row[name]) for name in found.fields} for row in found.trials]
     write_text(folder / TABLE, csv_text(rows))
@@ -284,7 +286,7 @@ def write_files(found: Sweep, folder: Path) -> dict[str, Path]:
 
 
 def chosen_toml(found: Sweep) -> str:
-    """Write the spec of the best point, with the number of runs it was chosen among."""
+    """Return the spec of the best point as TOML, with a comment on how it was chosen."""
     row, seeds = found.rows[0], list(dict.fromkeys(str(row["seed"]) for row in found.trials))
     values = ", ".join(f"{name} = {in_words(row[name])}" for name in found.fields)
     spread = f" ± {row['sd']!r} (sample standard deviation over {len(seeds)} seeds)" if len(seeds) > 1 else ""

@@ -1,7 +1,8 @@
-"""Tables: each is described once, for a terminal, where nothing is cut, for a page, a paper and a README.
+"""Describe a table once, and write it for a terminal, a web page, a paper or a README.
 
-A cell keeps its numbers, so that each of these writes them in its own way. Where a terminal has no room for all columns
-some go, and the caption names them; where it has none for the others, their texts are folded, and numbers last.
+A cell keeps its numbers, so that each output can format them in its own way. A terminal never cuts a text. If it is too
+narrow for all columns, the least important ones are left out and the caption names them. If it is still too narrow,
+texts are folded, and finally numbers too.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from fedbilevel.engines.history import Row
 from fedbilevel.wording import printable
 
 READABLE = 20  # characters of a text before it is folded
-LEAST = 8  # where even so there is no room
-DIGITS = 4  # of a mean in a paper
+LEAST = 8  # the same on a terminal that is too narrow for READABLE
+DIGITS = 4  # significant digits of a mean in a paper
 LATIN = 0x17F  # the last letter that pdfLaTeX sets as it is
 
 
@@ -39,18 +40,18 @@ AMOUNTS: Mapping[str, Callable[[float], str]] = {
     "seconds": "{:.1f}".format,
     "gflop": gflop,
 }
-"""How costs are written, which are said as means."""
+"""Kind of cost -> function that writes the mean of such costs."""
 
 
 @dataclass(frozen=True)
 class Cell:
-    """Numbers or words.
+    """Hold the numbers or the words of a cell.
 
     Args:
-        words: what stands there; after the numbers, where there are some.
-        values: over the seeds.
-        kind: of the numbers: a name in AMOUNTS, or else the metric that they are of.
-        best: whether it is printed like the best of its column.
+        words: the text of the cell, which follows the numbers if there are any.
+        values: the numbers, one for each seed.
+        kind: the kind of the numbers: a name in AMOUNTS, or else the name of the metric.
+        best: whether the printed numbers equal those of the column's best cell.
     """
 
     words: str = ""
@@ -65,10 +66,10 @@ class Cell:
 
     @property
     def deviation(self) -> float | None:
-        """The sample standard deviation, of metrics alone; None of a single value."""
+        """Return the sample standard deviation of a metric; None for a cost or a single value."""
         if len(self.values) < 2 or self.kind in AMOUNTS:
             return None
-        apart = math.hypot(*(value - self.mean for value in self.values))  # without squares, which may be too large
+        apart = math.hypot(*(value - self.mean for value in self.values))  # without squares, which may overflow
         return apart / math.sqrt(len(self.values) - 1)
 
     def __str__(self) -> str:
@@ -81,14 +82,14 @@ class Cell:
 
 @dataclass(frozen=True)
 class Column:
-    """A column.
+    """Hold a column.
 
     Args:
-        heading: of one line or more; "" of a column that papers alone have.
-        cells: one for each row.
-        goes: where there is no room the columns with the lowest numbers go first; None stays.
-        paper: its heading in a paper, as LaTeX; "" leaves it out there.
-        is_text: whether it holds no numbers, so that it may be folded.
+        heading: the heading, of one line or more; "" if the column is only for papers.
+        cells: one cell for each row.
+        goes: the order in which columns are left out if there is no room, the lowest number first; None: never.
+        paper: the heading in a paper, as LaTeX; "" leaves the column out there.
+        is_text: whether the column has texts, which may be folded, and no numbers.
     """
 
     heading: str
@@ -99,18 +100,20 @@ class Column:
 
 
 def text_column(heading: str, texts: Iterable[object], goes: int | None = None, paper: str = "") -> Column:
-    """A column of words."""
+    """Return a column of texts."""
     return Column(heading, [Cell(str(text)) for text in texts], goes, paper, is_text=True)
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table: a row at the same place of every column.
+    """Hold a table; the n-th row consists of the n-th cells of all columns.
 
     Args:
+        title: the title.
+        columns: the columns.
         notes: sentences for the caption.
-        last_apart: whether the last row is set apart, as that of a sum.
-        seeds: over how many seeds each cell's values are; 0 where that differs.
+        last_apart: whether a line separates the last row, for example a sum, from the others.
+        seeds: the number of seeds behind each cell; 0 if cells have different numbers.
     """
 
     title: str
@@ -121,12 +124,12 @@ class Table:
 
     @property
     def shown(self) -> list[Column]:
-        """The columns that everything but a paper has."""
+        """Return the columns that are shown everywhere except in a paper."""
         return [column for column in self.columns if column.heading]
 
 
 def best_of(cells: Sequence[Cell], rivals: Sequence[bool], larger: bool) -> list[Cell]:
-    """The cells, those of rivals marked that are printed in a paper like the best of them; none that has words, too."""
+    """Mark the best rival's cell, and every rival's cell that a paper prints alike. A cell with words is never best."""
     known = [
         cell
         for cell, rival in zip(cells, rivals, strict=True)
@@ -143,12 +146,12 @@ def _said(cell: Cell) -> str:
 
 
 def folding(text: str, style: str = "") -> Text:
-    """A text, taken literally, whose long words go on in the next line."""
+    """Return a text that is printed literally, in which a long word continues on the next line."""
     return Text(text, style=style, overflow="fold")
 
 
 def titled(title: str, *, frame: Box = box.SIMPLE_HEAD, caption: str = "", header: bool = True) -> rich.table.Table:
-    """An empty table of a terminal."""
+    """Return an empty table for a terminal."""
     return rich.table.Table(
         title=folding(title, "bold"),
         title_justify="left",
@@ -160,12 +163,11 @@ def titled(title: str, *, frame: Box = box.SIMPLE_HEAD, caption: str = "", heade
 
 
 def terminal(table: Table, width: int | None = None) -> rich.table.Table:
-    """The table for a terminal: not wider than `width`, None for any."""
+    """Return the table for a terminal, at most `width` wide; None: of any width."""
     shown, hidden = table.shown, list[str]()
 
     def fits(least: int) -> bool:
-        """Whether there is room if only texts are folded, and none to less than `least` or, unless that is the LEAST,
-        within a word."""
+        """Tell whether the table fits if texts are folded to no less than `least`, and words only if that is LEAST."""
         narrow = titled("")
         _add_columns(narrow, shown, least)
         return width is None or Console(width=10_000).measure(narrow).minimum <= width
@@ -188,7 +190,7 @@ def terminal(table: Table, width: int | None = None) -> rich.table.Table:
 
 
 def _add_columns(table: rich.table.Table, columns: Sequence[Column], least: int | None) -> None:
-    """Add the columns; `least`: texts stay that wide, numbers whole. None: all may be folded."""
+    """Add the columns. Texts are folded to no less than `least`, and numbers are not; None: all may be folded."""
     for column in columns:
         said = [str(one) for one in (column.heading, *column.cells)]
         widest = max(cell_len(line) for one in said for line in one.split("\n"))
@@ -232,7 +234,7 @@ def summary_table(summary: dict[str, Any]) -> rich.table.Table:
 
 
 def over_clients(row: Row) -> dict[str, str]:
-    """Lines for each per-client metric: its mean, its worst value, and its first and last decile over clients."""
+    """Return the mean, the worst value, and the first and last decile over clients of each per-client metric."""
     lines: dict[str, str] = {}
     for name in [column.removesuffix(".worst") for column in row if column.endswith(".worst")]:
         mean, worst, low, high = (text(name, row[f"{name}.{end}"]) for end in ("mean", "worst", "p10", "p90"))
@@ -241,20 +243,22 @@ def over_clients(row: Row) -> dict[str, str]:
 
 
 def holders(row: Row) -> dict[str, str]:
-    """Lines about clients with submodels: the least number of clients that held an entry, and the number of entries
-    that no client held, both as means over the rounds of the row."""
+    """Return lines about clients with submodels, as means over the rounds of the row.
+
+    They are the least number of clients that held an entry, and the number of entries that no client held.
+    """
     lines = {}
     if parts := [part for part in "xy" if f"coverage_{part}" in row]:
         least = (f"{row[f'coverage_{part}']:.3g} ({part})" for part in parts)
         lines["clients per entry"] = f"at least {', '.join(least)}"
     if idle := [part for part in "xy" if row.get(f"uncovered_{part}", 0) > 0]:
         entries = " and ".join(f"{row[f'uncovered_{part}']:,.6g} entries of {part}" for part in idle)
-        lines["held by nobody"] = entries
+        lines["held by no client"] = entries
     return lines
 
 
 def summary_line(name: Path, summary: dict[str, Any]) -> str:
-    """The outcome of one of several runs, in a line."""
+    """Return the outcome of one of several runs in a line."""
     metric, exchanges = summary["metric"], summary["last_row"]["exchanges"]
     value = text(metric, summary["final"])
     length = f"{summary['rounds']:,} rounds, {exchanges:,} exchanges, {summary['seconds_this_time']:.1f} s"
@@ -262,7 +266,7 @@ def summary_line(name: Path, summary: dict[str, Any]) -> str:
 
 
 def seeds_table(summaries: Sequence[dict[str, Any]], width: int | None = None) -> rich.table.Table:
-    """The outcome of runs that differ in their seed only, not wider than `width`."""
+    """Return the table of runs that differ in their seed only, at most `width` wide."""
     metric = summaries[0]["metric"]
     columns = [Column("seed", [*(Cell(str(one["seed"])) for one in summaries), Cell("mean ± sd")])]
     for kind, goes in (("final", None), ("best", 1)):
@@ -279,12 +283,12 @@ def _title(summary: dict[str, Any]) -> str:
 
 
 def visible(text: object) -> str:
-    """A text for a page: escaped, and without characters that cannot be seen, such as those that turn its direction."""
+    """Return a text escaped for a web page, without invisible characters such as those that reverse its direction."""
     return html.escape(printable(str(text), None, kept="\n\t"))
 
 
 def page_table(table: Table) -> str:
-    """The table for a page; the first cell of each row is its heading, the best of a column in bold."""
+    """Return the table as HTML, with the first cell of each row as its heading and the best of a column in bold."""
     kinds = ["" if column.is_text else " class=number" for column in table.shown]
     headings = [column.heading for column in table.shown]
     heads = "".join(
@@ -302,7 +306,7 @@ def page_table(table: Table) -> str:
 
 
 def markdown(table: Table) -> str:
-    """The table for a README or an issue, the best of a column in bold."""
+    """Return the table as Markdown, for a README or an issue, with the best of a column in bold."""
     rule = ["---" if column.is_text else "---:" for column in table.shown]
     cells = [[f"**{_plain(cell)}**" if cell.best else _plain(cell) for cell in column.cells] for column in table.shown]
     rows = [[_plain(column.heading) for column in table.shown], rule, *zip(*cells, strict=True)]
@@ -310,12 +314,12 @@ def markdown(table: Table) -> str:
 
 
 def _plain(text: object) -> str:
-    """A text in one line, in which nothing ends a cell or begins a tag."""
+    """Return a text in one line, in which no character ends a cell or begins a tag."""
     return re.sub(r"[|<&]", lambda found: f"&#{ord(found[0])};", " ".join(str(text).split()))
 
 
 def latex(table: Table) -> str:
-    """The columns that a paper has, as a `tabular` with the best of a column in bold; it needs the package booktabs."""
+    """Return the columns for a paper as a LaTeX `tabular`, which needs booktabs, with the best of a column in bold."""
     columns = [column for column in table.columns if column.paper]
     over = f"mean and standard deviation over {table.seeds} seeds; " if table.seeds > 1 else ""
     words = [escaped(str(cell)) for cell in columns[0].cells]
@@ -357,13 +361,15 @@ ESCAPES = {char: f"\\{char}" for char in "&%$#_{}"} | {
 
 
 def escaped(text: str) -> str:
-    """A text that LaTeX sets as it is."""
+    """Escape a text so that LaTeX prints it literally."""
     plain = "".join(ESCAPES.get(char, char) for char in re.sub(r"\s+", " ", text))
-    return re.sub(r"^[\[*]", r"{\g<0>}", plain)  # after \\ of the row before these would be its arguments
+    return re.sub(
+        r"^[\[*]", r"{\g<0>}", plain
+    )  # after the \\ of the row before, LaTeX would read [ or * as an argument
 
 
 def number(mean: float, spread: float | None = None, bold: bool = False) -> str:
-    """A mean, with ± its standard deviation where there is one, in as many decimals as give the mean four digits."""
+    """Return a mean as LaTeX, with ± its standard deviation if there is one, so that the mean has four digits."""
     if not math.isfinite(mean):
         return "--"
     power = math.floor(math.log10(abs(mean))) if mean else 0

@@ -1,6 +1,6 @@
-"""Writing TOML, which the standard library only reads, and reading single values.
+"""Write TOML, which the standard library can only read, and read single values.
 
-TOML has no null: None is written "none", and "none" is read as None where a field may be None.
+TOML has no null. None is written as "none", and a field that may be None reads "none" as None.
 """
 
 import json
@@ -15,22 +15,22 @@ from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.reading import newer_format, read_bytes
 from fedbilevel.wording import in_a_line, printable
 
-DEPTH = 10  # of lists and tables in each other; what a field may be has 3 at most
-FORMAT = 1  # of specs: one of a later format, which may have other sections, is refused
+DEPTH = 10  # the largest depth of nested lists and tables; no field needs more than 3
+FORMAT = 1  # the format of specs; a later one may have other sections, and is rejected
 STAMP = {"fedbilevel": __version__, "format": FORMAT}
-"""What stands before the sections of a spec."""
-LONGEST = 2**22  # bytes of a file
-NAMES = 1_000  # in a table
-SHOWN = 200  # characters of a wrong text in an error
+"""The entries before the sections of a spec."""
+LONGEST = 2**22  # the largest file, in bytes
+NAMES = 1_000  # the largest number of names in a table
+SHOWN = 200  # characters of a wrong text that an error shows
 DOTTED = re.compile(r"""(?<![\w"'-])(?:["'\w-]++[ \t]*+\.[ \t]*+){50}""")
 WORD = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789_-./")
 
 
 def dumps(tables: Mapping[str, Any], comment: str = "") -> str:
-    """A document of one [section] per table, and before these the values that are none.
+    """Return a TOML document with a [section] for each table; values that are not tables come first.
 
-    A table inside a section is written inline, but for those with a "name" and more: these are sections of their own,
-    [section.field], after the fields of the section that holds them.
+    A table inside a section is written inline. If it has a "name" and other entries, it becomes a section
+    [section.field] after the fields of the section that contains it.
     """
     lines = [f"# {line}" for line in comment.splitlines()]
     lines += [f"{_key(name)} = {value(one)}" for name, one in tables.items() if not isinstance(one, Mapping)]
@@ -40,7 +40,7 @@ def dumps(tables: Mapping[str, Any], comment: str = "") -> str:
 
 
 def _section(path: str, fields: Mapping[str, Any]) -> list[str]:
-    """The lines of a table and of the named tables inside it, an empty line before each."""
+    """Return the lines of a table and of the named tables inside it, with an empty line before each."""
     nested = {name: content for name, content in fields.items() if _is_named(content)}
     lines = ["", f"[{path}]", *(f"{_key(name)} = {value(fields[name])}" for name in fields if name not in nested)]
     for name, content in nested.items():
@@ -53,13 +53,13 @@ def _is_named(content: Any) -> bool:
 
 
 def value(content: Any) -> str:
-    """One value in TOML's notation."""
+    """Return a value in TOML's notation."""
     if content is None:
         return '"none"'
     if isinstance(content, bool):
         return "true" if content else "false"
     if isinstance(content, int | float):
-        return repr(content)  # inf and nan are spelt alike
+        return repr(content)  # Python and TOML spell inf and nan alike
     if isinstance(content, str):
         return json.dumps(content, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(content, Mapping):
@@ -67,11 +67,11 @@ def value(content: Any) -> str:
         return f"{{ {inside} }}" if inside else "{}"
     if isinstance(content, list | tuple):
         return f"[{', '.join(value(item) for item in content)}]"
-    raise ConfigurationError(f"a spec cannot hold {content!r}: numbers, text, lists and tables only")
+    raise ConfigurationError(f"a spec cannot contain {content!r}, but only numbers, text, lists and tables")
 
 
 def parse_value(text: str) -> Any:
-    """A TOML value, or a bare word as text: 3, 0.1, true, [64, 32], {name = "adam"}, mnist."""
+    """Read a TOML value, or a bare word as text: 3, 0.1, true, [64, 32], {name = "adam"}, mnist."""
     try:
         document = _loads(f"value = {text}")
     except (ValueError, RecursionError):
@@ -87,17 +87,17 @@ def parse_value(text: str) -> Any:
 
 
 def _loads(text: str) -> dict[str, Any]:
-    """The tables of a document; tomllib compares each part of a key with each other, so that long ones have no end."""
+    """Read a document; a key of 50 parts or more is rejected, since tomllib is too slow for very long keys."""
     if DOTTED.search(text):
         raise ValueError("a key has 50 parts or more")
     return tomllib.loads(text)
 
 
 def read(path: Path) -> dict[str, Any]:
-    """The content of a spec in TOML; errors name the file, and the line where the notation is wrong.
+    """Read a spec in TOML; errors name the file, and the line at which the notation is wrong.
 
     Raises:
-        ConfigurationError: it is no TOML, or of a later format than this version knows; that version is named.
+        ConfigurationError: the file is not TOML, or has a later format; the message names the version that wrote it.
     """
     try:
         document = _loads(read_bytes(path, LONGEST).decode())
@@ -119,17 +119,17 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def other_version(document: Mapping[str, Any]) -> str:
-    """Say which version wrote a spec; "" where it was this one, or is not known."""
+    """Return a text with the version that wrote a spec; "" if it was this version or is not known."""
     version = document.get("fedbilevel", __version__)
     there = f"it was written by fedbilevel {printable(str(version), 20)}"
     return "" if version == __version__ else f"{there}, and this is {__version__}"
 
 
 def _check(where: str, content: Any, depth: int = 0) -> None:
-    """Refuse what no field could be: dates, integers beyond the 64 bits of TOML's, tables within tables without end."""
+    """Reject content that no field can have: dates, integers of more than 64 bits, very deep or large tables."""
     if isinstance(content, Mapping | list):
         if depth == DEPTH:
-            raise ConfigurationError(f"{where} has lists and tables in each other to a depth of more than {DEPTH}")
+            raise ConfigurationError(f"{where} has lists and tables nested to a depth of more than {DEPTH}")
         if isinstance(content, Mapping) and len(content) > NAMES:
             raise ConfigurationError(f"{where} has a table of {len(content):,} names, more than {NAMES:,}")
         for item in content.values() if isinstance(content, Mapping) else content:
@@ -139,7 +139,7 @@ def _check(where: str, content: Any, depth: int = 0) -> None:
             raise ConfigurationError(f"{where} has an integer of more than 64 bits")
     elif not isinstance(content, str | float):
         raise ConfigurationError(
-            f"{where} has {str(content)!r}, a date or a time: numbers, text, lists and tables only"
+            f"{where} has {str(content)!r}, a date or a time, but only numbers, text, lists and tables are allowed"
         )
 
 

@@ -1,4 +1,4 @@
-"""Show a `Snapshot`: on a terminal, and as the content of a page."""
+"""Show a `Snapshot`: on a terminal, and as the content of a web page."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ POINTS, HEIGHT = 240, 48  # of a curve on a page, and the height of its drawing
 
 
 def sparkline(trace: MetricTrace, most: int = CURVE) -> str:
-    """Draw a curve as text; × is a value that is not finite."""
+    """Draw a curve as text; × marks a value that is not finite."""
     heights = trace.heights(most)
     return "".join(NOT_FINITE if one is None else BLOCKS[min(int(one * len(BLOCKS)), 7)] for one in heights)
 
 
 def on_terminal(snapshot: Snapshot, width: int) -> RenderableType:
-    """Return a snapshot as rich prints it."""
+    """Return a snapshot for a terminal, as an object that rich prints."""
     state = folding(snapshot.state, COLOURS[snapshot.state]).append(f"  {snapshot.why}", "default")
     bar = ProgressBar(snapshot.whole, min(snapshot.done, snapshot.whole), width=CURVE)
     lines = [(folding(name, "dim"), folding(fact)) for name, fact in snapshot.facts.items()]
@@ -39,7 +39,7 @@ def on_terminal(snapshot: Snapshot, width: int) -> RenderableType:
 
 
 def _grid(rows: Sequence[Sequence[RenderableType]]) -> RenderableType:
-    """Return rows side by side, after an empty line; nothing for no rows."""
+    """Return rows as a grid after an empty line; without rows, return nothing to print."""
     grid = rich.table.Table.grid(padding=(0, 2))
     for row in rows:
         grid.add_row(*row)

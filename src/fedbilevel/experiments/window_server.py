@@ -1,4 +1,4 @@
-"""Serve the page of `fedbilevel watch`: a page of one file, and a stream of events that keeps it up to date.
+"""Serve the web page of `fedbilevel watch`: a single file, and a stream of events that keeps it up to date.
 
 The server answers only GET, on two paths, and no part of a request reaches the file system. At 127.0.0.1, every user of
 this machine may read the page; at another address, a request needs a token. A request is refused if its header Host is
@@ -28,9 +28,9 @@ from fedbilevel.experiments.snapshot import Snapshot
 from fedbilevel.experiments.tables import visible
 from fedbilevel.experiments.window import on_page
 
-STREAMS = 50  # pages that are kept up to date at once
-ALIVE = 15.0  # seconds until a stream without news sends a comment, so that one whose page is closed ends
-PATIENCE = 30.0  # seconds for a request to come, or for an answer to be taken
+STREAMS = 50  # the largest number of pages that are kept up to date at once
+ALIVE = 15.0  # seconds after which a stream without news sends a comment, which fails if the page is closed
+PATIENCE = 30.0  # seconds that a connection may wait for its request, or for its answer to be read
 POLICY = (
     "default-src 'none'; style-src 'nonce-{0}'; script-src 'nonce-{0}'; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'"
@@ -44,11 +44,11 @@ HEADERS = {
 
 
 class WindowServer(ThreadingHTTPServer):
-    """Serve a page that shows the last snapshot that was published.
+    """Serve a page with the last published snapshot.
 
     Args:
-        host: the address, or a name of this machine.
-        port: 0 takes any that is free.
+        host: an address or a name of this machine.
+        port: the port; 0 takes any free one.
 
     Attributes:
         token: the text that every request must contain; "" at a loopback address, where no token is needed.
@@ -78,7 +78,7 @@ class WindowServer(ThreadingHTTPServer):
         return f"http://{host}:{self.server_address[1]}/" + (f"?token={self.token}" if self.token else "")
 
     def publish(self, snapshots: Iterable[Snapshot]) -> None:
-        """Show one snapshot after the other."""
+        """Publish one snapshot after another, as the iterable yields them."""
         for snapshot in snapshots:
             if (content := on_page(snapshot)) != self.content:
                 with self.news:
@@ -92,7 +92,7 @@ class WindowServer(ThreadingHTTPServer):
 
 
 class WindowRequest(BaseHTTPRequestHandler):
-    """Answer a request: see the module."""
+    """Answer a request, by the rules in the docstring of the module."""
 
     server: WindowServer
     timeout = PATIENCE
@@ -121,7 +121,7 @@ class WindowRequest(BaseHTTPRequestHandler):
     do_HEAD = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_POST
 
     def names_this_machine(self) -> bool:
-        """Tell whether the header Host is an IP address, which no other name replaces, or a name of this machine."""
+        """Tell whether the header Host is an IP address, or a name of this machine."""
         try:
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
             return host in self.server.names or bool(ipaddress.ip_address(host))
