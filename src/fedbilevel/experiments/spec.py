@@ -1,10 +1,10 @@
-"""The typed spec: everything that determines a run, read from and written to TOML.
+"""Define the typed spec: everything that determines a run, read from and written to TOML.
 
-[task] and [algorithm] have a name and the fields of what it names; [clients] has what is a client's own, as
-`fedbilevel.Clients` takes it: local_steps, capacity, and fields of the algorithm, by their paths; [asynchronous],
-[submodels], [privacy], [run] and [engine] are below; [clock] has the fields of `fedbilevel.Clock`. A spec is always
-complete: `resolve` takes the fields that are not given from the presets, and else from the defaults. These layers are
-merged as tables before anything is read.
+[task] and [algorithm] have a name and the fields of the named task or algorithm. [clients] has values that differ
+between clients, as `fedbilevel.Clients` takes them: local_steps, capacity, and fields of the algorithm by their paths.
+[asynchronous], [submodels], [privacy], [run] and [engine] have the fields of the classes below, and [clock] those of
+`fedbilevel.Clock`. A spec is always complete: `resolve` takes missing fields from the presets, and the rest from the
+defaults. The given fields, the presets and the defaults are merged as tables before any value is checked.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ from fedbilevel.wording import of_others
 
 @dataclass(frozen=True)
 class Component:
-    """A task or an algorithm of a spec.
+    """Hold the task or the algorithm of a spec.
 
     Attributes:
-        name: under which it is found.
-        value: of a task the arguments of its function, of an algorithm the algorithm itself; of a finished run that is
-            only read, a table as it was written.
+        name: the name by which it is found.
+        value: the arguments of the task's function, or the algorithm itself. In the spec of a finished run, which is
+            only read, it is the table as it was written.
     """
 
     name: str
@@ -71,14 +71,14 @@ class Component:
 
     @property
     def fields(self) -> dict[str, Any]:
-        """Return the fields as TOML can hold them."""
+        """Return the fields in the form that TOML can hold."""
         value = self.value
         return plain(value if isinstance(value, Mapping) else {name: getattr(value, name) for name in names_of(value)})
 
 
 @config
 class AsynchronousPlan:
-    """Whether to go on with the first replies: these fields of `fedbilevel.Asynchronous`.
+    """Set whether exchanges end with the first replies, by some fields of `fedbilevel.Asynchronous`.
 
     Args:
         wait_for: how many replies an exchange waits for; None waits for all.
@@ -91,7 +91,7 @@ class AsynchronousPlan:
 
     def validate(self) -> None:
         if self.wait_for is None:
-            allowed = "left out without asynchronous.wait_for, where everyone is waited for"
+            allowed = "left out without asynchronous.wait_for, since then all replies are awaited"
             for name in ("max_staleness", "delay_penalty"):
                 got = getattr(self, name)
                 require(not got, f"asynchronous.{name}", got, allowed)
@@ -99,11 +99,11 @@ class AsynchronousPlan:
 
 @config
 class PrivacyPlan:
-    """Whether simulated clients reply under differential privacy: these fields of `fedbilevel.Privacy`.
+    """Set whether simulated clients reply under differential privacy, by some fields of `fedbilevel.Privacy`.
 
     Args:
-        clip, noise_multiplier, delta: see `fedbilevel.Privacy`; all of them, or none: replies are sent as they are.
-        budget: the ε that a client spends at most; the run ends before the first round that would take one over it.
+        clip, noise_multiplier, delta: see `fedbilevel.Privacy`. Give all of them or none; with none, replies are exact.
+        budget: the largest ε that a client may spend; the run ends before the first round in which one would exceed it.
     """
 
     clip: float | None = positive_below(math.inf, default=None)
@@ -118,7 +118,7 @@ class PrivacyPlan:
 
     @property
     def terms(self) -> Privacy | None:
-        """The terms of each client, if there are any."""
+        """Return the privacy of each client; None if replies are exact."""
         return None if self.clip is None else Privacy(**plain(self))
 
 
@@ -126,7 +126,7 @@ BUDGETS = ("exchanges", "bytes", "time")
 
 
 def _budget(unit: str) -> Any:
-    """A field for a positive finite number of some unit, or None, which is its default."""
+    """Return a field for a positive number of a unit, or None, which is the default."""
 
     def prepare(name: str, value: Any) -> Any:
         require(value is None or (is_number(value) and value > 0), name, value, f"a positive number of {unit}")
@@ -137,25 +137,25 @@ def _budget(unit: str) -> Any:
 
 @config
 class RunPlan:
-    """How long to run and what to write on the way.
+    """Set the length of a run, its cohort, and what is measured and written during the run.
 
     Args:
-        rounds: in total; None with a budget.
-        exchanges: a budget in place of rounds: the run ends at the first row of its history that has so many.
-        bytes: a budget in place of rounds: the bytes of all messages, down and up together, of the whole cohort.
+        rounds: the number of rounds in total; None with a budget.
+        exchanges: a budget in place of rounds. The run ends at the first row of its history with so many exchanges.
+        bytes: a budget in place of rounds: the bytes of all messages, down and up, of the whole cohort.
         time: a budget in place of rounds, in seconds of the clock.
-        cohort: clients per round; None takes everyone.
-        replacement: draw them with replacement: a client may take part several times in a round.
+        cohort: the number of clients per round; None takes all clients.
+        replacement: draw the cohort with replacement, so that a client may take part several times in a round.
         pooled: give every sample to a single client: the same problem without a federation.
-        seed: of the cohorts and of all samples drawn (the task has a seed of its own).
-        eval_every: rounds between two rows of the history; None, with a budget, makes about fifty rows of it.
-        checkpoint_every: rounds between checkpoints; None writes one a second, less often where that takes long; in a
-            federation one a round.
-        metrics_per_client: measure the task's per-client metrics, too, for each row; the server of a federation that
-            has no metrics of its own asks for them in any case.
+        seed: the seed of the cohorts and of all samples drawn (the task has its own seed).
+        eval_every: the number of rounds between two rows of the history; None with a budget makes about fifty rows.
+        checkpoint_every: the number of rounds between checkpoints. None writes about one per second, fewer if writing
+            takes long, and in a federation one per round.
+        metrics_per_client: also measure the task's per-client metrics for each row. The server of a federation without
+            metrics of its own asks for them in any case.
         best_by, on_divergence: see `fedbilevel.solve`.
-        x_bounds: [low, high], between which every entry of x stays; or such a pair for some parts of x, by their names;
-            None leaves that to the task.
+        x_bounds: [low, high], the bounds of every entry of x, or name -> such a pair for some parts of x; None takes
+            the bounds of the task.
     """
 
     rounds: int | None = positive_integer(default=300, optional=True)
@@ -177,14 +177,14 @@ class RunPlan:
         lengths = {name: getattr(self, name) for name in ("rounds", *BUDGETS)}
         given = [f"{name} = {value}" for name, value in lengths.items() if value is not None]
         if len(given) != 1:
-            got = " and ".join(given) or "neither"
+            got = " and ".join(given) or "none of them"
             raise ConfigurationError(
                 f"a run ends after some rounds, exchanges, bytes or seconds of the clock: give one, not {got}"
             )
         allowed = "a positive integer, unless run.exchanges, run.bytes or run.time is given"
         require(self.rounds is None or self.eval_every is not None, "run.eval_every", None, allowed)
         drawn = not self.replacement or self.cohort is not None
-        require(drawn, "run.replacement", True, "false where everyone takes part: give run.cohort")
+        require(drawn, "run.replacement", True, "false without run.cohort, since then all clients take part")
         require(not self.pooled or self.cohort in (None, 1), "run.cohort", self.cohort, "none or 1 with run.pooled")
         bounds = {} if self.x_bounds is None else self.x_bounds
         for name, pair in (bounds if isinstance(bounds, Mapping) else {"": bounds}).items():
@@ -194,13 +194,13 @@ class RunPlan:
 
     @property
     def budget(self) -> tuple[str, float]:
-        """What ends the run: which cost is counted, "rounds" or one of BUDGETS, and how much of it."""
+        """Return the cost that ends the run, "rounds" or one of BUDGETS, and its amount."""
         return next((name, value) for name in ("rounds", *BUDGETS) if (value := getattr(self, name)) is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """The engine of a simulation: these fields of `fedbilevel.Local`."""
+    """Set the engine of a simulation, by some fields of `fedbilevel.Local`."""
 
     chunk: int | None = None
     devices: int | None = None
@@ -209,7 +209,7 @@ class EnginePlan:
 
 @dataclass(frozen=True)
 class Spec:
-    """A complete description of a run."""
+    """Hold a complete description of a run."""
 
     task: Component
     algorithm: Component
@@ -239,17 +239,17 @@ class Spec:
 
     @property
     def title(self) -> str:
-        """Task, algorithm and data set in a line."""
+        """Return task, algorithm and data set in a line."""
         return " · ".join(part for part in (label(self.task.name), label(self.algorithm.name), self.data) if part)
 
     @property
     def timed(self) -> bool:
-        """Whether virtual time is more than a count of exchanges."""
+        """Tell whether virtual time differs from the number of exchanges."""
         return dataclasses.replace(self.clock, seed=0) != Clock()
 
     @property
     def data(self) -> str | None:
-        """The data set, for tasks that have one."""
+        """Return the data set; None if the task has none."""
         found = self.task.value.get("data")
         return found if isinstance(found, str) else None
 
@@ -262,7 +262,7 @@ PLANS: dict[str, Any] = {
     "engine": EnginePlan,
     "clock": Clock,
 }
-"""The sections that have no name, in the order of a spec."""
+"""Section without a name -> its class, in the order of a spec."""
 SECTIONS = [section.name for section in dataclasses.fields(Spec)]
 DEFAULT_TASK, DEFAULT_ALGORITHM = "hyper_representation", "simfbo"
 CAPACITY = "capacity"
@@ -270,10 +270,10 @@ NOTHING = (None, "none", False)
 
 
 def resolve(tables: Fields) -> Spec:
-    """Complete a spec from as much of it as is given: {"task": {"name": …, …}, "algorithm": …, …}.
+    """Make a complete spec from a part of one: {"task": {"name": …, …}, "algorithm": …, …}.
 
     Raises:
-        ConfigurationError: all that is wrong: sections, names and fields that do not exist, values that do not fit.
+        ConfigurationError: sections, names or fields do not exist, or values do not fit; the error lists all of them.
     """
     wrong = Wrong()
     given = sections(tables, wrong)
@@ -281,7 +281,7 @@ def resolve(tables: Fields) -> Spec:
 
 
 def _completed(given: Mapping[str, Fields], names: tuple[str, str], wrong: Wrong) -> Spec:
-    """Complete a spec from its sections and the names of its task and algorithm; refuse what is in `wrong` with it."""
+    """Complete a spec from its sections and the names of task and algorithm; raise its errors with those in `wrong`."""
     task, algorithm = names
     maker, cls = task_maker(task), algorithm_class(algorithm)
     layers = _presets(given, task, algorithm)
@@ -296,14 +296,16 @@ def _completed(given: Mapping[str, Fields], names: tuple[str, str], wrong: Wrong
     spec = Spec(**made)
     if spec.run.time is not None:
         passes = np.min(spec.clock.network) > 0 or np.min(spec.clock.compute) > 0
-        allowed = "none where the clock's compute and network are 0: no time passes"
+        allowed = "left out if clock.compute and clock.network are 0, since then no time passes"
         require(bool(passes), "run.time", spec.run.time, allowed)
     return spec
 
 
 def _own_numbers(table: Fields, algorithm: Any, wrong: Wrong) -> dict[str, Any]:
-    """Return the entries of [clients] by the path of the algorithm's field that they are for; `wrong` gets what it does
-    not allow, where there is an algorithm. How many clients there are only the task knows."""
+    """Return path of the algorithm's field -> entry of [clients], and add errors to `wrong`.
+
+    The number of clients is not checked, since only the task knows it.
+    """
     found = {name: value for name, value in _by_path(table) if value not in (None, "none")}
     numbers, path_of = dict[str, Values](), "clients.{}".format
     for name, value in found.items():
@@ -335,7 +337,7 @@ def _by_path(table: Fields, within: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def sections(tables: Fields, wrong: Wrong) -> dict[str, dict[str, Any]]:
-    """Return every section of a spec, empty where nothing of it is given; `wrong` gets what is no section."""
+    """Return every section of a spec, {} if it is not given, and add errors about unknown sections to `wrong`."""
     given = {name: dict[str, Any]() for name in SECTIONS}
     for name, content in tables.items():
         try:
@@ -365,10 +367,10 @@ def _names(given: Mapping[str, Fields]) -> tuple[str, str]:
 
 
 def _loaded_names(given: Mapping[str, Fields], wrong: Wrong) -> tuple[str, str]:
-    """Return the names of task and algorithm after both were found.
+    """Return the names of task and algorithm after loading both.
 
     Raises:
-        ConfigurationError: one was not found. The error has what is in `wrong` too, since no field can be checked then.
+        ConfigurationError: one cannot be loaded. The error includes those in `wrong`, since no field can be checked.
     """
     try:
         task, algorithm = _names(given)
@@ -392,8 +394,7 @@ def _without_name(table: Fields) -> dict[str, Any]:
 
 
 def _presets(given: Mapping[str, Fields], task: str, algorithm: str) -> dict[str, Fields]:
-    """Return what a spec takes where nothing is given, by section. What a task has for all methods is for those of the
-    library alone."""
+    """Return the presets by section. A task's presets for all methods only apply to the library's methods."""
     known, run = parameters_of(task_maker(task)), given["run"]
     data = given["task"].get("data", known.get("data"))
     values = preset(task, data if isinstance(data, str) else None)
@@ -410,7 +411,7 @@ def _presets(given: Mapping[str, Fields], task: str, algorithm: str) -> dict[str
 
 
 def _own_presets(cls: type[Algorithm], name: str, task: str) -> Fields:
-    """Return the fields that the class of an algorithm has for a task, in its attribute `presets`."""
+    """Return the fields for a task in the attribute `presets` of an algorithm's class."""
     presets: Any = cls.presets
     fits = isinstance(presets, Mapping) and all(isinstance(fields, Mapping) for fields in presets.values())
     require(fits, f"{name}.presets", presets, "a table of fields for each task, {task: {field: value}}")
@@ -423,8 +424,10 @@ def _own_presets(cls: type[Algorithm], name: str, task: str) -> Fields:
 
 
 def overlaid(tables: Fields, changes: Fields) -> dict[str, Any]:
-    """Lay tables over those of a spec. In [run] rounds and budgets take each other's place, rows are spread over a
-    budget, and a single client is the whole cohort."""
+    """Return a spec's tables with changes.
+
+    In [run], rounds and budgets replace each other, a budget also removes `eval_every`, and `pooled` removes `cohort`.
+    """
     run = changes.get("run", {})
     gone: set[str] = set()
     if any(run.get(name) not in NOTHING for name in BUDGETS):
@@ -446,20 +449,20 @@ def configure(
     settings: Sequence[str] = (),
     values: Fields | None = None,
 ) -> Spec:
-    """Make a spec from the tables of `base`, then the names, then settings.
+    """Make a spec from the tables of `base`, changed by names and settings.
 
-    Names come first, wherever they are given: they decide which presets fill in the rest. The name of another task or
-    algorithm than that of `base` takes the place of its whole table.
+    Names are applied first, also those among the settings, since they decide which presets are used. If a name differs
+    from that in `base`, it replaces the whole table of the task or the algorithm.
 
     Args:
         base: see `resolve`.
-        task, algorithm, data: names.
-        settings: such as "algorithm.local_steps=10", "task.clients=50" or "server_lr.x=0.05". Without a section, the
-            algorithm's field of that name is meant, if there is any, else the only field of that name.
-        values: likewise, by their paths, as Python has them; they come after `settings`.
+        task, algorithm, data: the names of task, algorithm and data set.
+        settings: texts such as "algorithm.local_steps=10", "task.clients=50" or "server_lr.x=0.05". A name without a
+            section means the algorithm's field of that name if it has one, or else the only field of that name.
+        values: path of a field -> Python value, applied after `settings`.
 
     Raises:
-        ConfigurationError: see `resolve`; or a setting is of no field, or may be of several.
+        ConfigurationError: see `resolve`; or the field of a setting does not exist or is ambiguous.
     """
     wrong = Wrong()
     tables = sections(base or {}, wrong)
@@ -469,7 +472,9 @@ def configure(
     names = [(path.split("."), name) for path, name in pairs if path in named]
     for (section, of), name in names:
         two = [tables[section].get("name", name), name]
-        if of == "name" and len({full_name(section, str(one)) for one in two}) > 1:  # the fields are of another one
+        if (
+            of == "name" and len({full_name(section, str(one)) for one in two}) > 1
+        ):  # the fields belong to another task or algorithm
             tables[section] = {}
     tables = overlaid(tables, reduce(put, names, {}))
     found, chosen = [], _loaded_names(tables, wrong)
@@ -484,7 +489,7 @@ def configure(
 def put(tables: Fields, setting: tuple[Sequence[str], Any]) -> dict[str, Any]:
     """Put a value into tables, at a path that begins with the section."""
     (section, *path), value = setting
-    if path[1:] and path[-1] == "name":  # another part, with its own defaults
+    if path[1:] and path[-1] == "name":  # another part, which has its own defaults
         path, value = path[:-1], {"name": value}
     return {**tables, section: merged(tables.get(section, {}), nested(path, value))}
 
@@ -505,14 +510,14 @@ def located(name: str, task: str, algorithm: str) -> list[str]:
     """Return the path of a setting with its section in front.
 
     Raises:
-        ConfigurationError: no field has that name, or several have, none of which is the algorithm's own.
+        ConfigurationError: no field has that name, or several have it and none of them is a field of the algorithm.
     """
     path, known = name.split("."), fields_of(task, algorithm)
     if path[0] in ("data", "network"):
         return ["task", *path]
     if path[0] in known and len(path) > 1:
         return path
-    if path[0] == label(algorithm) and len(path) > 1:  # as the list of fields calls it
+    if path[0] == label(algorithm) and len(path) > 1:  # the label in the list of fields
         return ["algorithm", *path[1:]]
     holders = [section for section in known if path[0] in known[section]]
     if not holders:
@@ -529,8 +534,7 @@ def located(name: str, task: str, algorithm: str) -> list[str]:
 
 
 def unknown_setting(name: str, sections: Mapping[str, Iterable[str]]) -> ConfigurationError:
-    """Return the error for a setting that is a field of no section. It lists their fields in the order of `sections`,
-    the algorithm's first."""
+    """Return the error for a setting whose field does not exist; it lists the fields of `sections` in their order."""
     owners = owners_of(name)
     near = "" if owners else nearest(name, sorted({field for fields in sections.values() for field in fields}))
     said = [f"{section}: {', '.join(sorted(fields))}" for section, fields in sections.items() if fields]
@@ -547,14 +551,14 @@ def read_spec(path: str | Path) -> Spec:
 
 
 def _of_file(path: str | Path, tables: Fields, wrong: Iterable[ConfigurationError]) -> ConfigurationError:
-    """Say in one line what is wrong in a file, and which version wrote it, where that was another one."""
+    """Return one error with all that is wrong in a file, and the version that wrote it if that is another one."""
     return ConfigurationError(f"{path}: {'; '.join(filter(None, [*map(str, wrong), toml.other_version(tables)]))}")
 
 
 def read_finished(path: Path) -> Spec:
-    """Read the spec of a finished run, which anyone may have written: nothing that it names is loaded or run.
+    """Read the spec of a finished run without loading or running anything that it names, since it is not trusted.
 
-    The fields of its task and algorithm are tables as they were written.
+    The fields of its task and algorithm are the tables as they were written.
     """
     wrong, tables = Wrong(), toml.read(path)
     try:
@@ -574,7 +578,7 @@ def _as_it_stands(table: Fields) -> dict[str, Any]:
 
 
 def said_of_several(specs: Sequence[Spec]) -> str:
-    """Say which rows of a comparison have presets for their task, and which run at their defaults."""
+    """Return a text that says which algorithms of a comparison have presets for the task, and which run at defaults."""
     tuned = list(dict.fromkeys(label(spec.algorithm.name) for spec in specs if _has_preset(spec)))
     others = list(dict.fromkeys(label(spec.algorithm.name) for spec in specs if not _has_preset(spec)))
     found = [f"presets for {label(specs[0].task.name)}: {', '.join(tuned)}"] if tuned else []
@@ -583,6 +587,6 @@ def said_of_several(specs: Sequence[Spec]) -> str:
 
 
 def _has_preset(spec: Spec) -> bool:
-    """Tell whether the task has presets for this very method, or its class has some for the task."""
+    """Tell whether the task has presets for this method, or the method's class has presets for the task."""
     name, task = spec.algorithm.name, spec.task.name
     return name in preset(task, spec.data).algorithms or label(task) in algorithm_class(name).presets
