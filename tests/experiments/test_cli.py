@@ -139,7 +139,7 @@ def test_a_number_that_is_not_finite_ends_the_run_with_its_checkpoint_kept(run, 
     warning, said = error.splitlines()
     assert warning.startswith("fedbilevel: warning: round 10: relative_error has grown from 1 to ")
     assert re.match(r"fedbilevel: round \d+, .+ (is inf|is nan|is not finite); ", said)
-    assert "the last good checkpoint stays in wild" in error
+    assert "the last good checkpoint is kept in wild" in error
 
 
 @pytest.mark.parametrize("more", [["--out", "far"], ["--seeds", "1", "--out", "far"]])

@@ -335,7 +335,7 @@ def test_an_app_has_a_copy_of_ones_own_algorithm(here, method) -> None:
 def test_diagnosing_for_ones_own_algorithm_reports_and_suggests_nothing(run, here, method) -> None:
     code, shown, error = run("diagnose", "quadratic", "--algorithm", DAMPED, "--set", "clients=2")
     assert (code, error) == (0, "fedbilevel: this runs the code of sub/method.py\n")
-    assert "no step sizes are suggested for method.py:Damped, an algorithm of your own: the safe steps below" in shown
+    assert "no step sizes are suggested for method.py:Damped, your own algorithm; the safe steps below" in shown
     assert "safe steps of a round" in shown
     assert not re.search("simfbo|fednest|afbo|SimFBO|FedNest", shown)  # nobody asked for these
     code, _, error = run("check", "quadratic", "--algorithm", DAMPED)

@@ -272,7 +272,7 @@ def test_lines_that_are_missing_at_the_end_are_noticed_by_the_count_of_requests(
     assert "client 0" not in capsys.readouterr().out
     (tmp_path / "audit.jsonl").write_bytes(b"".join(raw[:1]))
     assert main(["flower", "audit", str(tmp_path)]) == 0
-    assert "client 0: 3 requests were counted, and the last line is of request 1" in capsys.readouterr().out
+    assert "client 0: 3 requests were counted, but the last line is for request 1" in capsys.readouterr().out
 
 
 def test_an_audit_with_a_line_that_is_none_of_ours_is_not_continued(audit):

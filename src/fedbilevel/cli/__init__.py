@@ -1,4 +1,4 @@
-"""Run the command line; each group of commands has a module. Slow imports happen only once arguments are checked."""
+"""Run the command line. Each group of commands has a module, which imports slow packages after checking arguments."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from fedbilevel.core.errors import warnings_in_a_line
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit code."""
-    if arguments is None:  # the process is only ours: imports and tracing make many objects, but little garbage
+    if arguments is None:  # the process runs nothing else; imports and tracing make many objects but little garbage
         gc.set_threshold(50_000, 20, 100)
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["reproduce"]:
-        return fail(BAD_INPUT, "figures of the papers are played by `python -m papers`, in a clone of the repository")
+        return fail(
+            BAD_INPUT, "figures of the papers are reproduced by `python -m papers`, in a clone of the repository"
+        )
     options = parser().parse_args(given)
     with interrupts.raised():
         try:
@@ -46,25 +48,29 @@ def parser() -> argparse.ArgumentParser:
     diagnostics.add_to(add)
     prediction.add_to(add)
     for kind, function in (("algorithm", _algorithms), ("task", _tasks)):
-        what = f"of the {kind} to show; or what to look for in names, docstrings and papers"
+        what = f"the {kind} to show, or words to search for in names, docstrings and papers"
         add(f"{kind}s", function).add_argument("words", nargs="*", metavar="NAME|WORD", help=what)
     return whole
 
 
 def _algorithms(options: argparse.Namespace) -> int:
-    """List the algorithms, those with some words, or the fields and defaults of those that are named."""
+    """List the algorithms, search them for words, or show the fields and defaults of the named ones."""
     return _list("algorithm", " ".join(options.words))
 
 
 def _tasks(options: argparse.Namespace) -> int:
-    """List the tasks, those with some words, or the fields and defaults of those that are named."""
+    """List the tasks, search them for words, or show the fields and defaults of the named ones."""
     return _list("task", " ".join(options.words))
 
 
 def _list(kind: str, words: str) -> int:
     from fedbilevel.experiments import names
 
-    for asked in ([words], ["-".join(words.split())], words.split()):  # a name, one with spaces, several
+    for asked in (
+        [words],
+        ["-".join(words.split())],
+        words.split(),
+    ):  # one name, one with spaces for hyphens, several names
         chosen = [names.spelled(kind, name) for name in asked]
         if chosen and (set(chosen) <= set(names.library(kind)) or (asked == [words] and names.is_own(words))):
             from fedbilevel.experiments.loader import shown

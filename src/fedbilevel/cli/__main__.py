@@ -1,4 +1,4 @@
-"""`python -m fedbilevel.cli`."""
+"""Run the command line as `python -m fedbilevel.cli`."""
 
 import sys
 

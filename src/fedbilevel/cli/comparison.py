@@ -1,7 +1,7 @@
 """Define the commands for several runs.
 
-`fedbilevel compare` shows finished runs side by side, or runs algorithms on one task; `fedbilevel report` writes a page
-about runs; `fedbilevel sweep` runs with different values of some fields, and chooses the best.
+`fedbilevel compare` shows finished runs side by side, or first runs several algorithms on one task. `fedbilevel report`
+writes a web page about runs. `fedbilevel sweep` makes runs with different values of some fields, and chooses the best.
 """
 
 from __future__ import annotations
@@ -32,36 +32,47 @@ FORMATS = {"csv": "CSV", "json": "JSON", "latex": "LaTeX", "markdown": "Markdown
 
 def add_to(add: shared.Add) -> None:
     compare = add("compare", _compare)
-    compare.add_argument("what", nargs="*", metavar="RUN|TASK", help="run folders, folders of them, or one task")
+    compare.add_argument("what", nargs="*", metavar="RUN|TASK", help="folders of runs, or one task")
     compare.add_argument(
-        "--algorithms", type=shared.names, metavar="NAME,NAME,…", help=f"what to run on the task; {shared.OWN}"
+        "--algorithms",
+        type=shared.names,
+        metavar="NAME,NAME,…",
+        help=f"the algorithms to run on the task; {shared.OWN}",
     )
     shared.add_options(compare, "data", "set", "cohort", seeds="one run of each algorithm for each seed")
     shared.add_length(compare)
     compare.add_argument(
         "--centralised",
         action="store_true",
-        help="also run the first algorithm with one client that holds everything, drawn as a level",
+        help="also run the first algorithm with one client that has all samples, drawn as a horizontal line",
     )
     compare.add_argument(
-        "--against", type=shared.names, metavar="NAME,NAME,…", help=f"also searches over x: {', '.join(RIVALS)}"
+        "--against", type=shared.names, metavar="NAME,NAME,…", help=f"also run searches over x: {', '.join(RIVALS)}"
     )
-    compare.add_argument("--search-box", metavar="LOW:HIGH", help="of every entry of x: --search-box=-12:0")
-    shared.add_options(compare, quiet="do not show the runs on their way")
-    out = "of runs: the picture, .png, .pdf or .svg (comparison.png); of algorithms: the folder (runs/…)"
+    compare.add_argument(
+        "--search-box", metavar="LOW:HIGH", help="the bounds of every entry of x in these searches: --search-box=-12:0"
+    )
+    shared.add_options(compare, quiet="do not show the progress of the runs")
+    out = "for runs: the picture, .png, .pdf or .svg (comparison.png); with --algorithms: the folder (runs/…)"
     compare.add_argument("--out", metavar="PATH", help=out)
-    compare.add_argument("--panel", type=shared.names, metavar="NAME,NAME,…", help="what the picture's panels run over")
-    compare.add_argument("--label", type=_label, action="append", default=[], metavar="NAME=TEXT", help="of a run")
-    compare.add_argument("--columns", type=shared.names, metavar="NAME,NAME,…", help="of the table, by their headings")
     compare.add_argument(
-        "--levels", type=_levels, metavar="N,N,…", help="of the metric, to show the exchanges up to them"
+        "--panel", type=shared.names, metavar="NAME,NAME,…", help="the horizontal axes of the picture's panels"
     )
-    compare.add_argument("--size", type=_size, metavar="WxH", help="of the picture, in inches")
+    compare.add_argument(
+        "--label", type=_label, action="append", default=[], metavar="NAME=TEXT", help="the label of a run"
+    )
+    compare.add_argument(
+        "--columns", type=shared.names, metavar="NAME,NAME,…", help="the columns of the table, by their headings"
+    )
+    compare.add_argument(
+        "--levels", type=_levels, metavar="N,N,…", help="values of the metric; the table shows the exchanges to each"
+    )
+    compare.add_argument("--size", type=_size, metavar="WxH", help="the size of the picture, in inches")
     for name, text in FORMATS.items():
         compare.add_argument(f"--{name}", action="store_true", help=f"also write {text}, beside the picture")
     report = add("report", _report)
-    report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="of a run, or of runs")
-    report.add_argument("--out", type=Path, metavar="FILE", help="the page, .html (report.html)")
+    report.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="the folder of a run or of several")
+    report.add_argument("--out", type=Path, metavar="FILE", help="the file of the page, .html (report.html)")
     _add_sweep(add)
 
 
@@ -88,46 +99,47 @@ def _compare(options: argparse.Namespace) -> int:
     """Compare finished runs, or run several algorithms and compare them.
 
     two ways:
-      fedbilevel compare RUN RUN …                    finished runs: a table and a picture
-      fedbilevel compare TASK --algorithms A,B,C      run A, B and C on the same task and seeds, then the same
+      fedbilevel compare RUN RUN …                    make a table and a picture of finished runs
+      fedbilevel compare TASK --algorithms A,B,C      first run A, B and C on the same task and seeds
 
-    A RUN is the folder of a run or one with runs in it, however deep: of --seeds, or what the second way has written.
-    Runs that differ in more than the method, such as in the task's objective, are for the first way: make each with
-    `fedbilevel run --out FOLDER/NAME`, then `fedbilevel compare FOLDER`. GFLOP are shown where all runs know theirs.
+    A RUN is the folder of a run, or a folder with runs at any depth, such as that of --seeds or of the second way.
+    If runs differ in more than the method, such as in the task's objective, make each of them with
+    `fedbilevel run --out FOLDER/NAME`, then `fedbilevel compare FOLDER`. GFLOP are shown if all runs counted them.
 
     for a paper, with either way:
       fedbilevel compare FOLDER --out fig.pdf --panel exchanges --size 3.3x2.6 --latex
       --panel NAME,NAME   a panel for each: rounds, exchanges, megabytes, evaluations (gradients + hvps), gflop,
-                          seconds (of this machine), time (of the clock); per_client, or per_client:NAME: metrics of
-                          single clients, where they were measured (run.metrics_per_client=true)
-      --label NAME=TEXT   what tables and pictures call a run, in place of its name
-      --columns, --levels which columns the table has ("final,exchanges to 0.1"), and up to which values of the metric
-      --size WxH          of the picture in inches; below 5 inches of width the type is small; it has no title
-      --csv, --json, --latex, --markdown write beside the picture, with its name (fig.csv, …):
-        .csv              a line for each run;  -curves.csv: one for each run and row of its history
+                          seconds (of this machine), time (of the clock); per_client or per_client:NAME for metrics
+                          of single clients, if they were measured (run.metrics_per_client=true)
+      --label NAME=TEXT   show TEXT in tables and pictures in place of the run's name
+      --columns, --levels the columns of the table ("final,exchanges to 0.1"), and the values of the metric to which
+                          exchanges are counted
+      --size WxH          the size of the picture in inches; it has no title, and small type below 5 inches of width
+      --csv, --json, --latex, --markdown write files beside the picture, with its name (fig.csv, …):
+        .csv              a line for each run;  -curves.csv: a line for each row of each run's history
         .json             both, with mean and standard deviation of each method
         .tex              a booktabs tabular: mean ± standard deviation, the best in bold
-        .md               the table that is printed, the best in bold
+        .md               the printed table, the best in bold
 
-    settings of the second:
-      --set algorithm.local_steps=10    every algorithm that has such a field
-      --set fednest.inner.lr=0.1        that algorithm alone
-      --set task.clients=50             and run.…, engine.…, clock.…: all of them (see `fedbilevel run --help`)
+    settings for the second way:
+      --set algorithm.local_steps=10    for every algorithm that has such a field
+      --set fednest.inner.lr=0.1        for that algorithm only
+      --set task.clients=50             for all, as are run.…, engine.…, clock.… (see `fedbilevel run --help`)
 
-    beside hyperparameter search, with the same budget of exchanges, where x has few entries (at most 1,000):
+    comparison with hyperparameter search at the same budget of exchanges, if x has at most 1,000 entries:
       fedbilevel compare TASK --algorithms A --against random,tpe,halving,fedex --exchanges N --search-box=-12:0
       random, tpe, halving: Optuna draws x, y is trained at it, and the outer loss on all clients' samples judges it;
-      fedex: the method of that name. Settings of a search: --set TPE.trial_exchanges=40, by its class
+      fedex: the method of that name. A search is set by the name of its class: --set TPE.trial_exchanges=40
 
-    Methods make different numbers of exchanges a round: --exchanges gives all the same number, --rounds does not. Where
-    some do not wait for slow clients: --time, with a clock (--set clock.stragglers=5).
-    Repeated with the same --out, what is missing is run: after Ctrl-C, with more seeds or with more algorithms.
+    Methods make different numbers of exchanges per round: --exchanges gives all the same number, --rounds does not. If
+    some methods do not wait for slow clients, use --time with a clock (--set clock.stragglers=5).
+    The same command with the same --out runs what is missing: after Ctrl-C, with more seeds or with more algorithms.
     """
     from fedbilevel.display.curves import require_matplotlib, require_size
     from fedbilevel.experiments.compare import is_per_client
 
     of_picture = [options.panel, options.size, options.out if options.algorithms is None else None]
-    if any(one is not None for one in of_picture):  # whoever says how to draw wants the picture
+    if any(one is not None for one in of_picture):  # these options ask for a picture
         require_matplotlib()
     for panel in options.panel or []:
         is_per_client(panel)
@@ -155,7 +167,7 @@ def _runs(options: argparse.Namespace) -> int:
         "search_box",
     )
     if given := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
-        raise ConfigurationError(f"{', '.join(given)}: only together with --algorithms")
+        raise ConfigurationError(f"{', '.join(given)}: only allowed with --algorithms")
     require(bool(options.what), "RUN", options.what, "one or more run folders, or a task with --algorithms")
     terminal = shared.console()
     from fedbilevel.display.curves import can_draw, require_picture
@@ -166,7 +178,7 @@ def _runs(options: argparse.Namespace) -> int:
     picture = Path(options.out or "comparison.png")
     require_picture(picture)
     if tasks := [what for what in options.what if not Path(what).exists() and is_task(what)]:
-        raise ConfigurationError(f"{tasks[0]} is a task: say what to run on it with --algorithms")
+        raise ConfigurationError(f"{tasks[0]} is a task: name the algorithms to run on it with --algorithms")
     runs, left_out = find_runs(options.what)
     for line in left_out:
         shared.fail(shared.OK, f"left out, {line}")
@@ -192,8 +204,8 @@ def _algorithms(options: argparse.Namespace) -> int:
     from fedbilevel.experiments.spec import said_of_several
 
     if options.out and Path(options.out).suffix.lower() in SUFFIXES:
-        advice = f"a picture of them: fedbilevel compare FOLDER --out {options.out}"
-        raise ConfigurationError(f"--out {options.out}: with --algorithms that is the folder of the runs; {advice}")
+        advice = f"to draw them, run fedbilevel compare FOLDER --out {options.out} afterwards"
+        raise ConfigurationError(f"--out {options.out} must be the folder of the runs with --algorithms; {advice}")
 
     task = options.what[0] if options.what else None
     given = shared.settings(options)
@@ -224,15 +236,15 @@ def _algorithms(options: argparse.Namespace) -> int:
 
 
 def _report(options: argparse.Namespace) -> int:
-    """Write a page for people about runs.
+    """Write a web page about runs.
 
-    A page is one HTML file: picture, table, specs and versions. It needs no network and runs no script.
+    The page is one HTML file with a picture, a table, specs and versions. It needs no network and runs no script.
 
-      fedbilevel report runs/RUN                         a run: runs/RUN/report.html
-      fedbilevel report runs/A runs/B                    runs side by side: report.html
-      fedbilevel report runs/FOLDER                      a folder of runs, likewise: runs/FOLDER/report.html
+      fedbilevel report runs/RUN                         one run: writes runs/RUN/report.html
+      fedbilevel report runs/A runs/B                    runs side by side: writes report.html
+      fedbilevel report runs/FOLDER                      all runs of a folder: writes runs/FOLDER/report.html
 
-    What lies in the folders is read and shown as text; nothing of it is executed.
+    The content of the folders is read and shown as text; nothing in it is executed.
     """
     from fedbilevel.experiments.export import write_page
 
@@ -243,43 +255,49 @@ def _report(options: argparse.Namespace) -> int:
 def _add_sweep(add: shared.Add) -> None:
     sweep = add("sweep", _sweep)
     sweep.add_argument("base", nargs="?", metavar="TASK|SPEC.toml", help=f"{shared.TASK_HELP}; or a spec in TOML")
-    shared.add_options(sweep, "algorithm", "data", set="of every run; repeatable")
-    sweep.add_argument("--grid", action="append", default=[], metavar="FIELD=VALUE,VALUE,…", help="repeatable")
-    sweep.add_argument("--search", action="append", default=[], metavar="FIELD=LOW:HIGH[:log]", help="see below")
-    sweep.add_argument("--trials", type=shared.count, metavar="N", help="with --search: how many points to draw")
-    sweep.add_argument("--pruner", choices=["halving", "hyperband", "median"], help="with --search: ends trials early")
-    sweep.add_argument("--storage", metavar="URL|FILE", help="with --search: of the study (a file in DIR)")
-    shared.add_options(sweep, "cohort", seeds="every point is run with each (the spec's own)")
+    shared.add_options(sweep, "algorithm", "data", set="a field of every run; repeatable")
+    sweep.add_argument(
+        "--grid", action="append", default=[], metavar="FIELD=VALUE,VALUE,…", help="the values of a field; repeatable"
+    )
+    sweep.add_argument(
+        "--search", action="append", default=[], metavar="FIELD=LOW:HIGH[:log]", help="the range of a field; repeatable"
+    )
+    sweep.add_argument("--trials", type=shared.count, metavar="N", help="with --search: the number of points to draw")
+    sweep.add_argument(
+        "--pruner", choices=["halving", "hyperband", "median"], help="with --search: end bad trials early"
+    )
+    sweep.add_argument("--storage", metavar="URL|FILE", help="with --search: the storage of the study (a file in DIR)")
+    shared.add_options(sweep, "cohort", seeds="the seeds of every point (the spec's)")
     shared.add_length(sweep)
-    sweep.add_argument("--select", metavar="METRIC", help="what decides (the task's first metric); a loss, too")
-    sweep.add_argument("--select-on-test", action="store_true", help="even if that is measured on test data")
+    sweep.add_argument("--select", metavar="METRIC", help="the metric or loss that decides (the task's first metric)")
+    sweep.add_argument("--select-on-test", action="store_true", help="allow --select to be measured on test data")
     shared.add_options(
         sweep,
         "log",
-        out="the sweep's folder, new or its own (runs/…)",
-        quiet="print nothing but the table and the paths",
+        out="the folder of the sweep: new, or to continue it (runs/…)",
+        quiet="print only the table and the paths",
     )
 
 
 def _sweep(options: argparse.Namespace) -> int:
-    """Run with other values of some fields, and choose the best.
+    """Make runs with different values of some fields, and choose the best values.
 
-    A grid is every combination of the values of some fields, which are those of --set, in the same notation. Each point
-    is run with every seed, each run in a folder of its own; the best point has the best mean of --select at the end.
+    A grid has every combination of the values of some fields, in the notation of --set. Each point is run with every
+    seed, each run in its own folder. The best point has the best final mean of --select over the seeds.
 
       fedbilevel sweep quadratic --grid server_lr.x=0.01,0.03,0.1 --grid local_steps=1,5 --seeds 0,1,2 --out runs/steps
       fedbilevel sweep --set task.holdout=0.2 --select validation_accuracy --grid client_lr.x=0.01,0.1 --exchanges 300
 
-    --search draws --trials points from ranges by Optuna (extra [sweep]), numbers in four digits, whole numbers where
-    both ends are whole; the values of --grid are then choices.
+    --search lets Optuna (extra [sweep]) draw --trials points from ranges: numbers with four digits, or whole numbers if
+    both ends are whole. The values of --grid are then choices.
 
       fedbilevel sweep quadratic --search server_lr.x=0.001:1:log --search local_steps=1:8 --trials 40 --out runs/search
 
-    The same command with the same --out goes on where it was, and several at once share the work. Hosts without a
-    common disk share a search by --storage, the URL of a database (postgresql://…).
+    The same command with the same --out continues the sweep, and several processes that run it share the work. Hosts
+    without a common disk share a search by --storage, the URL of a database (postgresql://…).
 
-    In the folder: the runs, sweep.csv, a line for each, and chosen.toml, which `fedbilevel run --spec` takes.
-    `fedbilevel compare DIR` draws them.
+    The folder has the runs, sweep.csv with a line for each run, and the best spec, chosen.toml, for `fedbilevel run
+    --spec`. `fedbilevel compare DIR` draws the runs.
     """
     terminal = shared.console()
     shared.prepare_jax()
@@ -315,14 +333,16 @@ def _swept(options: argparse.Namespace, folder: Path, trackers: Sequence[Tracker
     names = ("trials", "pruner", "storage")
     drawing = {name: getattr(options, name) for name in names if getattr(options, name) is not None}
     given: dict[str, Any] = {name: getattr(options, name) for name in ("seeds", "select", "select_on_test")}
-    say = (lambda line: None) if options.quiet else partial(print, flush=True)  # not rich's, which would cut the bar
+    say = (
+        (lambda line: None) if options.quiet else partial(print, flush=True)
+    )  # rich's print would break the progress bar
     given |= {"say": say, "progress": False if options.quiet else None, "trackers": trackers}
     spec_of = _spec_of(options, fields)
     for name, value in drawing.items():
         require(bool(space), f"--{name}", value, "left out without --search")
     if not space:
         return sweep_specs(spec_of, grid, folder, **given)
-    require("trials" in drawing, "--trials", None, "given with --search: the number of points to draw")
+    require("trials" in drawing, "--trials", None, "given with --search: it is the number of points to draw")
     return search_specs(spec_of, {**space, **grid}, folder, **given, **drawing)
 
 
@@ -334,7 +354,7 @@ def _fields(options: argparse.Namespace) -> dict[str, tuple[str, str]]:
             name, _, text = (part.strip() for part in given.partition("="))
             require(bool(name and text), option, given, "of the form FIELD=VALUE,VALUE,…")
             if name in fields:
-                raise ConfigurationError(f"{option} {name} is given twice: name all its values at once")
+                raise ConfigurationError(f"{option} {name} is given twice: give all values in one option")
             fields[name] = option, text
     if not fields:
         raise ConfigurationError("a sweep needs a field and its values: --grid FIELD=VALUE,VALUE,…")
@@ -357,11 +377,11 @@ def _spec_of(options: argparse.Namespace, fields: Collection[str]) -> SpecOf:
     given = shared.settings(options)
     for setting in given:
         if _bare(setting.partition("=")[0].strip()) in map(_bare, fields):
-            raise ConfigurationError(f"{setting} is set for all points, and swept: leave one of them out")
+            raise ConfigurationError(f"{setting} is given, but the field is swept: leave one of them out")
 
     def spec_of(point: PointValues) -> Spec:
         spec = configure(base, **named, settings=given, values=point)
-        algorithm_of(spec)  # is allowed
+        algorithm_of(spec)  # raises an error if the combination is not allowed
         shared.tune(spec)
         return spec
 

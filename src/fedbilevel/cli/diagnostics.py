@@ -17,19 +17,25 @@ if TYPE_CHECKING:
 
 
 def add_to(add: shared.Add) -> None:
-    check = _added(add, "check", _check, "whose estimate to check")
-    check.add_argument("--draws", type=shared.count, default=100, metavar="N", help="rounds with each (%(default)s)")
-    look = _added(add, "diagnose", _diagnose, "for which (simfbo)")
-    replies = "instead: play N rounds, say how long replies are, and what the noise of [privacy] does to x and y"
+    check = _added(add, "check", _check, "also check the estimate of this algorithm")
+    check.add_argument(
+        "--draws",
+        type=shared.count,
+        default=100,
+        metavar="N",
+        help="the number of rounds of each algorithm (%(default)s)",
+    )
+    look = _added(add, "diagnose", _diagnose, "suggest step sizes for this algorithm (simfbo)")
+    replies = "instead, run N rounds and show the norms of replies and the effect of the noise of [privacy] on x and y"
     look.add_argument("--replies", type=shared.count, metavar="N", help=replies)
-    look.add_argument("--all", action="store_true", help="also all that was measured, and steps for all methods")
-    look.add_argument("--rounds", type=shared.count, metavar="N", help="how many can be afforded (1000)")
+    look.add_argument("--all", action="store_true", help="also show all measurements, and steps for all methods")
+    look.add_argument("--rounds", type=shared.count, metavar="N", help="the planned number of rounds (1000)")
 
 
 def _added(add: shared.Add, name: str, function: Callable[[Any], int], which: str) -> argparse.ArgumentParser:
     command = add(name, function)
     command.add_argument("task", nargs="?", metavar="TASK", help=shared.TASK_HELP)
-    shared.add_options(command, "data", "set", "spec", "cohort", seed="of the task and of what is drawn (0)")
+    shared.add_options(command, "data", "set", "spec", "cohort", seed="the seed of the task and of all draws (0)")
     of = f"{which}; {shared.OWN}; repeatable"
     command.add_argument("--algorithm", action="append", default=[], metavar="NAME", help=of)
     return command
@@ -38,13 +44,14 @@ def _added(add: shared.Add, name: str, function: Callable[[Any], int], which: st
 def _check(options: argparse.Namespace) -> int:
     """Compare a task's hypergradient, computed in several ways.
 
-    The hypergradient at the task's starting point, by implicit differentiation over all samples in float64, beside
-    unrolling, finite differences, truncated series and conjugate gradient, and what --algorithm names: their estimates
-    in rounds with fresh samples and cohorts, with the settings that `fedbilevel run` would have.
+    The reference is the hypergradient at the task's starting point by implicit differentiation over all samples in
+    float64. It is compared with unrolling, finite differences, truncated series and conjugate gradient, and with the
+    estimates of the algorithms of --algorithm in rounds with fresh samples and cohorts, with the settings of
+    `fedbilevel run`.
 
     settings:
-      --set task.clients=50             of the task
-      --set fednest.inner.rounds=3      of an algorithm;  algorithm.… is for all of them
+      --set task.clients=50             for the task
+      --set fednest.inner.rounds=3      for an algorithm;  algorithm.… is for all of them
     """
     terminal = shared.console()
     shared.say_code(options.task, *options.algorithm)
@@ -84,15 +91,15 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _diagnose(options: argparse.Namespace) -> int:
-    """Measure what a task's step sizes depend on, and suggest some.
+    """Measure what a task's step sizes depend on, and suggest step sizes.
 
-    Near the task's starting point: curvature of both losses and of the outer objective, how much clients differ, and
-    from these the step sizes that --algorithm would be given, as a command to run, which comes first. Batch and cohort
-    sizes are those that `fedbilevel run` would have.
+    The curvature of both losses and of the outer objective, and the differences between clients, are measured near the
+    task's starting point. The first line of the output is a command that runs --algorithm with the step sizes that
+    follow. Batch and cohort sizes are those of `fedbilevel run`.
 
     settings:
-      --set task.clients=50             of the task
-      --set batch_size=64               of the algorithms that have such a field
+      --set task.clients=50             for the task
+      --set batch_size=64               for the algorithms that have such a field
       --replies 10 --set privacy.clip=1 --set privacy.noise_multiplier=30 --set privacy.delta=1e-5
     """
     terminal = shared.console()
@@ -115,8 +122,10 @@ def _diagnose(options: argparse.Namespace) -> int:
     commands = []
     for name, one in specs.items():
         if code_of(one.algorithm.name):
-            known = f"no step sizes are suggested for {label(one.algorithm.name)}, an algorithm of your own"
-            commands.append(f"{known}: the safe steps below hold for what its round moves x, y and v by")
+            known = f"no step sizes are suggested for {label(one.algorithm.name)}, your own algorithm"
+            commands.append(
+                f"{known}; the safe steps below are bounds for the steps by which its rounds move x, y and v"
+            )
             continue
         batch_size = one.algorithm.fields.get("batch_size")
         fields = report.fields(name, batch_size=batch_size, cohort=one.run.cohort)
@@ -134,7 +143,7 @@ def _replies(options: argparse.Namespace, terminal: Any) -> int:
 
     other = {"--all": options.all, "--rounds": options.rounds}
     if unused := [name for name, value in other.items() if value]:
-        raise ConfigurationError(f"{unused[0]}: not with --replies, which measures nothing else")
+        raise ConfigurationError(f"{unused[0]} cannot be given with --replies, which measures nothing else")
     specs, _, task = _prepared(options, options.algorithm)
     for name, spec in specs.items():
         made, parts = build(spec, task), (task.problem, task.population, task.x0, task.y0)
@@ -145,7 +154,7 @@ def _replies(options: argparse.Namespace, terminal: Any) -> int:
 
 
 def _prepared(options: argparse.Namespace, algorithms: Sequence[str]) -> tuple[dict[str, Spec], Spec, Task]:
-    """The spec of each algorithm, or of that of --spec or the default where none is named; the first, and its task."""
+    """Return algorithm -> spec, the first spec, and its task; without names, the algorithm of --spec or the default."""
     from fedbilevel.core.tables import Wrong
     from fedbilevel.experiments.runner import task_of
     from fedbilevel.experiments.series import comparison_specs, seeded
@@ -188,7 +197,7 @@ def _command(options: argparse.Namespace, algorithm: str, fields: Mapping[str, A
 
 
 def _rounded(value: Any) -> Any:
-    """Return a value in the spec's form, with three digits; for a part, its kind and what differs from its defaults."""
+    """Return a value in the spec's form with three digits; for a part, its name and fields other than the defaults."""
     from fedbilevel.core.algorithm import Part
     from fedbilevel.core.hyperparameters import own_values
 

@@ -1,6 +1,6 @@
-"""`fedbilevel run`: start a run, one for each of several seeds, or go on with one; how commands play a run.
+"""Define `fedbilevel run`, which starts runs or continues one, and `fedbilevel flower`, the commands for federations.
 
-`fedbilevel flower`: write a Flower app, make keys for a trial, see a whole federation run on this machine.
+`played` runs a spec for all commands that make runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import fedbilevel.experiments as experiments  # which loads nothing yet; "from fedbilevel import" would load all
+import fedbilevel.experiments as experiments  # loads nothing yet; "from fedbilevel import" would load all
 from fedbilevel.cli import shared
 from fedbilevel.core import interrupts
 from fedbilevel.core.errors import CheckpointError, ConfigurationError, NumericalError, require
@@ -35,20 +35,26 @@ def add_to(add: shared.Add) -> None:
     shared.add_length(run)
     shared.add_options(
         run.add_mutually_exclusive_group(),
-        seed="of the run, its task and its clock (0)",
-        seeds="one run for each, in subfolders seed-N; repeated with the same --out, what is missing",
+        seed="the seed of the run, its task and its clock (0)",
+        seeds="one run for each seed, in subfolders seed-N; with the --out of an earlier command, the missing ones",
     )
-    run.add_argument("--eval-every", type=shared.count, metavar="N", help="rounds between evaluations")
+    run.add_argument("--eval-every", type=shared.count, metavar="N", help="the number of rounds between evaluations")
     place = run.add_mutually_exclusive_group()
     shared.add_options(place, out="the run folder: new or empty (runs/…)")
     place.add_argument(
-        "--resume", type=Path, metavar="RUN", help="continue that run; goes with --rounds, --force, --log, --quiet"
+        "--resume", type=Path, metavar="RUN", help="continue this run; allows --rounds, --force, --log, --quiet"
     )
-    run.add_argument("--force", action="store_true", help="with --resume: though its task is not what it was")
-    shared.add_options(run, "log", quiet="print nothing but the run's folder")
-    run.add_argument("--coordinator", metavar="HOST:PORT", help="play with others: where process 0 listens, or auto")
-    run.add_argument("--processes", type=shared.count, metavar="N", help="with --coordinator: how many there are")
-    run.add_argument("--process", type=shared.seed, metavar="K", help="with --coordinator: which one this is, from 0")
+    run.add_argument("--force", action="store_true", help="with --resume: continue even if the task has changed")
+    shared.add_options(run, "log", quiet="print only the run's folder")
+    run.add_argument(
+        "--coordinator",
+        metavar="HOST:PORT",
+        help="share the run with other processes: the address of process 0, or auto",
+    )
+    run.add_argument("--processes", type=shared.count, metavar="N", help="with --coordinator: the number of processes")
+    run.add_argument(
+        "--process", type=shared.seed, metavar="K", help="with --coordinator: the number of this process, from 0"
+    )
     _add_flower(add)
 
 
@@ -57,39 +63,39 @@ def _run(options: argparse.Namespace) -> int:
 
     fields for --set:
       Dotted names: algorithm.local_steps=10, task.clients=50, algorithm.server_lr.x=0.05, run.rounds=300,
-      engine.chunk=4, clock.spread=0.3. Without its section, a name means the algorithm's field if there is one,
-      else the only field of that name. Values are TOML, bare words are text, none is no value. `fedbilevel tasks` and
-      `fedbilevel algorithms` list what there is.
+      engine.chunk=4, clock.spread=0.3. A name without a section means the algorithm's field of that name, or else the
+      only field of that name. Values are TOML; a bare word is text, and none is no value. `fedbilevel tasks` and
+      `fedbilevel algorithms` list all tasks and algorithms.
         client_lr='{x = {schedule = "cosine_decay_schedule", init_value = 0.1, decay_steps = 500}, y = 0.1, v = 0.1}'
-        schedules and server optimizers are Optax's, by their names and arguments there
-        local_optimizer=momentum local_optimizer.decay=0.9    a part: its name takes that part's defaults, and its
-                                                              fields, which may be parts again, follow after a dot
+        schedules and server optimizers have the names and arguments of Optax
+        local_optimizer=momentum local_optimizer.decay=0.9    a part: its name selects the part with its defaults, and
+                                                              its fields, which may be parts too, follow after a dot
         hypergradient.solver=cg hypergradient.solver.max_steps=10
         server_optimizer='{name = "adam", b1 = 0.9}'
-        clients.local_steps='{low = 1, high = 10}'            a client's own numbers: drawn for each client and round,
-        clients.outer_steps='[1, 5, 2]'                       or given for each client; any field that allows it
+        clients.local_steps='{low = 1, high = 10}'            numbers that differ between clients: drawn per client and
+        clients.outer_steps='[1, 5, 2]'                       round, or listed; for fields that allow it
         clients.capacity='[1, 0.5, 0.25]'                     the share of the model that each client can hold
         run.exchanges=500                                     a budget of messages, in place of run.rounds
-        run.bytes=2e9 run.time=200                            a budget of traffic, or of virtual seconds, likewise
+        run.bytes=2e9 run.time=200                            a budget of traffic, or of virtual seconds
         clock.network=1.0 clock.compute=0.1                   seconds for a message, and for a gradient or product
-        clock.stragglers=5 clock.slowdown=5.0                 so many clients take so many times as long
+        clock.stragglers=5 clock.slowdown=5.0                 5 clients are 5 times slower than the others
         run.pooled=true                                       one client that holds every sample
         privacy.clip=1 privacy.noise_multiplier=30 privacy.delta=1e-5 privacy.budget=4
                                                               differential privacy of each client's replies
 
     several processes, on one or more hosts:
-      The same command in each, but for --process 0, 1, …, N-1. Process 0 listens at HOST:PORT, has the run folder and
-      prints; which spec is played, and which run is resumed, is its word. A run may be resumed with any number of
-      processes. --coordinator auto takes all three from a launcher's environment (Slurm, Open MPI, Kubernetes).
+      Run the same command in each, except for --process 0, 1, …, N-1. Process 0 listens at HOST:PORT, writes the run
+      folder and prints; its spec and its --resume count for all. A run may be resumed with any number of processes.
+      --coordinator auto takes all three options from a launcher's environment (Slurm, Open MPI, Kubernetes).
 
     your own task or algorithm:
-      TASK may be module:NAME or path/to/file.py:NAME, NAME being a fedbilevel.tasks.Task or a function that returns
-      a task; the function's keyword arguments are then the fields of [task]. --algorithm may be so, too, NAME being a
-      subclass of fedbilevel.authoring.Algorithm. A spec that names them names code: --spec and --resume run it, and
-      first say whose. So look at the spec.toml of a stranger first. `fedbilevel compare RUN …` reads runs and executes
-      nothing of them.
+      TASK may be module:NAME or path/to/file.py:NAME, where NAME is a fedbilevel.tasks.Task or a function that returns
+      a task; the function's keyword arguments are then the fields of [task]. --algorithm takes the same forms, where
+      NAME is a subclass of fedbilevel.authoring.Algorithm. --spec and --resume run the code that a spec names, and
+      first print where it is. So read the spec.toml of a stranger before you run it. `fedbilevel compare RUN …` only
+      reads runs and executes nothing in them.
 
-    exit codes: 0 done, 2 wrong input, 3 the numbers do not go on (NaN, …) or diverge, 4 a file could not be written,
+    exit codes: 0 done, 2 wrong input, 3 the numbers are not finite (NaN, …) or diverge, 4 a file could not be written,
       5 too few clients replied or another process was lost, 6 the budget of privacy ended the run, 130 Ctrl-C,
       143 SIGTERM
     """
@@ -98,12 +104,14 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _run_together(options: argparse.Namespace) -> int:
-    """This process's part of a run by several; an error ends it without waiting for the others."""
+    """Run this process's part of a shared run; an error ends it without waiting for the other processes."""
     number = (options.processes is not None, options.process is not None)
     if options.coordinator is None or not (all(number) or options.coordinator == "auto"):
-        raise ConfigurationError("--coordinator, --processes and --process are given together")
-    require(not options.seeds, "--seeds", options.seeds, "left out with --coordinator: one run at a time")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "4")  # what JAX's runtime prints when it ends a process; we say it
+        raise ConfigurationError("--coordinator, --processes and --process must be given together")
+    require(not options.seeds, "--seeds", options.seeds, "left out with --coordinator, which makes one run")
+    os.environ.setdefault(
+        "TF_CPP_MIN_LOG_LEVEL", "4"
+    )  # hides what JAX's runtime prints when it ends a process; we print the reason
     shared.prepare_jax()
     from fedbilevel.engines.multihost import join
     from fedbilevel.engines.process_group import current_group
@@ -114,13 +122,13 @@ def _run_together(options: argparse.Namespace) -> int:
         return _play(options)
     except BaseException as error:
         if current_group().store is None:
-            raise  # nobody is waiting
+            raise  # no other process is waiting
         why = type(error).__name__ if isinstance(error, SystemExit) else shared.sentence(error)
         current_group().part(_reported(error, options.debug), why)
 
 
 def _reported(error: BaseException, debug: bool) -> int:
-    """Print the message of an error; the exit code."""
+    """Print the message of an error, and return the exit code."""
     if isinstance(error, SystemExit):
         return int(error.code or shared.OK)  # its message was printed
     code = shared.exit_code(error)
@@ -131,7 +139,7 @@ def _reported(error: BaseException, debug: bool) -> int:
 
 def _play(options: argparse.Namespace) -> int:
     if options.force and options.resume is None:
-        raise ConfigurationError("--force goes with --resume")
+        raise ConfigurationError("--force is only allowed with --resume")
     if options.resume is not None:
         return _resume(options)
     spec, folder = _chosen(options)
@@ -144,14 +152,14 @@ def _play(options: argparse.Namespace) -> int:
 
 
 def _code(*ended: LoadedRun | None) -> int:
-    """The exit code after runs that came to their end."""
+    """Return the exit code after runs that have ended."""
     if any(one and one.grown for one in ended):
         return shared.NUMBERS_FAIL
     return shared.BUDGET_SPENT if any(one and one.out_of_budget for one in ended) else shared.OK
 
 
 def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:
-    """The spec and the folder for its run; where several processes play it, those of process 0."""
+    """Return the spec and the folder of the run; if several processes share it, those of process 0."""
     if options.coordinator is None:
         return _described(options)
     from fedbilevel.engines.process_group import current_group
@@ -167,7 +175,7 @@ def _chosen(options: argparse.Namespace) -> tuple[Spec, Path]:
 
 
 def _described(options: argparse.Namespace) -> tuple[Spec, Path]:
-    """The spec and the folder that the options describe."""
+    """Return the spec and the folder that the options describe."""
     if options.out is not None and not options.seeds:
         experiments.Folder(options.out).require_free()
     spec = shared.configured(options)
@@ -176,18 +184,18 @@ def _described(options: argparse.Namespace) -> tuple[Spec, Path]:
 
 
 WITH_RESUME = ["command", "debug", "resume", "rounds", "force", "log", "quiet", "coordinator", "processes", "process"]
-"""What `--resume` goes with, and what the parser has beside options."""
+"""The options that `--resume` allows, and the other names of the parser."""
 
 
 def _resume(options: argparse.Namespace) -> int:
     if given := [name for name, value in vars(options).items() if name not in WITH_RESUME and value not in (None, [])]:
-        raise ConfigurationError(f"--resume takes the spec of its run; {', '.join(given)} cannot be given with it")
+        raise ConfigurationError(f"--resume uses the spec of its run; {', '.join(given)} cannot be given with it")
     shared.prepare_jax()
     from fedbilevel.experiments.runner import resumable
 
     place = experiments.Folder(options.resume)
-    if place.spec.is_file():  # of several processes, process 0 has the folder
-        shared.spec_tables(place.spec)  # says whose code it runs
+    if place.spec.is_file():  # only process 0 has the folder
+        shared.spec_tables(place.spec)  # prints which code it runs
     spec = resumable(place, options.rounds)
     shared.tune(spec)
     play = partial(experiments.resume, place.path, rounds=options.rounds, force=options.force)
@@ -195,7 +203,7 @@ def _resume(options: argparse.Namespace) -> int:
 
 
 def _run_seeds(options: argparse.Namespace, spec: Spec, folder: Path) -> int:
-    """One run for each seed; in a folder that has some of them already, what is missing. One picture shows all."""
+    """Make a run for each seed that has not finished in the folder yet, and one picture of all."""
     from fedbilevel.display.curves import can_draw
     from fedbilevel.engines.tracking import MEMORY, Tracking, tracked_group
     from fedbilevel.experiments import tables
@@ -227,14 +235,18 @@ def played(
     series: Path | None = None,
     trackers: Sequence[Tracker] = (),
 ) -> LoadedRun | None:
-    """Play a run with its progress shown, then its outcome; say how to go on if it does not reach its end.
+    """Run a spec, show its progress and its outcome, and print how to continue if it does not reach its end.
 
-    Where several processes play it together, process 0 does that; the others return None.
+    If several processes share the run, only process 0 shows it, and the others return None.
 
     Args:
-        play: how, as `experiments.run` or `resume`; None: as `complete`, and a run that is finished is only read.
-        series: the folder of the runs that a command makes, of which one picture shows all.
-        trackers: what records the run.
+        spec: the spec.
+        folder: the folder of the run.
+        quiet: print only the folder.
+        play: how to run it, such as `experiments.run` or `resume`; None takes `complete`, and only reads finished runs.
+        task: the spec's task, if the caller has already made it.
+        series: the folder of several runs that a command makes and shows in one picture.
+        trackers: record the run.
     """
     from fedbilevel.display import Watch
     from fedbilevel.display.curves import can_draw
@@ -246,7 +258,7 @@ def played(
     group, place = current_group(), experiments.Folder(folder)
     if play is None and place.finished:
         return experiments.load_run(folder)
-    experiment = experiments.build(spec, task)  # shows downloads by itself
+    experiment = experiments.build(spec, task)  # shows the progress of downloads itself
     play = play or partial(experiments.complete, spec, folder)
     quiet = quiet or not group.is_first
     terminal = shared.console(quiet)
@@ -260,7 +272,7 @@ def played(
     except KeyboardInterrupt:
         raise SystemExit(shared.fail(interrupts.exit_code(), _how_to_resume(place, series, group.is_first))) from None
     except NumericalError as error:
-        stays = f"the last good checkpoint stays in {folder}" if place.begun else "no checkpoint had been written"
+        stays = f"the last good checkpoint is kept in {folder}" if place.begun else "no checkpoint had been written"
         raise type(error)(f"{error}; {stays if group.is_first else ELSEWHERE}") from error
     except CheckpointError as error:
         full = isinstance(error.__cause__, OSError) and error.__cause__.errno in (errno.ENOSPC, errno.EDQUOT)
@@ -281,7 +293,7 @@ def played(
 
 
 CONTINUE = "continue with: fedbilevel run --resume {}"
-ELSEWHERE = "what there is to resume from is with process 0"
+ELSEWHERE = "any checkpoint is with process 0"
 
 
 def _how_to_resume(place: Folder, series: Path | None, first: bool) -> str:
@@ -296,65 +308,87 @@ def _how_to_resume(place: Folder, series: Path | None, first: bool) -> str:
 
 STUDY = {
     "sites": ("the names of the sites, in the order of their numbers", True),
-    "target": ("the column that is predicted; of cox the times", False),
-    "event": ("of cox, the column that is 1 where the event came", False),
-    "positive": ("of logistic, the class whose probability is predicted", False),
-    "patient": ("the column that says whose each row is, where rows repeat", False),
+    "target": ("the column that is predicted; for cox, the times", False),
+    "event": ("for cox, the column that is 1 if the event occurred", False),
+    "positive": ("for logistic, the class whose probability is predicted", False),
+    "patient": ("the column with the patient of each row, if patients have several rows", False),
     "categorical": ("columns of codes and words", True),
-    "columns": ("the features; left out: all other columns", True),
-    "drop": ("columns that are left out", True),
-    "penalty": ("one for all (one), or for each column or feature", False),
+    "columns": ("the features (all other columns)", True),
+    "drop": ("columns that are not features", True),
+    "penalty": ("one for all (one), or one for each column or feature", False),
 }
-"""Options of a new app: fields of `Study`, what they mean, and whether they are several names."""
+"""Field of `Study` -> (its meaning, whether it takes several names), for the options of a new app."""
 
 
 def _add_flower(add: shared.Add) -> None:
     commands = add("flower", _help).add_subparsers(title="commands", metavar="COMMAND")
     inside = shared.Add(commands)
     new = inside("new", _new)
-    new.add_argument("folder", type=Path, metavar="DIR", help="where to: new or empty")
+    new.add_argument("folder", type=Path, metavar="DIR", help="the folder of the app: new or empty")
     for command in (new, demo := inside("demo", _demo)):
         command.add_argument("--task", metavar="TASK", help=shared.TASK_HELP)
         shared.add_options(command, "spec", "algorithm", "rounds", set="see `fedbilevel run -h`; repeatable")
-        command.add_argument("--clients", type=shared.count, metavar="N", help="how many clients (demo: 4)")
+        command.add_argument("--clients", type=shared.count, metavar="N", help="the number of clients (demo: 4)")
     keys = inside("keys", _keys)
-    keys.add_argument("folder", type=Path, metavar="DIR", help="where to: nothing is overwritten")
-    keys.add_argument("--clients", type=shared.count, metavar="N", required=True, help="how many clients")
-    keys.add_argument("--host", action="append", metavar="NAME", help="how the server is reached: name or address")
+    keys.add_argument("folder", type=Path, metavar="DIR", help="the folder of the keys; nothing is overwritten")
+    keys.add_argument("--clients", type=shared.count, metavar="N", required=True, help="the number of clients")
+    keys.add_argument(
+        "--host", action="append", metavar="NAME", help="a name or address at which the server is reached"
+    )
     looked = inside("check", _check)
     looked.add_argument("app", type=Path, metavar="APP", help="the app's folder, or a spec")
-    looked.add_argument("--node-config", metavar='"NAME=VALUE …"', required=True, help="as the SuperNode's")
-    looked.add_argument("--superlink", metavar="HOST:PORT", help="see whether it answers this site")
+    looked.add_argument(
+        "--node-config", metavar='"NAME=VALUE …"', required=True, help="the node configuration of the SuperNode"
+    )
+    looked.add_argument("--superlink", metavar="HOST:PORT", help="check that this SuperLink answers the site")
     trust = looked.add_mutually_exclusive_group()
-    trust.add_argument("--root-certificates", type=Path, metavar="FILE", help="of the SuperLink's authority")
+    trust.add_argument(
+        "--root-certificates", type=Path, metavar="FILE", help="the certificate of the SuperLink's authority"
+    )
     trust.add_argument("--insecure", action="store_true", help="the SuperLink has no TLS")
     looked.add_argument("--auth-supernode-private-key", type=Path, metavar="FILE", help="the site's key")
     checked = inside("audit", _audit)
     checked.add_argument("folder", type=Path, metavar="FOLDER", help="the site's state-folder")
-    checked.add_argument("--holds", default="", metavar="HASH", help="see whether the line of this hash is still there")
+    checked.add_argument(
+        "--holds", default="", metavar="HASH", help="check that the line with this hash is still there"
+    )
     approved = inside("approve", _approve)
     approved.add_argument("folder", type=Path, metavar="FOLDER", help="the site's state-folder")
-    approved.add_argument("hash", metavar="HASH", help="as `flower check` and the site's refusal show it")
-    approved.add_argument("--by", required=True, metavar="NAME", help="the person who has read it")
-    approved.add_argument("--withdraw", action="store_true", help="take an approval back: from now on it is refused")
+    approved.add_argument("hash", metavar="HASH", help="the hash that `flower check` and the site's refusal show")
+    approved.add_argument(
+        "--by", required=True, metavar="NAME", help="the person who has read the text and approves it"
+    )
+    approved.add_argument(
+        "--withdraw", action="store_true", help="withdraw an approval, so that the site refuses from now on"
+    )
     shown = inside("status", _status)
-    shown.add_argument("--json", action="store_true", help="of RUN, for programs")
-    shown.add_argument("--prometheus", type=Path, metavar="FILE", help="of RUN: write metrics there, FILE.prom")
+    shown.add_argument("--json", action="store_true", help="with RUN: print JSON for programs")
+    shown.add_argument(
+        "--prometheus", type=Path, metavar="FILE", help="with RUN: write metrics to this file, FILE.prom"
+    )
     asked = shown.add_mutually_exclusive_group(required=True)
     asked.add_argument("folder", nargs="?", type=Path, metavar="RUN", help="the server's run folder")
-    asked.add_argument("--connection", metavar="NAME", help="a SuperLink of Flower's config.toml: does it begin runs?")
+    asked.add_argument(
+        "--connection", metavar="NAME", help="check that this SuperLink of Flower's config.toml begins runs"
+    )
     new.add_argument("--data", metavar="NAME", help="the task's data set (digits)")
-    new.add_argument("--estimator", metavar="NAME", help="a study of sites' tables instead: logistic, ridge or cox")
+    new.add_argument(
+        "--estimator", metavar="NAME", help="instead, make a study of sites' tables: logistic, ridge or cox"
+    )
     for name, (meant, several) in STUDY.items():
-        new.add_argument(f"--{name}", metavar="A,B,…" if several else "NAME", help=f"of a study: {meant}")
-    held = "of a study: rows of each site that are held out for its report, or a site all of whose rows are (0)"
+        new.add_argument(f"--{name}", metavar="A,B,…" if several else "NAME", help=f"for a study: {meant}")
+    held = "for a study: the share of each site's rows that is held out for the report, or a held-out site (0)"
     new.add_argument("--holdout", metavar="SHARE|SITE", help=held)
-    demo.add_argument("--out", type=Path, metavar="DIR", help="for app, run, keys and logs: new or empty (runs/…)")
-    demo.add_argument("--stock", action="store_true", help="Flower's own clients, one process per message: slow")
+    demo.add_argument(
+        "--out", type=Path, metavar="DIR", help="the folder for app, run, keys and logs: new or empty (runs/…)"
+    )
+    demo.add_argument(
+        "--stock", action="store_true", help="use Flower's own clients, which start a process per message: slow"
+    )
 
 
 def _help(options: argparse.Namespace) -> int:
-    """Run in a real federation, over Flower."""
+    """Run a federation over Flower."""
     commands = "new, keys, check, approve, audit, status or demo"
     raise ConfigurationError(f"fedbilevel flower needs a command: {commands} (see fedbilevel flower --help)")
 
@@ -394,7 +428,7 @@ def _new_study(options: argparse.Namespace) -> int:
 
 
 def _share(text: str) -> float | str:
-    """Return a number where the text is one; `Study` refuses a site that it does not name."""
+    """Return a text as a number if it is one; `Study` rejects the name of an unknown site."""
     try:
         return float(text)
     except ValueError:
@@ -407,15 +441,15 @@ def _keys(options: argparse.Namespace) -> int:
 
     names = options.host or ["localhost", "127.0.0.1"]
     made = credentials.make(options.folder, options.clients, names)
-    print(f"server   {made.certificate}, {made.key}\nclients  {made.ca} for all; {made.clients[0]}, … for one each")
+    print(f"server   {made.certificate}, {made.key}\nclients  {made.ca} for all; {made.clients[0]}, … for each client")
     return shared.OK
 
 
 def _check(options: argparse.Namespace) -> int:
-    """Look at a site before it is started: configuration, data, privacy, floors, and whether the SuperLink answers.
+    """Check a site before it is started: configuration, data, privacy, floors, and the connection to the SuperLink.
 
-    Nothing is sent but Flower's own greeting, signed with the key. Like the site it runs the app's code, and its task
-    reads the data.
+    Only Flower's own greeting is sent, signed with the key. Like the site itself, this command runs the app's code,
+    which reads the data.
     """
     from fedbilevel.experiments import read_spec, read_study, study
     from fedbilevel.experiments.federation import check
@@ -434,7 +468,7 @@ def _check(options: argparse.Namespace) -> int:
     if found[0].name == study.FILE:
         lines = study.check(read_study(found[0]), options.node_config, *given)
     else:
-        shared.spec_tables(found[0])  # says whose code it runs
+        shared.spec_tables(found[0])  # prints which code it runs
         lines = check(read_spec(found[0]), options.node_config, *given)
     for name, said in lines:
         shared.say(terminal, f"{name:10} {said}")
@@ -442,10 +476,10 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _approve(options: argparse.Namespace) -> int:
-    """Approve what a site is asked, by its hash, so that the site takes part.
+    """Approve a run by the hash of its text, so that the site takes part in it.
 
-    Only a site with approve="ask" in its node configuration waits for this. What was asked and refused is in the
-    folder, as asked-HASH.txt. The audit has who approved what, and when.
+    Only a site with approve="ask" in its node configuration waits for an approval. The text that a site was asked to
+    approve is asked-HASH.txt in the folder. The site's audit records who approved what, and when.
     """
     from fedbilevel.flower.versions import require_flower
 
@@ -455,17 +489,17 @@ def _approve(options: argparse.Namespace) -> int:
     approvals = Approvals(options.folder)
     approvals.change(options.hash, options.by, approve=not options.withdraw)
     text = approvals.text_of(options.hash)
-    where = f": {text}" if text.exists() else ", which was not asked so far"
+    where = f": {text}" if text.exists() else "; the site has not been asked for it yet"
     said = "no longer approved" if options.withdraw else "approved"
     shared.say(shared.console(), f"{said}: {options.hash}{where}")
     return shared.OK
 
 
 def _audit(options: argparse.Namespace) -> int:
-    """Follow the chain of a site's audit, and say the first line that is broken.
+    """Verify the chain of a site's audit, and report the first broken line.
 
-    A line that a kill has cut is said, and is no fault of the chain. Lines that were taken off the end are noticed
-    with --holds and a hash that was written down earlier.
+    A line that was cut when its process was killed is reported, but does not break the chain. Lines that were removed
+    at the end are found with --holds and a hash that was written down earlier.
     """
     from fedbilevel.flower.versions import require_flower
 
@@ -484,17 +518,17 @@ def _audit(options: argparse.Namespace) -> int:
         if counted > (last := report.requests.get(client, 0)):
             why = "lines are missing at the end, or its process was killed before it wrote them"
             said.append(
-                f"client {client}: {counted} requests were counted, and the last line is of request {last}: {why}"
+                f"client {client}: {counted} requests were counted, but the last line is for request {last}: {why}"
             )
     shared.say(shared.console(), *said, f"last hash {report.last}")
     return shared.OK
 
 
 def _status(options: argparse.Namespace) -> int:
-    """Say how far a federated run is, who is absent and why; or whether a SuperLink begins runs.
+    """Show the progress of a federated run and its absent clients, or check that a SuperLink begins runs.
 
-    The exit code is that of `fedbilevel run`: 5 where a run waits and nothing takes it. With --prometheus it is 0 once
-    the file is written, whole, for the textfile collector of node_exporter.
+    The exit code is that of `fedbilevel run`, and 5 if the SuperLink does not begin a submitted run. With --prometheus
+    it is 0 once the file is written, atomically, for the textfile collector of node_exporter.
     """
     from fedbilevel.core.writing import write_text
     from fedbilevel.experiments.federation_status import Status
@@ -504,7 +538,7 @@ def _status(options: argparse.Namespace) -> int:
 
     if options.connection is not None:
         of_run = [f"--{name}" for name in ("json", "prometheus") if getattr(options, name)]
-        require(not of_run, "--connection", f"with {', '.join(of_run)}", "without: these are of a run folder")
+        require(not of_run, "--connection", f"with {', '.join(of_run)}", "given without them: they need a run folder")
         require_begun(Console(environment(os.environ), Path.cwd()), options.connection)
         print(f"{options.connection} has begun all runs that were submitted")
         return shared.OK
@@ -519,8 +553,8 @@ def _status(options: argparse.Namespace) -> int:
 def _demo(options: argparse.Namespace) -> int:
     """Run a federation of processes on this machine.
 
-    Starts a SuperLink and one SuperNode per client as processes of this machine, with TLS and a key for every client,
-    plays a task (a network on handwritten digits that are divided over the clients), and stops everything it started.
+    It starts a SuperLink and one SuperNode per client as processes of this machine, with TLS and a key for every
+    client, runs a task (by default a network on handwritten digits, divided between the clients), and stops everything.
     """
     from fedbilevel.experiments import configure
     from fedbilevel.experiments.federation import play_demo, seen_by

@@ -1,4 +1,4 @@
-"""What several commands share: exit codes, types of arguments, the console, help on fields."""
+"""Provide what several commands share: exit codes, types of arguments, the console, and common options."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from fedbilevel.trackers import Tracker
 
 OK, BAD_INPUT, NUMBERS_FAIL, NOT_WRITTEN, NOT_ANSWERED, BUDGET_SPENT = 0, 2, 3, 4, 5, 6
-LINES = "\n\t"  # characters that stay in what is printed
+LINES = "\n\t"  # control characters that are printed
 OWN = "or your own: module:NAME or path/to/file.py:NAME"
 ALGORITHM_HELP = f"see `fedbilevel algorithms` (simfbo, or the task's); {OWN}"
 TRACKERS = "mlflow", "tensorboard", "wandb"  # the names of `fedbilevel.trackers.BY_NAME`
@@ -39,7 +39,7 @@ TASK_HELP = f"see `fedbilevel tasks` (hyper_representation); {OWN}"
 
 
 class Once(argparse.Action):
-    """Stores an option's value, and refuses another value for it."""
+    """Store the value of an option, and reject a second, different value."""
 
     def __call__(
         self,
@@ -48,7 +48,7 @@ class Once(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        before = vars(self).setdefault("given", values)  # a parser parses once
+        before = vars(self).setdefault("given", values)  # each parser parses only once
         if option_string and before != values:
             raise argparse.ArgumentError(self, f"gets two values, {before} and {values}: leave one out")
         setattr(namespace, self.dest, values)
@@ -56,7 +56,7 @@ class Once(argparse.Action):
 
 @dataclass(frozen=True)
 class Add:
-    """Adds commands; the help of a command is its function's docstring."""
+    """Add commands; the help of a command is its function's docstring."""
 
     commands: Any
 
@@ -76,28 +76,28 @@ class Add:
 
 
 def add_options(command: argparse._ActionsContainer, *names: str, **helps: str) -> None:
-    """Add options that several commands have, by their names; `helps` are texts that differ from those here."""
+    """Add common options by their names; `helps` has the names of options whose help differs, with that help."""
     for name in (*names, *helps):
         given = {**OPTIONS[name], **({"help": helps[name]} if name in helps else {})}
         command.add_argument(f"--{name.replace('_', '-')}", **given)
 
 
 def add_length(command: argparse.ArgumentParser) -> None:
-    """Add the options that say how long a run is, of which one is given."""
+    """Add the options for the length of a run, of which only one may be given."""
     add_options(command.add_mutually_exclusive_group(), "rounds", "exchanges", "bytes", "time")
 
 
 def fail(code: int, sentence: str) -> int:
-    """Say what went wrong, and give the exit code back. Parts of the sentence may be somebody else's words."""
+    """Print a message to standard error, made printable since it may quote untrusted text, and return the exit code."""
     print(f"fedbilevel: {printable(sentence, None, kept=LINES)}", file=sys.stderr)
     return code
 
 
 def spec_tables(path: Path, task: str | None = None, algorithm: str | None = None) -> dict[str, Any]:
-    """The tables of a spec that is about to be played, with another task or algorithm where it is given.
+    """Read the tables of a spec that will be run; `task` and `algorithm` are the names that will replace the spec's.
 
-    Playing a spec whose task or algorithm is a user's own executes code that a file names and not the command line: a
-    line on standard error says so before.
+    If the spec names a user's own task or algorithm, running it executes code that is not named on the command line. A
+    line on standard error says so first.
     """
     from fedbilevel.experiments import toml
 
@@ -113,15 +113,17 @@ def spec_tables(path: Path, task: str | None = None, algorithm: str | None = Non
 
 
 def say_code(*names: str | None, named: str = "") -> None:
-    """Say whose code is about to run, where tasks or algorithms of these names are a user's own. Commands say so that
-    only look at them, and those that have the name from a file, which `named` then says."""
+    """Print which code will run if some of these names are those of a user's own tasks or algorithms.
+
+    `named` begins the line, and says from which file the name comes if it is not on the command line.
+    """
     for code in {name.rpartition(":")[0]: None for name in names if name}:
         if code:
             fail(OK, f"{named}this runs the code of {code}")
 
 
 def configured(options: argparse.Namespace, *before: str) -> Spec:
-    """The spec that options describe, and settings that come before theirs."""
+    """Return the spec that the options describe; the settings `before` are applied before those of the options."""
     base = spec_tables(Path(options.spec), options.task, options.algorithm) if options.spec else None
     prepare_jax()
     from fedbilevel.experiments import configure
@@ -133,7 +135,7 @@ def configured(options: argparse.Namespace, *before: str) -> Spec:
 
 
 def positive(text: str, unit: str) -> float:
-    """A positive number."""
+    """Read a positive finite number."""
     try:
         found = float(text)
     except ValueError:
@@ -144,7 +146,7 @@ def positive(text: str, unit: str) -> float:
 
 
 def whole(text: str, least: int) -> int:
-    """A whole number."""
+    """Read a whole number that is at least `least`."""
     if not (text.isascii() and text.isdecimal()) or not least <= int(text) < 2**32:
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
     return int(text)
@@ -154,27 +156,27 @@ count, seed = partial(whole, least=1), partial(whole, least=0)
 
 
 def seeds(text: str) -> list[int]:
-    """Whole numbers, all different, with commas between."""
+    """Read different whole numbers, separated by commas."""
     found = [seed(part) for part in text.split(",")]
     if len(set(found)) < len(found):
-        raise argparse.ArgumentTypeError(f"{text!r} has a seed twice")
+        raise argparse.ArgumentTypeError(f"{text!r} has the same seed twice")
     return found
 
 
 def names(text: str) -> list[str]:
-    """Names with commas between."""
+    """Read names, separated by commas."""
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _trackers(text: str) -> list[str]:
-    """Read the names of trackers. A text without a name, as from an unset variable, is an error."""
+    """Read the names of trackers. A text without any name, for example from an unset variable, is an error."""
     if found := names(text):
         return found
     raise argparse.ArgumentTypeError(f"{text!r} names no tracker (allowed: {', '.join(TRACKERS)})")
 
 
 def _budget(unit: str, ends: str) -> dict[str, Any]:
-    return {"type": partial(positive, unit=unit), "metavar": "N", "help": f"instead: end once N {ends}"}
+    return {"type": partial(positive, unit=unit), "metavar": "N", "help": f"instead of --rounds: end once N {ends}"}
 
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -182,10 +184,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "data": {"metavar": "NAME", "help": "the task's data set"},
     "set": {"action": "append", "default": [], "metavar": "FIELD=VALUE", "help": "see below; repeatable"},
     "spec": {"metavar": "FILE", "help": "a spec in TOML; the other options change it"},
-    "cohort": {"type": count, "metavar": "N", "help": "clients per round"},
-    "rounds": {"type": count, "metavar": "N", "help": "rounds in total"},
-    "exchanges": {"type": count, "metavar": "N", "help": "instead: end once N messages went down and up"},
-    "bytes": _budget("bytes", "bytes went down and up, e.g. 2e9"),
+    "cohort": {"type": count, "metavar": "N", "help": "the number of clients per round"},
+    "rounds": {"type": count, "metavar": "N", "help": "the number of rounds in total"},
+    "exchanges": {"type": count, "metavar": "N", "help": "instead of --rounds: end after N exchanges"},
+    "bytes": _budget("bytes", "bytes have been sent, down and up, e.g. 2e9"),
     "time": _budget("seconds", "seconds of the clock have passed"),
     "seed": {"type": seed, "metavar": "N"},
     "seeds": {"type": seeds, "metavar": "N,N,…"},
@@ -198,7 +200,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "help": f"record in trackers: {', '.join(TRACKERS)}",
     },
 }
-"""Options that several commands have, as `add_argument` takes them."""
+"""Common option -> its arguments of `add_argument`."""
 
 
 RUN = ("rounds", "exchanges", "bytes", "time", "cohort", "eval_every")
@@ -210,11 +212,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
     "clients": ("task.clients",),
     "data": ("task.data",),
 }
-"""The fields of a spec that each option sets."""
+"""Option -> the fields of a spec that it sets."""
 
 
 def check_fields(options: argparse.Namespace) -> None:
-    """Refuse a field that gets two values: by --set or --grid, and by the same again or an option of its own."""
+    """Reject a field that gets two values, from --set, --grid or --search and from a second one or another option."""
     given = [(name, setting) for name in ("set", "grid", "search") for setting in getattr(options, name, [])]
     before: dict[str, list[tuple[str, str]]] = {}  # by option, the fields and settings so far
     for by, setting in given:
@@ -229,13 +231,12 @@ def check_fields(options: argparse.Namespace) -> None:
 
 
 def _same_field(one: str, other: str) -> bool:
-    """Tell whether two paths are the same field: its section may be left out."""
+    """Tell whether two paths name the same field; the section may be left out."""
     return one == other or one == other.partition(".")[2] or one.partition(".")[2] == other
 
 
 def check_names(options: argparse.Namespace) -> None:
-    """Spell names as the library does, and refuse those that are neither its own nor a user's, before anything heavy
-    is imported."""
+    """Replace names by the library's spelling, and reject unknown names, before slow packages are imported."""
     from fedbilevel.experiments.names import known, known_rivals
 
     known_rivals(getattr(options, "against", None) or ())
@@ -244,19 +245,19 @@ def check_names(options: argparse.Namespace) -> None:
             raise unknown("tracker of --log", name, TRACKERS)
     for place in ("algorithm", "algorithms", "task", "what"):
         given, kind = getattr(options, place, None), "algorithm" if place.startswith("algorithm") else "task"
-        if given and (place != "what" or options.algorithms):  # else these are folders of runs
+        if given and (place != "what" or options.algorithms):  # else `what` is a list of folders
             found = [known(kind, name) for name in given] if isinstance(given, list) else known(kind, given)
             setattr(options, place, found)
 
 
 def settings(options: argparse.Namespace) -> list[str]:
-    """The settings of --set and of the options for single fields of [run], in the form FIELD=VALUE."""
+    """Return the settings of --set and of the options for fields of [run], in the form FIELD=VALUE."""
     flags = {name: getattr(options, name, None) for name in RUN}
     return [*options.set, *(f"run.{name}={value}" for name, value in flags.items() if value is not None)]
 
 
 def trackers(options: argparse.Namespace) -> list[Tracker]:
-    """The trackers that --log names; without it, nothing is loaded for them."""
+    """Return the trackers that --log names; without --log, no tracker is loaded."""
     if not options.log:
         return []
     from fedbilevel.trackers import made
@@ -265,8 +266,11 @@ def trackers(options: argparse.Namespace) -> list[Tracker]:
 
 
 def console(quiet: bool = False) -> Console:
-    """The terminal; pipes and log files have 160 columns, or as many as COLUMNS says, so that they do not wrap, and no
-    colours, whatever the environment says."""
+    """Return the console for standard output.
+
+    A pipe or a log file gets no colours, whatever the environment says, and 160 columns, or the number in COLUMNS, so
+    that lines are not wrapped.
+    """
     try:
         from rich.console import Console
     except ImportError:
@@ -279,26 +283,26 @@ def console(quiet: bool = False) -> Console:
 
 
 def say(terminal: Console, *lines: object) -> None:
-    """Print lines as they are, but for what a terminal would obey: nothing in them is markup, and none is folded."""
+    """Print lines without markup and folding; control characters that a terminal would obey are replaced."""
     said = [printable(str(line), None, kept=LINES) for line in lines]
     terminal.print(*said, sep="\n", markup=False, highlight=False, soft_wrap=True)
 
 
 def say_paths(terminal: Console, paths: Mapping[str, Path | Sequence[Path]]) -> None:
-    """Print what has been written, each path with a word before it."""
+    """Print the paths of written files, each after a word that says what it is."""
     for word, found in paths.items():
         say(terminal, *(f"{word:<6} {path}" for path in ([found] if isinstance(found, Path) else found)))
 
 
 def prepare_jax() -> None:
-    """Keep compiled programs between runs, so that the second start is quick. JAX's own settings come first."""
+    """Keep compiled programs on disk, so that later runs start quickly; JAX's own settings take precedence."""
     from fedbilevel.engines.machine import keep_on_disk_if_possible
 
     keep_on_disk_if_possible()
 
 
 def tune(spec: Spec) -> None:
-    """Set what XLA reads at the first computation, which is still to come."""
+    """Set options of XLA, which reads them at the first computation of the process."""
     from fedbilevel.engines.machine import tune_cpu
     from fedbilevel.engines.process_group import current_group
 
@@ -307,7 +311,7 @@ def tune(spec: Spec) -> None:
 
 
 def exit_code(error: BaseException) -> int | None:
-    """The exit code for an error that is explained in one sentence; None for one that is a fault of ours."""
+    """Return the exit code of an expected error; None for an unexpected one, which is a bug of the library."""
     if isinstance(error, KeyboardInterrupt):
         return interrupts.exit_code()
     from fedbilevel.data.files import DataError
@@ -324,17 +328,17 @@ def exit_code(error: BaseException) -> int | None:
 
 
 def lacks_memory(error: BaseException) -> bool:
-    """Whether memory could not be had, by NumPy, Python or XLA."""
+    """Tell whether NumPy, Python or XLA could not get memory."""
     return isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED")
 
 
 def sentence(error: BaseException) -> str:
-    """The message for an error; for an error of the operating system the file and the reason, without a number."""
+    """Return the message of an error; for one of the operating system, the file and the reason without its number."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if lacks_memory(error):
         first = str(error).partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
-        return f"there is not enough memory ({first}): fewer clients, samples or numbers of a model take less"
+        return f"there is not enough memory ({first}): use fewer clients, fewer samples or a smaller model"
     if isinstance(error, OSError) and not isinstance(error, FedbilevelError) and error.strerror:
         return error.strerror if error.filename is None else f"{error.filename}: {error.strerror}"
     return str(error)

@@ -1,4 +1,4 @@
-"""`fedbilevel watch`: show how a run, a federation or a sweep is doing, on the terminal or as a local page."""
+"""Define `fedbilevel watch`, which shows the progress of a run, a federation or a sweep."""
 
 from __future__ import annotations
 
@@ -20,33 +20,38 @@ HOST = "127.0.0.1"
 
 def add_to(add: shared.Add) -> None:
     watch = add("watch", _watch)
-    watch.add_argument("folder", type=Path, metavar="FOLDER", help="of a run, a federation's server, or a sweep")
+    watch.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="the folder of a run, of a federation's server, or of a sweep"
+    )
     how = watch.add_mutually_exclusive_group()
-    how.add_argument("--once", action="store_true", help="print the state once, as in a pipe")
-    how.add_argument("--serve", nargs="?", type=_port, const=0, metavar="PORT", help="as a local page (any free port)")
-    watch.add_argument("--host", metavar="ADDRESS", help=f"with --serve: where it listens ({HOST})")
+    how.add_argument("--once", action="store_true", help="print the state once, as always in a pipe")
+    how.add_argument(
+        "--serve", nargs="?", type=_port, const=0, metavar="PORT", help="show a local web page (any free port)"
+    )
+    watch.add_argument("--host", metavar="ADDRESS", help=f"with --serve: the address of the page ({HOST})")
 
 
 def _port(text: str) -> int:
     found = shared.count(text)
     if found > 65535:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 1 to 65535")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a port from 1 to 65535")
     return found
 
 
 def _watch(options: argparse.Namespace) -> int:
-    """Watch a run, a federation or a sweep while it goes on; only read its folder.
+    """Watch the progress of a run, a federation or a sweep.
 
       fedbilevel watch runs/RUN                    on the terminal, until the run has ended, or Ctrl-C
-      fedbilevel watch runs/RUN --once             once, which is also what a pipe gets
-      fedbilevel watch runs/SWEEP --serve 8080     as a page at http://127.0.0.1:8080/, until Ctrl-C
+      fedbilevel watch runs/RUN --once             print the state once, as always in a pipe
+      fedbilevel watch runs/SWEEP --serve 8080     as a web page at http://127.0.0.1:8080/, until Ctrl-C
 
-    It shows rounds, the last values and the curves of all metrics, bytes and, if any, the ε that was spent; of a
-    federation also who replied, delays, and who is absent and why; of a sweep all runs, and the best so far.
+    The command only reads the folder. It shows rounds, the last values and the curves of all metrics, bytes and, with
+    privacy, the ε that was spent. For a federation it also shows replies, delays, and absent clients with the reasons;
+    for a sweep, all runs and the best so far.
 
-    The page loads nothing from elsewhere and can change nothing. Anyone on this machine may read it. With --host it is
-    also at another address of this machine; its URL then has a token, without which nothing is shown. The
-    connection is not encrypted: a tunnel (ssh -L 8080:127.0.0.1:8080 HOST) is, and needs no --host.
+    The page loads nothing from elsewhere and cannot change the run. Every user of this machine can read it. With --host
+    it is at another address of this machine, and its URL has a token, without which nothing is shown. The connection is
+    not encrypted; use a tunnel (ssh -L 8080:127.0.0.1:8080 HOST) for that, which needs no --host.
 
     exit codes: 0 the run has ended, or was shown once; that of `fedbilevel run` if it has ended with an error;
       2 wrong input, 130 Ctrl-C, 143 SIGTERM
