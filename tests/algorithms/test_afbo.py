@@ -282,10 +282,10 @@ def test_what_does_not_fit_the_clients(algorithm, words, task):
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        (fb.Asynchronous(GLOBAL, wait_for=2), "wait_for = 2 is not allowed: it must be 1 where Clock.arrivals"),
-        (fb.Asynchronous(GLOBAL, wait_for=1, max_staleness=3), "max_staleness = 3 .* None where Clock.arrivals"),
-        (GLOBAL, r"Clock.arrivals .* None with AFBO, which waits for everyone: for Asynchronous"),
-        (fb.ADBO(wait_for=1), r"Clock.arrivals .* waits for everyone in a phase"),
+        (fb.Asynchronous(GLOBAL, wait_for=2), "wait_for = 2 is not allowed: it must be 1 with Clock.arrivals"),
+        (fb.Asynchronous(GLOBAL, wait_for=1, max_staleness=3), "max_staleness = 3 .* None with Clock.arrivals"),
+        (GLOBAL, r"Clock.arrivals .* None with AFBO, which waits for all replies; use Asynchronous"),
+        (fb.ADBO(wait_for=1), r"Clock.arrivals .* waits for all clients in a phase"),
     ],
 )
 def test_a_schedule_of_arrivals_refuses_what_contradicts_it(engine, algorithm, words, alike):

@@ -302,7 +302,7 @@ def test_what_is_refused_beside_a_run():
     with pytest.raises(error, match=r"Bilevel\.own takes .*path"):
         fb.Bilevel(outer, inner, own=lambda: True)
     shared = run(SIMFBO, fb.Bilevel(outer, inner), rounds=1)
-    with pytest.raises(error, match=r"Result\.own = 0 .*asked where leaves of y are"):
+    with pytest.raises(error, match=r"Result\.own = 0 .*called only if leaves of y are"):
         shared.own(0)
     with pytest.raises(error, match=r"0 to 3"):
         run(SIMFBO, rounds=1).own(4)

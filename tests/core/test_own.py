@@ -166,7 +166,9 @@ def test_local_steps_are_counts_and_given_once():
 def test_a_run_is_no_longer_than_its_table():
     problem = fb.Bilevel(lambda x, y, b: jnp.sum(y**2), lambda x, y, b: jnp.sum((y - x) ** 2))
     clients = fb.Clients(**ROWS, local_steps=np.ones((2, CLIENTS), int))
-    with pytest.raises(ConfigurationError, match=r"rounds = 3 .* at most 2: for so many rounds clients' local_steps"):
+    with pytest.raises(
+        ConfigurationError, match=r"rounds = 3 .* at most 2, the number of rounds for which the clients' local_steps"
+    ):
         fb.solve(fb.SimFBO(), problem, clients, np.ones(2), np.ones(2), rounds=3)
 
 

@@ -78,7 +78,7 @@ SOLVED = {
         ),
         r"SimpleBilevel\.project\(x0\) .*X may be empty",
     ),
-    "H unknown": (lambda: solved(outer=None), r"SimpleBilevel\.outer = None .*a function \(x\) where the server is"),
+    "H unknown": (lambda: solved(outer=None), r"SimpleBilevel\.outer = None .*a function \(x\) on the server"),
     "y0": (lambda: solved(y0=jnp.zeros(2)), r"y0 = .*None, as SimpleBilevel problems have no inner variable"),
     "IR-IG of two": (lambda: solved(fb.IRIG()), r"IRIG: clients = 2 .*1 client with all samples: clients\.pooled\(\)"),
     "another problem": (

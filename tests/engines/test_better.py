@@ -78,7 +78,7 @@ def test_no_name_says_which_way_is_better(name):
 
 
 def test_patience_with_two_rows_alone_is_warned_of(result):
-    with pytest.warns(UserWarning, match="eval_every=… gives it more rows"):
+    with pytest.warns(UserWarning, match="eval_every=… makes more rows"):
         assert solved(callbacks=[fb.stop_without_progress("score", patience=3)], eval_every=4).round == 4
 
 

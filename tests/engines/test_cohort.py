@@ -173,7 +173,7 @@ def test_fresh_cohorts_are_drawn_with_replacement_too(engine):
 
 
 def test_clients_that_keep_something_are_not_drawn_twice():
-    kept = r"Cohort.replacement = True .* clients keep something between rounds"
+    kept = r"Cohort.replacement = True .* clients keep a state between rounds"
     again = fb.Cohort(2, replacement=True)
     with pytest.raises(fb.errors.ConfigurationError, match=kept):
         fb.solve(TwoPhase(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=1, cohort=again)

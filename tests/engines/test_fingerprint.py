@@ -282,8 +282,8 @@ def test_no_resume_passes_one_algorithms_state_to_another(begun, tmp_path):
     for resume in (True, "force"):
         with pytest.raises(fb.errors.CheckpointError) as refused:
             begun(4, algorithm=fixed(fb.FedNest(batch_size=2)), resume=resume)
-        assert "run.npz holds the state of a run of SimFBO, which FedNest cannot go on from" in str(refused.value)
-        assert "also not with resume=" in str(refused.value)
+        assert "run.npz has the state of a run of SimFBO, from which FedNest cannot continue" in str(refused.value)
+        assert "not even with resume=" in str(refused.value)
 
 
 OF_X, OF_Y = fb.Metric(lambda x, y: x**2, larger_is_better=False), lambda x, y, batch: (y**2).sum()

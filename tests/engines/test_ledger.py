@@ -136,7 +136,7 @@ def test_books_merge_by_kind_of_exchange_and_metric():
     [
         ([], r"a list was found where a JSON object with the totals of a ledger \(rounds, exchanges, …\) is expected"),
         (None, "null was found where"),
-        ({"round": 1}, "'round' is no total of a ledger, which are: rounds, exchanges, "),
+        ({"round": 1}, "'round' is not a total of a ledger; its totals are rounds, exchanges, "),
         ({"rounds": "one"}, "rounds of the ledger is 'one', not a whole number"),
         ({"exchanges_by_phase": [1]}, r"exchanges_by_phase of the ledger is \[1\], not an object of whole numbers"),
         ({"virtual": 1}, "virtual of the ledger is 1, not true or false"),

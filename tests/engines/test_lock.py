@@ -93,7 +93,7 @@ def test_where_nothing_can_be_locked_that_is_said(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", none)
-    words = "cannot be locked .No locks available.: nothing keeps a second run"
+    words = "cannot be locked .No locks available.: nothing prevents a second run"
     with pytest.warns(fb.errors.CheckpointWarning, match=words), lock.exclusive(tmp_path / ".lock", tmp_path):
         pass
     with pytest.raises(fb.errors.CheckpointError, match=r"lock cannot be locked .No locks available"):

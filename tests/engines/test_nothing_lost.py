@@ -68,17 +68,17 @@ def test_the_error_says_how_far_x_had_gone_and_what_steps_on_y_it_allowed():
     far = np.linalg.norm(error.value.result.y)
     assert (
         f"x had moved by up to {np.max(x + 1):.3g}, y by {far:.3g} in norm, and the largest curvature of the "
-        f"inner loss in y was L = {largest(x):.3g}, {largest(START[0]):.3g} at the start: there a step on "
+        f"inner loss in y was L = {largest(x):.3g}, ({largest(START[0]):.3g} at the start), where a step on "
         f"y must be below 2/L = {2 / largest(x):.3g}; bounds on x"
     ) in str(error.value)
 
 
 STARTS_BADLY = {
-    "a logarithm of 0": (lambda x, y: jnp.sum(jnp.log(y)), 0, "the inner loss is not finite at the start already"),
+    "a logarithm of 0": (lambda x, y: jnp.sum(jnp.log(y)), 0, "the inner loss is not finite even at the start"),
     "a norm at 0": (
         lambda x, y: jnp.sqrt(y @ y),
         0,
-        "a derivative of the inner loss is not finite at the start already",
+        "a derivative of the inner loss is not finite even at the start",
     ),
     "a second derivative at 0": (lambda x, y: jnp.sum(jnp.abs(y) ** 1.5), 0, "a derivative of the inner loss is not"),
     "a concave loss": (
@@ -89,7 +89,7 @@ STARTS_BADLY = {
     "a penalty that turns negative": (
         lambda x, y: x @ y**2,
         1,
-        r"was convex in y at the start; .* A penalty that turned negative",
+        r"was convex in y at the start, but .* A penalty that becomes negative",
     ),
 }
 """A term of the inner loss, the start of y, and what is said."""
@@ -119,7 +119,9 @@ def test_a_loss_that_is_not_finite_a_step_away_is_named():
         lambda x, y, batch: jnp.mean((y + 1 + batch) ** 2) + jnp.sum(jnp.exp(x) * y**2),
     )
     method = fixed(fb.SimFBO(local_steps=2, batch_size=None, server_lr=STEPS))
-    with pytest.raises(NonFiniteError, match=r"outer loss, .* not finite after one step on y .*log_sigmoid") as found:
+    with pytest.raises(
+        NonFiniteError, match=r"outer loss, .* not finite after a step of 1/L on y .*log_sigmoid"
+    ) as found:
         fb.solve(method, problem, fb.Clients(np.zeros((3, 4))), np.zeros(1), np.zeros(1), rounds=20)
     assert "smaller steps" not in str(found.value)
 
@@ -130,7 +132,7 @@ def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(method, which
     """Its derivative is 0: the numbers that are exchanged would stay finite."""
     losses = {"outer": problem().outer, "inner": problem().inner}
     losses[which] = lambda x, y, batch, loss=losses[which]: loss(x, y, batch) + jnp.log(-1.0)
-    with pytest.raises(NonFiniteError, match=f"the {which} loss is not finite at the start already"):
+    with pytest.raises(NonFiniteError, match=f"the {which} loss is not finite even at the start"):
         fb.solve(method(batch_size=None), fb.Bilevel(**losses), population(), *START, rounds=1)
 
 
@@ -138,7 +140,7 @@ def test_a_nan_in_a_loss_ends_a_run_of_a_method_that_measures_none(method, which
 def test_a_start_that_is_at_fault_is_said_at_once(recwarn):
     """A run without steps does not try smaller ones first."""
     losses = fb.Bilevel(problem().outer, lambda x, y, batch: problem().inner(x, y, batch) + jnp.sqrt(y @ y))
-    with pytest.raises(NonFiniteError, match="a derivative of the inner loss is not finite at the start already"):
+    with pytest.raises(NonFiniteError, match="a derivative of the inner loss is not finite even at the start"):
         fb.solve(fb.SimFBO(batch_size=None), losses, population(), *START, rounds=5)
     assert not [one for one in recwarn if "half the steps" in str(one.message)]
 

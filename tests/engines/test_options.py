@@ -71,14 +71,14 @@ def test_a_metric_is_named_by_text_and_says_which_way_is_better():
     [
         ({"resume": "auto"}, BILEVEL, HERE, 0.0, "resume = 'auto' .* together with checkpoint"),
         ({"on_divergence": "shrink"}, BILEVEL, ELSEWHERE, 0.0, "on_divergence = .* other processes know the steps"),
-        ({"privacy": PRIVACY}, BILEVEL, ELSEWHERE, 0.0, "privacy = .* whose sites have their own"),
+        ({"privacy": PRIVACY}, BILEVEL, ELSEWHERE, 0.0, "privacy = .* each site sets its own"),
         ({"privacy": PRIVACY, "on_divergence": "shrink"}, BILEVEL, HERE, 0.0, "on_divergence = .* under privacy"),
         (
             {"privacy": PRIVACY, "metrics_per_client": {"m": lambda x, y, batch: 0.0}},
             BILEVEL, HERE, 0.0, r"metrics_per_client = \['m'\] .* None under privacy",
         ),
         ({}, SINGLE, HERE, 0.0, "y0 = 0.0 .* SingleLevel problems have no inner variable"),
-        ({}, SIMPLE, HERE, None, r"SimpleBilevel\.outer = None .* a function \(x\) where the server is"),
+        ({}, SIMPLE, HERE, None, r"SimpleBilevel\.outer = None .* a function \(x\) on the server"),
         ({}, BILEVEL, fb.Clients(SAMPLES, local_steps=[[1, 2]] * 3), 0.0, "rounds = 5 .* at most 3: .* local_steps"),
         ({}, BILEVEL, fb.Clients(SAMPLES, capacity=[[0.5, 1.0]] * 4), 0.0, "rounds = 5 .* at most 4: .* capacity"),
     ],

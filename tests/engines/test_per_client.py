@@ -142,7 +142,7 @@ def test_a_metric_that_is_none_is_refused_before_anything_runs(metrics, words):
 def test_samples_are_outer_or_inner_and_a_column_is_measured_once():
     with pytest.raises(fb.errors.ConfigurationError, match=r"PerClient\.samples = 'test' .*'outer' or 'inner'"):
         fb.PerClient(METRICS["error"], "test")
-    with pytest.raises(fb.errors.ConfigurationError, match=r"metrics = 'error\.worst' .* named otherwise"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"metrics = 'error\.worst' .* another name"):
         solved(own={"error": METRICS["error"]}, metrics={"error.worst": lambda x, y: 0.0})
 
 

@@ -331,7 +331,7 @@ def test_a_run_that_diverged_is_not_gone_on_from_with_a_new_account(tmp_path):
     steep = fixed(fb.SimFBO(batch_size=None, local_steps=1, server_lr=1e30))
     with pytest.raises(NonFiniteError, match="lower client_lr or server_lr"):
         solve(steep, **given)
-    with pytest.raises(CheckpointError, match="under privacy start anew elsewhere"):
+    with pytest.raises(CheckpointError, match="privacy spent at its best row was not recorded: start a new run"):
         solve(SIMFBO, resume="force", **given)
 
 
@@ -344,7 +344,7 @@ def test_a_run_that_diverged_is_not_gone_on_from_with_a_new_account(tmp_path):
         ({"algorithm": fb.FISM()}, "privacy: FISM does not support noisy replies: .*divides by the mean of 1/n_i"),
         ({"algorithm": fb.SimFBO()}, r"privacy: SimFBO does not support noisy replies: .*give numbers for .*server_lr"),
         ({"privacy": {"clip": 1}}, r"privacy = .* must be fedbilevel\.Privacy"),
-        ({"on_divergence": "shrink"}, "on_divergence = 'shrink' .*cannot be taken back"),
+        ({"on_divergence": "shrink"}, "on_divergence = 'shrink' .*cannot be withdrawn"),
         ({"clients": fb.RemoteClients.of(TASK.clients)}, "privacy = .*None in a federation"),
         ({"cohort": fb.Cohort(3, replacement=True)}, r"Cohort\.replacement"),
     ],

@@ -351,7 +351,7 @@ def test_a_signal_is_obeyed_after_saving_and_resuming_ends_with_the_same_bits(nu
     path = tmp_path / "run.npz"
     whole = run(task, rounds=9, eval_every=4)
     press = at(4, lambda: os.kill(os.getpid(), number))
-    said = f"saved after round [48] of 9 to {path}; .* with resume=True goes on"
+    said = f"saved after round [48] of 9 to {path}; .* with resume=True continues"
     warns = pytest.warns(fb.errors.CheckpointWarning, match=said) if ends is SystemExit else contextlib.nullcontext()
     before = signal.signal(number, handler)
     try:
@@ -422,7 +422,7 @@ def test_a_checkpoint_of_an_earlier_format_goes_on_where_its_state_is_the_same(t
     assert same_bits(run(task, rounds=6, checkpoint=path, resume=True).state, whole.state)
     files.previous(path).unlink(missing_ok=True)
     rewritten(path, fedbilevel="0.2.0", format=files.FORMAT - 1)
-    said = "was written by fedbilevel 0.2.0 in format 2, and runs go on in format 3: it differs in"
+    said = "was written by fedbilevel 0.2.0 in format 2, but runs need format 3: it differs in"
     with pytest.raises(fb.errors.CheckpointError, match=said):
         files.load(path, {"another": jnp.zeros(())})
 

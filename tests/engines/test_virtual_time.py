@@ -78,7 +78,7 @@ def test_factors_are_log_normal_with_mean_one():
     [
         ({"arrivals": [[1, 0]]}, "Clock.arrivals = .* rows of booleans"),
         ({"arrivals": [[True], [True, False]]}, "Clock.arrivals = .* rows of booleans"),
-        ({"arrivals": [[True, False]]}, r"Clock.arrivals = 'rows of 2' .* in rows of 3"),
+        ({"arrivals": [[True, False]]}, r"Clock.arrivals = 'rows of 2' .* be rows of 3, the number of clients"),
         ({"arrivals": lambda exchange, client, key: 1.0}, r"a function \(exchange, client, key\) that gives a boolean"),
         ({"arrivals": [[True] * 3], "stragglers": 1}, "Clock.stragglers = 1 .* 0 with arrivals"),
         ({"arrivals": [[True] * 3], "network": [1, 1, 2]}, "Clock.network = .* one number with arrivals"),
@@ -187,7 +187,7 @@ def test_who_is_never_there_is_told_and_left_out():
     assert found[0].ledger.replies == found[1].ledger.replies == 3 * 4
     np.testing.assert_allclose(found[0].y, found[1].y, rtol=1e-12, atol=1e-12)
     assert np.linalg.norm(found[0].y) > 1e-3
-    with pytest.raises(fb.errors.ConfigurationError, match="a cohort of 2 may have nobody else"):
+    with pytest.raises(fb.errors.ConfigurationError, match="a cohort of 2 may have only such clients"):
         solve(fixed(fb.SimFBO()), rounds=3, cohort=2, clock=clock)
 
 

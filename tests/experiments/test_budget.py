@@ -56,7 +56,7 @@ def test_an_interrupted_run_ends_at_the_same_bits(random_length, tmp_path) -> No
 
     with pytest.raises(KeyboardInterrupt):
         experiments.run(spec, tmp_path / "run", plot=False, callbacks=[interrupt])
-    with pytest.raises(ConfigurationError, match="rounds cannot be set: the run in .* ends after 60 exchanges"):
+    with pytest.raises(ConfigurationError, match=r"rounds cannot be set: the run in .* ends after 60 exchanges"):
         experiments.resume(tmp_path / "run", rounds=99, plot=False)
     with pytest.raises(ConfigurationError, match=r"callbacks = .* a list of functions"):
         experiments.resume(tmp_path / "run", plot=False, callbacks=interrupt)

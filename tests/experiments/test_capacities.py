@@ -52,7 +52,7 @@ def test_a_method_without_submodels_warns_once(run, tmp_path) -> None:
     code, _, error = run("run", *fedmbo, *small, "--quiet", "--out", tmp_path / "b")
     assert code == 0
     why = "means of products over different holders are not symmetric, as CG requires; use a Neumann series"
-    said = f"fedbilevel: warning: FedMBO trains whole models, on 2 clients of a capacity below 1 too: {why}"
+    said = f"fedbilevel: warning: FedMBO trains whole models, also on 2 clients with a capacity below 1: {why}"
     assert " ".join(error.split()).startswith(said)
 
 

@@ -152,7 +152,7 @@ def test_the_command_line_shows_time_and_who_is_never_there(run, tmp_path, monke
     code, shown, error = run("run", "quadratic", *given, *arguments, "--out", "away")
     assert code == 0
     absent, *_ = error.splitlines()  # after it, that the outer loss of all four ended above that of the start
-    assert absent == "fedbilevel: warning: 1 of 4 clients are never available, and the run goes on without them: 2"
+    assert absent == "fedbilevel: warning: 1 of 4 clients are never available, and the run continues without them: 2"
     lines = [line for line in shown.splitlines() if line.startswith("round ")]
     assert lines[0].startswith("round 0  clock 0.0/17.5 s  relative_error 1")
     assert lines[-1].startswith("round 3  clock 21.0/17.5 s  outer_loss")

@@ -283,14 +283,12 @@ def test_a_server_that_ends_early_says_why_what_is_kept_and_how_to_go_on(spec, t
     out, grid = tmp_path / "a", InProcess(federation.client_app(spec), 3)
     for context in grid.contexts.values():
         context.node_config["max-requests"] = 3  # a greeting, and two rounds of an exchange
-    with pytest.raises(
-        fb.errors.ExchangeError, match=r"3 requests in all, and no more .* is kept; submit it again"
-    ):
+    with pytest.raises(fb.errors.ExchangeError, match=r"3 requests in all, and no more .* is kept; submit it again"):
         federation.serve(spec, grid, {"out": str(out), "attempts": 1})
     assert main(["flower", "status", str(out)]) == 5
     said = capsys.readouterr()
     assert "not finished; last: round 2" in said.out
-    assert f"with out='{out}' to go on" in said.err
+    assert f"with out='{out}' to continue" in said.err
     federation.serve(spec, InProcess(federation.client_app(spec), 3), {"out": str(out)})
     assert main(["flower", "status", str(out)]) == 0
     assert "finished; last: round 3" in capsys.readouterr().out

@@ -154,7 +154,9 @@ def test_a_second_folder_is_refused(here) -> None:
     for name in ("other/theirs.py:make", "unheard:make"):
         with pytest.raises(ConfigurationError) as error:
             experiments.configure(task=name)
-        assert f"but this process has loaded code from {here}/sub: put both into one folder, or use another" in str(error.value)
+        assert f"but this process has loaded code from {here}/sub: put both into one folder, or use another" in str(
+            error.value
+        )
     assert not {"theirs", "unheard"} & set(sys.modules)
 
 

@@ -219,7 +219,9 @@ def test_a_range_has_two_ends() -> None:
 def test_what_is_no_range_is_refused(text) -> None:
     with pytest.raises(ConfigurationError, match=r"--search a = .* must be of the form LOW:HIGH or LOW:HIGH:log"):
         Range.parse("--search a", text)
-    with pytest.raises(ConfigurationError, match=r"--search-box = .* must be of the form LOW:HIGH, with LOW below HIGH$"):
+    with pytest.raises(
+        ConfigurationError, match=r"--search-box = .* must be of the form LOW:HIGH, with LOW below HIGH$"
+    ):
         Range.parse("--search-box", text.replace("0:1:log", "1:2:log"), linear=True)
 
 

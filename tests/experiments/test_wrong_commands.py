@@ -37,7 +37,7 @@ RUN = {
     "--resume nowhere": "no spec.toml",
     "quadratic --resume full": "task cannot be given with it",
     "quadratic --force": "--force is only allowed with --resume",
-    "quadratic --coordinator 127.0.0.1:1 --process 0": "--coordinator, --processes and --process must be given together",
+    "quadratic --coordinator 127.0.0.1:1 --process 0": "--processes and --process must be given together",
     "quadratic --coordinator here --processes 2 --process 0": "it must be HOST:PORT",
     "quadratic --coordinator 127.0.0.1:1 --processes 2 --process 2": "it must be 0 to 1",
     "quadratic --coordinator 127.0.0.1:1 --processes 2 --process 0 --seeds 1,2": "which makes one run",

@@ -52,7 +52,7 @@ def test_fresh_subgradients_need_clients_who_know_h():
 
 
 def test_the_server_has_to_know_h():
-    with pytest.raises(fb.errors.ConfigurationError, match=r"SimpleBilevel\.outer = None .*where the server is"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"SimpleBilevel\.outer = None .*on the server"):
         over_flower(fb.FISM(), UNKNOWN, known=UNKNOWN)
 
 

@@ -166,7 +166,7 @@ def test_a_service_that_fails_is_warned_of_once_and_its_rows_wait(service) -> No
     said = [str(one.message) for one in caught if one.category is TrackerWarning]
     assert said == [
         "InMemory could not record the run (ConnectionError: http://me:***@tracker.example does not answer): the run "
-        "goes on without it, and tries again with later rows"
+        "continues without it, and tries again with later rows"
     ]
     assert result.round == 8
     assert (only(service).steps, only(service).ending) == ([0, 2, 4, 6, 8], "finished")

@@ -83,7 +83,7 @@ def trouble(path: Path) -> str:
 def load(path: Path, like: PyTree, part: bool = False) -> tuple[PyTree, dict[str, Any]]:
     """Read the tree and the JSON object that `save` wrote.
 
-    `like` has the expected structure, shapes and dtypes: of all leaves in the file, or with `part` of some of them.
+    `like` has the structure, shapes and dtypes of all leaves in the file, or, with `part`, of some of them.
 
     Raises:
         CheckpointError: the file is not a checkpoint; it belongs to another model or algorithm, in which case the
@@ -119,17 +119,17 @@ def own_shapes(path: Path) -> PyTree:
             shape, stored = _head(file)
         dtype, size = jnp.dtype(dtypes[name]), math.prod(shape) * stored.itemsize
         if not jnp.issubdtype(dtype, jnp.floating) or size > archive.getinfo(f"{name}.npy").file_size:
-            raise ValueError(f"{name} is no array of floating numbers, or shorter than its shape")
+            raise ValueError(f"{name} is not an array of floating numbers, or is shorter than its shape")
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-            text = f'{path} holds {dtype}, which JAX has after jax.config.update("jax_enable_x64", True) alone'
+            text = f'{path} has {dtype}, which JAX only supports after jax.config.update("jax_enable_x64", True)'
             raise CheckpointError(text)
         return jax.ShapeDtypeStruct(shape, dtype)
 
     with as_checkpoint_error(path), _opened(path) as archive:
         _, dtypes, outline, _ = _header(archive)
         if outline is None:
-            text = f"{path} does not say how its arrays belong together: it holds a model of another library, or an "
-            raise CheckpointError(f"{text}earlier version has written it. Give x0 and y0 of the run as well")
+            text = f"{path} does not describe the tree of its arrays: it has a model of another library, or an "
+            raise CheckpointError(f"{text}earlier version has written it. Pass x0 and y0 of the run, too")
         return jax.tree_util.tree_map_with_path(shape_of, _outlined(outline))
 
 
@@ -166,9 +166,9 @@ def _opened(path: Path) -> Iterator[zipfile.ZipFile]:
     with zipfile.ZipFile(path) as archive:
         entries = archive.infolist()
         if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
-            raise ValueError("its arrays are compressed, as this library does not write them")
+            raise ValueError("its arrays are compressed, which this library never does")
         if sum(entry.file_size for entry in entries) > path.stat().st_size:
-            raise ValueError("its arrays are longer together than the file")
+            raise ValueError("its arrays together are longer than the file")
         yield archive
 
 
@@ -183,9 +183,7 @@ def _header(archive: zipfile.ZipFile) -> tuple[dict[str, Any], dict[str, str], A
     version, format = header.get("fedbilevel"), int(header.get("format", 1))
     if why := newer_format(version, format, FORMAT, __version__):
         raise CheckpointError(f"{archive.filename} {why}")
-    by = (
-        f"was written by fedbilevel {printable(str(version), 20)} in format {format}, and runs go on in format {FORMAT}"
-    )
+    by = f"was written by fedbilevel {printable(str(version), 20)} in format {format}, but runs need format {FORMAT}"
     return dict(header["meta"]), dict(header["dtypes"]), header.get("outline"), by if format < FORMAT else ""
 
 

@@ -244,7 +244,9 @@ class Ledger(Shown):
         require_object(fields, f"the totals of a ledger ({', '.join(list(kinds)[:2])}, …)")
         for name, value in fields.items():
             if name not in kinds:
-                raise ValueError(f"{printable(name, 50)!r} is no total of a ledger, which are: {', '.join(kinds)}")
+                raise ValueError(
+                    f"{printable(name, 50)!r} is not a total of a ledger; its totals are {', '.join(kinds)}"
+                )
             kind, fits = kinds[name]
             if not fits(value):
                 raise ValueError(f"{name} of the ledger is {printable(repr(value))}, not {kind}")

@@ -22,7 +22,7 @@ from fedbilevel.oracles.population import Population, WeightedLoss
 
 SAMPLES = 2_000  # of the inner loss, on which curvature is measured
 PRODUCTS = 20  # with its Hessian
-ENTRIES = 1_000_000  # of y at most: twice as many vectors as products are kept
+ENTRIES = 1_000_000  # of y at most, since twice as many vectors as products are kept
 ROUNDING = 1e-3  # relative, of a curvature that is 0
 FAR = 1000  # times max(first loss, 1): only steps that are too large raise a loss so far
 HIGH = 10  # the same, for two consecutive rows of a run that can return to a better row with smaller steps
@@ -110,8 +110,8 @@ def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree
         return Met(needs_ridge(before.smallest), by_steps=False, at_start=True)
     if lowered.smallest < flat <= before.smallest:
         return Met(
-            f"the inner loss was convex in y at the start; with x as low as it became its curvature is as low as "
-            f"{lowered.smallest:.3g}, and no step size helps. A penalty that turned negative does that: keep x "
+            f"the inner loss was convex in y at the start, but at the lowest x of the run its curvature is as low as "
+            f"{lowered.smallest:.3g}, and no step size helps. A penalty that becomes negative causes this: keep x "
             "positive (project_x, in a spec run.x_bounds), or write 10**x in place of x",
             by_steps=False,
         )
@@ -127,8 +127,8 @@ def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree
     bounds = "; bounds on x (project_x, in a spec run.x_bounds) keep L where it is" if high > 2 * low else ""
     return Met(
         f"{name} had moved by up to {moved[name]:.3g}, y by {float(optax.tree.norm(way)):.3g} in norm, and the largest "
-        f"curvature of the inner loss in y was L = {high:.3g}, {low:.3g} at the start: there a step on y must be below "
-        f"2/L = {2 / high:.3g}{bounds}"
+        f"curvature of the inner loss in y was L = {high:.3g} ({low:.3g} at the start), where a step on y must be "
+        f"below 2/L = {2 / high:.3g}{bounds}"
     )
 
 
@@ -136,15 +136,15 @@ def not_finite_at(name: str, total: WeightedLoss, x: PyTree, y: PyTree) -> str:
     """Say that a loss, or a derivative of it, is not finite at the start; "" if they are finite."""
     if not np.isfinite(total.value(x, y)):
         return (
-            f"the {name} loss is not finite at the start already, whatever the steps: look for labels that are beyond "
-            "the classes, log(0) and 0/0"
+            f"the {name} loss is not finite even at the start, whatever the steps: look for labels beyond the "
+            "classes, log(0) and 0/0"
         )
     v = jax.tree.map(np.ones_like, y)
     if nonfinite_leaves((total.gradients(x, y), total.products(x, y, v))):
         return (
-            f"a derivative of the {name} loss is not finite at the start already, whatever the steps, though the loss "
-            "is: so it is of a square root, a norm or a power at 0; start elsewhere, or add a small number within, as "
-            "in jnp.sqrt((y**2).sum() + 1e-12)"
+            f"a derivative of the {name} loss is not finite even at the start, whatever the steps, although the loss "
+            "is. A square root, a norm or a power at 0 causes this: start elsewhere, or add a small number inside, "
+            "as in jnp.sqrt((y**2).sum() + 1e-12)"
         )
     return ""
 
@@ -162,7 +162,7 @@ def not_finite_after_a_step(
     if np.isfinite(total.value(x, y)) and not nonfinite_leaves(total.gradients(x, y)):
         return ""
     return (
-        f"the {name} loss, or a derivative of it, is not finite after one step on y from the start, of 1/L, which the "
+        f"the {name} loss, or a derivative of it, is not finite after a step of 1/L on y from the start, which the "
         "inner loss allows: look for log(0) and 0/0, as in log(sigmoid(s)), whose sigmoid is 0 for an s far below 0; "
         "jax.nn.log_sigmoid(s) and jax.nn.log_softmax(s) are finite there"
     )

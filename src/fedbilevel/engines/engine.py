@@ -173,7 +173,7 @@ def check_drawn_again(cohort: Cohort, carry: Carry) -> None:
     """Reject drawing with replacement if clients keep a state between rounds: two draws would leave two states."""
     kept = cohort.replacement and bool(jax.tree.leaves(carry.clients))
     allowed = (
-        "False where clients keep something between rounds, as under privacy, or for steps that are None: give numbers"
+        "False if clients keep a state between rounds, as under privacy and with steps of None; give steps as numbers"
     )
     require(not kept, "Cohort.replacement", True, allowed)
 
@@ -187,21 +187,21 @@ def check_availability(clock: Clock, algorithm: Algorithm, population: int, coho
     """
     check_everyone(algorithm, population, cohort)
     late = clock.arrivals is None or algorithm.asks.asynchronous
-    allowed = f"None with {algorithm.label}, which waits for everyone: for Asynchronous(…, wait_for=1)"
+    allowed = f"None with {algorithm.label}, which waits for all replies; use Asynchronous(…, wait_for=1)"
     require(late, "Clock.arrivals", "a schedule", allowed)
     if isinstance(clock.arrivals, tuple):
         never = [i for i, column in enumerate(zip(*clock.arrivals, strict=True)) if not any(column)]
         require(len(never) < population, "Clock.arrivals", "False in all rows", "True for some client")
         if never:
-            warn(AbsenceWarning(f"by Clock.arrivals clients {never[:10]} never reply"))
+            warn(AbsenceWarning(f"by Clock.arrivals, clients {never[:10]} never reply"))
     absent = clock.never_available(population)
     if not absent.size:
         return
     some = "Clock.availability", f"0 for {absent.size} of {population} clients"
     enough = cohort.size > absent.size and not cohort.replacement
-    require(enough, *some, f"positive for more of them: a cohort of {cohort.size} may have nobody else")
+    require(enough, *some, f"positive for more clients, since a cohort of {cohort.size} may have only such clients")
     named = ", ".join(map(str, absent[:10])) + (", …" if absent.size > 10 else "")
-    text = f"{absent.size} of {population} clients are never available, and the run goes on without them: {named}"
+    text = f"{absent.size} of {population} clients are never available, and the run continues without them: {named}"
     warn(AbsenceWarning(text))
 
 
@@ -219,12 +219,12 @@ def check_first(n: int, available: int, max_staleness: int | None, queues: InFli
             that it is asynchronous (`Asks.first`).
     """
     if queues is None:
-        raise ConfigurationError("a round asks fed.sum_first: its algorithm has to say asks = Asks(first=…)")
+        raise ConfigurationError("a round calls fed.sum_first: its algorithm must declare asks = Asks(first=…)")
     allowed = f"1 to {available}, the number of clients that are ever available"
     require(1 <= n <= available, "fed.sum_first: n", n, allowed)
     require_count("fed.sum_first: max_staleness", max_staleness, optional=True)
     if pace.arrivals is not None:
-        said = "where Clock.arrivals say who ends an exchange"
+        said = "with Clock.arrivals, which says which replies end an exchange"
         require(n == 1, "wait_for", n, f"1 {said}")
         require(max_staleness is None, "max_staleness", max_staleness, f"None {said}")
     return queues

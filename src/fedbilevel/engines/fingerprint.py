@@ -34,7 +34,7 @@ VERSIONS = f"fedbilevel {__version__}, jax {jax.__version__}, optax {optax.__ver
 LIBRARIES = ("fedbilevel", "optax", "jax", "jaxlib", "chex", "numpy", "builtins")
 """Packages whose functions read no state that changes."""
 Hashes = dict[str, str]
-"""Hashes by the name of what they describe, which messages use where hashes differ."""
+"""Name of a function, array, … -> its hash; messages use the name if hashes differ."""
 
 
 @dataclass(frozen=True)

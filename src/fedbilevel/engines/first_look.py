@@ -114,7 +114,7 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
         paths = [f"x{jax.tree_util.keystr(path)}" for path, _ in jax.tree_util.tree_leaves_with_path(x)]
         fixed = listed([path for path, moved in zip(paths, leaves, strict=True) if not moved])
         text = f"no derivative moves {fixed}, which will stay as at the start {near_start}"
-        warn(InfluenceWarning(f"{text}. Leave out of x what no loss reads; {BLOCKED}"))
+        warn(InfluenceWarning(f"{text}. Leave leaves that no loss reads out of x; {BLOCKED}"))
     if problem.implicit_term != "none" and not leaves_the_start(look, x, (y, still)):
         text = "x will not move from this start: all derivatives that move it are 0 there, and stay 0 as y moves"
         warn(InfluenceWarning(f"{text}. Unless it is the solution, start at random numbers, such as random weights"))
@@ -242,9 +242,9 @@ class Evidence(NamedTuple):
             return "a sample that appears twice counts twice. It looks like a sum: write .mean() in place of .sum()"
         if mixed:
             return (
-                "what a sample adds depends on the other samples. So it is of a difference of arrays of shapes (n, 1) "
-                "and (n,), which JAX broadcasts to (n, n): give both the same shape, for example by [:, 0]. It is so, "
-                "too, of the root of a mean, a largest value, or what is centred within a batch: fb.WholeLoss takes "
+                "what a sample adds depends on the other samples. One cause is a difference of arrays of shapes (n, 1) "
+                "and (n,), which JAX broadcasts to (n, n): give both the same shape, for example by [:, 0]. Others are "
+                "the root of a mean, a largest value, and values that are centred within a batch: use fb.WholeLoss for "
                 "such a loss"
             )
         return ""
@@ -276,8 +276,8 @@ def check_indices(name: str, program: ClosedJaxpr, rows: Ragged) -> None:
         text = (
             f"Clients.{name}{jax.tree_util.keystr(path)} {rows.place(int(places[sample]))} makes the {name} loss take "
             f"entry {int((high if beyond else low)[sample])} of an axis whose entries are 0 to {axis.length - 1}. JAX "
-            "takes another entry, NaN or none in its place, without a word: number classes from 0, in the same way for "
-            "all clients, and give the model an output for each"
+            "silently takes another entry, NaN or none in its place: number classes from 0, in the same way for all "
+            "clients, and give the model an output for each"
         )
         if axis.operation == "gather" and beyond:
             raise ConfigurationError(text)

@@ -196,12 +196,12 @@ class History(Shown):
         for number, row in enumerate(rows, 1):
             require_object(row, f"numbers by name, row {number} of the history,")
             if not all(map(is_number, row.values())):
-                raise ValueError(f"row {number} of the history is no table of numbers")
+                raise ValueError(f"row {number} of the history is not an object of numbers")
             if type(row.get("round")) is not int or row["round"] < 0:
-                raise ValueError(f"row {number} of the history does not say its round")
+                raise ValueError(f"row {number} of the history has no valid round")
         directions = {} if directions is None else directions
         if not isinstance(directions, dict) or not all(type(larger) is bool for larger in directions.values()):
-            raise ValueError("whether larger values are better is not true or false by the names of metrics")
+            raise ValueError("larger_is_better must be an object with true or false by the names of metrics")
         return cls(rows, directions)
 
 
@@ -210,7 +210,7 @@ def is_number(value: Any) -> bool:
     return isinstance(value, float) or (type(value) is int and abs(value) <= sys.float_info.max)
 
 
-ENDLESS = LARGEST  # rounds, for runs that end otherwise
+ENDLESS = LARGEST  # the number of rounds of a run that ends by another budget
 Budget = tuple[str, float]
 """What is counted, and how much of it: ("rounds", 300), ("exchanges", 500), ("bytes", 1e9) or ("time", 200.0)."""
 
@@ -286,7 +286,7 @@ class Result(Shown):
             ConfigurationError: no leaf is a client's own, the leaves are at their sites, or there is no such client.
         """
         named = ", ".join(self.own_leaves)
-        require(bool(named), "Result.own", client, "asked where leaves of y are each client's own (Bilevel.own)")
+        require(bool(named), "Result.own", client, "called only if leaves of y are each client's own (Bilevel.own)")
         own = parted_y(lambda path: path in self.own_leaves, self.y)[1]
         if not (leaves := jax.tree.leaves(own)):
             raise ConfigurationError(f"the clients' own leaves of y ({named}) have never left their sites")
@@ -337,7 +337,7 @@ class Result(Shown):
         noted = checkpoint.load_meta(path)
         if "rounds" not in noted:
             how = f"a checkpoint of a run is continued by fb.solve(…, checkpoint={str(path)!r}, resume=True)"
-            raise CheckpointError(f"{path} holds no result that Result.save wrote; {how}")
+            raise CheckpointError(f"{path} was not written by Result.save; {how}")
         given = _variables(x0, y0)
         like = given | ({"best": given} if noted.get("best") else {})
         tree, meta = checkpoint.load(path, checkpoint.own_shapes(path) if x0 is None else like)
@@ -390,7 +390,7 @@ Callback = Callable[[Result, Row | None], str | None]
 
 
 def check_callbacks(callbacks: object) -> None:
-    """Reject callbacks that are no sequence of functions (result, row).
+    """Reject callbacks that are not a list or tuple of functions (result, row).
 
     An iterator is rejected, too, since checking it would exhaust it.
     """
@@ -436,7 +436,7 @@ def stop_without_progress(metric: str, *, patience: int, larger_is_better: bool 
         if row is None or not has(row, metric):
             return None
         if len(result.history.rows) == 2 and result.rounds == row["round"] > 1:
-            text = "stop_without_progress saw the start and the end of the run alone: eval_every=… gives it more rows"
+            text = "stop_without_progress saw only the start and the end of the run: eval_every=… makes more rows"
             warnings.warn(text, stacklevel=2)
         larger = result.history.larger_is_better(metric) if larger_is_better is None else larger_is_better
         values = [r[metric] for r in result.history.rows if metric in r]

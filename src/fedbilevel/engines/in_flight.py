@@ -46,7 +46,7 @@ class InFlight(NamedTuple):
 
     def number(self, phase: str) -> int:
         if phase not in self.by_phase:
-            raise ConfigurationError(f"phase {phase} is asked by fed.sum_first, which tracing a round did not find")
+            raise ConfigurationError(f"fed.sum_first asks phase {phase}, but did not when a round was traced")
         return sorted(self.by_phase).index(phase)
 
 
@@ -84,9 +84,7 @@ def early_replies(
             scalar = jax.ShapeDtypeStruct((), jnp.result_type(float))
             shapes = jax.eval_shape(weigh, exchange.reply, scalar, scalar)
             if found.setdefault(exchange.phase, shapes) != shapes:
-                raise ConfigurationError(
-                    f"phase {exchange.phase} is asked by fed.sum_first with replies of different shapes"
-                )
+                raise ConfigurationError(f"fed.sum_first asks phase {exchange.phase} for replies of different shapes")
     return found
 
 
@@ -154,7 +152,7 @@ def _scheduled(queues: InFlight, number: int, delivers: Array, ticks: Any) -> Ex
 def everyone(queues: InFlight, pace: Pace, now: ClockState, units: Any) -> ExchangePlan:
     """Plan an exchange that waits for all clients that are ever available."""
     scheduled = pace.arrivals is not None
-    require(not scheduled, "Clock.arrivals", "a schedule", "None with a method that waits for everyone in a phase")
+    require(not scheduled, "Clock.arrivals", "a schedule", "None with a method that waits for all clients in a phase")
     ids = jnp.arange(queues.kind.shape[0], dtype=jnp.int32)
     able = jnp.broadcast_to(pace.ever_available(ids), ids.shape)
     start = queues.left + pace.waits(now, ids, queues.left)

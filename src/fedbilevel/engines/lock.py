@@ -1,10 +1,10 @@
-"""One writer at a time: a file that the system has locked for a process as long as it lives, and that names it.
+"""Allow one writer at a time, by a lock file that the operating system locks while a process lives and that names it.
 
-A child of the process shares what it has locked. One that Python forks (os.fork, multiprocessing) closes it at once, so
-that the lock goes with the parent and the child can neither hold it nor give it up; a child that is started as a
-program never has it. Only a library that forks without Python would leave its child with a part in the lock.
+A forked child inherits the locks of its parent. If Python forks it (os.fork, multiprocessing), the child closes them
+at once, so that it can neither hold a lock nor release it. A child that is started as a program does not inherit them.
+Only a library that forks without Python would leave a lock with its child.
 
-Windows has no flock: the package filelock locks there, and its locks name nobody.
+Windows has no flock. There the package filelock is used, whose locks do not name their process.
 """
 
 from __future__ import annotations
@@ -28,19 +28,18 @@ except ImportError:  # Windows
 
 IN_USE = "{} is in use by {}; wait for it, or choose another place"
 TAKEN: set[TextIO] = set()
-"""The open files by which this process holds locks."""
+"""The open files that this process has locked."""
 
 
 @contextmanager
 def exclusive(path: Path, what: Path, group: ProcessGroup | None = None) -> Iterator[None]:
-    """Hold `what`, a file or folder, for this process alone to write, by a lock on the file `path`: where there are
-    several processes, process 0 holds it. Folders that are missing are made, and go at the end if nothing has come into
-    them.
+    """Lock the file `path`, so that only this process writes `what`, a file or folder; of several, process 0 locks it.
 
-    The lock is the system's own: that of a process that died holds nobody up.
+    Missing folders are made, and removed at the end if they are empty. If the process dies, the operating system frees
+    the lock.
 
     Raises:
-        InUse: somebody else writes there, and who.
+        InUse: another process writes there; the message names it.
         CheckpointError: the file cannot be made.
     """
     made = [folder for folder in path.parents if not folder.exists()]
@@ -49,9 +48,9 @@ def exclusive(path: Path, what: Path, group: ProcessGroup | None = None) -> Iter
     try:
         yield
     finally:
-        for file in [file for file in mine if fcntl is None or not file.closed]:  # in a forked child it is
+        for file in [file for file in mine if fcntl is None or not file.closed]:  # a forked child has closed it
             if fcntl is not None:
-                path.unlink(missing_ok=True)  # before it is unlocked: who waits then sees that it is gone
+                path.unlink(missing_ok=True)  # before unlocking, so that a waiting process sees that the file is gone
             _release(file)
             with suppress(OSError):
                 for folder in made:
@@ -60,10 +59,10 @@ def exclusive(path: Path, what: Path, group: ProcessGroup | None = None) -> Iter
 
 @contextmanager
 def wait_for_lock(path: Path) -> Iterator[None]:
-    """Wait until nobody else holds the file `path`, which is made if need be and stays, and hold it.
+    """Wait until no other process has locked the file `path`, and lock it; the file is made if necessary, and stays.
 
     Raises:
-        CheckpointError: it cannot be locked.
+        CheckpointError: the file cannot be locked.
     """
     mine: list[Any] = []
     try:
@@ -85,10 +84,10 @@ def wait_for_lock(path: Path) -> Iterator[None]:
 
 
 def require_unheld(path: Path, what: Path) -> None:
-    """Refuse what somebody is writing, who holds the file `path`, and say who.
+    """Check that no process has locked the file `path`, which protects `what`.
 
     Raises:
-        InUse: somebody does.
+        InUse: a process has locked it; the message names the process.
     """
     if fcntl is None or not path.is_file():
         return
@@ -97,7 +96,7 @@ def require_unheld(path: Path, what: Path) -> None:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             raise _in_use(file, what) from None
-        except OSError:  # it cannot be locked, so nobody holds it
+        except OSError:  # it cannot be locked, so no process holds it
             return
 
 
@@ -108,10 +107,10 @@ def _in_use(file: TextIO, what: Path) -> InUse:
 
 
 def _by_filelock(path: Path, seconds: float) -> Any:
-    """Lock a file by the package filelock, and wait for it at most so long; -1: as long as it takes.
+    """Lock a file with the package filelock, and wait for it at most `seconds`; -1: without a limit.
 
     Raises:
-        OSError: the package is missing, or another process holds the file (a TimeoutError).
+        OSError: the package is missing; or, as TimeoutError, another process has locked the file.
     """
     try:
         from filelock import FileLock
@@ -123,7 +122,7 @@ def _by_filelock(path: Path, seconds: float) -> Any:
 
 
 def _release(file: Any) -> None:
-    """Unlock and close a file, unless this is a forked child, whoever forked it, which has closed it."""
+    """Unlock and close a file, unless this is a forked child, which has already closed it."""
     if fcntl is None:
         file.release()
         return
@@ -135,7 +134,7 @@ def _release(file: Any) -> None:
 
 
 def _let_go() -> None:
-    """Close, in a child that was forked, what its parent has locked, which stays locked."""
+    """Close the inherited files in a forked child; they stay locked by the parent."""
     for file in TAKEN:
         file.close()
     TAKEN.clear()
@@ -146,7 +145,7 @@ if fcntl is not None:
 
 
 def _taken(path: Path, what: Path) -> list[Any]:
-    """Lock the file, and return it open; none where there are no locks, which a warning says."""
+    """Lock the file and return it open, in a list; [] with a warning if the file system has no locks."""
     if fcntl is None:
         return _taken_by_filelock(path, what)
     while True:
@@ -170,7 +169,7 @@ def _taken(path: Path, what: Path) -> list[Any]:
             file.flush()
             TAKEN.add(file)
             return [file]
-        file.close()  # its holder has removed it between the two
+        file.close()  # its holder removed the file after it was opened here
 
 
 def _taken_by_filelock(path: Path, what: Path) -> list[Any]:
@@ -186,7 +185,7 @@ def _taken_by_filelock(path: Path, what: Path) -> list[Any]:
 
 def _unlocked(what: Path, error: OSError) -> CheckpointWarning:
     why = error.strerror or error
-    return CheckpointWarning(f"{what} cannot be locked ({why}): nothing keeps a second run from writing there")
+    return CheckpointWarning(f"{what} cannot be locked ({why}): nothing prevents a second run from writing there")
 
 
 def _is_at(path: Path, file: TextIO) -> bool:

@@ -1,4 +1,4 @@
-"""Drive a run from the host: rounds in stretches, and between them rows, callbacks, signals and checkpoints."""
+"""Drive a run from the host: run stretches of rounds, with rows, callbacks, signals and checkpoints between them."""
 
 from __future__ import annotations
 

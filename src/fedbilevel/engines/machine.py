@@ -94,8 +94,8 @@ def advise_of_cores() -> None:
     """Warn once how to use every core, if JAX has started with a single device and the user did not ask for that."""
     alone = jax.default_backend() == "cpu" and jax.local_device_count() == 1
     if alone and cores() > 1 and not _count_given() and not _asked:
-        how = "fb.tune_cpu() before the first array of jax.numpy, or x0 and y0 as arrays of NumPy"
-        text = f"JAX has started with one device, on which clients take turns: {how}, would use all {cores()} cores"
+        how = "call fb.tune_cpu() before the first array of jax.numpy, or make x0 and y0 as arrays of NumPy"
+        text = f"JAX has started with one device, on which clients take turns. To use all {cores()} cores: {how}"
         warnings.warn(text, stacklevel=2)
 
 

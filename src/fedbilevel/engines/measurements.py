@@ -70,7 +70,7 @@ class RunMeasurements:
         each = per_client(*at) if per_client else {}
         for name, value in [*self.evaluation(*at).items(), *each.items()]:
             new = name not in row and name not in findings
-            require(new, "metrics", name, "named otherwise: the history has a column of that name")
+            require(new, "metrics", name, "another name, since the history has a column of this name")
             row[name] = value
         for name, value in findings.items():
             require_one_number(f"the column {name!r} of findings", np.ravel(value))

@@ -124,22 +124,27 @@ def requirements(
 
     stops, remote = on_divergence != "shrink", isinstance(clients, RemoteClients)
     here = not remote and current_group().processes == 1
-    yield stops or here, "on_divergence", on_divergence, "'stop' where other processes know the steps"
-    public, kept = privacy is None, "what clients have sent cannot be taken back"
-    yield public or not remote, "privacy", privacy, "None in a federation, whose sites have their own"
-    yield public or stops, "on_divergence", on_divergence, f"'stop' under privacy: {kept}"
-    measured, exact = [*options.per_client], "clients' own values would leave them without noise"
-    yield public or not measured, "metrics_per_client", measured, f"None under privacy: {exact}"
+    yield stops or here, "on_divergence", on_divergence, "'stop' if other processes know the steps"
+    public, kept = privacy is None, "replies that clients have sent cannot be withdrawn"
+    yield public or not remote, "privacy", privacy, "None in a federation, where each site sets its own"
+    yield public or stops, "on_divergence", on_divergence, f"'stop' under privacy, since {kept}"
+    measured, exact = [*options.per_client], "these values would be sent without noise"
+    yield public or not measured, "metrics_per_client", measured, f"None under privacy, since {exact}"
 
     kind = type(problem).__name__
     inner = not isinstance(problem, SingleLevel | SimpleBilevel)
     yield inner or y0 is None, "y0", y0, f"None, as {kind} problems have no inner variable"
     known = not isinstance(problem, SimpleBilevel) or problem.known
-    yield known, "SimpleBilevel.outer", None, "a function (x) where the server is: it alone asks for H"
+    yield known, "SimpleBilevel.outer", None, "a function (x) on the server, which alone needs H"
 
     given = {name: values.rounds for name, values in clients.own.items()}
     if clients.capacity is not None and clients.capacity.ndim == 2:
         given["capacity"] = len(clients.capacity)
     for name, most in given.items():
         enough = most is None or options.rounds <= most
-        yield enough, "rounds", options.rounds, f"at most {most}: for so many rounds clients' {name} are given"
+        yield (
+            enough,
+            "rounds",
+            options.rounds,
+            f"at most {most}, the number of rounds for which the clients' {name} are given",
+        )

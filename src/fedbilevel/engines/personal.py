@@ -41,7 +41,12 @@ def personalise(problem: Bilevel, result: Result, samples: PyTree, *, start: PyT
     shared, own = parted_y(is_own, y)
     if start is None:
         there = bool(jax.tree.leaves(own))
-        require(there, "personalise: start", None, "a y like y0: the clients' own leaves have not left their sites")
+        require(
+            there,
+            "personalise: start",
+            None,
+            "given, like y0: the result has no own leaves of clients, which have not left their sites",
+        )
         first = jax.tree.map(lambda leaf: jnp.mean(leaf, 0), own)
     else:
         variable = split(start)[0]

@@ -256,7 +256,7 @@ class ProcessGroup:
 
     def end(self) -> None:
         """Note that this process has come to its end, before JAX waits for the others."""
-        self.trouble = "this process had come to its end, and the others had not"
+        self.trouble = "this process had finished, and the others had not"
         with suppress(jax.errors.JaxRuntimeError):
             self.shared.leave(self.process, "")
 

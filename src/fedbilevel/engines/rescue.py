@@ -66,8 +66,7 @@ class Rescue:
             self.safe = self.safe or self.latest
 
     def may_return(self, rows: int, result: Result) -> bool:
-        """Tell whether a run with that many rows, whose numbers are not finite, may return: not if its start is the
-        cause."""
+        """Tell whether a run with `rows` rows may return after non-finite numbers, unless the start causes them."""
         if rows > 1:
             return self.halvings_at_most > 0
         return self.halvings < self.halvings_at_most and not self.met(result.x, result.y).at_start
@@ -91,7 +90,7 @@ class Rescue:
     def diverging(self, why: str, result: Result, method: Algorithm) -> str:
         """Return a message: how far a loss or the point has grown, or what is not finite, and what may help."""
         met = self.met(result.x, result.y)
-        advice = f"{what_to_lower(method)}, fb.diagnose suggests steps" if met.by_steps else met.text
+        advice = f"{what_to_lower(method)} (fb.diagnose suggests steps)" if met.by_steps else met.text
         return f"{why}: the run diverges; {advice}"
 
     def warn_of_growth(self, result: Result, method: Algorithm, once: bool = False) -> None:
@@ -104,7 +103,7 @@ class Rescue:
     def explain(self, error: NonFiniteError, method: Algorithm) -> None:
         """Add to an error that ends the run why the run diverged, and what may help."""
         met = self.met(error.result.x, error.result.y)
-        smaller = "smaller steps may help, fb.diagnose suggests some"
+        smaller = "smaller steps may help (fb.diagnose suggests some)"
         advice = (smaller, what_to_lower(method)) if met.by_steps else ()
         error.args = ("; ".join(filter(None, (str(error), *advice, met.text))),)
 

@@ -1,4 +1,4 @@
-"""Resume a run from its checkpoint: where it was saved, or, after a divergence and by force, at its best row."""
+"""Resume a run from its checkpoint: at the saved round, or, after a divergence and by force, at its best row."""
 
 from __future__ import annotations
 
@@ -45,9 +45,9 @@ def begin_anew(loop: Loop, carry: Carry) -> Carry:
     best = loop.measurements.best
     assert best is not None
     if loop.execution.privacy is not None:
-        text = f"the run in {loop.saver.path} diverged, and at its best row nobody knows what its clients have spent"
-        raise CheckpointError(f"{text}: under privacy start anew elsewhere")
-    text = f"the run diverged: going on from x and y of its best row, of round {best.round}"
+        text = f"the run in {loop.saver.path} diverged, and the privacy spent at its best row was not recorded"
+        raise CheckpointError(f"{text}: start a new run with another checkpoint")
+    text = f"the run diverged: it continues from x and y of its best row, of round {best.round}"
     warn_on_first(CheckpointWarning(text))
     loop.rescue.gave_up = ""
     if best.round < int(carry.round):

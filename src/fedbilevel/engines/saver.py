@@ -18,7 +18,7 @@ from fedbilevel.wording import require_object
 
 SAVE_SECONDS = 1.0  # between two checkpoints, at least, if the user sets no number of rounds between them
 SAVE_SHARE = 0.1  # of the time that is spent on checkpoints, at most
-FORCE = 'resume="force", in a shell --force, goes on with what is given now'  # where a checkpoint is of another run
+FORCE = 'resume="force" (in a shell, --force) continues with the new arguments'  # if the checkpoint is another run's
 
 
 @dataclass
@@ -65,7 +65,7 @@ class Saver:
         if self.path is None:
             return f"ended after round {round} of {rounds}; nothing was saved, as no checkpoint was asked for"
         return (
-            f"saved after round {round} of {rounds} to {self.path}; the same call with resume=True goes on from there"
+            f"saved after round {round} of {rounds} to {self.path}; the same call with resume=True continues from there"
         )
 
     def load(self, like: Carry, force: bool, anew: bool) -> tuple[Carry, dict[str, Any], Path]:
@@ -100,7 +100,7 @@ class Saver:
         held, x = files.load_meta(copy), like.state.x if like.local_x is None else like.local_x
         best = (x, gathered(like.state.y, like.clients)) if held.get("best") else None
         if "rounds" in held:
-            raise CheckpointError(f"{self.path} holds a result: a run is continued from its checkpoint alone")
+            raise CheckpointError(f"{self.path} has a result, but a run can only be continued from its checkpoint")
         try:
             if anew and held.get("diverged") and best:
                 bare = like._replace(state=None, clients=None, queues=None, local_x=None, own_y=None)
@@ -121,15 +121,15 @@ class Saver:
             return f"belongs to a run {there} privacy, not {here}"
         if before in (None, now):
             return ""
-        said = f"holds the state of a run of {before}, which {now} cannot go on from"
-        return f'{said}, also not with resume="force" (--force): start anew elsewhere'
+        said = f"has the state of a run of {before}, from which {now} cannot continue"
+        return f'{said}, not even with resume="force" (--force): start a new run with another checkpoint'
 
     def compare(self, meta: dict[str, Any], force: bool) -> None:
         """Raise a CheckpointError that names what differs if the checkpoint is another run's; by force, only warn."""
         path = self.path
         if "fingerprint" not in meta:
-            raise CheckpointError(f"{path} does not say what its run was begun with: an earlier version has written it")
-        require_object(meta["fingerprint"], "what the run was begun with")
+            raise CheckpointError(f"{path} does not record the arguments of its run: an earlier version has written it")
+        require_object(meta["fingerprint"], "the arguments of the run")
         before = Fingerprint(**meta["fingerprint"])
         differences = self.fingerprint.differences(before)
         accounted = "privacy.noise_multiplier is" in differences  # the count of replies assumes a single multiplier
@@ -149,6 +149,6 @@ class Saver:
             self.round = round
         else:
             assert self.path is not None
-            text = f"{files.trouble(self.path)}: going on from {file}, round {round}"
+            text = f"{files.trouble(self.path)}: the run continues from {file}, round {round}"
             warn_on_first(CheckpointWarning(text))
         current_group().saved = str(self.path)

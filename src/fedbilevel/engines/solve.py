@@ -45,8 +45,8 @@ from fedbilevel.engines.tracking import MEMORY, TrackedRun, Tracking
 
 HALVINGS = 3  # of all steps in a run, at most
 ROWS = 20  # of a history, if the user sets no number of rounds between two rows
-KEPT = 2**29  # bytes of what simulated clients keep for steps that adapt; above it they begin anew each time
-IDLE = 2**25  # the same of those whom a round does not ask: the more there are, the longer a round takes
+KEPT = 2**29  # bytes that simulated clients keep for adaptive steps; beyond it, steps are estimated anew each time
+IDLE = 2**25  # the same for clients that a round does not ask; they also make a round slower
 
 
 @explain_call
@@ -100,8 +100,8 @@ def solve(
             value in the last two rows; the fourth time, this ends the run. The history then has a column "halvings",
             and the costs of abandoned rounds remain counted. None: "shrink" if steps adapt, clients are simulated in
             one process, and there is no privacy; else "stop".
-        privacy: terms of local differential privacy, which apply to every client: each reply is clipped and noise is
-            added, drawn from the run's key in its float type; clients report no metrics. The history has the ε of the
+        privacy: terms of local differential privacy for every client. Each reply is clipped, and noise is added, which
+            is drawn from the run's key in its float type; clients report no metrics. The history has the ε of the
             client with the most replies. It is an upper bound if there are fresh cohorts or capacities, since then
             exchanges count for all clients. A run ends before the first round that would take a client over the
             budget; `result.stopped` says so.
@@ -245,7 +245,7 @@ def check_saves(execution: Execution, options: RunOptions) -> None:
     if options.path is not None and (options.checkpoint_every or 1) > 1:
         method, posed = execution.method, execution.posed
         fits = method.client_state(posed.problem, posed.x, posed.y) is None
-        allowed = f"1 or None: the clients of {method.label} keep a state, which goes back by one round alone"
+        allowed = f"1 or None: the clients of {method.label} keep a state, which can be rolled back by one round only"
         require(fits, "checkpoint_every", options.checkpoint_every, allowed)
 
 

@@ -80,13 +80,13 @@ class SubmodelPlan:
         if isinstance(policy, No):
             if weak:
                 clients_are = "1 client" if weak == 1 else f"{weak} clients"
-                text = f"{name} trains whole models, on {clients_are} of a capacity below 1 too: {policy.why}"
+                text = f"{name} trains whole models, also on {clients_are} with a capacity below 1: {policy.why}"
                 warn(CapacityWarning(text))
             return None
         if problem.structure is None and not weak:
             return None
         if problem.structure is None:
-            raise ConfigurationError("Clients.capacity is given, but the problem has no structure to cut by")
+            raise ConfigurationError("Clients.capacity is given, but the problem has no structure by which to cut")
         stateless = not algorithm.asks.asynchronous and algorithm.client_state(problem, x, y) is None
         require(
             stateless,
@@ -100,7 +100,7 @@ class SubmodelPlan:
             biased = isinstance(problem, SingleLevel)
             unit_layout = WeightLayout.over(unit_layout, x, y, policy.pruned, biased=biased)
         if weak and not unit_layout.sizes:
-            reach = "" if policy.pruned == "both" else f", as pruned = {policy.pruned!r} leaves it"
+            reach = "" if policy.pruned == "both" else f" with pruned = {policy.pruned!r}"
             text = "Clients.capacity is given, but the structure has no group of units to cut"
             raise ConfigurationError(text + reach)
         capacities, number = np.unique(-clients.capacity, return_inverse=True)
@@ -139,7 +139,7 @@ def _check_cut(
         check_losses(problem, small_x, small_y, *clients.examples())
     except Exception as error:  # of whatever library the losses are made with
         raise ConfigurationError(
-            f"the losses do not take the submodel of capacity {capacity:g} that the structure cuts: {error}; "
+            f"the losses fail on the submodel of capacity {capacity:g} that the structure cuts: {error}; "
             "check_structure says which groups of units are not described completely"
         ) from error
 
@@ -147,7 +147,7 @@ def _check_cut(
 def classes(
     algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree
 ) -> list[tuple[UnitLayout, dict[str, int]]]:
-    """List the unit layout and the units kept by each class of capacity; none where everyone holds the whole model."""
+    """List the unit layout and the units kept by each class of capacity; [] if all clients hold the whole model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CapacityWarning)  # the engine issues it
         submodel_plan = SubmodelPlan.of(algorithm, problem, clients, x, y) if isinstance(clients, Clients) else None

@@ -33,7 +33,7 @@ from fedbilevel.engines.process_group import current_group
 from fedbilevel.reading import read_json
 from fedbilevel.wording import in_a_line, missing
 
-SHARE = 0.1  # of the run's time that attempts may take which fail
+SHARE = 0.1  # of the run's time that failing attempts may take
 LONGEST = 500  # characters of a parameter
 MEMORY = "trackers.json"
 """The file in a run's folder with the run's identifier in each tracker, by which a resumed run is found there."""
@@ -245,7 +245,7 @@ class Tracker(ABC):
             if not self.warned:
                 self.warned = True
                 why = f"{type(error).__name__}: {in_a_line(error)}"
-                more = "the run goes on without it, and tries again with later rows"
+                more = "the run continues without it, and tries again with later rows"
                 warn(TrackerWarning(f"{type(self).__name__} could not record the run ({why}): {more}"))
 
 

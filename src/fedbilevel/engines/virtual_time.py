@@ -87,7 +87,9 @@ class Clock:
         """Store a table of arrivals as tuples; reject times in addition, since both would determine the replies."""
         for name in ("compute", "spread", "stragglers", "drift", "availability"):
             got, default = getattr(self, name), type(self).__dataclass_fields__[name].default
-            require(got == default, f"Clock.{name}", got, f"{default} with arrivals, which say who replies when")
+            require(
+                got == default, f"Clock.{name}", got, f"{default} with arrivals, which determine when clients reply"
+            )
         require(isinstance(self.network, float), "Clock.network", self.network, "one number with arrivals")
         if callable(self.arrivals):
             gives = "a function (exchange, client, key) that gives a boolean"
@@ -112,7 +114,12 @@ class Clock:
         compute = np.asarray(self._per_client("compute", clients) * slower / TICK, np.float32)
         network = np.asarray(self._per_client("network", clients) * slower / TICK, np.float32)
         slowest = max(compute.max(), network.max())
-        require(slowest <= LONGEST, "Clock.slowdown", self.slowdown, f"so that none takes over {LONGEST * TICK:.0f} s")
+        require(
+            slowest <= LONGEST,
+            "Clock.slowdown",
+            self.slowdown,
+            f"small enough that no client takes more than {LONGEST * TICK:.0f} s",
+        )
         period, always = round(self.period / TICK), bool(np.all(self._per_client("availability", clients) == 1))
         begins = rng.integers(period, size=clients)
         alike = not compute.any() and bool(np.all(network == network[0])) and self.spread == self.drift == 0
@@ -136,7 +143,12 @@ class Clock:
         if callable(self.arrivals):
             return Computed(self.arrivals)
         table = np.asarray(self.arrivals)
-        require(table.shape[1] == clients, "Clock.arrivals", f"rows of {table.shape[1]}", f"in rows of {clients}")
+        require(
+            table.shape[1] == clients,
+            "Clock.arrivals",
+            f"rows of {table.shape[1]}",
+            f"rows of {clients}, the number of clients",
+        )
         return Given(table)
 
     def never_available(self, clients: int) -> np.ndarray:
@@ -150,7 +162,7 @@ class Clock:
     def _per_client(self, name: str, clients: int) -> np.ndarray:
         value = np.asarray(getattr(self, name), float)
         fits = value.shape in ((), (clients,))
-        require(fits, f"Clock.{name}", f"{value.size} numbers", f"one, or {clients}: one per client")
+        require(fits, f"Clock.{name}", f"{value.size} numbers", f"one number, or {clients}, one per client")
         return np.broadcast_to(value, (clients,))
 
 
@@ -165,10 +177,10 @@ class Ticks:
 class Pace(NamedTuple):
     """Hold a clock's tables for a population, in ticks; None in place of a table that has no effect."""
 
-    even: Ticks | None  # how long every client takes for every exchange, where all take the same
+    even: Ticks | None  # the duration of every exchange of every client, if all are equal
     compute: Any  # (M,) per batch gradient or product
-    network: Any  # (M,), or () where all are the same
-    begins: Any  # (M,) when in a period the client comes
+    network: Any  # (M,), or () if all are equal
+    begins: Any  # (M,) when in a period the client becomes available
     lasts: Any  # (M,) how long it then stays
     spread: Any  # (QUANTILES,) factors
     drift: Any  # (QUANTILES,) factors

@@ -1,1 +1,1 @@
-"""Simulation on this machine's devices: clients vectorised, in chunks, over a mesh of devices."""
+"""Simulate clients on this machine's devices: in vectorised chunks, distributed over a mesh of devices."""

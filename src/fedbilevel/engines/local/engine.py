@@ -1,4 +1,4 @@
-"""The fast engine, on this machine or on several: many rounds per compiled program."""
+"""Define `Local`, the fast engine, on one machine or several: a compiled program runs many rounds."""
 
 from __future__ import annotations
 
@@ -50,10 +50,10 @@ from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.machinery.kept import forget, kept, shapes_of
 from fedbilevel.machinery.threefry import about_keys
 
-FEW = 64  # samples
-CACHE = 2**18  # bytes of state that one core works on best: some of its second-level cache, beside the samples
-TOGETHER = 2**28  # bytes of state that a GPU works on at once: what is computed on the way takes a multiple of it
-MUCH_STATE = 10**6  # bytes of a cohort's states; with fewer, devices wait for each other longer than they work
+FEW = 64  # samples of a client; with fewer, clients count as small
+CACHE = 2**18  # bytes of states for one core: a part of its second-level cache, which also has to hold samples
+TOGETHER = 2**28  # bytes of states on a GPU at once; intermediate values take a multiple of this
+MUCH_STATE = 10**6  # bytes of a cohort's states; with less, devices wait for each other longer than they compute
 
 
 @dataclass(frozen=True)
@@ -61,15 +61,15 @@ class Local:
     """Simulate clients on this machine's devices, or on those of all processes that called `multihost.join`.
 
     Args:
-        chunk: clients vectorised together; None chooses: on a GPU everyone, or parts with 256 MiB of states at most
-            (quarters at least, sorted by work, where clients work unequally); on a CPU as many as have their states in
-            a core's cache, one where a state fills it.
-        devices: how many devices of each process to spread each cohort over. None chooses: all of a CPU, one for each
-            core, where the cohort's states are a megabyte or more; 1 where they are less, on a GPU, and with several
-            processes. A resumed run keeps the number that it was begun with.
-        stream: keep the samples on the host and bring each round's cohort to the device, prefetched: for populations
-            that do not fit. None streams exactly when some leaf is a NumPy memory map.
-        prefetch: cohorts to read ahead when streaming.
+        chunk: the number of clients that are vectorised together. None chooses it. On a GPU, it takes all clients, or
+            chunks with at most 256 MiB of states; if clients do unequal work, it takes at least four chunks, sorted by
+            work. On a CPU, it takes as many clients as have their states in a core's cache, and at least one.
+        devices: the number of devices of each process over which a cohort is distributed. None chooses it: all devices
+            of a CPU, one for each core, if the cohort's states take more than a megabyte; else 1, as on a GPU and with
+            several processes. A resumed run keeps its number.
+        stream: whether to keep the samples on the host and copy each round's cohort to the device in advance, for
+            populations that do not fit into its memory. None streams if some leaf is a NumPy memory map.
+        prefetch: the number of rounds that are read in advance when streaming.
         clock: how long exchanges take, in virtual time.
     """
 
@@ -137,25 +137,27 @@ class Local:
     keep_on_disk = staticmethod(keep_on_disk)
 
     def settled(self, state: PyTree, cohort: Cohort, before: int | None = None) -> Local:
-        """Choose the number of devices where it is None: that of a run `before` it was interrupted, or by the rule."""
+        """Choose the number of devices if it is None: the number `before` a resumption, or else `default_devices`."""
         if self.devices is not None:
             return self
         if current_group().processes > 1:
             return replace(self, devices=1)
         wanted, there = before or default_devices(state, cohort), jax.local_device_count()
         if wanted > there:
-            text = f"begun on {wanted} devices, the run goes on with the {there} that are here: it agrees to rounding"
+            text = (
+                f"the run began on {wanted} devices and continues on {there}, all that are here: it agrees to rounding"
+            )
             warn(CheckpointWarning(text))
         return replace(self, devices=min(wanted, there))
 
     def mesh(self, group: ProcessGroup, devices: int) -> Mesh | None:
-        """Choose the devices: on an axis, on two where there are several processes; None: the first device will do."""
+        """Return the mesh of devices: with one axis, or two if there are several processes; None for one device."""
         joined = jax.process_count() == group.processes
         require(joined, "jax.distributed.initialize", "called", "left to fedbilevel.engines.multihost.join")
         own = [[d for d in jax.devices() if d.process_index == process] for process in range(group.processes)]
         available = min(map(len, own))
         whose = "this machine" if len(own) == 1 else "the machine with the fewest"
-        more = "; fb.tune_cpu(n) before JAX's first computation makes n of a CPU"
+        more = "; fb.tune_cpu(n) before JAX's first computation presents a CPU as n devices"
         allowed = f"at most {available}, the devices of {whose}{more if jax.default_backend() == 'cpu' else ''}"
         require(devices <= available, "Local.devices", devices, allowed)
         chosen = np.array([of_process[:devices] for of_process in own])
@@ -165,8 +167,11 @@ class Local:
 
 
 def longest_in_steps(sizes: np.ndarray) -> int:
-    """Say how many samples a client's whole batch is padded to: the most that a client has; where clients are small and
-    unequal, up to a quarter more, so that populations of like sizes share a program."""
+    """Return the number of samples to which a client's full batch is padded.
+
+    It is the largest number of any client. If clients are small and unequal, it is up to a quarter larger, so that
+    populations of similar sizes share a program.
+    """
     longest = int(sizes.max())
     if longest >= FEW or np.all(sizes == longest):
         return longest
@@ -175,8 +180,10 @@ def longest_in_steps(sizes: np.ndarray) -> int:
 
 
 def default_devices(state: PyTree, cohort: Cohort) -> int:
-    """Choose over how many devices to spread a cohort: on a CPU all, if its states are much work beside the sum over
-    devices (with little of it two devices took many times as long as one), and none without a client."""
+    """Choose the number of devices for a cohort: 1, or on a CPU all if the states are large, but none without clients.
+
+    With small states, the sum over devices takes longer than the work: two devices took many times as long as one.
+    """
     if jax.default_backend() != "cpu" or cohort.size * nbytes(state) <= MUCH_STATE or cohort.size == 1:
         return 1
     advise_of_cores()
@@ -185,15 +192,23 @@ def default_devices(state: PyTree, cohort: Cohort) -> int:
 
 
 def default_chunk(state: PyTree, clients: Clients, share: int, devices: int, lumpy: bool) -> int:
-    """Choose how many clients to vectorise together; `lumpy`: a device has a random part of a cohort.
+    """Choose how many clients to vectorise together.
 
-    On a CPU as many as have their states in a core's cache, and on a single device twice as many, since several cores
-    work for it; fewer where the last chunk would be a tenth or more of empty places. With states of 4 kB and 40 kB and
-    cohorts of 1,000 and 100 that took a third to a seventh of the time of all together. On a GPU with 1,000 states of
-    210 kB chunks of 50 took 1.27 times as long as all, of 250 1.13 times; 10,000 at once did not fit 80 GB.
+    On a CPU, as many clients form a chunk as have their states in a core's cache, and twice as many on a single device,
+    for which several cores work. The chunk is smaller if more than a tenth of all places would be empty. With states of
+    4 kB and 40 kB, and cohorts of 1,000 and 100, this took a third to a seventh of the time of a single chunk. On a GPU
+    with 1,000 states of 210 kB, chunks of 50 took 1.27 times as long as a single chunk, and chunks of 250 took 1.13
+    times as long; 10,000 clients at once did not fit into 80 GB.
+
+    Args:
+        state: the server's state, whose size is that of a client's state.
+        clients: the population.
+        share: the number of clients per device.
+        devices: the number of devices.
+        lumpy: whether a device has a random number of a cohort's clients.
     """
     if lumpy:
-        share = -(-share // 2)  # places are played chunk by chunk: of the last chunk some are empty
+        share = -(-share // 2)  # a device often has fewer clients; chunks without clients are skipped
     if jax.default_backend() != "cpu":
         parts = 4 if clients.own else 1  # a chunk lasts as long as its slowest client
         return -(-share // max(parts, -(-share * nbytes(state) // TOGETHER)))
@@ -203,7 +218,7 @@ def default_chunk(state: PyTree, clients: Clients, share: int, devices: int, lum
 
 @dataclass(eq=False)
 class LocalRun:
-    """A compiled program, its data, and the host's side of it."""
+    """Hold a compiled program and its data, and run it from the host."""
 
     algorithm: Algorithm
     layout: ProgramLayout
@@ -236,8 +251,8 @@ class LocalRun:
         with self.group.exchange():
             carry, done, rows, finite = self.program.run(carry, count, inputs)
         costs = unpacked(rows, self.program.costs)
-        good = carry.queues is None  # else the bad round has changed them
-        if not np.all(finite) and not (good and done):  # with both the next call begins with the bad round
+        good = carry.queues is None  # otherwise the bad round has changed the replies in flight
+        if not np.all(finite) and not (good and done):  # with both, the next call begins with the bad round
             try:
                 self.explain(carry, finite, sorted(costs.metrics))
             except NonFiniteError as error:
@@ -246,7 +261,7 @@ class LocalRun:
         return Stretch(carry, done, costs)
 
     def program_key(self, carry: Carry, inputs: ProgramInputs) -> Hashable | None:
-        """Say all that the program depends on; None where it has to be traced to know that."""
+        """Return a key of everything that the program depends on; None if it has to be traced to know this."""
         method = method_key(self.algorithm)
         if self.problem.key is None or method is None or self.layout.shares:
             return None
@@ -271,19 +286,19 @@ class LocalRun:
         return rounds.program(carry, inputs, quick_keys=False)
 
     def explain(self, carry: Carry, finite: np.ndarray, metrics: list[tuple[str, str]]) -> None:
-        """Play the failing round again, client by client, and raise what it finds."""
+        """Run the failing round again, client by client, and raise an error that names what is not finite."""
         round = int(carry.round)
         leaves = jax.tree_util.tree_leaves_with_path(carry.state)
         names = [f"server update: {jax.tree_util.keystr(path)}" for path, leaf in leaves if is_floating(leaf)]
         names += [f"phase {phase}: {metric}" for phase, metric in metrics]
         bad = ", ".join(name for name, good in zip(names, finite, strict=True) if not good)
-        algorithm, key, carry = local((self.algorithm, self.key, carry))  # every process plays it all by itself
-        if carry.queues is not None:  # what clients kept is gone with the round; their replies are still on the queues
+        algorithm, key, carry = local((self.algorithm, self.key, carry))  # every process runs the whole round
+        if carry.queues is not None:  # the clients' earlier states are lost; their replies are still in the queues
             bad += "".join(f"; {name}" for name in nonfinite_replies(carry.queues))
         else:
             clock, submodel_plan = self.clock, self.layout.submodel_plan
             replay = ReferenceRun(algorithm, self.problem, self.clients, self.layout.cohort, key, clock, submodel_plan)
-            replay.advance(carry, 1)  # raises, unless the compiler's rounding alone overflowed
+            replay.advance(carry, 1)  # raises an error, unless only the compiled program overflowed by its rounding
         raise diverged(f"round {round}, ", bad)
 
     def per_client(self, metrics: Mapping[str, PerClient], fixed: tuple[PyTree, PyTree]) -> PerClientRow:

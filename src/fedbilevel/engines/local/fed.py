@@ -1,4 +1,4 @@
-"""The exchanges of a round inside a compiled program: clients by class of capacity × vmap × chunk × device mesh."""
+"""Make the exchanges of a round in a compiled program, by class of capacity, device, and chunk of clients."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from fedbilevel.engines.submodels import Holders, RoundSubmodels, SubmodelPlan, 
 from fedbilevel.engines.virtual_time import ClockState, Pace
 
 AXIS = "clients"
-HOST = "hosts"  # the mesh's axis over processes, where there are several
+HOST = "hosts"  # the mesh's axis over processes, if there are several
 
 
 class Members(NamedTuple):
-    """Clients as arrays: a table of the population (M,), or the cohort taken from it (P,)."""
+    """Hold clients as arrays: a table of the population, (M,), or a cohort taken from it, (P,)."""
 
     id: Any
     weight: Any
@@ -38,15 +38,15 @@ class Members(NamedTuple):
     outer_size: Any
     inner_start: Any
     inner_size: Any
-    counts: Any  # of a cohort: 1, or 0 for a place that only pads it to a multiple of the chunk
-    number: Any = None  # of a cohort whose clients have capacities: the client's class (see SubmodelPlan)
-    rank: Any = None  # likewise: its rank in the class
-    own: Any = None  # of a cohort: its own numbers in the round, by name
-    place: Any = None  # of a cohort with replacement: the number of the draw
+    counts: Any  # in a cohort: 1, or 0 for a place that only pads the cohort to a multiple of the chunk
+    number: Any = None  # in a cohort whose clients have capacities: the client's class (see SubmodelPlan)
+    rank: Any = None  # in a cohort whose clients have capacities: the client's rank in its class
+    own: Any = None  # in a cohort: the clients' own numbers in the round, by name
+    place: Any = None  # in a cohort with replacement: the number of the draw
 
 
 class SampleArrays(NamedTuple):
-    """Flat samples that the members' windows point into."""
+    """Hold the samples of all clients in a row; each member has a start and a size in them."""
 
     outer: PyTree
     inner: PyTree
@@ -54,7 +54,7 @@ class SampleArrays(NamedTuple):
 
 @dataclass(frozen=True)
 class ProgramLayout:
-    """What shapes the program of a method and a problem; equal layouts share a program."""
+    """Hold the values on which the program of a method and a problem depends; equal layouts share a program."""
 
     population: int
     cohort: Cohort
@@ -64,36 +64,36 @@ class ProgramLayout:
     inner_longest: int
     inner_equal: bool
     chunk: int  # clients vectorised together
-    axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is spread over devices
-    available: int  # clients that ever are
+    axis: str | tuple[str, ...] | None  # names of the mesh's axes, if the cohort is distributed over devices
+    available: int  # number of clients that are ever available
     available_population: float  # see `available_population`
-    rounds_per_call: int  # how many rounds' costs a call can hold
-    shares: Shares | None = None  # of several processes
-    submodel_plan: SubmodelPlan | None = None  # where clients hold submodels
+    rounds_per_call: int  # the largest number of rounds in a call, whose costs are stored
+    shares: Shares | None = None  # with several processes
+    submodel_plan: SubmodelPlan | None = None  # if clients hold submodels
 
 
 GatherMembers = Callable[[Cohorts, Array | int], tuple[Members, ...]]
-"""(the round's cohorts, the number of a fresh one) -> its members on this device, by class of capacity."""
+"""(the round's cohorts, the number of a fresh cohort) -> its members on this device, by class of capacity."""
 
 ClientFunction = Callable[[Members, PyTree], tuple[Sums, PyTree]]
 """(a client, its state) -> its weighted reply and its next state."""
 
 
 class ExchangeState(NamedTuple):
-    """What changes from exchange to exchange within a round."""
+    """Hold the values that change from exchange to exchange within a round."""
 
-    states: PyTree  # of this device's members
+    states: PyTree  # the states of this device's members
     now: ClockState
-    queues: InFlight | None  # its tables are of this device's members, the rest is of everyone
+    queues: InFlight | None  # its tables have only this device's members, its other fields all clients
 
 
 @dataclass(eq=False)
 class LocalFed(Means):
-    """The exchanges of a round: see `Fed`. Sums stream over chunks. Replies of single clients are stacked only where
-    a layer asks for each of them.
+    """Make the exchanges of a round, as `Fed` describes.
 
-    The members of a cohort are grouped by class of capacity, and each class is sent its part of a message. Without
-    capacities there is a single class, which is sent the whole.
+    Sums are accumulated chunk by chunk. The replies of single clients are stacked only if a layer asks for them. The
+    members of a cohort are grouped by class of capacity, and each class is sent its part of a message. Without
+    capacities there is a single class, which is sent the whole message.
     """
 
     layout: ProgramLayout
@@ -136,13 +136,14 @@ class LocalFed(Means):
         """Make the exchange with a class of capacity.
 
         Args:
-            number: of the class.
-            members: those of the class on this device.
+            phase, message, key, fresh, each: see `Fed`.
+            number: the number of the class.
+            members: the members of the class on this device.
 
         Returns:
-            The sums over the class, in the shapes of the whole model; the next states of its members, the gradients and
-            hvps that each computed, or None where the clock does not ask, and, with `each`, all replies of the cohort;
-            the shapes of a message.
+            The sums over the class, in the shapes of the whole model. A tuple of the members' next states, the number
+            of gradients and hvps of each member (None if the clock does not need it), and, with `each`, all replies of
+            the cohort. The shapes of a message.
         """
         submodels = self.submodels
         shapes: PyTree = None
@@ -169,7 +170,9 @@ class LocalFed(Means):
             return sums, (kept, (work, sums.row if each else None))
 
         states, chunk = self.underway.states if fresh is None else None, chunk_of(self.layout, number)
-        gaps = self.layout.shares is not None if submodels is None else self.sampled  # of a process's or class's places
+        gaps = (
+            self.layout.shares is not None if submodels is None else self.sampled
+        )  # a process or class has empty places
         sums, (states, (computed, rows)) = sum_over_clients(contribute, members, states, chunk, gaps)
         if self.layout.axis:
             sums = lax.psum(sums, self.layout.axis)
@@ -180,7 +183,7 @@ class LocalFed(Means):
 
     @property
     def everyone(self) -> Members:
-        """The members on this device, where all clients train whole models."""
+        """Return the members on this device; all clients train whole models."""
         (members,) = self.members
         return members
 
@@ -219,7 +222,7 @@ class LocalFed(Means):
         return name, respond
 
     def wait_for(self, members: Members, units: Any) -> Any:
-        """Let the time pass that all of these clients need, and return the ticks that it takes."""
+        """Advance the clock until all of these clients have replied, and return the ticks that this takes."""
         pace, (states, now, queues) = self.pace, self.underway
         ticks: Any
         if queues is None and pace.even is not None and pace.lasts is None:
@@ -235,7 +238,7 @@ class LocalFed(Means):
         return ticks
 
     def units(self, respond: ClientFunction) -> Array:
-        """Count what each client would have to compute, (M,); the compiler leaves out all else of its reply."""
+        """Count the gradients and hvps of each client's reply, (M,); the compiler removes all other computation."""
 
         def count(member: Members, state: PyTree) -> Array:
             sums, _ = respond(member, state)
@@ -244,12 +247,12 @@ class LocalFed(Means):
         return self.of_all(jax.vmap(count)(self.everyone, self.underway.states))
 
     def of_all(self, mine: Array) -> Array:
-        """Gather what every device has for its members, (M,)."""
+        """Gather the values of all devices' members, (M,)."""
         all_ = lax.all_gather(mine, self.layout.axis, tiled=True) if self.layout.axis else mine
         return all_[: self.layout.population]
 
     def rows(self, n: int) -> DeviceRows:
-        """Return the rows of the queues' tables on this device, in blocks that suit exchanges of n replies."""
+        """Return the rows of the queues' tables on this device, with a block size that suits exchanges of n replies."""
         mine = self.everyone.id.shape[0]
         devices = -(-self.layout.population // mine)
         first = lax.axis_index(self.layout.axis) * mine if self.layout.axis else 0
@@ -258,7 +261,7 @@ class LocalFed(Means):
     def repeat(
         self, n: int | Array, body: LoopBody, carry: PyTree, key: Array, *, until: Callable[[Any], Array] | None = None
     ) -> PyTree:
-        @partial(jax.jit, inline=True)  # traced once, for its costs' shapes; the loop takes up what that gives
+        @partial(jax.jit, inline=True)  # traced once for the shapes of the costs; the loop reuses this trace
         def once(i: Array, carry: PyTree, underway: ExchangeState) -> tuple[PyTree, ExchangeState, RoundCosts]:
             cohorts = self.cohorts.repeated(i)
             fed = replace(self, cohorts=cohorts, members=renumbered(self.members, cohorts), underway=underway)
@@ -284,14 +287,14 @@ class LocalFed(Means):
         return carry
 
     def total_costs(self) -> RoundCosts:
-        """Return the costs of the round, at its end; with submodels also how many of its clients hold each entry."""
+        """Return the costs of the round, at its end; with submodels, they include how many clients hold each entry."""
         if self.submodels is None:
             return self.book.costs
         holders = [self.holders(self.submodels, number, members) for number, members in enumerate(self.members)]
         return covered(self.book.costs, holders)
 
     def holders(self, submodels: RoundSubmodels, number: int, members: Members) -> Holders:
-        """Count the members of a class who hold each entry, over all devices."""
+        """Count the members of a class that hold each entry, over all devices."""
         axis = self.layout.axis
 
         def contribute(member: Members, _: Any) -> tuple[Any, tuple[None, Any]]:
@@ -322,7 +325,7 @@ class LocalFed(Means):
 
 
 def renumbered(members: tuple[Members, ...], cohorts: Cohorts) -> tuple[Members, ...]:
-    """Give members their own numbers in another repetition, that of `cohorts`."""
+    """Return members with their own numbers in the repetition of `cohorts`."""
     if not (own := changing(cohorts.own)):
         return members
     numbers = replace(cohorts, own=own).numbers
@@ -330,7 +333,7 @@ def renumbered(members: tuple[Members, ...], cohorts: Cohorts) -> tuple[Members,
 
 
 def chunk_of(layout: ProgramLayout, number: int) -> int:
-    """Choose how many clients of a class to vectorise together: at most as many as a cohort has of them on average."""
+    """Choose how many clients of a class to vectorise together, at most their average number in a cohort."""
     if layout.submodel_plan is None:
         return layout.chunk
     average = -(-layout.cohort.size * layout.submodel_plan.places[number] // layout.population)
@@ -338,7 +341,7 @@ def chunk_of(layout: ProgramLayout, number: int) -> int:
 
 
 def _joined(columns: Sequence[Any]) -> Any:
-    """Join trees of columns (P_c,), those of each class, to a single tree of columns (P,)."""
+    """Join the trees of all classes, with leaves (P_c,), to one tree with leaves (P,)."""
     if len(columns) == 1:
         return columns[0]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *columns)
@@ -351,10 +354,17 @@ def sum_over_clients(
     chunk: int,
     gaps: bool = False,
 ) -> tuple[Sums, PyTree]:
-    """Sum `contribute` over clients, `chunk` of them vectorised at a time, and return the rest of each, in order.
+    """Sum the replies of clients, of which `chunk` are vectorised at a time.
 
-    With `gaps`, chunks in which nobody counts are left out: their states stay, of the rest there are zeros.
-    `contribute` gives (the sums of a client, (its next state, the rest)).
+    Args:
+        contribute: (a client, its state) -> (its sums, (its next state, other values)).
+        members: the clients.
+        states: their states.
+        chunk: how many clients are vectorised together.
+        gaps: whether to skip chunks in which no client counts; states do not change there, and other values are 0.
+
+    Returns:
+        The sum of the sums, and the next states and other values of all clients, in order.
     """
     count = members.id.shape[0]
     if chunk == count and not gaps:

@@ -1,5 +1,6 @@
-"""Where clients lie: which process holds which of them, where in the program each member of a cohort is played, and the
-rows of tables, one per client, that are read and written where they lie, a block of rows at a time.
+"""Place clients: which process has which clients, and at which place of the program each member of a cohort runs.
+
+Tables with a row per client are read and updated in place, a block of rows at a time.
 """
 
 from __future__ import annotations
@@ -21,16 +22,16 @@ from fedbilevel.core.tree import PyTree
 
 @dataclass(frozen=True)
 class Shares:
-    """Clients in contiguous ranges, one for each process, of sizes that differ by one at most.
+    """Divide clients into contiguous ranges, one for each process, whose sizes differ by at most one.
 
-    A cohort is drawn from all clients, so how many of its members a process holds is random. Each device therefore
-    has places for as many as there can be, the filled ones first; chunks of empty places are skipped.
+    A cohort is drawn from all clients, so the number of its members in a process is random. Each device therefore has
+    places for the largest possible number. Members fill the first places, and chunks of empty places are skipped.
     """
 
     population: int
     processes: int
     mine: int  # the number of this process
-    devices: int  # of each process
+    devices: int  # number of devices of each process
 
     def __post_init__(self) -> None:
         enough = self.processes <= self.population
@@ -38,39 +39,39 @@ class Shares:
 
     @cached_property
     def bounds(self) -> np.ndarray:
-        """Process p holds the clients bounds[p] … bounds[p + 1] − 1; (processes + 1,) int64."""
+        """Return bounds, (processes + 1,) int64: process p has the clients bounds[p] … bounds[p + 1] − 1."""
         return np.arange(self.processes + 1, dtype=np.int64) * self.population // self.processes
 
     @property
     def largest(self) -> int:
-        """The number of clients in the largest share."""
+        """Return the number of clients in the largest share."""
         return -(-self.population // self.processes)
 
     def owner(self, ids: Any) -> Any:
-        """Find the process that holds each client; (P,) -> (P,)."""
+        """Return the process that has each client; (P,) -> (P,)."""
         own = np if isinstance(ids, np.ndarray) else jnp
         return own.searchsorted(own.asarray(self.bounds[1:]), ids, side="right")
 
     def ranks(self, ids: Any) -> Any:
-        """Count, for each member of the cohort `ids`, the members before it that the same process holds; (P,)."""
+        """Return for each member of the cohort `ids` the number of earlier members in the same process, (P,)."""
         own = np if isinstance(ids, np.ndarray) else jnp
         owner = self.owner(ids)
         order = own.argsort(owner, stable=True)
         return own.argsort(order) - own.searchsorted(owner[order], owner, side="left")
 
     def places(self, cohort: int, chunk: int) -> int:
-        """Count the places of each device: enough for every cohort, a multiple of the chunk."""
+        """Return the number of places of each device: enough for every cohort, and a multiple of the chunk."""
         most = -(-min(cohort, self.largest) // self.devices)
         return -(-most // chunk) * chunk
 
     def place(self, ids: Array, places: int) -> tuple[Array, Array, Array]:
-        """Deal out a cohort's members to the devices of the process that holds them.
+        """Distribute a cohort's members over the devices of the processes that have them.
 
         Returns:
             where: (P,) the place of each member, counted over all processes and devices.
-            member: (processes·devices·places,) the index into `ids` of who is there; in empty places a member that the
-                same process holds, so that it has its samples. Where a process holds nobody it is member 0.
-            taken: whether a place is filled by its own member; same shape.
+            member: (processes·devices·places,) the index into `ids` of the member at each place. An empty place has
+                another member of the same process, whose samples the process has, or member 0 if there is none.
+            taken: whether a member is placed there, of the same shape; False for empty places.
         """
         owner, rank = self.owner(ids), self.ranks(ids)
         where = (owner * self.devices + rank % self.devices) * places + rank // self.devices
@@ -83,10 +84,10 @@ class Shares:
         return where, member, taken
 
     def own_rows(self, rows: Ragged) -> tuple[PyTree, np.ndarray]:
-        """Take this process's samples, flat, and say where each client's window begins among those of its own process.
+        """Return this process's samples in a row, and the start of each client's samples in its own process.
 
         Returns:
-            values: leaves (longest, ...), longest being the largest number of samples of any process.
+            values: leaves (longest, ...), where `longest` is the largest number of samples of any process.
             start: (M,) int64.
         """
         ends = np.concatenate([[0], np.cumsum(rows.size)])
@@ -102,18 +103,18 @@ class Shares:
 
 
 class DeviceRows(NamedTuple):
-    """Where tables with leaves (rows, ...) stand among all clients.
+    """Describe which clients the rows of this device's tables, with leaves (rows, ...), belong to.
 
-    What is done costs as much as the rows that are chosen, however many there are.
+    The cost of an operation depends on the number of chosen rows, not on the size of the table.
     """
 
-    size: int  # rows of this device
-    first: Array | int  # the client of the first of them
-    block: int  # rows vectorised together
-    axis: Any  # of the mesh, or None
+    size: int  # number of rows of this device
+    first: Array | int  # the client of the first row
+    block: int  # number of rows that are vectorised together
+    axis: Any  # the axes of the mesh, or None
 
     def here(self, chosen: Array) -> Array:
-        """Take this device's part, (rows,), of a choice (M,) of clients; padding is never chosen."""
+        """Return this device's part, (rows,), of a choice of clients, (M,); rows that pad the table are not chosen."""
         short = jnp.shape(chosen)[0]
         ids = self.first + jnp.arange(self.size)
         return jnp.where(ids < short, jnp.asarray(chosen)[jnp.minimum(ids, short - 1)], 0).astype(chosen.dtype)
@@ -122,8 +123,8 @@ class DeviceRows(NamedTuple):
         """Replace the chosen rows of tables (a, b) by `respond`(member, b's row) -> (a's new row, b's new row)."""
 
         def step(places: Array, tables: Any) -> Any:
-            # The compiler writes in place only if nothing may still read the table after that: hence a loop of its own
-            # for reading, which cannot melt into what uses the rows, and writing what depends on them.
+            # The compiler writes in place only if the old table cannot be read later. Therefore rows are read in a
+            # separate loop, which cannot be fused with their use, and the written values depend on what was read.
             before = lax.map(partial(_taken, tables[1]), places)
             replies, after = vectorised(respond, _taken(members, places), before)
             real = places < self.size
@@ -155,7 +156,7 @@ class DeviceRows(NamedTuple):
         return lax.psum(sums, self.axis) if self.axis else sums
 
     def _blocks(self, chosen: Array, step: Callable[[Array, Any], Any], carry: Any) -> Any:
-        """Repeat carry ← step(places (block,), carry) until all chosen rows were places; other places are `size`."""
+        """Repeat carry ← step(places (block,), carry) over all chosen rows; places without a row are `size`."""
         padded = -(-self.size // self.block) * self.block
         places = jnp.nonzero(chosen, size=padded, fill_value=self.size)[0]
         many = jnp.sum(chosen, dtype=jnp.int32)
@@ -168,14 +169,14 @@ class DeviceRows(NamedTuple):
 
 
 def _taken(tree: PyTree, places: Array) -> PyTree:
-    """Take rows of all leaves; where there is no row at a place, some row."""
+    """Take rows of all leaves; a place beyond the end takes the last row."""
     return jax.tree.map(lambda leaf: jnp.asarray(leaf).at[places].get(mode="clip", wrap_negative_indices=False), tree)
 
 
 def vectorised(function: Callable[[Any, Any], Any], member: Any, state: Any) -> Any:
     """Apply a function (member, state) to the rows of both.
 
-    A single row goes without a batch axis, which would only hide matrix products from the compiler.
+    A single row is passed without a batch axis, which would only hide matrix products from the compiler.
     """
     if jax.tree.leaves(member)[0].shape[0] == 1:
         return jax.tree.map(lambda a: a[None], function(*jax.tree.map(lambda a: a[0], (member, state))))

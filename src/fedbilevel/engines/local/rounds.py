@@ -1,4 +1,4 @@
-"""Rounds as one compiled program, whose arguments are all arrays of a run."""
+"""Compile the rounds of a run as one program, whose arguments are all arrays of the run."""
 
 from __future__ import annotations
 
@@ -33,35 +33,39 @@ from fedbilevel.machinery.threefry import written_out
 
 
 class ProgramInputs(NamedTuple):
-    """Arguments of the compiled program: nothing big is ever captured as a constant."""
+    """Hold the arguments of the compiled program; no large array is a constant of the program."""
 
     algorithm: Algorithm
     data: SampleArrays
-    table: Members  # the population (M,), or, when streaming, the cohorts themselves (1 + fresh, P)
-    ids: Array | None  # the cohorts (1 + fresh, P), when streaming; else they are drawn inside
+    table: Members  # the population, (M,), or, when streaming, the cohorts, (1 + fresh, P)
+    ids: Array | None  # the ids of the cohorts, (1 + fresh, P), when streaming; otherwise the program draws them
     key: Array
     pace: Pace
     own: Mapping[str, Values]  # clients' own numbers
-    classes: tuple[Array, Array] | None  # of clients who hold submodels: (M,) or (T, M), see SubmodelPlan
+    classes: tuple[Array, Array] | None  # number and rank of clients with submodels, (M,) or (T, M): see SubmodelPlan
 
 
 def parted(carry: Carry) -> tuple[tuple[Any, PyTree], Carry]:
-    """Part a carry into what others hold too, and what is the program's alone."""
+    """Split a carry into the part that others keep, too, and the part that only the program uses."""
     return (carry.state, carry.local_x), carry._replace(state=None, local_x=None)
 
 
 @dataclass(frozen=True)
 class Program:
-    """Compiled rounds. They take and give leaves alone, so that what is kept knows no class and no function."""
+    """Hold compiled rounds, which take and return leaves only, so that kept programs refer to no class."""
 
     compiled: Any
-    costs: RoundCosts  # of a round, as shapes
+    costs: RoundCosts  # shapes of a round's costs
 
     def run(self, carry: Carry, count: int, inputs: ProgramInputs) -> tuple[Carry, int, dict[str, np.ndarray], Any]:
-        """Play up to `count` rounds: the next carry, the rounds done, a row of packed costs for each, and what was
-        finite in the last round.
+        """Run up to `count` rounds.
 
-        All of the carry is used up but what others hold: the server's state, as results do, and the x of the start.
+        The buffers of the carry are consumed, except those that others keep: the server's state, which results have,
+        and the x at the start.
+
+        Returns:
+            The next carry, the number of rounds done, a row of packed costs for each round, and which quantities were
+            finite in the last round.
         """
         held, own = map(jax.tree.leaves, parted(carry))
         leaves, done, rows, finite = self.compiled(held, own, np.int32(count), jax.tree.leaves(inputs))
@@ -73,19 +77,19 @@ class Program:
 
 @dataclass(frozen=True)
 class Rounds:
-    """The rounds of a run, to be compiled."""
+    """Describe the rounds of a run, and compile them."""
 
     problem: Problem
     layout: ProgramLayout
     mesh: Mesh | None
 
     def program(self, carry: Carry, inputs: ProgramInputs, quick_keys: bool) -> Program:
-        """Trace and compile; a user's own method finds the program of an earlier run that was traced to the same.
+        """Trace and compile the rounds; for a user's own method, reuse a kept program if the trace is the same.
 
-        `quick_keys`: with keys of the same bits whose program compiles quickly, see `written_out`.
+        `quick_keys`: use keys that have the same bits but compile quickly: see `written_out`.
         """
 
-        @partial(jax.jit, inline=True)  # traced once, here; the loop over rounds takes up what this gives
+        @partial(jax.jit, inline=True)  # traced once, here; the loop over rounds reuses this trace
         def play(carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
             return self.one_round(carry, inputs._replace(key=written_out(inputs.key)) if quick_keys else inputs)
 
@@ -125,16 +129,21 @@ class Rounds:
         count: Array,
         inputs: ProgramInputs,
     ) -> tuple[Carry, Array, dict[str, Array], Array]:
-        """Play up to `count` rounds, fewer where the algorithm has finished; stop before a state that is not finite.
+        """Run up to `count` rounds; stop if the algorithm has finished, and before a state that is not finite.
 
-        The trip count is an argument, so that the same program, hence the same bits, serve any partition of a run.
+        The number of rounds is an argument, so that the same program, and therefore the same bits, serve any division
+        of a run into calls.
 
         Args:
-            play: one round; see `one_round`.
-            like, flags: its costs, and what says whether it is finite, as shapes.
+            play: runs one round; see `one_round`.
+            like: the shapes of a round's costs.
+            flags: the shape of the flags that say which quantities of a round are finite.
+            carry: the carry at the start.
+            count: the largest number of rounds.
+            inputs: the other arguments of the program.
 
         Returns:
-            The carry, the rounds done, a row of packed costs for each, and what was finite in the last one.
+            The carry, the number of rounds done, a row of packed costs for each round, and the flags of the last round.
         """
         row = jax.eval_shape(packed, like)
         rows = jax.tree.map(lambda s: jnp.zeros((self.layout.rounds_per_call, *s.shape), s.dtype), row)
@@ -153,13 +162,13 @@ class Rounds:
         return lax.while_loop(unfinished, step, (carry, jnp.zeros((), jnp.int32), rows, jnp.ones(flags.shape, bool)))
 
     def one_round(self, carry: Carry, inputs: ProgramInputs) -> tuple[Carry, RoundCosts, Array]:
-        """Play a round: return its costs, and whether each floating leaf of the new state and each metric is finite."""
+        """Run a round; return (carry, costs, whether each floating leaf of the state and each metric is finite)."""
         keys = round_keys(inputs.key, carry.round)
         ids, where, members = self.members(self.cohorts(keys, inputs), inputs)
         queues = None
-        if self.layout.submodel_plan:  # whose clients keep nothing
+        if self.layout.submodel_plan:  # clients with submodels keep no state
             states = None
-        elif inputs.algorithm.asks.asynchronous:  # everyone, in order: what clients keep is not moved about
+        elif inputs.algorithm.asks.asynchronous:  # all clients take part, in order, so that no state has to be moved
             pad = partial(padded, extra=members[0].id.shape[0] - self.layout.population)
             states, queues = pad(carry.clients), with_tables(carry.queues, pad)
         else:
@@ -189,7 +198,7 @@ class Rounds:
                 jax.tree.map(lambda _: same, carry.queues), lambda table: jax.tree.map(lambda _: spread, table)
             )
             underway_is: Any = ExchangeState._make((spread, same, desk_is))
-            play = jax.shard_map(  # check_vma=False: what phases compute stays per device, without annotations
+            play = jax.shard_map(  # check_vma=False: values of phases differ between devices, without annotations
                 play,
                 mesh=self.mesh,
                 in_specs=(spread, underway_is, same, same, inputs_are),
@@ -209,11 +218,11 @@ class Rounds:
         return carry, round_costs, jnp.stack(flags)
 
     def cohorts(self, keys: RoundKeys, inputs: ProgramInputs) -> Cohorts:
-        """Return what draws the cohorts of the round with these keys."""
+        """Return the object that draws the cohorts of the round with these keys."""
         return Cohorts(self.layout.cohort, self.layout.population, inputs.own, keys)
 
     def fresh(self, inputs: ProgramInputs, cohorts: Cohorts, number: Array | int) -> tuple[Members, ...]:
-        """Gather this device's share of the round's fresh cohort of that number."""
+        """Gather this device's share of the round's fresh cohort with that number."""
         *_, members = self.members(cohorts.fresh(number), inputs, number + 1)
         if self.mesh is None:
             return members
@@ -228,26 +237,28 @@ class Rounds:
     def members(
         self, cohorts: Cohorts, inputs: ProgramInputs, place: Array | int = 0
     ) -> tuple[Array, Any, tuple[Members, ...]]:
-        """Gather a cohort; `place`: which of those of the round.
+        """Gather a cohort; `place` is its number among the cohorts of the round.
 
         Returns:
-            Its ids, (P,); their places among the members; the members of each class of capacity, padded and sorted by
-            work. Without capacities there is one class.
+            The ids, (P,); their places among the members; and the members of each class of capacity, padded and sorted
+            by work. Without capacities there is one class.
         """
         size = self.layout.cohort.size
         if inputs.ids is None:
             ids = cohorts.ids()
             members = rows_at(inputs.table, ids) if cohorts.sampled else inputs.table
-        else:  # the source has gathered it
+        else:  # the source has already gathered the cohort
             ids, members = jax.tree.map(lambda column: column[place], (inputs.ids, inputs.table))
         members = members._replace(own=cohorts.numbers(ids) or None)
         if self.layout.cohort.replacement:
             members = members._replace(place=jnp.arange(size))
-        everyone = jnp.ones(size, jnp.result_type(float))  # where nobody is masked a constant: nothing is multiplied
+        everyone = jnp.ones(
+            size, jnp.result_type(float)
+        )  # a constant if no client is masked, so that no product is computed
         members = members._replace(counts=everyone * inputs.pace.ever_available(ids))
         counts = [n for n in jax.tree.leaves(members.own) if jnp.issubdtype(n.dtype, jnp.integer)]
         if counts and not inputs.algorithm.asks.asynchronous:
-            order = jnp.argsort(sum(counts))  # chunks of like work: a chunk lasts as long as its slowest
+            order = jnp.argsort(sum(counts))  # equal work within a chunk, which takes as long as its slowest client
             ids, members = ids[order], jax.tree.map(lambda column: column[order], members)
         if inputs.classes is not None:
             now = [column if column.ndim == 1 else column[cohorts.keys.round] for column in inputs.classes]
@@ -263,7 +274,7 @@ class Rounds:
         return ids, slice(size), (self.in_chunks(members, self.layout.chunk),)
 
     def of_class(self, members: Members, number: int) -> Members:
-        """Make places for as many members as a class of capacity can have in a cohort; members fill the first."""
+        """Return places for the largest number of members of a class in a cohort; members fill the first places."""
         assert self.layout.submodel_plan is not None
         cohort, most = self.layout.cohort, self.layout.submodel_plan.places[number]
         places = cohort.size if cohort.replacement else min(cohort.size, most)
@@ -273,18 +284,18 @@ class Rounds:
         return self.in_chunks(members, chunk_of(self.layout, number))
 
     def in_chunks(self, members: Members, chunk: int) -> Members:
-        """Pad members with places that count for nothing, to chunks of the same number for each device."""
+        """Pad members with places that do not count, so that every device has the same number of whole chunks."""
         size = members.id.shape[0]
         places = np.arange(size + -size % (chunk * (self.mesh.size if self.mesh else 1)))
         if len(places) == size:
             return members
-        taken = np.minimum(places, size - 1)  # gathered: XLA's partitioner loses track of concatenations
+        taken = np.minimum(places, size - 1)  # a gather, since XLA's partitioner does not handle concatenation well
         members = jax.tree.map(lambda column: column[taken], members)
         return members._replace(counts=members.counts * (places < size))
 
 
 def padded(tree: PyTree, extra: int) -> PyTree:
-    """Pad leaves (n, ...) by repeating the first row at the end, so many times."""
+    """Pad leaves (n, ...) at the end with `extra` copies of the first row."""
     if not extra:
         return tree
     return jax.tree.map(lambda a: jnp.concatenate([a, jnp.broadcast_to(a[:1], (extra, *a.shape[1:]))]), tree)

@@ -1,4 +1,4 @@
-"""Where the samples lie: on the device, all of them; or on the host, each round's cohort brought over in time."""
+"""Hold the samples: all of them on the device, or on the host, from which each round's cohort is copied in advance."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.engines.engine import Cohorts, round_keys
 from fedbilevel.engines.local.fed import HOST, Members, ProgramLayout, SampleArrays
 
-SMALL = 2**24  # bytes
+SMALL = 2**24  # bytes; smaller samples are padded to a power of two
 
 RoundInputs = tuple[SampleArrays, Members, Array | None]
 
 
 class Resident:
-    """All samples on the device; cohorts are drawn inside the program."""
+    """Keep all samples on the device; the compiled program draws the cohorts."""
 
-    rounds_per_call = 1024  # how many rounds' costs one call can hold
+    rounds_per_call = 1024  # the largest number of rounds in a call, whose costs are stored
 
     def __init__(self, clients: Clients, layout: ProgramLayout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
         outer, outer_start = self.hold("outer", clients.outer, layout, mesh)
@@ -38,15 +38,15 @@ class Resident:
         self.round: RoundInputs = (SampleArrays(outer, inner), table, None)
 
     def hold(self, name: str, rows: Ragged, layout: ProgramLayout, mesh: Mesh | None) -> tuple[PyTree, np.ndarray]:
-        """Bring samples to the device, all or this process's share; say where each client's samples begin."""
+        """Copy all samples, or this process's share, to the device; also return where each client's samples begin."""
         values, start = layout.shares.own_rows(rows) if layout.shares else (rows.values, rows.start)
-        if int(np.max(start + rows.size)) >= 2**31:  # rows need not be in order
+        if int(np.max(start + rows.size)) >= 2**31:  # the rows may be in any order
             raise ConfigurationError(f"Clients.{name} has more than 2³¹ samples; use Local(stream=True)")
         mapped = [isinstance(leaf, np.memmap) for leaf in jax.tree.leaves(rows.values)]
         here = True if layout.shares is None else layout.shares.owner(np.arange(len(start))) == layout.shares.mine
         held = Ragged(values, start, np.where(here, rows.size, 0))
         for (path, leaf), unseen in zip(jax.tree_util.tree_leaves_with_path(values), mapped, strict=True):
-            if unseen:  # whatever is not mapped was checked when the population was described
+            if unseen:  # other arrays were checked when the population was made
                 check_finite(f"Clients.{name}{jax.tree_util.keystr(path)}", leaf, held.place)
         return (share(values, mesh) if layout.shares else replicate(in_place(in_powers(values), mesh), mesh)), start
 
@@ -58,7 +58,7 @@ class Resident:
 
 
 def in_powers(values: PyTree) -> PyTree:
-    """Pad small arrays (n, ...) with rows of zeros to a power of two, so that populations of like n share a program."""
+    """Pad small arrays (n, ...) with zeros to a power of two, so that populations of similar n share a program."""
     rows = len(jax.tree.leaves(values)[0])
     missing = 2 ** (rows - 1).bit_length() - rows
     if not missing or sum(leaf.nbytes for leaf in jax.tree.leaves(values)) > SMALL:
@@ -67,20 +67,20 @@ def in_powers(values: PyTree) -> PyTree:
 
 
 def in_place(values: PyTree, mesh: Mesh | None) -> PyTree:
-    """Lay arrays where all devices of a CPU can read them: else each would have a copy."""
+    """Put arrays where all devices of a CPU can read them, so that each device needs no copy."""
     several = mesh is not None and jax.default_backend() == "cpu"
     return jax.tree.map(np.asarray, jax.device_put(values)) if several else values
 
 
 class Streamed:
-    """Samples stay on the host; a thread draws and gathers the next cohorts while the device works."""
+    """Keep samples on the host; a thread draws and gathers the next cohorts while the device computes."""
 
     rounds_per_call = 1
 
     def __init__(self, clients: Clients, layout: ProgramLayout, key: Array, mesh: Mesh | None, prefetch: int) -> None:
         self.clients, self.layout, self.mesh, self.prefetch = clients, layout, mesh, prefetch
         self.key = key
-        self.x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may hold for the caller's thread alone
+        self.x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64  # may be set for the caller's thread only
         for name, longest in (("outer", layout.outer_longest), ("inner", layout.inner_longest)):
             if layout.cohort.size * (1 + layout.fresh) * longest >= 2**31:
                 raise ConfigurationError(
@@ -115,7 +115,7 @@ class Streamed:
         return data, table, device_ids
 
     def places(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Say whose samples to gather here, −1 for nobody's, and each member's place among those of its process."""
+        """Return the clients whose samples this process gathers (−1: none), and each member's place in its process."""
         shares, flat = self.layout.shares, ids.ravel()
         if shares is None:
             return flat, np.arange(flat.size, dtype=np.int64)
@@ -136,7 +136,7 @@ class Streamed:
 
 
 def members(clients: Clients, ids: np.ndarray, outer_start: np.ndarray, inner_start: np.ndarray) -> Members:
-    """Make the table of the clients `ids`, whose windows begin at the given starts."""
+    """Make the table of the clients `ids`, whose samples begin at the given starts."""
     return Members(
         id=ids.astype(np.int32),
         weight=np.asarray(clients.weights[ids], jnp.result_type(float)),
@@ -149,9 +149,9 @@ def members(clients: Clients, ids: np.ndarray, outer_start: np.ndarray, inner_st
 
 
 def padded(name: str, rows: Ragged, ids: np.ndarray, longest: int) -> PyTree:
-    """Gather samples of the given rows, each padded with zeros to `longest`, flat: leaves (len(ids)·longest, ...).
+    """Gather the samples of the clients `ids` in a row, leaves (len(ids)·longest, ...).
 
-    An id of −1 stands for no row at all.
+    Each client's samples are padded with zeros to `longest`; an id of −1 gets only zeros.
     """
 
     def gather(path: Any, leaf: np.ndarray) -> np.ndarray:
@@ -172,7 +172,7 @@ def padded(name: str, rows: Ragged, ids: np.ndarray, longest: int) -> PyTree:
 
 
 def let_go(values: PyTree) -> None:
-    """Take the pages that were read of memory maps out of this process: they stay in the machine's cache alone."""
+    """Release the pages of memory maps that were read; they stay in the operating system's cache."""
     for leaf in jax.tree.leaves(values):
         if isinstance(leaf, np.memmap) and leaf.mode == "r" and hasattr(mmap, "MADV_DONTNEED"):
             leaf._mmap.madvise(mmap.MADV_DONTNEED)  # type: ignore[attr-defined]
@@ -184,14 +184,14 @@ def is_memory_mapped(clients: Clients) -> bool:
 
 
 def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Put arrays on the device, or a copy on every device of the mesh, also where other processes have some of it."""
+    """Put arrays on the device, or a copy on every device of the mesh, also if it spans several processes."""
     if mesh is None or not mesh.is_multi_process:
         return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()) if mesh else None)
     everywhere = NamedSharding(mesh, PartitionSpec())
 
     def copy(leaf: Any) -> Array:
         if isinstance(leaf, Array) and not leaf.is_fully_addressable:
-            return leaf  # it is there already
+            return leaf  # it is on every device already
         if isinstance(leaf, Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return jax.random.wrap_key_data(copy(jax.random.key_data(leaf)), impl=jax.random.key_impl(leaf))
         value = _canonical(leaf)
@@ -201,14 +201,14 @@ def replicate(tree: PyTree, mesh: Mesh | None) -> PyTree:
 
 
 def share(tree: PyTree, mesh: Mesh | None) -> PyTree:
-    """Put this process's arrays on its own devices; leaves (n, ...) of all processes join to (processes·n, ...)."""
+    """Put this process's arrays on its own devices; the leaves (n, ...) of all processes form (processes·n, ...)."""
     assert mesh is not None
     apart = NamedSharding(mesh, PartitionSpec(HOST))
     return jax.tree.map(lambda leaf: jax.make_array_from_process_local_data(apart, _canonical(leaf)), tree)
 
 
 def local(tree: PyTree) -> PyTree:
-    """Turn arrays that every device or process has into ordinary arrays of the first device of this process."""
+    """Turn arrays of several devices or processes into ordinary arrays on this process's first device."""
 
     def first(a: Any) -> Any:
         if not isinstance(a, Array) or len(a.sharding.device_set) == 1:
