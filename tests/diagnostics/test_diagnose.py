@@ -112,14 +112,19 @@ def test_printed_it_begins_with_what_to_paste_and_then_says_why_in_ten_lines(dra
     leaves = zip(jax.tree.leaves(made), jax.tree.leaves(wanted), strict=True)
     assert all(got == pytest.approx(exact, rel=5.1e-3) for got, exact in leaves)
     assert jax.tree.structure(made) == jax.tree.structure(wanted)
-    for words in ("without steps: no trouble expected", f"κ = {found.condition:.3g}", "clients differ", "safe steps"):
+    for words in (
+        "with adaptive steps: no trouble is expected",
+        f"κ = {found.condition:.3g}",
+        "clients differ",
+        "safe steps",
+    ):
         assert words in why
 
 
 def test_its_details_have_fields_for_every_method_or_why_there_are_none(drawn):
     _, found, _ = drawn
     fields = found.details.partition("\n\n")[0]
-    assert fields.startswith("without steps: no trouble expected; y and v come to a thousandth")
+    assert fields.startswith("with adaptive steps: no trouble is expected; y and v need about")
     said = {}
     for line in fields.splitlines()[2:]:
         names, text = line.strip().split(": ", 1)
@@ -217,7 +222,7 @@ def test_an_indefinite_inner_hessian_is_said():
     assert found.mu == pytest.approx(-1, rel=1e-12)
     assert "INDEFINITE" in str(found)
     assert found.condition == np.inf
-    assert "without steps: trouble, since y*(x) need not be defined" in str(found)
+    assert "with adaptive steps: trouble is expected, since y*(x) may not be defined" in str(found)
 
 
 def test_few_rounds_leave_flat_directions_out():
@@ -225,7 +230,7 @@ def test_few_rounds_leave_flat_directions_out():
     found = diagnose(*bent(1e-3), rounds=10)
     assert found.measurements.delta == pytest.approx(0.2, rel=1e-9)
     assert "cannot be learnt in 10 rounds" in str(found)
-    assert "without steps: trouble, since y and v come to a thousandth of their error in about" in str(found)
+    assert "with adaptive steps: trouble is expected, since y and v need about" in str(found)
 
 
 def test_wrong_input_is_refused(drawn):

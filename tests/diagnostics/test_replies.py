@@ -63,9 +63,9 @@ def test_noise_moves_y_by_its_law_and_clipped_replies_by_their_mean(clip, z):
     assert (found.moved["x"].by_noise, found.moved["x"].without) == (0, 0)
     hidden = moved.by_noise > moved.without
     assert hidden == (clip == 50.0)
-    assert ("noise hides that; lower steps, clip or noise_multiplier" in str(found)) == hidden
+    assert ("noise hides the progress; lower steps, clip or noise_multiplier" in str(found)) == hidden
     share = np.mean(clip < LENGTHS)
-    assert f"clip = {clip:g} shortens {share:.0%} of replies; zC = {z * clip:.3g} on each number" in str(found)
+    assert f"clip = {clip:g} shortens {share:.0%} of replies; noise of zC = {z * clip:.3g} per number" in str(found)
 
 
 def test_each_phase_of_a_method_has_its_lines():

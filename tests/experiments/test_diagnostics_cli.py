@@ -87,8 +87,8 @@ def test_diagnose_tells_norms_of_replies_and_what_noise_does(run) -> None:
     assert [line[1:4] for line in lines if line[:1] == ["local_updates"]] == [
         ["all", "21", "4"], ["x", "5", "4"], ["y", "8", "4"], ["v", "8", "4"]
     ]  # fmt: skip
-    assert f"zC = 1e+03 on each number is {1000 * 21**0.5:.3g} long" in shown
-    assert shown.count("noise hides that; lower steps, clip or noise_multiplier") == 2
+    assert f"noise of zC = 1e+03 per number has a norm of {1000 * 21**0.5:.3g}" in shown
+    assert shown.count("noise hides the progress; lower steps, clip or noise_multiplier") == 2
     _, shown, _ = run(*asked)
     assert "noise" not in shown
     _, shown, _ = run(*asked, "--cohort", 5, "--set", "run.replacement=true")

@@ -90,7 +90,7 @@ OTHERS = {
     "report empty --out x.png": "ends in .html",
     "check quadratic --algorithm simfbo": "simfbo makes no estimate of the hypergradient; these do: ",
     "check quadratic --algorithm irg": "`fedbilevel check quadratic` checks the task's hypergradient alone",
-    "diagnose quadratic --algorithm lfednest": "no fields are suggested for lfednest: they average",
+    "diagnose quadratic --algorithm lfednest": "no fields are suggested for lfednest: clients' own hypergradients",
     "diagnose quadratic --set clinets=3": "did you mean 'clients'",
     "diagnose quadratic --cohort 3 --set run.cohort=5": "and by --cohort",
     "diagnose quadratic --set clients=0": "clients = 0 is not allowed",

@@ -46,9 +46,9 @@ from fedbilevel.oracles.population import Population
 DENSE = 500  # dim y up to which the exact hypergradient is computed with a dense Hessian
 LOCAL = 1000  # clients up to which every client's own hypergradient is computed
 LOCAL_NOTES = {
-    "inverse": "every client with its own Hessian: its error is bias",
-    "identity": "every client with its own ∇y f_i for v: its error is bias",
-    "none": "the mean of ∇x f_i, as ∇y F vanishes at y*(x)",
+    "inverse": "each client uses its own Hessian; the error is bias",
+    "identity": "each client uses its own ∇y f_i for v; the error is bias",
+    "none": "the mean of ∇x f_i, since ∇y F vanishes at y*(x)",
 }
 
 
@@ -179,7 +179,9 @@ class ReportRows:
         self.rows, self.notes = list[ReportRow](), list[str]()
         self.truth = ravel_pytree(found.yardstick.hypergradient)[0]
         if bad := nonfinite_leaves((found.inner.y, found.yardstick.hypergradient)):
-            raise NonFiniteError(f"the implicit gradient is not finite ({', '.join(bad)}): no yardstick")
+            raise NonFiniteError(
+                f"the implicit gradient, with which estimates are compared, is not finite ({', '.join(bad)})"
+            )
 
     def add(self, name: str, h: PyTree, cost: str, note: str) -> None:
         """Add an estimate of this library, which may diverge if the inner Hessian is not positive definite."""
@@ -193,7 +195,7 @@ class ReportRows:
     ) -> None:
         same_shapes(f"estimators[{name!r}]", h, self.at.x)
         if bad := nonfinite_leaves(h):
-            raise NonFiniteError(f"the estimate {name!r} holds NaN or infinity: {', '.join(bad)}")
+            raise NonFiniteError(f"the estimate {name!r} has NaN or infinity: {', '.join(bad)}")
         self.compare(name, ravel_pytree(h)[0], self.truth, cost, note, standard_error)
 
     def compare(self, name: str, h: Any, truth: Any, cost: str, note: str, standard_error: float | None = None) -> None:
@@ -215,13 +217,11 @@ class ReportRows:
         self.add("unrolled", found.unrolled, f"{plan.steps} steps", left(plan.steps))
         if found.slopes is not None:
             moved, size = np.linalg.norm(found.slopes.errors), np.linalg.norm(found.slopes.values)
-            note = (
-                f"along {plan.directions} random directions, {size:.3g} in all; half the width moves it by {moved:.1e}"
-            )
+            note = f"along {plan.directions} random directions, {size:.3g} in all; at half the width {moved:.1e} apart"
             solves = f"{4 * plan.directions} inner problems"
             self.compare("finite differences", found.slopes.values, found.slopes.directions @ self.truth, solves, note)
         self.add("series", found.series, f"{plan.terms - 1} products", left(plan.terms))
-        itself = "" if plan.dense else "; the yardstick itself"
+        itself = "" if plan.dense else "; this is the reference"
         note = f"relative residual {float(found.system.residual):.1e}{itself}"
         self.add("cg", found.cg, f"{int(found.system.iterations)} products", note)
 
@@ -253,15 +253,15 @@ class ReportRows:
         if (project := self.at.problem.project_x) is not None:
             step = optax.tree.sub(self.at.x, found.yardstick.hypergradient)
             left = float(optax.tree.norm(optax.tree.sub(self.at.x, project(step))))
-            self.notes.append(f"projected gradient, ‖x − P(x − ∇)‖: {left:.3g}; 0 where x is stationary in its set")
+            self.notes.append(f"projected gradient, ‖x − P(x − ∇)‖: {left:.3g}; it is 0 if x is stationary in its set")
         if self.at.single:
-            self.notes.append("x or y came in less than float64 and was converted")
+            self.notes.append("x or y had less precision than float64, and was converted")
         if not plan.solve_inner:
-            self.notes.append("the yardstick is ∇Φ(x) only where the inner gradient vanishes; no finite differences")
+            self.notes.append("the reference is ∇Φ(x) only if the inner gradient is 0; finite differences are left out")
         if negative:
             self.notes.append(
-                "NEGATIVE CURVATURE: the inner Hessian is not positive definite; y*(x) and ∇Φ are not defined (a ridge "
-                "on the inner loss in y mends that)"
+                "NEGATIVE CURVATURE: the inner Hessian is not positive definite, so that y*(x) and ∇Φ are not defined; "
+                "a ridge in y, added to the inner loss, helps"
             )
         # the rounding error of a gradient is about ε·L·‖y‖; an error of a thousand times that is more than rounding
         limit = 1e3 * float(np.finfo(np.float64).eps) * max(high, 1.0) * max(1.0, float(optax.tree.norm(found.inner.y)))
@@ -358,8 +358,8 @@ def local_hypergradient(
 ) -> tuple[PyTree, Array]:
     """Compute (Σ p_i (∇x f_i − ∇²xy g_i v_i), as in LFedNest; the number of clients whose linear system failed).
 
-    By what the problem says of ∇²yy g, v_i = (∇²yy g_i)⁻¹ ∇y f_i ("inverse"), ∇y f_i ("identity") or 0 ("none"). A
-    system fails where the client's Hessian is not positive definite or could not be inverted.
+    By `implicit_term`, v_i is (∇²yy g_i)⁻¹ ∇y f_i ("inverse"), ∇y f_i ("identity") or 0 ("none"). A system fails if the
+    client's Hessian is not positive definite or could not be inverted.
     """
 
     def own(one: Population) -> tuple[PyTree, Array]:
@@ -388,7 +388,7 @@ class ProbeState(NamedTuple):
 def sample(
     given: Any, problem: Any, clients: Clients, x: PyTree, y: PyTree, draws: int, **options: Any
 ) -> tuple[PyTree, float, float]:
-    """Compute `given.hypergradient_at(fed, x, y, key)` in each of `draws` rounds; schedules stay at round 0.
+    """Compute `given.hypergradient_at(fed, x, y, key)` in each of `draws` rounds, with schedules at round 0.
 
     Returns:
         The mean of the estimates; its standard error, √(trace of the covariance / draws); and the exchanges per

@@ -1,4 +1,4 @@
-"""What a problem is like near a point, which steps suit it, and why, in words."""
+"""Describe a problem near a point, suggest step sizes, and explain them."""
 
 from __future__ import annotations
 
@@ -20,22 +20,24 @@ from fedbilevel.diagnostics.suggested import SUGGESTED, Scales, call, not_sugges
 
 DIGITS = math.log(1000)  # an error reduced a thousandfold
 UNDEFINED = (
-    "the inner loss still curves downwards where its minimum was sought: y*(x) is not defined; add a ridge to it"
+    "the inner loss has negative curvature where its minimum was sought: y*(x) is not defined; add a ridge to it"
 )
 
 
 @dataclass(frozen=True, repr=False)
 class Diagnosis(Shown):
-    """The result of `diagnose`: print it for steps to paste and why; `details` has all methods and measurements, and
-    `fields` the fields of a method.
+    """Hold the result of `diagnose`.
+
+    It prints as the call of a method with the suggested steps, and the reasons. `details` has all methods and
+    measurements, and `fields` returns the fields of a method.
 
     Args:
-        measurements: what was measured of the losses: curvatures, the noise of batches, how clients differ.
-        rounds: how many rounds it plans for.
-        dim_y: how many numbers y has.
+        measurements: the measurements of the losses: curvatures, the noise of batches, differences between clients.
+        rounds: the planned number of rounds.
+        dim_y: the number of entries of y.
         population: M, the number of clients.
-        weight: M·max p_i, 1 where all clients weigh the same.
-        work: the largest number of local steps that clients bring themselves; None where they bring none.
+        weight: M·max p_i, which is 1 if all clients have the same weight.
+        work: the largest of the clients' own numbers of local steps (`Clients.local_steps`); None without such numbers.
     """
 
     measurements: Measurements
@@ -47,50 +49,50 @@ class Diagnosis(Shown):
 
     @property
     def mu(self) -> float:
-        """The least curvature of G in y at the given point, at most: negative where G is not convex."""
+        """Return μ, an upper bound of the least curvature of G in y at the given point; negative if G is not convex."""
         return self.measurements.here.inner.smallest
 
     @property
     def smoothness(self) -> float:
-        """L: the largest curvature of G in y at the given point."""
+        """Return L, the largest curvature of G in y at the given point."""
         return self.measurements.here.inner.largest
 
     @property
     def condition(self) -> float:
-        """κ = L/μ; infinite where μ ≤ 0."""
+        """Return κ = L/μ; infinite if μ ≤ 0."""
         return self.smoothness / self.mu if self.mu > 0 else math.inf
 
     @property
     def outer_smoothness(self) -> float:
-        """The largest curvature of F in y, in size."""
+        """Return the largest absolute curvature of F in y."""
         ends = self.measurements.here.outer
         return max(abs(ends.smallest), abs(ends.largest))
 
     @property
     def objective_smoothness(self) -> float:
-        """L_Φ: the largest curvature of Φ, in size."""
+        """Return L_Φ, the largest absolute curvature of Φ."""
         return self.scales().phi_smoothness
 
     @property
     def radius(self) -> float:
-        """A radius for SimFBO's ball: ten times ‖∇y F‖/μ, which bounds ‖v*‖ where it was measured."""
+        """Return a radius for SimFBO's ball: ten times ‖∇y F‖/μ, which bounds ‖v*‖ at the points of measurement."""
         return self.scales().radius
 
     def scales(self, batch_size: int | None = None, cohort: int | None = None) -> Scales:
-        """Smoothness, curvature and noise for batches and cohorts of these sizes; None: all samples, all clients."""
+        """Return smoothness and curvature for batches and cohorts of these sizes; None: all samples, all clients."""
         partial = cohort is not None and cohort < self.population
         return scales_of(self.measurements, self.dim_y, batch_size, self.weight, partial)
 
     def fields(self, algorithm: str, *, batch_size: int | None = None, cohort: int | None = None) -> dict[str, Any]:
-        """Constructor fields of a method, parts among them: `FedNest(**diagnosis.fields("fednest"))`.
+        """Return suggested fields of a method, which may be parts: `FedNest(**diagnosis.fields("fednest"))`.
 
         Args:
-            algorithm: its command-line name, a key of `fedbilevel.authoring.ALGORITHMS`.
-            batch_size: samples per draw; None: full batches.
-            cohort: clients per round; None: all.
+            algorithm: the method's name on the command line, a key of `fedbilevel.authoring.ALGORITHMS`.
+            batch_size: the number of samples per draw; None: full batches.
+            cohort: the number of clients per round; None: all clients.
 
         Raises:
-            ConfigurationError: nothing that is measured says which fields suit the method, or y*(x) is not defined.
+            ConfigurationError: no fields can be derived from the measurements for this method, or y*(x) is not defined.
         """
         require_suggested(algorithm)
         require_count("batch_size", batch_size, optional=True)
@@ -100,7 +102,7 @@ class Diagnosis(Shown):
         return SUGGESTED[algorithm](self.scales(batch_size, cohort), batch_size, self.work)
 
     def rounds_needed(self, algorithm: str, *, batch_size: int | None = None, cohort: int | None = None) -> float:
-        """Rounds that those fields should need for a thousandfold smaller error; infinite where Φ is not convex."""
+        """Estimate the rounds after which these fields reduce the error a thousandfold; infinite if Φ is not convex."""
         chosen = self.fields(algorithm, batch_size=batch_size, cohort=cohort)
         s = self.scales(batch_size, cohort)
         if "outer_lr" in chosen:
@@ -113,8 +115,11 @@ class Diagnosis(Shown):
         return DIGITS * max(1 / (outer_step * s.phi_mu), 1 / (inner_step * s.mu))
 
     def safe_steps(self, batch_size: int | None = None, cohort: int | None = None) -> dict[str, float]:
-        """Below which a round's whole step (γ·τ) should stay: of y and v, of x where y and v are exact (double loop),
-        and of x where they move along (single loop)."""
+        """Return upper bounds of a round's whole step γ·τ, by name.
+
+        "y, v" is for y and v. "x" is for x if y and v are exact, as in double loops, and "x, single loop" for x if they
+        move together with it.
+        """
         s = self.scales(batch_size, cohort)
         inner = 1 / s.smoothness
         return {"y, v": 2 * inner, "x": 2 / s.phi_smoothness, "x, single loop": 4 * s.outer_step(inner)}
@@ -140,32 +145,32 @@ class Diagnosis(Shown):
         return "\n".join([*textwrap.wrap(_pasted("simfbo", self), WIDTH, subsequent_indent="    "), *self.why(), more])
 
     def why(self, algorithms: Sequence[str] = ("simfbo",)) -> list[str]:
-        """Say in a few lines what the steps follow from, and how many rounds they need, by command-line names."""
+        """Return lines with the rounds that these methods need, and the measurements that determine the steps."""
         needs = [f"{name}: {_needs(self, name)}" for name in algorithms]
         inner, objective = _losses(self), _objective(self)
         return [*needs, _without_steps(self), *inner[1:-2], inner[-1], *objective]
 
     @property
     def details(self) -> str:
-        """The fields of all methods, or why there are none; then all that was measured."""
+        """Return the fields of all methods, or the reason why there are none, and then all measurements, as text."""
         if self.measurements.response.negative_curvature:
             return "\n".join([f"fields: none for any method. {UNDEFINED}", "", *_losses(self)])
         return "\n".join([_without_steps(self), *_all_fields(self), "", *_losses(self), *_objective(self)])
 
 
 def _without_steps(found: Diagnosis) -> str:
-    """Say whether steps that adapt, 1/L on y and v, are expected to do: (1 − 1/κ)^n of an error is left."""
+    """Say whether adaptive steps, 1/L on y and v, should be sufficient: n rounds leave (1 − 1/κ)^n of an error."""
     needed = DIGITS * found.condition
     if found.mu <= 0:
-        return "without steps: trouble, since y*(x) need not be defined"
-    does = f"y and v come to a thousandth of their error in about {float(f'{needed:.2g}'):,.0f} rounds"
+        return "with adaptive steps: trouble is expected, since y*(x) may not be defined"
+    does = f"y and v need about {float(f'{needed:.2g}'):,.0f} rounds for a thousandth of their error"
     if needed > found.rounds:
-        return f"without steps: trouble, since {does}, of {found.rounds:,} planned; x may outrun them"
-    return f"without steps: no trouble expected; {does}"
+        return f"with adaptive steps: trouble is expected, since {does}, and {found.rounds:,} are planned"
+    return f"with adaptive steps: no trouble is expected; {does}"
 
 
 def _all_fields(found: Diagnosis) -> list[str]:
-    """Full batches and all clients."""
+    """Return lines with the fields of all methods, for full batches and all clients."""
     lines = ["fields with full batches and all clients; fields(NAME, batch_size=…, cohort=…) for others:"]
     lines += [f"  {name}: {_pasted(name, found)}; {_needs(found, name)}" for name in SUGGESTED]
     reasons: dict[str, list[str]] = {}
@@ -177,7 +182,7 @@ def _all_fields(found: Diagnosis) -> list[str]:
 def _losses(found: Diagnosis) -> list[str]:
     m, ends = found.measurements, found.measurements.here.inner
     lines = [
-        f"looked at {m.samples[0]} outer and {m.samples[1]} inner samples ({m.response_samples[0]} and "
+        f"measured on {m.samples[0]} outer and {m.samples[1]} inner samples ({m.response_samples[0]} and "
         f"{m.response_samples[1]} for Φ) of {found.population} clients, in float64",
         f"inner loss in y: curvature from μ = {ends.smallest:.3g} (± {ends.smallest_residual:.0e}) to "
         f"L = {ends.largest:.3g} (± {ends.largest_residual:.0e}), κ = {found.condition:.3g}; "
@@ -185,13 +190,13 @@ def _losses(found: Diagnosis) -> list[str]:
     ]
     if found.mu <= 0:
         lines.append(
-            "  INDEFINITE: the inner loss is not strongly convex in y here, so that y*(x) need not be defined; "
+            "  INDEFINITE: the inner loss is not strongly convex in y here, so that y*(x) may not be defined; "
             "add a ridge to it"
         )
     if m.delta:
         lines.append(
             f"  directions with curvature below L/rounds = {found.smoothness / found.rounds:.2g} cannot be learnt in "
-            f"{found.rounds} rounds; the fields above leave them out (δ = {m.delta:.2g}) and are for no more rounds"
+            f"{found.rounds} rounds; the fields above ignore them (δ = {m.delta:.2g}), and are for no more rounds"
         )
     s = m.spread
     return [
@@ -219,13 +224,13 @@ def _objective(found: Diagnosis) -> list[str]:
 def _needs(found: Diagnosis, algorithm: str) -> str:
     needed = found.rounds_needed(algorithm)
     if math.isinf(needed):
-        return "Φ being not convex here, no number of rounds is predicted"
-    late = f", more than the {found.rounds} that were planned" if needed > found.rounds else ""
+        return "no number of rounds is predicted, since Φ is not convex here"
+    late = f", more than the {found.rounds} that are planned" if needed > found.rounds else ""
     return f"about {float(f'{needed:.2g}'):,.0f} rounds to a thousandth of the error{late}"
 
 
 def _pasted(algorithm: str, found: Diagnosis) -> str:
-    """The Python expression for a method with its fields, in three digits."""
+    """Return the Python expression of a method with its suggested fields, with three digits."""
     return call(f"fb.{ALGORITHMS[algorithm].__name__}", found.fields(algorithm))
 
 
@@ -239,16 +244,16 @@ def diagnose(
     max_samples: int = 4096,
     key: int = 0,
 ) -> Diagnosis:
-    """Estimate what step sizes depend on, near (x, y), and say what it would choose.
+    """Measure the quantities on which step sizes depend, near (x, y), and suggest step sizes.
 
-    All in float64. The curvature of Φ, and how much of it reaches a single-loop method late, are taken at the
-    equilibrium y*(x) (or the nearest to it that `rounds` rounds can reach) on at most 512 samples of each loss.
+    Everything is computed in float64. The curvature of Φ, and the lag of single-loop methods, are measured at the
+    equilibrium y*(x), or the nearest point that `rounds` rounds can reach, on at most 512 samples of each loss.
 
     Args:
         problem, clients, x, y: as for `solve`.
-        rounds: how many rounds can be afforded; only matters where κ exceeds it.
-        max_samples: of each loss, at most, evenly spread over clients.
-        key: seed of the random starts.
+        rounds: the planned number of rounds, which only matters if κ is larger.
+        max_samples: the largest number of samples of each loss, taken evenly from clients.
+        key: the seed of the random starts.
 
     Raises:
         ConfigurationError: an argument is not allowed, or the inner loss has no positive curvature in y.

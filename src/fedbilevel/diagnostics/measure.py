@@ -1,6 +1,7 @@
 """Measure what step sizes depend on: curvatures, differences between clients, and the lag of single-loop methods.
 
-Linearise the fields of the three variables of single-loop methods about a point where y and v are in equilibrium:
+The vector fields along which single-loop methods move x, y and v are linearised about a point where y and v are in
+equilibrium:
 
     h(x, y, v) = ∇x F − ∇²xy G·v        ∇y G(x, y)        s(x, y, v) = ∇²yy G·v − ∇y F
 
@@ -8,13 +9,14 @@ Eliminating y and v, with H = ∇²yy G + δI, gives the Hessian of Φ (at δ = 
 
     ∇²Φ d = h_x d + h_y a + h_v b,        a = −H⁻¹ ∇²yx G d,        b = −H⁻¹ (s_x d + s_y a)
 
-When y and v follow by gradient steps of size γ, they are late by H⁻¹/γ: to first order in the speed of x, a becomes
-a − H⁻¹ȧ/γ and b likewise, so that
+If y and v follow x by gradient steps of size γ, they lag behind by H⁻¹/γ: to first order in the speed of x, a becomes
+a − H⁻¹ȧ/γ, and b becomes b − H⁻¹ḃ/γ, so that
 
     ẋ = −γ_x (∇²Φ x − T ẋ/γ),        T d = h_y a' + h_v b',        a' = H⁻¹a,        b' = H⁻¹(b − s_y a')
 
-T is symmetric, as ∇²Φ is. Motion of x against itself through the lag is kept small by γ_x ‖T‖ < γ. For one dimension
-with ∇²Φ = φ = D B²/λ² this is T = 2φ/λ, and x, y, v are stable up to γ_x φ = 2γλ (Routh): the bound ½γλ is a quarter.
+T is symmetric, as ∇²Φ is. The lag's effect on the motion of x is small if γ_x ‖T‖ < γ. In one dimension, with
+∇²Φ = φ = D B²/λ², T = 2φ/λ, and x, y and v are stable up to γ_x φ = 2γλ (Routh). The bound γ_x φ < ½γλ is a quarter of
+that.
 """
 
 from __future__ import annotations
@@ -40,9 +42,9 @@ from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.operators import Extremes, conjugate_gradient, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, WeightedLoss
 
-CLIENTS = 20  # whose own losses are measured
-SAMPLES = 20  # whose own curvature is measured
-RESPONSE_SAMPLES = 512  # of each loss, for quantities that need many linear systems
+CLIENTS = 20  # the largest number of clients whose losses are measured separately
+SAMPLES = 20  # the largest number of samples whose curvature is measured separately
+RESPONSE_SAMPLES = 512  # samples of each loss for quantities that need many linear systems
 
 
 class Curvature(NamedTuple):
@@ -57,14 +59,14 @@ class Spread(NamedTuple):
     """Hold the differences between clients at (x, y)."""
 
     inner: float  # √ Σ p_i ‖∇y g_i − mean‖²
-    inner_share: float  # that squared over Σ p_i ‖∇y g_i‖²: 0 where all agree, 1 where they cancel
-    outer: float  # the same of ∇x f_i
+    inner_share: float  # its square, divided by Σ p_i ‖∇y g_i‖²: 0 if all are equal, 1 if they cancel
+    outer: float  # the same for ∇x f_i
     outer_share: float
     tops: list[float]  # the largest eigenvalue of each client's ∇²yy g_i
 
 
 class Measurements(NamedTuple):
-    """All of it. 'Here' is the y that was given, 'there' the equilibrium."""
+    """Hold all measurements; `here` is at the given y, and `there` at the equilibrium."""
 
     delta: float
     here: Curvature
@@ -72,14 +74,17 @@ class Measurements(NamedTuple):
     response: Response
     spread: Spread
     sample: float  # the largest eigenvalue of ∇²yy g on a single sample
-    samples: tuple[int, int]  # outer and inner, that were looked at
+    samples: tuple[int, int]  # numbers of outer and inner samples that were used
     response_samples: tuple[int, int]
 
 
 def measure(
     problem: Any, clients: Clients, x: PyTree, y: PyTree, rounds: int, max_samples: int, seed: int
 ) -> Measurements:
-    """Float64 must be switched on. δ lifts the inner Hessian's eigenvalues to L/rounds where μ is below that."""
+    """Measure a problem at (x, y); JAX's 64-bit mode must be on.
+
+    If μ is below L/rounds, δ raises the eigenvalues of the inner Hessian to L/rounds.
+    """
     population = Population.of(problem, clients, max_samples)
     few = Population.of(problem, clients, min(max_samples, RESPONSE_SAMPLES))
     report_stage("measuring curvature at the start")
@@ -152,7 +157,7 @@ def _dissimilarity(p: np.ndarray, gradients: PyTree) -> tuple[float, float]:
     return apart**0.5, apart / total if total else 0.0
 
 
-PRODUCTS = 500  # for a linear system, at most
+PRODUCTS = 500  # the largest number of products for a linear system
 
 
 class Response(NamedTuple):
@@ -162,7 +167,7 @@ class Response(NamedTuple):
     v: PyTree  # (∇²yy G + δ)⁻¹ ∇y F
     curvature: Extremes  # of ∇²Φ
     lag: Extremes  # of T
-    negative_curvature: bool  # H was not positive definite: no claim is made
+    negative_curvature: bool  # whether H was not positive definite, so that the other values mean nothing
 
 
 def response(
@@ -181,13 +186,13 @@ def response(
         return optax.tree.scale(-1, _solve(population, x, y, delta, b)[0])
 
     def follow(d: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        """a, b and h_x d + h_y a."""
+        """Return a, b and h_x d + h_y a."""
         a = minus_inverse(_moved(population, x, y, v, d, still_y).y)
         along = _moved(population, x, y, v, d, a)
         return a, minus_inverse(along.v), along.x
 
     def through_v(dv: PyTree) -> PyTree:
-        """h_v dv."""
+        """Return h_v dv."""
         return optax.tree.scale(-1, population.inner.products(x, y, dv)[0])
 
     def hessian(d: PyTree) -> PyTree:
@@ -236,7 +241,7 @@ class DifferentiablePoint:
     problem: Any
     x: PyTree
     y: PyTree
-    x_fixed: PyTree  # what is no variable in x, and in y
+    x_fixed: PyTree  # the leaves of x that are not variables
     y_fixed: PyTree
     single: bool  # whether an array was given in less than float64
 
@@ -247,10 +252,10 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Differentia
         isinstance(problem, Bilevel), "problem", type(problem).__name__, "a Bilevel, Minimax or Compositional problem"
     )
     assert isinstance(problem, Bilevel)
-    require(problem.own is None, "Bilevel.own", problem.own, "None for diagnostics, which are of one y for all clients")
+    require(problem.own is None, "Bilevel.own", problem.own, "None: diagnostics need one y for all clients")
     clients = require_clients(clients)
     given = [leaf for leaf in jax.tree.leaves((x, y)) if is_floating(leaf)]
-    (x, x_fixed), (y, y_fixed) = split(x), split(y)  # before JAX is asked for anything
+    (x, x_fixed), (y, y_fixed) = split(x), split(y)  # before JAX computes anything
     single = any(jnp.asarray(leaf).dtype != jnp.float64 for leaf in given)
     for name, tree in (("x", x), ("y", y)):
         require_start(name, tree, tree)

@@ -32,14 +32,14 @@ SILENT = 1e-20  # a noise multiplier that amounts to clipping without noise
 
 @dataclass(frozen=True)
 class Moved:
-    """Hold how far a variable moves in all rounds, in L2 norm, by noise and without noise; infinite if runs diverge."""
+    """Hold how far a variable moves in all rounds, in L2 norm, by noise (infinite: it diverges) and without noise."""
 
     by_noise: float
     without: float
 
     def __str__(self) -> str:
         text = f"noise moves it by {self.by_noise:.3g}, rounds without noise by {self.without:.3g}"
-        hidden = ": noise hides that; lower steps, clip or noise_multiplier"
+        hidden = ": noise hides the progress; lower steps, clip or noise_multiplier"
         return text + hidden if self.by_noise > self.without else text
 
 
@@ -80,7 +80,9 @@ class ReplyNorms(Shown):
                 noise = terms.clip * terms.noise_multiplier
                 long = noise * math.sqrt(self.numbers[phase, part])
                 shortened = f"clip = {terms.clip:g} shortens {np.mean(norms > terms.clip):.0%} of replies"
-                said[f"noise of {phase}"] = f"{shortened}; zC = {noise:.3g} on each number is {long:.3g} long"
+                said[f"noise of {phase}"] = (
+                    f"{shortened}; noise of zC = {noise:.3g} per number has a norm of {long:.3g}"
+                )
         return {**said, **{name: str(moved) for name, moved in self.moved.items()}}
 
 
@@ -108,7 +110,7 @@ def reply_norms(
 
     Raises:
         ConfigurationError: an argument is not allowed.
-        NumericalError: as of `solve`, in rounds without noise.
+        NumericalError: see `solve`; only for rounds without noise.
     """
     norms, numbers = defaultdict[tuple[str, str], list[float]](list), dict[tuple[str, str], int]()
 
@@ -119,7 +121,9 @@ def reply_norms(
 
     require(privacy is None or isinstance(privacy, Privacy), "privacy", privacy, "fedbilevel.Privacy(…) or None")
     coded = [type(layer).__name__ for layer in layers_at(algorithm) if layer.place == "coded"]
-    require(not coded, "algorithm", f"with {', '.join(coded)}", "a method without a code: it sends other numbers")
+    require(
+        not coded, "algorithm", f"with {', '.join(coded)}", "a method without a code, which would send other numbers"
+    )
     play = partial(solve, algorithm, problem, clients, x, y, cohort=cohort, key=key)
     moved = {}
     if privacy is not None:

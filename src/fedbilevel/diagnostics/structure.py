@@ -11,7 +11,7 @@ from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitLayout
 from fedbilevel.core.tree import PyTree, epsilon, near, split
 
-# A sum of n terms in another order differs by about √n ε of what its terms are: n = 10⁴ a layer, ten layers deep.
+# A sum of n terms in another order differs by about √n ε of the size of its terms; this is for n = 10⁴ and ten layers.
 ROUNDING = 1000
 
 
@@ -20,20 +20,20 @@ def check_structure(
 ) -> None:
     """Permute the units of each group, consistently over all axes that the structure names, and compare the losses.
 
-    They must agree to 1000 ε of their size, ε being that of the coarsest floating type among x, y and the loss: 1e-4 in
-    float32, 2e-13 in float64. Size is the larger of a loss at (x, y) and at the point of the comparison, which is near:
-    arrays are moved at random by a tenth of their root mean square, by a tenth where they are 0, because permuting
-    biases that are all equal shows nothing.
+    The losses must agree to 1000 ε of their size, where ε is the precision of the coarsest floating type among x, y and
+    the loss: 1e-4 in float32, 2e-13 in float64. They are compared at a point near (x, y): every array is moved at
+    random by a tenth of its root mean square, or by a tenth if it is 0, since permuting equal biases would show
+    nothing. The size is the larger absolute value of the loss at (x, y) and at this point.
 
     Args:
-        problem: with a structure.
+        problem: a problem with a structure.
         x, y: as for `solve`; y is None for a `SingleLevel` problem.
         outer_batch, inner_batch: samples with a leading axis, as the losses take them.
-        key: seed of moves and permutations.
+        key: the seed of moves and permutations.
 
     Raises:
         ConfigurationError: the problem has no structure; the structure does not fit x and y; a loss is not finite; or a
-            loss changes: the message names the groups whose axes are not said completely, or not rightly.
+            loss changes, and the message names the groups whose axes are incomplete or wrong.
     """
     structure = problem.structure
     if structure is None:
@@ -58,8 +58,8 @@ def check_structure(
                 found.append(f"{group!r} ({name} loss {float(before[name]):.9g} became {after:.9g})")
     if found:
         raise ConfigurationError(
-            f"permuting units changes a loss, so that the axes of these groups are not said completely, or not "
-            f"rightly: {', '.join(found)}"
+            f"permuting units changes a loss, so that the axes of these groups are incomplete or wrong: "
+            f"{', '.join(found)}"
         )
 
 

@@ -20,11 +20,11 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.measure import Measurements
 
-LOCAL_STEPS = 5  # with mini-batches: averages the noise of as many draws for one exchange
-INNER_ROUNDS = 20  # of FedNest's epoch at the most
-TERMS = 10  # of its series at the most
+LOCAL_STEPS = 5  # with mini-batches, so that an exchange averages the noise of five draws
+INNER_ROUNDS = 20  # the largest number of inner rounds in FedNest's epoch
+TERMS = 10  # the largest number of terms of its series
 CG_TOLERANCE = 1e-6
-SOLVED = 8  # inner rounds of so many κ leave e^−8 of y's error, and of a truncated series
+SOLVED = 8  # 8κ inner rounds leave e^−8 of the error of y and of a truncated series
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Scales:
     """Hold the quantities that determine the fields, for full batches or for mini-batches.
 
     Attributes:
-        mu, smoothness: μ and L that y has to be stepped by: L grows with the noise of batches and cohorts.
+        mu, smoothness: μ and L for the steps on y; L grows with the noise of batches and cohorts.
         phi_mu, phi_smoothness: the least and the largest curvature of Φ.
         lag: ‖T‖, see measure.py.
-        outer_gradient: the largest ‖∇y F‖ seen.
+        outer_gradient: the largest ‖∇y F‖ that was measured.
     """
 
     mu: float
@@ -53,22 +53,23 @@ class Scales:
 
     @property
     def radius(self) -> float:
-        """Ten times ‖∇y F‖/μ, which bounds ‖v*‖ where it was measured: ∇y F changes on the way."""
+        """Return ten times ‖∇y F‖/μ, which bounds ‖v*‖ at the points of measurement; ∇y F changes during a run."""
         return 10 * self.outer_gradient / self.mu
 
     def outer_step(self, inner_step: float) -> float:
-        """γ_x that stays behind y and v, which move by inner steps of that size.
+        """Return a step γ_x on x that is slow enough for y and v, which move by inner steps of this size.
 
-        The lag alone would allow inner_step/‖T‖, Φ by itself 2/L_Φ; harmonically, with a factor of 4 to spare in each.
+        The lag alone would allow γ_x = 4·inner_step/‖T‖, and Φ alone 2/L_Φ; γ_x is a quarter of their harmonic sum.
         """
         return 1 / (self.lag / inner_step + 2 * self.phi_smoothness)
 
 
 def scales_of(m: Measurements, dim_y: int, batch_size: int | None, weight: float, partial: bool) -> Scales:
-    """Scales for that batch size; `weight` is M·max p_i, which multiplies a client's reply where cohorts are `partial`.
+    """Return the scales for batches of this size, and, if `partial`, for cohorts of some clients.
 
-    A batch of b independent draws is as smooth as L + (L_1 − L)/b on average, L_1 being that of single samples (Gower
-    et al., "SGD: general analysis and improved rates", ICML 2019, expected smoothness).
+    `weight` is M·max p_i, by which a client's reply is multiplied in partial cohorts. A batch of b independent draws
+    has an expected smoothness of L + (L_1 − L)/b, where L_1 is the smoothness of single samples (Gower et al., "SGD:
+    general analysis and improved rates", ICML 2019).
     """
     smoothness = max(m.here.inner.largest, m.there.inner.largest)
     noisy = batch_size is not None or partial
@@ -93,9 +94,9 @@ def scales_of(m: Measurements, dim_y: int, batch_size: int | None, weight: float
 
 
 def plain(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
-    """Fields of FedBiO and FedBiOAcc, whose clients' own steps are the only ones.
+    """Return fields of FedBiO and FedBiOAcc, in which only clients make steps.
 
-    `work` is the most local steps that the population says, if it says any.
+    `work` is the largest of the clients' own numbers of local steps; None without such numbers.
     """
     tau = work or (LOCAL_STEPS if batch_size is not None else 1)
     inner = 1 / s.smoothness
@@ -104,18 +105,18 @@ def plain(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]
 
 
 def single_loop(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
-    """Fields of SimFBO, ShroFBO, F2SA and CorrectedFBO: FedBiO's steps are the server's."""
+    """Return fields of SimFBO, ShroFBO, F2SA and CorrectedFBO, whose server makes the steps of FedBiO's clients."""
     chosen = plain(s, batch_size, work)
     server = chosen["client_lr"]
-    # local steps as long as the server's retrace its path; where there is no noise to average they only drift
+    # with noise, local steps of the server's size average it; without noise they would only drift, and are tiny
     local = server if batch_size is not None else XYV(*(1e-3 * size for size in server))
     return {**chosen, "client_lr": local, "server_lr": server, "radius": s.radius}
 
 
 def nested(s: Scales, batch_size: int | None, work: int | None, inner: type[LocalSGD | SVRG] = SVRG) -> dict[str, Any]:
-    """Fields of FedNest: conjugate gradient where its products are exact, a short series where they are noisy.
+    """Return fields of FedNest, with conjugate gradient if products are exact, and a short series if they are noisy.
 
-    The clients' steps are `inner.lr` over their number, so that `work` changes nothing.
+    A client's step is `inner.lr` divided by the number of its steps, so that `work` has no effect.
     """
     kappa, step = s.condition, 1 / s.smoothness
     rounds = min(INNER_ROUNDS, math.ceil(kappa)) if not s.noisy else min(2, math.ceil(kappa))
@@ -133,23 +134,25 @@ def solver(s: Scales) -> Neumann | CG:
     """Return a short series if products are noisy, else conjugate gradient."""
     if s.noisy:
         return Neumann(terms=min(TERMS, math.ceil(s.condition)), step=1 / s.smoothness)
-    enough = math.ceil(math.sqrt(s.condition) / 2 * math.log(2 / CG_TOLERANCE))  # of conjugate gradient's error bound
+    enough = math.ceil(
+        math.sqrt(s.condition) / 2 * math.log(2 / CG_TOLERANCE)
+    )  # by the error bound of conjugate gradient
     # in exact arithmetic dim y steps are enough
     return CG(max_steps=min(enough, 2 * s.dim_y), tolerance=CG_TOLERANCE)
 
 
 nested_plainly = partial(nested, inner=LocalSGD)
-"""Fields of FedNestSGD: FedNest's, with plain local steps on y."""
+"""Function that returns fields of FedNestSGD, which are FedNest's with plain local steps on y."""
 
 
 def recursive(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
-    """Fields of FedBiOAcc: the newest gradient weighs ½ where clients drift, since its momentum adds that up."""
+    """Return fields of FedBiOAcc; if clients drift, the newest gradient has weight ½, since momentum adds up drift."""
     chosen = plain(s, batch_size, work)
     return chosen if chosen["local_steps"] == 1 else {**chosen, "forgetting": 0.5}
 
 
 def nested_by_mean(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
-    """Fields of FedMBO: FedNestSGD's, but a step on x is one, and short series have lengths of each client's own."""
+    """Return fields of FedMBO: those of FedNestSGD, with one step on x and series whose length each client draws."""
     chosen = nested_plainly(s, batch_size, work)
     del chosen["outer_steps"]
     found = chosen["hypergradient"].solver
@@ -159,7 +162,7 @@ def nested_by_mean(s: Scales, batch_size: int | None, work: int | None) -> dict[
 
 
 def aggregated(s: Scales, batch_size: int | None, work: int | None) -> dict[str, Any]:
-    """Fields of AggITD: as many inner rounds as make its series long enough."""
+    """Return fields of AggITD, with enough inner rounds for its series."""
     kappa, step = s.condition, 1 / s.smoothness
     rounds = min(INNER_ROUNDS, math.ceil(kappa)) if s.noisy else math.ceil(SOLVED * kappa)
     return {
@@ -183,27 +186,27 @@ SUGGESTED: dict[str, Callable[[Scales, int | None, int | None], dict[str, Any]]]
 }
 """(scales, batch size, work) -> fields, by the method's command-line name."""
 
-_OWN = "they average clients' own hypergradients, while the curvature of Φ is what is measured"
-_PLANES = "nothing that is measured bounds the steps of the cutting planes' multipliers"
+_OWN = "clients' own hypergradients are averaged, but only the curvature of Φ is measured"
+_PLANES = "no measurement bounds the steps of the cutting planes' multipliers"
 _REASONS = {
     "adbo": _PLANES,
-    "afbo": "steps depend on how late replies are, which a run alone shows",
-    "fedavg-s": "both players move at once, and what that bears depends on how ∇²xy F turns them, too",
-    "fedex": "x is one of some draws, which no step moves",
+    "afbo": "the steps depend on the delays of replies, which only a run shows",
+    "fedavg-s": "both players move at once, and the steps also depend on ∇²xy F, which is not measured",
+    "fedex": "x is chosen among random draws, and no step moves it",
     "lfednest": _OWN,
     "rabo": _OWN,
     "rafbo": _OWN,
     "sdbo": _PLANES,
 }
 _REASONS_BY_PROBLEM: dict[type[Problem], str] = {
-    SingleLevel: "they solve single-level problems, and what is measured begins with an inner loss",
-    SimpleBilevel: "they solve simple bilevel problems, which have no y, and steps follow from the size of X",
+    SingleLevel: "single-level problems have no inner loss, which the measurements need",
+    SimpleBilevel: "simple bilevel problems have no y, and the steps follow from the size of X",
 }
 
 
 def not_suggested() -> dict[str, str]:
     """Return, by name, why no fields are suggested for the other methods."""
-    unknown = "nobody has written down how their steps follow from what is measured"
+    unknown = "no rule derives the steps from the measurements"
     others = {name: cls.solves[0] for name, cls in sorted(ALGORITHMS.items()) if name not in SUGGESTED}
     return {name: _REASONS.get(name) or _REASONS_BY_PROBLEM.get(kind, unknown) for name, kind in others.items()}
 
