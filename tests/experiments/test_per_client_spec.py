@@ -103,7 +103,7 @@ def test_a_misspelt_panel_is_answered_with_the_nearest():
 
 def test_a_panel_of_clients_whom_no_run_will_measure_is_refused_before_anything_runs(tmp_path):
     specs = {"fedavg": configure(task="classification", algorithm="fedavg", settings=SETTINGS)}
-    with pytest.raises(ConfigurationError, match="no panel per_client: none of these runs measured"):
+    with pytest.raises(ConfigurationError, match="no panel per_client: none of these runs has metrics per client"):
         play_all(specs, tmp_path / "c", panels=["per_client"])
     assert not (tmp_path / "c").exists()
 

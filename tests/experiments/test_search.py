@@ -79,7 +79,7 @@ def test_a_search_goes_on_with_its_study_and_draws_on_as_it_would_have(played, t
     part = searched(tmp_path / "part", 6)
     assert part.rows == whole.rows
     assert len(played) == 12
-    said = r"study\.journal has another search: seeds is \[0\] there, and \[1\] here"
+    said = r"study\.journal has another search: seeds is \[0\] there and \[1\] here"
     with pytest.raises(ConfigurationError, match=said):
         searched(tmp_path / "part", 6, seeds=[1])
     said = r"--search server_lr\.x is '0\.001:1:log' there, and '0\.001:2:log' here; choose another --out$"
@@ -110,7 +110,7 @@ def test_another_text_of_ones_own_task_is_another_search(tmp_path, run) -> None:
     assert run("sweep", *arguments, "--out", tmp_path / "a")[0] == 0
     own.write_text(text.replace("clients=3", "clients=4"))
     code, _, error = run("sweep", *arguments, "--out", tmp_path / "a")
-    assert (code, "another search: own.py has changed since; choose another --out" in error) == (2, True)
+    assert (code, "another search: own.py has changed since then; choose another --out" in error) == (2, True)
 
 
 def test_what_a_run_could_not_read_is_no_fault_of_the_study(monkeypatch, tmp_path) -> None:

@@ -209,7 +209,7 @@ def test_another_setting_in_the_folder_is_named_and_nothing_is_played(copy, run,
     monkeypatch.setattr(experiment, "solve", None)
     code, _, error = run("sweep", *SMALL[:-1], 5, *GRID, "--out", copy)
     assert code == 2
-    assert "seed-0 holds another run (run.rounds: 4 there, 5 now): choose another folder" in error
+    assert "seed-0 has another run (run.rounds: 4 there, 5 now): choose another folder" in error
 
 
 @pytest.mark.parametrize(
