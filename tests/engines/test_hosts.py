@@ -22,7 +22,7 @@ import pytest
 
 from fedbilevel.core.errors import CheckpointError, ConfigurationError
 from fedbilevel.engines import checkpoint as files
-from fedbilevel.engines.multihost import LOST, check_reachable, join
+from fedbilevel.engines.multihost import LOST, SLURM, check_reachable, join
 from fedbilevel.engines.process_group import PIECE, KeyValueStore, LostProcess, ProcessGroup
 
 PIPES = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -302,6 +302,49 @@ def test_a_lost_process_ends_the_other_with_a_sentence(tmp_path, lost):
 def test_bad_arguments_are_refused(arguments, message):
     with pytest.raises(ConfigurationError, match=message):
         join(*arguments)
+
+
+AUTO = """
+import json, os, sys
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.engines.multihost import join
+
+for variables in json.loads(sys.argv[1]):
+    os.environ.update(variables)
+    try:
+        join("auto", patience=1)
+    except ConfigurationError as error:
+        print(error)
+    for name in variables:
+        del os.environ[name]
+"""
+
+
+def test_auto_outside_of_a_launcher_is_refused_with_a_sentence(tmp_path):
+    """In no job, in ssh to a node of a Slurm job, in its batch script, in wrong variables, in half of a Kubernetes."""
+    one = dict.fromkeys(SLURM, "1")
+    batch = {name: value for name, value in one.items() if name != "SLURM_STEP_NODELIST"}
+    wrong = {**one, "SLURM_NTASKS": "none"}
+    (tmp_path / "kubernetes.py").write_text(
+        "class ConfigException(Exception): pass\n"
+        "def fail(): raise ConfigException('Service host/port is not set.')\n"
+        "class config: load_incluster_config = fail\n"
+    )
+    places = [{}, {"SLURM_JOB_ID": "7"}, batch, wrong, {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}]
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "KUBERNETES_"))}
+    environment = {**clean, "PYTHONPATH": str(tmp_path)}
+    command = [sys.executable, "-c", AUTO, json.dumps(places)]
+    ((status, said, error),) = ends([subprocess.Popen(command, env=environment, **PIPES)])
+    assert status == 0, error
+    remedy = "give HOST:PORT, processes and process"
+    missing = [", ".join(SLURM[1:]), "SLURM_STEP_NODELIST"]
+    parts = [f"srun did not start this process of the Slurm job ({names} not set)" for names in missing]
+    assert said.splitlines() == [
+        f"coordinator = 'auto': no launcher that JAX knows was found; {remedy}",
+        *(f"coordinator = 'auto': {part}: start it with srun, or {remedy}" for part in parts),
+        "coordinator = 'auto': invalid literal for int() with base 10: 'none'",
+        "coordinator = 'auto': Service host/port is not set.",
+    ]
 
 
 def test_a_coordinator_that_does_not_answer_and_a_port_in_use_are_named():

@@ -110,14 +110,30 @@ def _initialize(
             heartbeat_timeout_seconds=HEARTBEAT_SECONDS,
             shutdown_timeout_seconds=END_SECONDS,
         )
-    except (RuntimeError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        if auto and "be defined" in reason:
-            reason = "no launcher that JAX knows was found; give HOST:PORT, processes and process"
+    except Exception as error:  # a launcher's package, such as that of Kubernetes, has exceptions of its own
+        if not auto and not isinstance(error, RuntimeError | ValueError):
+            raise
+        reason = without_launcher() if auto and "be defined" in str(error) else f"{error}".partition("\n")[0]
         raise ConfigurationError(f"coordinator = {coordinator!r}: {reason}") from error
     state = distributed.global_state
     group.store, group.coordinator = KeyValueStore(state.client), str(state.coordinator_address)
     group.processes, group.process = int(state.num_processes), int(state.process_id)
+
+
+SLURM = ("SLURM_JOB_ID", "SLURM_STEP_NODELIST", "SLURM_NTASKS", "SLURM_PROCID", "SLURM_LOCALID")
+"""The variables of Slurm that JAX reads. Only `srun` sets all of them."""
+
+
+def without_launcher() -> str:
+    """Say why JAX found no launcher: none is there, or this process is in a job of Slurm and `srun` did not start it.
+
+    A process that `ssh` or a batch script starts on a node of a job has some of Slurm's variables, and not the others.
+    """
+    missing = ", ".join(name for name in SLURM if name not in os.environ)
+    remedy = "give HOST:PORT, processes and process"
+    if SLURM[0] not in os.environ:
+        return f"no launcher that JAX knows was found; {remedy}"
+    return f"srun did not start this process of the Slurm job ({missing} not set): start it with srun, or {remedy}"
 
 
 def check_place(coordinator: str, processes: int | None, process: int | None, patience: float) -> None:
