@@ -119,7 +119,9 @@ def solve_inner(
         def too_long(trial: tuple[Array, PyTree, Array]) -> Array:
             return ~(trial[2] < now.gradient_norm) & (trial[0] > 2.0**-20)
 
-        _, z, norm = lax.while_loop(too_long, shorter, (jnp.asarray(2.0), now.y, jnp.asarray(jnp.inf, float)))
+        _, z, norm = lax.while_loop(
+            too_long, shorter, (jnp.asarray(2.0), now.y, jnp.full_like(now.gradient_norm, jnp.inf))
+        )
         moved = norm < now.gradient_norm
         z = jax.tree.map(lambda a, b: jnp.where(moved, a, b), z, now.y)
         norm = jnp.where(moved, norm, now.gradient_norm)

@@ -1,0 +1,73 @@
+"""Losses that compute in bfloat16, or again in the derivatives (jax.checkpoint), with parameters in float32."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fixed_steps import fixed
+
+RNG = np.random.default_rng(0)
+ROWS = RNG.normal(size=(3, 16, 4)).astype(np.float32)
+WEIGHTS = np.array([1.0, -0.5, 0.25, 2.0], np.float32)
+CLIENTS = fb.Clients([{"u": u, "target": np.tanh(u @ WEIGHTS)} for u in ROWS])
+START = np.full((4, 4), 0.25, np.float32) + np.eye(4, dtype=np.float32)
+UNIT = 2.0**-9  # half a unit in the last place of bfloat16, which has 8 significant bits
+
+
+def loss_of(dtype, again):
+    """A network of two layers, x and y, whose first computes in `dtype`; `again`: it is computed again."""
+
+    def layer(x, u):
+        return jnp.tanh(u.astype(dtype) @ x.astype(dtype)).astype(jnp.float32)
+
+    first = jax.checkpoint(layer) if again else layer
+    return lambda x, y, batch: jnp.mean((first(x, batch["u"]) @ y - batch["target"]) ** 2)
+
+
+def simfbo(dtype, again):
+    fit = loss_of(dtype, again)
+    problem = fb.Bilevel(fit, lambda x, y, batch: fit(x, y, batch) + 0.1 * jnp.sum(y**2))
+    result = fb.solve(fixed(fb.SimFBO(batch_size=None)), problem, CLIENTS, START, np.zeros(4, np.float32), rounds=20)
+    return result.x, result.y
+
+
+def fedavg(dtype, again):
+    fit = loss_of(dtype, again)
+    problem = fb.SingleLevel(lambda xy, batch: fit(xy["x"], xy["y"], batch))
+    start = {"x": START, "y": np.zeros(4, np.float32)}
+    result = fb.solve(fb.FedAvg(lr=0.05, batch_size=None), problem, CLIENTS, start, rounds=20)
+    return result.x["x"], result.x["y"]
+
+
+METHODS = {"SimFBO": simfbo, "FedAvg": fedavg}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_loss_in_bfloat16_trains_parameters_in_float32(method):
+    """Features have errors of a few UNIT, and those of the parameters are about as large."""
+    wide, narrow = METHODS[method](jnp.float32, False), METHODS[method](jnp.bfloat16, False)
+    for expected, computed in zip(wide, narrow, strict=True):
+        assert computed.dtype == jnp.float32
+        assert 0 < np.abs(computed - expected).max() < 8 * UNIT
+    assert np.abs(wide[0] - START).max() > 16 * UNIT  # x has moved by more than that
+    assert np.abs(wide[1]).max() > 16 * UNIT
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_layer_that_is_computed_again_gives_the_same_numbers(method):
+    for expected, computed in zip(METHODS[method](jnp.float32, False), METHODS[method](jnp.float32, True), strict=True):
+        np.testing.assert_allclose(computed, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_layer_that_is_computed_again_has_the_same_inner_solution():
+    """Newton's method has Hessian-vector products; in float32, although JAX's 64-bit mode is on in these tests."""
+
+    def solution(again):
+        fit = loss_of(jnp.float32, again)
+        problem = fb.Bilevel(fit, lambda x, y, batch: fit(x, y, batch) + 0.1 * jnp.sum(y**2))
+        return fb.inner_solution(problem, CLIENTS, START, np.zeros(4, np.float32)).y
+
+    assert solution(True).dtype == jnp.float32
+    np.testing.assert_allclose(solution(True), solution(False), rtol=1e-4, atol=1e-5)
