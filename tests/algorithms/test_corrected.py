@@ -1,6 +1,7 @@
 """Does CorrectedFBO end at the solution with any number of local steps, and is its round the one that it says?"""
 
 import agreement
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_simfbo import WORK, affine, relative_error, run, spread, weights_of
@@ -68,6 +69,89 @@ def test_equals_rounds_written_out(optimizer):
         z = z - spread(gamma) * (p @ [a.sum() for a in coefficients]) * mean
     np.testing.assert_allclose(np.concatenate(state.inside.iterate), z, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(np.concatenate(state.mean), mean, rtol=1e-12, atol=1e-12)
+
+
+TAU = np.array([1, 2, 5, 9])
+P = np.array([0.1, 0.2, 0.3, 0.4])
+
+
+STARTS = np.tile(np.eye(3), (20, 1, 1))
+
+
+def outer(x, y, batch):
+    """Σ_r ⟨s_r, y_r⟩ of starts s, so that v* = Ā⁻¹ for each problem; x has no part in it."""
+    return jnp.sum(x**2) + jnp.sum(y * STARTS)
+
+
+def inner(x, y, batch):
+    """Σ_r ½ y_rᵀA y_r of the rows y_r, added up over the problems."""
+    return 0.5 * jnp.einsum("pri,npij,prj->", y, batch["A"], y) / len(batch["A"])
+
+
+ROWS = fb.Bilevel(outer, inner)
+
+
+def hessians(rng, top, common):
+    """Twenty problems of four clients: symmetric matrices (4, 20, 3, 3) with eigenvalues from 0.1 to `top`, which is
+    the largest of each matrix; `common`: the four clients of a problem have the same one."""
+    axes = np.linalg.qr(rng.normal(size=(4, 20, 3, 3)))[0]
+    sizes = np.concatenate([rng.uniform(0.1, top, (4, 20, 2)), np.full((4, 20, 1), top)], axis=2)
+    found = np.einsum("cpij,cpj,cpkj->cpik", axes, sizes, axes)
+    return np.broadcast_to(found[:1], found.shape) if common else found
+
+
+def maps_of_a_round(method, matrices, work):
+    """The linear maps (20, 6, 6) of a round on (y − y*, m_y), and those on (v − v*, m_v), of twenty problems at once.
+
+    y has three rows, each a start of its own, and v begins at 0, where v − v* has three rows too. A round takes rows
+    r_t = (e_t, m_t) to r_t Mᵀ. The starts r_0, with m_0 = 0, and the r_1 after a round are six independent rows.
+    """
+    samples = {"A": matrices[:, None]}
+    clients = fb.Clients(samples, samples, weights=P, local_steps=work)
+    zero, mean = np.zeros_like(STARTS), np.einsum("c,cpij->pij", P, matrices)
+    solutions = {"y": zero, "v": np.linalg.inv(mean)}
+    rows = {"y": [np.concatenate([STARTS, zero], 2)], "v": [np.concatenate([-solutions["v"], zero], 2)]}
+    for rounds in (1, 2):
+        state = fb.solve(method, ROWS, clients, jnp.zeros(1), jnp.asarray(STARTS), rounds=rounds).state
+        for name, at in rows.items():
+            iterate, direction = getattr(state.inside.iterate, name), getattr(state.mean, name)
+            at.append(np.concatenate([iterate - solutions[name], direction], 2))
+    pairs = {name: [np.concatenate(at[t : t + 2], 1) for t in (0, 1)] for name, at in rows.items()}
+    return [np.swapaxes(np.linalg.solve(*pairs[name]), 1, 2) for name in ("y", "v")]
+
+
+def radius(method, matrices, work):
+    """The largest modulus of an eigenvalue of each problem's round on y, (20,); rounds on v have the same map."""
+    on_y, on_v = maps_of_a_round(method, matrices, work)
+    np.testing.assert_allclose(on_v, on_y, rtol=1e-6, atol=1e-6)
+    return np.abs(np.linalg.eigvals(on_y)).max(-1)
+
+
+@pytest.mark.filterwarnings("ignore:x changes nothing about y")
+@pytest.mark.parametrize("decay", [0.0, 0.7], ids=["plain", "momentum"])
+def test_rounds_are_stable_under_the_condition_of_the_docstring(decay):
+    """γρL + η(max‖a_i‖₁ − 1)L is 1.98 in all cases, from nearly all of it in γ to nearly all of it in η."""
+    rng, top = np.random.default_rng(3), 4.0
+    optimizer = fb.parts.Mixed(decay=decay)
+    norms = np.array([float(optimizer.total(int(tau))) for tau in TAU])
+    for share in (0.02, 0.3, 0.6, 0.98):
+        gamma, eta = 1.98 * (1 - share) / (top * P @ norms), 1.98 * share / (top * (norms.max() - 1))
+        steps = {"server_lr": fb.XYV(0.01, gamma, gamma), "client_lr": fb.XYV(0.01, eta, eta)}
+        method = fb.CorrectedFBO(batch_size=None, local_optimizer=optimizer, **steps)
+        assert radius(method, hessians(rng, top, common=False), TAU).max() < 1, share
+
+
+@pytest.mark.filterwarnings("ignore:x changes nothing about y")
+def test_the_condition_is_sharp_for_two_steps_and_equal_hessians():
+    """β is then ηλ/2, so that rounds are stable exactly if γρL + ηL < 2."""
+    rng, top, work = np.random.default_rng(4), 4.0, np.full(4, 2)
+    matrices = hessians(rng, top, common=True)
+    for share in (0.3, 0.7):
+        for size, stable in ((1.99, True), (2.01, False)):
+            gamma, eta = size * (1 - share) / (2 * top), size * share / top
+            steps = {"server_lr": fb.XYV(0.01, gamma, gamma), "client_lr": fb.XYV(0.01, eta, eta)}
+            found = radius(fb.CorrectedFBO(batch_size=None, local_optimizer=fb.parts.Mixed(), **steps), matrices, work)
+            assert np.all((found < 1) == stable), (share, size)
 
 
 def test_what_it_costs():

@@ -21,6 +21,11 @@ and equal Hessians λ, and with e = y − y* (or v − v*), a round is
 
 Its eigenvalues are inside the unit circle exactly if β < 1 and γρλ/2 + β < 1. γρλ + ηλ(τ − 1) < 2 therefore suffices.
 
+If τ_i and the Hessians A_i differ, the means Ā = Σ p_i A_i and B̄ = Σ p_i β_i(A_i) take the place of λ and β. An
+eigenvalue μ of the round, with the part m of its eigenvector, satisfies μ² + (γρa + b − 1)μ − b = 0, where a = ⟨m, Ām⟩
+and b = ⟨m, B̄m⟩ for ‖m‖ = 1. These are at most the largest λ and the largest β. The condition with the largest
+eigenvalue L of all A_i and the largest τ_i therefore still suffices.
+
 The method is this library's. Its correction is after Konečný et al., "Federated Optimization: Distributed Machine
 Learning for On-Device Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking
 Centralized Stochastic Algorithms in Federated Learning", 2020, arXiv:2008.03606, correct by what the server knew at the
@@ -29,17 +34,16 @@ momenta with reduced variance; this file does not claim to be it.
 
 Messages: the server sends x, y, v and m, and clients reply with vectors of the shapes of x, y and v, and two numbers.
 
-Checked in tests/algorithms/test_corrected.py (the closed form of the solution, a round written out) and
+Checked in tests/algorithms/test_corrected.py (the closed form of the solution, a round written out, stability) and
 tests/engines/test_agreement.py.
 """
 
 from typing import NamedTuple
 
-import jax
 import optax
 from jax import Array
 
-from fedbilevel.algorithms.parts.local_steps import LIKE_XYV, descend
+from fedbilevel.algorithms.parts.local_steps import LIKE_XYV
 from fedbilevel.algorithms.simfbo import REPLY, Normalised, RobustState
 from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
@@ -49,7 +53,6 @@ from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XYV, PyTree
-from fedbilevel.oracles.products import Directions
 
 
 class State(NamedTuple):
@@ -72,8 +75,9 @@ class CorrectedFBO(Normalised):
 
     Args:
         client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves all
-            three. Rounds on y and v are stable if γρL + η(max‖a_i‖₁ − 1)L < 2, where L is the largest eigenvalue of
-            the clients' inner Hessians, and ‖a_i‖₁ is τ_i for plain steps. None, for each: a twentieth of the server's.
+            three. With plain steps or momentum, rounds on y and v are stable if γρL + η(max‖a_i‖₁ − 1)L < 2, where L is
+            the largest eigenvalue of the clients' inner Hessians, and ‖a_i‖₁ is τ_i for plain steps. None, for each: a
+            twentieth of the server's.
     """
 
     name = "corrected-fbo"
@@ -108,22 +112,7 @@ class CorrectedFBO(Normalised):
     def corrected_updates(self, client: Client, at: tuple[XYV, XYV], key: Array) -> Reply:
         """Take τ_i corrected steps from z; reply with h_i, the mean of the directions on this path, and ‖a_i‖₁."""
         start, mean = at
-        tau = client.local_steps(self.local_steps)
-
-        def step(k: Array, carry: tuple[tuple[Directions, XYV], PyTree]) -> tuple[tuple[Directions, XYV], PyTree]:
-            (total, path), memory = carry
-            samples = jax.random.fold_in(key, k)
-            now = self.directions(client, descend(start, self.client_lr, path), samples)
-            anchor = self.directions(client, start, samples)
-            corrected = optax.tree.add(optax.tree.sub(now.step, anchor.step), mean)
-            sums, memory = self.local_optimizer.step((total.step, path), memory, (now.step, corrected))
-            losses = total.outer_loss + now.outer_loss, total.inner_loss + now.inner_loss
-            return (Directions(sums[0], *losses), sums[1]), memory
-
-        nothing = self.no_directions(client, start, key), optax.tree.zeros_like(start)
-        memory = self.local_optimizer.begin((nothing[0].step, nothing[1]))
-        (total, _), _ = jax.lax.fori_loop(0, tau, step, (nothing, memory))
-        return self.normalised(client, self.counted(total, tau, evaluations=2))
+        return self.normalised(client, self.own_updates(client, start, key, mean))
 
     def round(self, fed: Fed, state: State, key: Array) -> State:
         at = state.inside.iterate, state.mean

@@ -125,11 +125,14 @@ class SingleLoop(JointSteps):
         iterate = XYV(x, y, optax.tree.zeros_like(y))
         return iterate, self.server_optimizer.init(iterate)
 
-    def own_updates(self, client: Client, start: XYV, key: Array) -> Reply:
-        """Return a reply with q_i, the weighted sum of a client's directions along its τ_i local steps from `start`."""
-        tau = client.local_steps(self.local_steps)
-        total, anchored = self.local_sum(client, start, tau, key, self.local_optimizer), self.local_optimizer.anchored
-        return self.counted(total, tau, evaluations=1 + anchored, more=int(anchored))
+    def own_updates(self, client: Client, start: XYV, key: Array, mean: XYV | None = None) -> Reply:
+        """Return a reply with q_i, the weighted sum of a client's directions along its τ_i local steps from `start`.
+
+        These steps are corrected by the `mean` direction if there is one (`local_sum`).
+        """
+        tau, anchored = client.local_steps(self.local_steps), self.local_optimizer.anchored
+        total = self.local_sum(client, start, tau, key, self.local_optimizer, mean)
+        return self.counted(total, tau, evaluations=1 + (anchored or mean is not None), more=int(anchored))
 
     def server_update(self, iterate: XYV, optimizer: optax.OptState, q: XYV) -> tuple[XYV, optax.OptState]:
         """Take the server's step (5), line 14, and project v; return the iterate and the optimizer's state."""

@@ -278,27 +278,40 @@ class JointSteps(Algorithm):
     independent_batches: bool = static(default=False)
 
     def local_sum(
-        self, client: Client, start: XYV, tau: int | Array, key: Array, local_optimizer: LocalOptimizer
+        self,
+        client: Client,
+        start: XYV,
+        tau: int | Array,
+        key: Array,
+        local_optimizer: LocalOptimizer,
+        mean: XYV | None = None,
     ) -> Directions:
         """Return q = Σ_k a_k d_k after `tau` local steps from `start`, and the sums of both losses over the steps.
 
-        The local iterate after some steps is start − η·q, with the q of these steps.
+        The local iterate after some steps is start − η·q, with the q of these steps. With a `mean` m the iterates
+        follow d(z_k; ζ_k) − d(start; ζ_k) + m instead, and q is still the sum of the directions d(z_k; ζ_k) on this
+        path.
         """
+        anchor = mean
+        if local_optimizer.anchored:
+            anchor = self.directions(replace(client, batch_size=None), start, key).step
 
         def step(k: Array, carry: tuple[Directions, PyTree]) -> tuple[Directions, PyTree]:
-            total, memory = carry
-            local = descend(start, self.client_lr, total.step)
-            now = self.directions(client, local, jax.random.fold_in(key, k))
+            (sums, outer_loss, inner_loss), memory = carry  # of the path, and with a mean also of the directions on it
+            local, samples = descend(start, self.client_lr, sums[0]), jax.random.fold_in(key, k)
+            now = self.directions(client, local, samples)
+            along = now.step
             if anchor is not None:
-                there = self.directions(client, start, jax.random.fold_in(key, k))
-                now = now._replace(step=optax.tree.add(optax.tree.sub(now.step, there.step), anchor.step))
-            q, memory = local_optimizer.step(total.step, memory, now.step)
-            return Directions(q, total.outer_loss + now.outer_loss, total.inner_loss + now.inner_loss), memory
+                there = self.directions(client, start, samples)
+                along = optax.tree.add(optax.tree.sub(now.step, there.step), anchor)
+            sums, memory = local_optimizer.step(sums, memory, (along,) if mean is None else (along, now.step))
+            return Directions(sums, outer_loss + now.outer_loss, inner_loss + now.inner_loss), memory
 
-        nothing, whole = self.no_directions(client, start, key), replace(client, batch_size=None)
-        anchor = self.directions(whole, start, key) if local_optimizer.anchored else None
-        total, _ = jax.lax.fori_loop(0, tau, step, (nothing, local_optimizer.begin(nothing.step)))
-        return total
+        nothing = self.no_directions(client, start, key)
+        zeros: PyTree = (nothing.step,) * (1 if mean is None else 2)
+        begin = nothing._replace(step=zeros), local_optimizer.begin(zeros)
+        total, _ = jax.lax.fori_loop(0, tau, step, begin)
+        return total._replace(step=total.step[-1])
 
     def no_directions(self, client: Client, like: XYV, key: Array) -> Directions:
         """Return zeros in the shapes of the directions at `like`, at which sums of directions begin."""
