@@ -19,7 +19,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax import Array
 
 from fedbilevel.core.client import Clients
@@ -28,10 +27,8 @@ from fedbilevel.core.metrics import Metric
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.submodel import Structure
-from fedbilevel.core.tree import PyTree
 from fedbilevel.data import split
-from fedbilevel.tasks import networks
-from fedbilevel.tasks.hyper_cleaning import spoiled
+from fedbilevel.tasks.hyper_cleaning import spoiled, weighted_losses
 from fedbilevel.tasks.images import WITH_LINEAR, load_images
 from fedbilevel.tasks.task import Task
 
@@ -73,28 +70,19 @@ def client_weights(
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
     chosen = np.random.default_rng([seed, 4]).permutation(clients)[: round(spoilt * clients)]
     wrong = np.isin(np.arange(clients), chosen)
-    model = images.model  # losses close over the model alone: a series of runs keeps them, without the images
-
-    def outer(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
-        return networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), batch["label"])
-
-    def inner(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
-        each = weights(x)[batch["row"]]
-        weighted = networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), batch["label"], each)
-        return weighted + ridge * optax.tree.vdot(y, y)
-
+    noisy = spoiled(images.rows(train), images.data.classes, corruption * wrong, seed)
+    samples = Ragged({name: noisy.values[name] for name in ("image", "label", "row")}, noisy.start, noisy.size)
+    outer, inner = weighted_losses(images.model, ridge, lambda x, batch: weights(x)[batch["row"]])
     measured = images.accuracy()
     metrics: dict[str, Any] = {f"{images.part}_accuracy": Metric(lambda x, y: measured(*y), True)}
     if wrong.any() and not wrong.all():
         metrics["spoilt_weight"] = lambda x, y: jnp.sum(weights(x) * wrong) / clients
     return Task(
         name="client_weights",
-        problem=Bilevel(outer, inner, structure=Structure(y=model.whole_structure)),
-        clients=Clients(
-            images.rows(valid), spoilt_at(images.rows(train), images.data.classes, corruption, wrong, seed)
-        ),
+        problem=Bilevel(outer, inner, structure=Structure(y=images.model.whole_structure)),
+        clients=Clients(images.rows(valid), samples),
         x0=jnp.zeros(clients),
-        y0=model.init(jax.random.key(seed)),
+        y0=images.model.init(jax.random.key(seed)),
         metrics=metrics,
         metrics_per_client={"client_accuracy": Metric(lambda x, y, b: images.own_accuracy(y[0], y[1], b), True)},
     )
@@ -103,13 +91,3 @@ def client_weights(
 def weights(x: Array) -> Array:
     """Return the clients' weights M softmax(x), (M,), whose mean is 1."""
     return x.size * jax.nn.softmax(x)
-
-
-def spoilt_at(samples: Ragged, classes: int, corruption: float, wrong: np.ndarray, seed: int) -> Ragged:
-    """Replace labels of packed {"image", "label"} at random where `wrong` (M,) is True, and add the array "row".
-
-    "row" is the client of each sample, whose number a client needs to find its weight; int32.
-    """
-    found = spoiled(samples, classes, corruption, seed).values
-    label = np.where(wrong[found["row"]], found["label"], samples.values["label"])
-    return Ragged({**samples.values, "label": label, "row": found["row"]}, samples.start, samples.size)

@@ -13,7 +13,7 @@ x has shape (M, longest), and x_ij is entry j of row i. Entries beyond the numbe
 A client's losses read only its own row, and also take this row alone as x, of shape (1, longest).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import jax
@@ -25,7 +25,7 @@ from jax import Array
 from fedbilevel.core.client import Clients
 from fedbilevel.core.errors import require
 from fedbilevel.core.metrics import Metric
-from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.problem import Bilevel, Loss
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.submodel import Structure
 from fedbilevel.core.tree import PyTree
@@ -73,8 +73,29 @@ def hyper_cleaning(
     images = load_images(data, network, hidden, holdout=holdout, seed=seed, known=WITH_LINEAR)
     train, valid = split(images.dealt(clients, partition_by, partition_options, seed), 1 - validation, seed=seed)
     samples = spoiled(images.rows(train), images.data.classes, corruption, seed)
+    outer, inner = weighted_losses(images.model, ridge, weights)
+    measured = images.accuracy()
+    return Task(
+        name="hyper_cleaning",
+        problem=Bilevel(outer, inner, structure=Structure(y=images.model.whole_structure), local=local),
+        clients=Clients(images.rows(valid), samples),
+        x0=jnp.zeros((clients, int(samples.size.max()))),
+        y0=images.model.init(jax.random.key(seed)),
+        metrics={f"{images.part}_accuracy": Metric(lambda x, y: measured(*y), True), **_cleaning_metrics(samples)},
+        metrics_per_client={"client_accuracy": Metric(lambda x, y, b: images.own_accuracy(y[0], y[1], b), True)},
+    )
 
-    model = images.model  # losses close over the model alone: a series of runs keeps them, without the images
+
+def weighted_losses(
+    model: networks.Network, ridge: float, weights: Callable[[Array, Mapping[str, Any]], Array]
+) -> tuple[Loss, Loss]:
+    """Return f, the mean CE, and g, the mean of weight·CE plus ridge·‖y‖², of a network whose whole body and head is y.
+
+    The losses close over the model without the images, so that a series of runs keeps them.
+
+    Args:
+        weights: (x, batch) -> the weight of each sample of the batch in g, (n,).
+    """
 
     def outer(x: Array, y: PyTree, batch: dict[str, Array]) -> Array:
         return networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), batch["label"])
@@ -83,29 +104,21 @@ def hyper_cleaning(
         weighted = networks.cross_entropy(model.logits(y[0], y[1], batch["image"]), batch["label"], weights(x, batch))
         return weighted + ridge * optax.tree.vdot(y, y)
 
-    measured = images.accuracy()
-    return Task(
-        name="hyper_cleaning",
-        problem=Bilevel(outer, inner, structure=Structure(y=model.whole_structure), local=local),
-        clients=Clients(images.rows(valid), samples),
-        x0=jnp.zeros((clients, int(samples.size.max()))),
-        y0=model.init(jax.random.key(seed)),
-        metrics={f"{images.part}_accuracy": Metric(lambda x, y: measured(*y), True), **_cleaning_metrics(samples)},
-        metrics_per_client={"client_accuracy": Metric(lambda x, y, b: images.own_accuracy(y[0], y[1], b), True)},
-    )
+    return outer, inner
 
 
-def spoiled(samples: Ragged, classes: int, corruption: float, seed: int) -> Ragged:
+def spoiled(samples: Ragged, classes: int, corruption: float | np.ndarray, seed: int) -> Ragged:
     """Replace labels of packed {"image", "label"} at random, and add the place of each sample's weight in x.
 
-    The arrays "row", the client, and "place", the number of the sample within the client, are int32. The array
-    "corrupted" is True for a wrong label; only metrics use it.
+    `corruption` is the probability for every label, or (M,), one for the labels of each client. The arrays "row", the
+    client, and "place", the number of the sample within the client, are int32. The array "corrupted" is True for a
+    wrong label; only metrics use it.
     """
     rng = np.random.default_rng([seed, 3])
     label = samples.values["label"]
-    replaced = rng.random(len(label)) < corruption
-    noisy = np.where(replaced, rng.integers(classes, size=len(label), dtype=label.dtype), label)
     row = np.repeat(np.arange(len(samples.size), dtype=np.int32), samples.size)
+    replaced = rng.random(len(label)) < np.broadcast_to(corruption, len(samples.size))[row]
+    noisy = np.where(replaced, rng.integers(classes, size=len(label), dtype=label.dtype), label)
     place = (np.arange(len(label)) - samples.start[row]).astype(np.int32)
     values = {**samples.values, "label": noisy, "row": row, "place": place, "corrupted": noisy != label}
     return Ragged(values, samples.start, samples.size)
