@@ -43,6 +43,11 @@ def without_password(text: str) -> str:
     return re.sub(r"(://[^:/@\s]*):[^@\s]*@", r"\1:***@", text)
 
 
+def without_seed(text: str) -> str:
+    """Hide the seed in a text with the name of a run or of its folder, such as "seed-3" or "lr=0.1, seed 3"."""
+    return re.sub(r"\b(seed[- ])\d+", r"\1***", text)
+
+
 def of_others(value: Any) -> Any:
     """Return a value of untrusted JSON with all texts in it made printable, also the names of objects."""
     if isinstance(value, str):

@@ -325,3 +325,21 @@ def test_what_has_not_changed_is_not_read_again(tmp_path, monkeypatch) -> None:
         assert reader.snapshot() == before
     begun(place, {"round": 5, "outer_loss": 1.0}, {"round": 10, "outer_loss": 0.5})
     assert reader.snapshot().amount == "10 of 20 rounds"
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_page_does_not_show_the_seed_of_a_run_under_privacy(tmp_path, private) -> None:
+    """Who knows it can subtract the noise. The terminal of whoever has the folder shows its path."""
+    for seed in (918273, 564738):
+        place = begun(tmp_path / "lr-0.1" / f"seed-{seed}", {"round": 0, **COSTS, "outer_loss": 1.0}, seed=seed)
+        if private:
+            spec = experiments.read_spec(Folder(place).spec).tables()
+            spec["privacy"] |= {"clip": 1.0, "noise_multiplier": 1.0, "delta": 1e-5}
+            Folder(place).spec.write_text(experiments.resolve(spec).to_toml())
+    for folder in (tmp_path, place):
+        snapshot = seen(folder)
+        page = on_page(snapshot)
+        assert snapshot.is_private is private
+        assert ("564738" in page) is not private
+        assert ("seed-***" in page) is private
+    assert "seed-564738" in snapshot.why

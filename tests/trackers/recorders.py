@@ -22,6 +22,7 @@ class Kept:
     ending: str = ""
     outcome: dict[str, Any] = field(default_factory=dict)
     files: list[str] = field(default_factory=list)
+    content: list[bytes] = field(default_factory=list)
 
     @property
     def steps(self) -> list[int]:
@@ -71,6 +72,7 @@ class InMemoryRun(fb.trackers.Record):
         self.service.require_works()
         self.kept.ending, self.kept.outcome = ending, dict(outcome)
         self.kept.files = [file.name for file in files]
+        self.kept.content = [file.read_bytes() for file in files]
 
 
 def solved(rounds: int, *callbacks: Any, **given: Any) -> fb.Result:

@@ -308,7 +308,8 @@ def _sweep(options: argparse.Namespace) -> int:
     folder = options.out or default_path("sweep", Path(options.base or "").stem)
     trackers = shared.trackers(options)
     given = {"sweep": {name: getattr(options, name) for name in ("grid", "search", "trials", "seeds", "select")}}
-    group = tracked_group("sweep", given, folder, [folder / TABLE, folder / CHOSEN])
+    files = [folder / TABLE, folder / CHOSEN]
+    group = tracked_group("sweep", given, folder, files, with_seed=files)
     try:
         with interrupts.unmixed(), Tracking(trackers, group) as tracking:
             found = _swept(options, folder, trackers)

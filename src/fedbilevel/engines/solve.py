@@ -185,7 +185,8 @@ def tracked_run(algorithm: Algorithm, options: RunOptions, clients: int, resumed
     run |= {"seed": options.key, "clients": clients}
     memory = options.path and options.path.with_name(f"{options.path.name}.{MEMORY}")
     parameters = {"algorithm.name": algorithm.label, "algorithm": algorithm, "run": run, "privacy": options.privacy}
-    return TrackedRun(algorithm.label, parameters, memory=memory, resumed=resumed)
+    private = options.privacy is not None
+    return TrackedRun(algorithm.label, parameters, memory=memory, resumed=resumed, is_private=private)
 
 
 def method_of(algorithm: Algorithm, posed: PosedProblem, cohort: Cohort, options: RunOptions) -> Algorithm:

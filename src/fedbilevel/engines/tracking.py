@@ -8,13 +8,16 @@ are written.
 A run appears in a tracker's service with its first row, so that arguments that are refused leave nothing there. An
 error of a tracker does not end the run: a warning gives the reason, and rows wait until the service works again.
 Trackers get rows, parameters and files of the run's folder; for them nothing reads the environment or the command line.
+
+The noise of a simulation under privacy is drawn from the run's seed, and whoever knows the seed can subtract it. So
+trackers of such a run get no seed: it is left out of the name, the parameters, the files and the reason of an error.
 """
 
 from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -31,7 +34,7 @@ from fedbilevel.engines.history import Result, Row
 from fedbilevel.engines.lock import wait_for_lock
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.reading import read_json
-from fedbilevel.wording import in_a_line, missing
+from fedbilevel.wording import in_a_line, missing, without_seed
 
 SHARE = 0.1  # of the run's time that failing attempts may take
 LONGEST = 500  # characters of a parameter
@@ -52,6 +55,8 @@ class TrackedRun:
         resumed: whether the run continues one that `memory` may know.
         files: files that belong to the run; those that exist at its end are attached.
         is_group: whether this is a group of runs.
+        with_seed: those of `files` that contain the seed of the run, or seeds of the group.
+        is_private: whether the run is under privacy, so that the seed is left out of everything here.
     """
 
     name: str
@@ -61,12 +66,27 @@ class TrackedRun:
     resumed: bool = False
     files: Sequence[Path] = ()
     is_group: bool = False
+    with_seed: Collection[Path] = ()
+    is_private: bool = False
+
+    def __post_init__(self) -> None:
+        if self.is_private:
+            self.leave_out_seed()
+
+    def leave_out_seed(self) -> None:
+        """Leave the seed out of the description, since the run is under privacy."""
+        self.is_private = True
+        self.name = without_seed(self.name)
+        self.parameters = _without_seeds(plain(self.parameters))
+        self.files = [file for file in self.files if file not in self.with_seed]
 
     def adopt(self, inner: TrackedRun) -> None:
         """Add what the description of the same run by an inner block has, and this one lacks."""
         self.parameters = {**inner.parameters, **self.parameters}
         self.memory = self.memory or inner.memory
         self.resumed = self.resumed or inner.resumed
+        if inner.is_private:
+            self.leave_out_seed()
 
     def flat_parameters(self) -> dict[str, str | float]:
         """Return the parameters by dotted names: numbers, truth values, and for anything else texts."""
@@ -82,6 +102,13 @@ class TrackedRun:
         if self.memory is not None and self.remembered().get(tracker) != identifier:
             write_json(self.memory, {**self.remembered(), tracker: identifier})
             self.resumed = True
+
+
+def _without_seeds(value: Any) -> Any:
+    """Return tables without the entries called `seed` or `seeds`; that of a task or a clock is often the run's, too."""
+    if not isinstance(value, Mapping):
+        return value
+    return {name: _without_seeds(one) for name, one in value.items() if name not in ("seed", "seeds")}
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, str | float]]:
@@ -220,6 +247,8 @@ class Tracker(ABC):
         identifier."""
         now = self.recordings[level]
         if now.record is None:
+            if level and now.run.is_private:
+                self.recordings[level - 1].run.leave_out_seed()
             group = self._opened(level - 1) if level else None
             name, memory = type(self).__name__, now.run.memory if now.run.is_group else None
             with nullcontext() if memory is None else wait_for_lock(memory.with_name(f".{memory.name}.lock")):
@@ -286,18 +315,26 @@ class Tracking:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception):
-            self.outcome = {"stopped": in_a_line(error)}
+            why = in_a_line(error)
+            self.outcome = {"stopped": without_seed(why) if self.run.is_private else why}
         for tracker in self.begun:
             tracker.end(ending_of(error), self.outcome)
 
 
 def tracked_group(
-    name: str, parameters: Mapping[str, Any], folder: Path | None, files: Sequence[Path] = ()
+    name: str,
+    parameters: Mapping[str, Any],
+    folder: Path | None,
+    files: Sequence[Path] = (),
+    with_seed: Collection[Path] = (),
 ) -> TrackedRun:
-    """Describe a group of runs; in the same folder it is always the same group."""
+    """Describe a group of runs; in the same folder it is always the same group.
+
+    If a run of the group is under privacy, the seeds are left out of the group's description, too.
+    """
     memory = folder and folder / MEMORY
     name = folder.resolve().name if folder else name
-    return TrackedRun(name, parameters, folder, memory, resumed=True, files=files, is_group=True)
+    return TrackedRun(name, parameters, folder, memory, resumed=True, files=files, is_group=True, with_seed=with_seed)
 
 
 def ending_of(error: BaseException | None) -> Ending:

@@ -126,6 +126,7 @@ class FolderReader:
             directions=history.directions,
             error=error,
             fields=spec.tables() if spec else {},
+            is_private=bool(spec and spec.privacy.terms),
         )
         return made if spec is None else replace(made, **progress(spec, history, status))
 
@@ -154,6 +155,7 @@ class FolderReader:
             facts=lines,
             tables=[runs_table(runs, metric, best, planned.get("fields", []))] if runs else [],
             notes=[f"{name}: {note}" for name, run in runs.items() for note in run.notes],
+            is_private=any(run.is_private for run in runs.values()),
         )
 
     def _one_of(self, place: Folder) -> Snapshot:

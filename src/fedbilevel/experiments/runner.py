@@ -381,7 +381,13 @@ def _play(
     require(bool(own) or not spec.run.metrics_per_client, "run.metrics_per_client", True, named)
     scribe = Scribe(spec, place, resumed=resume in (True, "force"))
     run = TrackedRun(
-        "/".join(place.path.resolve().parts[-2:]), spec.tables(), place.path, place.trackers, files=place.outcome
+        "/".join(place.path.resolve().parts[-2:]),
+        spec.tables(),
+        place.path,
+        place.trackers,
+        files=place.outcome,
+        with_seed=(place.spec, place.summary),
+        is_private=spec.privacy.terms is not None,
     )
     with showing(progress) as display, Tracking(callbacks, run) as tracking:
         rounds, ends = _length(spec, place, resume)

@@ -84,6 +84,7 @@ class Snapshot:
         directions: metric -> whether a larger value is better, once the run has ended.
         error: the error with which a run has ended.
         fields: the sections of a run's spec.
+        is_private: whether a run is a simulation under privacy, whose seed readers of a page may not learn.
     """
 
     title: str
@@ -99,6 +100,7 @@ class Snapshot:
     directions: Mapping[str, bool] = field(default_factory=dict)
     error: FedbilevelError | None = None
     fields: Mapping[str, Any] = field(default_factory=dict)
+    is_private: bool = False
 
     @property
     def over(self) -> bool:

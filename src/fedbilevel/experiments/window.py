@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 
 from fedbilevel.experiments.snapshot import MetricTrace, Snapshot
 from fedbilevel.experiments.tables import folding, page_table, terminal, visible
+from fedbilevel.wording import without_seed
 
 BLOCKS, NOT_FINITE = "▁▂▃▄▅▆▇█", "×"
 COLOURS = {"running": "bold green", "failed": "bold red", "idle": "bold yellow", "waiting": "bold", "finished": "bold"}
@@ -47,7 +48,11 @@ def _grid(rows: Sequence[Sequence[RenderableType]]) -> RenderableType:
 
 
 def on_page(snapshot: Snapshot) -> str:
-    """Return a snapshot as HTML, in which every text of a run is escaped."""
+    """Return a snapshot as HTML, in which every text of a run is escaped.
+
+    A page has more readers than the folder. If a run is under privacy, its seed, by which its noise can be subtracted,
+    is hidden in the names of folders.
+    """
     facts = "".join(f"<dt>{visible(name)}</dt><dd>{visible(fact)}</dd>" for name, fact in snapshot.facts.items())
     meter = f'<progress value="{snapshot.done:.17g}" max="{snapshot.whole:.17g}"></progress>'
     parts = [
@@ -59,7 +64,8 @@ def on_page(snapshot: Snapshot) -> str:
         f'<div class="curves">{"".join(map(_figure, snapshot.traces))}</div>',
         *map(page_table, snapshot.tables),
     ]
-    return "\n".join(parts)
+    page = "\n".join(parts)
+    return without_seed(page) if snapshot.is_private else page
 
 
 def _figure(trace: MetricTrace) -> str:

@@ -1,0 +1,95 @@
+"""A run under privacy gives no tracker its seed, by which the noise could be subtracted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from recorders import METHOD, TASK, InMemory, Service, solved
+
+import fedbilevel as fb
+from fedbilevel import cli, experiments
+from fedbilevel.cli import shared
+
+PRIVACY = fb.Privacy(clip=1.0, noise_multiplier=0.1, delta=1e-5)
+SEEDS = [918273, 564738]
+PRIVATE = ["--set", "privacy.clip=1", "--set", "privacy.noise_multiplier=0.1", "--set", "privacy.delta=1e-5"]
+SMALL = ["quadratic", "--set", "task.clients=3", "--set", "samples=[2, 2]", "--set", "dim_y=2"]
+SMALL += ["--rounds", "4", "--set", "eval_every=2", "--set", "client_lr=0.05", "--set", "server_lr=0.05"]
+
+
+@pytest.fixture
+def service() -> Service:
+    return Service()
+
+
+def texts_of(service: Service) -> str:
+    """All that the service has of its runs, but for the numbers of the history."""
+    found = []
+    for kept in service.runs.values():
+        run = kept.run
+        found += [run.name, kept.group, str(run.parameters), str(run.flat_parameters()), str(kept.outcome)]
+        found += [*kept.files, *(content.decode(errors="replace") for content in kept.content)]
+    return "\n".join(found)
+
+
+def has_a_seed(service: Service) -> bool:
+    return any(str(seed) in texts_of(service) for seed in SEEDS)
+
+
+def test_a_run_of_solve(service) -> None:
+    solved(4, InMemory(service), key=SEEDS[0], privacy=PRIVACY)
+    (kept,) = service.runs.values()
+    assert "run.seed" not in kept.run.flat_parameters()
+    assert kept.run.flat_parameters()["privacy.clip"] == 1.0
+    assert not has_a_seed(service)
+    solved(4, InMemory(service), key=SEEDS[0])
+    assert has_a_seed(service)  # of a run that has no noise
+
+
+def test_runs_of_a_sweep_and_its_group(service) -> None:
+    fb.sweep(
+        METHOD, TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=4, grid={"local_steps": [1, 2]}, seeds=SEEDS,
+        select="relative_error", metrics=TASK.metrics, privacy=PRIVACY, callbacks=[InMemory(service)], progress=False,
+    )  # fmt: skip
+    assert len(service.runs) == 5
+    assert not has_a_seed(service)
+    assert sorted(kept.run.name for kept in service.runs.values() if kept.group) == [
+        "local_steps=1, seed ***", "local_steps=1, seed ***", "local_steps=2, seed ***", "local_steps=2, seed ***",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_run_in_a_folder_and_its_files(service, tmp_path, private) -> None:
+    names = ["task.clients=3", "task.samples=[2, 2]", "task.dim_y=2", "run.rounds=4", "run.eval_every=2"]
+    names += [f"{section}.seed={SEEDS[0]}" for section in ("run", "task", "clock")]
+    names += ["client_lr=0.05", "server_lr=0.05", *PRIVATE[1::2]][: None if private else -3]
+    spec = experiments.configure(task="quadratic", settings=names)
+    experiments.run(spec, tmp_path / f"seed-{SEEDS[0]}", callbacks=[InMemory(service)], progress=False)
+    (kept,) = service.runs.values()
+    assert has_a_seed(service) is not private
+    without = ["history.jsonl", "ledger.json", "result.npz", "plot.png"]
+    assert [name for name in kept.files if name not in ("spec.toml", "summary.json")] == without
+    assert len(kept.files) == (4 if private else 6)
+    assert Path(tmp_path / f"seed-{SEEDS[0]}" / "spec.toml").is_file()  # the folder has what a resumption needs
+
+
+@pytest.mark.parametrize("command", [["run"], ["sweep", "--grid", "local_steps=1,2"]], ids=lambda words: words[0])
+def test_commands_for_several_seeds(service, tmp_path, monkeypatch, command) -> None:
+    monkeypatch.setattr(shared, "trackers", lambda options: [InMemory(service)])
+    seeds = ["--seeds", ",".join(map(str, SEEDS)), "--out", str(tmp_path / "out"), "--quiet"]
+    assert cli.main([command[0], *SMALL, *command[1:], *PRIVATE, *seeds]) == 0
+    assert [kept.ending for kept in service.runs.values()] == ["finished"] * len(service.runs)
+    assert sum(bool(kept.group) for kept in service.runs.values()) == (2 if command == ["run"] else 4)
+    assert not has_a_seed(service)
+
+
+def test_the_reason_of_an_error(service, tmp_path) -> None:
+    def fails(result, row):
+        if row and row["round"]:
+            raise OSError(f"runs/seed-{SEEDS[0]}/checkpoint.npz cannot be written")
+
+    with pytest.raises(OSError, match="seed-918273"):
+        solved(4, InMemory(service), fails, privacy=PRIVACY)
+    (kept,) = service.runs.values()
+    assert kept.outcome == {"stopped": "runs/seed-***/checkpoint.npz cannot be written"}
