@@ -6,11 +6,13 @@ import http.client
 import re
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from html.parser import HTMLParser
 
 import pytest
 
+from fedbilevel import cli, experiments
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.experiments import window_server
 from fedbilevel.experiments.snapshot import MetricTrace, Snapshot
@@ -209,6 +211,44 @@ def test_streams_are_bounded(server, monkeypatch) -> None:
     first = asked(server, "/events")
     assert first.status == 200
     assert asked(server, "/events").status == 503
+
+
+def test_connections_are_bounded_and_a_closed_one_makes_room(server) -> None:
+    server.connections = threading.BoundedSemaphore(1)
+    idle = socket.create_connection(("127.0.0.1", server.server_address[1]))
+    stop = time.monotonic() + 20
+    while (served := answers(server)) and time.monotonic() < stop:  # until the idle one is accepted
+        pass
+    assert not served
+    idle.close()
+    while not answers(server):
+        assert time.monotonic() < stop
+
+
+def answers(server: WindowServer) -> bool:
+    """Whether a connection is answered, and not closed at once."""
+    try:
+        return asked(server).status == 200
+    except (http.client.RemoteDisconnected, ConnectionError):
+        return False
+
+
+@pytest.mark.parametrize("host", ["", " "])
+def test_an_empty_host_is_refused_since_it_would_mean_every_address(host, tmp_path, capsys) -> None:
+    with pytest.raises(ConfigurationError, match=r"--host = .* must be an address or a name of this machine"):
+        WindowServer(host, 0)
+    (tmp_path / "spec.toml").write_text(experiments.configure(task="quadratic").to_toml())
+    assert cli.main(["watch", str(tmp_path), "--serve", "--host", host]) == 2
+    assert "an address or a name of this machine; left out, it is 127.0.0.1" in capsys.readouterr().err
+
+
+def test_a_state_that_cannot_be_drawn_does_not_end_the_server(server) -> None:
+    bad = MetricTrace("loss", ["no number"])  # type: ignore[list-item]
+    after = Snapshot("a run", "running", facts={"round": "3"})
+    server.publish([Snapshot("a run", "running", traces=[bad])])
+    assert "this state cannot be shown (TypeError: " in asked(server).read().decode()
+    server.publish([after])
+    assert on_page(after) in asked(server).read().decode()
 
 
 def test_a_port_that_is_taken_is_refused(server) -> None:

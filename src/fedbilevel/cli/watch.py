@@ -66,7 +66,7 @@ def _watch(options: argparse.Namespace) -> int:
     found = snapshots(options.folder)
     snapshot = next(found)
     if options.serve is not None:
-        return _serve(chain([snapshot], found), options.host or HOST, options.serve)
+        return _serve(chain([snapshot], found), HOST if options.host is None else options.host, options.serve)
     if options.once or not terminal.is_terminal or terminal.is_dumb_terminal:
         terminal.print(on_terminal(snapshot, terminal.width))
         return _code(snapshot)

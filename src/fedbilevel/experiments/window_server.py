@@ -1,9 +1,9 @@
 """Serve the web page of `fedbilevel watch`: a single file, and a stream of events that keeps it up to date.
 
-The server answers only GET, on two paths, and no part of a request reaches the file system. At 127.0.0.1, every user of
-this machine may read the page; at another address, a request needs a token. A request is refused if its header Host is
-neither an IP address nor a name of this machine. This stops DNS rebinding, in which another site points its own name at
-this machine so that its script can read the page.
+The server answers only GET, on two paths, and no part of a request reaches the file system. The number of connections
+is bounded. At 127.0.0.1, every user of this machine may read the page; at another address, a request needs a token. A
+request is refused if its header Host is neither an IP address nor a name of this machine. This stops DNS rebinding, in
+which another site points its own name at this machine so that its script can read the page.
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from fedbilevel import __version__
-from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.experiments.snapshot import Snapshot
 from fedbilevel.experiments.tables import visible
 from fedbilevel.experiments.window import on_page
+from fedbilevel.wording import in_a_line
 
+LOOPBACK = "127.0.0.1"
+CONNECTIONS = 100  # the largest number of open connections; a further one is closed without an answer
 STREAMS = 50  # the largest number of pages that are kept up to date at once
 ALIVE = 15.0  # seconds after which a stream without news sends a comment, which fails if the page is closed
 PATIENCE = 30.0  # seconds that a connection may wait for its request, or for its answer to be read
@@ -47,19 +50,20 @@ class WindowServer(ThreadingHTTPServer):
     """Serve a page with the last published snapshot.
 
     Args:
-        host: an address or a name of this machine.
+        host: an address or a name of this machine. It may not be empty, which would mean every address.
         port: the port; 0 takes any free one.
 
     Attributes:
         token: the text that every request must contain; "" at a loopback address, where no token is needed.
 
     Raises:
-        ConfigurationError: the port cannot be opened.
+        ConfigurationError: the host is empty, or the port cannot be opened.
     """
 
     daemon_threads = True
 
     def __init__(self, host: str, port: int) -> None:
+        require(bool(host.strip()), "--host", host, f"an address or a name of this machine; left out, it is {LOOPBACK}")
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         try:
             super().__init__((host, port), WindowRequest)
@@ -69,7 +73,7 @@ class WindowServer(ThreadingHTTPServer):
         self.token = "" if ipaddress.ip_address(self.socket.getsockname()[0]).is_loopback else secrets.token_urlsafe(24)
         self.template = Template((resources.files("fedbilevel.experiments") / "window.html").read_text("utf-8"))
         self.news, self.version, self.title, self.content = threading.Condition(), 0, "", ""
-        self.streams = threading.BoundedSemaphore(STREAMS)
+        self.connections, self.streams = threading.BoundedSemaphore(CONNECTIONS), threading.BoundedSemaphore(STREAMS)
 
     @property
     def url(self) -> str:
@@ -80,15 +84,40 @@ class WindowServer(ThreadingHTTPServer):
     def publish(self, snapshots: Iterable[Snapshot]) -> None:
         """Publish one snapshot after another, as the iterable yields them."""
         for snapshot in snapshots:
-            if (content := on_page(snapshot)) != self.content:
+            if (content := drawn(snapshot)) != self.content:
                 with self.news:
                     self.title, self.content, self.version = snapshot.title, content, self.version + 1
                     self.news.notify_all()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer a connection in a thread of its own, or close it if too many are open."""
+        if not self.connections.acquire(blocking=False):
+            return self.shutdown_request(request)
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # the system has no further thread
+            self.connections.release()
+            self.shutdown_request(request)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self.connections.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Report errors of this program, but not a connection that a browser has closed."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
+
+
+def drawn(snapshot: Snapshot) -> str:
+    """Return a snapshot as HTML. If it cannot be drawn, the page says so, and the next snapshot is tried."""
+    try:
+        return on_page(snapshot)
+    except Exception as error:  # noqa: BLE001 - an error of one page must not end the server
+        note = f"this state cannot be shown ({type(error).__name__}: {in_a_line(error)})"
+        return on_page(Snapshot(snapshot.title, snapshot.state, notes=[note], is_private=snapshot.is_private))
 
 
 class WindowRequest(BaseHTTPRequestHandler):
@@ -104,7 +133,7 @@ class WindowRequest(BaseHTTPRequestHandler):
             self.refuse(HTTPStatus.BAD_REQUEST)
             return
         given = parse_qs(place.query).get("token", [""])[0]
-        if not self.names_this_machine():
+        if not self.has_allowed_host():
             self.refuse(HTTPStatus.MISDIRECTED_REQUEST)
         elif not hmac.compare_digest(given.encode(), self.server.token.encode()) and self.server.token:
             self.refuse(HTTPStatus.FORBIDDEN)
@@ -120,8 +149,11 @@ class WindowRequest(BaseHTTPRequestHandler):
 
     do_HEAD = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_POST
 
-    def names_this_machine(self) -> bool:
-        """Tell whether the header Host is an IP address, or a name of this machine."""
+    def has_allowed_host(self) -> bool:
+        """Tell whether the header Host is an IP address or a name of this machine.
+
+        The browser sends there the name that its user has opened. A foreign name that leads to this machine is refused.
+        """
         try:
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""
             return host in self.server.names or bool(ipaddress.ip_address(host))
