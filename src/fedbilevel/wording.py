@@ -5,6 +5,12 @@ from typing import Any
 
 JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 
+USER = re.compile(r"://(?:[^\s:/?#@]*:(?!\d+[/?#])\S*|[^\s/?#]+)@")
+"""User name and password in a URL; the password may contain any character, but a port and a path are none."""
+SECRET = "token|key|secret|passw|passphrase|pwd|credential|auth|sig|jwt|session"
+QUERY = re.compile(rf"""([?&;#][^\s=&;#?]*(?:{SECRET})[^\s=&;#?]*=)[^\s&;#'"<>)]+""", re.IGNORECASE)
+"""A parameter of a query whose name suggests a secret."""
+
 
 def missing(package: str, extra: str) -> str:
     """Return the name of a missing package with the command that installs it.
@@ -22,10 +28,10 @@ def missing(package: str, extra: str) -> str:
 def in_a_line(error: Exception, longest: int = 200) -> str:
     """Return the message of another library's error in one line without a full stop, or its type if it is empty.
 
-    Passwords of URLs are hidden before the message is cut, since half a URL is not recognized as one.
+    Secrets in URLs are hidden before the message is cut, since half a URL is not recognized as one.
     """
     message = " ".join((getattr(error, "strerror", None) or str(error)).split())
-    return printable(without_password(message), longest).rstrip(".") or type(error).__name__
+    return printable(without_secrets(message), longest).rstrip(".") or type(error).__name__
 
 
 def printable(text: str, longest: int | None = 200, kept: str = "") -> str:
@@ -38,9 +44,13 @@ def printable(text: str, longest: int | None = 200, kept: str = "") -> str:
     return "".join(char if char.isprintable() or char in kept else "�" for char in plain)
 
 
-def without_password(text: str) -> str:
-    """Hide the passwords of URLs in a text."""
-    return re.sub(r"(://[^:/@\s]*):[^@\s]*@", r"\1:***@", text)
+def without_secrets(text: str) -> str:
+    """Hide what may be a password or a token in the URLs of a text.
+
+    "https://user:password@host" and "https://token@host" become "https://***@host", since the user name may be the
+    token. In queries, such as "?api_key=…", the values of parameters are hidden whose names are usual for secrets.
+    """
+    return QUERY.sub(r"\1***", USER.sub("://***@", text))
 
 
 def without_seed(text: str) -> str:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from command_line import survived
 
-from fedbilevel import cli, experiments, wording
+from fedbilevel import cli, experiments
 from fedbilevel.core.errors import ConfigurationError, NumericalError
 from fedbilevel.engines.history import History
 from fedbilevel.experiments import configure, search, sweep
@@ -236,8 +236,10 @@ def test_a_damaged_journal_is_refused(run, tmp_path) -> None:
 
 
 def test_no_password_is_shown() -> None:
-    shown = wording.without_password("the study in postgresql+psycopg://me:se:cret@host/db cannot be used: me@host")
-    assert shown == "the study in postgresql+psycopg://me:***@host/db cannot be used: me@host"
+    place = "x://me:secret@host"
+    with pytest.raises(ConfigurationError) as caught, search.storing(place, ConfigurationError, OSError):
+        raise OSError(f"{place} does not answer")
+    assert str(caught.value) == "the study in x://***@host cannot be used: x://***@host does not answer"
 
 
 OPTUNA = '--search needs optuna, which is not installed: in a clone of the repository, pip install ".['

@@ -117,6 +117,19 @@ def test_a_server_that_does_not_answer_ends_no_run(monkeypatch) -> None:
     assert "secret" not in said
 
 
+def test_the_address_of_a_run_is_not_printed(monkeypatch, capfd) -> None:
+    """MLflow prints it for a store behind a server, with the password in it."""
+    module = "mlflow.tracking._tracking_service.client"
+    monkeypatch.setattr(f"{module}.RestStore", object)
+    monkeypatch.setattr(f"{module}.get_workspace_url", lambda: "http://me:secret@host")
+    tracker = fb.trackers.MLflow()
+    solved(4, tracker)
+    assert "secret" not in "".join(capfd.readouterr())
+    (run,) = mlflow_runs()
+    tracker.mlflow.MlflowClient().set_terminated(run.info.run_id)  # of the user's own code
+    assert "secret" in capfd.readouterr().out
+
+
 # ------------------------------------------------------------------------------------------------- Weights & Biases
 
 

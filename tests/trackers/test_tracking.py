@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from types import SimpleNamespace
@@ -13,7 +14,7 @@ from recorders import TASK, InMemory, Service, solved
 import fedbilevel as fb
 from fedbilevel import experiments
 from fedbilevel.engines.history import History
-from fedbilevel.engines.tracking import TrackedRun
+from fedbilevel.engines.tracking import TrackedRun, Tracking, tracked_group
 from fedbilevel.errors import ConfigurationError, TrackerWarning
 from fedbilevel.experiments.names import RIVALS
 
@@ -150,6 +151,36 @@ def test_a_run_that_returns_to_an_earlier_round_records_it_again(service) -> Non
     assert only(service).steps == [0, 2, 4, 2]
 
 
+@pytest.mark.parametrize("content", ["{", "[]", '{"InMemory": 3}'])
+def test_a_damaged_file_of_identifiers_is_named_before_the_run_goes_on(service, tmp_path, content) -> None:
+    solved(4, InMemory(service), checkpoint=tmp_path / "run.npz")
+    memory = tmp_path / "run.npz.trackers.json"
+    memory.write_text(content)
+    tracker = InMemory(service)
+    with pytest.raises(ConfigurationError) as caught:
+        solved(8, tracker, checkpoint=tmp_path / "run.npz", resume=True)
+    assert str(caught.value).startswith(f"{memory} is damaged (")
+    assert "delete it, and trackers record the run as a new one, with the rows so far" in str(caught.value)
+    memory.unlink()
+    solved(8, tracker, checkpoint=tmp_path / "run.npz", resume=True)
+    assert [kept.steps for kept in service.runs.values()] == [[0, 2, 4], [0, 2, 4, 6, 8]]
+
+
+def test_a_damaged_file_of_identifiers_in_a_folder_is_named(service, tmp_path) -> None:
+    spec = experiments.configure(task="quadratic", settings=SMALL)
+    tracker = InMemory(service)
+    experiments.run(spec, tmp_path / "first", callbacks=[tracker], progress=False)
+    memory = tmp_path / "first" / "trackers.json"
+    memory.write_text("{")
+    named = re.escape(f"{memory} is damaged (")
+    with pytest.raises(ConfigurationError, match=named):
+        experiments.resume(memory.parent, rounds=6, callbacks=[tracker], progress=False)
+    group = Tracking([tracker], tracked_group("seeds", {}, memory.parent))
+    with pytest.raises(ConfigurationError, match=named):
+        group.__enter__()
+    assert tracker.recordings == []
+
+
 # ------------------------------------------------------------------------------------------------- what goes wrong
 
 
@@ -165,7 +196,7 @@ def test_a_service_that_fails_is_warned_of_once_and_its_rows_wait(service) -> No
         result = solved(8, back_after_four, tracker)
     said = [str(one.message) for one in caught if one.category is TrackerWarning]
     assert said == [
-        "InMemory could not record the run (ConnectionError: http://me:***@tracker.example does not answer): the run "
+        "InMemory could not record the run (ConnectionError: http://***@tracker.example does not answer): the run "
         "continues without it, and tries again with later rows"
     ]
     assert result.round == 8
@@ -178,8 +209,13 @@ def test_a_password_is_hidden_although_the_message_is_cut_within_it(service) -> 
 
     with pytest.raises(OSError, match="secret"):
         solved(8, InMemory(service), fails)
-    assert "http://me:***@" in only(service).outcome["stopped"]
+    assert "http://***@" in only(service).outcome["stopped"]
     assert "secret" not in only(service).outcome["stopped"]
+
+
+def test_secrets_of_urls_are_no_parameters() -> None:
+    run = TrackedRun("run", {"task": {"data": "https://me:secret@host/data.csv?token=secret"}})
+    assert run.flat_parameters() == {"task.data": "https://***@host/data.csv?token=***"}
 
 
 def test_a_service_that_never_answers_leaves_the_result_as_it_is(service) -> None:

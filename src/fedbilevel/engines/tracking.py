@@ -34,7 +34,7 @@ from fedbilevel.engines.history import Result, Row
 from fedbilevel.engines.lock import wait_for_lock
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.reading import read_json
-from fedbilevel.wording import in_a_line, missing, without_seed
+from fedbilevel.wording import in_a_line, missing, without_secrets, without_seed
 
 SHARE = 0.1  # of the run's time that failing attempts may take
 LONGEST = 500  # characters of a parameter
@@ -93,9 +93,21 @@ class TrackedRun:
         return dict(_flat("", plain(self.parameters)))
 
     def remembered(self) -> dict[str, str]:
-        """Return the run's identifiers by tracker; none if this is a new run."""
-        known = self.resumed and self.memory is not None and self.memory.is_file()
-        return dict(read_json(self.memory)) if known and self.memory else {}
+        """Return the run's identifiers by tracker; none if this is a new run.
+
+        Raises:
+            ConfigurationError: the file with the identifiers is damaged.
+        """
+        if not self.resumed or self.memory is None or not self.memory.is_file():
+            return {}
+        try:
+            found = read_json(self.memory)
+            if not (isinstance(found, dict) and all(isinstance(one, str) for one in found.values())):
+                raise ValueError("a JSON object with a text for each tracker is expected")
+        except (OSError, ValueError) as error:
+            remedy = "delete it, and trackers record the run as a new one, with the rows so far"
+            raise ConfigurationError(f"{self.memory} is damaged ({in_a_line(error)}): {remedy}") from error
+        return found
 
     def remember(self, tracker: str, identifier: str) -> None:
         """Write the run's identifier in a tracker to `memory`."""
@@ -119,7 +131,7 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str | float]]:
         yield path, value
     else:
         text = getattr(value, "__qualname__", None) or ("none" if value is None else str(value))
-        yield path, shortened(text, LONGEST)
+        yield path, shortened(without_secrets(text), LONGEST)
 
 
 class Record:
@@ -298,10 +310,15 @@ class Tracking:
     def __enter__(self) -> Tracking:
         for tracker in self.trackers:
             if tracker.is_running:
-                tracker.recordings[-1].run.adopt(self.run)
+                outer = tracker.recordings[-1].run
+                outer.adopt(self.run)
+                outer.remembered()  # a damaged file is an error before anything is run
             else:
-                tracker.begin(self.run)
                 self.begun.append(tracker)
+        if self.begun:
+            self.run.remembered()
+        for tracker in self.begun:
+            tracker.begin(self.run)
         return self
 
     def ended(self, result: Result) -> Result:

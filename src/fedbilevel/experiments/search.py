@@ -49,7 +49,7 @@ from fedbilevel.experiments.sweep import (
 from fedbilevel.reading import require_regular
 from fedbilevel.sweeps import PRUNED, PointValues, Sweep, in_table, row_of
 from fedbilevel.wording import in_a_line as quoted
-from fedbilevel.wording import without_password
+from fedbilevel.wording import without_secrets
 
 if TYPE_CHECKING:
     import optuna
@@ -245,7 +245,8 @@ def open_study(
                     f"{name} is {was!r} there and {now!r} here" if file == name else f"{file} has changed since then"
                 )
                 option = "--out" if place == str(folder / JOURNAL) else "--storage"
-                raise ConfigurationError(f"{place} has another search: {changed}; choose another {option}")
+                where = without_secrets(place)
+                raise ConfigurationError(f"{where} has another search: {changed}; choose another {option}")
         study.set_user_attr("definition", definition)
     return study
 
@@ -322,4 +323,4 @@ def storing(place: str, kind: type[FedbilevelError], *others: type[Exception]) -
     except wrong as error:
         if isinstance(error, FedbilevelError):
             raise
-        raise kind(without_password(f"the study in {place} cannot be used: {quoted(error)}")) from error
+        raise kind(without_secrets(f"the study in {place} cannot be used: {quoted(error)}")) from error

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from fedbilevel.engines.tracking import Ending, Record, TrackedRun, Tracker
 EXPERIMENT = "fedbilevel"
 STATUS: dict[Ending, str] = {"finished": "FINISHED", "failed": "FAILED", "killed": "KILLED"}
 BATCH = 100  # parameters that MLflow takes at a time
+SILENCE = "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT"  # an environment variable of MLflow
 TO_FIND = "exchanges"  # a column of every row, by whose steps the rows are found that MLflow has
 
 
@@ -108,12 +110,27 @@ class MLflowRun(Record):
                 self.client.set_tag(self.identifier, allowed(name), str(value))
         for file in files:
             self.client.log_artifact(self.identifier, str(file))
-        self.client.set_terminated(self.identifier, STATUS[ending])
+        with unprinted_links():
+            self.client.set_terminated(self.identifier, STATUS[ending])
 
     def _metrics(self, values: Mapping[str, float], step: int) -> None:
         now = int(1000 * time.time())
         metrics = [self.entities.Metric(allowed(name), float(value), now, step) for name, value in values.items()]
         self.client.log_batch(self.identifier, metrics=metrics)
+
+
+@contextmanager
+def unprinted_links() -> Iterator[None]:
+    """Keep MLflow from printing the address of a run, which contains the password if the tracking URI has one."""
+    before = os.environ.get(SILENCE)
+    os.environ[SILENCE] = "true"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[SILENCE]
+        else:
+            os.environ[SILENCE] = before
 
 
 def allowed(name: str) -> str:

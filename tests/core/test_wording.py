@@ -1,0 +1,54 @@
+"""Which secrets are hidden in texts that are shown, logged or recorded."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedbilevel import wording
+
+SECRET = "hunter2-Ab_9"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("https://me:SECRET@host/x", "https://***@host/x"),
+        ("https://SECRET@host/x", "https://***@host/x"),
+        ("https://SECRET:x-oauth-basic@host", "https://***@host"),
+        ("https://SECRET:@host", "https://***@host"),
+        ("https://:SECRET@host", "https://***@host"),
+        ("postgresql+psycopg://me:a/b:c@SECRET@host/db", "postgresql+psycopg://***@host/db"),
+        ("x://me:se:SECRET@host/db is not there: me@host", "x://***@host/db is not there: me@host"),
+        ("https://host/?api_key=SECRET", "https://host/?api_key=***"),
+        ("https://host/a?x=1&token=SECRET&y=2#z", "https://host/a?x=1&token=***&y=2#z"),
+        ("https://host/#access_token=SECRET", "https://host/#access_token=***"),
+        ("https://host/?X-Amz-Signature=SECRET&Expires=3", "https://host/?X-Amz-Signature=***&Expires=3"),
+        ("(url: /api/runs?PASSWORD=SECRET)", "(url: /api/runs?PASSWORD=***)"),
+        ("'/a?client_secret=SECRET', '/b?apikey=SECRET'", "'/a?client_secret=***', '/b?apikey=***'"),
+        ("https://me:SECRET@host/?auth=SECRET", "https://***@host/?auth=***"),
+    ],
+)  # fmt: skip
+def test_secrets_of_urls_are_hidden(text, shown) -> None:
+    text = text.replace("SECRET", SECRET)
+    assert wording.without_secrets(text) == shown
+    assert wording.in_a_line(OSError(text)) == shown
+    assert SECRET[:4] not in wording.in_a_line(OSError("x" * (198 - len(text)) + " " + text))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "http://localhost:5000/path@2", "https://host/a@b?x=1", "sqlite:////tmp/me@home/mlflow.db", "me@host: a:b@c",
+        "https://host/?x=token&page=2", "token = 3", "privacy.clip=1", "file:///a?b=1",
+    ],
+)  # fmt: skip
+def test_other_texts_stay_as_they_are(text) -> None:
+    assert wording.without_secrets(text) == text
+
+
+def test_the_seed_of_a_run_is_hidden_in_its_name() -> None:
+    assert (
+        wording.without_seed("runs/x/seed-3/spec.toml, lr=0.1, seed 17")
+        == "runs/x/seed-***/spec.toml, lr=0.1, seed ***"
+    )
+    assert wording.without_seed("5 seeds, seedling-3") == "5 seeds, seedling-3"
