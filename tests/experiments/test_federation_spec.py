@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flwr.app import Context, RecordDict
+from recorders import InMemory, Service
 
 import fedbilevel as fb
 from fedbilevel.cli import main
@@ -104,6 +105,20 @@ def test_a_demo_without_flower_writes_nothing(spec, tmp_path, monkeypatch):
     with pytest.raises(fb.errors.ConfigurationError, match="this needs Flower"):
         federation.play_demo(spec, 2, tmp_path / "demo", persistent=True)
     assert not (tmp_path / "demo").exists()
+
+
+def test_a_server_records_in_trackers_what_it_knows(spec, tmp_path, monkeypatch):
+    service = Service()
+    monkeypatch.setitem(federation.BY_NAME, "in_memory", lambda: InMemory(service))
+    config = {"out": str(tmp_path / "a"), "log": "in_memory"}
+    federation.serve(spec, InProcess(federation.client_app(spec), 3, run_config={"log": "in_memory"}), config)
+    (kept,) = service.runs.values()
+    assert kept.rows == load_run(tmp_path / "a").history.rows
+    assert (kept.steps, kept.ending) == ([0, 2, 4], "finished")
+    assert kept.run.flat_parameters()["algorithm.batch_size"] == 8
+    files = {"spec.toml", "history.jsonl", "ledger.json", "result.npz", "summary.json", "plot.png"}
+    assert set(kept.files) == files
+    assert (tmp_path / "a" / "exchanges.jsonl").is_file()  # which stays with the server
 
 
 def test_an_unfinished_run_goes_on_under_its_name(spec, tmp_path):
@@ -237,6 +252,7 @@ def test_a_site_names_the_fields_that_a_server_may_set(settings, node, refused, 
         ({"settings": "algorithm.name=shrofbo"}, "unknown|app's task"),
         ({"quorum": 2}, "Terms.quorum"),
         ({"norm-factor": 0.5}, r"Terms\.norm_factor = 0\.5 .* 1 or more, or None"),
+        ({"log": "tensorboard,mlfow"}, "unknown tracker of log 'mlfow'; did you mean 'mlflow'"),
         ({"message-factor": 0.0}, r"Terms\.message_factor = 0\.0 .* a positive number"),
     ],
 )
@@ -253,7 +269,7 @@ def test_the_app_of_a_task_of_ours(tmp_path, capsys):
     assert project["project"]["dependencies"] == []  # a name that is on no index is not to be fetched from one
     app = project["tool"]["flwr"]["app"]
     assert app["components"] == {f"{name}app": f"my_app.{name}_app:app" for name in ("server", "client")}
-    assert set(app["config"]) == {"settings", "out", "client-keys", *federation.SERVER}
+    assert set(app["config"]) == {"settings", "out", "client-keys", "log", *federation.SERVER}
     made = read_spec(folder / "my_app" / "spec.toml")
     assert (made.run.rounds, made.task.fields["clients"]) == (7, 3)
     assert main(["flower", "new", str(folder), "--task", "quadratic"]) == 2

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import statistics
 from collections.abc import Collection, Sequence
 from functools import partial
 from pathlib import Path
@@ -52,7 +53,7 @@ def add_to(add: shared.Add) -> None:
     compare.add_argument(
         "--search-box", metavar="LOW:HIGH", help="the bounds of every entry of x in these searches: --search-box=-12:0"
     )
-    shared.add_options(compare, quiet="do not show the progress of the runs")
+    shared.add_options(compare, "log", quiet="do not show the progress of the runs")
     out = "for runs: the picture, .png, .pdf or .svg (comparison.png); with --algorithms: the folder (runs/…)"
     compare.add_argument("--out", metavar="PATH", help=out)
     compare.add_argument(
@@ -165,6 +166,7 @@ def _runs(options: argparse.Namespace) -> int:
         "centralised",
         "against",
         "search_box",
+        "log",
     )
     if given := [f"--{name.replace('_', '-')}" for name in others if getattr(options, name)]:
         raise ConfigurationError(f"{', '.join(given)}: only allowed with --algorithms")
@@ -197,6 +199,7 @@ def _algorithms(options: argparse.Namespace) -> int:
     terminal = shared.console()
     shared.prepare_jax()
     from fedbilevel.display.curves import SUFFIXES, can_draw
+    from fedbilevel.engines.tracking import Tracking, tracked_group
     from fedbilevel.experiments import export
     from fedbilevel.experiments.compare import Look, comparison_table, require_labelled
     from fedbilevel.experiments.search import Range
@@ -219,17 +222,23 @@ def _algorithms(options: argparse.Namespace) -> int:
     folder = Path(options.out) if options.out else comparison_folder(specs)
     if not options.quiet:
         shared.say(terminal, said_of_several(list(specs.values())))
-    failed, drawn = [], can_draw()
+    failed, drawn, trackers = [], can_draw(), shared.trackers(options)
 
     def play(spec: Spec, place: Path, task: Task) -> None:
         try:
-            played(spec, place, options.quiet, task=task, series=folder)
+            played(spec, place, options.quiet, task=task, series=folder, trackers=trackers)
         except NumericalError as error:  # the other runs can still be compared
             failed.append(f"{place.relative_to(folder)}: {error}")
             shared.fail(shared.OK, failed[-1])
 
-    groups = play_all(specs, folder, options.seeds, play, options.panel, options.size, drawn, look)
-    written = export.write(groups, folder / PICTURE, _formats(options))
+    first, tables = next(iter(specs.values())), export.names(folder / PICTURE)
+    described = {"task": first.task.name, "algorithms": list(specs), "set": given, "seeds": options.seeds}
+    files = [folder / PICTURE, *tables]
+    group = tracked_group("comparison", {"comparison": described}, folder, files, with_seed=tables)
+    with Tracking(trackers, group) as tracking:
+        groups = play_all(specs, folder, options.seeds, play, options.panel, options.size, drawn, look)
+        written = export.write(groups, folder / PICTURE, _formats(options))
+        tracking.outcome = {f"{one.metric}.{one.name}": statistics.fmean(one.values("final")) for one in groups}
     terminal.print(comparison_table(groups, terminal.width))
     shared.say_paths(terminal, {"runs": folder, "plot": [folder / PICTURE] * drawn, "also": written})
     return shared.NUMBERS_FAIL if failed or any(run.grown for group in groups for run in group.runs) else shared.OK

@@ -37,7 +37,7 @@ from fedbilevel.core.writing import write_text
 from fedbilevel.data import DataError
 from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
-from fedbilevel.engines.history import Result, Row
+from fedbilevel.engines.history import Callback, Result, Row
 from fedbilevel.engines.recorder import exchanges_of
 from fedbilevel.experiments.experiment import experiment_with
 from fedbilevel.experiments.federation_status import Status, ending
@@ -49,6 +49,7 @@ from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.reading import read_bytes
 from fedbilevel.tasks import Task
+from fedbilevel.trackers import BY_NAME, Tracker, made
 from fedbilevel.wording import in_a_line
 
 if TYPE_CHECKING:
@@ -58,8 +59,8 @@ if TYPE_CHECKING:
 NORMS = {"norm-factor", "norm-bound"}
 SERVER = {"quorum": float, "deadline": float, "attempts": int, "join": float, "poll": float}
 SERVER |= dict.fromkeys(["message-factor", *sorted(NORMS)], float)
-"""The run configuration, besides `settings`, `out` and `client-keys`: fields of `flower.Terms`. In NORMS, 0 means no
-bound."""
+"""The run configuration, besides `settings`, `out`, `client-keys` and `log`: fields of `flower.Terms`. In NORMS, 0 means
+no bound."""
 
 LIMITS = {field.name.replace("_", "-"): type(field.default) for field in fields(Limits)}
 PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "budget": float}
@@ -108,7 +109,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
     if place.finished:
         print(f"the run in {place.path} is finished already", flush=True)
     name = run_name(place)
-    keys = config.get("client-keys") or None
+    keys, trackers = config.get("client-keys") or None, trackers_of(config)
     engine = Flower(grid=grid, terms=terms(config), name=name, log=place.exchanges, keys=keys)
 
     def note_name(result: Result, row: Row | None) -> None:
@@ -119,7 +120,8 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
     algorithm = algorithm_of(spec)
     experiment = experiment_with(algorithm)(task, algorithm, engine)
     with ending(place):
-        complete(spec, place.path, callbacks=[note_name, watch], plot=can_draw(), experiment=experiment, progress=watch)
+        callbacks: list[Callback] = [note_name, watch, *trackers]
+        complete(spec, place.path, callbacks=callbacks, plot=can_draw(), experiment=experiment, progress=watch)
         if grown := load_run(place.path).grown:
             raise NumericalError(f"{grown}: the run has diverged; its result is in {place.path}")
     print(f"run   {place.path.resolve()}", flush=True)
@@ -300,7 +302,7 @@ def reached(
 
 def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
     """Change the spec by the `settings` of a run configuration: FIELD=VALUE as for --set, split as a shell splits."""
-    known = {"settings", "out", "client-keys", *SERVER}
+    known = {"settings", "out", "client-keys", "log", *SERVER}
     for name in config:
         if name not in known:
             raise unknown("name in the run configuration", name, known)
@@ -337,6 +339,15 @@ def terms(config: Mapping[str, Any]) -> Any:
 
     unbounded = {name.replace("-", "_"): None for name in NORMS if config.get(name) == 0}
     return Terms(**fields_of_kinds(SERVER, config) | unbounded)
+
+
+def trackers_of(config: Mapping[str, Any]) -> list[Tracker]:
+    """Make the trackers that the run configuration names; they record what the server knows of the run."""
+    names = [name.strip() for name in str(config.get("log", "")).split(",") if name.strip()]
+    for name in names:
+        if name not in BY_NAME:
+            raise unknown("tracker of log", name, BY_NAME)
+    return made(names)
 
 
 def seen_by(spec: Spec, party: str | int) -> Task:

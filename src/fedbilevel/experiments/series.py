@@ -17,6 +17,7 @@ from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.core.tables import Fields
 from fedbilevel.core.writing import write_json
 from fedbilevel.display.curves import require_matplotlib
+from fedbilevel.engines.tracking import MEMORY
 from fedbilevel.experiments.compare import (
     ORDER,
     PER_CLIENT,
@@ -63,7 +64,7 @@ def require_series(folder: Path, series: Mapping[Path, Spec], *, besides: Sequen
 
 CENTRALISED = "centralised"
 PICTURE = "comparison.png"
-WRITTEN_BESIDE = [PICTURE, ORDER, *(file.name for file in names(Path(PICTURE)))]
+WRITTEN_BESIDE = [PICTURE, ORDER, MEMORY, f".{MEMORY}.lock", *(file.name for file in names(Path(PICTURE)))]
 
 Play = Callable[[Spec, Path, Task], Any]
 """(spec, folder, task): brings the run of the spec to its end in the folder."""

@@ -271,7 +271,7 @@ def write_app(study: Study, folder: Path) -> None:
     write_text(inside / FILE, toml.dumps({"study": text}, "What all sites agree on; see fedbilevel.estimators.Study."))
     names = {"package": package, "name": package.replace("_", "-"), "title": f"A study of {study.target}"}
     names |= {"version": __version__, "out": "the server's folder for model.json and exchanges.jsonl"}
-    write_parties(folder, inside, "study", FILE, names, without=("settings", "quorum"))
+    write_parties(folder, inside, "study", FILE, names, without=("settings", "log", "quorum"))
     readme = (resources.files("fedbilevel.experiments") / "app_study.txt").read_text(encoding="utf-8")
     nodes = [
         f"    --node-config \"partition-id={number} site='{name}' table='/path/of/{name}/table.csv'\""
