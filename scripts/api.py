@@ -15,6 +15,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from fedbilevel.core import field_types
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ROOT / "docs" / "reference" / "api"
 EXAMPLES = ROOT / "examples" / "api"
@@ -327,11 +329,17 @@ def types_of(value: Any) -> dict[str, "Written"]:
         assert isinstance(definition, ast.ClassDef)
         for node in definition.body:
             if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-                found[node.target.id] = Written(ast.unparse(node.annotation))
+                found[node.target.id] = Written(held(ast.unparse(node.annotation)))
             if isinstance(node, ast.FunctionDef) and node.name == "__init__":
                 found |= types_of_function(node)
     found.pop("return", None)
     return found
+
+
+def held(annotation: str) -> str:
+    """The type that a field of a method holds, where its annotation also says what it accepts."""
+    kind = vars(field_types).get(annotation)
+    return annotation if kind is None else getattr(kind, "__name__", str(kind))
 
 
 def types_of_function(function: ast.FunctionDef) -> dict[str, "Written"]:

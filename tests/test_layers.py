@@ -11,8 +11,11 @@ from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+from fedbilevel.core.errors import ConfigurationError
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = ROOT / "src" / "fedbilevel"
@@ -42,7 +45,7 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "estimators": {"root", "data"},
     "torch": {"root"},
     "trackers": {"core", "engines", "wording"},
-    "experiments": {"root", "reading", "wording", "core", *BELOW_EXPERIMENTS},
+    "experiments": {"root", "reading", "wording", "core", "trackers", *BELOW_EXPERIMENTS},
     "cli": {"root", "wording", "core", "trackers", "experiments", *BELOW_EXPERIMENTS},
     "root": {
         "core",
@@ -228,6 +231,28 @@ def test_type_checkers_see_the_fields_of_every_method(tmp_path: Path) -> None:
     shown, _, _ = api.run(["--strict", "--cache-dir", str(ROOT / ".mypy_cache"), str(program)])
     found = re.findall(r'"wrong" for "(\w+)"', shown)
     assert sorted(set(found)) == sorted(algorithms.__all__)
+
+
+@pytest.mark.slow
+def test_type_checkers_accept_what_fields_accept_and_refuse_the_rest() -> None:
+    from mypy import api
+
+    program = Path(__file__).with_name("typed_program.py")
+    shown, errors, _ = api.run(["--strict", "--cache-dir", str(ROOT / ".mypy_cache"), str(program)])
+    assert errors == ""
+    refused = {int(line) for line in re.findall(rf"{program.name}:(\d+): error", shown)}
+    lines = enumerate(program.read_text("utf-8").splitlines(), 1)
+    assert refused == {number for number, line in lines if line.endswith("# refused")}
+
+
+def test_fields_accept_at_run_time_what_type_checkers_accept() -> None:
+    right, _, wrong = Path(__file__).with_name("typed_program.py").read_text("utf-8").partition("WRONG = [\n")
+    names: dict[str, Any] = {"__name__": "typed_program"}
+    exec(compile(right, "typed_program.py", "exec"), names)
+    assert names["step_of_x"](names["CHANGED"]).y == 0.2
+    for line in wrong.splitlines()[:-1]:
+        with pytest.raises(ConfigurationError):
+            eval(line.partition(",  # refused")[0].strip(), names)
 
 
 def test_public_names_are_what_a_user_is_shown() -> None:

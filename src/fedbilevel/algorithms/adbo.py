@@ -76,6 +76,7 @@ from fedbilevel.core.config import positive, positive_integer, step_sizes
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Asks, Facts, Findings, No
 from fedbilevel.core.fed import Fed, Public, Reply
+from fedbilevel.core.field_types import Number, StepSizes
 from fedbilevel.core.own import refuse_local_steps
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
@@ -239,8 +240,8 @@ class LinearizedADMM(Part):
     kind: ClassVar[str] = "admm"
 
     steps: int = positive_integer(default=10)
-    lr: float = positive(default=0.5, own=True)
-    penalty: float = positive(default=0.3, own=True)
+    lr: Number = positive(default=0.5, own=True)
+    penalty: Number = positive(default=0.3, own=True)
 
     def step(
         self, client: Client, x: PyTree, z: PyTree, start: Point, k: Array | int, key: Array
@@ -270,9 +271,9 @@ class Lagrangian(Part):
     kind: ClassVar[str] = "lagrangian"
 
     planes: int = positive_integer(default=20)
-    tolerance: float = positive(default=1e-4)
-    plane_damping: float = positive(default=0.01)
-    consensus_damping: float = positive(default=1e-3)
+    tolerance: Number = positive(default=1e-4)
+    plane_damping: Number = positive(default=0.01)
+    consensus_damping: Number = positive(default=1e-3)
 
 
 class CuttingPlanes(Algorithm):
@@ -292,8 +293,8 @@ class CuttingPlanes(Algorithm):
 
     batch_size: int | None = positive_integer(default=32, optional=True)
     iterations: int = positive_integer(default=10)
-    client_lr: XYV = step_sizes(default=XYV(x=0.1, y=0.1, v=0.1), own=True)
-    server_lr: XYV = step_sizes(default=XYV(x=0.05, y=0.05, v=0.5))
+    client_lr: StepSizes = step_sizes(default=XYV(x=0.1, y=0.1, v=0.1), own=True)
+    server_lr: StepSizes = step_sizes(default=XYV(x=0.05, y=0.05, v=0.5))
     lagrangian: Lagrangian = Lagrangian()
     estimate: LinearizedADMM = LinearizedADMM()
 

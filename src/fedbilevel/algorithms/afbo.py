@@ -60,6 +60,7 @@ from fedbilevel.core.config import Schedule, positive
 from fedbilevel.core.errors import is_count, require
 from fedbilevel.core.facts import Allows, Facts, No, OwnParts
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.field_types import Step, StepByRound
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import directions
 
@@ -77,8 +78,8 @@ class MeanGradient(InnerRounds):
 
     kind: ClassVar[str] = "mean-gradient"
 
-    client_lr: float = positive(default=None, own=True, adaptive="short", tied="lr")
-    lr: float | tuple[float, ...] = positive(default=None, several=True, by_k=True, adaptive="shared")
+    client_lr: Step = positive(default=None, own=True, adaptive="short", tied="lr")
+    lr: StepByRound = positive(default=None, several=True, by_k=True, adaptive="shared")
 
     def validate(self) -> None:
         if isinstance(self.lr, tuple):
@@ -109,7 +110,7 @@ class SystemSteps(Hypergradient):
 
     kind: ClassVar[str] = "steps"
 
-    lr: float = positive(default=None, adaptive="shared")
+    lr: Step = positive(default=None, adaptive="shared")
 
     def start(self, y: PyTree) -> PyTree:
         """Return v before the first round: zeros like y."""
@@ -142,7 +143,7 @@ class AFBO(Nested):
         bias="clients' own hypergradients (not with `SystemSteps`); drift of y if τ > 1",
     )
 
-    outer_lr: float = positive(default=None, adaptive="x")
+    outer_lr: Step = positive(default=None, adaptive="x")
     inner: MeanGradient = MeanGradient()
     hypergradient: LocalImplicit | SystemSteps = LocalImplicit()
 

@@ -51,6 +51,7 @@ from fedbilevel.core.config import positive, positive_integer, static
 from fedbilevel.core.errors import require_count, unknown
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.field_types import Step
 from fedbilevel.core.hyperparameters import at as at_round
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import UnitPolicy
@@ -99,7 +100,7 @@ class AggITD(Algorithm):
 
     inner: LocalSGD = LocalSGD(rounds=5)
     sampling: Literal["random"] | None = static(default=None)
-    outer_lr: float = positive(default=None, adaptive="x")
+    outer_lr: Step = positive(default=None, adaptive="x")
     batch_size: int | None = positive_integer(default=32, optional=True)
 
     def validate(self) -> None:

@@ -51,6 +51,7 @@ from fedbilevel.core.config import step_sizes
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.field_types import StepSizes
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XYV, PyTree
 
@@ -98,7 +99,7 @@ class CorrectedFBO(Normalised):
         own_y=No("leaves of y that are a client's own have no mean direction by which to correct its steps on them"),
     )
 
-    client_lr: XYV = step_sizes(default=None, own=True, adaptive="short", tied="server_lr")
+    client_lr: StepSizes = step_sizes(default=None, own=True, adaptive="short", tied="server_lr")
 
     def validate(self) -> None:
         allowed = "plain, momentum, proximal or mixed steps: all directions are corrected already"

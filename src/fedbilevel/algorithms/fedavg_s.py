@@ -31,6 +31,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.facts import Allows, Facts
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.field_types import Number
 from fedbilevel.core.problem import Minimax, Problem
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, PyTree, move
@@ -59,8 +60,8 @@ class FedAvgS(LocalWork, Algorithm):
     solves: ClassVar[tuple[type[Problem], ...]] = (Minimax,)
     steps_on = "outer"
 
-    outer_lr: float = positive(default=0.1, own=True)
-    inner_lr: float = positive(default=0.1, own=True)
+    outer_lr: Number = positive(default=0.1, own=True)
+    inner_lr: Number = positive(default=0.1, own=True)
     batch_size: int | None = positive_integer(default=32, optional=True)
 
     def init(self, x: PyTree, y: PyTree) -> XY:

@@ -52,6 +52,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.config import fraction, positive, step_sizes
 from fedbilevel.core.facts import Allows, Facts, No, OwnParts
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.field_types import Number, StepSizes
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tree import XYV, PyTree, move
 from fedbilevel.oracles.products import Directions
@@ -78,7 +79,7 @@ class FedBiO(LocalDirections):
     )
     allows = Allows(late=("local_descent",), submodels=UnitPolicy(), own_y={"local_descent": own_changes("y", "v")})
 
-    client_lr: XYV = step_sizes(default=None, own=True, adaptive="local")
+    client_lr: StepSizes = step_sizes(default=None, own=True, adaptive="local")
 
     def init(self, x: PyTree, y: PyTree) -> XYV:
         return XYV(x, y, optax.tree.zeros_like(y))
@@ -139,9 +140,9 @@ class FedBiOAcc(LocalDirections):
         own_y={"accelerated_descent": own_changes("y", "v", "momentum of y", "momentum of v")},
     )
 
-    client_lr: XYV = step_sizes(default=None, own=True, adaptive="local")
-    forgetting: float = fraction(default=0.1, own=True)
-    horizon: float = positive(default=float("inf"), own=True)
+    client_lr: StepSizes = step_sizes(default=None, own=True, adaptive="local")
+    forgetting: Number = fraction(default=0.1, own=True)
+    horizon: Number = positive(default=float("inf"), own=True)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         start = XYV(x, y, optax.tree.zeros_like(y))

@@ -51,6 +51,7 @@ from fedbilevel.core.config import positive, positive_integer, share, static
 from fedbilevel.core.errors import is_number, require
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.field_types import Number, Step
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move, over
 
@@ -102,8 +103,8 @@ class TrainingAtX(LocalWork, Algorithm):
 
     low: float | None = static(default=None)
     high: float | None = static(default=None)
-    lr: float = positive(default=None, own=True, adaptive="local")
-    server_lr: float = positive(default=1.0)
+    lr: Step = positive(default=None, own=True, adaptive="local")
+    server_lr: Number = positive(default=1.0)
     batch_size: int | None = positive_integer(default=32, optional=True)
 
     def validate(self) -> None:
@@ -156,7 +157,7 @@ class FedEx(TrainingAtX):
     )
 
     configurations: int = positive_integer(default=10)
-    discount: float = share(default=0.5)
+    discount: Number = share(default=0.5)
     step_rule: Literal["aggressive", "adaptive", "constant"] = static(default="aggressive")
 
     def validate(self) -> None:

@@ -39,6 +39,7 @@ from fedbilevel.algorithms.parts.nested import ALL_BILEVEL, Nested, State, allow
 from fedbilevel.core.config import positive
 from fedbilevel.core.facts import Allows, Facts
 from fedbilevel.core.fed import Fed
+from fedbilevel.core.field_types import Step
 from fedbilevel.core.tree import scaled
 
 
@@ -64,7 +65,7 @@ class FedMBO(Nested):
         bias="truncation; drift of y if τ > 1",
     )
 
-    outer_lr: float = positive(default=None, adaptive="x")
+    outer_lr: Step = positive(default=None, adaptive="x")
     inner: LocalSGD = LocalSGD()
     hypergradient: Implicit = Implicit()
 

@@ -73,6 +73,7 @@ from fedbilevel.core.config import positive, positive_integer, static
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply, Withheld
+from fedbilevel.core.field_types import Step
 from fedbilevel.core.submodel import NUMBER
 from fedbilevel.core.tree import PyTree, move, scaled
 
@@ -91,7 +92,7 @@ class SVRG(InnerSteps):
 
     kind: ClassVar[str] = "svrg"
 
-    lr: float = positive(default=None, adaptive="shared")
+    lr: Step = positive(default=None, adaptive="shared")
 
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         first, second = jax.random.split(key)
@@ -125,7 +126,7 @@ class Epochs(Nested):
             (`Clients.own`).
     """
 
-    outer_lr: float = positive(default=None, adaptive="x")
+    outer_lr: Step = positive(default=None, adaptive="x")
     inner: Any
     outer_steps: int = positive_integer(default=1, own=True)
 
@@ -222,7 +223,7 @@ class LFedNest(Nested):
 
     inner: LocalSGD | SVRG = LocalSGD()
     hypergradient: LocalImplicit = LocalImplicit()
-    outer_lr: float = positive(default=None, own=True, adaptive="local x")
+    outer_lr: Step = positive(default=None, own=True, adaptive="local x")
     outer_steps: int = positive_integer(default=1, own=True)
     joint: bool = static(default=False)
 

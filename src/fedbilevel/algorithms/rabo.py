@@ -67,6 +67,7 @@ from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Facts, No, OwnParts
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.field_types import Step
 from fedbilevel.core.hyperparameters import at
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move, scaled
@@ -139,7 +140,7 @@ class Coordinates(CoordinateSlopes):
     alone: ClassVar[bool] = True
 
     terms: int = positive_integer(default=20)
-    step: float = positive(default=None, own=True, adaptive="shared")
+    step: Step = positive(default=None, own=True, adaptive="shared")
 
     @property
     def allows(self) -> Allows:
@@ -201,7 +202,7 @@ class DualPruning(Nested):
         outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
     """
 
-    outer_lr: float = positive(default=None, adaptive="x")
+    outer_lr: Step = positive(default=None, adaptive="x")
     inner: LocalSGD = LocalSGD()
 
     @property

@@ -37,6 +37,7 @@ from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.errors import is_number, require
 from fedbilevel.core.facts import Allows, Facts, No
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.field_types import Number
 from fedbilevel.core.own import refuse_local_steps
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move
@@ -132,7 +133,7 @@ class BiFISTA(WholeSubgradient):
         bias="λ_k",
     )
 
-    momentum: float = positive(default=4.0)
+    momentum: Number = positive(default=4.0)
 
     def validate(self) -> None:
         steep = not is_number(self.momentum) or self.momentum > 3

@@ -74,6 +74,7 @@ from fedbilevel.core.config import positive, static, step_sizes
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Facts, No, OwnParts
 from fedbilevel.core.fed import Fed, Public, Reply
+from fedbilevel.core.field_types import Number, StepSizes
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.submodel import NUMBER, UnitPolicy
 from fedbilevel.core.tables import optimizer
@@ -110,8 +111,8 @@ class SingleLoop(JointSteps):
             scaled by γ.
     """
 
-    server_lr: XYV = step_sizes(default=None, adaptive="shared")
-    radius: float = positive(default=float("inf"))
+    server_lr: StepSizes = step_sizes(default=None, adaptive="shared")
+    radius: Number = positive(default=float("inf"))
     local_optimizer: Plain | Momentum | Proximal | Mixed | Anchored | LocalOptimizer = Plain()
     server_optimizer: optax.GradientTransformation = static(default=optimizer("sgd"))
 
@@ -154,7 +155,7 @@ class OneExchange(SingleLoop):
             far clients drift apart. A step size of None is a twentieth of γ, or adapted if γ is None too.
     """
 
-    client_lr: XYV = step_sizes(default=None, own=True, adaptive="drift", tied="server_lr")
+    client_lr: StepSizes = step_sizes(default=None, own=True, adaptive="drift", tied="server_lr")
 
     @property
     def allows(self) -> Allows:
@@ -278,7 +279,7 @@ class ShroFBO(Normalised):
         own_y={"normalised_updates": OwnParts(*OWN_NORMALISED_STEPS)},
     )
 
-    client_lr: XYV = step_sizes(default=None, own=True, adaptive="drift", tied="server_lr")
+    client_lr: StepSizes = step_sizes(default=None, own=True, adaptive="drift", tied="server_lr")
 
     def init(self, x: PyTree, y: PyTree) -> RobustState:
         return self.robust_start(x, y)

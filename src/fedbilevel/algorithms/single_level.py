@@ -33,6 +33,7 @@ from fedbilevel.core.client import Client, Draw
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.facts import Allows, Facts
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.field_types import Number
 from fedbilevel.core.problem import Problem, SingleLevel
 from fedbilevel.core.submodel import UnitPolicy
 from fedbilevel.core.tree import XY, PyTree, move
@@ -85,7 +86,7 @@ class FedLin(LocalDescent):
     )
     allows = Allows(late=("outer_gradient", "corrected_outer_descent"), submodels=UnitPolicy())
 
-    outer_lr: float = positive(default=0.1)
+    outer_lr: Number = positive(default=0.1)
 
     @phase(takes="x", gives="x")
     def outer_gradient(self, client: Client, x: PyTree, key: Array) -> Reply:
@@ -130,7 +131,7 @@ class FedAvg(LocalDescent):
     )
     allows = Allows(late=("outer_descent",), submodels=UnitPolicy())
 
-    lr: float = positive(default=0.1, own=True)
+    lr: Number = positive(default=0.1, own=True)
 
     @phase(takes="x", gives="x")
     def outer_descent(self, client: Client, x: PyTree, key: Array) -> Reply:

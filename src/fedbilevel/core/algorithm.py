@@ -98,7 +98,7 @@ def takes_and_gives(function: Any) -> tuple[PyTree, PyTree]:
 
 @dataclass_transform(
     kw_only_default=True,
-    frozen_default=True,
+    frozen_default=False,  # see core/config.py
     field_specifiers=(static, wrapped, positive_integer, counts, step_sizes, positive, fraction, share),
 )
 class Part(ABC):

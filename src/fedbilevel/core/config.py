@@ -196,7 +196,7 @@ def share(*, default: float, own: bool = False) -> Any:
 
 @dataclass_transform(
     kw_only_default=True,
-    frozen_default=True,
+    frozen_default=False,  # it is frozen; but mypy gives inherited fields of frozen classes the type of their argument
     field_specifiers=(static, wrapped, positive_integer, counts, step_sizes, positive, fraction, share),
 )
 def config(cls: T) -> T:

@@ -61,6 +61,7 @@ from fedbilevel.core.config import is_concrete, positive, static
 from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Findings, No
 from fedbilevel.core.fed import Phase, Reply, Total
+from fedbilevel.core.field_types import Number
 from fedbilevel.core.hyperparameters import TIED, OpenStep, open_steps, replaced
 from fedbilevel.core.own import as_client
 from fedbilevel.core.own_y import parted_y
@@ -122,8 +123,8 @@ class AdaptiveSteps(Layer):
 
     kind, place, learns = "adaptive_steps", "steps", True
 
-    y_lr: float = positive(default=1.0)
-    x_lr: float = positive(default=0.1)
+    y_lr: Number = positive(default=1.0)
+    x_lr: Number = positive(default=0.1)
     remember: bool = static(default=True)
 
     def validate(self) -> None:

@@ -12,6 +12,7 @@ from fedbilevel.core.algorithm import phase
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.fed import Fed, Reply
+from fedbilevel.core.field_types import Count, Number, Step
 from fedbilevel.core.tree import PyTree, move
 from fedbilevel.oracles.fixed_x import inner_loss_at
 
@@ -28,7 +29,7 @@ class InnerRounds(LocalWork):
 
     steps_on = "inner"
 
-    rounds: int = positive_integer(default=1, scheduled=True)
+    rounds: Count = positive_integer(default=1, scheduled=True)
 
     @abstractmethod
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
@@ -52,7 +53,7 @@ class InnerSteps(InnerRounds):
             own inner unknowns, and with submodels up to the smallest number of clients that hold an entry.
     """
 
-    server_lr: float = positive(default=1.0)
+    server_lr: Number = positive(default=1.0)
 
 
 class LocalSGD(InnerSteps):
@@ -66,7 +67,7 @@ class LocalSGD(InnerSteps):
 
     kind: ClassVar[str] = "sgd"
 
-    lr: float = positive(default=None, own=True, adaptive="total")
+    lr: Step = positive(default=None, own=True, adaptive="total")
 
     def once(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
         return move(y, self.server_lr, fed.mean(self.descent, (x, y), key, unbiased=True))

@@ -20,6 +20,7 @@ from fedbilevel.core.client import Client
 from fedbilevel.core.config import Schedule, positive, static
 from fedbilevel.core.errors import ConfigurationError, is_number, require
 from fedbilevel.core.facts import Allows, Asks, No
+from fedbilevel.core.field_types import Number
 from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.projections import INEXACT, as_rows, check_set, of_each
 from fedbilevel.core.tree import PyTree, epsilon, move
@@ -75,8 +76,8 @@ class IterativeRegularization(Algorithm):
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SimpleBilevel,)
 
-    lr: float = positive(default=1.0)
-    regularization: float = positive(default=0.05)
+    lr: Number = positive(default=1.0)
+    regularization: Number = positive(default=0.05)
     regularization_decay: float = static(default=0.35)
     tolerance: float | None = static(default=None)
 

@@ -28,6 +28,7 @@ from fedbilevel.core.config import counts, positive, positive_integer, static
 from fedbilevel.core.errors import ConfigurationError, NumericalWarning, require, unknown, warn
 from fedbilevel.core.facts import Findings
 from fedbilevel.core.fed import Withheld
+from fedbilevel.core.field_types import Number, Step
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, move, scaled
 from fedbilevel.machinery.kept import compiled
@@ -93,7 +94,7 @@ class Neumann(Part):
     kind: ClassVar[str] = "neumann"
 
     terms: int | tuple[int, ...] = counts(default=20)
-    step: float = positive(default=None, adaptive="shared")
+    step: Step = positive(default=None, adaptive="shared")
     sampling: Sampling | None = static(default=None)
 
     def validate(self) -> None:
@@ -159,7 +160,7 @@ class CG(Part):
     """The number of draws of samples for products: all products share one draw."""
 
     max_steps: int = positive_integer(default=20)
-    tolerance: float = positive(default=1e-3)
+    tolerance: Number = positive(default=1e-3)
 
     def solve(self, loop: Any, product: Product, b: PyTree, key: Array, terms: int | Array) -> Solved:
         """Compute v ≈ H⁻¹ b, with all products on the same samples."""

@@ -28,6 +28,7 @@ from fedbilevel.core.client import Client, Draw, Samples
 from fedbilevel.core.config import fraction, positive_integer, share, static, step_sizes
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Reply
+from fedbilevel.core.field_types import Number, StepSizes
 from fedbilevel.core.tree import XYV, PyTree, move, scaled
 from fedbilevel.oracles.products import Directions, directions, independent_directions
 
@@ -190,7 +191,7 @@ class Momentum(LocalOptimizer):
 
     kind: ClassVar[str] = "momentum"
 
-    decay: float = fraction(default=0.9, own=True)
+    decay: Number = fraction(default=0.9, own=True)
 
     def begin(self, like: PyTree) -> PyTree:
         """Return the momentum m before the first step: zeros in the shapes of `like`."""
@@ -211,7 +212,7 @@ class Proximal(LocalOptimizer):
 
     kind: ClassVar[str] = "proximal"
 
-    pull: float = fraction(default=0.1, own=True)
+    pull: Number = fraction(default=0.1, own=True)
 
     def step(self, q: PyTree, memory: PyTree, d: PyTree) -> tuple[PyTree, PyTree]:
         """Return ((1 − α) q + d, None): the next sum of steps after the gradient d, and no memory."""
@@ -232,8 +233,8 @@ class Mixed(LocalOptimizer):
 
     kind: ClassVar[str] = "mixed"
 
-    decay: float = share(default=0.0, own=True)
-    pull: float = share(default=0.0, own=True)
+    decay: Number = share(default=0.0, own=True)
+    pull: Number = share(default=0.0, own=True)
 
     def begin(self, like: PyTree) -> PyTree:
         """Return the momentum m before the first step: zeros in the shapes of `like`."""
@@ -274,7 +275,7 @@ class JointSteps(Algorithm):
 
     local_steps: int = positive_integer(default=5)
     batch_size: int | None = positive_integer(default=32, optional=True)
-    client_lr: XYV = step_sizes(own=True)
+    client_lr: StepSizes = step_sizes(own=True)
     independent_batches: bool = static(default=False)
 
     def local_sum(

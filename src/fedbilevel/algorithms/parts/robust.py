@@ -26,6 +26,7 @@ from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import positive, positive_integer
 from fedbilevel.core.errors import require
 from fedbilevel.core.fed import Total
+from fedbilevel.core.field_types import Number
 
 
 class RobustRule(Layer):
@@ -132,7 +133,7 @@ class CentredClipping(RobustRule):
     """
 
     kind = "centred_clipping"
-    radius: float = positive(default=1.0)
+    radius: Number = positive(default=1.0)
     steps: int = positive_integer(default=3)
 
     def of(self, rows: Array, weights: Array) -> Array:
