@@ -28,7 +28,8 @@ test-slow: setup  ## the tests that take long, repeat others for more methods, o
 
 test-torch: setup  ## install PyTorch and what is built on it, then the tests of fedbilevel.torch
 	@$(PYTHON) scripts/bootstrap.py torch
-	$(BIN)/pytest -m "" tests/pytorch "tests/test_readme.py::test_python_blocks_run[docs/tutorials/pytorch.md]"
+	$(BIN)/pytest -m "" tests/pytorch "tests/test_readme.py::test_python_blocks_run[docs/tutorials/pytorch.md]" \
+		"tests/test_readme.py::test_python_blocks_run[docs/tutorials/paper.md]"
 
 test-trackers: setup  ## install MLflow, Weights & Biases and TensorBoard, then the tests of fedbilevel.trackers
 	@$(PYTHON) scripts/bootstrap.py trackers
