@@ -29,7 +29,7 @@ from fedbilevel.engines.costs import Book, RoundCosts
 from fedbilevel.engines.evaluation import PerClient, PerClientRow
 from fedbilevel.engines.in_flight import InFlight, early_replies, nothing_in_flight
 from fedbilevel.engines.recorder import key_of_round
-from fedbilevel.engines.submodels import RoundSubmodels
+from fedbilevel.engines.submodels import RoundSubmodels, WholeModels
 from fedbilevel.engines.virtual_time import Clock, ClockState, Pace
 from fedbilevel.machinery.kept import compiled
 from fedbilevel.machinery.threefry import uniform_below
@@ -48,6 +48,11 @@ class Carry(NamedTuple):
     local_x: PyTree = None  # if clients keep x: x at the start, leaves (M, ...)
     own_y: PyTree = None  # if remote clients keep leaves of y: these leaves at the start
     best: PyTree = None  # in checkpoints only: x and y of the best row so far
+
+    @property
+    def x(self) -> PyTree:
+        """The server's x; if clients keep x, x at the start, which has the shapes of a result's x."""
+        return self.state.x if self.local_x is None else self.local_x
 
 
 class Stretch(NamedTuple):
@@ -319,9 +324,9 @@ class PythonFed(Means):
     sum_first: Callable[..., PyTree]
 
     def __init__(
-        self, algorithm: Algorithm, problem: Problem, cohorts: Cohorts, submodels: RoundSubmodels | None
+        self, algorithm: Algorithm, problem: Problem, cohorts: Cohorts, models: WholeModels | RoundSubmodels
     ) -> None:
-        self.algorithm, self.problem, self.cohorts, self.submodels = algorithm, problem, cohorts, submodels
+        self.algorithm, self.problem, self.cohorts, self.models = algorithm, problem, cohorts, models
         self.sampled, self.members, self.book = cohorts.sampled, cohorts.members(), Book()
 
     @property

@@ -133,7 +133,7 @@ class Execution:
             NonFiniteError: the parts of x or y that clients keep are not all finite.
         """
         state = jax.device_put(local(carry.state))  # JAX arrays stay where they are; NumPy arrays move to the device
-        x, y = state.x if carry.local_x is None else carry.local_x, state.y
+        x, y = carry._replace(state=state).x, state.y
         if not self.posed.simulated or (carry.local_x is None and self.posed.problem.own is None):
             return x, y, state
         clients = local(carry.clients)

@@ -51,4 +51,4 @@ def groups_of(
         return [(None, len(clients))]
     if plan.number.ndim > 1:
         raise ConfigurationError("capacities change from round to round, and with them what a round costs")
-    return [((plan.unit_layout, sizes), count) for sizes, count in zip(plan.kept, plan.places, strict=True)]
+    return list(zip(plan.classes, plan.places, strict=True))

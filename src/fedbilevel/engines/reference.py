@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import Algorithm, takes_and_gives
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.authored import checked_round
 from fedbilevel.core.client import Client, Clients, Samples
 from fedbilevel.core.errors import diverged
@@ -40,11 +40,10 @@ from fedbilevel.engines.engine import (
 )
 from fedbilevel.engines.evaluation import PerClient, PerClientEvaluation, PerClientRow
 from fedbilevel.engines.machine import trim_heap
-from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, covered, put_back
+from fedbilevel.engines.submodels import RoundSubmodels, SubmodelPlan, WholeModels, models_of_round
 from fedbilevel.engines.virtual_time import Clock
 
 AskClient = Callable[[int, OwnNumbers], tuple[Sums, Reply]]
-PutBack = Callable[[Sums], Sums]
 
 
 class ReferenceFed(PythonFed):
@@ -60,10 +59,10 @@ class ReferenceFed(PythonFed):
         algorithm: Algorithm,
         keys: RoundKeys,
         carry: Carry,
-        submodels: RoundSubmodels | None = None,
+        models: WholeModels | RoundSubmodels,
     ) -> None:
         cohorts = Cohorts(run.cohort, len(run.clients), run.clients.own, keys)
-        super().__init__(algorithm, run.problem, cohorts, submodels)
+        super().__init__(algorithm, run.problem, cohorts, models)
         self.run, self.round = run, int(carry.round)
         self.states, self.now, self.queues = carry.clients, carry.now, carry.queues
 
@@ -73,24 +72,17 @@ class ReferenceFed(PythonFed):
         for place, (i, own) in enumerate(members):
             if not self.run.pace.ever_available(i):
                 continue
-            part, whole = self.portion(phase, message, i)
+            units = self.models.units_of(i)
+            part = self.models.cut(phase, message, units)
             again = jax.random.fold_in(key, place) if self.run.cohort.replacement else key
             sums = self.reply(self.question(name, part, again, fresh), name, i, own, fresh is None)
             asked.append(i)
             parts.append((part, sums, 1))
-            totals.append(whole(sums)._replace(sent=None))
-        units = [sums.gradients + sums.hvps for _, sums, _ in parts]
-        self.book.enter(name, parts, self.wait_for(jnp.array(asked), jnp.stack(units)))
+            totals.append(self.models.put_back(phase, sums, units)._replace(sent=None))
+        work = [sums.gradients + sums.hvps for _, sums, _ in parts]
+        self.book.enter(name, parts, self.wait_for(jnp.array(asked), jnp.stack(work)))
         rows = jax.tree.map(lambda *leaves: jnp.stack(leaves), *(sums.row for _, sums, _ in parts)) if each else None
         return reduce(partial(jax.tree.map, jnp.add), totals).total(self.run.population, rows)
-
-    def portion(self, phase: Phase, message: PyTree, i: int) -> tuple[PyTree, PutBack]:
-        """Return (the part of a message that client i is sent, a function that puts its sums into the whole shapes)."""
-        if self.submodels is None:
-            return message, lambda sums: sums
-        (takes, gives), layout = takes_and_gives(phase), self.submodels.unit_layout
-        units = self.submodels.units_of(i)
-        return layout.sent(takes, message, units), lambda sums: put_back(layout, gives, sums, units)
 
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
@@ -153,10 +145,9 @@ class ReferenceFed(PythonFed):
 
     def total_costs(self) -> RoundCosts:
         """Return the costs of the round, at its end; with submodels, they include how many clients hold each entry."""
-        if (submodels := self.submodels) is None:
-            return self.book.costs
-        available = [(i, jnp.asarray(self.run.pace.ever_available(i), float)) for i, _ in self.members]
-        return covered(self.book.costs, [submodels.holders(submodels.units_of(i), counts) for i, counts in available])
+        available = ((i, jnp.asarray(self.run.pace.ever_available(i), float)) for i, _ in self.members)
+        holders = (self.models.holders(self.models.units_of(i), counts) for i, counts in available)
+        return self.models.covered(self.book.costs, holders)
 
     def client(self, i: int, own: OwnNumbers, state: PyTree) -> Client:
         without: Any = None  # it is part of the program
@@ -202,9 +193,8 @@ class ReferenceRun:
         for round in range(int(carry.round), int(carry.round) + rounds):
             keys = round_keys(self.key, round)
             algorithm = at(self.algorithm, carry.round)  # an array, as compiled schedules see it
-            plan, x, y = self.submodel_plan, carry.state.x, carry.state.y
-            submodels = None if plan is None else RoundSubmodels(plan, algorithm, self.key, carry.round, x, y)
-            fed = ReferenceFed(self, algorithm, keys, carry, submodels)
+            models = models_of_round(self.submodel_plan, algorithm, self.key, carry.round, carry.state)
+            fed = ReferenceFed(self, algorithm, keys, carry, models)
             with jax.disable_jit():  # loops over exchanges run in Python
                 state = checked_round(algorithm, fed, carry.state, keys.algorithm)
                 costs.append(fed.total_costs())

@@ -97,7 +97,7 @@ class Saver:
         Raises:
             CheckpointError: the checkpoint does not fit; if it is another algorithm's, the message names both.
         """
-        held, x = files.load_meta(copy), like.state.x if like.local_x is None else like.local_x
+        held, x = files.load_meta(copy), like.x
         best = (x, gathered(like.state.y, like.clients)) if held.get("best") else None
         if "rounds" in held:
             raise CheckpointError(f"{self.path} has a result, but a run can only be continued from its checkpoint")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property, partial, reduce
 from typing import Any, NamedTuple
@@ -13,16 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.core.algorithm import Algorithm
+from fedbilevel.core.algorithm import Algorithm, takes_and_gives
 from fedbilevel.core.card import span
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.errors import CapacityWarning, ConfigurationError, require, warn
 from fedbilevel.core.facts import No
+from fedbilevel.core.fed import Phase
 from fedbilevel.core.problem import Problem, SingleLevel, check_losses
 from fedbilevel.core.submodel import ClientSlot, UnitLayout, Units
 from fedbilevel.core.tree import PyTree
 from fedbilevel.core.weights import WeightLayout
 from fedbilevel.engines.costs import RoundCosts, Sums
+from fedbilevel.engines.recorder import CapacityClass
 from fedbilevel.machinery.kept import kept
 
 STREAM = 2**32 - 1  # number of the stream of the run's key; no round has it
@@ -41,6 +43,11 @@ class SubmodelPlan:
     peers: tuple[int, ...]  # for each class, the smallest number in any round of its clients that are ever available
     number: np.ndarray  # (M,) the class of each client; (T, M) if it changes with the round
     rank: np.ndarray  # the client's number within its class, of the same shape
+
+    @property
+    def classes(self) -> list[CapacityClass]:
+        """List the unit layout and the units kept by each class."""
+        return [(self.unit_layout, sizes) for sizes in self.kept]
 
     def member(self, round: int, client: int) -> tuple[int, int]:
         """Return the class of a client in a round, and its number among its peers."""
@@ -144,14 +151,12 @@ def _check_cut(
         ) from error
 
 
-def classes(
-    algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree
-) -> list[tuple[UnitLayout, dict[str, int]]]:
-    """List the unit layout and the units kept by each class of capacity; [] if all clients hold the whole model."""
+def classes(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> list[CapacityClass]:
+    """List the classes of capacity, without warnings; [] if all clients hold the whole model."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", CapacityWarning)  # the engine issues it
         submodel_plan = SubmodelPlan.of(algorithm, problem, clients, x, y) if isinstance(clients, Clients) else None
-    return [] if submodel_plan is None else [(submodel_plan.unit_layout, sizes) for sizes in submodel_plan.kept]
+    return [] if submodel_plan is None else submodel_plan.classes
 
 
 class Holders(NamedTuple):
@@ -159,6 +164,36 @@ class Holders(NamedTuple):
 
     counts: PyTree  # like (x, y): for each entry, how many of these clients hold it
     noise: tuple[Array, ...]  # for x and for y, the largest share of the squared norm that any of these clients lacks
+
+
+class WholeModels:
+    """Describe a round in which all clients hold the whole model; exchanges ask `RoundSubmodels` the same questions.
+
+    Every client is sent whole messages, sums over clients stay as they are, and there is no coverage to measure.
+    """
+
+    alike = True
+
+    def units(self, number: int, id: Array | int = 0, rank: Array | int = 0) -> Units:
+        return {}
+
+    def units_of(self, client: int) -> Units:
+        return {}
+
+    def representative(self, client: int) -> int:
+        return 0
+
+    def cut(self, phase: Phase, message: PyTree, units: Units) -> PyTree:
+        return message
+
+    def put_back(self, phase: Phase, sums: Sums, units: Units) -> Sums:
+        return sums
+
+    def holders(self, units: Units, count: Array) -> Holders:
+        return Holders((None, None), ())
+
+    def covered(self, round_costs: RoundCosts, holders: Iterable[Holders]) -> RoundCosts:
+        return round_costs
 
 
 class RoundSubmodels:
@@ -188,6 +223,23 @@ class RoundSubmodels:
         number, rank = self.submodel_plan.member(int(self.round), client)
         return self.units(number, client, rank)
 
+    def representative(self, client: int) -> int:
+        """Return the smallest id among the clients that hold the same units; classes are the same in every round."""
+        classes = self.submodel_plan.number
+        return int(np.argmax(classes == classes[client])) if self.alike else client
+
+    def cut(self, phase: Phase, message: PyTree, units: Units) -> PyTree:
+        """Return the part of a phase's message for a client that holds these units."""
+        return self.unit_layout.sent(takes_and_gives(phase)[0], message, units)
+
+    def put_back(self, phase: Phase, sums: Sums, units: Units) -> Sums:
+        """Put sums over clients that hold these units into whole shapes, with the weight of each entry's holders."""
+        return put_back(self.unit_layout, takes_and_gives(phase)[1], sums, units)
+
+    def covered(self, round_costs: RoundCosts, holders: Iterable[Holders]) -> RoundCosts:
+        """Add metrics of the coverage by submodels to a round's costs; `holders`: one for each group of clients."""
+        return covered(round_costs, list(holders))
+
     def holders(self, units: Units, count: Array) -> Holders:
         """Return which entries are held by `count` clients that hold these units, and how much they lack."""
         x_and_y, model = ("x", "y"), self.model
@@ -197,6 +249,15 @@ class RoundSubmodels:
         shares = (_share(left, of) for left, of in zip(noise, whole, strict=True))
         counts = self.unit_layout.held(x_and_y, model, units, count)
         return Holders(counts, tuple(jnp.where(count > 0, share, 0) for share in shares))
+
+
+def models_of_round(
+    submodel_plan: SubmodelPlan | None, algorithm: Algorithm, key: Array, round: Array | int, state: Any
+) -> WholeModels | RoundSubmodels:
+    """Return what clients hold in a round that begins at this state of the server."""
+    if submodel_plan is None:
+        return WholeModels()
+    return RoundSubmodels(submodel_plan, algorithm, key, round, state.x, state.y)
 
 
 def _share(part: PyTree, whole: PyTree) -> Array:
@@ -211,7 +272,7 @@ def put_back(unit_layout: UnitLayout, gives: PyTree, sums: Sums, units: Units) -
     return sums._replace(update=unit_layout.put(gives, sums.update, units), held=held)
 
 
-def covered(round_costs: RoundCosts, holders: Sequence[Holders]) -> RoundCosts:
+def covered(round_costs: RoundCosts, holders: list[Holders]) -> RoundCosts:
     """Add metrics of the coverage of x and y by submodels to a round's costs; `holders`: one for each group of clients.
 
     - coverage_x: the smallest number of clients that hold an entry, over entries that some client holds (C_x* of RABO).

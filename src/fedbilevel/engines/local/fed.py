@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-from fedbilevel.core.algorithm import Algorithm, takes_and_gives
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.fed import LoopBody, Means, Phase, Total
 from fedbilevel.core.own import changing
@@ -22,7 +23,7 @@ from fedbilevel.engines.costs import Book, RoundCosts, Sums, weigh
 from fedbilevel.engines.engine import Cohort, Cohorts, check_first
 from fedbilevel.engines.in_flight import InFlight
 from fedbilevel.engines.local.placement import DeviceRows, Shares, vectorised
-from fedbilevel.engines.submodels import Holders, RoundSubmodels, SubmodelPlan, covered, put_back
+from fedbilevel.engines.submodels import Holders, RoundSubmodels, SubmodelPlan, WholeModels
 from fedbilevel.engines.virtual_time import ClockState, Pace
 
 AXIS = "clients"
@@ -71,6 +72,12 @@ class ProgramLayout:
     shares: Shares | None = None  # with several processes
     submodel_plan: SubmodelPlan | None = None  # if clients hold submodels
 
+    @property
+    def gaps(self) -> bool:
+        """Tell whether places for the clients of a process, or of a class of capacity, may stay empty in a cohort."""
+        drawn = self.cohort.some(self.population)
+        return self.shares is not None or (drawn and self.submodel_plan is not None)
+
 
 GatherMembers = Callable[[Cohorts, Array | int], tuple[Members, ...]]
 """(the round's cohorts, the number of a fresh cohort) -> its members on this device, by class of capacity."""
@@ -105,7 +112,7 @@ class LocalFed(Means):
     members: tuple[Members, ...]
     underway: ExchangeState
     fresh: GatherMembers
-    submodels: RoundSubmodels | None
+    models: WholeModels | RoundSubmodels
     book: Book = field(init=False, default_factory=Book)
 
     def __post_init__(self) -> None:
@@ -143,43 +150,30 @@ class LocalFed(Means):
         Returns:
             The sums over the class, in the shapes of the whole model. A tuple of the members' next states, the number
             of gradients and hvps of each member (None if the clock does not need it), and, with `each`, all replies of
-            the cohort. The shapes of a message.
+            the cohort. A message, of which only the shapes matter.
         """
-        submodels = self.submodels
-        shapes: PyTree = None
-        if submodels is not None:
-            takes, gives = takes_and_gives(phase)
-            same = submodels.units(number)
-            small = submodels.unit_layout.sent(takes, message, same) if submodels.alike else None
+        models = self.models
+        units = models.units(number)
+        part = models.cut(phase, message, units)
 
         def contribute(member: Members, state: PyTree) -> tuple[Sums, tuple[PyTree, Any]]:
-            nonlocal shapes
-            if submodels is None:
-                part = message
-            elif submodels.alike:
-                part = small
+            if models.alike:
+                sums, kept = self.question(phase, part, key)[1](member, state)
             else:
-                units = submodels.units(number, member.id, member.rank)
-                part = submodels.unit_layout.sent(takes, message, units)
-            sums, kept = self.question(phase, part, key)[1](member, state)
-            if submodels is not None:
-                shapes = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), part)
-            if submodels is not None and not submodels.alike:
-                sums = put_back(submodels.unit_layout, gives, sums, units)
+                own = models.units(number, member.id, member.rank)
+                sums, kept = self.question(phase, models.cut(phase, message, own), key)[1](member, state)
+                sums = models.put_back(phase, sums, own)
             work = None if self.pace.compute is None else sums.gradients + sums.hvps
             return sums, (kept, (work, sums.row if each else None))
 
         states, chunk = self.underway.states if fresh is None else None, chunk_of(self.layout, number)
-        gaps = (
-            self.layout.shares is not None if submodels is None else self.sampled
-        )  # a process or class has empty places
-        sums, (states, (computed, rows)) = sum_over_clients(contribute, members, states, chunk, gaps)
+        sums, (states, (computed, rows)) = sum_over_clients(contribute, members, states, chunk, self.layout.gaps)
         if self.layout.axis:
             sums = lax.psum(sums, self.layout.axis)
             rows = lax.all_gather(rows, self.layout.axis, tiled=True) if each else None
-        if submodels is not None and submodels.alike:
-            sums = put_back(submodels.unit_layout, gives, sums, same)
-        return sums, (states, computed, rows), message if submodels is None else shapes
+        if models.alike:
+            sums = models.put_back(phase, sums, units)
+        return sums, (states, computed, rows), part
 
     @property
     def everyone(self) -> Members:
@@ -288,23 +282,20 @@ class LocalFed(Means):
 
     def total_costs(self) -> RoundCosts:
         """Return the costs of the round, at its end; with submodels, they include how many clients hold each entry."""
-        if self.submodels is None:
-            return self.book.costs
-        holders = [self.holders(self.submodels, number, members) for number, members in enumerate(self.members)]
-        return covered(self.book.costs, holders)
+        return self.models.covered(self.book.costs, itertools.starmap(self.holders, enumerate(self.members)))
 
-    def holders(self, submodels: RoundSubmodels, number: int, members: Members) -> Holders:
+    def holders(self, number: int, members: Members) -> Holders:
         """Count the members of a class that hold each entry, over all devices."""
-        axis = self.layout.axis
+        models, axis = self.models, self.layout.axis
 
         def contribute(member: Members, _: Any) -> tuple[Any, tuple[None, Any]]:
-            units = submodels.units(number, member.id, member.rank)
-            counts, noise = submodels.holders(units, member.counts)
+            units = models.units(number, member.id, member.rank)
+            counts, noise = models.holders(units, member.counts)
             return counts, (None, noise)
 
-        if submodels.alike:
+        if models.alike:
             count = jnp.sum(members.counts)
-            return submodels.holders(submodels.units(number), lax.psum(count, axis) if axis else count)
+            return models.holders(models.units(number), lax.psum(count, axis) if axis else count)
         counts, (_, noise) = sum_over_clients(contribute, members, None, 1)
         most = jax.tree.map(jnp.max, noise)
         return Holders(lax.psum(counts, axis), lax.pmax(most, axis)) if axis else Holders(counts, most)

@@ -26,7 +26,7 @@ from fedbilevel.engines.in_flight import with_tables
 from fedbilevel.engines.local.fed import HOST, ExchangeState, LocalFed, Members, ProgramLayout, SampleArrays, chunk_of
 from fedbilevel.engines.machine import once_for_all_processes
 from fedbilevel.engines.progress import COMPILING, TRACING, report_stage
-from fedbilevel.engines.submodels import RoundSubmodels
+from fedbilevel.engines.submodels import models_of_round
 from fedbilevel.engines.virtual_time import Pace
 from fedbilevel.machinery.kept import kept, program_key
 from fedbilevel.machinery.threefry import written_out
@@ -183,10 +183,9 @@ class Rounds:
             inputs: ProgramInputs,
         ) -> Any:
             algorithm = at(inputs.algorithm, keys.round)
-            plan, x, y = self.layout.submodel_plan, state.x, state.y
-            submodels = None if plan is None else RoundSubmodels(plan, algorithm, inputs.key, keys.round, x, y)
+            models = models_of_round(self.layout.submodel_plan, algorithm, inputs.key, keys.round, state)
             whole = self.layout, self.problem, algorithm, inputs.data, inputs.pace, self.cohorts(keys, inputs)
-            fed = LocalFed(*whole, members, underway, partial(self.fresh, inputs), submodels)
+            fed = LocalFed(*whole, members, underway, partial(self.fresh, inputs), models)
             state = checked_round(algorithm, fed, state, keys.algorithm)
             return state, fed.underway, fed.total_costs()
 

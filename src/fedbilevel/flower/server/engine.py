@@ -41,7 +41,7 @@ from fedbilevel.engines.history import Row
 from fedbilevel.engines.in_flight import InFlight, PhaseQueue
 from fedbilevel.engines.machine import trim_heap
 from fedbilevel.engines.progress import AWAITING, report_stage
-from fedbilevel.engines.submodels import RoundSubmodels
+from fedbilevel.engines.submodels import models_of_round
 from fedbilevel.engines.virtual_time import TICK
 from fedbilevel.flower.refusal import Code, Refusal, in_words, named
 from fedbilevel.flower.server.fed import FlowerFed
@@ -190,9 +190,8 @@ class FlowerRun:
     def fed(self, carry: Carry) -> FlowerFed:
         """Return the `FlowerFed` for the exchanges of the round that begins with this carry."""
         algorithm, keys = at(self.session.algorithm, carry.round), round_keys(self.key, int(carry.round))
-        plan, start = self.session.submodel_plan, (carry.state.x, carry.state.y)
-        submodels = None if plan is None else RoundSubmodels(plan, algorithm, self.key, carry.round, *start)
-        return FlowerFed(self.session, algorithm, int(carry.round), keys, submodels)
+        models = models_of_round(self.session.submodel_plan, algorithm, self.key, carry.round, carry.state)
+        return FlowerFed(self.session, algorithm, int(carry.round), keys, models)
 
     def saved_queues(self, fed: FlowerFed, queues: InFlight | None) -> InFlight | None:
         """Return the phase queues as a checkpoint stores them; None if `queues` is None.

@@ -20,7 +20,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.engines import costs
 from fedbilevel.engines.costs import ExchangeCount, ExchangeKind, RoundCosts, Sums
 from fedbilevel.engines.engine import Cohort, Cohorts, PythonFed, RoundKeys
-from fedbilevel.engines.submodels import RoundSubmodels, covered
+from fedbilevel.engines.submodels import RoundSubmodels, WholeModels
 from fedbilevel.flower import wire
 from fedbilevel.flower.server.exchange import EncodedMessage, Exchange, ExchangeSpec
 from fedbilevel.flower.server.session import CountedReply, Session
@@ -44,24 +44,26 @@ class FlowerFed(PythonFed):
         algorithm: the method, with the hyperparameters of this round.
         round: the number of the round.
         keys: the PRNG keys of this round.
-        submodels: the units that each client holds in this round; None: all clients hold the whole model.
+        models: what each client holds in this round, the whole model or some of its units.
     """
 
     def __init__(
-        self, session: Session, algorithm: Algorithm, round: int, keys: RoundKeys, submodels: RoundSubmodels | None
+        self,
+        session: Session,
+        algorithm: Algorithm,
+        round: int,
+        keys: RoundKeys,
+        models: WholeModels | RoundSubmodels,
     ) -> None:
         cohorts = Cohorts(Cohort(session.cohort), len(session.clients), session.clients.own, keys)
-        super().__init__(algorithm, session.problem, cohorts, submodels)
-        self.session, self.round, clients = session, round, session.clients
+        super().__init__(algorithm, session.problem, cohorts, models)
+        self.session, self.round = session, round
         self.replied: set[int] = set()  # clients of the round's cohort that have replied
         self.session.roster.refresh()
         self.exchanges = 0
         self.privacy: tuple[float, float] | None = None  # the largest ε and δ that a client of this round has spent
-        classes = np.zeros(len(clients), int) if submodels is None else submodels.submodel_plan.number
-        self.classes = classes  # (M,) the capacity class of each client
-        self.first_of_class = np.unique(classes, return_index=True)[1]
-        if submodels is not None:
-            self.units: Callable[[int], Units] = cache(submodels.units_of)
+        self.units: Callable[[int], Units] = cache(models.units_of)
+        self.representative: Callable[[int], int] = cache(models.representative)
 
     def sum(self, phase: Phase, message: PyTree, key: Array, *, fresh: Any = None, each: bool = False) -> Total:
         spec = self.spec(phase, message, key, fresh=fresh is not None, first=False)
@@ -85,7 +87,7 @@ class FlowerFed(PythonFed):
             ExchangeError: fewer than n replies can be expected.
         """
         session, count = self.session, len(self.session.clients)
-        if self.submodels is not None:
+        if session.submodel_plan is not None:
             raise ConfigurationError("fed.sum_first does not support submodels: it needs clients with the whole model")
         require(1 <= n <= count, "fed.sum_first: n", n, f"1 to {count} (all clients)")
         require_count("fed.sum_first: max_staleness", max_staleness, optional=True)
@@ -117,11 +119,6 @@ class FlowerFed(PythonFed):
             self.session.clients.weights[reply.client] * reply.asked for reply in replies
         )
 
-    def representative(self, client: int) -> int:
-        """Return the smallest id among the clients that hold the same units as this client."""
-        alike = self.submodels is None or self.submodels.alike
-        return int(self.first_of_class[self.classes[client]]) if alike else client
-
     def spec(self, phase: Phase, message: PyTree, key: Array, *, fresh: bool, first: bool) -> ExchangeSpec:
         """Return the description of the round's next exchange.
 
@@ -131,9 +128,7 @@ class FlowerFed(PythonFed):
 
         @cache
         def part(client: int) -> EncodedMessage:
-            small = message
-            if self.submodels is not None:
-                small = self.session.submodel_programs.cut(self.unbound(name), message, self.units(client))
+            small = self.session.programs.cut(self.unbound(name), message, self.units(client))
             return self.encode(self.session.roster.contract_of(client), name, small)
 
         number, self.exchanges = self.exchanges, self.exchanges + 1
@@ -170,8 +165,7 @@ class FlowerFed(PythonFed):
         totals = []
         for client, group in groups.items():
             sums = reduce(partial(jax.tree.map, np.add), map(self.weighed, group))
-            if self.submodels is not None:
-                sums = self.session.submodel_programs.put_back(self.unbound(phase), sums, self.units(client))
+            sums = self.session.programs.put_back(self.unbound(phase), sums, self.units(client))
             totals.append(sums._replace(sent=None))
         return reduce(partial(jax.tree.map, np.add), totals)
 
@@ -213,12 +207,10 @@ class FlowerFed(PythonFed):
     def total_costs(self) -> RoundCosts:
         """Return the costs of the round at its end; with submodels, also how many clients that replied hold each entry
         of x and y."""
-        if self.submodels is None:
-            return self.book.costs
         alike = Counter(map(self.representative, sorted(self.replied or dict(self.members))))
-        holders = self.submodels.holders
-        held = [holders(self.units(client), jnp.asarray(float(number))) for client, number in alike.items()]
-        return covered(self.book.costs, held)
+        count = self.models.holders
+        holders = (count(self.units(client), jnp.asarray(float(number))) for client, number in alike.items())
+        return self.models.covered(self.book.costs, holders)
 
 
 def message_counts(exchange: Exchange, responders: int) -> dict[ExchangeKind, ExchangeCount]:

@@ -28,7 +28,7 @@ from fedbilevel.engines import submodels
 from fedbilevel.engines.costs import Sums
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.in_flight import InFlight
-from fedbilevel.engines.submodels import SubmodelPlan
+from fedbilevel.engines.submodels import SubmodelPlan, WholeModels
 from fedbilevel.flower.refusal import Refusal
 from fedbilevel.flower.server.roster import Roster, ServerClock, WallClock, public_keys
 from fedbilevel.flower.server.terms import Backoff, CheckedReply, NormBounds, Terms
@@ -242,6 +242,7 @@ class Session:
 
     Attributes:
         submodel_plan: the submodels that clients hold; None: all clients hold the whole model.
+        programs: the functions that cut messages for clients, and put sums back into whole shapes.
         backoff: the clients that are not asked for some rounds, because they failed.
         norms: the usual Euclidean norms of updates, by phase.
         counted: (M, 2) the round and exchange of each client's last reply that counted and could change its state.
@@ -253,15 +254,16 @@ class Session:
     ) -> None:
         self.name, self.terms = flower.name, flower.terms
         self.algorithm, self.problem, self.clients, self.cohort = algorithm, problem, clients, cohort
-        x, y = carry.state.x if carry.local_x is None else carry.local_x, carry.state.y
-        start = x, y if carry.own_y is None else join(y, carry.own_y)
+        y = carry.state.y
+        start = carry.x, y if carry.own_y is None else join(y, carry.own_y)
         contract = draw_up(algorithm, problem, *start, clients.examples())
         self.submodel_plan = SubmodelPlan.of(algorithm, problem, clients, *start)
+        self.programs: WholeModels | SubmodelPrograms = WholeModels()
         own: dict[int, Contract] = {}  # the contracts of clients that hold submodels
         if (plan := self.submodel_plan) is not None:
             once = "a number for each client: a site serves messages of one size"
             require(plan.number.ndim == 1, "RemoteClients.capacity", f"{span(clients.capacity, '.3g')}, by round", once)
-            self.submodel_programs = SubmodelPrograms(plan.unit_layout)
+            self.programs = SubmodelPrograms(plan.unit_layout)
             by_class = [contract.cut(plan.unit_layout, kept) for kept in plan.kept]
             own = {client: by_class[number] for client, number in enumerate(plan.number.tolist())}
         self.roster = roster_of(flower, contract, len(clients), own)
