@@ -25,6 +25,7 @@ from fedbilevel.experiments import configure, federation, load_run, read_spec, r
 from fedbilevel.experiments.federation import write_app
 from fedbilevel.experiments.federation_status import Status
 from fedbilevel.experiments.folder import Folder
+from fedbilevel.experiments.names import SEARCHES
 from fedbilevel.flower import versions
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.refusal import Code, Refusal
@@ -238,6 +239,15 @@ def test_a_site_names_the_fields_that_a_server_may_set(settings, node, refused, 
     if refused:
         assert said.value.code is Code.SETTABLE
         assert "name the field in settable" in said.value.line
+
+
+def test_a_search_over_x_is_refused_before_anything_is_written(tmp_path):
+    settings = ["run.exchanges=100", "algorithm.low=-1", "algorithm.high=1"]
+    spec = configure(task="quadratic", algorithm=f"{SEARCHES}:TPE", settings=settings)
+    with pytest.raises(fb.errors.ConfigurationError, match=r"search: TPE.* in simulations alone") as caught:
+        write_app(spec, tmp_path / "app")
+    assert caught.value.path == "algorithm"
+    assert not (tmp_path / "app").exists()
 
 
 @pytest.mark.parametrize(

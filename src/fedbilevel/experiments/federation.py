@@ -39,10 +39,10 @@ from fedbilevel.display import Watch
 from fedbilevel.display.curves import can_draw
 from fedbilevel.engines.history import Callback, Result, Row
 from fedbilevel.engines.recorder import exchanges_of
-from fedbilevel.experiments.experiment import experiment_with
+from fedbilevel.experiments.experiment import Experiment, experiment_with
 from fedbilevel.experiments.federation_status import Status, ending
 from fedbilevel.experiments.folder import Folder, LoadedRun, default_path, load_run, require_free
-from fedbilevel.experiments.loader import own_file, task_maker
+from fedbilevel.experiments.loader import label, own_file, task_maker
 from fedbilevel.experiments.runner import algorithm_of, complete, first_metric, task_of
 from fedbilevel.experiments.spec import Component, Spec, configure, fields_of
 from fedbilevel.flower.client.limits import Limits
@@ -324,6 +324,9 @@ def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
 def require_real(spec: Spec) -> None:
     """Reject a spec with settings that only a simulation can have."""
     require(not spec.run.pooled, "run.pooled", True, "false in a federation, where clients keep their samples")
+    one_run = experiment_with(spec.algorithm.value) is Experiment
+    allowed = "a method in a federation: a search trains a model for each of many trials, in simulations alone"
+    require(one_run, "algorithm", label(spec.algorithm.name), allowed)
     if spec.privacy.terms is not None:
         text = "[privacy] is for simulations: in a federation, each client sets its privacy in its node configuration"
         raise ConfigurationError(text)
