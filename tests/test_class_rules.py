@@ -1,6 +1,7 @@
 """What every method and part keeps to: classes are abstract or final, nobody overrides what a base gives or narrows its
 fields, and `help()` of a public class says what each field means."""
 
+import ast
 import dataclasses
 import importlib
 import inspect
@@ -8,6 +9,7 @@ import pkgutil
 import re
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,13 +17,13 @@ import pytest
 import fedbilevel as fb
 from fedbilevel import algorithms, authoring, parts
 from fedbilevel.algorithms.parts.hypergradients import Hypergradient
-from fedbilevel.algorithms.parts.layers import Layer
+from fedbilevel.algorithms.parts.layers import Around, Layer
 from fedbilevel.algorithms.parts.local_steps import LocalOptimizer
 from fedbilevel.algorithms.parts.wrappers import Wrapper
-from fedbilevel.core.algorithm import Algorithm, Part
+from fedbilevel.core.algorithm import Algorithm, Listed, Part
 from fedbilevel.core.config import positive
 
-CONTRACTS = (Part, Algorithm, Hypergradient, Layer, LocalOptimizer, Wrapper)
+CONTRACTS = (Part, Listed, Algorithm, Around, Hypergradient, Layer, LocalOptimizer, Wrapper)
 """Classes whose hooks have defaults, which a class below gives at most once."""
 
 PUBLIC = {
@@ -139,3 +141,36 @@ def test_a_field_is_explained_where_it_is_declared_or_nearer() -> None:
     assert inspect.getdoc(Near) == (
         "A part.\n\nArgs:\n    lr: a step,\n        of any size.\n    decay: nearer.\n\nNeeds: nothing."
     )
+
+
+MOST_METHODS = 15
+WIDE = {
+    "Penalised": "an estimator, whose private steps of fitting share its fields",
+    "Roster": "the connections of a server: everything that is asked of a client goes through it",
+}
+"""Classes that may have more methods, each with the reason."""
+
+
+def wide_classes(source: str) -> list[str]:
+    """The classes of a file that define more than MOST_METHODS methods, properties and private ones included."""
+    kinds = ast.FunctionDef | ast.AsyncFunctionDef
+    found = [node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.ClassDef)]
+    return [cls.name for cls in found if len({one.name for one in cls.body if isinstance(one, kinds)}) > MOST_METHODS]
+
+
+def test_a_class_can_be_taken_in_at_once() -> None:
+    package = Path(fb.__file__).parent
+    assert sorted(name for file in package.rglob("*.py") for name in wide_classes(file.read_text())) == sorted(WIDE)
+
+
+def test_the_check_counts_methods() -> None:
+    methods = [f"    def m{i}(self): ..." for i in range(MOST_METHODS + 1)]
+    assert wide_classes("\n".join(["class Wide:", *methods])) == ["Wide"]
+    assert wide_classes("\n".join(["class Narrow:", *methods[1:]])) == []
+
+
+def test_a_run_is_objects_of_at_most_ten_fields() -> None:
+    from fedbilevel.engines import execution, loop, measurements, rescue, saver
+
+    parts = loop.Loop, execution.Execution, measurements.RunMeasurements, rescue.Rescue, saver.Saver
+    assert {cls.__name__: len(dataclasses.fields(cls)) for cls in parts if len(dataclasses.fields(cls)) > 10} == {}

@@ -47,7 +47,7 @@ def solved(rounds, checkpoint, resume=False, lr=0.1, stop_at=None, differ=False,
         checkpoint=checkpoint,
         resume=resume,
         callbacks=[
-            lambda result, row: seen.append(current_group().saved),
+            lambda result, row: seen.append(current_group().saved.path),
             lambda result, row: "far enough" if result.round == stop_at else None,
             lambda result, row: fail() if result.round == fail_at else None,
         ],

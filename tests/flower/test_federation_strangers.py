@@ -37,7 +37,7 @@ def states(trial):
 def test_a_supernode_without_a_registered_key(trial, tmp_path):
     federation = trial.federation
     own = credentials.make(tmp_path / "own", clients=1).clients[0]
-    command = [*federation.node_command(0), "--max-retries", "0"]
+    command = [*federation.commands.node(0), "--max-retries", "0"]
     command[command.index("--auth-supernode-private-key") + 1] = str(own)
     command[command.index("--port") + 1] = str(*free_ports(1, 24300))
     log = tmp_path / "log"

@@ -15,6 +15,7 @@ from fedbilevel.cli import main
 from fedbilevel.flower.launch import children, processes, supernode
 from fedbilevel.flower.launch.processes import (
     CommandError,
+    Commands,
     Console,
     Federation,
     StartError,
@@ -100,15 +101,19 @@ def test_the_supervisor_ends_when_a_command_was_called_wrongly(tmp_path):
     assert (tmp_path / "starts").read_text() == "x"
 
 
+class Listening(Commands):
+    def superlink(self):
+        return [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(self.port)]
+
+    def node(self, client):
+        port = self.node_ports[client]
+        return [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
+
+
 class Trivial(Federation):
     """A federation of processes that only listen."""
 
-    def superlink_command(self):
-        return [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(self.port)]
-
-    def node_command(self, client):
-        port = self.node_ports[client]
-        return [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", str(port)]
+    commands_of = Listening
 
     def register(self, client):
         pass
@@ -117,11 +122,15 @@ class Trivial(Federation):
         return len(self.nodes)
 
 
+class BrokenSecond(Listening):
+    def node(self, client):
+        return super().node(client) if client == 0 else [sys.executable, "-c", "raise SystemExit('no disk')"]
+
+
 class Broken(Trivial):
     """Its second client says why it cannot start."""
 
-    def node_command(self, client):
-        return super().node_command(client) if client == 0 else [sys.executable, "-c", "raise SystemExit('no disk')"]
+    commands_of = BrokenSecond
 
 
 def members(federation):

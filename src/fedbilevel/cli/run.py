@@ -263,7 +263,7 @@ def played(
     quiet = quiet or not group.is_first
     terminal = shared.console(quiet)
     brief = series is not None and not terminal.is_terminal
-    group.advice = go_on = CONTINUE.format(folder)
+    group.saved.advice = go_on = CONTINUE.format(folder)
     drawn = series is None and group.decide(can_draw)
     watch = Watch(shared.console(quiet or brief), first_metric(experiment.task), spec.run.budget, spec.timed)
     try:

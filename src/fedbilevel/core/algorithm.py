@@ -152,13 +152,10 @@ def _own_phases(cls: type[Part]) -> tuple[str, ...]:
     return tuple(name for name in sorted(dir(cls)) if is_phase(inspect.getattr_static(cls, name)))
 
 
-class Algorithm(Part):
-    """Base class of every federated method.
+class Listed(Part):
+    """Base class of `Algorithm`: how a method is found, listed and named, and how its phases are.
 
-    A subclass is a frozen dataclass with keyword-only fields, and a pytree whose leaves are its step sizes and
-    other real numbers; counts, and what `static` makes, shape the compiled program. It has to define `init` and
-    `round`; every other method here has a default. A method marked with `@phase` is what a client runs when
-    the server names it.
+    A class that sets `name` is listed in `ALGORITHMS`.
     """
 
     name: ClassVar[str]
@@ -173,23 +170,60 @@ class Algorithm(Part):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Values of fields that work, by the name of a task: specs start from them. On the command line alone."""
 
-    def validate(self) -> None:
-        """Refuse local epochs without a number of samples in a batch."""
-        for path in local_epochs(self):
-            allowed = f"a number of samples, with {path}"
-            require(self.batch_size is not None, f"{self.label}.batch_size", None, allowed)
-
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         if "facts" in vars(cls):
             cls.__doc__ = f"{cls.__doc__}\n\n{cls.facts}"
         if "name" in vars(cls):
+            method: Any = cls
             # the same class defined again, as in a notebook's cell, replaces the earlier
-            holder = ALGORITHMS.setdefault(cls.name, cls)
+            holder = ALGORITHMS.setdefault(cls.name, method)
             same = (holder.__module__, holder.__qualname__) == (cls.__module__, cls.__qualname__)
             has_it = f"another name: {holder.__module__}.{holder.__qualname__} has it"
             require(same, f"{cls.__name__}.name", cls.name, has_it)
-            ALGORITHMS[cls.name] = cls
+            ALGORITHMS[cls.name] = method
+
+    @property
+    def label(self) -> str:
+        """The name of the method in messages to the user: that of its class."""
+        return type(self).__name__
+
+    @property
+    def kinds_of_problem(self) -> tuple[type[Problem], ...]:
+        """The kinds of problem that this instance is for."""
+        return self.solves
+
+    def phase_name(self, function: object) -> str:
+        """Find the name of a phase, given as the bound method that an exchange gets.
+
+        Raises:
+            ConfigurationError: it is none of this algorithm's phases.
+        """
+        phases = self.phases
+        for name, known in phases.items():
+            if known == function:  # bound to the same object: equal fields do not do
+                return name
+        got = getattr(function, "__name__", repr(function))
+        holder = getattr(function, "__self__", None)
+        mark = ": mark it with @phase" if holder is self and not is_phase(function) else ""
+        mark = f" of a {type(holder).__name__} that is no field: make it a field" if isinstance(holder, Part) else mark
+        raise ConfigurationError(f"{self.label}: an exchange takes one of its phases {sorted(phases)}, got {got}{mark}")
+
+
+class Algorithm(Listed):
+    """Base class of every federated method.
+
+    A subclass is a frozen dataclass with keyword-only fields, and a pytree whose leaves are its step sizes and
+    other real numbers; counts, and what `static` makes, shape the compiled program. It has to define `init` and
+    `round`; every other method here has a default. A method marked with `@phase` is what a client runs when
+    the server names it.
+    """
+
+    def validate(self) -> None:
+        """Refuse local epochs without a number of samples in a batch."""
+        for path in local_epochs(self):
+            allowed = f"a number of samples, with {path}"
+            require(self.batch_size is not None, f"{self.label}.batch_size", None, allowed)
 
     @abstractmethod
     def init(self, x: PyTree, y: PyTree) -> Any:
@@ -202,16 +236,6 @@ class Algorithm(Part):
     def init_client(self, x: PyTree, y: PyTree) -> PyTree:
         """Make each client's state before round 0, kept between rounds and never sent; None: clients keep nothing."""
         return None
-
-    @property
-    def label(self) -> str:
-        """The name of the method in messages to the user: that of its class."""
-        return type(self).__name__
-
-    @property
-    def kinds_of_problem(self) -> tuple[type[Problem], ...]:
-        """The kinds of problem that this instance is for."""
-        return self.solves
 
     @property
     def batch_size(self) -> int | None:
@@ -259,22 +283,6 @@ class Algorithm(Part):
     def remarks(self, state: Any) -> tuple[str, ...]:
         """Say in sentences what a user should know of the server's state at the end of a run."""
         return ()
-
-    def phase_name(self, function: object) -> str:
-        """Find the name of a phase, given as the bound method that an exchange gets.
-
-        Raises:
-            ConfigurationError: it is none of this algorithm's phases.
-        """
-        phases = self.phases
-        for name, known in phases.items():
-            if known == function:  # bound to the same object: equal fields do not do
-                return name
-        got = getattr(function, "__name__", repr(function))
-        holder = getattr(function, "__self__", None)
-        mark = ": mark it with @phase" if holder is self and not is_phase(function) else ""
-        mark = f" of a {type(holder).__name__} that is no field: make it a field" if isinstance(holder, Part) else mark
-        raise ConfigurationError(f"{self.label}: an exchange takes one of its phases {sorted(phases)}, got {got}{mark}")
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         """Run the phase of this name on a client; return its reply.

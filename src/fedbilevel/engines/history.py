@@ -39,27 +39,10 @@ LONGEST = 2**28  # bytes of a history in a file
 
 
 @dataclass(repr=False)
-class History(Shown):
-    """Hold the measurements of a run: a row of numbers for each evaluation, whose keys are the columns.
-
-    `history[NAME]` is a column; iteration and `in` are over the names of columns, and `len` counts rows.
-
-    Rows have these columns:
-
-    - round, exchanges, bytes_down, bytes_up, gradients, hvps, time: totals so far, as in a `Ledger`.
-    - seconds: the time that this machine spent in rounds, without compilation and evaluation.
-    - flops, if operations were counted.
-    - coverage_x, uncovered_x, mask_noise_x, and the same for y, if clients hold submodels.
-    - metrics of the algorithm's phases, such as outer_loss and inner_loss: means over the rounds since the row before.
-    - the user's metrics, by their names.
-
-    Args:
-        rows: a dict for each evaluation, with numbers by the names of columns.
-        directions: metric -> whether a larger value is better.
-    """
+class RowTable(Shown):
+    """Hold a table: a dict of numbers for each row, whose keys are the columns; rows may lack some of them."""
 
     rows: list[Row] = field(default_factory=list)
-    directions: dict[str, bool] = field(default_factory=dict)
 
     def __getitem__(self, column: str) -> np.ndarray:
         """Return a column, (rows,), with NaN where a row lacks it (row 0 has no losses)."""
@@ -80,6 +63,48 @@ class History(Shown):
     def columns(self) -> list[str]:
         """Return the names of all columns, in the order in which they first appear in rows."""
         return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    def to_pandas(self) -> Any:
+        """Return a pandas.DataFrame with a row for each evaluation, and NaN where a row lacks a column.
+
+        Raises:
+            ConfigurationError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ModuleNotFoundError as error:
+            raise ConfigurationError(f"to_pandas needs {missing('pandas', 'tables')}") from error
+        return pandas.DataFrame(self.rows, columns=self.columns)
+
+    def to_jsonl(self, path: str | Path | None = None) -> str:
+        """Return the history as text with one JSON object per line; given a path, also write it there, atomically."""
+        text = "".join(json.dumps(row) + "\n" for row in self.rows)
+        if path is not None:
+            write_text(Path(path), text)
+        return text
+
+
+@dataclass(repr=False)
+class History(RowTable):
+    """Hold the measurements of a run: a row of numbers for each evaluation, whose keys are the columns.
+
+    `history[NAME]` is a column; iteration and `in` are over the names of columns, and `len` counts rows.
+
+    Rows have these columns:
+
+    - round, exchanges, bytes_down, bytes_up, gradients, hvps, time: totals so far, as in a `Ledger`.
+    - seconds: the time that this machine spent in rounds, without compilation and evaluation.
+    - flops, if operations were counted.
+    - coverage_x, uncovered_x, mask_noise_x, and the same for y, if clients hold submodels.
+    - metrics of the algorithm's phases, such as outer_loss and inner_loss: means over the rounds since the row before.
+    - the user's metrics, by their names.
+
+    Args:
+        rows: a dict for each evaluation, with numbers by the names of columns.
+        directions: metric -> whether a larger value is better.
+    """
+
+    directions: dict[str, bool] = field(default_factory=dict)
 
     @property
     def measured(self) -> list[str]:
@@ -155,25 +180,6 @@ class History(Shown):
             require(bool(self.measured), "metrics", metrics, "a column of the history, which has measured nothing yet")
             metrics = self.measured[0].removesuffix(".mean")
         return draw_history(self, metrics, panel=panel, size=size, axes=axes)
-
-    def to_pandas(self) -> Any:
-        """Return a pandas.DataFrame with a row for each evaluation, and NaN where a row lacks a column.
-
-        Raises:
-            ConfigurationError: pandas is not installed.
-        """
-        try:
-            import pandas
-        except ModuleNotFoundError as error:
-            raise ConfigurationError(f"to_pandas needs {missing('pandas', 'tables')}") from error
-        return pandas.DataFrame(self.rows, columns=self.columns)
-
-    def to_jsonl(self, path: str | Path | None = None) -> str:
-        """Return the history as text with one JSON object per line; given a path, also write it there, atomically."""
-        text = "".join(json.dumps(row) + "\n" for row in self.rows)
-        if path is not None:
-            write_text(Path(path), text)
-        return text
 
     @classmethod
     def from_jsonl(cls, source: str | Path) -> History:

@@ -260,7 +260,7 @@ class Loop:
         """
         method, result = self.execution.method, self.result
         private = any(isinstance(layer, Private) for layer in layers_at(method))
-        if private or self.measurements.other_arguments:
+        if private or self.saver.other_arguments:
             return None
         return self.execution.posed.ends(
             before, (result.x, result.y), Spent(result.ledger.gradients, method.batch_size)

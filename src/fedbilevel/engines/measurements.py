@@ -37,7 +37,6 @@ class RunMeasurements:
     losses: dict[str, list[Any]] = field(default_factory=dict)  # of each round since the last row
     began: dict[str, float] = field(default_factory=dict)  # the losses of the first round
     best: Best | None = None
-    other_arguments: bool = False  # whether the run was continued by force with other arguments
 
     def count_flops(self, flops: Mapping[ExchangeKind, int] | None) -> None:
         """Count the clients' operations from now on; None: they are not known."""
@@ -114,7 +113,6 @@ class RunMeasurements:
             "seconds": self.seconds,
             "losses": self.losses,
             "began": self.began,
-            "other_arguments": self.other_arguments,
         }
 
     def continue_from(self, meta: Mapping[str, Any], best: tuple[PyTree, PyTree] | None) -> None:
@@ -126,7 +124,6 @@ class RunMeasurements:
             str(name): [np.asarray(one, float).tolist() for one in values] for name, values in meta["losses"].items()
         }
         self.began = {str(name): float(value) for name, value in meta.get("began", {}).items()}
-        self.other_arguments = bool(meta.get("other_arguments"))
         if best is not None:
             round, column, value = meta["best"]
             x, y = (join(part, fixed) for part, fixed in zip(best, self.evaluation.fixed, strict=True))

@@ -290,7 +290,7 @@ def explain_abort(group: ProcessGroup) -> Callable[[], None]:
         else:
             group.reported = True
             unknown = f"ended by JAX's runtime or crashed; most likely {group.lost()}"
-            said = group.sentence(group.trouble or unknown) if group.store else group.trouble
+            said = group.saved.after(group.trouble or unknown) if group.store else group.trouble
             os.write(2, f"fedbilevel: {said}\n".encode())
         os._exit(LOST)
 

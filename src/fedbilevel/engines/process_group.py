@@ -88,6 +88,21 @@ class KeyValueStore:
 
 
 @dataclass
+class LastCheckpoint:
+    """Hold where the last checkpoint of a run is, and how to continue from it; "" for what is not known."""
+
+    path: str = ""
+    advice: str = ""
+
+    def after(self, what: str) -> str:
+        """Return a message: what has happened, which checkpoint remains, and how to continue."""
+        if not self.path:
+            return f"{what}; no checkpoint had been written"
+        advice = f"; {self.advice}" if self.advice else ""
+        return f"{what}; the last checkpoint is {self.path}, of process 0{advice}"
+
+
+@dataclass
 class ProcessGroup:
     """Communicate with the other processes of a simulation; without arguments, the group is this process alone.
 
@@ -98,8 +113,7 @@ class ProcessGroup:
     processes: int = 1
     process: int = 0  # the number of this process, 0 … processes − 1
     coordinator: str = ""  # HOST:PORT
-    saved: str = ""  # the path of this run's last checkpoint
-    advice: str = ""  # how to continue from it
+    saved: LastCheckpoint = field(default_factory=LastCheckpoint)
     trouble: str = ""  # the explanation that is printed if JAX's runtime aborts this process now
     reported: bool = False  # whether this process has already reported that another process was lost
     ending: int | None = None  # exit code, once this process has noted why it ends
@@ -136,19 +150,12 @@ class ProcessGroup:
             if self.processes == 1 or not gone:
                 raise
             self.reported = True
-            raise LostProcess(self.sentence(self.trouble or self.lost())) from error
+            raise LostProcess(self.saved.after(self.trouble or self.lost())) from error
 
     def lost(self) -> str:
         """Return the message that another process was lost, and which one."""
         other = f"process {1 - self.process}" if self.processes == 2 else "another process"
         return f"{other} was lost (killed, crashed or cut off)"
-
-    def sentence(self, what: str) -> str:
-        """Return a message: what has happened, which checkpoint remains, and how to continue."""
-        if not self.saved:
-            return f"{what}; no checkpoint had been written"
-        advice = f"; {self.advice}" if self.advice else ""
-        return f"{what}; the last checkpoint is {self.saved}, of process 0{advice}"
 
     def part(self, code: int, why: str) -> NoReturn:
         """End this process after an error: together with the others if they have it, too; else with a note to them."""
@@ -249,7 +256,7 @@ class ProcessGroup:
                     total, content, number = found[0], content + found[1], number + 1
                     continue
                 if gone:  # and it has written no message before
-                    raise LostProcess(self.sentence(gone))
+                    raise LostProcess(self.saved.after(gone))
                 with self.exchange():
                     gone = self.shared.who_left()
         return content

@@ -27,7 +27,6 @@ def take_up(loop: Loop, like: Carry, force: bool) -> Carry:
     carry, meta, file = loop.saver.load(like, force, anew=loop.execution.posed.simulated)
     with files.as_checkpoint_error(file):
         loop.measurements.continue_from(meta, carry.best)
-        loop.measurements.other_arguments |= loop.saver.other_arguments
         loop.rescue.continue_from(meta)
         loop.execution.devices = int(meta.get("devices", 1) or 0) or None
     carry = carry._replace(best=None)

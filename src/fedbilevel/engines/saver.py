@@ -29,7 +29,7 @@ class Saver:
     fingerprint: Fingerprint  # of this run
     round: int | None = None  # the round of the checkpoint at `path`, if that is known to be readable
     next_save: float = -math.inf  # on this machine's clock; a resumed run is saved soon
-    other_arguments: bool = False  # whether the checkpoint's run had other arguments, and is continued by force
+    other_arguments: bool = False  # whether the run was ever continued by force with other arguments
 
     @property
     def is_due(self) -> bool:
@@ -45,10 +45,10 @@ class Saver:
         if (path := self.path) is None:
             return
         began, round, group = time.perf_counter(), int(carry.round), current_group()
-        meta = {"fingerprint": asdict(self.fingerprint), **meta}
+        meta = {"fingerprint": asdict(self.fingerprint), "other_arguments": self.other_arguments, **meta}
         group.decide(lambda: files.save(path, carry, meta, keep=self.round not in (None, round)))
         self.round = round
-        group.saved = str(path)
+        group.saved.path = str(path)
         now = time.perf_counter()
         self.next_save = now + max(SAVE_SECONDS, (now - began) / SAVE_SHARE)
 
@@ -135,7 +135,7 @@ class Saver:
         accounted = "privacy.noise_multiplier is" in differences  # the count of replies assumes a single multiplier
         if differences and (accounted or not force):
             raise CheckpointError(f"{path} belongs to another run: {differences}{'' if accounted else f'; {FORCE}'}")
-        self.other_arguments = bool(differences)
+        self.other_arguments = bool(differences) or bool(meta.get("other_arguments"))
         if differences:
             warn_on_first(CheckpointWarning(f"{path} is continued with other arguments: {differences}"))
         if before.versions != self.fingerprint.versions:
@@ -151,4 +151,4 @@ class Saver:
             assert self.path is not None
             text = f"{files.trouble(self.path)}: the run continues from {file}, round {round}"
             warn_on_first(CheckpointWarning(text))
-        current_group().saved = str(self.path)
+        current_group().saved.path = str(self.path)

@@ -158,7 +158,7 @@ def solve(
     carry = execution.first_carry(posed.x, posed.y)
     loop = loop_of(execution, carry, options)
     group = current_group()
-    group.saved = ""
+    group.saved.path = ""
     if group.processes > 1:
         group.require_same(in_common(loop, options))
     path = options.path

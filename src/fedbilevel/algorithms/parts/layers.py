@@ -30,6 +30,14 @@ import jax
 from jax import Array
 
 from fedbilevel.algorithms.parts.layer_checks import Noted, check_declared, checked
+from fedbilevel.algorithms.parts.slots import (
+    LayeredClient,
+    LayeredState,
+    Slots,
+    client_parts,
+    server_parts,
+    with_slot,
+)
 from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm, Part, check_algorithm, refuse_unless_allowed
 from fedbilevel.core.authored import described
@@ -101,6 +109,16 @@ class Around(Part):
         place = vars(cls).get("place", PLACES[0])
         require(place in PLACES, f"{cls.__name__}.place", place, ", ".join(PLACES))
 
+    @property
+    def label(self) -> str:
+        """Return the name of the layer for messages to the user."""
+        return type(self).__name__
+
+    @property
+    def cannot(self) -> str:
+        """Return, for the error, what a method cannot do that does not allow the layer."""
+        return f"cannot have {self.label}"
+
     @abstractmethod
     def layer(self, among: Mapping[str, Around]) -> Layer | None:
         """Return the layer for this object; None: the layer of another place also does the work of this one.
@@ -149,16 +167,6 @@ class Layer(Around):
 
     def layer(self, among: Mapping[str, Around]) -> Layer:
         return self
-
-    @property
-    def label(self) -> str:
-        """Return the name of the layer for messages to the user."""
-        return type(self).__name__
-
-    @property
-    def cannot(self) -> str:
-        """Return, for the error, what a method cannot do that lacks the entry `needs`."""
-        return f"cannot have {self.label}"
 
     @property
     def whole(self) -> bool:
@@ -226,21 +234,6 @@ class Layer(Around):
         return ()
 
 
-class LayeredState(NamedTuple):
-    """Hold the server's state if layers have a state there."""
-
-    inside: Any
-    slots: dict[str, Any]  # by the kind of layer
-
-    @property
-    def x(self) -> PyTree:
-        return self.inside.x
-
-    @property
-    def y(self) -> PyTree:
-        return self.inside.y
-
-
 class At(NamedTuple):
     """Hold the point at which the hypergradient is estimated, in place of the server's state."""
 
@@ -248,11 +241,60 @@ class At(NamedTuple):
     y: PyTree
 
 
-class LayeredClient(NamedTuple):
-    """Hold a client's state if layers have a state there."""
+class Stack(NamedTuple):
+    """Hold a method and its layers: first those from the phase to the network, then those at the end of a round."""
 
-    inside: PyTree
-    slots: dict[str, Any]
+    method: Algorithm
+    layers: tuple[Layer, ...]
+
+    def allows(self) -> Allows:
+        """Return the optional features that the method supports within the layers."""
+        allows = self.method.allows
+        for layer in self.layers:
+            allows = layer.allows(allows, self.method)
+            if layer.whole:
+                allows = allows._replace(submodels=No(f"{layer.label} needs whole replies"))
+        return allows
+
+    def refuse_misfits(self) -> None:
+        """Refuse a layer that the method, or another layer, does not allow."""
+        for layer in self.layers:
+            others = {other.kind: other for other in self.layers if other is not layer}
+            if layer.kind in others:
+                two = f"{layer.label} and {others[layer.kind].label} are both of the kind {layer.kind!r}"
+                raise ConfigurationError(f"{two}: each layer needs its own kind, under which its state is stored")
+            for kind, why in layer.excludes.items():
+                if kind in others:
+                    raise ConfigurationError(f"{layer.label} and {others[kind].label} cannot be combined: {why}")
+            if layer.needs:
+                allows = self._replace(layers=tuple(others.values())).allows()
+                refuse_unless_allowed(self.method, layer.needs, layer.cannot, allows)
+            layer.fits(self.method)
+
+    def slots(self, make: str, *given: Any) -> Slots:
+        """Return the states of the layers on one side, by the kind of layer; layers without a state are left out.
+
+        `make` is the name of the function that makes a layer's state, and `given` has its arguments.
+        """
+        made = {layer.kind: getattr(layer, make)(self.method, *given) for layer in self.layers}
+        return {kind: slot for kind, slot in made.items() if slot is not None}
+
+    def begun(self, slots: Slots) -> tuple[Algorithm, Slots]:
+        """Return the method as a round runs it, and the new states of the layers."""
+        method = self.method
+        for layer in self.layers:
+            returned = layer.before_round(method, slots.get(layer.kind))
+            method, slot = checked(layer, "before_round", returned, slots)
+            slots = with_slot(slots, layer.kind, slot)
+        return method, slots
+
+    def ended(self, problem: Problem, slots: Slots, before: Any, after: Any) -> tuple[Any, Slots]:
+        """Return the method's state at the end of a round, and the new states of the layers."""
+        for layer in self.layers:
+            returned = layer.after_round(self.method, problem, slots.get(layer.kind), before, after)
+            after, slot = checked(layer, "after_round", returned, slots, after)
+            slots = with_slot(slots, layer.kind, slot)
+        return after, slots
 
 
 class Layered(Wrapper):
@@ -286,19 +328,7 @@ class Layered(Wrapper):
         for place, part in self.parts.items():
             fits = isinstance(part, Around) and part.place == place
             require(fits, f"Layered.{place}", type(part).__name__, "a layer of that place")
-        layers = self.layers
-        for layer in layers:
-            others = {other.kind: other for other in layers if other is not layer}
-            if layer.kind in others:
-                two = f"{layer.label} and {others[layer.kind].label} are both of the kind {layer.kind!r}"
-                raise ConfigurationError(f"{two}: each layer needs its own kind, under which its state is stored")
-            for kind, why in layer.excludes.items():
-                if kind in others:
-                    raise ConfigurationError(f"{layer.label} and {others[kind].label} cannot be combined: {why}")
-            if layer.needs:
-                allows = self.allows_with(others.values())
-                refuse_unless_allowed(self.algorithm, layer.needs, layer.cannot, allows)
-            layer.fits(self.algorithm)
+        self.stack.refuse_misfits()
 
     @property
     def parts(self) -> dict[str, Around]:
@@ -312,6 +342,11 @@ class Layered(Wrapper):
         return tuple(layer for layer in every if layer is not None)
 
     @property
+    def stack(self) -> Stack:
+        """Return the method with its layers in order."""
+        return Stack(self.algorithm, self.layers)
+
+    @property
     def asks(self) -> Asks:
         asks = self.algorithm.asks
         for layer in self.layers:
@@ -320,60 +355,30 @@ class Layered(Wrapper):
 
     @property
     def allows(self) -> Allows:
-        return self.allows_with(self.layers)
-
-    def allows_with(self, layers: Iterable[Layer]) -> Allows:
-        """Return the optional features that the method supports within some of its layers."""
-        allows = self.algorithm.allows
-        for layer in layers:
-            allows = layer.allows(allows, self.algorithm)
-            if layer.whole:
-                allows = allows._replace(submodels=No(f"{layer.label} needs whole replies"))
-        return allows
+        return self.stack.allows()
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         for layer in self.layers:
             whole = f"None with {layer.label}, which needs whole replies"
             require(not layer.whole or clients.capacity is None, "Clients.capacity", "given", whole)
             layer.check(self.algorithm, problem, clients, x, y)
-        method, _ = self.begun(self.slots("server_slot", x, y))
+        method, _ = self.stack.begun(self.stack.slots("server_slot", x, y))
         method.check(problem, clients, x, y)
 
-    def slots(self, make: str, *given: Any) -> dict[str, Any]:
-        """Return the states of the layers on one side, by the kind of layer; layers without a state are left out.
-
-        `make` is the name of the function that makes a layer's state, and `given` has its arguments.
-        """
-        made = {layer.kind: getattr(layer, make)(self.algorithm, *given) for layer in self.layers}
-        return {kind: slot for kind, slot in made.items() if slot is not None}
-
     def init(self, x: PyTree, y: PyTree) -> Any:
-        inside, slots = self.algorithm.init(x, y), self.slots("server_slot", x, y)
+        inside, slots = self.algorithm.init(x, y), self.stack.slots("server_slot", x, y)
         return LayeredState(inside, slots) if slots else inside
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
-        inside, slots = self.algorithm.client_state(problem, x, y), self.slots("client_slot", problem, x, y)
+        inside, slots = self.algorithm.client_state(problem, x, y), self.stack.slots("client_slot", problem, x, y)
         return LayeredClient(inside, slots) if slots else inside
 
-    def begun(self, slots: dict[str, Any]) -> tuple[Algorithm, dict[str, Any]]:
-        """Return the method as a round runs it, and the new states of the layers."""
-        method = self.algorithm
-        for layer in self.layers:
-            returned = layer.before_round(method, slots.get(layer.kind))
-            method, slot = checked(layer, "before_round", returned, slots)
-            slots = _with(slots, layer, slot)
-        return method, slots
-
     def round(self, fed: Fed, state: Any, key: Array) -> Any:
-        before = _parted(state, LayeredState)
-        method, slots = self.begun(before.slots)
-        asking = LayersFed(fed, self, method, slots, before.inside)
-        inside, slots = method.round(asking, before.inside, key), asking.slots
-        for layer in self.layers:
-            own = slots.get(layer.kind)
-            returned = layer.after_round(self.algorithm, fed.problem, own, before.inside, inside)
-            inside, slot = checked(layer, "after_round", returned, slots, inside)
-            slots = _with(slots, layer, slot)
+        before, stack = server_parts(state), self.stack
+        method, slots = stack.begun(before.slots)
+        asking = LayersFed(fed, stack, method, slots, before.inside)
+        inside = method.round(asking, before.inside, key)
+        inside, slots = stack.ended(fed.problem, asking.slots, before.inside, inside)
         return LayeredState(inside, slots) if isinstance(state, LayeredState) else inside
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
@@ -387,22 +392,23 @@ class Layered(Wrapper):
         for part in filter(None, (self.coded, self.late)):
             allowed = "a method without this layer, whose replies also depend on replies at other points"
             require(False, f"{self.label}.hypergradient_at", f"with {type(part).__name__}", allowed)
-        slots = self.slots("server_slot", x, y)
+        stack = self.stack
+        slots = stack.slots("server_slot", x, y)
         if any(layer.learns for layer in self.layers):
             first, key = jax.random.split(key)
             slots = Layered.round(self, fed, Layered.init(self, x, y), first).slots
-        method, slots = self.begun(slots)
-        return method.hypergradient_at(LayersFed(fed, self, method, slots, At(x, y)), x, y, key)
+        method, slots = stack.begun(slots)
+        return method.hypergradient_at(LayersFed(fed, stack, method, slots, At(x, y)), x, y, key)
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:
         asked = Asked(self.algorithm, name, message, key)
         return around(self.layers, run_inside)(asked, client)
 
     def finished(self, state: Any) -> Any:
-        return self.algorithm.finished(_parted(state, LayeredState).inside)
+        return self.algorithm.finished(server_parts(state).inside)
 
     def findings(self, state: Any) -> Findings:
-        inside, slots = _parted(state, LayeredState)
+        inside, slots = server_parts(state)
         found = self.algorithm.findings(inside)
         for layer in self.layers:
             found = layer.findings(self.algorithm, slots.get(layer.kind), found)
@@ -412,7 +418,7 @@ class Layered(Wrapper):
         return found
 
     def remarks(self, state: Any) -> tuple[str, ...]:
-        inside, slots = _parted(state, LayeredState)
+        inside, slots = server_parts(state)
         remarks = self.algorithm.remarks(inside)
         for layer in self.layers:
             own = layer.remarks(self.algorithm, slots.get(layer.kind))
@@ -438,20 +444,6 @@ def cut(algorithm: Algorithm, place: str) -> tuple[Algorithm, Algorithm, tuple[L
     return inside, algorithm.algorithm, algorithm.layers[len(inside.layers) :]
 
 
-def only_slots(state: PyTree, layers: Iterable[Layer]) -> PyTree:
-    """Return a client's state with the states of these layers only, and without that of the method."""
-    slots = _parted(state, LayeredClient).slots
-    return LayeredClient(None, {layer.kind: slots[layer.kind] for layer in layers if layer.kind in slots})
-
-
-def _parted(state: Any, kind: Any) -> Any:
-    return state if isinstance(state, kind) else kind(state, {})
-
-
-def _with(slots: dict[str, Any], layer: Layer, slot: Any) -> dict[str, Any]:
-    return slots if slot is None else {**slots, layer.kind: slot}
-
-
 def overrides(layer: Layer, function: str) -> bool:
     """Return whether a layer's class overrides a function of `Layer`."""
     return getattr(type(layer), function) is not getattr(Layer, function)
@@ -462,7 +454,7 @@ def run_inside(asked: Asked, client: Client) -> Reply:
 
     The state of the reply contains the method's new state, and the states of the layers unchanged.
     """
-    before = _parted(client.state, LayeredClient)
+    before = client_parts(client.state)
     reply = asked.method.run_phase(asked.phase, replace(client, state=before.inside), asked.message, asked.key)
     if not isinstance(client.state, LayeredClient):
         return reply
@@ -474,12 +466,12 @@ def around(layers: Iterable[Layer], run: Inside) -> Inside:
     """Return `run` within layers, of which the first is the innermost."""
 
     def one(layer: Layer, run: Inside, asked: Asked, client: Client) -> Reply:
-        slots, inside = _parted(client.state, LayeredClient).slots, Noted(run)
+        slots, inside = client_parts(client.state).slots, Noted(run)
         returned = layer.reply(asked, slots.get(layer.kind), client, inside)
         reply, slot = checked(layer, "reply", returned, slots, inside.returned, overrides(layer, "exchange"))
         if slot is None:
             return reply
-        return reply._replace(state=reply.state._replace(slots=_with(reply.state.slots, layer, slot)))
+        return reply._replace(state=reply.state._replace(slots=with_slot(reply.state.slots, layer.kind, slot)))
 
     for layer in layers:
         run = partial(one, layer, run)
@@ -489,12 +481,12 @@ def around(layers: Iterable[Layer], run: Inside) -> Inside:
 class LayersFed:
     """Pass the exchanges of a method through its layers; loops carry the layers' states on the server."""
 
-    def __init__(self, fed: Fed, layered: Layered, method: Algorithm, slots: dict[str, Any], at: Any) -> None:
-        self.fed, self.layered, self.method, self.slots, self.state = fed, layered, method, slots, at
+    def __init__(self, fed: Fed, stack: Stack, method: Algorithm, slots: Slots, at: Any) -> None:
+        self.fed, self.stack, self.method, self.slots, self.state = fed, stack, method, slots, at
         self.problem, self.repetition, self.sampled = fed.problem, fed.repetition, fed.sampled
 
     def asked(self, phase: Phase, message: PyTree, key: Array, **options: Any) -> Asked:
-        return Asked(self.layered.algorithm, self.method.phase_name(phase), message, key, **options)
+        return Asked(self.stack.method, self.method.phase_name(phase), message, key, **options)
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
@@ -512,7 +504,7 @@ class LayersFed:
     def through(self, asked: Asked) -> Total:
         """Ask clients through all layers: the first layer gets the method's message, and it gets the total last."""
         ask: Ask = self.ask
-        for layer in reversed(self.layered.layers):
+        for layer in reversed(self.stack.layers):
             ask = partial(self.one, layer, ask)
         return ask(asked)
 
@@ -522,21 +514,21 @@ class LayersFed:
         total, slot = checked(layer, "exchange", returned, self.slots, inside.returned, overrides(layer, "reply"))
         if overrides(layer, "exchange") and overrides(layer, "reply"):
             self.check_declared(layer, asked, total.update)
-        self.slots = _with(self.slots, layer, slot)
+        self.slots = with_slot(self.slots, layer.kind, slot)
         return total
 
     def check_declared(self, layer: Layer, asked: Asked, update: PyTree) -> None:
         """Refuse an update that differs from the phase's declaration after a layer changed it on both sides."""
-        said = getattr(self.layered.phases[asked.phase], "__takes_and_gives__", None)
-        inner = self.layered.layers[: self.layered.layers.index(layer)]
+        said = getattr(self.stack.method.phases[asked.phase], "__takes_and_gives__", None)
+        inner = self.stack.layers[: self.stack.layers.index(layer)]
         if said is not None and not any(overrides(one, "reply") for one in inner):
             check_declared(f"{layer.label}.exchange", asked.phase, said[1], update, self.state)
 
     def ask(self, asked: Asked) -> Total:
-        phase = self.layered.phases[asked.phase]
+        phase = self.stack.method.phases[asked.phase]
         if asked.first is not None and asked.each:
             ends = "every reply was asked for in an exchange that ends with the first replies"
-            raise ConfigurationError(f"{self.layered.label}: {ends}")
+            raise ConfigurationError(f"{self.stack.method.label}: {ends}")
         if asked.first is None:
             return self.fed.sum(phase, asked.message, asked.key, fresh=asked.fresh, each=asked.each)
         n, most = asked.first
@@ -591,10 +583,3 @@ def layers_at(algorithm: Algorithm) -> list[Around]:
     if isinstance(algorithm, Layered):
         return list(algorithm.parts.values())
     return layers_at(algorithm.algorithm) if isinstance(algorithm, Wrapper) else []
-
-
-def slots_of(tree: PyTree, kind: str) -> list[Any]:
-    """Return the states of all layers of a kind in a tree of states of the server or of clients."""
-    is_slots = lambda node: isinstance(node, LayeredState | LayeredClient)  # noqa: E731
-    nodes = [node for node in jax.tree.leaves(tree, is_leaf=is_slots) if is_slots(node)]
-    return [node.slots[kind] for node in nodes if kind in node.slots]

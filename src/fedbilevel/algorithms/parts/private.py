@@ -25,7 +25,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from fedbilevel.algorithms.parts.layers import Ask, Asked, Inside, Kept, Layer, slots_of
+from fedbilevel.algorithms.parts.layers import Ask, Asked, Inside, Kept, Layer
+from fedbilevel.algorithms.parts.slots import slots_of
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import static

@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from fedbilevel.algorithms.parts.layers import Asked, Layer, around, cut, only_slots
+from fedbilevel.algorithms.parts.layers import Asked, Layer, around, cut
+from fedbilevel.algorithms.parts.slots import only_slots
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.core.errors import ConfigurationError
@@ -121,7 +122,7 @@ class SitePhases:
     def seen_outside(self, client: Client, layers: tuple[Layer, ...]) -> Client:
         """Return the client that layers outside of the guard get: its id, its weight and the states of these layers."""
         none: Any = None
-        state = only_slots(client.state, layers)
+        state = only_slots(client.state, (layer.kind for layer in layers))
         return Client(none, outer=none, inner=none, id=client.id, weight=client.weight, state=state)
 
     def run(self, round: int, asked: Asked, client: Client) -> Reply:

@@ -12,7 +12,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -129,6 +129,47 @@ class Site:
         require(known, "Site.folder", self.folder, "a folder (state-folder), with same_data: earlier hashes are there")
         kept = self.privacy is None or self.folder is not None
         require(kept, "Site.folder", self.folder, "a folder (state-folder), with privacy: its account is kept there")
+
+
+class RequestReader(NamedTuple):
+    """Read requests by a contract and within a site's limits; what does not fit is refused."""
+
+    contract: Contract
+    limits: Limits
+
+    def call(self, request: RequestMessage) -> CallSignature:
+        """Return the call of the contract that a request makes; refuse a request that the contract does not have."""
+        self.check_contract(request)
+        phases = sorted({call.phase for call in self.contract.calls.values()})
+        if request.phase not in phases:
+            raise Refusal(Code.CONTRACT, f"unknown phase {request.phase[:80]!r}; this run's are {', '.join(phases)}")
+        call = self.contract.calls.get(request.call)
+        if call is None or call.phase != request.phase:
+            raise Refusal(Code.CONTRACT, f"phase {request.phase} does not take such a message in this run")
+        return call
+
+    def check_contract(self, request: RequestMessage) -> None:
+        """Refuse a request of another contract."""
+        if request.contract != self.contract.digest:
+            text = "the message is of another contract: algorithm, hyperparameters, shapes or version differ"
+            raise Refusal(Code.CONTRACT, text)
+
+    def message(self, call: CallSignature, request: RequestMessage) -> PyTree:
+        """Return the message of a request, with Python numbers at the places where the algorithm sends them."""
+        message = self.arrays(request, call.message)
+        if not 0 < request.weight <= 1 or not 0 <= request.round < 2**31 or request.exchange < 0:
+            text = f"weight {request.weight}, round {request.round}, exchange {request.exchange} make no sense"
+            raise Refusal(Code.MALFORMED, text)
+        number = lambda leaf, like: leaf.item() if like.weak_type and not leaf.ndim else leaf  # noqa: E731
+        return jax.tree.map(number, message, call.message)
+
+    def arrays(self, request: RequestMessage, like: PyTree) -> PyTree:
+        """Return the arrays of a request; refuse too many bytes and numbers that are not finite."""
+        self.limits.check_bytes(len(request.payload))
+        found = wire.from_bytes(request.payload, like)
+        if bad := nonfinite_leaves(found):
+            raise Refusal(Code.NUMBERS, f"the message is not finite in {', '.join(bad)}")
+        return found
 
 
 class ClientRuntime:
@@ -248,6 +289,11 @@ class ClientRuntime:
             return self.general
         return self.general.cut(submodel_plan.unit_layout, submodel_plan.kept[0])
 
+    @property
+    def reader(self) -> RequestReader:
+        """Return what reads requests by this client's contract."""
+        return RequestReader(self.contract, self.site.limits)
+
     def respond(self, request: RequestMessage, memory: Store) -> ResponseMessage:
         """Return the response to a request. An error is logged and becomes a refusal; it is not raised.
 
@@ -289,8 +335,9 @@ class ClientRuntime:
         """Return the response to a request for this client's own metrics, at the x and y of the message."""
         if self.measured is None:
             raise Refusal(Code.SILENT, "this client does not share its own metrics")
-        self.check_contract(request)
-        x, y = self.arrays(request, wire.shapes(self.at))
+        reader = self.reader
+        reader.check_contract(request)
+        x, y = reader.arrays(request, wire.shapes(self.at))
         self.count(request.run, request.round, store)
         measured = self.measured
         numbers = self.phases.within_limit(
@@ -303,7 +350,7 @@ class ClientRuntime:
         answer = self.site.answer
         if answer is None:
             raise Refusal(Code.CONTRACT, "this client answers no questions in this part of a run")
-        self.check_contract(request)
+        self.reader.check_contract(request)
         self.site.limits.check_bytes(len(request.payload))
         text = request.payload.decode()
         self.count(request.run, request.round, store)
@@ -322,8 +369,8 @@ class ClientRuntime:
         Returns:
             The response, and the norm of the update for the audit; None without an audit.
         """
-        call = self.call(request)
-        message = self.message(call, request)
+        reader = self.reader
+        message = reader.message(reader.call(request), request)
         self.count(request.run, request.round, store)
         kept = Versions()  # the states to which the server may return; this request uses the latest of them
         if not request.fresh and self.contract.state is not None:
@@ -357,40 +404,6 @@ class ClientRuntime:
             request_counts = store.request_counts().next(run, round)
             self.site.limits.check_request_counts(request_counts)
             store.save_request_counts(request_counts)
-
-    def call(self, request: RequestMessage) -> CallSignature:
-        """Return the call of the contract that a request makes; refuse a request that the contract does not have."""
-        self.check_contract(request)
-        phases = sorted({call.phase for call in self.contract.calls.values()})
-        if request.phase not in phases:
-            raise Refusal(Code.CONTRACT, f"unknown phase {request.phase[:80]!r}; this run's are {', '.join(phases)}")
-        call = self.contract.calls.get(request.call)
-        if call is None or call.phase != request.phase:
-            raise Refusal(Code.CONTRACT, f"phase {request.phase} does not take such a message in this run")
-        return call
-
-    def check_contract(self, request: RequestMessage) -> None:
-        """Refuse a request of another contract."""
-        if request.contract != self.contract.digest:
-            text = "the message is of another contract: algorithm, hyperparameters, shapes or version differ"
-            raise Refusal(Code.CONTRACT, text)
-
-    def message(self, call: CallSignature, request: RequestMessage) -> PyTree:
-        """Return the message of a request, with Python numbers at the places where the algorithm sends them."""
-        message = self.arrays(request, call.message)
-        if not 0 < request.weight <= 1 or not 0 <= request.round < 2**31 or request.exchange < 0:
-            text = f"weight {request.weight}, round {request.round}, exchange {request.exchange} make no sense"
-            raise Refusal(Code.MALFORMED, text)
-        number = lambda leaf, like: leaf.item() if like.weak_type and not leaf.ndim else leaf  # noqa: E731
-        return jax.tree.map(number, message, call.message)
-
-    def arrays(self, request: RequestMessage, like: PyTree) -> PyTree:
-        """Return the arrays of a request; refuse too many bytes and numbers that are not finite."""
-        self.site.limits.check_bytes(len(request.payload))
-        found = wire.from_bytes(request.payload, like)
-        if bad := nonfinite_leaves(found):
-            raise Refusal(Code.NUMBERS, f"the message is not finite in {', '.join(bad)}")
-        return found
 
     @cached_property
     def first(self) -> PyTree:

@@ -19,11 +19,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 from fedbilevel.errors import ExchangeError
 from fedbilevel.extending import require, require_count
 from fedbilevel.flower.launch import children, credentials
+from fedbilevel.flower.launch.credentials import Credentials
 from fedbilevel.flower.launch.supernode import environment, flower_command
 from fedbilevel.flower.versions import require_flower
 
@@ -156,6 +157,36 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-TAIL:]) if log.exists() else "(no log)"
 
 
+class Commands(NamedTuple):
+    """Make the commands that start the processes of a federation on this machine."""
+
+    credentials: Credentials
+    port: int  # the SuperLink's
+    node_ports: Sequence[int]
+    node_configs: Sequence[str]
+    persistent: bool
+    database: Path | None
+
+    def superlink(self) -> list[str]:
+        command = [*flower_command("flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port)]
+        command += ["--disable-runtime-dependency-installation"]
+        if self.database:
+            command += ["--database", str(self.database.absolute())]
+        secrets = self.credentials
+        files = {"ca-certfile": secrets.ca, "certfile": secrets.certificate, "keyfile": secrets.key}
+        return [*command, "--enable-supernode-auth", *(w for k, v in files.items() for w in (f"--ssl-{k}", str(v)))]
+
+    def node(self, client: int) -> list[str]:
+        command = flower_command("flower-supernode")
+        if self.persistent:
+            command = [sys.executable, "-m", "fedbilevel.flower.launch.supernode"]
+        command += ["--superlink", f"127.0.0.1:{self.port}"]
+        command += ["--host", "127.0.0.1", "--port", str(self.node_ports[client])]
+        command += ["--node-config", self.node_configs[client]]
+        key = self.credentials.clients[client]
+        return [*command, "--root-certificates", str(self.credentials.ca), "--auth-supernode-private-key", str(key)]
+
+
 class Federation:
     """Run a SuperLink and its SuperNodes, with TLS and a key for each; within `with`, all clients are online.
 
@@ -183,6 +214,8 @@ class Federation:
         StartError: on entering the block, if a process did not start.
     """
 
+    commands_of: type[Commands] = Commands
+
     def __init__(
         self,
         directory: Path,
@@ -202,16 +235,13 @@ class Federation:
         self.directory, self.clients, self.persistent = directory.absolute(), clients, persistent
         self.database, self.deadline = database, deadline
         self.port, *self.node_ports = free_ports(clients + 1, first_port)
+        self.address = f"127.0.0.1:{self.port}"
         self.env = {**os.environ, **(env or {})}
         self.superlink: subprocess.Popen | None = None
         self.nodes: dict[int, subprocess.Popen] = {}
         self.console = Console(self.environment("operator"), self.directory)
 
     # Where things are
-
-    @property
-    def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
 
     def log(self, name: str) -> Path:
         """Return the path of the log of a process: "superlink", or a client's SuperNode, "client-0", …"""
@@ -244,6 +274,8 @@ class Federation:
         """Start all processes and wait until all clients are online."""
         until = time.monotonic() + self.deadline
         self.credentials = credentials.make(self.directory / "credentials", self.clients)
+        ports, kind = (self.port, self.node_ports), (self.persistent, self.database)
+        self.commands = self.commands_of(self.credentials, *ports, self.node_configs, *kind)
         trust = json.dumps(str(self.credentials.ca))
         where = f'[superlink.{CONNECTION}]\naddress = "{self.address}"\nroot-certificates = {trust}\n'
         config = f'[superlink]\ndefault = "{CONNECTION}"\n\n{where}'  # tells `flwr` where the SuperLink is
@@ -270,33 +302,15 @@ class Federation:
         """Register a client's public key at the SuperLink."""
         self.console("supernode", "register", str(self.credentials.public(client)), CONNECTION)
 
-    def superlink_command(self) -> list[str]:
-        command = [*flower_command("flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port)]
-        command += ["--disable-runtime-dependency-installation"]
-        if self.database:
-            command += ["--database", str(self.database.absolute())]
-        secrets = self.credentials
-        files = {"ca-certfile": secrets.ca, "certfile": secrets.certificate, "keyfile": secrets.key}
-        return [*command, "--enable-supernode-auth", *(w for k, v in files.items() for w in (f"--ssl-{k}", str(v)))]
-
-    def node_command(self, client: int) -> list[str]:
-        command = flower_command("flower-supernode")
-        if self.persistent:
-            command = [sys.executable, "-m", "fedbilevel.flower.launch.supernode"]
-        command += ["--superlink", self.address, "--host", "127.0.0.1", "--port", str(self.node_ports[client])]
-        command += ["--node-config", self.node_configs[client]]
-        key = self.credentials.clients[client]
-        return [*command, "--root-certificates", str(self.credentials.ca), "--auth-supernode-private-key", str(key)]
-
     def start_node(self, client: int) -> None:
         """Start a client's SuperNode, without waiting for it."""
         name = f"client-{client}"
-        self.nodes[client] = children.spawn(self.node_command(client), self.log(name), self.environment(name))
+        self.nodes[client] = children.spawn(self.commands.node(client), self.log(name), self.environment(name))
 
     def restart_superlink(self, seconds: float = 60.0) -> None:
         """Start the SuperLink, for the first time or after it was killed, and wait until it listens."""
         until = time.monotonic() + seconds
-        self.superlink = children.spawn(self.superlink_command(), self.log("superlink"), self.environment("superlink"))
+        self.superlink = children.spawn(self.commands.superlink(), self.log("superlink"), self.environment("superlink"))
         while not listens(self.port):
             self.check_alive(until, "the SuperLink did not start")
             time.sleep(0.1)
