@@ -59,6 +59,7 @@ def test_rows_come_at_the_start_at_every_multiple_and_at_the_end(task):
     assert result.ledger.exchanges_by_phase == {"local_updates": 7}
 
 
+@pytest.mark.checked
 def test_without_jit_a_loss_can_be_looked_at_client_by_client(task):
     """A client's samples are numbers there, and tracers wherever a program is traced."""
     seen = []

@@ -91,6 +91,7 @@ def test_held_out_rows_are_training_rows_and_the_metrics_say_so():
     assert kept < whole
 
 
+@pytest.mark.checked
 def test_a_preference_that_rises_is_no_divergence(recwarn):
     """From a start near 0 H rises a thousandfold at least, while x begins to fit the data; nothing is warned of."""
     task = selection(start=0.01, clients=1)
