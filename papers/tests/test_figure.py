@@ -40,12 +40,15 @@ def test_everything_here_uses_public_names_alone() -> None:
 @EVERY
 @pytest.mark.parametrize("scale", SCALES)
 def test_every_figure_gives_whole_specs(figure: Figure, scale: Any) -> None:
+    """At the first and the last point of each grid, which have the smallest and the largest value of every field."""
     for pair in figure.pairs(scale):
+        points = figure.points(*pair)
+        ends = [points[0], *points[1:][-1:]]
         spec = experiments.resolve(figure.tables(*pair, scale))
         assert spec.task.fields.get("holdout", 0) == 0  # the runs are measured on test data
-        for _, (trial, *_) in trials(figure, *pair, scale, Path()):
+        for _, (trial, *_) in trials(figure, *pair, scale, Path(), ends):
             assert trial.spec.task.fields.get("holdout", 1) > 0
-        for values in figure.points(*pair):
+        for values in ends:
             (run,) = runs_of(figure, pair, scale, Path(), values, [7])
             assert run.spec.run.seed == 7
 
