@@ -1,9 +1,11 @@
 """Tables of three sites with words, gaps, a rare category and repeated patients, and studies of them."""
 
+from functools import cache
+
 import numpy as np
 import pandas as pd
 
-from fedbilevel.estimators import Study
+from fedbilevel.estimators import Study, StudyModel
 
 SITES = ("north", "south", "west")
 TARGETS = {"logistic": {"target": "ill"}, "ridge": {"target": "days"}, "cox": {"target": "days", "event": "died"}}
@@ -37,3 +39,9 @@ def study(kind, **more):
     drop = tuple(name for name in ("ill", "days", "died") if name not in TARGETS[kind].values())
     patient = {"drop": drop, "patient": "patient"}
     return Study(**{**given, **patient, **more})
+
+
+@cache
+def fitted(kind) -> StudyModel:
+    """The model of the study on these tables: fitted once for all tests, none of which changes it."""
+    return study(kind).fit(tables())

@@ -18,6 +18,7 @@ from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.population import Population
 from implicit import implicit_gradient
+from representatives import slow_but
 
 SITES = np.repeat(["a", "b", "c"], [40, 70, 90])
 
@@ -65,20 +66,16 @@ def test_a_target_in_another_unit_has_the_same_penalties(unit, table):
     np.testing.assert_array_equal(other.history_["outer_loss"], model.history_["outer_loss"] * unit**2)
 
 
-def test_fit_without_sites_warns_and_says_what_reaches_it(table):
+def test_fit_without_sites_warns_and_says_what_reaches_it():
     """scikit-learn hands the groups of a cross-validation to the splitter alone."""
-    rows, target = table
-    ridge, every = fb.estimators.Ridge(penalties=0.01), GroupKFold(3)
+    ridge, sites = fb.estimators.Ridge(penalties=0.01), np.repeat(["a", "b"], 4)
     with pytest.warns(
         DataWarning, match=r"Ridge\.fit got no groups, .*enable_metadata_routing.*set_fit_request\(groups"
     ):
-        cross_val_score(ridge, rows, target, groups=SITES, cv=every)
+        cross_val_score(ridge, ROWS, TARGET, groups=sites, cv=GroupKFold(2))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert ridge.fit(rows, target, groups=np.zeros(200)).sites_.tolist() == [0]
-    cox = fb.estimators.CoxRegression(penalties=0.01).fit(ROWS, CENSORED, groups=TARGET)
-    with pytest.warns(DataWarning, match=r"CoxRegression\.score got no groups"):
-        cox.score(ROWS, CENSORED)
+        assert ridge.fit(ROWS[:4], TARGET[:4], groups=np.zeros(4)).sites_.tolist() == [0]
 
 
 def test_sites_and_classes_that_are_spelled_alike_are_named():
@@ -181,7 +178,7 @@ def hypergradient(problem, clients, x, y):
     return np.array(implicit_gradient(problem, clients, x, y).hypergradient)
 
 
-@pytest.mark.parametrize("groups", ["one", "feature"])
+@pytest.mark.parametrize("groups", slow_but("feature", of=["one", "feature"]))
 def test_nothing_is_left_of_the_hypergradient(groups, classes, monkeypatch):
     """But what pushes outwards at a bound: log x is nearly the projection of a step of gradient descent from there."""
     seen = searched(monkeypatch)
@@ -258,11 +255,13 @@ def test_cox_regression_recovers_the_coefficients(survival):
 def test_concordance_is_of_pairs_of_a_site():
     """Pairs: (0, 1) is in order, (0, 2) tied, (3, 4) out of order; 1 is censored, and b's rows meet none of a's."""
     model = fb.estimators.CoxRegression(penalties=0.1)
-    model.fit(np.arange(5.0)[:, None], np.ones((5, 2)), groups=np.zeros(5))
+    model.fit(np.arange(5.0)[:, None], np.ones((5, 2)), groups=["a", "a", "a", "b", "b"])
     model.coef_ = np.array([1.0])
     rows = np.array([[2.0], [1.0], [2.0], [0.0], [3.0]])
     target = np.array([[1, 1], [2, 0], [3, 0], [1, 1], [2, 1]])
     assert model.score(rows, target, ["a", "a", "a", "b", "b"]) == pytest.approx(1.5 / 3)
+    with pytest.warns(DataWarning, match=r"CoxRegression\.score got no groups"):
+        model.score(rows, target)
 
 
 ROWS, TARGET = np.arange(24.0).reshape(8, 3) % 5, np.arange(8) % 2
@@ -360,11 +359,11 @@ def test_penalties_are_a_series_by_feature_and_a_clone_knows_nothing(ridge):
 
 def test_scikit_learn_hands_sites_on(table):
     """Through a pipeline and a cross-validation that leaves a site out, with metadata routing."""
-    rows, target = table
+    (rows, target), sites = (part[:180] for part in table), np.repeat(["a", "b", "c"], 60)
     with sklearn.config_context(enable_metadata_routing=True):
         model = fb.estimators.Ridge(penalties=0.01).set_fit_request(groups=True)
         pipeline = make_pipeline(fb.estimators.Preparer(), model)
-        assert pipeline.fit(rows, target, groups=SITES)[-1].sites_.tolist() == ["a", "b", "c"]
-        scores = cross_val_score(pipeline, rows, target, params={"groups": SITES}, cv=LeaveOneGroupOut())
+        assert pipeline.fit(rows, target, groups=sites)[-1].sites_.tolist() == ["a", "b", "c"]
+        scores = cross_val_score(pipeline, rows, target, params={"groups": sites}, cv=LeaveOneGroupOut())
     assert len(scores) == 3
     assert min(scores) > 0.4

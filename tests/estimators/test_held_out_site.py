@@ -9,7 +9,8 @@ from sklearn.metrics import roc_auc_score
 import fedbilevel as fb
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators.site_table import SiteTable
-from site_tables import SITES, TARGETS, study, tables
+from representatives import slow_but
+from site_tables import SITES, TARGETS, fitted, study, tables
 
 OTHERS = ("north", "west")
 
@@ -52,7 +53,7 @@ def test_the_report_is_about_all_rows_of_the_site_with_the_offset_0():
 
 def test_the_offset_of_a_site_that_was_not_in_the_study_is_the_mean_of_the_offsets():
     """With the variances of their indicators as weights: the intercept, which no penalty shrinks, makes it so."""
-    model = study("logistic").fit(tables())
+    model = fitted("logistic")
     offsets = dict(zip(model.agreement.names, model.estimator.coef_, strict=True))
     share = np.array([model.agreement.features["site"]["categories"][site] for site in SITES]) / model.agreement.rows
     mean = np.average([offsets[f"site_{site}"] for site in SITES], weights=share * (1 - share))
@@ -60,7 +61,7 @@ def test_the_offset_of_a_site_that_was_not_in_the_study_is_the_mean_of_the_offse
     assert min(abs(offsets[f"site_{site}"]) for site in SITES) > 0.1
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", slow_but("ridge", of=TARGETS))
 def test_reference_has_the_numbers_of_local(kind):
     frames = tables()
     given = study(kind, holdout="south", penalty="one")

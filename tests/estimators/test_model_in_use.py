@@ -8,12 +8,12 @@ from sklearn import linear_model
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators import StudyModel
 from fedbilevel.estimators.site_table import SiteTable
-from site_tables import TARGETS, study, tables
+from site_tables import TARGETS, fitted, study, tables
 
 
 @pytest.mark.parametrize("kind", TARGETS)
 def test_rows_that_differ_by_one_unit_differ_by_the_coefficient(kind, tmp_path):
-    study(kind).fit(tables()).save(tmp_path / "model.json")
+    fitted(kind).save(tmp_path / "model.json")
     model = StudyModel.load(tmp_path / "model.json")
     printed = model.table()
     known = printed.set_index(["column", "category"])
@@ -48,17 +48,17 @@ def test_rows_that_differ_by_one_unit_differ_by_the_coefficient(kind, tmp_path):
 
 def test_standard_errors_are_in_the_unit_of_the_coefficient_and_saved(tmp_path):
     """Of a standardised number coefficient and error are divided by the same deviation: their quotient stays."""
-    fitted = study("ridge").fit(tables())
-    fitted.save(tmp_path / "model.json")
+    model = fitted("ridge")
+    model.save(tmp_path / "model.json")
     printed = StudyModel.load(tmp_path / "model.json").table()
-    pd.testing.assert_frame_equal(printed, fitted.table())
-    rest, made = printed.iloc[1:], fitted.estimator
+    pd.testing.assert_frame_equal(printed, model.table())
+    rest, made = printed.iloc[1:], model.estimator
     np.testing.assert_allclose(
         rest.coefficient / rest["standard error"], made.coef_ / made.standard_errors_, rtol=1e-12
     )
-    told = fitted.agreement.features["age"]
+    told = model.agreement.features["age"]
     deviation = np.sqrt(told["squares"] / told["count"])
-    place = fitted.agreement.names.index("age")
+    place = model.agreement.names.index("age")
     np.testing.assert_allclose(rest["standard error"].iloc[place], made.standard_errors_[place] / deviation, rtol=1e-12)
     np.testing.assert_array_equal(rest.penalty, made.penalties_)
 
@@ -66,7 +66,7 @@ def test_standard_errors_are_in_the_unit_of_the_coefficient_and_saved(tmp_path):
 def test_the_intercept_has_the_error_of_the_sandwich_of_the_columns_as_they_are():
     """Of a design that is not standardised, with gaps filled by means; the penalties are λ(deviation)²."""
     given, frames = study("logistic"), tables()
-    model = given.fit(frames)
+    model = fitted("logistic")
     told, parts = model.agreement.features, []
     for site, frame in frames.items():
         kept = SiteTable(given, site, frame).features

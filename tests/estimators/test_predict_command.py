@@ -12,7 +12,7 @@ from fedbilevel.cli import main
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators import StudyModel
 from fedbilevel.estimators.table_files import read_table
-from site_tables import TARGETS, study, tables
+from site_tables import TARGETS, fitted, tables
 
 
 @pytest.fixture(scope="module")
@@ -20,7 +20,7 @@ def saved(tmp_path_factory):
     """A folder with a model of each kind, and the table of the south, without what is to be predicted."""
     folder = tmp_path_factory.mktemp("models")
     for kind in TARGETS:
-        study(kind).fit(tables()).save(folder / f"{kind}.json")
+        fitted(kind).save(folder / f"{kind}.json")
     tables()["south"].drop(columns=["ill", "days", "died"]).to_csv(folder / "south.csv", index=False)
     return folder
 

@@ -11,7 +11,7 @@ from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import CoxRegression, LogisticRegression, Preparer, Ridge, Study, StudyModel
 from fedbilevel.estimators.agreement import Agreement
 from fedbilevel.estimators.site_table import SiteTable
-from site_tables import SITES, TARGETS, study, table, tables
+from site_tables import SITES, TARGETS, fitted, study, table, tables
 
 KINDS = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
 
@@ -29,8 +29,7 @@ def pooled(given, frames):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_study_has_the_numbers_of_the_estimator_on_the_pooled_rows(kind):
-    given, frames = study(kind), tables()
-    model = given.fit(frames)
+    given, frames, model = study(kind), tables(), fitted(kind)
     X, y, sites, patients = pooled(given, frames)
     groups = ["site" if name.startswith("site_") else "all" for name in X.columns]
     alone = KINDS[kind](cv=3, rounds=300, penalty_groups=groups).fit(X, y, groups=sites, patients=patients)
@@ -46,7 +45,7 @@ def test_a_study_has_the_numbers_of_the_estimator_on_the_pooled_rows(kind):
 
 
 def test_each_column_group_or_feature_may_have_a_penalty():
-    agreement = study("ridge").fit(tables()).agreement
+    agreement = fitted("ridge").agreement
 
     def labels(**more):
         return Agreement(study("ridge", **more), agreement.rows, agreement.features, agreement.target).penalty_groups()
@@ -74,7 +73,7 @@ def test_what_a_site_does_not_tell_is_not_used():
     changed = dict(frames)
     changed["north"] = frames["north"].assign(dose=np.where(frames["north"].index == 7, -9.0, np.nan))
     changed["south"] = frames["south"].replace({"kind": {"z": "a very rare one"}})
-    one, other = (study("ridge").fit(some).estimator for some in (frames, changed))
+    one, other = fitted("ridge").estimator, study("ridge").fit(changed).estimator
     np.testing.assert_array_equal(one.coef_, other.coef_)
     told = study("ridge", min_count=1).fit(frames).estimator
     assert "kind_z" in told.feature_names_in_
@@ -84,7 +83,7 @@ def test_a_category_that_a_server_makes_up_is_a_gap_at_every_site():
     """So that asking for a rare one, by an agreement with its name, tells nothing."""
     given, frame = study("ridge"), table(1)
     one = SiteTable(given, "south", frame)
-    agreement = given.fit(tables()).agreement
+    agreement = fitted("ridge").agreement
     features = json.loads(json.dumps(agreement.features))
     features["kind"]["categories"]["z"] = 20
     forged = Agreement(given, agreement.rows, features, agreement.target)
@@ -105,8 +104,8 @@ def test_sums_do_not_depend_on_the_order_of_sites():
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_model_predicts_one_patient(kind, tmp_path):
     """From the site's own columns, with words and gaps, by the coefficients of the file."""
-    given, frames = study(kind), tables()
-    given.fit(frames).save(tmp_path / "model.json")
+    frames = tables()
+    fitted(kind).save(tmp_path / "model.json")
     model, file = StudyModel.load(tmp_path / "model.json"), json.loads((tmp_path / "model.json").read_text())
     patient = frames["south"].drop(columns=[*TARGETS[kind].values(), "patient"]).iloc[[4]].assign(age=np.nan, kind="b")
     told, coef = file["agreement"]["features"], file["coef"]
@@ -131,7 +130,7 @@ def test_a_saved_model_predicts_one_patient(kind, tmp_path):
 
 def test_the_positive_class_can_be_chosen():
     frames = tables()
-    one, other = (study("logistic", positive=name).fit(frames) for name in ("", "no"))
+    one, other = fitted("logistic"), study("logistic", positive="no").fit(frames)
     np.testing.assert_allclose(one.estimator.coef_, -other.estimator.coef_, atol=1e-7)
     assert (one.estimator.classes_.tolist(), other.estimator.classes_.tolist()) == (["no", "yes"], ["yes", "no"])
     with pytest.raises(ConfigurationError, match=r"positive 'nay' .allowed: no, yes"):
@@ -216,7 +215,7 @@ def test_times_that_are_not_allowed_are_reported_with_their_site():
 
 def test_standard_errors_in_a_file_are_numbers(tmp_path):
     file = tmp_path / "model.json"
-    study("ridge").fit(tables()).save(file)
+    fitted("ridge").save(file)
     content = json.loads(file.read_text())
     for wrong in ({"intercept_error": float("nan")}, {"standard_errors": content["standard_errors"] | {"age": -1.0}}):
         file.write_text(json.dumps(content | wrong))

@@ -20,7 +20,8 @@ from fedbilevel.experiments.federation_status import Status
 from fedbilevel.experiments.study import client_app, played, serve, site
 from fedbilevel.flower import Flower, InProcess, Terms
 from fedbilevel.flower.wire import QUESTION, RequestMessage, decode
-from site_tables import SITES, TARGETS, study, tables
+from representatives import slow_but
+from site_tables import SITES, TARGETS, fitted, study, tables
 
 
 class Nodes(InProcess):
@@ -44,11 +45,11 @@ def files(tmp_path):
     return [{"table": str(tmp_path / f"{name}.csv"), "site": name} for name in SITES]
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", slow_but("logistic", "ridge", of=TARGETS))
 def test_sites_that_keep_their_tables_have_the_numbers_of_one_machine(kind, files, tmp_path, capsys):
     given, place = study(kind), tmp_path / "run"
     serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
-    model, here = StudyModel.load(place / "model.json"), given.fit(tables())
+    model, here = StudyModel.load(place / "model.json"), fitted(kind)
     for name in ("coef_", "penalties_"):
         np.testing.assert_allclose(
             getattr(model.estimator, name), getattr(here.estimator, name), rtol=1e-10, atol=1e-10
@@ -79,7 +80,7 @@ def leaves(content):
     return {(): content} if isinstance(content, int | float) else {}
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", slow_but("ridge", of=TARGETS))
 def test_a_site_that_is_held_out_takes_part_and_changes_no_number(kind, files, tmp_path):
     given, place = study(kind, holdout="south"), tmp_path / "run"
     nodes = Nodes(client_app(given), files, {"min-local-samples": 40, "state-folder": str(tmp_path / "state")})
@@ -91,7 +92,10 @@ def test_a_site_that_is_held_out_takes_part_and_changes_no_number(kind, files, t
     assert [*there["sites"]] == ["south"]
 
 
-@pytest.mark.parametrize("more", [{"kind": "logistic"}, {"kind": "cox", "times": [5, 20, 60]}])
+COX = {"kind": "cox", "times": [5, 20, 60]}
+
+
+@pytest.mark.parametrize("more", slow_but(COX, of=[{"kind": "logistic"}, COX]), ids=["logistic", "cox"])
 def test_the_report_has_the_numbers_of_one_machine(more, files, tmp_path):
     given, place = study(**more, holdout=0.4, min_count=4), tmp_path / "run"
     serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
@@ -151,9 +155,10 @@ def test_a_site_keeps_to_its_limits_from_the_first_message(change, why, files, c
         assert "left out: a study has no privacy by noise" in caplog.text
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_requests_and_the_agreement_are_in_the_state_folder(files, tmp_path):
     """Statistics, agreement and exchanges count alike, and a site whose process is another one goes on."""
-    given, folder = study("ridge"), tmp_path / "state"
+    given, folder = study("ridge", rounds=3), tmp_path / "state"
     every = {"state-folder": str(folder)}
     apps = []
 
@@ -168,8 +173,10 @@ def test_requests_and_the_agreement_are_in_the_state_folder(files, tmp_path):
     assert json.loads((folder / "client-1-agreement.json").read_text())["run"] == federations.NAME
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_another_table_is_noticed_where_a_site_asks_for_it(files, tmp_path):
-    given, app = study("ridge"), client_app(study("ridge"))
+    given = study("ridge", rounds=3)
+    app = client_app(given)
     every = {"state-folder": str(tmp_path / "state"), "same-data": True}
     alone(given, Nodes(app, files, every))
     alone(given, Nodes(client_app(given), files, every), name="a0" * 8)
@@ -195,9 +202,10 @@ def test_a_site_with_another_study_does_not_take_part(files):
     assert (0, QUESTION) in asked
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_the_log_of_a_site_has_what_it_told(files, caplog):
     caplog.set_level("INFO", logger="fedbilevel.client")
-    given = study("ridge")
+    given = study("ridge", rounds=3)
     alone(given, Nodes(client_app(given), files))
     told = [record.getMessage() for record in caplog.records if "client 0 answers: " in record.getMessage()]
     assert len(told) == 1
@@ -225,6 +233,7 @@ def test_a_wrong_node_configuration_is_named(change, words, files):
 NEW = ["flower", "new", "app", "--estimator", "logistic", "--target", "ill", "--sites", ",".join(SITES)]
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_the_command_writes_an_app_whose_parties_play_the_study(files, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path / "app")
@@ -238,14 +247,14 @@ def test_the_command_writes_an_app_whose_parties_play_the_study(files, tmp_path,
         "--positive",
         "no",
         "--rounds",
-        "200",
+        "3",
         "--holdout",
         "0.25",
     ]
     assert main([*NEW, *more]) == 0
     assert "app   app" in capsys.readouterr().out
     given = read_study(tmp_path / "app" / "app" / "study.toml")
-    assert given == study("logistic", positive="no", rounds=200, cv=5, holdout=0.25)
+    assert given == study("logistic", positive="no", rounds=3, cv=5, holdout=0.25)
     config = tomllib.loads((tmp_path / "app" / "pyproject.toml").read_text())["tool"]["flwr"]["app"]["config"]
     assert not {"settings", "quorum"} & config.keys()
     client, server = (import_module(f"app.{party}_app").app for party in ("client", "server"))

@@ -15,12 +15,12 @@ NON_IID = {"partition_by": "dirichlet", "partition_options": {"alpha": 0.5, "min
 
 def test_the_hypergradient_is_what_the_page_says():
     """−M s_i (a_i − Σ_k s_k a_k), a_i = p_i ⟨v, ∇ℓ_i⟩, with v by a dense solve: clients differ in size and labels."""
-    task = client_weights(clients=5, ridge=0.05, **NON_IID)
-    x = jnp.asarray(np.random.default_rng(0).normal(size=5))
+    task = client_weights(clients=3, ridge=0.05, **NON_IID)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=3))
     report = fb.check_hypergradient(task.problem, task.clients, x, task.y0, directions=1)
     flat, unflat = ravel_pytree(report.y)
     p, s = task.clients.weights, np.asarray(jax.nn.softmax(x))
-    rows = [(task.clients.outer.row(i), task.clients.inner.row(i)) for i in range(5)]
+    rows = [(task.clients.outer.row(i), task.clients.inner.row(i)) for i in range(3)]
 
     def mean_inner(y):
         return sum(p[i] * task.problem.inner(x, unflat(y), inner) for i, (_, inner) in enumerate(rows))
@@ -31,8 +31,8 @@ def test_the_hypergradient_is_what_the_page_says():
     slope = sum(p[i] * jax.grad(lambda y, o=outer: task.problem.outer(x, unflat(y), o))(flat)
                 for i, (outer, _) in enumerate(rows))  # fmt: skip
     v = np.linalg.solve(jax.hessian(mean_inner)(flat), slope)
-    a = np.array([p[i] * (v @ jax.grad(own_loss)(flat, i)) for i in range(5)])
-    np.testing.assert_allclose(report.hypergradient, -5 * s * (a - s @ a), rtol=1e-5, atol=1e-8)
+    a = np.array([p[i] * (v @ jax.grad(own_loss)(flat, i)) for i in range(3)])
+    np.testing.assert_allclose(report.hypergradient, -3 * s * (a - s @ a), rtol=1e-5, atol=1e-8)
     assert np.ptp(a) > 1e-3
 
 
