@@ -86,7 +86,8 @@ def test_no_value_of_the_data_is_in_the_audit(tmp_path):
     """Whatever is a sample, a sum of samples, or an update, in any of the ways that a number is written."""
     app = federations.app(STEPS, folder=tmp_path, tells_metrics=True, metrics_per_client={"loss": fb_loss})
     federations.solve(STEPS, InProcess(app, clients=6), metrics_per_client={"loss": fb_loss})
-    text, entries = (tmp_path / "audit.jsonl").read_text(), lines(tmp_path)
+    entries = lines(tmp_path)
+    text = json.dumps([line | {"time": ""} for line in entries])  # its digits may be those of a value by chance
     assert {line["phase"] for line in entries} == {"greeting", "y_gradient", "x_gradient", METRICS}
     known = {"time", "event", "client", "request", "run", "app", "subject", "contract", "round", "exchange", "phase",
              "bytes", "norm", "before"}  # fmt: skip

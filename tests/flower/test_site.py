@@ -76,6 +76,15 @@ def greeted(runtime, contract):
     return runtime.respond(RequestMessage(run=federations.NAME, contract=contract), memory())
 
 
+@pytest.mark.checked
+def test_a_site_looks_at_its_losses_before_it_takes_part():
+    """As a simulation does; the server has no samples to look at."""
+    task = federations.TASK
+    summed = fb.Bilevel(lambda x, y, batch: len(batch["t"]) * task.problem.outer(x, y, batch), task.problem.inner)
+    with pytest.warns(fb.errors.NumericalWarning, match="the outer loss is not a mean"):
+        ClientRuntime(federations.site(STEPS, 0, problem=summed))
+
+
 def test_an_answer(runtime, ran):
     """The phase itself, called by hand with the key that every engine gives it."""
     response = asked(runtime)
