@@ -59,8 +59,8 @@ if TYPE_CHECKING:
 NORMS = {"norm-factor", "norm-bound"}
 SERVER = {"quorum": float, "deadline": float, "attempts": int, "join": float, "poll": float}
 SERVER |= dict.fromkeys(["message-factor", *sorted(NORMS)], float)
-"""The run configuration, besides `settings`, `out`, `client-keys` and `log`: fields of `flower.Terms`. In NORMS, 0 means
-no bound."""
+"""The run configuration, besides `settings`, `out`, `client-keys` and `log`: fields of `flower.Terms`. In NORMS, 0
+means no bound."""
 
 LIMITS = {field.name.replace("_", "-"): type(field.default) for field in fields(Limits)}
 PRIVACY = {"clip": float, "noise-multiplier": float, "delta": float, "budget": float}
