@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-torch test-trackers lint format papers benchmarks catalogue notebooks docs lock clean
+.PHONY: help setup demo test test-slow test-torch test-trackers test-newest test-oldest lint format papers benchmarks catalogue notebooks docs lock clean
 
 # What another project left in the environment must not leak into this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -34,6 +34,14 @@ test-torch: setup  ## install PyTorch and what is built on it, then the tests of
 test-trackers: setup  ## install MLflow, Weights & Biases and TensorBoard, then the tests of fedbilevel.trackers
 	@$(PYTHON) scripts/bootstrap.py trackers
 	$(BIN)/pytest -m "" tests/trackers
+
+test-newest:  ## the tests with the newest versions of all packages; JAX's newest needs PYTHON=python3.13
+	@$(PYTHON) scripts/bootstrap.py newest
+	build/newest/bin/pytest
+
+test-oldest:  ## the tests with the oldest versions that pyproject.toml allows
+	@$(PYTHON) scripts/bootstrap.py oldest
+	build/oldest/bin/pytest
 
 lint: setup  ## format, lint and types
 	$(BIN)/ruff format --check

@@ -3,7 +3,7 @@
 Standard library only, and no pip: Debian's python3 has neither pip nor ensurepip. The uv that uv.lock pins
 is fetched (its checksum is in uv.lock too), and uv builds .venv from uv.lock. Running it again does nothing
 unless pyproject.toml, uv.lock, the Python or the place has changed. Arguments name groups of dependencies that are
-installed, too.
+installed, too; `newest` and `oldest` make an environment of their own, with other versions than those of uv.lock.
 
 A package mirror, certificates and a proxy are taken from pip's usual settings (PIP_INDEX_URL, PIP_CERT,
 REQUESTS_CA_BUNDLE, PIP_PROXY, pip.conf) and from uv's (UV_DEFAULT_INDEX, SSL_CERT_FILE, HTTPS_PROXY).
@@ -45,6 +45,7 @@ STARTED_OFTEN = (  # what runs and the processes of a federation import
     "flwr.superlink.cli",
 )
 HEAVY = ("torch", "mlflow", "wandb")  # extras that only an argument installs: `torch`, and `trackers` the other two
+RESOLUTIONS = {"newest": "highest", "oldest": "lowest-direct"}  # arguments that make another environment than .venv
 EXTRAS = ("--all-extras", *(f"--no-extra={name}" for name in HEAVY))
 NO_BYTECODE = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
 
@@ -273,6 +274,25 @@ def install_pytorch(uv: Path, env: dict[str, str]) -> None:
     call(uv, env, "pip", "install", "--quiet", *links, "--editable", ".[torch]", "--group", "torch")
 
 
+def install_other(uv: Path, env: dict[str, str], which: str) -> None:
+    """Make build/newest or build/oldest, with the newest or the oldest versions that pyproject.toml allows.
+
+    What its dependencies need in turn has the newest version in both.
+    """
+    import tomllib
+
+    place = ROOT / "build" / which
+    env = {**env, "VIRTUAL_ENV": str(place)}
+    if index := mirror():
+        env["UV_DEFAULT_INDEX"] = index
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    project = f".[{','.join(name for name in extras if name not in HEAVY)}]"
+    say(f"installing the {which} versions into build/{which}")
+    call(uv, env, "venv", "--quiet", "--clear", "--python", interpreter(), str(place))
+    how = ("--quiet", "--resolution", RESOLUTIONS[which])
+    call(uv, env, "pip", "install", *how, "--editable", project, "--group", "dev")
+
+
 def keep_bytecode() -> None:
     """Import once what is started often, and let Python keep the bytecode beside it, which uv leaves out.
 
@@ -288,6 +308,9 @@ def main(lock: bool, groups: Sequence[str]) -> None:
     require_python()
     if "torch" in groups:
         install_pytorch(install_uv(), uv_environment())
+        return
+    if groups and groups[0] in RESOLUTIONS:
+        install_other(install_uv(), uv_environment(), groups[0])
         return
     if up_to_date() and not lock and not groups:
         return
