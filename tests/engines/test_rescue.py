@@ -82,5 +82,5 @@ def test_an_error_says_what_may_help():
     rescue().explain(error, METHOD)
     assert (
         str(error)
-        == "round 3, server update: .x is not finite; smaller steps may help, fb.diagnose suggests some; lower lr"
+        == "round 3, server update: .x is not finite; smaller steps may help (fb.diagnose suggests some); lower lr"
     )
