@@ -527,7 +527,7 @@ def test_capacities_by_round_are_those_of_the_rounds():
     other = averaged(clients=population(SWAPPED), engine=fb.Local())
     for mine, theirs in zip(everything(both), everything(other), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=0, atol=1e-12)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"rounds = 3 .* at most 2: .* clients' capacity"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"rounds = 3 .* at most 2, .* clients' capacity"):
         averaged(clients=population(SWAPPED), rounds=3)
 
 
