@@ -90,7 +90,7 @@ def test_rounds_and_a_budget_take_each_others_place() -> None:
     ("settings", "words"),
     [
         (["exchanges=50", "rounds=7"], "give one, not rounds = 7 and exchanges = 50"),
-        (["rounds=none"], "give one, not neither"),
+        (["rounds=none"], "give one, not none of them"),
         (["exchanges=0"], "run.exchanges = 0 is not allowed"),
         (["bytes=inf"], "run.bytes = inf is not allowed: it must be a positive number of bytes"),
         (["run.time=0"], "run.time = 0 is not allowed: it must be a positive number of seconds"),

@@ -66,7 +66,7 @@ def test_the_clock_reaches_the_engine_and_the_seed_the_clock() -> None:
         (["clock.network=-1"], "Clock.network = -1 is not allowed"),
         (["clock.compute=[1, 'x']"], "clock.compute = [1, 'x'] is not allowed: it must be float | Sequence[float]"),
         (["clock.stragglers=5"], "Clock.stragglers = 5 is not allowed: it must be at most 4, the number of clients"),
-        (["clock.compute=[1, 2]"], "one, or 4: one per client"),
+        (["clock.compute=[1, 2]"], "one number, or 4, one per client"),
     ],
 )
 def test_a_wrong_clock_is_refused_before_anything_runs(settings, words) -> None:
