@@ -256,7 +256,7 @@ def begun(tmp_path):
 
 
 def test_other_arguments_are_refused_unless_forced(begun, tmp_path):
-    words = "run.npz belongs to another run: different now: x0, inner loss; resume=.force., in a she"
+    words = "run.npz belongs to another run: different now: x0, inner loss; resume=.force. .in a she"
     with pytest.raises(fb.errors.CheckpointError, match=words):
         begun(6, fb.Bilevel(fit, softer), x0=1.0, resume=True)
     with pytest.raises(fb.errors.CheckpointError, match="inner loss"):

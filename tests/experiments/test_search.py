@@ -82,7 +82,7 @@ def test_a_search_goes_on_with_its_study_and_draws_on_as_it_would_have(played, t
     said = r"study\.journal has another search: seeds is \[0\] there and \[1\] here"
     with pytest.raises(ConfigurationError, match=said):
         searched(tmp_path / "part", 6, seeds=[1])
-    said = r"--search server_lr\.x is '0\.001:1:log' there, and '0\.001:2:log' here; choose another --out$"
+    said = r"--search server_lr\.x is '0\.001:1:log' there and '0\.001:2:log' here; choose another --out$"
     with pytest.raises(ConfigurationError, match=said):
         searched(tmp_path / "part", 6, {**SPACE, "server_lr.x": Range(0.001, 2, log=True)})
 
