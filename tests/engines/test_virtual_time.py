@@ -255,7 +255,7 @@ def test_wrong_fields_are_refused(fields, words):
         (Early(n=0), {}, r"fed.sum_first: n = 0"),
         (Early(n=6), {"clock": fb.Clock(availability=[1, 1, 1, 1, 1, 0])}, r"n = 6 .* 1 to 5, .* ever available"),
         (Early(max_staleness=-1), {}, r"max_staleness = -1"),
-        (Silent(), {}, r"has to say asks = Asks\(first"),
+        (Silent(), {}, r"must declare asks = Asks\(first"),
         (Early(), {"clock": fb.Clock(network=3600.0, stragglers=1)}, r"Clock.slowdown = 5.0 .* 13422 s"),
         (Early(), {"cohort": 3}, r"cohort = 3 .* None"),
         (Early(), {"stream": True}, r"Early.* with streamed samples"),
