@@ -139,5 +139,39 @@ def test_a_loss_that_can_be_differentiated_once_is_enough():
     steps = {"batch_size": None, "local_steps": 1, "client_lr": 1.0, "server_lr": 0.3}
     result = fb.solve(fb.F2SA(**steps), problem, clients, **start, rounds=100, engine=fb.Reference())
     np.testing.assert_allclose(result.x, targets.mean(0) / 2, atol=1e-5)
-    with pytest.raises((fb.errors.FedbilevelError, ValueError, TypeError)):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match=r"cannot differentiate the gradient.*: Pure call.* fb\.F2SA"
+    ):
         fb.solve(fb.SimFBO(**steps), problem, clients, **start, rounds=1, engine=fb.Reference())
+
+
+@jax.custom_vjp
+def counted(y, steps):
+    """½‖y‖², whose gradient is a loop of JAX that only its forward mode can differentiate."""
+    return jnp.vdot(y, y) / 2
+
+
+def added(kept, scale):
+    y, steps = kept
+    return jax.lax.fori_loop(0, steps, lambda k, total: total + scale * y / steps, jnp.zeros_like(y)), None
+
+
+counted.defvjp(lambda y, steps: (counted(y, steps), (y, steps)), added)
+
+
+@pytest.mark.parametrize("loss", [lambda y: once(y), lambda y: counted(y, jnp.argmax(y) + 2)], ids=["outside", "loop"])
+def test_methods_of_second_derivatives_say_what_they_cannot_differentiate(loss):
+    """The inner loss is a loop over samples, whose clients `Local` vectorises; F2SA runs it."""
+    samples = {"t": np.random.default_rng(0).normal(size=(3, 2, 4))}
+
+    def inner(x, y, batch):
+        return jnp.mean(
+            jax.vmap(lambda t: jax.lax.scan(lambda c, x: (c + loss(y - x - t), None), 0.0, x)[0])(batch["t"])
+        )
+
+    problem = fb.Bilevel(lambda x, y, batch: jnp.mean((y - batch["t"]) ** 2) + jnp.sum(x**2), inner)
+    arguments = problem, fb.Clients(samples), np.zeros((2, 4)), np.zeros(4)
+    steps = {"batch_size": None, "local_steps": 2, "client_lr": 0.1, "server_lr": 0.1}
+    assert np.all(np.isfinite(fb.solve(fb.F2SA(**steps), *arguments, rounds=2).x))
+    with pytest.raises(fb.errors.ConfigurationError, match=r"cannot differentiate the gradient.* fb\.F2SA"):
+        fb.solve(fb.SimFBO(**steps), *arguments, rounds=2)

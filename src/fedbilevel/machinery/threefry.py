@@ -39,7 +39,8 @@ def written_out(key: Array) -> Array:
 
 def about_keys(error: Exception) -> bool:
     """Return whether an error was raised because a function takes JAX's own keys alone."""
-    return isinstance(error, NotImplementedError) or f"key<{TAG}>" in str(error)
+    missing_rule = any(isinstance(one, NotImplementedError) for one in (error, error.__cause__))
+    return missing_rule or f"key<{TAG}>" in str(error)
 
 
 def computed_once(drawn: Array) -> Array:

@@ -1,14 +1,21 @@
 """Compute products with second derivatives of the inner loss by a single pass each, without forming a Hessian."""
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import jax
 import optax
 from jax import Array
 
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import XYV, PyTree
+
+NOT_DIFFERENTIABLE = re.compile("differentiat|support JVP", re.IGNORECASE)
+"""What JAX's errors say of a function that has no derivative; those of wrong shapes do not."""
+FIRST_DERIVATIVES = "fb.F2SA and fb.RAFBO need first derivatives alone"
 
 
 class Directions(NamedTuple):
@@ -19,11 +26,29 @@ class Directions(NamedTuple):
     inner_loss: Array
 
 
+@contextmanager
+def second_derivatives() -> Iterator[None]:
+    """Explain an error of JAX where the gradient of a loss cannot be differentiated.
+
+    Raises:
+        ConfigurationError: JAX cannot differentiate the gradient, as where a `jax.custom_vjp` makes it outside of JAX.
+    """
+    try:
+        yield
+    except (TypeError, ValueError, NotImplementedError) as error:
+        cause = str(error).partition("\n")[0].rstrip(".")
+        if isinstance(error, FedbilevelError) or not NOT_DIFFERENTIABLE.search(cause):
+            raise
+        text = f"JAX cannot differentiate the gradient of a loss, as this method needs it: {cause}"
+        raise ConfigurationError(f"{text}. {FIRST_DERIVATIVES}") from error
+
+
 def hess_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) -> PyTree:
     """Return ∇²yy g(x, y)·v, of the shape of y, by a single forward-over-reverse pass."""
     return hess_of(lambda y: problem.inner(x, y, batch), y, v)
 
 
+@second_derivatives()
 def hess_of(loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
     """Return ∇² loss(y)·v, of the shape of y, by a single forward-over-reverse pass."""
     return jax.jvp(jax.grad(loss), (y,), (v,))[1]
@@ -34,11 +59,13 @@ def cross_v(problem: Problem, x: PyTree, y: PyTree, v: PyTree, batch: PyTree) ->
     return cross_of(lambda x, y: problem.inner(x, y, batch), x, y, v)
 
 
+@second_derivatives()
 def cross_of(loss: Callable[[PyTree, PyTree], Array], x: PyTree, y: PyTree, v: PyTree) -> PyTree:
     """Return ∇²xy loss(x, y)·v, of the shape of x: the gradient in x of ⟨∇y loss(x, y), v⟩."""
     return jax.grad(lambda x: optax.tree.vdot(jax.grad(loss, 1)(x, y), v))(x)
 
 
+@second_derivatives()
 def hypergradient(
     problem: Problem, x: PyTree, y: PyTree, v: PyTree, outer_batch: PyTree, inner_batch: PyTree
 ) -> tuple[Array, PyTree]:
@@ -54,6 +81,7 @@ def hypergradient(
     return loss, h
 
 
+@second_derivatives()
 def directions(problem: Problem, iterate: XYV, outer_batch: PyTree, inner_batch: PyTree) -> Directions:
     """Return the three directions at (x, y, v), with the same two batches for all of them.
 
