@@ -20,6 +20,7 @@ from fedbilevel.diagnostics.diagnose import diagnose
 from fedbilevel.diagnostics.method import check_method
 from fedbilevel.diagnostics.replies import reply_norms
 from fedbilevel.diagnostics.structure import check_structure
+from fedbilevel.diagnostics.task import check_task
 from fedbilevel.engines.engine import Cohort
 from fedbilevel.engines.evaluation import PerClient
 from fedbilevel.engines.history import Result, stop_when, stop_without_progress
@@ -59,6 +60,7 @@ __all__ = [
     "check_hypergradient",
     "check_method",
     "check_structure",
+    "check_task",
     "diagnose",
     "errors",
     "inner_solution",

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.authoring import XY, Algorithm, No, Reply, phase, positive
+from fedbilevel.authoring import XY, Algorithm, Facts, No, Reply, phase, positive, static
+from fedbilevel.diagnostics.method import Runs, checks
 from fedbilevel.tasks.quadratic import quadratic
 
 TASK = quadratic(clients=4, samples=(3, 5))
@@ -62,6 +63,35 @@ class Neighbours(Descent):
         return Reply(jnp.mean(client.inner.values["c"], axis=0))
 
 
+class Keyless(Descent):
+    """Replies whose samples are drawn by a key that is always the same.
+
+    Args:
+        batch_size: the number of samples.
+    """
+
+    batch_size: int | None = static(default=2)
+
+    @phase(takes=("x", "y"), gives="y")
+    def gradient(self, client, at, key):
+        """Reply with the gradient."""
+        batch = client.inner_batch(jax.random.key(3), self.batch_size)
+        return Reply(jax.grad(client.problem.inner, 1)(*at, batch), gradients=1)
+
+
+class Elsewhere(Descent):
+    """A method that says that nothing remains between its end and the solution, and never moves x."""
+
+    facts = Facts(paper="none", good_for="nothing", exchanges="one", up="1 like y", bias="nothing", cost="a gradient")
+
+
+class Fragile(Descent):
+    """Rounds that look a name up in an empty dict where a round asks a part of the clients."""
+
+    def round(self, fed, state, key):
+        return super().round(fed, {}["state"] if fed.sampled else state, key)
+
+
 def outcomes(report):
     return {check.name: check.outcome for check in report.checks}
 
@@ -74,7 +104,8 @@ def test_a_method_that_is_right():
         "refused", "passed", "allowed"
     ]  # fmt: skip
     assert "it does not say which of its phases may be late" in repr(report)
-    assert sum(outcome == "passed" for outcome in found.values()) == 8
+    assert sum(outcome == "passed" for outcome in found.values()) == 9
+    assert found["over Flower"] == "passed"
 
 
 @pytest.mark.parametrize(
@@ -82,22 +113,31 @@ def test_a_method_that_is_right():
     [
         (Still(), {"rounds move the state", "noised replies"}),
         (Counting(), {"a seed repeats a run", "one client after the other", "chunks of one client",
-                      "streamed samples", "a cohort of 2", "resumed from a checkpoint"}),
-        (Neighbours(), {"one client after the other", "streamed samples", "a cohort of 2"}),
+                      "streamed samples", "a cohort of 2", "over Flower"}),
+        (Neighbours(), {"one client after the other", "streamed samples", "a cohort of 2", "over Flower"}),
+        (Keyless(), {"another seed"}),
+        (Elsewhere(), {"the solution of a quadratic problem"}),
+        (Fragile(), {"a cohort of 2"}),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(method, failed):
     with pytest.raises(fb.errors.CheckError) as error:
         fb.check_method(method, *MINE)
     text = str(error.value)
-    assert text.startswith(f"{len(failed)} of 13 checks failed")
-    assert {line.split("  ")[0] for line in text.splitlines() if "  failed" in line} >= failed
+    assert text.startswith(f"{len(failed)} of 15 checks failed")
+    assert {line.split("  ")[0] for line in text.splitlines() if "  failed" in line} == failed
+    assert isinstance(error.value.__cause__, KeyError if isinstance(method, Fragile) else fb.errors.CheckError)
 
 
 def test_late_replies_are_tried_where_they_are_allowed():
     found = outcomes(fb.check_method(fb.SimFBO(batch_size=2, server_lr=0.05, client_lr=0.02), *MINE))
     assert found["late replies"] == "passed"
     assert not isinstance(fb.SimFBO().allows.late, No)
+
+
+def test_steps_that_adapt_refuse_noise_as_in_a_run():
+    found = [dict(checks(Runs(method, *MINE, rounds=3, key=0), plain=None)) for method in (fb.SimFBO(), Descent())]
+    assert [isinstance(one["noised replies"], No) for one in found] == [True, False]
 
 
 @pytest.mark.parametrize(("rounds", "clients"), [(1, MINE[1]), (3, MINE[1].pooled())])

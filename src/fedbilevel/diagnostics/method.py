@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +14,30 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.algorithms.parts.layers import layered
 from fedbilevel.algorithms.parts.memory import Asynchronous
 from fedbilevel.core.algorithm import Algorithm, check_algorithm
-from fedbilevel.core.card import aligned
-from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import CheckError, FedbilevelError, require, require_count
+from fedbilevel.core.client import Clients, RemoteClients
+from fedbilevel.core.errors import CheckError, NonFiniteError, require, require_count
 from fedbilevel.core.facts import No
+from fedbilevel.core.hyperparameters import entries, replaced
 from fedbilevel.core.privacy import Privacy
-from fedbilevel.core.tree import PyTree, epsilon
+from fedbilevel.core.problem import Bilevel
+from fedbilevel.core.tree import PyTree, is_floating, nbytes
+from fedbilevel.diagnostics.report import CheckReport, NamedCheck, report_of
 from fedbilevel.engines.engine import Engine
 from fedbilevel.engines.history import Result
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.engines.reference import Reference
 from fedbilevel.engines.solve import solve
+from fedbilevel.tasks.quadratic import quadratic
 
-ROUNDING = 1e4
-"""The largest allowed difference of results, in units of the precision of x; see `difference`."""
+TOLERANCE = 1e-10
+"""The largest allowed difference of results in float64; see `difference`.
+
+Engines add up in different orders, which changes a sum by some units of rounding, 2e-16. Many local steps or an
+ill-conditioned system can multiply that by some thousands. A mistake changes far more digits."""
 
 FEATURES = {
     "submodels": "clients of limited capacity",
@@ -39,43 +47,8 @@ FEATURES = {
 }
 """Features that a problem decides about: a method's word for them is reported, and nothing is run."""
 
-
-@dataclass(frozen=True)
-class MethodCheck:
-    """Hold the outcome of one check of a method.
-
-    Args:
-        name: what was checked.
-        outcome: "passed", "failed"; "refused" if the method says that it does not support this; or "allowed" if it says
-            that it does, and nothing was run.
-        detail: the largest difference, the reason of a refusal, or the error.
-    """
-
-    name: str
-    outcome: str
-    detail: str = ""
-
-
-@dataclass(frozen=True, repr=False)
-class MethodReport:
-    """Hold the result of `check_method`; it prints as a table.
-
-    Args:
-        method: the label of the method.
-        checks: the outcomes, in the order in which they were found.
-    """
-
-    method: str
-    checks: tuple[MethodCheck, ...]
-
-    @property
-    def failed(self) -> tuple[MethodCheck, ...]:
-        """Return the checks that failed."""
-        return tuple(check for check in self.checks if check.outcome == "failed")
-
-    def __repr__(self) -> str:
-        rows = [(check.name, check.outcome, check.detail) for check in self.checks]
-        return aligned([(self.method, "", ""), *rows])
+ROUNDS_TO_REST = 2000
+SOLVED = 1e-6  # the relative error of x at which a quadratic problem counts as solved
 
 
 @dataclass(frozen=True)
@@ -92,45 +65,36 @@ class Runs:
 
     def run(self, engine: Engine, **options: Any) -> Result:
         """Return the result of a run, of `rounds` rounds if the options do not say otherwise."""
-        options = {"rounds": self.rounds, "key": self.key, **options}
+        options = {"rounds": self.rounds, "key": self.key, "clients": self.clients, **options}
+        clients = options.pop("clients")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a few rounds need not converge
-            return solve(self.method, self.problem, self.clients, self.x0, self.y0, engine=engine, **options)
-
-    def compared(self, first: Result, second: Result, exact: bool = False) -> str:
-        """Return the largest difference between two results, in words.
-
-        Raises:
-            CheckError: they differ by more than rounding; with `exact`, at all.
-        """
-        pairs = list(zip(leaves(first), leaves(second), strict=True))
-        worst, path = max((difference(a, b), path) for (path, a), (_, b) in pairs)
-        allowed = 0.0 if exact else ROUNDING * float(epsilon(self.x0, self.y0))
-        if not worst <= allowed:
-            raise CheckError(f"state{path} differs by {worst:.2g} of its size; allowed are {allowed:.2g}")
-        if (counts := (first.ledger, second.ledger))[0] != counts[1]:
-            raise CheckError(f"the costs differ: {counts[0]} and {counts[1]}")
-        return "equal to the bit" if worst == 0 else f"differ by {worst:.1g}"
+            return solve(self.method, self.problem, clients, self.x0, self.y0, engine=engine, **options)
 
 
 def check_method(
     method: Algorithm, problem: Any, clients: Clients, x0: PyTree, y0: PyTree = None, *, rounds: int = 3, key: int = 0
-) -> MethodReport:
+) -> CheckReport:
     """Run a method in every way that it supports, and compare the results: a test of a method of your own in one call.
 
     These checks are made:
 
     - Rounds move x or y, and the state stays finite.
-    - A seed repeats a run to the bit.
+    - A seed repeats a run to the bit, also if it is resumed from a checkpoint. Another seed gives another run if the
+      method has a batch size.
     - `Reference`, which computes one client after the other without vectorising, and `Local`, with all clients at once,
-      one by one and streamed, have the same state and costs. So have both for a cohort of half the clients.
-    - A run that is resumed from a checkpoint continues to the bit.
+      one by one and streamed, have the same state and costs. So have both for a cohort of half the clients, and a
+      federation over Flower in this process if Flower is installed.
+    - The ledger has the bytes of the replies.
     - Late replies and noised replies work, or the method refuses them.
+    - With the fact `bias="nothing"`, and full batches, the method ends at the solution of a quadratic problem whose
+      clients differ in losses, weights and numbers of samples.
 
-    States may differ by 10⁴ units of rounding, relative to the largest entry of a leaf or to 1, whichever is larger.
-    In float32 that is 1e-3, so switch on float64 for a sharp check. Take small data of clients that differ, and that
-    have unequal weights and numbers of samples, since equal clients hide mistakes. Whether the method solves the
-    problem is not checked: compare the result of `solve` with a solution that you know.
+    Everything is computed in float64, whatever the dtypes of x0 and y0 are. States may differ by 1e-10, relative to the
+    largest entry of a leaf or to 1, whichever is larger. A loss that itself computes in float32 cannot agree so well.
+    Take small data of clients that differ, and that have unequal weights and numbers of samples, since equal clients
+    hide mistakes. Without this fact the checks do not tell whether the method solves the problem: compare the result of
+    `solve` with a solution that you know.
 
     Args:
         method: the method; steps that are None adapt, as in `solve`.
@@ -149,42 +113,43 @@ def check_method(
     require_count("rounds", rounds)
     require(rounds > 1, "rounds", rounds, "at least 2, since a run is interrupted and resumed")
     require(isinstance(clients, Clients) and len(clients) > 1, "clients", clients, "Clients of at least two")
-    runs = Runs(method, problem, clients, x0, y0, rounds, key)
-    plain = runs.run(Local())
-    report = MethodReport(method.label, tuple(outcome(*check) for check in checks(runs, plain)))
-    if report.failed:
-        raise CheckError(f"{len(report.failed)} of {len(report.checks)} checks failed\n{report!r}")
-    return report
+    with jax.enable_x64(True):
+        runs = Runs(method, problem, clients, in_float64(x0), in_float64(y0), rounds, key)
+        return report_of(method.label, checks(runs, runs.run(Local())))
 
 
-def checks(runs: Runs, plain: Result) -> Iterator[tuple[str, Callable[[], str] | No]]:
-    """Yield the name of each check, and a function that returns a detail or raises; or why the method refuses it."""
-    allows, half = runs.method.allows, max(1, len(runs.clients) // 2)
+def in_float64(tree: PyTree) -> PyTree:
+    """Return a tree with its floating arrays and numbers in float64."""
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64) if is_floating(leaf) else leaf, tree)
+
+
+def checks(runs: Runs, plain: Result) -> Iterator[NamedCheck]:
+    """Yield all checks of a method; `plain` is the result of a run on `Local`."""
+    asks, half = runs.method.asks, max(1, len(runs.clients) // 2)
+    allows = adaptive(runs.method, runs.problem).allows  # as `solve` runs it: steps that adapt refuse noise
     yield "rounds move the state", lambda: moved(runs, plain)
-    yield "a seed repeats a run", lambda: runs.compared(plain, runs.run(Local()), exact=True)
-    yield "one client after the other", lambda: runs.compared(plain, runs.run(Reference()))
-    yield "chunks of one client", lambda: runs.compared(plain, runs.run(Local(chunk=1)))
-    yield "streamed samples", lambda: runs.compared(plain, runs.run(Local(stream=True)))
+    yield "a seed repeats a run", lambda: repeated(runs, plain)
+    yield "another seed", lambda: another_seed(runs, plain)
+    yield "one client after the other", lambda: one_by_one(runs, plain)
+    yield "chunks of one client", lambda: compared(plain, runs.run(Local(chunk=1)))
+    together = No("its rounds do not wait for all clients")
+    streamed = lambda: compared(plain, runs.run(Local(stream=True)))  # noqa: E731
+    yield "streamed samples", together if asks.asynchronous else streamed
     everyone = No("its rounds need all clients")
-    cohort = lambda: runs.compared(runs.run(Local(), cohort=half), runs.run(Reference(), cohort=half))  # noqa: E731
-    yield f"a cohort of {half}", cohort if runs.method.asks.cohorts else everyone
-    yield "resumed from a checkpoint", lambda: resumed(runs, plain)
-    yield "late replies", allows.late if isinstance(allows.late, No) else lambda: late(runs, half)
+    cohort = lambda: compared(runs.run(Local(), cohort=half), runs.run(Reference(), cohort=half))  # noqa: E731
+    yield f"a cohort of {half}", cohort if asks.cohorts else everyone
+    away = No("Flower is not installed") if find_spec("flwr") is None else together if asks.asynchronous else None
+    yield "over Flower", away or (lambda: over_flower(runs, plain))
+    waits = together if asks.asynchronous else allows.late
+    yield "late replies", waits if isinstance(waits, No) else lambda: late(runs, half)
     yield "noised replies", allows.noise if isinstance(allows.noise, No) else lambda: noised(runs)
+    facts = type(runs.method).facts
+    claims = facts is not None and facts.bias == "nothing" and isinstance(runs.problem, Bilevel)
+    unclaimed = No('its facts do not say bias="nothing" of a bilevel problem')
+    yield "the solution of a quadratic problem", (lambda: solved(runs)) if claims else unclaimed
     for name, words in FEATURES.items():
         allowed = getattr(allows, name)
         yield words, allowed if isinstance(allowed, No) else lambda: ""
-
-
-def outcome(name: str, check: Callable[[], str] | No) -> MethodCheck:
-    """Run one check."""
-    if isinstance(check, No):
-        return MethodCheck(name, "refused", check.why)
-    try:
-        detail = check()
-    except FedbilevelError as error:
-        return MethodCheck(name, "failed", str(error))
-    return MethodCheck(name, "passed" if detail else "allowed", detail)
 
 
 def moved(runs: Runs, plain: Result) -> str:
@@ -197,24 +162,111 @@ def moved(runs: Runs, plain: Result) -> str:
     return f"by {most:.1g}"
 
 
-def resumed(runs: Runs, plain: Result) -> str:
+def repeated(runs: Runs, plain: Result) -> str:
     """Check that a run that is interrupted before its last round and resumed ends at the same state."""
     with tempfile.TemporaryDirectory() as folder:
         checkpoint = Path(folder) / "run"
         runs.run(Local(), rounds=runs.rounds - 1, checkpoint=checkpoint)
-        return runs.compared(plain, runs.run(Local(), checkpoint=checkpoint, resume=True), exact=True)
+        resumed = runs.run(Local(), checkpoint=checkpoint, resume=True)
+    try:
+        return compared(plain, resumed, exact=True) + ", also resumed from a checkpoint"
+    except CheckError as error:
+        compared(plain, runs.run(Local()), exact=True)  # raises if the checkpoint is not to blame
+        raise CheckError(f"resumed from a checkpoint: {error}") from error
+
+
+def another_seed(runs: Runs, plain: Result) -> str:
+    """Check that a method with a batch size draws other samples by another seed."""
+    other = runs.run(Local(), key=runs.key + 1)
+    pairs = zip(leaves(plain), leaves(other), strict=True)
+    if any(not np.array_equal(a, b) for (_, a), (_, b) in pairs):
+        return "gives another run"
+    sizes = {".".join(map(str, entry.keys)): entry.value for entry in batch_sizes(runs.method)}
+    drawn = {name: size for name, size in sizes.items() if size is not None}
+    if drawn:
+        given = ", ".join(f"{name} = {size}" for name, size in drawn.items())
+        raise CheckError(
+            f"it gives the same run, though {given}: does a round pass its key on, and a phase draw by it?"
+        )
+    return "gives the same run: nothing is drawn"
+
+
+def batch_sizes(method: Algorithm) -> list[Any]:
+    """Return the entries of the method's fields, and of those of its parts, that are batch sizes."""
+    return [entry for entry in entries(method) if entry.field.name == "batch_size"]
+
+
+def one_by_one(runs: Runs, plain: Result) -> str:
+    """Check that `Reference` agrees, and that the ledger has the bytes of the replies that it has seen."""
+    sizes = list[int]()
+    result = runs.run(Reference(on_reply=lambda phase, client, reply: sizes.append(nbytes(reply.update))))
+    if not runs.method.asks.asynchronous and sum(sizes) != result.ledger.bytes_up:
+        raise CheckError(f"the ledger has {result.ledger.bytes_up} bytes of replies, which have {sum(sizes)}")
+    return compared(plain, result)
+
+
+def over_flower(runs: Runs, plain: Result) -> str:
+    """Check that a federation over Flower in this process agrees in the state and in all costs but time."""
+    from fedbilevel.flower import Flower, InProcess, Limits, Site, client_app
+
+    rows, shared = runs.clients, runs.clients.inner is runs.clients.outer
+    free = Limits(min_batch_size=1, min_local_samples=1)
+
+    def site(client: int) -> Site:
+        inner = None if shared else rows.inner.row(client)
+        data = {"outer": rows.outer.row(client), "inner": inner, "limits": free}
+        return Site(id=client, algorithm=runs.method, problem=runs.problem, x0=runs.x0, y0=runs.y0, **data)
+
+    app = client_app(lambda run, node: site(int(node["partition-id"])))
+    engine = Flower(grid=InProcess(app, len(rows)))
+    return compared(plain, runs.run(engine, clients=RemoteClients.of(rows)), timed=False)
 
 
 def late(runs: Runs, wait_for: int) -> str:
     """Check that both engines agree where rounds continue after the first replies."""
     asynchronous = replace(runs, method=layered(runs.method, Asynchronous(wait_for=wait_for)))
-    return asynchronous.compared(asynchronous.run(Local()), asynchronous.run(Reference()))
+    return compared(asynchronous.run(Local()), asynchronous.run(Reference()))
 
 
 def noised(runs: Runs) -> str:
     """Check that the state stays finite where replies are clipped and noised."""
     result = runs.run(Local(), privacy=Privacy(clip=1.0, noise_multiplier=0.1, delta=1e-5))
     return moved(runs, result)
+
+
+def solved(runs: Runs) -> str:
+    """Check that the method, with full batches, does not come to rest elsewhere than at the solution."""
+    task = quadratic(clients=4, condition=3, samples=(2, 4))
+    method = runs.method
+    for entry in batch_sizes(method):
+        method = replaced(method, entry.keys, None)
+    own = replace(runs, method=method, problem=task.problem, clients=task.population, x0=task.x0, y0=task.y0)
+    try:
+        options = {"rounds": ROUNDS_TO_REST, "eval_every": ROUNDS_TO_REST // 2, "metrics": task.metrics}
+        before, last = own.run(Local(), **options).history["relative_error"][-2:]
+    except NonFiniteError:
+        return "not tried: its steps are too long for a quadratic problem with curvatures up to 1"
+    if last > SOLVED and last > before / 2:
+        raise CheckError(f"after {ROUNDS_TO_REST} rounds the relative error of x is {last:.2g}, and no longer falls")
+    return f"relative error of x {last:.1g} after {ROUNDS_TO_REST} rounds"
+
+
+def compared(first: Result, second: Result, exact: bool = False, timed: bool = True) -> str:
+    """Return the largest difference between two results, in words.
+
+    Raises:
+        CheckError: they differ by more than rounding; with `exact`, at all; or their costs differ, with `timed` also in
+            time.
+    """
+    pairs = list(zip(leaves(first), leaves(second), strict=True))
+    worst, path = max((difference(a, b), path) for (path, a), (_, b) in pairs)
+    allowed = 0.0 if exact else TOLERANCE
+    if not worst <= allowed:
+        raise CheckError(f"state{path} differs by {worst:.2g} of its size; allowed are {allowed:.2g}")
+    costs = [result.ledger if timed else replace(result.ledger, ticks=0) for result in (first, second)]
+    if costs[0] != costs[1]:
+        raise CheckError(f"the costs differ: {costs[0]} and {costs[1]}")
+    return "equal to the bit" if worst == 0 else f"differ by {worst:.1g}"
 
 
 def leaves(result: Result) -> list[tuple[str, Any]]:

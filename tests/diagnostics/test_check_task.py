@@ -1,0 +1,77 @@
+"""Does check_task pass tasks that are right, and name what is wrong?"""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import fedbilevel as fb
+from fedbilevel.tasks import hyper_cleaning, quadratic
+
+TASK = quadratic(clients=4, samples=(3, 5), condition=4)
+OUTER, INNER = TASK.problem.outer, TASK.problem.inner
+
+
+def summed(x, y, batch):
+    """The inner loss times the number of samples."""
+    return INNER(x, y, batch) * len(batch["c"])
+
+
+def broken(x, y, batch):
+    """A loss whose gradient in y is NaN where y is 0, as it is at the start."""
+    return INNER(x, y, batch) + jnp.sqrt(jnp.sum(y**2)) / 10
+
+
+def concave(x, y, batch):
+    """An inner loss with a maximum in y."""
+    return INNER(x, y, batch) - jnp.sum(y**2)
+
+
+def checked(problem, **changes):
+    return fb.check_task(replace(TASK, problem=problem, **changes))
+
+
+def test_tasks_that_are_right():
+    report = fb.check_task(TASK)
+    found = {check.name: check.detail for check in report.checks}
+    assert found["the inner loss is strongly convex at the start"].startswith("eigenvalues from 0.")
+    assert "relative_error 1" in found["metrics are finite"]
+    assert not fb.check_task(hyper_cleaning(clients=3, ridge=0.1)).failed
+
+
+@pytest.mark.parametrize(
+    ("problem", "name", "words"),
+    [
+        (
+            fb.Bilevel(lambda x, y, b: jnp.vdot(x, x), INNER),
+            "x acts on the outer",
+            "changes nothing about the outer loss",
+        ),
+        (fb.Bilevel(OUTER, lambda x, y, b: jnp.vdot(y, y)), "x acts on the outer", "takes the validation loss first"),
+        (fb.Bilevel(OUTER, summed), "losses are means", "the inner loss is not a mean"),
+        (fb.Bilevel(OUTER, broken), "losses and gradients", r"\['inner'\]\['y'\]"),
+    ],
+    ids=["y without effect", "swapped", "a sum", "NaN"],
+)
+def test_what_is_wrong_is_named(problem, name, words):
+    with pytest.raises(fb.errors.CheckError, match=words) as error:
+        checked(problem, y0=np.zeros(8))
+    (failed,) = [line for line in str(error.value).splitlines() if "  failed  " in line]
+    assert failed.startswith(name)
+
+
+def test_a_metric_that_is_not_finite_fails():
+    with pytest.raises(fb.errors.CheckError, match="not finite numbers: mine"):
+        checked(TASK.problem, metrics={"mine": lambda x, y: jnp.log(-jnp.ones(()))})
+
+
+def test_an_inner_loss_without_minimum_is_warned_of():
+    with pytest.warns(fb.errors.NumericalWarning, match="not strongly convex in y at the start"):
+        report = checked(fb.Bilevel(OUTER, concave))
+    assert not report.failed
+
+
+def test_shapes_that_do_not_fit_are_refused():
+    with pytest.raises(fb.errors.ConfigurationError):
+        checked(TASK.problem, y0=np.zeros(5))
