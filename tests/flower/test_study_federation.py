@@ -3,6 +3,7 @@
 import json
 import re
 import tomllib
+from dataclasses import fields
 from importlib import import_module
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from sklearn.exceptions import ConvergenceWarning
 
 from fedbilevel.cli import main
 from fedbilevel.core.errors import ConfigurationError, ExchangeError
-from fedbilevel.estimators import StudyModel
+from fedbilevel.estimators import Study, StudyModel
 from fedbilevel.experiments import Folder, read_study
 from fedbilevel.experiments.federation_status import Status
 from fedbilevel.experiments.study import client_app, played, serve, site
@@ -294,9 +295,41 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
         assert printed.count("cannot be read") == 1
 
 
+def test_every_field_of_a_study_is_an_option(tmp_path, monkeypatch, capsys):
+    """No file has to be edited, and the help has the words of the class."""
+    monkeypatch.chdir(tmp_path)
+    values = {"sites": "north, south,2", "categorical": "a,b", "columns": "a,b,c", "drop": "d", "gaps": "-9,?"}
+    values |= {"estimator": "cox", "target": "days", "event": "died", "patient": "p", "penalty": "column", "cv": "3"}
+    values |= {"rounds": "50", "random-state": "4", "min-count": "5", "holdout": "2", "times": "5,20.5"}
+    several = ["--groups", "lab=a,b", "--groups", "rest=c", "--no-offsets"]
+    assert main(["flower", "new", "app", *(f"--{name}={value}" for name, value in values.items()), *several]) == 0
+    expected = Study(
+        estimator="cox", sites=("north", "south", "2"), target="days", event="died", patient="p", cv=3, rounds=50,
+        categorical=("a", "b"), columns=("a", "b", "c"), drop=("d",), gaps=("-9", "?"), offsets=False,
+        penalty="column", groups={"lab": ("a", "b"), "rest": ("c",)}, random_state=4, min_count=5, holdout="2",
+        times=(5, 20.5),
+    )  # fmt: skip
+    assert read_study(tmp_path / "app" / "app" / "study.toml") == expected
+    assert {field.name for field in fields(Study)} == {"positive"} | {
+        name.replace("-", "_") for name in ("groups", "offsets", *values)
+    }
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        main(["flower", "new", "--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "--gaps A,B,… texts that mean a gap, besides those of pandas (default: ?)" in said
+    assert "--positive VALUE of logistic regression, the class whose probability is predicted" in said
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
+        (["--cv", "1"], "cv = 1 .* a whole number of folds, 2 or more"),
+        (["--cv", "some"], "cv = 'some' .* a whole number of folds"),
+        (["--min-count", "2.5"], "min_count = 2.5 .* a positive integer"),
+        (["--times", "9,5"], "times = .* rising numbers above 0"),
+        (["--groups", "age"], "--groups = 'age' .* NAME=A,B"),
+        (["--groups", "a=age", "--groups", "b=age"], "groups = .* each column once"),
         (["--task", "quadratic"], "--estimator = 'with --task' .* a study has no task"),
         (["--penalty", "some"], "penalty = 'some' .* one or column or feature"),
         (["--event", "died"], "event = 'died' .* Cox's model alone"),

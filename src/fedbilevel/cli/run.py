@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import fedbilevel.experiments as experiments  # loads nothing yet; "from fedbilevel import" would load all
 from fedbilevel.cli import shared
+from fedbilevel.cli.study_options import add_study_options, given_options, study_table
 from fedbilevel.core import interrupts
 from fedbilevel.core.errors import CheckpointError, ConfigurationError, NumericalError, require
 
@@ -306,20 +307,6 @@ def _how_to_resume(place: Folder, series: Path | None, first: bool) -> str:
     return "interrupted before the first checkpoint; there is nothing to resume"
 
 
-STUDY = {
-    "sites": ("the names of the sites, in the order of their numbers", True),
-    "target": ("the column that is predicted; for cox, the times", False),
-    "event": ("for cox, the column that is 1 if the event occurred", False),
-    "positive": ("for logistic, the class whose probability is predicted", False),
-    "patient": ("the column with the patient of each row, if patients have several rows", False),
-    "categorical": ("columns of codes and words", True),
-    "columns": ("the features (all other columns)", True),
-    "drop": ("columns that are not features", True),
-    "penalty": ("one for all (one), or one for each column or feature", False),
-}
-"""Field of `Study` -> (its meaning, whether it takes several names), for the options of a new app."""
-
-
 def _add_flower(add: shared.Add) -> None:
     commands = add("flower", _help).add_subparsers(title="commands", metavar="COMMAND")
     inside = shared.Add(commands)
@@ -372,13 +359,7 @@ def _add_flower(add: shared.Add) -> None:
         "--connection", metavar="NAME", help="check that this SuperLink of Flower's config.toml begins runs"
     )
     new.add_argument("--data", metavar="NAME", help="the task's data set (digits)")
-    new.add_argument(
-        "--estimator", metavar="NAME", help="instead, make a study of sites' tables: logistic, ridge or cox"
-    )
-    for name, (meant, several) in STUDY.items():
-        new.add_argument(f"--{name}", metavar="A,B,…" if several else "NAME", help=f"for a study: {meant}")
-    held = "for a study: the share of each site's rows that is held out for the report, or a held-out site (0)"
-    new.add_argument("--holdout", metavar="SHARE|SITE", help=held)
+    add_study_options(new)
     demo.add_argument(
         "--out", type=Path, metavar="DIR", help="the folder for app, run, keys and logs: new or empty (runs/…)"
     )
@@ -399,7 +380,7 @@ def _new(options: argparse.Namespace) -> int:
 
     if options.estimator is not None:
         return _new_study(options)
-    given = [f"--{name}" for name in (*STUDY, "holdout") if getattr(options, name) is not None]
+    given = given_options(options)
     require(not given, ", ".join(given), "given", "left out without --estimator")
 
     clients = [] if options.clients is None else [f"task.clients={options.clients}"]
@@ -415,24 +396,9 @@ def _new_study(options: argparse.Namespace) -> int:
 
     others = [name for name in ("task", "spec", "algorithm", "set", "clients", "data") if getattr(options, name)]
     require(not others, "--estimator", f"with --{' --'.join(others)}", "without them: a study has no task")
-    given: dict[str, Any] = {"estimator": options.estimator}
-    for name, (_, several) in STUDY.items():
-        if (value := getattr(options, name)) is not None:
-            given[name] = [one for one in value.split(",") if one] if several else value
-    if options.holdout is not None:
-        sites = given.get("sites", ())
-        given["holdout"] = options.holdout if options.holdout in sites else _share(options.holdout)
-    write_app(Study.read(given | ({} if options.rounds is None else {"rounds": options.rounds})), options.folder)
+    write_app(Study.read(study_table(options)), options.folder)
     print(f"app   {options.folder}\nnext  see {options.folder / 'README.md'}")
     return shared.OK
-
-
-def _share(text: str) -> float | str:
-    """Return a text as a number if it is one; `Study` rejects the name of an unknown site."""
-    try:
-        return float(text)
-    except ValueError:
-        return text
 
 
 def _keys(options: argparse.Namespace) -> int:

@@ -45,10 +45,10 @@ class Study:
     """What all sites know before a study begins.
 
     Args:
-        estimator: "logistic", "ridge" or "cox".
+        estimator: the model: "logistic", "ridge" or "cox".
         sites: the names of the sites; site i is client i of a federation.
         target: the column that is predicted; of Cox's model the times.
-        event: of Cox's model, the column that is 1 where the event came, 0 where it had not come by then.
+        event: of Cox's model, the column that is 1 where the event came, and 0 where it had not come by then.
         positive: of logistic regression, the class whose probability is predicted; empty: the second by name.
         patient: a column that says whose each row is, where several rows are one patient's; empty: none.
         categorical: columns of codes and words.
@@ -57,14 +57,17 @@ class Study:
         gaps: texts that mean a gap, besides those of pandas.
         offsets: whether each site has an offset, which shares a penalty with those of the other sites. Cox's model has
             a baseline for each site instead.
-        penalty: "one" for all features, or one for each "column", or for each "feature", that is, indicator.
-        groups: columns that share a penalty of their own, by any name of it.
-        cv, rounds, random_state: as of the estimator.
-        min_count: of a site's categories of fewer rows, and columns of fewer numbers, nothing is told or used.
+        penalty: "one" for all features, or one for each "column", or for each "feature" (each category has its own).
+        groups: for each name the columns that share a penalty of their own.
+        cv: the number of folds by which penalties are found.
+        rounds: the number of exchanges at most; the search for penalties ends by itself, after some tens.
+        random_state: the seed of the folds and of the rows that are held out.
+        min_count: the number of rows that a site's category, and of numbers that its column, must have: of smaller ones
+            nothing is told or used at the site.
         holdout: the share of rows of each site and class that nothing is fitted to, and no statistics are made of; the
             model's report is about them. Or the name of a site: all of its rows are held out, and it is evaluated as a
             site that was not in the study, with the offset 0.
-        times: of Cox's model, the grid of baseline hazards and Kaplan-Meier curves, 50 times at most; empty: neither.
+        times: of Cox's model, the rising times of baseline hazards and Kaplan-Meier curves, 50 at most; empty: neither.
     """
 
     estimator: str
@@ -98,7 +101,9 @@ class Study:
         for name in ("target", "event", "positive", "patient"):
             require(isinstance(getattr(self, name), str), name, getattr(self, name), "a text")
         fits = isinstance(self.groups, Mapping) and all(isinstance(one, list | tuple) for one in self.groups.values())
-        require(fits, "groups", self.groups, "a table with a list of columns for each name")
+        grouped = [name for columns in self.groups.values() for name in columns] if fits else []
+        fits = fits and all(isinstance(name, str) for name in grouped) and len(set(grouped)) == len(grouped)
+        require(fits, "groups", self.groups, "a table with a list of columns for each name, each column once")
         object.__setattr__(self, "groups", {name: tuple(columns) for name, columns in self.groups.items()})
         require(type(self.offsets) is bool, "offsets", self.offsets, "true or false")
         object.__setattr__(self, "offsets", self.offsets and self.estimator != "cox")
