@@ -1,9 +1,12 @@
 """The scoring sheet: a person who follows it, line by line, comes to what the model predicts."""
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
 
+from fedbilevel.data.columns import deviation
 from fedbilevel.estimators import StudyModel
 from site_tables import TARGETS, study, tables
 
@@ -36,11 +39,19 @@ def points(sheet):
     return start, numbers, words
 
 
+def precision(sheet):
+    """How many decimals a person keeps, and by how much S may then be wrong, in the words of the sheet."""
+    decimals, bound = re.search(
+        r"Round each term to (\d+) decimals. S then differs .* by ([\d.]+) at most", sheet
+    ).groups()
+    return int(decimals), float(bound)
+
+
 def by_hand(sheet, row, site):
     start, numbers, words = points(sheet)
-    total = start
+    total, (decimals, _) = start, precision(sheet)
     for name, (each, missing) in numbers.items():
-        total += missing if np.isnan(row[name]) else each * row[name]
+        total += missing if np.isnan(row[name]) else round(each * row[name], decimals)
     for name, known in words.items():
         word = site if name == "site" else row[name]
         word = GAP if pd.isna(word) else f"{word:g}" if isinstance(word, float) else word
@@ -63,9 +74,29 @@ def test_a_person_who_follows_the_sheet_predicts_as_the_model_does(kind, tmp_pat
             share = model.predict_proba(rows, site if site == "south" else "")
             np.testing.assert_allclose(1 / (1 + np.exp(-sums)), share, rtol=0, atol=1e-5)
             assert [*known] == ["yes" if total > 0 else "no" for total in sums]
-        else:
-            np.testing.assert_allclose(sums, known, rtol=0, atol=5e-5 * unit)
+            known = np.log(share / (1 - share))
         assert np.ptp(sums) > 0.1 * unit
+        wrong = np.abs(sums - known)
+        assert 0 < wrong.max() <= precision(sheet)[1] <= 1e-4 * unit
+
+
+def test_the_sheet_is_as_precise_as_it_says_far_from_the_means(tmp_path):
+    """Ten standard deviations away, where the rounding of a coefficient counts most."""
+    model = model_of("logistic", tmp_path)
+    sheet, told = model.sheet(), model.agreement.features
+    wrong = []
+    for sign in (-1, 1):
+        row = {"kind": "a", "code": 1.0}
+        row |= {name: told[name]["mean"] + sign * 10 * deviation(told[name]) for name in ("age", "dose")}
+        share = model.predict_proba(pd.DataFrame({name: [value] for name, value in row.items()}), "west")[0]
+        wrong.append(abs(by_hand(sheet, row, "west") - np.log(share / (1 - share))))
+    assert max(wrong) <= precision(sheet)[1]
+
+
+def test_a_sheet_without_numbers_asks_for_no_rounding():
+    sheet = study("logistic", columns=("kind", "code")).fit(tables()).sheet()
+    assert "S differs from the model's by 0.000020 at most.\n" in sheet
+    assert "Round" not in sheet
 
 
 @pytest.mark.parametrize("kind", TARGETS)

@@ -137,12 +137,16 @@ def test_errors_of_ridge_regression_are_those_of_the_rows_in_one_place(ridge):
         assert one["bias"]["value"] == pytest.approx(error.mean(), rel=1e-8)
         assert one["r2"]["value"] == pytest.approx(1 - np.sum(error**2) / total, rel=1e-8)
         assert one["rows"] == len(error)
-    by_patient = pd.Series(errors["west"] - errors["west"].mean()).groupby(
-        SiteTable(ridge.agreement.study, "west", tables()["west"]).held_out[2]
-    )
+    patients = SiteTable(ridge.agreement.study, "west", tables()["west"]).held_out[2]
+    by_patient = pd.Series(errors["west"] - errors["west"].mean()).groupby(patients)
     m, bias = by_patient.ngroups, report["sites"]["west"]["bias"]
     error = np.sqrt(m / (m - 1) * np.sum(by_patient.sum() ** 2)) / len(errors["west"])
     assert (bias["high"] - bias["low"]) / 2 == pytest.approx(1.959964 * error, rel=1e-6)
+    squares = pd.Series(errors["west"] ** 2 - np.mean(errors["west"] ** 2)).groupby(patients)
+    relative = np.sqrt(m / (m - 1) * np.sum(squares.sum() ** 2)) / np.sum(errors["west"] ** 2)
+    root = report["sites"]["west"]["rmse"]
+    for bound, sign in (("low", -1), ("high", 1)):  # by the delta method, of the logarithm
+        assert np.log(root[bound] / root["value"]) == pytest.approx(sign * 1.959964 * relative / 2, rel=1e-6)
 
 
 def test_concordance_of_pairs_within_sites(cox):
@@ -231,6 +235,17 @@ def test_a_site_that_is_undefined_is_named_and_the_others_are_reported():
     assert content["undefined"] == {"west": "fewer than 4 held-out rows of a class"}
     assert [*content["sites"]] == ["north", "south"]
     assert "west: undefined, fewer than 4 held-out rows of a class" in str(model.report)
+
+
+def test_one_site_alone_has_its_own_measures_overall():
+    """All of its pairs are known: there are no bounds between which a measure lies."""
+    frames = {site: frame if site == "south" else frame.assign(ill="yes") for site, frame in tables().items()}
+    report = study("logistic", holdout=SHARE, min_count=LEAST).fit(frames).report
+    content = report.content
+    assert [*content["sites"]] == ["south"]
+    for name in ("auroc", "auprc"):
+        assert content["overall"][name] == pytest.approx(content["sites"]["south"][name], rel=1e-12)
+    assert "lies between" not in str(report)
 
 
 def test_what_min_count_hides_does_not_change_what_is_told(logistic):

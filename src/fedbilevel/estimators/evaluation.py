@@ -207,7 +207,8 @@ def _logistic(told: Mapping[str, Any], sums: Callable[[Numbers], Numbers]) -> di
         for name, weights in (("auroc", pairs), ("auprc", positives))
     }
     own = dict(zip(told, [answer["auroc"][0] for answer in told.values()], strict=True))
-    overall = {**_bounded(groups, own), "calibration": _calibrated(measures.calibration(sums))}
+    bounded = within if len(told) == 1 else _bounded(groups, own)  # of a single site all pairs are known
+    overall = {**bounded, "calibration": _calibrated(measures.calibration(sums))}
     return {"within sites": within, "overall": overall, "sites": by_site, "curve": _curve(groups)}
 
 
@@ -247,10 +248,11 @@ def _evaluation(content: Mapping[str, Any]) -> list[str]:
     lines += ["  ".join(map(str.ljust, row, widths)).rstrip() for row in table]
     lines += [f"{printable(site)}: undefined, {why}" for site, why in content["undefined"].items()]
     for name, one in content.get("overall", {}).items():
-        if "least" in (one if isinstance(one, dict) else {}):
-            lines.append(
-                f"overall {name} lies between {one['least']:.3f} and {one['most']:.3f}, by groups of predictions"
-            )
+        least, most = (
+            f"{one[bound]:.3f}" if isinstance(one, dict) and bound in one else "" for bound in ("least", "most")
+        )
+        if least != most:
+            lines.append(f"overall {name} lies between {least} and {most}, by groups of predictions")
     if curve := content.get("curve"):
         lines += ["calibration: rows, mean predicted probability, share of positive rows"]
         lines += [f"{one['rows']:6d}  {one['predicted']:.3f}  {one['observed']:.3f}" for one in curve]
@@ -285,6 +287,13 @@ def _weighted(estimates: list[list[float]], weights: Numbers, share: bool = True
     values, errors = np.array(estimates).T
     weights = weights / weights.sum()
     return _estimate(float(weights @ values), float(np.sqrt(weights**2 @ errors**2)), share)
+
+
+def _root(squares: Mapping[str, float]) -> dict[str, float]:
+    """Return the root of a mean square, with the interval of its logarithm, so that no bound is below 0."""
+    root = squares["value"] ** 0.5
+    width = (squares["high"] - squares["value"]) / (2 * squares["value"]) if root else 0.0
+    return {"value": root, "low": root * math.exp(-width), "high": root * math.exp(width)}
 
 
 def _calibrated(found: list[float] | None) -> dict[str, Any] | None:
@@ -363,9 +372,8 @@ def _ridge(told: Mapping[str, Any]) -> dict[str, Any]:
         squares, bias = (
             _weighted([one[name] for one in told.values()], weights, share=False) for name in ("squares", "bias")
         )
-        roots = {name: max(value, 0.0) ** 0.5 for name, value in squares.items()}
         share = {"r2": {"value": 1 - squares["value"] * float(weights.sum()) / variance}} if variance > 0 else {}
-        return {"rows": int(weights.sum()), "rmse": roots, "bias": bias, **share}
+        return {"rows": int(weights.sum()), "rmse": _root(squares), "bias": bias, **share}
 
     every = np.eye(len(rows), dtype=int) * rows
     by_site = {site: errors(every[i], float(within[i])) for i, site in enumerate(told)}

@@ -2,7 +2,8 @@
 
 The sum S of a row is a start, the term of each number, and the points of each word. A number's term is its coefficient
 for each unit of the original column, times the number. Terms have so many decimals that rounding each moves S by less
-than 10⁻⁵ of what S is measured in, also where a number is ten standard deviations away from its mean.
+than 10⁻⁵ of what S is measured in, also where a number is ten standard deviations away from its mean. The sheet says by
+how much S may then differ from the model's.
 """
 
 from collections.abc import Sequence
@@ -45,7 +46,8 @@ def sheet(model: Any) -> str:
     start, numbers, words = _lines(model, decimals)
     parts = [f"Scoring sheet: {_predicted(model)}"]
     parts += [f"{MODELS[study.estimator]}; {agreed.rows} rows of {', '.join(map(printable, study.fitted_sites))}", ""]
-    parts += ["Write down the start, a term for each number, and the points of each word. Their sum is S.", ""]
+    parts += ["Write down the start, a term for each number, and the points of each word. Their sum is S."]
+    parts += [*_precision(decimals, numbers, words), ""]
     parts += _aligned([("start", start)])
     if numbers:
         header = "number", "times, for each unit", "if missing, add", "as if it were"
@@ -67,6 +69,17 @@ def _decimals(agreed: Any) -> int:
     (target,) = agreed.target.values()
     unit = deviation(target) if agreed.study.estimator == "ridge" else 1.0
     return max(0, DECIMALS - floor(log10(unit)))
+
+
+def _precision(decimals: int, numbers: list[NumberLine], words: dict[str, dict[str, str]]) -> list[str]:
+    """Say how terms are rounded, and bound what this changes: half of the last decimal for each printed number, and as
+    much again for the term that a person rounds."""
+    bound = (1 + 2 * len(numbers) + len(words)) / 2 * 10.0**-decimals
+    differs = f"differs from the model's by {bound:.{decimals + 1}f} at most"
+    if not numbers:
+        return [f"S {differs}."]
+    far = f"as long as no number is more than {FAR} standard deviations away from its mean."
+    return [f"Round each term to {decimals} decimals. S then {differs},", far]
 
 
 def _lines(model: Any, decimals: int) -> tuple[str, list[NumberLine], dict[str, dict[str, str]]]:
@@ -106,9 +119,12 @@ def _results(model: Any) -> list[str]:
     if model.baselines:
         lines += ["", "probability to be without the event up to a time = exp(-H exp(S))"]
         lines += [
-            "H is that of the site and of the last time in its list that is not later. Before the first time it is 0,"
+            f"H is that of the site at the time, in the unit of {printable(study.target)}. Between two times of the"
         ]
-        lines += ["and after the last time it is not known."]
+        lines += [
+            "site's list take H of the earlier one, and before the first time 0: the probability is then too high."
+        ]
+        lines += ["After the last time H is not known."]
     for site, steps in model.baselines.items():
         rows = [(f"  {end:g}", f"{hazard:.6g}") for end, _, _, hazard in steps]
         lines += ["", *_aligned([(f"{printable(site)}: time", "H"), *rows])]
