@@ -8,6 +8,7 @@ from sklearn.metrics import roc_auc_score
 
 import fedbilevel as fb
 from fedbilevel.errors import ConfigurationError
+from fedbilevel.estimators import measures
 from fedbilevel.estimators.site_table import SiteTable
 from representatives import slow_but
 from site_tables import SITES, TARGETS, fitted, study, tables
@@ -49,6 +50,29 @@ def test_the_report_is_about_all_rows_of_the_site_with_the_offset_0():
     assert "all rows of `south`, which are not counted, are held out" in model.card()
     assert "Sites: `north`, `west`" in model.card()
     assert "south" not in model.sheet()
+
+
+def test_a_cox_model_with_times_is_evaluated_at_a_site_without_a_baseline():
+    """Concordance and calibration slope are of all its rows; curves and baselines are those of the other sites."""
+    frames, given = tables(), study("cox", holdout="south", times=(5, 20, 60, 200), min_count=4)
+    model = given.fit(frames)
+    alone = replace(given, sites=OTHERS, holdout=0.0).fit({site: frames[site] for site in OTHERS})
+    assert model.baselines == alone.baselines
+    assert model.report.content["kaplan meier"] == alone.report.content["kaplan meier"]
+    kept = frames["south"]
+    risk, target = model.predict(kept), kept[["days", "died"]].to_numpy(float)
+    slope, _ = measures.hazard_slope(*target.T, risk)
+    pairs, concordance, _ = measures.concordance(*target.T, risk)
+    one = model.report.content["sites"]["south"]
+    assert (one["rows"], one["events"], pairs > 300) == (len(kept), target[:, 1].sum(), True)
+    assert one["concordance"]["value"] == pytest.approx(concordance, rel=1e-12)
+    assert one["calibration"]["slope"]["value"] == pytest.approx(slope, rel=1e-9)
+    printed = str(model.report).split("\n")
+    assert printed[2].split() == ["rows", "events", "concordance", "slope"]
+    assert f"{slope:.3f} (" in printed[3]
+    with pytest.raises(ConfigurationError, match=r"site = 'south' .* a site with a baseline \(north, west\)"):
+        model.predict_survival(kept, [20], "south")
+    assert model.predict_survival(kept, [20], "north").shape == (len(kept), 1)
 
 
 def test_the_offset_of_a_site_that_was_not_in_the_study_is_the_mean_of_the_offsets():

@@ -5,7 +5,7 @@ import pytest
 from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import average_precision_score, roc_auc_score
 
-from fedbilevel.estimators import measures
+from fedbilevel.estimators import CoxRegression, measures
 
 RNG = np.random.default_rng(3)
 LABEL = RNG.integers(0, 2, 60)
@@ -104,3 +104,18 @@ def test_each_group_has_the_least_number_of_rows(least):
     assert made[:, 2:].sum(0) == pytest.approx([np.sum(label == 0), label.sum(), probability.sum()])
     if least == 1:
         assert len(groups) == len(made) == np.sum(counts > 0)
+
+
+def test_the_slope_of_hazards_is_that_of_a_cox_regression_without_penalty():
+    made = CoxRegression(penalties=0.0).fit(SCORE[:, None], np.column_stack([TIME, EVENT]), groups=np.zeros(60))
+    slope, error = measures.hazard_slope(TIME, EVENT, SCORE)
+    assert slope == pytest.approx(made.coef_[0], rel=1e-6)
+    assert error == pytest.approx(made.standard_errors_[0], rel=1e-5)
+    for times in (0.01, 1e4):
+        assert measures.hazard_slope(TIME, EVENT, times * SCORE) == pytest.approx([slope / times, error / times])
+
+
+@pytest.mark.parametrize("risk", [np.zeros(60), -TIME])
+def test_hazards_without_a_maximum_have_no_slope(risk):
+    """All alike, and in the order of events."""
+    assert measures.hazard_slope(TIME, np.ones(60), risk) is None

@@ -125,7 +125,59 @@ def test_a_site_that_is_not_there_ends_the_study_with_its_name(files, tmp_path):
     said, ended = status.lines, status.ended
     assert "client 1, round 0" in " ".join(said)
     assert isinstance(ended, ExchangeError)
-    assert str(ended).endswith("If it is submitted again, the study starts from the beginning")
+    assert str(ended).endswith("run', the study continues")
+
+
+class Killed(BaseException):
+    """What ends a server at once."""
+
+
+def killed_after(count, nodes):
+    """Nodes whose server ends after so many messages, with nothing more written."""
+    push, left = nodes.push_messages, [count]
+
+    def some(messages):
+        messages = [*messages]
+        left[0] -= len(messages)
+        if left[0] < 0:
+            raise Killed
+        return push(messages)
+
+    nodes.push_messages = some
+    return nodes
+
+
+def phases(place):
+    return [json.loads(line)["phase"] for line in (place / "exchanges.jsonl").read_text().splitlines()]
+
+
+def test_a_study_whose_server_was_killed_goes_on_where_it_was(files, tmp_path, capsys):
+    given, place, whole = study("ridge"), tmp_path / "run", tmp_path / "whole"
+    serve(given, Nodes(client_app(given), files), {"out": str(whole), "poll": 0.1})
+    with pytest.raises(Killed):
+        serve(given, killed_after(55, Nodes(client_app(given), files)), {"out": str(place), "poll": 0.1})
+    before = phases(place).count("derivatives")
+    assert before > 5
+    assert not (place / "model.json").exists()
+    capsys.readouterr()
+    serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
+    assert "goes on with the search in" in capsys.readouterr().out
+    assert phases(place).count("derivatives") == phases(whole).count("derivatives")
+    assert phases(place).count("a question") == 2
+    assert (place / "model.json").read_bytes() == (whole / "model.json").read_bytes()
+    assert not [*place.glob("search-*")]
+
+
+def test_a_study_of_other_tables_begins_anew(files, tmp_path, capsys):
+    given, place = study("ridge"), tmp_path / "run"
+    with pytest.raises(Killed):
+        serve(given, killed_after(55, Nodes(client_app(given), files)), {"out": str(place), "poll": 0.1})
+    changed = tables() | {"west": tables()["west"].assign(age=lambda frame: frame.age + 1)}
+    changed["west"].to_csv(tmp_path / "west.csv", index=False)
+    serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
+    assert "goes on" not in capsys.readouterr().out
+    model = StudyModel.load(place / "model.json")
+    np.testing.assert_allclose(model.estimator.coef_, given.fit(changed).estimator.coef_, rtol=0, atol=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -160,7 +161,8 @@ class Agreement:
     def remote(self, weights: list[int]) -> fb.RemoteClients:
         """Return what a server knows of sites with these numbers of rows; 0 of a site that is held out."""
         width, counted = len(self.names), [rows or UNCOUNTED for rows in weights]
-        require(width <= WIDE, "features, indicators included", width, f"{WIDE} at most where sites keep their tables")
+        allowed = f"{WIDE} at most where sites keep their tables: leave columns out (drop), or raise min_count"
+        require(width <= WIDE, "features, indicators included", width, allowed)
         return fb.RemoteClients(len(weights), self.blank(1), weights=counted)
 
     def blank(self, count: int) -> dict[str, Any]:
@@ -176,9 +178,13 @@ class Agreement:
         with jax.enable_x64(True):
             return self.estimator()._search(len(self.names))
 
-    def train(self, clients: Any, engine: Any) -> Any:
-        """Find penalties and coefficients with clients here or elsewhere; returns the fitted estimator."""
+    def train(self, clients: Any, engine: Any, checkpoint: Path | None = None) -> Any:
+        """Find penalties and coefficients with clients here or elsewhere; returns the fitted estimator.
+
+        Args:
+            checkpoint: a file from which an interrupted search goes on; None: it is not saved.
+        """
         estimator = self.estimator()
         with jax.enable_x64(True):
-            estimator._train(clients, *self.scales, self.rows, engine)
+            estimator._train(clients, *self.scales, self.rows, engine, checkpoint)
         return estimator

@@ -7,7 +7,8 @@ rows and with sums, the same on one machine and over Flower. From these the serv
     overall         of logistic regression, all pairs. Those of two sites are known by groups of predicted
                     probability. Pairs of overlapping groups count as those within sites' groups do; the least and
                     the most that they may count bound the error
-    calibration     slope and intercept of all rows by Newton's method, whose sums sites send, an exchange a step
+    calibration     slope and intercept of all rows by Newton's method, whose sums sites send, an exchange a step; of
+                    Cox's model the slope at each site
     errors          of ridge regression, by sums over all rows
 
 Sites are independent, so that the variance of Σ w_i θ_i is Σ w_i² Var θ_i, as of a bootstrap within each site: see
@@ -87,7 +88,9 @@ def answered(question: Mapping[str, Any], rows: Mapping[str, Any], least: int) -
         pairs, value, influence = measures.concordance(rows["time"], rows["event"], score)
         if events < least or not pairs:
             return None
-        return {"rows": len(score), "events": events, "pairs": pairs, "concordance": measured(value, influence)}
+        slope = measures.hazard_slope(rows["time"], rows["event"], score)
+        found = {"concordance": measured(value, influence), "slope": slope}
+        return {"rows": len(score), "events": events, "pairs": pairs, **found}
     error, away = rows["target"] - score, rows["target"] - rows["mean"]
     means = {
         name: measured(float(one.mean()), (one - one.mean()) / len(one))
@@ -156,7 +159,7 @@ def evaluated(model: Any, ask: AskSites) -> Any:
 ANSWERS = {
     "logistic": ("auroc", "auprc", "calibration", "groups"),
     "ridge": ("rows", "squares", "bias", "away"),
-    "cox": ("rows", "events", "pairs", "concordance"),
+    "cox": ("rows", "events", "pairs", "concordance", "slope"),
 }
 OF = {"logistic": " of a class", "ridge": "", "cox": " or events, or no pair of them"}
 
@@ -173,7 +176,7 @@ def _check(site: str, answer: Any, names: tuple[str, ...]) -> None:
             return is_count(part)
         if name == "groups":
             return isinstance(part, list) and all(finite(one, 5) and min(one[2:4]) >= 0 for one in part)
-        return (name == "calibration" and part is None) or finite(part, 4 if name == "calibration" else 2)
+        return (name in ("calibration", "slope") and part is None) or finite(part, 4 if name == "calibration" else 2)
 
     fits = isinstance(answer, dict) and answer.keys() == set(names)
     fits = fits and all(correct(name, part) for name, part in answer.items())
@@ -354,7 +357,12 @@ def _bounded(groups: Mapping[str, Numbers], own: Mapping[str, float]) -> dict[st
 def _cox(told: Mapping[str, Any]) -> dict[str, Any]:
     """Report Cox regression: baselines of sites differ, so that only pairs within a site can be compared."""
     by_site = {
-        site: {"rows": one["rows"], "events": one["events"], "concordance": _share(*one["concordance"])}
+        site: {
+            "rows": one["rows"],
+            "events": one["events"],
+            "concordance": _share(*one["concordance"]),
+            "calibration": None if one["slope"] is None else {"slope": _estimate(*one["slope"])},
+        }
         for site, one in told.items()
     }
     pairs = np.array([one["pairs"] for one in told.values()])

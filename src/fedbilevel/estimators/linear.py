@@ -24,6 +24,7 @@ conjugate gradients then trains model K.
 import warnings
 from collections.abc import Callable, Sequence
 from numbers import Integral
+from pathlib import Path
 from typing import Any, Self
 
 import jax
@@ -154,11 +155,20 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         strata, patient = strata_of(patients, stratum)
         return dealt(strata, self.cv, rng)[patient]
 
-    def _train(self, clients: Any, centre: Numbers, spread: Numbers, rows: int, engine: Any) -> None:
-        """Find penalties and coefficients of features with these means and deviations, and keep them."""
+    def _train(
+        self, clients: Any, centre: Numbers, spread: Numbers, rows: int, engine: Any, checkpoint: Path | None = None
+    ) -> None:
+        """Find penalties and coefficients of features with these means and deviations, and keep them.
+
+        Args:
+            checkpoint: where the exact search is saved after each exchange, and from which it goes on; None: nowhere.
+        """
         scale, width, self.history_ = self.curvature * spread**2, len(spread), None
         given = None if self.penalties is None else self._given(width)
-        x, y, last = (self._exact if width <= WIDE else self._wide)(clients, given, scale, engine)
+        if width <= WIDE:
+            x, y, last = self._exact(clients, given, scale, engine, checkpoint)
+        else:
+            x, y, last = self._wide(clients, given, scale, engine)
         self.penalties_ = scale * x if given is None else given
         self.coef_ = np.asarray(y["coef"])[-1] * (self._unit / spread)
         if self.has_intercept:
@@ -194,14 +204,28 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         folds = np.arange(self.cv + 1) if algorithm.search else np.array([self.cv])
         return algorithm, self._problem(of, folds), np.ones(np.max(of) + 1), self._start(width, len(folds))
 
-    def _exact(self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any) -> tuple[Numbers, Any, Any]:
+    def _exact(
+        self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any, checkpoint: Path | None
+    ) -> tuple[Numbers, Any, Any]:
         """Return x, the models, the last of which is trained on all rows, and its training loss's two derivatives."""
         algorithm, problem, x0, y0 = self._search(len(scale))
         x0 = x0 if given is None else given / scale
+        saved: dict[str, Any] = (
+            {"checkpoint": checkpoint, "checkpoint_every": 1, "resume": "auto"} if checkpoint else {}
+        )
         with warnings.catch_warnings():  # unseen rows may be predicted worse than by no model at all
             warnings.simplefilter("ignore", NumericalWarning)
             result = fb.solve(
-                algorithm, problem, clients, x0, y0, rounds=self.rounds, eval_every=1, engine=engine, progress=False
+                algorithm,
+                problem,
+                clients,
+                x0,
+                y0,
+                rounds=self.rounds,
+                eval_every=1,
+                engine=engine,
+                progress=False,
+                **saved,
             )
         if algorithm.search:
             self._keep(result.history)

@@ -340,5 +340,8 @@ class StudyModel:
             ConfigurationError: the site has no baseline, or times are beyond its end.
         """
         if site not in self.baselines:
+            known, those = self.agreement.study.sites, ", ".join(self.baselines) or "no site has one"
+            allowed = f"a site with a baseline ({those}); one that is held out, or has too few rows, has none"
+            require(site not in known, "site", site, allowed)
             raise unknown("site with a baseline", site, self.baselines)
         return survival(self.baselines[site], self.predict(frame, site), times)

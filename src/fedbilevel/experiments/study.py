@@ -8,6 +8,7 @@ line for every attempt.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import secrets
@@ -57,6 +58,7 @@ from fedbilevel.reading import parse_json
 from fedbilevel.wording import in_a_line
 
 FILE = "study.toml"
+CHECKPOINT = "search-{}.npz"
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -123,22 +125,27 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
     )
     names = ", ".join(f"{number} {name}" for number, name in enumerate(study.sites))
     try:
-        model = played(study, engine)
+        model = played(study, engine, place)
         model.save(place.model)
         write_text(place.card, model.card())
         write_text(place.sheet, model.sheet())
         if model.report is not None:
             model.report.save(place.path)
+        for file in place.path.glob(CHECKPOINT.format("*")):
+            file.unlink()
     except FedbilevelError as error:
         kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), ExchangeError)
-        ended = kind(f"{error}; sites: {names}. If it is submitted again, the study starts from the beginning")
+        ended = kind(f"{error}; sites: {names}. If it is submitted again with out='{place.path.resolve()}', the study continues")
         note_end(place, ended)
         raise ended from error
     print(f"model {place.model.resolve()}", flush=True)
 
 
-def played(study: Study, engine: Any) -> StudyModel:
+def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel:
     """Run the study with the sites that a `Flower` reaches; every site must reply to every exchange.
+
+    The search is saved in `place` after each exchange, in a file of this study and of what sites told. An interrupted
+    study tells its statistics anew, and goes on with the search only if these are the same. None: it is not saved.
 
     Raises:
         ExchangeError: a site is missing or refuses; the message names the site and the reason.
@@ -157,7 +164,7 @@ def played(study: Study, engine: Any) -> StudyModel:
     if study.estimator == "logistic":
         print(f"predicts the probability of {study.target} = {agreement.estimator().classes_[1]}", flush=True)
     remote = agreement.remote([one["rows"] for one in statistics])
-    model = StudyModel.of(agreement, agreement.train(remote, engine))
+    model = StudyModel.of(agreement, agreement.train(remote, engine, place and _checkpoint(place, agreement)))
     with jax.enable_x64(True):
         contract = draw_up(*agreement.posed(), remote.examples())
     questions = Questions(engine, contract, len(study.sites))
@@ -166,6 +173,15 @@ def played(study: Study, engine: Any) -> StudyModel:
         return [parse_json(answer.encode()) for answer in questions.question(json.dumps(question))]
 
     return evaluated(model, ask)
+
+
+def _checkpoint(place: Folder, agreement: Agreement) -> Path:
+    """Return where the search of this agreement is saved; say so where it goes on."""
+    digest = hashlib.sha256(f"{agreement.study.text}{agreement.text}".encode()).hexdigest()
+    file = place.path / CHECKPOINT.format(digest[:16])
+    if file.exists():
+        print(f"goes on with the search in {file.resolve()}", flush=True)
+    return file
 
 
 def site(study: Study, run_config: Mapping[str, Any], node_config: Mapping[str, Any], agreed: str) -> Any:
