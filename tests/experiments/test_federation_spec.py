@@ -22,7 +22,7 @@ from fedbilevel.cli import main
 from fedbilevel.core.errors import AbsenceWarning, CheckpointWarning, warn
 from fedbilevel.engines import checkpoint
 from fedbilevel.experiments import configure, federation, load_run, read_spec, run
-from fedbilevel.experiments.federation import write_app
+from fedbilevel.experiments.federation import names_of_sites, write_app
 from fedbilevel.experiments.federation_status import Status
 from fedbilevel.experiments.folder import Folder
 from fedbilevel.experiments.names import SEARCHES
@@ -411,6 +411,11 @@ def test_a_site_is_looked_at_before_it_starts(hospitals, tmp_path, monkeypatch, 
     assert said["settable"] == "algorithm.* run.*"
     assert said["samples"].startswith("63 outer, 125 inner, of ['features'] float32[1, 10]")
     assert said["privacy"] == "clip 1, noise 30; ε = 0.242 for a reply, 0 so far, at δ = 1e-05, no budget"
+
+
+def test_the_four_hospitals_have_names_without_only():
+    for settings, names in (([], ["cleveland", "hungarian", "switzerland", "va"]), (["task.only=['va']"], ["va"])):
+        assert [*names_of_sites(configure(task="hospitals", settings=settings))] == names
 
 
 def test_a_site_is_told_what_its_budget_allows_of_a_run(hospitals, tmp_path, monkeypatch, capsys):

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import federations
@@ -108,9 +109,26 @@ def test_words_of_a_server_are_cut_and_command_no_terminal(tmp_path):
     site = runtime(tmp_path)
     for changes in ({"phase": HOSTILE}, {"run": HOSTILE}, {"contract": HOSTILE}):
         assert site.respond(request(site, **changes), memory()).refused
+        assert not site.respond(request(site), memory()).refused
     assert (tmp_path / "audit.jsonl").stat().st_size < 10_000
     assert "\x1b" not in (tmp_path / "audit.jsonl").read_text()
-    assert Audit(tmp_path).verify().count == 3
+    assert Audit(tmp_path).verify().count == 6
+
+
+def test_refusals_that_cost_a_server_nothing_do_not_fill_the_disk(tmp_path):
+    """Those above a limit, of another contract, or of a name that no run has: lines for 1, 2, 4, … of them in a row."""
+    site = runtime(tmp_path, limits=replace(federations.FREE, max_requests=2))
+    for _ in range(2):
+        assert not site.respond(request(site), memory()).refused
+    for number in range(100):
+        changes = ({}, {"run": "no name"}, {"contract": "another"})[number % 3]
+        assert site.respond(request(site, **changes), memory()).refused
+    assert [line.get("refusals", 1) for line in lines(tmp_path)[2:]] == [1, 2, 4, 8, 16, 32, 64]
+    assert Audit(tmp_path).verify().broken == ""
+    again = runtime(tmp_path, limits=replace(federations.FREE, max_requests=3))
+    assert not again.respond(request(again), memory()).refused
+    assert again.respond(request(again), memory()).code == "limit"
+    assert "refusals" not in lines(tmp_path)[-1]
 
 
 def test_a_site_that_cannot_be_made_has_a_line(tmp_path):

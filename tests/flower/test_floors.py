@@ -117,7 +117,7 @@ def test_requests_of_a_round_and_of_all_runs(tmp_path):
     other = "f" * 16  # and another run
     assert [asked(runtime, run=other).refused for _ in range(2)] == ["", ""]
     assert "5 requests in all" in asked(runtime, run=other, round=9).refused
-    assert FolderStore(tmp_path, 0).request_counts() == RequestCounts(5, other, 2, 2)
+    assert FolderStore(tmp_path, 0).request_counts() == RequestCounts(5, other, 2, 2, refusals=1)
 
 
 def test_greetings_are_requests_and_come_before_the_first_round():

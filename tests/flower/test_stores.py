@@ -79,7 +79,13 @@ def test_only_names_of_runs_are_names_of_files(tmp_path):
             for phase in ("", "inner_gradient"):
                 asked = RequestMessage(run=name, contract=runtime.contract.text, phase=phase)
                 assert runtime.respond(asked, memory()).refused == f"{name!r} is not the name of a run"
-    assert sorted(file.name for file in tmp_path.iterdir()) == [".audit.lock", "audit.jsonl", "client-0-samples.json"]
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        ".audit.lock",
+        ".client-0-requests.lock",
+        "audit.jsonl",
+        "client-0-requests.json",
+        "client-0-samples.json",
+    ]
 
 
 def test_clients_may_share_a_folder(tmp_path):

@@ -135,7 +135,8 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
             file.unlink()
     except FedbilevelError as error:
         kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), ExchangeError)
-        ended = kind(f"{error}; sites: {names}. If it is submitted again with out='{place.path.resolve()}', the study continues")
+        again = f"If it is submitted again with out='{place.path.resolve()}', the study continues"
+        ended = kind(f"{error}; sites: {names}. {again}")
         note_end(place, ended)
         raise ended from error
     print(f"model {place.model.resolve()}", flush=True)
@@ -164,7 +165,8 @@ def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel
     if study.estimator == "logistic":
         print(f"predicts the probability of {study.target} = {agreement.estimator().classes_[1]}", flush=True)
     remote = agreement.remote([one["rows"] for one in statistics])
-    model = StudyModel.of(agreement, agreement.train(remote, engine, place and _checkpoint(place, agreement)))
+    checkpoint = None if place is None else _checkpoint(place, agreement)
+    model = StudyModel.of(agreement, agreement.train(remote, engine, checkpoint))
     with jax.enable_x64(True):
         contract = draw_up(*agreement.posed(), remote.examples())
     questions = Questions(engine, contract, len(study.sites))

@@ -23,7 +23,7 @@ Weighting = Literal["size", "equal"]
 
 def hospitals(
     *,
-    only: Sequence[str] = (),
+    only: Sequence[str] = tuple(HOSPITALS),
     tuned: bool = True,
     folds: int = 5,
     offsets: bool = True,
@@ -36,7 +36,7 @@ def hospitals(
     """Fit a logistic model to four hospitals' patients; each hospital standardises by its own training patients.
 
     Args:
-        only: hospitals to take, of "cleveland", "hungarian", "switzerland" and "va"; empty: all, in this order.
+        only: hospitals to take, in this order; empty: all.
         tuned: whether penalties and weights are tuned. False: the single-level problem of the model alone, with `ridge`
             for every penalty, which FedAvg and FedLin solve.
         folds: K.

@@ -41,7 +41,7 @@ from fedbilevel.flower import wire
 from fedbilevel.flower.client.approval import RULES, command
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.phases import SitePhases, in_precision_of_here
-from fedbilevel.flower.client.store import ContextStore, FolderStore, Store, Versions
+from fedbilevel.flower.client.store import REFUSED, ContextStore, FolderStore, Store, Versions
 from fedbilevel.flower.privacy import AccountError, PrivacyGuard
 from fedbilevel.flower.refusal import OPERATOR, Code, Refusal
 from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage, ResponseMessage
@@ -465,7 +465,7 @@ def audit(
     if response.epsilon:
         what |= {"epsilon": response.epsilon, "delta": response.delta}
     try:
-        store.note("refused" if response.refused else "sent", **what)
+        store.note(REFUSED if response.refused else "sent", **what)
     except CheckpointError as error:
         log.error("%s", error)
         text = "this client's audit cannot be written, and nothing leaves it without a line there"

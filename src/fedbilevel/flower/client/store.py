@@ -7,7 +7,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
@@ -65,6 +65,7 @@ class Versions(NamedTuple):
         return Versions((*tags, tag), (*states, state))
 
 
+REFUSED = "refused"  # the event of a refusal in the audit
 RUNS = 20  # the largest number of runs whose states are stored, since a server may send any number of names
 
 
@@ -161,10 +162,22 @@ class FolderStore:
     def note(self, event: str, **entries: Any) -> None:
         """Append a line to the audit.
 
+        Refusals that do not count as requests, such as those above a limit, cost a server nothing. So that their lines
+        do not fill the disk, only the first, second, fourth, eighth, … of them in a row has one, with their number.
+
         Raises:
             CheckpointError: the line cannot be written.
         """
-        self.audit.append(event, client=self.client, request=self.request_counts().total, **entries)
+        with self.counting():
+            request_counts = self.request_counts()
+            if event == REFUSED:
+                request_counts = replace(request_counts, refusals=request_counts.refusals + 1)
+                self.save_request_counts(request_counts)
+        if event == REFUSED and (number := request_counts.refusals) > 1:
+            if number & (number - 1):  # no power of 2
+                return
+            entries["refusals"] = number
+        self.audit.append(event, client=self.client, request=request_counts.total, **entries)
 
     def require_approval(self, text: str) -> None:
         """Raise a Refusal if the text is not approved at the site."""
