@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from fedbilevel.cli import main
-from fedbilevel.errors import ConfigurationError
+from fedbilevel.data import DataError
+from fedbilevel.data.table_files import read_table
 from fedbilevel.estimators import StudyModel
-from fedbilevel.estimators.table_files import read_table
 from site_tables import TARGETS, fitted, tables
 
 
@@ -72,8 +72,18 @@ def test_a_table_with_tabs_is_read_and_its_gaps_are_those_of_the_study(saved, tm
 
 WRONG = {
     "no such file": ("south.csv", "", r"nowhere.csv cannot be read: .*No such file"),
-    "another ending": ("patients.txt", "age\n1\n", r"table = .*patients.txt.* a .csv, .tsv or .parquet file"),
-    "nothing": ("empty.csv", "", r"empty.csv cannot be read: No columns"),
+    "another ending": (
+        "patients.txt",
+        "age\n1\n",
+        r"patients.txt is no table: it must be a .csv, .tsv or .parquet file",
+    ),
+    "nothing": ("empty.csv", "", r"empty.csv is empty; its first line must name the columns"),
+    "a longer row": (
+        "longer.csv",
+        "age,dose,kind,code\n50,1,a,1,\n",
+        r"longer.csv, row 2: 5 entries; the header has 4",
+    ),
+    "a name twice": ("twice.csv", "age,age,kind,code\n50,1,a,1\n", r"twice.csv has the column 'age' twice"),
     "no rows": ("rows.csv", "age,dose,kind,code\n", r"rows.csv has no rows"),
     "another name": ("names.csv", "age,doses,kind,code\n50,1,a,1\n", r"column 'dose'; did you mean 'doses'"),
     "a new category": ("words.csv", "age,dose,kind,code\n50,1,a,3\n", r"category of column 'code' '3'"),
@@ -132,6 +142,6 @@ def test_parquet_is_read_by_pandas(saved, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(pd, "read_parquet", missing)
     assert main(given) == 2
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ConfigurationError, match=r"south.csv needs pandas, which is not installed: .*\[tables\]"):
+    with pytest.raises(DataError, match=r"south.csv needs pandas, which is not installed: .*\[tables\]"):
         read_table(saved / "south.csv")
     assert "south.parquet needs pyarrow, which is not installed: pip install pyarrow" in capsys.readouterr().err

@@ -37,9 +37,9 @@ def _predict(options: argparse.Namespace) -> int:
     if options.out is not None:
         same = options.out.resolve() in (options.model.resolve(), options.table.resolve())
         require(not same, "--out", str(options.out), "a file other than the model and the table")
+    from fedbilevel.data.table_files import read_table
     from fedbilevel.estimators import StudyModel
     from fedbilevel.estimators.model_in_use import predictions
-    from fedbilevel.estimators.table_files import read_table
 
     model = StudyModel.load(options.model)
     study = model.agreement.study

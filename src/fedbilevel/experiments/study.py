@@ -32,11 +32,11 @@ from fedbilevel.core.problem import Problem, SingleLevel
 from fedbilevel.core.tree import XY, PyTree
 from fedbilevel.core.writing import write_text
 from fedbilevel.data import DataError
+from fedbilevel.data.table_files import read_table
 from fedbilevel.estimators.agreement import Agreement
 from fedbilevel.estimators.evaluation import evaluated
 from fedbilevel.estimators.site_table import SiteTable
 from fedbilevel.estimators.study import Study, StudyModel
-from fedbilevel.estimators.table_files import read_table
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.federation import (
     NODE,

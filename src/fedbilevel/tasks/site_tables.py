@@ -9,7 +9,7 @@ import numpy as np
 from fedbilevel.core.errors import ConfigurationError, DataWarning, require, unknown, warn
 from fedbilevel.data.clients import dealt, generator_of_site, in_order_of_time, strata_of
 from fedbilevel.data.columns import MOST, ColumnValues, Told, deviation, prepared, told_of, untold, without_rare
-from fedbilevel.data.csv_tables import Texts, numbers_of, words_of
+from fedbilevel.data.table_files import Texts, numbers_of, words_of
 from fedbilevel.tasks.task import Floats
 
 OutcomeName = Literal["binary", "classes", "count", "continuous", "survival"]

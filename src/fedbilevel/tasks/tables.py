@@ -29,7 +29,7 @@ import numpy as np
 
 from fedbilevel.core.errors import require, unknown
 from fedbilevel.data.columns import Told, added, penalty_labels, read_told
-from fedbilevel.data.csv_tables import Texts, read_texts
+from fedbilevel.data.table_files import Texts, read_texts
 from fedbilevel.tasks.linear import Model, SiteRows, task_of, weighting_of
 from fedbilevel.tasks.outcomes import OUTCOMES
 from fedbilevel.tasks.site_tables import (

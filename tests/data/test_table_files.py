@@ -5,7 +5,7 @@ import pandas as pd
 import pytest
 
 from fedbilevel.data import DataError
-from fedbilevel.data.csv_tables import GAPS, numbers_of, read_texts, words_of
+from fedbilevel.data.table_files import GAPS, numbers_of, read_texts, words_of
 
 TEXT = '﻿age,ward,"code, old",all\n61,b,1.0,\n?,"a ""x""",2,NA\n 59.5 ,NULL,,\n\n1e2,é,3,nan\n'
 
@@ -35,7 +35,7 @@ def test_gaps_are_those_of_pandas():
         (b"a,b\n1\n", "row 2: 1 entries; the header has 2"),
         (b"a,a\n1,2\n", "column 'a' twice"),
         (b"a,\n1,2\n", "column '' twice or without a name"),
-        (b"", "without a name|twice"),
+        (b"", "is empty; its first line must name the columns"),
         (b"a\n\xff\n", "is not a CSV file in UTF-8"),
     ],
 )
