@@ -178,7 +178,7 @@ def test_rows_that_can_tell_nothing_are_named(frame, words):
         (site(aeg=[1, 2]), r"unknown column of \S+site.json 'aeg'; did you mean 'age'"),
         (
             site(sex=[np.nan, np.nan]),
-            r"column 'sex' of \S+site.json = 'count, mean, squares' .* categories, rarer, as in \S+0.json: see `cat",
+            r"column 'sex' of \S+site.json = 'numbers' .* words, as in \S+0.json: name texts",
         ),
     ],
 )

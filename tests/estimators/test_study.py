@@ -154,7 +154,10 @@ def test_sites_that_differ_from_the_others_take_part():
     [
         (lambda one: one.drop(columns="ill"), "column of north 'ill'"),
         (lambda one: one.drop(columns="dose"), r"column 'dose' of north = 'missing' .*drop = \['dose'\]"),
-        (lambda one: one.assign(dose="high"), "column 'dose' of south = 'count, mean, squares' .* see `categorical`"),
+        (
+            lambda one: one.assign(dose="high"),
+            "column 'dose' of south = 'numbers' .* words, as in north: name texts that mean a gap",
+        ),
         (lambda one: one.assign(ill=np.resize(["a", "b", "c"], len(one))), "classes of 'ill' = 3 .* two at most"),
         (lambda one: one.assign(ill="perhaps"), r"classes of 'ill' = \['no', 'perhaps', 'yes'\]"),
         (lambda one: one.assign(site="x"), r"column 'site' of north = 'a feature' .* \(drop\), or offsets = false"),

@@ -39,6 +39,7 @@ __all__ = ["Preparer", "Told", "read_saved", "words_of"]
 
 T = TypeVar("T")
 NUMBERS = "biuf"  # kinds of types
+KINDS_OF_COLUMN = "numbers", "words"
 
 
 class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
@@ -156,8 +157,9 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         for place, told in parts.items():
             _require_columns(place, told, known)
             for name, one in told.items():
-                allowed = f"{', '.join(known[name])}, as in {first}: see `categorical`"
-                require(one.keys() == known[name].keys(), f"column {name!r} of {place}", ", ".join(one), allowed)
+                here, there = (KINDS_OF_COLUMN["categories" in each] for each in (one, known[name]))
+                how = "name texts that mean a gap (gaps, na_values), or codes in `categorical`"
+                require(here == there, f"column {name!r} of {place}", here, f"{there}, as in {first}: {how}")
         self.columns_ = {name: added([told[name] for told in parts.values()]) for name in known}
         for name, one in self.columns_.items():
             warn_of_spellings(f"column {name!r}", one.get("categories", ()))
