@@ -238,7 +238,7 @@ def test_wrong_commands_are_refused(arguments, words, run, tmp_path):
         (["clients.capacity=0.5", "task.units=3"], "clients.capacity"),
         (["asynchronous.wait_for=2"], "TPE cannot be Asynchronous: its trials"),
         (["run.metrics_per_client=true"], "run.metrics_per_client = True"),
-        (["task.dim_x=1001"], "x0 = '1,001 entries' is not allowed: it must be for search: TPE at most 1,000 entries"),
+        (["task.dim_x=1001"], "x0 = '1,001 entries' is not allowed: it must be at most 1,000 entries for search: TPE"),
         (["run.x_bounds=[-0.5, 0.5]"], "TPE.low = -1.0"),
     ],
 )

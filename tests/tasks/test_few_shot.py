@@ -450,7 +450,7 @@ def test_units_are_the_backbones_and_the_head_shares_its_last_ones() -> None:
         ({"head_hidden": (4, 0)}, r"head_hidden = \(4, 0\) .* positive widths"),
         ({"head_hidden": (4,), "objective": "protonet"}, r"head_hidden = \(4,\) .* 'protonet' has no head"),
         ({"shared": 1}, "shared = 1 .* True or False"),
-        ({"shared": True, "objective": "maml"}, "shared = True .* for 'bilevel' and 'joint' alone"),
+        ({"shared": True, "objective": "maml"}, "shared = True .* only for 'bilevel' and 'joint'"),
     ],
 )
 def test_wrong_input_is_refused_by_field(options, message) -> None:

@@ -1,8 +1,9 @@
-"""Columns that sites agree on without showing rows: what each site tells of its columns, sums of it, rows of numbers.
+"""Let sites agree on columns without showing rows, by adding up summaries of columns, and encode rows as numbers.
 
-A table is a column by name: of numbers, (n,) floats with NaN in gaps, or of words, (n,) objects with None in gaps. Told
-is of a column of numbers {"count", "mean", "squares"}, the squares being about the mean, and of a column of words
-{"categories": rows by name, "rarer": whether there are others}.
+A table has columns by name. A column of numbers is (n,) floats with NaN in gaps, and a column of words is (n,) objects
+with None in gaps. What a site tells of a column is a summary: for numbers {"count", "mean", "squares"}, where the
+squares are those of the differences from the mean, and for words {"categories": numbers of rows by category, "rarer":
+whether there are other categories}.
 """
 
 from collections import Counter
@@ -38,18 +39,18 @@ ColumnValues = NDArray[Any]
 Told = dict[str, dict[str, Any]]
 MOST = 1e100
 """The largest number, and 1/MOST the smallest standard deviation: sums of squares neither overflow nor become 0."""
-MOST_ROWS = 2**53  # of a table: floats count no further
+MOST_ROWS = 2**53  # the largest number of rows: floats cannot count further
 
 
 def moments(numbers: NDArray[np.float64]) -> tuple[float, float]:
-    """Compute the mean and the sum of squares about it, exactly 0 where all numbers are equal."""
+    """Compute the mean, and the sum of squared differences from it, which is exactly 0 if all numbers are equal."""
     first = numbers[:1].sum()  # equal numbers have exactly this mean
     mean = float(first + (numbers - first).sum() / max(len(numbers), 1))
     return mean, float(((numbers - mean) ** 2).sum())
 
 
 def told_of(table: Mapping[str, ColumnValues]) -> Told:
-    """Return what the columns of a table tell."""
+    """Return the summaries of a table's columns."""
     told: Told = {}
     for name, column in table.items():
         if column.dtype.kind == "O":
@@ -61,7 +62,7 @@ def told_of(table: Mapping[str, ColumnValues]) -> Told:
 
 
 def without_rare(told: Told, least: int) -> Told:
-    """Leave out categories of fewer rows than `least`, and what fewer numbers tell."""
+    """Leave out categories with fewer rows than `least`, and the mean and squares of fewer numbers than `least`."""
     shown: Told = {}
     for name, one in told.items():
         if "categories" in one:
@@ -74,8 +75,11 @@ def without_rare(told: Told, least: int) -> Told:
 
 
 def untold(told: Told, table: Mapping[str, ColumnValues]) -> dict[str, NDArray[np.bool_]]:
-    """Return which entries of each column are not told: words that are not named, and all numbers where they have no
-    mean. They count as gaps at their site: used, they would be plain in the first gradient."""
+    """Return which entries of each column a site does not tell of, (n,) booleans by name.
+
+    They are words that are not among the categories, and all numbers of a column without a mean. The site treats them
+    as gaps: if it used them, its first gradient would reveal them.
+    """
     hidden = {}
     for name, one in told.items():
         if "categories" in one:
@@ -89,8 +93,10 @@ def penalty_labels(told: Told, penalty: str, own: Mapping[str, str]) -> list[str
     """Name the penalty of each column that `prepared` makes.
 
     Args:
-        penalty: "one" for all, or one for each "column" or "feature", that is, indicator.
-        own: the label of a column that has another penalty than these.
+        told: the summaries of the columns.
+        penalty: whether all columns share "one" penalty, or each "column" has one, or each "feature", so that each
+            indicator has its own.
+        own: the labels of columns that have another penalty than these.
     """
     labels = []
     for column, one in told.items():
@@ -100,7 +106,7 @@ def penalty_labels(told: Told, penalty: str, own: Mapping[str, str]) -> list[str
 
 
 def added(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Add up what several sites told of one column, exactly, with a single rounding: their order changes no bit."""
+    """Add up what several sites told of one column, exactly and with a single rounding, so that order has no effect."""
     if "categories" in told[0]:
         rows = sum((Counter(one["categories"]) for one in told), Counter[str]())
         return {"categories": dict(sorted(rows.items())), "rarer": any(one["rarer"] for one in told)}
@@ -111,12 +117,15 @@ def added(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 
 def deviation(told: Mapping[str, Any]) -> float:
-    """Return the standard deviation of numbers; 1 where all are equal, infinite where there are none."""
+    """Return the standard deviation of a column of numbers; 1 if all are equal, and infinite if there are none."""
     return float(np.sqrt(told["squares"] / told["count"]) or 1.0) if told["count"] else np.inf
 
 
 def prepared(told: Told, table: Mapping[str, ColumnValues]) -> dict[str, NDArray[np.float64]]:
-    """Return columns without gaps: (a − mean)/deviation and 0 in a gap, or an indicator for each category."""
+    """Encode columns as numbers without gaps.
+
+    A number a becomes (a − mean)/deviation, and a gap 0. Words become an indicator for each category.
+    """
     made: dict[str, NDArray[np.float64]] = {}
     for name, one in told.items():
         if "categories" in one:
@@ -127,13 +136,13 @@ def prepared(told: Told, table: Mapping[str, ColumnValues]) -> dict[str, NDArray
 
 
 def names_of(told: Told) -> list[str]:
-    """Return the names of the columns that `prepared` makes: of an indicator COLUMN_CATEGORY."""
+    """Return the names of the columns that `prepared` makes; that of an indicator is COLUMN_CATEGORY."""
     each = ((name, one.get("categories")) for name, one in told.items())
     return [made for name, rows in each for made in ([name] if rows is None else [f"{name}_{word}" for word in rows])]
 
 
 def checked(told: Told) -> Told:
-    """Return what a site told, if it has the form that the module describes. ValueError otherwise."""
+    """Return what a site told; raise ValueError if it does not have the form that the module describes."""
     for name, one in told.items():
         match one:
             case {"categories": dict(n), "rarer": bool(), **more} if not more and all(map(_is_count, n.values())):
@@ -142,7 +151,7 @@ def checked(told: Told) -> Told:
                 (n == 0 or _is_count(n)) and type(n) is int and abs(m) <= MOST and 0 <= s <= MOST**3
             ):
                 continue
-        raise ValueError(f"of column {name!r} it says {one}")
+        raise ValueError(f"for column {name!r} it has {one}")
     return told
 
 
@@ -151,7 +160,7 @@ def _is_count(rows: object) -> bool:
 
 
 def read_told(file: Path) -> Told:
-    """Read what a site, or all of them together, told, as `estimators.Preparer.save` writes it.
+    """Read a file of `estimators.Preparer.save`: what one site told of its columns, or all sites together.
 
     Raises:
         DataError: the file cannot be read, or has other content.

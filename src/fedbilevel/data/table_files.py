@@ -1,4 +1,4 @@
-"""Files with a row for each person or thing, and a header: columns of numbers or words, with gaps.
+"""Read files of tables, which have a row for each person or thing, and a header; columns have numbers or words, and gaps.
 
 `read_texts` needs no other package; `read_table` makes a data frame. Both refuse the same files.
 """
@@ -18,21 +18,22 @@ from fedbilevel.wording import in_a_line, missing
 
 _WORDS = "#N/A,#N/A N/A,#NA,-1.#IND,-1.#QNAN,-NaN,-nan,1.#IND,1.#QNAN,<NA>,N/A,NA,NULL,NaN,None,n/a,nan,null"
 GAPS = frozenset(["", *_WORDS.split(",")])
-"""The texts that pandas takes as gaps, too."""
+"""The texts that mean a gap; pandas takes the same texts as gaps."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 Texts = NDArray[Any]
-"""(n,) objects: texts, and None in gaps."""
+"""A column as (n,) objects: texts, and None in gaps."""
 
 
 def read_texts(file: Path, gaps: Collection[str] = (), separator: str = ",") -> dict[str, Texts]:
-    """Read a CSV file: its columns by name, as texts, with None in gaps.
+    """Read a CSV file, and return its columns by name, as texts, with None in gaps.
 
     Args:
         gaps: texts that mean a gap besides `GAPS`.
         separator: what is between the entries of a row.
 
     Raises:
-        DataError: the file cannot be read, is not UTF-8, repeats a name in its header, or has a line of another length.
+        DataError: the file cannot be read, is not UTF-8, has a column without a name or two of the same name, or has a
+            line of another length than its header.
     """
     try:
         lines = list(
@@ -76,9 +77,7 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
         if kind == ".parquet":
             frame = pd.read_parquet(file)
         else:
-            read_texts(
-                file, separator=SEPARATORS[kind]
-            )  # pandas would move columns where rows are longer than the header
+            read_texts(file, separator=SEPARATORS[kind])  # pandas moves columns if rows are longer than the header
             frame = pd.read_csv(file, na_values=list(gaps), sep=SEPARATORS[kind])
     except ImportError as error:
         raise DataError(f"{file} needs pyarrow, which is not installed: pip install pyarrow") from error
@@ -92,7 +91,7 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
 
 
 def numbers_of(texts: Texts) -> NDArray[np.float64] | None:
-    """Return the numbers, NaN in gaps; None where a text is no number."""
+    """Return a column as numbers, with NaN in gaps; None if a text is not a number."""
     try:
         return np.array([np.nan if text is None else float(text) for text in texts], float)
     except ValueError:
@@ -100,7 +99,7 @@ def numbers_of(texts: Texts) -> NDArray[np.float64] | None:
 
 
 def words_of(texts: Texts) -> Texts:
-    """Return the names of categories, None in gaps: of a column of numbers "1" for "1.0" and "01"."""
+    """Return a column as names of categories, with None in gaps; in a column of numbers, "1.0" and "01" become "1"."""
     if numbers_of(texts) is None:
         return texts
     words = [

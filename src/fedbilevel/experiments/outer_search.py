@@ -200,7 +200,7 @@ def refuse_search(spec: Spec, task: Task) -> None:
     require(mean, "outer", "a WholeLoss", f"for {name} a mean over samples, which each client can measure alone")
     require(spec.run.exchanges is not None, "run.exchanges", None, f"given for {name}: its trials share this budget")
     start, low, high = np.asarray(ravel_pytree(task.x0)[0]), method.low, method.high
-    require(start.size <= ENTRIES, "x0", f"{start.size:,} entries", f"for {name} at most {ENTRIES:,} entries")
+    require(start.size <= ENTRIES, "x0", f"{start.size:,} entries", f"at most {ENTRIES:,} entries for {name}")
     if low is None or high is None:
         raise ConfigurationError(f"{name} draws x between bounds: give algorithm.low and algorithm.high")
     inside, ends = bool(np.all((start >= low) & (start <= high))), f"{start.min():.4g} to {start.max():.4g}"

@@ -115,7 +115,7 @@ def few_shot(
             raise unknown(field, got, allowed)
     require(not head_hidden or objective != "protonet", "head_hidden", head_hidden, "empty: 'protonet' has no head")
     require(isinstance(shared, bool), "shared", shared, "True or False")
-    require(not shared or objective in ("bilevel", "joint"), "shared", shared, "True for 'bilevel' and 'joint' alone")
+    require(not shared or objective in ("bilevel", "joint"), "shared", shared, "True only for 'bilevel' and 'joint'")
     require(is_number(holdout) and 0 <= holdout < 1, "holdout", holdout, "at least 0 and below 1")
     characters = load_characters(data)
     if holdout:

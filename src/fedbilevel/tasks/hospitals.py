@@ -1,8 +1,9 @@
 """Heart disease in four hospitals: a penalty per feature and a weight per hospital, found by cross-validation.
 
-The patients, the features and the split of FLamby's Fed-Heart-Disease (Ogier du Terrail et al., NeurIPS 2022), one
-client for each hospital, which standardises by its own training patients. The problem is that of `tables`, with
-logistic models, a penalty for each entry of a model, intercepts included, and a weight for each hospital.
+The patients, the features and the split into training and test patients are those of FLamby's Fed-Heart-Disease (Ogier
+du Terrail et al., NeurIPS 2022). Each hospital is a client, and standardises its features by its own training patients.
+The problem is that of `tables`, with logistic models, a penalty for each entry of a model, also for intercepts, and a
+weight for each hospital.
 """
 
 from collections.abc import Sequence
@@ -35,20 +36,24 @@ def hospitals(
 ) -> Task:
     """Fit a logistic model to four hospitals' patients; each hospital standardises by its own training patients.
 
-    Args:
-        only: hospitals to take, in this order; empty: all.
-        tuned: whether penalties and weights are tuned. False: the single-level problem of the model alone, with `ridge`
-            for every penalty, which FedAvg and FedLin solve.
-        folds: K.
-        offsets: give each hospital an intercept of its own beside the common intercept: a feature that is 1 for its
-            patients.
-        ridge: every penalty at the start.
-        weighting: p_i, in both losses: by training patients ("size"), or "equal".
-        holdout: the share of each hospital's training patients that is measured in place of its test patients.
-        seed: of the split into training and test, 0 being FLamby's own, of the holdout and of the folds.
-        party: in a federation, the number of a client: its task has its own patients alone, from its own file.
+    The metrics are the accuracy and the mean loss on all test patients, and the accuracy on each hospital's.
 
-    Measured: accuracy and mean loss on all test patients, and each hospital's accuracy.
+    Args:
+        only: the hospitals to take, out of "cleveland", "hungarian", "switzerland" and "va". If empty, all are taken,
+            in this order.
+        tuned: whether penalties and weights are tuned. If not, the problem has a single level, the model alone, and
+            every penalty is `ridge`; FedAvg and FedLin solve it.
+        folds: the number of folds, K.
+        offsets: whether each hospital has an intercept of its own besides the common one. The intercept belongs to a
+            feature that is 1 for the hospital's patients.
+        ridge: the value of every penalty at the start.
+        weighting: how the clients' weights p_i are set in both losses: by the numbers of training patients ("size"), or
+            "equal".
+        holdout: the share of each hospital's training patients on which the metrics are measured in place of the test
+            patients.
+        seed: the seed of the split into training and test patients, of the holdout and of the folds. The split of seed
+            0 is FLamby's own.
+        party: the number of a client in a federation; its task has only its own patients, from its own file.
     """
     names = list(only) or list(HOSPITALS)
     for name in names:
@@ -76,7 +81,7 @@ def hospitals(
 
 
 def _ward(name: str, number: int, indicators: int, folds: int, holdout: float, seed: int) -> SiteRows:
-    """Load hospital `number` of the federation; its features are followed by `indicators` of hospitals and by 1."""
+    """Load hospital `number` of the federation; `indicators` indicators of hospitals and a 1 follow its features."""
     found = load_heart(name)
     training, measured = stratified(found.labels, TRAINING, FLAMBY + seed)
     if holdout:

@@ -1,8 +1,8 @@
-"""Linear models of several sites' rows with penalties, and weights of sites, by cross-validation.
+"""Fit linear models to the rows of several sites; penalties, and weights of sites, are found by cross-validation.
 
-The problem that `tables` states, with any outcome: y holds a model for each fold, trained without it, and last the
-model that is used; x holds their penalties. A `Model` says what the models have in common, such as the number of each
-feature's penalty; a `SiteRows` is a client.
+The module poses the problem that `tables` states, for any outcome. y holds a model for each fold, which is trained
+without this fold, and as its last entry the model that is used. x holds the penalties of the models. A `Model` says
+what the models have in common, such as the number of each feature's penalty; a `SiteRows` holds the rows of a client.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,10 +28,10 @@ LOG_PENALTY = -12.0, 0.0
 
 @dataclass(frozen=True)
 class SiteRows:
-    """Hold a site's rows: arrays by name, with an entry for each row.
+    """Hold a site's training rows and measured rows: arrays by name, with an entry for each row.
 
-    Both parts have "row", (n, features), what the outcome needs, and "site", the number of the site; the training rows
-    also "fold" and "weight".
+    Both parts have "row", (n, features), the arrays that the outcome needs, and "site", the number of the site. The
+    training rows also have "fold". Both parts may have "weight".
     """
 
     name: str
@@ -41,13 +41,17 @@ class SiteRows:
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """Say which models there are.
+    """Describe the models of a problem.
 
     Args:
-        sites: M, their number.
-        penalty: p, the number of the penalty of each feature.
-        classes: for which a model has coefficients each; 0: it has one coefficient for each feature.
-        tuned: whether x is found; False: the single-level problem of the last model, with `ridge` for every penalty.
+        outcome: what the models predict.
+        sites: the number of sites, M.
+        penalty: the number of each feature's penalty, p.
+        classes: the number of classes, if a model has a coefficient for each feature and class; 0 if it has one
+            coefficient for each feature.
+        folds: the number of folds, K.
+        ridge: the value of every penalty at the start.
+        tuned: whether x is found. If not, the problem has a single level, the last model, and every penalty is `ridge`.
         weighted: whether x has a weight for each site.
     """
 
@@ -97,7 +101,10 @@ class Model:
         return self.outcome.scored(batch["row"] @ w, batch)
 
     def _loss(self, function: Callable[..., Array]) -> Any:
-        """Make a loss of (…, rows, valid) one that methods know: of samples one by one where it is their mean."""
+        """Turn a loss of (…, rows, valid) into one that methods accept.
+
+        It becomes a loss of a batch if it is a mean over samples, and a `WholeLoss` otherwise.
+        """
         if self.outcome.whole:
             return WholeLoss(function) if self.tuned else WholeLoss(lambda x, _, rows, valid: function(x, rows, valid))
         if self.tuned:
@@ -123,7 +130,7 @@ class Model:
 
 
 def site_weights(x: Mapping[str, Array]) -> Array:
-    """Compute w, shape (M,), of mean 1."""
+    """Compute the sites' weights w, (M,), whose mean is 1."""
     return len(x["weight"]) * jax.nn.softmax(x["weight"])
 
 
@@ -134,19 +141,22 @@ def _weights(batch: Batch) -> Array:
 def task_of(
     name: str, model: Model, sites: Sequence[SiteRows], *, weights: Any, part: str, party: int | str = "all"
 ) -> Task:
-    """Make the task of sites' rows.
+    """Make the task from the rows of sites.
+
+    Its metrics are the mean loss and the score of all measured rows, and the score at each site that has such rows.
 
     Args:
-        sites: with their rows; of a client in a federation that site alone; on a server that does not have them an
-            example, and then sites with measured rows alone.
-        weights: p_i; None: equal; "size": by training rows.
-        part: "test" or "validation", what the measured rows are called.
-
-    Measured, where there are rows for it: the mean loss and the score of all, and the score at each site.
+        name: the name of the task.
+        model: the models.
+        sites: the sites with their rows. A client of a federation gives only its own site. A server that does not have
+            the sites' rows gives one example, and after it the sites whose measured rows it has.
+        weights: the clients' weights p_i, or "size" for weights by training rows, or None for equal weights.
+        part: the first word of the metrics' names, "test" or "validation".
+        party: the number of a client in a federation, "server", or "all" in a simulation.
     """
     problem, x0, y0 = model.posed()
     samples = [site.training for site in sites if site.training]
-    remote = party == "server" and len(samples) < model.sites  # of a single site, the example stands for it
+    remote = party == "server" and len(samples) < model.sites  # with a single site, the example takes its place
     clients = RemoteClients(model.sites, samples[0], weights=weights) if remote else Clients(samples, weights=weights)
     own = Metric(lambda x, y, batch: model.score_of(model.used(x, y), batch), model.outcome.larger_is_better)
     return Task(
@@ -167,7 +177,7 @@ def _metrics(model: Model, sites: list[SiteRows], part: str) -> dict[str, Callab
         return Metric(lambda x, y: model.score_of(model.used(x, y), rows), model.outcome.larger_is_better)
 
     each = {site.name: site.measured for site in sites if len(site.measured["row"])}
-    if model.outcome.whole:  # a site without two rows to compare has no concordance
+    if model.outcome.whole:  # without two rows that can be compared there is no concordance
         each = {name: rows for name, rows in each.items() if pairs(rows).any()}
     if not each:
         return {}
@@ -186,7 +196,7 @@ def _metrics(model: Model, sites: list[SiteRows], part: str) -> dict[str, Callab
 
 
 def weighting_of(weighting: str) -> str | None:
-    """Return what `Clients` calls the weighting."""
+    """Return the weighting as `Clients` takes it: "size", or None for equal weights."""
     if weighting not in ("size", "equal"):
         raise unknown("weighting", weighting, ("size", "equal"))
     return "size" if weighting == "size" else None

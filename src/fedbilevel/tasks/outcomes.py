@@ -1,15 +1,16 @@
-"""What linear models of tables predict: losses of rows, what rows have of their target, and a score.
+"""Define the kinds of targets that linear models of tables predict, each with its loss of a row and its score.
 
-With z = aᵀw for a row a, or z_c for each class c, and C the classes:
+For a row a with the target c, z is aᵀw, and with several classes z_c is the value of class c. The losses ℓ are:
 
     binary      ℓ = log(1 + eᶻ) − c z                   c of 0 or 1
     classes     ℓ = log Σ_c' e^{z_c'} − z_c
-    count       ℓ = eᶻ − (c/m) z                        Poisson's, over m, the mean of all counts: their rate is m eᶻ
+    count       ℓ = eᶻ − (c/m) z                        Poisson's, divided by m, the mean of counts; the rate is m eᶻ
     continuous  ℓ = ½ (z − (c − m)/s)²                  m and s the mean and the standard deviation of all targets
     survival    ℓ = e [log Σ_{k at risk} v_k e^{z_k} − z]
 
-The last is Cox's partial likelihood with Breslow's ties: e is 1 where the event came at time t, v the weights of rows,
-and at risk are the rows of the same site, and of those that the model sees, with a time of t or later.
+The last is Cox's partial likelihood with Breslow's treatment of ties. e is 1 if the event was observed at the row's
+time t, and v are the weights of rows. The rows at risk are those of the same site that the model sees and whose time is
+t or later.
 """
 
 from collections.abc import Callable, Mapping
@@ -24,15 +25,15 @@ Batch = Mapping[str, Array]
 
 
 class OutcomeKind(NamedTuple):
-    """A kind of target.
+    """Describe a kind of target.
 
     Args:
-        losses: (z, batch, seen) -> ℓ of each row. z is (n, models), or (n, models, classes); `seen`, (n, models) of
-            booleans, says which rows each model sees: elsewhere ℓ is any finite number.
-        score: what is measured beside the mean loss.
+        losses: (z, batch, seen) -> ℓ of each row. z is (n, models), or (n, models, classes). `seen`, (n, models) of
+            booleans, says which rows each model sees; for other rows, ℓ may be any finite number.
+        score: the name of the metric that is measured besides the mean loss.
         scored: (z of the model that is used, batch) -> the score.
-        larger_is_better: of the score.
-        whole: whether ℓ depends on a site's other rows.
+        larger_is_better: whether a larger score is better.
+        whole: whether ℓ of a row depends on other rows of its site.
     """
 
     losses: Callable[[Array, Batch, Array], Array]
@@ -68,7 +69,7 @@ def _survival(z: Array, batch: Batch, seen: Array) -> Array:
 
 
 def pairs(batch: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return which pairs (j, k) of rows of a site can be compared: j has its event before k's time. (n, n) booleans."""
+    """Return which pairs (j, k) of a site's rows can be compared, (n, n) booleans: j has its event before k's time."""
     time, event, site = batch["time"], batch["event"], batch["site"]
     return (event[:, None] > 0) & (time[:, None] < time) & (site[:, None] == site)
 
@@ -88,13 +89,13 @@ def _accuracy_of_classes(z: Array, batch: Batch) -> Array:
 
 
 def _deviance(z: Array, batch: Batch) -> Array:
-    """Compute the mean deviance over m: 2 [c log(c/μ) − (c − μ)] with c and μ in units of m."""
+    """Compute the mean deviance in units of m: the mean of 2 [c log(c/μ) − (c − μ)], with c and μ divided by m."""
     c = batch["label"]
     return 2 * jnp.mean(jnp.where(c > 0, c * (jnp.log(jnp.where(c > 0, c, 1)) - z), 0) - c + jnp.exp(z))
 
 
 def _explained(z: Array, batch: Batch) -> Array:
-    """Compute R², against the mean of these rows."""
+    """Compute R², which compares the predictions with the mean of these rows."""
     c = batch["label"]
     return 1 - jnp.sum((z - c) ** 2) / jnp.sum((c - jnp.mean(c)) ** 2)
 

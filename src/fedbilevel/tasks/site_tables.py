@@ -1,4 +1,4 @@
-"""A site's CSV file for the task `tables`: its features, target, weights and patients, and what is wrong with them."""
+"""Read a site's CSV file for the task `tables`: its features, target, weights and patients, with checks of each."""
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,12 +13,12 @@ from fedbilevel.data.table_files import Texts, numbers_of, words_of
 from fedbilevel.tasks.task import Floats
 
 OutcomeName = Literal["binary", "classes", "count", "continuous", "survival"]
-WORDS = ("binary", "classes")  # whose target is a word
+WORDS = ("binary", "classes")  # the outcomes whose target is a word
 
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnRoles:
-    """Say what the columns of all sites' tables are; the fields are those of `tables`."""
+    """Say what the columns of all sites' tables are for; the fields are arguments of `tables`."""
 
     outcome: OutcomeName
     target: str
@@ -33,21 +33,22 @@ class ColumnRoles:
 
     @property
     def named(self) -> list[str]:
-        """The columns that are no features."""
+        """Return the columns with a role of their own, which are not features."""
         event = self.event if self.outcome == "survival" else ""
         return [name for name in (self.target, event, self.patient, self.sample_weight) if name]
 
 
 @dataclass
 class SiteFile:
-    """A site's rows that have a target.
+    """Hold a site's rows, without those that lack a target.
 
     Args:
-        where: the file, in messages.
+        name: the site.
+        where: the name of the file, for messages.
         features: columns of numbers or words, by name.
-        target: arrays by name: "label" of words or numbers, or "time" and "event".
-        weight: of each row, above 0 somewhere.
-        patient: whose each row is, as numbers.
+        target: arrays by name: "label" with words or numbers, or "time" and "event".
+        weight: the weight of each row; at least one is above 0.
+        patient: the number of the patient of each row.
     """
 
     name: str
@@ -77,7 +78,10 @@ class SiteFile:
         return SiteFile(self.name, self.where, *parts)
 
     def split(self, share: float, seed: int, stream: int) -> tuple["SiteFile", "SiteFile"]:
-        """Set a share of the rows aside, alike in classes or events; a patient's go together. One at least stays."""
+        """Divide the rows into (kept, aside), with a share of the rows of each class, or of events, set aside.
+
+        The rows of a patient are not divided. At least one row is kept.
+        """
 
         def aside(stratum: np.ndarray, rng: np.random.Generator) -> np.ndarray:
             mixed = rng.permutation(len(stratum))
@@ -90,16 +94,16 @@ class SiteFile:
         return self.some(np.flatnonzero(~out)), self.some(np.flatnonzero(out))
 
     def folds(self, count: int, seed: int) -> np.ndarray:
-        """Deal the rows into folds, alike in classes or events; rows of a patient go together."""
+        """Draw the fold of each row: classes or events are spread evenly, and a patient's rows are in the same fold."""
         return self._by_patient(lambda stratum, rng: dealt(stratum, count, rng), seed, 1)
 
     def _by_patient(self, deal: Any, seed: int, stream: int) -> np.ndarray:
-        """Deal patients, with draws that depend on the site's name and on no other site."""
+        """Apply `deal` to the patients, and return the result for each row; draws depend on no other site."""
         strata, patient = strata_of(self.patient, self.stratum)
         return deal(strata, generator_of_site(seed, self.name, stream))[patient]
 
     def told(self, columns: ColumnRoles) -> Told:
-        """Return what the site tells of its features, and of a target that is no time."""
+        """Return what the site tells of its features, and of its target unless this is a time."""
         target = {columns.target: self.target["label"]} if "label" in self.target else {}
         return without_rare(told_of(self.features), columns.min_count) | told_of(target)
 
@@ -115,7 +119,7 @@ def site_table(name: str, where: str, texts: Mapping[str, Texts], columns: Colum
             raise unknown(f"column of {where}", one, texts)
     targets = [columns.target, *([columns.event] if columns.outcome == "survival" else [])]
     kept = np.all([[text is not None for text in texts[one]] for one in targets], axis=0)
-    require(bool(kept.any()), f"rows of {where} with a target", 0, "one at least")
+    require(bool(kept.any()), f"rows of {where} with a target", 0, "at least 1")
     if lost := int((~kept).sum()):
         warn(DataWarning(f"{lost} of {len(kept)} rows of {where} have no {' or '.join(targets)}, and are left out"))
     rows = {one: column[kept] for one, column in texts.items()}
@@ -132,7 +136,12 @@ def site_table(name: str, where: str, texts: Mapping[str, Texts], columns: Colum
     patient = np.arange(count)
     if columns.patient:
         of = rows[columns.patient]
-        require(all(one is not None for one in of), f"column {columns.patient!r} of {where}", "a gap", "whose a row is")
+        require(
+            all(one is not None for one in of),
+            f"column {columns.patient!r} of {where}",
+            "a gap",
+            "a patient in every row",
+        )
         patient = np.unique(of.astype(str), return_inverse=True)[1]
     return SiteFile(name, where, features, _target(where, rows, columns), weight, patient)
 
@@ -150,19 +159,19 @@ def _target(where: str, rows: Mapping[str, Texts], columns: ColumnRoles) -> dict
     if columns.outcome == "count":
         return {"label": numbers}
     event = _numbers(f"column {columns.event!r} of {where}", rows[columns.event])
-    allowed = "1 where the event came, 0 where it had not come by then"
+    allowed = "1 if the event was observed at this time, 0 if it had not happened by then"
     require(set(event) <= {0.0, 1.0}, f"column {columns.event!r} of {where}", sorted(set(event))[:5], allowed)
     return {"time": numbers, "event": event}
 
 
 def _numbers(field: str, texts: Texts) -> Floats:
-    """Return numbers without gaps."""
+    """Return the numbers in texts, and refuse gaps."""
     numbers = numbers_of(texts)
     if numbers is None or not np.all(np.abs(numbers) <= MOST):
         wrong = (
             next(text for text in texts if numbers_of(np.array([text], object)) is None) if numbers is None else None
         )
-        require(False, field, wrong or "a gap, or a number that is too large", f"numbers from {-MOST:g} to {MOST:g}")
+        require(False, field, wrong or "a gap or too large a number", f"numbers from {-MOST:g} to {MOST:g}")
     assert numbers is not None
     return numbers
 
@@ -177,7 +186,7 @@ def _typed(field: str, texts: Texts, categorical: bool) -> ColumnValues:
 
 
 def with_columns(table: SiteFile, agreed: Told, columns: ColumnRoles) -> SiteFile:
-    """Return the table with the agreed features: a column without any value has the kind that is agreed on.
+    """Return the table with the agreed features; a column without any value gets the kind that sites agreed on.
 
     Raises:
         ConfigurationError: a column is missing, unknown, or of another kind.
@@ -190,14 +199,14 @@ def with_columns(table: SiteFile, agreed: Told, columns: ColumnRoles) -> SiteFil
         words = "categories" in told
         column = table.features.get(name)
         if column is None:
-            allowed = "there, as at other sites; or absent = 'gap' lets it count as gaps"
+            allowed = "in the file, as at other sites; with absent = 'gap', all its entries count as gaps"
             require(columns.absent == "gap", f"column {name!r} of {table.where}", "missing", allowed)
         elif (column.dtype.kind == "O") == words:
             made[name] = column
             continue
         elif not _is_empty(column):
             got, other = ("words", "numbers") if column.dtype.kind == "O" else ("numbers", "words")
-            allowed = f"{other}, as at other sites; columns of codes and words are named in `categorical`"
+            allowed = f"{other}, as at other sites; name it in `categorical` if its numbers are codes"
             require(False, f"column {name!r} of {table.where}", got, allowed)
         made[name] = np.full(len(table), None, object) if words else np.full(len(table), np.nan)
     return SiteFile(table.name, table.where, made, table.target, table.weight, table.patient)
@@ -208,8 +217,10 @@ def _is_empty(column: ColumnValues) -> bool:
 
 
 def kinds_of(tables: Collection[SiteFile]) -> Told:
-    """Return the columns that any site has, in their first order; of words where a site has a word, which others may be
-    without."""
+    """Return the columns that any site has, in the order in which they first appear, each with its kind.
+
+    A column is one of words if a site has a word in it, even if other sites have only gaps there.
+    """
     kinds: Told = {}
     for table in tables:
         for name, column in table.features.items():
@@ -219,7 +230,7 @@ def kinds_of(tables: Collection[SiteFile]) -> Told:
 
 
 def used(table: SiteFile, columns: ColumnRoles) -> SiteFile:
-    """Make gaps of what a site does not tell."""
+    """Turn entries into gaps if the site does not tell of them, such as rare categories."""
     told = {name: one for name, one in table.told(columns).items() if name in table.features}
     made = {}
     for name, gaps in untold(told, table.features).items():
@@ -229,7 +240,7 @@ def used(table: SiteFile, columns: ColumnRoles) -> SiteFile:
 
 
 def require_known(table: SiteFile, agreed: Told) -> None:
-    """Refuse categories of which no site has told, unless it is agreed that there are rarer ones."""
+    """Refuse a category that no site has told of, unless sites have told that there are rarer ones."""
     for name, column in table.features.items():
         if "categories" in agreed[name] and not agreed[name]["rarer"]:
             known = agreed[name]["categories"]
@@ -238,14 +249,19 @@ def require_known(table: SiteFile, agreed: Told) -> None:
 
 
 def classes_of(target: Mapping[str, Any], columns: ColumnRoles) -> list[str]:
-    """Return the classes that sites have told of; of two the positive one is the last.
+    """Return the classes that sites have told of; with a binary outcome the positive class comes last.
 
     Raises:
-        ConfigurationError: there are too few or too many, or `positive` is none of them.
+        ConfigurationError: there are too few classes, or too many, or `positive` is not one of them.
     """
     classes = list(target.get("categories", ()))
     if columns.outcome == "binary":
-        require(len(classes) == 2, f"classes of {columns.target!r}", classes[:6], "two; or outcome = 'classes'")
+        require(
+            len(classes) == 2,
+            f"classes of {columns.target!r}",
+            classes[:6],
+            "exactly two, or with outcome = 'classes' more",
+        )
         if columns.positive and columns.positive not in classes:
             raise unknown("positive", columns.positive, classes)
         return classes[::-1] if columns.positive == classes[0] else classes
@@ -254,10 +270,10 @@ def classes_of(target: Mapping[str, Any], columns: ColumnRoles) -> list[str]:
 
 
 def samples_of(table: SiteFile, agreed: Told, target: Mapping[str, Any], columns: ColumnRoles) -> dict[str, Floats]:
-    """Return the arrays of rows: "row" with the agreed features, what the outcome needs, and "weight" of mean 1.
+    """Return the arrays of a table: "row" with the agreed features, "weight" with mean 1, and what the outcome needs.
 
     Raises:
-        ConfigurationError: a class of which no site has told.
+        ConfigurationError: a row has a class that no site has told of, or all counts are 0.
     """
     made = [*prepared(agreed, table.features).values()]
     rows = np.column_stack([np.zeros((len(table), 0)), *made])
@@ -272,7 +288,7 @@ def samples_of(table: SiteFile, agreed: Told, target: Mapping[str, Any], columns
             raise unknown(f"class of {columns.target!r} of {table.where}", others[0], classes)
         label = np.array([classes.index(word) for word in label], int)
     elif columns.outcome == "count":
-        require(target["mean"] > 0, f"counts {columns.target!r}", "all 0", "one at least that is above 0")
+        require(target["mean"] > 0, f"counts {columns.target!r}", "all 0", "above 0 in at least one row")
         label = label / target["mean"]
     else:
         label = (label - target["mean"]) / deviation(target)
@@ -281,12 +297,12 @@ def samples_of(table: SiteFile, agreed: Told, target: Mapping[str, Any], columns
 
 
 def ordered(samples: dict[str, Floats], columns: ColumnRoles) -> dict[str, Floats]:
-    """Return samples as the losses need them."""
+    """Return samples in the order that the losses need."""
     return in_order_of_time(samples) if columns.outcome == "survival" else samples
 
 
 def require_fit(told: Mapping[str, Any], columns: ColumnRoles) -> None:
-    """Refuse a target of another kind than the outcome has, in a file that sites agreed on."""
+    """Refuse a target of another kind than the outcome needs, in the file that sites have agreed on."""
     if columns.outcome != "survival" and ("categories" in told) != (columns.outcome in WORDS):
         kind = "a column of categories" if columns.outcome in WORDS else "a column of numbers"
         raise ConfigurationError(path=f"target {columns.target!r}", got=f"{[*told]}", allowed=kind)

@@ -1,23 +1,24 @@
-"""Tables of several sites: linear models of a class, several classes, a count, a number or a survival time.
+"""Fit linear models to the tables of several sites: models of two or more classes, counts, numbers or survival times.
 
-Each site has a CSV file, and is a client. Sites agree on columns without showing rows, so that all of them make the
-same numbers: (a − mean)/deviation of a number, 0 of a gap, an indicator for each category. The losses ℓ:
+Each site has a CSV file, and is a client. Sites agree on their columns without showing rows, so that all of them encode
+entries alike: a number as (a − mean)/deviation, a gap in numbers as 0, and a word by an indicator for each category.
+The losses of a row with the target c are:
 
     binary      log(1 + eᶻ) − c z              count       eᶻ − (c/m) z, of Poisson with the rate m eᶻ
     classes     log Σ_c' e^{z_c'} − z_c        continuous  ½ (z − (c − m)/s)²
     survival    e [log Σ_{k at risk} v_k e^{z_k} − z], of Cox, each site with a baseline hazard of its own
 
-with z = aᵀy, m and s the mean and the standard deviation of all targets. The last entry of a row a is 1, and before it
-is an indicator for each site; Cox's model has neither. Penalties, and weights of sites, are found by cross-validation
-(Bennett et al., IJCNN 2006): site i deals its n_i training rows into K folds, k_j being the fold of row j, and y holds
-K + 1 models, of which model k < K is trained without fold k, and model K on all rows:
+Here z is aᵀy, and m and s are the mean and the standard deviation of all targets. The last entry of a row a is 1, and
+the entries before it are an indicator for each site; rows of Cox's model have neither. Penalties, and weights of sites,
+are found by cross-validation (Bennett et al., IJCNN 2006). Site i deals its n_i training rows into K folds, and row j
+is in fold k_j. y holds K + 1 models; model k < K is trained without fold k, and model K on all rows:
 
     g_i = (1/n_i) Σ_j w_i v_j [ℓ_j(y_K) + Σ_{k ≠ k_j} K/(K − 1) ℓ_j(y_k)] + Σ_k Σ_l exp(x.penalty_{p(l)}) ‖y_kl‖²
     f_i = (1/n_i) Σ_j v_j ℓ_j(y_{k_j})               w = M softmax(x.weight), or 1
 
-x starts at penalty = log(ridge) and weight = 0, and penalties stay in [−12, 0]. v_j is the row's weight, of mean 1 at
-each site. f sees each row with the model that has not seen it, and never model K, the model that is used. Every entry
-of a model has a penalty, so that g is strongly convex in y.
+x starts at penalty = log(ridge) and weight = 0, and penalties stay in [−12, 0]. v_j is the weight of row j; the mean
+of these weights is 1 at each site. f evaluates each row with the model that was trained without it, and never evaluates
+model K, which is the model that is used. Every entry of a model has a penalty, so that g is strongly convex in y.
 """
 
 from collections.abc import Mapping, Sequence
@@ -51,7 +52,7 @@ from fedbilevel.tasks.task import Floats, Task
 AGREED, TEST = "columns.json", "test.csv"
 PENALTIES = "one", "column", "feature"
 DRAWN = {"north": 120, "south": 80, "west": 40}
-"""The sites of the tables that are drawn, and their rows."""
+"""The sites of the generated tables, and their numbers of rows."""
 
 
 def tables(
@@ -86,42 +87,50 @@ def tables(
     """Fit a linear model to the CSV files of several sites, FOLDER/SITE.csv.
 
     Args:
-        folder: where the files are; empty: tables of three sites that are drawn, with words and gaps.
-        sites: names of the sites, client i being the site i; empty: all .csv files of the folder but test.csv, in
-            alphabetical order. A federation needs the names.
+        folder: the folder of the files. If empty, tables of three sites, with words and gaps, are generated.
+        sites: the names of the sites; client i is site i. If empty, the sites are all .csv files of the folder except
+            test.csv, in alphabetical order. A federation needs the names.
         outcome: what the target is: "binary" (two classes), "classes" (several), "count", "continuous", "survival".
-        target: the column that is predicted; of survival the times. Rows without it are left out, with a warning.
-        event: of survival, the column that is 1 where the event came, 0 where it had not come by then.
-        positive: of two classes the one that has label 1; empty: the second in alphabetical order.
-        patient: a column that says whose each row is: rows of a patient are in one fold; empty: each is another's.
-        sample_weight: a column of weights of rows, 0 or more; empty: all rows count alike. Measures ignore it.
-        categorical: columns of codes; columns of words are categories anyway.
-        drop: columns that are left out.
+        target: the column that is predicted; for survival, the times. Rows without it are left out, with a warning.
+        event: for survival, the column that is 1 if the event was observed at this time, and 0 if it had not happened
+            by then.
+        positive: the class with the label 1, if there are two. If empty, it is the second in alphabetical order.
+        patient: the column that names the patient of each row; all rows of a patient are in the same fold. If empty,
+            each row belongs to a different patient.
+        sample_weight: the column with the weights of rows, 0 or more. If empty, all rows count alike. Metrics ignore
+            these weights.
+        categorical: the columns of codes that are categories. Columns of words are categories in any case.
+        drop: the columns that are left out.
         gaps: texts that mean a gap, besides an empty text, NA, NaN, null and other texts that pandas takes as gaps.
-        absent: whether a site without one of the columns is an error ("refuse"), or the column is a gap there ("gap").
-        min_count: of a site's categories of fewer rows, and columns of fewer numbers, nothing is told or used.
-        offsets: give each site an intercept of its own beside the common one.
-        penalty: "one" for all features, or one for each "column" or "feature", that is, indicator. Offsets have one
-            together, and so has the intercept; with "feature" each offset has one.
-        groups: lists of columns that share a penalty of their own, by any name of it.
+        absent: what happens if a site lacks a column: an error ("refuse"), or all entries are gaps there ("gap").
+        min_count: the least number of rows. A site neither tells of nor uses a category with fewer rows, or a column
+            with fewer numbers.
+        offsets: whether each site has an intercept of its own besides the common one.
+        penalty: whether all features share "one" penalty, or each "column" has one, or each "feature", so that each
+            indicator of a category has its own. The intercept has a penalty of its own. The offsets share one; with
+            "feature" each offset has one.
+        groups: lists of columns that share a penalty of their own, by a name of your choice.
         site_weights: whether x has a weight for each site.
-        tuned: False: the single-level problem of the last model alone, with `ridge` for every penalty.
-        folds: K.
-        ridge: every penalty at the start.
-        weighting: p_i, in both losses: by training rows or, with `sample_weight`, their weights ("size"), or "equal".
-        sizes: numbers that are p_i after division by their sum; a server that does not have the sites' files needs them
-            for "size".
-        test: the share of each site's rows that is measured and not trained on; 0 where FOLDER has a test.csv.
-        holdout: the share of each site's training rows that is measured in place of test rows.
-        seed: of the drawn tables, of test rows, holdout and folds. A site's draws depend on its name and no other site.
-        party: in a federation, the number of a client, which reads its own file alone, or "server", which reads none.
+        tuned: whether penalties and weights are tuned. If not, the problem has a single level, the last model alone,
+            and every penalty is `ridge`.
+        folds: the number of folds, K.
+        ridge: the value of every penalty at the start.
+        weighting: how the clients' weights p_i are set in both losses: "equal", or by the numbers of training rows
+            ("size"); with `sample_weight`, "size" takes the sums of the rows' weights.
+        sizes: numbers which, divided by their sum, are p_i. A server without the sites' files needs them for "size".
+        test: the share of each site's rows that is used for metrics and not for training; 0 if FOLDER has a test.csv.
+        holdout: the share of each site's training rows on which the metrics are measured in place of the test rows.
+        seed: the seed of the generated tables, of test rows, of the holdout and of folds. A site's draws depend on its
+            name and on no other site.
+        party: the number of a client in a federation, which reads only its own file; or "server", which reads no
+            site's file.
 
-    FOLDER/columns.json is what sites have agreed on, as `estimators.Preparer.save` writes it, of all features and, but
-    for survival, the target. In a simulation it may be missing: it is then made of the training rows. FOLDER/test.csv
-    has test rows, and a column "site" that says whose each is.
+    FOLDER/columns.json says what sites have agreed on for all features and, except for survival, for the target;
+    `estimators.Preparer.save` writes it. In a simulation it may be missing, and the agreement is then made from the
+    training rows. FOLDER/test.csv has test rows, with a column "site" that names the site of each row.
 
-    Measured on test rows: the mean loss; accuracy, R² ("r2"), the mean deviance in units of the mean count, or the
-    concordance of pairs within sites, of all rows and at each site that has such rows.
+    The metrics are the mean loss of all test rows, and a score of all test rows and of each site's: the accuracy,
+    R² ("r2"), the mean deviance in units of the mean count, or the concordance of pairs within sites.
     """
     if outcome not in OUTCOMES:
         raise unknown("outcome", outcome, OUTCOMES)
@@ -158,15 +167,15 @@ def tables(
     rows = _Rows(agreed, goal, columns, found.names, indicators)
     own = [rows.of(*found.parts(name, agreed, holdout), folds, seed) for name in found.here]
     weights = _weights(weighting, sizes, found)
-    if not own:  # a server, whose sites keep their files
+    if not own:  # this is a server, and the sites keep their files
         own = [rows.example(), *(SiteRows(name, {}, rows.measured(table)) for name, table in found.tested.items())]
     return task_of("tables", model, own, weights=weights, part="validation" if holdout else "test", party=party)
 
 
 class _Files:
-    """The tables of the sites that this party sees.
+    """Hold the tables of the sites whose files this party reads.
 
-    `names` are all sites, `here` those whose files it reads.
+    `names` are all sites, and `here` the sites whose rows become samples on this machine.
     """
 
     def __init__(
@@ -183,7 +192,7 @@ class _Files:
         require(len(set(sites)) == len(sites), "sites", list(sites), "names, each once")
         texts = {} if self.folder else drawn_texts(columns, seed)
         if self.folder and not sites:
-            require(party == "all", "sites", "none", "the names of all sites, in a federation")
+            require(party == "all", "sites", "none", "the names of all sites in a federation")
             require(self.folder.is_dir(), "folder", folder, "a folder with a CSV file for each site")
             sites = tuple(sorted(file.stem for file in self.folder.glob("*.csv") if file.name != TEST))
             require(len(sites) > 0, "folder", folder, "a folder with a CSV file for each site")
@@ -204,7 +213,7 @@ class _Files:
         self.here = shown if isinstance(party, str) else [self.names[party]]
         self.tested = {} if isinstance(party, int) else self._tested(gaps)
         self.whole = party == "all" or not self.folder
-        self.weight: dict[str, float] = {}  # of each site's training rows, once they are taken
+        self.weight: dict[str, float] = {}  # the sum of the weights of each site's training rows
 
     def _where(self, name: str) -> str:
         return f"{name}.csv" if self.folder else name
@@ -213,7 +222,7 @@ class _Files:
         """Read the rows of test.csv by site."""
         if not self.folder or not (self.folder / TEST).is_file():
             return {}
-        allowed = f"0 where there is a {TEST}: the sites, which do not see it, train on all their rows"
+        allowed = f"0 if the folder has a {TEST}: the sites do not see this file, and train on all their rows"
         require(self.share == 0, "test", self.share, allowed)
         texts = read_texts(self.folder / TEST, gaps)
         if "site" not in texts:
@@ -232,13 +241,13 @@ class _Files:
         return training, self.tested.get(name, measured)
 
     def parts(self, name: str, agreed: Told, holdout: float) -> tuple[SiteFile, SiteFile]:
-        """Return a site's training rows, which have no more than the site tells, and its measured rows."""
+        """Return a site's training rows, with gaps for what the site does not tell of, and its measured rows."""
         training, measured = (with_columns(part, agreed, self.columns) for part in self.split(name))
         if holdout:
             training, measured = training.split(holdout, self.seed, 2)
         require_known(training, agreed)
         self.weight[name] = float(training.weight.sum())
-        require(self.weight[name] > 0, f"weights of the training rows of {training.where}", 0.0, "above 0 somewhere")
+        require(self.weight[name] > 0, f"weights of the training rows of {training.where}", 0.0, "above 0 in some row")
         return used(training, self.columns), measured
 
     def agreed(self) -> tuple[Told, Mapping[str, Any]]:
@@ -252,10 +261,10 @@ class _Files:
             require_fit(goal, columns)
             told = {name: one for name, one in told.items() if name not in (*columns.named, *columns.drop)}
         else:
-            allowed = f"there; each site tells of its columns by estimators.Preparer, and {AGREED} is the sum"
+            allowed = f"a file; each site tells of its columns by estimators.Preparer, and {AGREED} is their sum"
             require(self.whole, f"{file}", "missing", allowed)
             told, goal = self._together()
-        require(len(told) > 0, "features", "none", "one column at least")
+        require(len(told) > 0, "features", "none", "at least one column")
         return told, goal
 
     def _together(self) -> tuple[Told, Mapping[str, Any]]:
@@ -264,14 +273,14 @@ class _Files:
         told = [with_columns(one, kinds, columns).told(columns) for one in training]
         if columns.outcome == "survival":
             events = sum(one.target["event"].sum() for one in training)
-            require(events > 0, f"events {columns.event!r}", "none", "one at least")
+            require(events > 0, f"events {columns.event!r}", "none", "at least one")
         both = {name: added([one[name] for one in told]) for name in told[0]}
         goal = both.pop(columns.target, {}) if columns.outcome != "survival" else {}
         return both, goal
 
 
 class _Rows:
-    """What makes samples of a table's rows."""
+    """Turn the rows of tables into samples."""
 
     def __init__(
         self, agreed: Told, goal: Mapping[str, Any], columns: ColumnRoles, names: list[str], indicators: int
@@ -279,7 +288,7 @@ class _Rows:
         self.agreed, self.goal, self.columns, self.names, self.indicators = agreed, goal, columns, names, indicators
 
     def samples(self, table: SiteFile, **more: Floats) -> dict[str, Floats]:
-        """Return samples, with the indicators and the constant behind the features, and the number of the site."""
+        """Return the samples of a table; after its features, a row has the indicators of sites and the constant 1."""
         table = with_columns(table, self.agreed, self.columns)
         made, number = samples_of(table, self.agreed, self.goal, self.columns), self.names.index(table.name)
         if self.columns.outcome != "survival":
@@ -294,11 +303,11 @@ class _Rows:
         return SiteRows(training.name, own, self.measured(measured))
 
     def measured(self, table: SiteFile) -> dict[str, Floats]:
-        """Return samples that all count alike."""
+        """Return the samples of measured rows, which all have the weight 1."""
         return self.samples(replace(table, weight=np.ones(len(table))))
 
     def example(self) -> SiteRows:
-        """Return one row, whose numbers say nothing, of a site elsewhere."""
+        """Return one made-up row, which shows a server the shapes and types of the sites' rows."""
         features = {
             name: np.full(1, None, object) if "categories" in one else np.full(1, np.nan)
             for name, one in self.agreed.items()
@@ -325,18 +334,18 @@ def _penalties(agreed: Told, penalty: str, groups: Mapping[str, Any], indicators
 
 
 def _weights(weighting: str, sizes: Sequence[float], found: _Files) -> Any:
-    """Return p_i of the sites that this party sees, or of all on a server that sees none."""
+    """Return p_i of the sites whose files this party reads, or of all sites on a server that reads none."""
     known = weighting_of(weighting)
     if len(sizes):
         require(len(sizes) == len(found.names), "sizes", list(sizes), f"{len(found.names)} numbers, one for each site")
         return [sizes[found.names.index(name)] for name in found.here or found.names]
-    allowed = "'equal', or given as `sizes`, on a server without the sites' files"
+    allowed = "'equal' on a server without the sites' files, unless `sizes` is given"
     require(known is None or bool(found.here), "weighting", weighting, allowed)
     return [found.weight[name] for name in found.here] if known else None
 
 
 def drawn_texts(columns: ColumnRoles, seed: int) -> dict[str, dict[str, Texts]]:
-    """Draw tables of the sites of DRAWN: age, dose, pulse with gaps, and a ward, which `west` has two of."""
+    """Generate tables of the sites of DRAWN, with age, dose, pulse (with gaps) and ward; `west` has only two wards."""
     rng, made = np.random.default_rng([seed, 11]), {}
     for number, (name, count) in enumerate(DRAWN.items()):
         age, dose, pulse = rng.normal([55, 2, 75], [12, 1, 10], (count, 3)).T
