@@ -28,9 +28,9 @@ eigenvalue L of all A_i and the largest τ_i therefore still suffices.
 
 The method is this library's. Its correction is after Konečný et al., "Federated Optimization: Distributed Machine
 Learning for On-Device Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking
-Centralized Stochastic Algorithms in Federated Learning", 2020, arXiv:2008.03606, correct by what the server knew at the
-last round, too. For bilevel problems Han Shen et al., "FedMSA", 2023, arXiv:2306.01648, correct steps on x, y and v by
-momenta with reduced variance; this file does not claim to be it.
+Centralized Stochastic Algorithms in Federated Learning", 2020, arXiv:2008.03606, also correct by what the server
+knew after the last round. For bilevel problems Han Shen et al., "FedMSA", 2023, arXiv:2306.01648, correct steps on x, y
+and v by momenta with reduced variance; this file does not claim to be it.
 
 Messages: the server sends x, y, v and m, and clients reply with vectors of the shapes of x, y and v, and two numbers.
 
@@ -84,7 +84,7 @@ class CorrectedFBO(Normalised):
     name = "corrected-fbo"
     facts = Facts(
         paper="after Konečný et al. 2016, arXiv:1610.02527",
-        needs="g strongly convex in y; second derivatives of it as products",
+        needs="g strongly convex in y; products of vectors with its second derivatives",
         good_for="clients that differ and make many local steps: with full batches of all it ends at the solution",
         exchanges="one",
         up="1 like x, 2 like y",

@@ -1,8 +1,8 @@
-"""The only door between an algorithm and its clients: exchanges, replies, and marks on the parts of a reply's update.
+"""Define how an algorithm reaches its clients: exchanges, replies, and marks on the parts of a reply's update.
 
-The marks are for clients whose replies are clipped and noised (docs/explanation/privacy.md); without privacy they
-change nothing. Both sides have them from the algorithm's own code, and the contract of a federation shows them as parts
-of the paths; no message decides what a client noises.
+An algorithm has no other way to reach its clients. The marks matter if clients clip their replies and add noise
+(docs/explanation/privacy.md); without privacy they have no effect. Server and clients read them from the algorithm's
+own code, and the contract of a federation shows them in the paths of parts. No message decides what a client noises.
 """
 
 from collections.abc import Callable
@@ -18,16 +18,17 @@ from fedbilevel.core.tree import PyTree
 
 
 class Reply(NamedTuple):
-    """A client's reply to an exchange, which a phase returns.
+    """Hold a client's reply to an exchange; a phase returns it.
 
     Args:
-        update: what is averaged over the cohort: any pytree. Under privacy it is clipped and noised, but for the parts
+        update: the pytree that is averaged over the cohort. Under privacy it is clipped and noised, except the parts
             that are marked `Public` or `Withheld`.
-        state: the client's own next state, which never leaves it; None: it keeps its present state.
-        metrics: numbers by name, whose means over clients are in the history and are never fed back.
-        gradients: how many gradients on a batch the client computed, for the ledger and the clock. An asynchronous
-            exchange asks every client for this number, so that it should not depend on what a loop finds.
-        hvps: how many products of a vector with second derivatives the client computed, counted as `gradients` are.
+        state: the client's own next state, which never leaves the client; None: the client keeps its present state.
+        metrics: numbers by name. Their means over clients are in the history, and the algorithm does not get them.
+        gradients: the number of gradients on a batch that the client computed, for the ledger and the clock. An
+            asynchronous exchange must know it in advance, so it should not depend on the results of a loop.
+        hvps: the number of products of a vector with second derivatives that the client computed; the rest is as for
+            `gradients`.
     """
 
     update: PyTree
@@ -38,26 +39,26 @@ class Reply(NamedTuple):
 
 
 Phase = Callable[..., Reply]
-"""A phase as a round names it: a method of the algorithm, or of one of its parts, that is marked with `phase`."""
+"""A phase: a method of the algorithm, or of one of its parts, that is marked with `phase`."""
 
 LoopBody = Callable[["Fed", Any, Array], Any]
-"""(fed, carry, key) -> carry: what `Fed.repeat` does again and again."""
+"""(fed, carry, key) -> carry: the function that `Fed.repeat` repeats."""
 
 
 class Total(NamedTuple):
-    """What came of an exchange, summed over the P clients who replied.
+    """Hold the result of an exchange, summed over the P clients that replied.
 
-    Where clients hold submodels, each entry is the sum over the clients that hold it. An entry that nobody holds is 0,
-    and the unbiased mean is (M/P) Σ p_i times the mean of the others.
+    If clients hold submodels, each entry is the sum over the clients that hold it, and an entry that no client holds is
+    0. The unbiased mean is then (M/P) Σ p_i times the mean over the clients that hold the entry.
 
     Args:
         update: Σ p_i u_i.
         weight: Σ p_i.
         responders: P.
-        population: M; where some clients are never available, M' / Σ p_i over the M' others.
-        held: of submodels: for each entry of the update, Σ p_i over the clients that hold it.
-        rows: where every reply was asked for: the updates, leaves (P, ...), and the weights (P,), 0 for a row that only
-            pads the cohort.
+        population: M. If some clients are never available, it is M' / Σ p_i over the M' clients that are.
+        held: for submodels, Σ p_i over the clients that hold an entry, for each entry of the update.
+        rows: if every reply was asked for, the updates with leaves (P, ...) and the weights (P,), which are 0 for rows
+            that only pad the cohort.
     """
 
     update: PyTree
@@ -69,12 +70,12 @@ class Total(NamedTuple):
 
     @classmethod
     def of_mean(cls, mean: PyTree) -> "Total":
-        """Make a total of what is a mean over everyone already."""
+        """Make the total whose mean is `mean`, which is already a mean over all clients."""
         one = jnp.ones(())
         return cls(mean, one, one, 1)
 
     def mean(self, unbiased: bool = False) -> PyTree:
-        """Take the mean that `Fed.mean` promises."""
+        """Return the mean of the updates, as `Fed.mean` defines it."""
         if self.held is not None:
             share = self.population / self.responders * self.weight if unbiased else jnp.ones(())
 
@@ -88,25 +89,26 @@ class Total(NamedTuple):
 
 
 class Means:
-    """`Fed.mean` by `Fed.sum`."""
+    """Provide `Fed.mean` for a class that has `Fed.sum`."""
 
     sum: Callable[..., Total]
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
-        """Take the mean of what came: see `Fed.mean`."""
+        """Return the mean of the updates; see `Fed.mean`."""
         return self.sum(phase, message, key, fresh=fresh).mean(unbiased)
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Coded:
-    """A part of an update in the form in which it is sent. It is decoded before replies are weighed and summed.
+    """Hold a part of an update in the form in which it is sent. It is decoded before replies are weighted and summed.
 
     Args:
         wire: a pytree of arrays, whose bytes the ledger counts.
-        decode: wire -> the part of the update; a module's function or a frozen dataclass, so that two are equal.
+        decode: wire -> the part of the update. It must be a function of a module, or a frozen dataclass, so that the
+            functions of two replies are equal.
     """
 
     wire: PyTree
@@ -114,60 +116,66 @@ class Coded:
 
 
 def decoded(update: PyTree) -> PyTree:
-    """Decode the parts of an update that are sent otherwise."""
+    """Decode the parts of an update that are `Coded`."""
     coded = lambda part: isinstance(part, Coded)  # noqa: E731
     return jax.tree.map(lambda part: part.decode(part.wire) if coded(part) else part, update, is_leaf=coded)
 
 
 class Fed(Protocol):
-    """The exchanges that a round may make. No method gets the value of a single client; layers may, by `sum`."""
+    """Make the exchanges of a round. Methods never get the value of a single client; layers can, by `sum`."""
 
     problem: Problem
-    """What the server knows of it: the losses and what they are like, without anyone's samples."""
+    """The problem as the server knows it: the losses and their properties, without samples of any client."""
 
     sampled: bool
-    """Whether a round asks a cohort that is drawn, and not everyone."""
+    """Whether a round asks a drawn cohort instead of all clients."""
 
     @property
     def repetition(self) -> int | Array:
-        """Return the number of the repetition within the innermost `repeat`; outside 0."""
+        """Return the number of the present repetition of the innermost `repeat`; outside of `repeat` 0."""
         ...
 
     def mean(
         self, phase: Phase, message: PyTree, key: Array, *, unbiased: bool = False, fresh: int | Array | None = None
     ) -> PyTree:
-        """Send `message` to the cohort, run `phase` there, return the weighted mean of the updates: an exchange.
+        """Make an exchange: send `message` to the cohort, run `phase` there, and return the updates' weighted mean.
 
-        Σ p_i u_i / Σ p_i over those who responded; with `unbiased`, Σ (M/P) p_i u_i, whose expectation over uniform
-        cohorts of P out of M clients is the mean over the whole population.
+        The mean is Σ p_i u_i / Σ p_i over the clients that replied. With `unbiased` it is Σ (M/P) p_i u_i, whose
+        expectation over uniform cohorts of P out of M clients is the mean over the whole population.
 
-        `fresh` = c asks the round's c-th fresh cohort, 0 ≤ c < asks.fresh_cohorts, instead of the round's own: as many
-        clients, drawn independently of all other cohorts. What they keep between rounds is out of reach there.
+        With `fresh` = c, the exchange asks the c-th fresh cohort of the round, 0 ≤ c < asks.fresh_cohorts, instead of
+        the round's own cohort. A fresh cohort has as many clients, and is drawn independently of all other cohorts. Its
+        clients have no access to the state that they keep between rounds.
         """
         ...
 
     def sum(
         self, phase: Phase, message: PyTree, key: Array, *, fresh: int | Array | None = None, each: bool = False
     ) -> Total:
-        """Ask as `mean` does, for the total; with `each` for every reply too. For layers: methods ask for means."""
+        """Ask the cohort as `mean` does, and return the total; with `each` it also has every reply.
+
+        This is for layers; methods ask for means.
+        """
         ...
 
     def sum_first(
         self, n: int, phase: Phase, message: PyTree, key: Array, *, max_staleness: int | None = None
     ) -> PyTree:
-        """Return Σ p_i u_i over the first n replies, which end the exchange; each is to its client's last message.
+        """Return Σ p_i u_i over the first n replies, which end the exchange.
 
-        Idle clients get this message. Busy clients finish their earlier one; that reply counts. A client works on one
-        message at a time, and has at most one reply in an exchange. A client that has replied gets its next message
-        when the next exchange begins. With n = M every time, and no client lost, this is `mean`.
+        Idle clients get this message. Busy clients finish their work on an earlier message, and their reply to that
+        message counts. A client works on one message at a time, and has at most one reply in an exchange. A client that
+        has replied gets its next message when the next exchange begins. If n = M in every exchange, and no client is
+        lost, the result is that of `mean`.
 
         A client that is busy with another phase gets this message as soon as it has finished. Its reply to the other
-        phase counts in the next `sum_first` of that phase, which then waits for fewer.
+        phase counts in the next `sum_first` of that phase, which then waits for fewer replies.
 
-        `max_staleness` = s also waits for every client that was asked s or more exchanges of this phase ago, so that no
-        reply is older, and for every client that was busy with other phases, or away, for more than s exchanges of this
-        phase. Replies that arrive in that time count, too. Only for algorithms that ask for it (`asks`), in which all
-        clients take part: there are no cohorts.
+        With `max_staleness` = s, the exchange also waits for every client that was asked s or more exchanges of this
+        phase ago, so that no reply is older. It also waits for every client that was away, or busy with other phases,
+        for more than s exchanges of this phase. Replies that arrive in that time count, too.
+
+        Only algorithms that ask for it (`asks`) may call this. All clients take part in them, without cohorts.
         """
         ...
 
@@ -176,16 +184,16 @@ class Fed(Protocol):
     ) -> PyTree:
         """Repeat exchanges: carry ← body(fed, carry, key_i) for i < n, with key_i = fold_in(key, i).
 
-        It ends before the n-th where `until`(carry) has become true.
+        The repetition ends early as soon as `until`(carry) is true.
         """
         ...
 
 
 class Public(NamedTuple):
-    """A part of an update that says nothing of the client's data: it is sent as it is, neither clipped nor noised.
+    """Mark a part of an update that is independent of the client's data: it is sent without clipping and noise.
 
-    Only for what would be the same with any other data, of any number of samples: counts that the server's messages and
-    the algorithm's fields determine.
+    Use it only for values that would be the same with any other data and any number of samples, such as counts that
+    depend only on the server's messages and the algorithm's fields.
 
     Args:
         public: the part of the update, a pytree.
@@ -195,9 +203,9 @@ class Public(NamedTuple):
 
 
 class Withheld(NamedTuple):
-    """A part of an update that tells of the data, and that noise would make useless: under privacy zeros are sent.
+    """Mark a part of an update that depends on the data, and that noise would make useless: under privacy it is zeros.
 
-    For diagnostics of which 0 means that nothing was met; a method must not rely on them to be right.
+    Use it for diagnostics for which 0 means that there is nothing to report. A method must not need them to be correct.
 
     Args:
         withheld: the part of the update, a pytree.

@@ -22,7 +22,7 @@ from fedbilevel.core.errors import is_count
 from fedbilevel.core.tree import XYV
 
 TIED = 0.05
-"""The ratio of a client's step that is None to the server's step to which it is tied."""
+"""A client's step size, if it is None, divided by the server's step size to which it is then tied."""
 
 Keys = tuple[str | int, ...]
 """The names of nested fields from outside to inside; for a field with several values, then x, y, v or an index."""

@@ -61,7 +61,7 @@ class Given:
 
     @property
     def by_k(self) -> bool:
-        """Whether they differ between the inner rounds of a round."""
+        """Return whether the numbers differ between the inner rounds of a round."""
         return np.ndim(self.values) == 3
 
     @property

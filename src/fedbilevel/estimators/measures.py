@@ -84,8 +84,11 @@ def concordance(time: Numbers, event: Numbers, risk: Numbers) -> tuple[int, floa
 
 
 def merged(counts: Numbers, least: int) -> list[tuple[int, int]]:
-    """Merge neighbouring cells until each group has `least` rows: the first cell of each, and the first behind it. Last
-    cells that have fewer rows are in none."""
+    """Merge neighbouring cells into groups of at least `least` rows.
+
+    Returns (the first cell, the first cell after the group) of each group. If the last cells have fewer rows, they are
+    in no group.
+    """
     stops, rows = [], 0
     for cell, count in enumerate(counts.tolist(), 1):
         rows += count

@@ -44,7 +44,7 @@ def card(model: Any) -> str:
     columns = [f"- {_code(name)}: {_described(told)}" for name, told in agreed.features.items()]
     report = ["There is no report with this model."]
     if model.report is not None:
-        # Indented and not between fences, which a name in the report could end.
+        # Indentation marks the report as code; a fence could be closed by a name in the report.
         report = [f"    {line}" for line in printable(str(model.report), None, kept="\n").split("\n")]
     parts = {
         f"Model of {_code(target)}": [f"- {name}: {text}" for name, text in facts.items()],

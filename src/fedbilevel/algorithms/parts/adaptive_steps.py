@@ -315,7 +315,7 @@ def measures(method: Algorithm, phase: Phase) -> bool:
 
 
 def measured_at(phase: Phase, method: Algorithm, client: Client, message: PyTree, key: Array) -> tuple[PyTree, PyTree]:
-    """Return the (x, y) at which a client measures its curvature: by the phase's function, or those of the message."""
+    """Return the (x, y) at which a client measures its curvature: from the phase's function, or else the message."""
     choose: Any = getattr(phase, "__measures__", True)
     if callable(choose):
         x, y = choose(method, client, message, key)

@@ -51,10 +51,10 @@ class RobustRule(Layer):
 
 
 def require_replies(path: str, bad: int, weights: Array, least: int) -> Array:
-    """Refuse a number of bad clients for which an exchange has too few replies; return a factor of the rule's result.
+    """Refuse a number of bad clients if an exchange has too few replies for it; return a factor for the rule's result.
 
-    Rows that only pad the cohort, with weight 0, are known only when the rule is computed. The factor is 1, or NaN if
-    too few replies remain without them.
+    The factor is 1. It is NaN if there are enough rows, but some of them only pad the cohort and have the weight 0, and
+    the others are too few. This is known only when the rule is computed.
 
     Args:
         path: the name of the field in messages.

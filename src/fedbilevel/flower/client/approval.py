@@ -61,7 +61,7 @@ class Approvals:
         require(self.folder.is_dir(), "FOLDER", str(self.folder), "a folder, the site's state-folder")
         fits = re.fullmatch("[0-9a-f]{32}", name) is not None
         require(fits, "HASH", name, "32 hexadecimal digits, as `flower check` and the refusal show them")
-        require(0 < len(by) <= 200 and by.strip() == printable(by), "--by", by, "a name, of the person who approves")
+        require(0 < len(by) <= 200 and by.strip() == printable(by), "--by", by, "the name of the person who approves")
         with lock.wait_for_lock(self.lock):
             approvals = self.read()
             known = approve or name in approvals
