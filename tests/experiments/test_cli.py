@@ -19,7 +19,6 @@ from fedbilevel import display, experiments
 from fedbilevel.cli.shared import console
 from fedbilevel.experiments import experiment, runner
 
-pytestmark = pytest.mark.checked  # a user's whole run, which warns of nothing
 FILES = ["checkpoint.npz", "checkpoint.previous.npz", "environment.json", "history.jsonl", "ledger.json", "plot.png"]
 FILES += ["result.npz", "spec.toml", "summary.json"]
 
@@ -149,7 +148,7 @@ def test_a_run_that_diverged_at_its_end_is_no_success(run, here, more) -> None:
     assert code == 3
     assert re.fullmatch(
         r"(fedbilevel: warning: round \d\d: relative_error has grown from 1 to .*: the run diverges; "
-        r"lower client_lr or server_lr \(fb.diagnose suggests steps\)\n){2}",
+        r"lower client_lr or server_lr \(fb\.diagnose suggests steps\)\n){2}",
         without_remarks(error),
     )
 

@@ -70,7 +70,7 @@ class Keyed(NamedTuple):
 
 
 def with_keys(batch: PyTree, key: Array) -> PyTree:
-    """Give each sample of a batch a key of its own, from `key` and its place in the batch; `key` may have drawn it."""
+    """Give each sample of a batch a key of its own, from its place and `key`, with which the batch may be drawn."""
     if isinstance(batch, Padded):
         return Padded(with_keys(batch.samples, key), batch.mask)
     places = jnp.arange(len(jax.tree.leaves(batch)[0]))

@@ -120,7 +120,7 @@ class SiteTable:
         return {"rows": len(self.target), "features": self.told, "target": target, "absent": self.absent}
 
     def samples(self, agreement: Agreement) -> dict[str, Any]:
-        """Return the site's samples of the run that finds penalties and coefficients; drawn ones if it is held out."""
+        """Return the site's samples for the run that finds penalties and coefficients; random if it is held out."""
         estimator, (centre, spread) = agreement.estimator(), agreement.scales
         self._prepared(agreement, *self.held_out[:2])  # what is wrong with them is said before the exchanges
         if self.whole:
