@@ -145,7 +145,7 @@ def _gap(number: int) -> str:
     if number == 1:
         return "line 1 follows another line, which is missing"
     between = "one of them was changed, or lines between them were taken out or put in"
-    return f"line {number} does not follow line {number - 1}: {between}"
+    return f"line {number - 1} is not the line that line {number} follows: {between}"
 
 
 def _entries(line: bytes) -> dict[str, Any] | None:
