@@ -19,6 +19,7 @@ from fedbilevel import display, experiments
 from fedbilevel.cli.shared import console
 from fedbilevel.experiments import experiment, runner
 
+pytestmark = pytest.mark.checked  # a user's whole run, which warns of nothing
 FILES = ["checkpoint.npz", "checkpoint.previous.npz", "environment.json", "history.jsonl", "ledger.json", "plot.png"]
 FILES += ["result.npz", "spec.toml", "summary.json"]
 

@@ -1,4 +1,4 @@
-"""Read files of tables, which have a row for each person or thing, and a header; columns have numbers or words, and gaps.
+"""Read files of tables, with a header and a row for each person or thing; columns have numbers or words, and gaps.
 
 `read_texts` needs no other package; `read_table` makes a data frame. Both refuse the same files.
 """
