@@ -87,7 +87,7 @@ def test_a_page_says_what_is_stale_or_was_not_played() -> None:
     lines = list(page.section(figure, {**found, "played_for": "another"}))
     assert lines[2:] == [f"Here: ! **stale: play it again**. {figure.found}\n"]  # no table, and nothing holds
     lines = list(page.section(figure, {**found, "played_for": figure.fingerprint("quick")}))
-    assert "Open, as not played at this scale: 5-way 5-shot; 20-way 1-shot; 20-way 5-shot.\n" in lines
+    assert "Open, as not played at this scale: 20-way 5-shot.\n" in lines
     assert "`python -m papers rabo-2` plays it" in list(page.section(figure, None))[2]
 
 
