@@ -298,7 +298,7 @@ def test_who_never_arrives_is_named(alike):
     never = np.ones((2, 5), bool)
     never[:, 1] = False
     method = fb.Asynchronous(GLOBAL, wait_for=1)
-    with pytest.raises(fb.errors.AbsenceWarning, match=r"by Clock.arrivals clients \[1\] never reply"):
+    with pytest.raises(fb.errors.AbsenceWarning, match=r"by Clock.arrivals, clients \[1\] never reply"):
         run(method, alike, 1, engine=fb.Local(clock=fb.Clock(arrivals=never)))
     with pytest.raises(fb.errors.ConfigurationError, match=r"Clock.arrivals .* True for some client"):
         run(method, alike, 1, engine=fb.Local(clock=fb.Clock(arrivals=~np.ones((2, 5), bool))))

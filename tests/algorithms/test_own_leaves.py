@@ -308,5 +308,5 @@ def test_what_is_refused_beside_a_run():
         run(SIMFBO, rounds=1).own(4)
     with pytest.raises(error, match=r"personalise: problem"):
         fb.personalise(MIXED, shared, SAMPLES[0])
-    with pytest.raises(error, match=r"None for diagnostics"):
+    with pytest.raises(error, match=r"None: diagnostics need one y"):
         fb.check_hypergradient(MIXED, POPULATION, X0, START)

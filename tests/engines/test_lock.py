@@ -233,7 +233,7 @@ def test_without_flock_filelock_lets_nobody_else_in(without_flock):
 def test_without_flock_and_filelock_that_is_said_at_the_start(tmp_path, monkeypatch):
     monkeypatch.setattr(lock, "fcntl", None)
     monkeypatch.setitem(sys.modules, "filelock", None)
-    words = "cannot be locked .this system has no flock; it needs filelock, which is not installed.*: nothing keeps"
+    words = "cannot be locked .this system has no flock; it needs filelock, which is not installed.*: nothing prevents"
     with pytest.warns(fb.errors.CheckpointWarning, match=words), lock.exclusive(tmp_path / ".lock", tmp_path):
         pass
     with pytest.raises(fb.errors.CheckpointError, match="it needs filelock, which is not installed"):

@@ -79,8 +79,8 @@ def test_a_metric_is_named_by_text_and_says_which_way_is_better():
         ),
         ({}, SINGLE, HERE, 0.0, "y0 = 0.0 .* SingleLevel problems have no inner variable"),
         ({}, SIMPLE, HERE, None, r"SimpleBilevel\.outer = None .* a function \(x\) on the server"),
-        ({}, BILEVEL, fb.Clients(SAMPLES, local_steps=[[1, 2]] * 3), 0.0, "rounds = 5 .* at most 3: .* local_steps"),
-        ({}, BILEVEL, fb.Clients(SAMPLES, capacity=[[0.5, 1.0]] * 4), 0.0, "rounds = 5 .* at most 4: .* capacity"),
+        ({}, BILEVEL, fb.Clients(SAMPLES, local_steps=[[1, 2]] * 3), 0.0, "rounds = 5 .* at most 3, .* local_steps"),
+        ({}, BILEVEL, fb.Clients(SAMPLES, capacity=[[0.5, 1.0]] * 4), 0.0, "rounds = 5 .* at most 4, .* capacity"),
     ],
 )  # fmt: skip
 def test_what_does_not_go_together_is_refused_by_its_name(options, problem, clients, y0, words):

@@ -82,7 +82,7 @@ def test_a_file_without_an_outline_asks_for_x0_and_y0(x, tmp_path):
 
 def test_float64_is_not_rounded_in_silence(tmp_path):
     result(x=jnp.ones(2)).save(tmp_path / "result.npz")
-    with jax.enable_x64(False), pytest.raises(CheckpointError, match=r"holds float64, .*jax_enable_x64"):
+    with jax.enable_x64(False), pytest.raises(CheckpointError, match=r"has float64, .*jax_enable_x64"):
         fb.Result.load(tmp_path / "result.npz")
 
 

@@ -36,9 +36,9 @@ def posed(kind, groups="feature", cv=3):
     found = {}
 
     class Kept(KINDS[kind]):
-        def _exact(self, clients, given, scale, engine):
+        def _exact(self, clients, given, scale, engine, checkpoint):
             found["all"] = *self._search(len(scale)), clients
-            return super()._exact(clients, given, scale, engine)
+            return super()._exact(clients, given, scale, engine, checkpoint)
 
     Kept(cv=cv, penalty_groups=groups).fit(*table(kind), groups=SITES)
     algorithm, problem, x0, y0, clients = found["all"]

@@ -91,8 +91,8 @@ def test_floors_are_not_told_before_approval(tmp_path):
     [
         (["12", "--by", "Ada"], r"HASH = '12' .* 32 hexadecimal digits"),
         (["g" * 32, "--by", "Ada"], "HASH = 'g"),
-        ([HASH, "--by", ""], "--by = '' .* a name"),
-        ([HASH, "--by", "Ada\n", "--withdraw"], "--by = .* a name"),
+        ([HASH, "--by", ""], "--by = '' .* the name"),
+        ([HASH, "--by", "Ada\n", "--withdraw"], "--by = .* the name"),
         ([HASH, "--by", "Ada", "--withdraw"], f"HASH = '{HASH}' .* the hash of what was approved"),
     ],
 )
