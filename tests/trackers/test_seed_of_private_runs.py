@@ -84,6 +84,17 @@ def test_commands_for_several_seeds(service, tmp_path, monkeypatch, command) -> 
     assert not has_a_seed(service)
 
 
+@pytest.mark.parametrize("holder", ["", "simfbo."], ids=["all", "one"])
+def test_a_comparison_also_of_methods_without_privacy(service, tmp_path, monkeypatch, holder) -> None:
+    """Methods of a comparison have the same seeds, so that a public run would give away that of a private one."""
+    monkeypatch.setattr(shared, "trackers", lambda options: [InMemory(service)])
+    private = [word.replace("privacy", f"{holder}privacy") for word in PRIVATE]
+    common = [*SMALL[:7], "--rounds", "4", "--set", "eval_every=2", "--set", f"run.seed={SEEDS[0]}", *private]
+    assert cli.main(["compare", *common, "--algorithms", "shrofbo,simfbo", "--out", str(tmp_path), "--quiet"]) == 0
+    assert len(service.runs) == 3
+    assert not has_a_seed(service)
+
+
 def test_the_reason_of_an_error(service, tmp_path) -> None:
     def fails(result, row):
         if row and row["round"]:

@@ -232,9 +232,11 @@ def _algorithms(options: argparse.Namespace) -> int:
             shared.fail(shared.OK, failed[-1])
 
     first, tables = next(iter(specs.values())), export.names(folder / PICTURE)
-    described = {"task": first.task.name, "algorithms": list(specs), "set": given, "seeds": options.seeds}
+    settings = dict(text.split("=", 1) for text in given)
+    described = {"task": first.task.name, "algorithms": list(specs), "set": settings, "seeds": options.seeds}
+    private = any(spec.privacy.terms is not None for spec in specs.values())
     files = [folder / PICTURE, *tables]
-    group = tracked_group("comparison", {"comparison": described}, folder, files, with_seed=tables)
+    group = tracked_group("comparison", {"comparison": described}, folder, files, tables, private)
     with Tracking(trackers, group) as tracking:
         groups = play_all(specs, folder, options.seeds, play, options.panel, options.size, drawn, look)
         written = export.write(groups, folder / PICTURE, _formats(options))

@@ -117,10 +117,14 @@ class TrackedRun:
 
 
 def _without_seeds(value: Any) -> Any:
-    """Return tables without the entries called `seed` or `seeds`; that of a task or a clock is often the run's, too."""
+    """Return tables without the entries called `seed` or `seeds`, also by a path such as `run.seed`.
+
+    The seed of a task or a clock is often that of the run, too.
+    """
     if not isinstance(value, Mapping):
         return value
-    return {name: _without_seeds(one) for name, one in value.items() if name not in ("seed", "seeds")}
+    kept = {name: one for name, one in value.items() if str(name).rpartition(".")[2] not in ("seed", "seeds")}
+    return {name: _without_seeds(one) for name, one in kept.items()}
 
 
 def _flat(path: str, value: Any) -> Iterator[tuple[str, str | float]]:
@@ -215,6 +219,8 @@ class Tracker(ABC):
         """Begin a run or group; the service gets it with the first row."""
         if not self.recordings:
             self.due, self.warned = -float("inf"), False
+        elif self.recordings[-1].run.is_private:  # the runs of a group have the same seeds
+            run.leave_out_seed()
         self.recordings.append(Recording(run))
 
     def __call__(self, result: Result, row: Row | None) -> None:
@@ -344,14 +350,19 @@ def tracked_group(
     folder: Path | None,
     files: Sequence[Path] = (),
     with_seed: Collection[Path] = (),
+    is_private: bool = False,
 ) -> TrackedRun:
     """Describe a group of runs; in the same folder it is always the same group.
 
-    If a run of the group is under privacy, the seeds are left out of the group's description, too.
+    If a run of the group is under privacy, the seeds are left out of the group's description, too. If `is_private`,
+    they are left out of the descriptions of all its runs, which share them.
     """
     memory = folder and folder / MEMORY
     name = folder.resolve().name if folder else name
-    return TrackedRun(name, parameters, folder, memory, resumed=True, files=files, is_group=True, with_seed=with_seed)
+    return TrackedRun(
+        name, parameters, folder, memory, resumed=True, files=files, is_group=True, with_seed=with_seed,
+        is_private=is_private,
+    )  # fmt: skip
 
 
 def ending_of(error: BaseException | None) -> Ending:
