@@ -1,6 +1,7 @@
 """Does check_method pass what is right, and name what is wrong?"""
 
 import itertools
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,8 @@ import pytest
 
 import fedbilevel as fb
 from fedbilevel.authoring import XY, Algorithm, Facts, No, Reply, phase, positive, static
-from fedbilevel.diagnostics.method import Runs, checks
+from fedbilevel.diagnostics.method import Runs, another_seed, checks, not_over_flower, over_flower
+from fedbilevel.engines.local.engine import Local
 from fedbilevel.tasks.quadratic import quadratic
 
 TASK = quadratic(clients=4, samples=(3, 5))
@@ -144,3 +146,29 @@ def test_steps_that_adapt_refuse_noise_as_in_a_run():
 def test_too_few_rounds_or_clients_are_refused(rounds, clients):
     with pytest.raises(fb.errors.ConfigurationError):
         fb.check_method(Descent(), MINE[0], clients, *MINE[2:], rounds=rounds)
+
+
+def with_capacities(capacity):
+    task = quadratic(clients=4, samples=(3, 5), units=4).with_own(capacity=capacity)
+    method = fb.SimFBO(server_lr=0.05, client_lr=0.02)
+    return Runs(method, task.problem, task.clients, task.x0, task.y0, rounds=2, key=0)
+
+
+def test_sites_over_flower_hold_what_their_clients_can():
+    with jax.enable_x64(True):
+        runs = with_capacities([0.5, 1, 0.5, 1])
+        assert not_over_flower(runs) is None
+        assert over_flower(runs, runs.run(Local())).startswith(("differ by", "equal to the bit"))
+
+
+def test_capacities_by_round_are_not_tried_over_flower():
+    refusal = not_over_flower(with_capacities([[0.5, 1, 0.5, 1], [1, 0.5, 1, 1]]))
+    assert "capacities by round" in refusal.why
+
+
+def test_another_seed_is_not_judged_where_each_client_has_one_sample():
+    task = quadratic(clients=2, samples=(1, 1))
+    with jax.enable_x64(True):
+        runs = Runs(Descent(), task.problem, task.clients, task.x0, task.y0, rounds=2, key=0)
+        keyless = replace(runs, method=Keyless())
+        assert "one sample" in another_seed(keyless, keyless.run(Local()))

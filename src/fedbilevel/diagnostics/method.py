@@ -138,8 +138,10 @@ def checks(runs: Runs, plain: Result) -> Iterator[NamedCheck]:
     everyone = No("its rounds need all clients")
     cohort = lambda: compared(runs.run(Local(), cohort=half), runs.run(Reference(), cohort=half))  # noqa: E731
     yield f"a cohort of {half}", cohort if asks.cohorts else everyone
-    away = No("Flower is not installed") if find_spec("flwr") is None else together if asks.asynchronous else None
-    yield "over Flower", away or (lambda: over_flower(runs, plain))
+    yield (
+        "over Flower",
+        (together if asks.asynchronous else not_over_flower(runs)) or (lambda: over_flower(runs, plain)),
+    )
     waits = together if asks.asynchronous else allows.late
     yield "late replies", waits if isinstance(waits, No) else lambda: late(runs, half)
     yield "noised replies", allows.noise if isinstance(allows.noise, No) else lambda: noised(runs)
@@ -181,6 +183,8 @@ def another_seed(runs: Runs, plain: Result) -> str:
     pairs = zip(leaves(plain), leaves(other), strict=True)
     if any(not np.array_equal(a, b) for (_, a), (_, b) in pairs):
         return "gives another run"
+    if max(runs.clients.outer.size.max(), runs.clients.inner.size.max()) == 1:
+        return "not judged: each client has one sample, and every batch is made of it"
     sizes = {".".join(map(str, entry.keys)): entry.value for entry in batch_sizes(runs.method)}
     drawn = {name: size for name, size in sizes.items() if size is not None}
     if drawn:
@@ -205,6 +209,15 @@ def one_by_one(runs: Runs, plain: Result) -> str:
     return compared(plain, result)
 
 
+def not_over_flower(runs: Runs) -> No | None:
+    """Return why there can be no federation over Flower with these clients, or None if there can."""
+    if find_spec("flwr") is None:
+        return No("Flower is not installed")
+    if runs.clients.capacity is not None and runs.clients.capacity.ndim > 1:
+        return No("a site over Flower has one capacity for all rounds, and these clients have capacities by round")
+    return None
+
+
 def over_flower(runs: Runs, plain: Result) -> str:
     """Check that a federation over Flower in this process agrees in the state and in all costs but time."""
     from fedbilevel.flower import Flower, InProcess, Limits, Site, client_app
@@ -214,7 +227,8 @@ def over_flower(runs: Runs, plain: Result) -> str:
 
     def site(client: int) -> Site:
         inner = None if shared else rows.inner.row(client)
-        data = {"outer": rows.outer.row(client), "inner": inner, "limits": free}
+        capacity = None if rows.capacity is None else float(rows.capacity[client])
+        data = {"outer": rows.outer.row(client), "inner": inner, "capacity": capacity, "limits": free}
         return Site(id=client, algorithm=runs.method, problem=runs.problem, x0=runs.x0, y0=runs.y0, **data)
 
     app = client_app(lambda run, node: site(int(node["partition-id"])))
