@@ -23,6 +23,11 @@ def broken(x, y, batch):
     return INNER(x, y, batch) + jnp.sqrt(jnp.sum(y**2)) / 10
 
 
+def infinite(x, y, batch):
+    """The outer loss plus a constant that is not finite, so that its gradients are finite."""
+    return OUTER(x, y, batch) + jnp.log(0.0)
+
+
 def concave(x, y, batch):
     """An inner loss with a maximum in y."""
     return INNER(x, y, batch) - jnp.sum(y**2)
@@ -51,8 +56,9 @@ def test_tasks_that_are_right():
         (fb.Bilevel(OUTER, lambda x, y, b: jnp.vdot(y, y)), "x acts on the outer", "takes the validation loss first"),
         (fb.Bilevel(OUTER, summed), "losses are means", "the inner loss is not a mean"),
         (fb.Bilevel(OUTER, broken), "losses and gradients", r"\['inner'\]\['y'\]"),
+        (fb.Bilevel(infinite, INNER), "losses and gradients", "the outer loss is -inf"),
     ],
-    ids=["y without effect", "swapped", "a sum", "NaN"],
+    ids=["y without effect", "swapped", "a sum", "NaN", "infinite"],
 )
 def test_what_is_wrong_is_named(problem, name, words):
     with pytest.raises(fb.errors.CheckError, match=words) as error:

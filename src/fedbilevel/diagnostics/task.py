@@ -68,7 +68,10 @@ def without(kind: type[Warning], seen: list[Warning | str]) -> str:
 
 
 def finite(population: Population, at: DifferentiablePoint) -> str:
-    """Check the gradients of both losses over all samples; those of a loss that is not finite are not either."""
+    """Check the values and the gradients of both losses over all samples."""
+    losses = {"outer": population.outer.value(at.x, at.y), "inner": population.inner.value(at.x, at.y)}
+    if wrong := [f"the {name} loss is {float(value)}" for name, value in losses.items() if not np.isfinite(value)]:
+        raise CheckError(", ".join(wrong))
     found = {"outer": population.outer.gradients(at.x, at.y), "inner": population.inner.gradients(at.x, at.y)}
     named = {name: dict(zip(("x", "y"), gradients, strict=True)) for name, gradients in found.items()}
     if bad := nonfinite_leaves(named):
