@@ -38,7 +38,7 @@ ROOMS = {  # room: the other rooms that it may import; "root" is fedbilevel/__in
     "algorithms": {"machinery", "oracles", "core"},
     "display": {"core", "wording"},
     "engines": {"root", "machinery", "core", "oracles", "algorithms", "display", "reading", "wording"},
-    "diagnostics": {"core", "oracles", "engines", "algorithms", "flower", "tasks"},
+    "diagnostics": {"core", "oracles", "engines", "algorithms", "flower", "tasks", "wording"},
     "flower": {"root", "core", "engines", "algorithms", "reading", "wording"},
     "sweeps": {"core", "display", "engines", "wording"},
     "tasks": {"machinery", "core", "data"},

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
+from fedbilevel.diagnostics.report import outcome
 from fedbilevel.tasks import hyper_cleaning, quadratic
 
 TASK = quadratic(clients=4, samples=(3, 5), condition=4)
@@ -81,3 +82,11 @@ def test_an_inner_loss_without_minimum_is_warned_of():
 def test_shapes_that_do_not_fit_are_refused():
     with pytest.raises(fb.errors.ConfigurationError):
         checked(TASK.problem, y0=np.zeros(5))
+
+
+def test_an_error_of_several_lines_is_one_row():
+    def fails():
+        raise ValueError("first line\n  second line")
+
+    found = outcome("a check", fails)
+    assert (found.outcome, found.detail) == ("failed", "ValueError: first line second line")

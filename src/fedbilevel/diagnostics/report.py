@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from fedbilevel.core.card import aligned
 from fedbilevel.core.errors import CheckError, FedbilevelError
 from fedbilevel.core.facts import No
+from fedbilevel.wording import in_a_line
+
+LONGEST = 400  # characters of an error in the table
 
 NamedCheck = tuple[str, Callable[[], str] | No]
 """The name of a check, and a function that returns a detail or raises; or why there is nothing to check.
@@ -75,7 +78,7 @@ def outcome(name: str, check: Callable[[], str] | No) -> CheckOutcome:
     try:
         detail = check()
     except FedbilevelError as error:
-        return CheckOutcome(name, "failed", str(error), error)
+        return CheckOutcome(name, "failed", in_a_line(error, LONGEST), error)
     except Exception as error:  # noqa: BLE001 - the code that is checked may raise anything
-        return CheckOutcome(name, "failed", f"{type(error).__name__}: {error}", error)
+        return CheckOutcome(name, "failed", f"{type(error).__name__}: {in_a_line(error, LONGEST)}", error)
     return CheckOutcome(name, "passed" if detail else "allowed", detail)
