@@ -14,8 +14,10 @@ from flwr.app import Context, Message, RecordDict
 from sklearn.exceptions import ConvergenceWarning
 
 from fedbilevel.cli import main
-from fedbilevel.core.errors import ConfigurationError, ExchangeError
+from fedbilevel.core.errors import CheckpointError, ConfigurationError, ExchangeError
+from fedbilevel.engines.saver import FORCE
 from fedbilevel.estimators import Study, StudyModel
+from fedbilevel.estimators.evaluation import Report
 from fedbilevel.experiments import Folder, read_study
 from fedbilevel.experiments.federation_status import Status
 from fedbilevel.experiments.study import client_app, played, serve, site
@@ -147,6 +149,34 @@ def killed_after(count, nodes):
     return nodes
 
 
+def test_a_model_is_saved_after_its_report(files, tmp_path, monkeypatch):
+    """A folder with a model is not taken again, so that whatever comes after the model would be lost."""
+    given, place = study("ridge"), tmp_path / "run"
+
+    def full(report, folder):
+        raise OSError("no space left")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Report, "save", full)
+        with pytest.raises(OSError, match="no space left"):
+            serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
+    assert not (place / "model.json").exists()
+    serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
+    assert (place / "report.json").exists()
+    assert (place / "model.json").exists()
+
+
+@pytest.mark.parametrize("kind", [ConfigurationError, CheckpointError, ExchangeError])
+def test_only_an_exchange_may_succeed_if_it_is_repeated(kind, files, tmp_path, monkeypatch):
+    def wrong(*_):
+        raise kind(f"something is wrong: {FORCE}")
+
+    monkeypatch.setattr("fedbilevel.experiments.study.played", wrong)
+    with pytest.raises(kind, match="choose another folder; sites: 0 north") as raised:
+        serve(study("ridge"), Nodes(client_app(study("ridge")), files), {"out": str(tmp_path / "run")})
+    assert ("the study continues" in str(raised.value)) == (kind is ExchangeError)
+
+
 def phases(place):
     return [json.loads(line)["phase"] for line in (place / "exchanges.jsonl").read_text().splitlines()]
 
@@ -161,7 +191,7 @@ def test_a_study_whose_server_was_killed_goes_on_where_it_was(files, tmp_path, c
     assert not (place / "model.json").exists()
     capsys.readouterr()
     serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
-    assert "goes on with the search in" in capsys.readouterr().out
+    assert "finds a saved search at" in capsys.readouterr().out
     assert phases(place).count("derivatives") == phases(whole).count("derivatives")
     assert phases(place).count("a question") == 2
     assert (place / "model.json").read_bytes() == (whole / "model.json").read_bytes()
@@ -175,7 +205,7 @@ def test_a_study_of_other_tables_begins_anew(files, tmp_path, capsys):
     changed = tables() | {"west": tables()["west"].assign(age=lambda frame: frame.age + 1)}
     changed["west"].to_csv(tmp_path / "west.csv", index=False)
     serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
-    assert "goes on" not in capsys.readouterr().out
+    assert "finds a saved search" not in capsys.readouterr().out
     model = StudyModel.load(place / "model.json")
     np.testing.assert_allclose(model.estimator.coef_, given.fit(changed).estimator.coef_, rtol=0, atol=1e-10)
 

@@ -33,6 +33,8 @@ from fedbilevel.core.tree import XY, PyTree
 from fedbilevel.core.writing import write_text
 from fedbilevel.data import DataError
 from fedbilevel.data.table_files import read_table
+from fedbilevel.engines.checkpoint import exist
+from fedbilevel.engines.saver import FORCE
 from fedbilevel.estimators.agreement import Agreement
 from fedbilevel.estimators.evaluation import evaluated
 from fedbilevel.estimators.site_table import SiteTable
@@ -126,17 +128,18 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
     names = ", ".join(f"{number} {name}" for number, name in enumerate(study.sites))
     try:
         model = played(study, engine, place)
-        model.save(place.model)
         write_text(place.card, model.card())
         write_text(place.sheet, model.sheet())
         if model.report is not None:
             model.report.save(place.path)
+        model.save(place.model)  # last, since a folder with a model is not taken again
         for file in place.path.glob(CHECKPOINT.format("*")):
             file.unlink()
     except FedbilevelError as error:
         kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), ExchangeError)
-        again = f"If it is submitted again with out='{place.path.resolve()}', the study continues"
-        ended = kind(f"{error}; sites: {names}. {again}")
+        said = str(error).replace(FORCE, "choose another folder")  # a study has no resume="force"
+        again = f". If it is submitted again with out='{place.path.resolve()}', the study continues"
+        ended = kind(f"{said}; sites: {names}{again if isinstance(error, ExchangeError) else ''}")
         note_end(place, ended)
         raise ended from error
     print(f"model {place.model.resolve()}", flush=True)
@@ -145,8 +148,9 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
 def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel:
     """Run the study with the sites that a `Flower` reaches; every site must reply to every exchange.
 
-    The search is saved in `place` after each exchange, in a file of this study and of what sites told. An interrupted
-    study tells its statistics anew, and goes on with the search only if these are the same. None: it is not saved.
+    The search is saved in `place` after each exchange, in a file of this study and of what sites told. In an
+    interrupted study, sites tell their statistics anew; the search goes on only if these are the same. None: it is not
+    saved.
 
     Raises:
         ExchangeError: a site is missing or refuses; the message names the site and the reason.
@@ -178,11 +182,11 @@ def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel
 
 
 def _checkpoint(place: Folder, agreement: Agreement) -> Path:
-    """Return where the search of this agreement is saved; say so where it goes on."""
+    """Return where the search of this agreement is saved; say so where one is found."""
     digest = hashlib.sha256(f"{agreement.study.text}{agreement.text}".encode()).hexdigest()
     file = place.path / CHECKPOINT.format(digest[:16])
-    if file.exists():
-        print(f"goes on with the search in {file.resolve()}", flush=True)
+    if exist(file):
+        print(f"finds a saved search at {file.resolve()}", flush=True)
     return file
 
 
