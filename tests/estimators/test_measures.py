@@ -115,6 +115,30 @@ def test_the_slope_of_hazards_is_that_of_a_cox_regression_without_penalty():
         assert measures.hazard_slope(TIME, EVENT, times * SCORE) == pytest.approx([slope / times, error / times])
 
 
+def test_rows_of_a_patient_do_not_narrow_the_interval_of_the_slope_of_hazards():
+    """Each row ten times has the error of the rows once, and that is about the one of the information."""
+    slope, error = measures.hazard_slope(TIME, EVENT, SCORE)
+    once = measures.hazard_slope(TIME, EVENT, SCORE, np.arange(60))
+    tenfold = (np.repeat(each, 10) for each in (TIME, EVENT, SCORE, np.arange(60)))
+    assert once == pytest.approx([slope, error], rel=0.3)
+    assert measures.hazard_slope(*tenfold) == pytest.approx(once, rel=1e-9)
+
+
+def test_the_error_by_patients_is_that_of_the_slope_s_derivatives_in_the_weights():
+    """Differences of slopes where a row occurs 99 and 101 times, and the others 100 times."""
+    influence = []
+    for row in range(60):
+        times = np.full(60, 100)
+        slope = []
+        for count in (99, 101):
+            times[row] = count
+            slope.append(measures.hazard_slope(*(np.repeat(each, times) for each in (TIME, EVENT, SCORE)))[0])
+        influence.append((slope[1] - slope[0]) / 0.02)
+    patients = np.arange(60) // 3
+    _, error = measures.hazard_slope(TIME, EVENT, SCORE, patients)
+    assert error == pytest.approx(measures.standard_error(np.array(influence), patients), rel=1e-3)
+
+
 @pytest.mark.parametrize("risk", [np.zeros(60), -TIME])
 def test_hazards_without_a_maximum_have_no_slope(risk):
     """All alike, and in the order of events."""

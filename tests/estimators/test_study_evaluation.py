@@ -10,7 +10,7 @@ from sklearn.metrics import average_precision_score, roc_auc_score
 
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators import StudyModel
-from fedbilevel.estimators.evaluation import _bounded, _check, held_out
+from fedbilevel.estimators.evaluation import _bounded, _check, _root, held_out
 from fedbilevel.estimators.site_table import SiteTable
 from site_tables import study, tables
 
@@ -285,6 +285,17 @@ def test_a_wrong_share_is_named(share):
 def test_an_answer_of_another_form_is_refused(answer):
     with pytest.raises(ConfigurationError, match=r"evaluation of south = .* finite numbers: auroc, groups"):
         _check("south", answer, ("auroc", "groups"))
+
+
+@pytest.mark.parametrize("squares", [[-1.0, 0.1], [1.0, -0.1]])
+def test_mean_squares_below_0_are_refused(squares):
+    with pytest.raises(ConfigurationError, match="evaluation of south"):
+        _check("south", {"squares": squares}, ("squares",))
+
+
+def test_the_root_of_any_mean_square_has_a_finite_interval():
+    found = _root({"value": 1e-300, "high": 1.0})
+    assert 0 <= found["low"] <= found["value"] <= found["high"] < np.inf
 
 
 def test_names_of_columns_end_no_line_of_the_report():

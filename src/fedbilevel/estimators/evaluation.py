@@ -36,6 +36,7 @@ AskSites = Callable[[dict[str, Any]], list[Any]]
 """(question) -> each site's answer, in the order of `Study.sites`; both as JSON has them."""
 
 POINTS = 10  # of a calibration curve
+WIDEST = 100.0  # of the interval of a logarithm, whose exponential is then finite
 
 
 def held_out(share: float, stratum: Numbers, patients: Numbers | None, rng: np.random.Generator) -> Numbers:
@@ -88,7 +89,7 @@ def answered(question: Mapping[str, Any], rows: Mapping[str, Any], least: int) -
         pairs, value, influence = measures.concordance(rows["time"], rows["event"], score)
         if events < least or not pairs:
             return None
-        slope = measures.hazard_slope(rows["time"], rows["event"], score)
+        slope = measures.hazard_slope(rows["time"], rows["event"], score, patients)
         found = {"concordance": measured(value, influence), "slope": slope}
         return {"rows": len(score), "events": events, "pairs": pairs, **found}
     error, away = rows["target"] - score, rows["target"] - rows["mean"]
@@ -176,6 +177,8 @@ def _check(site: str, answer: Any, names: tuple[str, ...]) -> None:
             return is_count(part)
         if name == "groups":
             return isinstance(part, list) and all(finite(one, 5) and min(one[2:4]) >= 0 for one in part)
+        if name == "squares":
+            return finite(part, 2) and min(part) >= 0
         return (name in ("calibration", "slope") and part is None) or finite(part, 4 if name == "calibration" else 2)
 
     fits = isinstance(answer, dict) and answer.keys() == set(names)
@@ -237,7 +240,8 @@ def _lines(content: Mapping[str, Any]) -> list[str]:
 def _evaluation(content: Mapping[str, Any]) -> list[str]:
     held = content["holdout"]
     if isinstance(held, str):
-        which = f"all rows of {printable(held)}, as those of a site that was not in the study, with the offset 0"
+        offset = "" if content["estimator"] == "cox" else ", with the offset 0"
+        which = f"all rows of {printable(held)}, as those of a site that was not in the study{offset}"
     else:
         which = f"the {held:.0%} of rows that each site has held out"
     lines = [f"predictions of {which}; 95 % intervals"]
@@ -295,7 +299,7 @@ def _weighted(estimates: list[list[float]], weights: Numbers, share: bool = True
 def _root(squares: Mapping[str, float]) -> dict[str, float]:
     """Return the root of a mean square, with the interval of its logarithm, so that no bound is below 0."""
     root = squares["value"] ** 0.5
-    width = (squares["high"] - squares["value"]) / (2 * squares["value"]) if root else 0.0
+    width = min((squares["high"] - squares["value"]) / (2 * squares["value"]), WIDEST) if root else 0.0
     return {"value": root, "low": root * math.exp(-width), "high": root * math.exp(width)}
 
 

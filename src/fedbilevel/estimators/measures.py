@@ -141,9 +141,14 @@ def calibration(sums: Callable[[Numbers], Numbers]) -> list[float] | None:
     return None
 
 
-def hazard_slope(time: Numbers, event: Numbers, risk: Numbers) -> list[float] | None:
+def hazard_slope(time: Numbers, event: Numbers, risk: Numbers, patients: Numbers | None = None) -> list[float] | None:
     """Find the slope of a Cox regression of the rows on their log hazards, and its standard error, by Newton's method:
-    1 where differences of hazards are as large as predicted, less where they are smaller; None without a maximum."""
+    1 where differences of hazards are as large as predicted, less where they are smaller; None without a maximum.
+
+    Args:
+        patients: the error is then the sandwich of Lin and Wei (JASA 1989), with the rows of a patient together; None:
+            that of the information.
+    """
     if not (scale := float(np.std(risk))) > 0:
         return None
     order = np.argsort(-time, kind="stable")
@@ -160,5 +165,11 @@ def hazard_slope(time: Numbers, event: Numbers, risk: Numbers) -> list[float] | 
         step = float(np.clip(gradient / information, -2, 2))
         slope += step
         if abs(step) <= 1e-9 * (1 + abs(slope)):
-            return [slope / scale, float(information**-0.5) / scale]
+            if patients is None:
+                return [slope / scale, float(information**-0.5) / scale]
+            # an event adds weight/total (risk - mean) to the expected score of each row that is at risk at its time
+            ended = np.cumsum((event / total)[::-1])[::-1], np.cumsum((event * mean / total)[::-1])[::-1]
+            start = np.searchsorted(-time, -time, "left")  # the first row of the same time
+            scores = event * (risk - mean) - weight * (risk * ended[0][start] - ended[1][start])
+            return [slope / scale, standard_error(scores / information, patients[order]) / scale]
     return None
