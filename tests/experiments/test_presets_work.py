@@ -20,6 +20,8 @@ from fedbilevel.experiments.runner import build, task_of
 from fedbilevel.experiments.spec import Spec, configure
 from fedbilevel.tasks import Task
 
+pytestmark = pytest.mark.checked  # a preset has to pass solve's checks of its losses, without a warning
+
 BILEVEL = sorted(name for name, cls in ALGORITHMS.items() if fb.Bilevel in getattr(cls, "solves", (fb.Bilevel,)))
 real_images = pytest.mark.skipif("FEDBILEVEL_DATA" not in os.environ, reason="FEDBILEVEL_DATA is not set")
 
