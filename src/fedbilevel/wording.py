@@ -8,6 +8,7 @@ JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float
 USER = re.compile(r"://(?:[^\s:/?#@]*:(?!\d+[/?#])\S*|[^\s/?#]+)@")
 """User name and password in a URL; the password may contain any character, but a port and a path are none."""
 SECRET = "token|key|secret|passw|passphrase|pwd|credential|auth|sig|jwt|session"
+SEED = re.compile(r"((?<![a-z])seeds?(?:[-_]| ?[=:] ?| ))(\d+(?:, ?\d+)*)", re.IGNORECASE)
 QUERY = re.compile(rf"""([?&;#][^\s=&;#?]*(?:{SECRET})[^\s=&;#?]*=)[^\s&;#'"<>)]+""", re.IGNORECASE)
 """A parameter of a query whose name suggests a secret."""
 
@@ -54,8 +55,8 @@ def without_secrets(text: str) -> str:
 
 
 def without_seed(text: str) -> str:
-    """Hide the seed in a text with the name of a run or of its folder, such as "seed-3" or "lr=0.1, seed 3"."""
-    return re.sub(r"\b(seed[- ])\d+", r"\1***", text)
+    """Hide seeds in the name of a run, of its folder or in an error, such as "seed-3", "run.seed=3" or "seeds 1, 2"."""
+    return SEED.sub(lambda found: found[1] + re.sub(r"\d+", "***", found[2]), text)
 
 
 def of_others(value: Any) -> Any:

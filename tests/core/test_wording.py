@@ -52,3 +52,6 @@ def test_the_seed_of_a_run_is_hidden_in_its_name() -> None:
         == "runs/x/seed-***/spec.toml, lr=0.1, seed ***"
     )
     assert wording.without_seed("5 seeds, seedling-3") == "5 seeds, seedling-3"
+    assert wording.without_seed("run.seed=7, Seed: 3") == "run.seed=***, Seed: ***"
+    assert wording.without_seed("task_seed-3, seeds 1, 2") == "task_seed-***, seeds ***, ***"
+    assert wording.without_seed("exceeds 3 of 4, seeded 5") == "exceeds 3 of 4, seeded 5"
