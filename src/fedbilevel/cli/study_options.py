@@ -29,7 +29,7 @@ class StudyField:
 
     Args:
         kind: the annotation.
-        default: of a text in quotes; empty if a value has to be given.
+        default: the source text of the default; "" if there is none.
     """
 
     name: str

@@ -62,11 +62,11 @@ class Study:
         cv: the number of folds by which penalties are found.
         rounds: the number of exchanges at most; the search for penalties ends by itself, after some tens.
         random_state: the seed of the folds and of the rows that are held out.
-        min_count: the number of rows that a site's category, and of numbers that its column, must have: of smaller ones
-            nothing is told or used at the site.
+        min_count: the least number of rows of a category, or of numbers in a column, at a site; smaller ones are
+            neither sent nor used there.
         holdout: the share of rows of each site and class that nothing is fitted to, and no statistics are made of; the
             model's report is about them. Or the name of a site: all of its rows are held out, and it is evaluated as a
-            site that was not in the study, with the offset 0.
+            site that was not in the study, with the offset 0 if the model has offsets.
         times: of Cox's model, the rising times of baseline hazards and Kaplan-Meier curves, 50 at most; empty: neither.
     """
 

@@ -1,4 +1,6 @@
-"""Keep the audit of a site: a line for each reply, each refusal, and each approval.
+"""Keep the audit of a site: a line for each reply, each approval, and refusals.
+
+Of refusals in a row that do not count as requests, only the first, second, fourth, eighth, … has a line.
 
 `audit.jsonl` in the site's state folder only grows. A line has names, counts, norms and ε, and no value of the data.
 Its entry `before` is the SHA-256 of the line before it, so that no line can be changed, removed or inserted without
