@@ -4,7 +4,6 @@ import contextlib
 import gc
 import os
 import signal
-import sys
 import threading
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -163,14 +162,14 @@ def _losses_are_not_checked(request: pytest.FixtureRequest, monkeypatch: pytest.
     Each problem has programs of its own for them, which took a fifth of the time of tests of methods. The marker
     `checked` keeps the checks in a test of one of these rooms.
     """
+    from fedbilevel.engines import first_look
     from fedbilevel.engines.posed import PosedProblem
 
     place = request.path.relative_to(request.config.rootpath).as_posix()
     if place.startswith(UNCHECKED) and not request.node.get_closest_marker("checked"):
         monkeypatch.setattr(PosedProblem, "look", lambda posed: None)
         monkeypatch.setattr(PosedProblem, "ends", lambda posed, before, end, spent: None)
-        if site := sys.modules.get("fedbilevel.flower.client.site"):  # not imported here: it needs flwr
-            monkeypatch.setattr(site, "first_look", lambda *arguments: None)
+        monkeypatch.setattr(first_look, "first_look", lambda *arguments: None)  # sites and diagnoses call it there
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -35,8 +35,8 @@ from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.core.inputs import require_start
 from fedbilevel.core.problem import Bilevel
 from fedbilevel.core.tree import XYV, PyTree, is_floating, split
+from fedbilevel.engines import first_look
 from fedbilevel.engines.divergence import needs_ridge
-from fedbilevel.engines.first_look import first_look
 from fedbilevel.engines.progress import report_stage
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.operators import Extremes, conjugate_gradient, extreme_eigenvalues
@@ -262,7 +262,7 @@ def point(problem: object, clients: object, x: PyTree, y: PyTree) -> Differentia
     x, y = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), (x, y))
     problem = problem.with_fixed(x_fixed, y_fixed)
     prepared = problem.prepared()
-    first_look(prepared, clients, x, y, prepared.traced(x, y, clients.examples()))
+    first_look.first_look(prepared, clients, x, y, prepared.traced(x, y, clients.examples()))
     return DifferentiablePoint(problem, x, y, x_fixed, y_fixed, single)
 
 

@@ -31,9 +31,9 @@ from fedbilevel.core.privacy import BudgetSpentError, NoiseError, Privacy, check
 from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
+from fedbilevel.engines import first_look
 from fedbilevel.engines.evaluation import Measure, PerClient, PerClientEvaluation, as_per_client, check_per_client
 from fedbilevel.engines.fingerprint import of_samples
-from fedbilevel.engines.first_look import first_look
 from fedbilevel.engines.machine import keep_on_disk_if_possible
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.submodels import SubmodelPlan
@@ -189,7 +189,7 @@ class ClientRuntime:
         inner = outer if site.inner is None else Ragged.listed("inner", [site.inner])
         self.examples = examples = outer.example(), inner.example()
         alone, prepared = Clients(outer, None if inner is outer else inner), self.problem.prepared()
-        first_look(prepared, alone, self.x, self.y, prepared.traced(self.x, self.y, examples))
+        first_look.first_look(prepared, alone, self.x, self.y, prepared.traced(self.x, self.y, examples))
         self.measured: PerClientEvaluation | None = None
         if site.tells_metrics:
             metrics, none = as_per_client(site.metrics_per_client), isinstance(site.problem, SimpleBilevel)
