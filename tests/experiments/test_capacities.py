@@ -31,6 +31,7 @@ def test_a_network_without_units_is_not_cut() -> None:
         fb.solve(fb.SimFBO(server_lr=0.1), task.problem, task.clients, task.x0, task.y0, rounds=1)
 
 
+@pytest.mark.checked
 def test_a_run_says_who_held_what(run, tmp_path) -> None:
     small = ["--rounds", 1, "--cohort", 3]
     for setting in ("clients=3", "hidden=[4]", "capacity=[1, 0.5, 0.5]"):
@@ -44,6 +45,7 @@ def test_a_run_says_who_held_what(run, tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.checked
 def test_a_method_without_submodels_warns_once(run, tmp_path) -> None:
     small = ["--rounds", 1, "--cohort", 3]
     for setting in ("clients=3", "hidden=[4]", "capacity=[1, 0.5, 0.5]"):

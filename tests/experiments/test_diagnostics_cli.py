@@ -16,6 +16,7 @@ from fedbilevel.experiments import configure
 SMALL = ["quadratic", "--set", "task.clients=3", "--set", "samples=[3, 3]"]
 
 
+@pytest.mark.checked
 def test_check_prints_the_report_with_the_methods_asked_for(run) -> None:
     code, shown, error = run(
         "check", *SMALL, "--algorithm", "fednest", "--set", "fednest.hypergradient.solver=cg", "--draws", 2
@@ -28,6 +29,7 @@ def test_check_prints_the_report_with_the_methods_asked_for(run) -> None:
     assert errors["fednest"] < 0.01  # its tolerance is a residual of 1e-3, and full batches leave no noise
 
 
+@pytest.mark.checked
 @pytest.mark.parametrize("source", ["task", "spec"])
 def test_diagnose_prints_commands_that_ask_for_what_it_found(source, run, monkeypatch, tmp_path) -> None:
     """Of a spec, too; the fields of its algorithm are not those of another one."""

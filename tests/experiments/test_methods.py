@@ -69,7 +69,10 @@ def test_the_folder_of_another_comparison_is_refused(compared, run) -> None:
     before = contents(compared)
     command = ["compare", "quadratic", "--algorithms", ",".join(TWO), *SET, "--centralised", "--out", compared]
     for more, words in (
-        (["--seeds", "0"], "it also contains"),
+        (
+            ["--seeds", "0"],
+            f"cannot write these runs to {compared}: it also contains {compared / 'centralised' / 'seed-1'}\n",
+        ),
         (["--seeds", "0,1", "--set", "local_steps=2"], "differs in algorithm.local_steps: 5 there, 2 now"),
         ([], "runs/simfbo: that folder is not empty"),
     ):

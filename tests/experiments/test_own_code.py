@@ -66,6 +66,7 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.checked
 def test_it_runs_and_is_resumed_from_elsewhere(run, here) -> None:
     code, _, error = run("run", "sub/mine.py:make", "--rounds", 3, "--set", "task.shift=2", "--seed", 5, "--quiet")
     assert (code, error) == (0, "")
@@ -242,6 +243,7 @@ def method(here) -> Iterator[Path]:
 DAMPED = "sub/method.py:Damped"
 
 
+@pytest.mark.checked
 def test_an_algorithm_runs_with_its_own_presets(run, here, method) -> None:
     code, _, error = run("run", "quadratic", "--algorithm", DAMPED, "--rounds", 2, "--quiet", "--out", here / "one")
     assert (code, error) == (0, "")
@@ -255,6 +257,7 @@ def test_an_algorithm_runs_with_its_own_presets(run, here, method) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.checked
 def test_a_comparison_has_a_row_for_an_algorithm_of_ones_own(run, here, method) -> None:
     settings = ["--set", "Damped.lr=0.2", "--set", "fedbio.local_steps=1", "--set", "batch_size=4"]
     arguments = ["quadratic", "--algorithms", f"{DAMPED},fedbio", "--rounds", 2, "--out", here / "both", "--quiet"]

@@ -38,6 +38,7 @@ def test_a_run_has_the_terms_of_its_spec_and_says_what_they_cost(tmp_path, capsy
     assert outcome(tmp_path / "run") == outcome(tmp_path / "whole")
 
 
+@pytest.mark.checked
 def test_a_run_that_its_budget_ends_is_finished_and_exits_with_6(tmp_path, capsys):
     budget = f"privacy.budget={PRIVACY.epsilon_after(3)!r}"
     command_line = ("run", "quadratic", "--algorithm", "simfbo", "--rounds", "9", "--out", str(tmp_path / "run"))

@@ -208,8 +208,10 @@ def test_each_party_reads_its_own_file_alone(tmp_path):
     assert jax.tree.map(jnp.shape, (server.x0, server.y0)) == jax.tree.map(jnp.shape, (whole.x0, whole.y0))
     one = jax.tree.map(lambda array: (array.shape[1:], array.dtype), server.clients.inner)
     assert one == jax.tree.map(lambda array: (array.shape[1:], array.dtype), own.clients.inner.row(0))
-    with pytest.raises(ConfigurationError, match=r"weighting = .*.*unless `sizes` is given"):
+    with pytest.raises(ConfigurationError) as error:
         tables(folder=str(tmp_path / "b"), party="server", **settings)
+    assert (error.value.path, error.value.got) == ("weighting", "size")
+    assert error.value.allowed == "'equal' on a server without the sites' files, unless `sizes` is given"
     (tmp_path / "b" / "columns.json").unlink()
     with pytest.raises(ConfigurationError, match=r"columns\.json = 'missing'"):
         tables(folder=str(tmp_path / "b"), party="server", **settings)
