@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import fedbilevel as fb
-from fedbilevel.authoring import XY, Algorithm, Facts, No, Reply, phase, positive, static
+from fedbilevel.authoring import XY, Algorithm, Allows, Facts, No, Reply, UnitPolicy, phase, positive, static
 from fedbilevel.diagnostics.method import Runs, another_seed, checks, not_over_flower, over_flower
+from fedbilevel.diagnostics.report import outcome
 from fedbilevel.engines.local.engine import Local
 from fedbilevel.tasks.quadratic import quadratic
 
-TASK = quadratic(clients=4, samples=(3, 5))
+TASK = quadratic(clients=4, samples=(3, 5), seed=6)  # clients of two kinds: each is compiled by itself
 MINE = TASK.problem, TASK.clients, TASK.x0, TASK.y0
 
 
@@ -36,7 +37,14 @@ class Descent(Algorithm):
         return Reply(jax.grad(client.problem.inner, 1)(*at, client.inner_batch(key, 2)), gradients=1)
 
     def round(self, fed, state, key):
-        return state._replace(y=state.y - self.lr * fed.mean(self.gradient, tuple(state), key))
+        mean = fed.mean(self.gradient, tuple(state), key)
+        return state._replace(y=jax.tree.map(lambda y, slope: y - self.lr * slope, state.y, mean))
+
+
+class Patient(Descent):
+    """Steps that say that their replies may be late, and that clients may hold a part of the model."""
+
+    allows = Allows(late=("gradient",), submodels=UnitPolicy())
 
 
 class Still(Descent):
@@ -99,47 +107,59 @@ def outcomes(report):
 
 
 def test_a_method_that_is_right():
-    report = fb.check_method(Descent(), *MINE)
+    report = fb.check_method(Patient(), *MINE)
     found = outcomes(report)
-    assert not report.failed
-    assert [found[name] for name in ("late replies", "noised replies", "an x in a set")] == [
-        "refused", "passed", "allowed"
+    assert not report.failed, report
+    assert list(found.values()) == ["passed"] * 10 + ["refused", "allowed", "refused", "refused", "allowed"]
+    assert [name for name in found if found[name] in ("refused", "allowed")] == [
+        "the solution of a quadratic problem", "clients of limited capacity", "an x that clients keep",
+        "leaves of y that are each client's own", "an x in a set",
     ]  # fmt: skip
-    assert "it does not say which of its phases may be late" in repr(report)
-    assert sum(outcome == "passed" for outcome in found.values()) == 9
-    assert found["over Flower"] == "passed"
 
 
-@pytest.mark.parametrize(
-    ("method", "failed"),
-    [
-        (Still(), {"rounds move the state", "noised replies"}),
-        (Counting(), {"a seed repeats a run", "one client after the other", "chunks of one client",
-                      "streamed samples", "a cohort of 2", "over Flower"}),
-        (Neighbours(), {"one client after the other", "streamed samples", "a cohort of 2", "over Flower"}),
-        (Keyless(), {"another seed"}),
-        (Elsewhere(), {"the solution of a quadratic problem"}),
-        (Fragile(), {"a cohort of 2"}),
-    ],
-)  # fmt: skip
-def test_what_is_wrong_is_named(method, failed):
+WRONG = {
+    Still: ({"rounds move the state", "noised replies"}, {"a seed repeats a run"}),
+    Counting: (
+        {"a seed repeats a run", "one client after the other", "chunks of one client",
+         "streamed samples", "a cohort of 2", "over Flower"},
+        {"rounds move the state", "another seed"},
+    ),
+    Neighbours: (
+        {"one client after the other", "streamed samples", "a cohort of 2", "over Flower"},
+        {"rounds move the state", "chunks of one client"},
+    ),
+    Keyless: ({"another seed"}, {"rounds move the state", "a seed repeats a run"}),
+    Elsewhere: ({"the solution of a quadratic problem"}, {"rounds move the state"}),
+}  # fmt: skip
+"""Method -> the checks that fail, and some that it passes all the same."""
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_what_is_wrong_is_found(kind):
+    failed, passed = WRONG[kind]
+    with jax.enable_x64(True):
+        runs = Runs(kind(), *MINE, rounds=2, key=0)
+        found = [outcome(*check) for check in checks(runs, runs.run(Local())) if check[0] in failed | passed]
+    assert {one.name: one.outcome for one in found} == dict.fromkeys(failed, "failed") | dict.fromkeys(passed, "passed")
+    assert all(isinstance(one.error, fb.errors.CheckError) == (one.name in failed) for one in found)
+
+
+def test_what_fails_is_named_in_a_report_of_all_checks():
     with pytest.raises(fb.errors.CheckError) as error:
-        fb.check_method(method, *MINE)
-    text = str(error.value)
-    assert text.startswith(f"{len(failed)} of 15 checks failed")
-    assert {line.split("  ")[0] for line in text.splitlines() if "  failed" in line} == failed
-    assert isinstance(error.value.__cause__, KeyError if isinstance(method, Fragile) else fb.errors.CheckError)
+        fb.check_method(Fragile(), *MINE, rounds=2)
+    first, *table = str(error.value).splitlines()
+    found = [line for line in table if "  failed" in line]
+    assert [line.split("  ")[0] for line in found] == ["a cohort of 2"], error.value
+    assert (first, len(table)) == ("1 of 15 checks failed", 16)
+    assert "KeyError: 'state'" in found[0]
+    assert isinstance(error.value.__cause__, KeyError)
 
 
-def test_late_replies_are_tried_where_they_are_allowed():
-    found = outcomes(fb.check_method(fb.SimFBO(batch_size=2, server_lr=0.05, client_lr=0.02), *MINE))
-    assert found["late replies"] == "passed"
-    assert not isinstance(fb.SimFBO().allows.late, No)
-
-
-def test_steps_that_adapt_refuse_noise_as_in_a_run():
-    found = [dict(checks(Runs(method, *MINE, rounds=3, key=0), plain=None)) for method in (fb.SimFBO(), Descent())]
-    assert [isinstance(one["noised replies"], No) for one in found] == [True, False]
+def test_what_a_method_does_not_allow_is_refused_as_in_a_run():
+    found = [dict(checks(Runs(method, *MINE, rounds=2, key=0), plain=None)) for method in (fb.SimFBO(), Descent())]
+    assert [isinstance(one["noised replies"], No) for one in found] == [True, False]  # steps that adapt refuse noise
+    assert found[1]["late replies"].why == "it does not say which of its phases may be late"
+    assert not isinstance(fb.SimFBO(server_lr=0.05, client_lr=0.02).allows.late, No)
 
 
 @pytest.mark.parametrize(("rounds", "clients"), [(1, MINE[1]), (3, MINE[1].pooled())])
@@ -149,20 +169,19 @@ def test_too_few_rounds_or_clients_are_refused(rounds, clients):
 
 
 def with_capacities(capacity):
-    task = quadratic(clients=4, samples=(3, 5), units=4).with_own(capacity=capacity)
-    method = fb.SimFBO(server_lr=0.05, client_lr=0.02)
-    return Runs(method, task.problem, task.clients, task.x0, task.y0, rounds=2, key=0)
+    task = quadratic(clients=2, samples=(3, 3), units=2).with_own(capacity=capacity)
+    return Runs(Patient(), task.problem, task.clients, task.x0, task.y0, rounds=2, key=0)
 
 
 def test_sites_over_flower_hold_what_their_clients_can():
     with jax.enable_x64(True):
-        runs = with_capacities([0.5, 1, 0.5, 1])
+        runs = with_capacities([0.5, 1])
         assert not_over_flower(runs) is None
         assert over_flower(runs, runs.run(Local())).startswith(("differ by", "equal to the bit"))
 
 
 def test_capacities_by_round_are_not_tried_over_flower():
-    refusal = not_over_flower(with_capacities([[0.5, 1, 0.5, 1], [1, 0.5, 1, 1]]))
+    refusal = not_over_flower(with_capacities([[0.5, 1], [1, 0.5]]))
     assert "capacities by round" in refusal.why
 
 
