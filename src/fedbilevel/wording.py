@@ -5,12 +5,34 @@ from typing import Any
 
 JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 
-USER = re.compile(r"://(?:[^\s:/?#@]*:(?!\d+[/?#])\S*|[^\s/?#]+)@")
-"""User name and password in a URL; the password may contain any character, but a port and a path are none."""
-SECRET = "token|key|secret|passw|passphrase|pwd|credential|auth|sig|jwt|session"
+HOST = r"(?:localhost|\[[^\]/]*\]|[^:/?#@.]*\.[^:/?#@]*):\d{1,5}[/?#]"
+USER = re.compile(rf"://(?:(?!{HOST})[^:/?#@]*:.*|[^/?#]+(?=@|$))", re.IGNORECASE)
+"""User name and password in a URL that is cut at its last "@"; the password may contain any character.
+
+Digits before a path are a port only after a name that is clearly one of a host: "me:123/a@host" has a password.
+"""
+CODED_USER = re.compile(r"(%3A%2F%2F)(?:(?!%2F|%3F|%23)[^\s/?#&])+(?=%40)", re.IGNORECASE)
+STRONG = (
+    "passw(?:or)?d|passphrase|passcode|pwd|secret|authorization|"
+    r"(?:api|access|account|auth|pass|refresh|secret|security)(?:[-_.]|\ |%2D|%5F)?(?:key|token)"
+)
+"""The ends of names that are always those of secrets."""
+LIKELY = "token|jwt|cookie|credentials?|signature|session[-_]?(?:id)?|(?<![a-z])(?:pass|pw|auth|sig)"
+"""The ends of names of secrets in queries; elsewhere the value must have letters, unlike that of "token = 3"."""
+VALUE = (
+    r"""(?:"[^"]*"?|'[^']*'?|\{[^}]*\}?"""
+    r"""|(?:(?:bearer|basic|token|digest)\ )?(?:(?!(?:[;&,]|%26)[\w.%-]*=)\S)*(?<![)'"\]>},.;]))"""
+)
+PAIR = re.compile(
+    rf"""((?:{STRONG})\\?["']?\ ?(?:[=:]|%3D)\ ?
+    |(?:{LIKELY})(?:\\?["']\ ?:\ ?|\ ?(?:=|%3D)\ ?(?=["'\w][^\s;&,]*[a-z]))
+    |(?:[?&;\#]|%3F|%26)[^\s=&;\#?]*?(?:{LIKELY}|(?<![a-z])key)(?:=|%3D)
+    |\bbearer\ (?=\S*\d|\S{{20}})
+    ){VALUE}""",
+    re.IGNORECASE | re.VERBOSE,
+)
+"""A secret after its name, as in a query, the address of a database, a header or JSON."""
 SEED = re.compile(r"((?<![a-z])seeds?(?:[-_]| ?[=:] ?| ))(\d+(?:, ?\d+)*)", re.IGNORECASE)
-QUERY = re.compile(rf"""([?&;#][^\s=&;#?]*(?:{SECRET})[^\s=&;#?]*=)[^\s&;#'"<>)]+""", re.IGNORECASE)
-"""A parameter of a query whose name suggests a secret."""
 
 
 def missing(package: str, extra: str) -> str:
@@ -46,12 +68,18 @@ def printable(text: str, longest: int | None = 200, kept: str = "") -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Hide what may be a password or a token in the URLs of a text.
+    """Hide what may be a password or a token in a text.
 
     "https://user:password@host" and "https://token@host" become "https://***@host", since the user name may be the
-    token. In queries, such as "?api_key=…", the values of parameters are hidden whose names are usual for secrets.
+    token. After a name that is usual for secrets the value is hidden, as in "?api_key=***", "password=*** dbname=runs",
+    "'token': ***" and "Authorization: ***".
     """
-    return QUERY.sub(r"\1***", USER.sub("://***@", text))
+    return PAIR.sub(r"\1***", CODED_USER.sub(r"\1***", re.sub(r"\S+", _without_user, text)))
+
+
+def _without_user(word: re.Match[str]) -> str:
+    url, at, host = word[0].rpartition("@")
+    return USER.sub("://***", url) + at + host
 
 
 def without_seed(text: str) -> str:

@@ -26,9 +26,24 @@ SECRET = "hunter2-Ab_9"
         ("(url: /api/runs?PASSWORD=SECRET)", "(url: /api/runs?PASSWORD=***)"),
         ("'/a?client_secret=SECRET', '/b?apikey=SECRET'", "'/a?client_secret=***', '/b?apikey=***'"),
         ("https://me:SECRET@host/?auth=SECRET", "https://***@host/?auth=***"),
+        ("mysql://me:2024/SECRET@host:3306/db", "mysql://***@host:3306/db"),
+        ("https://me:2024?SECRET@host", "https://***@host"),
+        ("https://10.0.0.1:123456/SECRET@host", "https://***@host"),
+        ("https://host/?pass=SECRET&pwd=SECRET&sig=123", "https://host/?pass=***&pwd=***&sig=***"),
+        ("https://host/?api%5Fkey=SECRET", "https://host/?api%5Fkey=***"),
+        ("/a?next=https%3A%2F%2Fme%3ASECRET%40host%2Fb", "/a?next=https%3A%2F%2F***%40host%2Fb"),
+        ("/a?next=%2Fb%3Ftoken%3DSECRET%26c%3D1", "/a?next=%2Fb%3Ftoken%3D***"),
+        ("host=db password=SECRET dbname=runs", "host=db password=*** dbname=runs"),
+        ("host=db password = 'my SECRET' port=1", "host=db password = *** port=1"),
+        ("UID=me;PWD={my;SECRET};Database=runs", "UID=me;PWD=***;Database=runs"),
+        ("DB_PASSWORD=SECRET, HF_TOKEN=SECRET", "DB_PASSWORD=***, HF_TOKEN=***"),
+        ("Authorization: Bearer SECRET", "Authorization: ***"),
+        ("(b'authorization', b'Bearer SECRET')", "(b'authorization', b'Bearer ***')"),
+        ("X-Api-Key: SECRET", "X-Api-Key: ***"),
+        ("{'token': 'my SECRET', 'accessToken': \"SECRET\"}", "{'token': ***, 'accessToken': ***}"),
     ],
 )  # fmt: skip
-def test_secrets_of_urls_are_hidden(text, shown) -> None:
+def test_secrets_are_hidden(text, shown) -> None:
     text = text.replace("SECRET", SECRET)
     assert wording.without_secrets(text) == shown
     assert wording.in_a_line(OSError(text)) == shown
@@ -39,7 +54,9 @@ def test_secrets_of_urls_are_hidden(text, shown) -> None:
     "text",
     [
         "http://localhost:5000/path@2", "https://host/a@b?x=1", "sqlite:////tmp/me@home/mlflow.db", "me@host: a:b@c",
-        "https://host/?x=token&page=2", "token = 3", "privacy.clip=1", "file:///a?b=1",
+        "https://host/?x=token&page=2", "token = 3", "privacy.clip=1", "file:///a?b=1", "http://10.0.0.1:5000/a@2?b",
+        "http://[::1]:5000/a@2", "loss?tokens=12&passes=3&monkey=1", "tokens=12, passes=3, pass=3, pad_token=<s>",
+        "sort_key=name", "Bearer authentication is needed", "Unexpected token: x", "?next=https%3A%2F%2Fhost%2Fa%40b",
     ],
 )  # fmt: skip
 def test_other_texts_stay_as_they_are(text) -> None:

@@ -216,6 +216,8 @@ def test_a_password_is_hidden_although_the_message_is_cut_within_it(service) -> 
 def test_secrets_of_urls_are_no_parameters() -> None:
     run = TrackedRun("run", {"task": {"data": "https://me:secret@host/data.csv?token=secret"}})
     assert run.flat_parameters() == {"task.data": "https://***@host/data.csv?token=***"}
+    run = TrackedRun("a", {"task": {"password": "hunter2", "tokens": "all", "passes": 3}})
+    assert run.flat_parameters() == {"task.password": "***", "task.tokens": "all", "task.passes": 3}
 
 
 def test_a_service_that_never_answers_leaves_the_result_as_it_is(service) -> None:

@@ -135,7 +135,8 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str | float]]:
         yield path, value
     else:
         text = getattr(value, "__qualname__", None) or ("none" if value is None else str(value))
-        yield path, shortened(without_secrets(text), LONGEST)
+        shown = without_secrets(f"{path}={text}").removeprefix(f"{path}=")  # the name may be that of a secret
+        yield path, shortened(shown, LONGEST)
 
 
 class Record:
