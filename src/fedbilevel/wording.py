@@ -5,6 +5,8 @@ from typing import Any
 
 JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 
+READ = 10_000
+"""The largest number of characters in which secrets are looked for; a longer text is cut there."""
 HOST = r"(?:localhost|\[[^\]/]*\]|[^:/?#@.]*\.[^:/?#@]*):\d{1,5}[/?#]"
 USER = re.compile(rf"://(?:(?!{HOST})[^:/?#@]*:.*|[^/?#]+(?=@|$))", re.IGNORECASE)
 """User name and password in a URL that is cut at its last "@"; the password may contain any character.
@@ -68,13 +70,15 @@ def printable(text: str, longest: int | None = 200, kept: str = "") -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Hide what may be a password or a token in a text.
+    """Hide what may be a password or a token in a text, and cut it to `READ` characters.
 
     "https://user:password@host" and "https://token@host" become "https://***@host", since the user name may be the
     token. After a name that is usual for secrets the value is hidden, as in "?api_key=***", "password=*** dbname=runs",
     "'token': ***" and "Authorization: ***".
     """
-    return PAIR.sub(r"\1***", CODED_USER.sub(r"\1***", re.sub(r"\S+", _without_user, text)))
+    end = "@" if len(text) > READ else ""  # the "@" by which a password is recognized may be in the rest
+    text = re.sub(r"\S+", _without_user, text[:READ] + end).removesuffix(end)
+    return PAIR.sub(r"\1***", CODED_USER.sub(r"\1***", text))
 
 
 def _without_user(word: re.Match[str]) -> str:

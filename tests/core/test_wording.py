@@ -63,6 +63,20 @@ def test_other_texts_stay_as_they_are(text) -> None:
     assert wording.without_secrets(text) == text
 
 
+@pytest.mark.parametrize("piece", ["x", "x ", "https://host/a ", "://a:"])
+def test_the_start_of_a_long_text_is_searched_alone(piece) -> None:
+    assert len(wording.without_secrets(piece * 100_000)) <= wording.READ + len("***")
+    assert wording.in_a_line(OSError(piece * 100_000))[: len(piece)].strip() in ("x", "https://host/a", "://**")
+
+
+@pytest.mark.parametrize("name", ["https://me:", "password=", "password='a "])
+def test_secrets_at_the_cut_of_a_long_text_are_hidden(name) -> None:
+    before = "x" * (wording.READ - len(name) - 8) + " "
+    text = before + name + SECRET + "'@host"
+    assert wording.without_secrets(text).startswith(before + name.split("me")[0].split("'")[0] + "***")
+    assert SECRET[:4] not in wording.without_secrets(text)
+
+
 def test_the_seed_of_a_run_is_hidden_in_its_name() -> None:
     assert (
         wording.without_seed("runs/x/seed-3/spec.toml, lr=0.1, seed 17")
