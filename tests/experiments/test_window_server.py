@@ -97,6 +97,28 @@ def test_a_name_of_elsewhere_is_refused(server, guarded, host) -> None:
     assert asked(guarded, f"/?token={guarded.token}", Host=host).status == 421
 
 
+def test_the_refusal_of_a_name_says_which_are_allowed(server) -> None:
+    lines = asked(server, Host="evil.example\x07").read().decode().splitlines()
+    assert lines[0] == "421 Misdirected Request"
+    assert lines[1].startswith(
+        "The address has the host 'evil.example�'. Open the page with an IP address of this machine"
+    )
+    assert {"127.0.0.1", "localhost", socket.gethostname().lower()} <= set(re.findall(r"[\w.-]*\w", lines[1]))
+
+
+@pytest.mark.parametrize(
+    ("full", "shown"),
+    [("Server.example.org", "Server.example.org"), ("localhost", "server"), ("localhost.localdomain", "server"),
+     ("1.0.ip6.arpa", "server")],
+)  # fmt: skip
+def test_the_page_at_every_address_is_printed_with_the_name_of_the_machine(full, shown, monkeypatch) -> None:
+    monkeypatch.setattr(socket, "getfqdn", lambda *_: full)
+    monkeypatch.setattr(socket, "gethostname", lambda: "server")
+    for server in started("0.0.0.0"):
+        assert server.url == f"http://{shown}:{server.server_address[1]}/?token={server.token}"
+        assert asked(server, f"/?token={server.token}", Host=shown).status == 200
+
+
 @pytest.mark.parametrize("host", ["localhost:9999", "127.0.0.1", "[::1]:80", "192.168.1.7:80", socket.gethostname()])
 def test_addresses_and_names_of_this_machine_are_answered(server, host) -> None:
     assert asked(server, Host=host).status == 200

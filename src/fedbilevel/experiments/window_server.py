@@ -27,7 +27,7 @@ from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.experiments.snapshot import Snapshot
 from fedbilevel.experiments.tables import visible
 from fedbilevel.experiments.window import on_page
-from fedbilevel.wording import in_a_line
+from fedbilevel.wording import in_a_line, printable
 
 LOOPBACK = "127.0.0.1"
 CONNECTIONS = 100  # the largest number of open connections; a further one is closed without an answer
@@ -69,15 +69,17 @@ class WindowServer(ThreadingHTTPServer):
             super().__init__((host, port), WindowRequest)
         except OSError as error:
             raise ConfigurationError(f"--serve: {host}:{port} cannot be opened: {error.strerror or error}") from error
-        self.host, self.names = host, {host.lower(), "localhost", socket.gethostname().lower()}
-        self.token = "" if ipaddress.ip_address(self.socket.getsockname()[0]).is_loopback else secrets.token_urlsafe(24)
+        address = ipaddress.ip_address(self.socket.getsockname()[0])
+        self.host = name_of_machine() if address.is_unspecified else host
+        self.names = {self.host.lower(), "localhost", socket.gethostname().lower(), name_of_machine().lower()}
+        self.token = "" if address.is_loopback else secrets.token_urlsafe(24)
         self.template = Template((resources.files("fedbilevel.experiments") / "window.html").read_text("utf-8"))
         self.news, self.version, self.title, self.content = threading.Condition(), 0, "", ""
         self.connections, self.streams = threading.BoundedSemaphore(CONNECTIONS), threading.BoundedSemaphore(STREAMS)
 
     @property
     def url(self) -> str:
-        """Return the address of the page, with the token."""
+        """Return the address of the page, with the token; a host that means every address is given as its name."""
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.server_address[1]}/" + (f"?token={self.token}" if self.token else "")
 
@@ -111,6 +113,12 @@ class WindowServer(ThreadingHTTPServer):
             super().handle_error(request, client_address)
 
 
+def name_of_machine() -> str:
+    """Return the name by which other machines most likely find this one: with its domain, if that is known."""
+    name = socket.getfqdn()
+    return socket.gethostname() if name.startswith("localhost") or name.endswith(".arpa") else name
+
+
 def drawn(snapshot: Snapshot) -> str:
     """Return a snapshot as HTML. If it cannot be drawn, the page says so, and the next snapshot is tried."""
     try:
@@ -134,7 +142,7 @@ class WindowRequest(BaseHTTPRequestHandler):
             return
         given = parse_qs(place.query).get("token", [""])[0]
         if not self.has_allowed_host():
-            self.refuse(HTTPStatus.MISDIRECTED_REQUEST)
+            self.refuse(HTTPStatus.MISDIRECTED_REQUEST, self.why_misdirected())
         elif not hmac.compare_digest(given.encode(), self.server.token.encode()) and self.server.token:
             self.refuse(HTTPStatus.FORBIDDEN)
         elif place.path == "/":
@@ -160,10 +168,18 @@ class WindowRequest(BaseHTTPRequestHandler):
         except ValueError:
             return False
 
-    def refuse(self, status: HTTPStatus) -> None:
-        self.begin(status, "text/plain", {"Allow": "GET"} if status == HTTPStatus.METHOD_NOT_ALLOWED else {})
+    def why_misdirected(self) -> str:
+        """Say which hosts are allowed in an address of the page."""
+        asked, names = printable(self.headers.get("Host", "")), ", ".join(sorted(self.server.names))
+        return (
+            f"The address has the host {asked!r}. Open the page with an IP address of this machine, or with {names}.\n"
+        )
+
+    def refuse(self, status: HTTPStatus, why: str = "") -> None:
+        headers = {"Allow": "GET"} if status == HTTPStatus.METHOD_NOT_ALLOWED else {}
+        self.begin(status, "text/plain; charset=utf-8", headers)
         if self.command != "HEAD":
-            self.wfile.write(f"{status.value} {status.phrase}\n".encode())
+            self.wfile.write(f"{status.value} {status.phrase}\n{why}".encode())
 
     def send_page(self) -> None:
         server, nonce = self.server, secrets.token_urlsafe(16)
