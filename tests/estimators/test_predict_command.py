@@ -81,7 +81,7 @@ WRONG = {
     "a longer row": (
         "longer.csv",
         "age,dose,kind,code\n50,1,a,1,\n",
-        r"longer.csv, row 2: 5 entries; the header has 4",
+        r"longer.csv, line 2: 5 entries; the header has 4",
     ),
     "a name twice": ("twice.csv", "age,age,kind,code\n50,1,a,1\n", r"twice.csv has the column 'age' twice"),
     "no rows": ("rows.csv", "age,dose,kind,code\n", r"rows.csv has no rows"),

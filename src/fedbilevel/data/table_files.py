@@ -1,59 +1,97 @@
 """Read files of tables, with a header and a row for each person or thing; columns have numbers or words, and gaps.
 
-`read_texts` needs no other package; `read_table` makes a data frame. Both refuse the same files.
+`read_texts` needs no other package; `read_table` makes a data frame with pandas. Both refuse a missing or repeated name
+of a column, and rows that are longer or shorter than the header.
 """
 
 import csv
-import io
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedbilevel.data.files import DataError, read_bytes
+from fedbilevel.data.files import DataError
+from fedbilevel.reading import require_regular
 from fedbilevel.wording import in_a_line, missing
 
 _WORDS = "#N/A,#N/A N/A,#NA,-1.#IND,-1.#QNAN,-NaN,-nan,1.#IND,1.#QNAN,<NA>,N/A,NA,NULL,NaN,None,n/a,nan,null"
 GAPS = frozenset(["", *_WORDS.split(",")])
 """The texts that mean a gap; pandas takes the same texts as gaps."""
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
+NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+LONGEST_ENTRY = 2**31 - 1
+"""The largest number of characters of an entry that the csv module accepts on every system; its default is 131,072."""
 Texts = NDArray[Any]
 """A column as (n,) objects: texts, and None in gaps."""
 
 
-def read_texts(file: Path, gaps: Collection[str] = (), separator: str = ",") -> dict[str, Texts]:
+def read_texts(file: Path, gaps: Collection[str] = ()) -> dict[str, Texts]:
     """Read a CSV file, and return its columns by name, as texts, with None in gaps.
 
     Args:
         gaps: texts that mean a gap besides `GAPS`.
-        separator: what is between the entries of a row.
 
     Raises:
-        DataError: the file cannot be read, is not UTF-8, has a column without a name or two of the same name, or has a
-            line of another length than its header.
+        DataError: the file cannot be read, is not UTF-8, has a quote that is not closed, has a column without a name or
+            two of the same name, or has a row of another length than its header.
     """
-    try:
-        lines = list(
-            csv.reader(io.StringIO(read_bytes(file).decode("utf-8-sig"), newline=""), strict=True, delimiter=separator)
-        )
-    except (UnicodeDecodeError, csv.Error) as error:
-        raise DataError(f"{file} is not a CSV file in UTF-8: {error}.") from error
-    header, *rows = [line for line in lines if line] or [[]]
-    twice = next((name for name in header if header.count(name) > 1 or not name), None)
-    if not header:
-        raise DataError(f"{file} is empty; its first line must name the columns.")
-    if twice is not None:
-        raise DataError(f"{file} has the column {twice!r} twice or without a name; each needs a name of its own.")
-    for number, line in enumerate(rows, 2):
-        if len(line) != len(header):
-            raise DataError(f"{file}, row {number}: {len(line)} entries; the header has {len(header)}.")
+    header, *rows = rows_of(file, ",", strict=True)
     none = GAPS | set(gaps)
     columns = [[None if text.strip() in none else text for text in column] for column in zip(*rows, strict=True)]
     columns = columns or [[] for _ in header]
     return {name: np.array([*column, None], object)[:-1] for name, column in zip(header, columns, strict=True)}
+
+
+def rows_of(file: Path, separator: str, strict: bool = False) -> Iterator[list[str]]:
+    """Yield the header and the rows of a text file with a table; lines without anything but spaces are left out.
+
+    Args:
+        separator: what is between the entries of a row.
+        strict: whether text after a closing quote, and a quote that is not closed, are errors.
+
+    Raises:
+        DataError: the file cannot be read, is not UTF-8, or has a wrong header or a row of another length.
+    """
+    before, header, longest = 0, list[str](), csv.field_size_limit(LONGEST_ENTRY)
+    try:
+        require_regular(file)
+        with open(file, encoding="utf-8-sig", newline="") as text:
+            reader = csv.reader(text, strict=strict, delimiter=separator)
+            for row in reader:
+                line, before = before + 1, reader.line_num  # a quoted entry may have several lines
+                if not row or (len(row) == 1 and row[0] and not row[0].strip(" \t")):
+                    continue
+                if not header:
+                    header = row
+                    check_header(file, header, separator)
+                elif len(row) != len(header):
+                    raise DataError(f"{file}, line {line}: {len(row)} entries; the header has {len(header)}.")
+                yield row
+    except OSError as error:
+        raise DataError(f"{file} cannot be read: {in_a_line(error)}.") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not a text in UTF-8: {error}.") from error
+    except csv.Error as error:
+        raise DataError(f"{file}, line {before + 1}: the row cannot be read: {error}.") from error
+    finally:
+        csv.field_size_limit(longest)
+    if not header:
+        raise DataError(f"{file} is empty; its first line must name the columns.")
+
+
+def check_header(file: Path, header: list[str], separator: str) -> None:
+    """Raise DataError if a column has no name, two have the same, or the header has another separator."""
+    other = next((one for one in NAMES if one in header[0] and one != separator), None)
+    if len(header) == 1 and other:
+        where = f"a {file.suffix} file" if file.suffix else "the file"
+        found = f"the names in its first line are separated by {NAMES[other]}"
+        raise DataError(f"{file}: {found}; {where} must have {NAMES[separator]} between entries, and a decimal point.")
+    twice = next((name for name in header if header.count(name) > 1 or not name), None)
+    if twice is not None:
+        raise DataError(f"{file} has the column {twice!r} twice or without a name; each needs a name of its own.")
 
 
 def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
@@ -63,8 +101,8 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
         gaps: texts that mean a gap, besides those of pandas; not used with Parquet, which has gaps of its own.
 
     Raises:
-        DataError: the name ends otherwise; the file cannot be read, has no rows, or is one that `read_texts` refuses; a
-            package that reads such files is missing.
+        DataError: the name ends otherwise; the file cannot be read, has no rows, a wrong header, or a row of another
+            length than its header; a package that reads such files is missing.
     """
     kind = file.suffix.lower()
     if kind not in (*SEPARATORS, ".parquet"):
@@ -77,8 +115,9 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
         if kind == ".parquet":
             frame = pd.read_parquet(file)
         else:
-            read_texts(file, separator=SEPARATORS[kind])  # pandas moves columns if rows are longer than the header
-            frame = pd.read_csv(file, na_values=list(gaps), sep=SEPARATORS[kind])
+            for _ in rows_of(file, SEPARATORS[kind]):
+                pass  # only their lengths count: pandas moves columns if rows are longer than the header
+            frame = pd.read_csv(file, na_values=list(gaps), sep=SEPARATORS[kind], low_memory=False)
     except ImportError as error:
         raise DataError(f"{file} needs pyarrow, which is not installed: pip install pyarrow") from error
     except DataError:
