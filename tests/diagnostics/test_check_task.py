@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import fedbilevel as fb
 from fedbilevel.diagnostics.report import outcome
-from fedbilevel.tasks import hyper_cleaning, quadratic
+from fedbilevel.tasks import Task, hyper_cleaning, quadratic
 
 TASK = quadratic(clients=4, samples=(3, 5), condition=4)
 OUTER, INNER = TASK.problem.outer, TASK.problem.inner
@@ -71,6 +72,28 @@ def test_what_is_wrong_is_named(problem, name, words):
 def test_a_metric_that_is_not_finite_fails():
     with pytest.raises(fb.errors.CheckError, match="not finite numbers: mine"):
         checked(TASK.problem, metrics={"mine": lambda x, y: jnp.log(-jnp.ones(()))})
+
+
+def test_metrics_are_tried_in_float64():
+    """This one overflows in float32."""
+    wide = {"wide": lambda x, y: jnp.sum(y) + y[0] * 1e30 * 1e30}
+    report = checked(TASK.problem, y0=np.ones(8, np.float32), metrics=wide)
+    assert {check.name: check.detail for check in report.checks}["metrics are finite"] == "wide 1e+60"
+
+
+def test_labels_outside_of_the_classes_are_warned_of_and_are_no_sums():
+    """JAX takes label -1 as none of the classes, which may be meant for samples without a label."""
+
+    def entropy(x, y, batch):
+        score = jax.nn.log_softmax(batch["u"] @ y) * jax.nn.one_hot(batch["c"], 3)
+        return jnp.exp(x) * jnp.sum(y**2) - score.sum(1).mean()
+
+    rng = np.random.default_rng(0)
+    samples = {"u": rng.normal(size=(4, 20, 2)), "c": rng.integers(-1, 3, size=(4, 20))}
+    problem, y0 = fb.Bilevel(entropy, entropy), rng.normal(size=(2, 3))
+    with pytest.warns(fb.errors.DataWarning, match="takes? entry -1 of an axis whose entries are 0 to 2"):
+        report = fb.check_task(Task("labels", problem, fb.Clients(samples), np.zeros(()), y0))
+    assert not report.failed
 
 
 def test_an_inner_loss_without_minimum_is_warned_of():

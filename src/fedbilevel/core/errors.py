@@ -120,7 +120,7 @@ class InfluenceWarning(UserWarning):
 
 
 class DataWarning(UserWarning):
-    """Warn that a table or its sites look different from what was probably intended; the call continues."""
+    """Warn that samples, a table or its sites look different from what was probably intended; the call continues."""
 
 
 class CheckpointWarning(UserWarning):

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 
 from fedbilevel.core.errors import CheckError, InfluenceWarning, NumericalWarning, warn
-from fedbilevel.core.tree import nonfinite_leaves
+from fedbilevel.core.tree import join, nonfinite_leaves
 from fedbilevel.diagnostics.measure import DifferentiablePoint, point
 from fedbilevel.diagnostics.report import CheckReport, NamedCheck, report_of
 from fedbilevel.oracles.operators import extreme_eigenvalues
@@ -30,6 +30,8 @@ def check_task(task: Task) -> CheckReport:
     - The inner loss is strongly convex in y at the start. If it is not, there is a warning, and no check fails: y may
       move to where it is.
 
+    Samples that a loss takes as an index outside of an axis, such as negative labels, cause a warning, too.
+
     Everything is computed in float64, whatever the dtypes of x, y and the samples are.
 
     Args:
@@ -47,20 +49,24 @@ def check_task(task: Task) -> CheckReport:
         with warnings.catch_warnings(record=True) as seen:
             warnings.simplefilter("always")
             at = point(task.problem, task.population, task.x0, task.y0)
-        return report_of(task.name, checks(task, at, [warning.message for warning in seen]))
+        found = [warning.message for warning in seen if isinstance(warning.message, Warning)]
+        for other in found:
+            if not isinstance(other, InfluenceWarning | NumericalWarning):
+                warn(other)  # it is of no check, such as one of labels that may be meant
+        return report_of(task.name, checks(task, at, found))
 
 
-def checks(task: Task, at: DifferentiablePoint, seen: list[Warning | str]) -> Iterator[NamedCheck]:
+def checks(task: Task, at: DifferentiablePoint, seen: list[Warning]) -> Iterator[NamedCheck]:
     """Yield all checks of a task; `seen` are the warnings of the first look at its losses."""
     population = Population.of(at.problem, task.population)
     yield "x acts on the outer loss through y", lambda: without(InfluenceWarning, seen)
     yield "losses are means over samples", lambda: without(NumericalWarning, seen)
     yield "losses and gradients are finite", lambda: finite(population, at)
     yield "the inner loss is strongly convex at the start", lambda: curvature(population, at)
-    yield "metrics are finite", lambda: measured(task)
+    yield "metrics are finite", lambda: measured(task, at)
 
 
-def without(kind: type[Warning], seen: list[Warning | str]) -> str:
+def without(kind: type[Warning], seen: list[Warning]) -> str:
     """Check that no warning of this kind was seen."""
     if found := [str(warning) for warning in seen if isinstance(warning, kind)]:
         raise CheckError("; ".join(found))
@@ -93,9 +99,10 @@ def curvature(population: Population, at: DifferentiablePoint) -> str:
     return found
 
 
-def measured(task: Task) -> str:
+def measured(task: Task, at: DifferentiablePoint) -> str:
     """Check that each metric is a finite number at the start."""
-    values = {name: np.asarray(metric(task.x0, task.y0)) for name, metric in task.metrics.items()}
+    start = join(at.x, at.x_fixed), join(at.y, at.y_fixed)
+    values = {name: np.asarray(metric(*start)) for name, metric in task.metrics.items()}
     wrong = [name for name, value in values.items() if value.shape != () or not np.isfinite(value)]
     if wrong:
         raise CheckError(f"at the start these are not finite numbers: {', '.join(wrong)}")

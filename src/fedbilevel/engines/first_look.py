@@ -19,7 +19,7 @@ from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.core.card import counted, listed
 from fedbilevel.core.client import Clients
-from fedbilevel.core.errors import ConfigurationError, InfluenceWarning, NumericalWarning, warn
+from fedbilevel.core.errors import ConfigurationError, DataWarning, InfluenceWarning, NumericalWarning, warn
 from fedbilevel.core.local_x import local_block
 from fedbilevel.core.problem import BLOCKED, Padded, Problem, why_it_vanishes
 from fedbilevel.core.ragged import Ragged
@@ -281,4 +281,4 @@ def check_indices(name: str, program: ClosedJaxpr, rows: Ragged) -> None:
         )
         if axis.operation == "gather" and beyond:
             raise ConfigurationError(text)
-        warn(NumericalWarning(text))  # entries from the end, or none, may be meant
+        warn(DataWarning(text))  # entries from the end, or none, may be meant
