@@ -153,9 +153,10 @@ def _own_phases(cls: type[Part]) -> tuple[str, ...]:
 
 
 class Listed(Part):
-    """Base class of `Algorithm`: how a method is found, listed and named, and how its phases are.
+    """Serve as the base class of `Algorithm`: list methods by name, and find the names of their phases.
 
-    A class that sets `name` is listed in `ALGORITHMS`.
+    A subclass that sets `name` is listed in `ALGORITHMS`. The text of `facts` is appended to the docstring of a
+    subclass that sets them.
     """
 
     name: ClassVar[str]
@@ -165,7 +166,7 @@ class Listed(Part):
     """The kinds of problem that the method is for."""
 
     facts: ClassVar[Facts | None] = None
-    """What the method costs, needs and is good for. The docstring of a class that says it gets it at its end."""
+    """What the method costs, needs and is good for; the text is appended to the docstring of the class."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
     """Values of fields that work, by the name of a task: specs start from them. On the command line alone."""

@@ -301,7 +301,8 @@ def comparison_table(groups: Sequence[RunGroup], width: int | None = None) -> ri
     """Return a table with one row per group, in which costs are means over the group's seeds.
 
     If the table would be wider than `width`, the least important columns are left out, and the caption names them. The
-    caption also names the rows that look wrong: see `doubts`.
+    caption also names the rows that look wrong: those whose metric ends worse than it began and, if it is to be
+    minimised, those that end above 1,000 times the least of all rows.
     """
     return terminal(comparison(groups), width)
 
