@@ -230,11 +230,11 @@ class RoundSubmodels:
 
     def cut(self, phase: Phase, message: PyTree, units: Units) -> PyTree:
         """Return the part of a phase's message for a client that holds these units."""
-        return self.unit_layout.sent(takes_and_gives(phase)[0], message, units)
+        return cut(self.unit_layout, phase, message, units)
 
     def put_back(self, phase: Phase, sums: Sums, units: Units) -> Sums:
         """Put sums over clients that hold these units into whole shapes, with the weight of each entry's holders."""
-        return put_back(self.unit_layout, takes_and_gives(phase)[1], sums, units)
+        return put_back(self.unit_layout, phase, sums, units)
 
     def covered(self, round_costs: RoundCosts, holders: Iterable[Holders]) -> RoundCosts:
         """Add metrics of the coverage by submodels to a round's costs; `holders`: one for each group of clients."""
@@ -266,8 +266,14 @@ def _share(part: PyTree, whole: PyTree) -> Array:
     return jnp.where(total > 0, some / jnp.where(total > 0, total, 1), 0)
 
 
-def put_back(unit_layout: UnitLayout, gives: PyTree, sums: Sums, units: Units) -> Sums:
+def cut(unit_layout: UnitLayout, phase: Phase, message: PyTree, units: Units) -> PyTree:
+    """Return the part of a phase's message for a client that holds these units."""
+    return unit_layout.sent(takes_and_gives(phase)[0], message, units)
+
+
+def put_back(unit_layout: UnitLayout, phase: Phase, sums: Sums, units: Units) -> Sums:
     """Put sums over clients that hold these units into whole shapes, with the weight of its holders for each entry."""
+    gives = takes_and_gives(phase)[1]
     held = unit_layout.held(gives, sums.update, units, sums.weight)
     return sums._replace(update=unit_layout.put(gives, sums.update, units), held=held)
 

@@ -10,20 +10,20 @@ from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
-from fedbilevel.core.algorithm import Algorithm, takes_and_gives
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.card import span
 from fedbilevel.core.client import RemoteClients
 from fedbilevel.core.errors import CheckpointError, ExchangeError, NumericalError, require
-from fedbilevel.core.fed import Phase
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.submodel import UnitLayout, Units
-from fedbilevel.core.tree import PyTree, join
+from fedbilevel.core.submodel import UnitLayout
+from fedbilevel.core.tree import join
 from fedbilevel.engines import submodels
 from fedbilevel.engines.costs import Sums
 from fedbilevel.engines.engine import Carry
@@ -211,14 +211,8 @@ class SubmodelPrograms:
     """
 
     def __init__(self, unit_layout: UnitLayout) -> None:
-        def cut(phase: Phase, message: PyTree, units: Units) -> PyTree:
-            return unit_layout.sent(takes_and_gives(phase)[0], message, units)
-
-        def put_back(phase: Phase, sums: Sums, units: Units) -> Sums:
-            return submodels.put_back(unit_layout, takes_and_gives(phase)[1], sums, units)
-
-        self.cut: Any = jax.jit(cut, static_argnums=0)
-        self.put_back: Any = jax.jit(put_back, static_argnums=0)
+        self.cut: Any = jax.jit(partial(submodels.cut, unit_layout), static_argnums=0)
+        self.put_back: Any = jax.jit(partial(submodels.put_back, unit_layout), static_argnums=0)
 
 
 def roster_of(flower: Any, contract: Contract, clients: int, own: Mapping[int, Contract] | None = None) -> Roster:
