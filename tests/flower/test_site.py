@@ -3,6 +3,7 @@
 import gc
 import json
 import logging
+import re
 import threading
 import time
 import weakref
@@ -397,6 +398,28 @@ def test_a_log_begins_with_what_the_client_has_and_says_in_a_line_what_leaves_it
     for line, number in zip(lines, (1, 2), strict=True):
         assert "phase 'y_gradient': sent 24 bytes in" in line
         assert line.endswith(f"ε = {terms.epsilon_after(number):.4g} so far")
+
+
+def test_refusals_for_one_reason_have_few_lines(caplog):
+    """The first, second, fourth, … of each reason, until a reply; of a hundred reasons, their kind is counted."""
+    runtime = ClientRuntime(federations.site(STEPS, 0))
+    caplog.set_level(logging.WARNING, "fedbilevel.client")
+
+    def lines(requests):
+        caplog.clear()
+        for changes in requests:
+            assert asked(runtime, **changes).refused
+        return caplog.messages
+
+    found = lines([{"payload": b"1", "round": round} for round in range(9)])
+    assert [re.search(r"round \d", line)[0] for line in found] == [f"round {one}" for one in (0, 1, 3, 7)]
+    assert ["times since" in line for line in found] == [False, True, True, True]
+    assert found[2].endswith("(4 times since the last reply)")
+    assert len(lines([{"contract": "x"}])) == 1  # another reason
+    assert lines([{"payload": b"1"}] * 6) == []
+    assert asked(runtime).refused == ""
+    assert len(lines([{"payload": b"1"}, {"contract": "x"}])) == 2
+    assert len(lines([{"of": "y_gradient", "weight": 2.0 + one} for one in range(1000)])) <= 100 + 10
 
 
 def test_samples_that_have_changed_are_said_and_refused_where_the_owner_said_so(caplog, tmp_path):

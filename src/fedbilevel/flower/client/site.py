@@ -24,10 +24,10 @@ from fedbilevel.algorithms.parts.adaptive_steps import adaptive
 from fedbilevel.algorithms.parts.composed import composed
 from fedbilevel.core.algorithm import Algorithm, check_algorithm, check_solves
 from fedbilevel.core.client import Clients, RemoteClients, Samples
-from fedbilevel.core.errors import CheckpointError, ConfigurationError, FedbilevelError, FloorError, require
+from fedbilevel.core.errors import CheckpointError, require
 from fedbilevel.core.fed import decoded
 from fedbilevel.core.own import Given, OwnNumbers, check_own
-from fedbilevel.core.privacy import BudgetSpentError, NoiseError, Privacy, check_noise, norm_of, vector_of
+from fedbilevel.core.privacy import Privacy, check_noise, norm_of, vector_of
 from fedbilevel.core.problem import Problem, SimpleBilevel
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, nonfinite_leaves, split
@@ -41,9 +41,10 @@ from fedbilevel.flower import wire
 from fedbilevel.flower.client.approval import RULES, command
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.phases import SitePhases, in_precision_of_here
+from fedbilevel.flower.client.refusals import RefusalLog
 from fedbilevel.flower.client.store import REFUSED, ContextStore, FolderStore, Store, Versions
-from fedbilevel.flower.privacy import AccountError, PrivacyGuard
-from fedbilevel.flower.refusal import OPERATOR, Code, Refusal
+from fedbilevel.flower.privacy import PrivacyGuard
+from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage, ResponseMessage
 from fedbilevel.wording import printable
 
@@ -179,10 +180,11 @@ class ClientRuntime:
         site: the client.
         serving: whether the client takes part from now on, so that its folder stores the hash of its samples.
         app: the hash of the app, for the audit.
+        refusals: what logs refusals; None: an object of this client's own.
     """
 
-    def __init__(self, site: Site, serving: bool = True, app: str = "") -> None:
-        self.site, self.app = site, app
+    def __init__(self, site: Site, serving: bool = True, app: str = "", refusals: RefusalLog | None = None) -> None:
+        self.site, self.app, self.refusals = site, app, refusals or RefusalLog()
         (self.x, x_fixed), (self.y, y_fixed) = split(site.x0), split(site.y0)
         self.problem = site.problem.with_fixed(x_fixed, y_fixed)
         outer = Ragged.listed("outer", [site.outer])
@@ -325,8 +327,9 @@ class ClientRuntime:
             audit(store, response, request, self.app, self.subject, norm)
             spent = f", ε = {response.epsilon:.4g} so far" if response.epsilon else ""
             log.info("%s: sent %d bytes in %.3f s%s", what, len(response.payload), time.perf_counter() - began, spent)
+            self.refusals.replied(self.site.id)
         except Exception as error:  # noqa: BLE001  logged and sent
-            response = blank.refusing(refusal_of(error, what))
+            response = blank.refusing(self.refusals.refusal(self.site.id, error, what))
             with suppress(Refusal):  # the error is in the log, and no reply leaves
                 audit(store, response, request, self.app, self.subject)
         return response
@@ -409,29 +412,6 @@ class ClientRuntime:
     def first(self) -> PyTree:
         """Return the client's state before its first reply."""
         return jax.tree.map(np.asarray, self.site.algorithm.client_state(self.problem, self.x, self.y))
-
-
-MEANT: dict[type[Exception], Code] = {
-    BudgetSpentError: Code.BUDGET,
-    FloorError: Code.FLOOR,
-    NoiseError: Code.METHOD,
-    AccountError: Code.ACCOUNT,
-}
-"""The errors whose text may be sent to a server, with their codes."""
-
-
-def refusal_of(error: Exception, what: str) -> Refusal:
-    """Return the refusal for an error, and write the error, with advice for the site's owner, to the site's log.
-
-    The refusal has only the class of the error, since its text may name files; errors of MEANT are sent with their
-    text.
-    """
-    code = MEANT.get(type(error), Code.SETTINGS if isinstance(error, ConfigurationError) else Code.FAILED)
-    why = str(error) if type(error) in MEANT else f"{type(error).__name__}; the client's log says more"
-    refusal = error if isinstance(error, Refusal) else Refusal(code, why)
-    advice = "" if refusal.code.who == OPERATOR else f" ({refusal.code.how})"
-    log.warning("%s: refused: %s%s", what, error, advice, exc_info=not isinstance(error, FedbilevelError))
-    return refusal
 
 
 def audit(
@@ -535,7 +515,7 @@ def client_app(make: Callable[..., Site], *, agrees: bool = False) -> ClientApp:
     """
     if jax.config.values["jax_compilation_cache_dir"] is None:
         keep_on_disk_if_possible()  # Flower's stock SuperNode starts a new process for every message
-    app, app_hash = ClientApp(), hash_of_app()
+    app, app_hash, refusals = ClientApp(), hash_of_app(), RefusalLog()
     runtimes: dict[int, tuple[Any, ClientRuntime]] = {}  # node -> (the arguments of its latest runtime, the runtime)
     makings: dict[int, TimeLimit] = {}  # node -> the time limit for making its runtime, if that has failed
 
@@ -550,7 +530,7 @@ def client_app(make: Callable[..., Site], *, agrees: bool = False) -> ClientApp:
             making = TimeLimit(limits.max_seconds, "making this client", limits.max_memory)
             making = makings.setdefault(context.node_id, making)
             with counted_if_it_fails(request, store_of(context), limits):
-                runtime = making.run(in_precision_of_here(lambda: ClientRuntime(make(*made), app=app_hash)))
+                runtime = making.run(in_precision_of_here(lambda: ClientRuntime(make(*made), True, app_hash, refusals)))
             del makings[context.node_id]
             runtimes[context.node_id] = wanted, runtime
         return runtime
@@ -567,7 +547,7 @@ def client_app(make: Callable[..., Site], *, agrees: bool = False) -> ClientApp:
             number = context.node_config.get("partition-id")
             client = number if type(number) is int else -1
             blank = ResponseMessage(run="", round=0, exchange=0, client=client)
-            response = blank.refusing(refusal_of(error, "no reply"))
+            response = blank.refusing(refusals.refusal(client, error, "no reply"))
             with suppress(Refusal, CheckpointError):
                 audit(store_of(context), response, request, app_hash, "")
             said = wire.encode(response)

@@ -1,0 +1,66 @@
+"""Log why a client refuses requests, in few lines however many requests a server sends."""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+
+from fedbilevel.core.errors import ConfigurationError, FedbilevelError, FloorError
+from fedbilevel.core.privacy import BudgetSpentError, NoiseError
+from fedbilevel.flower.privacy import AccountError
+from fedbilevel.flower.refusal import OPERATOR, Code, Refusal
+
+log = logging.getLogger("fedbilevel.client")
+REASONS = 100  # the largest number of a client's different reasons that are counted by themselves
+MEANT: dict[type[Exception], Code] = {
+    BudgetSpentError: Code.BUDGET,
+    FloorError: Code.FLOOR,
+    NoiseError: Code.METHOD,
+    AccountError: Code.ACCOUNT,
+}
+"""The errors whose text may be sent to a server, with their codes."""
+
+
+class RefusalLog:
+    """Write refusals to the site's log, with advice for the site's owner.
+
+    Of refusals with the same reason since the client's last reply, only the first, second, fourth, eighth, … has a
+    line, with their number. The memory of this object ends with its process.
+    """
+
+    def __init__(self) -> None:
+        self.counts: dict[int, Counter[str]] = {}  # client -> reason -> the number of refusals since the last reply
+
+    def replied(self, client: int) -> None:
+        """Begin to count anew, since the client has replied to a request."""
+        self.counts.pop(client, None)
+
+    def refusal(self, client: int, error: Exception, what: str) -> Refusal:
+        """Return the refusal for an error of a client, and log the error.
+
+        The refusal has only the class of the error, since its text may name files; errors of MEANT are sent with their
+        text.
+
+        Args:
+            client: the number of the client; -1 if it is not known.
+            error: the error.
+            what: the request, in words.
+        """
+        code = MEANT.get(type(error), Code.SETTINGS if isinstance(error, ConfigurationError) else Code.FAILED)
+        why = str(error) if type(error) in MEANT else f"{type(error).__name__}; the client's log says more"
+        refusal = error if isinstance(error, Refusal) else Refusal(code, why)
+        number = self.count(client, refusal.code, error)
+        if number & (number - 1) == 0:  # a power of 2
+            advice = "" if refusal.code.who == OPERATOR else f" ({refusal.code.how})"
+            times = "" if number == 1 else f" ({number} times since the last reply)"
+            trace = not isinstance(error, FedbilevelError)
+            log.warning("%s: refused: %s%s%s", what, error, advice, times, exc_info=trace)
+        return refusal
+
+    def count(self, client: int, code: Code, error: Exception) -> int:
+        """Count a refusal; return the number of those with its reason, or with its code if there are many reasons."""
+        counts, reason = self.counts.setdefault(client, Counter()), f"{code.word}: {error}"
+        if reason not in counts and len(counts) >= REASONS:
+            reason = code.word
+        counts[reason] += 1
+        return counts[reason]
