@@ -285,6 +285,23 @@ def test_a_site_with_another_study_does_not_take_part(files):
     assert (0, QUESTION) in asked
 
 
+def test_a_column_that_a_site_lacks_is_named_at_the_server_and_at_this_site_alone(files, caplog):
+    caplog.set_level("INFO", logger="fedbilevel.client")
+    table = tables()["west"].drop(columns="dose")
+    table.to_csv(files[2]["table"], index=False)
+    given = study("ridge")
+    words = "column 'dose' of west = 'missing' is not allowed: it must be in the table of every site, or left out"
+    with pytest.raises(ConfigurationError, match=f"{words} of the study .drop = .'dose'.."):
+        alone(given, Nodes(client_app(given), files))
+    refused = [text for text in caplog.messages if "refused" in text]
+    assert {words in text for text in refused} == {True}
+    assert 1 <= len(refused) <= 2
+    for wrong in ("[]", "{}", '{"columns": [1]}'):
+        answer = site(given, {}, {"partition-id": 2, **files[2]}, "").answer
+        with pytest.raises(ConfigurationError, match=r"question = 'list'|columns of the question = '(NoneType|list)'"):
+            answer(wrong)
+
+
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
 def test_the_log_of_a_site_has_what_it_told(files, caplog):
     caplog.set_level("INFO", logger="fedbilevel.client")

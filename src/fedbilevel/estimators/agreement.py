@@ -1,7 +1,7 @@
 """What all sites of a study agree on: the sum of their statistics, from which each prepares its own rows."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -23,13 +23,28 @@ UNCOUNTED = 1e-250
 """The weight of a site that is held out, in rows: weights are above 0, and this one changes no bit of a sum."""
 
 
+class DifferentColumnsError(ConfigurationError):
+    """Report a column that some sites do not have, and name these sites.
+
+    Args:
+        site: the sites, in words.
+        column: the column.
+        columns: the columns of all sites together.
+    """
+
+    def __init__(self, site: str, column: str, columns: Sequence[str] = ()) -> None:
+        allowed = f"in the table of every site, or left out of the study (drop = [{column!r}])"
+        super().__init__(path=f"column {column!r} of {site}", got="missing", allowed=allowed)
+        self.columns = list(columns)
+
+
 def _require_same_columns(parts: Mapping[str, Any]) -> None:
-    """Refuse a column that some sites do not have; name these sites."""
+    """Refuse a column that some sites do not have."""
     tables = {site: told for site, told in parts.items() if isinstance(told, dict)}
-    for name in dict.fromkeys(name for told in tables.values() for name in told):
-        without = [site for site, told in tables.items() if name not in told]
-        allowed = f"in the table of every site, or left out of the study (drop = [{name!r}])"
-        require(not without, f"column {name!r} of {', '.join(without)}", "missing", allowed)
+    columns = list(dict.fromkeys(name for told in tables.values() for name in told))
+    for name in columns:
+        if without := [site for site, told in tables.items() if name not in told]:
+            raise DifferentColumnsError(", ".join(without), name, columns)
 
 
 def _sum(parts: Mapping[str, Told]) -> Told:

@@ -9,12 +9,12 @@ import numpy as np
 from fedbilevel.data import generator_of_site
 from fedbilevel.data.columns import untold
 from fedbilevel.errors import ConfigurationError, DataWarning
-from fedbilevel.estimators.agreement import SITE, Agreement
+from fedbilevel.estimators.agreement import SITE, Agreement, DifferentColumnsError
 from fedbilevel.estimators.columns import labels, numbers
 from fedbilevel.estimators.evaluation import answered, held_out
 from fedbilevel.estimators.preparer import Preparer, Told, words_of
 from fedbilevel.estimators.survival_curves import steps
-from fedbilevel.extending import require, unknown, warn
+from fedbilevel.extending import printable, require, unknown, warn
 
 
 @contextmanager
@@ -118,6 +118,14 @@ class SiteTable:
         classes = target[column.columns[0]].get("categories", {})
         require(len(classes) <= 2, f"classes of {column.columns[0]!r}", len(classes), "two at most")
         return {"rows": len(self.target), "features": self.told, "target": target, "absent": self.absent}
+
+    def require_columns(self, columns: object) -> None:
+        """Refuse if this table lacks one of the columns of all sites together, as a server sends them."""
+        fits = isinstance(columns, list) and all(isinstance(name, str) for name in columns)
+        require(fits, "columns of the question", type(columns).__name__, "a list of names")
+        for name in columns if isinstance(columns, list) else ():
+            if name not in self.told:
+                raise DifferentColumnsError(self.site, printable(name))
 
     def samples(self, agreement: Agreement) -> dict[str, Any]:
         """Return the site's samples for the run that finds penalties and coefficients; random if it is held out."""

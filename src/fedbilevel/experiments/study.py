@@ -13,6 +13,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from functools import partial
 from importlib import import_module, resources
 from pathlib import Path
@@ -35,7 +36,7 @@ from fedbilevel.data import DataError
 from fedbilevel.data.table_files import read_table
 from fedbilevel.engines.checkpoint import exist
 from fedbilevel.engines.saver import FORCE
-from fedbilevel.estimators.agreement import Agreement
+from fedbilevel.estimators.agreement import Agreement, DifferentColumnsError
 from fedbilevel.estimators.evaluation import evaluated
 from fedbilevel.estimators.site_table import SiteTable
 from fedbilevel.estimators.study import Study, StudyModel
@@ -61,6 +62,7 @@ from fedbilevel.wording import in_a_line
 
 FILE = "study.toml"
 CHECKPOINT = "search-{}.npz"
+STATISTICS = "statistics"  # the first question to sites
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
 
@@ -163,8 +165,13 @@ def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel
     with jax.enable_x64(True):
         contract = draw_up(Asking(study=study.text), SingleLevel(_nothing), np.zeros(1), None, (example, example))
     questions = Questions(engine, contract, len(study.sites))
-    statistics = [parse_json(answer.encode()) for answer in questions.question("statistics")]
-    agreement = Agreement.of(study, statistics)
+    statistics = [parse_json(answer.encode()) for answer in questions.question(STATISTICS)]
+    try:
+        agreement = Agreement.of(study, statistics)
+    except DifferentColumnsError as error:
+        with suppress(ExchangeError):  # a site that lacks a column refuses, and has the reason in its log
+            questions.question(json.dumps({"columns": error.columns}))
+        raise
     questions.agree(agreement.text)
     if study.estimator == "logistic":
         print(f"predicts the probability of {study.target} = {agreement.estimator().classes_[1]}", flush=True)
@@ -179,6 +186,16 @@ def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel
         return [parse_json(answer.encode()) for answer in questions.question(json.dumps(question))]
 
     return evaluated(model, ask)
+
+
+def _told(table: SiteTable, question: str) -> str:
+    """Answer a question before sites have agreed: with statistics, or by a refusal if the table lacks a column."""
+    if question == STATISTICS:
+        return json.dumps(table.statistics(), ensure_ascii=False)
+    content = parse_json(question)
+    require(isinstance(content, dict), "question", type(content).__name__, "an object with columns")
+    table.require_columns(content.get("columns"))
+    return ""
 
 
 def _checkpoint(place: Folder, agreement: Agreement) -> Path:
@@ -205,7 +222,7 @@ def site(study: Study, run_config: Mapping[str, Any], node_config: Mapping[str, 
             problem=SingleLevel(_nothing),
             x0=np.zeros(1),
             outer={"digest": table.digest()},
-            answer=lambda question: json.dumps(table.statistics(), ensure_ascii=False),
+            answer=partial(_told, table),
             same_data=node.get("same_data", False),
             folder=Path(node["state_folder"]).expanduser() if "state_folder" in node else None,
         )
