@@ -15,20 +15,22 @@ Digits before a path are a port only after a name that is clearly one of a host:
 """
 CODED_USER = re.compile(r"(%3A%2F%2F)(?:(?!%2F|%3F|%23)[^\s/?#&])+(?=%40)", re.IGNORECASE)
 STRONG = (
-    "passw(?:or)?d|passphrase|passcode|pwd|secret|authorization|"
+    "passw(?:or)?d|passphrase|passcode|pwd|secret|authorization|cookie|"
     r"(?:api|access|account|auth|pass|refresh|secret|security)(?:[-_.]|\ |%2D|%5F)?(?:key|token)"
 )
 """The ends of names that are always those of secrets."""
-LIKELY = "token|jwt|cookie|credentials?|signature|session[-_]?(?:id)?|(?<![a-z])(?:pass|pw|auth|sig)"
-"""The ends of names of secrets in queries; elsewhere the value must have letters, unlike that of "token = 3"."""
+LIKELY = "token|jwt|credentials?|signature|session[-_]?(?:id)?|(?<![a-z])(?:pass|pw|auth|sig)"
+"""The ends of names of secrets in queries; elsewhere the value must be no number, unlike that of "token = 3"."""
 VALUE = (
-    r"""(?:"[^"]*"?|'[^']*'?|\{[^}]*\}?"""
-    r"""|(?:(?:bearer|basic|token|digest)\ )?(?:(?!(?:[;&,]|%26)[\w.%-]*=)\S)*(?<![)'"\]>},.;]))"""
+    r"""(?:"[^"]*"?|'[^']*'?|\{[^}]*\}?|\([^)]*\)?"""
+    r"""|(?:(?:bearer|basic|token|digest|negotiate|apikey)\ )?"""
+    r"""(?:(?!(?:[;&,]|%26)[\w.%-]*=)\S)*(?<![)'"\]>},.;]))"""
 )
 PAIR = re.compile(
-    rf"""((?:{STRONG})\\?["']?\ ?(?:[=:]|%3D)\ ?
-    |(?:{LIKELY})(?:\\?["']\ ?:\ ?|\ ?(?:=|%3D)\ ?(?=["'\w][^\s;&,]*[a-z]))
-    |(?:[?&;\#]|%3F|%26)[^\s=&;\#?]*?(?:{LIKELY}|(?<![a-z])key)(?:=|%3D)
+    rf"""((?:{STRONG})\\?["']?\ ?(?:=|%3D)\ ?
+    |(?<!/)(?:{STRONG})\\?["']?\ ?:\ ?
+    |(?:{LIKELY})(?:\\?["']\ ?:|\ ?(?:=|%3D))\ ?(?=["'(]|\w[^\s;&,]*[a-z])
+    |(?:[?&;\#]|%3F|%26)[^\s=&;\#?]*?(?:{LIKELY}|(?<![a-z])(?:key|pin|otp))(?:=|%3D)
     |\bbearer\ (?=\S*\d|\S{{20}})
     ){VALUE}""",
     re.IGNORECASE | re.VERBOSE,

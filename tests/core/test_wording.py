@@ -39,7 +39,9 @@ SECRET = "hunter2-Ab_9"
         ("DB_PASSWORD=SECRET, HF_TOKEN=SECRET", "DB_PASSWORD=***, HF_TOKEN=***"),
         ("Authorization: Bearer SECRET", "Authorization: ***"),
         ("(b'authorization', b'Bearer SECRET')", "(b'authorization', b'Bearer ***')"),
-        ("X-Api-Key: SECRET", "X-Api-Key: ***"),
+        ("Proxy-Authorization: Negotiate SECRET", "Proxy-Authorization: ***"),
+        ("X-Api-Key: SECRET, Cookie: id=SECRET", "X-Api-Key: ***, Cookie: ***"),
+        ("get(auth=('me', 'SECRET'), token='123')", "get(auth=***, token=***)"),
         ("{'token': 'my SECRET', 'accessToken': \"SECRET\"}", "{'token': ***, 'accessToken': ***}"),
     ],
 )  # fmt: skip
@@ -56,7 +58,8 @@ def test_secrets_are_hidden(text, shown) -> None:
         "http://localhost:5000/path@2", "https://host/a@b?x=1", "sqlite:////tmp/me@home/mlflow.db", "me@host: a:b@c",
         "https://host/?x=token&page=2", "token = 3", "privacy.clip=1", "file:///a?b=1", "http://10.0.0.1:5000/a@2?b",
         "http://[::1]:5000/a@2", "loss?tokens=12&passes=3&monkey=1", "tokens=12, passes=3, pass=3, pad_token=<s>",
-        "sort_key=name", "Bearer authentication is needed", "Unexpected token: x", "?next=https%3A%2F%2Fhost%2Fa%40b",
+        "sort_key=name", "{'pass': 3, 'token': 2}", "/etc/passwd: not found",
+        "Bearer authentication is needed", "Unexpected token: x", "?next=https%3A%2F%2Fhost%2Fa%40b",
     ],
 )  # fmt: skip
 def test_other_texts_stay_as_they_are(text) -> None:
