@@ -130,8 +130,9 @@ TABLE = {
     ),
     # one draw of either serves x, y and v
     "SimFBO": Row(fixed(fb.SimFBO(**LOOP)), outer=T, inner=T),
-    # the paper's analysis: f for x and for v, g for x, for y and for v
     "F2SA": Row(fixed(fb.F2SA(**LOOP)), outer=T, inner=T),
+    "MEHA": Row(fixed(fb.MEHA(**LOOP)), outer=T, inner=T),
+    # the paper's analysis: f for x and for v, g for x, for y and for v
     "SimFBO, independent batches": Row(fixed(fb.SimFBO(**LOOP, independent_batches=True)), outer=2 * T, inner=3 * T),
     "ShroFBO": Row(fixed(fb.ShroFBO(**LOOP)), outer=T, inner=T),
     # a step and its anchor are on the same samples
@@ -164,6 +165,7 @@ OTHERS = {
     "RAFBO": "FedMBO and AFBO",
     "SimFBO, independent batches": "SimFBO",
     "F2SA": "SimFBO",
+    "MEHA": "SimFBO",
     "CorrectedFBO": "ShroFBO",
     "BiFISTA": "IRG",
 }

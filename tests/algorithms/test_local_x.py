@@ -107,7 +107,7 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_its_blocks(tmp_path):
         (
             fixed(fb.FedNest()),
             START,
-            r"FedNest cannot leave x to its clients .*: it needs x on the server.*; .* AFBO, F2SA, SimFBO",
+            r"FedNest cannot leave x to its clients .*: it needs x on the server.*; .* AFBO, F2SA, MEHA, SimFBO",
         ),
         (
             fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2, delay_penalty=1.0),

@@ -126,6 +126,33 @@ def test_the_joint_problem_with_shared_and_own_leaves(name):
         assert np.linalg.norm(closed_form(other)[0] - x) > 0.1 * np.linalg.norm(x)
 
 
+def test_meha_ends_where_the_derivatives_of_its_joint_saddle_problem_are_0():
+    """With Y as above, and Θ like it, for c = 10 and σ = 1 a linear system in (x, Y, Θ):
+
+    ρx − c Σ p_i B_iᵀE_i(Y − Θ) = 0, and with r_i(Y) = A_iE_iY − B_i x − c_i
+    Σ p_i E_iᵀ[E_iY − t_i + c (r_i(Y) − E_i(Y − Θ)/σ)] = 0,    Σ p_i E_iᵀ[r_i(Θ) + E_i(Θ − Y)/σ] = 0
+    """
+    penalty, size = 10.0, SHARED + CLIENTS * OWN
+    takes = [np.zeros((DIM_Y, size)) for _ in MEMBERS]
+    system, right = np.zeros((DIM_X + 2 * size,) * 2), np.zeros(DIM_X + 2 * size)
+    for i, (p, e, (a, b, c, t)) in enumerate(zip(WEIGHTS, takes, MEMBERS, strict=True)):
+        e[:SHARED, :SHARED], e[SHARED:, SHARED + i * OWN : SHARED + (i + 1) * OWN] = np.eye(SHARED), np.eye(OWN)
+        hessian, pull, cross = p * e.T @ a @ e, p * e.T @ e, p * e.T @ b
+        system += np.block(
+            [
+                [p * RHO * np.eye(DIM_X), -penalty * cross.T, penalty * cross.T],
+                [-penalty * cross, pull + penalty * (hessian - pull), penalty * pull],
+                [-cross, -pull, hessian + pull],
+            ]
+        )
+        right += np.concatenate([np.zeros(DIM_X), p * e.T @ (t + penalty * c), p * e.T @ c])
+    x, y, _ = np.split(np.linalg.solve(system, right), [DIM_X, DIM_X + size])
+    method = fb.MEHA(**SINGLE, server_lr=fb.XYV(0.05, 0.2, 0.2), client_lr=0.1, penalty=penalty)
+    result = run(method, rounds=4000)
+    np.testing.assert_allclose(result.x, x, atol=1e-10)
+    np.testing.assert_allclose(everyone(result), np.stack([e @ y for e in takes]), atol=1e-10)
+
+
 @pytest.mark.parametrize("name", some(EXACT_WHERE_ALL_ARE_OWN))
 def test_the_problem_of_everyones_own_y(name):
     """The means of clients' own hypergradients are the hypergradient then. No entry of y is in any message."""

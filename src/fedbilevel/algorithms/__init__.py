@@ -11,6 +11,7 @@ from fedbilevel.algorithms.fedex import FedEx
 from fedbilevel.algorithms.fedmbo import FedMBO
 from fedbilevel.algorithms.fednest import FedNest, FedNestSGD, LFedNest
 from fedbilevel.algorithms.fism import FISM, IRIG
+from fedbilevel.algorithms.meha import MEHA
 from fedbilevel.algorithms.rabo import RABO, RAFBO
 from fedbilevel.algorithms.regularized_gradient import IRG, BiFISTA
 from fedbilevel.algorithms.simfbo import ShroFBO, SimFBO
@@ -24,6 +25,7 @@ __all__ = [
     "FISM",
     "IRG",
     "IRIG",
+    "MEHA",
     "RABO",
     "RAFBO",
     "SDBO",

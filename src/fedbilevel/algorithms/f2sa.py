@@ -37,6 +37,7 @@ import jax.numpy as jnp
 import optax
 from jax import Array
 
+from fedbilevel.algorithms.parts.local_steps import FirstDerivatives
 from fedbilevel.algorithms.simfbo import OneExchange
 from fedbilevel.core.client import Client
 from fedbilevel.core.config import positive
@@ -46,7 +47,7 @@ from fedbilevel.oracles.differences import Differences
 from fedbilevel.oracles.products import Directions
 
 
-class F2SA(OneExchange):
+class F2SA(OneExchange, FirstDerivatives):
     """Run SimFBO with first derivatives only, for losses whose second derivatives do not exist or cost too much.
 
     Args:
@@ -65,15 +66,9 @@ class F2SA(OneExchange):
         bias="as SimFBO's, and 1/λ²",
     )
 
-    multiplier: float | None = positive(default=None, optional=True)
+    gradients = 4
 
-    def directions(self, client: Client, local: XYV, key: Array) -> Directions:
-        """Return the directions for x, y and v at the point `local`, on samples that the key draws."""
-        draws = 3 if self.independent_batches else 1
-        keys = jax.random.split(key, 2 * draws)
-        found = [self.slopes(client, local, outer, inner) for outer, inner in zip(keys[::2], keys[1::2], strict=True)]
-        d_x, d_y, d_v = (found[k % draws].step[k] for k in range(3))
-        return found[0]._replace(step=XYV(d_x, d_y, d_v))
+    multiplier: float | None = positive(default=None, optional=True)
 
     def slopes(self, client: Client, local: XYV, outer_key: Array, inner_key: Array) -> Directions:
         """Return the directions (d_x, d_y, d_v) from the derivatives of s_i, and the mean losses at y₊ and y₋."""
@@ -91,7 +86,3 @@ class F2SA(OneExchange):
 
         (s_x, s_y, s_v), means = jax.grad(s, (0, 1, 2), has_aux=True)(x, y, v)
         return Directions(XYV(s_x, optax.tree.scale(-1, s_v), optax.tree.scale(-1, s_y)), *means)
-
-    @property
-    def costs(self) -> tuple[int, int]:
-        return 12 if self.independent_batches else 4, 0

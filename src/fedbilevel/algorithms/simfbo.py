@@ -49,6 +49,7 @@ Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_a
 test_own_leaves.py and tests/engines/test_agreement.py.
 """
 
+from abc import abstractmethod
 from typing import Any, NamedTuple
 
 import jax
@@ -82,7 +83,7 @@ from fedbilevel.core.tree import XYV, PyTree
 
 
 class State(NamedTuple):
-    """Hold the server's state of SimFBO and F2SA."""
+    """Hold the server's state of SimFBO, F2SA and MEHA."""
 
     iterate: XYV
     optimizer: optax.OptState
@@ -97,14 +98,12 @@ class State(NamedTuple):
 
 
 class SingleLoop(JointSteps):
-    """Share the fields, the client's steps and the server's step of SimFBO, ShroFBO and F2SA.
+    """Share the fields, the client's steps and the server's step of SimFBO and similar methods, such as MEHA.
 
     Args:
         server_lr: γ, the server's step sizes for x, y and v. Each is a number or a schedule over rounds, and a single
             value serves all three. In a round, the server moves by γ times the mean of the clients' sums of directions.
             A step size of None is adapted (`AdaptiveSteps`).
-        radius: r, the radius of the ball onto which v is projected, in the Euclidean norm; in theory r = L_f/μ_g.
-            Infinity: v is not projected.
         local_optimizer: the local steps and their weights a_k: `Plain`, heavy ball (`Momentum`), FedProx (`Proximal`),
             different ones for each client (`Mixed`), or plain steps with local variance reduction (`Anchored`).
         server_optimizer: an optax optimizer with learning rate 1. It gets q in place of a gradient, and its updates are
@@ -112,9 +111,38 @@ class SingleLoop(JointSteps):
     """
 
     server_lr: StepSizes = step_sizes(default=None, adaptive="shared")
-    radius: Number = positive(default=float("inf"))
     local_optimizer: Plain | Momentum | Proximal | Mixed | Anchored | LocalOptimizer = Plain()
     server_optimizer: optax.GradientTransformation = static(default=optimizer("sgd"))
+
+    def own_updates(self, client: Client, start: XYV, key: Array, mean: XYV | None = None) -> Reply:
+        """Return a reply with q_i, the weighted sum of a client's directions along its τ_i local steps from `start`.
+
+        These steps are corrected by the `mean` direction if there is one (`local_sum`).
+        """
+        tau, anchored = client.local_steps(self.local_steps), self.local_optimizer.anchored
+        total = self.local_sum(client, start, tau, key, self.local_optimizer, mean)
+        return self.counted(total, tau, evaluations=1 + (anchored or mean is not None), more=int(anchored))
+
+    @abstractmethod
+    def server_update(self, iterate: XYV, optimizer: optax.OptState, q: XYV) -> tuple[XYV, optax.OptState]:
+        """Return the iterate and the optimizer's state after the server's step."""
+
+    def server_step(self, iterate: XYV, optimizer: optax.OptState, q: XYV) -> tuple[XYV, optax.OptState]:
+        """Take the step (5), line 14, without a projection; return the iterate and the optimizer's state."""
+        updates, optimizer = self.server_optimizer.update(q, optimizer, iterate)
+        direction = optax.tree.scale(-1, updates)  # optax's updates have a minus sign already, and `descend` subtracts
+        return descend(iterate, self.server_lr, direction), optimizer
+
+
+class Projected(SingleLoop):
+    """Share the ball onto which SimFBO, ShroFBO and F2SA project v.
+
+    Args:
+        radius: r, the radius of the ball onto which v is projected, in the Euclidean norm; in theory r = L_f/μ_g.
+            Infinity: v is not projected.
+    """
+
+    radius: Number = positive(default=float("inf"))
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         whole = problem.own is None or self.radius == float("inf")
@@ -126,28 +154,17 @@ class SingleLoop(JointSteps):
         iterate = XYV(x, y, optax.tree.zeros_like(y))
         return iterate, self.server_optimizer.init(iterate)
 
-    def own_updates(self, client: Client, start: XYV, key: Array, mean: XYV | None = None) -> Reply:
-        """Return a reply with q_i, the weighted sum of a client's directions along its τ_i local steps from `start`.
-
-        These steps are corrected by the `mean` direction if there is one (`local_sum`).
-        """
-        tau, anchored = client.local_steps(self.local_steps), self.local_optimizer.anchored
-        total = self.local_sum(client, start, tau, key, self.local_optimizer, mean)
-        return self.counted(total, tau, evaluations=1 + (anchored or mean is not None), more=int(anchored))
-
     def server_update(self, iterate: XYV, optimizer: optax.OptState, q: XYV) -> tuple[XYV, optax.OptState]:
-        """Take the server's step (5), line 14, and project v; return the iterate and the optimizer's state."""
-        updates, optimizer = self.server_optimizer.update(q, optimizer, iterate)
-        direction = optax.tree.scale(-1, updates)  # optax's updates have a minus sign already, and `descend` subtracts
-        moved = descend(iterate, self.server_lr, direction)
+        """Take the server's step, and project v; return the iterate and the optimizer's state."""
+        moved, optimizer = self.server_step(iterate, optimizer, q)
         return moved._replace(v=project_ball(moved.v, self.radius)), optimizer
 
 
 OWN_STEPS = ("y", "v"), (("y", lambda method: method.server_lr.y), ("v", lambda method: method.server_lr.v))
 
 
-class OneExchange(SingleLoop):
-    """Share the round of SimFBO and F2SA: one exchange, in which every client moves x, y and v together.
+class JointExchange(SingleLoop):
+    """Share the round of SimFBO, F2SA and MEHA: one exchange, in which every client moves x, y and v together.
 
     Args:
         client_lr: η, a client's step sizes for x, y and v. Each is a number or a schedule over rounds, and a single
@@ -157,14 +174,6 @@ class OneExchange(SingleLoop):
 
     client_lr: StepSizes = step_sizes(default=None, own=True, adaptive="drift", tied="server_lr")
 
-    @property
-    def allows(self) -> Allows:
-        own_y = {"local_updates": OwnParts(*OWN_STEPS)}
-        return Allows(late=("local_updates",), submodels=UnitPolicy(), local_x=self.server_lr.x, own_y=own_y)
-
-    def init(self, x: PyTree, y: PyTree) -> State:
-        return State(*self.start(x, y))
-
     @phase(takes=LIKE_XYV, gives=LIKE_XYV, measures=True)
     def local_updates(self, client: Client, start: XYV, key: Array) -> Reply:
         """Take τ_i simultaneous steps on x, y and v (lines 5-7); reply with the sum of directions q_i."""
@@ -173,6 +182,18 @@ class OneExchange(SingleLoop):
     def round(self, fed: Fed, state: State, key: Array) -> State:
         q = fed.mean(self.local_updates, state.iterate, key, unbiased=True)  # q of (4), with its factor M/P
         return State(*self.server_update(state.iterate, state.optimizer, q))
+
+
+class OneExchange(JointExchange, Projected):
+    """Share the start of SimFBO and F2SA, and the optional features that they support."""
+
+    @property
+    def allows(self) -> Allows:
+        own_y = {"local_updates": OwnParts(*OWN_STEPS)}
+        return Allows(late=("local_updates",), submodels=UnitPolicy(), local_x=self.server_lr.x, own_y=own_y)
+
+    def init(self, x: PyTree, y: PyTree) -> State:
+        return State(*self.start(x, y))
 
 
 class SimFBO(OneExchange, LocalDirections):
@@ -220,7 +241,7 @@ class RobustState(NamedTuple):
         return self.iterate.y
 
 
-class Normalised(SingleLoop, LocalDirections):
+class Normalised(Projected, LocalDirections):
     """Share the normalised replies h_i = q_i/‖a_i‖₁ and the server's step along ρh of ShroFBO and CorrectedFBO."""
 
     def normalised(self, client: Client, reply: Reply) -> Reply:

@@ -78,7 +78,8 @@ class OwnParts(NamedTuple):
     """What the parts of a phase's message and update that are shaped like y are, where clients keep leaves of y.
 
     Args:
-        takes: the variables that these parts of the message are, in their order: "y", "v".
+        takes: the variables that these parts of the message are, in their order: "y", "v", or another one. v starts at
+            0, and each other variable at the leaves of y0.
         gives: for each of these parts of the update, the variable that a client steps along it, and a function of the
             method that returns the size of the step: variable ← variable − size·part.
         alone: whether the phase solves a linear system of the client's own, which is right where no leaf is shared.

@@ -17,10 +17,12 @@ from fedbilevel.core.errors import ConfigurationError, require_count
 from fedbilevel.core.tree import PyTree
 from fedbilevel.diagnostics.measure import Measurements, measure, point
 from fedbilevel.diagnostics.suggested import SUGGESTED, Scales, call, not_suggested, require_suggested, scales_of
+from fedbilevel.engines.divergence import with_proximity
 
 DIGITS = math.log(1000)  # an error reduced a thousandfold
 UNDEFINED = (
-    "the inner loss has negative curvature where its minimum was sought: y*(x) is not defined; add a ridge to it"
+    "the inner loss has negative curvature where its minimum was sought: y*(x) is not defined; add a ridge to it, or "
+    "use fb.MEHA, which does not need y*(x)"
 )
 
 
@@ -191,7 +193,7 @@ def _losses(found: Diagnosis) -> list[str]:
     if found.mu <= 0:
         lines.append(
             "  INDEFINITE: the inner loss is not strongly convex in y here, so that y*(x) may not be defined; "
-            "add a ridge to it"
+            f"add a ridge to it, or use fb.MEHA{with_proximity(found.mu)}"
         )
     if m.delta:
         lines.append(

@@ -194,6 +194,7 @@ _REASONS = {
     "fedavg-s": "both players move at once, and the steps also depend on ∇²xy F, which is not measured",
     "fedex": "x is chosen among random draws, and no step moves it",
     "lfednest": _OWN,
+    "meha": "it is for inner losses that are not convex in y, where y*(x) and Φ need not exist; its steps adapt",
     "rabo": _OWN,
     "rafbo": _OWN,
     "sdbo": _PLANES,

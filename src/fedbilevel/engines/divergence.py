@@ -173,5 +173,10 @@ def needs_ridge(smallest: float) -> str:
     return (
         f"the inner loss is not strongly convex in y: its curvature is as low as {smallest:.3g}, not above 0, so that "
         f"y*(x) is not defined and no step size helps. Add a ridge to it: c * (y**2).sum() with c above "
-        f"{abs(smallest) / 2:.3g}"
+        f"{abs(smallest) / 2:.3g}; or use fb.MEHA{with_proximity(smallest)}, which does not need y*(x)"
     )
+
+
+def with_proximity(smallest: float) -> str:
+    """Return words for the `proximity` that MEHA needs at this smallest curvature; "" if it is not negative."""
+    return f" with a proximity below {1 / (2 * abs(smallest)):.3g}" if smallest < 0 else ""

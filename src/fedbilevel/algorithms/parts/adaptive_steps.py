@@ -8,11 +8,12 @@ the steps are
     c/L     for a step on y or v that is the same for all clients, or for the total of a client's τ_i local steps
     c/L_i   if each client solves its own linear system: `LocalImplicit`, `Coordinates`
 
-One of several local steps is never longer than 1/L_i. In round 0 the server does not know L, and its steps are 0. A
-cohort may have a larger L than the cohorts before it. The server therefore scales replies for y and v down to the step
-that is allowed by the L measured with them. Products with the Hessian come from fresh cohorts, which measure nothing.
-They are scaled down such that the step is at most c⟨v, Hv⟩/‖Hv‖². This bound is at least c/λ, where λ is the largest
-eigenvalue of H.
+If a method adds curvature to the inner loss in y, as MEHA's proximal term does, then L and L_i contain it
+(`added_curvature`). One of several local steps is never longer than 1/L_i. In round 0 the server does not
+know L, and its steps are 0. A cohort may have a larger L than the cohorts before it. The server therefore scales
+replies for y and v down to the step that is allowed by the L measured with them. Products with the Hessian come from
+fresh cohorts, which measure nothing. They are scaled down such that the step is at most c⟨v, Hv⟩/‖Hv‖². This bound is
+at least c/λ, where λ is the largest eigenvalue of H.
 
 SimFBO, ShroFBO and FedBiO move along the mean q of sums q_i of a_i local directions. Two kinds of step are safe. The
 first is the step for a single step along the mean gradient, the smaller of c/(L Σ p a) and c/(Σ p a L_i). Clients then
@@ -208,14 +209,15 @@ class AdaptiveSteps(Layer):
         if measures(method, phase):
             x, y = measured_at(phase, method, client, message, asked.key)
             power, products = power.measured(client, x, y, steps.seed, method.batch_size, asked.key)
+        followed = power.plus(added_curvature(method))
         batched = replace(client, batch_size=method.batch_size)
-        sized = with_steps(method, partial(self._size, batched, steps, power.largest))
+        sized = with_steps(method, partial(self._size, batched, steps, followed.largest))
         reply = run(replace(asked, method=sized, message=message), client)
-        reply = self._own_steps(asked, client, steps, power.largest, reply)
+        reply = self._own_steps(asked, client, steps, followed.largest, reply)
         after = None if kept is None else power
         if products is None:
             return reply, after
-        measured = Measured.of(power, directions_of(method, client), square_of_y(phase, reply.update))
+        measured = Measured.of(followed, directions_of(method, client), square_of_y(phase, reply.update))
         return reply._replace(update=WithMeasured(reply.update, measured), hvps=reply.hvps + products), after
 
     def _size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Any:
@@ -322,6 +324,11 @@ def measured_at(phase: Phase, method: Algorithm, client: Client, message: PyTree
     else:
         x, y = (next(parts_like(kind, takes_and_gives(phase)[0], message)) for kind in "xy")
     return x, y
+
+
+def added_curvature(method: Algorithm) -> Any:
+    """Return the curvature in y that a method adds to the inner loss: its attribute of this name, or 0 without one."""
+    return getattr(method, "added_curvature", 0.0)
 
 
 def clients_move_x(method: Algorithm) -> bool:

@@ -83,6 +83,12 @@ class PowerMethod(NamedTuple):
         least = jnp.where(self.least > 0, jnp.minimum(RISE * self.least, largest), largest)
         return PowerMethod(None if self.vector is None else found.vector, largest, least), jnp.asarray(products)
 
+    def plus(self, added: Array | float) -> PowerMethod:
+        """Return the state with this curvature in addition, if a curvature has been measured."""
+        known = self.largest > 0
+        largest, least = (jnp.where(known, found + added, found) for found in (self.largest, self.least))
+        return self._replace(largest=largest, least=least)
+
 
 class Measured(NamedTuple):
     """Hold a client's report with its reply: its curvature, and a_i, the number of directions in its sum."""

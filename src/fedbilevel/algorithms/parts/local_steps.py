@@ -357,6 +357,29 @@ class LocalDirections(JointSteps):
         return 3 if self.independent_batches else 2, 2
 
 
+class FirstDerivatives(JointSteps):
+    """Share the draws of methods whose directions are derivatives of one function of a client's losses."""
+
+    gradients: ClassVar[int]
+    """The number of gradients of f and g for the three directions on one draw."""
+
+    def directions(self, client: Client, local: XYV, key: Array) -> Directions:
+        """Return the directions for x, y and v at the point `local`, on samples that the key draws."""
+        draws = 3 if self.independent_batches else 1
+        keys = jax.random.split(key, 2 * draws)
+        found = [self.slopes(client, local, outer, inner) for outer, inner in zip(keys[::2], keys[1::2], strict=True)]
+        d_x, d_y, d_v = (found[k % draws].step[k] for k in range(3))
+        return found[0]._replace(step=XYV(d_x, d_y, d_v))
+
+    @abstractmethod
+    def slopes(self, client: Client, local: XYV, outer_key: Array, inner_key: Array) -> Directions:
+        """Return the three directions at `local` on one draw of outer and one of inner samples."""
+
+    @property
+    def costs(self) -> tuple[int, int]:
+        return self.gradients * (3 if self.independent_batches else 1), 0
+
+
 def descend(point: XYV, lr: XYV, direction: XYV) -> XYV:
     """Return point − lr·direction, with a step size for each variable, in the dtypes of the point."""
 

@@ -45,7 +45,7 @@ class OwnLeaves(Layer):
     def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> OwnY:
         own = parted_y(problem.own, y)[1]
         names = dict.fromkeys(name for parts in _parts_of(method).values() for name in parts.takes)
-        return OwnY({name: own if name == "y" else optax.tree.zeros_like(own) for name in names})
+        return OwnY({name: optax.tree.zeros_like(own) if name == "v" else own for name in names})
 
     def reply(self, asked: Asked, kept: Kept, client: Client, run: Inside) -> tuple[Reply, Kept]:
         takes, gives = takes_and_gives(asked.method.phases[asked.phase])

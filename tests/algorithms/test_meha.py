@@ -1,0 +1,140 @@
+"""Is MEHA at rest where the derivatives of its saddle problem are 0, and stable where g is not convex in y?"""
+
+import agreement
+import numpy as np
+import pytest
+from compiled_losses import with_compiled_losses
+from matrices import inner_gradient, mean_matrices, outer_gradient
+
+import fedbilevel as fb
+from fedbilevel.core.tree import XYV
+from fedbilevel.tasks.quadratic import quadratic, solution
+from fixed_steps import fixed
+
+AGREEMENT = {
+    "MEHA, mini-batches": agreement.Case(
+        fixed(fb.MEHA(local_steps=2, batch_size=4, penalty=20.0, proximity=0.5)), work=agreement.WORK, slow=True
+    ),
+}
+ONE_STEP = {"local_steps": 1, "batch_size": None, "client_lr": 1.0}
+
+
+def rest(m, c, sigma):
+    """(x, y, θ) where the three derivatives of Σ p_i ψ_i are 0, which is a linear system in them:
+
+    x + E y − c Bᵀ(y − θ) = 0,  Eᵀx + D y − Dt + c [A y − B x − c_g − (y − θ)/σ] = 0,  A θ − B x − c_g + (θ − y)/σ = 0.
+    """
+    a, b, d, e = m["A"], m["B"], m["D"], m["E"]
+    pull, dim_y, dim_x = np.eye(len(a)) / sigma, *b.shape
+    rows = [
+        [np.eye(dim_x), e - c * b.T, c * b.T],
+        [e.T - c * b, d + c * (a - pull), c * pull],
+        [-b, -pull, a + pull],
+    ]
+    right = np.concatenate([np.zeros(dim_x), m["Dt"] + c * m["c"], m["c"]])
+    return np.split(np.linalg.solve(np.block(rows), right), [dim_x, dim_x + dim_y])
+
+
+def run(task, method, rounds, problem=None, clients=None, engine=None, **options):
+    problem = with_compiled_losses(problem or task.problem)
+    return fb.solve(method, problem, clients or task.clients, task.x0, task.y0, rounds=rounds, engine=engine, **options)
+
+
+def distance(got, exact):
+    return float(np.linalg.norm(np.asarray(got) - exact) / np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize("penalty", [1.0, 10.0])
+def test_it_ends_where_the_derivatives_of_the_saddle_problem_are_0(penalty):
+    """Clients differ in all matrices and in their weights, and B is not square. x* is far away at these penalties.
+
+    The slowest error falls by at most 0.98 a round at both penalties, so that 3,000 rounds leave less than 1e-14.
+    """
+    task = quadratic(condition=5)
+    method = fb.MEHA(**ONE_STEP, server_lr=XYV(0.02, 0.4, 0.4), penalty=penalty)
+    result = run(task, method, 3_000)
+    x, y, theta = rest(mean_matrices(task), penalty, 1.0)
+    assert distance(x, solution(task.clients).x) > 0.1
+    for got, exact in zip(result.state.iterate, (x, y, theta), strict=True):
+        assert distance(got, exact) < 1e-10
+
+
+def test_the_distance_from_the_solution_falls_with_the_penalty():
+    """x_c − x* = O(1/c), and c(θ − y) tends to SimFBO's v, in the closed form."""
+    task = quadratic(condition=5)
+    exact = solution(task.clients)
+    ends = {c: rest(mean_matrices(task), c, 1.0) for c in (1e3, 1e4, 1e5)}
+    for of in (lambda c, x, y, theta: distance(x, exact.x), lambda c, x, y, theta: distance(c * (theta - y), exact.v)):
+        slopes = np.diff(np.log10([of(c, *end) for c, end in ends.items()]))
+        np.testing.assert_allclose(slopes, -1, atol=0.01)
+
+
+@pytest.mark.parametrize("independent", [False, True])
+def test_a_step_written_out(independent):
+    """Two rounds of one client from the definition, with full batches, so that draws do not differ."""
+    task, c, sigma, lr = quadratic(clients=1, noise=0.0), 4.0, 0.3, XYV(0.02, 0.3, 0.1)
+    f, g = ({name: leaf[0] for name, leaf in rows.row(0).items()} for rows in (task.clients.outer, task.clients.inner))
+    x, y, theta = (np.asarray(part, float) for part in (task.x0, task.y0, task.y0))
+    for _ in range(2):
+        pull = (theta - y) / sigma
+        d_x = x + f["E"] @ y - c * g["B"].T @ (y - theta)
+        d_y = (outer_gradient(f, x, y) / c + inner_gradient(g, x, y) + pull) / 4
+        d_theta = inner_gradient(g, x, theta) + pull
+        x, y, theta = x - lr.x * d_x, y - lr.y * d_y, theta - lr.v * d_theta
+    method = fb.MEHA(**ONE_STEP, server_lr=lr, penalty=c, proximity=sigma, independent_batches=independent)
+    result = run(task, method, 2, engine=fb.Reference())
+    for got, expected in zip(result.state.iterate, (x, y, theta), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-12)
+    assert (result.ledger.gradients, result.ledger.hvps) == (2 * (9 if independent else 3), 0)
+
+
+def test_what_a_round_costs():
+    """Down and up: x and two like y, in float64, for each client of the cohort; three gradients in each local step."""
+    task = quadratic(clients=6)
+    method = fb.MEHA(local_steps=4, batch_size=2, server_lr=0.1)
+    ledger = run(task, method, 3, cohort=2).ledger
+    floats = len(task.x0) + 2 * len(task.y0)
+    assert ledger.exchanges_by_phase == {"local_updates": 3}
+    assert ledger.bytes_up == ledger.bytes_down == 3 * 2 * floats * 8
+    assert (ledger.gradients, ledger.hvps) == (3 * 2 * 4 * 3, 0)
+
+
+def bent(task, curvature):
+    """The task with the least eigenvalue of G's Hessian moved to `curvature`, and the problem's matrices."""
+    m = mean_matrices(task)
+    values, vectors = np.linalg.eigh(m["A"])
+    change = np.outer(vectors[:, 0], vectors[:, 0]) * (curvature - values[0])
+    shifted = task.problem.inner
+
+    def inner(x, y, batch):
+        return shifted(x, y, batch) + y @ change @ y / 2
+
+    return fb.Bilevel(task.problem.outer, inner), m | {"A": m["A"] + change}
+
+
+@pytest.mark.filterwarnings("ignore::fedbilevel.errors.NumericalWarning")
+def test_it_is_stable_where_g_curves_downwards():
+    """G has no minimum, but a stationary point: x, y and θ end where the derivatives of the saddle problem are 0.
+
+    σ = 1 is just below 1/(2ρ) = 1/0.98. The same steps diverge with a y that is as fast as θ, and with σ above 0.6/ρ.
+    """
+    task = quadratic(condition=5)
+    problem, m = bent(task, -0.49)
+    end = rest(m, 10.0, 1.0)
+    result = run(task, fb.MEHA(**ONE_STEP, server_lr=XYV(0.005, 0.4, 0.4)), 6_000, problem=problem)
+    for got, exact in zip(result.state.iterate, end, strict=True):
+        assert distance(got, exact) < 1e-10
+    for pace, sigma in ((4, 1.0), (1, 0.7 / 0.49)):
+        unstable = fb.MEHA(**ONE_STEP, server_lr=XYV(0.005, 0.4 * pace, 0.4), proximity=sigma)
+        assert np.linalg.norm(run(task, unstable, 500, problem=problem).y) > 10 * np.linalg.norm(end[1])
+
+
+def test_steps_that_adapt_follow_the_curvature_of_the_envelope():
+    """1/σ = 20 is 30 times G's largest curvature L: steps of 1/L on θ would diverge. The history has L_i + 1/σ."""
+    task = quadratic(condition=5)
+    result = run(task, fb.MEHA(local_steps=1, batch_size=None, penalty=1.0, proximity=0.05), 2_000)
+    largest = np.linalg.eigvalsh(mean_matrices(task)["A"])[-1]
+    assert 20 + 0.9 * largest < result.history["curvature"][-1] < 20 + 2 * largest
+    assert "halvings" not in result.history.rows[-1]
+    for got, exact in zip((result.x, result.y), rest(mean_matrices(task), 1.0, 0.05)[:2], strict=True):
+        assert distance(got, exact) < 1e-6
