@@ -22,7 +22,7 @@ STRONG = (
 LIKELY = "token|jwt|credentials?|signature|session[-_]?(?:id)?|(?<![a-z])(?:pass|pw|auth|sig)"
 """The ends of names of secrets in queries; elsewhere the value must be no number, unlike that of "token = 3"."""
 VALUE = (
-    r"""(?:"[^"]*"?|'[^']*'?|\{[^}]*\}?|\([^)]*\)?"""
+    r"""(?:b?"[^"]*"?|b?'[^']*'?|\{[^}]*\}?|\([^)]*\)?|\[[^\]]*\]?"""
     r"""|(?:(?:bearer|basic|token|digest|negotiate|apikey)\ )?"""
     r"""(?:(?!(?:[;&,]|%26)[\w.%-]*=)\S)*(?<![)'"\]>},.;]))"""
 )

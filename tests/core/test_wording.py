@@ -41,6 +41,7 @@ SECRET = "hunter2-Ab_9"
         ("(b'authorization', b'Bearer SECRET')", "(b'authorization', b'Bearer ***')"),
         ("Proxy-Authorization: Negotiate SECRET", "Proxy-Authorization: ***"),
         ("X-Api-Key: SECRET, Cookie: id=SECRET", "X-Api-Key: ***, Cookie: ***"),
+        ("{b'authorization': b'Basic SECRET', 'Cookie': ['a SECRET', 'b']}", "{b'authorization': ***, 'Cookie': ***}"),
         ("get(auth=('me', 'SECRET'), token='123')", "get(auth=***, token=***)"),
         ("{'token': 'my SECRET', 'accessToken': \"SECRET\"}", "{'token': ***, 'accessToken': ***}"),
     ],
