@@ -220,6 +220,15 @@ def test_secrets_of_urls_are_no_parameters() -> None:
     assert run.flat_parameters() == {"task.password": "***", "task.tokens": "all", "task.passes": 3}
 
 
+def test_files_with_a_secret_among_their_parameters_stay_here(tmp_path) -> None:
+    spec, picture = tmp_path / "spec.toml", tmp_path / "run.png"
+    for file in (spec, picture):
+        file.write_text("any")
+    files = {"files": [spec, picture, tmp_path / "none"], "with_seed": (spec,)}
+    assert TrackedRun("run", {"task": {"data": "https://me:secret@host/"}}, **files).attached() == [picture]
+    assert TrackedRun("run", {"task": {"data": "https://host/"}}, **files).attached() == [spec, picture]
+
+
 def test_a_service_that_never_answers_leaves_the_result_as_it_is(service) -> None:
     service.works = False
     with pytest.warns(TrackerWarning) as caught:

@@ -55,7 +55,7 @@ class TrackedRun:
         resumed: whether the run continues one that `memory` may know.
         files: files that belong to the run; those that exist at its end are attached.
         is_group: whether this is a group of runs.
-        with_seed: those of `files` that contain the seed of the run, or seeds of the group.
+        with_seed: those of `files` that contain the parameters, and so the seed of the run or the seeds of the group.
         is_private: whether the run is under privacy, so that the seed is left out of everything here.
     """
 
@@ -90,7 +90,16 @@ class TrackedRun:
 
     def flat_parameters(self) -> dict[str, str | float]:
         """Return the parameters by dotted names: numbers, truth values, and for anything else texts."""
-        return dict(_flat("", plain(self.parameters)))
+        return {
+            name: shortened(_shown(name, value), LONGEST) if isinstance(value, str) else value
+            for name, value in _flat("", plain(self.parameters))
+        }
+
+    def attached(self) -> list[Path]:
+        """Return the files to attach: those that exist, without those of the parameters if one of these is secret."""
+        texts = ((name, value) for name, value in _flat("", plain(self.parameters)) if isinstance(value, str))
+        left_out = set(self.with_seed) if any("***" in _shown(name, text) for name, text in texts) else set()
+        return [file for file in self.files if file.is_file() and file not in left_out]
 
     def remembered(self) -> dict[str, str]:
         """Return the run's identifiers by tracker; none if this is a new run.
@@ -134,9 +143,12 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str | float]]:
     elif isinstance(value, int | float):
         yield path, value
     else:
-        text = getattr(value, "__qualname__", None) or ("none" if value is None else str(value))
-        shown = without_secrets(f"{path}={text}").removeprefix(f"{path}=")  # the name may be that of a secret
-        yield path, shortened(shown, LONGEST)
+        yield path, getattr(value, "__qualname__", None) or ("none" if value is None else str(value))
+
+
+def _shown(name: str, text: str) -> str:
+    """Return the text of a parameter without secrets; its name may be that of a secret."""
+    return without_secrets(f"{name}={text}").removeprefix(f"{name}=")
 
 
 class Record:
@@ -257,9 +269,7 @@ class Tracker(ABC):
 
     def _close(self, now: Recording, ending: Ending, outcome: Mapping[str, Any]) -> None:
         self._write(now)
-        self._opened(len(self.recordings) - 1).close(
-            ending, outcome, [file for file in now.run.files if file.is_file()]
-        )
+        self._opened(len(self.recordings) - 1).close(ending, outcome, now.run.attached())
 
     def _opened(self, level: int) -> Record:
         """Open the run or group of this level in the service, unless it is open; a resumed one is found by its
