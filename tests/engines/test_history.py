@@ -1,10 +1,9 @@
 """Are columns and rows what was measured, also after a file?"""
 
 import numpy as np
-import pytest
 
-from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.engines.history import History
+from refusals import refuses
 
 ROWS = [{"round": 0, "seconds": 0.0}, {"round": 5, "seconds": 0.1, "loss": 0.1 + 0.2}, {"round": 10, "loss": 1e-300}]
 
@@ -31,7 +30,7 @@ def test_a_history_is_a_mapping_of_columns_by_name():
 
 
 def test_a_misspelt_column_is_answered_with_the_nearest():
-    with pytest.raises(ConfigurationError, match="column of the history 'los'; did you mean 'loss'"):
+    with refuses("column of the history", "los", near="loss"):
         History(ROWS)["los"]
 
 

@@ -10,6 +10,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.core.client import RemoteClients
 from fedbilevel.engines.options import RunOptions, refuse_combinations
+from refusals import ANY, refuses
 
 SAMPLES = [{"t": np.ones(2)}, {"t": np.ones(3)}]
 HERE, ELSEWHERE = fb.Clients(SAMPLES), RemoteClients(2, SAMPLES[0])
@@ -47,9 +48,8 @@ def test_the_options_are_the_keywords_of_solve():
     ],
 )
 def test_an_option_is_refused_by_its_name(name, value):
-    with pytest.raises(fb.errors.ConfigurationError) as refused:
+    with refuses(name, value if np.ndim(value) == 0 else ANY):
         RunOptions(**{"rounds": 1, name: value})
-    assert refused.value.path == name
 
 
 def test_a_seed_and_the_key_made_of_it_are_the_same():
@@ -58,33 +58,31 @@ def test_a_seed_and_the_key_made_of_it_are_the_same():
 
 
 def test_a_metric_is_named_by_text_and_says_which_way_is_better():
-    for name, words in {
-        "accuracy": "does not say whether a larger value is better",
-        3: "the name of a metric = 3",
-    }.items():
-        with pytest.raises(fb.errors.ConfigurationError, match=words):
-            RunOptions(rounds=1, metrics={name: lambda x, y: 0.0})
+    with pytest.raises(fb.errors.ConfigurationError, match=r"accuracy .*fb\.Metric"):
+        RunOptions(rounds=1, metrics={"accuracy": lambda x, y: 0.0})
+    with refuses("the name of a metric", 3):
+        RunOptions(rounds=1, metrics={3: lambda x, y: 0.0})
 
 
 @pytest.mark.parametrize(
-    ("options", "problem", "clients", "y0", "words"),
+    ("options", "problem", "clients", "y0", "path", "got", "fact"),
     [
-        ({"resume": "auto"}, BILEVEL, HERE, 0.0, "resume = 'auto' .* together with checkpoint"),
-        ({"on_divergence": "shrink"}, BILEVEL, ELSEWHERE, 0.0, "on_divergence = .* other processes know the steps"),
-        ({"privacy": PRIVACY}, BILEVEL, ELSEWHERE, 0.0, "privacy = .* each site sets its own"),
-        ({"privacy": PRIVACY, "on_divergence": "shrink"}, BILEVEL, HERE, 0.0, "on_divergence = .* under privacy"),
+        ({"resume": "auto"}, BILEVEL, HERE, 0.0, "resume", "auto", "checkpoint"),
+        ({"on_divergence": "shrink"}, BILEVEL, ELSEWHERE, 0.0, "on_divergence", "shrink", "'stop'"),
+        ({"privacy": PRIVACY}, BILEVEL, ELSEWHERE, 0.0, "privacy", PRIVACY, "None"),
+        ({"privacy": PRIVACY, "on_divergence": "shrink"}, BILEVEL, HERE, 0.0, "on_divergence", "shrink", "privacy"),
         (
             {"privacy": PRIVACY, "metrics_per_client": {"m": lambda x, y, batch: 0.0}},
-            BILEVEL, HERE, 0.0, r"metrics_per_client = \['m'\] .* None under privacy",
+            BILEVEL, HERE, 0.0, "metrics_per_client", ["m"], "privacy",
         ),
-        ({}, SINGLE, HERE, 0.0, "y0 = 0.0 .* SingleLevel problems have no inner variable"),
-        ({}, SIMPLE, HERE, None, r"SimpleBilevel\.outer = None .* a function \(x\) on the server"),
-        ({}, BILEVEL, fb.Clients(SAMPLES, local_steps=[[1, 2]] * 3), 0.0, "rounds = 5 .* at most 3, .* local_steps"),
-        ({}, BILEVEL, fb.Clients(SAMPLES, capacity=[[0.5, 1.0]] * 4), 0.0, "rounds = 5 .* at most 4, .* capacity"),
+        ({}, SINGLE, HERE, 0.0, "y0", 0.0, "SingleLevel"),
+        ({}, SIMPLE, HERE, None, "SimpleBilevel.outer", None, "(x)"),
+        ({}, BILEVEL, fb.Clients(SAMPLES, local_steps=[[1, 2]] * 3), 0.0, "rounds", 5, "at most 3"),
+        ({}, BILEVEL, fb.Clients(SAMPLES, capacity=[[0.5, 1.0]] * 4), 0.0, "rounds", 5, "at most 4"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused_by_its_name(options, problem, clients, y0, words):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_what_does_not_go_together_is_refused_by_its_name(options, problem, clients, y0, path, got, fact):
+    with refuses(path, got, fact):
         refuse_combinations(RunOptions(rounds=5, **options), problem, clients, y0)
 
 
@@ -95,5 +93,5 @@ def test_what_goes_together_is_let_through():
 
 def test_clients_elsewhere_that_keep_a_state_need_a_checkpoint_of_every_round(tmp_path):
     options = {"rounds": 4, "checkpoint": tmp_path / "run.npz", "checkpoint_every": 2}
-    with pytest.raises(fb.errors.ConfigurationError, match=r"checkpoint_every = 2 .* SimFBO keep a state"):
+    with refuses("checkpoint_every", 2, "1 or None"):
         fb.solve(fb.SimFBO(local_steps=1), BILEVEL, ELSEWHERE, jnp.zeros(()), jnp.zeros(()), **options)

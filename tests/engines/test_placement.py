@@ -4,9 +4,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.engines.local.placement import Shares
+from refusals import refuses
 from representatives import slow_but
 
 
@@ -49,5 +49,5 @@ def test_a_share_holds_the_samples_of_its_clients_only():
 
 
 def test_more_processes_than_clients_are_refused():
-    with pytest.raises(ConfigurationError, match="processes = 4 is not allowed: it must be at most 3"):
+    with refuses("processes", 4, "at most 3"):
         Shares(3, 4, 0, 1)

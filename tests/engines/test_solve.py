@@ -15,6 +15,7 @@ from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines import loop, saver
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
+from refusals import refuses
 
 ALGORITHM = fixed(fb.SimFBO(local_steps=2, batch_size=4))
 SERVER_DIVERGED = r"round 0, server update: \.iterate\.y is not finite; smaller steps may help \(fb\.diagnose suggests"
@@ -124,24 +125,24 @@ def test_what_a_callback_keeps_stays_valid(task):
 
 
 @pytest.mark.parametrize(
-    ("options", "words"),
+    ("options", "path", "got", "fact"),
     [
-        ({"rounds": 0}, "rounds = 0 .* positive integer"),
-        ({"rounds": 2.5}, "rounds = 2.5"),
-        ({"cohort": 7}, "cohort = 7 .* 1 to 6"),
-        ({"cohort": 0}, "cohort = 0"),
-        ({"cohort": True}, "cohort = True"),
-        ({"key": "a"}, "key = 'a'"),
-        ({"metrics": ["accuracy"]}, "metrics = "),
-        ({"eval_every": 0}, "eval_every = 0"),
-        ({"resume": True}, "resume = True .* together with checkpoint"),
-        ({"metrics": {"outer_loss": lambda x, y: jnp.sum(x)}}, "metrics = 'outer_loss' is not allowed"),
-        ({"metrics": {"pair": lambda x, y: x}}, r"metrics\['pair'\].*one real number"),
-        ({"engine": fb.Local(devices=64)}, "Local.devices = 64 .* at most"),
+        ({"rounds": 0}, "rounds", 0, "positive integer"),
+        ({"rounds": 2.5}, "rounds", 2.5, "positive integer"),
+        ({"cohort": 7}, "cohort", 7, "1 to 6"),
+        ({"cohort": 0}, "cohort", 0, "1 to 6"),
+        ({"cohort": True}, "cohort", True, "1 to 6"),
+        ({"key": "a"}, "key", "a", "jax.random.key"),
+        ({"metrics": ["accuracy"]}, "metrics", ["accuracy"], "(x, y)"),
+        ({"eval_every": 0}, "eval_every", 0, "positive integer or None"),
+        ({"resume": True}, "resume", True, "checkpoint"),
+        ({"metrics": {"outer_loss": lambda x, y: jnp.sum(x)}}, "metrics", "outer_loss", "another name"),
+        ({"metrics": {"pair": lambda x, y: x}}, "the value of metrics['pair']", ["float64[5]"], "one real number"),
+        ({"engine": fb.Local(devices=64)}, "Local.devices", 64, "at most 6"),
     ],
 )
-def test_wrong_arguments_are_named(task, options, words):
-    with pytest.raises(fb.errors.ConfigurationError, match=words):
+def test_wrong_arguments_are_named(task, options, path, got, fact):
+    with refuses(path, got, fact):
         run(task, **options)
 
 

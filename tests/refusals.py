@@ -1,0 +1,32 @@
+"""Expect a refusal by its fields, so that other words for the same do not make a test fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from fedbilevel.errors import ConfigurationError
+
+ANY: Any = object()
+
+
+@contextmanager
+def refuses(path: str, got: Any = ANY, fact: str = "", near: str = "") -> Iterator[None]:
+    """Expect a ConfigurationError about one field, as a context manager.
+
+    Args:
+        path: the field.
+        got: the value that the error says it got; left out: any value.
+        fact: what is allowed must contain it: a bound, or another field that decides. It should be no wording.
+        near: the name that the error suggests.
+    """
+    with pytest.raises(ConfigurationError) as error:
+        yield
+    (wrong,) = error.value.wrong
+    assert (wrong.path, wrong.near) == (path, near)
+    assert wrong.allowed
+    assert fact in str(wrong.allowed)
+    assert got is ANY or (type(wrong.got) is type(got) and wrong.got == got), wrong.got
