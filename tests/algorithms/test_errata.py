@@ -349,7 +349,9 @@ def test_afbo_with_all_in_time_has_delays_of_0():
         fixed(fb.AFBO(hypergradient=fb.parts.LocalImplicit(solver=EXACTLY))), outer_lr=alpha, batch_size=None
     )
     method = fb.Asynchronous(method, wait_for=3)
-    found = fb.solve(method, problem, fb.Clients(rows, rows), one, one, rounds=rounds, eval_every=1)
+    found = fb.solve(
+        method, problem, fb.Clients(rows, rows), one, one, rounds=rounds, eval_every=1, engine=fb.Reference()
+    )
     for phase in ("inner.gradients", "hypergradient.local_hypergradient"):
         np.testing.assert_array_equal(found.history[f"delay.{phase}"][1:], 0)
     at_once, late = [1.0], [1.0]

@@ -58,10 +58,11 @@ def test_a_y_that_was_not_trained_is_no_better_start(rounds):
 
 def test_a_converged_run_is_not_worse_than_its_start():
     """The outer loss of the quadratic task is lower where y was not trained than at the solution."""
-    task = quadratic()
+    task = quadratic(clients=3, condition=2, samples=(2, 2))
+    method = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(x=0.2, y=0.5, v=0.5), client_lr=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = fb.solve(fb.SimFBO(), task.problem, task.clients, task.x0, task.y0, rounds=2000, progress=False)
+        result = fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=60, progress=False)
     assert float(task.metrics["relative_error"](result.x, result.y)) < 1e-2
     assert "where y was not trained: with y trained there it is" in result.remarks[0]
 
@@ -82,7 +83,7 @@ def test_y_is_trained_on_all_samples():
 @pytest.mark.filterwarnings("ignore::fedbilevel.core.errors.NumericalWarning")
 def test_rows_that_cannot_tell():
     """The losses of cohorts differ by more than all clients' loss rises: by 4 %, and no run says another number."""
-    said = [solve(key=key, rounds=120).remarks for key in range(8)]
+    said = [solve(key=key, rounds=120).remarks for key in range(4)]
     assert 1.02 * START < END < 1.1 * START
     words = f"outer_loss of all clients on all their samples ended at {END:.4g}, worse than {START:.4g} at the start"
     assert all(words in " ".join(remarks) for remarks in said)

@@ -76,6 +76,11 @@ def said(problem, clients=SAMPLES, x=X, y=Y):
     return [str(one.message) for one in found]
 
 
+def solved(problem, x):
+    method = fb.SimFBO(local_steps=1, batch_size=None, server_lr=0.01, client_lr=1.0)
+    return fb.solve(method, problem, fb.Clients(SAMPLES), x, Y, rounds=2, engine=fb.Reference())
+
+
 def scanned(x, y, batch):
     step = lambda carry, xi: (carry + jax.lax.stop_gradient(xi) * jnp.sum(y**2), None)  # noqa: E731
     return fit(x, y, batch) + jax.lax.scan(step, 0.0, x)[0]
@@ -215,9 +220,7 @@ def test_a_leaf_of_x_that_no_loss_reads_is_named():
         "no derivative moves x['q'], x['r'][0], which will stay as at the start (seen near the start"
     )
     with pytest.warns(InfluenceWarning, match="no derivative moves"):
-        result = fb.solve(
-            fb.SimFBO(), problem, fb.Clients(SAMPLES), {"p": X, "q": np.ones(2), "r": (np.ones(()),)}, Y, rounds=2
-        )
+        result = solved(problem, {"p": X, "q": np.ones(2), "r": (np.ones(()),)})
     assert np.array_equal(result.x["q"], np.ones(2))
     assert float(result.x["r"][0]) == 1
     assert not np.array_equal(result.x["p"], X)
@@ -232,7 +235,7 @@ def test_nothing_is_said_of_sound_losses(case):
 def test_solve_says_it_at_the_users_line_and_x_stays():
     """The claim itself: after rounds of a method that goes by derivatives x has not moved by a bit."""
     with pytest.warns(InfluenceWarning, match="will not move") as caught:
-        result = fb.solve(fb.SimFBO(), WRONG["round"][0], fb.Clients(SAMPLES), X, Y, rounds=3)
+        result = solved(WRONG["round"][0], X)
     assert caught[0].filename == __file__
     assert np.array_equal(result.x, X)
 

@@ -136,7 +136,7 @@ def test_the_bounds_of_a_set_are_found(project, box):
 def compared(tmp_path_factory):
     """SimFBO beside two rivals, on two seeds."""
     folder = tmp_path_factory.mktemp("rivals") / "both"
-    settings = ["run.exchanges=12", "trial_exchanges=5", "task.clients=3"]
+    settings = ["run.exchanges=12", "trial_exchanges=5", "task.clients=3", "samples=[4, 4]"]  # seeds share programs
     given = {"settings": settings, "against": ["tpe", "fedex"], "search_box": (-1.0, 1.0), "seeds": [0, 1]}
     experiments.compare_algorithms("quadratic", ["simfbo"], out=folder, **given)
     return folder, given
