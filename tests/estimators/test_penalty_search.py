@@ -16,7 +16,9 @@ from fedbilevel.flower.client.limits import Limits
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.population import Population
 
-SITES = np.repeat(["north", "south", "west"], [40, 55, 65])
+NAMES = ["north", "south", "west"]
+SITES = np.repeat(NAMES, [40, 55, 65])
+TWO_LENGTHS = np.repeat(NAMES, [40, 60, 60])  # Reference and sites compile each phase for each length
 KINDS = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
 
 
@@ -31,7 +33,7 @@ def table(kind):
     return rows, np.where(risk > 0.5, "ill", "well") if kind == "logistic" else risk
 
 
-def posed(kind, groups="feature", cv=3):
+def posed(kind, groups="feature", cv=3, sites=SITES):
     """The algorithm, the problem, the clients, x0 and y0 of a search, as `fit` makes them."""
     found = {}
 
@@ -40,7 +42,7 @@ def posed(kind, groups="feature", cv=3):
             found["all"] = *self._search(len(scale)), clients
             return super()._exact(clients, given, scale, engine, checkpoint)
 
-    Kept(cv=cv, penalty_groups=groups).fit(*table(kind), groups=SITES)
+    Kept(cv=cv, penalty_groups=groups).fit(*table(kind), groups=sites)
     algorithm, problem, x0, y0, clients = found["all"]
     return algorithm, problem, clients, x0, y0
 
@@ -69,7 +71,7 @@ def test_the_hypergradient_is_that_of_finite_differences(kind):
 def test_engines_agree(kind):
     """Reference, Local and Flower in this process, to rounding that ten exchanges have passed on."""
     with jax.enable_x64(True):
-        algorithm, problem, clients, x0, y0 = posed(kind, "one", cv=2)
+        algorithm, problem, clients, x0, y0 = posed(kind, "one", cv=2, sites=TWO_LENGTHS)
 
         def site(_, node):
             k = node["partition-id"]
