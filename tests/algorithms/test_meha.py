@@ -121,11 +121,11 @@ def test_it_is_stable_where_g_curves_downwards():
     task = quadratic(condition=5)
     problem, m = bent(task, -0.49)
     end = rest(m, 10.0, 1.0)
-    result = run(task, fb.MEHA(**ONE_STEP, server_lr=XYV(0.005, 0.4, 0.4)), 6_000, problem=problem)
+    result = run(task, fb.MEHA(**ONE_STEP, server_lr=XYV(0.005, 0.4, 0.4), penalty=10.0), 6_000, problem=problem)
     for got, exact in zip(result.state.iterate, end, strict=True):
         assert distance(got, exact) < 1e-10
     for pace, sigma in ((4, 1.0), (1, 0.7 / 0.49)):
-        unstable = fb.MEHA(**ONE_STEP, server_lr=XYV(0.005, 0.4 * pace, 0.4), proximity=sigma)
+        unstable = fb.MEHA(**ONE_STEP, server_lr=XYV(0.005, 0.4 * pace, 0.4), penalty=10.0, proximity=sigma)
         assert np.linalg.norm(run(task, unstable, 500, problem=problem).y) > 10 * np.linalg.norm(end[1])
 
 

@@ -244,7 +244,7 @@ def test_wrong_input_is_refused(drawn):
         (lambda: diagnose(task.problem, task.clients, task.x0, task.y0, rounds=0), "rounds = 0"),
         (lambda: diagnose(task.problem, task.clients, task.x0 * np.nan, task.y0), "finite in every leaf"),
         (lambda: diagnose(flat, clients, x, y), r"as low as 0, .* Add a ridge .* c above 0"),
-        (lambda: diagnose(concave, clients, x, y), r"as low as -20, .* c above 10"),
+        (lambda: diagnose(concave, clients, x, y), r"as low as -20, .* c above 10; or use fb\.MEHA .* below 0\.025"),
     ):
         with pytest.raises(ConfigurationError, match=words):
             make()

@@ -65,7 +65,7 @@ class MEHA(JointExchange, FirstDerivatives):
 
     Args:
         penalty: c, the weight of the penalty, or a schedule over rounds. The error of x is O(1/c) where g is strongly
-            convex. The paper lets it grow as (k + 1)^p with p < ½.
+            convex, and x and y follow a larger c more slowly. The paper lets it grow as (k + 1)^p with p < ½.
         proximity: σ, below 1/(2ρ) if no curvature of G in y is below −ρ. A larger σ makes y faster in directions of
             little curvature. `diagnose` measures the least curvature at a point.
     """
@@ -83,7 +83,7 @@ class MEHA(JointExchange, FirstDerivatives):
 
     gradients = 3
 
-    penalty: Number = positive(default=10.0)
+    penalty: Number = positive(default=3.0)
     proximity: Number = positive(default=1.0)
 
     @property
