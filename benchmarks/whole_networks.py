@@ -116,7 +116,8 @@ def main(
             again.append(float("nan") if result is None else anew(task, result.x))
         accuracy, auc, stable = (np.array(column, float) for column in zip(*ends, strict=True))
         print(
-            f"{name:8} {words:28} {rounds} rounds: test accuracy {interval(accuracy)}, anew {interval(np.array(again))}, "
-            f"AUC {np.mean(auc):.4f}, stable {int(stable.sum())} of {seeds}, {np.median(times):.1f} CPU s",
+            f"{name:8} {words:28} {rounds} rounds: test accuracy {interval(accuracy)}, "
+            f"anew {interval(np.array(again))}, AUC {np.mean(auc):.4f}, stable {int(stable.sum())} of {seeds}, "
+            f"{np.median(times):.1f} CPU s",
             flush=True,
         )
