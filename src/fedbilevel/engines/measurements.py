@@ -132,8 +132,9 @@ class RunMeasurements:
     def remark(self, result: Result, method: Algorithm, ends: Compare) -> str:
         """Say that a run ended worse than it began, or that its best row lies in its first half; else "".
 
-        Both cause a warning, with two exceptions, in which training y may have raised the outer loss: the last row is
-        the best row, or the outer loss at the end is below that at the start with y trained there.
+        Both cause a warning, with three exceptions, in which training y may have raised the outer loss: the last row is
+        the best row; or the outer loss of all clients at the end is not above that at the start with y trained; or
+        it is not above that at the best row, with y as it is there or trained.
 
         Args:
             result: the end of the run.
@@ -153,13 +154,13 @@ class RunMeasurements:
         noise = bend + 0.01 * max(abs(first), abs(last)) * (len(bends) > 0)
         of_a_round = noise + bend * math.sqrt(result.round / max(1, len(rows) - 1))  # a row has the mean over several
         lost, gained, rose = sign * (last - best.value), sign * (first - best.value), sign * (last - first)
-        by_loss = column == "outer_loss"
+        by_loss, fell_back = column == "outer_loss", 2 * best.round < result.round and lost > noise + 0.1 * gained
         found = ends(None) if by_loss and rose > -of_a_round else None
         if found is not None and found.worse:
             said = found.text(column)
         elif found is None and rose > noise:
             said = f"{column} ended at {text(column, last)}, worse than {text(column, first)} at the start"
-        elif 2 * best.round < result.round and lost > noise + 0.1 * gained and not (by_loss and untrained(best, ends)):
+        elif fell_back and not (by_loss and only_seems_better(best, ends)):
             said = f"{column} ended at {text(column, last)}, after {text(column, best.value)}"
         else:
             return found.text(column) if found is not None and found.above else ""
@@ -180,7 +181,10 @@ Compare = Callable[[tuple[PyTree, PyTree] | None], Ends | None]
 """An earlier point (x, y), or None for the start -> the outer losses there and at the end; None if not known."""
 
 
-def untrained(best: Best, ends: Compare) -> bool:
-    """Tell whether the best row's loss is below that of the end only because y was not trained at the best row."""
+def only_seems_better(best: Best, ends: Compare) -> bool:
+    """Tell whether the end is no worse than the best row, whose loss was lower.
+
+    A row has the mean loss of several rounds, and y may not have been trained yet in these.
+    """
     found = ends((best.x, best.y))
-    return found is not None and found.above and not found.worse
+    return found is not None and not found.worse
