@@ -24,6 +24,8 @@ RUN = {
     "--data digits --set data=mnist": "data gets two values",
     "quadratic --set run.seed=1 --set run.seed=4": "run.seed gets two values, by --set run.seed=4 and by --set run.se",
     "quadratic --set local_steps=2 --set algorithm.local_steps=4": "algorithm.local_steps gets two values",
+    "quadratic --roundz 3": "unknown argument --roundz; did you mean --rounds? (fedbilevel run --help lists",
+    "--task quadratic": "unknown argument --task (fedbilevel run --help lists all options)",
     "quadratic --rounds 0": "'0' is not a whole number of at least 1",
     "quadratic --time -1": "'-1' is not a positive number of seconds",
     "quadratic --seeds 1,1": "the same seed twice",
@@ -43,6 +45,7 @@ RUN = {
     "quadratic --coordinator 127.0.0.1:1 --processes 2 --process 0 --seeds 1,2": "which makes one run",
 }
 SWEEP = {
+    "--grd cohort=1,2": "unknown argument --grd; did you mean --grid?",
     "--grid sever_lr.x=0.1": "unknown field 'sever_lr'; did you mean 'server_lr'",
     "--grid server_lr.x=0.1,abc": "server_lr.x = 'abc' is not allowed: it must be a positive number",
     "--grid server_lr.x=0.1,nan --grid local_steps=1,-5": "algorithm.local_steps = -5 is not allowed: it must be a "

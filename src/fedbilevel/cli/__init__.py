@@ -9,7 +9,18 @@ from collections.abc import Sequence
 
 from fedbilevel import __version__
 from fedbilevel.cli import comparison, diagnostics, prediction, run, watch
-from fedbilevel.cli.shared import BAD_INPUT, OK, Add, check_fields, check_names, exit_code, fail, say_code, sentence
+from fedbilevel.cli.shared import (
+    BAD_INPUT,
+    OK,
+    Add,
+    Parser,
+    check_fields,
+    check_names,
+    exit_code,
+    fail,
+    say_code,
+    sentence,
+)
 from fedbilevel.core import interrupts
 from fedbilevel.core.errors import warnings_in_a_line
 
@@ -39,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """Return the parser of all commands and their options."""
-    whole = argparse.ArgumentParser(prog="fedbilevel", description="Federated bilevel optimization.")
+    whole = Parser(prog="fedbilevel", description="Federated bilevel optimization.")
     whole.add_argument("--version", action="version", version=f"%(prog)s {__version__}")
     add = Add(whole.add_subparsers(title="commands", required=True, metavar="COMMAND"))
     run.add_to(add)

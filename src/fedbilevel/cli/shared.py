@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
 import math
 import os
@@ -52,6 +53,20 @@ class Once(argparse.Action):
         if option_string and before != values:
             raise argparse.ArgumentError(self, f"gets two values, {before} and {values}: leave one out")
         setattr(namespace, self.dest, values)
+
+
+class Parser(argparse.ArgumentParser):
+    """Name the nearest option where a command gets an unknown one."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        """Read the arguments of a command; an unknown argument ends the program."""
+        options, extra = super().parse_known_args(args, namespace)
+        if extra:
+            name = printable(extra[0]).partition("=")[0]
+            near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            self.exit(BAD_INPUT, f"fedbilevel: unknown argument {name}{hint} ({self.prog} --help lists all options)\n")
+        return options, extra
 
 
 @dataclass(frozen=True)
