@@ -105,7 +105,8 @@ def in_all(figures: Sequence[Figure]) -> list[str]:
     counts: Counter[str] = Counter(one.decision for figure in figures for one in decided(figure))
     said = [f"{counts[name]} {words}" for name, words in IN_ALL.items() if counts[name]]
     linked = f"[{counts.total()} statements](papers/README.md)"
-    return [f"Of the papers' {linked}, tried at small scale, {', '.join(said[:-1])} and {said[-1]}."]
+    outcomes = f"{', '.join(said[:-1])} and {said[-1]}"
+    return [f"The papers of these methods make {linked} that were tried at small scale: {outcomes}."]
 
 
 def statement_table(figures: Sequence[Figure]) -> Iterator[str]:

@@ -31,7 +31,7 @@ BAD = {
 @pytest.mark.parametrize("case", BAD)
 def test_a_loss_returns_one_real_number(which, case):
     problem = fb.Bilevel(**{"outer": good, "inner": good, which: BAD[case]})
-    got = {"a vector": r"an array of shape \(1,\), of which jnp.mean makes one", "nothing": "None"}
+    got = {"a vector": r"an array of shape \(1,\); jnp.mean reduces an array to one number", "nothing": "None"}
     said = f"the {which} loss must return one real number .*; it returned {got.get(case, '')}"
     with pytest.raises(ConfigurationError, match=said):
         check_losses(problem, jnp.ones(()), jnp.ones(2), SAMPLES[0], SAMPLES[0])

@@ -68,9 +68,9 @@ def test_the_error_says_how_far_x_had_gone_and_what_steps_on_y_it_allowed():
 
     far = np.linalg.norm(error.value.result.y)
     assert (
-        f"x had moved by up to {np.max(x + 1):.3g}, y by {far:.3g} in norm, and the largest curvature of the "
-        f"inner loss in y was L = {largest(x):.3g} ({largest(START[0]):.3g} at the start), where a step on "
-        f"y must be below 2/L = {2 / largest(x):.3g}; bounds on x"
+        f"an entry of x had moved by up to {np.max(x + 1):.3g}, and y by {far:.3g} in norm. The largest curvature of "
+        f"the inner loss in y was L = {largest(x):.3g} ({largest(START[0]):.3g} at the start), so steps on y "
+        f"must be below 2/L = {2 / largest(x):.3g}; bounds on x"
     ) in str(error.value)
 
 

@@ -33,7 +33,10 @@ WRONG = {
         r"clients = a list is not allowed: .*fedbilevel\.Clients\(outer, inner",
     ),
     "a function for the problem": ({"problem": outer}, "problem = <function outer .* it must be a Bilevel, Minimax"),
-    "whole numbers": ({"x0": np.zeros(3, int)}, r"x0 = .* floating array: 0\.0 in place of 0, or \.astype\(float\)$"),
+    "whole numbers": (
+        {"x0": np.zeros(3, int)},
+        r"x0 = .* one array of floats \(write 0\.0 in place of 0, or use \.ast",
+    ),
     "x0 of another shape": (
         {"x0": jnp.zeros(2)},
         r"the inner loss fails \(TypeError: .*\(2,\).*; it was given x: leaf \(2,\); y: .*\['w'\] \(3,\); batch",

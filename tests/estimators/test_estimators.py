@@ -312,7 +312,12 @@ def with_cell(value):
         ("Ridge", {"cv": 9}, (ROWS, TARGET), r"cv = 9"),
         ("Ridge", {"random_state": -1}, (ROWS, TARGET), r"random_state = -1 .* a whole number from 0 on"),
         ("Ridge", {"rounds": 0}, (ROWS, TARGET), r"rounds = 0"),
-        ("Ridge", {"penalties": -1.0}, (ROWS, TARGET), r"penalties = -1.0 .* None, a number from 0 on, or 3 of them"),
+        (
+            "Ridge",
+            {"penalties": -1.0},
+            (ROWS, TARGET),
+            r"penalties = -1.0 .* None, a number that is at least 0, or 3 such numbers",
+        ),
         ("Ridge", {"penalties": [1, 2]}, (ROWS, TARGET), r"penalties = \[1, 2\]"),
         ("Ridge", {"penalties": "auto"}, (ROWS, TARGET), r"penalties must hold numbers"),
         ("Ridge", {"penalty_groups": ["a", "b"]}, (ROWS, TARGET), r"penalty_groups = \(2,\) .* each feature, 3 in all"),

@@ -140,7 +140,7 @@ def test_survival_follows_from_the_hazards_of_the_sheet(tmp_path):
 def test_a_column_of_which_no_site_told_is_not_on_the_sheet(tmp_path):
     frames = {site: frame.assign(scan=np.nan) for site, frame in tables().items()}
     sheet = study("logistic", positive="no").fit(frames).sheet()
-    assert "Not used, as no site told of them: scan\n" in sheet
+    assert "Not used, because no site sent statistics of them: scan\n" in sheet
     assert "the probability that ill is no\n" in sheet
     assert "likelier class is no where S is above 0, and yes" in sheet
     assert "scan" not in points(sheet)[1]

@@ -374,7 +374,7 @@ def test_the_command_holds_a_site_out(files, tmp_path, monkeypatch, capsys):
     assert main(["flower", "check", "app", "--node-config", f"partition-id=2 table='{files[2]['table']}'"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "rows 0, 74 held out" in said
-    assert "tells age: nothing" in said
+    assert "sends age: nothing" in said
 
 
 def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys):
@@ -383,7 +383,7 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
     assert main(["flower", "check", "app", "--node-config", f"partition-id=0 table='{files[0]['table']}'"]) == 0
     said = " ".join(capsys.readouterr().out.split())
     assert "client 0, north" in said
-    assert "tells dose: nothing" in said
+    assert "sends dose: nothing" in said
     assert "and rarer ones" in said
     Path("latin.csv").write_bytes(b"age,ill\n60,yes\xfc\n")
     Path("empty.csv").touch()

@@ -18,14 +18,15 @@ steps on x, y and v along the derivatives of one function of its own losses,
     d_y = −∂s_i/∂v = ½ [∇y g_i(x, y₊) + ∇y g_i(x, y₋)] + (ε/2) [∇y f_i(x, y₊) − ∇y f_i(x, y₋)]
     d_v = −∂s_i/∂y = (λ/2) [∇y g_i(x, y₋) − ∇y g_i(x, y₊)] − ½ [∇y f_i(x, y₊) + ∇y f_i(x, y₋)]
 
-These are SimFBO's directions, with products by central differences along v, and with ∇f as a mean over two points. The
-local steps, the server's step and the messages are those of SimFBO.
+These directions are those of SimFBO with two changes: central differences along v replace the products of second
+derivatives with v, and ∇f is a mean over two points. The local steps, the server's step and the messages are those of
+SimFBO.
 
 Departures from the papers:
 1. The papers' methods are not federated, and make a loop of steps on y₊ and y₋ for each step on x. Here clients step on
    x, y and v together, as in SimFBO's round. A federated method of this kind is MemFBO (Yang, Xiao, Ma, Ji,
-   "First-Order Federated Bilevel Learning", AAAI 2025). Its text was not available, and this file does not claim to
-   implement it.
+   "First-Order Federated Bilevel Learning", AAAI 2025). The text of that paper was not available, and F2SA is
+   not an implementation of MemFBO.
 2. `multiplier` = None chooses λ at every step, so that the length ‖v‖/λ balances the truncation error of the difference
    against its rounding error (`Differences`). The papers let λ grow, or choose it by the desired accuracy.
 

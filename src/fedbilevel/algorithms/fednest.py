@@ -3,21 +3,23 @@
 Davoud Ataee Tarzanagh, Mingchen Li, Christos Thrampoulidis, Samet Oymak. "FedNest: Federated Bilevel, Minimax, and
 Compositional Optimization". ICML 2022, arXiv:2205.02215. Algorithms 1-4.
 
-A round, which the paper calls an epoch, runs FedInn T times, then FedIHGP, and then FedOut.
+A round, which the paper calls an epoch, runs FedInn T times, then FedIHGP, and then FedOut. The right column has the
+number of exchanges. H is the mean of ∇²yy g_i, ℓ bounds its largest eigenvalue, β and α are step sizes for y and x,
+and client i makes τ_i local steps, which ν counts.
 
-    FedInn   q = mean_i ∇y g_i(x, y; ζ_i)                                                              one exchange
+    FedInn   q = mean_i ∇y g_i(x, y; ζ_i)                                                              1
              y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q]
-             y ← mean_i y_{i,τ_i}                                                                      one exchange
+             y ← mean_i y_{i,τ_i}                                                                      1
     FedIHGP  v = (N/ℓ) (I − H/ℓ)^N' ∇y F, N' uniform on {0..N−1}, a fresh cohort for each factor       1 + N'
-    FedOut   h = mean_i [∇x f_i(x, y; ξ_i) − ∇²xy g_i(x, y; ζ_i) v]                                    one exchange
+    FedOut   h = mean_i [∇x f_i(x, y; ξ_i) − ∇²xy g_i(x, y; ζ_i) v]                                    1
              x_{i,ν+1} = x_{i,ν} − (α/τ_i) [∇x f_i(x_{i,ν}, y; ξ_ν) − ∇x f_i(x, y; ξ_ν) + h]
-             x ← mean_i x_{i,τ_i}                                                                      one exchange
+             x ← mean_i x_{i,τ_i}                                                                      1
 
 FedNest-SGD takes FedAvg's local steps on y, without q and the correction. LFedNest does the same, and its clients step
 on x along their own hypergradients, which they compute with their own Hessians. This saves all exchanges of FedIHGP,
-and is biased if clients differ. Appendix A has four variants. In the two joint variants, with which the paper's
-experiments compare alternating steps, a client begins its steps on x at its own y_{i,τ_i}, and one exchange averages x
-and y:
+and is biased if clients differ. Appendix A of the paper has four variants. The paper's experiments compare alternating
+steps with two joint variants, in which a client begins its steps on x at its own y_{i,τ_i}, and one exchange averages
+both x and y.
 
     variant                 call                                  steps on x            on y    exchanges
     FedNest                 FedNest()                             FedOut                SVRG    2T + N + 2
@@ -33,22 +35,23 @@ hypergradients as h.
 On a `Minimax` problem ∇y F = 0 at y*(x), and FedIHGP is left out. On a `Compositional` problem H = I, so that v = ∇y F,
 and T = 1 with β = 1 and τ = 1 gives y = mean_i r_i(x).
 
-With full batches and one step on x, LFedNest computes the same numbers, up to rounding, as RABO on whole models. In the
-same case FedNest-SGD computes the numbers of FedMBO, with an additional exchange in which the drift is 0.
+With full batches and one step on x, LFedNest computes the same numbers, up to rounding, as RABO in which every client
+holds the whole model. In the same case FedNest-SGD computes the same numbers as FedMBO, but needs an additional
+exchange, in which all drifts are 0.
 
-FedInn is `SVRG` below. FedIHGP with h is `Implicit.estimate` in parts/hypergradients.py. The hypergradient that a
-client of LFedNest computes alone is `LocalImplicit.own` in parts/hypergradients.py.
+In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradients.py is FedIHGP together with h, and
+`LocalImplicit.own` in parts/hypergradients.py is the hypergradient that a client of LFedNest computes alone.
 
 Departures from the paper:
-1. Server and clients exchange changes: the server adds Σ p̃_i (y_{i,τ} − y) to y, with p̃_i = (M/P) p_i. For equal
-   weights or full participation this gives the paper's mean of the y_{i,τ}. It is unbiased for unequal weights too. All
-   corrected steps have the part −βq (or −αh) in common, which the server adds once. Only the clients' drifts d_i beyond
-   this part are averaged, as Σ p_i d_i / Σ p_i: q and the weights of the same cohort are not independent, so that their
-   product would be biased.
+1. Clients send changes of y and x, and not the new values: the server adds Σ p̃_i (y_{i,τ} − y) to y, with
+   p̃_i = (M/P) p_i. For equal weights or full participation this gives the paper's mean of the y_{i,τ}, and for unequal
+   weights it is unbiased too. All corrected steps have the part −βq (or −αh) in common, which the server adds once.
+   Only d_i, the rest of a client's change (its drift), is averaged, as Σ p_i d_i / Σ p_i. If the common part were
+   averaged too, it would be biased, because q and the weights of the same cohort are not independent.
 2. The first corrected step is along q (or h) itself, since its correction is zero for any draw.
 3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges,
    and has no variance from a random length, which grows with N. Neumann(sampling="random") is the paper's method.
-   Conjugate gradient, and clients alone (LocalImplicit), can also compute v.
+   Two other fields compute v in other ways: CG() by conjugate gradient, and LocalImplicit() by each client alone.
 4. Joint steps follow the authors' code, with T = 1. The whole changes y_{i,τ} − y are then averaged with the weights
    p̃_i, and q is Σ p_i ∇y g_i / Σ p_i over the cohort. The common parts still sum to −β Σ p̃_i ∇y g_i.
 
@@ -119,7 +122,7 @@ class Epochs(Nested):
     """Share the rounds of FedNest and FedNest-SGD: rounds on y, then h, then corrected local steps on x (FedOut).
 
     Args:
-        inner: the rounds on y.
+        inner: how y is trained in a round: T, the steps and their sizes.
         hypergradient: how h is computed: with products that are means over all clients, or by each client alone.
         outer_lr: α; a client's step on x is α/τ_i; None adapts it (`AdaptiveSteps`).
         outer_steps: τ_i, the number of a client's local steps on x in a round, which may differ between clients
@@ -199,7 +202,7 @@ class LFedNest(Nested):
     """Run the light variant of FedNest: FedAvg's steps on y, and steps on x along clients' own hypergradients.
 
     Args:
-        inner: the rounds on y, by FedAvg's local steps or by corrected steps (`SVRG`).
+        inner: how y is trained in a round: by FedAvg's local steps, or by corrected steps (`SVRG`).
         hypergradient: how each client computes its own hypergradient.
         outer_lr: α; a client's step on x is α/τ_i; None adapts it (`AdaptiveSteps`).
         outer_steps: τ_i, the number of a client's local steps on x in a round, which may differ between clients

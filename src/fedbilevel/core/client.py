@@ -285,7 +285,7 @@ def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
         return data.checked(name)
     data = one_by_one(f"Clients.{name}", data)
     if isinstance(data, list):
-        require(len(data) > 0, f"Clients.{name}", data, "a list with one entry per client")
+        require(len(data) > 0, f"Clients.{name}", data, "a list with one entry per client, and at least one client")
         require(sizes is None, f"Clients.{name}_sizes", sizes, "left out when the data is a list")
         return Ragged.listed(name, data)
     return Ragged.stacked(name, data, sizes)

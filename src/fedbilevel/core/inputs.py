@@ -153,7 +153,7 @@ def require_start(name: str, given: PyTree, variable: PyTree) -> None:
     """
     require_no_statistics(name, given)
     require_not_traced(name, given)
-    some = "a pytree with at least one floating array: 0.0 in place of 0, or .astype(float)"
+    some = "a pytree with at least one array of floats (write 0.0 in place of 0, or use .astype(float))"
     require(bool(jax.tree.leaves(variable)), name, given, some)
     if bad := nonfinite_leaves(variable):
         where = "" if bad == ["value"] else f" in {', '.join(bad)}"

@@ -505,7 +505,7 @@ def check_losses(
             if shape is None:
                 got = "None: does it end without `return`?"
             elif getattr(shape, "shape", ()):
-                got = f"an array of shape {shape.shape}, of which jnp.mean makes one"
+                got = f"an array of shape {shape.shape}; jnp.mean reduces an array to one number"
             raise ConfigurationError(
                 f"the {name} loss must return one real number (the mean over the batch); it returned {got}"
             )
@@ -534,6 +534,6 @@ def why_it_vanishes(problem: Problem, moves: Mapping[str, bool]) -> str:
                 if g_x
                 else ". Are the losses in the right order? Bilevel(outer, inner) takes the validation loss first"
             )
-            return f"{claim}: {why}. Only the outer loss itself moves x{order}"
+            return f"{claim}: {why}. x moves only along the derivative of the outer loss in x{order}"
         why = why and f"the outer loss has no derivative in x, and {why}"
     return why and f"x will not move by derivatives: {why} ({BLOCKED})"

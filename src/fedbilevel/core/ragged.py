@@ -73,7 +73,8 @@ class Ragged(Shown):
         require(fits, f"Clients.{name}: shapes of start and size", shapes, "(rows,) both")
         empty = np.flatnonzero(self.size <= 0)
         if empty.size:
-            whose = f"client {empty[0]} is empty ({empty.size} in all)" if len(self.size) > 1 else "there is no sample"
+            more = f" ({empty.size} clients have none)" if empty.size > 1 else ""
+            whose = f"client {empty[0]} has no samples{more}" if len(self.size) > 1 else "there is no sample"
             raise ConfigurationError(f"Clients.{name}: {whose}; every client needs at least one sample")
         stored = _length(f"Clients.{name}: leaves", self.values)
         outside = np.flatnonzero((self.start < 0) | (self.start + self.size > stored))

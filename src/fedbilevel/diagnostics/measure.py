@@ -186,13 +186,13 @@ def response(
         return optax.tree.scale(-1, _solve(population, x, y, delta, b)[0])
 
     def follow(d: PyTree) -> tuple[PyTree, PyTree, PyTree]:
-        """Return a, b and h_x d + h_y a."""
+        """Return the changes a of y*(x) and b of v that a change d of x causes, and h_x d + h_y a."""
         a = minus_inverse(_moved(population, x, y, v, d, still_y).y)
         along = _moved(population, x, y, v, d, a)
         return a, minus_inverse(along.v), along.x
 
     def through_v(dv: PyTree) -> PyTree:
-        """Return h_v dv."""
+        """Return h_v dv, the change of the hypergradient h in x that a change dv of v causes."""
         return optax.tree.scale(-1, population.inner.products(x, y, dv)[0])
 
     def hessian(d: PyTree) -> PyTree:

@@ -154,7 +154,7 @@ def as_checkpoint_error(path: Path) -> Iterator[None]:
     except FedbilevelError:
         raise
     except FileNotFoundError:
-        raise CheckpointError(f"there is no file {path} to resume from or to load") from None
+        raise CheckpointError(f"the file {path}, from which a run is to be loaded or resumed, does not exist") from None
     except Exception as error:
         raise CheckpointError(f"{path} is not a readable checkpoint: {in_a_line(error)}") from error
 

@@ -126,9 +126,9 @@ def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree
         return Met()
     bounds = "; bounds on x (project_x, in a spec run.x_bounds) keep L where it is" if high > 2 * low else ""
     return Met(
-        f"{name} had moved by up to {moved[name]:.3g}, y by {float(optax.tree.norm(way)):.3g} in norm, and the largest "
-        f"curvature of the inner loss in y was L = {high:.3g} ({low:.3g} at the start), where a step on y must be "
-        f"below 2/L = {2 / high:.3g}{bounds}"
+        f"an entry of {name} had moved by up to {moved[name]:.3g}, and y by {float(optax.tree.norm(way)):.3g} in norm. "
+        f"The largest curvature of the inner loss in y was L = {high:.3g} ({low:.3g} at the start), so steps on y "
+        f"must be below 2/L = {2 / high:.3g}{bounds}"
     )
 
 

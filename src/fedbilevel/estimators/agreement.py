@@ -48,7 +48,7 @@ def _require_same_columns(parts: Mapping[str, Any]) -> None:
 
 
 def _sum(parts: Mapping[str, Told]) -> Told:
-    """Add up what sites told, whatever it is."""
+    """Add up the sites' statistics, and report any wrong form of them as a ConfigurationError."""
     try:
         return Preparer.sum_of(parts).columns_
     except ConfigurationError:
@@ -59,13 +59,13 @@ def _sum(parts: Mapping[str, Told]) -> Told:
 
 @dataclass(frozen=True)
 class Agreement:
-    """What the statistics of all sites add up to.
+    """Hold the sum of the statistics of all sites, from which every site prepares its rows in the same way.
 
     Args:
         study: the `Study`.
         rows: the number of rows of all sites together.
-        features: the sum of what sites told of the features, by column.
-        target: the same of the target; of Cox's model, of the events.
+        features: the sums of the sites' statistics of the features, by column.
+        target: the sums of the sites' statistics of the target; for Cox's model, of the events.
     """
 
     study: Any
@@ -97,7 +97,7 @@ class Agreement:
                 raise unknown("column of all tables in drop", name, features)
         made = cls(study, sum(one["rows"] for one in statistics), features, target)
         made.estimator()._check_folds(made.rows)
-        require(len(made.names) > 0, "features", "none", "one column at least of which something is told")
+        require(len(made.names) > 0, "features", "none", "at least one column for which some site sends statistics")
         return made
 
     @classmethod
@@ -181,8 +181,8 @@ class Agreement:
         return fb.RemoteClients(len(weights), self.blank(1), weights=counted)
 
     def blank(self, count: int) -> dict[str, Any]:
-        """Draw samples whose numbers say nothing: those of a site elsewhere, or of one that is held out. They are not
-        zeros, of which a site would be warned that they move no penalty."""
+        """Draw random samples in place of those of a site that is elsewhere or held out. They are not zeros, because
+        zeros would cause the warning that no penalty moves."""
         estimator, drawn = self.estimator(), np.random.default_rng(0).normal(size=(count, len(self.names)))
         encoded = estimator._encoded(np.ones((count, 2)) if self.study.estimator == "cox" else np.ones(count))
         rows = {"row": drawn, **encoded, "fold": np.arange(count, dtype=np.int32) % self.study.cv}
@@ -194,10 +194,12 @@ class Agreement:
             return self.estimator()._search(len(self.names))
 
     def train(self, clients: Any, engine: Any, checkpoint: Path | None = None) -> Any:
-        """Find penalties and coefficients with clients here or elsewhere; returns the fitted estimator.
+        """Find penalties and coefficients, and return the fitted estimator.
 
         Args:
-            checkpoint: a file from which an interrupted search goes on; None: it is not saved.
+            clients: the sites, simulated (`Clients`) or on other machines (`RemoteClients`).
+            engine: runs the exchanges with these clients.
+            checkpoint: a file to which the search is saved and from which it resumes; None: it is not saved.
         """
         estimator = self.estimator()
         with jax.enable_x64(True):

@@ -140,7 +140,7 @@ def warn_of_words(column: str, rows: Mapping[str, int]) -> None:
 
 
 def _warn_of_numerals(column: str, words: Collection[str]) -> bool:
-    """Warn of more numbers than other words, as a single "?" makes of a column of numbers; tell whether it did."""
+    """Warn if a column of texts has more numbers than other words, as one "?" among numbers causes; return whether."""
     others = [word for word in words if not _is_numeral(word)]
     if len(words) > 2 * len(others):
         but = f", but not {', '.join(map(repr, others[:5]))}" if others else ""

@@ -313,10 +313,11 @@ def _calibrated(found: list[float] | None) -> dict[str, Any] | None:
 def _bounded(groups: Mapping[str, Numbers], own: Mapping[str, float]) -> dict[str, Any]:
     """Estimate AUROC and AUPRC of all rows from groups of neighbouring cells; pairs within a site are known.
 
-    Of two sites, a positive row is as often above a negative one of a group beside as it is within sites' own groups.
+    The order of two rows of different sites in overlapping groups is unknown. A positive row is assumed to be above a
+    negative one as often as within the sites' own groups.
 
-    Precision lies between what it is where in groups beside each other negative rows come first, and where positive
-    ones do. The interval of AUROC, by site and class, takes the most that ranks may vary within a group: it is wide.
+    The lower bound of precision puts the negative rows of overlapping groups first, and the upper bound the positive
+    rows. The interval of AUROC, by site and class, assumes the largest variation of ranks within a group: it is wide.
     """
     start, stop, negative, positive, _ = np.vstack([*groups.values()]).T
     site = np.repeat(np.arange(len(groups)), [len(one) for one in groups.values()])

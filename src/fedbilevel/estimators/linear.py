@@ -48,7 +48,8 @@ Columns = dict[str, Numbers]
 LossOfRows = Callable[[Array, Any, Any, Array], Array]
 """(x, y, rows, valid) -> scalar."""
 WIDE = 300
-"""The most features for which the search is exact: a site's reply has K + 1 times their square numbers."""
+"""The largest number of features for which the search is exact. With n features and K folds, a site's reply has
+(K + 1) n² numbers."""
 LARGEST = 999.0  # x
 
 
@@ -311,7 +312,12 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     def _given(self, width: int) -> Numbers:
         given = numbers("penalties", self.penalties)
         fits = given.shape in ((), (width,)) and bool(np.all(np.isfinite(given) & (given >= 0)))
-        require(fits, "penalties", self.penalties, f"None, a number from 0 on, or {width} of them")
+        require(
+            fits,
+            "penalties",
+            self.penalties,
+            f"None, a number that is at least 0, or {width} such numbers (one for each column)",
+        )
         return np.broadcast_to(given, width)
 
     def _names(self) -> list[str]:

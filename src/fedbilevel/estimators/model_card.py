@@ -82,7 +82,7 @@ def _penalties(model: Any) -> str:
 
 
 def _described(told: Any) -> str:
-    """Say what all sites together told of a column."""
+    """Describe the statistics of a column, summed over all sites."""
     if "categories" in told:
         rows = ", ".join(f"{_code(name)} {count}" for name, count in told["categories"].items())
         return f"rows of {rows or 'no category'}" + " and of rarer ones" * told["rarer"]

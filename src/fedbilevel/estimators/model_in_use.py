@@ -61,7 +61,8 @@ def in_units(model: Any) -> tuple[float, list[tuple[tuple[str, str, dict[str, An
 
     Returns:
         The log odds, the number or the log hazard of a row whose numbers are 0 and whose words are gaps; and, for each
-        coefficient, its column, its category (empty of numbers) and what sites told of the column, and its value.
+        coefficient, its column, its category (empty for numbers), the sites' statistics of the column, and the value of
+        the coefficient.
     """
     features, estimator = model.agreement.features, model.estimator
     told = [(name, word, one) for name, one in features.items() for word in one.get("categories", [""])]

@@ -56,7 +56,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         self.categorical = categorical
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Find what the rows of a data frame tell, such as those of a site; returns the preparer.
+        """Compute the statistics of the columns of a data frame, such as a site's rows; returns the preparer.
 
         Raises:
             ConfigurationError: X is no data frame, a categorical column is not there, or a number is infinite.
@@ -83,7 +83,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return self._keep({"X": told})
 
     def save(self, file: str | Path, *, min_count: int = 8) -> None:
-        """Write what was told as JSON, a line for each column.
+        """Write the statistics as JSON, a line for each column.
 
         Args:
             min_count: of a column with fewer numbers none is told, and categories of fewer rows are not named; 1: all.
@@ -100,7 +100,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
     @classmethod
     def sum_of(cls, parts: Mapping[str, Told]) -> Self:
-        """Add up what was told at several places, by their names, as `load` does with files.
+        """Add up the statistics of several sites, given by site name, as `load` does with files.
 
         Raises:
             ConfigurationError: a place has other columns than the first, or of another kind.
@@ -147,12 +147,12 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         return type(X)(prepared(self.columns_, table), index=X.index)
 
     def get_feature_names_out(self, input_features: Any = None) -> Any:
-        """Return the names of the columns that `transform` makes: of an indicator COLUMN_CATEGORY."""
+        """Return the names of the columns that `transform` makes. An indicator has the name COLUMN_CATEGORY."""
         check_is_fitted(self)
         return np.asarray(names_of(self.columns_), object)
 
     def _keep(self, parts: Mapping[str, Told]) -> Self:
-        """Keep the sum of what was told at several places."""
+        """Store the sum of the statistics of several sites."""
         (first, known), *_ = parts.items()
         for place, told in parts.items():
             _require_columns(place, told, known)

@@ -60,7 +60,7 @@ def sheet(model: Any) -> str:
         parts += ["", *_aligned([(printable(column), "add"), *((f"  {printable(word)}", add) for word, add in every)])]
     used = {*words, *(one.column for one in numbers)}
     if unused := [printable(name) for name in agreed.features if name not in used]:
-        parts += ["", f"Not used, as no site told of them: {', '.join(unused)}"]
+        parts += ["", f"Not used, because no site sent statistics of them: {', '.join(unused)}"]
     return "\n".join([*parts, "", *_results(model), "", *_example(model, start, numbers, words)]) + "\n"
 
 
@@ -182,6 +182,6 @@ def _common(by_hand: float, by_model: float, decimals: int) -> str:
 
 
 def _aligned(rows: Cells) -> list[str]:
-    """Write rows of cells, the first of which begin the line."""
+    """Write rows of cells; the first cell of a row begins its line."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows]

@@ -1,4 +1,4 @@
-"""A site's own table in a study: what the site tells of it, its samples, and its answers about held-out rows."""
+"""Hold a site's own table in a study: the statistics that it sends, its samples, and its answers on held-out rows."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -57,7 +57,7 @@ class SiteTable:
         self.whole = study.holdout == site
         held = self._held_out(kept[targets[-1]], patients)
         count, beside = int(np.sum(held == self.whole)), bool(held.any()) and not self.whole
-        allowed = f"{study.min_count} or more, as min_count says" + ", besides those held out" * beside
+        allowed = f"{study.min_count} or more, as min_count says" + ", in addition to the held-out rows" * beside
         require(count >= study.min_count, "rows with a target", count, allowed)
         self.absent = [name for name in study.drop if name not in kept]
         if self.absent:
@@ -93,7 +93,7 @@ class SiteTable:
         return rows.to_numpy().view(np.int32).reshape(-1, 2)
 
     def described(self) -> dict[str, str]:
-        """Say of each column, for the site's owner, what is told of it, and the share of gaps."""
+        """Describe to the site's owner, for each column, which statistics are sent, and the share of gaps."""
         if self.whole:
             return dict.fromkeys(self.told, "nothing")
         said = {}
@@ -111,7 +111,7 @@ class SiteTable:
         return said
 
     def statistics(self) -> dict[str, Any]:
-        """Return what the site tells of its rows before the exchanges."""
+        """Return the statistics of its rows that the site sends before the exchanges."""
         column = self.target.iloc[:, -1:]
         codes = [] if self.study.estimator == "ridge" else [*column.columns]
         target = Preparer(categorical=codes).fit(column).told(1)
@@ -141,7 +141,7 @@ class SiteTable:
         return dict(estimator._samples({"row": (rows - centre) / spread, **encoded, "fold": fold}))
 
     def answer(self, agreement: Agreement, question: Mapping[str, Any]) -> Any:
-        """Return what the site tells of its rows and a model: see `evaluation` and `survival_curves`."""
+        """Return what the site sends about how a model fits its rows: see `evaluation` and `survival_curves`."""
         curves = bool(self.study.times and question.get("curves"))
         features, target, patients = (self.features, self.target, self.patients) if curves else self.held_out
         if not len(target):
@@ -170,7 +170,7 @@ class SiteTable:
 
 
 def _used(features: Any, told: Told) -> Any:
-    """Make gaps of what a site does not tell."""
+    """Replace by gaps all entries whose statistics the site does not send."""
     words = {name: words_of(features[name]) if "categories" in one else features[name] for name, one in told.items()}
     hidden = untold(told, {name: column.to_numpy() for name, column in words.items()})
     made = {name: features[name].mask(gaps) if "categories" in told[name] else np.nan for name, gaps in hidden.items()}

@@ -164,7 +164,7 @@ def _rank(wanted: list[re.Pattern[str]], name: str, entry: Entry) -> float:
 
 
 def _policies() -> tuple[dict[str, Entry], str]:
-    """Return the policies of submodels, as settings, and the sentence that says which methods support them."""
+    """Return an entry for each policy of submodels, such as submodels.policy=rolling, and the sentence on support."""
     said = ast.get_docstring(ast.parse((ROOT / "core" / "submodel.py").read_text("utf-8"))) or ""
     pairs = re.findall(r"^(\w+) {2,}(.*(?:\n {2,}.*)*)", said, re.MULTILINE)
     entries = {f"submodels.policy={name}": Entry(" ".join(text.split()), "", "", "") for name, text in pairs}

@@ -299,7 +299,7 @@ def check(study: Study, node_config: str, *superlink: Any) -> Iterator[tuple[str
         raise ConfigurationError(f"{refusal.why} ({refusal.code.how})") from None
     yield "rows", f"{len(table.target)}, {len(table.held_out[1])} held out, and {table.left_out} without a target"
     for name, said in table.described().items():
-        yield "tells", f"{name}: {said}"
+        yield "sends", f"{name}: {said}"
     yield from reached(*superlink)
 
 

@@ -160,7 +160,8 @@ class WindowRequest(BaseHTTPRequestHandler):
     def has_allowed_host(self) -> bool:
         """Tell whether the header Host is an IP address or a name of this machine.
 
-        The browser sends there the name that its user has opened. A foreign name that leads to this machine is refused.
+        The browser puts the name from the address bar into this header. A name that is not of this machine is refused,
+        even if it resolves to this machine's address.
         """
         try:
             host = urlsplit(f"//{self.headers.get('Host', '')}").hostname or ""

@@ -194,8 +194,8 @@ def default_devices(state: PyTree, cohort: Cohort) -> int:
 def default_chunk(state: PyTree, clients: Clients, share: int, devices: int, lumpy: bool) -> int:
     """Choose how many clients to vectorise together.
 
-    On a CPU, as many clients form a chunk as have their states in a core's cache, and twice as many on a single device,
-    for which several cores work. The chunk is smaller if more than a tenth of all places would be empty. With states of
+    On a CPU the states of a chunk's clients fill a core's cache. A single device, for which several cores work, gets
+    chunks of twice this size. The chunk is smaller if more than a tenth of all places would be empty. With states of
     4 kB and 40 kB, and cohorts of 1,000 and 100, this took a third to a seventh of the time of a single chunk. On a GPU
     with 1,000 states of 210 kB, chunks of 50 took 1.27 times as long as a single chunk, and chunks of 250 took 1.13
     times as long; 10,000 clients at once did not fit into 80 GB.

@@ -114,7 +114,7 @@ class DeviceRows(NamedTuple):
     axis: Any  # the axes of the mesh, or None
 
     def here(self, chosen: Array) -> Array:
-        """Return this device's part, (rows,), of a choice of clients, (M,); rows that pad the table are not chosen."""
+        """Return this device's part, (rows,), of a choice among all clients, (M,); padding rows count as not chosen."""
         short = jnp.shape(chosen)[0]
         ids = self.first + jnp.arange(self.size)
         return jnp.where(ids < short, jnp.asarray(chosen)[jnp.minimum(ids, short - 1)], 0).astype(chosen.dtype)
