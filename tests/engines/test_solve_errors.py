@@ -30,7 +30,7 @@ GIVEN = r"; it was given x: leaf \(3,\); y: \['b'\] \(\), \['w'\] \(3,\); batch:
 WRONG = {
     "a list for clients": (
         {"clients": entries()},
-        r"clients = a list is not allowed: .*fedbilevel\.Clients\(outer, inner",
+        r"clients = an object of type list is not allowed: .*fedbilevel\.Clients\(outer, inner",
     ),
     "a function for the problem": ({"problem": outer}, "problem = <function outer .* it must be a Bilevel, Minimax"),
     "whole numbers": (

@@ -425,7 +425,7 @@ def _check(options: argparse.Namespace) -> int:
     given = options.superlink, options.root_certificates, options.auth_supernode_private_key
     inside = [file for name in ("spec", "study") for file in options.app.glob(f"*/{name}.toml")]
     found = [options.app] if options.app.is_file() else inside
-    allowed = "the folder of an app, with one spec.toml or study.toml in its package, or such a file"
+    allowed = "a spec.toml or study.toml, or the folder of an app whose package has exactly one of these files"
     require(len(found) == 1, "APP", str(options.app), allowed)
     terminal = shared.console()
     if options.app.is_dir():

@@ -345,7 +345,9 @@ def require_clients(got: object) -> Clients:
     """Return `got` if it is a population with samples, and raise ConfigurationError otherwise."""
     if not isinstance(got, Clients):
         made = "fedbilevel.Clients(outer, inner) makes them from lists with one entry per client"
-        raise ConfigurationError(f"clients = a {type(got).__name__} is not allowed: it must be Clients; {made}")
+        raise ConfigurationError(
+            f"clients = an object of type {type(got).__name__} is not allowed: it must be Clients; {made}"
+        )
     return got
 
 

@@ -59,7 +59,8 @@ class Scales:
     def outer_step(self, inner_step: float) -> float:
         """Return a step γ_x on x that is slow enough for y and v, which move by inner steps of this size.
 
-        The lag alone would allow γ_x = 4·inner_step/‖T‖, and Φ alone 2/L_Φ; γ_x is a quarter of their harmonic sum.
+        There are two bounds on γ_x: a = 4·inner_step/‖T‖, from the lag of y and v, and b = 2/L_Φ, from the smoothness
+        of Φ. The step is 1 / (4 (1/a + 1/b)).
         """
         return 1 / (self.lag / inner_step + 2 * self.phi_smoothness)
 

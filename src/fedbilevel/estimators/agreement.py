@@ -1,4 +1,4 @@
-"""What all sites of a study agree on: the sum of their statistics, from which each prepares its own rows."""
+"""Add up the statistics of all sites of a study; from the sum, each site prepares its own rows."""
 
 import json
 from collections.abc import Mapping, Sequence

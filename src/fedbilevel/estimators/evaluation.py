@@ -1,19 +1,21 @@
-"""What a study reports of its model, by rows that each site has held out: no site shows them.
+"""Report how good a study's model is, by rows that each site holds out and does not show.
 
 The server asks each site a question with the model's coefficients; the site answers with measures of its own held-out
 rows and with sums, the same on one machine and over Flower. From these the server has
 
-    within sites    Σ_i w_i θ_i / Σ_i w_i: of AUROC and concordance w_i are the site's pairs, of AUPRC its positives
-    overall         of logistic regression, all pairs. Those of two sites are known by groups of predicted
-                    probability. Pairs of overlapping groups count as those within sites' groups do; the least and
-                    the most that they may count bound the error
-    calibration     slope and intercept of all rows by Newton's method, whose sums sites send, an exchange a step; of
-                    Cox's model the slope at each site
-    errors          of ridge regression, by sums over all rows
+    within sites    Σ_i w_i θ_i / Σ_i w_i, where w_i is the site's number of pairs (for AUROC and concordance) or of
+                    positives (for AUPRC)
+    overall         for logistic regression: all pairs. For pairs of two sites only the groups of predicted
+                    probability are known. Pairs in overlapping groups are estimated from the pairs within sites'
+                    groups, and the smallest and the largest possible value bound the error
+    calibration     for logistic regression: slope and intercept over all rows, by Newton's method, with one exchange
+                    of sums per step; for Cox's model: the slope at each site
+    errors          for ridge regression, from sums over all rows
 
-Sites are independent, so that the variance of Σ w_i θ_i is Σ w_i² Var θ_i, as of a bootstrap within each site: see
-`measures`. A site answers nothing where it has fewer than `min_count` held-out rows, of either class, or events. A
-group of predictions has `min_count` rows of the site or more; how many of these are positive is sent whatever it is.
+Sites are independent, so the variance of Σ w_i θ_i is Σ w_i² Var θ_i, as for a bootstrap within each site: see
+`measures`. A site sends no answer if it has fewer than `min_count` held-out rows of one of the classes, or fewer
+events. A group of predictions has at least `min_count` rows of the site, but the number of positive rows in a group is
+sent even if it is small.
 """
 
 import json
@@ -398,7 +400,7 @@ def _ridge(told: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _curve(groups: Mapping[str, Numbers]) -> list[dict[str, float]]:
-    """Gather the groups of all sites, by their mean prediction, in some POINTS of about as many rows."""
+    """Gather the groups of all sites, by mean prediction, into at most POINTS points of about equally many rows."""
     every = np.vstack([*groups.values()])
     rows = every[:, 2] + every[:, 3]
     every, rows = (each[np.argsort(every[:, 4] / rows, kind="stable")] for each in (every, rows))

@@ -193,7 +193,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return np.asarray(dispersion * inverse @ hessian @ inverse / rows)
 
     def _dispersion(self, gradient: Numbers, hessian: Numbers, w: Numbers, freedom: float, rows: int) -> float:
-        """Return the variance of a row's score in units of its second derivative, 1 of a log likelihood."""
+        """Return the ratio of the variance of a row's score to its second derivative; for a log likelihood it is 1."""
         return 1.0
 
     def _search(self, width: int) -> tuple[PenaltySearch, fb.Bilevel, Numbers, dict[str, Numbers]]:

@@ -1,13 +1,13 @@
-"""Measures of predictions of one site's rows, with standard errors.
+"""Measure predictions of one site's rows, with standard errors.
 
-U_j is the derivative of a measure in the weight of row j. With c the patients (the rows, where none are named), and m
-how many there are,
+U_j is the derivative of a measure in the weight of row j, c runs over the patients (over the rows, if no patients are
+named), and m is their number. Then
 
     variance = m/(m − 1) Σ_c (Σ_{j of c} U_j)²
 
 which is the infinitesimal jackknife (Efron, "The Jackknife, the Bootstrap and Other Resampling Plans", SIAM 1982): to
 first order, the variance of a bootstrap of the site's patients with infinitely many replicates. It needs no seed, and a
-site sends one number; from many replicates of a known seed, a server could solve for the ranks of rows. For AUROC it is
+site sends one number. From many replicates with a known seed, a server could compute the ranks of rows. For AUROC it is
 DeLong's variance (Biometrics 1988) but for factors m/(m − 1).
 """
 

@@ -1,18 +1,18 @@
 """Exact search for the penalties of models with few coefficients, in exchanges of gradients and Hessians.
 
-The models k = 1 … M of `linear` are trained with penalties c_l w_kl²/2, c_l = 2 κ x_{g(l)}, and f judges them. In every
-exchange the server sends x and w, and each client replies for every model with the gradient and the Hessian H_k of its
-training loss, and the gradient s_k of its validation loss: M (D + 1) (D + 2) numbers or so, for D coefficients. From
-their means the server has, without a further exchange,
+The models k = 1 … M of `linear` are trained with penalties c_l w_kl²/2, c_l = 2 κ x_{g(l)}, and f measures them on
+validation rows. In every exchange the server sends x and w, and each client replies for every model with the gradient
+and the Hessian H_k of its training loss, and the gradient s_k of its validation loss: about M (D + 1) (D + 2) numbers,
+for D coefficients. From their means the server has, without a further exchange,
 
     the step of Newton's method    w_k ← w_k − H_k⁻¹ ∇G_k
     the hypergradient              ∂F/∂log x_g = −Σ_k Σ_{l: g(l) = g} c_l w_kl (H_k⁻¹ s_k)_l
 
 as ∂²G_k/∂w_kl ∂log x_g = c_l w_kl needs no samples. A step is halved until it makes ‖∇G‖ smaller. When ‖∇G‖ is
 small, the server moves log x in its box, by a projected BFGS method with backtracking on F − Σ_k s_kᵀH_k⁻¹∇G_k, which
-is F at the minimum to second order. New penalties change gradients and Hessians by what the server knows: the next
-exchange is about models that have made a step for them. The search ends where the projected gradient is small; Newton's
-method then goes on to rounding.
+is F at the minimum to second order. The server can compute how new penalties change the gradients and Hessians, so
+the models make a Newton step for these penalties before the next exchange. The search ends when the projected gradient
+is small; Newton's method then continues until only rounding errors are left.
 """
 
 from typing import Any, NamedTuple

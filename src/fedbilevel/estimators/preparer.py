@@ -1,15 +1,17 @@
-"""Numbers of a table with categories and gaps, agreed on by sites that show no rows.
+"""Turn a table with categories and gaps into numbers, in a way on which sites agree without showing rows.
 
-A site tells, of each column of numbers, how many there are, their mean and the sum of squares about it; of each column
-of categories, how many rows have each. Added up, a number becomes (a − mean)/deviation and a gap 0, which is the mean;
-a category becomes an indicator for each name, all 0 in a gap. `fit` on everyone's rows gives the same, to rounding.
+For each column of numbers, a site sends how many numbers there are, their mean and the sum of squares about the mean.
+For each column of categories, it sends how many rows have each category. With these statistics added up over sites, a
+number becomes (a − mean)/deviation, and a gap becomes 0, which is the mean; a category becomes an indicator for each
+name, and all indicators are 0 in a gap. `fit` on the rows of all sites gives the same, up to rounding.
 
-Sites `save` what they tell, as a text to be read before it is sent, and `load` adds such texts up. Sums are exact and
-rounded once: the order of sites changes no bit of them.
+A site writes its statistics with `save`, as a text to be read before it is sent, and `load` adds such texts up. Sums
+are exact and rounded once: the order of sites changes no bit of them.
 
-What is told is little, and not nothing. The mean of one number is that number, a category of one row says that somebody
-has it, and a column of names tells them all. So `save` leaves out what fewer than `min_count` rows tell. Nothing hides
-a number among zeros, nor a row from those who get two texts of a site, one with the row and one without it.
+The statistics reveal little, but not nothing. The mean of one number is that number, a category with one row reveals
+that a patient has it, and a column of names reveals them all. So `save` leaves out statistics of fewer than `min_count`
+rows. It does not hide a single number among zeros. It does not hide a row from a reader who gets two texts of a site,
+one with the row and one without it.
 """
 
 import json

@@ -10,8 +10,9 @@ It has three steps, the same in both cases:
 A column of prepared rows needs no second sum: a number becomes (a − mean)/deviation and a gap 0, so that its mean over
 all rows is 0, and its variance the share of rows without a gap; the mean of an indicator is the share of its category.
 
-What `min_count` hides in the statistics is not used: it would be plain in the first gradient. It counts as a gap at
-that site. The classes of the target are returned whatever their counts, since the first gradient tells these anyway.
+Values that `min_count` hides in the statistics are not used for training, because the first gradient would reveal
+them. They count as gaps at that site. The classes of the target are always sent, because the first gradient reveals
+them anyway.
 """
 
 import json
@@ -294,12 +295,16 @@ class StudyModel:
     def table(self) -> Any:
         """Return the coefficients as a paper prints them, a data frame with a row for each.
 
-        Its columns are "column" and "category" (empty of numbers); "coefficient", for each unit of the original
-        column; "odds ratio" or "hazard ratio", which is exp(coefficient), of logistic regression and Cox's model;
-        "standard error" of the coefficient, in its unit, NaN with more than 300 features; and "penalty", of the
-        standardised column, as `penalties_`. A category is compared with a gap: the ratio of two categories is the
-        quotient of theirs. The first row is the intercept, which Cox's model does not have: of a row whose numbers are
-        0 and whose categories are gaps.
+        Its columns are:
+            "column" and "category": what the coefficient belongs to; the category is empty for a number.
+            "coefficient": per unit of the original column.
+            "odds ratio" (logistic regression) or "hazard ratio" (Cox's model): exp(coefficient). The ratio of a
+                category compares it with a gap; to compare two categories, divide their ratios.
+            "standard error": of the coefficient, in the same unit; NaN with more than 300 features.
+            "penalty": that of the standardised column, as in `penalties_`.
+
+        The first row is the intercept: the log odds, or the number, for a row whose numbers are 0 and whose categories
+        are gaps. Cox's model has no intercept.
         """
         return coefficient_table(self)
 
@@ -326,15 +331,16 @@ class StudyModel:
     def sheet(self) -> str:
         """Write a scoring sheet, with which a person computes a prediction by pen, paper and a pocket calculator.
 
-        It is plain text: the start, the term of each unit of a number and of a missing one, the points of each word and
-        of each site, what follows from their sum, and an example. Of logistic regression a probability follows; of
-        ridge regression a number; and of Cox's model a relative hazard and, with baselines, the survival at each site.
+        The sheet is plain text. It has the start of the sum, the term for each unit of a number and for a missing
+        number, the points of each word and of each site, the formula that turns the sum into the prediction, and an
+        example. The prediction is a probability (logistic regression), a number (ridge regression), or a relative
+        hazard and, with baselines, the survival at each site (Cox's model).
         """
         return sheet(self)
 
     def predict_survival(self, frame: Any, times: Any, site: str) -> Any:
         """Compute the probability of each row of a site to be without the event at these times, (n, times), by Cox's
-        model and the site's baseline, which rises at the ends of its steps alone.
+        model and the site's baseline, a step function that rises at the ends of its steps.
 
         Raises:
             ConfigurationError: the site has no baseline, or times are beyond its end.

@@ -1,7 +1,8 @@
 """Cox's proportional hazards of several sites' rows, each site with a baseline hazard of its own.
 
-A stratified partial likelihood (Cox, "Regression models and life-tables", JRSS B 1972), with sites as strata: no sum
-goes over rows of two sites. With t_j a row's time and e_j whether the event came then, and ties as Breslow has them,
+The loss is a stratified partial likelihood (Cox, "Regression models and life-tables", JRSS B 1972), with sites as
+strata: no sum goes over rows of two sites. t_j is the time of row j, e_j is 1 if the event came at t_j and otherwise 0,
+and ties are treated by Breslow's method:
 
     ℓ_j = e_j [log Σ_{k of the site: t_k ≥ t_j} exp(a_kᵀw) − a_jᵀw]
 """
@@ -42,7 +43,7 @@ class CoxRegression(Penalised):
         return {"time": times, "event": events, "stratum": events.astype(np.int32)}
 
     def _samples(self, rows: Columns) -> Columns:
-        """Put the latest first: at risk are all rows up to `last`, the last of the same time."""
+        """Sort rows by time, latest first: the rows at risk at a row's time are all rows up to its index `last`."""
         return in_order_of_time(rows)
 
     def _losses(self, z: Array, rows: Any, valid: Array) -> Array:

@@ -76,7 +76,7 @@ NODE = {
     **PRIVACY,
     **LIMITS,
 }
-"""The node configuration, besides the task's own fields."""
+"""The types of the node configuration's fields, without the task's own fields."""
 SETTABLE = "algorithm.* run.*"
 """The fields of the spec that a server may set at a site, unless the site's `settable` names other fields."""
 
@@ -323,7 +323,12 @@ def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
 
 def require_real(spec: Spec) -> None:
     """Reject a spec with settings that only a simulation can have."""
-    require(not spec.run.pooled, "run.pooled", True, "false in a federation, where clients keep their samples")
+    require(
+        not spec.run.pooled,
+        "run.pooled",
+        True,
+        "false, because clients of a federation keep their samples and pooling needs all samples in one place",
+    )
     one_run = experiment_with(spec.algorithm.value) is Experiment
     allowed = "a method in a federation: a search trains a model for each of many trials, in simulations alone"
     require(one_run, "algorithm", label(spec.algorithm.name), allowed)

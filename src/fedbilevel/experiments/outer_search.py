@@ -50,7 +50,7 @@ from fedbilevel.wording import missing
 if TYPE_CHECKING:
     import optuna
 
-ENTRIES = 1_000  # of x at most, since Optuna's samplers draw each entry separately
+ENTRIES = 1_000  # the largest number of entries of x, because Optuna's samplers draw each entry separately
 VALIDATION = "validation"  # name of the outer loss as a metric per client
 
 

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 
 STUDY, JOURNAL, LOCK = "fedbilevel", "study.journal", ".study.lock"
 BEAT, GRACE = 10, 60  # seconds between a worker's heartbeats in a database, and without one until its trial is retried
-DIGITS = 4  # significant digits of a drawn number, as many as a paper quotes
+DIGITS = 4  # significant digits of a drawn number, so that a paper can quote it exactly
 PRUNERS = {"halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner", "median": "MedianPruner"}
 UNREADABLE = (ImportError, OSError, ValueError, LookupError, TypeError, AttributeError)  # errors of drivers, journals
 Space = Mapping[str, "Range | Sequence[Any]"]
