@@ -267,7 +267,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         warn(ConvergenceWarning(f"{type(self).__name__} has not converged: {why}. More rounds= may help"))
 
     def _keep(self, history: Any) -> None:
-        """Keep the history, with losses in squares of what the target is measured in."""
+        """Keep the history, with its losses in squared units of the target."""
         self.history_ = history
         for row in history.rows:
             row.update({name: row[name] * self._unit**2 for name in ("outer_loss", "inner_loss") if name in row})

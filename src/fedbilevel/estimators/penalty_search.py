@@ -42,7 +42,7 @@ class Derivatives(NamedTuple):
 
 
 class Judged(NamedTuple):
-    """The best penalties so far, and what they are judged by."""
+    """Hold the best penalties so far, and the numbers by which they are compared."""
 
     log_x: Array  # (groups,)
     value: Array  # F
@@ -187,7 +187,7 @@ def _rows(y: Tree) -> Array:
 
 
 def _like(y: Tree, w: Array) -> Tree:
-    """Undo `_rows`."""
+    """Invert `_rows`: return a tree like y that has the rows w."""
     return {"coef": w[:, :-1], "intercept": w[:, -1]} if "intercept" in y else {"coef": w}
 
 

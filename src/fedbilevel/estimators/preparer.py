@@ -48,10 +48,12 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     """Make standardised numbers and indicators of a data frame's columns.
 
     Args:
-        categorical: columns of codes, of 0 and 1 too, whose mean would be a count of rows; and columns of categories
-            that are all gaps at a site. Texts and pandas' categories are categories anyway.
+        categorical: the names of columns whose numbers are codes, also the codes 0 and 1 (their mean would reveal a
+            count of rows); and of columns of categories in which a site has only gaps. Texts and pandas' categories
+            are categories anyway.
 
-    `fit` and `load` set `columns_`, what was told by column. The name of a category is its text, of 1.0 as of 1.
+    `fit` and `load` set `columns_`, the statistics of each column. The name of a category is its text; 1.0 and 1 have
+    the same name.
     """
 
     def __init__(self, *, categorical: Sequence[str] = ()) -> None:

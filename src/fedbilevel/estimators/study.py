@@ -157,7 +157,7 @@ class Study:
 
     @property
     def text(self) -> str:
-        """The study as JSON, the same for the same study."""
+        """Return the study as JSON; equal studies have equal texts."""
         return json.dumps(asdict(self), sort_keys=True, ensure_ascii=False)
 
     @property
