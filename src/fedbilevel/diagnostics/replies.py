@@ -121,9 +121,7 @@ def reply_norms(
 
     require(privacy is None or isinstance(privacy, Privacy), "privacy", privacy, "fedbilevel.Privacy(…) or None")
     coded = [type(layer).__name__ for layer in layers_at(algorithm) if layer.place == "coded"]
-    require(
-        not coded, "algorithm", f"with {', '.join(coded)}", "a method without a code, which would send other numbers"
-    )
+    require(not coded, "algorithm", f"with {', '.join(coded)}", "a method without a layer that codes replies")
     play = partial(solve, algorithm, problem, clients, x, y, cohort=cohort, key=key)
     moved = {}
     if privacy is not None:
