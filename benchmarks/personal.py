@@ -1,0 +1,252 @@
+"""A model for each client, pulled to a shared one whose pull is learned, beside what else serves clients that differ.
+
+Each model is a softmax regression. The rows of each client are dealt into training, validation and test samples. The
+images are those of 20 clients with two shards each, so that a client has two or three of ten classes; the tables are
+heart disease (four hospitals) and azpro (17 hospitals, the procedure is predicted). Three arms are one run of SimFBO
+each, with steps that adapt and 1,000 exchanges, whose x is chosen by the validation loss:
+
+    one model           y is shared, x its penalty
+    own models          y is each client's own, x a penalty for all of them
+    pulled              y is a shared model and each client's own, both trained, and x the pull of the own models to the
+                        shared one, and the shared one's penalty
+
+The others have six trials each, and the best by the mean validation loss is kept. Their losses are minimised to the
+end, where SGD of any step size would lead, so that no step is chosen:
+
+    FedAvg              one model, of the mean training loss with a penalty of 1e-5 to 1
+    FedAvg, fine-tuned  FedAvg's, after 0, 1, 3, 10, 30 or 100 steps of each client along its own gradient, of 1/L
+    Ditto               own models, pulled to FedAvg's by 1e-4 to 10
+    alone               own models, with a penalty of 1e-5 to 1 that each client chooses by its own validation samples
+
+Columns: the mean over clients of the accuracy on a client's test samples, that of the worst client, and the mean of the
+loss; differences are to "pulled", ± half of a 95 % Student interval over splits. Data are read from $FEDBILEVEL_DATA.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from scipy.optimize import minimize
+
+import fedbilevel as fb
+from benchmarks import sites
+from benchmarks.beside_search import difference
+from benchmarks.harness import head, row
+from fedbilevel.data import shards
+from fedbilevel.tasks.images import load_rows
+from fedbilevel.tasks.regularization import with_one
+
+CLIENTS, IMAGES = 20, 120  # of each client
+EXCHANGES = 1000
+PENALTIES = 10.0 ** np.arange(-5, 1)
+PULLS = 10.0 ** np.arange(-4, 2)
+STEPS = (0, 1, 3, 10, 30, 100)
+BOX = (-6.0, 1.0)  # of x, exponents of ten
+START = -3.0
+QUICK = {"sets": ["digits"], "splits": [0, 1]}
+Models = np.ndarray
+"""(clients, features, classes)."""
+
+
+class Part(NamedTuple):
+    """Training, validation or test samples of all clients, filled up with rows of weight 0."""
+
+    rows: np.ndarray  # (clients, samples, features)
+    labels: np.ndarray  # (clients, samples)
+    weights: np.ndarray  # (clients, samples), which add up to 1 for each client
+
+
+class Split(NamedTuple):
+    """The samples of all clients."""
+
+    train: Part
+    valid: Part
+    test: Part
+    classes: int
+
+
+def filled(clients: Sequence[tuple[np.ndarray, np.ndarray]]) -> Part:
+    most, width = max(len(labels) for _, labels in clients), clients[0][0].shape[1]
+    part = Part(
+        np.zeros((len(clients), most, width)), np.zeros((len(clients), most), int), np.zeros((len(clients), most))
+    )
+    for i, (rows, labels) in enumerate(clients):
+        part.rows[i, : len(rows)], part.labels[i, : len(rows)], part.weights[i, : len(rows)] = (
+            rows,
+            labels,
+            1 / len(rows),
+        )
+    return part
+
+
+def images(name: str, split: int) -> Split:
+    found, rng = load_rows(name, 0.0, 0), np.random.default_rng(split)
+    drawn = rng.permutation(len(found.train_labels))[: CLIENTS * IMAGES]
+    rows, labels = found.train_images[drawn].reshape(len(drawn), -1), found.train_labels[drawn]
+    rows = with_one(rows / np.sqrt(np.mean(np.sum(rows**2, axis=1))))
+    whose = [rng.permutation(mine) for mine in shards(labels, CLIENTS, seed=split)]
+    thirds = [np.array_split(mine, 3) for mine in whose]
+    parts = [filled([(rows[own[k]], labels[own[k]]) for own in thirds]) for k in range(3)]
+    return Split(*parts, 10)
+
+
+def table(name: str, split: int) -> Split:
+    whole = sites.SETS[name]()
+    rest, test = sites.dealt(whole, split)
+    train, valid = sites.dealt(rest, split)
+    features = [sites.prepared(train, part, False)[1].to_numpy() for part in (train, valid, test)]
+    named, parts = np.unique(whole.site), []
+    for rows, part in zip(features, (train, valid, test), strict=True):
+        here = [part.site == site for site in named]
+        parts.append(filled([(with_one(rows[one]), part.target[one].astype(int)) for one in here]))
+    return Split(*parts, 2)
+
+
+SETS: dict[str, Callable[[int], Split]] = {
+    "digits": lambda split: images("digits", split),
+    "MNIST": lambda split: images("mnist", split),
+    "Fashion-MNIST": lambda split: images("fashion-mnist", split),
+    "heart": lambda split: table("heart", split),
+    "azpro": lambda split: table("azpro", split),
+}
+
+
+def loss(model: Any, rows: Any, labels: Any, weights: Any) -> Any:
+    """Return the mean loss of a model on the samples of one client."""
+    logs = jax.nn.log_softmax(rows @ model)
+    return -jnp.vdot(jax.nn.one_hot(labels, model.shape[1]), weights[:, None] * logs)
+
+
+losses = jax.jit(jax.vmap(loss))
+
+
+def right(models: Models, part: Part) -> np.ndarray:
+    """Return each client's accuracy."""
+    found = np.einsum("cnf,cfk->cnk", part.rows, models).argmax(2)
+    return np.sum(part.weights * (found == part.labels), axis=1)
+
+
+def size(model: Any) -> Any:
+    return jnp.sum(model**2)
+
+
+def bilevel(own: bool, pulled: bool, at: Split) -> Models:
+    """Return each client's model of a run of SimFBO."""
+
+    def of(y: Any) -> Any:
+        return y["own"] if pulled else y
+
+    def of_batch(model: Any, batch: Any) -> Any:
+        return loss(model, *(batch[name][0] for name in Part._fields))
+
+    def outer(x: Any, y: Any, batch: Any) -> Any:
+        return of_batch(of(y), batch)
+
+    def inner(x: Any, y: Any, batch: Any) -> Any:
+        if not pulled:
+            return of_batch(y, batch) + 10 ** x[0] * size(y)
+        both = of_batch(y["own"], batch) + of_batch(y["shared"], batch)
+        return both + 10 ** x[0] * size(y["own"] - y["shared"]) + 10 ** x[1] * size(y["shared"])
+
+    def everyones(model: Any) -> Any:
+        return jnp.broadcast_to(model, (len(at.train.rows), *start.shape))
+
+    is_own = {(True, False): lambda path: True, (True, True): lambda path: path == "own"}.get((own, pulled))
+    problem = fb.Bilevel(outer, inner, own=is_own, project_x=fb.projections.box(*BOX))
+    samples = [{name: field[:, None] for name, field in part._asdict().items()} for part in (at.valid, at.train)]
+    start = np.zeros((at.train.rows.shape[2], at.classes))
+    y0 = {"shared": start, "own": start} if pulled else start
+    found = fb.solve(
+        fb.SimFBO(local_steps=1, batch_size=None),
+        problem,
+        fb.Clients(*samples),
+        np.full(2 if pulled else 1, START),
+        y0,
+        rounds=EXCHANGES,
+        progress=False,
+    )
+    return np.asarray(everyones(of(found.y)))
+
+
+def minimised(objective: Callable[[Any, Any], Any], factors: Sequence[float], start: np.ndarray) -> list[np.ndarray]:
+    """Return where an objective of models and a factor is least, for each factor."""
+    options = {"maxiter": 2000, "maxfun": 4000, "ftol": 1e-9, "gtol": 1e-6}
+    with jax.enable_x64(True):
+        both = jax.jit(jax.value_and_grad(lambda flat, factor: objective(flat.reshape(start.shape), factor)))
+        ends = [
+            minimize(both, start.ravel().astype(float), (factor,), jac=True, method="L-BFGS-B", options=options)
+            for factor in factors
+        ]
+    return [end.x.reshape(start.shape) for end in ends]
+
+
+def best(trials: Sequence[Models], at: Split, each: bool = False) -> Models:
+    """Return the trial with the least mean validation loss; with `each`, that of each client by its own."""
+    found = np.array([losses(models, *at.valid) for models in trials])
+    if each:
+        return np.stack([trials[k][i] for i, k in enumerate(found.argmin(0))])
+    return trials[found.mean(1).argmin()]
+
+
+def fedavg(at: Split) -> Models:
+    clients, start = len(at.train.rows), np.zeros((at.train.rows.shape[2], at.classes))
+
+    def whole(model: Any, penalty: float) -> Any:
+        return jnp.mean(jax.vmap(loss, (None, 0, 0, 0))(model, *at.train)) + penalty * size(model)
+
+    trials = minimised(whole, PENALTIES, start)
+    return best([np.broadcast_to(model, (clients, *model.shape)) for model in trials], at)
+
+
+def fine_tuned(models: Models, at: Split) -> Models:
+    hessians = np.einsum("cnf,cn,cng->cfg", at.train.rows, at.train.weights, at.train.rows) / 2
+    curvature = np.linalg.norm(hessians, 2, axis=(1, 2))
+    gradient = jax.jit(jax.vmap(jax.grad(loss)))
+    trials, current = [], models
+    for steps in range(max(STEPS) + 1):
+        trials += [current] if steps in STEPS else []
+        current = current - np.asarray(gradient(current, *at.train)) / curvature[:, None, None]
+    return best(trials, at)
+
+
+def own_models(at: Split, pulls: Sequence[float], center: Models) -> list[Models]:
+    def whole(models: Any, pull: float) -> Any:
+        return jnp.sum(losses(models, *at.train)) + pull * size(models - center)
+
+    return minimised(whole, pulls, center)
+
+
+def arms(at: Split) -> dict[str, Models]:
+    averaged = fedavg(at)
+    return {
+        "pulled": bilevel(True, True, at),
+        "own models": bilevel(True, False, at),
+        "one model": bilevel(False, False, at),
+        "FedAvg": averaged,
+        "FedAvg, fine-tuned": fine_tuned(averaged, at),
+        "Ditto": best(own_models(at, PULLS, averaged), at),
+        "alone": best(own_models(at, PENALTIES, np.zeros_like(averaged)), at, each=True),
+    }
+
+
+def main(sets: tuple[str, ...] = tuple(SETS), splits: tuple[int, ...] = (0, 1, 2, 3, 4)) -> None:
+    warnings.simplefilter("ignore", fb.errors.NumericalWarning)
+    fb.Local.keep_on_disk()  # the programs of all splits are the same
+    print(f"splits {', '.join(map(str, splits))}")
+    head("data", "clients", "arm", "accuracy, %", "difference", "worst client, %", "difference", "loss", "difference")
+    for name in sets:
+        found: dict[str, list[tuple[float, float, float]]] = {}
+        for split in splits:
+            at = SETS[name](split)
+            for arm, models in arms(at).items():
+                accuracy, test = 100 * right(models, at.test), np.mean(losses(models, *at.test))
+                found.setdefault(arm, []).append((accuracy.mean(), accuracy.min(), float(test)))
+        table = {arm: np.array(rows) for arm, rows in found.items()}
+        for arm, rows in table.items():
+            cells = []
+            for column, form in enumerate((".1f", ".1f", ".4f")):
+                cells += [f"{rows[:, column].mean():{form}}", difference(rows[:, column], table["pulled"][:, column])]
+            row(name, len(at.test.rows), arm, *cells)
