@@ -26,6 +26,7 @@ def flat(start, size, total=10):
 SAMPLES = {
     "empty client in a list": ([np.zeros((2, 2)), np.zeros((0, 2))], {}, "client 1 has no samples"),
     "no clients": ([], {}, "list with one entry per client, and at least one client"),
+    "arrays without clients": (GOOD[:0], {}, "has 0 clients; at least one client is needed"),
     "empty client by size": (GOOD, {"sizes": [4, 0, 4]}, "client 1 has no samples"),
     "size beyond what is stored": (GOOD, {"sizes": [4, 5, 4]}, "size of 5 exceeds the 4 samples"),
     "sizes of the wrong length": (GOOD, {"sizes": [4, 4]}, r"_sizes .*\(3,\)"),

@@ -288,7 +288,10 @@ def _rows(name: str, data: PyTree, sizes: Any) -> Ragged:
         require(len(data) > 0, f"Clients.{name}", data, "a list with one entry per client, and at least one client")
         require(sizes is None, f"Clients.{name}_sizes", sizes, "left out when the data is a list")
         return Ragged.listed(name, data)
-    return Ragged.stacked(name, data, sizes)
+    rows = Ragged.stacked(name, data, sizes)
+    if len(rows.size) == 0:
+        raise ConfigurationError(f"Clients.{name} has 0 clients; at least one client is needed")
+    return rows
 
 
 def checked_weights(field: str, weights: Any, count: int, otherwise: str = "None") -> np.ndarray:
