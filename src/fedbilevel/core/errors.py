@@ -71,7 +71,7 @@ class ConfigurationError(FedbilevelError, ValueError):
 
     @property
     def wrong(self) -> "tuple[ConfigurationError, ...]":
-        """Return the errors that this error reports together, or this error alone."""
+        """Return an error for each mistake that the message lists; if there is one mistake, it is this error itself."""
         return self.several or (self,)
 
     def __str__(self) -> str:
@@ -138,7 +138,7 @@ class ExchangeError(FedbilevelError):
 
 
 class FloorError(FedbilevelError):
-    """Report that a client refuses to draw so few samples; the message names its rule and contains no data."""
+    """Report that a client refuses to draw fewer samples than it allows; the message has its rule and no data."""
 
 
 class CheckError(FedbilevelError, AssertionError):

@@ -55,7 +55,7 @@ class Ends(NamedTuple):
         where = f"{column} of all clients on all their samples ended at {end}"
         if not self.worse:
             return f"{where}, above {start} at the start, where y was not trained: with y trained there it is {trained}"
-        with_y = f", and than {trained} with y trained there" if self.trained > self.start else ""
+        with_y = f" (and worse than {trained}, its value there with y trained)" if self.trained > self.start else ""
         return f"{where}, worse than {start} at the start{with_y}"
 
 

@@ -239,7 +239,10 @@ class Evidence(NamedTuple):
         found = (np.any((off >= FEWEST) & (off > SHARE * tell)) for tell, off in (self.doubled, self.mixed))
         twice, mixed = map(bool, found)
         if twice:
-            return "a sample that appears twice counts twice. It looks like a sum: write .mean() in place of .sum()"
+            return (
+                "a batch that contains one sample twice does not have the loss of this sample. It looks like a sum: "
+                "write .mean() in place of .sum()"
+            )
         if mixed:
             return (
                 "what a sample adds depends on the other samples. One cause is a difference of arrays of shapes (n, 1) "

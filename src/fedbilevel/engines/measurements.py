@@ -167,7 +167,7 @@ class RunMeasurements:
         if best.round == result.round:
             return f"{said}, where y was not trained; it was falling, and more rounds may lower it"
         better = f"result.best has x and y of its best row, of round {best.round}"
-        remark = f"{said}: {better}; {what_to_lower(method)}"
+        remark = f"{said}. {better}. To improve the end, {what_to_lower(method)}"
         warn_on_first(NumericalWarning(remark))
         return remark
 

@@ -79,46 +79,48 @@ def solve(
     Args:
         algorithm: e.g. SimFBO(local_steps=10); steps that are None adapt (`AdaptiveSteps`).
         problem: the losses.
-        clients: each client's samples (`Clients`). For an engine whose clients are on other machines: a
-            description of them (`RemoteClients`).
+        clients: each client's samples (`Clients`). If the clients are on other machines, this is a description of them
+            (`RemoteClients`).
         x0, y0: the start; any pytrees, whose floating arrays are the variables. A single-level problem has no y0.
         rounds: the total number of rounds, including those before a resumption; the run ends earlier if the algorithm
             has finished.
         cohort: clients per round, drawn uniformly without replacement; None: all clients. `fedbilevel.Cohort(10,
-            replacement=True)` draws with replacement.
-        key: a seed or a JAX key. The same key and the same arguments above give the same numbers on every engine.
+            replacement=True)` draws 10 clients with replacement.
+        key: a seed or a JAX key. Two runs with the same key and the same arguments up to `cohort` have the same
+            numbers, also on different engines.
         engine: Local() by default.
         eval_every: rounds between rows of the history; None makes about twenty rows.
         metrics: functions (x, y) -> scalar by name, computed for every row; `Metric` says whether larger is better.
         metrics_per_client: functions (x, y, batch) -> number by name, means over the samples of the batch, computed for
-            every row on all outer samples of each client (`PerClient(function, "inner")`: the inner ones). The history
-            gets NAME.mean (the mean with the clients' weights), NAME.worst, NAME.best and the deciles NAME.p10 …
-            NAME.p90.
+            every row on all outer samples of each client. `PerClient(function, "inner")` takes the inner samples. The
+            history gets NAME.mean (the mean with the clients' weights), NAME.worst, NAME.best and the deciles NAME.p10
+            … NAME.p90.
         best_by: the column of the history by which `result.best` is chosen, such as a metric on validation samples;
             None: "outer_loss", the mean outer loss in the rounds before the row, if the method measures it.
-        on_divergence: what to do if an iterate is not finite. "stop" raises NonFiniteError, whose `result` has the
-            last finite x and y. "shrink" returns to the row before the best row and continues with half of every step
-            size, with a warning, at most 3 times. "shrink" also halves the steps if a loss grows and was more than 10
-            times its first value in the last two rows; where a fourth halving would be needed, the run ends. The
-            history then has a column "halvings", and the costs of abandoned rounds remain counted. None: "shrink" if
-            steps adapt, clients are simulated in one process, and there is no privacy; else "stop".
+        on_divergence: what to do if the run diverges. "stop" raises NonFiniteError if an iterate is not finite; the
+            `result` of this error has the last finite x and y. "shrink" also acts if a loss still grows and was more
+            than 10 times its first value in the last two rows. It returns to the row before the best row, halves every
+            step size, and continues with a warning. It does so at most 3 times; if a fourth time is needed, the run
+            ends. The history then has a column "halvings", and the costs of abandoned rounds remain counted. None:
+            "shrink" if steps adapt, clients are simulated in one process, and there is no privacy; else "stop".
         privacy: terms of local differential privacy for every client. Each reply is clipped, and noise is added. The
             noise is drawn from the run's key, in the float type of the run; clients report no metrics. The history has
             the ε of the client with the most replies. With fresh cohorts or capacities every exchange counts for every
             client, so this ε is an upper bound. A run ends before the first round that would take a client over the
             budget; `result.stopped` says so.
-        callbacks: functions (result, row) that are called after every stretch of rounds, by process 0 if there are
-            several (see engines.multihost). A callback that returns a reason stops the run. If a callback raises, the
-            run is saved first; after resuming, no callback is called again for earlier rounds, and reasons that other
-            callbacks returned at the same time are lost. `fedbilevel.trackers` has callbacks that record runs.
+        callbacks: functions (result, row) that are called about every half second between two rounds, and whenever the
+            history has a new row (otherwise row is None). If there are several processes, process 0 calls them (see
+            engines.multihost). A callback that returns a reason stops the run. If a callback raises an error, the run
+            is saved first. A resumed run calls no callback for earlier rounds, so a reason that another callback
+            returned at the time of the error does not stop it. `fedbilevel.trackers` has callbacks that record runs.
         checkpoint: the file to which process 0 saves the whole run, atomically, and from which the run resumes.
         checkpoint_every: rounds between saves; None: once a second, or less often so that saving takes at most a tenth
             of the time; with `RemoteClients`, after every round. Runs are also saved before round 0, at the end, on
             Ctrl-C, and if a callback raises.
         resume: True continues from `checkpoint`, with the same bits as an uninterrupted run. There is one exception: if
             the run diverges later, it cannot return to rows before the point where it was resumed. "auto" continues if
-            the file exists, and else starts. "force" continues even if arguments differ from those that the run was
-            started with, with a warning that names them.
+            the file exists, and otherwise starts a new run. "force" continues even if some arguments differ from those
+            with which the run was started; a warning names these arguments.
         count_flops: whether to trace a round once more to count the clients' operations, which takes 0.2 to 1 s.
         progress: whether to show the current stage (tracing, compiling), the rounds, their speed and the time left.
             None: in a notebook, and on a terminal if `rich` is installed; nothing is written to pipes and files. True:
@@ -136,9 +138,9 @@ def solve(
         ExchangeError: too few clients replied, after several attempts, and the checkpoint has the rounds before. This
             error is also raised if another process was lost (LostProcess of engines.process_group); the last checkpoint
             remains.
-        CheckpointError: a checkpoint could not be written or read. Or another process is writing it, which the lock
-            file .NAME.lock beside it names. Or it belongs to another run: then the message lists what differs (samples,
-            start, losses, metrics, hyperparameters, key or cohort).
+        CheckpointError: there are three causes. A checkpoint could not be written or read. Or another process is
+            writing it; the file .NAME.lock in the same folder names this process. Or the checkpoint belongs to another
+            run; the message then lists what differs (samples, start, losses, metrics, hyperparameters, key or cohort).
     """
     check_algorithm(algorithm)
     check_solves(algorithm, problem)
