@@ -1,16 +1,17 @@
 """F2SA: a round of SimFBO without second derivatives, which takes gradients at two points y ± v/λ instead.
 
 Jeongyeol Kwon, Dohyun Kwon, Stephen Wright, Robert Nowak. "A Fully First-Order Method for Stochastic Bilevel
-Optimization". ICML 2023, arXiv:2301.10945. This is the central form, F2SA-2 of "Faster Gradient Methods for
-Highly-smooth Stochastic Bilevel Optimization", ICLR 2026, arXiv:2509.02937.
+Optimization". ICML 2023, arXiv:2301.10945. This class has the form with central differences, which is F2SA-2 of "Faster
+Gradient Methods for Highly-smooth Stochastic Bilevel Optimization", ICLR 2026, arXiv:2509.02937.
 
-Let ε = 1/λ. At ε = 0, the derivative of min_y [G(x, y) + εF(x, y)] in ε is F(x, y*(x)). The central difference
+Let ε = 1/λ. At ε = 0, the derivative of min_y [G(x, y) + εF(x, y)] with respect to ε is F(x, y*(x)). It is approximated
+by the central difference
 
     Φ_λ(x) = (λ/2) (min_y [G(x, y) + εF(x, y)] − min_y [G(x, y) − εF(x, y)])
 
-needs only first derivatives, and its minimiser x_λ has an error of O(1/λ²). The two inner minimisers are written as
-y₊ = y − εv and y₋ = y + εv, so that y is near y*(x), v is near SimFBO's v, and no step size depends on λ. A client
-steps on x, y and v along the derivatives of one function of its own losses,
+The gradient of Φ_λ needs only first derivatives of F and G, and the minimiser x_λ of Φ_λ has an error of O(1/λ²). The
+two inner minimisers are written as y₊ = y − εv and y₋ = y + εv, so that y is near y*(x), v is near SimFBO's v, and no
+step size depends on λ. A client steps on x, y and v along the derivatives of one function of its own losses,
 
     s_i(x, y, v) = ½ [f_i(x, y₊) + f_i(x, y₋)] + (λ/2) [g_i(x, y₊) − g_i(x, y₋)]
 

@@ -17,9 +17,9 @@ and client i makes τ_i local steps, which ν counts.
 
 FedNest-SGD takes FedAvg's local steps on y, without q and the correction. LFedNest does the same, and its clients step
 on x along their own hypergradients, which they compute with their own Hessians. This saves all exchanges of FedIHGP,
-and is biased if clients differ. Appendix A of the paper has four variants. The paper's experiments compare alternating
-steps with two joint variants, in which a client begins its steps on x at its own y_{i,τ_i}, and one exchange averages
-both x and y.
+and is biased if clients differ. Appendix A of the paper has four variants. The paper's experiments compare them with
+two joint variants. In a joint variant, a client makes its local steps on y, continues with its steps on x at its own
+y_{i,τ_i}, and one exchange averages both x and y.
 
     variant                 call                                  steps on x            on y    exchanges
     FedNest                 FedNest()                             FedOut                SVRG    2T + N + 2
@@ -36,8 +36,8 @@ On a `Minimax` problem ∇y F = 0 at y*(x), and FedIHGP is left out. On a `Compo
 and T = 1 with β = 1 and τ = 1 gives y = mean_i r_i(x).
 
 With full batches and one step on x, LFedNest computes the same numbers, up to rounding, as RABO in which every client
-holds the whole model. In the same case FedNest-SGD computes the same numbers as FedMBO, but needs an additional
-exchange, in which all drifts are 0.
+holds the whole model. In the same case FedNest-SGD computes the same numbers as FedMBO, but with one more exchange. In
+this exchange clients send their drifts on x (see departure 1), which are all 0 if there is one step on x.
 
 In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradients.py is FedIHGP together with h, and
 `LocalImplicit.own` in parts/hypergradients.py is the hypergradient that a client of LFedNest computes alone.
@@ -45,15 +45,18 @@ In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradi
 Departures from the paper:
 1. Clients send changes of y and x, and not the new values: the server adds Σ p̃_i (y_{i,τ} − y) to y, with
    p̃_i = (M/P) p_i. For equal weights or full participation this gives the paper's mean of the y_{i,τ}, and for unequal
-   weights it is unbiased too. All corrected steps have the part −βq (or −αh) in common, which the server adds once.
-   Only d_i, the rest of a client's change (its drift), is averaged, as Σ p_i d_i / Σ p_i. If the common part were
-   averaged too, it would be biased, because q and the weights of the same cohort are not independent.
+   weights it is unbiased too. With corrected steps, the change of client i is the sum of a common part, −βq on y and
+   −αh on x, and of its drift d_i. The server adds the common part once, and averages only the drifts, as
+   Σ p_i d_i / Σ p_i. An average of the common part would be biased, because q and the weights of the same cohort are
+   not independent.
 2. The first corrected step is along q (or h) itself, since its correction is zero for any draw.
-3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges,
-   and has no variance from a random length, which grows with N. Neumann(sampling="random") is the paper's method.
-   Two other fields compute v in other ways: CG() by conjugate gradient, and LocalImplicit() by each client alone.
-4. Joint steps follow the authors' code, with T = 1. The whole changes y_{i,τ} − y are then averaged with the weights
-   p̃_i, and q is Σ p_i ∇y g_i / Σ p_i over the cohort. The common parts still sum to −β Σ p̃_i ∇y g_i.
+3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges.
+   The paper's method is Neumann(sampling="random"). The random length of its product causes a variance that grows with
+   N, and the series does not have this variance. There are two more ways to compute v: with CG() by conjugate gradient,
+   and with LocalImplicit() by each client alone.
+4. Joint steps follow the authors' code, with T = 1. Then the server does not separate the common part and the
+   drift. It adds Σ p̃_i (y_{i,τ} − y), and q is Σ p_i ∇y g_i / Σ p_i over the cohort. The common part of this sum is
+   −β Σ p̃_i ∇y g_i, as without joint steps.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """

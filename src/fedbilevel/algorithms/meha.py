@@ -7,13 +7,13 @@ If G(x, ·) is not convex, it may have several minimisers, and its Hessian may h
 
     G_σ(x, y) = min_θ [G(x, θ) + ‖θ − y‖²/(2σ)]                                          (the paper's γ is σ here)
 
-is at most G(x, y). Let no curvature of G(x, ·) be below −ρ. For σ < 1/ρ the minimiser θ is unique, and G_σ = G exactly
-where ∇y G = 0. The method minimises F under this condition, by the penalty c (G − G_σ) ≥ 0. Written with the minimum
-over θ as a maximum, this is the saddle problem
+is at most G(x, y). Let −ρ be a lower bound of all curvatures of G(x, ·), the eigenvalues of ∇²yy G. For σ < 1/ρ the
+minimiser θ is unique, and G_σ = G exactly where ∇y G = 0. The method minimises F under this condition, by adding the
+penalty c (G − G_σ) ≥ 0 to F. G_σ is a minimum over θ, so −G_σ is a maximum over θ, and the whole is the saddle problem
 
     min over x, y, max over θ of Σ p_i ψ_i,     ψ_i = f_i(x, y) + c [g_i(x, y) − g_i(x, θ) − ‖θ − y‖²/(2σ)]
 
-A client steps on x, y and θ together along the derivatives of ψ_i, whose losses are on the same samples:
+A client steps on x, y and θ together, along the derivatives of ψ_i. Both losses g_i in ψ_i are on the same samples:
 
     d_x = ∂ψ_i/∂x           = ∇x f_i(x, y) + c [∇x g_i(x, y) − ∇x g_i(x, θ)]
     d_y = (b/c) ∂ψ_i/∂y     = b [∇y f_i(x, y)/c + ∇y g_i(x, y) − (y − θ)/σ]              with b = ¼
@@ -25,14 +25,14 @@ error of O(1/c).
 
 Why y is slower than θ: along an eigenvector of ∇²yy G with the eigenvalue a, and without f/c, the matrix of the steps
 on (y, θ) has the trace (1 + b) a + (1 − b)/σ and the determinant ba². Small steps are stable if the trace is positive.
-With b = 1 it is not, wherever a < 0. With b = ¼ it is for all a > −0.6/σ, hence for σ < 1/(2ρ), as the paper demands;
-then steps below 2/((1 + b)(L + 1/σ)) are stable, where L is the largest |a|. `AdaptiveSteps` therefore adds 1/σ to the
-curvature that it measures.
+With b = 1 the trace is negative wherever a < 0. With b = ¼ the trace is positive for all a > −0.6/σ. This is so if
+σ < 1/(2ρ), which the paper demands, too. Then steps below 2/((1 + b)(L + 1/σ)) are stable, where L is the largest |a|.
+`AdaptiveSteps` therefore adds 1/σ to the curvature that it measures.
 
 Departures from the paper:
 1. The paper is not federated. It steps on θ first, then on x, and then on y. Here all three step at once, so that a
-   round needs one exchange. The fixed points are the same. A federated form is MeFBO (ICLR 2025 submission); its text
-   was not available, and this file does not claim to implement it.
+   round needs one exchange. The fixed points are the same. A federated form is MeFBO (ICLR 2025 submission). The text
+   of that paper was not available, and MEHA is not an implementation of MeFBO.
 2. The paper divides ψ by c. Here d_x is not divided, so that it approximates the hypergradient for every c.
 3. The paper allows y in a set, and losses with a part that is not smooth. Here y has no constraint, and both losses are
    smooth.
@@ -65,9 +65,9 @@ class MEHA(JointExchange, FirstDerivatives):
 
     Args:
         penalty: c, the weight of the penalty, or a schedule over rounds. The error of x is O(1/c) where g is strongly
-            convex, and x and y follow a larger c more slowly. The paper lets it grow as (k + 1)^p with p < ½.
-        proximity: σ, below 1/(2ρ) if no curvature of G in y is below −ρ. A larger σ makes y faster in directions of
-            little curvature. `diagnose` measures the least curvature at a point.
+            convex. With a larger c, x and y need more rounds. The paper lets c grow as (k + 1)^p with p < ½.
+        proximity: σ, which must be below 1/(2ρ), where −ρ is the least curvature of G in y. A larger σ makes y
+            faster in directions of little curvature. `diagnose` measures the least curvature at a point.
     """
 
     name = "meha"

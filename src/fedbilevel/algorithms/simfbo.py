@@ -104,10 +104,11 @@ class SingleLoop(JointSteps):
         server_lr: γ, the server's step sizes for x, y and v. Each is a number or a schedule over rounds, and a single
             value serves all three. In a round, the server moves by γ times the mean of the clients' sums of directions.
             A step size of None is adapted (`AdaptiveSteps`).
-        local_optimizer: the local steps and their weights a_k: `Plain`, heavy ball (`Momentum`), FedProx (`Proximal`),
-            different ones for each client (`Mixed`), or plain steps with local variance reduction (`Anchored`).
-        server_optimizer: an optax optimizer with learning rate 1. It gets q in place of a gradient, and its updates are
-            scaled by γ.
+        local_optimizer: the rule of the local steps: `Plain`, heavy ball (`Momentum`), FedProx (`Proximal`), different
+            ones for each client (`Mixed`), or plain steps with local variance reduction (`Anchored`). It also
+            determines the weight a_k of the k-th direction in a client's sum.
+        server_optimizer: an optax optimizer with learning rate 1. It gets the mean of the clients' sums of directions
+            in place of a gradient, and its updates are scaled by γ.
     """
 
     server_lr: StepSizes = step_sizes(default=None, adaptive="shared")
@@ -138,8 +139,8 @@ class Projected(SingleLoop):
     """Share the ball onto which SimFBO, ShroFBO and F2SA project v.
 
     Args:
-        radius: r, the radius of the ball onto which v is projected, in the Euclidean norm; in theory r = L_f/μ_g.
-            Infinity: v is not projected.
+        radius: r, the radius of the ball onto which v is projected, in the Euclidean norm; in theory r = L_f/μ_g,
+            with f's Lipschitz constant in y and g's strong convexity in y. Infinity: v is not projected.
     """
 
     radius: Number = positive(default=float("inf"))
