@@ -53,7 +53,7 @@ def test_the_hospitals_page_says_what_its_splits_gave() -> None:
     rows = re.findall(
         r"^\| (\w[\w ,]*) \| ((?:0\.\d+ ± 0\.\d+[ |]*)+)\|$", page("tutorials/hospitals.md"), re.MULTILINE
     )
-    names = {name: name.removesuffix(", and pooled").removesuffix(" for all") for name, _ in rows}
+    names = {name: name.removesuffix(", pooled").removesuffix(" for all") for name, _ in rows}
     assert list(names.values()) == ["FedAvg", "FedLin", "SimFBO", "FedNest", "alone", "FedAvg, one intercept"]
     for name, cells in rows:
         read = np.array(kept[names[name]])
