@@ -328,7 +328,7 @@ def test_a_damaged_checkpoint_is_not_the_only_one(task, tmp_path):
         run(task, rounds=6, checkpoint=path, resume=True)
     before.unlink()
     before.write_bytes(b"")
-    with pytest.raises(fb.errors.CheckpointError, match=r"there is no file .*; .*previous.npz is not a readable"):
+    with pytest.raises(fb.errors.CheckpointError, match=r"does not exist; .*previous.npz is not a readable"):
         run(task, rounds=6, checkpoint=path, resume=True)
 
 
