@@ -1,7 +1,7 @@
 """`python -m papers.leaderboard`: rank methods in every task of board.toml at every budget.
 
-The step that a method's `ladder` names is chosen among the same multiples of its preset's value, by trials on held-out
-data; then every seed is run until all budgets are spent, and the metric is read in the last row that costs no more.
+Nobody chooses a step: those of all methods adapt. Every seed is run until all budgets are spent, and the metric is read
+in the last row that costs no more.
 """
 
 from __future__ import annotations
@@ -26,71 +26,55 @@ from papers.__main__ import reported, seeds
 from papers.claims import interval, state_of
 from papers.figure import merged
 from papers.numbers import UNITS, rounded, text
-from papers.play import Run, Say, Tried, best, play_all, prepare, tried, with_values, word, write
+from papers.play import Run, Say, play_all, prepare, word, write
 
 HERE = Path(__file__).parent
 OUT = Path("runs/papers/leaderboard")
-NO_SPEC = ("metric", "select", "budgets", "log", "apart", "methods", "tuning", "ladder")
+NO_SPEC = ("metric", "budgets", "log", "methods")
+STEPS = ("lr", "step", "client_lr", "outer_lr")  # fields in which None is a step that adapts
 Ranks = Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]]
 """By task, cost and method."""
 
 
-def tables(board: Mapping[str, Any], task: str, method: str, *, tuning: bool = False) -> dict[str, Any]:
-    """The tables of the spec of a method in a task; with `tuning` that of its trials."""
-    panel = board["panels"][task]
-    layers = [board["spec"], panel, board["methods"][method]]
-    layers += [board["tuning"]["spec"], panel.get("tuning", {})] if tuning else []
-    whole: dict[str, Any] = reduce(merged, layers, {})
-    return {name: table for name, table in whole.items() if name not in NO_SPEC}
+def tables(board: Mapping[str, Any], task: str, method: str) -> dict[str, Any]:
+    """The tables of the spec of a method in a task: the preset's, with steps that adapt."""
+    whole: dict[str, Any] = reduce(merged, [board["spec"], board["panels"][task], board["methods"][method]], {})
+    whole = {name: table for name, table in whole.items() if name not in NO_SPEC}
+    preset = experiments.resolve(whole).tables()["algorithm"]
+    return merged(whole, {"algorithm": without_steps(preset)})
 
 
-def ladder(board: Mapping[str, Any], task: str, method: str) -> list[dict[str, float]]:
-    """The values that are tried: multiples of the preset's."""
-    name = board["methods"][method]["ladder"]
-    spec = experiments.resolve(tables(board, task, method)).tables()
-    preset = reduce(lambda table, part: table[part], name.split("."), spec["algorithm"])
-    return [{name: float(f"{factor * preset:.4g}")} for factor in board["tuning"]["factors"]]
+def without_steps(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The steps among the fields of a method and of its parts, as "none"; so are those by x, y and v."""
+    found: dict[str, Any] = {}
+    for name, value in fields.items():
+        if name in STEPS or (isinstance(value, Mapping) and set(value) == set("xyv")):
+            found[name] = "none"
+        elif isinstance(value, Mapping) and (steps := without_steps(value)):
+            found[name] = steps
+    return found
 
 
 def play(board: Mapping[str, Any], out: Path, seeds: Sequence[int], say: Say = print) -> dict[str, Any]:
-    """Bring all trials and runs to their end; what came out, as JSON can hold it.
-
-    In a task that is `apart` a seed says which samples are the test's: there the step of a run is chosen by trials with
-    its own seed, on samples held out of those that it trains on.
-    """
-    chosen, ranks = {}, {}
-    errors: dict[str, str] = {}
+    """Bring all runs to their end; what came out, as JSON can hold it."""
+    ranks, errors = {}, dict[str, str]()
     for task, panel in board["panels"].items():
-        methods, select = panel.get("methods", board["methods"]), panel.get("select", board["tuning"]["select"])
-        histories: dict[str, list[History | None]] = {name: [] for name in methods}
-        for seed in seeds:
-            of_trials = [seed] if panel.get("apart") else board["tuning"]["seeds"]
-            every = {name: trials(board, task, name, out, of_trials) for name in methods}
-            played = play_all([run for of in every.values() for _, runs in of for run in runs], say)
-            choices = {name: best(of, played, select).values for name, of in every.items()}
-            runs = {name: run_of(board, task, name, out, seed, values) for name, values in choices.items() if values}
-            played = play_all(list(runs.values()), say)
-            for name in methods:
-                came = played[runs[name].folder] if name in runs else "every trial failed"
-                histories[name].append(None if isinstance(came, str) else came)
-                chosen[f"{task} · {name} · seed {seed}"] = choices[name]
-                errors |= {f"{task} · {name} · seed {seed}": came} if isinstance(came, str) else {}
+        histories: dict[str, list[History | None]] = {}
+        for method in panel.get("methods", board["methods"]):
+            runs = [run_of(board, task, method, out, seed) for seed in seeds]
+            played = play_all(runs, say)
+            came = [played[run.folder] for run in runs]
+            histories[method] = [None if isinstance(one, str) else one for one in came]
+            errors |= {run.name: one for run, one in zip(runs, came, strict=True) if isinstance(one, str)}
         ranks[task] = ranks_of(panel, panel.get("metric", board["metric"]), histories)
-    kept = {"date": time.strftime("%Y-%m-%d"), "seeds": list(seeds), "errors": errors, "chosen": chosen}
-    return {**kept, "ranks": rounded(ranks)}
+    return {"date": time.strftime("%Y-%m-%d"), "seeds": list(seeds), "errors": errors, "ranks": rounded(ranks)}
 
 
-def trials(board: Mapping[str, Any], task: str, method: str, out: Path, seeds: Sequence[int]) -> Tried:
-    """The trials of the values of a method's ladder."""
-    tuned, folder = tables(board, task, method, tuning=True), out / "trials" / word(task) / word(method)
-    return tried(f"{task} · {method}", tuned, ladder(board, task, method), folder, seeds)
-
-
-def run_of(board: Mapping[str, Any], task: str, method: str, out: Path, seed: int, values: Mapping[str, Any]) -> Run:
+def run_of(board: Mapping[str, Any], task: str, method: str, out: Path, seed: int) -> Run:
     """A run, which ends when all budgets are spent."""
-    spec, folder = with_values(tables(board, task, method), values), out / "runs" / word(task) / word(method)
-    name, budgets = f"{task} · {method} · seed {seed}", board["panels"][task]["budgets"]
-    return Run(name, spec, seed, folder / f"seed-{seed}", budgets)
+    folder = out / word(task) / word(method) / f"seed-{seed}"
+    budgets = board["panels"][task]["budgets"]
+    return Run(f"{task} · {method} · seed {seed}", tables(board, task, method), seed, folder, budgets)
 
 
 def ranks_of(
