@@ -29,4 +29,4 @@ def refuses(path: str, got: Any = ANY, fact: str = "", near: str = "") -> Iterat
     assert (wrong.path, wrong.near) == (path, near)
     assert wrong.allowed
     assert fact in str(wrong.allowed)
-    assert got is ANY or (type(wrong.got) is type(got) and wrong.got == got), wrong.got
+    assert got is ANY or (type(wrong.got), repr(wrong.got)) == (type(got), repr(got)), wrong.got

@@ -1,5 +1,6 @@
 """Studies on one machine: the numbers of `fit` on the pooled rows, what is not told is not used, the model in use."""
 
+import copy
 import json
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 from fedbilevel.data import DataError
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import CoxRegression, LogisticRegression, Preparer, Ridge, Study, StudyModel
-from fedbilevel.estimators.agreement import Agreement
+from fedbilevel.estimators.agreement import Agreement, DifferentColumnsError
 from fedbilevel.estimators.site_table import SiteTable
 from site_tables import SITES, TARGETS, fitted, study, table, tables
 
@@ -244,3 +245,9 @@ def test_tables_and_sites_must_be_the_same():
         study("ridge").fit({**frames, "nort": frames["north"]})
     with pytest.raises(ConfigurationError, match="table of site 'west' = 'missing'"):
         study("ridge").fit({site: frames[site] for site in ("north", "south")})
+
+
+def test_the_error_of_a_column_that_a_site_lacks_can_be_copied():
+    error = DifferentColumnsError("north and south", "age", ["age", "sex"])
+    copied = copy.copy(error)
+    assert (str(copied), copied.columns) == (str(error), ["age", "sex"])

@@ -97,7 +97,10 @@ def test_a_name_of_elsewhere_is_refused(server, guarded, host) -> None:
     assert asked(guarded, f"/?token={guarded.token}", Host=host).status == 421
 
 
-def test_the_refusal_of_a_name_says_which_are_allowed(server) -> None:
+def test_the_refusal_of_a_name_says_which_are_allowed_but_not_where_a_token_is_needed(server, guarded) -> None:
+    hidden = asked(guarded, Host="evil.example").read().decode()
+    assert "the name in the address that the command printed" in hidden
+    assert "localhost" not in hidden
     lines = asked(server, Host="evil.example\x07").read().decode().splitlines()
     assert lines[0] == "421 Misdirected Request"
     assert lines[1].startswith(

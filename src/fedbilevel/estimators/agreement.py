@@ -35,7 +35,10 @@ class DifferentColumnsError(ConfigurationError):
     def __init__(self, site: str, column: str, columns: Sequence[str] = ()) -> None:
         allowed = f"in the table of every site, or left out of the study (drop = [{column!r}])"
         super().__init__(path=f"column {column!r} of {site}", got="missing", allowed=allowed)
-        self.columns = list(columns)
+        self.site, self.column, self.columns = site, column, list(columns)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.site, self.column, self.columns)
 
 
 def _require_same_columns(parts: Mapping[str, Any]) -> None:

@@ -192,7 +192,10 @@ def _told(table: SiteTable, question: str) -> str:
     """Answer a question before sites have agreed: with statistics, or by a refusal if the table lacks a column."""
     if question == STATISTICS:
         return json.dumps(table.statistics(), ensure_ascii=False)
-    content = parse_json(question)
+    try:
+        content = parse_json(question)
+    except ValueError as error:
+        raise ConfigurationError(f"the question is no JSON: {in_a_line(error)}") from error
     require(isinstance(content, dict), "question", type(content).__name__, "an object with columns")
     table.require_columns(content.get("columns"))
     return ""

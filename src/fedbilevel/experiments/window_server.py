@@ -70,8 +70,9 @@ class WindowServer(ThreadingHTTPServer):
         except OSError as error:
             raise ConfigurationError(f"--serve: {host}:{port} cannot be opened: {error.strerror or error}") from error
         address = ipaddress.ip_address(self.socket.getsockname()[0])
-        self.host = name_of_machine() if address.is_unspecified else host
-        self.names = {self.host.lower(), "localhost", socket.gethostname().lower(), name_of_machine().lower()}
+        own = "localhost" if address.is_loopback else name_of_machine()
+        self.host = own if address.is_unspecified else host
+        self.names = {self.host.lower(), "localhost", socket.gethostname().lower(), own.lower()}
         self.token = "" if address.is_loopback else secrets.token_urlsafe(24)
         self.template = Template((resources.files("fedbilevel.experiments") / "window.html").read_text("utf-8"))
         self.news, self.version, self.title, self.content = threading.Condition(), 0, "", ""
@@ -116,7 +117,8 @@ class WindowServer(ThreadingHTTPServer):
 def name_of_machine() -> str:
     """Return the name by which other machines most likely find this one: with its domain, if that is known."""
     name = socket.getfqdn()
-    return socket.gethostname() if name.startswith("localhost") or name.endswith(".arpa") else name
+    of_itself = name.lower().startswith(("localhost", "ip6-")) or name.endswith(".arpa") or not name
+    return socket.gethostname() if of_itself else name
 
 
 def drawn(snapshot: Snapshot) -> str:
@@ -170,8 +172,14 @@ class WindowRequest(BaseHTTPRequestHandler):
             return False
 
     def why_misdirected(self) -> str:
-        """Say which hosts are allowed in an address of the page."""
-        asked, names = printable(self.headers.get("Host", "")), ", ".join(sorted(self.server.names))
+        """Say which hosts are allowed in an address of the page; the machine's names only where no token is needed.
+
+        The token is not checked here, and a page of someone else must not learn the names.
+        """
+        names = "the name in the address that the command printed"
+        if not self.server.token:
+            names = " or ".join(sorted(self.server.names))
+        asked = printable(self.headers.get("Host", ""))
         return (
             f"The address has the host {asked!r}. Open the page with an IP address of this machine, or with {names}.\n"
         )

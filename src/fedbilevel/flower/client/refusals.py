@@ -59,7 +59,7 @@ class RefusalLog:
 
     def count(self, client: int, code: Code, error: Exception) -> int:
         """Count a refusal; return the number of those with its reason, or with its code if there are many reasons."""
-        counts, reason = self.counts.setdefault(client, Counter()), f"{code.word}: {error}"
+        counts, reason = self.counts.setdefault(client, Counter()), f"{code.word}: {error!r}"
         if reason not in counts and len(counts) >= REASONS:
             reason = code.word
         counts[reason] += 1

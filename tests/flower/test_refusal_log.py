@@ -1,0 +1,12 @@
+"""Which refusals a site's log has a line for."""
+
+from fedbilevel.flower.client.refusals import RefusalLog
+
+
+def test_errors_of_two_kinds_without_a_text_are_two_reasons(caplog):
+    log = RefusalLog()
+    for error in (MemoryError(), KeyError(), MemoryError(), KeyError()):
+        log.refusal(0, error, "request 1")
+    assert len(caplog.records) == 4  # the first and the second of each
+    log.refusal(0, MemoryError(), "request 1")
+    assert len(caplog.records) == 4
