@@ -558,3 +558,19 @@ def test_entries_at_a_bound_of_x_have_moved():
     result = cleaning(np.arange(80).reshape(4, 20), 20, project_x=fb.projections.box(-8, 0))
     assert np.any(result.x == 0)
     assert not any("never moved" in one for one in result.remarks)
+
+
+@pytest.mark.parametrize("method", [fb.RABO, fb.LFedNest, fb.AFBO])
+def test_batches_of_almost_no_curvature_do_not_make_a_client_step_far(method):
+    """Most samples have a curvature of 2e-7 and the others 2; x* is near 1. On one sample 1/L_i may be 5e6."""
+    rng = np.random.default_rng(0)
+    samples = {"a": np.where(rng.random((6, 20, 1)) < 0.3, 1.0, 1e-7)}
+    targets = {"t": 1 + 0.1 * rng.normal(size=(6, 20, 2))}
+    problem = fb.Bilevel(
+        lambda x, y, batch: jnp.mean((y - batch["t"]) ** 2),
+        lambda x, y, batch: jnp.mean(batch["a"] * (y - x) ** 2) + 1e-6 * jnp.sum(y**2),
+    )
+    result = fb.solve(
+        method(batch_size=1), problem, fb.Clients(targets, samples), np.zeros(2), np.zeros(2), rounds=100, key=1
+    )
+    assert np.all(np.abs(result.x - 1) < 0.2)

@@ -6,7 +6,11 @@ reports it (curvature.py). L = Σ p_i L_i bounds the largest curvature of the in
 the steps are
 
     c/L     for a step on y or v that is the same for all clients, or for the total of a client's τ_i local steps
-    c/L_i   if each client solves its own linear system: `LocalImplicit`, `Coordinates`
+    c/L_i   if each client solves its own linear system: `LocalImplicit`, `Coordinates`; at most the server's step
+
+A client of few classes may measure almost no curvature on one batch, and draw samples of much more for a product with
+the Hessian. Without the bound by the server's step, its series would grow by many orders of magnitude, and steps on x
+would remain short for the rest of the run, since AdaGrad forgets no hypergradient.
 
 If a method adds curvature to the inner loss in y, as MEHA's proximal term does, then L and L_i contain it
 (`added_curvature`). One of several local steps is never longer than 1/L_i. In round 0 the server does not
@@ -229,7 +233,8 @@ class AdaptiveSteps(Layer):
             return 0.0 if open_.kind == "drift" else SHORT
         step, bears = steps.inner, jnp.where(own > 0, 1 / jnp.where(own > 0, own, 1), jnp.inf)
         if open_.kind == "alone":
-            return jnp.where(own > 0, self.y_lr * bears, step)
+            alone = self.y_lr * bears
+            return jnp.where(own > 0, jnp.where(step > 0, jnp.minimum(alone, step), alone), step)
         if open_.kind in ("drift", "short"):
             return jnp.minimum(steps.drift if open_.kind == "drift" else TIED * step, bears)
         part: Any = open_.part
