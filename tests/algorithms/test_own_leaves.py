@@ -295,10 +295,21 @@ def test_a_network_that_is_not_convex_is_not_said_to_be_trained():
         fb.personalise(bumpy, run(SIMFBO, rounds=1), SAMPLES[0])
 
 
-@pytest.mark.parametrize(("method", "second"), [(SIMFBO, 0.0), (fb.MEHA(**SINGLE, server_lr=0.2), 0.2)])
-def test_own_leaves_of_v_start_at_0_and_those_of_theta_at_y(method, second):
+STARTS = {
+    "SimFBO": (SIMFBO, {"y": START["own"], "v": np.zeros(OWN)}),
+    "MEHA": (fb.MEHA(**SINGLE, server_lr=0.2), {"y": START["own"], "theta": START["own"]}),
+    "FedBiOAcc": (
+        EXACT_WHERE_MIXED["FedBiOAcc"],
+        {"y": START["own"]} | dict.fromkeys(("v", "momentum of y", "momentum of v"), np.zeros(OWN)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STARTS)
+def test_own_leaves_of_y_and_theta_start_at_y_and_all_others_at_0(name):
+    method, starts = STARTS[name]
     kept = composed(method, MIXED).client_state(MIXED, X0, jax.tree.map(jnp.asarray, START))
-    np.testing.assert_array_equal(jax.tree.leaves(kept), [np.full(OWN, second), START["own"]])  # by name: y is last
+    np.testing.assert_array_equal(jax.tree.leaves(kept), [starts[variable] for variable in sorted(starts)])
 
 
 def test_a_client_keeps_its_own_leaves_alone_and_sends_none():

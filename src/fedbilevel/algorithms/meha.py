@@ -88,7 +88,7 @@ class MEHA(JointExchange, FirstDerivatives):
 
     @property
     def allows(self) -> Allows:
-        own_y = {"local_updates": OwnParts(*OWN_STEPS)}
+        own_y = {"local_updates": OwnParts(*OWN_STEPS, start_at_y=("y", "theta"))}
         return Allows(late=("local_updates",), submodels=UnitPolicy(), local_x=self.server_lr.x, own_y=own_y)
 
     @property

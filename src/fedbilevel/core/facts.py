@@ -78,16 +78,17 @@ class OwnParts(NamedTuple):
     """What the parts of a phase's message and update that are shaped like y are, where clients keep leaves of y.
 
     Args:
-        takes: the variables that these parts of the message are, in their order: "y", "v", or another one. v starts at
-            0, and each other variable at the leaves of y0.
+        takes: the variables that these parts of the message are, in their order: "y", "v", or another one.
         gives: for each of these parts of the update, the variable that a client steps along it, and a function of the
             method that returns the size of the step: variable ← variable − size·part.
         alone: whether the phase solves a linear system of the client's own, which is right where no leaf is shared.
+        start_at_y: the variables whose own leaves start at those of y0. Those of every other variable start at 0.
     """
 
     takes: tuple[str, ...]
     gives: tuple[tuple[str, Callable[[Any], Any]], ...] = ()
     alone: bool = False
+    start_at_y: tuple[str, ...] = ("y",)
 
 
 class Allows(NamedTuple):

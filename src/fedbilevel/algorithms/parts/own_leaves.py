@@ -25,8 +25,8 @@ class OwnLeaves(Layer):
     """Let every client keep its own leaves of y.
 
     At the client, its own leaves complete y in messages. The client steps on them along the reply's entries for these
-    leaves, and does not send these entries. The same holds for the leaves of other variables of y's shape, such as v,
-    which begin at 0.
+    leaves, and does not send these entries. The same holds for the leaves of other variables of y's shape, such as v.
+    `OwnParts.start_at_y` says which variables start at y0; all others start at 0.
     """
 
     kind, place, needs = "own_leaves", "kept", "own_y"
@@ -44,8 +44,13 @@ class OwnLeaves(Layer):
 
     def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> OwnY:
         own = parted_y(problem.own, y)[1]
-        names = dict.fromkeys(name for parts in _parts_of(method).values() for name in parts.takes)
-        return OwnY({name: optax.tree.zeros_like(own) if name == "v" else own for name in names})
+        return OwnY(
+            {
+                name: own if name in parts.start_at_y else optax.tree.zeros_like(own)
+                for parts in _parts_of(method).values()
+                for name in parts.takes
+            }
+        )
 
     def reply(self, asked: Asked, kept: Kept, client: Client, run: Inside) -> tuple[Reply, Kept]:
         takes, gives = takes_and_gives(asked.method.phases[asked.phase])
