@@ -10,6 +10,7 @@ import fedbilevel as fb
 from fedbilevel.core.tree import XYV
 from fedbilevel.tasks.quadratic import quadratic, solution
 from fixed_steps import fixed
+from refusals import refuses
 
 AGREEMENT = {
     "MEHA, mini-batches": agreement.Case(
@@ -130,11 +131,51 @@ def test_it_is_stable_where_g_curves_downwards():
 
 
 def test_steps_that_adapt_follow_the_curvature_of_the_envelope():
-    """1/σ = 20 is 30 times G's largest curvature L: steps of 1/L on θ would diverge. The history has L_i + 1/σ."""
+    """1/σ = 20 is 30 times G's largest curvature L: steps of 1/L on θ would diverge. The history has the largest
+    curvature of g + f/4 (since c = 1) in addition to 1/σ.
+    """
     task = quadratic(condition=5)
     result = run(task, fb.MEHA(local_steps=1, batch_size=None, penalty=1.0, proximity=0.05), 2_000)
-    largest = np.linalg.eigvalsh(mean_matrices(task)["A"])[-1]
+    m = mean_matrices(task)
+    largest = np.linalg.eigvalsh(m["A"] + m["D"] / 4)[-1]
     assert 20 + 0.9 * largest < result.history["curvature"][-1] < 20 + 2 * largest
     assert "halvings" not in result.history.rows[-1]
     for got, exact in zip((result.x, result.y), rest(mean_matrices(task), 1.0, 0.05)[:2], strict=True):
         assert distance(got, exact) < 1e-6
+
+
+@pytest.mark.parametrize("times", [100.0, 1000.0])
+def test_steps_that_adapt_follow_the_curvature_of_f_too(times):
+    """f is so many times as large as usual, and the penalty is the default. Steps of 1/(L + 1/σ) on y would diverge.
+
+    The saddle problem is that of the usual f with a penalty which is as many times smaller.
+    """
+    task = quadratic(condition=5)
+    steep = fb.Bilevel(lambda x, y, batch: times * task.problem.outer(x, y, batch), task.problem.inner)
+    result = run(task, fb.MEHA(local_steps=1, batch_size=None), 1_000, problem=steep)
+    assert "halvings" not in result.history.rows[-1]
+    for got, exact in zip((result.x, result.y), rest(mean_matrices(task), 3 / times, 1.0)[:2], strict=True):
+        assert distance(got, exact) < 1e-6
+
+
+def test_steps_that_adapt_leave_a_point_where_the_losses_have_no_curvature():
+    """f does not depend on y, and g is linear at y = 0, so that 1/σ alone bounds the steps. g's minimum is at y = x.
+
+    After 300 rounds x has not wholly returned to 1, f's minimum: 4e-4 remain.
+    """
+
+    def inner(x, y, batch):
+        return 0 * batch.sum() + (y**4 / 4 - y * x**3).sum()
+
+    problem = fb.Bilevel(lambda x, y, batch: ((x - 1) ** 2).sum() + 0 * batch.sum(), inner)
+    clients = fb.Clients([np.zeros((2, 1))] * 2)
+    result = fb.solve(fb.MEHA(local_steps=1, batch_size=None), problem, clients, np.ones(2), np.zeros(2), rounds=300)
+    assert min(result.history["curvature"][1:]) >= 1
+    np.testing.assert_allclose(result.y, 1, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["penalty", "proximity"])
+def test_an_infinite_weight_is_refused(name):
+    with refuses(f"MEHA.{name}", np.inf, "finite"):
+        fb.MEHA(**{name: np.inf})
+    assert callable(getattr(fb.MEHA(**{name: lambda round: 1.0 + round}), name).function)

@@ -20,14 +20,16 @@ A client steps on x, y and θ together, along the derivatives of ψ_i. Both loss
     d_θ = −(1/c) ∂ψ_i/∂θ    = ∇y g_i(x, θ) + (θ − y)/σ
 
 The local steps, the server's step and the messages are those of SimFBO, with θ in the place of v, and θ = y at the
-start. No step size depends on c. Where G is strongly convex, c (θ − y) tends to SimFBO's v as c grows, and x has an
-error of O(1/c).
+start. Where G is strongly convex, c (θ − y) tends to SimFBO's v as c grows, and x has an error of O(1/c).
 
 Why y is slower than θ: along an eigenvector of ∇²yy G with the eigenvalue a, and without f/c, the matrix of the steps
 on (y, θ) has the trace (1 + b) a + (1 − b)/σ and the determinant ba². Small steps are stable if the trace is positive.
 With b = 1 the trace is negative wherever a < 0. With b = ¼ the trace is positive for all a > −0.6/σ. This is so if
 σ < 1/(2ρ), which the paper demands, too. Then steps below 2/((1 + b)(L + 1/σ)) are stable, where L is the largest |a|.
-`AdaptiveSteps` therefore adds 1/σ to the curvature that it measures.
+
+f/c adds bD/c to the curvature that bounds the step on y, where D is the largest curvature of F in y: with L + bD/c in
+the place of L, the same steps are stable. With a small c, or a steep f, steps therefore have to be shorter; for large
+c they do not depend on it. `AdaptiveSteps` measures the curvature of G + (b/c) F in y, and adds 1/σ.
 
 Departures from the paper:
 1. The paper is not federated. It steps on θ first, then on x, and then on y. Here all three step at once, so that a
@@ -44,10 +46,12 @@ import jax
 import optax
 from jax import Array
 
+from fedbilevel.algorithms.parts.curvature import Added
 from fedbilevel.algorithms.parts.local_steps import FirstDerivatives
 from fedbilevel.algorithms.simfbo import JointExchange, State
 from fedbilevel.core.client import Client
-from fedbilevel.core.config import positive
+from fedbilevel.core.config import is_concrete, positive
+from fedbilevel.core.errors import require
 from fedbilevel.core.facts import Allows, Facts, OwnParts
 from fedbilevel.core.field_types import Number
 from fedbilevel.core.submodel import UnitPolicy
@@ -86,15 +90,19 @@ class MEHA(JointExchange, FirstDerivatives):
     penalty: Number = positive(default=3.0)
     proximity: Number = positive(default=1.0)
 
+    def validate(self) -> None:
+        for name, value in (("penalty", self.penalty), ("proximity", self.proximity)):
+            require(not is_concrete(value) or value < float("inf"), f"{self.label}.{name}", value, "finite")
+
     @property
     def allows(self) -> Allows:
         own_y = {"local_updates": OwnParts(*OWN_STEPS, start_at_y=("y", "theta"))}
         return Allows(late=("local_updates",), submodels=UnitPolicy(), local_x=self.server_lr.x, own_y=own_y)
 
     @property
-    def added_curvature(self) -> Array | float:
-        """Return 1/σ, which `AdaptiveSteps` adds to the curvature that it measures."""
-        return 1 / self.proximity
+    def added_curvature(self) -> Added:
+        """Return the terms, besides g, whose curvature bounds the steps of `AdaptiveSteps`: b f/c and the proximity."""
+        return Added(PACE / self.penalty, 1 / self.proximity)
 
     def init(self, x: PyTree, y: PyTree) -> State:
         iterate = XYV(x, y, y)

@@ -12,7 +12,7 @@ A client of few classes may measure almost no curvature on one batch, and draw s
 the Hessian. Without the bound by the server's step, its series would grow by many orders of magnitude, and steps on x
 would remain short for the rest of the run, since AdaGrad forgets no hypergradient.
 
-If a method adds curvature to the inner loss in y, as MEHA's proximal term does, then L and L_i contain it
+If a method steps on y along more than the inner loss, as MEHA does, then L and L_i are those of the whole
 (`added_curvature`). One of several local steps is never longer than 1/L_i. In round 0 the server does not
 know L, and its steps are 0. A cohort may have a larger L than the cohorts before it. The server therefore scales
 replies for y and v down to the step that is allowed by the L measured with them. Products with the Hessian come from
@@ -56,7 +56,7 @@ import optax
 from jax import Array
 
 from fedbilevel.algorithms.parts.adagrad import AdaGrad
-from fedbilevel.algorithms.parts.curvature import STREAM, Measured, PowerMethod, ServerCurvature
+from fedbilevel.algorithms.parts.curvature import STREAM, Added, Measured, PowerMethod, ServerCurvature
 from fedbilevel.algorithms.parts.layers import Ask, Asked, Inside, Kept, Layer, layered, layers_at
 from fedbilevel.algorithms.parts.local_steps import JointSteps, LocalWork, Plain
 from fedbilevel.core.algorithm import Algorithm, refuse_unless_allowed, takes_and_gives
@@ -212,16 +212,16 @@ class AdaptiveSteps(Layer):
         phase, products = method.phases[asked.phase], None
         if measures(method, phase):
             x, y = measured_at(phase, method, client, message, asked.key)
-            power, products = power.measured(client, x, y, steps.seed, method.batch_size, asked.key)
-        followed = power.plus(added_curvature(method))
+            added = added_curvature(method)
+            power, products = power.measured(client, x, y, steps.seed, method.batch_size, asked.key, added)
         batched = replace(client, batch_size=method.batch_size)
-        sized = with_steps(method, partial(self._size, batched, steps, followed.largest))
+        sized = with_steps(method, partial(self._size, batched, steps, power.largest))
         reply = run(replace(asked, method=sized, message=message), client)
-        reply = self._own_steps(asked, client, steps, followed.largest, reply)
+        reply = self._own_steps(asked, client, steps, power.largest, reply)
         after = None if kept is None else power
         if products is None:
             return reply, after
-        measured = Measured.of(followed, directions_of(method, client), square_of_y(phase, reply.update))
+        measured = Measured.of(power, directions_of(method, client), square_of_y(phase, reply.update))
         return reply._replace(update=WithMeasured(reply.update, measured), hvps=reply.hvps + products), after
 
     def _size(self, client: Client, steps: Steps, own: Array, open_: OpenStep) -> Any:
@@ -331,9 +331,10 @@ def measured_at(phase: Phase, method: Algorithm, client: Client, message: PyTree
     return x, y
 
 
-def added_curvature(method: Algorithm) -> Any:
-    """Return the curvature in y that a method adds to the inner loss: its attribute of this name, or 0 without one."""
-    return getattr(method, "added_curvature", 0.0)
+def added_curvature(method: Algorithm) -> Added:
+    """Return what a method adds to the inner loss in y: its attribute of this name, or nothing without one."""
+    added: Added = getattr(method, "added_curvature", Added())
+    return added
 
 
 def clients_move_x(method: Algorithm) -> bool:

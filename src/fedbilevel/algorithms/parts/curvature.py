@@ -6,7 +6,8 @@ power method at the x and y of the message, each on a new batch of its samples:
     u ← (u_i + MIX w) / ‖u_i + MIX w‖,    u ← ∇²yy g_i(x, y) u / L_i  with  L_i = ‖∇²yy g_i(x, y) u‖,    u_i ← u
 
 On full batches L_i approaches the largest eigenvalue, in absolute value, from below. A client without a vector starts
-from w and makes FIRST steps.
+from w and makes FIRST steps. If a method adds terms to the inner loss in y (`Added`), ∇²yy g_i contains the Hessian of
+the share of f, and L_i the curvature of the other term.
 
 The vector w is needed to detect a direction whose curvature has just become large. Once u_i has converged, its
 component in this direction has decayed to rounding error. If Hessians are diagonal, the power method alone does not
@@ -47,11 +48,18 @@ FALL = 0.95  # the smallest factor by which a curvature can fall between two mea
 STREAM = 0x4C  # the number that derives the key of a measurement from the key of a phase
 
 
+class Added(NamedTuple):
+    """Hold what a method adds to the inner loss where it steps on y: a share of f, and a term of constant curvature."""
+
+    outer: Any = None  # the weight of f; None: no share of f
+    constant: Any = 0.0  # the curvature of the other term
+
+
 class PowerMethod(NamedTuple):
     """Hold a client's state of the power method."""
 
     vector: PyTree  # u_i; None: the client starts from a random vector each time
-    largest: Array  # L_i; 0 before the first product
+    largest: Array  # L_i; 0 before the first measurement
     least: Array  # the least L_i so far, times RISE for each later measurement; 0 before the first
 
     @classmethod
@@ -59,9 +67,16 @@ class PowerMethod(NamedTuple):
         return cls(optax.tree.zeros_like(y) if keep else None, jnp.zeros(()), jnp.zeros(()))
 
     def measured(
-        self, client: Client, x: PyTree, y: PyTree, seed: Array, batch_size: int | None, key: Array
+        self,
+        client: Client,
+        x: PyTree,
+        y: PyTree,
+        seed: Array,
+        batch_size: int | None,
+        key: Array,
+        added: Added = Added(),  # noqa: B008  # a tuple of constants
     ) -> tuple[PowerMethod, Array]:
-        """Continue the power method at x and y; return the new state and the number of products.
+        """Continue the power method at x and y; return the new state and the number of products with a Hessian.
 
         `seed` draws w. It is the same for all clients, so that an engine that simulates all clients draws w once.
         """
@@ -73,21 +88,23 @@ class PowerMethod(NamedTuple):
             start = unit(move(self.vector, jnp.where(self.largest > 0, MIX, 1), start))
 
         def once(n: Array, found: PowerMethod) -> PowerMethod:
-            batch = client.inner_batch(jax.random.fold_in(key, n), batch_size)
-            gradient = jax.grad(lambda y: client.problem.inner(x, y, batch))
-            product = value_and_derivative(gradient, y, found.vector)[1]
+            draw = jax.random.fold_in(key, n)
+            inner_batch = client.inner_batch(draw, batch_size)
+
+            def loss(y: PyTree) -> Array:
+                g = client.problem.inner(x, y, inner_batch)
+                if added.outer is None:
+                    return g
+                return g + added.outer * client.problem.outer(x, y, client.outer_batch(draw, batch_size))
+
+            product = value_and_derivative(jax.grad(loss), y, found.vector)[1]
             return found._replace(vector=unit(product), largest=optax.tree.norm(product).astype(found.largest.dtype))
 
         found = jax.lax.fori_loop(0, products, once, self._replace(vector=start))
-        largest = jnp.maximum(found.largest, FALL * self.largest)
+        largest = jnp.maximum(found.largest + added.constant, FALL * self.largest).astype(self.largest.dtype)
         least = jnp.where(self.least > 0, jnp.minimum(RISE * self.least, largest), largest)
-        return PowerMethod(None if self.vector is None else found.vector, largest, least), jnp.asarray(products)
-
-    def plus(self, added: Array | float) -> PowerMethod:
-        """Return the state with this curvature in addition, if a curvature has been measured."""
-        known = self.largest > 0
-        largest, least = (jnp.where(known, found + added, found) for found in (self.largest, self.least))
-        return self._replace(largest=largest, least=least)
+        products = jnp.asarray(products) * (1 if added.outer is None else 2)
+        return PowerMethod(None if self.vector is None else found.vector, largest, least), products
 
 
 class Measured(NamedTuple):
