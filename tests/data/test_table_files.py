@@ -1,13 +1,11 @@
 """CSV files as pandas reads them: gaps, words, numbers, codes."""
 
-import csv
-
 import numpy as np
 import pandas as pd
 import pytest
 
 from fedbilevel.data import DataError
-from fedbilevel.data.table_files import GAPS, numbers_of, read_table, read_texts, words_of
+from fedbilevel.data.table_files import GAPS, numbers_of, read_table, read_texts, rows_of, words_of
 
 TEXT = '﻿age,ward,"code, old",all\n61,b,1.0,\n?,"a ""x""",2,NA\n 59.5 ,NULL,,\n\n1e2,é,3,nan\n'
 
@@ -45,8 +43,11 @@ SEMICOLONS = "separated by semicolons; a .csv file must have commas between entr
         (b"a,\n1,2\n", "column '' twice or without a name"),
         (b"", "is empty; its first line must name the columns"),
         (b"\n \n", "is empty; its first line must name the columns"),
-        (b"a\n\xff\n", "is not a text in UTF-8"),
-        (b'a,b\n1,"2\n', "cannot be read"),
+        (b"a\n\xff\n", "line 2: the file is not a text in UTF-8"),
+        (b"a,b\n" + b"1,2\n" * 5000 + b"\xff,2\n1,2\n", "line 5002: the file is not a text in UTF-8"),
+        (b'a,b\n1,2\n1,"2\n3,4\n', "line 3: the row cannot be read .*; a quote in this row may not be closed"),
+        (b'a,b\n"a"b,2\n', "line 2: the row cannot be read .*; a quote in this row may not be closed"),
+        (b'a,b\n1,5" pipe\n2,"6\n3,4\n4,7" x\n5,1\n', "line 3: the row cannot be read"),
         ("größe;b\n1,5;2\n".encode(), SEMICOLONS),
     ],
 )
@@ -62,12 +63,34 @@ def test_a_file_with_commas_is_no_file_with_tabs(tmp_path):
         read_table(tmp_path / "a.tsv")
 
 
-@pytest.mark.parametrize("entry", ["x" * 200_000, '"a"b', 'a"b'])
-def test_entries_that_pandas_reads_are_read(tmp_path, entry):
-    (tmp_path / "a.csv").write_text(f"a,b\n{entry},2\n")
-    limit = csv.field_size_limit()
-    assert read_table(tmp_path / "a.csv").a.tolist() == [entry.replace('"a"', "a")]
-    assert csv.field_size_limit() == limit
+@pytest.mark.parametrize("entry", ["x" * 200_000, 'a"b', '5" pipe', '"a\nb"', '"a\r\nb"'])
+def test_entries_with_quotes_and_long_ones_are_read(tmp_path, entry):
+    (tmp_path / "a.csv").write_bytes(f"a,b\n{entry},2\n".encode())
+    read = entry.strip('"').replace("\r", "")
+    assert read_table(tmp_path / "a.csv").a.tolist() == read_texts(tmp_path / "a.csv")["a"].tolist() == [read]
+
+
+@pytest.mark.parametrize(
+    ("content", "rows"),
+    [
+        (b"a,b\r\r,5\r1,2\r", [[None, 5], [1, 2]]),
+        (b"a,b\n1,2\n \r,5\n", [[1, 2], [None, 5]]),
+        (b"a,b\r\n1,2\r\n\r,5\r\n", [[1, 2], [None, 5]]),
+    ],
+)
+def test_no_end_of_a_line_moves_entries_to_another_column(tmp_path, content, rows):
+    (tmp_path / "a.csv").write_bytes(content)
+    np.testing.assert_array_equal(read_table(tmp_path / "a.csv"), np.array(rows, float))
+    texts = read_texts(tmp_path / "a.csv")
+    np.testing.assert_array_equal(np.stack([numbers_of(texts["a"]), numbers_of(texts["b"])], 1), np.array(rows, float))
+
+
+def test_several_files_with_long_entries_are_read_at_once(tmp_path):
+    (tmp_path / "a.csv").write_text("a,b\n1,2\n")
+    (tmp_path / "b.csv").write_text("a,b\n" + "x" * 200_000 + ",2\n")
+    short, long = (rows_of(tmp_path / name, ",") for name in ("a.csv", "b.csv"))
+    assert next(short) == next(long)
+    assert len(list(short)) == len(list(long)) == 1
 
 
 def test_a_column_has_one_type_however_long_the_file_is(tmp_path):

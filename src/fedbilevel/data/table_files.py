@@ -1,7 +1,8 @@
-"""Read files of tables, with a header and a row for each person or thing; columns have numbers or words, and gaps.
+r"""Read files of tables, with a header and a row for each person or thing; columns have numbers or words, and gaps.
 
 `read_texts` needs no other package; `read_table` makes a data frame with pandas. Both refuse a missing or repeated name
-of a column, and rows that are longer or shorter than the header.
+of a column, rows that are longer or shorter than the header, and quotes that are not closed. An entry may have several
+lines if it is quoted; the line breaks in it are read as "\n" on every system.
 """
 
 import csv
@@ -24,6 +25,9 @@ SEPARATORS = {".csv": ",", ".tsv": "\t"}
 NAMES = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 LONGEST_ENTRY = 2**31 - 1
 """The largest number of characters of an entry that the csv module accepts on every system; its default is 131,072."""
+csv.field_size_limit(max(LONGEST_ENTRY, csv.field_size_limit()))  # of the process: lowering it would end other readers
+ENCODING = "utf-8-sig"
+QUOTES = "a quote in this row may not be closed, and an entry with a quote at its start must end with one"
 Texts = NDArray[Any]
 """A column as (n,) objects: texts, and None in gaps."""
 
@@ -38,28 +42,28 @@ def read_texts(file: Path, gaps: Collection[str] = ()) -> dict[str, Texts]:
         DataError: the file cannot be read, is not UTF-8, has a quote that is not closed, has a column without a name or
             two of the same name, or has a row of another length than its header.
     """
-    header, *rows = rows_of(file, ",", strict=True)
+    header, *rows = rows_of(file, ",")
     none = GAPS | set(gaps)
     columns = [[None if text.strip() in none else text for text in column] for column in zip(*rows, strict=True)]
     columns = columns or [[] for _ in header]
     return {name: np.array([*column, None], object)[:-1] for name, column in zip(header, columns, strict=True)}
 
 
-def rows_of(file: Path, separator: str, strict: bool = False) -> Iterator[list[str]]:
+def rows_of(file: Path, separator: str) -> Iterator[list[str]]:
     """Yield the header and the rows of a text file with a table; lines without anything but spaces are left out.
 
     Args:
         separator: what is between the entries of a row.
-        strict: whether text after a closing quote, and a quote that is not closed, are errors.
 
     Raises:
-        DataError: the file cannot be read, is not UTF-8, or has a wrong header or a row of another length.
+        DataError: the file cannot be read, is not UTF-8, has a quote that is not closed, has text after a closing
+            quote, or has a wrong header or a row of another length.
     """
-    before, header, longest = 0, list[str](), csv.field_size_limit(LONGEST_ENTRY)
+    before, header = 0, list[str]()
     try:
         require_regular(file)
-        with open(file, encoding="utf-8-sig", newline="") as text:
-            reader = csv.reader(text, strict=strict, delimiter=separator)
+        with open(file, encoding=ENCODING) as text:
+            reader = csv.reader(text, strict=True, delimiter=separator)
             for row in reader:
                 line, before = before + 1, reader.line_num  # a quoted entry may have several lines
                 if not row or (len(row) == 1 and row[0] and not row[0].strip(" \t")):
@@ -73,13 +77,17 @@ def rows_of(file: Path, separator: str, strict: bool = False) -> Iterator[list[s
     except OSError as error:
         raise DataError(f"{file} cannot be read: {in_a_line(error)}.") from error
     except UnicodeDecodeError as error:
-        raise DataError(f"{file} is not a text in UTF-8: {error}.") from error
+        raise DataError(f"{file}, line {_line_that_is_not_utf_8(file)}: the file is not a text in UTF-8.") from error
     except csv.Error as error:
-        raise DataError(f"{file}, line {before + 1}: the row cannot be read: {error}.") from error
-    finally:
-        csv.field_size_limit(longest)
+        raise DataError(f"{file}, line {before + 1}: the row cannot be read ({error}); {QUOTES}.") from error
     if not header:
         raise DataError(f"{file} is empty; its first line must name the columns.")
+
+
+def _line_that_is_not_utf_8(file: Path) -> int:
+    """Return the number of the first line with a byte that is not UTF-8; decoding in blocks does not report it."""
+    with open(file, encoding=ENCODING, errors="surrogateescape") as text:
+        return next(number for number, line in enumerate(text, 1) if re.search("[\udc80-\udcff]", line))
 
 
 def check_header(file: Path, header: list[str], separator: str) -> None:
@@ -101,8 +109,8 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
         gaps: texts that mean a gap, besides those of pandas; not used with Parquet, which has gaps of its own.
 
     Raises:
-        DataError: the name ends otherwise; the file cannot be read, has no rows, a wrong header, or a row of another
-            length than its header; a package that reads such files is missing.
+        DataError: the name ends otherwise; the file cannot be read, has no rows, a wrong header, a row of another
+            length than its header, or a quote that is not closed; a package that reads such files is missing.
     """
     kind = file.suffix.lower()
     if kind not in (*SEPARATORS, ".parquet"):
@@ -117,7 +125,8 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
         else:
             for _ in rows_of(file, SEPARATORS[kind]):
                 pass  # only their lengths count: pandas moves columns if rows are longer than the header
-            frame = pd.read_csv(file, na_values=list(gaps), sep=SEPARATORS[kind], low_memory=False)
+            with open(file, encoding=ENCODING) as text:  # of a path, pandas moves columns after "\r" at a line's start
+                frame = pd.read_csv(text, na_values=list(gaps), sep=SEPARATORS[kind], low_memory=False)
     except ImportError as error:
         raise DataError(f"{file} needs pyarrow, which is not installed: pip install pyarrow") from error
     except DataError:
