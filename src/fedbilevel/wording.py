@@ -16,26 +16,40 @@ Digits before a path are a port only after a name that is clearly one of a host:
 CODED_USER = re.compile(r"(%3A%2F%2F)(?:(?!%2F|%3F|%23)[^\s/?#&])+(?=%40)", re.IGNORECASE)
 STRONG = (
     "passw(?:or)?d|passphrase|passcode|pwd|secret|authorization|cookie|"
-    r"(?:api|access|account|auth|pass|refresh|secret|security)(?:[-_.]|\ |%2D|%5F)?(?:key|token)"
+    r"(?:api|access|account|auth|pass|private|refresh|secret|security)(?:[-_.]|\ |%2D|%5F)?(?:key|token)"
 )
 """The ends of names that are always those of secrets."""
-LIKELY = "token|jwt|credentials?|signature|session[-_]?(?:id)?|(?<![a-z])(?:pass|pw|auth|sig)"
+LIKELY = (
+    r"token|jwt|credentials?|signature|session[-_]?(?:id)?|oauth\w{0,30}|"
+    "(?<![a-z])(?:pass|pw|auth(?:[-_]code)?|sig)"
+)
 """The ends of names of secrets in queries; elsewhere the value must be no number, unlike that of "token = 3"."""
+TAIL = r"[\d_]*(?:\[\]|%5B%5D)?"
+"""What may follow the name of a secret if there are several, as in "token2" or "token[]"."""
+NAME = re.compile(rf"(?:(?:{STRONG})s?|{LIKELY}){TAIL}(?:\.|$)", re.IGNORECASE | re.VERBOSE)
 VALUE = (
-    r"""(?:b?"[^"]*"?|b?'[^']*'?|\{[^}]*\}?|\([^)]*\)?|\[[^\]]*\]?"""
+    r"""(?!(?:none|null|true|false)(?:[\s;&,)}\]"']|$))"""
+    r"""(?:b?"(?:(?s:\\.)|[^"\\])*"?|b?'(?:(?s:\\.)|[^'\\])*'?|\\"[^"]*"?|\\'[^']*'?"""
+    r"""|\{[^}]*\}?|\([^)]*\)?|\[[^\]]*\]?"""
     r"""|(?:(?:bearer|basic|token|digest|negotiate|apikey)\ )?"""
-    r"""(?:(?!(?:[;&,]|%26)[\w.%-]*=)\S)*(?<![)'"\]>},.;]))"""
+    r"""(?:(?!(?:[;&,]|%26)(?:(?!%26)[\w.%-])*(?:\[\])?=)\S)*(?<![)'"\]>},.;]))"""
 )
 PAIR = re.compile(
-    rf"""((?:{STRONG})\\?["']?\ ?(?:=|%3D)\ ?
-    |(?<!/)(?:{STRONG})\\?["']?\ ?:\ ?
-    |(?:{LIKELY})(?:\\?["']\ ?:|\ ?(?:=|%3D))\ ?(?=["'(]|\w[^\s;&,]*[a-z])
-    |(?:[?&;\#]|%3F|%26)[^\s=&;\#?]*?(?:{LIKELY}|(?<![a-z])(?:key|pin|otp))(?:=|%3D)
+    rf"""((?:{STRONG})s?{TAIL}\\?["']?\s*(?:=|%3D)\s*+
+    |(?<!/)(?:{STRONG})s?{TAIL}\\?["']?\s*:\s*+
+    |(?:{LIKELY}){TAIL}(?:\\?["']\s*:|\s*(?:=|%3D))\s*+(?=\\?["'(]|\w[^\s;&,]*[a-z])
+    |(?:[?&;\#]|%3F|%26)(?:(?!%3F|%26)[^\s=&;\#?])*?(?:{LIKELY}|(?<![a-z])(?:key|pin|otp)){TAIL}(?:=|%3D)
     |\bbearer\ (?=\S*\d|\S{{20}})
     ){VALUE}""",
     re.IGNORECASE | re.VERBOSE,
 )
 """A secret after its name, as in a query, the address of a database, a header or JSON."""
+HEADER = re.compile(
+    r"""((?:(["'])[\w-]{0,30})?(?<!/)(?:authorization|cookie)[ \t]*:[ \t]*+)"""
+    r"""(?(2)(?:\\.|="[^"]*"|(?!\2)[^\r\n])*|(?!b?["'{(\[])[^\r\n]+)""",
+    re.IGNORECASE,
+)
+"""A header whose value may have spaces and several parts; it ends with the line, or the quote that began before it."""
 SEED = re.compile(r"((?<![a-z])seeds?(?:[-_]| ?[=:] ?| ))(\d+(?:, ?\d+)*)", re.IGNORECASE)
 
 
@@ -80,7 +94,14 @@ def without_secrets(text: str) -> str:
     """
     end = "@" if len(text) > READ else ""  # the "@" by which a password is recognized may be in the rest
     text = re.sub(r"\S+", _without_user, text[:READ] + end).removesuffix(end)
-    return PAIR.sub(r"\1***", CODED_USER.sub(r"\1***", text))
+    for secret in (CODED_USER, HEADER, PAIR):
+        text = secret.sub(r"\1***", text)
+    return text
+
+
+def names_secret(name: str) -> bool:
+    """Return whether a dotted name, such as "task.password" or "credentials.user", has a part that names a secret."""
+    return NAME.search(name) is not None
 
 
 def _without_user(word: re.Match[str]) -> str:
