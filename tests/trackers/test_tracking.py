@@ -229,6 +229,32 @@ def test_files_with_a_secret_among_their_parameters_stay_here(tmp_path) -> None:
     assert TrackedRun("run", {"task": {"data": "https://host/"}}, **files).attached() == [spec, picture]
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("password", "correct horse battery"), ("password", 'ab,c="d e"'), ("password", 123456), ("token", "123456"),
+        ("db.pass", "12345"), ("db.pass", 12345), ("passwords", ["a", "b"]), ("keys.api_key", 1.5),
+        ("api_keys", [1, 2]), ("credentials.user", "me"), ("secret", ("a", "b")),
+    ],
+)  # fmt: skip
+def test_a_parameter_with_the_name_of_a_secret_is_hidden_as_a_whole(tmp_path, name, value) -> None:
+    (spec := tmp_path / "spec.toml").write_text("any")
+    for part in reversed(name.split(".")):
+        value = {part: value}
+    run = TrackedRun("run", value, files=[spec], with_seed=(spec,))
+    assert (run.flat_parameters(), run.attached()) == ({name: "***"}, [])
+
+
+def test_a_secret_that_is_not_given_hides_nothing(tmp_path) -> None:
+    (spec := tmp_path / "spec.toml").write_text("any")
+    parameters = {"password": None, "db": {"pass": ""}, "tokens": 12, "passes": [3], "auth": "none"}
+    run = TrackedRun("run", parameters, files=[spec], with_seed=(spec,))
+    assert run.flat_parameters() == {
+        "password": "none", "db.pass": "", "tokens": 12, "passes": "[3]", "auth": "none",
+    }  # fmt: skip
+    assert run.attached() == [spec]
+
+
 def test_a_service_that_never_answers_leaves_the_result_as_it_is(service) -> None:
     service.works = False
     with pytest.warns(TrackerWarning) as caught:

@@ -34,7 +34,7 @@ from fedbilevel.engines.history import Result, Row
 from fedbilevel.engines.lock import wait_for_lock
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.reading import read_json
-from fedbilevel.wording import in_a_line, missing, without_secrets, without_seed
+from fedbilevel.wording import in_a_line, missing, names_secret, without_secrets, without_seed
 
 SHARE = 0.1  # of the run's time that failing attempts may take
 LONGEST = 500  # characters of a parameter
@@ -89,16 +89,14 @@ class TrackedRun:
             self.leave_out_seed()
 
     def flat_parameters(self) -> dict[str, str | float]:
-        """Return the parameters by dotted names: numbers, truth values, and for anything else texts."""
-        return {
-            name: shortened(_shown(name, value), LONGEST) if isinstance(value, str) else value
-            for name, value in _flat("", plain(self.parameters))
-        }
+        """Return the parameters by dotted names: numbers, truth values, and for anything else texts without secrets."""
+        shown = {name: _shown(name, value) for name, value in _flat("", plain(self.parameters))}
+        return {name: shortened(one, LONGEST) if isinstance(one, str) else one for name, one in shown.items()}
 
     def attached(self) -> list[Path]:
         """Return the files to attach: those that exist, without those of the parameters if one of these is secret."""
-        texts = ((name, value) for name, value in _flat("", plain(self.parameters)) if isinstance(value, str))
-        left_out = set(self.with_seed) if any("***" in _shown(name, text) for name, text in texts) else set()
+        has_secret = any(_shown(name, value) != value for name, value in _flat("", plain(self.parameters)))
+        left_out = set(self.with_seed) if has_secret else set()
         return [file for file in self.files if file.is_file() and file not in left_out]
 
     def remembered(self) -> dict[str, str]:
@@ -146,9 +144,11 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str | float]]:
         yield path, getattr(value, "__qualname__", None) or ("none" if value is None else str(value))
 
 
-def _shown(name: str, text: str) -> str:
-    """Return the text of a parameter without secrets; its name may be that of a secret."""
-    return without_secrets(f"{name}={text}").removeprefix(f"{name}=")
+def _shown(name: str, value: str | float) -> str | float:
+    """Return the value of a parameter without secrets: "***" if its name is that of a secret and it has a value."""
+    if names_secret(name) and value not in ("none", ""):
+        return "***"
+    return without_secrets(value) if isinstance(value, str) else value
 
 
 class Record:
