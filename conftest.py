@@ -167,7 +167,7 @@ def _losses_are_not_checked(request: pytest.FixtureRequest, monkeypatch: pytest.
 
     place = request.path.relative_to(request.config.rootpath).as_posix()
     if place.startswith(UNCHECKED) and not request.node.get_closest_marker("checked"):
-        monkeypatch.setattr(PosedProblem, "look", lambda posed: None)
+        monkeypatch.setattr(PosedProblem, "look", lambda posed, method: None)
         monkeypatch.setattr(PosedProblem, "ends", lambda posed, before, end, spent: None)
         monkeypatch.setattr(first_look, "first_look", lambda *arguments: None)  # sites and diagnoses call it there
 

@@ -1,5 +1,7 @@
 """Is MEHA at rest where the derivatives of its saddle problem are 0, and stable where g is not convex in y?"""
 
+import warnings
+
 import agreement
 import numpy as np
 import pytest
@@ -113,7 +115,7 @@ def bent(task, curvature):
     return fb.Bilevel(task.problem.outer, inner), m | {"A": m["A"] + change}
 
 
-@pytest.mark.filterwarnings("ignore::fedbilevel.errors.NumericalWarning")
+@pytest.mark.checked
 def test_it_is_stable_where_g_curves_downwards():
     """G has no minimum, but a stationary point: x, y and θ end where the derivatives of the saddle problem are 0.
 
@@ -122,12 +124,39 @@ def test_it_is_stable_where_g_curves_downwards():
     task = quadratic(condition=5)
     problem, m = bent(task, -0.49)
     end = rest(m, 10.0, 1.0)
-    result = run(task, fb.MEHA(**ONE_STEP, server_lr=XYV(0.005, 0.4, 0.4), penalty=10.0), 6_000, problem=problem)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = run(task, fb.MEHA(**ONE_STEP, server_lr=XYV(0.005, 0.4, 0.4), penalty=10.0), 6_000, problem=problem)
+    assert not [str(one.message) for one in caught if "eigenvalue" in str(one.message)]  # MEHA needs no convex g
     for got, exact in zip(result.state.iterate, end, strict=True):
         assert distance(got, exact) < 1e-10
     for pace, sigma in ((4, 1.0), (1, 0.7 / 0.49)):
         unstable = fb.MEHA(**ONE_STEP, server_lr=XYV(0.005, 0.4 * pace, 0.4), penalty=10.0, proximity=sigma)
         assert np.linalg.norm(run(task, unstable, 500, problem=problem).y) > 10 * np.linalg.norm(end[1])
+
+
+@pytest.mark.parametrize(
+    ("method", "words", "others"),
+    [
+        (fb.MEHA(**ONE_STEP, server_lr=0.4, proximity=3.0), "use fb.MEHA with a proximity below 1.02", "ridge"),
+        (fb.MEHA(**ONE_STEP, server_lr=XYV(0.1, 50.0, 50.0)), "lower client_lr or server_lr", "fb.MEHA"),
+        (fb.SimFBO(**ONE_STEP, server_lr=0.4), "Add a ridge", "no step size helps with this proximity"),
+    ],
+)
+def test_why_a_run_diverges_where_g_curves_downwards(method, words, others):
+    """The least curvature is −0.49. It is too low for σ = 3, but not for σ = 1, where steps of 50 are too long."""
+    task = quadratic(condition=5)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            run(task, method, 1_500, problem=bent(task, -0.49)[0])
+            reasons = []
+        except fb.errors.NonFiniteError as error:
+            reasons = [str(error)]
+    reasons += [text for text in map(str, (one.message for one in caught)) if "the run diverges" in text]
+    assert reasons
+    assert all(words in text for text in reasons), reasons
+    assert not any(others in text for text in reasons), reasons
 
 
 def test_steps_that_adapt_follow_the_curvature_of_the_envelope():

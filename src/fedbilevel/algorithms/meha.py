@@ -104,6 +104,11 @@ class MEHA(JointExchange, FirstDerivatives):
         """Return the terms, besides g, whose curvature bounds the steps of `AdaptiveSteps`: b f/c and the proximity."""
         return Added(PACE / self.penalty, 1 / self.proximity)
 
+    @property
+    def curvature_needed(self) -> Array | float:
+        """Return −1/(2σ), which all curvatures of G in y must exceed; engines warn and explain by it."""
+        return -1 / (2 * self.proximity)
+
     def init(self, x: PyTree, y: PyTree) -> State:
         iterate = XYV(x, y, y)
         return State(iterate, self.server_optimizer.init(iterate))

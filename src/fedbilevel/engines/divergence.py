@@ -12,7 +12,7 @@ from fedbilevel.algorithms.parts.private import Private
 from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients
-from fedbilevel.core.hyperparameters import given_steps
+from fedbilevel.core.hyperparameters import at, given_steps
 from fedbilevel.core.metrics import text
 from fedbilevel.core.problem import Problem
 from fedbilevel.core.tree import PyTree, nonfinite_leaves
@@ -68,11 +68,24 @@ def what_to_lower(algorithm: Algorithm) -> str:
     """Advise what to lower: the step sizes of a method that were given as numbers, and the noise of privacy, if any."""
     private = [layer for layer in layers_at(algorithm) if isinstance(layer, Private)]
     noise = "".join(f"; {layer.what_to_lower()}" for layer in private)
-    while isinstance(algorithm, Wrapper):
-        algorithm = algorithm.algorithm
-    names = given_steps(algorithm)
+    names = given_steps(without_wrappers(algorithm))
     adapt = "bound x (project_x), or let it move more slowly (fb.layered(method, fb.AdaptiveSteps(x_lr=0.02)))"
     return (f"lower {' or '.join(names)}" if names else adapt) + noise
+
+
+def without_wrappers(algorithm: Algorithm) -> Algorithm:
+    """Return the method inside all wrappers."""
+    while isinstance(algorithm, Wrapper):
+        algorithm = algorithm.algorithm
+    return algorithm
+
+
+def curvature_needed(algorithm: Algorithm) -> float:
+    """Return the bound that all curvatures of G in y must exceed: the method's attribute of this name in round 0, or 0.
+
+    It is negative for methods that do not need an inner loss that is convex in y.
+    """
+    return float(getattr(at(without_wrappers(algorithm), 0), "curvature_needed", 0.0))
 
 
 class Met(NamedTuple):
@@ -83,10 +96,17 @@ class Met(NamedTuple):
     at_start: bool = False  # whether the cause is present at the start already
 
 
-def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree], last: tuple[PyTree, PyTree]) -> Met:
+def what_was_met(
+    problem: Problem,
+    clients: Clients,
+    start: tuple[PyTree, PyTree],
+    last: tuple[PyTree, PyTree],
+    needed: float = 0.0,
+) -> Met:
     """Find out why a run diverged, from the losses and curvatures at its start and at its last finite point.
 
-    The explanation is empty for problems with local x or own leaves of y, and where the numbers show no cause.
+    `needed` is the method's `curvature_needed`. The explanation is empty for problems with local x or own leaves of y,
+    and where the numbers show no cause.
     """
     size = sum(leaf.size for leaf in jax.tree.leaves(last[1]))
     if problem.local is not None or problem.own is not None:
@@ -105,10 +125,13 @@ def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree
     before, after = ends(*start), ends(*last)
     low_x = jax.tree.map(np.minimum, start[0], last[0])
     lowered = ends(low_x, start[1])
-    flat = -ROUNDING * abs(before.largest)
-    if before.smallest < flat and optax.tree.vdot(way, population.inner.hess_v(*start, way)) < 0:
-        return Met(needs_ridge(before.smallest), by_steps=False, at_start=True)
-    if lowered.smallest < flat <= before.smallest:
+    low = min(-ROUNDING * abs(before.largest), needed)
+    if before.smallest < low and optax.tree.vdot(way, population.inner.hess_v(*start, way)) < 0:
+        why = needs_proximity(before.smallest) if needed < 0 else needs_ridge(before.smallest)
+        return Met(why, by_steps=False, at_start=True)
+    if lowered.smallest < low <= before.smallest:
+        if needed < 0:
+            return Met(needs_proximity(lowered.smallest), by_steps=False)
         return Met(
             f"the inner loss was convex in y at the start, but at the lowest x of the run its curvature is as low as "
             f"{lowered.smallest:.3g}, and no step size helps. A penalty that becomes negative causes this: keep x "
@@ -121,14 +144,15 @@ def what_was_met(problem: Problem, clients: Clients, start: tuple[PyTree, PyTree
     leaves = zip(jax.tree_util.tree_leaves_with_path(start[0]), jax.tree.leaves(last[0]), strict=True)
     moved = {f"x{jax.tree_util.keystr(path)}": float(np.max(np.abs(np.subtract(b, a)))) for (path, a), b in leaves}
     name = max(moved, key=lambda one: moved[one])
-    low, high = (max(abs(found.smallest), abs(found.largest)) for found in (before, after))
-    if not (high > 0 and np.isfinite([low, high, moved[name]]).all()):
+    first, high = (max(abs(found.smallest), abs(found.largest)) for found in (before, after))
+    if not (high > 0 and np.isfinite([first, high, moved[name]]).all()):
         return Met()
-    bounds = "; bounds on x (project_x, in a spec run.x_bounds) keep L where it is" if high > 2 * low else ""
+    limit = f", so steps on y must be below 2/L = {2 / high:.3g}" if needed == 0 else ""
+    bounds = "; bounds on x (project_x, in a spec run.x_bounds) keep L where it is" if high > 2 * first else ""
     return Met(
         f"an entry of {name} had moved by up to {moved[name]:.3g}, and y by {float(optax.tree.norm(way)):.3g} in norm. "
-        f"The largest curvature of the inner loss in y was L = {high:.3g} ({low:.3g} at the start), so steps on y "
-        f"must be below 2/L = {2 / high:.3g}{bounds}"
+        f"The largest curvature of the inner loss in y was L = {high:.3g} ({first:.3g} at the start)"
+        f"{limit}{bounds}"
     )
 
 
@@ -174,6 +198,14 @@ def needs_ridge(smallest: float) -> str:
         f"the inner loss is not strongly convex in y: its curvature is as low as {smallest:.3g}, not above 0, so that "
         f"y*(x) is not defined and no step size helps. Add a ridge to it: c * (y**2).sum() with c above "
         f"{abs(smallest) / 2:.3g}; or use fb.MEHA{with_proximity(smallest)}, which does not need y*(x)"
+    )
+
+
+def needs_proximity(smallest: float) -> str:
+    """Say that the proximity of MEHA is too large for an inner loss with this smallest curvature."""
+    return (
+        f"the curvature of the inner loss in y is as low as {smallest:.3g}, and no step size helps with this "
+        f"proximity: use fb.MEHA{with_proximity(smallest)}"
     )
 
 

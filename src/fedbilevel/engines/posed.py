@@ -10,11 +10,12 @@ import jax
 from jax.extend.core import ClosedJaxpr
 
 from fedbilevel.algorithms.parts.linear_solvers import warn_without_minimum
+from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.client import Clients, RemoteClients
 from fedbilevel.core.inputs import require_start
 from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.tree import PyTree, split
-from fedbilevel.engines.divergence import Met, what_was_met
+from fedbilevel.engines.divergence import Met, curvature_needed, what_was_met
 from fedbilevel.engines.ends import Ends, Spent, affordable, affordable_gradients, comparable, outer_losses, trained
 from fedbilevel.engines.evaluation import Evaluation, PerClient, check_per_client
 from fedbilevel.engines.first_look import first_look
@@ -65,21 +66,23 @@ class PosedProblem:
         """Tell whether the clients' samples are on this machine."""
         return isinstance(self.clients, Clients)
 
-    def look(self) -> None:
+    def look(self, method: Algorithm) -> None:
         """Warn of losses that would lead to misleading results, if the samples are here (see `first_look`)."""
         if isinstance(clients := self.clients, Clients):
 
             def warn_here() -> None:
                 first_look(self.problem, clients, self.x, self.y, self.programs)
-                warn_without_minimum(self.problem, clients, self.x, self.y)
+                if curvature_needed(method) == 0:
+                    warn_without_minimum(self.problem, clients, self.x, self.y)
 
             current_group().decide(warn_here)
 
-    def met(self, x: PyTree, y: PyTree) -> Met:
-        """Find out why a run diverged, from its last finite x and y (see `what_was_met`)."""
+    def met(self, method: Algorithm, x: PyTree, y: PyTree) -> Met:
+        """Find out why a run of a method diverged, from its last finite x and y (see `what_was_met`)."""
         if not isinstance(self.clients, Clients) or current_group().processes > 1:
             return Met()
-        return what_was_met(self.problem, self.clients, (self.x, self.y), (split(x)[0], split(y)[0]))
+        start, last = (self.x, self.y), (split(x)[0], split(y)[0])
+        return what_was_met(self.problem, self.clients, start, last, curvature_needed(method))
 
     def ends(self, before: tuple[PyTree, PyTree] | None, end: tuple[PyTree, PyTree], spent: Spent) -> Ends | None:
         """Compute the outer loss of all clients at the end of a run and at an earlier point (x, y); None: at the start.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from jax import Array
@@ -159,7 +160,7 @@ def solve(
     posed = PosedProblem.of(problem, clients, x0, y0, options)
     method = method_of(algorithm, posed, cohort, options)
     check_fields(method, posed.problem, clients, posed.x, posed.y, rounds)
-    posed.look()
+    posed.look(method)
     execution = Execution(method, posed, engine, cohort, options.jax_key, privacy)
     carry = execution.first_carry(posed.x, posed.y)
     loop = loop_of(execution, carry, options)
@@ -232,7 +233,11 @@ def loop_of(execution: Execution, carry: Carry, options: RunOptions) -> Loop:
             clip=None if terms is None else terms.clip,
         ),
         Saver(options.path, identity),
-        Rescue(posed.met, not cohort.some(len(posed.clients)), halvings_at_most(execution, carry, options)),
+        Rescue(
+            partial(posed.met, execution.method),
+            not cohort.some(len(posed.clients)),
+            halvings_at_most(execution, carry, options),
+        ),
         options.callbacks,
     )
 
