@@ -33,7 +33,8 @@ def test_a_misspelt_name_gets_the_nearest_one(capsys):
 
 def test_pages_name_benchmarks_that_exist():
     pages = [*(ROOT / "docs").rglob("*.md"), *ROOT.glob("*.md"), *(ROOT / "src").rglob("*.py")]
-    named = {name for page in pages for name in re.findall(r"python -m benchmarks (\w+)", page.read_text("utf-8"))}
+    command = r"python\s+-m\s+benchmarks\s+(\w+)"
+    named = {name for page in pages for name in re.findall(command, page.read_text("utf-8"))}
     assert {"hospitals", "timeline"} <= named - {"NAME"} <= set(NAMES)
 
 

@@ -387,12 +387,12 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
     assert "and rarer ones" in said
     Path("latin.csv").write_bytes(b"age,ill\n60,yes\xfc\n")
     Path("empty.csv").touch()
-    wrongs = {"latin.csv": "is not a text in UTF-8", "empty.csv": "is empty"}
+    wrongs = {"latin.csv": "the file is not a text in UTF-8", "empty.csv": "is empty"}
     for source in ("nowhere.csv", "latin.csv", "empty.csv", "nowhere.module:table", "json:nothing"):
         assert main(["flower", "check", "app", "--node-config", f"partition-id=0 table='{source}'"]) == 2
         printed = " ".join(capsys.readouterr().err.split())
         wrong = wrongs.get(source, "cannot be read")
-        assert re.search(f"node configuration: table:? '?{re.escape(source)}'? {wrong}", printed)
+        assert re.search(f"node configuration: table:? '?{re.escape(source)}'?(, line 2:)? {wrong}", printed)
         assert printed.count(wrong) == 1
 
 
