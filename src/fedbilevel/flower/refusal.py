@@ -107,6 +107,11 @@ class Refusal(FedbilevelError):
         return cls(Code.of(told.get("code")), str(told.get("why", "")), client)
 
 
+def has_line(number: int) -> bool:
+    """Tell whether the refusal with this number in a row has a line: the first, second, fourth, eighth, … do."""
+    return number & (number - 1) == 0
+
+
 def in_words(refusals: Iterable[Refusal], most: int = 5) -> str:
     """Return refusals as one line of text; clients with the same refusal are named together."""
     alike: dict[str, list[int]] = {}

@@ -8,7 +8,7 @@ from collections import Counter
 from fedbilevel.core.errors import ConfigurationError, FedbilevelError, FloorError
 from fedbilevel.core.privacy import BudgetSpentError, NoiseError
 from fedbilevel.flower.privacy import AccountError
-from fedbilevel.flower.refusal import OPERATOR, Code, Refusal
+from fedbilevel.flower.refusal import OPERATOR, Code, Refusal, has_line
 
 log = logging.getLogger("fedbilevel.client")
 REASONS = 100  # the largest number of a client's different reasons that are counted by themselves
@@ -50,7 +50,7 @@ class RefusalLog:
         why = str(error) if type(error) in MEANT else f"{type(error).__name__}; the client's log says more"
         refusal = error if isinstance(error, Refusal) else Refusal(code, why)
         number = self.count(client, refusal.code, error)
-        if number & (number - 1) == 0:  # a power of 2
+        if has_line(number):
             advice = "" if refusal.code.who == OPERATOR else f" ({refusal.code.how})"
             times = "" if number == 1 else f" ({number} times since the last reply)"
             trace = not isinstance(error, FedbilevelError)

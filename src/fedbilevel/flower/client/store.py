@@ -20,7 +20,7 @@ from fedbilevel.engines import checkpoint, lock
 from fedbilevel.flower.client.approval import Approvals
 from fedbilevel.flower.client.audit import Audit
 from fedbilevel.flower.client.limits import RequestCounts
-from fedbilevel.flower.refusal import Code, Refusal
+from fedbilevel.flower.refusal import Code, Refusal, has_line
 from fedbilevel.flower.wire import RAW, from_bytes, layout, to_bytes
 
 Tag = tuple[int, int]
@@ -174,7 +174,7 @@ class FolderStore:
                 request_counts = replace(request_counts, refusals=request_counts.refusals + 1)
                 self.save_request_counts(request_counts)
         if event == REFUSED and (number := request_counts.refusals) > 1:
-            if number & (number - 1):  # no power of 2
+            if not has_line(number):
                 return
             entries["refusals"] = number
         self.audit.append(event, client=self.client, request=request_counts.total, **entries)
