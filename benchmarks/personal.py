@@ -154,7 +154,7 @@ def bilevel(own: bool, pulled: bool, at: Split) -> Models:
     def everyones(model: Any) -> Any:
         return jnp.broadcast_to(model, (len(at.train.rows), *start.shape))
 
-    is_own = {(True, False): lambda path: True, (True, True): lambda path: path == "own"}.get((own, pulled))
+    is_own = (lambda path: path == "own") if pulled else (lambda path: True) if own else None
     problem = fb.Bilevel(outer, inner, own=is_own, project_x=fb.projections.box(*BOX))
     samples = [{name: field[:, None] for name, field in part._asdict().items()} for part in (at.valid, at.train)]
     start = np.zeros((at.train.rows.shape[2], at.classes))
@@ -184,7 +184,10 @@ def minimised(objective: Callable[[Any, Any], Any], factors: Sequence[float], st
 
 
 def best(trials: Sequence[Models], at: Split, each: bool = False) -> Models:
-    """Return the trial with the least mean validation loss; with `each`, that of each client by its own."""
+    """Return the trial with the least mean validation loss.
+
+    With `each`, every client gets its model of the trial with the least loss on its own validation samples.
+    """
     found = np.array([losses(models, *at.valid) for models in trials])
     if each:
         return np.stack([trials[k][i] for i, k in enumerate(found.argmin(0))])

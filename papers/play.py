@@ -99,22 +99,12 @@ Tried = Sequence[tuple[dict[str, Any], list[Run]]]
 """The values that are tried, each with its trials."""
 
 
-def tried(
-    name: str, tables: Mapping[str, Any], points: Sequence[dict[str, Any]], folder: Path, seeds: Sequence[int]
-) -> Tried:
-    """The trials of some points, one for each seed, in folders named by their values."""
-    found = []
-    for values in points:
-        at = ", ".join(f"{field}={value}" for field, value in values.items())
-        spec, place = with_values(tables, values), folder / word(at)
-        found.append((values, [Run(f"{name} · trial {at}", spec, seed, place / f"seed-{seed}") for seed in seeds]))
-    return found
-
-
 def trials(
     figure: Figure, panel: str, method: str, scale: Scale, out: Path, points: Sequence[dict[str, Any]] | None = None
 ) -> Tried:
     """The trials of a method in a panel: of each point one for each of their seeds; none where nothing is chosen.
+
+    A point's trials are in a folder that is named by its values.
 
     Args:
         points: the values that are tried; None: those of the grid.
@@ -123,8 +113,12 @@ def trials(
     points = figure.points(panel, method) if points is None else points
     if figure.tuning is None or points == [{}]:
         return []
-    tables = figure.tables(panel, method, scale, tuning=True)
-    return tried(f"{panel} · {method}", tables, points, folder, figure.tuning.seeds)
+    tables, found = figure.tables(panel, method, scale, tuning=True), []
+    for values in points:
+        at = ", ".join(f"{field}={value}" for field, value in values.items())
+        name, spec, place = f"{panel} · {method} · trial {at}", with_values(tables, values), folder / word(at)
+        found.append((values, [Run(name, spec, seed, place / f"seed-{seed}") for seed in figure.tuning.seeds]))
+    return found
 
 
 @dataclass(frozen=True)

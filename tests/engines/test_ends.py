@@ -56,24 +56,25 @@ def test_a_y_that_was_not_trained_is_no_better_start(rounds):
     assert said == [(words,)] * 4
 
 
-def test_a_converged_run_is_not_worse_than_its_start():
-    """The outer loss of the quadratic task is lower where y was not trained than at the solution."""
-    task = quadratic(clients=3, condition=2, samples=(2, 2))
+def converged(samples, rounds):
+    """Return the quadratic task and the result of a run on it, in which a warning is an error."""
+    task = quadratic(clients=3, condition=2, samples=samples)
     method = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(x=0.2, y=0.5, v=0.5), client_lr=1.0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        result = fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=60, progress=False)
+        return task, fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=rounds, progress=False)
+
+
+def test_a_converged_run_is_not_worse_than_its_start():
+    """The outer loss of the quadratic task is lower where y was not trained than at the solution."""
+    task, result = converged(samples=(2, 2), rounds=60)
     assert float(task.metrics["relative_error"](result.x, result.y)) < 1e-2
     assert "where y was not trained: with y trained there it is" in result.remarks[0]
 
 
 def test_a_row_of_rounds_in_which_y_was_not_trained_is_no_better_than_the_end():
     """The best row, of round 10, has 15.1: the mean of ten rounds, of which the last has 16.9. The run ends at 16.6."""
-    task = quadratic(clients=3, condition=2, samples=(2, 3))
-    method = fb.SimFBO(local_steps=1, batch_size=None, server_lr=fb.XYV(x=0.2, y=0.5, v=0.5), client_lr=1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        result = fb.solve(method, task.problem, task.clients, task.x0, task.y0, rounds=200, progress=False)
+    task, result = converged(samples=(2, 3), rounds=200)
     assert float(task.metrics["relative_error"](result.x, result.y)) < 1e-6
     assert result.best.round == 10
     assert result.best.value < 15.2 < 16.5 < result.history["outer_loss"][-1]
