@@ -255,6 +255,14 @@ def test_a_secret_that_is_not_given_hides_nothing(tmp_path) -> None:
     assert run.attached() == [spec]
 
 
+def test_a_long_parameter_is_no_secret(tmp_path) -> None:
+    """Its text is longer than what is searched for secrets."""
+    spec = tmp_path / "spec.toml"
+    spec.write_text("any")
+    capacities = {"clients": {"capacity": [0.25] * 5000}}
+    assert TrackedRun("run", capacities, files=[spec], with_seed=(spec,)).attached() == [spec]
+
+
 def test_a_service_that_never_answers_leaves_the_result_as_it_is(service) -> None:
     service.works = False
     with pytest.warns(TrackerWarning) as caught:

@@ -34,7 +34,7 @@ from fedbilevel.engines.history import Result, Row
 from fedbilevel.engines.lock import wait_for_lock
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.reading import read_json
-from fedbilevel.wording import in_a_line, missing, names_secret, without_secrets, without_seed
+from fedbilevel.wording import READ, in_a_line, missing, names_secret, without_secrets, without_seed
 
 SHARE = 0.1  # of the run's time that failing attempts may take
 LONGEST = 500  # characters of a parameter
@@ -95,7 +95,7 @@ class TrackedRun:
 
     def attached(self) -> list[Path]:
         """Return the files to attach: those that exist, without those of the parameters if one of these is secret."""
-        has_secret = any(_shown(name, value) != value for name, value in _flat("", plain(self.parameters)))
+        has_secret = any(_shown(name, value) != _read(value) for name, value in _flat("", plain(self.parameters)))
         left_out = set(self.with_seed) if has_secret else set()
         return [file for file in self.files if file.is_file() and file not in left_out]
 
@@ -142,6 +142,11 @@ def _flat(path: str, value: Any) -> Iterator[tuple[str, str | float]]:
         yield path, value
     else:
         yield path, getattr(value, "__qualname__", None) or ("none" if value is None else str(value))
+
+
+def _read(value: str | float) -> str | float:
+    """Return the part of a parameter's value in which secrets are looked for."""
+    return value[:READ] if isinstance(value, str) else value
 
 
 def _shown(name: str, value: str | float) -> str | float:
