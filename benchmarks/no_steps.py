@@ -7,8 +7,8 @@ exchanges. Then 8 seeds, and starts of x two units off where x are no weights of
 finite, and the range in which they end. --tuned takes the steps given by hand from an earlier table, and its rows.
 
 --family 7: on the random problems of family.py in place of these tasks, for eight methods; --group 4: on the group
-with this number alone. --reach, --rise, --shared: with another REACH, RISE or SHARED of the steps on x
-(algorithms/parts/adagrad.py, curvature.py). Data sets are read from $FEDBILEVEL_DATA.
+with this number alone. --reach, --rise, --shared, --warm-up: with another REACH, RISE, SHARED or WARM_UP of
+the steps on x (algorithms/parts/adagrad.py, curvature.py). Data sets are read from $FEDBILEVEL_DATA.
 """
 
 from __future__ import annotations
@@ -142,9 +142,10 @@ def main(
     reach: float = adagrad.REACH,
     rise: float = curvature.RISE,
     shared: float = adagrad.SHARED,
+    warm_up: float = adagrad.WARM_UP,
     group: int = -1,
 ) -> None:
-    adagrad.REACH, curvature.RISE, adagrad.SHARED = reach, rise, shared
+    adagrad.REACH, curvature.RISE, adagrad.SHARED, adagrad.WARM_UP = reach, rise, shared, warm_up
     if family:
         groups = range(len(random_problems.GROUPS)) if group < 0 else [group]
         random_problems.table(list(methods or random_problems.ROUNDS), family, groups)

@@ -1,14 +1,17 @@
 """Adapt the steps on x by AdaGrad, with the distance of each entry from its start in the numerator, as in DoG.
 
-Let h_t be the hypergradient of round t, j an entry of x, d the number of entries, η the field `x_lr`, R = REACH and
-a = SHARED. The factor w_t ≤ 1 makes x wait for y (`ServerCurvature.slower`). The step is
+Let h_t be the hypergradient of round t = 0, 1, …, j an entry of x, d the number of entries, η the field `x_lr`,
+R = REACH, a = SHARED and T = WARM_UP. The factor w_t ≤ 1 makes x wait for y (`ServerCurvature.slower`). The step is
 
-    x_j ← x_j − min(w_t r_{t,j} / s_{t,j},  η / |h_{t,j}|) h_{t,j}
+    x_j ← x_j − min(w_t u_t r_{t,j} / s_{t,j},  η / |h_{t,j}|) h_{t,j}
+
+    u_t = 1                   for a leaf of x that is a number or a vector
+    u_t = min(1, (t + 1)/T)   for a leaf with two dimensions or more
 
     r_{t,j} = min(Rη, max(r_0, max_{u≤t} |x_{u,j} − x_{0,j}|)),    r_0 = Rη min(1, max(‖x_0‖, 1) / √d)
 
-    s_{t,j}² = Σ_{u≤t} h_{u,j}²                             for a leaf of x that is a number or a vector
-    s_{t,j}² = Σ_{u≤t} ((1 − a) h_{u,j}² + a mean of h_u²)  for a leaf with two dimensions or more, mean over this leaf
+    s_{t,j}² = Σ_{u≤t} h_{u,j}²                             for a number or a vector
+    s_{t,j}² = Σ_{u≤t} ((1 − a) h_{u,j}² + a mean of h_u²)  for two dimensions or more, with the mean over this leaf
 
 No entry moves by more than η in a round, and the scale of the outer loss does not matter.
 
@@ -19,6 +22,11 @@ network, are many and of one kind. If each had only its own sum, weights that ma
 pixels at the border of an image, would move as far as all others, and would learn noise. (Adafactor also treats
 matrices and vectors differently.)
 
+In the first rounds the sums have few terms, so that all weights of a network move by similar lengths, and their moves
+add up in the next layer. Such moves can spoil a network for good: the hypergradients that follow are larger by many
+powers of ten, and AdaGrad forgets none of them. Therefore the steps of matrices grow linearly over the first T rounds,
+which is the usual warm-up.
+
 The numerator is that of DoG. Small entries, such as the weights of a network, start with small steps. Entries that move
 far get longer steps, up to Rη.
 
@@ -28,12 +36,14 @@ depends on several entries of x can change by more: if an inner curvature is 10^
 REACH and SHARED come from sweeps (benchmarks/results/family.txt). With a larger REACH, the worst tenth of final losses
 on random problems rises a little, since x overshoots. With REACH = 1, x is too slow on quadratics, whose solutions are
 far away. With a larger SHARED, linear representations end at a slightly higher loss. With less than a half, a network
-whose clients have few digits of MNIST each is less accurate.
+whose clients have few digits of MNIST each is less accurate. With a WARM_UP of 5 or less, such networks are spoilt in
+some runs of FedMBO, RABO and FedNest-SGD; with 20, SimFBO is slower.
 
 Sources: J. Duchi, E. Hazan and Y. Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic
 Optimization", JMLR 2011. A. Défossez, L. Bottou, F. Bach and N. Usunier, "A Simple Convergence Proof of Adam and
 Adagrad", TMLR 2022, for losses that are not convex. M. Ivgi, O. Hinder and Y. Carmon, "DoG is SGD's Best Friend", ICML
-2023. N. Shazeer and M. Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018.
+2023. P. Goyal et al., "Accurate, Large Minibatch SGD: Training ImageNet in 1 Hour", arXiv:1706.02677, for the warm-up.
+N. Shazeer and M. Stern, "Adafactor: Adaptive Learning Rates with Sublinear Memory Cost", ICML 2018.
 """
 
 from __future__ import annotations
@@ -50,6 +60,7 @@ from fedbilevel.core.tree import PyTree, move, over
 
 REACH = 3  # the largest numerator, in units of η
 SHARED = 0.5  # the weight of the mean over a matrix in the sums of its entries
+WARM_UP = 10  # the number of rounds over which the steps of a matrix grow to their full length
 STEADY = 0.9  # an entry moves steadily if the sum of its moves is at least this share of the sum of their lengths
 SHOWN = 5  # the largest number of entries that a remark names
 SETTLED = 20  # the number of rounds after which a remark names entries whose hypergradient was always 0
@@ -76,9 +87,12 @@ class AdaGrad(NamedTuple):
         size = max(1, sum(leaf.size for leaf in jax.tree.leaves(x)))
         least = REACH * lr * jnp.minimum(1, jnp.maximum(optax.tree.norm(self.start), 1) / size**0.5)
 
+        grown = jnp.minimum(1, (self.rounds + 1) / WARM_UP)
+
         def change(h: Array, norm: Array, farthest: Array) -> Array:
             sums = norm if norm.ndim < 2 else with_mean(norm)
-            adagrad = over(slower * jnp.clip(farthest, least, REACH * lr), sums)
+            warm = 1 if norm.ndim < 2 else grown
+            adagrad = over(slower * warm * jnp.clip(farthest, least, REACH * lr), sums)
             return (-jnp.minimum(adagrad, over(lr, jnp.abs(h))) * h).astype(h.dtype)
 
         norms = jax.tree.map(jnp.hypot, self.norms, h)
