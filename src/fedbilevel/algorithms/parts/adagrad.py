@@ -37,7 +37,7 @@ REACH and SHARED come from sweeps (benchmarks/results/family.txt). With a larger
 on random problems rises a little, since x overshoots. With REACH = 1, x is too slow on quadratics, whose solutions are
 far away. With a larger SHARED, linear representations end at a slightly higher loss. With less than a half, a network
 whose clients have few digits of MNIST each is less accurate. With a WARM_UP of 5 or less, such networks are spoilt in
-some runs of FedMBO, RABO and FedNest-SGD; with 20, SimFBO is slower.
+some runs of FedMBO, RABO and FedNest-SGD. With 20, SimFBO is slower.
 
 Sources: J. Duchi, E. Hazan and Y. Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic
 Optimization", JMLR 2011. A. Défossez, L. Bottou, F. Bach and N. Usunier, "A Simple Convergence Proof of Adam and
