@@ -33,7 +33,7 @@ def _elsewhere(name: str, here: list[str]) -> str:
     for module in ("fedbilevel.errors", "fedbilevel.parts", "fedbilevel.authoring"):
         if name in import_module(module).__all__:
             return f"{module}.{name}"
-    near = import_module("fedbilevel.core.errors").nearest(name, here)
+    near = import_module("fedbilevel.wording").nearest(name, here)
     return f"did you mean {near!r}?" if near else ""
 
 

@@ -1,6 +1,8 @@
-"""Provide helpers for error messages: names of missing packages, and untrusted texts made printable."""
+"""Provide helpers for error messages: nearest names, names of missing packages, and untrusted texts made printable."""
 
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Any
 
 JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
@@ -64,6 +66,19 @@ def missing(package: str, extra: str) -> str:
         extra: the extra of this library that includes the package.
     """
     return f'{package}, which is not installed: in a clone of the repository, pip install ".[{extra}]"'
+
+
+SAME = {"seed": "key", "x_bounds": "project_x", "higher_is_better": "larger_is_better"}
+"""Names from other libraries, and the names of this library for the same."""
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """Return the nearest of some names, without regard to case and to dashes at the start; "" if none is near."""
+    bare = {valid.lower().lstrip("-"): valid for valid in names}
+    if SAME.get(name) in bare:
+        return SAME[name]
+    near = get_close_matches(name.lower().lstrip("-"), bare, n=1)
+    return bare[near[0]] if near else ""
 
 
 def in_a_line(error: Exception, longest: int = 200) -> str:

@@ -98,6 +98,11 @@ OTHERS = {
     "diagnose quadratic --cohort 3 --set run.cohort=5": "and by --cohort",
     "diagnose quadratic --set clients=0": "clients = 0 is not allowed",
     "flower": "new, keys, check, approve, audit, status or demo",
+    "rn task.yaml": "unknown command rn; did you mean run? (fedbilevel --help lists all commands)",
+    "flower --debug demmo": "unknown command demmo; did you mean demo? (fedbilevel flower --help lists all commands)",
+    "--degub run quadratic": "unknown argument --degub; did you mean --debug after the command? (fedbilevel --help",
+    "--rounds 3 run quadratic": "unknown argument --rounds; did you mean --rounds after the command?",
+    "flower --pert=2 demo": "unknown argument --pert (fedbilevel flower --help lists all options)",
 }
 CASES = OTHERS | {
     f"{command} {arguments}": words

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import difflib
 import inspect
 import math
 import os
@@ -12,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fedbilevel.core import interrupts
 from fedbilevel.core.errors import (
@@ -23,7 +23,7 @@ from fedbilevel.core.errors import (
     NumericalError,
     unknown,
 )
-from fedbilevel.wording import missing, printable
+from fedbilevel.wording import missing, nearest, printable
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -56,17 +56,49 @@ class Once(argparse.Action):
 
 
 class Parser(argparse.ArgumentParser):
-    """Name the nearest option where a command gets an unknown one."""
+    """Name the nearest command or option if one is unknown."""
+
+    commands: Mapping[str, Parser] = MappingProxyType({})
+
+    def add_subparsers(self, **options: Any) -> Any:
+        """Make the object that adds commands to this parser."""
+        made: Any = super().add_subparsers(**options)
+        self.commands = made.choices
+        return made
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
-        """Read the arguments of a command; an unknown argument ends the program."""
+        """Read the arguments of a command; an unknown argument or command ends the program."""
+        args = sys.argv[1:] if args is None else list(args)
+        for name in args if self.commands else ():  # options before a command have no values
+            if name in self.commands:
+                break
+            if not name.startswith("-"):
+                self.refuse("command", name, nearest(name, self.commands))
+            if not any(option.startswith(name) for option in self._option_string_actions):
+                self.refuse_option(name)
         options, extra = super().parse_known_args(args, namespace)
         if extra:
-            name = printable(extra[0]).partition("=")[0]
-            near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.7)
-            hint = f"; did you mean {near[0]}?" if near else ""
-            self.exit(BAD_INPUT, f"fedbilevel: unknown argument {name}{hint} ({self.prog} --help lists all options)\n")
+            self.refuse_option(extra[0])
         return options, extra
+
+    def refuse_option(self, argument: str) -> NoReturn:
+        """End the program because of an unknown argument; before a command, the option may be one of the commands."""
+        name = argument.partition("=")[0]
+        near = nearest(name, self._option_string_actions)
+        if not near and (near := nearest(name, self.options)):
+            near = f"{near} after the command"
+        self.refuse("argument", name, near)
+
+    @property
+    def options(self) -> list[str]:
+        """The options of this parser and of its commands."""
+        return [*self._option_string_actions, *(option for each in self.commands.values() for option in each.options)]
+
+    def refuse(self, kind: str, name: str, near: str) -> NoReturn:
+        """End the program because of an unknown name, and say which name is near."""
+        hint, listed = f"; did you mean {near}?" if near else "", f"{'option' if kind == 'argument' else kind}s"
+        text = f"unknown {kind} {printable(name)}{hint} ({self.prog} --help lists all {listed})"
+        raise SystemExit(fail(BAD_INPUT, text))
 
 
 @dataclass(frozen=True)

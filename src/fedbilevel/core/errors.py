@@ -1,6 +1,5 @@
 """Define errors and warnings, and helpers whose messages name the field, its value and what is allowed."""
 
-import difflib
 import functools
 import inspect
 import math
@@ -13,6 +12,7 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fedbilevel.wording import nearest as nearest
 from fedbilevel.wording import printable
 
 __all__ = [
@@ -163,19 +163,6 @@ def unknown(kind: str, name: object, allowed: Iterable[str]) -> ConfigurationErr
     """
     names = sorted(allowed)
     return ConfigurationError(path=kind, got=name, allowed=names, near=nearest(str(name), names))
-
-
-def nearest(name: str, names: Iterable[str]) -> str:
-    """Return the nearest of some names; "" if none is near."""
-    lower = {valid.lower(): valid for valid in names}
-    if SAME.get(name) in lower:
-        return SAME[name]
-    near = difflib.get_close_matches(name.lower(), lower, n=1, cutoff=0.5)
-    return lower[near[0]] if near else ""
-
-
-SAME = {"seed": "key", "x_bounds": "project_x", "higher_is_better": "larger_is_better"}
-"""Names from other libraries, and the names of this library for the same."""
 
 
 def explain_misspelt(cls: T, kind: str = "argument") -> T:

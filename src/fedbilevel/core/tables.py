@@ -28,8 +28,9 @@ import optax
 
 from fedbilevel.core.algorithm import ALGORITHMS, Algorithm
 from fedbilevel.core.config import Schedule
-from fedbilevel.core.errors import ConfigurationError, nearest, refuse_together, require, unknown
+from fedbilevel.core.errors import ConfigurationError, refuse_together, require, unknown
 from fedbilevel.core.tree import XYV
+from fedbilevel.wording import nearest
 
 Fields = Mapping[str, Any]
 Wrong = list[ConfigurationError]

@@ -18,7 +18,6 @@ import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from difflib import get_close_matches
 from http.client import HTTPException
 from pathlib import Path
 from typing import IO, Any
@@ -28,7 +27,7 @@ from numpy.typing import NDArray
 
 from fedbilevel.reading import read_bytes as read_regular
 from fedbilevel.reading import require_regular
-from fedbilevel.wording import in_a_line
+from fedbilevel.wording import in_a_line, nearest
 
 CHUNK = 1 << 18  # the number of bytes that are read at once
 LONGEST = 1 << 28  # the largest number of bytes of a file; the longest file below has 170 MB
@@ -41,8 +40,8 @@ class DataError(ValueError):
 def unknown_name(field: str, got: object, allowed: Iterable[str]) -> DataError:
     """Return the error for a `field` that got an unknown name, with the nearest name of `allowed`."""
     names = sorted(allowed)
-    near = get_close_matches(str(got), names, n=1, cutoff=0.5)
-    hint = f" Did you mean {near[0]!r}?" if near else ""
+    near = nearest(str(got), names)
+    hint = f" Did you mean {near!r}?" if near else ""
     return DataError(f"{field} {got!r} is unknown.{hint} Allowed: {', '.join(names) or 'none'}.")
 
 

@@ -25,7 +25,6 @@ from fedbilevel.core.config import config, positive_integer
 from fedbilevel.core.errors import (
     ConfigurationError,
     is_number,
-    nearest,
     refuse_together,
     require,
     unknown,
@@ -53,7 +52,7 @@ from fedbilevel.engines.virtual_time import Clock
 from fedbilevel.experiments import toml
 from fedbilevel.experiments.loader import algorithm_class, code_of, full_name, label, task_maker
 from fedbilevel.experiments.presets import METHODS, preset
-from fedbilevel.wording import of_others
+from fedbilevel.wording import nearest, of_others
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,6 @@ import inspect
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
@@ -42,7 +41,7 @@ from fedbilevel.algorithms.parts.wrappers import Wrapper
 from fedbilevel.core.algorithm import Algorithm, Part, check_algorithm, refuse_unless_allowed
 from fedbilevel.core.authored import described
 from fedbilevel.core.client import Client, Clients, RemoteClients
-from fedbilevel.core.errors import ConfigurationError, require
+from fedbilevel.core.errors import ConfigurationError, nearest, require
 from fedbilevel.core.facts import Allows, Asks, Findings, No
 from fedbilevel.core.fed import Fed, LoopBody, Phase, Reply, Total
 from fedbilevel.core.hyperparameters import field_values
@@ -155,8 +154,8 @@ class Layer(Around):
         known |= {name for base in cls.__mro__ for name in inspect.get_annotations(base)}
         for name, value in vars(cls).items():
             if name[0] != "_" and name not in known and not getattr(value, "__isabstractmethod__", False):
-                near = get_close_matches(name, [name for name in dir(Layer) if name[0] != "_"], n=1)
-                meant = f": did you mean {near[0]!r}?" if near else ""
+                near = nearest(name, [name for name in dir(Layer) if name[0] != "_"])
+                meant = f": did you mean {near!r}?" if near else ""
                 own = "names of your own begin with an underscore, unless they are fields"
                 raise ConfigurationError(f"{cls.__name__}.{name} is no function or attribute of layers{meant}; {own}")
         if not inspect.isabstract(cls):
