@@ -16,10 +16,10 @@ def test_the_names_are_those_of_the_trackers() -> None:
     assert sorted(shared.TRACKERS) == sorted(BY_NAME)
 
 
-@pytest.mark.parametrize("command", ["run", "sweep", "compare"])
+@pytest.mark.parametrize("command", ["run quadratic", "sweep quadratic", "compare quadratic", "flower demo"])
 def test_a_misspelt_name_is_refused_before_anything_is_made(command, tmp_path, capsys) -> None:
     out = tmp_path / "out"
-    assert cli.main([command, "quadratic", "--log", "tensorboard,mlfow", "--out", str(out)]) == 2
+    assert cli.main([*command.split(), "--log", "tensorboard,mlfow", "--out", str(out)]) == 2
     said = "unknown tracker of --log 'mlfow'; did you mean 'mlflow'? (allowed: mlflow, tensorboard, wandb)"
     assert capsys.readouterr().err == f"fedbilevel: {said}\n"
     assert not out.exists()
@@ -40,6 +40,7 @@ def test_no_name_at_all_is_refused(names, tmp_path, capsys) -> None:
         ["run", "quadratic"],
         ["sweep", "quadratic", "--grid", "local_steps=1,2"],
         ["compare", "quadratic", "--algorithms", "simfbo,aggitd"],
+        ["flower", "demo", "--task", "quadratic"],
     ],
     ids=lambda words: words[0],
 )

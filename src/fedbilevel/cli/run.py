@@ -363,6 +363,7 @@ def _add_flower(add: shared.Add) -> None:
     demo.add_argument(
         "--out", type=Path, metavar="DIR", help="the folder for app, run, keys and logs: new or empty (runs/…)"
     )
+    shared.add_options(demo, "log")
     demo.add_argument(
         "--stock", action="store_true", help="use Flower's own clients, which start a process per message: slow"
     )
@@ -530,5 +531,7 @@ def _demo(options: argparse.Namespace) -> int:
     if options.clients or (not options.spec and "clients" in configure(**named).task.fields):
         given.append(f"task.clients={options.clients or 4}")
     spec = shared.configured(options, *given)
-    play_demo(spec, len(seen_by(spec, "server").clients), options.out, persistent=not options.stock)
+    shared.trackers(options)  # the server makes its own; a missing library is said before anything starts
+    clients = len(seen_by(spec, "server").clients)
+    play_demo(spec, clients, options.out, persistent=not options.stock, log=options.log)
     return shared.OK

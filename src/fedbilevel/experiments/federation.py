@@ -490,12 +490,13 @@ def _copied(kind: str, file: Path, copy: Path, name: str) -> str:
     return f"{copy.parent.name}.{copy.stem}:{attribute}"
 
 
-def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool) -> LoadedRun:
+def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool, log: Sequence[str] = ()) -> LoadedRun:
     """Start a SuperLink and SuperNodes on this machine, run the spec with them, print its progress, and stop them.
 
     Args:
         out: a new or empty folder for the app, the run, keys and logs; None chooses one in ./runs.
         persistent: whether clients' processes keep running between messages.
+        log: the names of trackers with which the server records the run.
     """
     from fedbilevel.flower.launch.processes import CommandError, Federation
     from fedbilevel.flower.versions import require_flower
@@ -511,7 +512,8 @@ def play_demo(spec: Spec, clients: int, out: Path | None, persistent: bool) -> L
     with Federation(folder, clients, persistent=persistent, node_configs=configs) as federation:
         print(f"online at {federation.address}; {spec.title}", flush=True)
         try:
-            for line in federation.run(app, f'out="{run}" client-keys="{federation.credentials.ca.parent}"'):
+            config = f'out="{run}" client-keys="{federation.credentials.ca.parent}" log="{",".join(log)}"'
+            for line in federation.run(app, config):
                 print(line, end="", flush=True)
         except CommandError:
             place = Folder(run)
