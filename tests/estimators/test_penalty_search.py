@@ -41,7 +41,7 @@ def posed(kind, groups="feature", cv=3, sites=SITES):
 
     class Kept(KINDS[kind]):
         def _exact(self, clients, given, scale, engine, checkpoint):
-            raise Begun(*self._search(len(scale)), clients)
+            raise Begun(*self._posed(len(scale)), clients)
 
     with pytest.raises(Begun) as begun:
         Kept(cv=cv, penalty_groups=groups).fit(*table(kind), groups=sites)

@@ -1,8 +1,9 @@
 """Add up the statistics of all sites of a study; from the sum, each site prepares its own rows."""
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self
 
@@ -12,7 +13,7 @@ import numpy as np
 import fedbilevel as fb
 from fedbilevel.data.columns import deviation, penalty_labels
 from fedbilevel.errors import ConfigurationError
-from fedbilevel.estimators.linear import WIDE, LogisticRegression, Penalised, Ridge
+from fedbilevel.estimators.linear import LogisticRegression, Penalised, Ridge
 from fedbilevel.estimators.preparer import Preparer, Told
 from fedbilevel.estimators.survival import CoxRegression
 from fedbilevel.extending import is_count, parse_json, require, unknown
@@ -69,12 +70,14 @@ class Agreement:
         rows: the number of rows of all sites together.
         features: the sums of the sites' statistics of the features, by column.
         target: the sums of the sites' statistics of the target; for Cox's model, of the events.
+        searched: whether the penalties of many features have been found, so that the last model alone is left to train.
     """
 
     study: Any
     rows: int
     features: Told
     target: Told
+    searched: bool = False
 
     @classmethod
     def of(cls, study: Any, statistics: list[dict[str, Any]]) -> Self:
@@ -111,17 +114,18 @@ class Agreement:
             ConfigurationError: it is something else.
         """
         content = parse_json(text.encode())
-        fits = (
-            isinstance(content, dict) and content.keys() == {"rows", "features", "target"} and is_count(content["rows"])
-        )
+        searched = isinstance(content, dict) and content.pop("searched", False)
+        fits = isinstance(content, dict) and content.keys() == {"rows", "features", "target"}
+        fits = fits and is_count(content["rows"]) and isinstance(searched, bool)
         require(fits, "agreement", type(content).__name__, "rows, features and target")
         features, target = (_sum({"": content[name]}) for name in ("features", "target"))
-        return cls(study, content["rows"], features, target)
+        return cls(study, content["rows"], features, target, searched)
 
     @property
     def text(self) -> str:
         """The agreement as JSON, whose numbers come back to the bit."""
-        return json.dumps({"rows": self.rows, "features": self.features, "target": self.target}, ensure_ascii=False)
+        content = {"rows": self.rows, "features": self.features, "target": self.target}
+        return json.dumps(content | ({"searched": True} if self.searched else {}), ensure_ascii=False)
 
     @property
     def preparer(self) -> Preparer:
@@ -178,10 +182,7 @@ class Agreement:
 
     def remote(self, weights: list[int]) -> fb.RemoteClients:
         """Return what a server knows of sites with these numbers of rows; 0 of a site that is held out."""
-        width, counted = len(self.names), [rows or UNCOUNTED for rows in weights]
-        allowed = f"{WIDE} at most where sites keep their tables: leave columns out (drop), or raise min_count"
-        require(width <= WIDE, "features, indicators included", width, allowed)
-        return fb.RemoteClients(len(weights), self.blank(1), weights=counted)
+        return fb.RemoteClients(len(weights), self.blank(1), weights=[rows or UNCOUNTED for rows in weights])
 
     def blank(self, count: int) -> dict[str, Any]:
         """Draw random samples in place of those of a site that is elsewhere or held out. They are not zeros, because
@@ -194,17 +195,25 @@ class Agreement:
     def posed(self) -> tuple[Any, Any, Any, Any]:
         """Return algorithm, problem, x0 and y0 of the exchanges."""
         with jax.enable_x64(True):
-            return self.estimator()._search(len(self.names))
+            return self.estimator()._posed(len(self.names), self.searched)
 
-    def train(self, clients: Any, engine: Any, checkpoint: Path | None = None) -> Any:
+    def train(
+        self,
+        clients: Any,
+        engine: Any,
+        checkpoint: Path | None = None,
+        searched: Callable[["Agreement"], None] = lambda agreement: None,
+    ) -> Any:
         """Find penalties and coefficients, and return the fitted estimator.
 
         Args:
             clients: the sites, simulated (`Clients`) or on other machines (`RemoteClients`).
             engine: runs the exchanges with these clients.
             checkpoint: a file to which the search is saved and from which it resumes; None: it is not saved.
+            searched: is called with the agreement on the last model, if this takes a second run (of many features).
         """
         estimator = self.estimator()
         with jax.enable_x64(True):
-            estimator._train(clients, *self.scales, self.rows, engine, checkpoint)
+            of_last = partial(searched, replace(self, searched=True))
+            estimator._train(clients, *self.scales, self.rows, engine, checkpoint, of_last)
         return estimator

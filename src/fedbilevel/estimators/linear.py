@@ -16,9 +16,7 @@ Rows are standardised, for which w and b make up. Features of the same penalty s
 
 with s_l the feature's standard deviation and κ half of ℓ″, or of a bound of it: of a feature that is uncorrelated to
 the others, such a penalty leaves about the share 1/(1 + x) of the coefficient. Up to WIDE features the search is exact
-(`penalty_search`). For more, fb.SimFBO finds these shares, with full batches and steps that adapt, and variables
-w_kl s_l √(1 + x_l), for which the Hessian has the diagonal 2κ whatever scales and penalties are; Newton's method with
-conjugate gradients then trains model K.
+(`penalty_search`). For more, fb.SimFBO finds these shares (`wide_search`).
 """
 
 import warnings
@@ -42,6 +40,7 @@ from fedbilevel.data import dealt, generator_of_site, strata_of
 from fedbilevel.errors import ConfigurationError, NumericalWarning
 from fedbilevel.estimators.columns import Numbers, labels, moments, numbers, require_sizes, sites_of
 from fedbilevel.estimators.penalty_search import PenaltySearch
+from fedbilevel.estimators.wide_search import Newton, in_shares, share_search
 from fedbilevel.extending import explain_call, explain_misspelt, is_count, require, warn
 
 Columns = dict[str, Numbers]
@@ -157,19 +156,27 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return dealt(strata, self.cv, rng)[patient]
 
     def _train(
-        self, clients: Any, centre: Numbers, spread: Numbers, rows: int, engine: Any, checkpoint: Path | None = None
+        self,
+        clients: Any,
+        centre: Numbers,
+        spread: Numbers,
+        rows: int,
+        engine: Any,
+        checkpoint: Path | None = None,
+        searched: Callable[[], None] = lambda: None,
     ) -> None:
         """Find penalties and coefficients of features with these means and deviations, and keep them.
 
         Args:
             checkpoint: where the exact search is saved after each exchange, and from which it goes on; None: nowhere.
+            searched: is called between the two runs of many features (`_posed`).
         """
         scale, width, self.history_ = self.curvature * spread**2, len(spread), None
         given = None if self.penalties is None else self._given(width)
         if width <= WIDE:
             x, y, last = self._exact(clients, given, scale, engine, checkpoint)
         else:
-            x, y, last = self._wide(clients, given, scale, engine)
+            x, y, last = self._wide(clients, given, scale, engine, searched)
         self.penalties_ = scale * x if given is None else given
         self.coef_ = np.asarray(y["coef"])[-1] * (self._unit / spread)
         if self.has_intercept:
@@ -196,38 +203,35 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         """Return the ratio of the variance of a row's score to its second derivative; for a log likelihood it is 1."""
         return 1.0
 
-    def _search(self, width: int) -> tuple[PenaltySearch, fb.Bilevel, Numbers, dict[str, Numbers]]:
-        """State the exact search for penalties: algorithm, problem, x0 and y0."""
-        of = self._groups(width)
-        algorithm = PenaltySearch(
-            groups=tuple(map(str, of)), curvature=self.curvature, largest=LARGEST, search=self.penalties is None
-        )
-        folds = np.arange(self.cv + 1) if algorithm.search else np.array([self.cv])
-        return algorithm, self._problem(of, folds), np.ones(np.max(of) + 1), self._start(width, len(folds))
+    def _posed(self, width: int, searched: bool = False) -> tuple[Any, fb.Bilevel, Numbers, dict[str, Numbers]]:
+        """Return algorithm, problem, x0 and y0 of the exchanges for this number of features.
+
+        Of many features there are two runs: the search and, once it is over (`searched`), that of the last model.
+        """
+        of, every = self._groups(width), np.arange(self.cv + 1)
+        search, last = self.penalties is None and not searched, every[-1:]
+        if width <= WIDE:
+            names = tuple(map(str, of))
+            algorithm = PenaltySearch(groups=names, curvature=self.curvature, largest=LARGEST, search=search)
+            folds = every if search else last
+            return algorithm, self._problem(of, folds), np.ones(np.max(of) + 1), self._start(width, len(folds))
+        if search:
+            problem = in_shares(*self._functions(of, every[:-1]), of, LARGEST)
+            return share_search(), problem, np.full(np.max(of) + 1, 0.5), self._start(width, self.cv)
+        each = np.arange(width)
+        problem = in_shares(*self._functions(each, last), each)
+        return Newton(), problem, np.full(width, 0.5), self._start(width, 1)
 
     def _exact(
         self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any, checkpoint: Path | None
     ) -> tuple[Numbers, Any, Any]:
         """Return x, the models, the last of which is trained on all rows, and its training loss's two derivatives."""
-        algorithm, problem, x0, y0 = self._search(len(scale))
+        algorithm, problem, x0, y0 = self._posed(len(scale))
         x0 = x0 if given is None else given / scale
-        saved: dict[str, Any] = (
-            {"checkpoint": checkpoint, "checkpoint_every": 1, "resume": "auto"} if checkpoint else {}
-        )
+        saved = {"checkpoint": checkpoint, "checkpoint_every": 1, "resume": "auto"} if checkpoint else {}
         with warnings.catch_warnings():  # unseen rows may be predicted worse than by no model at all
             warnings.simplefilter("ignore", NumericalWarning)
-            result = fb.solve(
-                algorithm,
-                problem,
-                clients,
-                x0,
-                y0,
-                rounds=self.rounds,
-                eval_every=1,
-                engine=engine,
-                progress=False,
-                **saved,
-            )
+            result = self._solved((algorithm, problem, x0, y0), clients, engine, eval_every=1, **saved)
         if algorithm.search:
             self._keep(result.history)
         left, where = float(result.state.best.left), f"where {algorithm.tolerance:g} or less ends the search"
@@ -239,29 +243,34 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         last = np.asarray(known.gradient[-1]), np.asarray(known.hessian[-1])
         return np.asarray(result.x)[algorithm.of], result.y, last
 
-    def _wide(self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any) -> tuple[Numbers, Any, None]:
-        """As `_exact`, for many features, on this machine."""
-        of, width, every = self._groups(len(scale)), len(scale), np.arange(len(scale))
-        x = None if given is None else given / scale
-        if x is None:
-            result = fb.solve(
-                fb.layered(fb.SimFBO(local_steps=1, batch_size=None), fb.AdaptiveSteps(x_lr=0.02)),  # x is from 0 to 1
-                _in_shares(*self._functions(of, np.arange(self.cv)), of),
-                clients,
-                np.full(np.max(of) + 1, 0.5),
-                self._start(width, self.cv),
-                rounds=self.rounds,
-                eval_every=10,
-                callbacks=[fb.stop_without_progress("outer_loss", patience=10)],
-                engine=engine,
-                progress=False,
-            )
-            self._keep(result.history)
-            if not result.stopped:
-                self._warn(f"the validation loss still falls after {result.round} rounds")
-            x = (1 / np.asarray(result.x) - 1)[of]
-        last = self._problem(every, np.array([self.cv]))
-        return x, fb.inner_solution(last, clients, x, self._start(width, 1)).y, None
+    def _wide(
+        self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any, searched: Callable[[], None]
+    ) -> tuple[Numbers, Any, None]:
+        """As `_exact`, for many features; of these there are no derivatives."""
+        width = len(scale)
+        algorithm, problem, _, y = self._posed(width, searched=True)
+        if given is None:
+            stop = fb.stop_without_progress("outer_loss", patience=10)
+            found = self._solved(self._posed(width), clients, engine, eval_every=10, callbacks=[stop])
+            self._keep(found.history)
+            if not found.stopped:
+                self._warn(f"the validation loss still falls after {found.round} rounds")
+            shares = np.asarray(found.x)[self._groups(width)]
+            y = {name: np.mean(np.asarray(leaf), axis=0, keepdims=True) for name, leaf in found.y.items()}
+            searched()
+        else:
+            shares = 1 / (1 + given / scale)
+        result = self._solved((algorithm, problem, shares, y), clients, engine)
+        if not algorithm.finished(result.state):
+            self._warn(f"the coefficients still move after {result.round} steps of Newton's method")
+        return 1 / shares - 1, {**result.y, "coef": np.asarray(result.y["coef"]) * np.sqrt(shares)}, None
+
+    def _solved(self, posed: tuple[Any, ...], clients: Any, engine: Any, **options: Any) -> fb.Result:
+        """Run the exchanges of `_posed`."""
+        algorithm, problem, x0, y0 = posed
+        return fb.solve(
+            algorithm, problem, clients, x0, y0, rounds=self.rounds, engine=engine, progress=False, **options
+        )
 
     def _warn(self, why: str) -> None:
         warn(ConvergenceWarning(f"{type(self).__name__} has not converged: {why}. More rounds= may help"))
@@ -333,19 +342,6 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         for k, name in enumerate(self._names()):
             require_sizes(f"{name} of X", found[:, k], "make a code for a gap NaN, and let Preparer fill gaps")
         return found
-
-
-def _in_shares(outer: LossOfRows, inner: LossOfRows, of: Numbers) -> fb.Bilevel:
-    """State the problem in the shares 1/(1 + x), and in coefficients divided by their roots."""
-
-    def changed(loss: LossOfRows) -> fb.WholeLoss:
-        def in_shares(x: Array, y: Any, rows: Any, valid: Array) -> Array:
-            return loss(1 / x - 1, {**y, "coef": y["coef"] * jnp.sqrt(x[of])}, rows, valid)
-
-        return fb.WholeLoss(in_shares)
-
-    within = fb.projections.box(1 / (1 + LARGEST), LARGEST / (1 + LARGEST))
-    return fb.Bilevel(changed(outer), changed(inner), project_x=within)
 
 
 class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]

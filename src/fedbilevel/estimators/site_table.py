@@ -67,7 +67,7 @@ class SiteTable:
         features = kept[list(study.columns)] if study.columns else others
         if study.offsets:
             require(SITE not in features, f"column {SITE!r}", "a feature", "left out (drop), or offsets = false")
-            features = features.assign(**{SITE: None if self.whole else site})
+            features = features.copy().assign(**{SITE: None if self.whole else site})  # a copy has joined columns
         preparer = Preparer(categorical=[*study.categorical, *([SITE] if study.offsets else [])])
         may_be_told = preparer.fit(features[held == self.whole]).told(study.min_count)
         self.told = preparer.fit(features[~held]).told(study.min_count) if self.whole else may_be_told
@@ -174,4 +174,4 @@ def _used(features: Any, told: Told) -> Any:
     words = {name: words_of(features[name]) if "categories" in one else features[name] for name, one in told.items()}
     hidden = untold(told, {name: column.to_numpy() for name, column in words.items()})
     made = {name: features[name].mask(gaps) if "categories" in told[name] else np.nan for name, gaps in hidden.items()}
-    return features.assign(**{name: column for name, column in made.items() if hidden[name].any()})
+    return features.assign(**{name: column for name, column in made.items() if hidden[name].any()}).copy()

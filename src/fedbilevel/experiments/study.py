@@ -13,7 +13,6 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
 from functools import partial
 from importlib import import_module, resources
 from pathlib import Path
@@ -25,6 +24,8 @@ import numpy as np
 from jax import Array
 
 from fedbilevel import __version__
+from fedbilevel.algorithms.parts.adaptive_steps import adaptive
+from fedbilevel.algorithms.parts.composed import composed
 from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.config import static
 from fedbilevel.core.errors import ConfigurationError, ExchangeError, FedbilevelError, require, unknown
@@ -169,18 +170,26 @@ def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel
     try:
         agreement = Agreement.of(study, statistics)
     except DifferentColumnsError as error:
-        with suppress(ExchangeError):  # a site that lacks a column refuses, and has the reason in its log
-            questions.question(json.dumps({"columns": error.columns}))
+        questions.tell(json.dumps({"columns": error.columns}))  # a site that lacks one has this in its log
         raise
     questions.agree(agreement.text)
     if study.estimator == "logistic":
         print(f"predicts the probability of {study.target} = {agreement.estimator().classes_[1]}", flush=True)
     remote = agreement.remote([one["rows"] for one in statistics])
-    checkpoint = None if place is None else _checkpoint(place, agreement)
-    model = StudyModel.of(agreement, agreement.train(remote, engine, checkpoint))
-    with jax.enable_x64(True):
-        contract = draw_up(*agreement.posed(), remote.examples())
-    questions = Questions(engine, contract, len(study.sites))
+    checkpoint, now = None if place is None else _checkpoint(place, agreement), [agreement]
+
+    def under_contract() -> Questions:
+        with jax.enable_x64(True):
+            algorithm, problem, x, y = now[-1].posed()
+            algorithm = composed(adaptive(algorithm, problem), problem)  # as sites have it
+            return Questions(engine, draw_up(algorithm, problem, x, y, remote.examples()), len(study.sites))
+
+    def searched(agreement: Agreement) -> None:
+        under_contract().agree(agreement.text)
+        now.append(agreement)
+
+    model = StudyModel.of(agreement, agreement.train(remote, engine, checkpoint, searched))
+    questions = under_contract()
 
     def ask(question: dict[str, Any]) -> list[Any]:
         return [parse_json(answer.encode()) for answer in questions.question(json.dumps(question))]

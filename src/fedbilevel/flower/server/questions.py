@@ -6,6 +6,7 @@ questions within their limits, and the log has a line for each attempt.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,14 @@ class Questions:
         """Send a text to every client, which keeps it for the rest of the run."""
         self.answers(AGREEMENT, text)
 
+    def tell(self, text: str) -> None:
+        """Send a question once to the clients that are online. Their answers are not needed: it is they who must know.
+
+        A client that is not online is not waited for, and one that does not answer only until the deadline.
+        """
+        self.roster.refresh()
+        self.attempt(self.next_number(), QUESTION, 0, text, [*self.roster.nodes])
+
     def answers(self, kind: str, text: str) -> list[str]:
         """Send a text to every client, and again to those that do not answer; return the answers.
 
@@ -48,32 +57,43 @@ class Questions:
         """
         found: dict[int, str] = {}
         failed: dict[int, Refusal] = {}
-        number, self.exchanges = self.exchanges, self.exchanges + 1
+        number = self.next_number()
         for attempt in range(self.terms.attempts):
             left = [client for client in self.clients if client not in found]
             self.roster.wait(left, len(left), len(left))
-            began = self.roster.clock.time()
-            requests = {client: self.request(client, number, kind, text) for client in left}
-            replies, failed = ask(self.roster, requests)
-            responses: list[ResponseMessage] = []
-            for reply in replies:
-                try:
-                    with reading(reply.client):
-                        response = reply.response()
-                        if len(response.payload) > LONGEST_ANSWER:
-                            raise Refusal(Code.LARGE, f"its answer has more than {LONGEST_ANSWER} bytes")
-                        found[reply.client] = response.payload.decode()
-                        responses.append(response)
-                except Refusal as refusal:
-                    failed[reply.client] = refusal
-            self.log(
-                (0, number, kind, attempt), self.roster.clock.time() - began, [*requests.values()], responses, failed
-            )
+            new, failed = self.attempt(number, kind, attempt, text, left)
+            found |= new
             if len(found) == len(self.clients):
                 return [found[client] for client in self.clients]
         raise ExchangeError(
             f"{kind}: {len(found)} of {len(self.clients)} clients answered ({in_words(failed.values())})"
         )
+
+    def next_number(self) -> int:
+        """Return the number of a new exchange."""
+        self.exchanges += 1
+        return self.exchanges - 1
+
+    def attempt(
+        self, number: int, kind: str, attempt: int, text: str, clients: Sequence[int]
+    ) -> tuple[dict[int, str], dict[int, Refusal]]:
+        """Send a text to some clients; return client -> its answer, and client -> why it has not answered."""
+        began, found, responses = self.roster.clock.time(), dict[int, str](), list[ResponseMessage]()
+        requests = {client: self.request(client, number, kind, text) for client in clients}
+        replies, failed = ask(self.roster, requests)
+        for reply in replies:
+            try:
+                with reading(reply.client):
+                    response = reply.response()
+                    if len(response.payload) > LONGEST_ANSWER:
+                        raise Refusal(Code.LARGE, f"its answer has more than {LONGEST_ANSWER} bytes")
+                    found[reply.client] = response.payload.decode()
+                    responses.append(response)
+            except Refusal as refusal:
+                failed[reply.client] = refusal
+        seconds = self.roster.clock.time() - began
+        self.log((0, number, kind, attempt), seconds, [*requests.values()], responses, failed)
+        return found, failed
 
     def request(self, client: int, number: int, kind: str, text: str) -> RequestMessage:
         """Return the request to a client."""
