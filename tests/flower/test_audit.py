@@ -184,11 +184,24 @@ def test_nothing_leaves_without_a_line(tmp_path, monkeypatch):
     assert Audit(tmp_path).verify().count == 3
 
 
-def test_a_folder_that_cannot_be_written_refuses(tmp_path):
+def test_a_folder_that_cannot_be_written_refuses(tmp_path, caplog):
     """A folder stands in the audit's place, as root may write anywhere."""
     site = runtime(tmp_path)
     (tmp_path / "audit.jsonl").mkdir()
-    assert site.respond(request(site), memory()).code == "audit"
+    for _ in range(3):
+        assert site.respond(request(site), memory()).code == "audit"
+    said = [text for text in caplog.messages if str(tmp_path / "audit.jsonl") in text]
+    assert said == caplog.messages  # with the reason, and no other line
+    assert ["times since" in text for text in said] == [False, True]
+
+
+def test_a_refusal_without_a_line_is_in_the_log_once(tmp_path, caplog):
+    site = runtime(tmp_path)
+    (tmp_path / "audit.jsonl").mkdir()
+    for _ in range(3):
+        assert site.respond(replace(request(site), contract="other"), memory()).code == "contract"
+    said = ["cannot be written" in text for text in caplog.messages]
+    assert said == [False, True, False, True]  # of the first request, and of the second
 
 
 # A process that is killed

@@ -54,13 +54,22 @@ class RefusalLog:
             advice = "" if refusal.code.who == OPERATOR else f" ({refusal.code.how})"
             times = "" if number == 1 else f" ({number} times since the last reply)"
             trace = not isinstance(error, FedbilevelError)
-            log.warning("%s: refused: %s%s%s", what, error, advice, times, exc_info=trace)
+            log.warning("%s: refused: %s%s%s", what, _in_words(error), advice, times, exc_info=trace)
         return refusal
 
     def count(self, client: int, code: Code, error: Exception) -> int:
         """Count a refusal; return the number of those with its reason, or with its code if there are many reasons."""
-        counts, reason = self.counts.setdefault(client, Counter()), f"{code.word}: {error!r}"
+        counts, reason = (
+            self.counts.setdefault(client, Counter()),
+            f"{code.word}: {type(error).__name__} {_in_words(error)}",
+        )
         if reason not in counts and len(counts) >= REASONS:
             reason = code.word
         counts[reason] += 1
         return counts[reason]
+
+
+def _in_words(error: Exception) -> str:
+    """Return an error with the error of this library that caused it, whose text may name files of the site."""
+    cause = f": {error.__cause__}" if isinstance(error.__cause__, FedbilevelError) else ""
+    return f"{error}{cause}"

@@ -330,7 +330,7 @@ class ClientRuntime:
             self.refusals.replied(self.site.id)
         except Exception as error:  # noqa: BLE001  logged and sent
             response = blank.refusing(self.refusals.refusal(self.site.id, error, what))
-            with suppress(Refusal):  # the error is in the log, and no reply leaves
+            with logged_if_not_written(response, self.refusals, what):
                 audit(store, response, request, self.app, self.subject)
         return response
 
@@ -447,9 +447,18 @@ def audit(
     try:
         store.note(REFUSED if response.refused else "sent", **what)
     except CheckpointError as error:
-        log.error("%s", error)
         text = "this client's audit cannot be written, and nothing leaves it without a line there"
         raise Refusal(Code.AUDIT, text) from error
+
+
+@contextmanager
+def logged_if_not_written(response: ResponseMessage, refusals: RefusalLog, what: str) -> Iterator[None]:
+    """Write the line of a refusal in the block. Without it the refusal leaves all the same, and the log says why."""
+    try:
+        yield
+    except (Refusal, CheckpointError) as error:
+        if response.code != Code.AUDIT.word:  # else this is in the log already
+            refusals.refusal(response.client, error, what)
 
 
 def hash_of_app() -> str:
@@ -548,7 +557,7 @@ def client_app(make: Callable[..., Site], *, agrees: bool = False) -> ClientApp:
             client = number if type(number) is int else -1
             blank = ResponseMessage(run="", round=0, exchange=0, client=client)
             response = blank.refusing(refusals.refusal(client, error, "no reply"))
-            with suppress(Refusal, CheckpointError):
+            with logged_if_not_written(response, refusals, "no reply"):
                 audit(store_of(context), response, request, app_hash, "")
             said = wire.encode(response)
         return Message(said, reply_to=message)
