@@ -1,9 +1,9 @@
 """Provide helpers for error messages: nearest names, names of missing packages, and untrusted texts made printable."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, NamedTuple
 
 JSON = {dict: "an object", list: "a list", str: "a text", int: "a number", float: "a number", bool: "true or false"}
 
@@ -15,43 +15,77 @@ USER = re.compile(rf"://(?:(?!{HOST})[^:/?#@]*:.*|[^/?#]+(?=@|$))", re.IGNORECAS
 
 Digits before a path are a port only after a name that is clearly one of a host: "me:123/a@host" has a password.
 """
-CODED_USER = re.compile(r"(%3A%2F%2F)(?:(?!%2F|%3F|%23)[^\s/?#&])+(?=%40)", re.IGNORECASE)
+BLANKS = re.compile(r"://[^\s/?#:@]*:(?!\d{1,5} )[^\s/?#@]+(?: [^\s/?#@]+){1,3}(?=@)")
+"""User name and a password with blanks, as in "https://me:my secret@host"."""
 STRONG = (
     "passw(?:or)?d|passphrase|passcode|pwd|secret|authorization|cookie|"
     r"(?:api|access|account|auth|pass|private|refresh|secret|security)(?:[-_.]|\ |%2D|%5F)?(?:key|token)"
 )
 """The ends of names that are always those of secrets."""
 LIKELY = (
-    r"token|jwt|credentials?|signature|session[-_]?(?:id)?|oauth\w{0,30}|"
+    r"token|jwt|credentials?|signature(?!=\w+\([^()\"']*\))|session[-_]?(?:id)?|oauth\w{0,30}|"
     "(?<![a-z])(?:pass|pw|auth(?:[-_]code)?|sig)"
 )
-"""The ends of names of secrets in queries; elsewhere the value must be no number, unlike that of "token = 3"."""
+"""The ends of names of secrets in queries; elsewhere the value must be no number, unlike that of "token = 3".
+
+"signature=f(x)" is the signature of a function.
+"""
 TAIL = r"[\d_]*(?:\[\]|%5B%5D)?"
 """What may follow the name of a secret if there are several, as in "token2" or "token[]"."""
 NAME = re.compile(rf"(?:(?:{STRONG})s?|{LIKELY}){TAIL}(?:\.|$)", re.IGNORECASE | re.VERBOSE)
-VALUE = (
-    r"""(?!(?:none|null|true|false)(?:[\s;&,)}\]"']|$))"""
-    r"""(?:b?"(?:(?s:\\.)|[^"\\])*"?|b?'(?:(?s:\\.)|[^'\\])*'?|\\"[^"]*"?|\\'[^']*'?"""
-    r"""|\{[^}]*\}?|\([^)]*\)?|\[[^\]]*\]?"""
-    r"""|(?:(?:bearer|basic|token|digest|negotiate|apikey)\ )?"""
-    r"""(?:(?!(?:[;&,]|%26)(?:(?!%26)[\w.%-])*(?:\[\])?=)\S)*(?<![)'"\]>},.;]))"""
-)
-PAIR = re.compile(
-    rf"""((?:{STRONG})s?{TAIL}\\?["']?\s*(?:=|%3D)\s*+
-    |(?<!/)(?:{STRONG})s?{TAIL}\\?["']?\s*:\s*+
-    |(?:{LIKELY}){TAIL}(?:\\?["']\s*:|\s*(?:=|%3D))\s*+(?=\\?["'(]|\w[^\s;&,]*[a-z])
-    |(?:[?&;\#]|%3F|%26)(?:(?!%3F|%26)[^\s=&;\#?])*?(?:{LIKELY}|(?<![a-z])(?:key|pin|otp)){TAIL}(?:=|%3D)
-    |\bbearer\ (?=\S*\d|\S{{20}})
-    ){VALUE}""",
-    re.IGNORECASE | re.VERBOSE,
-)
-"""A secret after its name, as in a query, the address of a database, a header or JSON."""
-HEADER = re.compile(
-    r"""((?:(["'])[\w-]{0,30})?(?<!/)(?:authorization|cookie)[ \t]*:[ \t]*+)"""
-    r"""(?(2)(?:\\.|="[^"]*"|(?!\2)[^\r\n])*|(?!b?["'{(\[])[^\r\n]+)""",
-    re.IGNORECASE,
-)
+
+
+class SecretForm(NamedTuple):
+    """Describe a form in which texts have secrets."""
+
+    before: str  # the pattern of what is before the secret, or of the secret itself
+    example: str
+
+
+NAMED = {
+    "assigned": SecretForm(rf"""(?:{STRONG})s?{TAIL}\\?["']?\s*(?:=>?|%3D)\s*+""", "password => 'my secret'"),
+    "in JSON or a header": SecretForm(rf"""(?<!/)(?:{STRONG})s?{TAIL}\\?["']?\s*:\s*+""", '"api_key": "a secret"'),
+    "likely, and no number": SecretForm(
+        rf"""(?:{LIKELY}){TAIL}(?:\\?["']\s*:|\s*(?:=>?|%3D))\s*+(?=\\?["'(]|\w[^\s;&,]*[a-z])""", "token = 3secret"
+    ),
+    "in a query": SecretForm(
+        rf"""(?:[?&;\#]|%3F|%26)(?:(?!%3F|%26)[^\s=&;\#?])*?
+        (?:{LIKELY}|(?<![a-z])(?:key|pin|otp)){TAIL}(?:=|%3D)""",
+        "?x-pin=1234",
+    ),
+    "after bearer": SecretForm(r"\bbearer\ (?=\S*\d|\S{20})", "Bearer secret1"),
+}
+"""What is before a secret that follows its name."""
+VALUES = {
+    "in quotes": SecretForm(r"""b?"(?:(?s:\\.)|[^"\\])*"?|b?'(?:(?s:\\.)|[^'\\])*'?""", '"my \\"secret\\""'),
+    "in quotes with backslashes": SecretForm(r"""\\"[^"]*"?|\\'[^']*'?""", '\\"my secret\\"'),
+    "in brackets": SecretForm(r"\{[^}]*\}?|\([^)]*\)?|\[[^\]]*\]?", "{my;secret}"),
+    "a word, after its scheme": SecretForm(
+        r"""(?:(?:bearer|basic|token|digest|negotiate|apikey)\ )?
+        (?:(?!(?:[;&,]|%26)(?:(?!%26)[\w.%-])*(?:\[\])?=)\S)*(?<![)'"\]>},.;])""",
+        "Basic secret",
+    ),
+}
+"""The secret after its name. A word ends where the next name of a query begins."""
+NOTHING = r"""(?!(?:none|null|true|false)(?:[\s;&,)}\]"']|$))"""
+HEADER = r"""((?:(["'])[\w-]{0,30})?(?<!/)(?:authorization|cookie)[ \t]*:[ \t]*+)
+    (?(2)(?:\\.|="[^"]*"|(?!\2)[^\r\n])*|(?!b?["'{(\[])[^\r\n]+)"""
 """A header whose value may have spaces and several parts; it ends with the line, or the quote that began before it."""
+
+
+def _one_of(forms: Mapping[str, SecretForm]) -> str:
+    return "|".join(form.before for form in forms.values())
+
+
+SECRETS = {
+    "a user in a coded URL": SecretForm(
+        r"(%3A%2F%2F)(?:(?!%2F|%3F|\%23)[^\s/?\#&])+(?=%40)", "?next=https%3A%2F%2Fme%3Asecret%40host"
+    ),
+    "a header": SecretForm(HEADER, "Cookie: theme=dark; id=secret"),
+    "a name and its secret": SecretForm(rf"({_one_of(NAMED)}){NOTHING}(?:{_one_of(VALUES)})", "password=secret"),
+}
+"""The patterns of secrets, with what is before the secret as the first group; they are replaced in this order."""
+HIDDEN = [re.compile(form.before, re.IGNORECASE | re.VERBOSE) for form in SECRETS.values()]
 SEED = re.compile(r"((?<![a-z])seeds?(?:[-_]| ?[=:] ?| ))(\d+(?:, ?\d+)*)", re.IGNORECASE)
 
 
@@ -108,8 +142,9 @@ def without_secrets(text: str) -> str:
     "'token': ***" and "Authorization: ***".
     """
     end = "@" if len(text) > READ else ""  # the "@" by which a password is recognized may be in the rest
-    text = re.sub(r"\S+", _without_user, text[:READ] + end).removesuffix(end)
-    for secret in (CODED_USER, HEADER, PAIR):
+    text = BLANKS.sub("://***", text[:READ] + end)
+    text = re.sub(r"\S+", _without_user, text).removesuffix(end)
+    for secret in HIDDEN:
         text = secret.sub(r"\1***", text)
     return text
 

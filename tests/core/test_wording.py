@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from time import process_time
 
 import pytest
@@ -61,6 +62,9 @@ SECRET = "hunter2-Ab_9"
         ('{"password": "a\\"SECRET", "b": 1}', '{"password": ***, "b": 1}'),
         ("password='it\\'s SECRET' port=1", "password=*** port=1"),
         ('"{\\"token\\": \\"my SECRET\\"}"', '"{\\"token\\": ***}"'),
+        ("password => SECRET, token => 'my SECRET'", "password => ***, token => ***"),
+        ("https://me:my SECRET@host/x", "https://***@host/x"),
+        ("https://me:a 1 SECRET@host: me@host", "https://***@host: me@host"),
     ],
 )  # fmt: skip
 def test_secrets_are_hidden(text, shown) -> None:
@@ -80,6 +84,7 @@ def test_secrets_are_hidden(text, shown) -> None:
         "auth=none", "?auth=none&sig=null", "password=None, token = None", "author=Bob", "bypass=yes", "?monkey=banana",
         "password_file=/etc/x", "oauthlib==3.2.0", "/var/cookie: not found", "tokenizer=bert", "loss=3, monkey=1",
         "Bearer authentication is needed", "Unexpected token: x", "?next=https%3A%2F%2Fhost%2Fa%40b",
+        "signature=f(x)", "signature=f(x, y=2)", "tcp://host:5000 is refused by me@host", "see https://a.b: me@host",
     ],
 )  # fmt: skip
 def test_other_texts_stay_as_they_are(text) -> None:
@@ -103,11 +108,39 @@ def seconds(text: str) -> float:
     [
         ("", "%26"), ("", "%3Fto"), ("token=a", "%26"), ("password=", "%26a"), ("?", "oauth"), ("", "oauth"),
         ("", "token1"), ("", "password  "), ("password=", " "), ("'", "cookie"), ("cookie: ", '="'), ('pwd="', "\\"),
+        ("", "://a:b c "), ("://a:", "b "), ("", "signature=f("), ("password", " =>"),
     ],
 )  # fmt: skip
 def test_no_text_takes_long(start, piece) -> None:
     text = start + piece * (wording.READ // len(piece))
     assert min(seconds(text) for _ in range(3)) < 0.3
+
+
+@pytest.mark.parametrize("name", wording.NAMED)
+def test_each_form_hides_its_example(name) -> None:
+    """And it alone does so: without it the example stays as it is, or loses its secret in part."""
+    form = wording.NAMED[name]
+    others = [other.before for key, other in wording.NAMED.items() if key != name]
+    values = "|".join(value.before for value in wording.VALUES.values())
+
+    def hidden(*before: str) -> str:
+        pattern = re.compile(rf"({'|'.join(before)})(?:{values})", re.IGNORECASE | re.VERBOSE)
+        return pattern.sub(r"\1***", form.example)
+
+    assert hidden(form.before) == wording.without_secrets(form.example) != form.example
+    assert hidden(*others) == form.example
+
+
+@pytest.mark.parametrize("name", wording.VALUES)
+def test_each_form_of_a_value_is_hidden_as_a_whole(name) -> None:
+    value = wording.VALUES[name]
+    assert re.fullmatch(value.before, value.example, re.IGNORECASE | re.VERBOSE)
+    assert wording.without_secrets(f"password={value.example} port=1") == "password=*** port=1"
+
+
+@pytest.mark.parametrize("name", wording.SECRETS)
+def test_each_pattern_hides_its_example(name) -> None:
+    assert "secret" not in wording.without_secrets(wording.SECRETS[name].example)
 
 
 @pytest.mark.parametrize(
