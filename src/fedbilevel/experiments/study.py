@@ -138,6 +138,7 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
         model.save(place.model)  # last, since a folder with a model is not taken again
         for file in place.path.glob(CHECKPOINT.format("*")):
             file.unlink()
+        place.sweep()
     except FedbilevelError as error:
         kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), ExchangeError)
         said = str(error).replace(FORCE, "choose another folder")  # a study has no resume="force"
