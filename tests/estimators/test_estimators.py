@@ -191,6 +191,18 @@ def test_nothing_is_left_of_the_hypergradient(groups, classes, monkeypatch):
     np.testing.assert_allclose(slope, result.state.best.slope, rtol=1e-6, atol=1e-9)
 
 
+def test_many_features_with_given_penalties_have_the_closed_form(monkeypatch):
+    """Of more features than rows, in which Newton's method with conjugate gradient has one penalty of 0."""
+    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
+    rng, penalties = np.random.default_rng(3), np.append(np.geomspace(0.01, 1000, 11), 0.0)
+    rows, target = rng.normal(size=(9, 12)) * np.geomspace(0.1, 100, 12), rng.normal(size=9)
+    model = fb.estimators.Ridge(penalties=penalties).fit(rows, target, groups=np.arange(9) // 4)
+    w, b = solved(rows, target, penalties)
+    np.testing.assert_allclose(model.coef_, w, rtol=1e-8)
+    np.testing.assert_allclose(model.intercept_, b, rtol=1e-8)
+    assert model.standard_errors_ is None
+
+
 @pytest.mark.slow
 def test_many_features_are_left_to_simfbo(classes, monkeypatch):
     """Which stops where a hundred rounds bring nothing, close to where nothing is left of the hypergradient."""
