@@ -179,7 +179,7 @@ def test_local_steps_and_their_sums_bear_unequal_work(method):
 def test_x_waits_in_a_run():
     """From round 60 to 61, L having grown 10-fold or more: |Δx| = w r |h|/√Σh², h² being what the sum has grown by."""
     problem, _, _ = stiffening(10.0)
-    method = fb.SimFBO(batch_size=None)
+    method = fb.SimFBO(batch_size=None, local_steps=10)
     before, after = (played(method, problem, rounds) for rounds in (60, 61))
     outer, slower = (
         after.state.slots["adaptive_steps"].outer,
@@ -251,10 +251,10 @@ def test_costs_are_the_methods_and_those_of_the_measures(method, often):
     assert played(x_alone, problem, 7).ledger.hvps == 3 * 7 * 2
 
 
-def by_hand(x, gradient, rounds, lr=0.1):
-    """x after so many rounds of AdaGrad, in NumPy, where no curvature changes."""
+def by_hand(x, gradient, rounds, size, lr=0.1):
+    """A leaf of x, which has `size` entries, after so many rounds of AdaGrad, in NumPy, where no curvature changes."""
     start, squares, far = x, 0.0, 0.0
-    least = REACH * lr * min(1, max(np.linalg.norm(x), 1) / x.size**0.5)
+    least = REACH * lr * min(1, max(np.linalg.norm(x), 1) / size**0.5)
     for t in range(rounds):
         h, far = gradient(x), np.maximum(far, np.abs(x - start))
         squares = squares + h**2
@@ -266,7 +266,8 @@ def by_hand(x, gradient, rounds, lr=0.1):
 END, SLOPES = np.array([1.0, -2.0, 3.0]), np.array([1.0, 10.0, 1e-4])
 OF_X = (
     fb.Bilevel(
-        lambda x, y, batch: jnp.sum(SLOPES * (x - 3 * batch.mean(0)) ** 2) / 2, lambda x, y, batch: jnp.vdot(y, y) / 2
+        lambda x, y, batch: sum(jnp.sum(SLOPES * (leaf - 3 * batch.mean(0)) ** 2) for leaf in x.values()) / 2,
+        lambda x, y, batch: jnp.vdot(y, y) / 2,
     ),
     fb.Clients([END[None], END[None]]),
 )
@@ -278,18 +279,19 @@ ON_X_TOO = [fb.SimFBO, fb.FedNest, fb.AFBO, fb.AggITD, fb.RABO, fb.FedBiO, fb.LF
 def test_steps_on_x_are_those_of_adagrad(method, rounds):
     """∇Φ = s(x − 3e), s = (1, 10, 10^-4), y apart, also where clients make local steps on x, of other lengths each.
     Every entry of a vector moves at its own pace, whatever its scale; in a matrix, one of small scale moves less."""
-    for start in (np.zeros(3), np.zeros((1, 3)))[: 2 if method is fb.SimFBO else 1]:
-        expected = by_hand(start, lambda x: SLOPES * (x - 3 * END), rounds)
-        run = fb.solve(method(batch_size=None), *OF_X, start, np.zeros(2), rounds=rounds)
-        np.testing.assert_allclose(run.x, expected, rtol=1e-6)
+    start = {"vector": np.zeros(3), "matrix": np.zeros((1, 3))}
+    run = fb.solve(method(batch_size=None), *OF_X, start, np.zeros(2), rounds=rounds)
+    for name, leaf in start.items():
+        expected = by_hand(leaf, lambda x: SLOPES * (x - 3 * END), rounds, size=6)
+        np.testing.assert_allclose(run.x[name], expected, rtol=1e-6)
         moves = np.abs(np.ravel(expected))
-        own = moves > moves.max() / 2
-        np.testing.assert_array_equal(own, [start.ndim == 1, True, start.ndim == 1])
+        np.testing.assert_array_equal(moves > moves.max() / 2, [leaf.ndim == 1, True, leaf.ndim == 1])
 
 
 def test_x_at_rest_stays():
-    at_rest = fb.solve(fb.SimFBO(batch_size=None), *OF_X, 3 * END, np.zeros(2), rounds=3)
-    np.testing.assert_array_equal(at_rest.x, 3 * END)
+    start = {"vector": 3 * END, "matrix": 3 * END[None]}
+    at_rest = fb.solve(fb.SimFBO(batch_size=None), *OF_X, start, np.zeros(2), rounds=3)
+    assert all(np.array_equal(at_rest.x[name], leaf) for name, leaf in start.items())
     assert at_rest.remarks == ()
 
 

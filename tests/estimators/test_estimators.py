@@ -1,6 +1,7 @@
 """Estimators against closed forms, scikit-learn and NumPy; what they refuse; how they fit into scikit-learn."""
 
 import warnings
+from copy import copy
 
 import numpy as np
 import pandas as pd
@@ -78,12 +79,13 @@ def test_fit_without_sites_warns_and_says_what_reaches_it():
         assert ridge.fit(ROWS[:4], TARGET[:4], groups=np.zeros(4)).sites_.tolist() == [0]
 
 
-def test_sites_and_classes_that_are_spelled_alike_are_named():
+def test_sites_and_classes_that_are_spelled_alike_are_named(table):
+    names = np.repeat(["North", "north ", "south"], [40, 70, 90])
     with pytest.warns(
         DataWarning, match=r"groups has names that differ by blanks or case alone.*: 'North', 'north '\."
     ):
-        model = fb.estimators.Ridge(penalties=1.0).fit(ROWS, TARGET, groups=["North", "north "] * 4)
-    assert model.sites_.tolist() == ["North", "north "]
+        model = fb.estimators.Ridge(penalties=1.0).fit(*table, groups=names)
+    assert model.sites_.tolist() == ["North", "north ", "south"]
     with pytest.warns(DataWarning, match=r"y has names .*: 'Ill', 'ill'"), pytest.raises(ValueError, match="3 classes"):
         fb.estimators.LogisticRegression().fit(ROWS, ["ill", "Ill", "well", "well"] * 2, groups=np.zeros(8))
 
@@ -149,7 +151,7 @@ def classes(table):
 def test_logistic_regression_is_scikit_learns_on_the_pooled_rows(classes):
     """Which has one C: on features divided by √λ_k, C = 1/2n and its coefficients times √λ_k are the same problem."""
     rows, label = classes
-    model = fb.estimators.LogisticRegression().fit(rows, label, groups=SITES)
+    model = fb.estimators.LogisticRegression(cv=3, penalty_groups="feature").fit(rows, label, groups=SITES)
     root = np.sqrt(model.penalties_.to_numpy())
     pooled = LogisticRegression(C=1 / 400, tol=1e-10, max_iter=10_000).fit((rows - rows.mean()) / root, label)
     np.testing.assert_allclose(model.coef_, pooled.coef_[0] / root, rtol=1e-4, atol=1e-7 / root.min())
@@ -239,18 +241,31 @@ def survival():
 TRUE = np.array([1.0, -0.5, 0.0, 0.0])
 
 
-def test_cox_regression_minimises_the_stratified_partial_likelihood(survival):
-    """By central differences of two loops in NumPy, of an error of 1e-10 or so: the slope of loss and penalty is 0."""
+PENALTIES = np.array([0.01, 0.02, 0.5, 0.0])
+
+
+@pytest.fixture(scope="module")
+def tied(survival):
+    """A tenth of the rows, with many ties."""
     rows, target, sites = (part[::10] for part in survival)
-    target = np.ceil(target / [60, 1])  # many ties
+    return rows, np.ceil(target / [60, 1]), sites
+
+
+@pytest.fixture(scope="module")
+def cox(tied):
+    rows, target, sites = tied
+    return fb.estimators.CoxRegression(penalties=PENALTIES).fit(rows, target, groups=sites)
+
+
+def test_cox_regression_minimises_the_stratified_partial_likelihood(tied, cox):
+    """By central differences of two loops in NumPy, of an error of 1e-10 or so: the slope of loss and penalty is 0."""
+    rows, target, sites = tied
     assert len(np.unique(target[:, 0])) < 30
-    penalties = np.array([0.01, 0.02, 0.5, 0.0])
-    model = fb.estimators.CoxRegression(penalties=penalties).fit(rows, target, groups=sites)
 
     def loss(w):
-        return partial_likelihood(rows @ w, *target.T, sites) + penalties @ w**2
+        return partial_likelihood(rows @ w, *target.T, sites) + PENALTIES @ w**2
 
-    slope = [(loss(model.coef_ + h) - loss(model.coef_ - h)) / 2e-5 for h in 1e-5 * np.eye(4)]
+    slope = [(loss(cox.coef_ + h) - loss(cox.coef_ - h)) / 2e-5 for h in 1e-5 * np.eye(4)]
     np.testing.assert_allclose(slope, 0, atol=1e-8)
 
 
@@ -264,12 +279,11 @@ def test_cox_regression_recovers_the_coefficients(survival):
     assert not hasattr(model, "intercept_")
 
 
-def test_concordance_is_of_pairs_of_a_site():
+def test_concordance_is_of_pairs_of_a_site(cox):
     """Pairs: (0, 1) is in order, (0, 2) tied, (3, 4) out of order; 1 is censored, and b's rows meet none of a's."""
-    model = fb.estimators.CoxRegression(penalties=0.1)
-    model.fit(np.arange(5.0)[:, None], np.ones((5, 2)), groups=["a", "a", "a", "b", "b"])
-    model.coef_ = np.array([1.0])
-    rows = np.array([[2.0], [1.0], [2.0], [0.0], [3.0]])
+    model = copy(cox)
+    model.coef_ = np.array([1.0, 0.0, 0.0, 0.0])
+    rows = np.outer([2.0, 1.0, 2.0, 0.0, 3.0], np.ones(4))
     target = np.array([[1, 1], [2, 0], [3, 0], [1, 1], [2, 1]])
     assert model.score(rows, target, ["a", "a", "a", "b", "b"]) == pytest.approx(1.5 / 3)
     with pytest.warns(DataWarning, match=r"CoxRegression\.score got no groups"):
@@ -376,11 +390,12 @@ def test_penalties_are_a_series_by_feature_and_a_clone_knows_nothing(ridge):
 
 def test_scikit_learn_hands_sites_on(table):
     """Through a pipeline and a cross-validation that leaves a site out, with metadata routing."""
-    (rows, target), sites = (part[:180] for part in table), np.repeat(["a", "b", "c"], 60)
+    rows, target = (part[:180] for part in table)
+    sites = np.repeat(["a", "b", "c"], 60)  # of one length, as one program serves whichever two are trained on
     with sklearn.config_context(enable_metadata_routing=True):
         model = fb.estimators.Ridge(penalties=0.01).set_fit_request(groups=True)
         pipeline = make_pipeline(fb.estimators.Preparer(), model)
-        assert pipeline.fit(rows, target, groups=sites)[-1].sites_.tolist() == ["a", "b", "c"]
+        assert pipeline.fit(*table, groups=SITES)[-1].sites_.tolist() == ["a", "b", "c"]
         scores = cross_val_score(pipeline, rows, target, params={"groups": sites}, cv=LeaveOneGroupOut())
     assert len(scores) == 3
     assert min(scores) > 0.4
