@@ -27,7 +27,7 @@ FAR = fb.XYV(0.01, 0.1, 0.1)
 def test_it_ends_at_the_solution_whatever_the_local_steps(work):
     """d_i(z) of a quadratic is affine, so that the round is one affine map, whose fixed point is x*: to rounding. The
     paths without correction lead ShroFBO elsewhere."""
-    task = quadratic(clients=8, condition=5).with_own(local_steps=np.broadcast_to(work, 8))
+    task = quadratic(clients=8, condition=5, samples=(2, 2)).with_own(local_steps=np.broadcast_to(work, 8))
     exact, mean = solution(task.clients), float(np.mean(work))
     fields = {"batch_size": None, "client_lr": FAR, "server_lr": fb.XYV(*(lr / mean for lr in (0.1, 0.5, 0.5)))}
     corrected = run(fb.CorrectedFBO(**fields), task, 1_000)
@@ -39,7 +39,7 @@ def test_it_ends_at_the_solution_whatever_the_local_steps(work):
 
 def test_it_ends_at_the_solution_by_steps_that_adapt():
     """The server then makes the longest step that is safe for a single direction, and clients a twentieth of it."""
-    task = quadratic(condition=5)
+    task = quadratic(clients=4, condition=5, samples=(2, 2))
     result = run(fb.CorrectedFBO(local_steps=20, batch_size=None), task, 600)
     assert relative_error(result.x, solution(task.clients).x) < 1e-8
 

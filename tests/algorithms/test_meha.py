@@ -19,6 +19,7 @@ AGREEMENT = {
         fixed(fb.MEHA(local_steps=2, batch_size=4, penalty=20.0, proximity=0.5)), work=agreement.WORK, slow=True
     ),
 }
+SMALL = {"clients": 4, "condition": 5, "samples": (2, 2)}  # of the task: thousands of rounds take no longer than needed
 ONE_STEP = {"local_steps": 1, "batch_size": None, "client_lr": 1.0}
 
 
@@ -53,7 +54,7 @@ def test_it_ends_where_the_derivatives_of_the_saddle_problem_are_0(penalty):
 
     The slowest error falls by at most 0.98 a round at both penalties, so that 3,000 rounds leave less than 1e-14.
     """
-    task = quadratic(condition=5)
+    task = quadratic(**SMALL)
     method = fb.MEHA(**ONE_STEP, server_lr=XYV(0.02, 0.4, 0.4), penalty=penalty)
     result = run(task, method, 3_000)
     x, y, theta = rest(mean_matrices(task), penalty, 1.0)
@@ -64,7 +65,7 @@ def test_it_ends_where_the_derivatives_of_the_saddle_problem_are_0(penalty):
 
 def test_the_distance_from_the_solution_falls_with_the_penalty():
     """x_c − x* = O(1/c), and c(θ − y) tends to SimFBO's v, in the closed form."""
-    task = quadratic(condition=5)
+    task = quadratic(**SMALL)
     exact = solution(task.clients)
     ends = {c: rest(mean_matrices(task), c, 1.0) for c in (1e3, 1e4, 1e5)}
     for of in (lambda c, x, y, theta: distance(x, exact.x), lambda c, x, y, theta: distance(c * (theta - y), exact.v)):
@@ -121,7 +122,7 @@ def test_it_is_stable_where_g_curves_downwards():
 
     σ = 1 is just below 1/(2ρ) = 1/0.98. The same steps diverge with a y that is as fast as θ, and with σ above 0.6/ρ.
     """
-    task = quadratic(condition=5)
+    task = quadratic(**SMALL)
     problem, m = bent(task, -0.49)
     end = rest(m, 10.0, 1.0)
     with warnings.catch_warnings(record=True) as caught:
@@ -163,7 +164,7 @@ def test_steps_that_adapt_follow_the_curvature_of_the_envelope():
     """1/σ = 20 is 30 times G's largest curvature L: steps of 1/L on θ would diverge. The history has the largest
     curvature of g + f/4 (since c = 1) in addition to 1/σ.
     """
-    task = quadratic(condition=5)
+    task = quadratic(**SMALL)
     result = run(task, fb.MEHA(local_steps=1, batch_size=None, penalty=1.0, proximity=0.05), 2_000)
     m = mean_matrices(task)
     largest = np.linalg.eigvalsh(m["A"] + m["D"] / 4)[-1]
@@ -179,9 +180,11 @@ def test_steps_that_adapt_follow_the_curvature_of_f_too(times):
 
     The saddle problem is that of the usual f with a penalty which is as many times smaller.
     """
-    task = quadratic(condition=5)
-    steep = fb.Bilevel(lambda x, y, batch: times * task.problem.outer(x, y, batch), task.problem.inner)
-    result = run(task, fb.MEHA(local_steps=1, batch_size=None), 1_000, problem=steep)
+    task = quadratic(**SMALL)
+    steep = fb.Bilevel(lambda x, y, batch: batch["times"][0] * task.problem.outer(x, y, batch), task.problem.inner)
+    rows = [task.clients.outer.row(i) | {"times": np.full(2, times)} for i in range(len(task.clients))]
+    clients = fb.Clients(rows, task.clients.inner, weights=task.clients.weights)
+    result = run(task, fb.MEHA(local_steps=1, batch_size=None), 1_000, problem=steep, clients=clients)
     assert "halvings" not in result.history.rows[-1]
     for got, exact in zip((result.x, result.y), rest(mean_matrices(task), 3 / times, 1.0)[:2], strict=True):
         assert distance(got, exact) < 1e-6
