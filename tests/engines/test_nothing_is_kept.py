@@ -7,6 +7,7 @@ import weakref
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from closing_over import closing_over
 
 import fedbilevel as fb
 from fedbilevel.authoring import XY, Algorithm
@@ -37,25 +38,18 @@ def solved(engine, algorithm=fixed(fb.SimFBO(local_steps=1, batch_size=2))):  # 
     rng = np.random.default_rng(0)
     scale, samples = jnp.asarray(rng.normal(size=3)), rng.normal(size=(4, 5, 3))
 
-    def outer(x, y, batch):
-        return jnp.mean((batch @ (scale * y) - jnp.sum(x)) ** 2)
-
-    def inner(x, y, batch):
-        return outer(x, y, batch) + y @ y
-
-    def size(x, y):
-        return scale @ y
+    made = closing_over(scale)
 
     def size_per_client(x, y, batch):
         return jnp.mean(batch @ (scale * y))
 
-    problem, clients = fb.Bilevel(outer, inner), fb.Clients(samples, samples.copy())
+    problem, clients = fb.Bilevel(made.outer, made.inner), fb.Clients(samples, samples.copy())
     fb.Local.forget()
     start = jnp.zeros(2), jnp.zeros(3)
-    measured = {"metrics": {"size": size}, "metrics_per_client": {"own": size_per_client}}
+    measured = {"metrics": {"size": made.metric}, "metrics_per_client": {"own": size_per_client}}
     result = fb.solve(algorithm, problem, clients, *start, rounds=1, engine=engine, **measured)
-    given = {"problem": problem, "outer": outer, "inner": inner, "metric": size, "clients": clients, "result": result}
-    given["metric of clients"] = size_per_client
+    given = {**made._asdict(), "metric of clients": size_per_client}
+    given |= {"problem": problem, "clients": clients, "result": result}
     given |= {"a constant": scale, "samples": clients.inner.values, "algorithm": algorithm}
     (given["program"],) = [one for one in _KEPT.values() if isinstance(one, Program)] or [Still()]
     return {name: weakref.ref(thing) for name, thing in given.items()}

@@ -218,34 +218,32 @@ def test_later_damage_is_noted_and_what_was_seen_stays(tmp_path) -> None:
     assert (next(found).amount, next(found).notes) == ("6 of 20 rounds", [])
 
 
+def on_terminal(kind: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> bytes:
+    """What `fedbilevel watch` shows of a folder on a terminal of this kind."""
+    from fedbilevel import cli
+
+    master, slave = os.openpty()
+    with monkeypatch.context() as patched, os.fdopen(slave, "w") as stream:
+        patched.setattr(sys, "stdout", stream)
+        patched.setenv("TERM", kind)
+        assert cli.main(["watch", str(place)]) == 0
+    shown = os.read(master, 65536)
+    os.close(master)
+    return shown
+
+
 def test_a_pipe_and_a_dumb_terminal_are_shown_it_once(tmp_path, run, monkeypatch) -> None:
     place = begun(tmp_path / "run", {"round": 5, **COSTS, "outer_loss": 2.0}, {"round": 6, **COSTS, "outer_loss": 1.0})
     code, shown, said = run("watch", place)
     assert (code, said) == (0, "")
     for part in ("quadratic · simfbo", "idle", "6 of 20 rounds", "outer_loss", "█▁"):
         assert part in shown
-    master, slave = os.openpty()
-    with monkeypatch.context() as patched, os.fdopen(slave, "w") as stream:
-        patched.setattr(sys, "stdout", stream)
-        patched.setenv("TERM", "dumb")
-        from fedbilevel import cli
-
-        assert cli.main(["watch", str(place)]) == 0
-    assert b"6 of 20 rounds" in os.read(master, 65536)
-    os.close(master)
+    assert b"6 of 20 rounds" in on_terminal("dumb", place, monkeypatch)
 
 
 def test_a_terminal_is_shown_it_until_the_run_has_ended(tmp_path, monkeypatch) -> None:
     place = write_run(tmp_path / "run", quadratic(rounds=20))
-    master, slave = os.openpty()
-    with monkeypatch.context() as patched, os.fdopen(slave, "w") as stream:
-        patched.setattr(sys, "stdout", stream)
-        patched.setenv("TERM", "xterm")
-        from fedbilevel import cli
-
-        assert cli.main(["watch", str(place)]) == 0
-    assert b"20 of 20 rounds" in os.read(master, 65536)
-    os.close(master)
+    assert b"20 of 20 rounds" in on_terminal("xterm", place, monkeypatch)
 
 
 @pytest.mark.parametrize("given", [["--host", "0.0.0.0"], ["--serve", "70000"], ["--serve", "--once"]])

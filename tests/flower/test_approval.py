@@ -11,7 +11,7 @@ from test_study_federation import Nodes, alone, files  # noqa: F401  a fixture
 
 import fedbilevel as fb
 from fedbilevel.cli import main
-from fedbilevel.core.errors import ConfigurationError, ExchangeError
+from fedbilevel.core.errors import ExchangeError
 from fedbilevel.estimators import Study
 from fedbilevel.experiments import configure, read_spec
 from fedbilevel.experiments.federation import client_app as app_of_spec
@@ -23,6 +23,7 @@ from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.refusal import Refusal
 from fedbilevel.flower.wire import digest
+from refusals import refuses
 from site_tables import study
 
 STEPS = federations.Steps()
@@ -76,7 +77,7 @@ def test_all_is_the_default_and_asks_nobody(tmp_path):
 def test_without_a_folder_nothing_is_approved(tmp_path):
     client = ClientRuntime(federations.site(STEPS, 0, approve="ask", subject=TEXT))
     assert "there is no state-folder" in greeted(client, client.contract.text).refused
-    with pytest.raises(ConfigurationError, match=r"Site\.approve = 'some' .* 'ask' or 'all'"):
+    with refuses("Site.approve", "some", "'ask' or 'all'"):
         federations.site(STEPS, 0, approve="some")
 
 
@@ -165,7 +166,7 @@ def test_a_spec_is_approved_with_the_settings_of_the_run(tmp_path, capsys, monke
 
 
 def test_approval_needs_a_folder():
-    with pytest.raises(ConfigurationError, match=r"state-folder = 'none' .* a folder, with approve = 'ask'"):
+    with refuses("node configuration: state-folder", "none", "approve = 'ask'"):
         site(APP, {}, {"partition-id": 0, "approve": "ask"})
 
 

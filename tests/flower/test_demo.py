@@ -14,10 +14,11 @@ import pytest
 
 import hospital_files
 from fedbilevel.cli import main
-from fedbilevel.core.errors import ConfigurationError, FedbilevelError
+from fedbilevel.core.errors import FedbilevelError
 from fedbilevel.experiments import configure, federation, load_run, read_spec
 from fedbilevel.flower.launch import children, processes
 from fedbilevel.tasks import TASKS
+from refusals import refuses
 from representatives import slow_but
 
 COMMAND = [str(Path(sys.executable).parent / "fedbilevel"), "flower", "demo", "--clients", "2", "--rounds", "4"]
@@ -56,10 +57,10 @@ def test_a_site_of_tables_is_known_by_its_name():
     for given, said in (("", ", south, of tables"), ("site='south' ", ", south, of tables")):
         found = dict(federation.check(spec, f"{given}partition-id=1 min-local-samples=1"))
         assert said in found["client"]
-    with pytest.raises(ConfigurationError, match=r"site = 'west' .* it must be south, the site with partition-id = 1"):
+    with refuses("node configuration: site", "west", "south, the site with partition-id = 1"):
         dict(federation.check(spec, "site='west' partition-id=1"))
     spec = configure(task="quadratic", algorithm="simfbo")
-    with pytest.raises(ConfigurationError, match=r"site = 'west' .* left out: the spec names no sites"):
+    with refuses("node configuration: site", "west", "left out"):
         dict(federation.check(spec, "site='west' partition-id=1"))
 
 

@@ -19,6 +19,7 @@ from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.wire import RequestMessage, decode
 from fedbilevel.tasks.quadratic import quadratic
 from fixed_steps import fixed
+from refusals import refuses
 from representatives import slow_but
 
 ROUNDS, COHORT = 3, 3
@@ -121,7 +122,7 @@ def test_two_calls_of_solve_agree():
     results = [fb.solve(algorithm, task.problem, known, *start, rounds=2, engine=Flower(grid=grid)) for _ in range(2)]
     federations.same(*results, tolerance=0)
     federations.same(results[0], fb.solve(algorithm, task.problem, task.clients, *start, rounds=2))
-    with pytest.raises(fb.errors.ConfigurationError, match="RemoteClients, which describe clients"):
+    with refuses("clients", "Clients", "RemoteClients"):
         fb.solve(algorithm, task.problem, task.clients, *start, rounds=2, engine=Flower(grid=grid))
 
 

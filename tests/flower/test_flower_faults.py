@@ -16,6 +16,7 @@ from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server import roster
 from fedbilevel.flower.server.terms import Backoff, Terms
 from fedbilevel.flower.wire import RequestMessage, decode
+from refusals import refuses
 
 STEPS = federations.Steps()
 CLIENTS = federations.app(STEPS)  # their compiled phases serve all tests
@@ -248,9 +249,9 @@ def test_quorum():
     assert [Terms(quorum=0.5).needed(cohort) for cohort in (1, 2, 3, 4)] == [1, 1, 2, 2]
     assert [Terms(quorum=0.7).needed(10), Terms(quorum=1.0).needed(7), Terms(quorum=1e-3).needed(5)] == [7, 7, 1]
     for field, value in (("quorum", 0), ("quorum", 1.1), ("deadline", math.inf), ("poll", 0), ("norm_bound", -1.0)):
-        with pytest.raises(fb.errors.ConfigurationError, match=re.escape(f"Terms.{field} = {value}")):
+        with refuses(f"Terms.{field}", value):
             Terms(**{field: value})
-    with pytest.raises(fb.errors.ConfigurationError, match=r"Terms\.attempts"):
+    with refuses("Terms.attempts", 0):
         Terms(attempts=0)
 
 
@@ -338,7 +339,7 @@ def test_a_population_that_is_not_complete(tmp_path, monkeypatch):
 def test_names_and_logs_are_checked_before_anything_is_sent(tmp_path):
     grid = InProcess(CLIENTS, 6, delay=lambda *_: pytest.fail("something was sent"))
     for name in ("experiment 1", "ABCDEF0123456789", ""):
-        with pytest.raises(fb.errors.ConfigurationError, match=r"Flower\.name = .*8 to 64 hexadecimal digits"):
+        with refuses("Flower.name", name, "8 to 64"):
             federations.solve(STEPS, grid, name=name)
     with pytest.raises(fb.errors.CheckpointError, match=re.escape(f"could not write {tmp_path}: Is a directory")):
         federations.solve(STEPS, grid, log=tmp_path)

@@ -9,6 +9,7 @@ from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.tasks.location import location
+from refusals import refuses
 
 ROUNDS, COHORT, DIM, NUMBER = 3, 2, 3, 8  # NUMBER: bytes of one in float64
 TASK = location(dim=DIM, targets=7, clients=3)  # of 2, 2 and 3 balls: weights by size, walks of unequal length
@@ -45,35 +46,40 @@ def test_agrees_with_local_where_clients_do_not_know_h(algorithm, cohort, more_u
 def test_fresh_subgradients_need_clients_who_know_h():
     """They would take H for 0. Clients who know it are not sent 𝓗."""
     algorithm = fb.FISM(refresh=True)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"SimpleBilevel\.outer = None .*on clients too"):
+    with refuses("SimpleBilevel.outer", None, "clients"):
         ClientRuntime(federations.site(algorithm, 0, TASK, UNKNOWN))
     result = over_flower(algorithm, KNOWN, cohort=1)
     assert result.ledger.bytes_down == ROUNDS * (DIM + 2) * NUMBER
 
 
 def test_the_server_has_to_know_h():
-    with pytest.raises(fb.errors.ConfigurationError, match=r"SimpleBilevel\.outer = None .*on the server"):
+    with refuses("SimpleBilevel.outer", None, "server"):
         over_flower(fb.FISM(), UNKNOWN, known=UNKNOWN)
 
 
 FLAT = lambda x, batch: jnp.sum(x)  # noqa: E731
-REFUSED = {
-    "steps": (fb.FISM(lr=30.0, regularization=0.1), KNOWN, r"lr·regularization·μ = (3|2\.9).* at most 2"),
-    "H": (
-        fb.FISM(),
-        fb.SimpleBilevel(jnp.sum, FLAT, KNOWN.project),
-        "outer is not .*strongly convex",
-    ),
-    "X": (fb.FISM(), fb.SimpleBilevel(jnp.sum, FLAT, lambda x: x / 2), "leaves X"),
-    "clients": (fb.IRIG(), KNOWN, "IRIG: clients = 3 "),
+FIELDS = {
+    "steps": (fb.FISM(lr=30.0, regularization=0.1), "FISM: lr·regularization·μ", "at most 2"),
+    "clients": (fb.IRIG(), "IRIG: clients", "1 client"),
+}
+LOSSES = {
+    "H": (fb.SimpleBilevel(jnp.sum, FLAT, KNOWN.project), "outer is not .*strongly convex"),
+    "X": (fb.SimpleBilevel(jnp.sum, FLAT, lambda x: x / 2), "leaves X"),
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_the_server_looks_before_it_asks(case):
-    algorithm, known, message = REFUSED[case]
+@pytest.mark.parametrize("case", FIELDS)
+def test_the_server_looks_at_fields_before_it_asks(case):
+    algorithm, path, fact = FIELDS[case]
+    with refuses(path, fact=fact):
+        over_flower(algorithm, UNKNOWN, known=KNOWN)
+
+
+@pytest.mark.parametrize("case", LOSSES)
+def test_the_server_looks_at_losses_before_it_asks(case):
+    known, message = LOSSES[case]
     with pytest.raises(fb.errors.ConfigurationError, match=message):
-        over_flower(algorithm, UNKNOWN, known=known)
+        over_flower(fb.FISM(), UNKNOWN, known=known)
 
 
 def test_sites_may_differ_in_what_they_know():

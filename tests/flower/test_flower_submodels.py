@@ -27,6 +27,7 @@ from fedbilevel.flower.server.session import SubmodelPrograms
 from fedbilevel.flower.server.terms import Terms
 from fedbilevel.flower.wire import RequestMessage, decode, layout
 from fixed_steps import fixed
+from refusals import refuses
 
 INPUTS = 3
 CAPACITY = (1.0, 0.5, 0.25, 0.5, 0.25)
@@ -149,17 +150,18 @@ def test_a_client_serves_messages_of_its_own_size_alone(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("algorithm", "problem", "said"),
+    ("algorithm", "problem", "path", "words"),
     [
-        (fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2), PROBLEM, "keeps whole models on clients"),
-        (IMPORTANCE, fb.Bilevel(outer, inner), "the problem has no structure"),
+        (fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2), PROBLEM, "Clients.capacity", ""),
+        (IMPORTANCE, fb.Bilevel(outer, inner), "", "the problem has no structure"),
     ],
 )
-def test_what_cannot_be_cut_is_refused_by_both_sides(algorithm, problem, said):
-    with pytest.raises(fb.errors.ConfigurationError, match=said):
+def test_what_cannot_be_cut_is_refused_by_both_sides(algorithm, problem, path, words):
+    with pytest.raises(fb.errors.ConfigurationError, match=words) as at_the_site:
         ClientRuntime(site(algorithm, 1, 0.5, problem=problem))
-    with pytest.raises(fb.errors.ConfigurationError, match=said):
+    with pytest.raises(fb.errors.ConfigurationError, match=words) as at_the_server:
         solved(algorithm, fb.RemoteClients.of(population()), engine=over(app(IMPORTANCE)), problem=problem)
+    assert at_the_site.value.path == at_the_server.value.path == path
 
 
 @pytest.mark.slow
@@ -179,9 +181,9 @@ def test_capacities_of_a_spec_reach_both_sides(tmp_path):
 
 
 def test_capacities_are_shares():
-    with pytest.raises(fb.errors.ConfigurationError, match=r"Site\.capacity = 2"):
+    with refuses("Site.capacity", 2):
         site(IMPORTANCE, 0, 2)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"RemoteClients\.capacity"):
+    with refuses("RemoteClients.capacity"):
         fb.RemoteClients(2, np.ones((1, 3)), capacity=[1.0])
 
 

@@ -8,6 +8,7 @@ import federations
 import jax
 import jax.numpy as jnp
 import numpy as np
+from closing_over import closing_over
 
 import fedbilevel as fb
 from fedbilevel.flower.client.site import ClientRuntime
@@ -30,16 +31,8 @@ def played(monkeypatch):
 
         return noting
 
-    def outer(x, y, batch):
-        return jnp.mean((batch @ (scale * y) - jnp.sum(x)) ** 2)
-
-    def inner(x, y, batch):
-        return outer(x, y, batch) + y @ y
-
-    def size(x, y):
-        return scale @ y
-
-    problem, clients = fb.Bilevel(outer, inner), fb.Clients(samples, samples.copy())
+    functions = closing_over(scale)
+    problem, clients = fb.Bilevel(functions.outer, functions.inner), fb.Clients(samples, samples.copy())
     algorithm, start = federations.Steps(batch_size=2), (jnp.zeros(2), jnp.zeros(3))
     task = replace(federations.TASK, problem=problem, clients=clients, x0=start[0], y0=start[1])
     app = federations.app(algorithm, task)
@@ -48,8 +41,10 @@ def played(monkeypatch):
             patched.setattr(kind, "__init__", noted(kind))
         grid = InProcess(app, 2)
         engine, known = Flower(grid=grid), fb.RemoteClients.of(clients)
-        result = fb.solve(algorithm, problem, known, *start, rounds=1, engine=engine, metrics={"size": size})
-    given = {"problem": problem, "outer": outer, "inner": inner, "metric": size, "clients": clients, "result": result}
+        result = fb.solve(
+            algorithm, problem, known, *start, rounds=1, engine=engine, metrics={"size": functions.metric}
+        )
+    given = {**functions._asdict(), "problem": problem, "clients": clients, "result": result}
     given |= {"a constant": scale, "samples": clients.inner.values, "grid": grid, "engine": engine, "app": app}
     return {name: weakref.ref(thing) for name, thing in given.items()} | made
 
