@@ -297,13 +297,9 @@ def test_a_column_that_a_site_lacks_is_named_at_the_server_and_at_this_site_alon
         alone(given, Nodes(client_app(given), files))
     refused = [text for text in caplog.messages if "refused" in text]
     assert [words in text for text in refused] == [True]
-    for wrong, path in {
-        "[]": "question",
-        "{}": "columns of the question",
-        '{"columns": [1]}': "columns of the question",
-    }.items():
+    for wrong in ("[]", "{}", '{"columns": [1]}'):
         answer = site(given, {}, {"partition-id": 2, **files[2]}, "").answer
-        with refuses(path):
+        with refuses("question" if wrong == "[]" else "columns of the question"):
             answer(wrong)
 
 
@@ -333,19 +329,25 @@ def test_the_log_of_a_site_has_what_it_told(files, caplog):
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "path", "got", "fact"),
     [
-        ({"partition-id": 3}, "partition-id = 3 .* 0 to 2, of north, south, west"),
-        ({"site": "west"}, "site = 'west' .* it must be north, the site with partition-id = 0"),
-        ({"table": ""}, "table = '' .* a .csv, .tsv or .parquet file"),
-        ({"table": "nowhere.csv"}, "nowhere.csv"),
-        ({"settable": "run.*"}, "name in the node configuration 'settable'"),
-        ({"noise-multiplier": 1.0}, "noise-multiplier = 'given' .* left out"),
+        ({"partition-id": 3}, "partition-id", 3, "0 to 2, of north, south, west"),
+        ({"site": "west"}, "site", "west", "north, the site with partition-id = 0"),
+        ({"table": ""}, "table", "", ".csv, .tsv or .parquet"),
+        ({"noise-multiplier": 1.0}, "noise-multiplier", "given", "left out"),
     ],
 )
-def test_a_wrong_node_configuration_is_named(change, words, files):
-    with pytest.raises(ConfigurationError, match=words):
+def test_a_wrong_field_of_a_node_configuration_is_named(change, path, got, fact, files):
+    with refuses(f"node configuration: {path}", got, fact):
         site(study("ridge"), {}, {"partition-id": 0, **files[0], **change}, "")
+
+
+def test_a_table_that_is_not_there_and_an_unknown_name_of_a_node_configuration_are_named(files):
+    given = {"partition-id": 0, **files[0]}
+    with pytest.raises(ConfigurationError, match=r"nowhere\.csv"):
+        site(study("ridge"), {}, {**given, "table": "nowhere.csv"}, "")
+    with refuses("name in the node configuration", "settable", near="table"):
+        site(study("ridge"), {}, {**given, "settable": "run.*"}, "")
 
 
 NEW = ["flower", "new", "app", "--estimator", "logistic", "--target", "ill", "--sites", ",".join(SITES)]

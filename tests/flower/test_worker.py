@@ -11,6 +11,7 @@ import pytest
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.flower import versions
 from fedbilevel.flower.launch import private, supernode
+from refusals import refuses
 
 
 def app(message, context):
@@ -136,11 +137,12 @@ def test_a_pinned_app_answers_whatever_app_a_run_brings(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     apps = private.pinned("own_app_of_the_site:app")
     assert [name for name, _ in served(["a", "b"], apps, monkeypatch)] == ["a", "b"]
-    for reference in ("own_app_of_the_site", "own_app_of_the_site:none", "no_such_module_here:app", ":app"):
-        with pytest.raises(ConfigurationError, match="--app"):
+    for reference in ("own_app_of_the_site", ":app", "own_app_of_the_site:number"):
+        with refuses("--app", reference):
             private.pinned(reference)
-    with pytest.raises(ConfigurationError, match="name of a ClientApp"):
-        private.pinned("own_app_of_the_site:number")
+    for reference in ("own_app_of_the_site:none", "no_such_module_here:app"):
+        with pytest.raises(ConfigurationError, match="cannot be loaded"):
+            private.pinned(reference)
 
 
 def test_a_pinned_app_is_never_given_up_for_the_stock_supernode():
