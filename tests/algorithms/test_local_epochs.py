@@ -194,19 +194,25 @@ def test_inner_rounds_count_their_gradients(name):
 
 
 def test_steps_are_those_of_the_samples_as_they_are_drawn_in_features():
-    """E ≥ 2 computes what does not depend on y once per sample; E = 1 does not: both are the same steps."""
+    """E ≥ 2 computes what does not depend on y once per sample; E = 1 does not: both are the same steps.
+
+    In each of two inner rounds; the program is that of the counts above.
+    """
     x, y = np.ones(DIM), np.full(DIM, 0.5)
     method = with_epochs(METHODS["FedNestSGD"][0], 2)
-    result = solved(replace(method, inner=replace(method.inner, rounds=1)), BILEVEL, rounds=1)
-    key = jax.random.fold_in(jax.random.split(round_keys(jax.random.key(SEED), 0).algorithm)[0], 0)
-    ends = []
-    for i, one in enumerate(rows()):
-        z, drawn = y, batches(jax.random.fold_in(key, i), SIZES[i], 2, False)
-        for chosen in drawn:
-            a, b = one["a"][chosen], one["b"][chosen]
-            z = z - method.inner.lr / len(drawn) * (a.T @ (a @ z - b) / len(chosen) + z - x)
-        ends.append(z)
-    np.testing.assert_allclose(result.y, WEIGHTS / WEIGHTS.sum() @ np.array(ends), rtol=1e-12)
+    result = solved(method, BILEVEL, rounds=1)
+    key = jax.random.split(round_keys(jax.random.key(SEED), 0).algorithm)[0]
+    for inner_round in range(method.inner.rounds):
+        ends = []
+        for i, one in enumerate(rows()):
+            own = jax.random.fold_in(jax.random.fold_in(key, inner_round), i)
+            z, drawn = y, batches(own, SIZES[i], 2, False)
+            for chosen in drawn:
+                a, b = one["a"][chosen], one["b"][chosen]
+                z = z - method.inner.lr / len(drawn) * (a.T @ (a @ z - b) / len(chosen) + z - x)
+            ends.append(z)
+        y = WEIGHTS / WEIGHTS.sum() @ np.array(ends)
+    np.testing.assert_allclose(result.y, y, rtol=1e-12)
 
 
 @pytest.mark.parametrize(

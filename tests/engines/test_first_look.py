@@ -194,8 +194,10 @@ def test_no_mean_is_said_where_few_samples_differ(case, penalty):
     """Also where a penalty makes the loss of all other samples a number other than 0."""
     loss, samples, words = FEW_TELL[case]
     fit = lambda x, y, b: jnp.mean((b["u"] @ y - 1) ** 2)  # noqa: E731
-    problem = fb.Bilevel(plus(loss, lambda x, y: penalty * (y @ y)), plus(fit, lambda x, y: 10**x @ y**2))
-    (text,) = said(problem, samples)
+    problem = fb.Bilevel(
+        lambda x, y, b: loss(x, y, b) + jnp.mean(b["penalty"]) * (y @ y), plus(fit, lambda x, y: 10**x @ y**2)
+    )
+    (text,) = said(problem, samples | {"penalty": np.full((4, 20), penalty)})
     assert re.search(rf"^the outer {NO_MEAN}.*{words}", text)
 
 
