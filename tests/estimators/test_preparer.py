@@ -15,6 +15,7 @@ from sklearn.exceptions import NotFittedError
 from fedbilevel.data import DataError
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import Preparer
+from refusals import ANY, refuses
 
 
 def site(**columns):
@@ -90,13 +91,13 @@ def test_what_few_rows_tell_is_left_out(tmp_path):
     Preparer().fit(rows).save(tmp_path / "all.json", min_count=7)
     whole = Preparer.load(tmp_path / "all.json")
     assert whole.columns_["sex"] == {"categories": {"f": 7, "m": 8}, "rarer": False}
-    with pytest.raises(ConfigurationError, match="unknown category of column 'sex' 'fem'"):
+    with refuses("category of column 'sex'", "fem", near="f"):
         whole.transform(rows.replace({"sex": {"f": "fem"}}))
     both = Preparer.load(tmp_path / "all.json", tmp_path / "told.json")
     assert both.columns_["sex"] == {"categories": {"f": 7, "m": 16}, "rarer": True}
     both.save(tmp_path / "sum.json", min_count=7)
     assert Preparer.load(tmp_path / "sum.json").columns_ == both.columns_
-    with pytest.raises(ConfigurationError, match="min_count = 0 is not allowed: it must be a positive integer"):
+    with refuses("min_count", 0):
         both.save(tmp_path / "sum.json", min_count=0)
 
 
@@ -140,51 +141,48 @@ def test_pandas_own_types_and_constant_columns():
 
 
 @pytest.mark.parametrize(
-    ("frame", "words"),
+    ("frame", "path", "got", "fact", "near"),
     [
-        (site().drop(columns="sex"), r"column 'sex' of X = 'missing' .* there, beside \['age', 'pain'\]"),
-        (site(aeg=[1, 2]), r"unknown column of X 'aeg'; did you mean 'age'"),
-        (site(age=["50", "old"]), r"type of column 'age' = '(str|object)' is not allowed: it must be of numbers"),
-        (site(age=[np.inf, 1]), r"column 'age', row 0 = inf .* from -1e\+100 to 1e\+100; a gap is NaN"),
-        (site(sex=["w", "m"]), r"unknown category of column 'sex' 'w'.*allowed: f, m"),
-        (np.zeros((2, 3)), r"X = 'ndarray' is not allowed: it must be a pandas.DataFrame"),
+        (site().drop(columns="sex"), "column 'sex' of X", "missing", "['age', 'pain']", ""),
+        (site(aeg=[1, 2]), "column of X", "aeg", "age", "age"),
+        (site(age=["50", "old"]), "type of column 'age'", ANY, "numbers", ""),  # str or object, as pandas has it
+        (site(age=[np.inf, 1]), "column 'age', row 0", np.inf, "from -1e+100 to 1e+100", ""),
+        (site(sex=["w", "m"]), "category of column 'sex'", "w", "['f', 'm']", ""),
+        (np.zeros((2, 3)), "X", "ndarray", "pandas.DataFrame", ""),
     ],
 )
-def test_rows_that_do_not_fit_are_named(frame, words):
-    with pytest.raises(ConfigurationError, match=words):
+def test_rows_that_do_not_fit_are_named(frame, path, got, fact, near):
+    with refuses(path, got, fact, near):
         Preparer().fit(site()).transform(frame)
 
 
 @pytest.mark.parametrize(
-    ("frame", "words"),
+    ("frame", "path", "got", "fact"),
     [
-        (site().drop(columns="pain"), r"unknown categorical column 'pain' \(allowed: age, sex\)"),
-        (site(pain_1=[1, 2]), "column 'pain_1' = 'made twice'"),
-        (site(age=[np.nan, 1e155]), r"column 'age', row 1 = 1e\+155"),
-        (site(age=[1e-200, 2e-200]), r"standard deviation of column 'age' = 'below 1e-100'"),
-        (site().set_axis([1, 2, "pain"], axis=1), "texts as names of columns"),
-        (site().set_axis(["age", "age", "pain"], axis=1), "each once"),
+        (site().drop(columns="pain"), "categorical column", "pain", "['age', 'sex']"),
+        (site(pain_1=[1, 2]), "column 'pain_1'", "made twice", "once"),
+        (site(age=[np.nan, 1e155]), "column 'age', row 1", 1e155, "from -1e+100 to 1e+100"),
+        (site(age=[1e-200, 2e-200]), "standard deviation of column 'age'", "below 1e-100", "1e-100 or more"),
+        (site().set_axis([1, 2, "pain"], axis=1), "X", "DataFrame", "texts as names of columns"),
+        (site().set_axis(["age", "age", "pain"], axis=1), "X", "DataFrame", "each once"),
     ],
 )
-def test_rows_that_can_tell_nothing_are_named(frame, words):
-    with pytest.raises(ConfigurationError, match=words):
+def test_rows_that_can_tell_nothing_are_named(frame, path, got, fact):
+    with refuses(path, got, fact):
         Preparer(categorical=["pain"]).fit(frame)
 
 
 @pytest.mark.parametrize(
-    ("frame", "words"),
+    ("frame", "path", "got", "fact", "near"),
     [
-        (site().drop(columns="sex"), r"column 'sex' of \S+site.json = 'missing' .* there, beside \['age', 'pain'\]"),
-        (site(aeg=[1, 2]), r"unknown column of \S+site.json 'aeg'; did you mean 'age'"),
-        (
-            site(sex=[np.nan, np.nan]),
-            r"column 'sex' of \S+site.json = 'numbers' .* words, as in \S+0.json: name texts",
-        ),
+        (site().drop(columns="sex"), "column 'sex' of {}", "missing", "['age', 'pain']", ""),
+        (site(aeg=[1, 2]), "column of {}", "aeg", "age", "age"),
+        (site(sex=[np.nan, np.nan]), "column 'sex' of {}", "numbers", "0.json", ""),
     ],
 )
-def test_a_site_with_other_columns_is_named(frame, words, files, tmp_path):
+def test_a_site_with_other_columns_is_named(frame, path, got, fact, near, files, tmp_path):
     Preparer(categorical=["pain"]).fit(frame).save(tmp_path / "site.json")
-    with pytest.raises(ConfigurationError, match=words):
+    with refuses(path.format(tmp_path / "site.json"), got, fact, near):
         Preparer.load(*files, tmp_path / "site.json")
 
 
@@ -347,9 +345,7 @@ def test_fit_forgets_and_a_clone_knows_nothing():
 def test_dates_and_complex_numbers_are_no_categories_unasked(values):
     """An indicator for each day, of which `save` would name none, would be a column that vanishes."""
     frame = pd.DataFrame({"when": values})
-    with pytest.raises(
-        ConfigurationError, match=r"type of column 'when' = .*numbers or texts, or named in `categorical`"
-    ):
+    with refuses("type of column 'when'", fact="`categorical`"):
         Preparer().fit(frame)
     assert len(Preparer(categorical=["when"]).fit(frame).get_feature_names_out()) == 3
 
