@@ -1,0 +1,178 @@
+"""One bilevel run beside a search whose trials share its privacy: local differential privacy, ε for each client in all.
+
+4,000 clients have 10 training and 10 validation samples of Covertype each: ten features, and whether the tree is a
+spruce. They come from 8 sources, three of which have the two labels of their training samples swapped. x weights the
+sources: g_i = w(x) CE + 0.001 ‖y‖² with w = 8 softmax(x), and f is the CE of validation samples, whose labels are
+right.
+
+Every method has 40 exchanges, so that the noise for an ε is the same for all. SimFBO makes one run of 40 rounds. A
+search with k trials makes k runs of FedAvg with 40/k rounds each, from y = 0, the first one with equal weights; TPE
+chooses the others, with entries of x between -3 and 3. "Equal weights" is the first trial alone. A trial's validation
+loss is computed without noise and costs no ε, which favours the search.
+
+Steps cannot adapt under privacy. Each method has the best of six values, or pairs, by the validation loss on a split
+that is in no result; this costs no ε, either. C is half of the length of a direction: the norms of directions are 0.3
+to 0.9. Differences are to SimFBO, paired by split, with 95 % intervals (Student's). Covertype is read from
+$FEDBILEVEL_DATA.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optuna
+
+import fedbilevel as fb
+from benchmarks.beside_search import difference
+from benchmarks.harness import head, row
+from benchmarks.privacy import DELTA, MULTIPLIERS
+from fedbilevel.tasks.images import load_rows
+
+SOURCES, SWAPPED, CLIENTS, SAMPLES, FEATURES = 8, 3, 4000, 10, 10
+EXCHANGES, CLIP, BOUND = 40, 0.5, 3.0
+TUNING = 100  # the split on which steps are chosen
+PAIRS = [(x, y) for x in (1.0, 3.0, 10.0) for y in (0.3, 1.0)]  # SimFBO's steps on x, and on y and v
+STEPS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # FedAvg's
+TRIALS = {"equal weights": 1, "TPE, 4 trials": 4, "TPE, 8 trials": 8}
+QUICK = {"splits": (0, 1), "epsilons": (8,)}
+optuna.logging.set_verbosity(optuna.logging.WARNING)
+
+
+def cross_entropy(y: Any, rows: Any, labels: Any) -> Any:
+    """The mean cross-entropy of the logits rows @ y."""
+    z = rows @ y
+    return jnp.mean(jnp.logaddexp(0, z) - labels * z)
+
+
+def source_weights(x: Any) -> Any:
+    return SOURCES * jax.nn.softmax(x)
+
+
+def outer(x: Any, y: Any, batch: Any) -> Any:
+    return cross_entropy(y, batch["row"], batch["label"])
+
+
+def trained(y: Any, batch: Any) -> Any:
+    return batch["weight"][0] * cross_entropy(y, batch["row"], batch["label"]) + 1e-3 * jnp.vdot(y, y)
+
+
+def inner(x: Any, y: Any, batch: Any) -> Any:
+    return trained(y, batch | {"weight": source_weights(x)[batch["source"]]})
+
+
+class Split(NamedTuple):
+    """Samples of each client, arrays (clients, samples, …), and test samples."""
+
+    train: dict[str, np.ndarray]
+    valid: dict[str, np.ndarray]
+    test: dict[str, np.ndarray]
+
+
+class End(NamedTuple):
+    """What a method ends with."""
+
+    validation: float
+    test: float
+    accuracy: float
+    swapped: float  # the weight of the sources with swapped labels
+
+
+def split_of(number: int) -> Split:
+    found, rng = load_rows("covtype", 0.0, 0).standardised(), np.random.default_rng(number)
+
+    def samples(rows: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
+        return {"row": np.insert(rows[..., :FEATURES], 0, 1, axis=-1), "label": (labels == 0).astype(np.float32)}
+
+    drawn = rng.permutation(len(found.train_labels))[: 2 * CLIENTS * SAMPLES].reshape(2, CLIENTS, SAMPLES)
+    train, valid = (samples(found.train_images[part], found.train_labels[part]) for part in drawn)
+    source = np.broadcast_to(np.arange(CLIENTS)[:, None] % SOURCES, (CLIENTS, SAMPLES))
+    train["label"] = np.where(source < SWAPPED, 1 - train["label"], train["label"])
+    tested = rng.permutation(len(found.test_labels))[:20_000]
+    return Split(train | {"source": source}, valid, samples(found.test_images[tested], found.test_labels[tested]))
+
+
+def end(split: Split, x: Any, y: Any) -> End:
+    test, valid = split.test, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), split.valid)
+    return End(
+        float(cross_entropy(y, valid["row"], valid["label"])),
+        float(cross_entropy(y, test["row"], test["label"])),
+        float(np.mean((test["row"] @ y > 0) == (test["label"] > 0))),
+        float(np.sum(source_weights(x)[:SWAPPED]) / SOURCES),
+    )
+
+
+def terms(epsilon: float | None, clip: float) -> fb.Privacy | None:
+    return fb.Privacy(clip, MULTIPLIERS[epsilon] * EXCHANGES**0.5, DELTA) if epsilon else None
+
+
+BILEVEL, SINGLE = fb.Bilevel(outer, inner), fb.SingleLevel(trained)
+START = np.zeros(SOURCES), np.zeros(1 + FEATURES)
+
+
+def by_simfbo(split: Split, number: int, epsilon: float | None, steps: tuple[float, float]) -> End:
+    sizes = fb.XYV(x=steps[0], y=steps[1], v=steps[1])
+    method = fb.SimFBO(local_steps=1, batch_size=None, client_lr=sizes, server_lr=sizes)
+    privacy = terms(epsilon, CLIP)
+    clients = fb.Clients(split.valid, split.train)
+    run = fb.solve(
+        method, BILEVEL, clients, *START, rounds=EXCHANGES, eval_every=EXCHANGES, privacy=privacy, key=number
+    )
+    return end(split, run.x, run.y)
+
+
+def by_search(trials: int, split: Split, number: int, epsilon: float | None, lr: float) -> End:
+    """The end of the trial with the least validation loss. A reply of FedAvg is a direction times lr."""
+    method, rounds = fb.FedAvg(lr=lr, local_steps=1, batch_size=None), EXCHANGES // trials
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=number))
+    study.enqueue_trial({f"x{i}": 0.0 for i in range(SOURCES)})
+    ends = []
+    for each in range(trials):
+        trial = study.ask()
+        x = np.array([trial.suggest_float(f"x{i}", -BOUND, BOUND) for i in range(SOURCES)])
+        weight = np.asarray(source_weights(x))[split.train["source"]]
+        clients, key = fb.Clients(split.train | {"weight": weight}), 100 * number + each
+        privacy = terms(epsilon, CLIP * lr)
+        run = fb.solve(method, SINGLE, clients, START[1], rounds=rounds, eval_every=rounds, privacy=privacy, key=key)
+        ends.append(end(split, x, run.x))
+        study.tell(trial, ends[-1].validation)
+    return min(ends)
+
+
+def ends_of(method: Callable[..., End], values: Sequence[Any], epsilon: float | None, splits: Sequence[int]) -> Any:
+    """Return the chosen steps, and an array (splits, 4) of ends with them."""
+    tuning = split_of(TUNING)
+    chosen = min(values, key=lambda steps: method(tuning, TUNING, epsilon, steps).validation)
+    return chosen, np.array([method(split_of(number), number, epsilon, chosen) for number in splits])
+
+
+def main(splits: tuple[int, ...] = (0, 1, 2, 3, 4), epsilons: tuple[int, ...] = (0, 8, 3)) -> None:
+    """Compare; ε = 0 stands for no noise."""
+    columns = (
+        "validation loss",
+        "difference",
+        "test loss",
+        "difference",
+        "test accuracy",
+        "weight of swapped",
+        "steps",
+    )
+    head("ε", "method", *columns)
+    for epsilon in epsilons:
+        chosen, simfbo = ends_of(by_simfbo, PAIRS, epsilon or None, splits)
+        found = {"SimFBO": (chosen, simfbo)}
+        for name, trials in TRIALS.items():
+            found[name] = ends_of(partial(by_search, trials), STEPS, epsilon or None, splits)
+        for name, (steps, of) in found.items():
+            validation, test, accuracy, swapped = of.mean(0)
+            losses = (
+                f"{validation:.3f}",
+                difference(of[:, 0], simfbo[:, 0]),
+                f"{test:.3f}",
+                difference(of[:, 1], simfbo[:, 1]),
+            )
+            row(epsilon or "none", name, *losses, f"{accuracy:.3f}", f"{swapped:.2f}", steps)
