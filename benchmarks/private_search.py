@@ -1,7 +1,7 @@
 """One bilevel run beside a search whose trials share its privacy: local differential privacy, ε for each client in all.
 
-4,000 clients have 10 training and 10 validation samples of Covertype each: ten features, and whether the tree is a
-spruce. They come from 8 sources, three of which have the two labels of their training samples swapped. x weights the
+Clients have 10 training and 10 validation samples of Covertype each: ten features, and whether the tree is a spruce.
+They come from 8 sources, three of which have the two labels of their training samples swapped. x weights the
 sources: g_i = w(x) CE + 0.001 ‖y‖² with w = 8 softmax(x), and f is the CE of validation samples, whose labels are
 right.
 
@@ -33,13 +33,13 @@ from benchmarks.harness import head, row
 from benchmarks.privacy import DELTA, MULTIPLIERS
 from fedbilevel.tasks.images import load_rows
 
-SOURCES, SWAPPED, CLIENTS, SAMPLES, FEATURES = 8, 3, 4000, 10, 10
+SOURCES, SWAPPED, SAMPLES, FEATURES = 8, 3, 10, 10
 EXCHANGES, CLIP, BOUND = 40, 0.5, 3.0
 TUNING = 100  # the split on which steps are chosen
 PAIRS = [(x, y) for x in (1.0, 3.0, 10.0) for y in (0.3, 1.0)]  # SimFBO's steps on x, and on y and v
 STEPS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # FedAvg's
 TRIALS = {"equal weights": 1, "TPE, 4 trials": 4, "TPE, 8 trials": 8}
-QUICK = {"splits": (0, 1), "epsilons": (8,)}
+QUICK = {"clients": (4000,), "splits": (0, 1), "epsilons": (8,)}
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
@@ -82,15 +82,15 @@ class End(NamedTuple):
     swapped: float  # the weight of the sources with swapped labels
 
 
-def split_of(number: int) -> Split:
+def split_of(number: int, clients: int) -> Split:
     found, rng = load_rows("covtype", 0.0, 0).standardised(), np.random.default_rng(number)
 
     def samples(rows: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
         return {"row": np.insert(rows[..., :FEATURES], 0, 1, axis=-1), "label": (labels == 0).astype(np.float32)}
 
-    drawn = rng.permutation(len(found.train_labels))[: 2 * CLIENTS * SAMPLES].reshape(2, CLIENTS, SAMPLES)
+    drawn = rng.permutation(len(found.train_labels))[: 2 * clients * SAMPLES].reshape(2, clients, SAMPLES)
     train, valid = (samples(found.train_images[part], found.train_labels[part]) for part in drawn)
-    source = np.broadcast_to(np.arange(CLIENTS)[:, None] % SOURCES, (CLIENTS, SAMPLES))
+    source = np.broadcast_to(np.arange(clients)[:, None] % SOURCES, (clients, SAMPLES))
     train["label"] = np.where(source < SWAPPED, 1 - train["label"], train["label"])
     tested = rng.permutation(len(found.test_labels))[:20_000]
     return Split(train | {"source": source}, valid, samples(found.test_images[tested], found.test_labels[tested]))
@@ -143,14 +143,17 @@ def by_search(trials: int, split: Split, number: int, epsilon: float | None, lr:
     return min(ends)
 
 
-def ends_of(method: Callable[..., End], values: Sequence[Any], epsilon: float | None, splits: Sequence[int]) -> Any:
+def ends_of(method: Callable[..., End], values: Sequence[Any], epsilon: float | None, splits: dict[int, Split]) -> Any:
     """Return the chosen steps, and an array (splits, 4) of ends with them."""
-    tuning = split_of(TUNING)
-    chosen = min(values, key=lambda steps: method(tuning, TUNING, epsilon, steps).validation)
-    return chosen, np.array([method(split_of(number), number, epsilon, chosen) for number in splits])
+    chosen = min(values, key=lambda steps: method(splits[TUNING], TUNING, epsilon, steps).validation)
+    return chosen, np.array([method(at, number, epsilon, chosen) for number, at in splits.items() if number != TUNING])
 
 
-def main(splits: tuple[int, ...] = (0, 1, 2, 3, 4), epsilons: tuple[int, ...] = (0, 8, 3)) -> None:
+def main(
+    clients: tuple[int, ...] = (4000, 16_000),
+    splits: tuple[int, ...] = (0, 1, 2, 3, 4),
+    epsilons: tuple[int, ...] = (0, 8, 3),
+) -> None:
     """Compare; ε = 0 stands for no noise."""
     columns = (
         "validation loss",
@@ -161,18 +164,16 @@ def main(splits: tuple[int, ...] = (0, 1, 2, 3, 4), epsilons: tuple[int, ...] = 
         "weight of swapped",
         "steps",
     )
-    head("ε", "method", *columns)
-    for epsilon in epsilons:
-        chosen, simfbo = ends_of(by_simfbo, PAIRS, epsilon or None, splits)
-        found = {"SimFBO": (chosen, simfbo)}
-        for name, trials in TRIALS.items():
-            found[name] = ends_of(partial(by_search, trials), STEPS, epsilon or None, splits)
-        for name, (steps, of) in found.items():
-            validation, test, accuracy, swapped = of.mean(0)
-            losses = (
-                f"{validation:.3f}",
-                difference(of[:, 0], simfbo[:, 0]),
-                f"{test:.3f}",
-                difference(of[:, 1], simfbo[:, 1]),
-            )
-            row(epsilon or "none", name, *losses, f"{accuracy:.3f}", f"{swapped:.2f}", steps)
+    head("clients", "ε", "method", *columns)
+    for count in clients:
+        drawn = {number: split_of(number, count) for number in (*splits, TUNING)}
+        for epsilon in epsilons:
+            simfbo = ends_of(by_simfbo, PAIRS, epsilon or None, drawn)
+            found = {"SimFBO": simfbo}
+            for name, trials in TRIALS.items():
+                found[name] = ends_of(partial(by_search, trials), STEPS, epsilon or None, drawn)
+            for name, (steps, of) in found.items():
+                validation, test, accuracy, swapped = of.mean(0)
+                apart = [difference(of[:, column], simfbo[1][:, column]) for column in (0, 1)]
+                cells = f"{validation:.3f}", apart[0], f"{test:.3f}", apart[1], f"{accuracy:.3f}", f"{swapped:.2f}"
+                row(count, epsilon or "none", name, *cells, steps)
