@@ -1,4 +1,4 @@
-"""The papers' figures and tables, played again: what they claim, as files, and what came out.
+"""The papers' figures and tables, computed again: what they claim, as files, and what came out.
 
 Everything here is written on the library's public names. `python -m papers --list` shows what there is.
 """
