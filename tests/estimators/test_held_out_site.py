@@ -47,7 +47,7 @@ def test_the_report_is_about_all_rows_of_the_site_with_the_offset_0():
     assert one["auroc"]["value"] == pytest.approx(roc_auc_score(kept.ill == "yes", score), abs=1e-12)
     text = str(model.report)
     assert "all rows of south, as those of a site that was not in the study, with the offset 0" in text
-    assert "all rows of `south`, which are not counted, are held out" in model.card()
+    assert "all rows of `south` are held out and not counted here" in model.card()
     assert "Sites: `north`, `west`" in model.card()
     assert "south" not in model.sheet()
 

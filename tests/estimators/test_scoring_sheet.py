@@ -95,7 +95,7 @@ def test_the_sheet_is_as_precise_as_it_says_far_from_the_means(tmp_path):
 
 def test_a_sheet_without_numbers_asks_for_no_rounding():
     sheet = study("logistic", columns=("kind", "code")).fit(tables()).sheet()
-    assert "S differs from the model's by 0.000020 at most.\n" in sheet
+    assert "S differs from the model's S by 0.000020 at most.\n" in sheet
     assert "Round" not in sheet
 
 
@@ -142,7 +142,7 @@ def test_a_column_of_which_no_site_told_is_not_on_the_sheet(tmp_path):
     sheet = study("logistic", positive="no").fit(frames).sheet()
     assert "Not used, because no site sent statistics of them: scan\n" in sheet
     assert "the probability that ill is no\n" in sheet
-    assert "likelier class is no where S is above 0, and yes" in sheet
+    assert "more probable class is no if S is above 0, and otherwise yes" in sheet
     assert "scan" not in points(sheet)[1]
 
 

@@ -404,7 +404,7 @@ def test_a_site_looks_at_what_it_will_tell(files, tmp_path, monkeypatch, capsys)
     said = " ".join(capsys.readouterr().out.split())
     assert "client 0, north" in said
     assert "sends dose: nothing" in said
-    assert "and rarer ones" in said
+    assert ", and rarer categories" in said
     Path("latin.csv").write_bytes(b"age,ill\n60,yes\xfc\n")
     Path("empty.csv").touch()
     wrongs = {"latin.csv": "the file is not a text in UTF-8", "empty.csv": "is empty"}

@@ -1,4 +1,4 @@
-"""A model card: what those who meet a study's model should know of it, in Markdown."""
+"""A model card: what readers should know about a study's model, in Markdown."""
 
 from datetime import date
 from typing import Any
@@ -17,8 +17,8 @@ MODELS = {
 }
 NOT_FOR = (
     "Decisions about a patient without a person who knows the patient; the model has no approval as a medical device.",
-    "Conclusions about causes: a coefficient says how columns and target go together, given the other columns.",
-    "Rows whose columns are measured otherwise than at these sites: other units, other codes, another patient group.",
+    "Conclusions about causes: a coefficient says how a column and the target vary together, given the other columns.",
+    "Rows that differ from those of these sites in units, in codes, or in the group of patients.",
     "Sites that were not in the study, before it has been measured there.",
 )
 
@@ -37,7 +37,7 @@ def card(model: Any) -> str:
         }
     facts |= {"Model": MODELS[study.estimator], "Sites": ", ".join(map(_code, study.fitted_sites))}
     held = f"; {held_out_in_words(study)}" * bool(study.holdout)
-    facts |= {"Rows": f"{agreed.rows} of all sites, which the model is fitted to{held}"}
+    facts |= {"Rows": f"{agreed.rows} from all sites, to which the model is fitted{held}"}
     facts |= {"Penalty": f"{_penalties(model)}, by {study.cv}-fold cross-validation"}
     facts |= {"Versions": f"fedbilevel {fb.__version__}, JAX {jax.__version__}, NumPy {np.__version__}"}
     facts |= {"Date of this card": date.today().isoformat()}
@@ -61,8 +61,8 @@ def card(model: Any) -> str:
 def held_out_in_words(study: Any) -> str:
     """Say which rows are held out."""
     if isinstance(study.holdout, str):
-        return f"all rows of {_code(study.holdout)}, which are not counted, are held out"
-    return f"{study.holdout:.0%} of each site's rows, which are not counted, are held out"
+        return f"all rows of {_code(study.holdout)} are held out and not counted here"
+    return f"{study.holdout:.0%} of each site's rows are held out and not counted here"
 
 
 def _code(text: Any) -> str:
@@ -71,21 +71,21 @@ def _code(text: Any) -> str:
 
 
 def _penalties(model: Any) -> str:
-    """Say the λ of each group of features, from the least to the most where it differs by their variances."""
+    """Write the penalty of each group of features; two numbers are its range over the features of the group."""
     groups = np.array(model.agreement.penalty_groups())
     values = np.asarray(model.estimator.penalties_, float)
     said = []
     for name in dict.fromkeys(groups):
         least, most = values[groups == name].min(), values[groups == name].max()
         said.append(f"{_code(name)} {least:.3g}" + f" to {most:.3g}" * bool(least < most))
-    return f"λ of standardised columns: {', '.join(said)}"
+    return f"λ for standardised columns: {', '.join(said)}"
 
 
 def _described(told: Any) -> str:
     """Describe the statistics of a column, summed over all sites."""
     if "categories" in told:
         rows = ", ".join(f"{_code(name)} {count}" for name, count in told["categories"].items())
-        return f"rows of {rows or 'no category'}" + " and of rarer ones" * told["rarer"]
+        return f"rows of {rows or 'no category'}" + ", and of rarer categories" * told["rarer"]
     if not told["count"]:
         return "nothing is known of it, and it is not used"
     return f"{told['count']} numbers, mean {told['mean']:.5g}, standard deviation {deviation(told):.5g}"

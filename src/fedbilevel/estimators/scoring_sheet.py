@@ -1,9 +1,9 @@
 """A scoring sheet: a study's model in plain text, for people with pen, paper and a pocket calculator.
 
-The sum S of a row is a start, the term of each number, and the points of each word. A number's term is its coefficient
-for each unit of the original column, times the number. Terms have so many decimals that rounding each moves S by less
-than 10⁻⁵ of what S is measured in, also where a number is ten standard deviations away from its mean. The sheet says by
-how much S may then differ from the model's.
+The sum S of a row is the start, plus the term of each number, plus the points of each word. A number's term is the
+number times its factor, which is the coefficient for one unit of the original column. Terms have enough decimals that
+rounding one of them changes S by less than 10⁻⁵ of the unit of S, even if a number is ten standard deviations away from
+its mean. The sheet says by how much S can then differ from the model's S.
 """
 
 from collections.abc import Sequence
@@ -26,11 +26,11 @@ Cells = Sequence[tuple[str, ...]]
 
 @dataclass(frozen=True)
 class NumberLine:
-    """What the sheet says of a column of numbers, as printed.
+    """Hold the line of the sheet for a column of numbers, as printed.
 
     Args:
-        each: the coefficient for each unit.
-        missing: the term of a gap, which counts as the mean of all sites.
+        each: the factor of the column: its coefficient for one unit.
+        missing: the term of a gap, which counts as the mean over all sites.
     """
 
     column: str
@@ -46,11 +46,12 @@ def sheet(model: Any) -> str:
     start, numbers, words = _lines(model, decimals)
     parts = [f"Scoring sheet: {_predicted(model)}"]
     parts += [f"{MODELS[study.estimator]}; {agreed.rows} rows of {', '.join(map(printable, study.fitted_sites))}", ""]
-    parts += ["Write down the start, a term for each number, and the points of each word. Their sum is S."]
+    parts += ["Begin with the start. For each number, add the number times its factor."]
+    parts += ["For each word, add the number beside it. The sum is S."]
     parts += [*_precision(decimals, numbers, words), ""]
     parts += _aligned([("start", start)])
     if numbers:
-        header = "number", "times, for each unit", "if missing, add", "as if it were"
+        header = "number", "factor", "if missing, add", "which is the term of"
         rows = [(printable(one.column), one.each, one.missing, f"{one.mean:.5g}") for one in numbers]
         parts += ["", *_aligned([header, *rows])]
     for column, points in words.items():
@@ -65,17 +66,17 @@ def sheet(model: Any) -> str:
 
 
 def _decimals(agreed: Any) -> int:
-    """Return how many decimals terms have: DECIMALS, where S is measured in units of 1."""
+    """Return the number of decimals of terms: DECIMALS if the unit of S is 1."""
     (target,) = agreed.target.values()
     unit = deviation(target) if agreed.study.estimator == "ridge" else 1.0
     return max(0, DECIMALS - floor(log10(unit)))
 
 
 def _precision(decimals: int, numbers: list[NumberLine], words: dict[str, dict[str, str]]) -> list[str]:
-    """Say how terms are rounded, and bound what this changes: half of the last decimal for each printed number, and as
-    much again for the term that a person rounds."""
+    """Say how to round terms, and bound the error of S: half a unit of the last decimal for each printed number, and
+    the same again for each term that a person rounds."""
     bound = (1 + 2 * len(numbers) + len(words)) / 2 * 10.0**-decimals
-    differs = f"differs from the model's by {bound:.{decimals + 1}f} at most"
+    differs = f"differs from the model's S by {bound:.{decimals + 1}f} at most"
     if not numbers:
         return [f"S {differs}."]
     far = f"as long as no number is more than {FAR} standard deviations away from its mean."
@@ -83,7 +84,7 @@ def _precision(decimals: int, numbers: list[NumberLine], words: dict[str, dict[s
 
 
 def _lines(model: Any, decimals: int) -> tuple[str, list[NumberLine], dict[str, dict[str, str]]]:
-    """Return the start, the lines of numbers, and of each column of words the points by word, all as printed."""
+    """Return the start, the lines of numbers, and the points of each word by column, all as printed."""
     numbers: list[NumberLine] = []
     words: dict[str, dict[str, str]] = {}
     start, coefficients = in_units(model)
@@ -110,7 +111,7 @@ def _results(model: Any) -> list[str]:
     study = model.agreement.study
     if study.estimator == "logistic":
         other, positive = (printable(str(one)) for one in model.estimator.classes_)
-        said = f"The likelier class is {positive} where S is above 0, and {other} where it is not."
+        said = f"The more probable class is {positive} if S is above 0, and otherwise {other}."
         return [f"probability of {positive} = 1 / (1 + exp(-S))", said]
     if study.estimator == "ridge":
         return [f"{printable(study.target)} = S"]
@@ -118,13 +119,9 @@ def _results(model: Any) -> list[str]:
     lines += ["It is 1 for a row of the same site whose numbers are the means, and whose words are missing."]
     if model.baselines:
         lines += ["", "probability to be without the event up to a time = exp(-H exp(S))"]
-        lines += [
-            f"H is that of the site at the time, in the unit of {printable(study.target)}. Between two times of the"
-        ]
-        lines += [
-            "site's list take H of the earlier one, and before the first time 0: the probability is then too high."
-        ]
-        lines += ["After the last time H is not known."]
+        lines += [f"The lists have H for each site and time, in the unit of {printable(study.target)}."]
+        lines += ["For a time between two times of a list, take H of the earlier one; before the first time, take 0."]
+        lines += ["The probability is then too high. After the last time H is not known."]
     for site, steps in model.baselines.items():
         rows = [(f"  {end:g}", f"{hazard:.6g}") for end, _, _, hazard in steps]
         lines += ["", *_aligned([(f"{printable(site)}: time", "H"), *rows])]
@@ -132,7 +129,7 @@ def _results(model: Any) -> list[str]:
 
 
 def _example(model: Any, start: str, numbers: list[NumberLine], words: dict[str, dict[str, str]]) -> list[str]:
-    """Compute a row by the printed numbers: rounded means, the last number missing, and the most frequent words."""
+    """Compute a row from the printed numbers: rounded means, the last number missing, and the most frequent words."""
     study, features = model.agreement.study, model.agreement.features
     decimals = _decimals(model.agreement)
     row: dict[str, Any] = {name: None if "categories" in told else np.nan for name, told in features.items()}
@@ -153,7 +150,7 @@ def _example(model: Any, start: str, numbers: list[NumberLine], words: dict[str,
     total = sum(float(term) for _, term in terms)
     terms.append(("S", f"{total:.{decimals}f}"))
     frame = data_frame({name: [value] for name, value in row.items()})
-    return ["Example of a row that is made up:", "", *_aligned(terms), "", *_computed(model, frame, site, total)]
+    return ["Example with a row that is made up:", "", *_aligned(terms), "", *_computed(model, frame, site, total)]
 
 
 def _computed(model: Any, frame: Any, site: str, total: float) -> list[str]:
@@ -176,7 +173,7 @@ def _computed(model: Any, frame: Any, site: str, total: float) -> list[str]:
 
 
 def _common(by_hand: float, by_model: float, decimals: int) -> str:
-    """Return the number with as many decimals as both have: rounding may set the last ones apart."""
+    """Return the number with as many decimals as agree, since rounding can make the last decimals differ."""
     texts = ((f"{by_hand:.{places}f}", f"{by_model:.{places}f}") for places in range(decimals, -1, -1))
     return next((one for one, other in texts if one == other), f"{by_model:.{decimals}f}")
 

@@ -93,16 +93,16 @@ class SiteTable:
         return rows.to_numpy().view(np.int32).reshape(-1, 2)
 
     def described(self) -> dict[str, str]:
-        """Describe to the site's owner, for each column, which statistics are sent, and the share of gaps."""
+        """Describe to the site's owner, for each column, which statistics are sent, and the share of missing values."""
         if self.whole:
             return dict.fromkeys(self.told, "nothing")
         said = {}
         for name, one in {**self.statistics()["target"], **self.told}.items():
             column = self.target[name] if name in self.target else self.features[name]
-            gaps = f"{column.isna().mean():.0%} gaps, or hidden"
+            gaps = f"{column.isna().mean():.0%} of rows have a gap or a hidden value"
             if "categories" in one:
                 rows = ", ".join(f"{category} {rows}" for category, rows in one["categories"].items())
-                said[name] = f"rows of {rows or 'no category'}{' and rarer ones' * one['rarer']}; {gaps}"
+                said[name] = f"rows of {rows or 'no category'}{', and rarer categories' * one['rarer']}; {gaps}"
             elif one["count"]:
                 same = " (always the same number)" if not one["squares"] else ""
                 said[name] = f"mean {one['mean']:.5g} of {one['count']} numbers{same}; {gaps}"
