@@ -3,9 +3,11 @@
 Davoud Ataee Tarzanagh, Mingchen Li, Christos Thrampoulidis, Samet Oymak. "FedNest: Federated Bilevel, Minimax, and
 Compositional Optimization". ICML 2022, arXiv:2205.02215. Algorithms 1-4.
 
-A round, which the paper calls an epoch, runs FedInn T times, then FedIHGP, and then FedOut. The right column has the
-number of exchanges. H is the mean of ∇²yy g_i, ℓ bounds its largest eigenvalue, β and α are step sizes for y and x,
-and client i makes τ_i local steps, which ν counts.
+A round, which the paper calls an epoch, consists of three procedures of the paper: FedInn, T times, then FedIHGP, and
+then FedOut. FedInn moves y, FedIHGP computes v, and FedOut moves x. The right column has the number of exchanges. F is
+the mean of f_i, and H is the mean of ∇²yy g_i. ℓ bounds H's largest eigenvalue, and N is the number of terms of a
+series for H⁻¹. β and α are step sizes for y and x. Client i makes τ_i local steps, which ν counts, and draws samples ξ
+for f_i and ζ for g_i.
 
     FedInn   q = mean_i ∇y g_i(x, y; ζ_i)                                                              1
              y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q]
@@ -15,11 +17,12 @@ and client i makes τ_i local steps, which ν counts.
              x_{i,ν+1} = x_{i,ν} − (α/τ_i) [∇x f_i(x_{i,ν}, y; ξ_ν) − ∇x f_i(x, y; ξ_ν) + h]
              x ← mean_i x_{i,τ_i}                                                                      1
 
-FedNest-SGD takes FedAvg's local steps on y, without q and the correction. LFedNest does the same, and its clients step
-on x along their own hypergradients, which they compute with their own Hessians. This saves all exchanges of FedIHGP,
-and is biased if clients differ. Appendix A of the paper has four variants. The paper's experiments compare them with
-two joint variants. In a joint variant, a client makes its local steps on y, continues with its steps on x at its own
-y_{i,τ_i}, and one exchange averages both x and y.
+In FedInn the brackets have a client's gradient and its correction, q − ∇y g_i(x, y; ζ_ν). FedNest-SGD makes steps on y
+without the correction, as FedAvg does, and so needs no q. LFedNest does the same, and its clients step on x along their
+own hypergradients, which they compute with their own Hessians. This saves all exchanges of FedIHGP, and is biased if
+clients differ. Appendix A of the paper has four variants. The paper's experiments compare them with two joint variants.
+In a joint variant, a client makes its local steps on y, continues with its steps on x at its own y_{i,τ_i}, and one
+exchange averages both x and y.
 
     variant                 call                                  steps on x            on y    exchanges
     FedNest                 FedNest()                             FedOut                SVRG    2T + N + 2
@@ -44,19 +47,19 @@ In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradi
 
 Departures from the paper:
 1. Clients send changes of y and x, and not the new values: the server adds Σ p̃_i (y_{i,τ} − y) to y, with
-   p̃_i = (M/P) p_i. For equal weights or full participation this gives the paper's mean of the y_{i,τ}, and for unequal
-   weights it is unbiased too. With corrected steps, the change of client i is the sum of a common part, −βq on y and
-   −αh on x, and of its drift d_i. The server adds the common part once, and averages only the drifts, as
-   Σ p_i d_i / Σ p_i. An average of the common part would be biased, because q and the weights of the same cohort are
-   not independent.
+   p̃_i = (M/P) p_i. Here p_i is the client's weight, and P of M clients take part in the round. For equal weights or
+   full participation this gives the paper's mean of the y_{i,τ}, and for unequal weights it is unbiased too. With
+   corrected steps, the change of client i is the sum of a common part, −βq on y and −αh on x, and of its drift d_i. The
+   server adds the common part once, and averages only the drifts, as Σ p_i d_i / Σ p_i. An average of the common part
+   would be biased, because q and the weights of the same cohort are not independent.
 2. The first corrected step is along q (or h) itself, since its correction is zero for any draw.
 3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges.
    The paper's method is Neumann(sampling="random"). The random length of its product causes a variance that grows with
    N, and the series does not have this variance. There are two more ways to compute v: with CG() by conjugate gradient,
    and with LocalImplicit() by each client alone.
-4. Joint steps follow the authors' code, with T = 1. Then the server does not separate the common part and the
-   drift. It adds Σ p̃_i (y_{i,τ} − y), and q is Σ p_i ∇y g_i / Σ p_i over the cohort. The common part of this sum is
-   −β Σ p̃_i ∇y g_i, as without joint steps.
+4. Joint steps follow the authors' code, with T = 1. With joint steps the server does not separate the common part from
+   the drift. It adds Σ p̃_i (y_{i,τ} − y), and q is Σ p_i ∇y g_i / Σ p_i over the cohort. The common part of this sum
+   is −β Σ p̃_i ∇y g_i, the same as without joint steps.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """
