@@ -21,7 +21,10 @@ ROOT = Path(__file__).resolve().parent.parent
 METHODS = ROOT / "src" / "fedbilevel" / "algorithms"
 PAGES = ROOT / "docs" / "reference" / "algorithms"
 KINDS = {
-    "Bilevel": ("x is judged by what training under x gives", "Bilevel(f, g)"),
+    "Bilevel": (
+        "x decides how y is trained, by the loss g, and is judged by the loss f of the trained y",
+        "Bilevel(f, g)",
+    ),
     "Minimax": ("min over x of max over y, one loss", "Minimax(f)"),
     "Compositional": ("a non-linear function of a mean over all clients", "Compositional(f, r)"),
     "SimpleBilevel": ("a preference H among the many minimisers of one loss F", "SimpleBilevel(H, f, project)"),

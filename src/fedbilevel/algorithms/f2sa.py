@@ -4,14 +4,15 @@ Jeongyeol Kwon, Dohyun Kwon, Stephen Wright, Robert Nowak. "A Fully First-Order 
 Optimization". ICML 2023, arXiv:2301.10945. This class has the form with central differences, which is F2SA-2 of "Faster
 Gradient Methods for Highly-smooth Stochastic Bilevel Optimization", ICLR 2026, arXiv:2509.02937.
 
-Let ε = 1/λ. At ε = 0, the derivative of min_y [G(x, y) + εF(x, y)] with respect to ε is F(x, y*(x)). It is approximated
-by the central difference
+F and G are the means of the clients' losses f_i and g_i. Let ε = 1/λ. At ε = 0, the derivative of
+min_y [G(x, y) + εF(x, y)] with respect to ε is F(x, y*(x)). It is approximated by the central difference
 
     Φ_λ(x) = (λ/2) (min_y [G(x, y) + εF(x, y)] − min_y [G(x, y) − εF(x, y)])
 
 The gradient of Φ_λ needs only first derivatives of F and G, and the minimiser x_λ of Φ_λ has an error of O(1/λ²). The
-two inner minimisers are written as y₊ = y − εv and y₋ = y + εv, so that y is near y*(x), v is near SimFBO's v, and no
-step size depends on λ. A client steps on x, y and v along the derivatives of one function of its own losses,
+two inner minimisers are written as y₊ = y − εv and y₋ = y + εv. Then y is near y*(x), v is near SimFBO's v (the
+solution of ∇²yy G v = ∇y F), and no step size depends on λ. A client steps on x, y and v along the derivatives of one
+function of its own losses,
 
     s_i(x, y, v) = ½ [f_i(x, y₊) + f_i(x, y₋)] + (λ/2) [g_i(x, y₊) − g_i(x, y₋)]
 

@@ -3,7 +3,8 @@
 Risheng Liu, Zhu Liu, Wei Yao, Shangzhi Zeng, Jin Zhang. "Moreau Envelope for Nonconvex Bi-Level Optimization: A
 Single-loop and Hessian-free Solution Strategy". ICML 2024, arXiv:2405.09927. Algorithm 1, in a federated form.
 
-If G(x, ·) is not convex, it may have several minimisers, and its Hessian may have no inverse. The Moreau envelope
+F and G are the means of the clients' losses f_i and g_i. If G(x, ·) is not convex, it may have several minimisers, and
+its Hessian may have no inverse. The Moreau envelope
 
     G_σ(x, y) = min_θ [G(x, θ) + ‖θ − y‖²/(2σ)]                                          (the paper's γ is σ here)
 
@@ -20,16 +21,18 @@ A client steps on x, y and θ together, along the derivatives of ψ_i. Both loss
     d_θ = −(1/c) ∂ψ_i/∂θ    = ∇y g_i(x, θ) + (θ − y)/σ
 
 The local steps, the server's step and the messages are those of SimFBO, with θ in the place of v, and θ = y at the
-start. Where G is strongly convex, c (θ − y) tends to SimFBO's v as c grows, and x has an error of O(1/c).
+start. In the fields for step sizes, the entry `v` is that of θ. Where G is strongly convex, c (θ − y) tends to SimFBO's
+v as c grows, and x has an error of O(1/c).
 
-Why y is slower than θ: along an eigenvector of ∇²yy G with the eigenvalue a, and without f/c, the matrix of the steps
-on (y, θ) has the trace (1 + b) a + (1 − b)/σ and the determinant ba². Small steps are stable if the trace is positive.
-With b = 1 the trace is negative wherever a < 0. With b = ¼ the trace is positive for all a > −0.6/σ. This is so if
-σ < 1/(2ρ), which the paper demands, too. Then steps below 2/((1 + b)(L + 1/σ)) are stable, where L is the largest |a|.
+The factor b makes y slower than θ, since otherwise y and θ would diverge together where G has negative curvature. Take
+an eigenvector of ∇²yy G with the eigenvalue a, and leave f/c out. Then the matrix of the steps on (y, θ) has the trace
+(1 + b) a + (1 − b)/σ and the determinant ba². Small steps are stable if the trace is positive. With b = 1 the trace is
+negative wherever a < 0. With b = ¼ it is positive for all a > −0.6/σ, and so whenever σ < 1/(2ρ), which the paper
+demands, too. Then steps below 2/((1 + b)(L + 1/σ)) are stable, where L is the largest |a|.
 
 f/c adds bD/c to the curvature that bounds the step on y, where D is the largest curvature of F in y: with L + bD/c in
-the place of L, the same steps are stable. With a small c, or a steep f, steps therefore have to be shorter; for large
-c they do not depend on it. `AdaptiveSteps` measures the curvature of G + (b/c) F in y, and adds 1/σ.
+the place of L, the same steps are stable. With a small c, or a steep f, steps therefore have to be shorter. With a
+large c this bound hardly depends on c. `AdaptiveSteps` measures the curvature of G + (b/c) F in y, and adds 1/σ.
 
 Departures from the paper:
 1. The paper is not federated. It steps on θ first, then on x, and then on y. Here all three step at once, so that a

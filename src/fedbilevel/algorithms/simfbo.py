@@ -7,7 +7,8 @@ x is the outer variable, y is the inner variable, and v, of y's shape, tracks th
 M clients. Client i has the weight p_i and the losses f_i and g_i. P clients form the round's cohort C
 (docs/glossary.md).
 
-The server sends (x, y, v). Client i makes τ_i simultaneous steps on x, y and v, along the directions          (3)
+Numbers in brackets, such as (3), are those of the paper's equations. The server sends (x, y, v). Client i makes τ_i
+simultaneous steps on x, y and v, along the directions                                                         (3)
 
     d_x = ∇x f_i − ∇²xy g_i v        d_y = ∇y g_i        d_v = ∇²yy g_i v − ∇y f_i
 
@@ -34,16 +35,17 @@ Departures from the paper:
    same round would be large exactly if clients with many steps are in h. The product would then have the bias that h
    alone does not have.
 3. The server's step is an optax transformation of q, scaled by γ. The default is plain descent, as in the paper.
-4. The paper's (3) multiplies the k-th step by a_k. The largest of the τ_i steps is then the first under momentum, and
-   the last under a proximal pull. This agrees with heavy ball or FedProx, whose a_k these are, only in the limit η → 0.
-   Here clients make the actual steps of heavy ball and FedProx. As in the paper, q_i is Σ_k a_k d_k, with d_k at the
-   points of these steps.
+4. The paper's (3) multiplies the k-th step by a_k, the weight that the k-th direction has in the sum of steps of heavy
+   ball or FedProx. Under momentum the first of the τ_i steps is then the largest, and under FedProx the last. This
+   agrees with heavy ball or FedProx only in the limit η → 0. Here clients make the actual steps of heavy ball and
+   FedProx. As in the paper, q_i is Σ_k a_k d_k, with d_k at the points of these steps.
 5. The default radius is infinity, which omits the projection in (5), since r = L_f/μ_g is not known beforehand.
    `diagnose` estimates it.
 6. Clients of limited capacity step on submodels. Every entry of q is then the mean over the clients that hold it.
 7. v⁽⁰⁾ is 0, which is one of the starts that the paper allows. The `init` of a subclass can choose another.
-8. (3) takes directions only at the points z_k, and combinations of these can only average noise. `Anchored` also takes
-   directions at z_0.
+8. Let z_0, z_1, … be the points of a client's local steps. In (3) the k-th direction is taken at z_k only, with new
+   samples, and a sum of such directions can only average noise. `Anchored` takes directions at z_0 with the same
+   samples too, and so removes noise.
 
 Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_asynchronous.py, test_local_x.py,
 test_own_leaves.py and tests/engines/test_agreement.py.
@@ -169,8 +171,9 @@ class JointExchange(SingleLoop):
 
     Args:
         client_lr: η, a client's step sizes for x, y and v. Each is a number or a schedule over rounds, and a single
-            value serves all three. They only determine how far a client moves while it sums its directions, and so how
-            far clients drift apart. A step size of None is a twentieth of γ, or adapted if γ is None too.
+            value serves all three. A client sends the sum of its directions, which is not multiplied by η. So η only
+            determines at which points it takes these directions, and how far clients drift apart. A step size of None
+            is a twentieth of the server's (γ, `server_lr`), or adapted if that is None too.
     """
 
     client_lr: StepSizes = step_sizes(default=None, own=True, adaptive="drift", tied="server_lr")
@@ -279,8 +282,9 @@ class ShroFBO(Normalised):
 
     Args:
         client_lr: η, a client's step sizes for x, y and v. Each is a number or a schedule over rounds, and a single
-            value serves all three. They only determine how far a client moves while it sums its directions, and so how
-            far clients drift apart. A step size of None is a twentieth of γ, or adapted if γ is None too.
+            value serves all three. A client sends the sum of its directions, which is not multiplied by η. So η only
+            determines at which points it takes these directions, and how far clients drift apart. A step size of None
+            is a twentieth of the server's (γ, `server_lr`), or adapted if that is None too.
     """
 
     name = "shrofbo"

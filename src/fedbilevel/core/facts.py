@@ -75,7 +75,7 @@ class No(NamedTuple):
 
 
 class OwnParts(NamedTuple):
-    """What the parts of a phase's message and update that are shaped like y are, where clients keep leaves of y.
+    """Name the variables in a phase's message and update that are shaped like y, for clients that keep leaves of y.
 
     Args:
         takes: the variables that these parts of the message are, in their order: "y", "v", or another one.

@@ -122,8 +122,9 @@ class AdaptiveSteps(Layer):
         x_lr: η, the largest change of an entry of x in a round. Choose a smaller value, such as 0.02, if x is too fast
             for y, or if a penalty depends on several entries of x.
         remember: whether a client keeps the vector of its power method, which is as large as y. If not, it computes 10
-            products in place of 3 in each measurement. `solve` sets it to False if simulated clients would keep more
-            than half a gigabyte.
+            products with a Hessian in place of 3 in each measurement; with MEHA, which measures the curvatures of both
+            losses, 20 in place of 6. `solve` sets it to False if simulated clients would keep more than half a
+            gigabyte.
     """
 
     kind, place, learns = "adaptive_steps", "steps", True

@@ -136,7 +136,7 @@ def mean_gradient(gradient: Gradient, start: PyTree, steps: LocalSteps, lr: Any)
 
 
 class LocalOptimizer(Part):
-    """Base class of local optimizers, whose iterate is z_0 − ηq with q = Σ a_k d_k and a_k ≥ 0."""
+    """Base class of rules for local steps: after directions d_k the iterate is z_0 − ηq with q = Σ a_k d_k, a_k ≥ 0."""
 
     anchored: ClassVar[bool] = False
     """Whether d_k is d(z_k; ζ_k) − d(z_0; ζ_k) + d(z_0), with d(z_0) on all samples; otherwise it is d(z_k; ζ_k)."""
