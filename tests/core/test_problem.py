@@ -48,7 +48,7 @@ def in_numpy(x, y, batch):
 @pytest.mark.parametrize(
     ("loss", "line", "words"),
     [
-        (failing, 'return batch["a"]', r"the outer loss fails \(TypeError: .*; it was given x: leaf \(\);"),
+        (failing, 'return batch["a"]', r"the outer loss fails \(TypeError: .*; it was given x: shape \(\);"),
         (
             in_numpy,
             "return jnp.mean(batch @ y) + np.sum(np.exp(x))",

@@ -286,7 +286,7 @@ def test_clients_of_a_minimax_problem_invert_no_hessian():
     ("options", "raised", "match"),
     [
         ({"x": np.array([0, np.nan, 0, 0])}, ConfigurationError, "finite in every leaf"),
-        ({"x": np.zeros(3)}, ConfigurationError, r"it was given x: leaf \(3,\); y: leaf \(5,\)"),
+        ({"x": np.zeros(3)}, ConfigurationError, r"it was given x: shape \(3,\); y: shape \(5,\)"),
         (
             {"problem": SingleLevel(lambda x, batch: x @ x)},
             ConfigurationError,

@@ -26,7 +26,7 @@ def entries(features=3):
 
 PROBLEM, CLIENTS = fb.Bilevel(outer, inner), fb.Clients(entries(), entries())
 X, Y = jnp.zeros(3), {"w": jnp.zeros(3), "b": jnp.zeros(())}
-GIVEN = r"; it was given x: leaf \(3,\); y: \['b'\] \(\), \['w'\] \(3,\); batch: \['t'\] \(1,\), \['u'\] "
+GIVEN = r"; it was given x: shape \(3,\); y: \['b'\] \(\), \['w'\] \(3,\); batch: \['t'\] \(1,\), \['u'\] "
 WRONG = {
     "a list for clients": (
         {"clients": entries()},
@@ -39,7 +39,7 @@ WRONG = {
     ),
     "x0 of another shape": (
         {"x0": jnp.zeros(2)},
-        r"the inner loss fails \(TypeError: .*\(2,\).*; it was given x: leaf \(2,\); y: .*\['w'\] \(3,\); batch",
+        r"the inner loss fails \(TypeError: .*\(2,\).*; it was given x: shape \(2,\); y: .*\['w'\] \(3,\); batch",
     ),
     "y0 of another shape": (
         {"y0": {"w": jnp.zeros(5), "b": jnp.zeros(())}},
@@ -59,7 +59,7 @@ WRONG = {
     ),
     "a metric that fails": (
         {"metrics": {"m": lambda x, y: y["q"]}, "engine": fb.Reference()},
-        r"metrics\['m'\] fails \(KeyError: 'q'\); it was given x: leaf \(3,\); y: ",
+        r"metrics\['m'\] fails \(KeyError: 'q'\); it was given x: shape \(3,\); y: ",
     ),
     "columns taken for an array": (
         {"problem": fb.Bilevel(lambda x, y, batch: batch[:, 0].sum(), inner)},

@@ -106,7 +106,7 @@ def is_floating(leaf: object) -> bool:
 def shapes(tree: PyTree) -> str:
     """Return the paths and shapes of leaves for messages, e.g. "['b'] (), ['w'] (4,)"; at most the first eight."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    texts = [f"{jax.tree_util.keystr(path) or 'leaf'} {np.shape(leaf)}" for path, leaf in leaves[:8]]
+    texts = [f"{jax.tree_util.keystr(path) or 'shape'} {np.shape(leaf)}" for path, leaf in leaves[:8]]
     return ", ".join([*texts, *(["…"] if len(leaves) > len(texts) else [])]) or "no arrays"
 
 

@@ -78,7 +78,7 @@ def solve(
     """Run a federated algorithm.
 
     Args:
-        algorithm: e.g. SimFBO(local_steps=10); steps that are None adapt (`AdaptiveSteps`).
+        algorithm: such as SimFBO(local_steps=10). Step sizes that are None adapt during the run (`AdaptiveSteps`).
         problem: the losses.
         clients: each client's samples (`Clients`). If the clients are on other machines, this is a description of them
             (`RemoteClients`).
@@ -87,9 +87,10 @@ def solve(
             has finished.
         cohort: clients per round, drawn uniformly without replacement; None: all clients. `fedbilevel.Cohort(10,
             replacement=True)` draws 10 clients with replacement.
-        key: a seed or a JAX key. Two runs with the same key and the same arguments up to `cohort` have the same
-            numbers, also on different engines.
-        engine: Local() by default.
+        key: a seed or a JAX key. Two runs have the same numbers, also on different engines, if this key and the
+            arguments from `algorithm` to `cohort` are the same.
+        engine: what carries out the rounds: `Local` (the default), `Reference`, or `Flower` for clients on other
+            machines.
         eval_every: rounds between rows of the history; None makes about twenty rows.
         metrics: functions (x, y) -> scalar by name, computed for every row; `Metric` says whether larger is better.
         metrics_per_client: functions (x, y, batch) -> number by name, means over the samples of the batch, computed for
@@ -99,21 +100,23 @@ def solve(
         best_by: the column of the history by which `result.best` is chosen, such as a metric on validation samples;
             None: "outer_loss", the mean outer loss in the rounds before the row, if the method measures it.
         on_divergence: what to do if the run diverges. "stop" raises NonFiniteError if an iterate is not finite; the
-            `result` of this error has the last finite x and y. "shrink" also acts if a loss still grows and was more
-            than 10 times its first value in the last two rows. It returns to the row before the best row, halves every
-            step size, and continues with a warning. It does so at most 3 times; if a fourth time is needed, the run
-            ends. The history then has a column "halvings", and the costs of abandoned rounds remain counted. None:
-            "shrink" if steps adapt, clients are simulated in one process, and there is no privacy; else "stop".
+            `result` of this error has the last finite x and y. "shrink" returns to the row before the best row, halves
+            every step size, and continues with a warning. It does so if an iterate is not finite, and also if a loss
+            grows and has been more than 10 times its first value in two rows running. It does so at most 3 times; if a
+            fourth time is needed, the run ends. The history then has a column "halvings", and the costs of abandoned
+            rounds remain counted. None: "shrink" if steps adapt, clients are simulated in one process, and there is no
+            privacy; else "stop".
         privacy: terms of local differential privacy for every client. Each reply is clipped, and noise is added. The
             noise is drawn from the run's key, in the float type of the run; clients report no metrics. The history has
-            the ε of the client with the most replies. With fresh cohorts or capacities every exchange counts for every
-            client, so this ε is an upper bound. A run ends before the first round that would take a client over the
-            budget; `result.stopped` says so.
+            the ε of the client with the most replies. If the method draws fresh cohorts, or if clients have capacities,
+            every exchange counts as a reply of every client, so that this ε is an upper bound. A run ends before the
+            first round that would take a client over the budget; `result.stopped` says so.
         callbacks: functions (result, row) that are called about every half second between two rounds, and whenever the
             history has a new row (otherwise row is None). If there are several processes, process 0 calls them (see
-            engines.multihost). A callback that returns a reason stops the run. If a callback raises an error, the run
-            is saved first. A resumed run calls no callback for earlier rounds, so a reason that another callback
-            returned at the time of the error does not stop it. `fedbilevel.trackers` has callbacks that record runs.
+            engines.multihost). A callback that returns a text as the reason stops the run. If a callback raises an
+            error, the run is saved first. If it is then resumed, no callback is called again for the rounds before, so
+            a reason that another callback returned for these rounds is lost. `fedbilevel.trackers` has callbacks that
+            record runs.
         checkpoint: the file to which process 0 saves the whole run, atomically, and from which the run resumes.
         checkpoint_every: rounds between saves; None: once a second, or less often so that saving takes at most a tenth
             of the time; with `RemoteClients`, after every round. Runs are also saved before round 0, at the end, on
@@ -136,12 +139,11 @@ def solve(
         ConfigurationError: an argument is not allowed; nothing was computed.
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or an assumption of the method does
             not hold. The last good checkpoint remains, usually that of the round before (docs/explanation/engines.md).
-        ExchangeError: too few clients replied, after several attempts, and the checkpoint has the rounds before. This
-            error is also raised if another process was lost (LostProcess of engines.process_group); the last checkpoint
-            remains.
-        CheckpointError: there are three causes. A checkpoint could not be written or read. Or another process is
-            writing it; the file .NAME.lock in the same folder names this process. Or the checkpoint belongs to another
-            run; the message then lists what differs (samples, start, losses, metrics, hyperparameters, key or cohort).
+        ExchangeError: too few clients replied, also after several attempts, or another process of the run was lost
+            (LostProcess of engines.process_group). The last checkpoint remains, with the rounds before.
+        CheckpointError: a checkpoint could not be written or read; or another process is writing it, which the file
+            .NAME.lock in the same folder names; or the checkpoint belongs to another run, and the message lists what
+            differs (samples, start, losses, metrics, hyperparameters, key or cohort).
     """
     check_algorithm(algorithm)
     check_solves(algorithm, problem)

@@ -336,11 +336,11 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     def _numbers(self, X: Any, reset: bool = False) -> Numbers:
         """Check the features."""
         for name, dtype in zip(getattr(X, "columns", ()), getattr(X, "dtypes", ()), strict=True):
-            allowed = "numbers: Preparer makes them of categories; sites are groups, and no column"
+            allowed = "numbers; Preparer turns categories into numbers, and the site of each row is passed as groups"
             require(getattr(dtype, "kind", "f") in "biuf", f"column {name!r} of X", str(dtype), allowed)
         found = validate_data(self, X, reset=reset, dtype=np.float64, ensure_all_finite=False)
         for k, name in enumerate(self._names()):
-            require_sizes(f"{name} of X", found[:, k], "make a code for a gap NaN, and let Preparer fill gaps")
+            require_sizes(f"{name} of X", found[:, k], "Preparer fills gaps (NaN); replace codes for gaps by NaN first")
         return found
 
 
