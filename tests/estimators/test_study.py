@@ -21,7 +21,7 @@ KINDS = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
 def pooled(given, frames):
     """The rows of all sites in one place, prepared as the study prepares them: X, y, sites and patients."""
     own = [SiteTable(given, site, frames[site]) for site in given.sites]
-    preparer = Preparer.sum_of({one.site: one.told for one in own})
+    preparer = Preparer.sum_of({one.site: one.summaries for one in own})
     X = pd.concat([preparer.transform(one.features) for one in own], ignore_index=True)
     y = pd.concat([one.target for one in own], ignore_index=True)
     sizes = [len(one.target) for one in own]
@@ -71,7 +71,11 @@ def test_each_column_group_or_feature_may_have_a_penalty():
 def test_what_a_site_does_not_tell_is_not_used():
     """Neither the single dose of the north, nor which rows have a rare category: it is that of other numbers there."""
     frames = tables()
-    assert SiteTable(study("ridge"), "north", frames["north"]).told["dose"] == {"count": 0, "mean": 0.0, "squares": 0.0}
+    assert SiteTable(study("ridge"), "north", frames["north"]).summaries["dose"] == {
+        "count": 0,
+        "mean": 0.0,
+        "squares": 0.0,
+    }
     changed = dict(frames)
     changed["north"] = frames["north"].assign(dose=np.where(frames["north"].index == 7, -9.0, np.nan))
     changed["south"] = frames["south"].replace({"kind": {"z": "a very rare one"}})

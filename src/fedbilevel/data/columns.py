@@ -1,9 +1,9 @@
 """Let sites agree on columns without showing rows, by adding up summaries of columns, and encode rows as numbers.
 
 A table has columns by name. A column of numbers is (n,) floats with NaN in gaps, and a column of words is (n,) objects
-with None in gaps. What a site tells of a column is a summary: for numbers {"count", "mean", "squares"}, where the
-squares are those of the differences from the mean, and for words {"categories": numbers of rows by category, "rarer":
-whether there are other categories}.
+with None in gaps. A site sends a summary of each column. For numbers it is {"count", "mean", "squares"}; "squares" is
+the sum of squared differences from the mean. For words it is {"categories", "rarer"}: the numbers of rows by category,
+and whether there are other categories.
 """
 
 from collections import Counter
@@ -21,22 +21,22 @@ from fedbilevel.wording import in_a_line
 
 __all__ = [
     "MOST",
-    "Told",
+    "Summaries",
     "added",
     "checked",
     "deviation",
+    "hidden_entries",
     "moments",
     "names_of",
     "penalty_labels",
     "prepared",
-    "read_told",
-    "told_of",
-    "untold",
+    "read_summaries",
+    "summaries_of",
     "without_rare",
 ]
 
 ColumnValues = NDArray[Any]
-Told = dict[str, dict[str, Any]]
+Summaries = dict[str, dict[str, Any]]
 MOST = 1e100
 """The largest number, and 1/MOST the smallest standard deviation: sums of squares neither overflow nor become 0."""
 MOST_ROWS = 2**53  # the largest number of rows: floats cannot count further
@@ -49,22 +49,22 @@ def moments(numbers: NDArray[np.float64]) -> tuple[float, float]:
     return mean, float(((numbers - mean) ** 2).sum())
 
 
-def told_of(table: Mapping[str, ColumnValues]) -> Told:
+def summaries_of(table: Mapping[str, ColumnValues]) -> Summaries:
     """Return the summaries of a table's columns."""
-    told: Told = {}
+    summaries: Summaries = {}
     for name, column in table.items():
         if column.dtype.kind == "O":
-            told[name] = {"categories": dict(Counter(word for word in column if word is not None)), "rarer": False}
+            summaries[name] = {"categories": dict(Counter(word for word in column if word is not None)), "rarer": False}
         else:
             mean, squares = moments(numbers := column[~np.isnan(column)])
-            told[name] = {"count": len(numbers), "mean": mean, "squares": squares}
-    return told
+            summaries[name] = {"count": len(numbers), "mean": mean, "squares": squares}
+    return summaries
 
 
-def without_rare(told: Told, least: int) -> Told:
+def without_rare(summaries: Summaries, least: int) -> Summaries:
     """Leave out categories with fewer rows than `least`, and the mean and squares of fewer numbers than `least`."""
-    shown: Told = {}
-    for name, one in told.items():
+    shown: Summaries = {}
+    for name, one in summaries.items():
         if "categories" in one:
             named = {word: rows for word, rows in one["categories"].items() if rows >= least}
             one = {"categories": named, "rarer": one["rarer"] or named != one["categories"]}
@@ -74,14 +74,14 @@ def without_rare(told: Told, least: int) -> Told:
     return shown
 
 
-def untold(told: Told, table: Mapping[str, ColumnValues]) -> dict[str, NDArray[np.bool_]]:
-    """Return which entries of each column a site does not tell of, (n,) booleans by name.
+def hidden_entries(summaries: Summaries, table: Mapping[str, ColumnValues]) -> dict[str, NDArray[np.bool_]]:
+    """Return which entries of each column a site's summaries leave out, (n,) booleans by name.
 
     They are words that are not among the categories, and all numbers of a column without a mean. The site treats them
     as gaps: if it used them, its first gradient would reveal them.
     """
     hidden = {}
-    for name, one in told.items():
+    for name, one in summaries.items():
         if "categories" in one:
             hidden[name] = np.array([word not in one["categories"] for word in table[name]], bool)
         else:
@@ -89,45 +89,45 @@ def untold(told: Told, table: Mapping[str, ColumnValues]) -> dict[str, NDArray[n
     return hidden
 
 
-def penalty_labels(told: Told, penalty: str, own: Mapping[str, str]) -> list[str]:
+def penalty_labels(summaries: Summaries, penalty: str, own: Mapping[str, str]) -> list[str]:
     """Name the penalty of each column that `prepared` makes.
 
     Args:
-        told: the summaries of the columns.
+        summaries: the summaries of the columns.
         penalty: whether all columns share "one" penalty, or each "column" has one, or each "feature", so that each
             indicator has its own.
         own: the labels of columns that have another penalty than these.
     """
     labels = []
-    for column, one in told.items():
+    for column, one in summaries.items():
         for word in one.get("categories", [""]):
             labels.append(own.get(column, {"one": "all", "column": column, "feature": f"{column} {word}"}[penalty]))
     return labels
 
 
-def added(told: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Add up what several sites told of one column, exactly and with a single rounding, so that order has no effect."""
-    if "categories" in told[0]:
-        rows = sum((Counter(one["categories"]) for one in told), Counter[str]())
-        return {"categories": dict(sorted(rows.items())), "rarer": any(one["rarer"] for one in told)}
-    exact = [(one["count"], Fraction(one["mean"]), Fraction(one["squares"])) for one in told]
+def added(summaries: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Add up several sites' summaries of one column, exactly and with a single rounding: order has no effect."""
+    if "categories" in summaries[0]:
+        rows = sum((Counter(one["categories"]) for one in summaries), Counter[str]())
+        return {"categories": dict(sorted(rows.items())), "rarer": any(one["rarer"] for one in summaries)}
+    exact = [(one["count"], Fraction(one["mean"]), Fraction(one["squares"])) for one in summaries]
     count = sum(n for n, _, _ in exact)
     mean = sum(n * m for n, m, _ in exact) / Fraction(max(count, 1))
     return {"count": count, "mean": float(mean), "squares": float(sum(s + n * (m - mean) ** 2 for n, m, s in exact))}
 
 
-def deviation(told: Mapping[str, Any]) -> float:
+def deviation(summary: Mapping[str, Any]) -> float:
     """Return the standard deviation of a column of numbers; 1 if all are equal, and infinite if there are none."""
-    return float(np.sqrt(told["squares"] / told["count"]) or 1.0) if told["count"] else np.inf
+    return float(np.sqrt(summary["squares"] / summary["count"]) or 1.0) if summary["count"] else np.inf
 
 
-def prepared(told: Told, table: Mapping[str, ColumnValues]) -> dict[str, NDArray[np.float64]]:
+def prepared(summaries: Summaries, table: Mapping[str, ColumnValues]) -> dict[str, NDArray[np.float64]]:
     """Encode columns as numbers without gaps.
 
     A number a becomes (a − mean)/deviation, and a gap 0. Words become an indicator for each category.
     """
     made: dict[str, NDArray[np.float64]] = {}
-    for name, one in told.items():
+    for name, one in summaries.items():
         if "categories" in one:
             made |= {f"{name}_{word}": (table[name] == word).astype(float) for word in one["categories"]}
         else:
@@ -135,15 +135,15 @@ def prepared(told: Told, table: Mapping[str, ColumnValues]) -> dict[str, NDArray
     return made
 
 
-def names_of(told: Told) -> list[str]:
+def names_of(summaries: Summaries) -> list[str]:
     """Return the names of the columns that `prepared` makes; that of an indicator is COLUMN_CATEGORY."""
-    each = ((name, one.get("categories")) for name, one in told.items())
+    each = ((name, one.get("categories")) for name, one in summaries.items())
     return [made for name, rows in each for made in ([name] if rows is None else [f"{name}_{word}" for word in rows])]
 
 
-def checked(told: Told) -> Told:
-    """Return what a site told; raise ValueError if it does not have the form that the module describes."""
-    for name, one in told.items():
+def checked(summaries: Summaries) -> Summaries:
+    """Return a site's summaries; raise ValueError if they do not have the form that the module describes."""
+    for name, one in summaries.items():
         match one:
             case {"categories": dict(n), "rarer": bool(), **more} if not more and all(map(_is_count, n.values())):
                 continue
@@ -152,15 +152,15 @@ def checked(told: Told) -> Told:
             ):
                 continue
         raise ValueError(f"for column {name!r} it has {one}")
-    return told
+    return summaries
 
 
 def _is_count(rows: object) -> bool:
     return type(rows) is int and 0 < rows <= MOST_ROWS
 
 
-def read_told(file: Path) -> Told:
-    """Read a file of `estimators.Preparer.save`: what one site told of its columns, or all sites together.
+def read_summaries(file: Path) -> Summaries:
+    """Read a file of `estimators.Preparer.save`: the summaries of one site's columns, or of all sites together.
 
     Raises:
         DataError: the file cannot be read, or has other content.

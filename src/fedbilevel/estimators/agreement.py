@@ -14,7 +14,7 @@ import fedbilevel as fb
 from fedbilevel.data.columns import deviation, penalty_labels
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators.linear import LogisticRegression, Penalised, Ridge
-from fedbilevel.estimators.preparer import Preparer, Told
+from fedbilevel.estimators.preparer import Preparer, Summaries
 from fedbilevel.estimators.survival import CoxRegression
 from fedbilevel.extending import is_count, parse_json, require, unknown
 
@@ -44,14 +44,14 @@ class DifferentColumnsError(ConfigurationError):
 
 def _require_same_columns(parts: Mapping[str, Any]) -> None:
     """Refuse a column that some sites do not have."""
-    tables = {site: told for site, told in parts.items() if isinstance(told, dict)}
-    columns = list(dict.fromkeys(name for told in tables.values() for name in told))
+    tables = {site: summaries for site, summaries in parts.items() if isinstance(summaries, dict)}
+    columns = list(dict.fromkeys(name for summaries in tables.values() for name in summaries))
     for name in columns:
-        if without := [site for site, told in tables.items() if name not in told]:
+        if without := [site for site, summaries in tables.items() if name not in summaries]:
             raise DifferentColumnsError(", ".join(without), name, columns)
 
 
-def _sum(parts: Mapping[str, Told]) -> Told:
+def _sum(parts: Mapping[str, Summaries]) -> Summaries:
     """Add up the sites' statistics, and report any wrong form of them as a ConfigurationError."""
     try:
         return Preparer.sum_of(parts).columns_
@@ -75,8 +75,8 @@ class Agreement:
 
     study: Any
     rows: int
-    features: Told
-    target: Told
+    features: Summaries
+    target: Summaries
     searched: bool = False
 
     @classmethod
@@ -87,7 +87,7 @@ class Agreement:
             ConfigurationError: they are not as `SiteTable.statistics` returns them, have different columns, or do not
                 suffice for the model.
         """
-        parts: dict[str, dict[str, Told]] = {"features": {}, "target": {}}
+        parts: dict[str, dict[str, Summaries]] = {"features": {}, "target": {}}
         for site, one in zip(study.sites, statistics, strict=True):
             fits = (
                 isinstance(one, dict) and one.keys() == {"rows", "absent", *parts} and isinstance(one["absent"], list)

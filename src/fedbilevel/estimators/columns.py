@@ -1,4 +1,4 @@
-"""Checks of what tables hold: gaps, numbers that a float cannot square, and names that people spell in several ways."""
+"""Check the values of tables: gaps, numbers whose squares overflow, and names that are spelt in several ways."""
 
 import math
 import re
@@ -14,17 +14,17 @@ from fedbilevel.data.columns import moments as exact_moments
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.extending import require, warn
 
-ABSURD = 50  # times the median distance from the median
-SHARE = 0.9  # of the variance
+ABSURD = 50  # a number this many times the median distance away from the median is far away
+SHARE = 0.9  # the share of the variance that few numbers must cause for a warning
 Numbers = NDArray[Any]
-MANY = 20  # categories: with fewer, a small table has one row of most
+MANY = 20  # the least number of categories for a warning: in a small table, most of few categories have one row
 
 
 def numbers(field: str, values: Any) -> NDArray[np.float64]:
     """Return values as floats of the same shape, with NaN in gaps.
 
     Raises:
-        ConfigurationError: dates, complex numbers, or texts that are no numbers.
+        ConfigurationError: the values are dates, complex numbers, or texts that are not numbers.
     """
     try:
         array = np.asarray(values)
@@ -47,12 +47,12 @@ def require_sizes(field: str, column: NDArray[np.float64], gaps: str) -> None:
 
 
 def moments(field: str, column: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the mean and the sum of squares about it, exactly 0 where all numbers are equal.
+    """Return the mean and the sum of squared differences from it, which is exactly 0 if all numbers are equal.
 
-    Warns where few numbers make most of these squares, as a code for a missing value does.
+    Warns if few numbers cause most of this sum, as a code for a missing value does.
 
     Raises:
-        ConfigurationError: the numbers differ by so little that their squares are lost.
+        ConfigurationError: the numbers differ by so little that the squares of the differences are rounded to 0.
     """
     mean, squares = exact_moments(column)
     fits = squares >= len(column) / MOST**2 or bool(np.all(column == column[:1].sum()))
@@ -64,9 +64,10 @@ def moments(field: str, column: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def _warn_of_codes(field: str, column: NDArray[np.float64]) -> None:
-    """Warn of numbers that are ABSURD times as far from the median as half of all are, and most of the variance.
+    """Warn of numbers that are far from the median and cause most of the variance.
 
-    Where more than half of all are the median, as in a column of 0 and 1, half of the others count.
+    Far means ABSURD times the median distance from the median. If more than half of the numbers are equal to the
+    median, as in a column of 0 and 1, the median distance of the other numbers is taken.
     """
     away = np.abs(column - np.median(column))
     far = away > ABSURD * (np.median(away) or np.quantile(away[away > 0], 0.5, method="lower"))
@@ -86,7 +87,8 @@ def labels(field: str, given: Any, count: int, allowed: str) -> tuple[NDArray[An
     """Return the distinct labels in order, and for each of `count` entries the index of its label.
 
     Raises:
-        ConfigurationError: a gap, another shape, or labels that have no order, such as numbers and texts together.
+        ConfigurationError: there is a gap, the shape is wrong, or the labels have no order, as numbers and texts
+            together.
     """
     array = np.asarray(given, object)
     array = array[:, 0] if array.shape == (count, 1) else array
@@ -104,7 +106,7 @@ def labels(field: str, given: Any, count: int, allowed: str) -> tuple[NDArray[An
 
 
 def sites_of(model: Any, method: str, groups: Any, count: int) -> tuple[NDArray[Any], NDArray[np.intp]]:
-    """Return the sites, and for each row the index of its site; warn where the model's method got no groups."""
+    """Return the sites, and for each row the index of its site; warn if `groups` was not passed to the method."""
     if groups is None:
         name = type(model).__name__
         text = (
@@ -119,7 +121,7 @@ def sites_of(model: Any, method: str, groups: Any, count: int) -> tuple[NDArray[
 
 
 def warn_of_spellings(field: str, names: Iterable[Any]) -> None:
-    """Warn of names that differ by blanks, by case, or by the coding of a character alone."""
+    """Warn of names that differ only by blanks, by case, or by the coding of a character."""
     spellings: dict[str, list[str]] = {}
     for name in names:
         if isinstance(name, str):
@@ -131,7 +133,7 @@ def warn_of_spellings(field: str, names: Iterable[Any]) -> None:
 
 
 def warn_of_words(column: str, rows: Mapping[str, int]) -> None:
-    """Warn of a column of texts with more numbers than other words, or of which most words have a single row."""
+    """Warn of a column of texts in which most texts are numbers, or in which most texts occur in a single row."""
     single = sum(count == 1 for count in rows.values())
     if not _warn_of_numerals(column, rows) and len(rows) >= MANY and 2 * single > len(rows):
         text = f"column {column!r} has {len(rows)} texts as categories, {single} of them in a single row each"
@@ -140,7 +142,7 @@ def warn_of_words(column: str, rows: Mapping[str, int]) -> None:
 
 
 def _warn_of_numerals(column: str, words: Collection[str]) -> bool:
-    """Warn if a column of texts has more numbers than other words, as one "?" among numbers causes; return whether."""
+    """Warn if most texts of a column are numbers, as with one "?" in a column of numbers; return whether they are."""
     others = [word for word in words if not _is_numeral(word)]
     if len(words) > 2 * len(others):
         but = f", but not {', '.join(map(repr, others[:5]))}" if others else ""
@@ -158,7 +160,7 @@ def _warn_of_numerals(column: str, words: Collection[str]) -> bool:
 
 
 def _is_numeral(word: str) -> bool:
-    """Tell whether a text is a number, also one with a decimal comma, as "1,5" or "1.234,5"."""
+    """Tell whether a text is a number; numbers with a decimal comma count too, such as "1,5" or "1.234,5"."""
     if re.fullmatch(r"[+-]?\d{1,3}(\.\d{3})+,\d+", word.strip()):
         return True
     try:

@@ -37,13 +37,15 @@ from fedbilevel.extending import is_count, printable, require, write_text
 AskSites = Callable[[dict[str, Any]], list[Any]]
 """(question) -> each site's answer, in the order of `Study.sites`; both as JSON has them."""
 
-POINTS = 10  # of a calibration curve
-WIDEST = 100.0  # of the interval of a logarithm, whose exponential is then finite
+POINTS = 10  # the number of points of a calibration curve
+WIDEST = 100.0  # the largest half width of the interval of a logarithm, whose exponential is then finite
 
 
 def held_out(share: float, stratum: Numbers, patients: Numbers | None, rng: np.random.Generator) -> Numbers:
-    """Draw which of a site's rows are held out, (n,) bool: this share of each stratum; rows of a patient go together,
-    and count in the last of their strata."""
+    """Draw which of a site's rows are held out, (n,) bool: this share of each stratum.
+
+    The rows of a patient are held out together, and count as rows of the last of their strata.
+    """
     strata, of = strata_of(np.arange(len(stratum)) if patients is None else patients, stratum)
     mixed = rng.permutation(len(strata))
     chosen = np.zeros(len(strata), bool)
@@ -61,7 +63,7 @@ def answered(question: Mapping[str, Any], rows: Mapping[str, Any], least: int) -
         least: `Study.min_count`.
 
     Returns:
-        What JSON can write; None: too few rows.
+        Measures, in a form that JSON can store; None: there are too few rows.
     """
     score, patients = rows["score"], rows["patients"]
 
@@ -104,16 +106,16 @@ def answered(question: Mapping[str, Any], rows: Mapping[str, Any], least: int) -
 
 @dataclass(frozen=True)
 class Report:
-    """What a study reports of its model.
+    """Hold a study's report about its model; it prints as a table.
 
     Args:
-        content: what `report.json` holds.
+        content: the content of `report.json`.
     """
 
     content: dict[str, Any]
 
     def save(self, folder: str | Path) -> None:
-        """Write report.json, and report.txt for people."""
+        """Write the report to `folder`, as report.json and as a text, report.txt."""
         write_text(Path(folder) / "report.json", json.dumps(self.content, indent=1, ensure_ascii=False) + "\n")
         write_text(Path(folder) / "report.txt", f"{self}\n")
 
@@ -125,7 +127,7 @@ def evaluated(model: Any, ask: AskSites) -> Any:
     """Return the `StudyModel` with its report.
 
     Raises:
-        ConfigurationError: a site's answer has another form; it says which.
+        ConfigurationError: a site's answer has the wrong form; the message names the site.
     """
     study, estimator = model.agreement.study, model.estimator
     question = {"coef": estimator.coef_.tolist(), "intercept": getattr(estimator, "intercept_", 0.0)}
@@ -136,26 +138,26 @@ def evaluated(model: Any, ask: AskSites) -> Any:
     if study.holdout:
         content["holdout"] = study.holdout
         answers = dict(zip(study.sites, ask(question), strict=True))
-        told = {site: answer for site, answer in answers.items() if answer is not None}
-        for site, answer in told.items():
+        measured = {site: answer for site, answer in answers.items() if answer is not None}
+        for site, answer in measured.items():
             _check(site, answer, ANSWERS[study.estimator])
         asked = (study.holdout,) if isinstance(study.holdout, str) else study.sites
         few = f"fewer than {study.min_count} held-out rows{OF[study.estimator]}"
-        content["undefined"] = {site: few for site in asked if site not in told}
-        if told and study.estimator == "logistic":
-            content |= _logistic(told, lambda at: _sum_of(ask({**question, "at": at.tolist()}), study.sites))
-        elif told:
-            content |= (_cox if study.estimator == "cox" else _ridge)(told)
-        if isinstance(study.holdout, str):  # of a single site, measures within sites and of all rows are its own
+        content["undefined"] = {site: few for site in asked if site not in measured}
+        if measured and study.estimator == "logistic":
+            content |= _logistic(measured, lambda at: _sum_of(ask({**question, "at": at.tolist()}), study.sites))
+        elif measured:
+            content |= (_cox if study.estimator == "cox" else _ridge)(measured)
+        if isinstance(study.holdout, str):  # for a single site, these measures are the same as the site's
             content = {name: one for name, one in content.items() if name not in ("within sites", "overall")}
     baselines = {}
     if study.times:
         steps = dict(zip(study.sites, ask({**question, "curves": True}), strict=True))
-        baselines = {site: told for site, told in steps.items() if told is not None}
-        for site, told in baselines.items():
-            check_steps(site, told, study.times)
+        baselines = {site: baseline for site, baseline in steps.items() if baseline is not None}
+        for site, baseline in baselines.items():
+            check_steps(site, baseline, study.times)
         content["kaplan meier"] = {"all sites": kaplan_meier(baselines)} if baselines else {}
-        content["kaplan meier"] |= {site: kaplan_meier({site: told}) for site, told in baselines.items()}
+        content["kaplan meier"] |= {site: kaplan_meier({site: baseline}) for site, baseline in baselines.items()}
     return replace(model, report=Report(content), baselines=baselines)
 
 
@@ -189,7 +191,7 @@ def _check(site: str, answer: Any, names: tuple[str, ...]) -> None:
 
 
 def _sum_of(answers: list[Any], sites: tuple[str, ...]) -> Numbers:
-    """Add up what sites answered, without those that have too few rows."""
+    """Add up the sums that sites answered; sites with too few rows answer None."""
     total = np.zeros((2, 5))
     for site, answer in zip(sites, answers, strict=True):
         if answer is not None:
@@ -199,10 +201,10 @@ def _sum_of(answers: list[Any], sites: tuple[str, ...]) -> Numbers:
     return total
 
 
-def _logistic(told: Mapping[str, Any], sums: Callable[[Numbers], Numbers]) -> dict[str, Any]:
+def _logistic(answers: Mapping[str, Any], sums: Callable[[Numbers], Numbers]) -> dict[str, Any]:
     """Report logistic regression by the answers of sites."""
-    by_site, groups = {}, {site: np.array(answer["groups"], float).reshape(-1, 5) for site, answer in told.items()}
-    for site, answer in told.items():
+    by_site, groups = {}, {site: np.array(answer["groups"], float).reshape(-1, 5) for site, answer in answers.items()}
+    for site, answer in answers.items():
         negative, positive = groups[site][:, 2:4].sum(0).astype(int).tolist()
         require(min(negative, positive) > 0, f"groups of {site}", [negative, positive], "rows of both classes")
         by_site[site] = {"rows": negative + positive, "positive": positive}
@@ -211,17 +213,17 @@ def _logistic(told: Mapping[str, Any], sums: Callable[[Numbers], Numbers]) -> di
     positives = np.array([one["positive"] for one in by_site.values()])
     pairs = positives * np.array([one["rows"] - one["positive"] for one in by_site.values()])
     within = {
-        name: _weighted([answer[name] for answer in told.values()], weights)
+        name: _weighted([answer[name] for answer in answers.values()], weights)
         for name, weights in (("auroc", pairs), ("auprc", positives))
     }
-    own = dict(zip(told, [answer["auroc"][0] for answer in told.values()], strict=True))
-    bounded = within if len(told) == 1 else _bounded(groups, own)  # of a single site all pairs are known
+    own = dict(zip(answers, [answer["auroc"][0] for answer in answers.values()], strict=True))
+    bounded = within if len(answers) == 1 else _bounded(groups, own)  # for a single site, all pairs are known
     overall = {**bounded, "calibration": _calibrated(measures.calibration(sums))}
     return {"within sites": within, "overall": overall, "sites": by_site, "curve": _curve(groups)}
 
 
 def _lines(content: Mapping[str, Any]) -> list[str]:
-    """Say a report's content in lines."""
+    """Write a report's content as lines of text."""
     lines = [f"{content['estimator']} regression of {printable(content['target'])}"]
     lines += _evaluation(content) if "holdout" in content else ["no rows were held out (holdout = 0): no evaluation"]
     for place, curve in content.get("kaplan meier", {}).items():
@@ -232,7 +234,9 @@ def _lines(content: Mapping[str, Any]) -> list[str]:
             share = _said({"": {"value": one["survival"], **one}}, "")
             lines.append(f"{one['time']:8g}  {one['at risk']:6d}  {one['events']:6d}  {share}")
     if "coefficients" in content:
-        lines.append("coefficients of prepared columns; intervals by the sandwich, as if penalties were not chosen")
+        lines.append(
+            "coefficients of prepared columns; the intervals ignore that the penalties were chosen by the data"
+        )
         names = [*map(printable, content["coefficients"])]
         values = [_said(content["coefficients"], name) for name in content["coefficients"]]
         lines += [f"{name:{max(map(len, names))}}  {said}" for name, said in zip(names, values, strict=True)]
@@ -246,7 +250,7 @@ def _evaluation(content: Mapping[str, Any]) -> list[str]:
         which = f"all rows of {printable(held)}, as those of a site that was not in the study{offset}"
     else:
         which = f"the {held:.0%} of rows that each site has held out"
-    lines = [f"predictions of {which}; 95 % intervals"]
+    lines = [f"measures of predictions for {which}, with 95 % intervals"]
     rows = [("within sites", content.get("within sites")), ("overall", content.get("overall"))]
     rows += content.get("sites", {}).items()
     names = [name for name in MEASURES if any(one and name in flat(one) for _, one in rows)]
@@ -261,7 +265,9 @@ def _evaluation(content: Mapping[str, Any]) -> list[str]:
             f"{one[bound]:.3f}" if isinstance(one, dict) and bound in one else "" for bound in ("least", "most")
         )
         if least != most:
-            lines.append(f"overall {name} lies between {least} and {most}, by groups of predictions")
+            lines.append(
+                f"the exact overall {name} is between {least} and {most}; sites sent groups of predictions only"
+            )
     if curve := content.get("curve"):
         lines += ["calibration: rows, mean predicted probability, share of positive rows"]
         lines += [f"{one['rows']:6d}  {one['predicted']:.3f}  {one['observed']:.3f}" for one in curve]
@@ -361,7 +367,7 @@ def _bounded(groups: Mapping[str, Numbers], own: Mapping[str, float]) -> dict[st
     }
 
 
-def _cox(told: Mapping[str, Any]) -> dict[str, Any]:
+def _cox(answers: Mapping[str, Any]) -> dict[str, Any]:
     """Report Cox regression: baselines of sites differ, so that only pairs within a site can be compared."""
     by_site = {
         site: {
@@ -370,28 +376,28 @@ def _cox(told: Mapping[str, Any]) -> dict[str, Any]:
             "concordance": _share(*one["concordance"]),
             "calibration": None if one["slope"] is None else {"slope": _estimate(*one["slope"])},
         }
-        for site, one in told.items()
+        for site, one in answers.items()
     }
-    pairs = np.array([one["pairs"] for one in told.values()])
-    within = {"concordance": _weighted([one["concordance"] for one in told.values()], pairs)}
+    pairs = np.array([one["pairs"] for one in answers.values()])
+    within = {"concordance": _weighted([one["concordance"] for one in answers.values()], pairs)}
     return {"within sites": within, "sites": by_site}
 
 
-def _ridge(told: Mapping[str, Any]) -> dict[str, Any]:
+def _ridge(answers: Mapping[str, Any]) -> dict[str, Any]:
     """Report ridge regression: root mean square and mean of target − prediction, and the share of variance R²."""
-    rows = np.array([one["rows"] for one in told.values()])
-    away, squares_away = np.array([one["away"] for one in told.values()]).T
+    rows = np.array([one["rows"] for one in answers.values()])
+    away, squares_away = np.array([one["away"] for one in answers.values()]).T
     within = squares_away - away**2 / rows  # about each site's own mean
 
     def errors(weights: Numbers, variance: float) -> dict[str, Any]:
         squares, bias = (
-            _weighted([one[name] for one in told.values()], weights, share=False) for name in ("squares", "bias")
+            _weighted([one[name] for one in answers.values()], weights, share=False) for name in ("squares", "bias")
         )
         share = {"r2": {"value": 1 - squares["value"] * float(weights.sum()) / variance}} if variance > 0 else {}
         return {"rows": int(weights.sum()), "rmse": _root(squares), "bias": bias, **share}
 
     every = np.eye(len(rows), dtype=int) * rows
-    by_site = {site: errors(every[i], float(within[i])) for i, site in enumerate(told)}
+    by_site = {site: errors(every[i], float(within[i])) for i, site in enumerate(answers)}
     return {
         "within sites": errors(rows, float(within.sum())),
         "overall": errors(rows, float(squares_away.sum() - away.sum() ** 2 / rows.sum())),

@@ -1,22 +1,22 @@
 """Linear models of several sites' rows a_j, with penalties that are found by cross-validation.
 
-Each site i deals its n_i rows into K folds, alike in classes; k_j is the fold of row j. Model k < K, of coefficients
-w_k and an intercept b_k that no penalty shrinks, is trained without fold k; model K, which is kept, on all rows. With ℓ
-the loss of a row and λ_l the penalty of feature l,
+Each site i divides its n_i rows into K folds with equal shares of the classes; k_j is the fold of row j. There are
+K + 1 models, with coefficients w_k and an intercept b_k without a penalty. Model k < K is trained without fold k. Model
+K is trained on all rows, and is the one that is returned. With the loss ℓ of a row and the penalty λ_l of feature l,
 
     g_i = Σ_k [1/(s_k n_i) Σ_{j: k_j ≠ k} ℓ(a_jᵀw_k + b_k, c_j) + Σ_l λ_l w_kl²]      s_k = 1 − 1/K, s_K = 1
     f_i = 1/n_i Σ_j ℓ(a_jᵀw_{k_j} + b_{k_j}, c_j)
 
-and each site counts by its rows, so that both are those of the pooled rows. The λ that are found are those whose models
-are best on rows that they have not seen: min F over λ.
+and the weight of a site is its number of rows, so that F and G are the losses of the pooled rows. The search minimises
+F over λ: it finds the penalties whose models predict best on rows on which they were not trained.
 
-Rows are standardised, for which w and b make up. Features of the same penalty share
+Models are trained on standardised rows, and their coefficients are converted back. Features with the same penalty share
 
     x = λ_l/(κ s_l²), from 1/999 to 999, 1 at the start
 
-with s_l the feature's standard deviation and κ half of ℓ″, or of a bound of it: of a feature that is uncorrelated to
-the others, such a penalty leaves about the share 1/(1 + x) of the coefficient. Up to WIDE features the search is exact
-(`penalty_search`). For more, fb.SimFBO finds these shares (`wide_search`).
+where s_l is the feature's standard deviation, and κ is half of ℓ″, or half of a bound of ℓ″. If a feature is
+uncorrelated with the others, such a penalty leaves about the share 1/(1 + x) of its coefficient. With at most WIDE
+features the search is exact (`penalty_search`). With more, fb.SimFBO finds these shares (`wide_search`).
 """
 
 import warnings
@@ -57,31 +57,31 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     """Base of the estimators.
 
     Args:
-        penalties: λ, a number or one for each feature; None: found by cross-validation.
-        penalty_groups: "one": all features share a penalty, in units of their variances; "feature": each has its own;
-            or a label for each feature: those of the same label share one.
+        penalties: λ, a single number or a number for each feature; None: found by cross-validation.
+        penalty_groups: "one": all features share a penalty, in units of their variances. "feature": each feature has
+            its own. A list with a label for each feature: features with the same label share a penalty.
         cv: K, the number of folds.
-        rounds: exchanges with the sites at most. The search ends by itself, after some tens, where the projected
-            gradient is small; with more than 300 features, where in a hundred rounds the validation loss has not
-            fallen. If it does not end, a sklearn.exceptions.ConvergenceWarning says so.
+        rounds: the largest number of exchanges with the sites. The search ends by itself, usually after some tens, when
+            the projected gradient is small. With more than 300 features it ends when the validation loss has not fallen
+            for a hundred rounds. If it has not ended by then, it issues a sklearn.exceptions.ConvergenceWarning.
         random_state: the seed of the folds, a whole number. A site's folds depend on it, the site's name, and its rows.
 
-    `fit` sets `coef_`, `intercept_` (but of Cox's model), `penalties_` (a Series by feature where X is a data frame),
-    `sites_`, and `history_`, that of the run; None where penalties are given. `standard_errors_` are those of `coef_`,
-    (features,); `covariance_` has the intercept, too, as last row and column. Both are None beyond 300 features.
-    With H the Hessian of the mean training loss of n rows and Λ = diag λ, the covariance is the sandwich
-    (H + 2Λ)⁻¹ H (H + 2Λ)⁻¹/n, of `Ridge` times twice the residual variance with n − tr H(H + 2Λ)⁻¹ degrees of freedom.
-    These are errors about what the penalties draw coefficients to, as if the penalties had not been chosen (Gray, JASA
-    1992); without a penalty they are the known ones.
+    `fit` sets `coef_`, `intercept_` (not for Cox's model), `penalties_` (a Series by feature if X is a data frame),
+    `sites_`, and `history_`, the history of the search (None if penalties are given). `standard_errors_` are those of
+    `coef_`, (features,). `covariance_` also has the intercept, as last row and column. Both are None with more than 300
+    features. If H is the Hessian of the mean training loss of n rows, and Λ = diag λ, the covariance is the sandwich
+    (H + 2Λ)⁻¹ H (H + 2Λ)⁻¹/n. For `Ridge` it is multiplied by twice the residual variance, with n − tr H(H + 2Λ)⁻¹
+    degrees of freedom. These are errors about the values toward which the penalties draw the coefficients, as if the
+    penalties had not been chosen from the data (Gray, JASA 1992). Without a penalty they are the usual errors.
     """
 
     has_intercept, curvature = True, 1.0  # κ
     history_: Any
     penalties_: Any
-    _mean, _unit = 0.0, 1.0  # of the target that the model is trained on, where it is standardised
-    _target: Any  # (y) -> what `_losses` needs, by row, and each row's stratum for the split, 0 or 1
-    _encoded: Any  # the same, of some rows, once what is known of all has been set
-    _losses: Any  # (z, rows, valid) -> ℓ of a site's rows, (n,), at z = a_jᵀw + b; where not `valid`, whatever
+    _mean, _unit = 0.0, 1.0  # mean and standard deviation of the target, if the model standardises it
+    _target: Any  # (y) -> the arrays that `_losses` needs, by row, and each row's stratum for the split, 0 or 1
+    _encoded: Any  # the same for some rows, after the attributes that depend on all rows have been set
+    _losses: Any  # (z, rows, valid) -> ℓ of a site's rows, (n,), at z = a_jᵀw + b; any number where not `valid`
 
     def __init__(
         self,
@@ -100,17 +100,18 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
     @explain_call
     def fit(self, X: Any, y: Any, groups: Any = None, patients: Any = None) -> Self:
-        """Find penalties and coefficients; returns the estimator.
+        """Find penalties and coefficients; return the estimator.
 
         Args:
-            X: numbers, (n, features), as a data frame or an array; `Preparer` makes them of categories and gaps.
-            y: the target, (n,); of Cox's model (n, 2): times, and 1 for an event, 0 where it had not come by then.
-            groups: the site of each row, (n,); None: all rows are one site's, with a warning.
-            patients: whose each row is, (n,): all rows of a patient of a site are dealt into one fold; None: each row
-                is somebody else's.
+            X: numbers, (n, features), as a data frame or an array; `Preparer` turns categories and gaps into numbers.
+            y: the target, (n,). For Cox's model (n, 2): the time of each row, and 1 if the event came at this time, or
+                0 if it had not come by then.
+            groups: the site of each row, (n,); None: all rows count as one site's, with a warning.
+            patients: the patient of each row, (n,). All rows of a patient at a site are put into one fold. None: each
+                row is a different patient.
 
         Raises:
-            ValueError: what does not fit, mostly a ConfigurationError that names column or site.
+            ValueError: an argument does not fit; mostly a ConfigurationError, which names the column or the site.
         """
         if y is None:
             raise ConfigurationError(f"{type(self).__name__} requires y to be passed, but the target y is None")
@@ -138,7 +139,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return self
 
     def predict(self, X: Any) -> Numbers:
-        """Compute a_jᵀw + b, (n,); of Cox's model the log hazard against a site's baseline."""
+        """Compute a_jᵀw + b of each row, (n,); for Cox's model, the log hazard above the site's baseline."""
         check_is_fitted(self)
         return self._numbers(X) @ self.coef_ + getattr(self, "intercept_", 0.0)
 
@@ -148,7 +149,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         require(isinstance(seed, Integral) and seed >= 0, "random_state", seed, "a whole number from 0 on")
 
     def _folds(self, site: Any, stratum: Numbers, patients: Numbers | None) -> Numbers:
-        """Deal a site's rows into folds, alike in strata; rows of a patient go together."""
+        """Divide a site's rows into folds with equal shares of the strata; rows of a patient are in the same fold."""
         rng = generator_of_site(int(self.random_state), str(site))
         if patients is None:
             return dealt(stratum, self.cv, rng)
@@ -165,11 +166,12 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         checkpoint: Path | None = None,
         searched: Callable[[], None] = lambda: None,
     ) -> None:
-        """Find penalties and coefficients of features with these means and deviations, and keep them.
+        """Find penalties and coefficients of features with these means and deviations, and set the attributes of `fit`.
 
         Args:
-            checkpoint: where the exact search is saved after each exchange, and from which it goes on; None: nowhere.
-            searched: is called between the two runs of many features (`_posed`).
+            checkpoint: the file to which the exact search is saved after each exchange, and from which it resumes;
+                None: it is not saved.
+            searched: a function that is called between the two runs for many features (`_posed`).
         """
         scale, width, self.history_ = self.curvature * spread**2, len(spread), None
         given = None if self.penalties is None else self._given(width)
@@ -184,7 +186,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
         self.covariance_ = self.standard_errors_ = None
         if last is not None:
-            of_standardised = np.diag(np.append(1 / spread, 1.0) * self._unit)  # by which coef_ and intercept_ move
+            of_standardised = np.diag(np.append(1 / spread, 1.0) * self._unit)  # derivatives of coef_ and intercept_
             of_standardised[-1, :width] = -self._unit * centre / spread
             of_standardised = of_standardised if self.has_intercept else of_standardised[:width, :width]
             self.covariance_ = of_standardised @ self._covariance(x, y, last, rows) @ of_standardised.T
@@ -200,13 +202,14 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return np.asarray(dispersion * inverse @ hessian @ inverse / rows)
 
     def _dispersion(self, gradient: Numbers, hessian: Numbers, w: Numbers, freedom: float, rows: int) -> float:
-        """Return the ratio of the variance of a row's score to its second derivative; for a log likelihood it is 1."""
+        """Return the ratio of the variance of a row's score to the mean second derivative; 1 for a log likelihood."""
         return 1.0
 
     def _posed(self, width: int, searched: bool = False) -> tuple[Any, fb.Bilevel, Numbers, dict[str, Numbers]]:
         """Return algorithm, problem, x0 and y0 of the exchanges for this number of features.
 
-        Of many features there are two runs: the search and, once it is over (`searched`), that of the last model.
+        For many features there are two runs: the search and, after it has ended (`searched`), the training of the last
+        model.
         """
         of, every = self._groups(width), np.arange(self.cv + 1)
         search, last = self.penalties is None and not searched, every[-1:]
@@ -225,11 +228,11 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     def _exact(
         self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any, checkpoint: Path | None
     ) -> tuple[Numbers, Any, Any]:
-        """Return x, the models, the last of which is trained on all rows, and its training loss's two derivatives."""
+        """Return x, the models (the last is trained on all rows), and the last model's training derivatives."""
         algorithm, problem, x0, y0 = self._posed(len(scale))
         x0 = x0 if given is None else given / scale
         saved = {"checkpoint": checkpoint, "checkpoint_every": 1, "resume": "auto"} if checkpoint else {}
-        with warnings.catch_warnings():  # unseen rows may be predicted worse than by no model at all
+        with warnings.catch_warnings():  # the models may predict held-out rows worse than no model does
             warnings.simplefilter("ignore", NumericalWarning)
             result = self._solved((algorithm, problem, x0, y0), clients, engine, eval_every=1, **saved)
         if algorithm.search:
@@ -246,7 +249,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     def _wide(
         self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any, searched: Callable[[], None]
     ) -> tuple[Numbers, Any, None]:
-        """As `_exact`, for many features; of these there are no derivatives."""
+        """Return the same as `_exact`, for many features, but no derivatives."""
         width = len(scale)
         algorithm, problem, _, y = self._posed(width, searched=True)
         if given is None:
@@ -282,7 +285,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
             row.update({name: row[name] * self._unit**2 for name in ("outer_loss", "inner_loss") if name in row})
 
     def _groups(self, width: int) -> Numbers:
-        """Return the number of each feature's penalty, of groups or, where penalties are given, its own."""
+        """Return the index of each feature's penalty: that of its group or, if penalties are given, its own index."""
         if self.penalties is not None or isinstance(self.penalty_groups, str):
             known = self.penalties is not None or self.penalty_groups in ("one", "feature")
             require(known, "penalty_groups", self.penalty_groups, "'one', 'feature', or a label for each feature")
@@ -297,8 +300,10 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return fb.Bilevel(*map(fb.WholeLoss, self._functions(of, folds)))
 
     def _functions(self, of: Numbers, folds: Numbers) -> tuple[LossOfRows, LossOfRows]:
-        """Return f and g, in which feature l has the penalty κ x[of[l]], of models that leave out these folds: `cv`,
-        which is none of a row's, of a model that is trained on all rows. Alone, that model is judged by these, too."""
+        """Return f and g for models that leave out these folds; feature l has the penalty κ x[of[l]].
+
+        The fold `cv` contains no rows, so its model is trained on all rows. If it is the only model, f is its loss on
+        all rows."""
         every, share = folds[:, None], np.where(folds < self.cv, 1 - 1 / self.cv, 1.0)[:, None]
 
         def losses(y: Any, rows: Any, chosen: Array) -> Array:
@@ -345,7 +350,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
 
 class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
-    """Linear regression: ℓ = (z − c)². With scikit-learn's `Ridge` on n rows, α = n λ."""
+    """Fit a linear regression: ℓ = (z − c)². The same penalty on n rows is α = n λ in scikit-learn's `Ridge`."""
 
     def _target(self, y: Any) -> Columns:
         target = column_or_1d(numbers("y", y), warn=True)
@@ -361,12 +366,12 @@ class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
         return (z - rows["target"]) ** 2
 
     def _dispersion(self, gradient: Numbers, hessian: Numbers, w: Numbers, freedom: float, rows: int) -> float:
-        """Return twice the residual variance: of standardised targets the loss is 1 at w = 0, and quadratic in w."""
+        """Return twice the residual variance. With a standardised target the loss is 1 at w = 0, and quadratic in w."""
         return 2 * float(1 + gradient @ w - w @ hessian @ w / 2) * rows / max(rows - freedom, 1.0)
 
 
 class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
-    """Logistic regression of two classes: ℓ = log(1 + eᶻ) − c z. With scikit-learn's on n rows, C = 1/(2 n λ)."""
+    """Fit a logistic regression of two classes: ℓ = log(1 + eᶻ) − c z. In scikit-learn's, on n rows, C = 1/(2 n λ)."""
 
     curvature = 0.125
 
@@ -399,6 +404,6 @@ class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
         return expit(np.multiply.outer(self.decision_function(X), [-1, 1]))
 
     def predict(self, X: Any) -> Numbers:
-        """Predict the likelier class of each row, (n,)."""
+        """Predict the more probable class of each row, (n,)."""
         positive = self.decision_function(X) > 0
         return self.classes_[positive.astype(int)]

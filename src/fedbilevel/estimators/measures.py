@@ -18,7 +18,7 @@ from scipy.special import expit, logit
 
 from fedbilevel.estimators.columns import Numbers
 
-CELLS = 50  # of probability, at most
+CELLS = 50  # the largest number of cells into which probabilities are divided
 NORMAL = 1.959963984540054  # the 97.5 % quantile of the normal distribution
 
 
@@ -29,7 +29,7 @@ def standard_error(influence: Numbers, patients: Numbers | None) -> float:
 
 
 def interval(value: float, error: float, share: bool = False) -> tuple[float, float]:
-    """Return the 95 % interval; of a share, that of its log odds."""
+    """Return the 95 % interval. For a share it is computed for the log odds, so that it lies between 0 and 1."""
     if not share:
         return value - NORMAL * error, value + NORMAL * error
     if not 0 < value < 1:
@@ -39,8 +39,11 @@ def interval(value: float, error: float, share: bool = False) -> tuple[float, fl
 
 
 def auroc(score: Numbers, label: Numbers) -> tuple[float, Numbers]:
-    """Return the share of pairs of a positive and a negative row in which the positive one has the higher score, equal
-    ones counting half, and each row's influence."""
+    """Return the AUROC, and each row's influence on it.
+
+    AUROC is the share of pairs of a positive and a negative row in which the positive row has the higher score; equal
+    scores count half.
+    """
     positive, negative = np.sort(score[label == 1]), np.sort(score[label == 0])
     below = (np.searchsorted(negative, score, "left") + np.searchsorted(negative, score, "right")) / 2 / len(negative)
     above = 1 - (np.searchsorted(positive, score, "left") + np.searchsorted(positive, score, "right")) / 2 / len(
@@ -51,8 +54,11 @@ def auroc(score: Numbers, label: Numbers) -> tuple[float, Numbers]:
 
 
 def auprc(score: Numbers, label: Numbers) -> tuple[float, Numbers]:
-    """Return the average precision, the mean over positive rows of the share of positives among the rows with their
-    score or a higher one, and each row's influence."""
+    """Return the average precision, and each row's influence on it.
+
+    Average precision is the mean over positive rows of this share: positive rows among all rows whose score is at least
+    that of the row.
+    """
     positive, negative = np.sort(score[label == 1]), np.sort(score[label == 0])
     hits = len(positive) - np.searchsorted(positive, positive, "left")  # T_i
     all_above = hits + len(negative) - np.searchsorted(negative, positive, "left")  # T_i + F_i
@@ -69,8 +75,11 @@ def auprc(score: Numbers, label: Numbers) -> tuple[float, Numbers]:
 
 
 def concordance(time: Numbers, event: Numbers, risk: Numbers) -> tuple[int, float, Numbers]:
-    """Return the number of pairs of rows of which one has an event before the other's time, Harrell's concordance (the
-    share in which it has the higher risk, equal ones counting half), and each row's influence."""
+    """Return the number of comparable pairs, Harrell's concordance, and each row's influence on it.
+
+    A pair is comparable if one row has an event before the other row's time. Concordance is the share of these pairs in
+    which that row has the higher risk; equal risks count half.
+    """
     pairs, concordant = np.zeros(len(time)), np.zeros(len(time))
     for first in np.array_split(np.flatnonzero(event), max(1, int(np.sum(event)) // 256)):
         later = time[first, None] < time
@@ -99,11 +108,14 @@ def merged(counts: Numbers, least: int) -> list[tuple[int, int]]:
 
 
 def grouped(probability: Numbers, label: Numbers, least: int) -> list[list[float]]:
-    """Count rows in groups of neighbouring cells of probability, of `least` rows each: for each group the first cell,
-    the first cell behind it, negative rows, positive rows, and the sum of probabilities."""
+    """Count rows in groups of neighbouring cells of predicted probability; each group has at least `least` rows.
+
+    Returns for each group: its first cell, the first cell after it, the numbers of negative and of positive rows, and
+    the sum of the probabilities.
+    """
     cell = np.minimum((probability * CELLS).astype(int), CELLS - 1)
     cells, groups = merged(np.bincount(cell, minlength=CELLS), least), []
-    cells[-1:] = [(cells[-1][0], CELLS)]  # of `least` rows and the few above
+    cells[-1:] = [(cells[-1][0], CELLS)]  # this group also has the rows after the last full group
     for start, stop in cells:
         inside = (start <= cell) & (cell < stop)
         positive = int(label[inside].sum())
@@ -112,8 +124,11 @@ def grouped(probability: Numbers, label: Numbers, least: int) -> list[list[float
 
 
 def calibration_sums(score: Numbers, label: Numbers, at: Numbers) -> Numbers:
-    """Sum, for each point (a, b), over rows: the gradient of the log likelihood of label = 1 with log odds
-    a + b score, (2,), and the information: a a, a b, b b; (points, 5)."""
+    """Return the derivatives of a log likelihood at each point (a, b), summed over rows, (points, 5).
+
+    The model is that label = 1 has the log odds a + b·score. The five numbers are the gradient in a and b, and the
+    information's entries (a, a), (a, b) and (b, b).
+    """
     chance = expit(at[:, :1] + at[:, 1:] * score)
     left, weight = label - chance, chance * (1 - chance)
     parts = [left, left * score, weight, weight * score, weight * score**2]
@@ -121,11 +136,13 @@ def calibration_sums(score: Numbers, label: Numbers, at: Numbers) -> Numbers:
 
 
 def calibration(sums: Callable[[Numbers], Numbers]) -> list[float] | None:
-    """Find the calibration intercept (at slope 1) and its standard error, the slope (with an intercept of its own) and
-    its standard error, by Newton's method; None where it does not converge, as where scores separate the classes.
+    """Compute the calibration intercept, its standard error, the calibration slope, and its standard error.
+
+    The intercept is fitted with a slope of 1, and the slope with an intercept of its own, by Newton's method. None if
+    Newton's method does not converge, for example because the scores separate the classes.
 
     Args:
-        sums: `calibration_sums` of all rows, at points (2, 2).
+        sums: a function that returns `calibration_sums` of all rows at two points, (2, 2).
     """
     at = np.array([[0.0, 1.0], [0.0, 0.0]])
     for _ in range(15):
@@ -142,18 +159,20 @@ def calibration(sums: Callable[[Numbers], Numbers]) -> list[float] | None:
 
 
 def hazard_slope(time: Numbers, event: Numbers, risk: Numbers, patients: Numbers | None = None) -> list[float] | None:
-    """Find the slope of a Cox regression of the rows on their log hazards, and its standard error, by Newton's method:
-    1 where differences of hazards are as large as predicted, less where they are smaller; None without a maximum.
+    """Compute the slope of a Cox regression on the rows' predicted log hazards, and its standard error.
+
+    The slope is 1 if hazards differ as much as predicted, and smaller if they differ less. It is found by Newton's
+    method. None if the likelihood has no maximum.
 
     Args:
-        patients: the error is then the sandwich of Lin and Wei (JASA 1989), with the rows of a patient together; None:
-            that of the information.
+        patients: the patient of each row. The standard error is then the sandwich of Lin and Wei (JASA 1989), in which
+            the rows of a patient count together. None: the standard error follows from the information.
     """
     if not (scale := float(np.std(risk))) > 0:
         return None
     order = np.argsort(-time, kind="stable")
     time, event, risk = time[order], event[order], ((risk - risk.mean()) / scale)[order]
-    last = np.searchsorted(-time, -time, "right") - 1  # at risk are all rows up to the last of the same time
+    last = np.searchsorted(-time, -time, "right") - 1  # all rows up to the last with the same time are at risk
     slope = 0.0
     for _ in range(25):
         weight = np.exp(slope * risk - np.max(slope * risk))
@@ -167,7 +186,7 @@ def hazard_slope(time: Numbers, event: Numbers, risk: Numbers, patients: Numbers
         if abs(step) <= 1e-9 * (1 + abs(slope)):
             if patients is None:
                 return [slope / scale, float(information**-0.5) / scale]
-            # an event adds weight/total (risk - mean) to the expected score of each row that is at risk at its time
+            # Each event adds weight/total (risk - mean) to the expected score of every row at risk at its time.
             ended = np.cumsum((event / total)[::-1])[::-1], np.cumsum((event * mean / total)[::-1])[::-1]
             start = np.searchsorted(-time, -time, "left")  # the first row of the same time
             scores = event * (risk - mean) - weight * (risk * ended[0][start] - ended[1][start])

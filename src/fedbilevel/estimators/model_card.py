@@ -41,7 +41,7 @@ def card(model: Any) -> str:
     facts |= {"Penalty": f"{_penalties(model)}, by {study.cv}-fold cross-validation"}
     facts |= {"Versions": f"fedbilevel {fb.__version__}, JAX {jax.__version__}, NumPy {np.__version__}"}
     facts |= {"Date of this card": date.today().isoformat()}
-    columns = [f"- {_code(name)}: {_described(told)}" for name, told in agreed.features.items()]
+    columns = [f"- {_code(name)}: {_described(summary)}" for name, summary in agreed.features.items()]
     report = ["There is no report with this model."]
     if model.report is not None:
         # Indentation marks the report as code; a fence could be closed by a name in the report.
@@ -81,11 +81,11 @@ def _penalties(model: Any) -> str:
     return f"λ for standardised columns: {', '.join(said)}"
 
 
-def _described(told: Any) -> str:
+def _described(summary: Any) -> str:
     """Describe the statistics of a column, summed over all sites."""
-    if "categories" in told:
-        rows = ", ".join(f"{_code(name)} {count}" for name, count in told["categories"].items())
-        return f"rows of {rows or 'no category'}" + ", and of rarer categories" * told["rarer"]
-    if not told["count"]:
+    if "categories" in summary:
+        rows = ", ".join(f"{_code(name)} {count}" for name, count in summary["categories"].items())
+        return f"rows of {rows or 'no category'}" + ", and of rarer categories" * summary["rarer"]
+    if not summary["count"]:
         return "nothing is known of it, and it is not used"
-    return f"{told['count']} numbers, mean {told['mean']:.5g}, standard deviation {deviation(told):.5g}"
+    return f"{summary['count']} numbers, mean {summary['mean']:.5g}, standard deviation {deviation(summary):.5g}"

@@ -1,8 +1,7 @@
-"""What is made of a study's model for those who use it: predictions of a whole table, and its coefficients in units of
-the original columns.
+"""Use a study's model: predict the rows of a table, and return the coefficients in units of the original columns.
 
-A prepared number is (a − mean)/deviation, so that a coefficient w of it is w/deviation for each unit of a, and the
-intercept of a row whose numbers are all 0 is b − Σ w mean/deviation.
+A prepared number is (a − mean)/deviation. So its coefficient w is w/deviation for each unit of a, and the intercept for
+a row whose numbers are all 0 is b − Σ w mean/deviation.
 """
 
 from collections.abc import Mapping
@@ -26,12 +25,12 @@ def predictions(model: Any, frame: Any, site: str = "") -> Any:
     Args:
         model: a `StudyModel`.
         frame: a data frame with the columns of the study; others are ignored.
-        site: as of `StudyModel.prepared`.
+        site: the site of the rows, as in `StudyModel.prepared`.
 
     Returns:
-        A data frame with a row for each row of `frame`: its number in "row", from 1 on, and its prediction. Of logistic
-        regression these are the "probability" of the positive class and the likelier "class", of ridge regression a
-        "number", and of Cox's model the "log_hazard" above the site's baseline.
+        A data frame with a row for each row of `frame`: its number in the column "row", from 1 on, and its prediction.
+        For logistic regression the prediction is the "probability" of the positive class and the more probable "class";
+        for ridge regression a "number"; for Cox's model the "log_hazard" above the site's baseline.
 
     Raises:
         ConfigurationError: the site is unknown, or a column is missing or holds values that are not allowed.
@@ -65,16 +64,17 @@ def in_units(model: Any) -> tuple[float, list[tuple[tuple[str, str, dict[str, An
         the coefficient.
     """
     features, estimator = model.agreement.features, model.estimator
-    told = [(name, word, one) for name, one in features.items() for word in one.get("categories", [""])]
-    units = np.array([1.0 if "categories" in one else deviation(one) for _, _, one in told])
+    rows = [(name, word, one) for name, one in features.items() for word in one.get("categories", [""])]
+    units = np.array([1.0 if "categories" in one else deviation(one) for _, _, one in rows])
     values = estimator.coef_ / units
-    means = np.array([one.get("mean", 0.0) for _, _, one in told])
-    return float(getattr(estimator, "intercept_", 0.0) - values @ means), list(zip(told, values.tolist(), strict=True))
+    means = np.array([one.get("mean", 0.0) for _, _, one in rows])
+    return float(getattr(estimator, "intercept_", 0.0) - values @ means), list(zip(rows, values.tolist(), strict=True))
 
 
 def intercept_error(agreement: Any, estimator: Any) -> float | None:
-    """Compute the standard error of b − Σ w mean/deviation, which is linear in intercept and coefficients; None where
-    there is no intercept, or their covariance is not known."""
+    """Compute the standard error of b − Σ w mean/deviation, which is linear in the intercept and the coefficients.
+
+    None if there is no intercept, or if the covariance of the coefficients is not known."""
     if estimator.covariance_ is None or not estimator.has_intercept:
         return None
     features = agreement.features.values()
@@ -88,12 +88,12 @@ def intercept_error(agreement: Any, estimator: Any) -> float | None:
 def coefficient_table(model: Any) -> Any:
     """Make the data frame that `StudyModel.table` describes."""
     estimator, (at_zero, coefficients) = model.estimator, in_units(model)
-    told = [one for one, _ in coefficients]
-    units = np.array([1.0 if "categories" in one else deviation(one) for _, _, one in told])
+    rows = [one for one, _ in coefficients]
+    units = np.array([1.0 if "categories" in one else deviation(one) for _, _, one in rows])
     errors = estimator.standard_errors_
-    made: dict[str, Any] = {"column": [name for name, _, _ in told], "category": [word for _, word, _ in told]}
+    made: dict[str, Any] = {"column": [name for name, _, _ in rows], "category": [word for _, word, _ in rows]}
     made["coefficient"] = np.array([value for _, value in coefficients])
-    made["standard error"] = np.full(len(told), np.nan) if errors is None else errors / units
+    made["standard error"] = np.full(len(rows), np.nan) if errors is None else errors / units
     made["penalty"] = np.asarray(estimator.penalties_, float)
     frame = data_frame(made)
     kind = model.agreement.study.estimator

@@ -1,4 +1,4 @@
-"""Exact search for the penalties of models with few coefficients, in exchanges of gradients and Hessians.
+"""Search exactly for the penalties of models with few coefficients, by exchanges of gradients and Hessians.
 
 The models k = 1 … M of `linear` are trained with penalties c_l w_kl²/2, c_l = 2 κ x_{g(l)}, and f measures them on
 validation rows. In every exchange the server sends x and w, and each client replies for every model with the gradient
@@ -29,11 +29,11 @@ Tree = dict[str, Array]
 
 SOLVED, EXACT = 1e-7, 1e-14  # ‖∇G‖ of models that are judged, and of those that are kept, in units of the first
 SHORTEST = 2.0**-20  # step of Newton's method, or on log x
-LONGEST = 4.0  # step on log x
+LONGEST = 4.0  # the longest step on log x
 
 
 class Derivatives(NamedTuple):
-    """The means that an exchange returns, `gradient` and `hessian` without the part of the penalties."""
+    """Hold the means that an exchange returns; `gradient` and `hessian` do not include the penalties."""
 
     value: Array  # f
     slope: Array  # (M, D), its gradient
@@ -49,21 +49,21 @@ class Judged(NamedTuple):
     slope: Array  # (groups,), the hypergradient in log x
     curvature: Array  # (groups, groups), BFGS's approximation of the second derivatives
     direction: Array  # (groups,), from log_x to a point in the box
-    length: Array  # of the step along the direction that is tried
+    length: Array  # the length of the step along the direction that is tried
     left: Array  # the largest entry of the projected gradient
     moves: Array  # how many penalties have been the best
 
 
 class State(NamedTuple):
-    """The server's state. `y` has the best models for x so far, `trial` those that clients are asked about next."""
+    """Hold the server's state: `y` has the best models for x so far, and `trial` those that clients evaluate next."""
 
     x: Array
     y: Tree
     trial: Tree
-    known: Derivatives  # at y
+    known: Derivatives  # the derivatives at y
     norm: Array  # ‖∇G‖ at y
     first: Array  # the same at the start
-    length: Array  # of Newton's step from y to `trial`
+    length: Array  # the length of Newton's step from y to `trial`
     best: Judged
     searching: Array
 
@@ -72,11 +72,13 @@ class PenaltySearch(Algorithm):
     """Search for penalties by exact hypergradients, one exchange a round, and train the models.
 
     Args:
-        groups: g(l), for each feature l the number of its penalty, as text: sites take whole numbers as counts of work.
-        curvature: κ, half of the loss's second derivative or of a bound of it.
-        largest: bound of x, and 1/largest the other.
-        tolerance: of the largest entry of the projected gradient in log x, in units of f.
-        search: whether x is searched for; False: it is given, and the models alone are trained.
+        groups: g(l), the index of the penalty of each feature l, as a text, since sites take whole numbers for counts
+            of work.
+        curvature: κ, half of the loss's second derivative, or half of a bound of it.
+        largest: the upper bound of x; 1/largest is the lower bound.
+        tolerance: the search ends when the largest entry of the projected gradient in log x, in units of f, is at most
+            this.
+        search: whether to search for x; False: x is given, and only the models are trained.
     """
 
     groups: tuple[str, ...] = static()
@@ -87,7 +89,7 @@ class PenaltySearch(Algorithm):
 
     @property
     def of(self) -> Any:
-        """The groups as numbers, (features,)."""
+        """Return the groups as numbers, (features,)."""
         return np.array(self.groups, int)
 
     def init(self, x: Array, y: Tree) -> State:
@@ -124,7 +126,7 @@ class PenaltySearch(Algorithm):
         return state._replace(trial=_like(y, _rows(y) - state.length * step))
 
     def finished(self, state: State) -> Any:
-        rounded = (state.norm <= 1e-9 * state.first) & (state.length < 1)  # of its last step, rounding was all
+        rounded = (state.norm <= 1e-9 * state.first) & (state.length < 1)  # the last step was no larger than rounding
         return ~state.searching & ((state.norm <= EXACT * state.first) | rounded | (state.length < SHORTEST))
 
     def penalty(self, x: Array, y: Tree) -> Array:
@@ -133,7 +135,7 @@ class PenaltySearch(Algorithm):
         return jnp.append(penalty, 0.0) if "intercept" in y else penalty
 
     def moved(self, state: State) -> State:
-        """Judge x by the models trained for it, and move it; or end the search."""
+        """Judge x by the models that were trained for it, and move x or end the search."""
         known, penalty, w = state.known, self.penalty(state.x, state.y), _rows(state.y)
         adjoint = _solved(known.hessian, penalty, known.slope)
         value = known.value - jnp.sum(adjoint * (known.gradient + penalty * w))
@@ -147,9 +149,9 @@ class PenaltySearch(Algorithm):
         return state._replace(x=x, norm=norm, length=jnp.ones_like(state.length), best=best, searching=searching)
 
     def judged(self, best: Judged, log_x: Array, value: Array, slope: Array) -> Judged:
-        """Take new penalties as the best, or shorten the step that led to them."""
+        """Accept new penalties as the best, or shorten the step that led to them."""
         step, bound = log_x - best.log_x, jnp.log(self.largest)
-        expected = jnp.sum(best.slope * step)  # the change of F, were it linear
+        expected = jnp.sum(best.slope * step)  # the change of F to first order
         fits = value <= best.value + 1e-4 * expected
         curvature = _updated(best.curvature, step, slope - best.slope, best.moves)
         curvature = jnp.where(best.moves > 0, curvature, jnp.max(jnp.abs(slope)) * curvature)
@@ -158,7 +160,7 @@ class PenaltySearch(Algorithm):
         taken = Judged(
             log_x, value, slope, curvature, direction, jnp.ones_like(value), jnp.max(jnp.abs(left)), best.moves + 1
         )
-        parabola = -expected / (2 * (value - best.value - expected))  # its minimum, as a share of the step
+        parabola = -expected / (2 * (value - best.value - expected))  # the parabola's minimum, as a share of the step
         shorter = best._replace(length=best.length * jnp.clip(jnp.nan_to_num(parabola, nan=0.1), 0.1, 0.5))
         return _where(fits, taken, shorter)
 
@@ -171,7 +173,8 @@ class PenaltySearch(Algorithm):
         def slopes(w: Array) -> Array:
             return jax.grad(lambda w: client.problem.inner(x, _like(y, w), inner))(w)
 
-        def column(unit: Array) -> Array:  # of all models' Hessians at once: no model knows another
+        # Models do not depend on each other, so one product gives a column of all their Hessians.
+        def column(unit: Array) -> Array:
             return jax.jvp(slopes, (w,), (jnp.broadcast_to(unit, w.shape),))[1]
 
         w = _rows(y)
@@ -200,7 +203,7 @@ def _where(condition: Array, one: Any, other: Any) -> Any:
 
 
 def _solved(hessian: Array, penalty: Array, b: Array) -> Array:
-    """Solve (H_k + diag c) v_k = b_k for each model, with the shortest v_k where that has several solutions."""
+    """Solve (H_k + diag c) v_k = b_k for each model; if there are several solutions, take the shortest v_k."""
     values, vectors = jnp.linalg.eigh(hessian + penalty[:, None] * jnp.eye(len(penalty)))
     large = values > 1e-13 * values[:, -1:]
     inverse = jnp.where(large, 1 / jnp.where(large, values, 1), 0)
@@ -208,7 +211,7 @@ def _solved(hessian: Array, penalty: Array, b: Array) -> Array:
 
 
 def _updated(curvature: Array, step: Array, change: Array, count: Array) -> Array:
-    """Update BFGS's approximation by a step and the change of the gradient, where these show positive curvature."""
+    """Update BFGS's approximation by a step and the change of the gradient, if these show positive curvature."""
     along = jnp.sum(step * change)
     positive = along > 1e-8 * _norm(step) * _norm(change)
     along = jnp.where(positive, along, 1)
@@ -220,8 +223,10 @@ def _updated(curvature: Array, step: Array, change: Array, count: Array) -> Arra
 
 
 def _direction(curvature: Array, log_x: Array, slope: Array, free: Array, bound: Array) -> Array:
-    """Return the way from log x to the minimum of the quadratic model over what is free, cut to the box; the way of
-    steepest descent where that leads uphill."""
+    """Return the step from log x to the minimum of the quadratic model over the free entries, clipped to the box.
+
+    If this step leads uphill, return the step of steepest descent.
+    """
     both = free[:, None] & free[None, :]
     newton = -jnp.linalg.solve(jnp.where(both, curvature, jnp.eye(len(slope))), jnp.where(free, slope, 0))
     newton *= jnp.minimum(1, LONGEST / jnp.maximum(jnp.max(jnp.abs(newton)), 1e-300))

@@ -5,8 +5,8 @@ For each column of categories, it sends how many rows have each category. With t
 number becomes (a − mean)/deviation, and a gap becomes 0, which is the mean; a category becomes an indicator for each
 name, and all indicators are 0 in a gap. `fit` on the rows of all sites gives the same, up to rounding.
 
-A site writes its statistics with `save`, as a text to be read before it is sent, and `load` adds such texts up. Sums
-are exact and rounded once: the order of sites changes no bit of them.
+A site writes its statistics with `save`, as a text that a person can read before it is sent, and `load` adds up the
+texts of several sites. Sums are exact and rounded once, so that they do not depend on the order of sites.
 
 The statistics reveal little, but not nothing. The mean of one number is that number, a category with one row reveals
 that a patient has it, and a column of names reveals them all. So `save` leaves out statistics of fewer than `min_count`
@@ -25,7 +25,7 @@ from sklearn.base import BaseEstimator, TransformerMixin
 from sklearn.utils.validation import check_is_fitted
 
 from fedbilevel.data import DataError
-from fedbilevel.data.columns import Told, added, checked, names_of, prepared, without_rare
+from fedbilevel.data.columns import Summaries, added, checked, names_of, prepared, without_rare
 from fedbilevel.estimators.columns import moments, require_sizes, warn_of_spellings, warn_of_words
 from fedbilevel.extending import (
     in_a_line,
@@ -37,7 +37,7 @@ from fedbilevel.extending import (
     write_text,
 )
 
-__all__ = ["Preparer", "Told", "read_saved", "words_of"]
+__all__ = ["Preparer", "Summaries", "read_saved", "words_of"]
 
 T = TypeVar("T")
 NUMBERS = "biuf"  # kinds of types
@@ -45,12 +45,12 @@ KINDS_OF_COLUMN = "numbers", "words"
 
 
 class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
-    """Make standardised numbers and indicators of a data frame's columns.
+    """Turn a data frame's columns into standardised numbers and indicators of categories.
 
     Args:
-        categorical: the names of columns whose numbers are codes, also the codes 0 and 1 (their mean would reveal a
-            count of rows); and of columns of categories in which a site has only gaps. Texts and pandas' categories
-            are categories anyway.
+        categorical: the names of columns of categories. Columns of texts and of pandas' categories need not be named,
+            unless a site has only gaps in one. Columns of codes must be named, also if the codes are 0 and 1 (the mean
+            of such a column would reveal a count of rows).
 
     `fit` and `load` set `columns_`, the statistics of each column. The name of a category is its text; 1.0 and 1 have
     the same name.
@@ -60,67 +60,71 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         self.categorical = categorical
 
     def fit(self, X: Any, y: Any = None) -> Self:
-        """Compute the statistics of the columns of a data frame, such as a site's rows; returns the preparer.
+        """Compute the statistics of the columns of a data frame, such as a site's rows; return the preparer.
 
         Raises:
-            ConfigurationError: X is no data frame, a categorical column is not there, or a number is infinite.
+            ConfigurationError: X is not a data frame, a categorical column is missing, or a number is infinite.
         """
         _require_frame(X)
         for name in self.categorical:
             if name not in X.columns:
                 raise unknown("categorical column", name, X.columns)
-        told: Told = {}
+        summaries: Summaries = {}
         for name in X.columns:
             bears = name in self.categorical or X[name].dtype.kind in NUMBERS + "OSU"
             require(
                 bears, f"type of column {name!r}", str(X[name].dtype), "numbers or texts, or named in `categorical`"
             )
             if name in self.categorical or X[name].dtype.kind not in NUMBERS:
-                told[name] = {"categories": words_of(X[name]).value_counts().to_dict(), "rarer": False}
+                summaries[name] = {"categories": words_of(X[name]).value_counts().to_dict(), "rarer": False}
                 if name not in self.categorical and str(X[name].dtype) != "category":
-                    warn_of_words(name, told[name]["categories"])
+                    warn_of_words(name, summaries[name]["categories"])
             else:
                 values = _numbers(X, name)
                 values = values[~np.isnan(values)]
                 mean, squares = moments(f"column {name!r}", values)
-                told[name] = {"count": len(values), "mean": mean, "squares": squares}
-        return self._keep({"X": told})
+                summaries[name] = {"count": len(values), "mean": mean, "squares": squares}
+        return self._keep({"X": summaries})
 
     def save(self, file: str | Path, *, min_count: int = 8) -> None:
         """Write the statistics as JSON, a line for each column.
 
         Args:
-            min_count: of a column with fewer numbers none is told, and categories of fewer rows are not named; 1: all.
-                Numbers of which no site told count as gaps.
+            min_count: the least number of rows that a statistic must come from. The mean of fewer numbers, and
+                categories with fewer rows, are left out. A column of numbers whose mean all sites leave out counts as
+                gaps. 1: nothing is left out.
         """
-        lines = [json.dumps({name: told}, ensure_ascii=False)[1:-1] for name, told in self.told(min_count).items()]
+        summaries = self.summaries(min_count).items()
+        lines = [json.dumps({name: summary}, ensure_ascii=False)[1:-1] for name, summary in summaries]
         write_text(Path(file), "{\n" + ",\n".join(lines) + "\n}\n")
 
-    def told(self, min_count: int = 8) -> Told:
-        """Return what `save` writes, by column."""
+    def summaries(self, min_count: int = 8) -> Summaries:
+        """Return the statistics that `save` writes, by column."""
         check_is_fitted(self)
         require_count("min_count", min_count)
         return without_rare(self.columns_, min_count)
 
     @classmethod
-    def sum_of(cls, parts: Mapping[str, Told]) -> Self:
+    def sum_of(cls, parts: Mapping[str, Summaries]) -> Self:
         """Add up the statistics of several sites, given by site name, as `load` does with files.
 
         Raises:
-            ConfigurationError: a place has other columns than the first, or of another kind.
-            ValueError: what a place told is not as `told` returns it.
+            ConfigurationError: a site has other columns than the first site, or columns of another kind.
+            ValueError: the statistics of a site are not as `summaries` returns them.
         """
-        for told in parts.values():
-            checked(told)
+        for summaries in parts.values():
+            checked(summaries)
         return cls()._keep(parts)
 
     @classmethod
     def load(cls, *files: str | Path) -> Self:
-        """Read what `save` wrote, to the bit; of several sites, a file each, the sum, with columns as in the first.
+        """Read a file that `save` wrote, or the files of several sites, whose statistics are added up.
+
+        Numbers are read to the bit, and columns come in the order of the first file.
 
         Raises:
-            DataError: a file cannot be read, or holds something else.
-            ConfigurationError: a file has other columns than the first, or of another kind.
+            DataError: a file cannot be read, or was not written by `save`.
+            ConfigurationError: a file has other columns than the first file, or columns of another kind.
         """
         require(
             len({Path(file).resolve() for file in files}) == len(files) > 0, "files", files, "one or more, each once"
@@ -131,22 +135,22 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         """Return a data frame of numbers without gaps, with the rows of X.
 
         Raises:
-            ConfigurationError: a column is missing or unknown, or holds a category that no site had told; it counts as
-                a gap in a column of which some told that there are rarer ones.
+            ConfigurationError: a column is missing or unknown, or has a category that no site has named. (If a site
+                has rarer categories in this column, which it does not name, the category counts as a gap instead.)
         """
         check_is_fitted(self)
         _require_frame(X)
         _require_columns("X", X.columns, self.columns_)
         table = {}
-        for name, told in self.columns_.items():
-            if "categories" not in told:
+        for name, summary in self.columns_.items():
+            if "categories" not in summary:
                 table[name] = _numbers(X, name)
                 continue
             words = words_of(X[name])
-            if others := set(words.dropna()) - told["categories"].keys():
-                if not told["rarer"]:
-                    raise unknown(f"category of column {name!r}", min(others), told["categories"])
-                warn_of_spellings(f"column {name!r}", [*told["categories"], *sorted(others)])
+            if others := set(words.dropna()) - summary["categories"].keys():
+                if not summary["rarer"]:
+                    raise unknown(f"category of column {name!r}", min(others), summary["categories"])
+                warn_of_spellings(f"column {name!r}", [*summary["categories"], *sorted(others)])
             table[name] = words.astype(object).where(words.notna(), None).to_numpy()
         return type(X)(prepared(self.columns_, table), index=X.index)
 
@@ -155,16 +159,16 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         check_is_fitted(self)
         return np.asarray(names_of(self.columns_), object)
 
-    def _keep(self, parts: Mapping[str, Told]) -> Self:
+    def _keep(self, parts: Mapping[str, Summaries]) -> Self:
         """Store the sum of the statistics of several sites."""
         (first, known), *_ = parts.items()
-        for place, told in parts.items():
-            _require_columns(place, told, known)
-            for name, one in told.items():
+        for place, summaries in parts.items():
+            _require_columns(place, summaries, known)
+            for name, one in summaries.items():
                 here, there = (KINDS_OF_COLUMN["categories" in each] for each in (one, known[name]))
                 how = "name texts that mean a gap (gaps, na_values), or codes in `categorical`"
                 require(here == there, f"column {name!r} of {place}", here, f"{there}, as in {first}: {how}")
-        self.columns_ = {name: added([told[name] for told in parts.values()]) for name in known}
+        self.columns_ = {name: added([summaries[name] for summaries in parts.values()]) for name in known}
         for name, one in self.columns_.items():
             warn_of_spellings(f"column {name!r}", one.get("categories", ()))
         for name, count in Counter(self.get_feature_names_out()).items():
@@ -173,10 +177,10 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
 
 
 def read_saved(file: Path, read: Callable[[Any], T]) -> T:
-    """Return what `read` makes of the JSON that `save` wrote.
+    """Read the JSON that `save` wrote, and return what the function `read` makes of it.
 
     Raises:
-        DataError: the file cannot be read, or holds something else.
+        DataError: the file cannot be read, or was not written by `save`.
     """
     try:
         return read(parse_json(read_bytes(file)))
@@ -200,7 +204,12 @@ def _require_columns(place: str, names: Collection[str], known: Collection[str])
 
 def _numbers(X: Any, name: str) -> Any:
     """Return the values of a column of numbers, NaN in gaps."""
-    require(X[name].dtype.kind in NUMBERS, f"type of column {name!r}", str(X[name].dtype), "of numbers, as was told")
+    require(
+        X[name].dtype.kind in NUMBERS,
+        f"type of column {name!r}",
+        str(X[name].dtype),
+        "of numbers, as when the preparer was fitted",
+    )
     values = X[name].to_numpy(float, na_value=np.nan)
     require_sizes(f"column {name!r}", np.where(np.isnan(values), 0, values), "a gap is NaN")
     return values

@@ -20,7 +20,7 @@ from fedbilevel.estimators.model_in_use import data_frame, in_units
 from fedbilevel.extending import printable
 
 FAR = 10  # standard deviations from the mean
-DECIMALS, SHOWN = 5, 3  # of terms and of results, where S is measured in units of 1
+DECIMALS, SHOWN = 5, 3  # the decimals of terms and of results, if the unit of S is 1
 Cells = Sequence[tuple[str, ...]]
 
 
@@ -88,12 +88,12 @@ def _lines(model: Any, decimals: int) -> tuple[str, list[NumberLine], dict[str, 
     numbers: list[NumberLine] = []
     words: dict[str, dict[str, str]] = {}
     start, coefficients = in_units(model)
-    for (column, word, told), coefficient in coefficients:
-        if "categories" in told:
+    for (column, word, summary), coefficient in coefficients:
+        if "categories" in summary:
             words.setdefault(column, {})[word] = f"{coefficient:.{decimals}f}"
-        elif told["count"]:
-            mean = told["mean"]
-            more = ceil(log10(abs(mean) + FAR * deviation(told)))
+        elif summary["count"]:
+            mean = summary["mean"]
+            more = ceil(log10(abs(mean) + FAR * deviation(summary)))
             each, missing = f"{coefficient:.{max(0, decimals + more)}f}", f"{coefficient * mean:.{decimals}f}"
             numbers.append(NumberLine(column, each, missing, mean))
     return f"{start:.{decimals}f}", numbers, words
@@ -132,7 +132,7 @@ def _example(model: Any, start: str, numbers: list[NumberLine], words: dict[str,
     """Compute a row from the printed numbers: rounded means, the last number missing, and the most frequent words."""
     study, features = model.agreement.study, model.agreement.features
     decimals = _decimals(model.agreement)
-    row: dict[str, Any] = {name: None if "categories" in told else np.nan for name, told in features.items()}
+    row: dict[str, Any] = {name: None if "categories" in summary else np.nan for name, summary in features.items()}
     terms = [("start", start)]
     for place, one in enumerate(numbers, 1):
         value = float(f"{one.mean:.3g}")

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.data import generator_of_site
-from fedbilevel.data.columns import untold
+from fedbilevel.data.columns import hidden_entries
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators.agreement import SITE, Agreement, DifferentColumnsError
 from fedbilevel.estimators.columns import labels, numbers
 from fedbilevel.estimators.evaluation import answered, held_out
-from fedbilevel.estimators.preparer import Preparer, Told, words_of
+from fedbilevel.estimators.preparer import Preparer, Summaries, words_of
 from fedbilevel.estimators.survival_curves import steps
 from fedbilevel.extending import printable, require, unknown, warn
 
@@ -31,12 +31,12 @@ def at_site(site: str) -> Iterator[None]:
 
 
 class SiteTable:
-    """A site's own rows, as it keeps them.
+    """Hold a site's own rows, in the form in which the site uses them in a study.
 
     Args:
         study: the `Study`.
         site: the site's name.
-        frame: a data frame of the site's rows; those without a target are left out.
+        frame: a data frame of the site's rows; rows without a target are left out.
 
     Raises:
         ConfigurationError: a column is missing, a value is not allowed, or there are too few rows.
@@ -52,8 +52,11 @@ class SiteTable:
         self.left_out = len(frame) - len(kept)
         if study.event:
             events = sorted({*words_of(kept[study.event])})
-            require({*events} <= {"0", "1"}, f"events {study.event!r}", events[:5], "1 where it came, 0 where not")
-        patients = labels("patient", kept[study.patient], len(kept), "whose each row is")[1] if study.patient else None
+            allowed = "1 where the event came, and 0 where not"
+            require({*events} <= {"0", "1"}, f"events {study.event!r}", events[:5], allowed)
+        patients = (
+            labels("patient", kept[study.patient], len(kept), "the patient of each row")[1] if study.patient else None
+        )
         self.whole = study.holdout == site
         held = self._held_out(kept[targets[-1]], patients)
         count, beside = int(np.sum(held == self.whole)), bool(held.any()) and not self.whole
@@ -69,15 +72,15 @@ class SiteTable:
             require(SITE not in features, f"column {SITE!r}", "a feature", "left out (drop), or offsets = false")
             features = features.copy().assign(**{SITE: None if self.whole else site})  # a copy has joined columns
         preparer = Preparer(categorical=[*study.categorical, *([SITE] if study.offsets else [])])
-        may_be_told = preparer.fit(features[held == self.whole]).told(study.min_count)
-        self.told = preparer.fit(features[~held]).told(study.min_count) if self.whole else may_be_told
-        features = _used(features, may_be_told)
+        used = preparer.fit(features[held == self.whole]).summaries(study.min_count)
+        self.summaries = preparer.fit(features[~held]).summaries(study.min_count) if self.whole else used
+        features = _used(features, used)
         self.features, self.target = features[~held], kept.loc[~held, targets]
         self.patients = None if patients is None else patients[~held]
         self.held_out = features[held], kept.loc[held, targets], None if patients is None else patients[held]
 
     def _held_out(self, target: Any, patients: Any) -> Any:
-        """Return which rows are held out, (n,) bool; a share of them is drawn by a hash of the site's name."""
+        """Return which rows are held out, (n,) bool. If they are a share of the rows, the site's name is their seed."""
         if not self.study.holdout or isinstance(self.study.holdout, str):
             return np.full(len(target), self.whole)
         by_class = self.study.estimator != "ridge"
@@ -95,9 +98,9 @@ class SiteTable:
     def described(self) -> dict[str, str]:
         """Describe to the site's owner, for each column, which statistics are sent, and the share of missing values."""
         if self.whole:
-            return dict.fromkeys(self.told, "nothing")
+            return dict.fromkeys(self.summaries, "nothing")
         said = {}
-        for name, one in {**self.statistics()["target"], **self.told}.items():
+        for name, one in {**self.statistics()["target"], **self.summaries}.items():
             column = self.target[name] if name in self.target else self.features[name]
             gaps = f"{column.isna().mean():.0%} of rows have a gap or a hidden value"
             if "categories" in one:
@@ -114,29 +117,29 @@ class SiteTable:
         """Return the statistics of its rows that the site sends before the exchanges."""
         column = self.target.iloc[:, -1:]
         codes = [] if self.study.estimator == "ridge" else [*column.columns]
-        target = Preparer(categorical=codes).fit(column).told(1)
+        target = Preparer(categorical=codes).fit(column).summaries(1)
         classes = target[column.columns[0]].get("categories", {})
         require(len(classes) <= 2, f"classes of {column.columns[0]!r}", len(classes), "two at most")
-        return {"rows": len(self.target), "features": self.told, "target": target, "absent": self.absent}
+        return {"rows": len(self.target), "features": self.summaries, "target": target, "absent": self.absent}
 
     def require_columns(self, columns: object) -> None:
-        """Refuse if this table lacks one of the columns of all sites together, as a server sends them."""
+        """Refuse a list of all sites' columns, as a server sends it, if this table lacks one of them."""
         fits = isinstance(columns, list) and all(isinstance(name, str) for name in columns)
         require(fits, "columns of the question", type(columns).__name__, "a list of names")
         for name in columns if isinstance(columns, list) else ():
-            if name not in self.told:
+            if name not in self.summaries:
                 raise DifferentColumnsError(self.site, printable(name))
 
     def samples(self, agreement: Agreement) -> dict[str, Any]:
         """Return the site's samples for the run that finds penalties and coefficients; random if it is held out."""
         estimator, (centre, spread) = agreement.estimator(), agreement.scales
-        self._prepared(agreement, *self.held_out[:2])  # what is wrong with them is said before the exchanges
+        self._prepared(agreement, *self.held_out[:2])  # so that errors in held-out rows come before the exchanges
         if self.whole:
             return agreement.blank(len(self.held_out[1]))
         rows, encoded = self._prepared(agreement, self.features, self.target)
         stratum = encoded["stratum"]
         if self.study.estimator == "logistic" and estimator.classes_[0] > estimator.classes_[1]:
-            stratum = 1 - stratum  # the same folds whichever class is positive
+            stratum = 1 - stratum  # so that folds do not depend on which class is positive
         fold = estimator._folds(self.site, stratum, self.patients)
         return dict(estimator._samples({"row": (rows - centre) / spread, **encoded, "fold": fold}))
 
@@ -169,9 +172,13 @@ class SiteTable:
         return rows, estimator._encoded(encoded[:, 0] if self.study.estimator == "ridge" else encoded)
 
 
-def _used(features: Any, told: Told) -> Any:
-    """Replace by gaps all entries whose statistics the site does not send."""
-    words = {name: words_of(features[name]) if "categories" in one else features[name] for name, one in told.items()}
-    hidden = untold(told, {name: column.to_numpy() for name, column in words.items()})
-    made = {name: features[name].mask(gaps) if "categories" in told[name] else np.nan for name, gaps in hidden.items()}
+def _used(features: Any, summaries: Summaries) -> Any:
+    """Replace all entries whose statistics the site does not send by gaps."""
+    words = {
+        name: words_of(features[name]) if "categories" in one else features[name] for name, one in summaries.items()
+    }
+    hidden = hidden_entries(summaries, {name: column.to_numpy() for name, column in words.items()})
+    made = {
+        name: features[name].mask(gaps) if "categories" in summaries[name] else np.nan for name, gaps in hidden.items()
+    }
     return features.assign(**{name: column for name, column in made.items() if hidden[name].any()}).copy()

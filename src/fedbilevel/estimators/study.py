@@ -1,10 +1,10 @@
-"""A study: one model of several sites' tables, on one machine or with sites that keep their rows.
+"""Make one model of several sites' tables (a study), on one machine or with sites that keep their rows.
 
 It has three steps, the same in both cases:
 
 1. Each site returns `SiteTable.statistics`: its number of rows, and counts, means and squares by column.
 2. All statistics are added up to an `Agreement`: columns, categories, classes and scales, from which each site prepares
-   its own rows. Sums are exact and rounded once: the order of sites changes no bit of them.
+   its own rows. Sums are exact and rounded once, so that they do not depend on the order of sites.
 3. The estimator's exchanges find penalties and coefficients.
 
 A column of prepared rows needs no second sum: a number becomes (a − mean)/deviation and a gap 0, so that its mean over
@@ -37,38 +37,42 @@ from fedbilevel.estimators.survival_curves import CurveSteps, check_steps, survi
 from fedbilevel.extending import explain_misspelt, is_count, parse_json, require, require_count, unknown, write_text
 
 PENALTIES = "one", "column", "feature"
-VALUES = "coef", "penalties"  # of each feature of a model
+VALUES = "coef", "penalties"  # the values that a saved model has for each feature
 
 
 @explain_misspelt
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """What all sites know before a study begins.
+    """Hold all settings that the sites need before a study begins.
 
     Args:
         estimator: the model: "logistic", "ridge" or "cox".
         sites: the names of the sites; site i is client i of a federation.
-        target: the column that is predicted; of Cox's model the times.
-        event: of Cox's model, the column that is 1 where the event came, and 0 where it had not come by then.
-        positive: of logistic regression, the class whose probability is predicted; empty: the second by name.
-        patient: a column that says whose each row is, where several rows are one patient's; empty: none.
-        categorical: columns of codes and words.
-        columns: the features; empty: all columns but target, event, patient and `drop`.
-        drop: columns that are left out. A table without one of them is warned of; if no site has it, that is an error.
-        gaps: texts that mean a gap, besides those of pandas.
-        offsets: whether each site has an offset, which shares a penalty with those of the other sites. Cox's model has
-            a baseline for each site instead.
-        penalty: "one" for all features, or one for each "column", or for each "feature" (each category has its own).
-        groups: for each name the columns that share a penalty of their own.
-        cv: the number of folds by which penalties are found.
-        rounds: the number of exchanges at most; the search for penalties ends by itself, after some tens.
+        target: the column that is predicted; for Cox's model the column of times.
+        event: for Cox's model, the column that is 1 if the event came at the row's time, and 0 if it had not come by
+            then.
+        positive: for logistic regression, the class whose probability is predicted; empty: the second class in
+            alphabetical order.
+        patient: the column that identifies the patient of each row, if patients have several rows; empty: none.
+        categorical: the columns of codes and words.
+        columns: the features; empty: all columns except target, event, patient and `drop`.
+        drop: the columns that are left out. If a table lacks one, a warning says so; if all tables lack it, an error.
+        gaps: texts that mean a gap, in addition to those that pandas treats as gaps.
+        offsets: whether each site has an offset; the offsets of all sites share a penalty. Cox's model has a baseline
+            for each site instead.
+        penalty: "one" for all features; or "column", a penalty for each column; or "feature", a penalty for each
+            feature, where each category of a column is a feature.
+        groups: lists of columns by name; the columns of a list share a penalty of their own.
+        cv: the number of folds of the cross-validation that finds the penalties.
+        rounds: the largest number of exchanges; the search for penalties usually ends by itself after some tens.
         random_state: the seed of the folds and of the rows that are held out.
-        min_count: the least number of rows of a category, or of numbers in a column, at a site; smaller ones are
-            neither sent nor used there.
-        holdout: the share of rows of each site and class that nothing is fitted to, and no statistics are made of; the
-            model's report is about them. Or the name of a site: all of its rows are held out, and it is evaluated as a
-            site that was not in the study, with the offset 0 if the model has offsets.
-        times: of Cox's model, the rising times of baseline hazards and Kaplan-Meier curves, 50 at most; empty: neither.
+        min_count: the least number of rows of a category, or of numbers in a column, at a site. Categories and columns
+            with less are neither sent nor used there.
+        holdout: the share of rows of each site and class that are held out: they are used for no statistics and no
+            fitting, and the model's report is about them. Or the name of a site: all of its rows are held out, and it
+            is evaluated as a site that was not in the study, with the offset 0 if the model has offsets.
+        times: for Cox's model, the times of baseline hazards and Kaplan-Meier curves, at most 50, in rising order;
+            empty: neither is computed.
     """
 
     estimator: str
@@ -171,7 +175,7 @@ class Study:
         return [name for name in (self.target, self.event, self.patient) if name]
 
     def fit(self, tables: Mapping[str, Any], engine: Any = None) -> "StudyModel":
-        """Play the study on this machine.
+        """Run the study on this machine.
 
         Args:
             tables: a data frame for each site, by the site's name.
@@ -201,14 +205,15 @@ class Study:
 
 @dataclass(frozen=True)
 class StudyModel:
-    """The model of a study, with all that is needed to use it on a site's own table.
+    """Hold the model of a study, with all that is needed to use it on a site's own table.
 
     Args:
-        agreement: how rows are prepared.
-        estimator: of prepared rows: `coef_`, `intercept_`, `penalties_`, `classes_`.
-        intercept_error: the standard error of the intercept of `table`; None beyond 300 features, and of Cox's model.
-        report: what is known of it and its predictions; None where it was loaded.
-        baselines: of Cox's model, the steps of the baseline hazard of each site that has one.
+        agreement: the `Agreement`, which says how rows are prepared.
+        estimator: the estimator of prepared rows, with `coef_`, `intercept_`, `penalties_` and `classes_`.
+        intercept_error: the standard error of the intercept of `table`; None with more than 300 features, and for Cox's
+            model.
+        report: how good the predictions are on held-out rows, and the coefficients; None for a loaded model.
+        baselines: for Cox's model, the steps of the baseline hazard of each site that has one.
     """
 
     agreement: Agreement
@@ -244,7 +249,7 @@ class StudyModel:
         """Read what `save` wrote.
 
         Raises:
-            DataError: the file cannot be read, or holds something else.
+            DataError: the file cannot be read, or was not written by `save`.
         """
         return read_saved(Path(file), cls._of)
 
@@ -261,16 +266,17 @@ class StudyModel:
         if estimator.has_intercept:
             estimator.intercept_ = float(content["intercept"])
         baselines = content.get("baselines", {})
-        for site, told in baselines.items():
-            check_steps(site, told, agreement.study.times)
+        for site, baseline in baselines.items():
+            check_steps(site, baseline, agreement.study.times)
         return cls(agreement, estimator, of_intercept, baselines=baselines)
 
     def prepared(self, frame: Any, site: str = "") -> Any:
         """Prepare rows of a table with the columns of the study; other columns are ignored.
 
         Args:
-            site: whose rows they are; empty, or the site that was held out: of a site that was not in the study, whose
-                offset is 0. That is the mean of the offsets, with the variances of their indicators as weights.
+            site: the site of the rows. If it is empty, or is the site that was held out, the rows count as those of a
+                site that was not in the study. The offset of such a site is 0, which is a weighted mean of the sites'
+                offsets; the weights are the variances of the sites' indicators.
         """
         study, columns = self.agreement.study, [*self.agreement.features]
         if site and site not in study.sites:
@@ -293,13 +299,14 @@ class StudyModel:
         return self.estimator.predict_proba(self.prepared(frame, site))[:, 1]
 
     def table(self) -> Any:
-        """Return the coefficients as a paper prints them, a data frame with a row for each.
+        """Return the coefficients as papers print them: a data frame with a row for each coefficient.
 
         Its columns are:
             "column" and "category": what the coefficient belongs to; the category is empty for a number.
             "coefficient": per unit of the original column.
             "odds ratio" (logistic regression) or "hazard ratio" (Cox's model): exp(coefficient). The ratio of a
-                category compares it with a gap; to compare two categories, divide their ratios.
+                category compares rows of this category with rows in which the column is missing; to compare two
+                categories, divide their ratios.
             "standard error": of the coefficient, in the same unit; NaN with more than 300 features.
             "penalty": that of the standardised column, as in `penalties_`.
 
@@ -311,17 +318,18 @@ class StudyModel:
     def pipeline(self) -> Any:
         """Return the model as a fitted scikit-learn Pipeline of a `Preparer` and a plain LogisticRegression or Ridge.
 
-        It predicts what the model predicts, of a data frame with exactly the columns of the study; with offsets one of
-        them is "site", None for a site that was not in the study. Store the model with `save`, and make the pipeline
-        from what `load` returns: a pickled pipeline runs code when it is read.
+        It makes the same predictions as the model, for a data frame with exactly the columns of the study. If the study
+        has offsets, one of these columns is "site", which is None for a site that was not in the study. Store the model
+        with `save`, and make the pipeline from the model that `load` returns: a pickled pipeline can run any code when
+        it is loaded.
 
         Raises:
-            ConfigurationError: it is Cox's model, which scikit-learn does not have.
+            ConfigurationError: the model is Cox's, which scikit-learn does not have.
         """
         return fitted_pipeline(self)
 
     def card(self) -> str:
-        """Write a model card in Markdown, for those who meet the model without the study.
+        """Return a model card in Markdown, for readers who do not know the study.
 
         It has columns, sites, rows, the positive class, penalties, the report if there is one (a loaded model has
         none), versions and the date of the card, and what the model is not for.
@@ -329,21 +337,23 @@ class StudyModel:
         return card(self)
 
     def sheet(self) -> str:
-        """Write a scoring sheet, with which a person computes a prediction by pen, paper and a pocket calculator.
+        """Return a scoring sheet, with which a person computes a prediction by pen, paper and a pocket calculator.
 
-        The sheet is plain text. It has the start of the sum, the term for each unit of a number and for a missing
-        number, the points of each word and of each site, the formula that turns the sum into the prediction, and an
-        example. The prediction is a probability (logistic regression), a number (ridge regression), or a relative
-        hazard and, with baselines, the survival at each site (Cox's model).
+        The sheet is plain text. It has the start of the sum; for each column of numbers, its factor and the term of a
+        missing number; the points of each word and of each site; the formula that turns the sum into the prediction;
+        and an example. The prediction is a probability (logistic regression), a number (ridge regression), or a
+        relative hazard and, with baselines, the survival at each site (Cox's model).
         """
         return sheet(self)
 
     def predict_survival(self, frame: Any, times: Any, site: str) -> Any:
-        """Compute the probability of each row of a site to be without the event at these times, (n, times), by Cox's
-        model and the site's baseline, a step function that rises at the ends of its steps.
+        """Compute the probability that the event has not happened by these times, for each row of a site, (n, times).
+
+        Cox's model and the site's baseline hazard give it. The baseline is a step function that rises at the ends of
+        its steps.
 
         Raises:
-            ConfigurationError: the site has no baseline, or times are beyond its end.
+            ConfigurationError: the site has no baseline, or a time is after the end of the baseline.
         """
         if site not in self.baselines:
             known, those = self.agreement.study.sites, ", ".join(self.baselines) or "no site has one"

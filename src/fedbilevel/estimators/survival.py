@@ -1,10 +1,10 @@
-"""Cox's proportional hazards of several sites' rows, each site with a baseline hazard of its own.
+"""Fit Cox's proportional hazards to several sites' rows; each site has a baseline hazard of its own.
 
 The loss is a stratified partial likelihood (Cox, "Regression models and life-tables", JRSS B 1972), with sites as
-strata: no sum goes over rows of two sites. t_j is the time of row j, e_j is 1 if the event came at t_j and otherwise 0,
+strata: no sum contains rows of two sites. t_j is the time of row j, e_j is 1 if the event came at t_j and otherwise 0,
 and ties are treated by Breslow's method:
 
-    ℓ_j = e_j [log Σ_{k of the site: t_k ≥ t_j} exp(a_kᵀw) − a_jᵀw]
+    ℓ_j = e_j [log Σ_{k at the same site: t_k ≥ t_j} exp(a_kᵀw) − a_jᵀw]
 """
 
 from typing import Any
@@ -22,7 +22,7 @@ from fedbilevel.extending import require
 
 
 class CoxRegression(Penalised):
-    """Cox regression, stratified by site; there is no intercept. `predict` gives log hazards, above any baseline."""
+    """Fit a Cox regression, stratified by site, without an intercept; `predict` returns log hazards."""
 
     has_intercept, curvature = False, 0.5
 
@@ -39,7 +39,7 @@ class CoxRegression(Penalised):
         times, events = target.T
         wrong = times[~(np.isfinite(times) & (times >= 0))]
         require(not wrong.size, "times", wrong[:5].tolist(), "finite, and 0 or later")
-        require(set(events) <= {0.0, 1.0}, "events", np.unique(events)[:5].tolist(), "1 where it came, 0 where not")
+        require(set(events) <= {0.0, 1.0}, "events", np.unique(events)[:5].tolist(), "1 for an event, 0 for none")
         return {"time": times, "event": events, "stratum": events.astype(np.int32)}
 
     def _samples(self, rows: Columns) -> Columns:
@@ -52,9 +52,11 @@ class CoxRegression(Penalised):
         return rows["event"] * (most + jnp.log(jnp.where(valid, at_risk, 1)) - z)
 
     def score(self, X: Any, y: Any, groups: Any = None) -> float:
-        """Compute Harrell's concordance: of pairs of a site's rows, of which one has an event before the other's time,
-        the share in which it has the higher hazard; equal ones count half. Without groups all rows count as one
-        site's, with a warning if the model was trained on several.
+        """Compute Harrell's concordance, the share of pairs of rows in the right order.
+
+        A pair counts if both rows are of the same site, and one has an event before the other's time. It is in the
+        right order if that row has the higher predicted hazard; equal hazards count half. Without groups all rows
+        count as one site's, with a warning if the model was trained on several sites.
         """
         risk, target = self.predict(X), self._target(y)
         alone = groups is None and len(self.sites_) == 1

@@ -1,16 +1,17 @@
-"""Baseline hazards and Kaplan-Meier curves of sites that keep their rows.
+"""Compute baseline hazards and Kaplan-Meier curves of sites that keep their rows.
 
-A site counts the rows that it has fitted on a grid of times that is part of the study. Neighbouring intervals of the
-grid are merged until `min_count` rows or more leave in each step, by an event or because they are not seen any longer.
-Where fewer leave after the last such step, it ends with the grid. Where none do, and `min_count` or more stay beyond
-the grid, a step up to its end follows in which none leave. Of each step the site sends
+The study has a grid of times, on which a site counts the rows to which the model is fitted. A row leaves the risk set
+at its time, by an event or because it is no longer observed. Neighbouring intervals of the grid are merged into steps,
+until at least `min_count` rows leave in each step. If fewer rows leave after the last such step, that step ends with
+the grid. If no row leaves after it, and at least `min_count` rows stay beyond the grid, a further step without a
+leaving row ends with the grid. For each step the site sends
 
-    its end t_k, the rows at risk n_k (that leave in it or later), the events d_k in it, and
+    its end t_k, the rows at risk n_k (those that leave in this step or later), the events d_k in this step, and
     H(t_k) = Σ_{t_j ≤ t_k} e_j / Σ_{l: t_l ≥ t_j} exp(a_lᵀw), Breslow's cumulative baseline hazard (Biometrics 1974)
 
-which is exact at t_k. A patient of the site survives t with exp(−H exp(aᵀw)), where H is that of the last end up to t.
-The Kaplan-Meier curve of all sites is Π (1 − Σ_i d_i/Σ_i n_i) over the ends, in which a site's rows leave at the ends
-of its steps: with `min_count` = 1 and a grid of all times it is that of the pooled rows.
+H is exact at t_k. A patient of the site survives the time t with the probability exp(−H exp(aᵀw)), with the H of the
+last end that is not after t. The Kaplan-Meier curve of all sites is Π (1 − Σ_i d_i/Σ_i n_i) over the ends. In it a
+site's rows leave at the ends of its steps. With `min_count` = 1 and a grid of all times it is that of the pooled rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,11 +25,11 @@ from fedbilevel.estimators.measures import NORMAL, merged
 from fedbilevel.extending import require
 
 CurveSteps = list[list[float]]
-"""Of each step of a site's curve its end, rows at risk, events, and cumulative baseline hazard."""
+"""The steps of a site's curve; each has its end, rows at risk, events, and cumulative baseline hazard."""
 
 
 def steps(time: Numbers, event: Numbers, risk: Numbers, grid: Sequence[float], least: int) -> CurveSteps | None:
-    """Describe a site's rows by steps in which `least` rows or more leave; None where fewer leave in all."""
+    """Return the steps of a site's curve, in each of which at least `least` rows leave; None if fewer leave in all."""
     cell = np.searchsorted(grid, time, "left")
     leaving = np.bincount(cell, minlength=len(grid) + 1)[: len(grid)]
     groups = merged(leaving, least)
@@ -50,14 +51,14 @@ def steps(time: Numbers, event: Numbers, risk: Numbers, grid: Sequence[float], l
     return found
 
 
-def check_steps(site: str, told: Any, grid: Sequence[float]) -> None:
-    """Refuse what is not as `steps` returns it.
+def check_steps(site: str, baseline: Any, grid: Sequence[float]) -> None:
+    """Refuse a site's steps that do not have the form that `steps` returns.
 
     Raises:
-        ConfigurationError: it names the site.
+        ConfigurationError: the steps have another form; the message names the site.
     """
     try:
-        end, at_risk, events, hazard = np.array(told, float).reshape(-1, 4).T
+        end, at_risk, events, hazard = np.array(baseline, float).reshape(-1, 4).T
     except (ValueError, TypeError) as error:
         raise ConfigurationError(f"steps of {site}: {error}") from error
     fits = len(end) > 0 and np.isin(end, grid).all() and (np.diff(end) > 0).all() and (np.diff(at_risk) < 0).all()
@@ -66,9 +67,9 @@ def check_steps(site: str, told: Any, grid: Sequence[float]) -> None:
     require(bool(fits), f"steps of {site}", "something else", "times of the grid, falling counts, a rising hazard")
 
 
-def kaplan_meier(told: Mapping[str, CurveSteps]) -> list[dict[str, float]]:
-    """Estimate the survival of sites' rows together, with Greenwood's 95 % intervals of log(−log survival)."""
-    sites = [np.array(one) for one in told.values()]
+def kaplan_meier(baselines: Mapping[str, CurveSteps]) -> list[dict[str, float]]:
+    """Estimate the survival of all sites' rows, with Greenwood's 95 % intervals, computed for log(−log survival)."""
+    sites = [np.array(one) for one in baselines.values()]
     found, survival, variance = [], 1.0, 0.0
     for end in np.unique(np.concatenate([one[:, 0] for one in sites])):
         places = [int(np.searchsorted(one[:, 0], end)) for one in sites]
@@ -87,9 +88,9 @@ def kaplan_meier(told: Mapping[str, CurveSteps]) -> list[dict[str, float]]:
     return found
 
 
-def survival(told: CurveSteps, risk: Numbers, times: Any) -> Numbers:
+def survival(baseline: CurveSteps, risk: Numbers, times: Any) -> Numbers:
     """Compute the probability that rows with these log hazards survive each time, (n, times)."""
-    ends, hazard = np.array(told)[:, 0], np.append(0.0, np.array(told)[:, 3])
+    ends, hazard = np.array(baseline)[:, 0], np.append(0.0, np.array(baseline)[:, 3])
     times = np.atleast_1d(np.asarray(times, float))
     fits = times.ndim == 1 and bool(((times >= 0) & (times <= ends[-1])).all())
     require(fits, "times", times.tolist(), f"from 0 to {ends[-1]:g}, the end of the site's baseline")

@@ -8,7 +8,16 @@ import numpy as np
 
 from fedbilevel.core.errors import ConfigurationError, DataWarning, require, unknown, warn
 from fedbilevel.data.clients import dealt, generator_of_site, in_order_of_time, strata_of
-from fedbilevel.data.columns import MOST, ColumnValues, Told, deviation, prepared, told_of, untold, without_rare
+from fedbilevel.data.columns import (
+    MOST,
+    ColumnValues,
+    Summaries,
+    deviation,
+    hidden_entries,
+    prepared,
+    summaries_of,
+    without_rare,
+)
 from fedbilevel.data.table_files import Texts, numbers_of, words_of
 from fedbilevel.tasks.task import Floats
 
@@ -102,10 +111,10 @@ class SiteFile:
         strata, patient = strata_of(self.patient, self.stratum)
         return deal(strata, generator_of_site(seed, self.name, stream))[patient]
 
-    def told(self, columns: ColumnRoles) -> Told:
+    def summaries(self, columns: ColumnRoles) -> Summaries:
         """Return what the site tells of its features, and of its target unless this is a time."""
         target = {columns.target: self.target["label"]} if "label" in self.target else {}
-        return without_rare(told_of(self.features), columns.min_count) | told_of(target)
+        return without_rare(summaries_of(self.features), columns.min_count) | summaries_of(target)
 
 
 def site_table(name: str, where: str, texts: Mapping[str, Texts], columns: ColumnRoles) -> SiteFile:
@@ -185,7 +194,7 @@ def _typed(field: str, texts: Texts, categorical: bool) -> ColumnValues:
     return numbers
 
 
-def with_columns(table: SiteFile, agreed: Told, columns: ColumnRoles) -> SiteFile:
+def with_columns(table: SiteFile, agreed: Summaries, columns: ColumnRoles) -> SiteFile:
     """Return the table with the agreed features; a column without any value gets the kind that sites agreed on.
 
     Raises:
@@ -195,8 +204,8 @@ def with_columns(table: SiteFile, agreed: Told, columns: ColumnRoles) -> SiteFil
     for name in table.features:
         if name not in agreed:
             raise unknown(f"column of {table.where}", name, agreed)
-    for name, told in agreed.items():
-        words = "categories" in told
+    for name, summary in agreed.items():
+        words = "categories" in summary
         column = table.features.get(name)
         if column is None:
             allowed = "in the file, as at other sites; with absent = 'gap', all its entries count as gaps"
@@ -216,31 +225,31 @@ def _is_empty(column: ColumnValues) -> bool:
     return all(one is None for one in column) if column.dtype.kind == "O" else bool(np.isnan(column).all())
 
 
-def kinds_of(tables: Collection[SiteFile]) -> Told:
+def kinds_of(tables: Collection[SiteFile]) -> Summaries:
     """Return the columns that any site has, in the order in which they first appear, each with its kind.
 
     A column is one of words if a site has a word in it, even if other sites have only gaps there.
     """
-    kinds: Told = {}
+    kinds: Summaries = {}
     for table in tables:
         for name, column in table.features.items():
             if name not in kinds or ("categories" not in kinds[name] and not _is_empty(column)):
-                kinds[name] = told_of({name: column[:0]})[name]
+                kinds[name] = summaries_of({name: column[:0]})[name]
     return kinds
 
 
 def used(table: SiteFile, columns: ColumnRoles) -> SiteFile:
     """Turn entries into gaps if the site does not tell of them, such as rare categories."""
-    told = {name: one for name, one in table.told(columns).items() if name in table.features}
+    summaries = {name: one for name, one in table.summaries(columns).items() if name in table.features}
     made = {}
-    for name, gaps in untold(told, table.features).items():
+    for name, gaps in hidden_entries(summaries, table.features).items():
         made[name] = table.features[name].copy()
-        made[name][gaps] = None if "categories" in told[name] else np.nan
+        made[name][gaps] = None if "categories" in summaries[name] else np.nan
     return SiteFile(table.name, table.where, made, table.target, table.weight, table.patient)
 
 
-def require_known(table: SiteFile, agreed: Told) -> None:
-    """Refuse a category that no site has told of, unless sites have told that there are rarer ones."""
+def require_known(table: SiteFile, agreed: Summaries) -> None:
+    """Refuse a category that is in no site's summaries, unless these say that there are rarer categories."""
     for name, column in table.features.items():
         if "categories" in agreed[name] and not agreed[name]["rarer"]:
             known = agreed[name]["categories"]
@@ -249,7 +258,7 @@ def require_known(table: SiteFile, agreed: Told) -> None:
 
 
 def classes_of(target: Mapping[str, Any], columns: ColumnRoles) -> list[str]:
-    """Return the classes that sites have told of; with a binary outcome the positive class comes last.
+    """Return the classes in the sites' summaries; with a binary outcome the positive class comes last.
 
     Raises:
         ConfigurationError: there are too few classes, or too many, or `positive` is not one of them.
@@ -269,11 +278,13 @@ def classes_of(target: Mapping[str, Any], columns: ColumnRoles) -> list[str]:
     return classes
 
 
-def samples_of(table: SiteFile, agreed: Told, target: Mapping[str, Any], columns: ColumnRoles) -> dict[str, Floats]:
+def samples_of(
+    table: SiteFile, agreed: Summaries, target: Mapping[str, Any], columns: ColumnRoles
+) -> dict[str, Floats]:
     """Return the arrays of a table: "row" with the agreed features, "weight" with mean 1, and what the outcome needs.
 
     Raises:
-        ConfigurationError: a row has a class that no site has told of, or all counts are 0.
+        ConfigurationError: a row has a class that is in no site's summaries, or all counts are 0.
     """
     made = [*prepared(agreed, table.features).values()]
     rows = np.column_stack([np.zeros((len(table), 0)), *made])
@@ -301,8 +312,8 @@ def ordered(samples: dict[str, Floats], columns: ColumnRoles) -> dict[str, Float
     return in_order_of_time(samples) if columns.outcome == "survival" else samples
 
 
-def require_fit(told: Mapping[str, Any], columns: ColumnRoles) -> None:
+def require_fit(summary: Mapping[str, Any], columns: ColumnRoles) -> None:
     """Refuse a target of another kind than the outcome needs, in the file that sites have agreed on."""
-    if columns.outcome != "survival" and ("categories" in told) != (columns.outcome in WORDS):
+    if columns.outcome != "survival" and ("categories" in summary) != (columns.outcome in WORDS):
         kind = "a column of categories" if columns.outcome in WORDS else "a column of numbers"
-        raise ConfigurationError(path=f"target {columns.target!r}", got=f"{[*told]}", allowed=kind)
+        raise ConfigurationError(path=f"target {columns.target!r}", got=f"{[*summary]}", allowed=kind)

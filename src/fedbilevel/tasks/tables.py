@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 
 from fedbilevel.core.errors import require, unknown
-from fedbilevel.data.columns import Told, added, penalty_labels, read_told
+from fedbilevel.data.columns import Summaries, added, penalty_labels, read_summaries
 from fedbilevel.data.table_files import Texts, read_texts
 from fedbilevel.tasks.linear import Model, SiteRows, task_of, weighting_of
 from fedbilevel.tasks.outcomes import OUTCOMES
@@ -240,7 +240,7 @@ class _Files:
         training, measured = self.tables[name].split(self.share, self.seed, 0)
         return training, self.tested.get(name, measured)
 
-    def parts(self, name: str, agreed: Told, holdout: float) -> tuple[SiteFile, SiteFile]:
+    def parts(self, name: str, agreed: Summaries, holdout: float) -> tuple[SiteFile, SiteFile]:
         """Return a site's training rows, with gaps for what the site does not tell of, and its measured rows."""
         training, measured = (with_columns(part, agreed, self.columns) for part in self.split(name))
         if holdout:
@@ -250,31 +250,31 @@ class _Files:
         require(self.weight[name] > 0, f"weights of the training rows of {training.where}", 0.0, "above 0 in some row")
         return used(training, self.columns), measured
 
-    def agreed(self) -> tuple[Told, Mapping[str, Any]]:
-        """Return what all sites together have told of the features, and of the target."""
+    def agreed(self) -> tuple[Summaries, Mapping[str, Any]]:
+        """Return the summaries of the features and of the target, over all sites together."""
         columns, file = self.columns, self.folder and self.folder / AGREED
         if file and file.is_file():
-            told = read_told(file)
-            if columns.outcome != "survival" and columns.target not in told:
-                raise unknown(f"target in {AGREED}", columns.target, told)
-            goal: Mapping[str, Any] = told.get(columns.target, {})
+            summaries = read_summaries(file)
+            if columns.outcome != "survival" and columns.target not in summaries:
+                raise unknown(f"target in {AGREED}", columns.target, summaries)
+            goal: Mapping[str, Any] = summaries.get(columns.target, {})
             require_fit(goal, columns)
-            told = {name: one for name, one in told.items() if name not in (*columns.named, *columns.drop)}
+            summaries = {name: one for name, one in summaries.items() if name not in (*columns.named, *columns.drop)}
         else:
             allowed = f"a file; each site tells of its columns by estimators.Preparer, and {AGREED} is their sum"
             require(self.whole, f"{file}", "missing", allowed)
-            told, goal = self._together()
-        require(len(told) > 0, "features", "none", "at least one column")
-        return told, goal
+            summaries, goal = self._together()
+        require(len(summaries) > 0, "features", "none", "at least one column")
+        return summaries, goal
 
-    def _together(self) -> tuple[Told, Mapping[str, Any]]:
+    def _together(self) -> tuple[Summaries, Mapping[str, Any]]:
         columns, training = self.columns, [self.split(name)[0] for name in self.names]
         kinds = kinds_of(training)
-        told = [with_columns(one, kinds, columns).told(columns) for one in training]
+        summaries = [with_columns(one, kinds, columns).summaries(columns) for one in training]
         if columns.outcome == "survival":
             events = sum(one.target["event"].sum() for one in training)
             require(events > 0, f"events {columns.event!r}", "none", "at least one")
-        both = {name: added([one[name] for one in told]) for name in told[0]}
+        both = {name: added([one[name] for one in summaries]) for name in summaries[0]}
         goal = both.pop(columns.target, {}) if columns.outcome != "survival" else {}
         return both, goal
 
@@ -283,7 +283,7 @@ class _Rows:
     """Turn the rows of tables into samples."""
 
     def __init__(
-        self, agreed: Told, goal: Mapping[str, Any], columns: ColumnRoles, names: list[str], indicators: int
+        self, agreed: Summaries, goal: Mapping[str, Any], columns: ColumnRoles, names: list[str], indicators: int
     ) -> None:
         self.agreed, self.goal, self.columns, self.names, self.indicators = agreed, goal, columns, names, indicators
 
@@ -321,7 +321,9 @@ class _Rows:
         return SiteRows("", self.samples(table, fold=np.zeros(1, np.int32)))
 
 
-def _penalties(agreed: Told, penalty: str, groups: Mapping[str, Any], indicators: int, intercept: bool) -> list[int]:
+def _penalties(
+    agreed: Summaries, penalty: str, groups: Mapping[str, Any], indicators: int, intercept: bool
+) -> list[int]:
     """Return the number of each entry's penalty."""
     own = {column: f"group {name}" for name, columns in groups.items() for column in columns}
     for column in own:
