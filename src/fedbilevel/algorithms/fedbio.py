@@ -1,9 +1,9 @@
 """FedBiO and FedBiOAcc: local steps on x, y and v together, plain or along momenta with reduced variance.
 
 Junyi Li, Feihu Huang, Heng Huang. "Communication-Efficient Federated Bilevel Optimization with Global and Local Lower
-Level Problems". NeurIPS 2023, arXiv:2302.06701. By default all clients share the lower level problem. If every leaf of
-y is each client's own (`Bilevel(own=…)`), the problem is the paper's local one: clients keep y_i and v_i, and exchange
-only x.
+Level Problems". NeurIPS 2023, arXiv:2302.06701. By default all clients share y, as in the paper's problem with a global
+lower level. If all of y stays with the clients (`Bilevel(own=…)`), the problem is the paper's one with local lower
+levels: client i keeps its own y_i and v_i, and only x is exchanged.
 
 Let z = (x, y, v), and let d_i(z; B) be the client's three directions on samples B:
 
@@ -24,8 +24,8 @@ and clients also reply with the change of m.
 
 Departures from the paper:
 1. Server and clients exchange changes: the server adds Σ p̃_i (z_{i,τ} − z) to z, with p̃_i = (M/P) p_i, and the same
-   holds for m. For equal weights or full participation this gives the mean of the z_{i,τ}. It is unbiased for unequal
-   weights too.
+   holds for m. Here p_i is the client's weight, and P of M clients take part in the round. For equal weights or full
+   participation this gives the mean of the z_{i,τ}. It is unbiased for unequal weights too.
 2. A client of FedBiOAcc evaluates its momentum at its own last z', in the same exchange. In the paper it does so at the
    server's average of all z', in another exchange. With τ = 1 both points are the same, since all clients step along
    the server's m. With τ > 1 the drift of clients remains in m for about 1/a steps, and m may diverge if clients are
