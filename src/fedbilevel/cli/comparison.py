@@ -275,7 +275,7 @@ def _add_sweep(add: shared.Add) -> None:
     )
     sweep.add_argument("--trials", type=shared.count, metavar="N", help="with --search: the number of points to draw")
     sweep.add_argument(
-        "--pruner", choices=["halving", "hyperband", "median"], help="with --search: end bad trials early"
+        "--pruner", choices=["halving", "hyperband", "median"], help="with --search: end the runs of bad points early"
     )
     sweep.add_argument("--storage", metavar="URL|FILE", help="with --search: the storage of the study (a file in DIR)")
     shared.add_options(sweep, "cohort", seeds="the seeds of every point (the spec's)")

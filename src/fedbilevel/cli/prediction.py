@@ -30,7 +30,7 @@ def _predict(options: argparse.Namespace) -> int:
     ignored. The predictions are CSV with the columns
 
       row                    the number of the row in the table, from 1 on
-      probability, class     logistic regression: the probability of the positive class, and the likelier class
+      probability, class     logistic regression: the probability of the positive class, and the more probable class
       number                 ridge regression: the predicted number
       log_hazard             Cox's model: the log hazard above the baseline of the row's site
     """

@@ -1,4 +1,4 @@
-"""Options of `fedbilevel flower new` for a study: one for each field of `Study`, which also checks their values.
+"""Define the options of `fedbilevel flower new` for a study: one for each field of `Study`, which checks the values.
 
 Names, types, defaults and descriptions are read from the source of `Study`, since importing it takes seconds.
 """
@@ -25,7 +25,7 @@ GROUP = "NAME=A,B,…"
 
 @dataclass(frozen=True)
 class StudyField:
-    """A field of `Study` as its source has it.
+    """Hold a field of `Study`, as read from its source.
 
     Args:
         kind: the annotation.
@@ -43,7 +43,7 @@ class StudyField:
 
     @property
     def help(self) -> str:
-        """The description, with the default unless that is to be empty."""
+        """Return the description, with the default unless the default is empty."""
         default = self.default.strip("()\"',")
         return self.description.rstrip(".") + f" (default: {default})" * bool(default)
 
@@ -66,7 +66,7 @@ def study_fields() -> tuple[StudyField, ...]:
 
 
 def add_study_options(new: argparse.ArgumentParser) -> None:
-    """Add an option for each field of `Study`, but for those of `SHARED`."""
+    """Add an option for each field of `Study`, except those in `SHARED`."""
     added = new.add_argument_group("a study of several sites' tables", "In place of a task; see docs/how-to/tables.md.")
     for field in study_fields():
         if field.name in SHARED:
@@ -82,7 +82,7 @@ def add_study_options(new: argparse.ArgumentParser) -> None:
 
 
 def given_options(options: argparse.Namespace) -> list[str]:
-    """Name the options of a study that are given."""
+    """Name the options of a study that the command line has."""
     fields = (field for field in study_fields() if field.name not in SHARED)
     return [field.option for field in fields if getattr(options, field.name) is not None]
 
@@ -123,7 +123,7 @@ def _groups(option: str, given: list[str]) -> Mapping[str, list[str]]:
 
 
 def _number(text: Any) -> Any:
-    """Return the number that a text is; another text as it is, which `Study` refuses."""
+    """Convert a text to a number; a text that is not a number is returned unchanged, and `Study` refuses it."""
     for kind in (int, float):
         try:
             return kind(text)

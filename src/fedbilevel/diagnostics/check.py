@@ -43,8 +43,8 @@ from fedbilevel.oracles.exact import (
 from fedbilevel.oracles.operators import Extremes, Solution, extreme_eigenvalues, neumann
 from fedbilevel.oracles.population import Population
 
-DENSE = 500  # dim y up to which the exact hypergradient is computed with a dense Hessian
-LOCAL = 1000  # clients up to which every client's own hypergradient is computed
+DENSE = 500  # the largest dim y for which the exact hypergradient is computed with a dense Hessian
+LOCAL = 1000  # the largest number of clients for which every client's own hypergradient is computed
 LOCAL_NOTES = {
     "inverse": "each client uses its own Hessian; the error is bias",
     "identity": "each client uses its own ∇y f_i for v; the error is bias",
@@ -300,14 +300,14 @@ class SamplingPlan:
 class Estimates:
     """Hold hypergradients at (x, y), like x, and the quantities that the notes on them need."""
 
-    inner: Inner  # y, and how it was reached
-    spectrum: Extremes  # of ∇²yy G at (x, y)
-    step: float  # of the series and of the unrolled descent
+    inner: Inner  # the y of the comparison, and how it was computed
+    spectrum: Extremes  # the eigenvalues of ∇²yy G at (x, y)
+    step: float  # the step of the series and of the unrolled descent
     yardstick: ExactHypergradient
     unrolled: PyTree
     series: PyTree
     cg: PyTree
-    system: Solution  # of conjugate gradient
+    system: Solution  # the result of conjugate gradient
     slopes: Slopes | None
 
 

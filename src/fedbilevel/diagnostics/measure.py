@@ -50,8 +50,8 @@ RESPONSE_SAMPLES = 512  # samples of each loss for quantities that need many lin
 class Curvature(NamedTuple):
     """Hold the curvatures of both losses at some y."""
 
-    inner: Extremes  # of ∇²yy G
-    outer: Extremes  # of ∇²yy F
+    inner: Extremes  # the eigenvalues of ∇²yy G
+    outer: Extremes  # the eigenvalues of ∇²yy F
     outer_gradient: float  # ‖∇y F‖
 
 
@@ -59,7 +59,7 @@ class Spread(NamedTuple):
     """Hold the differences between clients at (x, y)."""
 
     inner: float  # √ Σ p_i ‖∇y g_i − mean‖²
-    inner_share: float  # its square, divided by Σ p_i ‖∇y g_i‖²: 0 if all are equal, 1 if they cancel
+    inner_share: float  # the square of `inner` divided by Σ p_i ‖∇y g_i‖²: 0 if all are equal, 1 if they cancel
     outer: float  # the same for ∇x f_i
     outer_share: float
     tops: list[float]  # the largest eigenvalue of each client's ∇²yy g_i
@@ -83,7 +83,8 @@ def measure(
 ) -> Measurements:
     """Measure a problem at (x, y); JAX's 64-bit mode must be on.
 
-    If μ is below L/rounds, δ raises the eigenvalues of the inner Hessian to L/rounds.
+    If the smallest eigenvalue μ of the inner Hessian is below L/rounds, a number δ is added to all of its eigenvalues,
+    so that the smallest is L/rounds.
     """
     population = Population.of(problem, clients, max_samples)
     few = Population.of(problem, clients, min(max_samples, RESPONSE_SAMPLES))
@@ -165,8 +166,8 @@ class Response(NamedTuple):
 
     y: PyTree  # argmin G + ½δ‖· − start‖²
     v: PyTree  # (∇²yy G + δ)⁻¹ ∇y F
-    curvature: Extremes  # of ∇²Φ
-    lag: Extremes  # of T
+    curvature: Extremes  # the eigenvalues of ∇²Φ
+    lag: Extremes  # the eigenvalues of T
     negative_curvature: bool  # whether H was not positive definite, so that the other values mean nothing
 
 

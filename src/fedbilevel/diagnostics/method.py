@@ -45,7 +45,7 @@ FEATURES = {
     "own_y": "leaves of y that are each client's own",
     "project_x": "an x in a set",
 }
-"""Features that a problem decides about: a method's word for them is reported, and nothing is run."""
+"""Features that depend on the problem: what the method declares about them is reported, and nothing is run."""
 
 ROUNDS_TO_REST = 2000
 SOLVED = 1e-6  # the relative error of x at which a quadratic problem counts as solved
@@ -53,7 +53,7 @@ SOLVED = 1e-6  # the relative error of x at which a quadratic problem counts as 
 
 @dataclass(frozen=True)
 class Runs:
-    """Runs of one method from one start, whose results are compared."""
+    """Make runs of one method from one start, whose results are compared."""
 
     method: Algorithm
     problem: Any
@@ -83,8 +83,8 @@ def check_method(
     - A seed repeats a run to the bit, also if it is resumed from a checkpoint. Another seed gives another run if the
       method has a batch size.
     - `Reference`, which computes one client after the other without vectorising, and `Local`, with all clients at once,
-      one by one and streamed, have the same state and costs. So have both for a cohort of half the clients, and a
-      federation over Flower in this process if Flower is installed.
+      one by one and streamed, have the same state and costs. The same holds for a cohort of half the clients, and for a
+      federation over Flower in this process, if Flower is installed.
     - The ledger has the bytes of the replies.
     - Late replies and noised replies work, or the method refuses them.
     - With the fact `bias="nothing"`, and full batches, the method ends at the solution of a quadratic problem whose
@@ -126,7 +126,7 @@ def in_float64(tree: PyTree) -> PyTree:
 def checks(runs: Runs, plain: Result) -> Iterator[NamedCheck]:
     """Yield all checks of a method; `plain` is the result of a run on `Local`."""
     asks, half = runs.method.asks, max(1, len(runs.clients) // 2)
-    allows = adaptive(runs.method, runs.problem).allows  # as `solve` runs it: steps that adapt refuse noise
+    allows = adaptive(runs.method, runs.problem).allows  # as `solve` runs the method; adaptive steps refuse noise
     yield "rounds move the state", lambda: moved(runs, plain)
     yield "a seed repeats a run", lambda: repeated(runs, plain)
     yield "another seed", lambda: another_seed(runs, plain)
@@ -178,7 +178,7 @@ def repeated(runs: Runs, plain: Result) -> str:
 
 
 def another_seed(runs: Runs, plain: Result) -> str:
-    """Check that a method with a batch size draws other samples by another seed."""
+    """Check that a method with a batch size draws other samples with another seed."""
     other = runs.run(Local(), key=runs.key + 1)
     pairs = zip(leaves(plain), leaves(other), strict=True)
     if any(not np.array_equal(a, b) for (_, a), (_, b) in pairs):
@@ -189,9 +189,7 @@ def another_seed(runs: Runs, plain: Result) -> str:
     drawn = {name: size for name, size in sizes.items() if size is not None}
     if drawn:
         given = ", ".join(f"{name} = {size}" for name, size in drawn.items())
-        raise CheckError(
-            f"it gives the same run, though {given}: does a round pass its key on, and a phase draw by it?"
-        )
+        raise CheckError(f"it gives the same run, though {given}: do `round` and the phases use their keys for draws?")
     return "gives the same run: nothing is drawn"
 
 
@@ -237,19 +235,19 @@ def over_flower(runs: Runs, plain: Result) -> str:
 
 
 def late(runs: Runs, wait_for: int) -> str:
-    """Check that both engines agree where rounds continue after the first replies."""
+    """Check that both engines agree if rounds continue after the first replies."""
     asynchronous = replace(runs, method=layered(runs.method, Asynchronous(wait_for=wait_for)))
     return compared(asynchronous.run(Local()), asynchronous.run(Reference()))
 
 
 def noised(runs: Runs) -> str:
-    """Check that the state stays finite where replies are clipped and noised."""
+    """Check that the state stays finite if replies are clipped and noised."""
     result = runs.run(Local(), privacy=Privacy(clip=1.0, noise_multiplier=0.1, delta=1e-5))
     return moved(runs, result)
 
 
 def solved(runs: Runs) -> str:
-    """Check that the method, with full batches, does not come to rest elsewhere than at the solution."""
+    """Check that the method, with full batches, ends at the solution and at no other point."""
     task = quadratic(clients=4, condition=3, samples=(2, 4))
     method = runs.method
     for entry in batch_sizes(method):

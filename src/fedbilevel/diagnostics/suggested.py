@@ -20,9 +20,9 @@ from fedbilevel.core.problem import Problem, SimpleBilevel, SingleLevel
 from fedbilevel.core.tree import XYV
 from fedbilevel.diagnostics.measure import Measurements
 
-LOCAL_STEPS = 5  # with mini-batches, so that an exchange averages the noise of five draws
+LOCAL_STEPS = 5  # with mini-batches: an exchange then averages the noise of five draws
 INNER_ROUNDS = 20  # the largest number of inner rounds in FedNest's epoch
-TERMS = 10  # the largest number of terms of its series
+TERMS = 10  # the largest number of terms of FedNest's series
 CG_TOLERANCE = 1e-6
 SOLVED = 8  # 8κ inner rounds leave e^−8 of the error of y and of a truncated series
 
@@ -135,10 +135,8 @@ def solver(s: Scales) -> Neumann | CG:
     """Return a short series if products are noisy, else conjugate gradient."""
     if s.noisy:
         return Neumann(terms=min(TERMS, math.ceil(s.condition)), step=1 / s.smoothness)
-    enough = math.ceil(
-        math.sqrt(s.condition) / 2 * math.log(2 / CG_TOLERANCE)
-    )  # by the error bound of conjugate gradient
-    # in exact arithmetic dim y steps are enough
+    # The error bound of conjugate gradient gives the number of steps; in exact arithmetic, dim y steps are enough.
+    enough = math.ceil(math.sqrt(s.condition) / 2 * math.log(2 / CG_TOLERANCE))
     return CG(max_steps=min(enough, 2 * s.dim_y), tolerance=CG_TOLERANCE)
 
 

@@ -30,7 +30,7 @@ def check_task(task: Task) -> CheckReport:
     - The inner loss is strongly convex in y at the start. If it is not, there is a warning, and no check fails: y may
       move to where it is.
 
-    Samples that a loss takes as an index outside of an axis, such as negative labels, cause a warning, too.
+    A warning is also issued if a loss uses samples as indices outside of an axis, such as negative labels.
 
     Everything is computed in float64, whatever the dtypes of x, y and the samples are.
 
@@ -52,7 +52,7 @@ def check_task(task: Task) -> CheckReport:
         found = [warning.message for warning in seen if isinstance(warning.message, Warning)]
         for other in found:
             if not isinstance(other, InfluenceWarning | NumericalWarning):
-                warn(other)  # it is of no check, such as one of labels that may be meant
+                warn(other)  # a warning that belongs to no check, for example about negative labels
         return report_of(task.name, checks(task, at, found))
 
 

@@ -22,7 +22,7 @@ from fedbilevel.reading import newer_format, parse_json, require_regular
 from fedbilevel.wording import in_a_line, printable
 
 META = "__meta__"
-FORMAT = 3  # of files; a later format is refused, and an earlier one if the state in it differs from what is expected
+FORMAT = 3  # the format of files; a later one is refused, and an earlier one if its state is not as expected
 HEADERS = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}
 
 
@@ -36,7 +36,7 @@ def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False, 
         CheckpointError: there is no space or no permission. The earlier file at `path` is unchanged.
     """
     arrays = {_name(p): np.asarray(_plain(leaf)) for p, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    dtypes = {name: str(array.dtype) for name, array in arrays.items()}  # NumPy's format knows no bfloat16
+    dtypes = {name: str(array.dtype) for name, array in arrays.items()}  # NumPy's format does not support bfloat16
     header = {"fedbilevel": __version__, "format": FORMAT, "meta": meta, "dtypes": dtypes}
     header["outline"] = _outline(tree) if outlined else None
     arrays[META] = np.frombuffer(json.dumps(header).encode(), np.uint8)
@@ -44,7 +44,7 @@ def save(path: Path, tree: PyTree, meta: dict[str, Any], *, keep: bool = False, 
 
 
 def previous(path: Path) -> Path:
-    """Return where the checkpoint that preceded the one at `path` is kept: run.previous.npz beside run.npz."""
+    """Return the path of the checkpoint before the one at `path`, such as run.previous.npz for run.npz."""
     return path.with_name(f"{path.stem}.previous{path.suffix}")
 
 

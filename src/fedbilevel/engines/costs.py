@@ -125,7 +125,8 @@ class Book:
             if age is not None:
                 metrics[phase, "staleness"] = age, sums.weight
             kind = phase, nbytes(message), nbytes(sums.update) if sums.sent is None else sums.sent.bytes
-            time = split_ticks(ticks if number == len(parts) - 1 else 0)  # added last: constants fold before it
+            # The time is added to the last part, so that XLA can fold the constants of the other parts.
+            time = split_ticks(ticks if number == len(parts) - 1 else 0)
             self.add(RoundCosts({kind: count}, sums.gradients, sums.hvps, metrics, time))
 
 

@@ -20,13 +20,13 @@ from fedbilevel.engines.history import History
 from fedbilevel.oracles.operators import Extremes, extreme_eigenvalues
 from fedbilevel.oracles.population import Population, WeightedLoss
 
-SAMPLES = 2_000  # of the inner loss, on which curvature is measured
-PRODUCTS = 20  # with its Hessian
-ENTRIES = 1_000_000  # of y at most, since twice as many vectors as products are kept
-ROUNDING = 1e-3  # relative, of a curvature that is 0
-FAR = 1000  # times max(first loss, 1): only steps that are too large raise a loss so far
+SAMPLES = 2_000  # the number of samples of the inner loss on which curvature is measured
+PRODUCTS = 20  # the number of products with its Hessian
+ENTRIES = 1_000_000  # the most entries of y, since twice as many vectors as products are kept
+ROUNDING = 1e-3  # the relative rounding error of a curvature that is 0
+FAR = 1000  # factor of max(first loss, 1): only steps that are too large raise a loss so far
 HIGH = 10  # the same, for two consecutive rows of a run that can return to a better row with smaller steps
-STILL = 10  # times the median of the rows before: a loss above that still grows; below, it may be noise about a level
+STILL = 10  # a loss still grows if it is above this factor times the median of the rows before; below may be noise
 
 
 def grown(

@@ -28,15 +28,15 @@ from fedbilevel.machinery.kept import compiled
 BLOCK = 256  # samples in memory at a time; a loss that takes all of a client's samples gets them all
 WORSE = 1e-3  # relative difference of two losses; a smaller one counts as no change
 SETTLED = 0.1  # y counts as trained once the norm of the inner gradient is at most this share of the first
-EVALUATIONS = 500  # of the inner gradient at most, to train y
+EVALUATIONS = 500  # the largest number of inner gradients for the training of y
 
 
 class Ends(NamedTuple):
     """Hold the outer loss Σ p_i f_i of all clients on all their samples, at an earlier point and at the end."""
 
-    start: float  # at an earlier point, such as the start
+    start: float  # the loss at an earlier point, such as the start
     end: float
-    trained: float  # at the earlier x, with y trained there; equal to `start` if `start` is not below the end, or if
+    trained: float  # the loss at the earlier x with y trained; equal to `start` if `start` is not below the end, or if
     # training was not possible
 
     @property

@@ -253,7 +253,7 @@ class RoundKeys(NamedTuple):
     """Hold the independent random streams of a round, and its number."""
 
     cohort: Array
-    own: Array  # for clients' own numbers
+    own: Array  # the key for clients' own numbers
     algorithm: Array
     round: Array | int
 

@@ -36,13 +36,13 @@ class Execution:
     collector runs.
     """
 
-    method: Algorithm  # as it runs: within the layers that the run asks for, and with its steps after halvings
+    method: Algorithm  # the method within the layers that the run asks for, with its steps after halvings
     posed: PosedProblem
     engine: Engine
     cohort: Cohort
     key: Array
-    privacy: Privacy | None  # of simulated clients
-    devices: int | None = None  # over which the engine distributes a cohort, if it supports several
+    privacy: Privacy | None  # the privacy terms of simulated clients
+    devices: int | None = None  # the number of devices over which the engine distributes a cohort
     run: Run = field(init=False)
     per_client: PerClientRow | None = field(init=False)
     warned: bool = False

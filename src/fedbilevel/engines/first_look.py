@@ -30,15 +30,15 @@ from fedbilevel.machinery.kept import compiled
 from fedbilevel.oracles.differences import value_and_derivative
 from fedbilevel.oracles.population import chosen
 
-PAIRS = 16  # of samples, each pair from one client; in the first half of the pairs, both samples are the same
-LOOKS = 50  # at different points, clients and samples, before a derivative counts as 0, or a loss as a mean
+PAIRS = 16  # pairs of samples, each from one client; in the first half of the pairs, both samples are the same
+LOOKS = 50  # looks at other points, clients and samples, before a derivative counts as 0, or a loss as a mean
 ENOUGH = 4  # pairs that can distinguish a mean from a sum, or from a loss whose samples depend on each other
 FEWEST = 2  # pairs that must differ from a mean: a single one may be rounding
 LONGEST = 64  # samples of a client for a loss that takes all of them
 TOLERANCE = 1e-4  # relative, of a mean of two
 ROWS = 2**22  # samples that are read for their labels
-MAPPED_ROWS = 2**12  # of a memory-mapped array
-SHARE = 0.25  # of the pairs that can distinguish: if fewer differ from a mean, the difference is rounding
+MAPPED_ROWS = 2**12  # the same for a memory-mapped array
+SHARE = 0.25  # if a smaller share of the pairs that can distinguish differs from a mean, it is rounding
 
 
 class Seen(NamedTuple):
@@ -172,7 +172,7 @@ class FirstLook:
 
         def values(name: str) -> OnPairs:
             loss = getattr(problem, name)
-            if name == "inner" and not problem.inner_is_mean:  # its derivative in y, y − r(x), is a mean
+            if name == "inner" and not problem.inner_is_mean:  # only its derivative in y, y − r(x), is a mean
                 loss = lambda x, y, batch: sum(map(jnp.sum, jax.tree.leaves(jax.grad(problem.inner, 1)(x, y, batch))))  # noqa: E731
             alone = jax.vmap(lambda one: loss(x, y, jax.tree.map(lambda leaf: leaf[None], one)))
             differs = [

@@ -30,7 +30,7 @@ NEVER = 2**31 - 1  # ticks
 class PhaseQueue(NamedTuple):
     """Hold the replies of one phase that are in flight, for methods that do not wait for all clients."""
 
-    exchanges: Array  # of this phase so far
+    exchanges: Array  # the number of exchanges of this phase so far
     since: Array  # (M,) exchange of this phase in which the client last got a message or replied, whichever is later
     replies: Sums  # leaves (M, ...): the weighted reply that each client computes, or computed last
     early: Sums  # the sum of replies that arrived during exchanges of other phases
@@ -225,4 +225,4 @@ def _added(a: Sums, b: Sums) -> Sums:
 
 def _smallest(values: Array, n: int, k: Array) -> Array:
     """Find the k-th smallest of some integers, k ≤ n; the smallest for k < 1."""
-    return jnp.sort(values)[jnp.clip(k - 1, 0, n - 1)]  # on CPUs a fifth of what lax.top_k takes
+    return jnp.sort(values)[jnp.clip(k - 1, 0, n - 1)]  # on CPUs this takes a fifth of the time of lax.top_k

@@ -22,7 +22,7 @@ from fedbilevel.engines.process_group import LostProcess, current_group
 from fedbilevel.engines.rescue import Rescue
 from fedbilevel.engines.saver import Saver
 
-STRETCH_SECONDS = 0.5  # of rounds, after which callbacks are called and signals such as Ctrl-C are handled
+STRETCH_SECONDS = 0.5  # the time of rounds between two calls of callbacks and checks for signals such as Ctrl-C
 
 
 @dataclass(frozen=True)

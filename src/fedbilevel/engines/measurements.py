@@ -33,8 +33,8 @@ class RunMeasurements:
     best_by: str | None = None  # a column of the history; None: "outer_loss"
     clip: float | None = None  # the clip of replies under privacy
     flops: Mapping[ExchangeKind, int] | None = None  # operations of a client's reply, if they are known
-    seconds: float = 0.0  # in rounds, without compilation and evaluation
-    losses: dict[str, list[Any]] = field(default_factory=dict)  # of each round since the last row
+    seconds: float = 0.0  # the time in rounds, without compilation and evaluation
+    losses: dict[str, list[Any]] = field(default_factory=dict)  # the losses of each round since the last row
     began: dict[str, float] = field(default_factory=dict)  # the losses of the first round
     best: Best | None = None
 
@@ -152,7 +152,8 @@ class RunMeasurements:
         bends = np.abs(np.diff(values, 2))  # second differences of a steady rise or fall are 0, except for noise
         bend = 2 * float(np.median(bends)) if len(bends) else 0.1 * abs(first)
         noise = bend + 0.01 * max(abs(first), abs(last)) * (len(bends) > 0)
-        of_a_round = noise + bend * math.sqrt(result.round / max(1, len(rows) - 1))  # a row has the mean over several
+        # A row has the mean loss over several rounds, which has less noise than the loss of a single round.
+        of_a_round = noise + bend * math.sqrt(result.round / max(1, len(rows) - 1))
         lost, gained, rose = sign * (last - best.value), sign * (first - best.value), sign * (last - first)
         by_loss, fell_back = column == "outer_loss", 2 * best.round < result.round and lost > noise + 0.1 * gained
         found = ends(None) if by_loss and rose > -of_a_round else None

@@ -29,9 +29,9 @@ from fedbilevel.core import interrupts
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.engines.process_group import PARTING_SECONDS, KeyValueStore, LostProcess, ProcessGroup, current_group
 
-HEARTBEAT_SECONDS = 10  # without a heartbeat, after which JAX considers a process lost
-END_SECONDS = 60  # that a process at its end waits for the others to end
-WORD_SECONDS = 2  # of waiting for the others, after which a message says so
+HEARTBEAT_SECONDS = 10  # JAX considers a process lost after this time without a heartbeat
+END_SECONDS = 60  # how long a process at its end waits for the others to end
+WORD_SECONDS = 2  # how long a process waits for the others before a message says so
 TOPOLOGY_MINUTES = 24 * 60  # JAX's deadline for the first use of a device, which may follow a long download
 AUTO = "auto"
 LOST = 5  # exit code

@@ -31,8 +31,8 @@ from fedbilevel.core.errors import (
 
 LISTEN_MILLISECONDS = 2000  # between two checks for Ctrl-C while waiting for another process
 PIECE = 2**20  # bytes of a message in one entry of the store; gRPC allows at most 4 MiB
-PARTING_SECONDS = 5  # within which an error that all processes have is raised in all of them
-LEFT = "fedbilevel/left"  # prefix of the keys under which processes note that they have ended
+PARTING_SECONDS = 5  # an error that all processes have is raised in all of them within this time
+LEFT = "fedbilevel/left"  # the prefix of the keys under which processes note that they have ended
 LONGEST = 10_000  # characters of a note
 KINDS = {kind.__name__: kind for kind in (CheckpointError, NonFiniteError, NumericalError)}
 """Errors of process 0 that other processes raise as the same class; all others become ConfigurationErrors there."""
@@ -255,7 +255,7 @@ class ProcessGroup:
                 if found is not None:
                     total, content, number = found[0], content + found[1], number + 1
                     continue
-                if gone:  # and it has written no message before
+                if gone:  # and the process has written no message before it ended
                     raise LostProcess(self.saved.after(gone))
                 with self.exchange():
                     gone = self.shared.who_left()

@@ -18,7 +18,7 @@ from fedbilevel.display import Display, Silent, chosen
 from fedbilevel.engines.process_group import current_group
 
 INTERVAL = 0.1  # seconds between two updates of the number of rounds
-SHARE = 0.1  # of the run's time that a slow display may take
+SHARE = 0.1  # the share of the run's time that a slow display may take
 
 TRACING, COMPILING, AWAITING = "tracing", "compiling", "waiting for clients"
 MEASURING, WRITING = "measuring a round", "writing"

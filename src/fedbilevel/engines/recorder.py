@@ -41,7 +41,7 @@ class RecordedExchange(NamedTuple):
     phase: str
     message: PyTree
     reply: Reply
-    early: bool  # whether `sum_first` asks it
+    early: bool  # whether `fed.sum_first` makes the exchange
     state: PyTree  # the client's state; None in a fresh cohort
     times: float  # the largest number of times in a round; not finite if values of the run decide it
 

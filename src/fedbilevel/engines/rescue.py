@@ -26,11 +26,11 @@ class Rescue:
 
     met: Callable[[PyTree, PyTree], Met]  # the last finite x and y -> why the run diverged
     everyone: bool  # whether each exchange asks all clients
-    halvings_at_most: int  # of all step sizes; 0: the run never returns
-    halvings: int = 0  # so far
+    halvings_at_most: int  # the largest number of halvings of all steps; 0: the run never returns
+    halvings: int = 0  # the number of halvings so far
     growth: str = ""  # how far a loss, or the norm of the point, has grown, if that is too far
     warned_of: str = ""  # the last growth that a warning named
-    norm: float | None = None  # of x and y at the first row of this process
+    norm: float | None = None  # the norm of x and y at the first row of this process
     latest: Carry | None = None  # a copy of the last row's carry
     safe: Carry | None = None  # a copy of the carry to return to
     gave_up: str = ""  # why the run ended, if it still diverged with smaller steps

@@ -16,8 +16,8 @@ from fedbilevel.engines.fingerprint import Fingerprint
 from fedbilevel.engines.process_group import current_group, warn_on_first
 from fedbilevel.wording import require_object
 
-SAVE_SECONDS = 1.0  # between two checkpoints, at least, if the user sets no number of rounds between them
-SAVE_SHARE = 0.1  # of the time that is spent on checkpoints, at most
+SAVE_SECONDS = 1.0  # the least time between two checkpoints, if the user sets no number of rounds
+SAVE_SHARE = 0.1  # the largest share of the run's time that is spent on checkpoints
 FORCE = 'resume="force" (in a shell, --force) continues with the new arguments'  # if the checkpoint is another run's
 
 
@@ -26,9 +26,9 @@ class Saver:
     """Write and read the checkpoint file of a run; process 0 writes it."""
 
     path: Path | None  # None: nothing is saved
-    fingerprint: Fingerprint  # of this run
+    fingerprint: Fingerprint  # the fingerprint of this run
     round: int | None = None  # the round of the checkpoint at `path`, if that is known to be readable
-    next_save: float = -math.inf  # on this machine's clock; a resumed run is saved soon
+    next_save: float = -math.inf  # the time of the next save on this machine's clock; a resumed run is saved soon
     other_arguments: bool = False  # whether the run was ever continued by force with other arguments
 
     @property

@@ -44,8 +44,8 @@ from fedbilevel.engines.resumption import take_up
 from fedbilevel.engines.saver import Saver
 from fedbilevel.engines.tracking import MEMORY, TrackedRun, Tracking
 
-HALVINGS = 3  # of all steps in a run, at most
-ROWS = 20  # of a history, if the user sets no number of rounds between two rows
+HALVINGS = 3  # the largest number of halvings of all steps in a run
+ROWS = 20  # the number of rows of a history, if the user sets no number of rounds between two rows
 KEPT = 2**29  # bytes that simulated clients keep for adaptive steps; beyond it, steps are estimated anew each time
 IDLE = 2**25  # the same for clients that a round does not ask; they also make a round slower
 

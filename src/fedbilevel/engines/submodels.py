@@ -138,13 +138,13 @@ def _check_cut(
     y: PyTree,
 ) -> None:
     """Trace both losses on a submodel: if the structure is incomplete, the arrays' shapes do not fit together."""
-    if isinstance(unit_layout, WeightLayout):  # its losses are those of the whole model
+    if isinstance(unit_layout, WeightLayout):  # a submodel has the same losses as the whole model
         return
     units = unit_layout.shapes_of(of_class)
     small_x, small_y = jax.eval_shape(partial(unit_layout.cut, ("x", "y")), (x, y), units)
     try:
         check_losses(problem, small_x, small_y, *clients.examples())
-    except Exception as error:  # of whatever library the losses are made with
+    except Exception as error:  # an error of any library with which the losses are made
         raise ConfigurationError(
             f"the losses fail on the submodel of capacity {capacity:g} that the structure cuts: {error}; "
             "check_structure says which groups of units are not described completely"

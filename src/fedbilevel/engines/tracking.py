@@ -36,7 +36,7 @@ from fedbilevel.engines.process_group import current_group
 from fedbilevel.reading import read_json
 from fedbilevel.wording import READ, in_a_line, missing, names_secret, without_secrets, without_seed
 
-SHARE = 0.1  # of the run's time that failing attempts may take
+SHARE = 0.1  # the share of the run's time that failing attempts may take
 LONGEST = 500  # characters of a parameter
 MEMORY = "trackers.json"
 """The file in a run's folder with the run's identifier in each tracker, by which a resumed run is found there."""
@@ -157,10 +157,10 @@ def _shown(name: str, value: str | float) -> str | float:
 
 
 class Record:
-    """Hold a run that is open in a tracker's service; this class itself serves for groups that need nothing there.
+    """Hold a run that is open in a tracker's service; this base class serves for groups that need no entry there.
 
     Args:
-        identifier: by which the run is found in the service again.
+        identifier: the text by which the run is found in the service again.
         last: the round of the last row that the service has; -1: it has none.
     """
 
@@ -334,7 +334,7 @@ class Tracking:
             if tracker.is_running:
                 outer = tracker.recordings[-1].run
                 outer.adopt(self.run)
-                outer.remembered()  # a damaged file is an error before anything is run
+                outer.remembered()  # so that a damaged file causes an error before anything is run
             else:
                 self.begun.append(tracker)
         if self.begun:

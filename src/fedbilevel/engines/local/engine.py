@@ -53,7 +53,7 @@ from fedbilevel.machinery.threefry import about_keys
 FEW = 64  # samples of a client; with fewer, clients count as small
 CACHE = 2**18  # bytes of states for one core: a part of its second-level cache, which also has to hold samples
 TOGETHER = 2**28  # bytes of states on a GPU at once; intermediate values take a multiple of this
-MUCH_STATE = 10**6  # bytes of a cohort's states; with less, devices wait for each other longer than they compute
+MUCH_STATE = 10**6  # bytes of a cohort's states; with fewer, devices wait for each other longer than they compute
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ class ProgramLayout:
     available: int  # number of clients that are ever available
     available_population: float  # see `available_population`
     rounds_per_call: int  # the largest number of rounds in a call, whose costs are stored
-    shares: Shares | None = None  # with several processes
-    submodel_plan: SubmodelPlan | None = None  # if clients hold submodels
+    shares: Shares | None = None  # the clients of each process, if there are several processes
+    submodel_plan: SubmodelPlan | None = None  # the submodels of clients, if they hold any
 
     @property
     def gaps(self) -> bool:
@@ -210,7 +210,7 @@ class LocalFed(Means):
             replied = weigh(reply, member.weight, member.counts), kept
             if self.pace.lasts is None:
                 return replied
-            nothing = jax.tree.map(jnp.zeros_like, replied[0]), state  # from clients that are never available
+            nothing = jax.tree.map(jnp.zeros_like, replied[0]), state  # the reply of clients that are never available
             return jax.tree.map(lambda a, b: jnp.where(member.counts > 0, a, b), replied, nothing)
 
         return name, respond
@@ -285,7 +285,7 @@ class LocalFed(Means):
         return self.models.covered(self.book.costs, itertools.starmap(self.holders, enumerate(self.members)))
 
     def holders(self, number: int, members: Members) -> Holders:
-        """Count the members of a class that hold each entry, over all devices."""
+        """Count, for each entry, the members of a capacity class that hold it, over all devices."""
         models, axis = self.models, self.layout.axis
 
         def contribute(member: Members, _: Any) -> tuple[Any, tuple[None, Any]]:
@@ -316,7 +316,7 @@ class LocalFed(Means):
 
 
 def renumbered(members: tuple[Members, ...], cohorts: Cohorts) -> tuple[Members, ...]:
-    """Return members with their own numbers in the repetition of `cohorts`."""
+    """Return members with the own numbers that `cohorts` has for its repetition."""
     if not (own := changing(cohorts.own)):
         return members
     numbers = replace(cohorts, own=own).numbers
@@ -324,7 +324,7 @@ def renumbered(members: tuple[Members, ...], cohorts: Cohorts) -> tuple[Members,
 
 
 def chunk_of(layout: ProgramLayout, number: int) -> int:
-    """Choose how many clients of a class to vectorise together, at most their average number in a cohort."""
+    """Choose how many clients of a capacity class to vectorise together; at most their average number in a cohort."""
     if layout.submodel_plan is None:
         return layout.chunk
     average = -(-layout.cohort.size * layout.submodel_plan.places[number] // layout.population)
@@ -332,7 +332,7 @@ def chunk_of(layout: ProgramLayout, number: int) -> int:
 
 
 def _joined(columns: Sequence[Any]) -> Any:
-    """Join the trees of all classes, with leaves (P_c,), to one tree with leaves (P,)."""
+    """Join the trees of all capacity classes, with leaves (P_c,), to one tree with leaves (P,)."""
     if len(columns) == 1:
         return columns[0]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *columns)

@@ -273,7 +273,7 @@ class Rounds:
         return ids, slice(size), (self.in_chunks(members, self.layout.chunk),)
 
     def of_class(self, members: Members, number: int) -> Members:
-        """Return places for the largest number of members of a class in a cohort; members fill the first places."""
+        """Return places for the most members of a capacity class in a cohort; members fill the first places."""
         assert self.layout.submodel_plan is not None
         cohort, most = self.layout.cohort, self.layout.submodel_plan.places[number]
         places = cohort.size if cohort.replacement else min(cohort.size, most)
