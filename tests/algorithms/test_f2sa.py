@@ -4,7 +4,9 @@ import agreement
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
+from benchmarks import transformer
 from compiled_losses import with_compiled_losses
 from matrices import hypergradient, inner_gradient, mean_matrices, outer_gradient
 
@@ -175,3 +177,31 @@ def test_methods_of_second_derivatives_say_what_they_cannot_differentiate(loss):
     assert np.all(np.isfinite(fb.solve(fb.F2SA(**steps), *arguments, rounds=2).x))
     with pytest.raises(fb.errors.ConfigurationError, match=r"cannot differentiate the gradient.* fb\.F2SA"):
         fb.solve(fb.SimFBO(**steps), *arguments, rounds=2)
+
+
+def test_a_transformer_whose_attention_has_no_second_derivatives(monkeypatch):
+    """All of it is y. F2SA computes with attention in blocks what it computes with the whole matrix of weights."""
+    monkeypatch.setattr(transformer, "BLOCK", 2)
+    rng, y0 = np.random.default_rng(0), transformer.start(jax.random.key(0), side=4, width=4, blocks=1, classes=3)
+    clients = fb.Clients({"image": rng.normal(size=(2, 2, 4, 4)), "label": np.array([[0, 1], [2, 1]])})
+
+    def posed(attention):
+        def losses(y, batch):
+            logits = transformer.logits(y, batch["image"], attention, heads=2)
+            return optax.softmax_cross_entropy_with_integer_labels(logits, batch["label"])
+
+        def inner(x, y, batch):
+            return jnp.mean(jnp.exp(x[batch["label"]]) * losses(y, batch)) + optax.tree.norm(y, squared=True) / 10
+
+        return fb.Bilevel(lambda x, y, batch: jnp.mean(losses(y, batch)), inner), clients, np.zeros(3), y0
+
+    steps = {"batch_size": None, "local_steps": 1, "client_lr": 0.1, "server_lr": 0.1}
+    whole, blocks = (
+        fb.solve(fb.F2SA(**steps), *posed(attention), rounds=2)
+        for attention in (transformer.plain, transformer.in_blocks)
+    )
+    for have, want in zip(jax.tree.leaves(blocks.state), jax.tree.leaves(whole.state), strict=True):
+        np.testing.assert_allclose(have, want, rtol=0, atol=1e-8)  # differences lose six digits
+    assert np.linalg.norm(whole.x) > 1e-4
+    with pytest.raises(fb.errors.ConfigurationError, match=r"cannot differentiate the gradient.*Reverse.* fb\.F2SA"):
+        fb.solve(fb.SimFBO(**steps), *posed(transformer.in_blocks), rounds=1)

@@ -11,7 +11,7 @@ import fedbilevel as fb
 from fedbilevel.core.client import Client, Samples
 from fedbilevel.oracles import fixed_x, products
 from fedbilevel.oracles.differences import Differences
-from fedbilevel.oracles.fixed_x import inner_loss_at, inner_loss_on
+from fedbilevel.oracles.fixed_x import inner_loss_at, inner_loss_on, loss_at_points
 from representatives import slow_but
 
 SIZE, LONGEST, PIXELS, HIDDEN = 7, 9, 23, 4
@@ -132,3 +132,23 @@ def test_derivatives_go_through_complex_features():
     found = on_batch.pull(products.cross_of(on_batch.of_y, on_batch.features, y, v))
     np.testing.assert_allclose(found, exact, rtol=1e-10)
     np.testing.assert_allclose(Differences().cross_v(problem, x, y, v, batch), exact, rtol=1e-6)
+
+
+def test_several_points_share_what_does_not_depend_on_y():
+    """Values and derivatives are the loss's own; x is multiplied once forward, and once backward, for both points."""
+    batch = {"image": rng.normal(size=(SIZE, PIXELS)), "target": rng.normal(size=(SIZE, 2))}
+
+    def apart(x, points):
+        return sum(scale * network(x, y, batch) for scale, y in zip((1.0, -3.0), points, strict=True))
+
+    def together(x, points):
+        first, second = loss_at_points(network, x, Y, batch)(x, points)
+        return first - 3 * second
+
+    points = Y, 2 * Y
+    for have, want in zip(
+        *(jax.tree.leaves(jax.value_and_grad(f, (0, 1))(X, points)) for f in (together, apart)), strict=True
+    ):
+        np.testing.assert_allclose(have, want, rtol=1e-12, atol=1e-12)
+    products = [str(jax.make_jaxpr(jax.grad(f))(X, points)).count("dot_general") for f in (together, apart)]
+    assert products[1] - products[0] == 2

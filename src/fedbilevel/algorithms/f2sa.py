@@ -36,7 +36,6 @@ Checked in tests/algorithms/test_f2sa.py (x_λ in closed form, slope −2 in λ)
 """
 
 import jax
-import jax.numpy as jnp
 import optax
 from jax import Array
 
@@ -47,6 +46,7 @@ from fedbilevel.core.config import positive
 from fedbilevel.core.facts import Facts
 from fedbilevel.core.tree import XYV, PyTree, move
 from fedbilevel.oracles.differences import Differences
+from fedbilevel.oracles.fixed_x import loss_at_points
 from fedbilevel.oracles.products import Directions
 
 
@@ -79,13 +79,14 @@ class F2SA(OneExchange, FirstDerivatives):
         outer_batch, inner_batch = client.outer_batch(outer_key), client.inner_batch(inner_key)
         epsilon = Differences().step(y, v) if self.multiplier is None else 1 / self.multiplier
 
-        def s(x: PyTree, y: PyTree, v: PyTree) -> tuple[Array, tuple[Array, Array]]:
-            def losses(sign: Array) -> tuple[Array, Array]:
-                point = move(y, sign * epsilon, v)
-                return problem.outer(x, point, outer_batch), problem.inner(x, point, inner_batch)
+        outer = loss_at_points(problem.outer, x, y, outer_batch)
+        inner = loss_at_points(problem.inner, x, y, inner_batch)
 
-            f, g = jax.vmap(losses)(jnp.array([-1.0, 1.0]))
-            return f.mean() + (g[0] - g[1]) / (2 * epsilon), (f.mean(), g.mean())
+        def s(x: PyTree, y: PyTree, v: PyTree) -> tuple[Array, tuple[Array, Array]]:
+            points = move(y, -epsilon, v), move(y, epsilon, v)
+            f, g = outer(x, points), inner(x, points)
+            mean = (f[0] + f[1]) / 2
+            return mean + (g[0] - g[1]) / (2 * epsilon), (mean, (g[0] + g[1]) / 2)
 
         (s_x, s_y, s_v), means = jax.grad(s, (0, 1, 2), has_aux=True)(x, y, v)
         return Directions(XYV(s_x, optax.tree.scale(-1, s_v), optax.tree.scale(-1, s_y)), *means)

@@ -5,7 +5,7 @@ images. The loss is traced on a sample or on a batch. Its operations are then so
 samples, or y.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -15,7 +15,7 @@ from jax import Array, lax
 from jax.extend.core import Jaxpr, Literal, Var
 
 from fedbilevel.core.client import Client, Draw, Places
-from fedbilevel.core.problem import Problem
+from fedbilevel.core.problem import Loss, Problem
 from fedbilevel.core.tree import PyTree, join, split
 
 BYTES_AT_ONCE = 2**24
@@ -97,6 +97,25 @@ def inner_loss_on(problem: Problem, x: PyTree, y: PyTree, batch: PyTree) -> OnBa
 
     numbers, pull, others = jax.vjp(features, x, has_aux=True)
     return OnBatch(of_y, numbers, lambda slope: pull(slope)[0])
+
+
+def loss_at_points(
+    loss: Loss, x: PyTree, y: PyTree, batch: PyTree
+) -> Callable[[PyTree, Sequence[PyTree]], list[Array]]:
+    """Return the function (x, several y) -> [loss(x, y, batch) for each y], which can be differentiated in all of them.
+
+    What does not depend on y is computed once, and differentiated once. One call after the other is quicker on a CPU
+    than a `vmap` over the points, whose products of matrices have other weights for each point. Of `x` and `y` only the
+    shapes and types are used.
+    """
+    parts = partition_by_dependence(loss, x, y, batch)
+
+    def losses(x: PyTree, points: Sequence[PyTree]) -> list[Array]:
+        fixed = parts.fixed(x)
+        sample = parts.of_sample(fixed, batch)
+        return [parts.of_y(fixed, sample, point) for point in points]
+
+    return losses
 
 
 class Parts(NamedTuple):

@@ -1,0 +1,127 @@
+"""A small transformer that classifies images, with plain attention or with attention in blocks.
+
+Attention in blocks never has the whole matrix of weights, (tokens, tokens), in memory, as in Tri Dao et al.,
+"FlashAttention", NeurIPS 2022, arXiv:2205.14135. A query attends to tokens before it and to itself, and blocks after it
+are skipped. Forward and backward pass are loops whose numbers of steps depend on the block, and the backward pass is
+written out (`jax.custom_vjp`). JAX cannot differentiate such a loop in reverse, so there are no second derivatives.
+Compiled kernels for attention have the same property.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array, lax
+
+PATCH, BLOCK = 2, 28  # pixels of a side; tokens
+Attention = Callable[[Array, Array, Array], Array]
+"""(queries, keys, values), each (tokens, width), -> (tokens, width)."""
+
+
+def plain(q: Array, k: Array, v: Array) -> Array:
+    """Compute causal attention from the whole matrix of weights."""
+    scores = q @ k.T / jnp.sqrt(q.shape[1])
+    return jax.nn.softmax(jnp.where(jnp.tri(len(q), dtype=bool), scores, -jnp.inf)) @ v
+
+
+@jax.custom_vjp
+def in_blocks(q: Array, k: Array, v: Array) -> Array:
+    """Compute causal attention block by block; the number of tokens is a multiple of BLOCK."""
+    return forward(q, k, v)[0]
+
+
+def block(a: Array, i: Array) -> Array:
+    """Return block i of some rows."""
+    return lax.dynamic_slice_in_dim(a, i * BLOCK, BLOCK)
+
+
+def scores(q: Array, k: Array, i: Array, j: Array) -> Array:
+    """Return the scores of block i of queries and block j of keys."""
+    place = jnp.arange(BLOCK)
+    earlier = i * BLOCK + place[:, None] >= j * BLOCK + place
+    return jnp.where(earlier, block(q, i) @ block(k, j).T / jnp.sqrt(q.shape[1]), -jnp.inf)
+
+
+def forward(q: Array, k: Array, v: Array) -> tuple[Array, Any]:
+    """Return the attention, and what the backward pass needs."""
+
+    def of_block(i: Array) -> tuple[Array, Array]:
+        def step(j: Array, carry: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            most, total, mean = carry
+            s = scores(q, k, i, j)
+            new = jnp.maximum(most, s.max(1))
+            weights, shrink = jnp.exp(s - new[:, None]), jnp.exp(most - new)
+            return new, shrink * total + weights.sum(1), shrink[:, None] * mean + weights @ block(v, j)
+
+        start = jnp.full(BLOCK, -jnp.inf, q.dtype), jnp.zeros(BLOCK, q.dtype), jnp.zeros_like(block(v, i))
+        most, total, mean = lax.fori_loop(0, i + 1, step, start)
+        return mean / total[:, None], most + jnp.log(total)
+
+    out, norms = lax.map(of_block, jnp.arange(len(q) // BLOCK))
+    out = out.reshape(v.shape)
+    return out, (q, k, v, out, norms)
+
+
+def backward(kept: Any, slope: Array) -> tuple[Array, Array, Array]:
+    """Return the derivatives in q, k and v; weights are computed again from the norms, block by block."""
+    q, k, v, out, norms = kept
+    along = jnp.sum(out * slope, axis=1)
+
+    def row(i: Array, slopes: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        def step(j: Array, slopes: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+            weights = jnp.exp(scores(q, k, i, j) - norms[i][:, None])
+            of_weights = block(slope, i) @ block(v, j).T - block(along, i)[:, None]
+            of_scores = weights * of_weights / jnp.sqrt(q.shape[1])
+            parts = (i, of_scores @ block(k, j)), (j, of_scores.T @ block(q, i)), (j, weights.T @ block(slope, i))
+            added = [
+                lax.dynamic_update_slice_in_dim(a, block(a, at) + part, at * BLOCK, 0)
+                for a, (at, part) in zip(slopes, parts, strict=True)
+            ]
+            return added[0], added[1], added[2]
+
+        return lax.fori_loop(0, i + 1, step, slopes)
+
+    return lax.fori_loop(0, len(q) // BLOCK, row, (jnp.zeros_like(q), jnp.zeros_like(k), jnp.zeros_like(v)))
+
+
+in_blocks.defvjp(forward, backward)
+
+
+def start(key: Array, side: int, width: int, blocks: int, classes: int) -> dict[str, Any]:
+    """Draw the parameters for images of a side; those of all blocks are stacked."""
+    keys = iter(jax.random.split(key, 7))
+    tokens = (side // PATCH) ** 2
+
+    def drawn(*shape: int) -> Array:
+        return jax.random.normal(next(keys), shape) / jnp.sqrt(shape[-2])
+
+    return {
+        "patch": drawn(PATCH**2, width),
+        "place": drawn(tokens, width),
+        "blocks": {
+            "qkv": drawn(blocks, width, 3 * width),
+            "out": drawn(blocks, width, width) / blocks,
+            "wide": drawn(blocks, width, 2 * width),
+            "back": drawn(blocks, 2 * width, width) / blocks,
+        },
+        "head": drawn(width, classes),
+    }
+
+
+def logits(y: Any, images: Array, attention: Attention, heads: int) -> Array:
+    """Return the logits, (n, classes), of images, (n, side, side)."""
+    n, side, _ = images.shape
+    patches = images.reshape(n, side // PATCH, PATCH, side // PATCH, PATCH).swapaxes(2, 3).reshape(n, -1, PATCH**2)
+
+    def split(a: Array) -> Array:
+        return a.reshape(*a.shape[:2], heads, -1).swapaxes(1, 2)
+
+    def step(h: Array, w: Any) -> tuple[Array, None]:
+        q, k, v = map(split, jnp.split(jax.nn.standardize(h) @ w["qkv"], 3, axis=-1))
+        seen = jax.vmap(jax.vmap(attention))(q, k, v).swapaxes(1, 2).reshape(h.shape)
+        h = h + seen @ w["out"]
+        return h + jax.nn.gelu(jax.nn.standardize(h) @ w["wide"]) @ w["back"], None
+
+    h, _ = lax.scan(step, patches @ y["patch"] + y["place"], y["blocks"])
+    return h.mean(1) @ y["head"]
