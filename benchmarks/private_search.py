@@ -10,7 +10,7 @@ search with k trials makes k runs of FedAvg with 40/k rounds each, from y = 0, t
 chooses the others, with entries of x between -3 and 3. "Equal weights" is the first trial alone. A trial's validation
 loss is computed without noise and costs no ε, which favours the search.
 
-Steps cannot adapt under privacy. Each method has the best of six values, or pairs, by the validation loss on a split
+Steps cannot adapt under privacy. Each method has the best of nine values, or pairs, by the validation loss on a split
 that is in no result; this costs no ε, either. C is half of the length of a direction: the norms of directions are 0.3
 to 0.9. Differences are to SimFBO, paired by split, with 95 % intervals (Student's). Covertype is read from
 $FEDBILEVEL_DATA.
@@ -36,8 +36,8 @@ from fedbilevel.tasks.images import load_rows
 SOURCES, SWAPPED, SAMPLES, FEATURES = 8, 3, 10, 10
 EXCHANGES, CLIP, BOUND = 40, 0.5, 3.0
 TUNING = 100  # the split on which steps are chosen
-PAIRS = [(x, y) for x in (1.0, 3.0, 10.0) for y in (0.3, 1.0)]  # SimFBO's steps on x, and on y and v
-STEPS = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0)  # FedAvg's
+PAIRS = [(x, y) for x in (1.0, 3.0, 10.0) for y in (0.1, 0.3, 1.0)]  # SimFBO's steps on x, and on y and v
+STEPS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # FedAvg's
 TRIALS = {"equal weights": 1, "TPE, 4 trials": 4, "TPE, 8 trials": 8}
 QUICK = {"clients": (4000,), "splits": (0, 1), "epsilons": (8,)}
 optuna.logging.set_verbosity(optuna.logging.WARNING)
