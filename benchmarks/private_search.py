@@ -1,23 +1,24 @@
 """One bilevel run beside a search whose trials share its privacy: local differential privacy, ε for each client in all.
 
-Clients have 10 training and 10 validation samples of Covertype each: ten features, and whether the tree is a spruce.
-They come from 8 sources, three of which have the two labels of their training samples swapped. x weights the
-sources: g_i = w(x) CE + 0.001 ‖y‖² with w = 8 softmax(x), and f is the CE of validation samples, whose labels are
-right.
+Clients have 5 training and 5 validation samples of Covertype each: ten features, and whether the tree is a spruce. They
+come from 8 sources, three of which have the two labels of their training samples swapped. x weights the sources:
+g_i = w(x) CE + 0.001 ‖y‖² with w = 8 softmax(x), and f is the CE of validation samples, whose labels are right.
 
 Every method has 40 exchanges, so that the noise for an ε is the same for all. SimFBO makes one run of 40 rounds. A
 search with k trials makes k runs of FedAvg with 40/k rounds each, from y = 0, the first one with equal weights; TPE
 chooses the others, with entries of x between -3 and 3. "Equal weights" is the first trial alone. A trial's validation
 loss is computed without noise and costs no ε, which favours the search.
 
-Steps cannot adapt under privacy. Each method has the best of nine values, or pairs, by the validation loss on a split
-that is in no result; this costs no ε, either. C is half of the length of a direction: the norms of directions are 0.3
-to 0.9. Differences are to SimFBO, paired by split, with 95 % intervals (Student's). Covertype is read from
-$FEDBILEVEL_DATA.
+Steps cannot adapt under privacy. Each method has the best of 12 settings by the validation loss on samples that are in
+no result; this costs no ε, either. A setting has a clip C, in units of a direction, which is the sum of the gradients
+in a reply: the norms of most directions are between 0.3 and 1. Differences are to SimFBO, paired by split, with 95 %
+intervals (Student's). Splits of 12,000 clients share about half of their samples, and noise is drawn anew for each.
+Covertype is read from $FEDBILEVEL_DATA.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -33,11 +34,12 @@ from benchmarks.harness import head, row
 from benchmarks.privacy import DELTA, MULTIPLIERS
 from fedbilevel.tasks.images import load_rows
 
-SOURCES, SWAPPED, SAMPLES, FEATURES = 8, 3, 10, 10
-EXCHANGES, CLIP, BOUND = 40, 0.5, 3.0
-TUNING = 100  # the split on which steps are chosen
-PAIRS = [(x, y) for x in (1.0, 3.0, 10.0) for y in (0.1, 0.3, 1.0)]  # SimFBO's steps on x, and on y and v
-STEPS = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)  # FedAvg's
+SOURCES, SWAPPED, SAMPLES, FEATURES = 8, 3, 5, 10
+EXCHANGES, BOUND = 40, 3.0
+TUNING = -1  # the split on which settings are chosen
+CLIPS = (0.5, 1.0)
+SETTINGS = list(itertools.product((1.0, 3.0, 10.0), (0.3, 1.0), CLIPS))  # SimFBO's steps on x, on y and v, and its clip
+STEPS = list(itertools.product((0.1, 0.3, 1.0, 3.0, 10.0, 30.0), CLIPS))  # FedAvg's
 TRIALS = {"equal weights": 1, "TPE, 4 trials": 4, "TPE, 8 trials": 8}
 QUICK = {"clients": (4000,), "splits": (0, 1), "epsilons": (8,)}
 optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -83,12 +85,15 @@ class End(NamedTuple):
 
 
 def split_of(number: int, clients: int) -> Split:
-    found, rng = load_rows("covtype", 0.0, 0).standardised(), np.random.default_rng(number)
+    found, rng = load_rows("covtype", 0.0, 0).standardised(), np.random.default_rng(number + 1)
 
     def samples(rows: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
         return {"row": np.insert(rows[..., :FEATURES], 0, 1, axis=-1), "label": (labels == 0).astype(np.float32)}
 
-    drawn = rng.permutation(len(found.train_labels))[: 2 * clients * SAMPLES].reshape(2, clients, SAMPLES)
+    aside = 120_000  # rows for tuning
+    first, last = np.split(np.random.default_rng(0).permutation(len(found.train_labels)), [aside])
+    rows = rng.permutation(first if number == TUNING else last)
+    drawn = rows[: 2 * clients * SAMPLES].reshape(2, clients, SAMPLES)
     train, valid = (samples(found.train_images[part], found.train_labels[part]) for part in drawn)
     source = np.broadcast_to(np.arange(clients)[:, None] % SOURCES, (clients, SAMPLES))
     train["label"] = np.where(source < SWAPPED, 1 - train["label"], train["label"])
@@ -114,29 +119,31 @@ BILEVEL, SINGLE = fb.Bilevel(outer, inner), fb.SingleLevel(trained)
 START = np.zeros(SOURCES), np.zeros(1 + FEATURES)
 
 
-def by_simfbo(split: Split, number: int, epsilon: float | None, steps: tuple[float, float]) -> End:
-    sizes = fb.XYV(x=steps[0], y=steps[1], v=steps[1])
+def by_simfbo(split: Split, number: int, epsilon: float | None, setting: tuple[float, ...]) -> End:
+    x, y, clip = setting
+    sizes = fb.XYV(x=x, y=y, v=y)
     method = fb.SimFBO(local_steps=1, batch_size=None, client_lr=sizes, server_lr=sizes)
-    privacy = terms(epsilon, CLIP)
+    privacy = terms(epsilon, clip)
     clients = fb.Clients(split.valid, split.train)
     run = fb.solve(
-        method, BILEVEL, clients, *START, rounds=EXCHANGES, eval_every=EXCHANGES, privacy=privacy, key=number
+        method, BILEVEL, clients, *START, rounds=EXCHANGES, eval_every=EXCHANGES, privacy=privacy, key=number + 1
     )
     return end(split, run.x, run.y)
 
 
-def by_search(trials: int, split: Split, number: int, epsilon: float | None, lr: float) -> End:
+def by_search(trials: int, split: Split, number: int, epsilon: float | None, setting: tuple[float, ...]) -> End:
     """The end of the trial with the least validation loss. A reply of FedAvg is a direction times lr."""
+    lr, clip = setting
     method, rounds = fb.FedAvg(lr=lr, local_steps=1, batch_size=None), EXCHANGES // trials
-    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=number))
+    study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=number + 1))
     study.enqueue_trial({f"x{i}": 0.0 for i in range(SOURCES)})
     ends = []
     for each in range(trials):
         trial = study.ask()
         x = np.array([trial.suggest_float(f"x{i}", -BOUND, BOUND) for i in range(SOURCES)])
         weight = np.asarray(source_weights(x))[split.train["source"]]
-        clients, key = fb.Clients(split.train | {"weight": weight}), 100 * number + each
-        privacy = terms(epsilon, CLIP * lr)
+        clients, key = fb.Clients(split.train | {"weight": weight}), 100 * (number + 1) + each
+        privacy = terms(epsilon, clip * lr)
         run = fb.solve(method, SINGLE, clients, START[1], rounds=rounds, eval_every=rounds, privacy=privacy, key=key)
         ends.append(end(split, x, run.x))
         study.tell(trial, ends[-1].validation)
@@ -144,13 +151,13 @@ def by_search(trials: int, split: Split, number: int, epsilon: float | None, lr:
 
 
 def ends_of(method: Callable[..., End], values: Sequence[Any], epsilon: float | None, splits: dict[int, Split]) -> Any:
-    """Return the chosen steps, and an array (splits, 4) of ends with them."""
-    chosen = min(values, key=lambda steps: method(splits[TUNING], TUNING, epsilon, steps).validation)
+    """Return the chosen setting, and an array (splits, 4) of ends with it."""
+    chosen = min(values, key=lambda setting: method(splits[TUNING], TUNING, epsilon, setting).validation)
     return chosen, np.array([method(at, number, epsilon, chosen) for number, at in splits.items() if number != TUNING])
 
 
 def main(
-    clients: tuple[int, ...] = (4000, 16_000),
+    clients: tuple[int, ...] = (4000, 12_000),
     splits: tuple[int, ...] = (0, 1, 2, 3, 4),
     epsilons: tuple[int, ...] = (0, 8, 3),
 ) -> None:
@@ -162,13 +169,13 @@ def main(
         "difference",
         "test accuracy",
         "weight of swapped",
-        "steps",
+        "steps, clip",
     )
     head("clients", "ε", "method", *columns)
     for count in clients:
         drawn = {number: split_of(number, count) for number in (*splits, TUNING)}
         for epsilon in epsilons:
-            simfbo = ends_of(by_simfbo, PAIRS, epsilon or None, drawn)
+            simfbo = ends_of(by_simfbo, SETTINGS, epsilon or None, drawn)
             found = {"SimFBO": simfbo}
             for name, trials in TRIALS.items():
                 found[name] = ends_of(partial(by_search, trials), STEPS, epsilon or None, drawn)

@@ -23,13 +23,12 @@ STRONG = (
 )
 """The ends of names that are always those of secrets."""
 LIKELY = (
-    r"token|jwt|credentials?|signature(?!=\w+\([^()\"']*\))|session[-_]?(?:id)?|oauth\w{0,30}|"
+    r"token|jwt|credentials?|signature|session[-_]?(?:id)?|oauth\w{0,30}|"
     "(?<![a-z])(?:pass|pw|auth(?:[-_]code)?|sig)"
 )
-"""The ends of names of secrets in queries; elsewhere the value must be no number, unlike that of "token = 3".
-
-"signature=f(x)" is the signature of a function.
-"""
+"""The ends of names of secrets in queries; elsewhere the value must be no number, unlike that of "token = 3"."""
+FUNCTION = r"""signature=\w+\([^()"']*\)(?:[\s,;.)]|$)"""
+"""The signature of a function, as in "signature=f(x)"; in a query such a text is hidden, too."""
 TAIL = r"[\d_]*(?:\[\]|%5B%5D)?"
 """What may follow the name of a secret if there are several, as in "token2" or "token[]"."""
 NAME = re.compile(rf"(?:(?:{STRONG})s?|{LIKELY}){TAIL}(?:\.|$)", re.IGNORECASE | re.VERBOSE)
@@ -38,7 +37,7 @@ NAME = re.compile(rf"(?:(?:{STRONG})s?|{LIKELY}){TAIL}(?:\.|$)", re.IGNORECASE |
 class SecretForm(NamedTuple):
     """Describe a form in which texts have secrets."""
 
-    before: str  # the pattern of what is before the secret, or of the secret itself
+    pattern: str  # of what is before the secret, or of the secret
     example: str
 
 
@@ -46,7 +45,8 @@ NAMED = {
     "assigned": SecretForm(rf"""(?:{STRONG})s?{TAIL}\\?["']?\s*(?:=>?|%3D)\s*+""", "password => 'my secret'"),
     "in JSON or a header": SecretForm(rf"""(?<!/)(?:{STRONG})s?{TAIL}\\?["']?\s*:\s*+""", '"api_key": "a secret"'),
     "likely, and no number": SecretForm(
-        rf"""(?:{LIKELY}){TAIL}(?:\\?["']\s*:|\s*(?:=>?|%3D))\s*+(?=\\?["'(]|\w[^\s;&,]*[a-z])""", "token = 3secret"
+        rf"""(?!{FUNCTION})(?:{LIKELY}){TAIL}(?:\\?["']\s*:|\s*(?:=>?|%3D))\s*+(?=\\?["'(]|\w[^\s;&,]*[a-z])""",
+        "token = 3secret",
     ),
     "in a query": SecretForm(
         rf"""(?:[?&;\#]|%3F|%26)(?:(?!%3F|%26)[^\s=&;\#?])*?
@@ -74,7 +74,7 @@ HEADER = r"""((?:(["'])[\w-]{0,30})?(?<!/)(?:authorization|cookie)[ \t]*:[ \t]*+
 
 
 def _one_of(forms: Mapping[str, SecretForm]) -> str:
-    return "|".join(form.before for form in forms.values())
+    return "|".join(form.pattern for form in forms.values())
 
 
 SECRETS = {
@@ -85,7 +85,7 @@ SECRETS = {
     "a name and its secret": SecretForm(rf"({_one_of(NAMED)}){NOTHING}(?:{_one_of(VALUES)})", "password=secret"),
 }
 """The patterns of secrets, with what is before the secret as the first group; they are replaced in this order."""
-HIDDEN = [re.compile(form.before, re.IGNORECASE | re.VERBOSE) for form in SECRETS.values()]
+HIDDEN = [re.compile(form.pattern, re.IGNORECASE | re.VERBOSE) for form in SECRETS.values()]
 SEED = re.compile(r"((?<![a-z])seeds?(?:[-_]| ?[=:] ?| ))(\d+(?:, ?\d+)*)", re.IGNORECASE)
 
 
@@ -110,7 +110,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """Return the nearest of some names, without regard to case and to dashes at the start; "" if none is near."""
     bare = {valid.lower().lstrip("-"): valid for valid in names}
     if SAME.get(name) in bare:
-        return SAME[name]
+        return bare[SAME[name]]
     near = get_close_matches(name.lower().lstrip("-"), bare, n=1)
     return bare[near[0]] if near else ""
 

@@ -64,6 +64,8 @@ SECRET = "hunter2-Ab_9"
         ('"{\\"token\\": \\"my SECRET\\"}"', '"{\\"token\\": ***}"'),
         ("password => SECRET, token => 'my SECRET'", "password => ***, token => ***"),
         ("https://me:my SECRET@host/x", "https://***@host/x"),
+        ("https://host/?signature=f(SECRET)", "https://host/?signature=***)"),
+        ("signature=x(y)SECRET port", "signature=*** port"),
         ("https://me:a 1 SECRET@host: me@host", "https://***@host: me@host"),
     ],
 )  # fmt: skip
@@ -118,23 +120,23 @@ def test_no_text_takes_long(start, piece) -> None:
 
 @pytest.mark.parametrize("name", wording.NAMED)
 def test_each_form_hides_its_example(name) -> None:
-    """And it alone does so: without it the example stays as it is, or loses its secret in part."""
+    """And it alone does so: without it the example stays as it is."""
     form = wording.NAMED[name]
-    others = [other.before for key, other in wording.NAMED.items() if key != name]
-    values = "|".join(value.before for value in wording.VALUES.values())
+    others = [other.pattern for key, other in wording.NAMED.items() if key != name]
+    values = "|".join(value.pattern for value in wording.VALUES.values())
 
     def hidden(*before: str) -> str:
         pattern = re.compile(rf"({'|'.join(before)})(?:{values})", re.IGNORECASE | re.VERBOSE)
         return pattern.sub(r"\1***", form.example)
 
-    assert hidden(form.before) == wording.without_secrets(form.example) != form.example
+    assert hidden(form.pattern) == wording.without_secrets(form.example) != form.example
     assert hidden(*others) == form.example
 
 
 @pytest.mark.parametrize("name", wording.VALUES)
 def test_each_form_of_a_value_is_hidden_as_a_whole(name) -> None:
     value = wording.VALUES[name]
-    assert re.fullmatch(value.before, value.example, re.IGNORECASE | re.VERBOSE)
+    assert re.fullmatch(value.pattern, value.example, re.IGNORECASE | re.VERBOSE)
     assert wording.without_secrets(f"password={value.example} port=1") == "password=*** port=1"
 
 
@@ -178,3 +180,15 @@ def test_the_seed_of_a_run_is_hidden_in_its_name() -> None:
     assert wording.without_seed("run.seed=7, Seed: 3") == "run.seed=***, Seed: ***"
     assert wording.without_seed("task_seed-3, seeds 1, 2") == "task_seed-***, seeds ***, ***"
     assert wording.without_seed("exceeds 3 of 4, seeded 5") == "exceeds 3 of 4, seeded 5"
+
+
+@pytest.mark.parametrize(
+    ("name", "names", "near"),
+    [
+        ("--seed", ["--key"], ""), ("seed", ["--key"], "--key"), ("seed", ["key"], "key"),
+        ("Ridge", ["ridge"], "ridge"), ("abcdxxx", ["abcdyyy"], ""), ("abcdexx", ["abcdeyy"], "abcdeyy"),
+    ],
+)  # fmt: skip
+def test_a_name_is_near_from_a_ratio_of_six_tenths(name, names, near) -> None:
+    """Twice the number of equal letters, over that of all: 8/14 is below, 10/14 above."""
+    assert wording.nearest(name, names) == near

@@ -102,6 +102,7 @@ OTHERS = {
     "flower --debug demmo": "unknown command demmo; did you mean demo? (fedbilevel flower --help lists all commands)",
     "--degub run quadratic": "unknown argument --degub; did you mean --debug after the command? (fedbilevel --help",
     "--rounds 3 run quadratic": "unknown argument --rounds; did you mean --rounds after the command?",
+    "--version=2": "argument --version: ignored explicit argument '2'",
     "flower --pert=2 demo": "unknown argument --pert (fedbilevel flower --help lists all options)",
 }
 CASES = OTHERS | {

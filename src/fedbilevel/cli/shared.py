@@ -74,7 +74,7 @@ class Parser(argparse.ArgumentParser):
                 break
             if not name.startswith("-"):
                 self.refuse("command", name, nearest(name, self.commands))
-            if not any(option.startswith(name) for option in self._option_string_actions):
+            if not any(option.startswith(name.partition("=")[0]) for option in self._option_string_actions):
                 self.refuse_option(name)
         options, extra = super().parse_known_args(args, namespace)
         if extra:

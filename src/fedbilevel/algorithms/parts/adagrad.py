@@ -3,10 +3,10 @@
 Let h_t be the hypergradient of round t = 0, 1, …, j an entry of x, d the number of entries, η the field `x_lr`,
 R = REACH, a = SHARED and T = WARM_UP. The factor w_t ≤ 1 makes x wait for y (`ServerCurvature.slower`). The step is
 
-    x_j ← x_j − min(w_t u_t r_{t,j} / s_{t,j},  η / |h_{t,j}|) h_{t,j}
+    x_j ← x_j − min(w_t q_t r_{t,j} / s_{t,j},  η / |h_{t,j}|) h_{t,j}
 
-    u_t = 1                   for a leaf of x that is a number or a vector
-    u_t = min(1, (t + 1)/T)   for a leaf with two dimensions or more
+    q_t = 1                   for a leaf of x that is a number or a vector
+    q_t = min(1, (t + 1)/T)   for a leaf with two dimensions or more
 
     r_{t,j} = min(Rη, max(r_0, max_{u≤t} |x_{u,j} − x_{0,j}|)),    r_0 = Rη min(1, max(‖x_0‖, 1) / √d)
 
