@@ -31,7 +31,7 @@ from fedbilevel.tasks import networks
 
 SIDE, CLASSES, RIDGE = 28, 10, 1e-3
 CLIENTS, SAMPLES, BATCH, LOCAL_STEPS = 2, 128, 16, 5
-WIDTH, HEADS, BLOCKS = 32, 2, 2
+WIDTH, HEADS, LAYERS = 32, 2, 2
 IN_BLOCKS = "transformer, attention in blocks"
 NETWORKS = ("mlp", "cnn", "transformer", IN_BLOCKS)
 METHODS = ("SimFBO", "F2SA")
@@ -43,7 +43,7 @@ def network(name: str) -> tuple[Any, Any]:
     key = jax.random.key(0)
     if "transformer" in name:
         attention = transformer.in_blocks if name == IN_BLOCKS else transformer.plain
-        y = transformer.start(key, SIDE, WIDTH, BLOCKS, CLASSES)
+        y = transformer.start(key, SIDE, WIDTH, LAYERS, CLASSES)
         return y, partial(transformer.logits, attention=attention, heads=HEADS)
     shape, hidden = ((SIDE, SIDE, 1), (16, 32, 128)) if name == "cnn" else ((SIDE * SIDE,), (512, 512, 512))
     made = getattr(networks, name)(shape, hidden, CLASSES)

@@ -88,8 +88,8 @@ def backward(kept: Any, slope: Array) -> tuple[Array, Array, Array]:
 in_blocks.defvjp(forward, backward)
 
 
-def start(key: Array, side: int, width: int, blocks: int, classes: int) -> dict[str, Any]:
-    """Draw the parameters for images of a side; those of all blocks are stacked."""
+def start(key: Array, side: int, width: int, layers: int, classes: int) -> dict[str, Any]:
+    """Draw the parameters for images of a side; those of all layers are stacked."""
     keys = iter(jax.random.split(key, 7))
     tokens = (side // PATCH) ** 2
 
@@ -99,11 +99,11 @@ def start(key: Array, side: int, width: int, blocks: int, classes: int) -> dict[
     return {
         "patch": drawn(PATCH**2, width),
         "place": drawn(tokens, width),
-        "blocks": {
-            "qkv": drawn(blocks, width, 3 * width),
-            "out": drawn(blocks, width, width) / blocks,
-            "wide": drawn(blocks, width, 2 * width),
-            "back": drawn(blocks, 2 * width, width) / blocks,
+        "layers": {
+            "qkv": drawn(layers, width, 3 * width),
+            "out": drawn(layers, width, width) / layers,
+            "wide": drawn(layers, width, 2 * width),
+            "back": drawn(layers, 2 * width, width) / layers,
         },
         "head": drawn(width, classes),
     }
@@ -123,5 +123,5 @@ def logits(y: Any, images: Array, attention: Attention, heads: int) -> Array:
         h = h + seen @ w["out"]
         return h + jax.nn.gelu(jax.nn.standardize(h) @ w["wide"]) @ w["back"], None
 
-    h, _ = lax.scan(step, patches @ y["patch"] + y["place"], y["blocks"])
+    h, _ = lax.scan(step, patches @ y["patch"] + y["place"], y["layers"])
     return h.mean(1) @ y["head"]

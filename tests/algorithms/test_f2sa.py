@@ -182,7 +182,7 @@ def test_methods_of_second_derivatives_say_what_they_cannot_differentiate(loss):
 def test_a_transformer_whose_attention_has_no_second_derivatives(monkeypatch):
     """All of it is y. F2SA computes with attention in blocks what it computes with the whole matrix of weights."""
     monkeypatch.setattr(transformer, "BLOCK", 2)
-    rng, y0 = np.random.default_rng(0), transformer.start(jax.random.key(0), side=4, width=4, blocks=1, classes=3)
+    rng, y0 = np.random.default_rng(0), transformer.start(jax.random.key(0), side=4, width=4, layers=1, classes=3)
     clients = fb.Clients({"image": rng.normal(size=(2, 2, 4, 4)), "label": np.array([[0, 1], [2, 1]])})
 
     def posed(attention):
