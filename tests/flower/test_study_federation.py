@@ -129,7 +129,7 @@ def test_a_site_that_is_not_there_ends_the_study_with_its_name(files, tmp_path):
     said, ended = status.lines, status.ended
     assert "client 1, round 0" in " ".join(said)
     assert isinstance(ended, ExchangeError)
-    assert str(ended).endswith("run', the study continues")
+    assert str(ended).endswith("run', the study starts from the beginning")  # nothing is saved before the search
 
 
 class Killed(BaseException):
@@ -176,7 +176,29 @@ def test_only_an_exchange_may_succeed_if_it_is_repeated(kind, files, tmp_path, m
     monkeypatch.setattr("fedbilevel.experiments.study.played", wrong)
     with pytest.raises(kind, match="choose another folder; sites: 0 north") as raised:
         serve(study("ridge"), Nodes(client_app(study("ridge")), files), {"out": str(tmp_path / "run")})
-    assert ("the study continues" in str(raised.value)) == (kind is ExchangeError)
+    assert ("the study starts from the beginning" in str(raised.value)) == (kind is ExchangeError)
+
+
+@pytest.mark.parametrize(
+    ("wide", "then"),
+    [
+        (300, "the search for penalties continues"),
+        pytest.param(5, "the study starts from the beginning", marks=pytest.mark.slow),
+    ],
+)
+def test_an_interrupted_study_says_whether_its_search_continues(wide, then, files, tmp_path, monkeypatch):
+    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", wide)
+    given = study("ridge", rounds=20)
+    asked = dict.fromkeys(range(3), 0)
+
+    def absent(client, _):
+        """Let client 1 leave after ten messages, when the search has begun."""
+        asked[client] += 1
+        return np.inf if client == 1 and asked[1] > 10 else 0
+
+    grid = Nodes(client_app(given), files, delay=absent)
+    with pytest.raises(ExchangeError, match=f"sites: 0 north.*run', {then}"):
+        serve(given, grid, {"out": str(tmp_path / "run"), "deadline": 1.0, "join": 0.5, "attempts": 1, "poll": 0.1})
 
 
 def phases(place):
@@ -241,11 +263,12 @@ def test_a_site_keeps_to_its_limits_from_the_first_message(change, why, files, c
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-def test_requests_and_the_agreement_are_in_the_state_folder(files, tmp_path):
+def test_requests_and_the_agreement_are_in_the_state_folder(files, tmp_path, caplog):
     """Statistics, agreement and exchanges count alike, and a site whose process is another one goes on."""
     given, folder = study("ridge", rounds=3), tmp_path / "state"
     every = {"state-folder": str(folder)}
     apps = []
+    caplog.set_level("INFO", logger="fedbilevel.client")
 
     def another(message: Message, context):  # a process for each message, as Flower's stock SuperNode has it
         apps.append(client_app(given))
@@ -256,6 +279,10 @@ def test_requests_and_the_agreement_are_in_the_state_folder(files, tmp_path):
     counted = json.loads((folder / "client-0-requests.json").read_text())["total"]
     assert counted == len(apps) / 3
     assert json.loads((folder / "client-1-agreement.json").read_text())["run"] == federations.NAME
+    described = [text for text in caplog.messages if "; folder " in text]
+    assert any("'digest'" in text for text in described)  # before the agreement
+    assert any("'digest'" not in text for text in described)  # after it
+    assert all(f"; folder {folder};" in text for text in described)
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")

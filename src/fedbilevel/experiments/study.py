@@ -142,7 +142,9 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
     except FedbilevelError as error:
         kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), ExchangeError)
         said = str(error).replace(FORCE, "choose another folder")  # a study has no resume="force"
-        again = f". If it is submitted again with out='{place.path.resolve()}', the study continues"
+        searching = any(place.path.glob(CHECKPOINT.format("*")))  # of many features, no search is saved
+        then = "the search for penalties continues" if searching else "the study starts from the beginning"
+        again = f". If it is submitted again with out='{place.path.resolve()}', {then}"
         ended = kind(f"{said}; sites: {names}{again if isinstance(error, ExchangeError) else ''}")
         note_end(place, ended)
         raise ended from error
@@ -152,9 +154,9 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
 def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel:
     """Run the study with the sites that a `Flower` reaches; every site must reply to every exchange.
 
-    The search is saved in `place` after each exchange, in a file of this study and of what sites told. In an
-    interrupted study, sites tell their statistics anew; the search goes on only if these are the same. None: it is not
-    saved.
+    With at most 300 features, the search is saved in `place` after each exchange, in a file whose name depends on the
+    study and on the sum of the sites' statistics. After an interruption, the sites send their statistics again, and the
+    search continues if study and sum are the same. With more features, or if `place` is None, the search is not saved.
 
     Raises:
         ExchangeError: a site is missing or refuses; the message names the site and the reason.
@@ -198,8 +200,8 @@ def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel
     return evaluated(model, ask)
 
 
-def _told(table: SiteTable, question: str) -> str:
-    """Answer a question before sites have agreed: with statistics, or by a refusal if the table lacks a column."""
+def _first_answer(table: SiteTable, question: str) -> str:
+    """Answer a question before the agreement: with statistics, or by a refusal if the table lacks a column."""
     if question == STATISTICS:
         return json.dumps(table.statistics(), ensure_ascii=False)
     try:
@@ -212,7 +214,7 @@ def _told(table: SiteTable, question: str) -> str:
 
 
 def _checkpoint(place: Folder, agreement: Agreement) -> Path:
-    """Return where the search of this agreement is saved; say so where one is found."""
+    """Return the file of the search of this agreement, and print its path if it exists."""
     digest = hashlib.sha256(f"{agreement.study.text}{agreement.text}".encode()).hexdigest()
     file = place.path / CHECKPOINT.format(digest[:16])
     if exist(file):
@@ -235,7 +237,7 @@ def site(study: Study, run_config: Mapping[str, Any], node_config: Mapping[str, 
             problem=SingleLevel(_nothing),
             x0=np.zeros(1),
             outer={"digest": table.digest()},
-            answer=partial(_told, table),
+            answer=partial(_first_answer, table),
             same_data=node.get("same_data", False),
             folder=Path(node["state_folder"]).expanduser() if "state_folder" in node else None,
         )

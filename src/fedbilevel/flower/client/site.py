@@ -181,9 +181,18 @@ class ClientRuntime:
         serving: whether the client takes part from now on, so that its folder stores the hash of its samples.
         app: the hash of the app, for the audit.
         refusals: what logs refusals; None: an object of this client's own.
+        store: the store in the folder that the node configuration names. It is used if the site itself names no folder,
+            as in a study after the agreement: its samples then have another form, and their hash is not compared.
     """
 
-    def __init__(self, site: Site, serving: bool = True, app: str = "", refusals: RefusalLog | None = None) -> None:
+    def __init__(
+        self,
+        site: Site,
+        serving: bool = True,
+        app: str = "",
+        refusals: RefusalLog | None = None,
+        store: FolderStore | None = None,
+    ) -> None:
         self.site, self.app, self.refusals = site, app, refusals or RefusalLog()
         (self.x, x_fixed), (self.y, y_fixed) = split(site.x0), split(site.y0)
         self.problem = site.problem.with_fixed(x_fixed, y_fixed)
@@ -201,9 +210,9 @@ class ClientRuntime:
         floor = site.limits.min_batch_size
         self.outer = _samples(outer, floor)
         self.inner = self.outer if inner is outer else _samples(inner, floor)
-        self.store = None if site.folder is None else FolderStore(site.folder, site.id)
+        self.store = store if site.folder is None else FolderStore(site.folder, site.id)
         self.changed = ""
-        if self.store is not None:
+        if self.store is not None and site.folder is not None:
             hashes = of_samples(alone, current_group())
             self.changed = self.store.other_samples(hashes, known=serving and not site.same_data)
         if self.changed and serving:
@@ -255,7 +264,7 @@ class ClientRuntime:
         return {
             "samples": f"{self.outer.longest} outer, {self.inner.longest} inner, of {features}",
             **({"changed": self.changed} if self.changed else {}),
-            "folder": str(self.site.folder or "none: its state is lost when its SuperNode restarts"),
+            "folder": str(self.store.folder) if self.store else "none: its state is lost when its SuperNode restarts",
             "privacy": hidden,
             "floors": f"{limits.min_local_samples} samples, batches of {limits.min_batch_size}",
             "approval": self.approval(),
@@ -263,13 +272,13 @@ class ClientRuntime:
 
     def approval(self) -> str:
         """Return what a person has to approve, or who has approved it, in words."""
-        name, folder = wire.digest(self.subject) if self.subject else "", self.site.folder
+        name = wire.digest(self.subject) if self.subject else ""
         if self.site.approve == "all":
             return f"every run is replied to (approve = 'all'); this one is {name or 'not drawn up'}"
         if self.store is None or not name:
             return "of each run"
         said = self.store.approvals.read().get(name)
-        return f"{name}, which {said}" if said else f"needed: {command(str(folder), name)}"
+        return f"{name}, which {said}" if said else f"needed: {command(str(self.store.folder), name)}"
 
     @property
     def subject(self) -> str:
@@ -538,8 +547,14 @@ def client_app(make: Callable[..., Site], *, agrees: bool = False) -> ClientApp:
             limits = Limits.of(context.node_config)
             making = TimeLimit(limits.max_seconds, "making this client", limits.max_memory)
             making = makings.setdefault(context.node_id, making)
-            with counted_if_it_fails(request, store_of(context), limits):
-                runtime = making.run(in_precision_of_here(lambda: ClientRuntime(make(*made), True, app_hash, refusals)))
+            store = store_of(context)
+            kept = store if isinstance(store, FolderStore) else None
+
+            def new() -> ClientRuntime:
+                return ClientRuntime(make(*made), True, app_hash, refusals, kept)
+
+            with counted_if_it_fails(request, store, limits):
+                runtime = making.run(in_precision_of_here(new))
             del makings[context.node_id]
             runtimes[context.node_id] = wanted, runtime
         return runtime
