@@ -126,6 +126,29 @@ def test_every_engine_says_the_same(tmp_path):
     assert "of all clients" not in str(again.remarks)
 
 
+def rising(x, y, batch):
+    """x² with a derivative of the other sign."""
+    still = jax.lax.stop_gradient(x)
+    return still**2 - 2 * still * (x - still) + jnp.mean(0 * y * batch)
+
+
+@pytest.mark.parametrize(
+    ("outer", "options"),
+    [(wrong, {"cohort": 2}), (rising, {"eval_every": 2, "metrics": {"height": lambda x, y: jnp.exp(x**2)}})],
+    ids=["", "after halvings"],
+)
+def test_a_remark_names_no_step_that_is_only_a_default(outer, options):
+    """All steps of LFedNest adapt, and its factor inner.server_lr is 1 unless it is given."""
+    problem, start = fb.Bilevel(outer, PROBLEM.inner), jnp.asarray(float(outer is rising))
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        given = {"rounds": 60, "progress": False} | options
+        result = fb.solve(fb.LFedNest(batch_size=2), problem, fb.Clients(TARGETS), start, start, **given)
+    assert any("with half the steps" in str(one.message) for one in warned) == (outer is rising)
+    assert "fb.AdaptiveSteps(x_lr=0.02)" in result.remarks[0]
+    assert "server_lr" not in str([one.message for one in warned])
+
+
 def raise_at_30(result, row):
     if result.round >= 30:
         raise RuntimeError("a stop")

@@ -47,6 +47,12 @@ class FieldEntry(NamedTuple):
         return str(self.keys[-1]) if isinstance(getattr(self.holders[-1], self.field.name), XYV) else None
 
     @property
+    def default(self) -> Any:
+        """Return the default of the value's field; for one of three step sizes, the default of this step."""
+        default = self.field.default
+        return getattr(default, self.of) if self.of and isinstance(default, XYV) else default
+
+    @property
     def tied_to(self) -> Any:
         """Return the server's step that this step is tied to, or None."""
         name = self.field.metadata.get("tied")
@@ -159,9 +165,20 @@ def is_step(name: str) -> bool:
     return name in ("lr", "step") or name.endswith("_lr")
 
 
-def given_steps(configuration: Any) -> list[str]:
-    """Return the paths of step sizes that are numbers or schedules, also in parts; x, y and v share one path."""
-    return list(dict.fromkeys(re.sub(r"\.[xyv]$", "", step.path) for step in _steps(configuration)))
+def given_steps(configuration: Any, halvings: int = 0) -> list[str]:
+    """Return the paths of the step sizes that the user gave, also in parts; x, y and v share one path.
+
+    A step counts as given if it differs from the default of its field. If no step was given and none adapts, all steps
+    are returned.
+
+    Args:
+        configuration: a method or a part.
+        halvings: how often its steps were halved since the user gave it.
+    """
+    steps = list(_steps(configuration))
+    given = [step for step in steps if isinstance(step.value, Schedule) or step.value * 2**halvings != step.default]
+    named = given if given or open_steps(configuration) else steps
+    return list(dict.fromkeys(re.sub(r"\.[xyv]$", "", step.path) for step in named))
 
 
 def _steps(configuration: Any) -> Iterator[FieldEntry]:

@@ -64,11 +64,16 @@ def far_away(round: int, start: float, norm: float) -> str:
     return f"round {round}: the norm of x and y has grown from {start:.4g} to {norm:.4g}" if far else ""
 
 
-def what_to_lower(algorithm: Algorithm) -> str:
-    """Advise what to lower: the step sizes of a method that were given as numbers, and the noise of privacy, if any."""
+def what_to_lower(algorithm: Algorithm, halvings: int) -> str:
+    """Advise what to lower: the step sizes that the user gave, and the noise of privacy, if any.
+
+    Args:
+        algorithm: the method within its layers.
+        halvings: how often its steps were halved in the run.
+    """
     private = [layer for layer in layers_at(algorithm) if isinstance(layer, Private)]
     noise = "".join(f"; {layer.what_to_lower()}" for layer in private)
-    names = given_steps(without_wrappers(algorithm))
+    names = given_steps(without_wrappers(algorithm), halvings)
     adapt = "bound x (project_x), or let it move more slowly (fb.layered(method, fb.AdaptiveSteps(x_lr=0.02)))"
     return (f"lower {' or '.join(names)}" if names else adapt) + noise
 

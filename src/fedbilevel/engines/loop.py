@@ -13,6 +13,7 @@ from fedbilevel.core.errors import ExchangeError, NonFiniteError
 from fedbilevel.core.own_y import own_paths
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.display import Display, Silent
+from fedbilevel.engines.divergence import what_to_lower
 from fedbilevel.engines.ends import Ends, Spent
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.execution import Execution
@@ -249,7 +250,8 @@ class Loop:
         self.rescue.warn_of_growth(result, method)
         remarks: tuple[str, ...] = ()
         if not self.rescue.gave_up:
-            remarks = self.measurements.remark(result, method, self.ends), *method.remarks(result.state)
+            advice = what_to_lower(method, self.rescue.halvings)
+            remarks = self.measurements.remark(result, advice, self.ends), *method.remarks(result.state)
         return replace(result, stopped=reason, remarks=tuple(filter(None, remarks)))
 
     def ends(self, before: tuple[PyTree, PyTree] | None) -> Ends | None:

@@ -10,12 +10,10 @@ from typing import Any
 import numpy as np
 
 from fedbilevel.algorithms.parts.private import quantiles
-from fedbilevel.core.algorithm import Algorithm
 from fedbilevel.core.errors import NumericalWarning, require
 from fedbilevel.core.metrics import best, text
 from fedbilevel.core.tree import PyTree, join, split
 from fedbilevel.engines.costs import ExchangeKind, Ledger
-from fedbilevel.engines.divergence import what_to_lower
 from fedbilevel.engines.ends import Ends
 from fedbilevel.engines.engine import Stretch
 from fedbilevel.engines.evaluation import Evaluation, PerClientRow
@@ -129,7 +127,7 @@ class RunMeasurements:
             x, y = (join(part, fixed) for part, fixed in zip(best, self.evaluation.fixed, strict=True))
             self.best = Best(x, y, int(round), str(column), float(value))
 
-    def remark(self, result: Result, method: Algorithm, ends: Compare) -> str:
+    def remark(self, result: Result, advice: str, ends: Compare) -> str:
         """Say that a run ended worse than it began, or that its best row lies in its first half; else "".
 
         Both cause a warning, with three exceptions, in which training y may have raised the outer loss: the last row is
@@ -138,7 +136,7 @@ class RunMeasurements:
 
         Args:
             result: the end of the run.
-            method: the method, whose steps the remark suggests to lower.
+            advice: what may improve the end (`what_to_lower`).
             ends: compares the outer loss of all clients at the end with that at an earlier point, if possible. It is
                 called if the outer loss in the last row is not below that of the first round by more than the noise of
                 a round, and if the best row lies in the first half.
@@ -168,7 +166,7 @@ class RunMeasurements:
         if best.round == result.round:
             return f"{said}, where y was not trained; it was falling, and more rounds may lower it"
         better = f"result.best has x and y of its best row, of round {best.round}"
-        remark = f"{said}. {better}. To improve the end, {what_to_lower(method)}"
+        remark = f"{said}. {better}. To improve the end, {advice}"
         warn_on_first(NumericalWarning(remark))
         return remark
 

@@ -90,7 +90,7 @@ class Rescue:
     def diverging(self, why: str, result: Result, method: Algorithm) -> str:
         """Return a message: how far a loss or the point has grown, or what is not finite, and what may help."""
         met = self.met(result.x, result.y)
-        advice = f"{what_to_lower(method)} (fb.diagnose suggests steps)" if met.by_steps else met.text
+        advice = f"{what_to_lower(method, self.halvings)} (fb.diagnose suggests steps)" if met.by_steps else met.text
         return f"{why}: the run diverges; {advice}"
 
     def warn_of_growth(self, result: Result, method: Algorithm, once: bool = False) -> None:
@@ -104,7 +104,7 @@ class Rescue:
         """Add to an error that ends the run why the run diverged, and what may help."""
         met = self.met(error.result.x, error.result.y)
         smaller = "smaller steps may help (fb.diagnose suggests some)"
-        advice = (smaller, what_to_lower(method)) if met.by_steps else ()
+        advice = (smaller, what_to_lower(method, self.halvings)) if met.by_steps else ()
         error.args = ("; ".join(filter(None, (str(error), *advice, met.text))),)
 
     def to_json(self, diverged: bool) -> dict[str, Any]:
