@@ -206,6 +206,20 @@ def test_many_features_with_given_penalties_have_the_closed_form(monkeypatch):
     assert model.standard_errors_ is None
 
 
+def test_the_search_of_many_features_finds_the_penalties_of_the_exact_search(monkeypatch):
+    """The penalties differ by a factor of 200; SimFBO's are within two percent of the exact search's."""
+    rng, scale = np.random.default_rng(4), np.array([1.0, 100.0, 0.1])
+    rows = (rng.normal(size=(200, 3)) + 2) * scale
+    target = rows[:, 0] - rows[:, 1] / 100 + 3 * rng.normal(size=200)
+    exact, wide = (fb.estimators.Ridge(cv=2, penalty_groups="feature") for _ in range(2))
+    exact.fit(rows, target, groups=SITES)
+    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 2)
+    wide.fit(rows, target, groups=SITES)
+    assert np.ptp(np.log(exact.penalties_ / scale**2)) > np.log(200)
+    np.testing.assert_allclose(wide.penalties_, exact.penalties_, rtol=0.02)
+    np.testing.assert_allclose(wide.coef_, exact.coef_, rtol=0.005)
+
+
 @pytest.mark.slow
 def test_many_features_are_left_to_simfbo(classes, monkeypatch):
     """Which stops where a hundred rounds bring nothing, close to where nothing is left of the hypergradient."""
