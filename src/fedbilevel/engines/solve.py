@@ -102,7 +102,7 @@ def solve(
         on_divergence: what to do if the run diverges. "stop" raises NonFiniteError if an iterate is not finite; the
             `result` of this error has the last finite x and y. "shrink" returns to the row before the best row, halves
             every step size, and continues with a warning. It does so if an iterate is not finite, and also if a loss
-            grows and has been more than 10 times its first value in two rows running. It does so at most 3 times; if a
+            grows and was more than 10 times its first value in two consecutive rows. It does so at most 3 times; if a
             fourth time is needed, the run ends. The history then has a column "halvings", and the costs of abandoned
             rounds remain counted. None: "shrink" if steps adapt, clients are simulated in one process, and there is no
             privacy; else "stop".
@@ -141,8 +141,8 @@ def solve(
             not hold. The last good checkpoint remains, usually that of the round before (docs/explanation/engines.md).
         ExchangeError: too few clients replied, also after several attempts, or another process of the run was lost
             (LostProcess of engines.process_group). The last checkpoint remains, with the rounds before.
-        CheckpointError: a checkpoint could not be written or read; or another process is writing it, which the file
-            .NAME.lock in the same folder names; or the checkpoint belongs to another run, and the message lists what
+        CheckpointError: a checkpoint could not be written or read; or another process is writing it (the file
+            .NAME.lock in the same folder names this process); or it belongs to another run, and the message lists what
             differs (samples, start, losses, metrics, hyperparameters, key or cohort).
     """
     check_algorithm(algorithm)
