@@ -94,7 +94,7 @@ def test_a_spec_gives_the_same_numbers_as_a_simulation(spec, tmp_path):
 def test_a_demo_plays_the_task_that_is_asked_for(given, task, clients, rounds, spec, tmp_path, monkeypatch):
     (tmp_path / "spec.toml").write_text(spec.to_toml())
     played = []
-    monkeypatch.setattr(federation, "play_demo", lambda spec, count, out, persistent: played.append((spec, count)))
+    monkeypatch.setattr(federation, "play_demo", lambda spec, count, out, persistent, log: played.append((spec, count)))
     given = [str(tmp_path / "spec.toml") if one == "SPEC" else one for one in given]
     assert main(["flower", "demo", *given]) == 0
     ((asked, count),) = played
