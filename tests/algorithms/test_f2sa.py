@@ -179,6 +179,7 @@ def test_methods_of_second_derivatives_say_what_they_cannot_differentiate(loss):
         fb.solve(fb.SimFBO(**steps), *arguments, rounds=2)
 
 
+@pytest.mark.slow
 def test_a_transformer_whose_attention_has_no_second_derivatives(monkeypatch):
     """All of it is y. F2SA computes with attention in blocks what it computes with the whole matrix of weights."""
     monkeypatch.setattr(transformer, "BLOCK", 2)
