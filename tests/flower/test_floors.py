@@ -115,7 +115,9 @@ def test_requests_of_a_round_and_of_all_runs(tmp_path):
     other = "f" * 16  # and another run
     assert [asked(runtime, run=other).refused for _ in range(2)] == ["", ""]
     assert "5 requests in all" in asked(runtime, run=other, round=9).refused
-    assert FolderStore(tmp_path, 0).request_counts() == RequestCounts(5, other, 2, 2, refusals=1)
+    assert FolderStore(tmp_path, 0).request_counts() == RequestCounts(
+        5, other, runtime.contract.digest, 2, 2, refusals=1
+    )
 
 
 def test_greetings_are_requests_and_come_before_the_first_round():
@@ -127,7 +129,19 @@ def test_greetings_are_requests_and_come_before_the_first_round():
     assert [runtime.respond(request(runtime, round=0), kept).code for _ in range(3)] == ["", "", "limit"]
     assert greet().code == "limit"  # nor by going back
     assert runtime.respond(request(runtime, round=1), kept).code == ""
-    assert kept.request_counts() == RequestCounts(5, federations.NAME, 1, 1)
+    assert kept.request_counts() == RequestCounts(5, federations.NAME, runtime.contract.digest, 1, 1)
+
+
+def test_a_further_contract_of_a_run_begins_with_a_round_of_its_own(tmp_path):
+    """The first has come to round 9; requests for round 0 of the second one are not counted to that round."""
+    limits = replace(federations.FREE, max_requests_per_round=2)
+    first, second = (
+        ClientRuntime(federations.site(federations.Steps(batch_size=size), 0, limits=limits, folder=tmp_path))
+        for size in (None, 8)
+    )
+    assert [asked(first, round=9).code for _ in range(2)] == ["", ""]
+    assert [asked(second, round=0).code for _ in range(3)] == ["", "", "limit"]
+    assert asked(second, round=1).code == ""
 
 
 @pytest.mark.parametrize("kept", ["in a folder", "by Flower"])
@@ -228,4 +242,4 @@ def test_a_count_without_a_folder_stays_with_flower():
     kept = memory()
     runtime = ClientRuntime(federations.site(STEPS, 0, limits=replace(federations.FREE, max_requests=2)))
     assert [bool(runtime.respond(request(runtime), kept).refused) for _ in range(3)] == [False, False, True]
-    assert kept.request_counts() == RequestCounts(2, federations.NAME, 2, 2)
+    assert kept.request_counts() == RequestCounts(2, federations.NAME, runtime.contract.digest, 2, 2)

@@ -518,6 +518,16 @@ def test_sites_search_for_the_penalties_of_many_features(more, files, tmp_path, 
     assert not [*place.glob("search-*")]
 
 
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_requests_of_the_last_model_are_not_counted_to_the_last_round_of_the_search(files, tmp_path, monkeypatch):
+    """Both runs begin with round 0. No round has more than 6 requests to a site, and the last run has more in all."""
+    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
+    given, place = study("ridge", rounds=4, penalty="feature"), tmp_path / "run"
+    serve(given, Nodes(client_app(given), files, {"max-requests-per-round": 6}), {"out": str(place), "poll": 0.1})
+    asked = phases(place)
+    assert len(asked) - asked.index("gradient") > 6
+
+
 @pytest.mark.slow
 def test_sites_may_have_more_columns_than_rows(files, tmp_path):
     """One site has a constant column, and another one no number in a column."""

@@ -26,7 +26,9 @@ class RequestCounts:
     Args:
         total: the number of requests since the client began to count.
         run: the run of the last request.
-        round: the largest round of this run in a request.
+        contract: the digest of the client's contract at the last request; "" if it had none. A run may have several
+            contracts, one after the other; the rounds of each begin with 0.
+        round: the largest round of this run and contract in a request.
         in_round: the number of requests since the first one for this round. A request for an earlier round counts here
             too, so that a server gains nothing by going back and forth between rounds.
         refusals: the number of refusals since the last request that counted, such as those above a limit.
@@ -34,18 +36,19 @@ class RequestCounts:
 
     total: int = 0
     run: str = ""
+    contract: str = ""
     round: int = -1
     in_round: int = 0
     refusals: int = 0
 
     def __post_init__(self) -> None:
-        if [type(value) for value in astuple(self)] != [int, str, int, int, int]:
+        if [type(value) for value in astuple(self)] != [int, str, str, int, int, int]:
             raise TypeError(f"{self} is no count of requests")
 
-    def next(self, run: str, round: int) -> RequestCounts:
-        """Return the counts after a request of this run and round."""
-        if run != self.run or round > self.round:
-            return RequestCounts(self.total + 1, run, round, 1)
+    def next(self, run: str, contract: str, round: int) -> RequestCounts:
+        """Return the counts after a request of this run, contract and round."""
+        if (run, contract) != (self.run, self.contract) or round > self.round:
+            return RequestCounts(self.total + 1, run, contract, round, 1)
         return replace(self, total=self.total + 1, in_round=self.in_round + 1, refusals=0)
 
 

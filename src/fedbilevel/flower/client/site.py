@@ -412,8 +412,9 @@ class ClientRuntime:
         Raises:
             Refusal: the request is above a limit.
         """
+        contract = self.contract.digest if "contract" in vars(self) else ""  # outside of the limits there is none
         with store.counting():
-            request_counts = store.request_counts().next(run, round)
+            request_counts = store.request_counts().next(run, contract, round)
             self.site.limits.check_request_counts(request_counts)
             store.save_request_counts(request_counts)
 
@@ -512,7 +513,7 @@ def counted_if_it_fails(request: RequestMessage, store: Store, limits: Limits) -
         raise Refusal(Code.MALFORMED, f"{request.run[:80]!r} is not the name of a run")
     with store.counting():
         before = store.request_counts()
-        after = before.next(request.run, request.round if request.phase else -1)
+        after = before.next(request.run, "", request.round if request.phase else -1)  # without a site, no contract
         limits.check_request_counts(after)
         store.save_request_counts(after)
     yield
