@@ -19,6 +19,7 @@ from fedbilevel.core.errors import CheckpointError, ConfigurationError, Exchange
 from fedbilevel.engines.saver import FORCE
 from fedbilevel.estimators import Study, StudyModel
 from fedbilevel.estimators.evaluation import Report
+from fedbilevel.estimators.site_table import SiteTable
 from fedbilevel.experiments import Folder, read_study
 from fedbilevel.experiments.federation_status import Status
 from fedbilevel.experiments.study import client_app, played, serve, site
@@ -516,6 +517,33 @@ def test_sites_search_for_the_penalties_of_many_features(more, files, tmp_path, 
     assert list(dict.fromkeys(told)) == ["a question", "an agreement", "local_updates", "gradient", "product"]
     assert told.count("local_updates") == 20
     assert not [*place.glob("search-*")]
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+@pytest.mark.parametrize("folder", [True, False])
+def test_a_table_that_changes_within_a_study_is_refused(folder, files, tmp_path, monkeypatch):
+    """Sites read their tables again for the last model: of the same number of rows, with two of them exchanged."""
+    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
+    given, table = study("ridge", rounds=2, penalty="feature"), tables()["west"]
+
+    def change(client, message):
+        if decode(RequestMessage, message).phase == "local_updates":
+            table.iloc[[1, 0, *range(2, len(table))]].to_csv(files[2]["table"], index=False)
+        return 0
+
+    nodes = Nodes(client_app(given), files, {"state-folder": str(tmp_path / "state")} if folder else None, delay=change)
+    with pytest.raises(ExchangeError, match="client 2: this client's data have changed since the run began"):
+        alone(given, nodes, attempts=1, join=0.2, deadline=2.0)
+
+
+def test_a_fingerprint_is_of_all_that_a_study_uses(files):
+    def fingerprint(**changes):
+        return SiteTable(study("ridge"), "west", tables()["west"].assign(**changes)).fingerprint()
+
+    table, same = tables()["west"], fingerprint()
+    assert fingerprint(ill="no") == same  # the study drops this column
+    changed = [fingerprint(days=table.days + 1), fingerprint(patient=0), fingerprint(age=table.dose, dose=table.age)]
+    assert len({same, *changed}) == 4
 
 
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")

@@ -1,5 +1,7 @@
 """Hold a site's own table in a study: the statistics that it sends, its samples, and its answers on held-out rows."""
 
+import hashlib
+import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -94,6 +96,12 @@ class SiteTable:
         parts = (self.features, self.target), self.held_out[:2]
         rows = pd.concat([pd.util.hash_pandas_object(one.assign(**target), index=False) for one, target in parts])
         return rows.to_numpy().view(np.int32).reshape(-1, 2)
+
+    def fingerprint(self) -> str:
+        """Compute a hash of everything that the study uses of the table: columns, rows in their order, and patients."""
+        patients = [[] if one is None else np.asarray(one).tolist() for one in (self.patients, self.held_out[2])]
+        content = json.dumps([[*self.features.columns], len(self.target), *patients])
+        return hashlib.sha256(content.encode() + self.digest().tobytes()).hexdigest()
 
     def described(self) -> dict[str, str]:
         """Describe to the site's owner, for each column, which statistics are sent, and the share of missing values."""

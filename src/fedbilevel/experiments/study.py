@@ -229,7 +229,8 @@ def site(study: Study, run_config: Mapping[str, Any], node_config: Mapping[str, 
     table, client = table_of(study, node_config), int(node_config["partition-id"])
     node = fields_of_kinds(NODE, node_config)
     own: dict[str, Any] = {"id": client, "limits": Limits.of(node_config), "approve": rule_of(node)}
-    own |= {"subject": study.text}  # the same for both contracts, so that a person approves the study once
+    own |= {"subject": study.text}  # the same for all contracts, so that a person approves the study once
+    own |= {"source": table.fingerprint()}  # the table is read anew for each contract
     if not agreed:
         return Site(
             **own,

@@ -42,7 +42,7 @@ from fedbilevel.flower.client.approval import RULES, command
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.phases import SitePhases, in_precision_of_here
 from fedbilevel.flower.client.refusals import RefusalLog
-from fedbilevel.flower.client.store import REFUSED, ContextStore, FolderStore, Store, Versions
+from fedbilevel.flower.client.store import REFUSED, Agreed, ContextStore, FolderStore, Store, Versions
 from fedbilevel.flower.privacy import PrivacyGuard
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage, ResponseMessage
@@ -79,6 +79,8 @@ class Site:
             starts from its first state.
         answer: a function (question) -> answer, both texts, whose exact answers a server gets before a run begins. Not
             allowed with `privacy`.
+        source: a hash of the data from which the samples are made. If it changes after the client's first answer in a
+            run, the client refuses the rest of the run. Empty: nothing is compared.
         same_data: whether the client refuses to take part if its samples differ from its earlier samples, by the hash
             in `folder`; otherwise its log has a warning.
         subject: the text that a person at the site approves, such as a spec; the audit has its hash. Empty: the
@@ -102,6 +104,7 @@ class Site:
     tells_metrics: bool = False
     folder: Path | None = None
     answer: Callable[[str], str] | None = None
+    source: str = ""
     same_data: bool = False
     subject: str = ""
     approve: str = "all"
@@ -322,6 +325,7 @@ class ClientRuntime:
                 raise Refusal(Code.MALFORMED, f"{request.run[:80]!r} is not the name of a run")
             self.check_approval(request, store)
             self.check_limits()
+            check_source(self.site, request.run, store)
             if not request.phase:  # a greeting
                 self.count(request.run, -1, store)
                 if request.contract != (mine := self.general.text):
@@ -358,7 +362,10 @@ class ClientRuntime:
         return replace(blank, metrics=json.dumps(numbers))
 
     def answered(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
-        """Answer a question, or keep an agreement for the rest of the run; the log has the whole answer."""
+        """Answer a question, or keep an agreement for the rest of the run; the log has the whole answer.
+
+        `Site.source` is kept at the first of them.
+        """
         answer = self.site.answer
         if answer is None:
             raise Refusal(Code.CONTRACT, "this client answers no questions in this part of a run")
@@ -366,9 +373,12 @@ class ClientRuntime:
         self.site.limits.check_bytes(len(request.payload))
         text = request.payload.decode()
         self.count(request.run, request.round, store)
+        agreed = Agreed(text, self.site.source)
         if request.phase == wire.AGREEMENT:
-            store.keep_agreement(request.run, text)
+            store.keep_agreement(request.run, agreed)
             return blank
+        if self.site.source and not store.agreement(request.run).source:
+            store.keep_agreement(request.run, agreed._replace(text=""))
         said = self.phases.within_limit(lambda: answer(text))
         log.info("client %d answers: %s", self.site.id, said)
         return replace(blank, payload=said.encode())
@@ -422,6 +432,12 @@ class ClientRuntime:
     def first(self) -> PyTree:
         """Return the client's state before its first reply."""
         return jax.tree.map(np.asarray, self.site.algorithm.client_state(self.problem, self.x, self.y))
+
+
+def check_source(site: Site, run: str, store: Store) -> None:
+    """Refuse the rest of a run if a site's samples are made from other data than at its first answer in this run."""
+    if site.source and store.agreement(run).source not in ("", site.source):
+        raise Refusal(Code.SETTINGS, "this client's data have changed since the run began; submit the run again")
 
 
 def audit(
@@ -541,7 +557,7 @@ def client_app(make: Callable[..., Site], *, agrees: bool = False) -> ClientApp:
     def runtime_of(request: RequestMessage, context: Context) -> ClientRuntime:
         made: tuple[Any, ...] = (context.run_config, context.node_config)
         if agrees:
-            made = (*made, store_of(context).agreement(request.run))
+            made = (*made, store_of(context).agreement(request.run).text)
         wanted = context.run_id, request.run if agrees else "", *made
         known, runtime = runtimes.get(context.node_id, (None, None))
         if runtime is None or known != wanted:

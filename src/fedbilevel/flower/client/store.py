@@ -65,6 +65,13 @@ class Versions(NamedTuple):
         return Versions((*tags, tag), (*states, state))
 
 
+class Agreed(NamedTuple):
+    """Hold what sites have agreed on in a run, and `Site.source` of the client; texts that are empty before."""
+
+    text: str = ""
+    source: str = ""
+
+
 REFUSED = "refused"  # the event of a refusal in the audit
 RUNS = 20  # the largest number of runs whose states are stored, since a server may send any number of names
 
@@ -123,21 +130,21 @@ class FolderStore:
         other = before not in ("", now)
         return f"its prepared samples differ from the earlier ones; delete {file} to accept them" if other else ""
 
-    def agreement(self, run: str) -> str:
-        """Return the text of the agreement in a run; "" if there is none yet.
+    def agreement(self, run: str) -> Agreed:
+        """Return the agreement in a run; its texts are empty if there is none yet.
 
         Raises:
             CheckpointError: the file is damaged.
         """
         try:
             kept = json.loads(self.agreed.read_text(encoding="utf-8")) if self.agreed.exists() else {}
-            return str(kept["text"]) if kept.get("run") == run else ""
+            return Agreed(str(kept["text"]), str(kept["source"])) if kept.get("run") == run else Agreed()
         except (ValueError, KeyError, AttributeError) as error:
             raise CheckpointError(f"{self.agreed} is damaged: delete it, and submit the run again") from error
 
-    def keep_agreement(self, run: str, text: str) -> None:
-        """Store the text of the agreement in a run, which replaces that of the run before."""
-        write_text(self.agreed, json.dumps({"run": run, "text": text}))
+    def keep_agreement(self, run: str, agreed: Agreed) -> None:
+        """Store the agreement in a run, which replaces that of the run before."""
+        write_text(self.agreed, json.dumps({"run": run, **agreed._asdict()}))
 
     def counting(self) -> AbstractContextManager[None]:
         """Return a context manager within which no other process can read or write the count of requests."""
@@ -220,12 +227,14 @@ class ContextStore:
         self.records[self.FIELDS] = ConfigRecord(fields)
         self.records[self.TREE] = ArrayRecord({RAW: leaves})
 
-    def agreement(self, run: str) -> str:
+    def agreement(self, run: str) -> Agreed:
         kept = self.records.get(self.AGREED)
-        return str(kept["text"]) if isinstance(kept, ConfigRecord) and kept["run"] == run else ""
+        if not isinstance(kept, ConfigRecord) or kept["run"] != run:
+            return Agreed()
+        return Agreed(str(kept["text"]), str(kept["source"]))
 
-    def keep_agreement(self, run: str, text: str) -> None:
-        self.records[self.AGREED] = ConfigRecord({"run": run, "text": text})
+    def keep_agreement(self, run: str, agreed: Agreed) -> None:
+        self.records[self.AGREED] = ConfigRecord({"run": run, **agreed._asdict()})
 
     def counting(self) -> AbstractContextManager[None]:
         return nullcontext()  # Flower gives a run's memory to one message at a time
