@@ -46,6 +46,12 @@ def test_the_status_as_json(run, capsys):
     assert json.loads(capsys.readouterr().out)["ended"] == {"kind": "ExchangeError", "why": "too few"}
 
 
+def test_the_phase_of_the_last_exchange_is_named(run, capsys):
+    """The rounds of a study with many features begin again with 0 after its search."""
+    assert main(["flower", "status", str(run)]) == 0
+    assert capsys.readouterr().out.startswith("not finished; last: round 1, exchange 2 (x), 2 replied")
+
+
 def test_metrics_for_prometheus_are_written_whole(run, tmp_path, capsys):
     """In its text format: a HELP and a TYPE before each sample, \\ and " escaped in labels, a last end of line."""
     (run / "model.json").write_text("{}")

@@ -68,6 +68,7 @@ def is_count(value: Any) -> bool:
 LINE: Mapping[str, Callable[[Any], bool]] = {
     "round": is_count,
     "exchange": is_count,
+    "phase": lambda value: isinstance(value, str),
     "answered": lambda value: isinstance(value, list) and all(map(is_count, value)),
     "refused": lambda value: (
         isinstance(value, dict)
@@ -155,7 +156,8 @@ class Status:
             return ["no exchange has ended", *damage]
         state = "finished" if self.finished else "not finished"
         spent = f", ε = {last['epsilon']:.4g} so far" if "epsilon" in last else ""
-        where = f"round {last['round']}, exchange {last['exchange']}"
+        phase = f" ({last['phase']})" if "phase" in last else ""  # rounds begin again with 0 in each part of a study
+        where = f"round {last['round']}, exchange {last['exchange']}{phase}"
         said = [f"{state}; last: {where}, {len(last['answered'])} replied{spent}"]
         for client, (round, why) in sorted(self.absent.items()):
             never = "" if client in self.replied else " (no reply of it has counted yet)"
@@ -183,7 +185,7 @@ class Status:
             "finished": (self.finished, "1 once the run has its result"),
             "failed": (ended, "1 if the server ended with an error"),
             "exchanges_total": (self.exchanges, "Attempts at exchanges so far"),
-            "round": (last.get("round", 0), "The round of the last exchange"),
+            "round": (last.get("round", 0), "The round of the last exchange, in its part of a study"),
             "clients_replied": (len(last.get("answered", [])), "Clients whose replies counted in the last exchange"),
             "clients_absent": (len(self.absent), "Clients that did not count when they were last asked"),
             "bytes_down_total": (self.totals["bytes_down"], "Bytes sent to clients"),
