@@ -202,7 +202,7 @@ class Agreement:
         clients: Any,
         engine: Any,
         checkpoint: Path | None = None,
-        searched: Callable[["Agreement"], None] = lambda agreement: None,
+        on_searched: Callable[["Agreement"], None] = lambda agreement: None,
     ) -> Any:
         """Find penalties and coefficients, and return the fitted estimator.
 
@@ -210,10 +210,10 @@ class Agreement:
             clients: the sites, simulated (`Clients`) or on other machines (`RemoteClients`).
             engine: runs the exchanges with these clients.
             checkpoint: a file to which the search is saved and from which it resumes; None: it is not saved.
-            searched: is called with the agreement on the last model, if this takes a second run (of many features).
+            on_searched: is called with the agreement on the last model, if this takes a second run (of many features).
         """
         estimator = self.estimator()
         with jax.enable_x64(True):
-            of_last = partial(searched, replace(self, searched=True))
+            of_last = partial(on_searched, replace(self, searched=True))
             estimator._train(clients, *self.scales, self.rows, engine, checkpoint, of_last)
         return estimator

@@ -62,8 +62,10 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
             its own. A list with a label for each feature: features with the same label share a penalty.
         cv: K, the number of folds.
         rounds: the largest number of exchanges with the sites. The search ends by itself, usually after some tens, when
-            the projected gradient is small. With more than 300 features it ends when the validation loss has not fallen
-            for a hundred rounds. If it has not ended by then, it issues a sklearn.exceptions.ConvergenceWarning.
+            the projected gradient is small. With more than 300 features, `rounds` bounds the exchanges of the search,
+            which ends when the validation loss has not fallen for a hundred of them, and also the steps of Newton's
+            method for the last model, each of which has several exchanges. If one of the bounds is reached, `fit`
+            issues a sklearn.exceptions.ConvergenceWarning.
         random_state: the seed of the folds, a whole number. A site's folds depend on it, the site's name, and its rows.
 
     `fit` sets `coef_`, `intercept_` (not for Cox's model), `penalties_` (a Series by feature if X is a data frame),
@@ -164,21 +166,21 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         rows: int,
         engine: Any,
         checkpoint: Path | None = None,
-        searched: Callable[[], None] = lambda: None,
+        on_searched: Callable[[], None] = lambda: None,
     ) -> None:
         """Find penalties and coefficients of features with these means and deviations, and set the attributes of `fit`.
 
         Args:
             checkpoint: the file to which the exact search is saved after each exchange, and from which it resumes;
                 None: it is not saved.
-            searched: a function that is called between the two runs for many features (`_posed`).
+            on_searched: a function that is called between the two runs for many features (`_posed`).
         """
         scale, width, self.history_ = self.curvature * spread**2, len(spread), None
         given = None if self.penalties is None else self._given(width)
         if width <= WIDE:
             x, y, last = self._exact(clients, given, scale, engine, checkpoint)
         else:
-            x, y, last = self._wide(clients, given, scale, engine, searched)
+            x, y, last = self._wide(clients, given, scale, engine, on_searched)
         self.penalties_ = scale * x if given is None else given
         self.coef_ = np.asarray(y["coef"])[-1] * (self._unit / spread)
         if self.has_intercept:
@@ -247,7 +249,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return np.asarray(result.x)[algorithm.of], result.y, last
 
     def _wide(
-        self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any, searched: Callable[[], None]
+        self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any, on_searched: Callable[[], None]
     ) -> tuple[Numbers, Any, None]:
         """Return the same as `_exact`, for many features, but no derivatives."""
         width = len(scale)
@@ -260,7 +262,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
                 self._warn(f"the validation loss still falls after {found.round} rounds")
             shares = np.asarray(found.x)[self._groups(width)]
             y = {name: np.mean(np.asarray(leaf), axis=0, keepdims=True) for name, leaf in found.y.items()}
-            searched()
+            on_searched()
         else:
             shares = 1 / (1 + given / scale)
         result = self._solved((algorithm, problem, shares, y), clients, engine)

@@ -1,9 +1,10 @@
 """Run a study of several sites' tables over Flower: the server's part, the sites' part, and the app with both.
 
-A run has two contracts. Under the first, whose only term is the study, the server asks the sites for statistics and
-sends them the sum. From this sum the sites draw up the second contract, for the exchanges. The same rules hold under
-both: a node must agree to the contract and have its client's key, replies have deadlines, and `exchanges.jsonl` has a
-line for every attempt.
+A run has two contracts, and with more than 300 features three. Under the first, whose only term is the study, the
+server asks the sites for statistics and sends them the sum. From this sum the sites draw up the second contract, for
+the exchanges. With more than 300 features these are the exchanges of the search for penalties, and the third contract
+is for those of the last model. The same rules hold under each: a node must agree to the contract and have its client's
+key, replies have deadlines, and `exchanges.jsonl` has a line for every attempt.
 """
 
 from __future__ import annotations
@@ -187,11 +188,11 @@ def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel
             algorithm = composed(adaptive(algorithm, problem), problem)  # as sites have it
             return Questions(engine, draw_up(algorithm, problem, x, y, remote.examples()), len(study.sites))
 
-    def searched(agreement: Agreement) -> None:
+    def on_searched(agreement: Agreement) -> None:
         under_contract().agree(agreement.text)
         now.append(agreement)
 
-    model = StudyModel.of(agreement, agreement.train(remote, engine, checkpoint, searched))
+    model = StudyModel.of(agreement, agreement.train(remote, engine, checkpoint, on_searched))
     questions = under_contract()
 
     def ask(question: dict[str, Any]) -> list[Any]:
