@@ -3,6 +3,8 @@
 import warnings
 from copy import copy
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pandas as pd
 import pytest
@@ -16,6 +18,7 @@ from sklearn.pipeline import make_pipeline
 import fedbilevel as fb
 from fedbilevel.engines.solve import solve
 from fedbilevel.errors import DataWarning
+from fedbilevel.estimators.wide_search import Newton
 from fedbilevel.oracles.exact import solve_inner
 from fedbilevel.oracles.population import Population
 from implicit import implicit_gradient
@@ -204,6 +207,22 @@ def test_many_features_with_given_penalties_have_the_closed_form(monkeypatch):
     np.testing.assert_allclose(model.coef_, w, rtol=1e-8)
     np.testing.assert_allclose(model.intercept_, b, rtol=1e-8)
     assert model.standard_errors_ is None
+
+
+@pytest.mark.filterwarnings("ignore:x changes nothing about y")
+def test_the_round_that_ends_the_last_training_asks_for_no_product():
+    """One product is the whole Hessian of a single coefficient; then only rounding errors are left of the gradient."""
+
+    def inner(x, y, rows, valid):
+        return jnp.sum(jnp.where(valid, (y["coef"][0, 0] - rows["target"]) ** 2, 0)) / 3
+
+    problem = fb.Bilevel(fb.WholeLoss(lambda x, y, *_: x[0] * jnp.sum(y["coef"])), fb.WholeLoss(inner))
+    target = np.random.default_rng(2).normal(size=4)
+    clients, start = fb.Clients([{"target": target}]), {"coef": np.zeros((1, 1))}
+    with jax.enable_x64(True):
+        result = fb.solve(Newton(), problem, clients, np.zeros(1), start, rounds=30, progress=False)
+    np.testing.assert_allclose(result.y["coef"], np.mean(target), rtol=1e-14)
+    assert result.ledger.exchanges_by_phase == {"gradient": 2, "product": 1}
 
 
 def test_the_search_of_many_features_finds_the_penalties_of_the_exact_search(monkeypatch):

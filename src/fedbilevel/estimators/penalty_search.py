@@ -23,12 +23,12 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.authoring import Algorithm, Client, Fed, Reply, phase, positive, static
+from fedbilevel.estimators.newton_end import SHORTEST, ended, where
 
 Tree = dict[str, Array]
 """The models: "coef", (M, features), and, where they have one, "intercept", (M,)."""
 
-SOLVED, EXACT = 1e-7, 1e-14  # ‖∇G‖ of models that are judged, and of those that are kept, in units of the first
-SHORTEST = 2.0**-20  # step of Newton's method, or on log x
+SOLVED = 1e-7  # ‖∇G‖ of models that are judged, in units of the first
 LONGEST = 4.0  # the longest step on log x
 
 
@@ -111,7 +111,7 @@ class PenaltySearch(Algorithm):
             hessian=mean.hessian - penalty[:, None] * jnp.eye(len(penalty)),
         )
         better = norm < state.norm
-        y, known = _where(better, (state.trial, mean), (state.y, state.known))
+        y, known = where(better, (state.trial, mean), (state.y, state.known))
         state = state._replace(
             y=y,
             known=known,
@@ -120,14 +120,13 @@ class PenaltySearch(Algorithm):
             length=jnp.where(better, 1.0, state.length / 2),
         )
         solved = (state.norm <= SOLVED * state.first) | (state.length < SHORTEST)
-        state = _where(solved & state.searching, self.moved(state), state)
+        state = where(solved & state.searching, self.moved(state), state)
         penalty = self.penalty(state.x, state.y)
         step = _solved(known.hessian, penalty, known.gradient + penalty * _rows(y))
         return state._replace(trial=_like(y, _rows(y) - state.length * step))
 
     def finished(self, state: State) -> Any:
-        rounded = (state.norm <= 1e-9 * state.first) & (state.length < 1)  # the last step was no larger than rounding
-        return ~state.searching & ((state.norm <= EXACT * state.first) | rounded | (state.length < SHORTEST))
+        return ~state.searching & ended(state.norm, state.first, state.length)
 
     def penalty(self, x: Array, y: Tree) -> Array:
         """Compute c, (D,): 0 for an intercept."""
@@ -162,7 +161,7 @@ class PenaltySearch(Algorithm):
         )
         parabola = -expected / (2 * (value - best.value - expected))  # the parabola's minimum, as a share of the step
         shorter = best._replace(length=best.length * jnp.clip(jnp.nan_to_num(parabola, nan=0.1), 0.1, 0.5))
-        return _where(fits, taken, shorter)
+        return where(fits, taken, shorter)
 
     @phase
     def derivatives(self, client: Client, message: tuple[Array, Tree], key: Array) -> Reply:
@@ -196,10 +195,6 @@ def _like(y: Tree, w: Array) -> Tree:
 
 def _norm(gradient: Array) -> Array:
     return jnp.linalg.norm(gradient.ravel())
-
-
-def _where(condition: Array, one: Any, other: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
 
 
 def _solved(hessian: Array, penalty: Array, b: Array) -> Array:

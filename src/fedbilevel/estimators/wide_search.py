@@ -16,9 +16,8 @@ from jax import Array
 
 import fedbilevel as fb
 from fedbilevel.authoring import Algorithm, Client, Fed, Reply, phase
+from fedbilevel.estimators.newton_end import ended, exact, where
 
-SHORTEST = 2.0**-20  # step of Newton's method
-EXACT, ROUNDED = 1e-14, 1e-9  # ‖∇G‖ in units of the first: small enough; and small enough for rounding errors to count
 PRODUCTS = fb.parts.CG(max_steps=500, tolerance=0.1)
 """The solver of each of Newton's steps; no field, since sites take fields that are counts as their own work.
 
@@ -74,15 +73,17 @@ class Newton(Algorithm):
     def round(self, fed: Fed, state: Trained, key: Array) -> Trained:
         gradient = fed.mean(self.gradient, (state.x, state.trial), key)
         norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient)))
+        first = jnp.where(state.first == 0, norm, state.first)
         better = norm < state.norm
-        y = _where(better, state.trial, state.y)
+        y = where(better, state.trial, state.y)
 
         def product(fed: Fed, v: Any, key: Array, _: Any) -> Any:
             return fed.mean(self.product, (state.x, y, v), key)
 
-        # where the trial is no better, the step is known: of a system with the right side 0, no product is asked for
-        right = jax.tree.map(lambda leaf: jnp.where(better, leaf, 0), gradient)
-        step = _where(better, PRODUCTS.solve(fed, product, right, key, 1).v, state.step)
+        # Of a system with the right side 0, no product is asked for. If the trial is no better, the step is known; if
+        # its gradient is small enough, there is no further step.
+        right = jax.tree.map(lambda leaf: jnp.where(better & ~exact(norm, first), leaf, 0), gradient)
+        step = where(better, PRODUCTS.solve(fed, product, right, key, 1).v, state.step)
         length = jnp.where(better, 1.0, state.length / 2)
         return Trained(
             x=state.x,
@@ -90,13 +91,12 @@ class Newton(Algorithm):
             trial=jax.tree.map(lambda a, b: a - length * b, y, step),
             step=step,
             norm=jnp.where(better, norm, state.norm),
-            first=jnp.where(state.first == 0, norm, state.first),
+            first=first,
             length=length,
         )
 
     def finished(self, state: Trained) -> Any:
-        rounded = (state.norm <= ROUNDED * state.first) & (state.length < 1)  # of the last step, rounding was all
-        return (state.norm <= EXACT * state.first) | rounded | (state.length < SHORTEST)
+        return ended(state.norm, state.first, state.length)
 
     @phase
     def gradient(self, client: Client, message: tuple[Any, Any], key: Array) -> Reply:
@@ -114,7 +114,3 @@ def _slope(client: Client, x: Any) -> Callable[[Any], Any]:
     """Return the function y -> ∇y g(x, y) on all samples of a client."""
     batch = client.inner_batch(jax.random.key(0), None)
     return jax.grad(lambda y: client.problem.inner(x, y, batch))
-
-
-def _where(condition: Array, one: Any, other: Any) -> Any:
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)
