@@ -30,7 +30,7 @@ AGREEMENT = {
     "SDBO": Case(fb.SDBO(batch_size=4, iterations=4, **FEW), slow=True),
 }
 NEVER_LATE = {fb.ADBO: "set its field wait_for", fb.SDBO: "it is meant for comparison with ADBO"}
-LEARNS = {fb.ADBO: "regularization", fb.SDBO: "regularization"}
+LEARNS = {fb.ADBO: "hyper_cleaning", fb.SDBO: "hyper_cleaning"}
 
 ROUNDS = 24
 FIELDS = {

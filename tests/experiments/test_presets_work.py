@@ -72,7 +72,7 @@ def test_no_preset_is_refused(task, data) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("algorithm", sorted(ALGORITHMS))
 def test_one_command_learns_the_digits(algorithm, run, tmp_path) -> None:
-    """Each on the kind of problem it is for. 90 % is a floor under methods that do not run, and presets that crawl or
+    """Each on the kind of problem it is for. 85 % is a floor under methods that do not run, and presets that crawl or
     diverge: SimFBO with a hundredth of its steps ends at 72 %. A head on an untrained representation passes it (96 %);
     that methods find the outer variable is shown on closed forms, in tests/algorithms."""
     task = listed("LEARNS").get(ALGORITHMS[algorithm], "hyper_representation")
@@ -84,7 +84,7 @@ def test_one_command_learns_the_digits(algorithm, run, tmp_path) -> None:
     assert (found.metric, found.summary["stopped"]) == ("test_accuracy", "")
     accuracy = found.history["test_accuracy"]
     assert accuracy[0] < 0.5  # the start knows nothing, so that what is there at the end was learnt
-    assert found.summary["final"] == accuracy[-1] > 0.9
+    assert found.summary["final"] == accuracy[-1] > 0.85
 
 
 @pytest.mark.slow
