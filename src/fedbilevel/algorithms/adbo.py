@@ -335,7 +335,7 @@ class CuttingPlanes(Algorithm):
         """Take the k-th step towards φ_i from the message (x, z', k); reply with y'_i, like y."""
         x, z, k = at
         own: ClientState = client.state
-        start = chosen(k == 0, Point(own.y, optax.tree.zeros_like(own.y)), own.end)
+        start = optax.tree.where(k == 0, Point(own.y, optax.tree.zeros_like(own.y)), own.end)
         loss, end = self.estimate.step(client, x, z, start, k, key)
         kept = own._replace(path=put(own.path, k, start), end=end)
         return Reply(end.y, kept, metrics={"inner_loss": loss}, gradients=1)
@@ -352,7 +352,7 @@ class CuttingPlanes(Algorithm):
         own: ClientState = client.state
         b = optax.tree.scale(2, optax.tree.sub(own.y, own.end.y))  # b_i = 2(y_i − φ_i) = −(1/p_i) ∂h/∂φ_i
         at_end = Point(optax.tree.scale(-1, b), optax.tree.zeros_like(own.y))
-        after = chosen(k == self.estimate.steps - 1, at_end, own.adjoint)
+        after = optax.tree.where(k == self.estimate.steps - 1, at_end, own.adjoint)
         step = lambda x, z, start: self.estimate.step(client, x, z, start, k, key)[1]  # noqa: E731
         _, back = jax.vjp(step, x, z, row(own.path, k))
         to_x, to_z, before = back(after._replace(y=optax.tree.add(after.y, behind)))
@@ -437,11 +437,6 @@ class CuttingPlanes(Algorithm):
     def round(self, fed: Fed, state: State, key: Array) -> State:
         plane_key, step_key = jax.random.split(key)
         return fed.repeat(self.iterations, self.step, self.with_new_plane(fed, state, plane_key), step_key)
-
-
-def chosen(condition: Array, yes: PyTree, no: PyTree) -> PyTree:
-    """Return `yes` if the condition, a scalar, is true, else `no`; both are trees of the same shapes."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
 
 
 def empty(tree: PyTree, rows: int) -> PyTree:

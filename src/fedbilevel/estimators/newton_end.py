@@ -1,9 +1,5 @@
 """Decide when Newton's method ends, in `penalty_search` and in `wide_search`."""
 
-from typing import Any
-
-import jax
-import jax.numpy as jnp
 from jax import Array
 
 SHORTEST = 2.0**-20  # step, as a share of Newton's
@@ -26,8 +22,3 @@ def ended(norm: Array, first: Array, length: Array) -> Array:
     """
     rounded = (norm <= ROUNDED * first) & (length < 1)  # the last step was no larger than rounding errors
     return exact(norm, first) | rounded | (length < SHORTEST)
-
-
-def where(condition: Array, one: Any, other: Any) -> Any:
-    """Select one of two trees of the same structure."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), one, other)

@@ -20,10 +20,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax import Array
 
 from fedbilevel.authoring import Algorithm, Client, Fed, Reply, phase, positive, static
-from fedbilevel.estimators.newton_end import SHORTEST, ended, where
+from fedbilevel.estimators.newton_end import SHORTEST, ended
 
 Tree = dict[str, Array]
 """The models: "coef", (M, features), and, where they have one, "intercept", (M,)."""
@@ -111,7 +112,7 @@ class PenaltySearch(Algorithm):
             hessian=mean.hessian - penalty[:, None] * jnp.eye(len(penalty)),
         )
         better = norm < state.norm
-        y, known = where(better, (state.trial, mean), (state.y, state.known))
+        y, known = optax.tree.where(better, (state.trial, mean), (state.y, state.known))
         state = state._replace(
             y=y,
             known=known,
@@ -120,7 +121,7 @@ class PenaltySearch(Algorithm):
             length=jnp.where(better, 1.0, state.length / 2),
         )
         solved = (state.norm <= SOLVED * state.first) | (state.length < SHORTEST)
-        state = where(solved & state.searching, self.moved(state), state)
+        state = optax.tree.where(solved & state.searching, self.moved(state), state)
         penalty = self.penalty(state.x, state.y)
         step = _solved(known.hessian, penalty, known.gradient + penalty * _rows(y))
         return state._replace(trial=_like(y, _rows(y) - state.length * step))
@@ -161,7 +162,7 @@ class PenaltySearch(Algorithm):
         )
         parabola = -expected / (2 * (value - best.value - expected))  # the parabola's minimum, as a share of the step
         shorter = best._replace(length=best.length * jnp.clip(jnp.nan_to_num(parabola, nan=0.1), 0.1, 0.5))
-        return where(fits, taken, shorter)
+        return optax.tree.where(fits, taken, shorter)
 
     @phase
     def derivatives(self, client: Client, message: tuple[Array, Tree], key: Array) -> Reply:

@@ -12,11 +12,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import optax
 from jax import Array
 
 import fedbilevel as fb
 from fedbilevel.authoring import Algorithm, Client, Fed, Reply, phase
-from fedbilevel.estimators.newton_end import ended, exact, where
+from fedbilevel.estimators.newton_end import ended, exact
 
 PRODUCTS = fb.parts.CG(max_steps=500, tolerance=0.1)
 """The solver of each of Newton's steps; no field, since sites take fields that are counts as their own work.
@@ -68,14 +69,14 @@ class Newton(Algorithm):
 
     def init(self, x: Any, y: Any) -> Trained:
         one = jnp.ones((), jnp.result_type(float))
-        return Trained(x, y, y, jax.tree.map(jnp.zeros_like, y), jnp.finfo(one.dtype).max * one, 0 * one, one)
+        return Trained(x, y, y, optax.tree.zeros_like(y), jnp.finfo(one.dtype).max * one, 0 * one, one)
 
     def round(self, fed: Fed, state: Trained, key: Array) -> Trained:
         gradient = fed.mean(self.gradient, (state.x, state.trial), key)
-        norm = jnp.sqrt(sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(gradient)))
+        norm = optax.tree.norm(gradient)
         first = jnp.where(state.first == 0, norm, state.first)
         better = norm < state.norm
-        y = where(better, state.trial, state.y)
+        y = optax.tree.where(better, state.trial, state.y)
 
         def product(fed: Fed, v: Any, key: Array, _: Any) -> Any:
             return fed.mean(self.product, (state.x, y, v), key)
@@ -83,12 +84,12 @@ class Newton(Algorithm):
         # Of a system with the right side 0, no product is asked for. If the trial is no better, the step is known; if
         # its gradient is small enough, there is no further step.
         right = jax.tree.map(lambda leaf: jnp.where(better & ~exact(norm, first), leaf, 0), gradient)
-        step = where(better, PRODUCTS.solve(fed, product, right, key, 1).v, state.step)
+        step = optax.tree.where(better, PRODUCTS.solve(fed, product, right, key, 1).v, state.step)
         length = jnp.where(better, 1.0, state.length / 2)
         return Trained(
             x=state.x,
             y=y,
-            trial=jax.tree.map(lambda a, b: a - length * b, y, step),
+            trial=optax.tree.add_scale(y, -length, step),
             step=step,
             norm=jnp.where(better, norm, state.norm),
             first=first,

@@ -180,20 +180,21 @@ def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel
     if study.estimator == "logistic":
         print(f"predicts the probability of {study.target} = {agreement.estimator().classes_[1]}", flush=True)
     remote = agreement.remote([one["rows"] for one in statistics])
-    checkpoint, now = None if place is None else _checkpoint(place, agreement), [agreement]
+    checkpoint, latest = None if place is None else _checkpoint(place, agreement), agreement
 
-    def under_contract() -> Questions:
+    def under_contract(agreement: Agreement) -> Questions:
         with jax.enable_x64(True):
-            algorithm, problem, x, y = now[-1].posed()
+            algorithm, problem, x, y = agreement.posed()
             algorithm = composed(adaptive(algorithm, problem), problem)  # as sites have it
             return Questions(engine, draw_up(algorithm, problem, x, y, remote.examples()), len(study.sites))
 
-    def on_searched(agreement: Agreement) -> None:
-        under_contract().agree(agreement.text)
-        now.append(agreement)
+    def on_searched(of_last: Agreement) -> None:
+        nonlocal latest
+        under_contract(latest).agree(of_last.text)
+        latest = of_last
 
     model = StudyModel.of(agreement, agreement.train(remote, engine, checkpoint, on_searched))
-    questions = under_contract()
+    questions = under_contract(latest)
 
     def ask(question: dict[str, Any]) -> list[Any]:
         return [parse_json(answer.encode()) for answer in questions.question(json.dumps(question))]
