@@ -1,8 +1,9 @@
 """One bilevel run beside a search whose trials share its privacy: local differential privacy, ε for each client in all.
 
 Clients have 5 training and 5 validation samples of Covertype each: ten features, and whether the tree is a spruce. They
-come from 8 sources, three of which have the two labels of their training samples swapped. x weights the sources:
-g_i = w(x) CE + 0.001 ‖y‖² with w = 8 softmax(x), and f is the CE of validation samples, whose labels are right.
+come from 8 sources, three of which have the two labels of their training samples swapped. The outer variable x gives
+each source a weight: g_i = w(x) CE + 0.001 ‖y‖² with w = 8 softmax(x), and f is the CE of validation samples, whose
+labels are right.
 
 Every method has 40 exchanges, so that the noise for an ε is the same for all. SimFBO makes one run of 40 rounds. A
 search with k trials makes k runs of FedAvg with 40/k rounds each, from y = 0, the first one with equal weights; TPE
@@ -33,6 +34,8 @@ from benchmarks.beside_search import difference
 from benchmarks.harness import head, row
 from benchmarks.privacy import DELTA, MULTIPLIERS
 from fedbilevel.tasks.images import load_rows
+from fedbilevel.tasks.networks import cross_entropy
+from fedbilevel.tasks.regularization import logits
 
 SOURCES, SWAPPED, SAMPLES, FEATURES = 8, 3, 5, 10
 EXCHANGES, BOUND = 40, 3.0
@@ -45,22 +48,16 @@ QUICK = {"clients": (4000,), "splits": (0, 1), "epsilons": (8,)}
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
-def cross_entropy(y: Any, rows: Any, labels: Any) -> Any:
-    """The mean cross-entropy of the logits rows @ y."""
-    z = rows @ y
-    return jnp.mean(jnp.logaddexp(0, z) - labels * z)
-
-
 def source_weights(x: Any) -> Any:
     return SOURCES * jax.nn.softmax(x)
 
 
 def outer(x: Any, y: Any, batch: Any) -> Any:
-    return cross_entropy(y, batch["row"], batch["label"])
+    return cross_entropy(logits(y, batch["row"]), batch["label"])
 
 
 def trained(y: Any, batch: Any) -> Any:
-    return batch["weight"][0] * cross_entropy(y, batch["row"], batch["label"]) + 1e-3 * jnp.vdot(y, y)
+    return batch["weight"][0] * outer(None, y, batch) + 1e-3 * jnp.vdot(y, y)
 
 
 def inner(x: Any, y: Any, batch: Any) -> Any:
@@ -88,7 +85,7 @@ def split_of(number: int, clients: int) -> Split:
     found, rng = load_rows("covtype", 0.0, 0).standardised(), np.random.default_rng(number + 1)
 
     def samples(rows: np.ndarray, labels: np.ndarray) -> dict[str, np.ndarray]:
-        return {"row": np.insert(rows[..., :FEATURES], 0, 1, axis=-1), "label": (labels == 0).astype(np.float32)}
+        return {"row": np.insert(rows[..., :FEATURES], 0, 1, axis=-1), "label": (labels == 0).astype(int)}
 
     aside = 120_000  # rows for tuning
     first, last = np.split(np.random.default_rng(0).permutation(len(found.train_labels)), [aside])
@@ -104,9 +101,9 @@ def split_of(number: int, clients: int) -> Split:
 def end(split: Split, x: Any, y: Any) -> End:
     test, valid = split.test, jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), split.valid)
     return End(
-        float(cross_entropy(y, valid["row"], valid["label"])),
-        float(cross_entropy(y, test["row"], test["label"])),
-        float(np.mean((test["row"] @ y > 0) == (test["label"] > 0))),
+        float(outer(x, y, valid)),
+        float(outer(x, y, test)),
+        float(np.mean(np.argmax(logits(y, test["row"]), axis=-1) == test["label"])),
         float(np.sum(source_weights(x)[:SWAPPED]) / SOURCES),
     )
 
@@ -116,7 +113,7 @@ def terms(epsilon: float | None, clip: float) -> fb.Privacy | None:
 
 
 BILEVEL, SINGLE = fb.Bilevel(outer, inner), fb.SingleLevel(trained)
-START = np.zeros(SOURCES), np.zeros(1 + FEATURES)
+START = np.zeros(SOURCES), np.zeros((FEATURES + 1, 1))
 
 
 def by_simfbo(split: Split, number: int, epsilon: float | None, setting: tuple[float, ...]) -> End:
@@ -161,7 +158,7 @@ def main(
     splits: tuple[int, ...] = (0, 1, 2, 3, 4),
     epsilons: tuple[int, ...] = (0, 8, 3),
 ) -> None:
-    """Compare; ε = 0 stands for no noise."""
+    """Print the comparison for each number of clients and each ε; 0 means that there is no noise."""
     columns = (
         "validation loss",
         "difference",

@@ -89,7 +89,7 @@ in_blocks.defvjp(forward, backward)
 
 
 def start(key: Array, side: int, width: int, layers: int, classes: int) -> dict[str, Any]:
-    """Draw the parameters for images of a side; those of all layers are stacked."""
+    """Draw the parameters for square images with this side; the parameters of all layers are stacked."""
     keys = iter(jax.random.split(key, 7))
     tokens = (side // PATCH) ** 2
 
