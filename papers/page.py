@@ -106,7 +106,7 @@ def in_all(figures: Sequence[Figure]) -> list[str]:
     said = [f"{counts[name]} {words}" for name, words in IN_ALL.items() if counts[name]]
     linked = f"[{counts.total()} statements](papers/README.md)"
     outcomes = f"{', '.join(said[:-1])} and {said[-1]}"
-    return [f"The papers of these methods make {linked} that were tried at small scale: {outcomes}."]
+    return [f"The papers of the methods make {linked} that were tried at small scale: {outcomes}."]
 
 
 def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
