@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="figures, and what came out, in --out or as it is kept")
     parser.add_argument("--full", action="store_true", help="the paper's own setting, for a GPU (minutes on two cores)")
     parser.add_argument("--seeds", type=seeds, metavar="N,N,…", help="(as many as the figure's file says)")
+    parser.add_argument("--chosen", action="store_true", help="take the values that the kept outcome chose: no trials")
     parser.add_argument("--out", type=Path, default=Path("runs/papers"), metavar="DIR", help="(runs/papers)")
     parser.add_argument("--rehearse", action="store_true", help="play one round of each method, and no more")
     parser.add_argument("--keep", action="store_true", help="keep what came out beside the file, and write the pages")
@@ -87,7 +88,8 @@ def follow(given: argparse.Namespace) -> None:
 
 def play_figure(figure: Figure, scale: Scale, given: argparse.Namespace) -> None:
     """Play a figure, write what came out, and say it."""
-    found = play.play(figure, scale, given.out, seeds=given.seeds)
+    before = page.kept(figure) or {} if given.chosen else None
+    found = play.play(figure, scale, given.out, seeds=given.seeds, before=before)
     text, drawn = json.dumps(found, indent=1, ensure_ascii=False) + "\n", draw(figure, found)
     place = given.out / figure.id / scale
     play.write(place / "outcome.json", text)

@@ -252,10 +252,14 @@ def slope(figure: Figure, claim: Claim, runs: Runs) -> Finding:
         return replace(said, note="what is read off some run is not above 0: it has no logarithm")
     fitted, error = fitted_slope([figure.panels[panel].value or 0.0 for panel in panels], read)
     apart, half = fitted - claim.slope, 2 * error
-    most, least = abs(apart) + half, abs(apart) - half
-    state: State = "holds" if most <= claim.within else "contradicted" if least > claim.within else "open"
     said = replace(said, better_mean=fitted, than_mean=claim.slope, difference=apart, half_width=half)
-    return replace(said, state=state)
+    return replace(said, state=state_of_slope(apart, half, claim.within))
+
+
+def state_of_slope(apart: float, half: float, within: float) -> State:
+    """Say what the interval of a fitted slope less the predicted one decides: it holds if it lies within ±within."""
+    most, least = abs(apart) + half, abs(apart) - half
+    return "holds" if most <= within else "contradicted" if least > within else "open"
 
 
 def fitted_slope(x: Sequence[float], y: Sequence[Sequence[float]]) -> tuple[float, float]:

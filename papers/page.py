@@ -12,6 +12,7 @@ from typing import Any
 from fedbilevel.experiments import COSTS
 from papers.arms import besides
 from papers.claims import Finding, Statement, column_of, statements
+from papers.effort import said
 from papers.figure import PAPERS, Claim, Figure, files, load
 from papers.numbers import POINTS, UNITS, axis, text
 
@@ -111,12 +112,14 @@ def in_all(figures: Sequence[Figure]) -> list[str]:
 
 def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
     """A row for each statement of a paper: what decides it, in how many cells, and how large the effect is."""
-    yield "| statement | entry | decided | cells | effect |\n|---|---|---|---|---|"
+    yield "| statement | entry | decided | cells | effect | what would decide it |\n|---|---|---|---|---|---|"
     for figure in figures:
+        found = kept(figure)
         for one in decided(figure):
             cells = ", ".join(f"{count} {STATES[state]}" for state in STATES if (count := one.cells.get(state)))
             at = f"[{figure.id}](#{figure.id})"
-            yield f"| {one.says} | {at} | {DECISIONS[one.decision]} | {cells} | {effect(one)} |"
+            left = said(figure, found, one) if found and state_of(figure, found) != STALE else "playing it"
+            yield f"| {one.says} | {at} | {DECISIONS[one.decision]} | {cells} | {effect(one)} | {left} |"
     yield ""
 
 

@@ -227,14 +227,43 @@ def check(figure: Figure, scale: Scale, out: Path, seeds: Sequence[int]) -> None
             raise ConfigurationError(f"{panel} · {method}: {error}") from error
 
 
+def chosen_before(
+    figure: Figure, scale: Scale, found: Mapping[str, Any]
+) -> tuple[Mapping[tuple[str, str], Tried], Mapping[tuple[str, str], Choice]]:
+    """The values that an earlier outcome of the same figure tried and chose, without runs of these trials.
+
+    Args:
+        found: the outcome; empty if none is kept.
+
+    Raises:
+        ConfigurationError: it was played for other claims or another setting.
+    """
+    same = (found.get("scale"), found.get("played_for")) == (scale, figure.fingerprint(scale))
+    require(same, f"no outcome of {figure.id} with this setting is kept beside its file: its trials have to be played")
+    every: dict[tuple[str, str], Tried] = {}
+    choices: dict[tuple[str, str], Choice] = {}
+    for panel, method in figure.pairs(scale):
+        of = found["panels"][panel][method]
+        every[panel, method] = [(point, []) for point in of.get("tried") or []]
+        choices[panel, method] = Choice(of["chosen"], of["failed_trials"])
+    return every, choices
+
+
 def play(
-    figure: Figure, scale: Scale, out: Path, *, seeds: Sequence[int] | None = None, say: Say = print
+    figure: Figure,
+    scale: Scale,
+    out: Path,
+    *,
+    seeds: Sequence[int] | None = None,
+    before: Mapping[str, Any] | None = None,
+    say: Say = print,
 ) -> dict[str, Any]:
     """Bring all trials and runs of a figure to their end; its outcome.
 
     Args:
         out: the folder that holds all figures' folders.
         seeds: of the runs; none of those of the trials. None: as many as the file says.
+        before: an earlier outcome, whose chosen values are taken; no trial is then played.
         say: called with a line about what has ended.
 
     Raises:
@@ -243,9 +272,13 @@ def play(
     seeds = range(figure.seeds) if seeds is None else seeds
     check(figure, scale, out, seeds)
     pairs = figure.pairs(scale)
-    every, played = choose(figure, scale, out, say)
-    select = figure.tuning.select if figure.tuning else ""
-    choices = {pair: best(of, played, select) if of else Choice({}) for pair, of in every.items()}
+    played: Played = {}
+    if before is not None:
+        every, choices = chosen_before(figure, scale, before)
+    else:
+        every, played = choose(figure, scale, out, say)
+        select = figure.tuning.select if figure.tuning else ""
+        choices = {pair: best(of, played, select) if of else Choice({}) for pair, of in every.items()}
     runs = {
         pair: runs_of(figure, pair, scale, out, choice.values, seeds)
         for pair, choice in choices.items()

@@ -66,6 +66,28 @@ def test_the_seeds_of_trials_are_not_those_of_runs(figure: Figure, place: Path, 
     assert not list(tmp_path.iterdir())
 
 
+def test_more_seeds_take_the_values_that_were_chosen_before(figure: Figure, place: Path, tmp_path: Path) -> None:
+    found = run(figure, "quick", tmp_path, seeds=(0, 1, 2), before=outcome(place))
+    folders = {file.parent for file in tmp_path.rglob("summary.json")}
+    assert {one.name for one in folders} == {"seed-0", "seed-1", "seed-2"}
+    assert not any("trials" in one.parts for one in folders)
+    for method, of in found["panels"]["all"].items():
+        before = outcome(place)["panels"]["all"][method]
+        assert (of["chosen"], of["tried"]) == (before["chosen"], before["tried"])
+        assert of["values"][:2] == pytest.approx(before["values"])
+    assert found["trials"] == 2
+
+
+@pytest.mark.parametrize("kept", [{}, {"scale": "full"}, {"played_for": "another setting"}])
+def test_values_that_were_chosen_for_something_else_are_not_taken(
+    kept: dict[str, Any], figure: Figure, place: Path, tmp_path: Path
+) -> None:
+    before = {**outcome(place), **kept} if kept else {}
+    with pytest.raises(ConfigurationError, match="no outcome of made-up with this setting is kept"):
+        run(figure, "quick", tmp_path, before=before)
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_ladder_grows_at_the_end_that_was_chosen(tmp_path: Path) -> None:
     """SimFBO hardly moves at 1e-6, so that the larger step is chosen until one diverges or no trial is left; every step
     is a hundred times the one before. FedBiO's first two diverge, and it goes down."""

@@ -1,0 +1,69 @@
+"""What would decide an open statement: how many seeds, and how many hours of runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from scipy.stats import t
+
+from papers.claims import CONFIDENCE, Finding, Statement, state_of, state_of_slope, within
+from papers.figure import Claim, Figure
+
+MOST = 1000  # seeds; a cell that would need more is as good as level
+
+
+def said(figure: Figure, found: Mapping[str, Any], statement: Statement) -> str:
+    """Say what would decide the open cells of a statement: seeds, and hours beyond the runs that were played.
+
+    The seeds are those at which the interval would decide if difference and scatter stayed as they are. The hours are
+    those of the further runs of both sides, by the mean time of the runs that were played; trials are not repeated.
+    """
+    claim = next(one for one in figure.claims if one.says == statement.says)
+    left = [one for one in statement.findings if one.state == "open"]
+    unplayed = list(dict.fromkeys(one.panel for one in left if one.panel and one.panel not in found["panels"]))
+    needed = [
+        (one, seeds_that_decide(figure, claim, one, len(found["seeds"]))) for one in left if one.panel not in unplayed
+    ]
+    words = []
+    if known := [count for _, count in needed if count is not None]:
+        hours = hours_of(figure, found, claim, needed)
+        words.append(f"{max(known)} seeds, " + (f"{hours:.1f} hours" if hours >= 0.05 else "minutes"))
+    if hopeless := sum(count is None for _, count in needed):
+        cells = f"{hopeless} of the open cells" if known or unplayed else "more"
+        words.append(f"no number of seeds up to {MOST:,}" + (f" for {cells}" if cells != "more" else ""))
+    if unplayed:
+        words.append(f"runs of {' and '.join(unplayed)}")
+    return "; ".join(words)
+
+
+def seeds_that_decide(figure: Figure, claim: Claim, one: Finding, played: int) -> int | None:
+    """Return the least number of seeds at which a cell would not be open; None if that needs more than MOST seeds.
+
+    None too if a run failed or did not get there, since seeds do not mend that.
+    """
+    if one.difference is None or one.half_width is None or math.isinf(one.half_width) or one.note:
+        return None
+    counts = np.arange(played + 1, MOST + 1)
+    shrinks = np.sqrt(played / counts)
+    if claim.slope is not None:
+        halves = one.half_width * shrinks
+        states = [state_of_slope(one.difference, half, claim.within) for half in halves]
+    else:
+        quantiles = t.ppf((1 + CONFIDENCE) / 2, counts - 1) / t.ppf((1 + CONFIDENCE) / 2, played - 1)
+        margin = within(figure, claim, one.than_mean or 0.0)
+        states = [state_of(one.difference, half, claim.level, margin) for half in one.half_width * shrinks * quantiles]
+    return next((int(count) for count, state in zip(counts, states, strict=True) if state != "open"), None)
+
+
+def hours_of(figure: Figure, found: Mapping[str, Any], claim: Claim, needed: list[tuple[Finding, int | None]]) -> float:
+    """Return the hours of the further runs; runs of a method that several cells need are made once."""
+    further: dict[tuple[str, str], int] = {}
+    for one, count in needed:
+        panels = figure.panels_of(claim) if claim.slope is not None else [one.panel]
+        for pair in ((panel, method) for panel in panels for method in (one.better, one.than) if method):
+            further[pair] = max(further.get(pair, 0), (count or 0) - len(found["seeds"]))
+    seconds = (more * found["panels"][panel][method]["costs"]["seconds"] for (panel, method), more in further.items())
+    return sum(seconds) / 3600
