@@ -29,6 +29,7 @@ IN_ALL = {
     "open": "are undecided",
 }
 IN_SHORT = "In short: "
+THEORY = "theory"  # the folder of theorems of all papers
 Outcome = Mapping[str, Any]
 
 
@@ -62,16 +63,17 @@ def holding(found: Outcome) -> tuple[int, int]:
 def written() -> Iterator[tuple[Path, str]]:
     """(file, its text) of everything that is generated from figures and the outcomes beside them."""
     figures = [load(file) for file in files()]
-    rows = ["| paper | entries | statements | in short |\n|---|---:|---|---|"]
+    rows, heads = ["| paper | entries | statements | in short |\n|---|---:|---|---|"], {}
     for folder in dict.fromkeys(figure.file.parent for figure in figures):
         own, page = [figure for figure in figures if figure.file.parent == folder], folder / "README.md"
         head = (page.read_text("utf-8") if page.is_file() else f"# {folder.name}\n\n").partition(MARK)[0]
         sections = [line for figure in own for line in section(figure, kept(figure))]
         yield page, f"{head}{MARK}\n" + "\n".join([*statement_table(own), *sections])
         rows.append(row(folder.name, head, own))
+        heads[folder.name] = head
     of_papers, of_all = PAPERS / "README.md", PAPERS.parent / "README.md"
     yield of_papers, filled(filled(of_papers.read_text("utf-8"), "papers", rows), "arms", arms(figures))
-    yield of_all, filled(of_all.read_text("utf-8"), "papers", in_all(figures))
+    yield of_all, filled(of_all.read_text("utf-8"), "papers", in_all(figures, heads))
 
 
 def filled(text: str, mark: str, lines: Sequence[str]) -> str:
@@ -94,24 +96,36 @@ def arms(figures: Sequence[Figure]) -> list[str]:
 
 def row(paper: str, head: str, figures: Sequence[Figure]) -> str:
     """A paper's row of the table of all papers; what came out in short is said in the head of its page."""
-    title = head.splitlines()[0].removeprefix("# ").partition(":")[0]
-    short = next((line.removeprefix(IN_SHORT) for line in head.splitlines() if line.startswith(IN_SHORT)), "")
     counts: Counter[str] = Counter(one.decision for figure in figures for one in decided(figure))
     said = ", ".join(f"{counts[name]} {name}" for name in DECISIONS if counts[name])
+    title, short = title_and_short(head)
     return f"| [{title}]({paper}/README.md) | {len(figures)} | of {counts.total()}: {said} | {short} |"
 
 
-def in_all(figures: Sequence[Figure]) -> list[str]:
-    """What became of the statements of all papers, in a sentence for the first page of the repository."""
+def title_and_short(head: str) -> tuple[str, str]:
+    """The name of a paper's methods, and what came out in short, of the head of its page."""
+    lines = head.splitlines()
+    short = next((line.removeprefix(IN_SHORT) for line in lines if line.startswith(IN_SHORT)), "")
+    return lines[0].removeprefix("# ").partition(":")[0], short
+
+
+def in_all(figures: Sequence[Figure], heads: Mapping[str, str]) -> list[str]:
+    """What became of the statements of all papers, for the first page of the repository: a sentence, and one a paper.
+
+    Args:
+        heads: the head of each paper's page, by its folder.
+    """
     counts: Counter[str] = Counter(one.decision for figure in figures for one in decided(figure))
     said = [f"{counts[name]} {words}" for name, words in IN_ALL.items() if counts[name]]
     linked = f"[{counts.total()} statements](papers/README.md)"
     outcomes = f"{', '.join(said[:-1])} and {said[-1]}"
-    return [f"The papers of the methods make {linked} that were tried at small scale: {outcomes}."]
+    told = [(paper, *title_and_short(head)) for paper, head in heads.items() if paper != THEORY]
+    papers = [f"- [{title}](papers/{paper}/README.md): {short}" for paper, title, short in told]
+    return [f"The papers of the methods make {linked} that were tried at small scale: {outcomes}.", "", *papers]
 
 
 def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
-    """A row for each statement of a paper: what decides it, in how many cells, and how large the effect is."""
+    """A row for each statement of a paper: the decision, its cells, the effect, and what would decide open cells."""
     yield "| statement | entry | decided | cells | effect | what would decide it |\n|---|---|---|---|---|---|"
     for figure in figures:
         found = kept(figure)
@@ -150,9 +164,11 @@ def between(values: Sequence[float]) -> str:
 
 
 def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
-    """What a figure claims, and what came out."""
+    """The picture of a figure, what it claims, and what came out."""
     state = state_of(figure, found)
     yield f"## {figure.id}\n"
+    if found is not None and state != STALE:
+        yield f"![{figure.title}]({figure.id}.png)\n"
     yield f"**{figure.part}: {figure.title.rstrip('.')}.** The paper: {figure.shows}\n"
     if found is None:
         yield f"{SIGNS[state]} {state}: `python -m papers {figure.id}` plays it.\n"
@@ -162,7 +178,6 @@ def section(figure: Figure, found: Outcome | None) -> Iterator[str]:
     yield f"Here: {SIGNS[state]} **{state}**{hold}. {figure.found}\n"
     if state == STALE:  # it decides nothing
         return
-    yield f"![{figure.title}]({figure.id}.png)\n"
     yield from table(figure, found)
     yield from table_beside(figure, found)
     notes = dict.fromkeys(one["note"] for one in found["findings"] if one["note"] and played(found, one))
