@@ -193,12 +193,14 @@ class ReportRows:
     def add_given(
         self, name: str, h: PyTree, cost: str = "", note: str = "", standard_error: float | None = None
     ) -> None:
+        """Add an estimate of the user, which must be finite and have the shapes of x."""
         same_shapes(f"estimators[{name!r}]", h, self.at.x)
         if bad := nonfinite_leaves(h):
             raise NonFiniteError(f"the estimate {name!r} has NaN or infinity: {', '.join(bad)}")
         self.compare(name, ravel_pytree(h)[0], self.truth, cost, note, standard_error)
 
     def compare(self, name: str, h: Any, truth: Any, cost: str, note: str, standard_error: float | None = None) -> None:
+        """Add a row that compares the vectors h and `truth`; `standard_error` is that of h, in absolute terms."""
         a, b = np.asarray(h, np.float64), np.asarray(truth)
         size, length = np.linalg.norm(b), np.linalg.norm(a)
         cosine = float(a @ b / (size * length)) if size and length else float("nan")
@@ -207,17 +209,18 @@ class ReportRows:
         self.rows.append(ReportRow(name, cosine, error, relative, cost, note))
 
     def add_own(self, plan: SamplingPlan) -> None:
+        """Add the estimates of this library, except the local hypergradient."""
         found = self.found
         step, low = found.step, found.spectrum.smallest
 
         def left(n: int) -> str:
             factor = abs(1 - step * low)
-            return f"(1 − {step:.3g}·μ)^N = {factor**n:.1e}" if factor < 1 else f"grows by {factor:.3g} each time"
+            return f"(1 − {step:.3g}·μ)^N = {factor**n:.1e}" if factor < 1 else f"grows by {factor:.3g} in each step"
 
         self.add("unrolled", found.unrolled, f"{plan.steps} steps", left(plan.steps))
         if found.slopes is not None:
             moved, size = np.linalg.norm(found.slopes.errors), np.linalg.norm(found.slopes.values)
-            note = f"along {plan.directions} random directions, {size:.3g} in all; at half the width {moved:.1e} apart"
+            note = f"norm {size:.3g} over {plan.directions} random directions; half the width changes it by {moved:.1e}"
             solves = f"{4 * plan.directions} inner problems"
             self.compare("finite differences", found.slopes.values, found.slopes.directions @ self.truth, solves, note)
         self.add("series", found.series, f"{plan.terms - 1} products", left(plan.terms))
@@ -226,6 +229,7 @@ class ReportRows:
         self.add("cg", found.cg, f"{int(found.system.iterations)} products", note)
 
     def add_local(self, clients: Clients) -> None:
+        """Add the mean of the clients' own hypergradients, or a note if there are too many clients."""
         if len(clients) > LOCAL:
             self.notes.append(f"{len(clients)} clients, more than {LOCAL}: their own hypergradients are left out")
             return
@@ -238,6 +242,7 @@ class ReportRows:
         self.add("local", h, "1 exchange", note)
 
     def report(self, population: Population, plan: SamplingPlan, dim: int) -> HypergradientReport:
+        """Return the report, with notes on the point, the spectrum and the reference; `dim` is the dimension of y."""
         found = self.found
         low, high = found.spectrum.smallest, found.spectrum.largest
         negative = bool(found.system.negative_curvature >= 0) or bool(found.inner.negative_curvature) or low < 0
@@ -248,14 +253,14 @@ class ReportRows:
         self.notes[:0] = [
             f"implicit gradient at {where}, {how}: norm {size:.6g}; dim x = {self.truth.size}, dim y = {dim}, "
             f"{population.counts[0]} outer and {population.counts[1]} inner samples, all in float64",
-            f"inner gradient there: {norm:.1e}; inner Hessian: {low:.3g} to {high:.3g}",
+            f"inner gradient at this point: norm {norm:.1e}; inner Hessian: eigenvalues {low:.3g} to {high:.3g}",
         ]
         if (project := self.at.problem.project_x) is not None:
             step = optax.tree.sub(self.at.x, found.yardstick.hypergradient)
             left = float(optax.tree.norm(optax.tree.sub(self.at.x, project(step))))
             self.notes.append(f"projected gradient, ‖x − P(x − ∇)‖: {left:.3g}; it is 0 if x is stationary in its set")
         if self.at.single:
-            self.notes.append("x or y had less precision than float64, and was converted")
+            self.notes.append("x or y had less precision than float64, and was converted to float64")
         if not plan.solve_inner:
             self.notes.append("the reference is ∇Φ(x) only if the inner gradient is 0; finite differences are left out")
         if negative:

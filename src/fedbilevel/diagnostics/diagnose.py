@@ -161,7 +161,7 @@ class Diagnosis(Shown):
 
 
 def _without_steps(found: Diagnosis) -> str:
-    """Say whether adaptive steps, 1/L on y and v, should be sufficient: n rounds leave (1 − 1/κ)^n of an error."""
+    """Estimate whether adaptive steps, 1/L on y and v, are sufficient: n rounds leave (1 − 1/κ)^n of an error."""
     needed = DIGITS * found.condition
     if found.mu <= 0:
         return "with adaptive steps: trouble is expected, since y*(x) may not be defined"

@@ -83,8 +83,8 @@ def measure(
 ) -> Measurements:
     """Measure a problem at (x, y); JAX's 64-bit mode must be on.
 
-    If the smallest eigenvalue μ of the inner Hessian is below L/rounds, a number δ is added to all of its eigenvalues,
-    so that the smallest is L/rounds.
+    If the smallest eigenvalue μ of the inner Hessian is below L/rounds, a number δ = L/rounds − min(μ, 0) is added to
+    all of its eigenvalues, so that the smallest is at least L/rounds.
     """
     population = Population.of(problem, clients, max_samples)
     few = Population.of(problem, clients, min(max_samples, RESPONSE_SAMPLES))
@@ -117,6 +117,7 @@ def measure(
 
 
 def curvature(population: Population, x: PyTree, y: PyTree, seed: int) -> Curvature:
+    """Measure the extreme curvatures of both losses in y at (x, y), by Lanczos' method, and ‖∇y F‖."""
     inner = extreme_eigenvalues(lambda v: population.inner.hess_v(x, y, v), y, seed, iterations=60)
     outer = extreme_eigenvalues(lambda v: population.outer.hess_v(x, y, v), y, seed, iterations=20)
     return Curvature(inner, outer, float(optax.tree.norm(population.outer.gradients(x, y)[1])))

@@ -147,7 +147,7 @@ def checks(runs: Runs, plain: Result) -> Iterator[NamedCheck]:
     yield "noised replies", allows.noise if isinstance(allows.noise, No) else lambda: noised(runs)
     facts = type(runs.method).facts
     claims = facts is not None and facts.bias == "nothing" and isinstance(runs.problem, Bilevel)
-    unclaimed = No('its facts do not say bias="nothing" of a bilevel problem')
+    unclaimed = No('its facts do not have bias="nothing", or the problem is not a Bilevel problem')
     yield "the solution of a quadratic problem", (lambda: solved(runs)) if claims else unclaimed
     for name, words in FEATURES.items():
         allowed = getattr(allows, name)
@@ -184,12 +184,12 @@ def another_seed(runs: Runs, plain: Result) -> str:
     if any(not np.array_equal(a, b) for (_, a), (_, b) in pairs):
         return "gives another run"
     if max(runs.clients.outer.size.max(), runs.clients.inner.size.max()) == 1:
-        return "not judged: each client has one sample, and every batch is made of it"
+        return "not checked: each client has only one sample, which makes up every batch"
     sizes = {".".join(map(str, entry.keys)): entry.value for entry in batch_sizes(runs.method)}
     drawn = {name: size for name, size in sizes.items() if size is not None}
     if drawn:
         given = ", ".join(f"{name} = {size}" for name, size in drawn.items())
-        raise CheckError(f"it gives the same run, though {given}: do `round` and the phases use their keys for draws?")
+        raise CheckError(f"it gives the same run with {given}: do `round` and the phases use their keys for draws?")
     return "gives the same run: nothing is drawn"
 
 
@@ -203,7 +203,7 @@ def one_by_one(runs: Runs, plain: Result) -> str:
     sizes = list[int]()
     result = runs.run(Reference(on_reply=lambda phase, client, reply: sizes.append(nbytes(reply.update))))
     if not runs.method.asks.asynchronous and sum(sizes) != result.ledger.bytes_up:
-        raise CheckError(f"the ledger has {result.ledger.bytes_up} bytes of replies, which have {sum(sizes)}")
+        raise CheckError(f"the ledger has {result.ledger.bytes_up} bytes of replies, and the replies have {sum(sizes)}")
     return compared(plain, result)
 
 
@@ -257,7 +257,7 @@ def solved(runs: Runs) -> str:
         options = {"rounds": ROUNDS_TO_REST, "eval_every": ROUNDS_TO_REST // 2, "metrics": task.metrics}
         before, last = own.run(Local(), **options).history["relative_error"][-2:]
     except NonFiniteError:
-        return "not tried: its steps are too long for a quadratic problem with curvatures up to 1"
+        return "not checked: its steps are too long for a quadratic problem with curvatures up to 1"
     if last > SOLVED and last > before / 2:
         raise CheckError(f"after {ROUNDS_TO_REST} rounds the relative error of x is {last:.2g}, and no longer falls")
     return f"relative error of x {last:.1g} after {ROUNDS_TO_REST} rounds"
@@ -274,7 +274,7 @@ def compared(first: Result, second: Result, exact: bool = False, timed: bool = T
     worst, path = max((difference(a, b), path) for (path, a), (_, b) in pairs)
     allowed = 0.0 if exact else TOLERANCE
     if not worst <= allowed:
-        raise CheckError(f"state{path} differs by {worst:.2g} of its size; allowed are {allowed:.2g}")
+        raise CheckError(f"state{path} differs by {worst:.2g} of its size; at most {allowed:.2g} is allowed")
     costs = [result.ledger if timed else replace(result.ledger, ticks=0) for result in (first, second)]
     if costs[0] != costs[1]:
         raise CheckError(f"the costs differ: {costs[0]} and {costs[1]}")

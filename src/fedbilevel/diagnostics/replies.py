@@ -1,6 +1,6 @@
 """Measure the norms of clients' replies, by phase and part, and how far the noise of privacy moves x and y.
 
-The norms help to choose a clip, and the movement by noise helps to choose steps: see docs/explanation/privacy.md.
+The norms help to choose a clip, and the movement by noise helps to choose step sizes: see docs/explanation/privacy.md.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ from fedbilevel.wording import in_a_line
 LONGEST = 400  # characters of an error in the table
 
 NamedCheck = tuple[str, Callable[[], str] | No]
-"""The name of a check, and a function that returns a detail or raises; or why there is nothing to check.
+"""The name of a check, and a function that returns a detail or raises an error; or why there is nothing to check.
 
-A function that returns "" says that a feature is supported, which was not tried."""
+A function returns "" if a feature is supported according to the method's declaration, and nothing was run."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,8 @@ class CheckOutcome:
 
     Args:
         name: what was checked.
-        outcome: "passed", "failed"; "refused" if there is nothing to check, such as a feature that a method says that
-            it does not support; or "allowed" if a feature is supported, and nothing was run.
+        outcome: "passed"; "failed"; "refused" if there is nothing to check, for example because the method does not
+            support a feature; or "allowed" if the method declares that it supports a feature, and nothing was run.
         detail: the largest difference, the reason of a refusal, or the error.
         error: the error of a check that failed.
     """

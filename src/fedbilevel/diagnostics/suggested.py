@@ -49,6 +49,7 @@ class Scales:
 
     @property
     def condition(self) -> float:
+        """Return the condition number κ = L/μ."""
         return self.smoothness / self.mu
 
     @property

@@ -27,8 +27,8 @@ def check_task(task: Task) -> CheckReport:
     - x acts on the outer loss through y, and every leaf of x moves; otherwise losses may have been swapped.
     - Each loss is a mean over the samples of its batch, and not a sum.
     - Both losses, their gradients and the metrics are finite at the start.
-    - The inner loss is strongly convex in y at the start. If it is not, there is a warning, and no check fails: y may
-      move to where it is.
+    - The inner loss is strongly convex in y at the start. If it is not, there is a warning, and no check fails, since y
+      may move to a region where it is.
 
     A warning is also issued if a loss uses samples as indices outside of an axis, such as negative labels.
 
@@ -67,7 +67,7 @@ def checks(task: Task, at: DifferentiablePoint, seen: list[Warning]) -> Iterator
 
 
 def without(kind: type[Warning], seen: list[Warning]) -> str:
-    """Check that no warning of this kind was seen."""
+    """Check that no warning of this kind was issued at the first look at the losses."""
     if found := [str(warning) for warning in seen if isinstance(warning, kind)]:
         raise CheckError("; ".join(found))
     return "as seen near the start"

@@ -3,7 +3,7 @@
     f_i(x, y) = mean_j CE(y_j(φ(x))) on the query images of task j,
     g_i(x, y) = mean_j [CE(y_j(φ(x))) on the support images of task j + ridge·‖y_j‖²],   j over the tasks of client i.
 
-A task is to tell N = `way` characters of a client apart (meta-learning). This is the few-shot problem of RABO (Li et
+A task is to distinguish N = `way` characters of a client (meta-learning). This is the few-shot problem of RABO (Li et
 al. 2025, section V-A), except that each task has a linear head y_j of its own. The paper has one MLP as the head of all
 tasks; `shared` and `head_hidden` give this form. A column of a shared head means another character in each task, so
 that f stays at the level of chance, log N, or above, apart from memorised tasks. (A head with one column for each

@@ -1,6 +1,6 @@
 """Data hyper-cleaning: some training labels are wrong, and x learns a weight for each training sample.
 
-Stochastic bilevel papers since Ji, Yang, Liang (ICML 2021) have this task; its federated form with 18 clients is from
+Stochastic bilevel papers since Ji, Yang, Liang (ICML 2021) use this task; its federated form with 18 clients is from
 "Asynchronous Distributed Bilevel Optimization" (Jiao et al., ICLR 2023). Let z(y) be the logits of a sample with label
 c. Labels c_ij of training samples may be wrong, and labels of validation samples are right.
 

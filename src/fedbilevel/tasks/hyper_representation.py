@@ -5,7 +5,7 @@ images (f):
 
     g = mean CE(z(x, y), c) + ridge·‖y‖²        f = mean CE(z(x, y), c)
 
-FedNest (Tarzanagh et al., ICML 2022, section 4.1), SimFBO and others have this benchmark.
+FedNest (Tarzanagh et al., ICML 2022, section 4.1), SimFBO and others use this benchmark.
 """
 
 from collections.abc import Mapping, Sequence

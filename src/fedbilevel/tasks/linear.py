@@ -1,8 +1,9 @@
 """Fit linear models to the rows of several sites; penalties, and weights of sites, are found by cross-validation.
 
 The module poses the problem that `tables` states, for any outcome. y holds a model for each fold, which is trained
-without this fold, and as its last entry the model that is used. x holds the penalties of the models. A `Model` says
-what the models have in common, such as the number of each feature's penalty; a `SiteRows` holds the rows of a client.
+without this fold, and as its last entry the model that is used. x holds the penalties of the models. A `Model`
+describes what the models have in common, such as the number of each feature's penalty; a `SiteRows` holds the rows of a
+client.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -51,7 +52,8 @@ class Model:
             coefficient for each feature.
         folds: the number of folds, K.
         ridge: the value of every penalty at the start.
-        tuned: whether x is found. If not, the problem has a single level, the last model, and every penalty is `ridge`.
+        tuned: whether penalties and weights are tuned. If not, the problem has a single level, the last model alone,
+            and every penalty is `ridge`.
         weighted: whether x has a weight for each site.
     """
 
@@ -98,6 +100,7 @@ class Model:
         return jnp.mean(_weights(batch) * self.losses(w[:, None], batch, seen)[:, 0])
 
     def score_of(self, w: Array, batch: Batch) -> Array:
+        """Compute the outcome's score of rows by one model, without the weights of rows."""
         return self.outcome.scored(batch["row"] @ w, batch)
 
     def _loss(self, function: Callable[..., Array]) -> Any:

@@ -43,8 +43,10 @@ UNITS = {"core": "_", "units": "unit _"}  # the structure of x and of y if they 
 
 @dataclass(frozen=True)
 class ClosedForm:
-    """Hold the exact x*, y* and v* for some weights of clients, each flattened, and the Hessian of Φ: ∇Φ(x) is
-    hessian @ (x − x*)."""
+    """Hold the exact x*, y* and v* for some weights of clients, each flattened, and the Hessian of Φ.
+
+    ∇Φ(x) is hessian @ (x − x*).
+    """
 
     x: np.ndarray
     y: np.ndarray

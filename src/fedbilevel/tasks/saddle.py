@@ -3,9 +3,9 @@
     min over x, max over y of Σ_i p_i f_i,   f_i(x, y) = ½λ xᵀP_i x − [½ yᵀC_i y − b_iᵀy + yᵀA_i x],   x, y ∈ R^d
 
 In the paper (Tarzanagh et al., ICML 2022, section 4.3), P_i = C_i = I, A_i = t_i I with t_i uniform on (0, 0.1), and
-b_i is normal and centred over clients. Then x* = y* = 0 even for a method that ignores b. All clients have the same
-curvature, so that methods which alternate between x and y have no bias. With `general`, A_i is dense, P_i and C_i are
-diagonal, and all differ between clients. Let bars denote weighted means. Then
+b_i is normal and centred over clients. Then x* = y* = 0, which even a method that ignores b finds. All clients have the
+same curvature, so that methods which alternate between x and y have no bias. With `general`, A_i is dense, P_i and C_i
+are diagonal, and all differ between clients. Let bars denote weighted means. Then
 
     y* = C̄⁻¹(b̄ − Āx*)        (λP̄ + ĀᵀC̄⁻¹Ā) x* = ĀᵀC̄⁻¹b̄.
 

@@ -27,7 +27,7 @@ WORDS = ("binary", "classes")  # the outcomes whose target is a word
 
 @dataclass(frozen=True, kw_only=True)
 class ColumnRoles:
-    """Say what the columns of all sites' tables are for; the fields are arguments of `tables`."""
+    """Describe the roles of the columns of all sites' tables; the fields are arguments of `tables`."""
 
     outcome: OutcomeName
     target: str
@@ -58,6 +58,9 @@ class SiteFile:
         target: arrays by name: "label" with words or numbers, or "time" and "event".
         weight: the weight of each row; at least one is above 0.
         patient: the number of the patient of each row.
+
+    Attributes:
+        stratum: the number of the class or of the event of each row, by which rows are divided evenly; 0 for numbers.
     """
 
     name: str
@@ -80,6 +83,8 @@ class SiteFile:
         return len(self.weight)
 
     def some(self, rows: np.ndarray) -> "SiteFile":
+        """Return the file with only these rows, given by their numbers."""
+
         def taken(columns: Mapping[str, ColumnValues]) -> dict[str, ColumnValues]:
             return {name: column[rows] for name, column in columns.items()}
 
@@ -112,7 +117,7 @@ class SiteFile:
         return deal(strata, generator_of_site(seed, self.name, stream))[patient]
 
     def summaries(self, columns: ColumnRoles) -> Summaries:
-        """Return what the site tells of its features, and of its target unless this is a time."""
+        """Return the summaries that the site reports, of its features and, unless it is a time, of its target."""
         target = {columns.target: self.target["label"]} if "label" in self.target else {}
         return without_rare(summaries_of(self.features), columns.min_count) | summaries_of(target)
 
@@ -195,7 +200,7 @@ def _typed(field: str, texts: Texts, categorical: bool) -> ColumnValues:
 
 
 def with_columns(table: SiteFile, agreed: Summaries, columns: ColumnRoles) -> SiteFile:
-    """Return the table with the agreed features; a column without any value gets the kind that sites agreed on.
+    """Return the table with the agreed features; a column without any value gets the kind on which sites have agreed.
 
     Raises:
         ConfigurationError: a column is missing, unknown, or of another kind.
@@ -239,7 +244,7 @@ def kinds_of(tables: Collection[SiteFile]) -> Summaries:
 
 
 def used(table: SiteFile, columns: ColumnRoles) -> SiteFile:
-    """Turn entries into gaps if the site does not tell of them, such as rare categories."""
+    """Turn entries into gaps if the site's summaries leave them out, such as rare categories."""
     summaries = {name: one for name, one in table.summaries(columns).items() if name in table.features}
     made = {}
     for name, gaps in hidden_entries(summaries, table.features).items():
@@ -269,7 +274,7 @@ def classes_of(target: Mapping[str, Any], columns: ColumnRoles) -> list[str]:
             len(classes) == 2,
             f"classes of {columns.target!r}",
             classes[:6],
-            "exactly two, or with outcome = 'classes' more",
+            "exactly two; outcome = 'classes' allows more",
         )
         if columns.positive and columns.positive not in classes:
             raise unknown("positive", columns.positive, classes)
@@ -313,7 +318,7 @@ def ordered(samples: dict[str, Floats], columns: ColumnRoles) -> dict[str, Float
 
 
 def require_fit(summary: Mapping[str, Any], columns: ColumnRoles) -> None:
-    """Refuse a target of another kind than the outcome needs, in the file that sites have agreed on."""
+    """Refuse an agreed summary of the target whose kind, numbers or categories, does not fit the outcome."""
     if columns.outcome != "survival" and ("categories" in summary) != (columns.outcome in WORDS):
         kind = "a column of categories" if columns.outcome in WORDS else "a column of numbers"
         raise ConfigurationError(path=f"target {columns.target!r}", got=f"{[*summary]}", allowed=kind)

@@ -103,8 +103,8 @@ def tables(
         drop: the columns that are left out.
         gaps: texts that mean a gap, besides an empty text, NA, NaN, null and other texts that pandas takes as gaps.
         absent: what happens if a site lacks a column: an error ("refuse"), or all entries are gaps there ("gap").
-        min_count: the least number of rows. A site neither tells of nor uses a category with fewer rows, or a column
-            with fewer numbers.
+        min_count: the least number of rows of a category, and of numbers of a column. A site neither reports nor uses
+            a category or a column with fewer.
         offsets: whether each site has an intercept of its own besides the common one.
         penalty: whether all features share "one" penalty, or each "column" has one, or each "feature", so that each
             indicator of a category has its own. The intercept has a penalty of its own. The offsets share one; with
@@ -125,9 +125,9 @@ def tables(
         party: the number of a client in a federation, which reads only its own file; or "server", which reads no
             site's file.
 
-    FOLDER/columns.json says what sites have agreed on for all features and, except for survival, for the target;
-    `estimators.Preparer.save` writes it. In a simulation it may be missing, and the agreement is then made from the
-    training rows. FOLDER/test.csv has test rows, with a column "site" that names the site of each row.
+    FOLDER/columns.json has the summaries on which sites have agreed, of all features and, except for survival, of the
+    target; `estimators.Preparer.save` writes it. In a simulation it may be missing, and the summaries are then made
+    from the training rows. FOLDER/test.csv has test rows, with a column "site" that names the site of each row.
 
     The metrics are the mean loss of all test rows, and a score of all test rows and of each site's: the accuracy,
     R² ("r2"), the mean deviance in units of the mean count, or the concordance of pairs within sites.
@@ -241,7 +241,7 @@ class _Files:
         return training, self.tested.get(name, measured)
 
     def parts(self, name: str, agreed: Summaries, holdout: float) -> tuple[SiteFile, SiteFile]:
-        """Return a site's training rows, with gaps for what the site does not tell of, and its measured rows."""
+        """Return a site's training rows, with gaps for entries that its summaries leave out, and its measured rows."""
         training, measured = (with_columns(part, agreed, self.columns) for part in self.split(name))
         if holdout:
             training, measured = training.split(holdout, self.seed, 2)
@@ -261,7 +261,7 @@ class _Files:
             require_fit(goal, columns)
             summaries = {name: one for name, one in summaries.items() if name not in (*columns.named, *columns.drop)}
         else:
-            allowed = f"a file; each site tells of its columns by estimators.Preparer, and {AGREED} is their sum"
+            allowed = f"a file: each site summarises its columns by estimators.Preparer, and {AGREED} has the sum"
             require(self.whole, f"{file}", "missing", allowed)
             summaries, goal = self._together()
         require(len(summaries) > 0, "features", "none", "at least one column")
