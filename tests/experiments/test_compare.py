@@ -153,7 +153,7 @@ def test_runs_that_measure_different_things_or_disagree_on_the_better_way_are_re
         load_groups([tmp_path])
     for file in (other / "summary.json", other / "history.jsonl"):
         file.write_text(file.read_text().replace('"relative_error"', '"test_loss"'))
-    with pytest.raises(ConfigurationError, match=r"measure different things: relative_error.*, test_loss"):
+    with pytest.raises(ConfigurationError, match=r"their metrics differ: relative_error.*, test_loss"):
         load_groups([tmp_path])
 
 

@@ -41,7 +41,7 @@ def test_presets_for_all_methods_are_for_the_librarys(mine) -> None:
 def test_a_comparison_says_which_rows_have_presets(mine) -> None:
     names = ["simfbo", "method.py:Mine", "method.py:Prepared"]
     assert said_of_several([configure(task="quadratic", algorithm=name) for name in names]) == (
-        "presets for quadratic: simfbo, method.py:Prepared; at the defaults of their classes: method.py:Mine"
+        "presets for quadratic: simfbo, method.py:Prepared; with the defaults of their classes: method.py:Mine"
     )
     assert said_of_several([configure(task="quadratic")]) == "presets for quadratic: simfbo"
 

@@ -35,7 +35,7 @@ def test_the_status_as_json(run, capsys):
     assert modified == pytest.approx((run / "exchanges.jsonl").stat().st_mtime)
     (absent,) = table.pop("absent")
     assert (absent["client"], absent["round"], absent["ever_counted"], absent["code"]) == (3, 1, False, "late")
-    assert absent["how"].startswith("see whether its SuperNode runs")  # ours, and not the file's
+    assert absent["how"].startswith("start its SuperNode if it has stopped")  # ours, and not the file's
     assert table == {
         "finished": False, "exchanges": 2, "round": 1, "exchange": 2, "phase": "x", "epsilon": 1.25, "replied": [0, 1],
         "bytes_down": 120, "bytes_up": 72, "seconds": 0.75, "unread_lines": 1, "ended": None,

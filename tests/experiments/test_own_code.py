@@ -109,7 +109,7 @@ def test_a_task_may_be_ready_and_a_module_is_found_from_here(here, monkeypatch) 
 WRONG = {
     "sub/mine.py:mkae": "unknown task in sub/mine.py 'mkae'; did you mean 'make'? (allowed: loss, make, ready, ",
     "sub/neighbour.py:make": "unknown task in sub/neighbour.py 'make'",
-    "sub/mine.py": "task 'sub/mine.py' needs a name in that file: sub/mine.py:NAME",
+    "sub/mine.py": "task 'sub/mine.py' needs the name of an object in this file: sub/mine.py:NAME",
     "sub/mine.py:number": "mine.py:number is of type int; it must be a Task, or a function that returns one",
     "sub/mine.py:wrong": "mine.py:wrong returned int; it must return a Task",
     "sub/nine.py:make": "there is no file ",
@@ -117,7 +117,7 @@ WRONG = {
     "broken.py:make": "broken.py cannot be imported: invalid syntax",
     "nomodule:make": "module 'nomodule' cannot be imported: No module named 'nomodule'",
     ":make": "module '' cannot be imported",
-    "json.py:make": "json.py: Python finds another module json: rename the file",
+    "json.py:make": "json.py: Python finds another module named json: rename the file",
     "sub/mine.py:ready --set task.data=mnist": "task.data cannot be set: this task has no fields",
     "sub/mine.py:make --set task.shfit=2": "unknown field of task 'shfit'; did you mean 'shift'",
     "sub/mine.py:make --set shift=far": "task.shift = 'far' is not allowed: it must be float",

@@ -79,10 +79,10 @@ def test_a_search_goes_on_with_its_study_and_draws_on_as_it_would_have(played, t
     part = searched(tmp_path / "part", 6)
     assert part.rows == whole.rows
     assert len(played) == 12
-    said = r"study\.journal has another search: seeds is \[0\] there and \[1\] here"
+    said = r"study\.journal has another search: seeds was \[0\] and is now \[1\]"
     with pytest.raises(ConfigurationError, match=said):
         searched(tmp_path / "part", 6, seeds=[1])
-    said = r"--search server_lr\.x is '0\.001:1:log' there and '0\.001:2:log' here; choose another --out$"
+    said = r"--search server_lr\.x was '0\.001:1:log' and is now '0\.001:2:log'; choose another --out$"
     with pytest.raises(ConfigurationError, match=said):
         searched(tmp_path / "part", 6, {**SPACE, "server_lr.x": Range(0.001, 2, log=True)})
 

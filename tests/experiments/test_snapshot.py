@@ -118,7 +118,7 @@ def test_a_federation(tmp_path) -> None:
     snapshot = seen(place)
     assert snapshot.amount == "4 of 20 rounds"  # the last exchange is newer than the last row
     assert snapshot.facts["replied"] == "1 of 2 in round 4, exchange 1: 0"
-    assert snapshot.facts["delay"] == "2 s, in the median 1.25 s"
+    assert snapshot.facts["delay"] == "2 s; the median is 1.25 s"
     assert snapshot.facts["sent"] == "3.00 MB down, 1.50 MB up"
     assert snapshot.facts["privacy"].startswith("ε = 1.25 ")
     assert {trace.name: trace.values for trace in snapshot.traces} == {
@@ -128,7 +128,7 @@ def test_a_federation(tmp_path) -> None:
     (table,) = snapshot.tables
     client, round, why, how = (str(column.cells[0]) for column in table.columns)
     assert (client, round, why) == ("1", "4", "no reply")
-    assert how.startswith("the site or the operator: see whether its SuperNode runs")  # ours, and not the file's
+    assert how.startswith("the site or the operator: start its SuperNode if it has stopped")  # ours, and not the file's
     assert snapshot.notes == ["1 line of exchanges.jsonl cannot be read"]
 
 

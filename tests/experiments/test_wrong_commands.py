@@ -90,7 +90,7 @@ COMPARE = {
 }
 OTHERS = {
     "report empty": "it must be the folder of a run",
-    "report empty --out x.png": "ends in .html",
+    "report empty --out x.png": "must end in .html",
     "check quadratic --algorithm simfbo": "simfbo makes no estimate of the hypergradient; these do: ",
     "check quadratic --algorithm irg": "`fedbilevel check quadratic` checks the task's hypergradient alone",
     "diagnose quadratic --algorithm lfednest": "no fields are suggested for lfednest: clients' own hypergradients",

@@ -55,7 +55,8 @@ def test_what_is_not_approved_gets_no_reply(subject, tmp_path, capsys):
     ):
         response = ask()
         assert (response.code, response.payload, response.contract, response.metrics) == ("approval", b"", "", "{}")
-        assert f"{name}: fedbilevel flower approve FOLDER {name} --by NAME" in response.refused
+        remedy = f"to approve it: fedbilevel flower approve FOLDER {name} --by NAME"
+        assert response.refused == f"{name} is not approved at this site; {remedy}"
         assert str(tmp_path) not in response.refused
     assert json.loads((tmp_path / "client-0-requests.json").read_text())["total"] == 3  # it cannot be asked for ever
     assert (tmp_path / f"asked-{name}.txt").read_text() == (subject or client.general.text)
@@ -76,7 +77,7 @@ def test_all_is_the_default_and_asks_nobody(tmp_path):
 
 def test_without_a_folder_nothing_is_approved(tmp_path):
     client = ClientRuntime(federations.site(STEPS, 0, approve="ask", subject=TEXT))
-    assert "there is no state-folder" in greeted(client, client.contract.text).refused
+    assert "it has no state-folder" in greeted(client, client.contract.text).refused
     with refuses("Site.approve", "some", "'ask' or 'all'"):
         federations.site(STEPS, 0, approve="some")
 
@@ -94,7 +95,7 @@ def test_floors_are_not_told_before_approval(tmp_path):
         (["g" * 32, "--by", "Ada"], "HASH = 'g"),
         ([HASH, "--by", ""], "--by = '' .* the name"),
         ([HASH, "--by", "Ada\n", "--withdraw"], "--by = .* the name"),
-        ([HASH, "--by", "Ada", "--withdraw"], f"HASH = '{HASH}' .* the hash of what was approved"),
+        ([HASH, "--by", "Ada", "--withdraw"], f"HASH = '{HASH}' .* the hash of a text that is approved"),
     ],
 )
 def test_a_wrong_approval_is_named(words, said, tmp_path, capsys):
@@ -159,7 +160,7 @@ def test_a_spec_is_approved_with_the_settings_of_the_run(tmp_path, capsys, monke
     more, nodes = {"settings": "run.rounds=3"}, nodes_of(app_of_spec(spec), folders)
     for context in nodes.contexts.values():
         context.run_config.update(more)  # as Flower does
-    with pytest.raises(ExchangeError, match=r"nobody at this site has approved [0-9a-f]{32}"):
+    with pytest.raises(ExchangeError, match=r"[0-9a-f]{32} is not approved at this site"):
         serve(spec, nodes, {"out": "more", **more, **terms})
     (asked,) = folders[0].glob("asked-*.txt")
     assert "rounds = 3" in asked.read_text()
@@ -176,7 +177,7 @@ def test_approval_needs_a_folder():
 def test_a_study_is_approved_once_for_both_of_its_contracts(files, tmp_path):  # noqa: F811
     given = study("ridge")
     every = {"state-folder": str(tmp_path / "state"), "approve": "ask"}
-    with pytest.raises(ExchangeError, match=f"nobody at this site has approved {digest(given.text)}"):
+    with pytest.raises(ExchangeError, match=f"{digest(given.text)} is not approved at this site"):
         alone(given, Nodes(app_of_study(given), files, every), attempts=1, join=0.2, deadline=1.0)
     text = (tmp_path / "state" / f"asked-{digest(given.text)}.txt").read_text()
     assert Study.read(text) == given
@@ -195,4 +196,4 @@ def test_the_refusal_of_what_is_not_approved_names_who_can_mend_it(tmp_path):
     refusal = client.respond(request(client), memory())
     with pytest.raises(fb.errors.FedbilevelError) as caught:
         refusal.check()
-    assert "the site can mend it: read the request there (asked-HASH.txt" in caught.value.line
+    assert "the site can fix this: read the request (asked-HASH.txt" in caught.value.line

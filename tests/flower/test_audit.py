@@ -176,7 +176,7 @@ def test_nothing_leaves_without_a_line(tmp_path, monkeypatch):
         patch.setattr(os, "write", full)
         response = site.respond(request(site), memory())
     assert (response.payload, response.code) == (b"", "audit")
-    assert response.refused == "this client's audit cannot be written, and nothing leaves it without a line there"
+    assert response.refused == "this client's audit cannot be written, and nothing is sent without a line in the audit"
     after = (tmp_path / "audit.jsonl").read_bytes()
     assert after.startswith(before)
     assert lines(tmp_path)[-1]["code"] == "audit"  # there was room for that
@@ -309,5 +309,5 @@ def test_lines_that_are_missing_at_the_end_are_noticed_by_the_count_of_requests(
 
 def test_an_audit_with_a_line_that_is_none_of_ours_is_not_continued(audit):
     audit.path.write_bytes(audit.path.read_bytes() + b"x" * 2**20)
-    with pytest.raises(CheckpointError, match="has a line that is longer than any of ours"):
+    with pytest.raises(CheckpointError, match="has a line that is longer than any line of an audit"):
         audit.append("sent")

@@ -50,16 +50,17 @@ def test_everyone_with_the_clients_own_key(keys):
 def test_a_registered_key_does_not_take_another_clients_place(keys, caplog):
     """Node 3 has registered, with a key that is nobody's, and calls itself client 2; nodes 5 and 6 swap places."""
     with pytest.raises(
-        ExchangeError, match=r"3 clients are online, but 4 of 6 are needed .*who has another key"
+        ExchangeError, match=r"3 clients are online, but 4 of 6 are needed .*which has another key"
     ) as told:
         solve(Registered(keys, [0, 1, 6, 3, 5, 4]), keys, quorum=0.6)
     refused = [record.getMessage() for record in caplog.records if record.name == "fedbilevel.server"]
-    assert [f"node {k + 1} does not take part: it calls itself client {k}, who has another key" for k in (2, 4, 5)] == [
-        line.partition(" (the operator can mend it: compare client-keys")[0]
+    claims = "does not take part: the node claims to be client"
+    assert [f"node {k + 1} {claims} {k}, which has another key" for k in (2, 4, 5)] == [
+        line.partition(" (the operator can fix this: compare client-keys")[0]
         for line in refused
         if "another key" in line
     ]
-    assert "client 4: it calls itself client 5, who has another key" in str(told.value)  # the key says who it is
+    assert "client 4: the node claims to be client 5, which has another key" in str(told.value)  # the key shows this
 
 
 def test_nodes_without_keys_are_nobody(keys):
@@ -78,5 +79,5 @@ def test_keys_that_cannot_be_used_are_refused_before_the_first_message(keys, tmp
         solve(InProcess(ONLINE, 6), tmp_path)
     for damaged in (b"", b"ssh-ed25519 \xff", b"-----BEGIN PUBLIC KEY-----\nx", (keys / "client-4").read_bytes()):
         (tmp_path / "client-4.pub").write_bytes(damaged)
-        with pytest.raises(fb.errors.ConfigurationError, match=r"client-4\.pub holds no public key"):
+        with pytest.raises(fb.errors.ConfigurationError, match=r"client-4\.pub has no public key"):
             solve(InProcess(ONLINE, 6), tmp_path)

@@ -227,7 +227,7 @@ class Odd(authoring.Algorithm):
 @pytest.mark.parametrize(("what", "place"), [
     ("key in message", r"the message of phase phase: \['k'\] is a PRNG key"),
     ("key in reply", "the update of phase phase: value is a PRNG key"),
-    ("key kept", "what clients keep: value is a PRNG key"),
+    ("key kept", "the state of clients: value is a PRNG key"),
 ])  # fmt: skip
 def test_keys_are_refused(what, place):
     with pytest.raises(fb.errors.ConfigurationError, match=place):
@@ -253,6 +253,6 @@ def test_weak_numbers_stay_weak():
 
 
 def test_messages_of_changing_shape_are_refused():
-    said = r"round 0 asks phase phase with value float64\[1\], which tracing"
+    said = r"round 0 sends value float64\[1\] to phase phase, and the contract has no such call"
     with pytest.raises(fb.errors.ConfigurationError, match=said):
         run("changing")

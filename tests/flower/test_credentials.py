@@ -146,7 +146,7 @@ def test_a_server_that_is_no_superlink_is_told_from_one(status, tmp_path):
     with HTTPServer(("127.0.0.1", 0), Web) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         for given in (None, key):
-            assert "is no SuperLink" in why(f"127.0.0.1:{server.server_port}", None, given)
+            assert "is not a SuperLink" in why(f"127.0.0.1:{server.server_port}", None, given)
         server.shutdown()
 
 
@@ -157,12 +157,12 @@ def test_a_site_hears_why_it_does_not_reach_its_superlink(federation, tmp_path, 
     assert why(address, made.ca, one) == ""
     assert why(address, made.ca) == ""
     assert "its key is not registered there" in why(address, made.ca, other)
-    assert "it may have TLS, give --root-certificates" in why(address, None, one)
+    assert "if it has TLS, pass --root-certificates" in why(address, None, one)
     assert "certificate is not valid: unable to get local issuer" in why(address, stranger, one)
-    assert "holds no certificate in PEM" in why(address, one, one)
+    assert "has no certificate in PEM" in why(address, one, one)
     assert "does not answer" in why("127.0.0.1:1", made.ca, one)
     assert "does not answer" in why("host:port", made.ca, one)
-    with pytest.raises(ConfigurationError, match="holds no private key"):
+    with pytest.raises(ConfigurationError, match="has no private key"):
         why(address, made.ca, made.ca)
     for ahead, off in {10: "1[0-5] s ahead of", -200: "", -600: "(59|60)[0-9] s behind"}.items():
         with monkeypatch.context() as patch:
@@ -180,8 +180,8 @@ def test_a_site_hears_why_it_does_not_reach_its_superlink(federation, tmp_path, 
 
 @pytest.mark.parametrize(("status", "headers", "text", "said"), [
     (401, {"date": "Thu, 01 Jan 1970 00:00:00 GMT"}, "{}", "ahead of the SuperLink's"),
-    (401, {"date": "yesterday"}, "{}", r"is no SuperLink \(HTTP 401\)"),  # a proxy's
-    (401, {}, "{}", r"is no SuperLink \(HTTP 401\)"),
+    (401, {"date": "yesterday"}, "{}", r"is not a SuperLink \(HTTP 401\)"),  # a proxy's
+    (401, {}, "{}", r"is not a SuperLink \(HTTP 401\)"),
     (503, {}, '{"code": 1005, "detail": "not \x1b[2J ready"}', "refuses the site: .* \"not �\\[2J ready\""),
 ])  # fmt: skip
 def test_only_a_refused_key_is_called_unregistered(status, headers, text, said):

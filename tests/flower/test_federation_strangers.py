@@ -106,6 +106,6 @@ def test_a_registered_key_in_another_clients_place(trial, tmp_path):
         (tmp_path / f"client-{client}.pub").write_bytes(key.read_bytes())
     run = trial.play("two-phase", [], join=10.0, **{"client-keys": str(tmp_path)})
     for client in (0, 1):
-        assert f"does not take part: it calls itself client {client}, who has another key" in run.text
+        assert f"does not take part: the node claims to be client {client}, which has another key" in run.text
     assert {client for client, *_ in run.absent()} == {0, 1}
     assert run.difference() <= SAME

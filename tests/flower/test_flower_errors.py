@@ -115,4 +115,4 @@ def test_a_greeting_that_cannot_be_read_refuses_one_node_only(monkeypatch, caplo
     result = federations.solve(STEPS, InProcess(respond, 6), terms=TERMS, cohort=6)
     missing = {(broken, round, exchange) for round in range(3) for exchange in range(2)}
     federations.same(result, federations.without(monkeypatch, STEPS, missing, cohort=6))
-    assert "node 6 does not take part: reading it fails with ZeroDivisionError" in caplog.text
+    assert "node 6 does not take part: reading its message fails with ZeroDivisionError" in caplog.text

@@ -163,7 +163,7 @@ def test_what_a_run_cannot_be_asked(algorithm, options, path, got, fact):
 
 
 def test_a_method_says_that_it_asks_for_first_replies():
-    with pytest.raises(fb.errors.ConfigurationError, match="Silent has to say asks"):
+    with pytest.raises(fb.errors.ConfigurationError, match="Silent must declare asks"):
         run(Silent())
 
 
@@ -171,7 +171,7 @@ def test_fewer_than_needed_can_come():
     """Client 4 does not answer: within 3 attempts n = 6 is not reached, and n = 5 is."""
     delays = np.where(np.arange(6) == 4, np.inf, DELAYS)
     terms = Terms(deadline=20.0, join=1.0)
-    said = "round 0, phase towards: 5 clients replied where 6 are needed after 3 attempts (client 4: no reply within"
+    said = "round 0, phase towards: 5 of 6 needed replies count after 3 attempts (client 4: no reply within"
     with pytest.raises(ExchangeError, match=re.escape(said)):
         run(Async(n=6), delays, terms=terms)
     result, trace = run(Async(n=5), delays, terms=terms)

@@ -115,7 +115,7 @@ def test_an_answer_of_the_size_of_the_whole_does_not_count(tmp_path):
     result = solved(IMPORTANCE, fb.RemoteClients.of(population()), engine=over(liar, log), rounds=1)
     line = json.loads(log.read_text())
     assert line["answered"] == [0, 2, 3, 4]
-    assert "float64[8] came where" in line["refused"]["1"]["why"]
+    assert "float64[8], and" in line["refused"]["1"]["why"]
     sizes = [8 * numbers_of(k) for k in UNITS]
     assert result.ledger.bytes_down == sum(sizes)
     assert result.ledger.bytes_up == sum(sizes) - sizes[1]

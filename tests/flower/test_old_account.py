@@ -27,7 +27,7 @@ def test_an_older_account_gets_no_reply(known, refused, tmp_path):
     assert bool(response.payload) != refused
     assert json.loads((tmp_path / "account.json").read_text()) == {"30.0": 2 + (not refused)}
     if refused:
-        assert "but its account has 0.3521: the account is an older one" in response.refused
+        assert "but its account has 0.3521: the account is an older copy" in response.refused
 
 
 @pytest.mark.parametrize(("epsilon", "delta"), [(float("nan"), 1e-5), (5.0, 0.0), (5.0, 1.0), (-1.0, 1e-5)])
@@ -49,7 +49,7 @@ def test_a_server_that_was_started_again_knows_what_clients_have_spent(tmp_path)
     with log.open("a") as file:
         file.write('{"spent": 3}\n{"round": 0, "exch\n')
     before = len(log.read_text().splitlines())
-    with pytest.warns(fb.errors.AbsenceWarning, match="the account is an older one"):
+    with pytest.warns(fb.errors.AbsenceWarning, match="the account is an older copy"):
         federations.solve(STEPS, InProcess(app, clients=6), **more)
     lines = [json.loads(line) for line in log.read_text().splitlines()[before:]]
     assert lines[0]["refused"]["0"]["code"] == "account"  # and it is left out for the rest of the round

@@ -391,7 +391,7 @@ def unanswered():
 
 @pytest.mark.parametrize(("tried", "reached", "said"), [
     (unanswered, False, "the SuperLink is not reached yet: 127.0.0.1:1 does not answer"),
-    (refused, True, "believes that another SuperNode with it is online. .* let in after at most 60 s"),
+    (refused, True, "regards another SuperNode with this key as online. .* accepted after at most 60 s"),
     (refused, False, ""),  # for a reason that was said
     (sys.exit, True, ""),  # stopped
 ])  # fmt: skip

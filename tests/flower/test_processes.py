@@ -208,7 +208,7 @@ def test_a_run_that_nothing_takes_is_told_from_one_that_has_just_come_and_from_t
     require_begun(Saying(runs(a="running", b="pending"), runs(b="starting", c="pending")), "there")
     assert slept == [10.0]
     stays = runs(a="running", b="pending", c="pending", d="pending")
-    with pytest.raises(CommandError, match=r"nothing takes waiting runs \(2, for 10 s or more\): flower-superexec"):
+    with pytest.raises(CommandError, match=r"does not begin waiting runs \(2, for 10 s or more\): flower-supere"):
         require_begun(Saying(stays, runs(b="pending", c="pending", d="running", e="pending")), "there")
     with pytest.raises(CommandError, match=r"flwr list there: no such name$"):
         require_begun(Saying({"success": False, "error-message": "no such\nname"}), "there")
@@ -342,7 +342,7 @@ def test_who_is_killed_comes_back_under_its_key_and_answers(federation, ping):
 def test_isolation_is_not_for_the_command_line(capsys):
     with pytest.raises(SystemExit):
         supernode.parse(["--isolation", "process"])
-    assert "--isolation cannot be given" in capsys.readouterr().err
+    assert "--isolation is not allowed" in capsys.readouterr().err
 
 
 @pytest.mark.slow
@@ -368,7 +368,7 @@ def test_a_superlink_whose_superexec_has_ended_begins_no_run_until_another_is_st
     monkeypatch.setenv("FLWR_HOME", str(federation.directory / "operator"))
     assert main(["flower", "status", "--connection", "federation"]) == 5
     said = capsys.readouterr().err
-    assert "nothing takes waiting runs (1, for 1 s or more): flower-superexec has ended" in said
+    assert "the SuperLink does not begin waiting runs (1, for 1 s or more): flower-superexec has ended" in said
     given = {"HOST:PORT": federation.address, "FILE": str(federation.credentials.ca)}
     words = [given.get(word, word) for word in said.rpartition(": ")[2].split()]
     child = children.spawn(words, federation.log("superexec"), federation.environment("superlink"))

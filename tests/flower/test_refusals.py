@@ -37,7 +37,7 @@ def app(only=()):
 
 def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplog):
     log = tmp_path / "exchanges.jsonl"
-    closing = rf"2 of 6 clients never counted in this run \(client {POOR}: this client has .*; client {WRONG}: Config"
+    closing = rf"2 of 6 clients has counted in this run \(client {POOR}: this client has .*; client {WRONG}: Config"
     with caplog.at_level(logging.INFO), pytest.warns(fb.errors.AbsenceWarning, match=closing):
         federations.solve(STEPS, InProcess(app(), 6), terms=TERMS, cohort=6, log=log)
     floor, settings = Code.FLOOR, Code.SETTINGS
@@ -55,15 +55,16 @@ def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplo
     assert any("unknown name in the node configuration 'clipp'" in said for said in site)  # and which name it was
     server = [r.getMessage() for r in caplog.records if r.name == "fedbilevel.server"]
     for client, (text, code) in why.items():
-        line = f"client {client} does not count: {text} ({code.who} can mend it: {code.how})"
+        line = f"client {client} does not count: {text} ({code.who} can fix this: {code.how})"
         assert sum(line in said for said in server) == 1  # though it is so in every exchange
     assert not any("online" in said for said in server)
     status = Status.of(Folder(tmp_path))
     said, ended = status.lines, status.ended
     assert ended is None
+    never = "(no reply of this client has counted yet)"
     assert said[1:] == [
-        f"client {POOR}, round 2: {why[POOR][0]} (no reply of it has counted yet)", f"    the site: {floor.how}",
-        f"client {WRONG}, round 2: {why[WRONG][0]} (no reply of it has counted yet)", f"    the site: {settings.how}",
+        f"client {POOR}, round 2: {why[POOR][0]} {never}", f"    the site: {floor.how}",
+        f"client {WRONG}, round 2: {why[WRONG][0]} {never}", f"    the site: {settings.how}",
     ]  # fmt: skip
 
 
@@ -82,7 +83,7 @@ def test_a_status_is_that_of_the_last_word_and_survives_a_line_that_was_cut(tmp_
     (tmp_path / "exchanges.jsonl").write_text("\n".join([*map(json.dumps, [*lines, *wrong]), cut]))
     assert Status.of(Folder(tmp_path)).lines == [
         "not finished; last: round 1, exchange 0, 2 replied, ε = 1.25 so far",
-        "client 3, round 1: x y (no reply of it has counted yet)", f"    the site: {Code.OTHER.how}",
+        "client 3, round 1: x y (no reply of this client has counted yet)", f"    the site: {Code.OTHER.how}",
         f"3 lines of {tmp_path / 'exchanges.jsonl'} cannot be read",
     ]  # fmt: skip
 
@@ -92,7 +93,7 @@ def test_where_nobody_takes_part_the_error_has_the_reasons_by_client():
         federations.solve(STEPS, InProcess(app(only=True), 6), terms=TERMS, cohort=6)
     said = str(raised.value)
     assert "0 clients are online, but 3 of 6 are needed (clients 0, 1, 2, 3, 5: this client has fewer" in said
-    assert "client 4: ConfigurationError; the client's log says more (the site can mend it" in said
+    assert "client 4: ConfigurationError; the client's log says more (the site can fix this" in said
 
 
 def test_words_of_a_message_decide_nothing_and_give_no_advice():
@@ -109,7 +110,7 @@ def test_clients_that_say_the_same_are_named_together():
     late = [Refusal(Code.LATE, "no reply within 5 s", client) for client in range(12)]
     said = in_words([*late, Refusal(Code.ABSENT, "it is not online", 20), Refusal(Code.OTHER, "x")], most=2)
     assert said.startswith("clients 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, …: no reply within 5 s (the site or the operator can")
-    assert "; client 20: it is not online (the site can mend it: start its SuperNode" in said
+    assert "; client 20: it is not online (the site can fix this: start its SuperNode" in said
     assert said.endswith("; and 1 more reasons")
 
 

@@ -216,7 +216,7 @@ def test_a_task_that_takes_too_long(most):
     lock.acquire()
     with pytest.raises(Refusal, match=r"the task takes longer than this client's limit of 0\.05 s"):
         time_limit.run(lock.acquire)
-    with pytest.raises(Refusal, match="the task was given up, and still runs"):
+    with pytest.raises(Refusal, match="the task has exceeded a limit, and is still running"):
         time_limit.run(lambda: 1)
     lock.release()
     time_limit.thread.join(60)
@@ -344,7 +344,7 @@ def test_an_account_belongs_to_one_client_and_never_begins_anew(tmp_path):
     make = lambda client: ClientRuntime(federations.site(STEPS, client, privacy=PRIVATE, folder=tmp_path))  # noqa: E731
     runtime, account = make(1), tmp_path / "account.json"
     assert json.loads(account.read_text()) == {}
-    with refuses("Site.id", 2, "1, whose"):
+    with refuses("Site.id", 2, "1, the client"):
         make(2)
     assert asked(runtime).refused == ""
     kept = account.read_text()
@@ -431,7 +431,7 @@ def test_samples_that_have_changed_are_said_and_refused_where_the_owner_said_so(
     for site, warned in ((one, 0), (one, 0), (other, 1), (other, 0), (one, 1)):
         caplog.clear()
         assert asked(ClientRuntime(site)).refused == ""
-        assert sum("differ from the earlier ones" in text for text in caplog.messages) == warned
+        assert sum("differ from its earlier ones" in text for text in caplog.messages) == warned
     for _ in range(2):
         response = asked(ClientRuntime(replace(other, same_data=True)))
         assert response.refused == "this client has other samples than before"

@@ -36,7 +36,7 @@ def test_which_state_a_message_sees():
     assert seen((5, 1), 6) == ("b",)  # the last answer did not count
     assert seen((4, 2), 5) == seen((5, 0), 5) == ("s",)  # none of the round did, or it is played again
     assert seen((-1, -1), 0) == ()  # all from the beginning
-    with pytest.raises(Refusal, match="state is of round 5, and it cannot return to round 4"):
+    with pytest.raises(Refusal, match="state is of round 5, and cannot return to round 4"):
         kept.up_to((4, 1), 4)
 
 
@@ -68,7 +68,7 @@ def test_there_and_back(store):
     assert back.tags == KEPT.tags
     assert jax.tree.all(jax.tree.map(np.array_equal, KEPT.states, back.states))
     assert store.load("f" * 16, LIKE) == Versions()
-    with pytest.raises((Refusal, CheckpointError), match=r"of another (algorithm or )?model|belongs to another model"):
+    with pytest.raises((Refusal, CheckpointError), match=r"belongs to another (algorithm or )?model"):
         store.load(federations.NAME, OTHER)
 
 
@@ -166,7 +166,7 @@ def test_a_repeated_message_is_applied_once(runtime, store):
     assert calls(runtime, store, 0, 1) == second  # the server plays the round before again
     assert calls(runtime, store, 1, 0)[1] == 3
     assert calls(runtime, store, 2, 0)[1] == 4
-    assert calls(runtime, store, 0, 1) == "this client's state is of round 2, and it cannot return to round 0"
+    assert calls(runtime, store, 0, 1) == "this client's state is of round 2, and cannot return to round 0"
     assert calls(runtime, store, 2, 0)[1] == 4
 
 
@@ -200,7 +200,7 @@ def test_a_run_resumed_in_the_middle_of_a_round(folder, tmp_path):
     faults = {(client, 1, 1): lost for client in range(6)}
     grid = InProcess(federations.misbehaving(app, faults), 6)
     options = {"checkpoint": tmp_path / "checkpoint.npz", "eval_every": 3}
-    with pytest.raises(ExchangeError, match="round 1, phase inner_gradient: 0 clients"):
+    with pytest.raises(ExchangeError, match="round 1, phase inner_gradient: 0 of 2"):
         federations.solve(ALGORITHM, grid, **options)
     grid.client_app = federations.client_app(make) if folder else app
     resumed = federations.solve(ALGORITHM, grid, resume=True, **options)

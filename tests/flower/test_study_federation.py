@@ -216,7 +216,7 @@ def test_a_study_whose_server_was_killed_goes_on_where_it_was(files, tmp_path, c
     assert not (place / "model.json").exists()
     capsys.readouterr()
     serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
-    assert "finds a saved search at" in capsys.readouterr().out
+    assert "found a saved search at" in capsys.readouterr().out
     assert phases(place).count("derivatives") == phases(whole).count("derivatives")
     assert phases(place).count("a question") == 2
     assert (place / "model.json").read_bytes() == (whole / "model.json").read_bytes()
@@ -230,7 +230,7 @@ def test_a_study_of_other_tables_begins_anew(files, tmp_path, capsys):
     changed = tables() | {"west": tables()["west"].assign(age=lambda frame: frame.age + 1)}
     changed["west"].to_csv(tmp_path / "west.csv", index=False)
     serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
-    assert "finds a saved search" not in capsys.readouterr().out
+    assert "found a saved search" not in capsys.readouterr().out
     model = StudyModel.load(place / "model.json")
     np.testing.assert_allclose(model.estimator.coef_, given.fit(changed).estimator.coef_, rtol=0, atol=1e-10)
 
@@ -248,7 +248,7 @@ def test_an_agreement_that_is_none_is_refused(text, files):
     ("change", "why"),
     [
         ({"min-local-samples": 50}, "client 0: this client has fewer samples than its floor of 50"),
-        ({"max-requests": 1}, "client 0: this client replies to 1 requests in all"),
+        ({"max-requests": 1}, "client 0: this client replies to at most 1 requests in all"),
         ({"max-bytes": 5}, "client 0: 10 bytes are above this client's limit of 5"),
         ({"clip": 1.0, "noise-multiplier": 1.0, "delta": 1e-5}, "client 0: ConfigurationError; the client's log"),
         ({"tabel": "x"}, "client 0: ConfigurationError; the client's log"),

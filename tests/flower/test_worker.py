@@ -148,5 +148,5 @@ def test_a_pinned_app_answers_whatever_app_a_run_brings(tmp_path, monkeypatch):
 def test_a_pinned_app_is_never_given_up_for_the_stock_supernode():
     for version in versions.TESTED:
         assert "a:b" in supernode.command(["--app", "a:b"], version)
-    with pytest.raises(ConfigurationError, match="would run any app"):
+    with pytest.raises(ConfigurationError, match="the app of any run would be executed"):
         supernode.command(["--app", "a:b"], "9.9")

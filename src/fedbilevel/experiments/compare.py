@@ -73,43 +73,49 @@ class RunGroup:
 
     @property
     def metric(self) -> str:
+        """Return the metric by which the runs are compared."""
         return self.runs[0].metric
 
     @property
     def larger_is_better(self) -> bool:
-        """Tell whether a larger value of the metric is better."""
+        """Return whether a larger value of the metric is better."""
         return self.runs[0].history.larger_is_better(self.metric)
 
     @property
     def algorithm(self) -> str:
+        """Return the name of the runs' algorithm, as it is shown."""
         return label(self.runs[0].spec.algorithm.name)
 
     @property
     def says_algorithm(self) -> bool:
+        """Return whether the name of the group already shows the algorithm, or was chosen by the user."""
         return path_word(self.algorithm) in self.name or self.name in self.look.labels
 
     @property
     def timed(self) -> bool:
-        """Tell whether time differs from the number of exchanges: with a clock, or for asynchronous methods."""
+        """Return whether time differs from the number of exchanges: with a clock, or for asynchronous methods."""
         return any(_time(run) != run.summary["last_row"]["exchanges"] for run in self.runs)
 
     @property
     def pooled(self) -> bool:
+        """Return whether a single client has every sample."""
         return self.runs[0].spec.run.pooled
 
     @property
     def counted(self) -> bool:
-        """Tell whether the floating-point operations of all runs are known."""
+        """Return whether the floating-point operations of all runs are known."""
         return all("flops" in run.summary["last_row"] for run in self.runs)
 
     def values(self, name: str) -> list[Any]:
+        """Return an entry of the summaries, such as "final", for each run."""
         return [run.summary[name] for run in self.runs]
 
     def first(self, name: str) -> float:
-        """Return a column's value in the first row of the history."""
+        """Return a column's value in the first row of the history, as a mean over the runs."""
         return statistics.fmean(run.history.rows[0].get(name, math.nan) for run in self.runs)
 
     def costs(self, *names: str) -> float:
+        """Return the sum of some costs at the end of a run, such as "gradients", as a mean over the runs."""
         return statistics.fmean(sum(run.summary["last_row"][name] for name in names) for run in self.runs)
 
 
@@ -149,7 +155,10 @@ def find_runs(paths: Sequence[str | Path]) -> tuple[list[Path], list[str]]:
 
 
 def _runs_below(path: Path) -> Iterator[Path]:
-    """Yield the folders with a spec.toml, by name or in the order of a comparison, and none inside another."""
+    """Yield the folders below a path that have a spec.toml, without those inside another such folder.
+
+    They are sorted by name or, in the folder of a comparison, in the order of its methods.
+    """
     for folder, names, files in os.walk(path):
         first = recorded_order(Path(folder))
         names.sort(key=lambda name: (first.index(name) if name in first else len(first), name))
@@ -185,14 +194,14 @@ def load_groups(paths: Sequence[str | Path], look: Look | None = None) -> list[R
     metrics = {_measured(run): run for run in runs}
     if len(metrics) > 1:
         each = ", ".join(f"{name} ({run.folder.path})" for name, run in metrics.items())
-        raise ConfigurationError(f"these runs cannot be compared, since they measure different things: {each}")
+        raise ConfigurationError(f"these runs cannot be compared, since their metrics differ: {each}")
     groups: dict[str, list[LoadedRun]] = {}
     same: dict[str, LoadedRun] = {}
     for run in runs:
         first = same.setdefault(repr(run.spec.tables()), run)
         if first is not run:
             both = f"{first.folder.path} and {run.folder.path}"
-            raise ConfigurationError(f"{both} have the same spec and seed: leave one of them out")
+            raise ConfigurationError(f"{both} have the same spec and seed: leave out one of them")
         groups.setdefault(_but_for_seeds(run), []).append(run)
     names, look = _names(list(groups.values())), look or Look()
     require_labelled(look, names)
@@ -248,7 +257,7 @@ def comparison_figure(
 
 
 def is_per_client(panel: str) -> bool:
-    """Tell whether a panel shows metrics per client; raise a ConfigurationError if no panel has that name."""
+    """Return whether a panel shows metrics per client; raise a ConfigurationError if no panel has that name."""
     kind, colon, cost = panel.partition(":")
     per_client = kind == PER_CLIENT
     if (cost if per_client and colon else "exchanges" if per_client else panel) not in COSTS:
@@ -410,7 +419,7 @@ def common_targets(groups: Sequence[RunGroup], metric: str) -> list[float]:
 
 
 def costs_to(group: RunGroup, metric: str, target: float, cost: str = "exchanges") -> tuple[list[float], str]:
-    """Return the cost up to a target of each run that reached it, and, if some did not, a text with the number."""
+    """Return the costs of the runs that reached a target, and a text with their number, "" if all runs reached it."""
     costs = [cost_to(run.history, metric, target, cost) for run in group.runs]
     reached = [one for one in costs if one is not None]
     return reached, "" if len(reached) == len(costs) else f" ({len(reached)} of {len(costs)})"
@@ -432,7 +441,7 @@ def _but_for_seeds(run: LoadedRun) -> str:
 
 
 def _names(groups: Sequence[Sequence[LoadedRun]]) -> list[str]:
-    """Return for each group the shortest end of its path that differs from the ends of the other groups' paths."""
+    """Return a name for each group: the shortest end of its path that no other group's path has."""
     places = [_place(runs) for runs in groups]
     places = [
         place if places.count(place) == 1 else runs[0].folder.path.resolve()
@@ -455,6 +464,7 @@ def _place(runs: Sequence[LoadedRun]) -> Path:
 
 
 def tasks_of(groups: Sequence[RunGroup]) -> str:
+    """Return the tasks and data sets of the groups as a text, each once."""
     return " / ".join(dict.fromkeys(_what(group.runs[0]) for group in groups))
 
 
@@ -478,11 +488,11 @@ def cost_to(history: History, metric: str, level: float, cost: str = "exchanges"
 
 
 FAR = 1e3
-"""The multiple of the least error above which `doubts` names an error as far too large."""
+"""`doubts` reports a row whose error is above this multiple of the least error of all rows."""
 
 
 def doubts(metric: str, ends: Mapping[str, tuple[float, float]], larger_is_better: bool) -> list[str]:
-    """Return a sentence for each row that ends worse than it began, or far above the best row of a metric to minimise.
+    """Return a sentence for each row whose metric ends worse than it began or, if it is minimised, far above the best.
 
     Args:
         ends: name of the row -> the metric at the start and at the end.

@@ -1,4 +1,4 @@
-"""Hold the objects that a spec describes, and run them: by `solve`, or as an algorithm's class has registered."""
+"""Hold the objects that a spec describes, and run them by `solve`, or as registered for an algorithm's class."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Experiment(NamedTuple):
         """Return the costs of a round with all clients, without computing the round: see `engines.foreseen`."""
         task = self.task
         if not isinstance(task.clients, Clients):
-            raise ConfigurationError("the clients' samples, on which the cost of a round is counted, are elsewhere")
+            raise ConfigurationError("the cost of a round is counted on the clients' samples, which are not here")
         return cost_of_round(self.algorithm, task.problem, task.clients, task.x0, task.y0)
 
     def solve(
@@ -86,6 +86,7 @@ def experiment_with(algorithm: Algorithm) -> type[Experiment]:
 
 
 def cohort_of(plan: RunPlan) -> int | Cohort | None:
+    """Return the cohort of a plan, as `solve` takes it; None: all clients."""
     return Cohort(plan.cohort, plan.replacement) if plan.cohort is not None and plan.replacement else plan.cohort
 
 

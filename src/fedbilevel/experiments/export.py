@@ -161,7 +161,7 @@ FORMATS: Mapping[str, Mapping[str, Text]] = {
 
 
 def names(picture: Path, formats: Collection[str] = FORMATS.keys()) -> dict[Path, Text]:
-    """Return the files of some formats, named like the picture and beside it, with the function for each one's text."""
+    """Return path of a file -> function that makes its text, for some formats; the files are beside the picture."""
     chosen = [FORMATS[name] for name in FORMATS if name in formats]
     return {picture.with_name(f"{picture.stem}{end}"): text for files in chosen for end, text in files.items()}
 
@@ -190,7 +190,7 @@ def write_page(folders: Sequence[Path], out: Path | None = None) -> Path:
             Matplotlib, which draws the curves, is not installed.
     """
     if out is not None and out.suffix.lower() not in (".html", ".htm"):
-        raise ConfigurationError(f"--out {out}: the name of a page ends in .html")
+        raise ConfigurationError(f"--out {out}: the name of a page must end in .html")
     require_matplotlib()
     found, left_out = find_runs(folders)
     groups = load_groups(found)

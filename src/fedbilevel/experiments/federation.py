@@ -107,7 +107,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
     if changed:
         raise ConfigurationError(f"the run in {place.path} differs in {changed}; give this run another folder as out")
     if place.finished:
-        print(f"the run in {place.path} is finished already", flush=True)
+        print(f"the run in {place.path} has already finished", flush=True)
     name = run_name(place)
     keys, trackers = config.get("client-keys") or None, trackers_of(config)
     engine = Flower(grid=grid, terms=terms(config), name=name, log=place.exchanges, keys=keys)
@@ -128,7 +128,7 @@ def serve(spec: Spec, grid: Any, config: Mapping[str, Any]) -> None:
 
 
 def site(spec: Spec, run_config: Mapping[str, Any], node_config: Mapping[str, Any]) -> Site:
-    """Make the client of this node: its samples, its limits, its privacy, and the phases that it serves."""
+    """Make the client of this node: its samples, its limits, its privacy, and its algorithm."""
     from fedbilevel.flower import Site
 
     of_app, spec = spec, configured(spec, run_config)
@@ -202,23 +202,23 @@ def names_of_sites(spec: Spec) -> Sequence[str]:
 
 
 def rule_of(node: Mapping[str, Any]) -> str:
-    """Return the rule of approval: "ask" if a person approves each run of the site, or "all" if none is asked."""
+    """Return the rule of approval: "ask" if a person at the site must approve each run, "all" if no run needs this."""
     from fedbilevel.flower.client.approval import RULES
 
     rule = node.get("approve", "all")
     require(rule in RULES, "node configuration: approve", rule, " or ".join(RULES))
     known = rule == "all" or bool(node.get("state_folder"))
-    require(known, "node configuration: state-folder", "none", "a folder, with approve = 'ask'")
+    require(known, "node configuration: state-folder", "none", "a folder with approve = 'ask'")
     return str(rule)
 
 
 def check_settable(of_app: Spec, spec: Spec, own: Collection[str], settable: str) -> None:
-    """Reject a spec in which the server has changed fields of the app's spec that the site does not let it set.
+    """Reject a spec in which the server has changed fields that the site does not allow a server to set.
 
     Args:
         of_app: the spec of the app.
         spec: the spec with the server's changes.
-        own: fields of the task that the site sets itself, and may therefore differ.
+        own: fields of the task that the site itself sets, which may therefore differ.
         settable: patterns of the fields that a server may set, with spaces between them.
 
     Raises:
@@ -248,7 +248,7 @@ def check(
     root_certificates: Path | None = None,
     key: Path | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Inspect a site before its SuperNode is started: yield what it has, keeps private and refuses, by name.
+    """Inspect a site before its SuperNode is started: yield (name, text) about its data, its privacy and its limits.
 
     Args:
         node_config: as for `flower-supernode --node-config`.
@@ -315,7 +315,7 @@ def configured(spec: Spec, config: Mapping[str, Any]) -> Spec:
     spec = configure(spec.tables(), settings=settings)
     after = spec.task.name, spec.algorithm.name
     require(
-        after == before, "settings", after, f"of the app's task and algorithm, {before}: other names run other code"
+        after == before, "settings", after, f"for the app's task and algorithm, {before}: other names run other code"
     )
     require_real(spec)
     return spec
@@ -330,7 +330,7 @@ def require_real(spec: Spec) -> None:
         "false, because clients of a federation keep their samples and pooling needs all samples in one place",
     )
     one_run = experiment_with(spec.algorithm.value) is Experiment
-    allowed = "a method in a federation: a search trains a model for each of many trials, in simulations alone"
+    allowed = "a method: in a federation there are no searches, which train a model for each of many trials"
     require(one_run, "algorithm", label(spec.algorithm.name), allowed)
     if spec.privacy.terms is not None:
         text = "[privacy] is for simulations: in a federation, each client sets its privacy in its node configuration"
@@ -350,7 +350,7 @@ def terms(config: Mapping[str, Any]) -> Any:
 
 
 def trackers_of(config: Mapping[str, Any]) -> list[Tracker]:
-    """Make the trackers that the run configuration names; they record what the server knows of the run."""
+    """Make the trackers that the run configuration names; they record the server's view of the run."""
     names = [name.strip() for name in str(config.get("log", "")).split(",") if name.strip()]
     for name in names:
         if name not in BY_NAME:
@@ -475,8 +475,10 @@ def _with_files(spec: Spec, package: Path) -> Spec:
 
 
 def _copied(kind: str, file: Path, copy: Path, name: str) -> str:
-    """Copy a file into the app, check in another process that it loads without its neighbours, and return the name of
-    its task or algorithm there."""
+    """Copy a file into the app, and return the name of its task or algorithm there.
+
+    Another process checks that the copy loads without its neighbours.
+    """
     attribute = name.rpartition(":")[2]
     shutil.copy(file, copy)
     shown = [sys.executable, "-P", "-m", "fedbilevel.cli", f"{kind}s", f"{copy}:{attribute}"]

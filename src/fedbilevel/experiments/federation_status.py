@@ -31,10 +31,10 @@ ENDS = {kind.__name__: kind for kind in (NumericalError, ExchangeError, Checkpoi
 
 @contextmanager
 def ending(place: Folder) -> Iterator[None]:
-    """Wrap a run, so that an error which ends it says what is kept and how to continue.
+    """Wrap a run so that the error that ends it also says what is kept and how to continue.
 
     The error's message also becomes the last line of `exchanges.jsonl`, for `status`. If the run ends before its first
-    exchange and its folder is free, this line is all that it leaves.
+    exchange and its folder is free, this line is the only content of the folder.
     """
     try:
         yield
@@ -43,10 +43,12 @@ def ending(place: Folder) -> Iterator[None]:
             raise
         kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), CheckpointError)
         said = str(error) if isinstance(error, FedbilevelError) else f"{error.filename or place.path}: {error.strerror}"
-        again = "" if kind is NumericalError else f"; submit it again with out='{place.path.resolve()}' to continue"
+        again = (
+            "" if kind is NumericalError else f"; to continue, submit the run again with out='{place.path.resolve()}'"
+        )
         if not place.begun:
             again = " and can be submitted again"
-        kept = "its last checkpoint is kept" if place.begun else "the run ended before its first exchange"
+        kept = "the last checkpoint is kept" if place.begun else "the run ended before its first exchange"
         ended = kind(said if place.finished else f"{said}; {kept}{again}")
         note_end(place, ended)
         raise ended from error
@@ -61,7 +63,7 @@ def note_end(place: Folder, ended: FedbilevelError) -> None:
 
 
 def is_count(value: Any) -> bool:
-    """Tell whether a value of a file is 0, 1, 2, … and at most LARGEST, so that sums of a few do not overflow."""
+    """Return whether a value of a file is 0, 1, 2, … and at most LARGEST, so that sums of a few do not overflow."""
     return type(value) is int and 0 <= value <= LARGEST
 
 
@@ -124,8 +126,8 @@ class Status:
         """
         if not place.exchanges.is_file():
             there = place.exchanges.exists()
-            what = "is no regular file;" if there else "is missing: no exchange has ended; has the run begun?"
-            raise ConfigurationError(f"{place.exchanges} {what} see --connection")
+            what = "is not a regular file" if there else "is missing: no exchange has ended, or no run has begun"
+            raise ConfigurationError(f"{place.exchanges} {what}; see --connection")
         finished = place.finished or place.model.is_file()
         found = cls(place.exchanges, finished, place.exchanges.stat().st_mtime)
         for text in place.exchanges.read_text(errors="replace").splitlines():
@@ -136,7 +138,7 @@ class Status:
         return found
 
     def read(self, line: dict[str, Any]) -> None:
-        """Take a line into account; raises KeyError if an entry is missing."""
+        """Add a line of the file to the status; raise KeyError if an entry is missing."""
         ended = ENDS[line["kind"]](line["ended"]) if "ended" in line else None
         if "exchange" in line:
             round, answered, refused = line["round"], line["answered"], line.get("refused", {})
@@ -160,7 +162,7 @@ class Status:
         where = f"round {last['round']}, exchange {last['exchange']}{phase}"
         said = [f"{state}; last: {where}, {len(last['answered'])} replied{spent}"]
         for client, (round, why) in sorted(self.absent.items()):
-            never = "" if client in self.replied else " (no reply of it has counted yet)"
+            never = "" if client in self.replied else " (no reply of this client has counted yet)"
             said += [f"client {client}, round {round}: {why.why}{never}", f"    {why.code.who}: {why.code.how}"]
         return said + damage
 
@@ -178,7 +180,10 @@ class Status:
         return {**said, **self.totals, "unread_lines": self.unread, "modified": self.modified, "ended": ended}
 
     def prometheus(self, run: str) -> str:
-        """Return the status as Prometheus reads it, for the textfile collector of node_exporter; `run` is a label."""
+        """Return the status in the text format of Prometheus, for the textfile collector of node_exporter.
+
+        `run` is the label of the run.
+        """
         label = "{run=" + json.dumps(run, ensure_ascii=False) + "}"
         last, ended = self.last, self.ended is not None
         values = {

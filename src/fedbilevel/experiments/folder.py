@@ -110,12 +110,12 @@ class Folder:
 
     @property
     def begun(self) -> bool:
-        """Tell whether there is a checkpoint."""
+        """Return whether there is a checkpoint."""
         return checkpoint.exist(self.checkpoint)
 
     @property
     def finished(self) -> bool:
-        """Tell whether the run's outcome is there, which is written last."""
+        """Return whether the run's outcome is there, which is written last."""
         return self.summary.is_file()
 
     def difference(self, spec: Spec) -> str:
@@ -172,15 +172,14 @@ class Folder:
         return found
 
     def _without_exchanges(self) -> bool:
-        """Tell whether the log has only the reasons why runs ended before their first exchange."""
+        """Return whether the log has only the reasons why runs ended before their first exchange."""
         if not self.exchanges.is_file() or self.exchanges.stat().st_size > SHORT_LOG:
             return False
         lines = self.exchanges.read_text(encoding="utf-8", errors="replace").splitlines()
         return all(line.startswith('{"ended": ') for line in lines)
 
     def require_free(self) -> None:
-        """Reject a folder in which a run is in progress, or that has files other than those of a run that ended before
-        its first checkpoint.
+        """Reject a folder that is in use or has files, except those of a run that ended before its first checkpoint.
 
         Raises:
             InUse: a run is in progress; the message names its process.
@@ -243,7 +242,7 @@ class LoadedRun:
 
     @property
     def out_of_budget(self) -> bool:
-        """Tell whether a budget of privacy ended the run."""
+        """Return whether a budget of privacy ended the run."""
         return str(self.summary["stopped"]).startswith(SPENT)
 
 

@@ -1,6 +1,6 @@
 """Read the progress of a run, a federation or a sweep from its folder, for the views of `fedbilevel watch`.
 
-Nothing in the folder is changed or executed. A line that is only half written is left out and counted.
+Nothing in the folder is changed or executed. Incomplete lines are left out and counted.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class FolderReader:
         if state == "finished":
             why = f"diverged: {grew}" if (grew := grown(history)) else summary.get("stopped", "")
         elif state == "idle" and spec is not None and status is None:
-            why = f"no process runs it; continue with: fedbilevel run --resume {printable(str(place.path), None)}"
+            why = f"no process runs it; continue it by: fedbilevel run --resume {printable(str(place.path), None)}"
         damage = {place.history.name: unread, place.exchanges.name: status.unread if status else 0}
         files = [file for file in (place.history, place.exchanges, place.summary, place.model) if file.is_file()]
         written = max((file.stat().st_mtime for file in files), default=0.0)
@@ -190,7 +190,7 @@ def read_summary(file: Path) -> dict[str, Any]:
 
 
 def read_rows(file: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the rows of a history, and the number of lines that cannot be read, such as a half-written one."""
+    """Return the rows of a history, and the number of lines that cannot be read, such as an incomplete last line."""
     rows, unread = [], 0
     for line in filter(str.strip, read_bytes(file, LONGEST).decode(errors="replace").splitlines()):
         try:
@@ -239,7 +239,7 @@ def facts(history: History, status: Status | None) -> dict[str, str]:
         place = f"round {last['round']}, exchange {last['exchange']}"
         lines["replied"] = f"{len(replied)} of {len(replied) + len(absent)} in {place}{who}"
         lines["delay"] = (
-            f"{status.seconds[-1]:.3g} s, in the median {statistics.median(status.seconds[-RECENT:]):.3g} s"
+            f"{status.seconds[-1]:.3g} s; the median is {statistics.median(status.seconds[-RECENT:]):.3g} s"
         )
         row = {**row, "exchanges": status.exchanges, **status.totals, "seconds": row.get("seconds")}
         row |= {"epsilon": last["epsilon"]} if "epsilon" in last else {}
@@ -248,7 +248,7 @@ def facts(history: History, status: Status | None) -> dict[str, str]:
     if "bytes_down" in row and "bytes_up" in row:
         lines["sent"] = f"{row['bytes_down'] / 1e6:,.2f} MB down, {row['bytes_up'] / 1e6:,.2f} MB up"
     if "epsilon" in row:
-        lines["privacy"] = f"ε = {row['epsilon']:.4g} spent, the most of any client"
+        lines["privacy"] = f"ε = {row['epsilon']:.4g} spent, the largest of any client"
     return lines | ({"seconds in rounds": f"{row['seconds']:,.1f}"} if row.get("seconds") is not None else {})
 
 
@@ -270,7 +270,7 @@ def exchange_traces(status: Status) -> list[MetricTrace]:
 def absent_table(status: Status) -> Table:
     """List the clients that did not count when they were last asked, with the reason and the remedy."""
     clients = sorted(status.absent.items())
-    never = ["" if client in status.replied else " (no reply of it has counted yet)" for client, _ in clients]
+    never = ["" if client in status.replied else " (no reply of this client has counted yet)" for client, _ in clients]
     columns = [
         Column("client", [Cell(str(client)) for client, _ in clients]),
         Column("round", [Cell(str(round)) for _, (round, _) in clients]),
@@ -286,7 +286,7 @@ def point_of(name: str) -> str:
 
 
 def best_runs(runs: Mapping[str, Snapshot], metric: str) -> dict[str, float]:
-    """Return run -> metric for the finished runs of the best point by its mean; {} if no finished run has a value."""
+    """Return run -> metric for the finished runs of the point with the best mean; {} if no finished run has a value."""
     points: dict[str, dict[str, float]] = {}
     for name, run in runs.items():
         if run.state == "finished" and (value := run.value(metric)) is not None and math.isfinite(value):
@@ -302,7 +302,10 @@ def mean_of(values: Collection[float]) -> float:
 
 
 def value_in(sections: Mapping[str, Any], path: str) -> str:
-    """Return the value of a swept field as text: for a part its name, for none a dash. The section may be left out."""
+    """Return the value of a swept field as a text: for a part its name, and for a missing value a dash.
+
+    `path` is the dotted path of the field, with or without the section.
+    """
     for section in (sections, sections.get("algorithm", {}), *sections.values()):
         found: Any = section
         for name in path.split("."):

@@ -28,8 +28,10 @@ from fedbilevel.wording import in_a_line
 
 
 def full_name(kind: str, name: str) -> str:
-    """Return the name as a spec records it: in the library's spelling, or with the absolute path of a file, so that a
-    run can be resumed from any folder."""
+    """Return the name as a spec records it: in the library's spelling, or with the absolute path of a file.
+
+    With an absolute path, a run can be resumed from any folder.
+    """
     place, _, attribute = name.rpartition(":")
     if is_file(place):
         return f"{absolute(place)}:{attribute}"
@@ -94,7 +96,7 @@ def algorithm_class(name: str) -> type[Algorithm]:
     if not (inspect.isclass(found) and issubclass(found, Algorithm)):
         raise ConfigurationError(f"{name} is not a subclass of fedbilevel.authoring.Algorithm")
     if missing := sorted(found.__abstractmethods__):
-        raise ConfigurationError(f"{name} must define {' and '.join(missing)}, as every algorithm")
+        raise ConfigurationError(f"{name} must define {' and '.join(missing)}, as every algorithm does")
     return found
 
 
@@ -116,7 +118,7 @@ def _found(kind: str, name: str, known: Mapping[str, Any]) -> Any:
     place, colon, attribute = name.rpartition(":")
     if not colon:
         if is_file(name):
-            raise ConfigurationError(f"{kind} {name!r} needs a name in that file: {name}:NAME")
+            raise ConfigurationError(f"{kind} {name!r} needs the name of an object in this file: {name}:NAME")
         raise unknown(kind, name, known)
     module = _module(place)
     if attribute not in vars(module):
@@ -161,7 +163,7 @@ def _module(place: str) -> ModuleType:
         what = file or f"module {place!r}"
         raise ConfigurationError(f"{what} cannot be imported: {error}") from error
     if file and Path(module.__file__ or "").resolve() != file:
-        raise ConfigurationError(f"{file}: Python finds another module {file.stem}: rename the file")
+        raise ConfigurationError(f"{file}: Python finds another module named {file.stem}: rename the file")
     return module
 
 

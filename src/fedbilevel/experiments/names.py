@@ -1,4 +1,4 @@
-"""List the library's algorithms and tasks from the text of its files, so that a list does not wait for JAX."""
+"""List the library's algorithms and tasks from the text of its files, so that a list does not need to import JAX."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ RIVALS = {"random": f"{SEARCHES}:Random", "tpe": f"{SEARCHES}:TPE", "halving": f
 
 
 def is_file(place: str) -> bool:
-    """Tell whether a place is the path of a file rather than the name of a module."""
+    """Return whether a place is the path of a file rather than the name of a module."""
     return place.endswith(".py") or "/" in place
 
 
 def is_own(name: str) -> bool:
-    """Tell whether a name is that of a user's own task or algorithm: module:NAME, or with a file."""
+    """Return whether a name is that of a user's own task or algorithm: module:NAME, or with a file."""
     return (
         is_file(name) or re.search(r":(?![ \d])", name) is not None
     )  # but not the title of a paper or arXiv:1234.56789
 
 
 def is_task(name: str) -> bool:
-    """Tell whether a name is that of a task of the library, or has the form of a user's own."""
+    """Return whether a name is that of a task of the library, or has the form of a user's own."""
     return ":" in name or spelled("task", name) in library("task")
 
 
@@ -128,8 +128,9 @@ def listed(kind: str) -> str:
 
 
 def found(kind: str, words: str) -> str:
-    """Return a line for each algorithm (or task) that has all of the words, best first; if none has, for each task (or
-    algorithm).
+    """Return a line for each algorithm (or task) whose texts have all of the words, best first.
+
+    If no algorithm has them, the lines are those of tasks, and the reverse.
 
     Raises:
         ConfigurationError: no algorithm or task has all of the words. The error names the nearest one.
@@ -156,8 +157,11 @@ def _line(name: str, text: str) -> str:
 
 
 def _rank(wanted: list[re.Pattern[str]], name: str, entry: Entry) -> float:
-    """Return the rank of an entry: a word in the name adds 0, in title or paper 1, in the docstring 2, in the file 3; a
-    missing word makes it infinite."""
+    """Return the rank of an entry, which is small for a good match.
+
+    A word in the name adds 0, in title or paper 1, in the docstring 2, and elsewhere in the file 3. A missing word
+    makes the rank infinite.
+    """
     texts = name, f"{entry.title} {entry.paper}", entry.own, entry.file
     places = [next((place for place, text in enumerate(texts) if word.search(text)), math.inf) for word in wanted]
     return sum(places) if places else math.inf

@@ -195,16 +195,16 @@ def refuse_search(spec: Spec, task: Task) -> None:
     name = label(spec.algorithm.name)
     require_optuna(name)
     kind, bilevel = type(task.problem).__name__, isinstance(task.problem, Bilevel) and task.problem.local is None
-    require(bilevel, "problem", kind, f"for {name} a Bilevel problem whose x is on the server: the search is over x")
+    require(bilevel, "problem", kind, f"a Bilevel problem with x on the server for {name}, which searches over x")
     mean = "outer" not in task.problem.whole
-    require(mean, "outer", "a WholeLoss", f"for {name} a mean over samples, which each client can measure alone")
+    require(mean, "outer", "a WholeLoss", f"a mean over samples for {name}, so that each client can measure it alone")
     require(spec.run.exchanges is not None, "run.exchanges", None, f"given for {name}: its trials share this budget")
     start, low, high = np.asarray(ravel_pytree(task.x0)[0]), method.low, method.high
     require(start.size <= ENTRIES, "x0", f"{start.size:,} entries", f"at most {ENTRIES:,} entries for {name}")
     if low is None or high is None:
         raise ConfigurationError(f"{name} draws x between bounds: give algorithm.low and algorithm.high")
     inside, ends = bool(np.all((start >= low) & (start <= high))), f"{start.min():.4g} to {start.max():.4g}"
-    require(inside, "x0", ends, f"for {name} between its bounds, {low:g} and {high:g}: x0 is the first trial")
+    require(inside, "x0", ends, f"between the bounds {low:g} and {high:g} for {name}: x0 is the first trial")
     method.check(task.problem, task.clients, task.x0, task.y0)
     if spec.privacy.terms is not None:
         check_noise(name, method)

@@ -30,7 +30,10 @@ def _complete(content: Any) -> Any:
 
 
 def _by_method(table: Fields) -> dict[str, Fields]:
-    """Give each method the fields of its groups and its own; smaller groups, and then the method, take precedence."""
+    """Return method -> its fields, which are those of its groups and its own.
+
+    Smaller groups take precedence over larger ones, and the method's own fields over those of all groups.
+    """
     out: dict[str, Fields] = {}
     for name in sorted(table, key=lambda name: -len(GROUPS.get(name, ()))):
         out |= {method: merged(out.get(method, {}), table[name]) for method in GROUPS.get(name, [name])}

@@ -141,7 +141,7 @@ def algorithm_of(spec: Spec) -> Algorithm:
     algorithm = spec.algorithm.value
     if not isinstance(algorithm, Algorithm):
         raise ConfigurationError(
-            "the spec of a finished run has only tables; make a full one with experiments.resolve(spec.tables())"
+            "the spec of a finished run has only tables; experiments.resolve(spec.tables()) makes a complete one"
         )
     if spec.submodels != UnitPolicy():
         algorithm = Submodels(algorithm, **asdict(spec.submodels))
@@ -337,7 +337,7 @@ def resumable(place: Folder, rounds: int | None) -> Spec:
 
 def _resumable(place: Folder, rounds: int | None) -> Spec:
     if not place.spec.is_file():
-        why = "its spec.toml is no regular file" if place.spec.exists() else "it has no spec.toml"
+        why = "its spec.toml is not a regular file" if place.spec.exists() else "it has no spec.toml"
         raise ConfigurationError(f"{place.path} is not the folder of a run: {why}")
     if not place.begun and place.remains() is None:
         raise CheckpointError(f"{place.path} has no checkpoint.npz to resume from")
@@ -376,7 +376,7 @@ def _play(
     began = time.perf_counter()
     task = experiment.task
     own = of_clients(spec, task, experiment.algorithm)
-    have = f"of the library's tasks, {', '.join(MEASURED_PER_CLIENT)} have them"
+    have = f"of the library's tasks, {', '.join(MEASURED_PER_CLIENT)} have some"
     named = f"false: task {label(spec.task.name)} has no metrics_per_client; {have}"
     require(bool(own) or not spec.run.metrics_per_client, "run.metrics_per_client", True, named)
     scribe = Scribe(spec, place, resumed=resume in (True, "force"))
@@ -467,8 +467,8 @@ class Scribe:
 def finish(spec: Spec, place: Folder, result: Result, metric: str, seconds: float, plot: bool) -> None:
     """Write the results of a run; the summary is written last, and marks a finished run.
 
-    If no row has the metric, for example since private clients do not report it, the first metric with a known
-    direction replaces it.
+    If no row has the metric, for example because private clients do not report it, the first metric with a known
+    direction is used in its place.
     """
     if not any(metric in row for row in result.history.rows):
         metric = next(iter(result.history.judged), "exchanges")
@@ -516,8 +516,11 @@ PACKAGES = ("jax", "jaxlib", "optax", "numpy", "scikit-learn")
 
 
 def environment_of(spec: Spec) -> dict[str, Any]:
-    """Return the environment of a run for its folder: versions of Python and of the packages that affect its numbers,
-    the commit of this code, devices and CPU count, and the hashes of the user's own files."""
+    """Return the environment of a run, which is written to its folder.
+
+    It has the versions of Python and of the packages that affect the numbers, the commit of this code, the devices and
+    the CPU count, and the hashes of the user's own files.
+    """
     devices = jax.devices()
     return {
         "fedbilevel": __version__,

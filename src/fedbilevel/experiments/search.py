@@ -5,8 +5,8 @@ The objective of the study makes a run for each seed, in folders such as
     trial-003/seed-0
 
 The same command continues the study, and several processes that run it share the trials. If a process is killed,
-another point is drawn in place of its trial. A draw depends on the number of the trial and on the results of the trials
-before. The rows of the first seed's run are the intermediate values by which a pruner may end a trial.
+another point is drawn in place of its trial. A draw depends on the number of the trial and on the results of earlier
+trials. The rows of the first seed's run are the intermediate values by which a pruner may end a trial.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     import optuna
 
 STUDY, JOURNAL, LOCK = "fedbilevel", "study.journal", ".study.lock"
-BEAT, GRACE = 10, 60  # seconds between a worker's heartbeats in a database, and without one until its trial is retried
+BEAT, GRACE = 10, 60  # seconds between heartbeats of a worker, and seconds without one until its trial is retried
 DIGITS = 4  # significant digits of a drawn number, so that a paper can quote it exactly
 PRUNERS = {"halving": "SuccessiveHalvingPruner", "hyperband": "HyperbandPruner", "median": "MedianPruner"}
 UNREADABLE = (ImportError, OSError, ValueError, LookupError, TypeError, AttributeError)  # errors of drivers, journals
@@ -65,7 +65,10 @@ Space = Mapping[str, "Range | Sequence[Any]"]
 
 @dataclass(frozen=True)
 class Range:
-    """Hold two ends between which numbers are drawn, uniformly or on a logarithmic scale; integers if both ends are."""
+    """Hold the ends of a range from which numbers are drawn, uniformly or on a logarithmic scale.
+
+    If both ends are integers, integers are drawn.
+    """
 
     low: float
     high: float
@@ -140,7 +143,8 @@ def search_specs(
 
     require_sweepable(space)
     first = spec_of({name: of.low if isinstance(of, Range) else of[0] for name, of in space.items()})
-    spec_of({name: of.high if isinstance(of, Range) else of[-1] for name, of in space.items()})  # must be allowed, too
+    # the other ends must be allowed as well
+    spec_of({name: of.high if isinstance(of, Range) else of[-1] for name, of in space.items()})
     keep = len(seeds or (first.run.seed,))
     player = InFolders(
         spec_of, folder, seeds, first, name=lambda number, point: trial_name(number), keep=keep, trackers=trackers
@@ -241,9 +245,7 @@ def open_study(
         for name in {**there, **definition}:
             if (was := there.get(name)) != (now := definition.get(name)):
                 file = name.removeprefix("code.")
-                changed = (
-                    f"{name} is {was!r} there and {now!r} here" if file == name else f"{file} has changed since then"
-                )
+                changed = f"{name} was {was!r} and is now {now!r}" if file == name else f"{file} has changed since then"
                 option = "--out" if place == str(folder / JOURNAL) else "--storage"
                 where = without_secrets(place)
                 raise ConfigurationError(f"{where} has another search: {changed}; choose another {option}")
@@ -281,7 +283,7 @@ def storage_at(place: str) -> Any:
 class JournalLock:
     """Lock a journal, in place of Optuna's own locks.
 
-    A killed process leaves Optuna's locks behind for half a minute, or for ever if the path is relative.
+    A killed process leaves Optuna's locks behind for half a minute, or forever if the path is relative.
     """
 
     def __init__(self, journal: Path) -> None:

@@ -113,6 +113,7 @@ def compare_algorithms(
 
 
 def comparison_folder(specs: Mapping[str, Spec]) -> Path:
+    """Return the path of a new folder in ./runs for a comparison of these specs."""
     first = next(iter(specs.values()))
     return default_path("compare", label(first.task.name), first.data)
 
@@ -201,9 +202,8 @@ def comparison_specs(
         specs |= bounded({key: specs[key] for key in keys[-len(rivals) :]}, search_box)
     if centralised:
         first = specs[keys[0]]
-        single = {
-            "wait_for": 1
-        }  # this client is always available, no straggler, and as fast as the clients are on average
+        single = {"wait_for": 1}
+        # the single client is always available, is no straggler, and is as fast as the clients are on average
         pace = {name: float(np.mean(getattr(first.clock, name))) for name in ("compute", "network")}
         specs[CENTRALISED] = first.replace(
             run={"pooled": True},

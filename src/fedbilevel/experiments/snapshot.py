@@ -13,7 +13,7 @@ from fedbilevel.experiments.tables import Table
 
 STATES = ("running", "failed", "idle", "waiting", "finished")
 """Idle: the run has begun and not ended, but no process is running it. Waiting: it has not begun."""
-UNLIKE = 50  # if the ratio of its largest and least value is above, a metric is drawn on a logarithmic scale
+UNLIKE = 50  # a metric is drawn on a logarithmic scale if its largest value is more than this multiple of the smallest
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class MetricTrace:
 
     @property
     def logarithmic(self) -> bool:
-        """Tell whether the curve is drawn on a logarithmic scale, since the values differ by a large factor."""
+        """Return whether the curve is drawn on a logarithmic scale, since the values differ by a large factor."""
         return bool(self.finite) and min(self.finite) > 0 and max(self.finite) > UNLIKE * min(self.finite)
 
     @property
@@ -84,7 +84,7 @@ class Snapshot:
         directions: metric -> whether a larger value is better, once the run has ended.
         error: the error with which a run has ended.
         fields: the sections of a run's spec.
-        is_private: whether a run is a simulation under privacy, whose seed readers of a page may not learn.
+        is_private: whether a run is a simulation under privacy; its seed is then hidden from readers of a page.
     """
 
     title: str
@@ -104,7 +104,7 @@ class Snapshot:
 
     @property
     def over(self) -> bool:
-        """Tell whether the run has ended."""
+        """Return whether the run has ended."""
         return self.state in ("finished", "failed")
 
     def value(self, metric: str) -> float | None:

@@ -150,8 +150,10 @@ class RunPlan:
         eval_every: the number of rounds between two rows of the history; None with a budget makes about fifty rows.
         checkpoint_every: the number of rounds between checkpoints. None writes about one per second, fewer if writing
             takes long, and in a federation one per round.
-        metrics_per_client: also measure the task's per-client metrics for each row. The server of a federation without
-            metrics of its own asks for them in any case.
+        metrics_per_client: for each row, also evaluate the task's metrics of single clients, such as the accuracy of
+            the model on each client's own samples. The history gets their mean by the clients' weights (NAME.mean),
+            their worst and best values, and their deciles. A federation without metrics at the server measures them in
+            any case.
         best_by, on_divergence: see `fedbilevel.solve`.
         x_bounds: [low, high], the bounds of every entry of x, or name -> such a pair for some parts of x; None takes
             the bounds of the task.
@@ -178,7 +180,7 @@ class RunPlan:
         if len(given) != 1:
             got = " and ".join(given) or "none of them"
             raise ConfigurationError(
-                f"a run ends after some rounds, exchanges, bytes or seconds of the clock: give one, not {got}"
+                f"a run ends after a number of rounds, exchanges, bytes or seconds of the clock: give one, not {got}"
             )
         allowed = "a positive integer, unless run.exchanges, run.bytes or run.time is given"
         require(self.rounds is None or self.eval_every is not None, "run.eval_every", None, allowed)
@@ -199,7 +201,7 @@ class RunPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class EnginePlan:
-    """Set the engine of a simulation, by some fields of `fedbilevel.Local`."""
+    """Set the engine of a simulation, by some fields of `fedbilevel.Local`: see there."""
 
     chunk: int | None = None
     devices: int | None = None
@@ -230,6 +232,7 @@ class Spec:
         }
 
     def to_toml(self, comment: str = "Repeat this run with: fedbilevel run --spec THIS_FILE") -> str:
+        """Return the spec as a TOML document, which begins with the comment."""
         return toml.dumps({**toml.STAMP, **self.tables()}, comment)
 
     def replace(self, **tables: Fields) -> Spec:
@@ -243,7 +246,7 @@ class Spec:
 
     @property
     def timed(self) -> bool:
-        """Tell whether virtual time differs from the number of exchanges."""
+        """Return whether virtual time differs from the number of exchanges."""
         return dataclasses.replace(self.clock, seed=0) != Clock()
 
     @property
@@ -577,15 +580,15 @@ def _as_it_stands(table: Fields) -> dict[str, Any]:
 
 
 def said_of_several(specs: Sequence[Spec]) -> str:
-    """Return a text that says which algorithms of a comparison have presets for the task, and which run at defaults."""
+    """Describe which algorithms of a comparison have presets for the task, and which run with their defaults."""
     tuned = list(dict.fromkeys(label(spec.algorithm.name) for spec in specs if _has_preset(spec)))
     others = list(dict.fromkeys(label(spec.algorithm.name) for spec in specs if not _has_preset(spec)))
     found = [f"presets for {label(specs[0].task.name)}: {', '.join(tuned)}"] if tuned else []
-    found += [f"at the defaults of their classes: {', '.join(others)}"] if others else []
+    found += [f"with the defaults of their classes: {', '.join(others)}"] if others else []
     return "; ".join(found)
 
 
 def _has_preset(spec: Spec) -> bool:
-    """Tell whether the task has presets for this method, or the method's class has presets for the task."""
+    """Return whether the task has presets for this method, or the method's class has presets for the task."""
     name, task = spec.algorithm.name, spec.task.name
     return name in preset(task, spec.data).algorithms or label(task) in algorithm_class(name).presets

@@ -1,9 +1,9 @@
 """Run a study of several sites' tables over Flower: the server's part, the sites' part, and the app with both.
 
-A run has two contracts, and with more than 300 features three. Under the first, whose only term is the study, the
-server asks the sites for statistics and sends them the sum. From this sum the sites draw up the second contract, for
-the exchanges. With more than 300 features these are the exchanges of the search for penalties, and the third contract
-is for those of the last model. The same rules hold under each: a node must agree to the contract and have its client's
+A run has two contracts, or three with more than 300 features. Under the first, whose only term is the study, the server
+asks the sites for statistics and sends them the sum. From this sum the sites draw up the second contract, for the
+exchanges. With more than 300 features, the second contract is for the search for penalties, and the third for the
+exchanges of the last model. The same rules hold under each: a node must agree to the contract and have its client's
 key, replies have deadlines, and `exchanges.jsonl` has a line for every attempt.
 """
 
@@ -145,7 +145,7 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
         said = str(error).replace(FORCE, "choose another folder")  # a study has no resume="force"
         searching = any(place.path.glob(CHECKPOINT.format("*")))  # of many features, no search is saved
         then = "the search for penalties continues" if searching else "the study starts from the beginning"
-        again = f". If it is submitted again with out='{place.path.resolve()}', {then}"
+        again = f". If the study is submitted again with out='{place.path.resolve()}', {then}"
         ended = kind(f"{said}; sites: {names}{again if isinstance(error, ExchangeError) else ''}")
         note_end(place, ended)
         raise ended from error
@@ -174,11 +174,11 @@ def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel
     try:
         agreement = Agreement.of(study, statistics)
     except DifferentColumnsError as error:
-        questions.tell(json.dumps({"columns": error.columns}))  # a site that lacks one has this in its log
+        questions.tell(json.dumps({"columns": error.columns}))  # a site that lacks a column logs this
         raise
     questions.agree(agreement.text)
     if study.estimator == "logistic":
-        print(f"predicts the probability of {study.target} = {agreement.estimator().classes_[1]}", flush=True)
+        print(f"the model predicts the probability of {study.target} = {agreement.estimator().classes_[1]}", flush=True)
     remote = agreement.remote([one["rows"] for one in statistics])
     checkpoint, latest = None if place is None else _checkpoint(place, agreement), agreement
 
@@ -203,13 +203,17 @@ def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel
 
 
 def _first_answer(table: SiteTable, question: str) -> str:
-    """Answer a question before the agreement: with statistics, or by a refusal if the table lacks a column."""
+    """Answer a question before the agreement: return statistics as JSON, or raise an error if the table lacks a column.
+
+    Raises:
+        ConfigurationError: the table lacks a column, or the question cannot be read.
+    """
     if question == STATISTICS:
         return json.dumps(table.statistics(), ensure_ascii=False)
     try:
         content = parse_json(question)
     except ValueError as error:
-        raise ConfigurationError(f"the question is no JSON: {in_a_line(error)}") from error
+        raise ConfigurationError(f"the question is not JSON: {in_a_line(error)}") from error
     require(isinstance(content, dict), "question", type(content).__name__, "an object with columns")
     table.require_columns(content.get("columns"))
     return ""
@@ -220,7 +224,7 @@ def _checkpoint(place: Folder, agreement: Agreement) -> Path:
     digest = hashlib.sha256(f"{agreement.study.text}{agreement.text}".encode()).hexdigest()
     file = place.path / CHECKPOINT.format(digest[:16])
     if exist(file):
-        print(f"finds a saved search at {file.resolve()}", flush=True)
+        print(f"found a saved search at {file.resolve()}", flush=True)
     return file
 
 
@@ -297,7 +301,7 @@ def _frame(study: Study, source: str) -> Any:
 
 
 def check(study: Study, node_config: str, *superlink: Any) -> Iterator[tuple[str, str]]:
-    """Inspect a site before its SuperNode is started: yield what it has and what it would send, by name.
+    """Inspect a site before its SuperNode is started: yield (name, text) about its data and what it would send.
 
     The arguments after `node_config` are those of `federation.check`.
 

@@ -153,6 +153,7 @@ class InFolders:
         require_seeds(self.seeds)
 
     def seeded(self, spec: Spec, seed: int) -> Spec:
+        """Return the spec with a seed; without seeds of the sweep, the spec keeps its own."""
         return spec if self.own_seed else seeded(spec, seed)
 
     def run(
@@ -179,7 +180,7 @@ def require_sweepable(fields: Mapping[str, Any]) -> None:
     """Raise a ConfigurationError if a swept field is a seed."""
     for name in fields:
         if name.rpartition(".")[2] == "seed":
-            raise ConfigurationError(f"{name} cannot be swept: no seed is better than another; --seeds gives several")
+            raise ConfigurationError(f"{name} cannot be swept: no seed is better than another; --seeds runs several")
 
 
 def point_name(point: PointValues) -> str:
@@ -191,6 +192,7 @@ def point_name(point: PointValues) -> str:
 
 
 def in_words(value: Any) -> str:
+    """Return a swept value as a text: TOML for all values except texts."""
     return value if isinstance(value, str) else toml.value(value)
 
 
@@ -220,7 +222,7 @@ def chosen_metric(spec: Spec, select: str | None, on_test: bool, tasks: Callable
     if select not in known and "validation" in select and on_holdout:
         raise ConfigurationError(f"task {label(spec.task.name)} does not measure {select}: {advice}")
     require_known(select, known)
-    require_holdout(select, on_test, f"{advice}; --select-on-test chooses by test data all the same")
+    require_holdout(select, on_test, f"{advice}; --select-on-test chooses by test data nevertheless")
     return select
 
 

@@ -167,7 +167,7 @@ def terminal(table: Table, width: int | None = None) -> rich.table.Table:
     shown, hidden = table.shown, list[str]()
 
     def fits(least: int) -> bool:
-        """Tell whether the table fits if texts are folded to no less than `least`, and words only if that is LEAST."""
+        """Return whether the table fits if texts are folded to at least `least`, and words only if this is LEAST."""
         narrow = titled("")
         _add_columns(narrow, shown, least)
         return width is None or Console(width=10_000).measure(narrow).minimum <= width
@@ -206,6 +206,7 @@ def _add_columns(table: rich.table.Table, columns: Sequence[Column], least: int 
 
 
 def summary_table(summary: dict[str, Any]) -> rich.table.Table:
+    """Return the table that a terminal shows at the end of a run, from the run's summary."""
     metric, row, compiling = summary["metric"], summary["last_row"], summary["seconds_compiling_this_time"]
     table = titled(_title(summary), frame=box.HEAVY_HEAD, header=False)
     table.add_column(style="dim")

@@ -160,7 +160,7 @@ class WindowRequest(BaseHTTPRequestHandler):
     do_HEAD = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_TRACE = do_CONNECT = do_POST
 
     def has_allowed_host(self) -> bool:
-        """Tell whether the header Host is an IP address or a name of this machine.
+        """Return whether the header Host is an IP address or a name of this machine.
 
         The browser puts the name from the address bar into this header. A name that is not of this machine is refused,
         even if it resolves to this machine's address.

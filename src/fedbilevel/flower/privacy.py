@@ -37,15 +37,16 @@ def protect(
 ) -> tuple[PyTree, PrivacyAccount]:
     """Return the clipped and noised update (see `Privacy.noised`), and the account to store before it is sent.
 
-    The noise is a function of the secret, the number of the reply, the context, the clipped vector and zC. A number is
-    never used twice, so that every reply has new noise, also if a request is repeated. A server that asks again can
-    average the noise, and the account charges for this. (If a repeated request got the same noise, the server could see
-    from two replies whether they are equal, and so whether the data make a difference.) If an account is lost and a
-    number is used again, the noise is still new unless all other arguments are the same, too.
+    The noise is a function of the secret, the number of the reply, the context, the clipped vector, and its standard
+    deviation zC (noise multiplier times clip). A number is never used twice, so that every reply has new noise, also if
+    a request is repeated. A server that repeats requests can average out the noise; the account therefore charges every
+    reply. (If a repeated request got the same noise, the server could see whether two replies are equal, and so whether
+    the data make a difference.) If an account is lost and a number is used again, the noise is still new unless all
+    other arguments are also the same.
 
     Args:
         privacy: the client's terms.
-        update: a pytree whose leaves are floating-point arrays, except in public parts.
+        update: a pytree whose leaves are floating-point arrays, except in parts that are marked as public.
         secret: the secret of `load_secret`; it must not leave the client.
         spent: the account so far.
         context: the identification of the request: the run, round, exchange and phase.
@@ -152,7 +153,7 @@ class PrivacyGuard:
             if not owner.exists():
                 write_text(owner, str(client))
             whose = owner.read_text(errors="replace")
-            require(whose == str(client), "Site.id", client, f"{whose[:20]}, whose {folder} is")
+            require(whose == str(client), "Site.id", client, f"{whose[:20]}, the client to which {folder} belongs")
             if not secret.exists() and not self.account.exists():  # with a secret, a missing account was lost
                 self.write(PrivacyAccount())
             self.read()
@@ -166,21 +167,23 @@ class PrivacyGuard:
         return sent, spent.epsilon(self.privacy.delta)
 
     def check_account(self, epsilon: float, delta: float) -> None:
-        """Refuse an account with a smaller ε than this client has reported to the server before.
+        """Refuse an account whose ε is smaller than the ε that this client has reported to the server before.
 
         Args:
-            epsilon, delta: the values that the server has from this client; 0 if it has none. A server that sends too
-                large a value gets no reply.
+            epsilon, delta: the largest ε that the server has received from this client, and its δ; 0 if there is none.
+                A server that sends a value that is too large gets no reply.
 
         Raises:
-            AccountError: the account has fewer replies.
+            AccountError: the account contains fewer replies than the client has sent.
         """
         if epsilon > 0 and 0 < delta < 1 and epsilon > (here := self.read().epsilon(delta)) * (1 + 1e-9):
             known = f"{epsilon:.4g} at δ = {delta:g}, but its account has {here:.4g}"
-            raise AccountError(f"this client has reported ε = {known}: the account is an older one")
+            raise AccountError(f"this client has reported ε = {known}: the account is an older copy")
 
     def forecast(self, replies: float, rounds: int) -> str:
-        """Return a sentence with ε after a round and after the run, including earlier runs, and the budget's rounds.
+        """Describe in a sentence how ε grows: after a round, after the run, and when the budget is spent.
+
+        Earlier runs are included.
 
         Args:
             replies: the number of the client's replies in a round, if it is asked once in each exchange; infinity or
@@ -196,16 +199,22 @@ class PrivacyGuard:
 
         said = ", ".join(f"ε = {after(end):.4g} after {counted(end, 'round')}" for end in sorted({1, rounds}))
         allowed = bisect_right(range(1, rounds + 1), terms.budget or math.inf, key=after)
-        ends = "" if allowed == rounds else f"; the budget ends it after {counted(allowed, 'round')}"
-        return f"{said}, if it takes part in each: {counted(int(replies), 'exchange')} a round{ends}"
+        ends = "" if allowed == rounds else f"; the budget is spent after {counted(allowed, 'round')}"
+        return f"{said}, if the client takes part in each: {counted(int(replies), 'exchange')} a round{ends}"
 
     def read(self) -> PrivacyAccount:
+        """Return the account of the client's replies so far.
+
+        Raises:
+            ConfigurationError: the file is missing or damaged.
+        """
         if not self.account.exists():
-            raise ConfigurationError(f"{self.account} is missing: the client's ε so far is unknown; restore it")
+            raise ConfigurationError(f"{self.account} is missing: the client's ε so far is unknown; restore the file")
         try:
             return PrivacyAccount.from_json(self.account.read_text(errors="replace"))
         except ConfigurationError as error:
-            raise ConfigurationError(f"{self.account} is damaged, restore it: {error}") from error
+            raise ConfigurationError(f"{self.account} is damaged; restore the file: {error}") from error
 
     def write(self, spent: PrivacyAccount) -> None:
+        """Replace the account in the folder, atomically."""
         write_text(self.account, spent.to_json())

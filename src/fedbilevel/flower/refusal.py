@@ -1,8 +1,8 @@
 """Describe why a reply or a client does not count, in the same words at the site and on the server.
 
-A message has a code and a line of text. Each side derives from the code who can mend the problem, and how, so that this
-advice never comes from the other side. No decision depends on the text. The same description is in the site's log, in
-the server's log and errors, and in `exchanges.jsonl`.
+A refusal is sent as a code and a line of text. Each side derives from the code who can fix the problem, and how, so
+that this advice never comes from the other side. No decision depends on the text. The same description is in the site's
+log, in the server's log and errors, and in `exchanges.jsonl`.
 """
 
 from __future__ import annotations
@@ -20,35 +20,47 @@ SITE, OPERATOR, EITHER = "the site", "the operator", "the site or the operator"
 
 
 class Code(Enum):
-    """List the kinds of problems, each with its name in messages, who can mend it, and how."""
+    """List the kinds of problems, each with its name in messages, who can fix it, and how."""
 
-    ABSENT = "absent", SITE, "start its SuperNode; its log says whether it reaches the SuperLink"
-    FLOOR = "floor", SITE, "lower min-local-samples or min-batch-size in its node configuration, if it may"
-    LIMIT = "limit", EITHER, "raise the limit in its node configuration, or ask for less"
-    SETTABLE = "settable", EITHER, "name the field in settable in its node configuration, or leave it out of settings"
-    BUDGET = "budget", SITE, "raise budget in its node configuration, if it may; the others go on without it"
+    ABSENT = "absent", SITE, "start its SuperNode; the SuperNode's log says whether it reaches the SuperLink"
+    FLOOR = (
+        "floor",
+        SITE,
+        "lower min-local-samples or min-batch-size in the node configuration, if the site's rules allow it",
+    )
+    LIMIT = "limit", EITHER, "raise the limit in the node configuration, or request less work"
+    SETTABLE = "settable", EITHER, "add the field to settable in the node configuration, or leave it out of settings"
+    BUDGET = (
+        "budget",
+        SITE,
+        "raise budget in the node configuration, if the site's rules allow it; the run goes on without this client",
+    )
     APPROVAL = (
         "approval",
         SITE,
-        "read the request there (asked-HASH.txt in its state-folder), and approve it, if it may",
+        "read the request (asked-HASH.txt in the state-folder), and approve it, if the site's rules allow it",
     )
-    AUDIT = "audit", SITE, "make room on the disk of its state-folder; its log says more"
-    ACCOUNT = "account", SITE, "restore the newest account.json of its state-folder (see docs/how-to/operations.md)"
-    SETTINGS = "settings", SITE, "correct its node configuration or its data; its log says which"
-    FAILED = "failed", SITE, "its log says more"
-    HIDDEN = "hidden", SITE, "its log says more; under privacy the reason does not leave the site"
-    SILENT = "silent", SITE, "set tell-metrics in its node configuration, if it may; otherwise nothing is wrong"
-    NUMBERS = "numbers", OPERATOR, "lower the step sizes; fb.diagnose suggests some"
+    AUDIT = "audit", SITE, "free space on the disk of the state-folder; the site's log says more"
+    ACCOUNT = "account", SITE, "restore the newest account.json of the state-folder (see docs/how-to/operations.md)"
+    SETTINGS = "settings", SITE, "correct the node configuration or the data; the site's log says which"
+    FAILED = "failed", SITE, "the site's log says more"
+    HIDDEN = "hidden", SITE, "the site's log says more; under privacy the reason does not leave the site"
+    SILENT = (
+        "silent",
+        SITE,
+        "set tell-metrics in the node configuration, if the site's rules allow it; the run goes on without the metrics",
+    )
+    NUMBERS = "numbers", OPERATOR, "lower the step sizes; fb.diagnose suggests values"
     CONTRACT = "contract", EITHER, "give both sides the same app and the same version of fedbilevel"
     SHAPES = "shapes", EITHER, "compare the site's data, fields of the task and JAX_ENABLE_X64 with the server's"
     METHOD = "method", OPERATOR, "choose a method, or fields, that support noise in replies"
     KEY = "key", OPERATOR, "compare client-keys with the key that the node has registered"
-    PLACE = "place", SITE, "correct its partition-id, or stop the other node of that number"
+    PLACE = "place", SITE, "correct the node's partition-id, or stop the other node with this partition-id"
     STATE = "state", EITHER, "the site's state-folder is from another run, or newer than the server's checkpoint"
     LATE = (
         "late",
         EITHER,
-        "see whether its SuperNode runs, and start it if not; if it runs, raise deadline or ask for less",
+        "start its SuperNode if it has stopped; if it is running, raise deadline or request less work",
     )
     STALLED = (
         "stalled",
@@ -58,14 +70,15 @@ class Code(Enum):
     BOUND = "bound", OPERATOR, "look at this client's data; norm-factor, message-factor and norm-bound set the bounds"
     LARGE = "large", EITHER, "send less: metrics and layouts have to be short"
     MALFORMED = "malformed", EITHER, "compare the apps and the versions of fedbilevel: the two protocols differ"
-    FLOWER = "flower", SITE, "its worker or SuperNode has failed; its log says more"
-    OTHER = "other", SITE, "its log says more"  # a code that this version does not know
+    FLOWER = "flower", SITE, "its worker or SuperNode has failed; the site's log says more"
+    OTHER = "other", SITE, "the site's log says more"  # a code that this version does not know
 
     def __init__(self, word: str, who: str, how: str) -> None:
         self.word, self.who, self.how = word, who, how
 
     @classmethod
     def of(cls, word: object) -> Code:
+        """Return the code with this name in messages; OTHER for a name that this version does not know."""
         return next((code for code in cls if code.word == word), cls.OTHER)
 
     @property
@@ -76,10 +89,10 @@ class Code(Enum):
 
 @dataclass(eq=False)
 class Refusal(FedbilevelError):
-    """Report a message that must not count, or a client that does not take part; `why` has no value of the data.
+    """Report a message that must not count, or a client that does not take part; `why` contains no value of the data.
 
-    Parts of `why` may come from the other side. It is made a single line of bounded length, without control characters
-    for a terminal.
+    Parts of `why` may come from the other side. The text is therefore reduced to a single line of bounded length,
+    without control characters for a terminal.
     """
 
     code: Code
@@ -94,8 +107,8 @@ class Refusal(FedbilevelError):
 
     @property
     def line(self) -> str:
-        """Return the reason together with who can mend the problem, and how."""
-        return f"{self.why} ({self.code.who} can mend it: {self.code.how})"
+        """Return the reason together with who can fix the problem, and how."""
+        return f"{self.why} ({self.code.who} can fix this: {self.code.how})"
 
     def told(self) -> dict[str, str]:
         """Return the refusal as an entry of a line of `exchanges.jsonl`."""
@@ -103,12 +116,12 @@ class Refusal(FedbilevelError):
 
     @classmethod
     def read(cls, told: Mapping[str, Any], client: int | None = None) -> Refusal:
-        """Return the refusal from an entry that `told` has made; who and how follow from the code."""
+        """Return the refusal from an entry made by `told`; who can fix the problem, and how, follow from the code."""
         return cls(Code.of(told.get("code")), str(told.get("why", "")), client)
 
 
 def has_line(number: int) -> bool:
-    """Tell whether the refusal with this number in a row has a line: the first, second, fourth, eighth, … do."""
+    """Return whether the refusal with this number in a row has a line in a log: the 1st, 2nd, 4th, 8th, … have one."""
     return number & (number - 1) == 0
 
 
@@ -122,5 +135,6 @@ def in_words(refusals: Iterable[Refusal], most: int = 5) -> str:
 
 
 def named(clients: list[int]) -> str:
+    """Return some clients as a text, such as "clients 0, 3"; of more than ten, only the first ten are named."""
     shown = ", ".join(map(str, clients[:10])) + (", …" if len(clients) > 10 else "")
     return f"client{'s' if len(clients) > 1 else ''} {shown}"

@@ -1,7 +1,7 @@
-"""Check the installed version of Flower, and change what Flower does with messages by its private names.
+"""Check the installed version of Flower, and change how Flower handles messages.
 
-Flower does not promise to keep private names. Those for its processes are in `launch.private`, and no other module
-imports any.
+The changes use private names of Flower, which another version may not have. The private names that concern Flower's
+processes are used in the folder `launch`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ __all__ = ["TESTED", "be_server", "quick_pulls", "require_flower", "tested"]
 
 TESTED = ("1.41", "1.42")
 BACKOFF = 0.02  # seconds before the first repeated request for an object that is still being uploaded
-LONGEST_PULL = 7200.0  # the largest number of seconds to wait for a message's objects; it is Flower's own
+LONGEST_PULL = 7200.0  # the largest number of seconds to wait for a message's objects; Flower's default
 
 
 def installed() -> str | None:
@@ -44,7 +44,10 @@ def tested(version: str) -> bool:
 
 
 def be_server() -> None:
-    """Give this process the identity of a ServerApp, which it needs to make messages and usually gets from Flower."""
+    """Give this process the identity of a ServerApp.
+
+    A process needs one to create messages, and Flower sets it only in the processes that Flower starts.
+    """
     from flwr.supercore.task_identity import TaskIdentity
 
     TaskIdentity.task_id, TaskIdentity.run_id, TaskIdentity.node_id = 1, 1, 0
@@ -54,8 +57,8 @@ def quick_pulls(longest: float) -> None:
     """Make this process request objects of messages sooner, and give up incomplete messages sooner, from now on.
 
     An object that is still being uploaded is requested again after 0.02 s, then after twice that time, and so on;
-    Flower begins with 1 s. A message whose objects have not all come within `longest` seconds, and within 2 h in any
-    case, is given up, since everything else has to wait for it; Flower waits 2 h.
+    Flower begins with 1 s. A message whose objects have not all arrived within `longest` seconds, or within 2 h if
+    `longest` is larger, is given up, because all other messages wait for it. Flower itself waits 2 h.
     """
     from flwr.supercore.inflatable import inflatable_utils
 

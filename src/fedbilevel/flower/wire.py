@@ -1,7 +1,7 @@
 """Define the messages between server and clients, their form on the network, and the contract that both sides compare.
 
 There are two kinds of messages: the request of a server and the response of a client. They are dataclasses in Python,
-and travel as Flower's records, with trees of arrays as plain bytes. The contract has the algorithm, its
+and travel as Flower's records, with trees of arrays as plain bytes. The contract lists the algorithm, its
 hyperparameters, and every call that a round may make. Nothing is unpickled.
 """
 
@@ -42,7 +42,10 @@ MISSING = ("missing",)  # differs from every value of JSON
 
 
 def layout(tree: PyTree) -> list[str]:
-    """Return a line for each leaf, with its path, dtype and shape. Sender and receiver of bytes need equal layouts."""
+    """Describe each leaf of a tree by a line with its path, dtype and shape.
+
+    The sender and the receiver of a tree's bytes need equal layouts.
+    """
     return [f"{path or 'value'} {leaf.dtype}{list(leaf.shape)}" for path, leaf in by_path(tree).items()]
 
 
@@ -52,7 +55,10 @@ def by_path(tree: PyTree) -> dict[str, Any]:
 
 
 def shapes(tree: PyTree) -> PyTree:
-    """Return the tree with each array replaced by its shape, its dtype, and whether it is weak like a Python number."""
+    """Return the tree with each array replaced by its shape, its dtype, and whether this dtype is weak.
+
+    A weak dtype is the dtype that JAX gives to a Python number.
+    """
 
     def shape(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, weak_type=getattr(leaf, "weak_type", False))
@@ -75,25 +81,28 @@ def from_bytes(data: bytes, like: PyTree) -> PyTree:
         Refusal: the number of bytes is wrong, or a flag is neither 0 nor 1.
     """
     if len(data) != nbytes(like):
-        raise Refusal(Code.MALFORMED, f"{len(data)} bytes came where {nbytes(like)} were expected")
+        raise Refusal(Code.MALFORMED, f"its arrays have {len(data)} bytes, and {nbytes(like)} were expected")
     leaves, start = [], 0
     for leaf in jax.tree.leaves(like):
         part = memoryview(data)[start : start + nbytes(leaf)]
         if leaf.dtype == bool and np.any(np.frombuffer(part, np.uint8) > 1):
-            raise Refusal(Code.MALFORMED, "a flag came that is neither true nor false")
+            raise Refusal(Code.MALFORMED, "a boolean array has a byte that is neither 0 nor 1")
         leaves.append(np.frombuffer(part, leaf.dtype).reshape(leaf.shape))
         start += len(part)
     return jax.tree.unflatten(jax.tree.structure(like), leaves)
 
 
 def require_layout(what: str, got: list[str], expected: list[str]) -> None:
-    """Raise a Refusal, which names the first leaf that differs, if a layout is not the expected one."""
+    """Raise a Refusal if a layout is not the expected one; it names the first leaf that differs.
+
+    `what` names the arrays in the text of the refusal.
+    """
     if got == expected:
         return
     for mine, theirs in zip(expected, got, strict=False):
         if mine != theirs:
-            raise Refusal(Code.MALFORMED, f"{what}: {theirs} came where {mine} was expected")
-    raise Refusal(Code.MALFORMED, f"{what}: {len(got)} leaves came where {len(expected)} were expected")
+            raise Refusal(Code.MALFORMED, f"{what} has {theirs}, and {mine} was expected")
+    raise Refusal(Code.MALFORMED, f"{what} has {len(got)} leaves, and {len(expected)} were expected")
 
 
 def digest(text: str) -> str:
@@ -115,7 +124,7 @@ def is_run(name: str) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class RequestMessage:
-    """Hold a request to a client. With an empty `phase` it is a greeting, which asks for its id and contract."""
+    """Hold a request to a client. An empty `phase` makes it a greeting, which asks for the client's id and contract."""
 
     run: str  # the name of the whole run, which a resumed run keeps
     contract: str  # the digest of the contract; in a greeting, its whole text
@@ -126,8 +135,8 @@ class RequestMessage:
     key: bytes = b""  # the random key of the exchange
     key_kind: str = ""  # the implementation of the key in JAX
     weight: float = 1.0  # p_i
-    own: str = "{}"  # JSON: the client's own numbers in this round, by the path of the method's field
-    fresh: bool = False  # whether it is for a fresh cohort, in which the client's state is not used
+    own: str = "{}"  # JSON: the client's own numbers in this round (`Clients.own`), by the path of the field
+    fresh: bool = False  # whether the request is for a fresh cohort, in which the client's state is not used
     counted_round: int = -1  # the round of the client's last reply that counted and could change its state; -1: none
     counted_exchange: int = -1  # the exchange of this reply
     epsilon: float = 0.0  # the largest ε that this client has reported, at `delta`; 0: none
@@ -169,22 +178,22 @@ class ResponseMessage:
 
 
 def numbers_in(what: str, text: str) -> dict[str, int | float]:
-    """Return numbers by name from JSON, and refuse everything else; `what` names them in the refusal."""
+    """Return numbers by name from a JSON object, and refuse anything else; `what` names the numbers in the refusal."""
     try:
         found = json.loads(text)
-        floats = [float(value) for value in found.values() if type(value) in (int, float)]  # or too large for one
+        floats = [float(value) for value in found.values() if type(value) in (int, float)]  # raises for a huge integer
         if len(floats) == len(found):
             return dict(found)
     except (ValueError, AttributeError, OverflowError, RecursionError):
         pass
-    raise Refusal(Code.MALFORMED, f"its {what} are not numbers by name")
+    raise Refusal(Code.MALFORMED, f"its {what} are not a JSON object of numbers")
 
 
 def read(kind: type[Any], fields: Mapping[str, Any], payload: bytes) -> Any:
     """Return a request or a response from the fields of a record; refuse missing and unknown fields and wrong types."""
     wanted = {f.name: f for f in dataclasses.fields(kind) if f.name != "payload"}
     if odd := sorted(set(fields) ^ set(wanted)):
-        text = f"the fields of the message differ in {', '.join(odd)[:200]}: another version of fedbilevel?"
+        text = f"the fields of the message differ in {', '.join(odd)[:200]}: the versions of fedbilevel may differ"
         raise Refusal(Code.CONTRACT, text)
     for name, f in wanted.items():
         value = fields[name]
@@ -198,7 +207,7 @@ def read(kind: type[Any], fields: Mapping[str, Any], payload: bytes) -> Any:
 ACTION = "fedbilevel"
 MESSAGE_TYPE = f"query.{ACTION}"
 FIELDS, LEAVES = "fields", "leaves"
-RAW = "fedbilevel.leaves"  # the name of the form of an Array's bytes: our layout, and not NumPy's
+RAW = "fedbilevel.leaves"  # the `stype` of an Array: its bytes are those of `to_bytes`, and not of NumPy's format
 INLINE = 2**23  # the largest number of bytes of arrays that travel among the fields
 TEXTS = 2**23  # the largest number of characters of all texts of a message together: metrics, layout, contract
 FLOWERS = {3: Code.LATE, 4: Code.LATE, 5: Code.ABSENT}
@@ -236,13 +245,13 @@ def require_short(fields: Mapping[str, Any]) -> None:
 
 
 def request_message(node: int, request: RequestMessage, seconds: float) -> Message:
-    """Return Flower's message with a request to a node; it expires after `seconds`, and not after Flower's 12 hours."""
+    """Return Flower's message with a request to a node. It expires after `seconds` in place of Flower's 12 h."""
     return Message(encode(request), node, MESSAGE_TYPE, group_id=f"{request.run[:8]}/{request.round}", ttl=seconds)
 
 
 @contextmanager
 def reading(client: int | None = None) -> Iterator[None]:
-    """Turn every error while a node's message is read into a Refusal of this message, as a context manager.
+    """Return a context manager that turns every error into a Refusal of the message that is read in its block.
 
     Args:
         client: the client that sent the message, if known; a refusal then names it.
@@ -254,7 +263,7 @@ def reading(client: int | None = None) -> Iterator[None]:
         raise
     except Exception as error:
         log.warning("a message could not be read", exc_info=True)
-        raise Refusal(Code.MALFORMED, f"reading it fails with {type(error).__name__}", client) from error
+        raise Refusal(Code.MALFORMED, f"reading its message fails with {type(error).__name__}", client) from error
 
 
 def decode(kind: type[Any], message: Message) -> Any:
@@ -302,10 +311,11 @@ class CallSignature(NamedTuple):
 
 @dataclass(frozen=True)
 class Contract:
-    """Hold the contract of a run, which each side makes from its own code, and which is compared at the first message.
+    """Hold the contract of a run: the algorithm and every call that its rounds may make.
 
-    Its calls are found by tracing one round abstractly, with a `fed` that records all requests. A server can therefore
-    only make the requests of its algorithm, and only in these shapes.
+    Each side makes the contract from its own code, and the two are compared at the first message. The calls are found
+    by tracing one round abstractly, with a `fed` that records all requests. A server can therefore only make the
+    requests of its algorithm, and only in these shapes.
     """
 
     algorithm: Algorithm
@@ -334,6 +344,7 @@ class Contract:
 
     @cached_property
     def digest(self) -> str:
+        """Return the hash of the contract's text, by which messages name the contract."""
         return digest(self.text)
 
     def cut(self, unit_layout: UnitLayout, kept: Mapping[str, int]) -> Contract:
@@ -380,15 +391,15 @@ def draw_up(
             as `fed.sum_first` requires it.
     """
     state = algorithm.client_state(problem, x, y)
-    check_plain("what clients keep", state)
+    check_plain("the state of clients", state)
     first: dict[str, PyTree] = {}  # phase that fed.sum_first asks -> the shapes of its update
     calls: dict[str, CallSignature] = {}
 
     for phase, message, reply, early, *_ in exchanges_of(algorithm, problem, x, y, examples):
         check_plain(f"the message of phase {phase}", message)
         if early and not algorithm.asks.asynchronous:
-            name = algorithm.label
-            raise ConfigurationError(f"phase {phase} is asked by fed.sum_first: {name} has to say asks = Asks(first=…)")
+            must = f"{algorithm.label} must declare asks = Asks(first=…)"
+            raise ConfigurationError(f"phase {phase} is asked by fed.sum_first: {must}")
         if early and first.setdefault(phase, shapes(reply.update)) != shapes(reply.update):
             raise ConfigurationError(f"phase {phase} is asked by fed.sum_first with replies of different shapes")
         call = CallSignature(phase, shapes(message), shapes(reply.update), tuple(sorted(reply.metrics or {})))
@@ -400,7 +411,7 @@ def draw_up(
 def shapes_of_terms(problem: Problem, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> dict[str, Any]:
     """Describe samples, x and y for a contract.
 
-    The dtypes of samples are left out: they may differ, as those of labels do, if this changes no call.
+    The dtypes of samples are left out: they may differ between clients, as those of labels do, if the calls are equal.
     """
     samples = [{path: f"of shape {list(leaf.shape[1:])}" for path, leaf in by_path(each).items()} for each in examples]
     y = None if isinstance(problem, SimpleBilevel) else y  # y of a SimpleBilevel is an average of x, not at sites
@@ -425,7 +436,7 @@ def disagreement(server: str, site: str) -> Refusal:
                 return Refusal(Code.SHAPES if term in SHAPES else Code.CONTRACT, said)
     except (ValueError, TypeError, AttributeError, RecursionError):
         return Refusal(Code.CONTRACT, "a contract cannot be read")
-    return Refusal(Code.CONTRACT, "the two contracts are written differently")
+    return Refusal(Code.CONTRACT, "the two contracts have equal terms, but their texts differ")
 
 
 def _first(term: str, server: Any, site: Any) -> str:

@@ -1,5 +1,4 @@
-"""Keep the approvals of a site: the hashes of texts that a person there has read and approved, such as a spec or a
-study.
+"""Store the approvals of a site: the hashes of texts, such as a spec or a study, that a person there has approved.
 
 A site with `approve="ask"` takes part only in runs whose text is approved. If a request comes for another text, the
 text is stored as `asked-HASH.txt` in the state folder, so that a person can read it.
@@ -30,7 +29,7 @@ class Approvals:
         self.folder, self.path, self.lock = folder, folder / "approvals.json", folder / ".approvals.lock"
 
     def read(self) -> dict[str, str]:
-        """Return hash of a text -> who approved it, and when.
+        """Return the approvals, as hash of a text -> a note by whom and when it was approved.
 
         Raises:
             CheckpointError: the file is damaged.
@@ -65,7 +64,7 @@ class Approvals:
         with lock.wait_for_lock(self.lock):
             approvals = self.read()
             known = approve or name in approvals
-            require(known, "HASH", name, "the hash of what was approved in this folder")
+            require(known, "HASH", name, "the hash of a text that is approved in this folder")
             Audit(self.folder).append("approved" if approve else "withdrawn", subject=name, by=by)
             approvals.pop(name, None)
             write_json(self.path, approvals | ({name: f"{by} approved at {now()}"} if approve else {}))
@@ -88,7 +87,7 @@ class Approvals:
         raise unapproved(name)
 
     def text_of(self, name: str) -> Path:
-        """Return the path at which the text with this hash is stored if it was not approved when it came."""
+        """Return the path at which the text with this hash is stored if it was not approved when it was received."""
         return self.folder / f"asked-{name}.txt"
 
 
@@ -99,4 +98,4 @@ def command(folder: Path | str, name: str) -> str:
 
 def unapproved(name: str) -> Refusal:
     """Return the refusal of a text that is not approved; `name` is its hash."""
-    return Refusal(Code.APPROVAL, f"nobody at this site has approved {name}: {command('FOLDER', name)}")
+    return Refusal(Code.APPROVAL, f"{name} is not approved at this site; to approve it: {command('FOLDER', name)}")

@@ -1,12 +1,13 @@
-"""Keep the audit of a site: a line for each reply, each approval, and refusals.
+"""Write and verify the audit of a site: a line for each reply, for each approval, and for refusals.
 
-Of refusals in a row that do not count as requests, only the first, second, fourth, eighth, … has a line.
+Of several refusals in a row that do not count as requests, only the first, second, fourth, eighth, and so on, have a
+line.
 
-`audit.jsonl` in the site's state folder only grows. A line has names, counts, norms and ε, and no value of the data.
-Its entry `before` is the SHA-256 of the line before it, so that no line can be changed, removed or inserted without
-notice. Lines that are removed from the end can be noticed with the hash of a later line that was written down.
+The file `audit.jsonl` in the site's state folder only grows. A line contains names, counts, norms and ε, and no value
+of the data. Its entry `before` is the SHA-256 of the line before it, which shows whether a line was changed, removed or
+inserted. Whether lines at the end were removed is shown only by the hash of one of them that was noted elsewhere.
 
-A line is on the disk before a reply leaves the site. If the line cannot be written, nothing leaves.
+A line is on the disk before a reply leaves the site. If the line cannot be written, nothing leaves the site.
 """
 
 from __future__ import annotations
@@ -45,8 +46,8 @@ class AuditReport:
         broken: the first place at which the chain breaks, in words; "": the chain is complete.
         last: the hash of the last line; a later check can look for it.
         first, latest: the times of the first and the last line.
-        requests: client -> the number of the request in its last line.
-        found: whether a line has the hash that was looked for.
+        requests: client -> the number of the request in the client's last line.
+        found: whether a line has the hash `wanted` of `Audit.verify`.
     """
 
     count: int = 0
@@ -88,7 +89,7 @@ class Audit:
         whole = not text or text.endswith(b"\n")
         *earlier, last = text.removesuffix(b"\n").split(b"\n")
         if len(last) > LONGEST or (not earlier and size > len(text)):
-            raise OSError(0, "it has a line that is longer than any of ours")
+            raise OSError(0, "the file has a line that is longer than any line of an audit")
         before, content = hash_of(last) if text else "", b""
         if not whole:
             note = _bytes({"time": line["time"], "event": CUT, "bytes": len(last)}, before)
@@ -114,7 +115,7 @@ class Audit:
             ConfigurationError: there is no audit.
         """
         if not self.path.is_file():
-            raise ConfigurationError(f"{self.path} is missing: this is no state folder of a site that has replied")
+            raise ConfigurationError(f"{self.path} is missing: this is not the state folder of a site that has replied")
         report, number, ended = AuditReport(), 0, True
         with open(self.path, "rb") as file:
             while raw := file.readline(LONGEST + 1):
@@ -122,14 +123,14 @@ class Audit:
                 entries = _entries(line)
                 noted = entries is not None and entries.get("event") == CUT
                 if report.cut[-1:] == [number - 1] and not noted:
-                    report.broken = f"line {number - 1} is no line of an audit"
+                    report.broken = f"line {number - 1} is not a line of an audit"
                 elif entries is not None and entries.get("before") != report.last:
                     report.broken = _gap(number)
                 elif len(line) > LONGEST:
-                    report.broken = f"line {number} is no line of an audit"
+                    report.broken = f"line {number} is not a line of an audit"
                 if report.broken:
                     return report
-                if entries is None or not ended:  # cut by a kill, if the next line says so or there is none
+                if entries is None or not ended:  # cut by a kill, if the next line records this or there is none
                     report.cut.append(number)
                 if entries is not None:
                     report.count += 1
@@ -139,15 +140,15 @@ class Audit:
                 report.last = hash_of(line)
                 report.found |= report.last == wanted
         if ended and report.cut[-1:] == [number]:
-            report.broken = f"line {number} is no line of an audit"
+            report.broken = f"line {number} is not a line of an audit"
         return report
 
 
 def _gap(number: int) -> str:
     if number == 1:
         return "line 1 follows another line, which is missing"
-    between = "one of them was changed, or lines between them were taken out or put in"
-    return f"line {number - 1} is not the line that line {number} follows: {between}"
+    between = "one of them was changed, or lines between them were removed or inserted"
+    return f"line {number - 1} does not have the hash that line {number} names: {between}"
 
 
 def _entries(line: bytes) -> dict[str, Any] | None:

@@ -21,17 +21,17 @@ from fedbilevel.flower.refusal import Code, Refusal
 
 @dataclass(frozen=True)
 class RequestCounts:
-    """Count the requests that a client has handled, in all runs together; greetings count before round 0.
+    """Count the requests that a client has handled, in all runs together; greetings count as requests of round -1.
 
     Args:
         total: the number of requests since the client began to count.
         run: the run of the last request.
         contract: the digest of the client's contract at the last request; "" if it had none. A run may have several
             contracts, one after the other; the rounds of each begin with 0.
-        round: the largest round of this run and contract in a request.
-        in_round: the number of requests since the first one for this round. A request for an earlier round counts here
-            too, so that a server gains nothing by going back and forth between rounds.
-        refusals: the number of refusals since the last request that counted, such as those above a limit.
+        round: the largest round in a request of this run and contract.
+        in_round: the number of requests since the first one for this round. A request for an earlier round also counts
+            here, so that a server gains nothing by going back and forth between rounds.
+        refusals: the number of refusals since the last request that counted, such as of requests above a limit.
     """
 
     total: int = 0
@@ -43,7 +43,7 @@ class RequestCounts:
 
     def __post_init__(self) -> None:
         if [type(value) for value in astuple(self)] != [int, str, str, int, int, int]:
-            raise TypeError(f"{self} is no count of requests")
+            raise TypeError(f"{self} has fields of wrong types")
 
     def next(self, run: str, contract: str, round: int) -> RequestCounts:
         """Return the counts after a request of this run, contract and round."""
@@ -54,28 +54,29 @@ class RequestCounts:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Set a client's own limits and floors, which have the same names in the node configuration.
+    """Set the limits and floors of a client's site; their names in the node configuration have hyphens.
 
-    A request outside of them is refused, and no server can override them. Floors make it more costly to learn single
-    samples from many replies, but do not prevent it: see docs/explanation/security.md.
+    A request that exceeds a limit or falls below a floor is refused, and no server can override this. Floors make it
+    more costly to learn single samples from many replies, but do not prevent it: see docs/explanation/security.md.
 
     Args:
         max_local_steps: the largest number of local steps, from the algorithm or from the message. It also bounds other
-            counts of the algorithm and its parts, such as `inner.rounds` and `hypergradient.solver.terms`, which are
-            work for the client too.
+            counts of the algorithm and its parts that are work for the client, such as `inner.rounds` and
+            `hypergradient.solver.terms`.
         max_batch_size: the largest number of samples of a mini-batch.
         max_seconds: the time limit for a phase, including compilation, and for making the site. If a phase takes
             longer, the reply is a refusal, and further messages are refused until the phase ends.
         max_bytes: the largest number of bytes of a message's arrays.
         max_memory: the largest number of bytes by which the process may grow while the site is made (Linux).
         min_batch_size: the smallest number of samples of a mini-batch, and of a walk over single samples. Methods that
-            use all samples of the client are allowed, too.
+            use all samples of the client are always allowed.
         min_local_samples: the smallest number of samples of each loss with which a client takes part.
         max_requests_per_round: the largest number of requests in a round. Greetings, requests for a phase and requests
             for metrics count, and repeated requests count again. The server sends the number of the round, so that this
-            limit only stops mistakes; `max_requests` also stops a server that cheats.
+            limit only stops mistakes; `max_requests` also stops a server that sends false numbers of rounds.
         max_requests: the largest number of requests in all runs together, after which a client refuses everything. The
-            count is in `Site.folder`. Without a folder it is in Flower's memory of a run, and so separate for each run.
+            count is in `Site.folder`. Without a folder it is in Flower's memory of a run, and each run is counted
+            separately.
     """
 
     max_local_steps: int = 10_000
@@ -135,13 +136,13 @@ class Limits:
     def check_request_counts(self, request_counts: RequestCounts) -> None:
         """Refuse a request above a limit; `request_counts` includes this request."""
         if request_counts.in_round > self.max_requests_per_round:
-            text = f"this client replies to {self.max_requests_per_round} requests in a round, and no more"
+            text = f"this client replies to at most {self.max_requests_per_round} requests in a round"
             raise Refusal(Code.LIMIT, text)
         if request_counts.total > self.max_requests:
-            raise Refusal(Code.LIMIT, f"this client replies to {self.max_requests} requests in all, and no more")
+            raise Refusal(Code.LIMIT, f"this client replies to at most {self.max_requests} requests in all")
 
     def check_own(self, numbers: Mapping[str, int | float]) -> None:
-        """Refuse own numbers of the client that are counts and are too large."""
+        """Refuse a count above `max_local_steps` among the client's own numbers (`Clients.own`)."""
         for name, number in numbers.items():
             if isinstance(number, int) and number > self.max_local_steps:
                 why = f"{name} = {number} is above this client's limit of {self.max_local_steps} steps"
@@ -153,11 +154,11 @@ Tasks = SimpleQueue[Callable[[], None] | None]
 """The queue of a thread's tasks; None ends the thread."""
 
 
-TICK = 0.05  # seconds between two looks at the memory of a task
+TICK = 0.05  # seconds between two measurements of a task's memory
 
 
 class TimeLimit:
-    """Run tasks in a worker thread, and wait for each for at most `seconds`.
+    """Run tasks in a worker thread, and wait at most `seconds` for each.
 
     One daemon thread runs all tasks: it starts with the first task and ends with this object. If a task takes too long,
     further tasks are refused until it ends. Its thread ends with it, and the next task gets a new thread.
@@ -184,7 +185,7 @@ class TimeLimit:
             Refusal: the task exceeded a limit, or an earlier task that did so is still running.
         """
         if not self.done.is_set() and self.thread is not None and self.thread.is_alive():
-            raise Refusal(Code.LIMIT, f"{self.what} was given up, and still runs at this client")
+            raise Refusal(Code.LIMIT, f"{self.what} has exceeded a limit, and is still running at this client")
         self.done = done = threading.Event()
         outcome: list[T | BaseException] = []
 

@@ -1,8 +1,8 @@
 """Run phases at a site, on its samples, within its limits and under its terms of privacy.
 
-Under privacy, the guard acts at the place of privacy among the layers of the method. The layers outside of it, which
-send differences and compressed replies, get only updates that have noise already, and nothing else of the client. Their
-results therefore cost no additional ε.
+Under privacy, the guard clips the update and adds noise at the place of privacy among the layers of the method. The
+layers outside of this place, which send differences and compressed replies, get only updates that already have noise,
+and nothing else of the client. Their results therefore cost no additional ε.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SitePhases:
         samples: the client's samples of the outer and of the inner loss.
         own: the client's own numbers of the method, which take precedence over those that the server sends.
         limits: the limits on what a server may ask.
-        guard: what clips the client's replies and adds noise; None: there is no privacy.
+        guard: the guard that clips the client's replies and adds noise; None: there is no privacy.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class SitePhases:
         def protected(asked: Asked, _: Client) -> Reply:
             nonlocal epsilon, released
             if asked.method is not method:
-                raise ConfigurationError("a layer outside of privacy gives the phase another method")
+                raise ConfigurationError("a layer outside of privacy calls the phase with another method")
             reply = finite(self.run(request.round, replace(asked, method=inside), client))
             if given_up:
                 raise Refusal(Code.LIMIT, "the phase was given up")
@@ -151,7 +151,11 @@ class SitePhases:
         )
 
     def own_numbers(self, request: RequestMessage) -> dict[str, Any]:
-        """Return the client's own numbers in the round; the site's numbers replace the server's, which are checked."""
+        """Return the client's own numbers in the round; the site's numbers replace those that the server sends.
+
+        Raises:
+            Refusal: the numbers that the server sends do not fit the method, or a count is above the site's limit.
+        """
         sent = wire.numbers_in("own numbers", request.own)
         try:
             check_own(self.algorithm, {name: Given(np.asarray(number)) for name, number in sent.items()})
@@ -170,12 +174,15 @@ def finite(reply: Reply) -> Reply:
 
 
 def as_array(leaf: Any) -> Any:
-    """Return an array of NumPy as an array of JAX, and anything else, such as a Python number, unchanged."""
+    """Convert a NumPy array to a JAX array, and return anything else, such as a Python number, unchanged."""
     return jnp.asarray(leaf) if isinstance(leaf, np.ndarray) else leaf
 
 
 def in_precision_of_here(task: Callable[[], T]) -> Callable[[], T]:
-    """Return a task for another thread, to run in the precision of this thread, since JAX sets it for each thread."""
+    """Wrap a task so that another thread runs it in the precision of this thread.
+
+    JAX sets the precision (float32 or float64) for each thread.
+    """
     x64 = jax.dtypes.canonicalize_dtype(np.float64) == np.float64
 
     def run() -> T:

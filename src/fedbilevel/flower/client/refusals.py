@@ -1,4 +1,4 @@
-"""Log why a client refuses requests, in few lines however many requests a server sends."""
+"""Log why a client refuses requests, in few lines even if a server sends many requests."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fedbilevel.flower.privacy import AccountError
 from fedbilevel.flower.refusal import OPERATOR, Code, Refusal, has_line
 
 log = logging.getLogger("fedbilevel.client")
-REASONS = 100  # the largest number of a client's different reasons that are counted by themselves
+REASONS = 100  # the largest number of different reasons of a client that are counted separately
 MEANT: dict[type[Exception], Code] = {
     BudgetSpentError: Code.BUDGET,
     FloorError: Code.FLOOR,
@@ -24,22 +24,22 @@ MEANT: dict[type[Exception], Code] = {
 class RefusalLog:
     """Write refusals to the site's log, with advice for the site's owner.
 
-    Of refusals with the same reason since the client's last reply, only the first, second, fourth, eighth, … has a
-    line, with their number. The memory of this object ends with its process.
+    Of refusals with the same reason since the client's last reply, only the first, second, fourth, eighth, and so on,
+    have a line, which contains their number. The counts are not stored on the disk.
     """
 
     def __init__(self) -> None:
         self.counts: dict[int, Counter[str]] = {}  # client -> reason -> the number of refusals since the last reply
 
     def replied(self, client: int) -> None:
-        """Begin to count anew, since the client has replied to a request."""
+        """Reset the counts of a client, since it has replied to a request."""
         self.counts.pop(client, None)
 
     def refusal(self, client: int, error: Exception, what: str) -> Refusal:
         """Return the refusal for an error of a client, and log the error.
 
-        The refusal has only the class of the error, since its text may name files; errors of MEANT are sent with their
-        text.
+        The refusal contains only the class of the error, since the text of an error may name files. Only errors of the
+        classes in MEANT are sent with their text.
 
         Args:
             client: the number of the client; -1 if it is not known.
@@ -58,7 +58,10 @@ class RefusalLog:
         return refusal
 
     def count(self, client: int, code: Code, error: Exception) -> int:
-        """Count a refusal; return the number of those with its reason, or with its code if there are many reasons."""
+        """Count a refusal, and return how many there are with its reason.
+
+        After REASONS different reasons, refusals with a new reason are counted together by their code.
+        """
         counts, reason = (
             self.counts.setdefault(client, Counter()),
             f"{code.word}: {type(error).__name__} {_in_words(error)}",
@@ -70,6 +73,6 @@ class RefusalLog:
 
 
 def _in_words(error: Exception) -> str:
-    """Return an error with the error of this library that caused it, whose text may name files of the site."""
+    """Return the text of an error and of the error of this library that caused it; it may name files of the site."""
     cause = f": {error.__cause__}" if isinstance(error.__cause__, FedbilevelError) else ""
     return f"{error}{cause}"

@@ -58,31 +58,30 @@ class Site:
 
     Args:
         id: the number of the client in the population, 0 ≤ id < M.
-        algorithm, problem, x0, y0: as for `solve` on the server. Only the shapes of x0 and y0 are compared. Their
-        values
-            must be those of the server if the state of clients begins with them: in ADBO and SDBO, where clients have
-            their own x and y, and in problems that are local in x, where they keep blocks of x.
+        algorithm, problem, x0, y0: as for `solve` on the server. Of x0 and y0, only the shapes are compared. Their
+            values must be those of the server if the state of clients begins with them: in ADBO and SDBO, where clients
+            have their own x and y, and in problems that are local in x, where clients keep blocks of x.
         outer: the client's samples of the outer loss: a pytree with leaves (samples, ...).
         inner: the client's samples of the inner loss, in the same form; None: both losses use the same samples.
-        own: the client's own numbers of the method, by the path of the method's field, or "local_steps". They take
-            precedence over the server's (`RemoteClients.own`).
+        own: the client's own numbers for fields of the method, by the path of the field, or for "local_steps". They
+            take precedence over the server's (`RemoteClients.own`).
         capacity: the share of the model's units that the client can hold, as on the server (`RemoteClients.capacity`).
             The client then accepts only messages of this size. None: the whole model.
         limits: the limits on what a server may ask.
         privacy: the terms by which replies are clipped and get noise; None: replies are sent unchanged.
         metrics_per_client: the metrics that may be measured on the client's samples, as for `solve` on the server.
         tells_metrics: whether a server that asks gets the values of these metrics on the client's samples. The values
-            are exact, at any x and y of the server. Not allowed with `privacy`, since nothing would protect them.
+            are exact, at any x and y that the server sends. Not allowed with `privacy`: nothing would protect them.
         folder: the state folder, for everything that outlives a process: a hash of the samples; the client's state in a
             run, if the algorithm has one; and with `privacy` the secret and the account, in which case no other client
             may share the folder. None: Flower keeps the state and loses it when the SuperNode restarts; the client then
             starts from its first state.
-        answer: a function (question) -> answer, both texts, whose exact answers a server gets before a run begins. Not
-            allowed with `privacy`.
+        answer: a function (question) -> answer, both texts, for questions that a server asks before a run begins. The
+            server gets exact answers. Not allowed with `privacy`.
         source: a hash of the data from which the samples are made. If it changes after the client's first answer in a
             run, the client refuses the rest of the run. Empty: nothing is compared.
         same_data: whether the client refuses to take part if its samples differ from its earlier samples, by the hash
-            in `folder`; otherwise its log has a warning.
+            in `folder`; False: its log then has a warning.
         subject: the text that a person at the site approves, such as a spec; the audit has its hash. Empty: the
             contract.
         approve: "ask": the client takes part only if a person has approved the hash of `subject` in the state folder
@@ -126,17 +125,17 @@ class Site:
         if self.privacy is not None:
             check_noise("Site.privacy", self.algorithm)
         hidden = self.privacy is None or not self.tells_metrics
-        require(hidden, "Site.tells_metrics", True, "False, with privacy: its own metrics would leave it without noise")
-        require(self.privacy is None or self.answer is None, "Site.answer", "given", "None, with privacy: it is exact")
+        require(hidden, "Site.tells_metrics", True, "False with privacy: metrics would leave the site without noise")
+        require(self.privacy is None or self.answer is None, "Site.answer", "given", "None with privacy: it is exact")
         require(self.folder is None or isinstance(self.folder, Path), "Site.folder", self.folder, "a pathlib.Path")
         known = not self.same_data or self.folder is not None
-        require(known, "Site.folder", self.folder, "a folder (state-folder), with same_data: earlier hashes are there")
+        require(known, "Site.folder", self.folder, "a folder (state-folder) with same_data: it has the earlier hashes")
         kept = self.privacy is None or self.folder is not None
-        require(kept, "Site.folder", self.folder, "a folder (state-folder), with privacy: its account is kept there")
+        require(kept, "Site.folder", self.folder, "a folder (state-folder) with privacy: it has the account")
 
 
 class RequestReader(NamedTuple):
-    """Read requests by a contract and within a site's limits; what does not fit is refused."""
+    """Read requests, and refuse those that do not fit the contract or exceed the site's limits."""
 
     contract: Contract
     limits: Limits
@@ -146,23 +145,23 @@ class RequestReader(NamedTuple):
         self.check_contract(request)
         phases = sorted({call.phase for call in self.contract.calls.values()})
         if request.phase not in phases:
-            raise Refusal(Code.CONTRACT, f"unknown phase {request.phase[:80]!r}; this run's are {', '.join(phases)}")
+            raise Refusal(Code.CONTRACT, f"unknown phase {request.phase[:80]!r}; this run has {', '.join(phases)}")
         call = self.contract.calls.get(request.call)
         if call is None or call.phase != request.phase:
-            raise Refusal(Code.CONTRACT, f"phase {request.phase} does not take such a message in this run")
+            raise Refusal(Code.CONTRACT, f"phase {request.phase} has no message of this form in the contract")
         return call
 
     def check_contract(self, request: RequestMessage) -> None:
         """Refuse a request of another contract."""
         if request.contract != self.contract.digest:
-            text = "the message is of another contract: algorithm, hyperparameters, shapes or version differ"
+            text = "the message belongs to another contract: algorithm, hyperparameters, shapes or version differ"
             raise Refusal(Code.CONTRACT, text)
 
     def message(self, call: CallSignature, request: RequestMessage) -> PyTree:
         """Return the message of a request, with Python numbers at the places where the algorithm sends them."""
         message = self.arrays(request, call.message)
         if not 0 < request.weight <= 1 or not 0 <= request.round < 2**31 or request.exchange < 0:
-            text = f"weight {request.weight}, round {request.round}, exchange {request.exchange} make no sense"
+            text = f"weight {request.weight}, round {request.round} or exchange {request.exchange} is out of range"
             raise Refusal(Code.MALFORMED, text)
         number = lambda leaf, like: leaf.item() if like.weak_type and not leaf.ndim else leaf  # noqa: E731
         return jax.tree.map(number, message, call.message)
@@ -183,7 +182,7 @@ class ClientRuntime:
         site: the client.
         serving: whether the client takes part from now on, so that its folder stores the hash of its samples.
         app: the hash of the app, for the audit.
-        refusals: what logs refusals; None: an object of this client's own.
+        refusals: the log of refusals; None: a new one for this client.
         store: the store in the folder that the node configuration names. It is used if the site itself names no folder,
             as in a study after the agreement: its samples then have another form, and their hash is not compared.
     """
@@ -231,7 +230,7 @@ class ClientRuntime:
         log.info("client %d: %s", site.id, "; ".join(f"{name} {said}" for name, said in self.described().items()))
 
     def check_approval(self, request: RequestMessage, store: Store) -> None:
-        """Refuse to take part, without further information, if a person must approve the subject and nobody has."""
+        """Refuse to take part, without further information, if a person must approve the subject and has not."""
         if self.site.approve == "all":
             return
         if not self.site.subject:
@@ -257,7 +256,7 @@ class ClientRuntime:
         Nothing of this is sent.
         """
         limits, terms = self.site.limits, self.site.privacy
-        hidden = "off: replies leave as they are"
+        hidden = "off: replies are sent unchanged"
         if terms is not None and self.guard is not None:
             account = self.guard.read()
             budget = "no budget" if terms.budget is None else f"budget ε = {terms.budget:g}"
@@ -267,7 +266,7 @@ class ClientRuntime:
         return {
             "samples": f"{self.outer.longest} outer, {self.inner.longest} inner, of {features}",
             **({"changed": self.changed} if self.changed else {}),
-            "folder": str(self.store.folder) if self.store else "none: its state is lost when its SuperNode restarts",
+            "folder": str(self.store.folder) if self.store else "none: a restart of the SuperNode loses its state",
             "privacy": hidden,
             "floors": f"{limits.min_local_samples} samples, batches of {limits.min_batch_size}",
             "approval": self.approval(),
@@ -277,9 +276,9 @@ class ClientRuntime:
         """Return what a person has to approve, or who has approved it, in words."""
         name = wire.digest(self.subject) if self.subject else ""
         if self.site.approve == "all":
-            return f"every run is replied to (approve = 'all'); this one is {name or 'not drawn up'}"
+            return f"not needed (approve = 'all'); the hash of this run is {name or 'not known yet'}"
         if self.store is None or not name:
-            return "of each run"
+            return "needed for each run"
         said = self.store.approvals.read().get(name)
         return f"{name}, which {said}" if said else f"needed: {command(str(self.store.folder), name)}"
 
@@ -305,7 +304,7 @@ class ClientRuntime:
 
     @property
     def reader(self) -> RequestReader:
-        """Return what reads requests by this client's contract."""
+        """Return the reader of requests that have this client's contract."""
         return RequestReader(self.contract, self.site.limits)
 
     def respond(self, request: RequestMessage, memory: Store) -> ResponseMessage:
@@ -350,7 +349,7 @@ class ClientRuntime:
     def tell(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
         """Return the response to a request for this client's own metrics, at the x and y of the message."""
         if self.measured is None:
-            raise Refusal(Code.SILENT, "this client does not share its own metrics")
+            raise Refusal(Code.SILENT, "this client does not share its metrics")
         reader = self.reader
         reader.check_contract(request)
         x, y = reader.arrays(request, wire.shapes(self.at))
@@ -362,13 +361,13 @@ class ClientRuntime:
         return replace(blank, metrics=json.dumps(numbers))
 
     def answered(self, request: RequestMessage, store: Store, blank: ResponseMessage) -> ResponseMessage:
-        """Answer a question, or keep an agreement for the rest of the run; the log has the whole answer.
+        """Answer a question, or store an agreement for the rest of the run; the log has the whole answer.
 
-        `Site.source` is kept at the first of them.
+        The first question or agreement of a run also stores `Site.source`.
         """
         answer = self.site.answer
         if answer is None:
-            raise Refusal(Code.CONTRACT, "this client answers no questions in this part of a run")
+            raise Refusal(Code.CONTRACT, "this client answers no questions at this stage of a run")
         self.reader.check_contract(request)
         self.site.limits.check_bytes(len(request.payload))
         text = request.payload.decode()
@@ -473,17 +472,17 @@ def audit(
     try:
         store.note(REFUSED if response.refused else "sent", **what)
     except CheckpointError as error:
-        text = "this client's audit cannot be written, and nothing leaves it without a line there"
+        text = "this client's audit cannot be written, and nothing is sent without a line in the audit"
         raise Refusal(Code.AUDIT, text) from error
 
 
 @contextmanager
 def logged_if_not_written(response: ResponseMessage, refusals: RefusalLog, what: str) -> Iterator[None]:
-    """Write the line of a refusal in the block. Without it the refusal leaves all the same, and the log says why."""
+    """Log the error if the block cannot write a refusal to the audit; the refusal is sent nevertheless."""
     try:
         yield
     except (Refusal, CheckpointError) as error:
-        if response.code != Code.AUDIT.word:  # else this is in the log already
+        if response.code != Code.AUDIT.word:  # otherwise the log has this error already
             refusals.refusal(response.client, error, what)
 
 
@@ -529,7 +528,7 @@ def counted_if_it_fails(request: RequestMessage, store: Store, limits: Limits) -
         raise Refusal(Code.MALFORMED, f"{request.run[:80]!r} is not the name of a run")
     with store.counting():
         before = store.request_counts()
-        after = before.next(request.run, "", request.round if request.phase else -1)  # without a site, no contract
+        after = before.next(request.run, "", request.round if request.phase else -1)  # a contract needs a site
         limits.check_request_counts(after)
         store.save_request_counts(after)
     yield

@@ -49,7 +49,7 @@ class Versions(NamedTuple):
         number = bisect_right(self.tags, counted)
         if self.tags and not number and counted >= (0, 0):
             latest = self.tags[-1][0]
-            text = f"this client's state is of round {latest}, and it cannot return to round {round}"
+            text = f"this client's state is of round {latest}, and cannot return to round {round}"
             raise Refusal(Code.STATE, text)
         return Versions(self.tags[:number], self.states[:number])
 
@@ -66,7 +66,7 @@ class Versions(NamedTuple):
 
 
 class Agreed(NamedTuple):
-    """Hold what sites have agreed on in a run, and `Site.source` of the client; texts that are empty before."""
+    """Hold the text on which sites have agreed in a run, and the client's `Site.source`; "" until they are known."""
 
     text: str = ""
     source: str = ""
@@ -80,7 +80,7 @@ class FolderStore:
     """Store a client's state in a folder, with a file for each of its latest RUNS runs.
 
     The files outlive the client's process and its node, and clients may share the folder. The name of a run is a part
-    of a file's name, and must be checked before (`is_run`).
+    of a file's name. The caller must have checked it (`is_run`).
     """
 
     def __init__(self, folder: Path, client: int) -> None:
@@ -117,7 +117,7 @@ class FolderStore:
             old.unlink(missing_ok=True)
 
     def other_samples(self, hashes: Mapping[str, Any], known: bool) -> str:
-        """Return a sentence if the client had other samples before, else "".
+        """Compare the client's samples with its earlier ones; return a sentence if they differ, else "".
 
         Args:
             hashes: the hashes of the client's samples.
@@ -128,7 +128,7 @@ class FolderStore:
         if before != now and (known or not before):
             write_text(file, now)
         other = before not in ("", now)
-        return f"its prepared samples differ from the earlier ones; delete {file} to accept them" if other else ""
+        return f"its prepared samples differ from its earlier ones; delete {file} to accept them" if other else ""
 
     def agreement(self, run: str) -> Agreed:
         """Return the agreement in a run; its texts are empty if there is none yet.
@@ -161,9 +161,10 @@ class FolderStore:
         try:
             return RequestCounts(**json.loads(self.count.read_text()))
         except (ValueError, TypeError) as error:
-            raise CheckpointError(f"{self.count} is damaged: restore it, or delete it to count anew") from error
+            raise CheckpointError(f"{self.count} is damaged: restore it, or delete it to count from 0") from error
 
     def save_request_counts(self, request_counts: RequestCounts) -> None:
+        """Store the counts of requests in place of the earlier ones."""
         write_text(self.count, json.dumps(asdict(request_counts)))
 
     def note(self, event: str, **entries: Any) -> None:
@@ -216,7 +217,7 @@ class ContextStore:
         tags = tuple((int(round), int(exchange)) for round, exchange in places)
         shapes = (like,) * len(tags)
         if tag["layout"] != layout(shapes):
-            raise Refusal(Code.STATE, "this client's state of the run is of another algorithm or model")
+            raise Refusal(Code.STATE, "this client's stored state belongs to another algorithm or model")
         return Versions(tags, from_bytes(tree[RAW].data, shapes))
 
     def save(self, run: str, kept: Versions) -> None:
@@ -237,7 +238,7 @@ class ContextStore:
         self.records[self.AGREED] = ConfigRecord({"run": run, **agreed._asdict()})
 
     def counting(self) -> AbstractContextManager[None]:
-        return nullcontext()  # Flower gives a run's memory to one message at a time
+        return nullcontext()  # Flower lets one message at a time use a run's memory
 
     def request_counts(self) -> RequestCounts:
         count = self.records.get(self.COUNT)
@@ -250,7 +251,7 @@ class ContextStore:
         """Do nothing, since there is no audit without a folder."""
 
     def require_approval(self, text: str) -> None:
-        raise Refusal(Code.APPROVAL, "nobody at this site can approve: there is no state-folder")
+        raise Refusal(Code.APPROVAL, "nothing can be approved at this site: it has no state-folder")
 
 
 Store = FolderStore | ContextStore

@@ -1,9 +1,9 @@
-"""Start child processes that end with their parent, in whatever way it ends.
+"""Start child processes that end when their parent ends, even if the parent is killed.
 
-`python -m fedbilevel.flower.launch.children PARENT COMMAND …` asks the kernel to send it SIGTERM when the parent ends,
-even by kill -9, and then becomes COMMAND. This uses PR_SET_PDEATHSIG of prctl(2), which only Linux has. On other
-systems, children of a parent that is killed with -9 go on. For Linux, the parent is the thread that started the child:
-start children from a thread that lives as long as they should.
+`python -m fedbilevel.flower.launch.children PARENT COMMAND …` asks the kernel for a SIGTERM when the parent ends, even
+by kill -9, and then becomes COMMAND. This uses PR_SET_PDEATHSIG of prctl(2), which only Linux has. On other systems,
+children of a parent that is killed with -9 continue. For Linux, the parent is the thread that started the child, so
+that a child must be started from a thread that lives at least as long.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Check a site before it starts: read its node configuration as Flower does, and try to reach its SuperLink.
 
-If the SuperLink is not reached, the reason is reported: address, TLS, clock or key, between which Flower's log does not
-distinguish. The trial is Flower's own request to become active, with a heartbeat that the SuperLink refuses. The
-SuperLink looks for the key first, and nothing changes there.
+If the SuperLink is not reached, the reason is reported: address, TLS, clock or key. Flower's log does not distinguish
+between them. The trial is Flower's own request to activate a node, with an interval between heartbeats that the
+SuperLink refuses. The SuperLink checks the key before the interval, and the trial changes nothing there.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def private_key(path: Path) -> ec.EllipticCurvePrivateKey:
     try:
         key = load_ssh_private_key(read_bytes(path), None)
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigurationError(f"{path} holds no private key: {in_a_line(error)}") from error
+        raise ConfigurationError(f"{path} has no private key: {in_a_line(error)}") from error
     fits = isinstance(key, ec.EllipticCurvePrivateKey)
     require(fits, f"the key in {path}", type(key).__name__, "an ECDSA key: ssh-keygen -t ecdsa -b 384")
     assert isinstance(key, ec.EllipticCurvePrivateKey)
@@ -78,7 +78,7 @@ def why_unreached(address: str, authority: bytes | None = None, key: ec.Elliptic
     except httpx.HTTPStatusError as error:
         return why_refused(error.response, key is not None)
     except ValueError:  # the answer is not one of Flower's messages
-        return f"what listens at {address} is no SuperLink"
+        return f"the server at {address} is not a SuperLink"
     except (httpx.TransportError, httpx.InvalidURL, ssl.SSLError, UnicodeDecodeError) as error:
         return why_no_answer(error, address, authority is not None)
     return ""
@@ -92,12 +92,12 @@ def why_refused(response: httpx.Response, keyed: bool) -> str:
     code = re.search(r'"code": ?(\d+)', response.text)
     if code is None:
         why = why_untimely(response) if response.status_code == httpx.codes.UNAUTHORIZED else ""
-        return why or f"what listens at {response.url.netloc.decode()} is no SuperLink (HTTP {response.status_code})"
+        return why or f"the server at {response.url.netloc.decode()} is not a SuperLink (HTTP {response.status_code})"
     if int(code[1]) == ApiErrorCode.FLEET_INVALID_HEARTBEAT_INTERVAL:
         return ""
     if int(code[1]) != ApiErrorCode.FLEET_NODE_ACTIVATION_FAILED:
         return f"the SuperLink refuses the site: {printable(response.text)}"
-    return "its key is not registered there: flwr supernode register KEY.pub, by the operator" if keyed else ""
+    return "the key is not registered; the operator registers it by flwr supernode register KEY.pub" if keyed else ""
 
 
 def why_untimely(response: httpx.Response) -> str:
@@ -117,7 +117,7 @@ def why_no_answer(error: Exception, address: str, tls: bool) -> str:
     """Return why there was no answer in HTTP."""
     said = in_a_line(error)
     if isinstance(error, UnicodeDecodeError) or "does not contain a certificate" in said:
-        return "--root-certificates holds no certificate in PEM"
+        return "the file of --root-certificates has no certificate in PEM"
     if "certificate verify failed" in said:
         why = said.partition("certificate verify failed: ")[2] or said
         return (
@@ -125,7 +125,7 @@ def why_no_answer(error: Exception, address: str, tls: bool) -> str:
             "and its authority"
         )
     if not tls and isinstance(error, httpx.RemoteProtocolError | httpx.ReadError):
-        return f"{address} does not speak plain HTTP: it may have TLS, give --root-certificates in place of --insecure"
+        return f"{address} does not accept plain HTTP; if it has TLS, pass --root-certificates instead of --insecure"
     if isinstance(error, httpx.ConnectError) and "SSL" in said:
-        return f"{address} does not speak TLS ({said}): it may have been started with --insecure"
+        return f"{address} does not accept TLS ({said}): it may have been started with --insecure"
     return f"{address} does not answer: {said}"

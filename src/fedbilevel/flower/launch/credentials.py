@@ -80,7 +80,7 @@ def make(directory: Path, clients: int, names: Sequence[str] = ("localhost", "12
 
 
 def write(path: Path, content: bytes, private: bool = False) -> None:
-    """Write a new file; other users cannot read a private file at any moment."""
+    """Write a new file; other users cannot read a private file, also not while it is written."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600 if private else 0o644)
     with os.fdopen(descriptor, "wb") as file:
         file.write(content)

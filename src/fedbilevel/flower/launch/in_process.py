@@ -1,4 +1,4 @@
-"""Run a federation within one process, by a Grid of Flower without SuperLink and network, for tests and research."""
+"""Run a federation within one process, without a SuperLink or a network, for tests and research."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ class InProcess(Grid):
         client_app: the ClientApp of all clients.
         clients: the number of clients. They have the node configurations partition-id = 0, 1, … and the nodes 1, 2, ….
         run_config: the run configuration, which `flwr run` would pass on.
-        delay: a function (client, message) -> seconds from the message to its reply on the virtual clock; infinity
-            loses the message. None: 0 seconds.
+        delay: a function (client, message) -> seconds of the virtual clock from the message to its reply; a message
+            with an infinite delay is lost. None: 0 seconds.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class InProcess(Grid):
         """Return the client's reply to a copy of the message, so that server and client share no objects."""
         try:
             return self.client_app(copy.deepcopy(message), self.contexts[message.metadata.dst_node_id])
-        except Exception as error:  # noqa: BLE001  in Flower, too, the error of an app is a reply
+        except Exception as error:  # noqa: BLE001  as in Flower, where the error of an app becomes a reply
             return Message(Error(code=2, reason=f"{type(error).__name__}: {error}"), reply_to=message)
 
     def send_and_receive(self, messages: Iterable[Message], *, timeout: float | None = None) -> list[Message]:

@@ -1,11 +1,11 @@
-"""Run a SuperNode whose ClientApp stays between messages: Flower's command with another loop, and a worker on a pipe.
+"""Run a SuperNode whose ClientApp stays in memory between messages, in a worker process at the end of a pipe.
 
-`flower-supernode` starts a process for every message, and sleeps up to 3.5 s for each. Its command line, its connection
-to the SuperLink and its steps, to receive a message and to send the reply, remain Flower's. Only
+`flower-supernode` starts a process for every message, and sleeps up to 3.5 s for each. This module keeps Flower's
+command line, its connection to the SuperLink, and its steps that receive a message and send the reply. Only
 `start_client_internal`, which the command calls last, is replaced. Between the two steps, the message goes to a worker
-process, and the whole reply comes back. They use a pipe that no other process can reach: it has no address, needs no
-tokens and no polling, and nothing is pickled. Each end of the pipe notices at once when the process at the other end
-has ended.
+process, and the whole reply comes back. The two processes use a pipe that no other process can reach: it has no
+address, needs no tokens and no polling, and nothing is pickled. Each end of the pipe notices at once when the process
+at the other end has ended.
 
 The worker, `python -m fedbilevel.flower.launch.private`, replies to all messages of a client, so that JAX, data and
 compiled programs stay in memory. A message that fails gets an error reply, and the worker continues. The worker ends at
@@ -78,12 +78,12 @@ from fedbilevel.flower.launch.connection import why_unreached
 from fedbilevel.flower.versions import quick_pulls
 
 PATIENCE = 3  # the wait before the next request, in units of the SuperLink's response time, so as not to overload it
-LONGEST = 3.0  # the largest number of seconds of such a wait, which is Flower's own
+LONGEST = 3.0  # the largest number of seconds of such a wait, which is Flower's default
 STILL_ONLINE = (
-    "the SuperLink knows this key, and believes that another SuperNode with it is online. If that one was killed or cut"
-    f" off, this one is let in after at most {HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL} s; if it runs, stop it"
+    "the SuperLink regards another SuperNode with this key as online. If the other SuperNode was killed or cut off, "
+    f"this one is accepted after at most {HEARTBEAT_PATIENCE * HEARTBEAT_DEFAULT_INTERVAL} s; otherwise stop the other"
 )
-ALIVE = 10.0  # seconds between two checks whether the run goes on for which the worker computes
+ALIVE = 10.0  # seconds between two checks whether the run for which the worker computes goes on
 
 FORMAT = "%(asctime)s %(name)s %(levelname)s %(message)s"
 
@@ -213,7 +213,10 @@ CONNECTION = ["server_address", "insecure", "root_certificates", "authentication
 
 
 def serve(steps: Any, replying: PipedWorker, interval: Callable[[float], float], **given: Any) -> None:
-    """Receive messages, let the worker reply and send the replies, without end, in place of `start_client_internal`."""
+    """Receive messages, let the worker reply, and send the replies, without end.
+
+    This function replaces Flower's `start_client_internal`.
+    """
     state, store = given["state_factory"].state(), given["state_factory"].objectstore_factory.store()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: None)  # the handler that Flower restores after the first signal
@@ -277,7 +280,7 @@ def check_run(get_run: Callable[[int], object], run: int) -> None:
     try:
         get_run(run)
     except httpx.HTTPError as error:  # without an answer, the run counts as going on
-        logger.warning("the SuperLink does not say whether run %s goes on: %s", run, type(error).__name__)
+        logger.warning("the SuperLink did not report whether run %s goes on: %s", run, type(error).__name__)
 
 
 def handle(replying: PipedWorker, state: Any, store: Any, message: Message, goes_on: Callable[[], object]) -> None:
@@ -290,7 +293,7 @@ def handle(replying: PipedWorker, state: Any, store: Any, message: Message, goes
     try:
         parts = replying.reply(request_of(number, objects, context, run, state.get_fab(run.fab_hash)), goes_on)
     except RunNotRunningException:
-        logger.warning("run %d is over: the worker that computed for it is ended", run.run_id)
+        logger.warning("run %d has ended: stopping the worker that computed for it", run.run_id)
         store.delete(number)
         return
     except (EOFError, OSError) as error:
@@ -304,7 +307,7 @@ def handle(replying: PipedWorker, state: Any, store: Any, message: Message, goes
     store.preregister(run.run_id, ObjectTree.FromString(tree))
     for name, content in by_name(contents).items():
         store.put(name, content)
-    details = failure.decode() or "done by a worker that stays"
+    details = failure.decode() or "done by a persistent worker"
     for task in state.get_tasks(run_ids=[run.run_id], statuses=[Status.PENDING]):
         state.finish_task(task.task_id, sub_status=SubStatus.FAILED, details=details)
 
@@ -373,7 +376,7 @@ AppSource = Callable[[Any, Any], Callable]
 
 
 def pinned(reference: str) -> AppSource:
-    """Return a source of the site's own app, whatever app a run has.
+    """Return an `AppSource` that always returns the site's own app.
 
     The app of a run is never installed, imported or executed.
 
@@ -395,7 +398,7 @@ def pinned(reference: str) -> AppSource:
 
 
 class InstalledApps:
-    """Load the apps of runs; another app, or another version of the app, replaces the present one in this process."""
+    """Load the apps of runs; an app with another hash replaces the present one in this process."""
 
     def __init__(self, load: Callable[[Any, Any], tuple[Callable, Path]]) -> None:
         self.load, self.hash, self.directory = load, "", Path()
@@ -422,7 +425,7 @@ def work(pipe: Connection, apps: AppSource, leave: Callable[[], object]) -> None
     Args:
         pipe: the pipe to the SuperNode.
         apps: returns the ClientApp for a request.
-        leave: called in another thread as soon as the process at the other end has ended.
+        leave: called in another thread as soon as the process at the other end of the pipe has ended.
     """
     requests: SimpleQueue[list[bytes] | None] = SimpleQueue()
 

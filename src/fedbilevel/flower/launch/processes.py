@@ -1,7 +1,7 @@
 """Run a whole federation as processes on this machine: a SuperLink, and a SuperNode for each client.
 
 This is for trials, tests and demonstrations of a federation that otherwise runs on several machines, with the same
-commands, TLS and keys. All processes are stopped at the end. `flwr` commands are processes, too.
+commands, TLS and keys. All processes, including those of `flwr` commands, are stopped at the end.
 """
 
 from __future__ import annotations
@@ -118,8 +118,8 @@ def require_begun(flwr: Console, superlink: str) -> None:
         waiting &= pending()
     if waiting:
         raise CommandError(
-            f"nothing takes waiting runs ({len(waiting)}, for {SOON:g} s or more): flower-superexec has ended, "
-            "which the SuperLink starts only once. Start it on the SuperLink's host, and waiting runs begin: "
+            f"the SuperLink does not begin waiting runs ({len(waiting)}, for {SOON:g} s or more): flower-superexec has "
+            "ended, and the SuperLink starts it only once. To begin waiting runs, start it on the SuperLink's host: "
             "flower-superexec --runtime-api-address HOST:PORT --root-certificates FILE"
         )
 
@@ -136,7 +136,7 @@ def free_ports(count: int, first: int | None = None) -> list[int]:
     """Return unused ports of the loopback interface: any ports, or the first ones from `first` upwards."""
     found: list[int] = []
     candidate = first or 0
-    with ExitStack() as bound:  # all at once: none is found twice
+    with ExitStack() as bound:  # all ports stay bound until the end, so that none is found twice
         while len(found) < count:
             listener = bound.enter_context(socket.socket())
             with suppress(OSError):
@@ -168,6 +168,7 @@ class Commands(NamedTuple):
     database: Path | None
 
     def superlink(self) -> list[str]:
+        """Return the command of the SuperLink, with its arguments."""
         command = [*flower_command("flower-superlink"), "--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--disable-runtime-dependency-installation"]
         if self.database:
@@ -177,6 +178,7 @@ class Commands(NamedTuple):
         return [*command, "--enable-supernode-auth", *(w for k, v in files.items() for w in (f"--ssl-{k}", str(v)))]
 
     def node(self, client: int) -> list[str]:
+        """Return the command of a client's SuperNode, with its arguments."""
         command = flower_command("flower-supernode")
         if self.persistent:
             command = [sys.executable, "-m", "fedbilevel.flower.launch.supernode"]
@@ -208,7 +210,7 @@ class Federation:
         database: the file in which the SuperLink keeps its state, so that it can be restarted; None: it is in memory.
         first_port: the first port to try; the ports are the first free ones from there upwards; None: any free ports.
         env: additional environment variables for all processes.
-        deadline: the seconds that the start may take.
+        deadline: the seconds within which all processes have to start.
 
     Raises:
         StartError: on entering the block, if a process did not start.
@@ -348,7 +350,7 @@ class Federation:
         ended = [name for name, child in processes.items() if child is not None and child.poll() is not None]
         if not ended and time.monotonic() < until:
             return
-        reason = f"{', '.join(ended)} ended" if ended else f"{complaint} after the deadline"
+        reason = f"{', '.join(ended)} ended" if ended else f"{complaint} before the deadline"
         logs = "\n".join(f"--- {self.log(name)}\n{tail(self.log(name))}" for name in ended or processes)
         raise StartError(f"{reason}\n{logs}")
 

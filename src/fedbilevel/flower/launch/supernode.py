@@ -1,11 +1,11 @@
-"""Run a site: a SuperNode whose worker stays between messages, and which is restarted if it fails.
+"""Run a site: a SuperNode whose worker process stays between messages. The SuperNode is restarted if it fails.
 
     python -m fedbilevel.flower.launch.supernode --superlink HOST:PORT --root-certificates ca.crt \\
         --auth-supernode-private-key client.key --node-config "partition-id=0"
 
 All options are those of `flower-supernode`, except `--app` and `--flower-log`. If the installed version of Flower was
-not tested, `flower-supernode` itself is started: it has a process for each message, is slower, and gives the same
-numbers.
+not tested, `flower-supernode` itself is started. It starts a process for each message, which is slower, and gives the
+same numbers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fedbilevel.errors import ConfigurationError
 from fedbilevel.flower.launch import children
 from fedbilevel.flower.versions import TESTED, require_flower, tested
 
-FASTEST, SLOWEST = 0.02, 2.0  # seconds between two looks for a message
+FASTEST, SLOWEST = 0.02, 2.0  # the shortest and the longest time between two requests for a message, in seconds
 BACKOFF = (1.0, 10.0)
 STEADY = 60.0  # seconds after which a process counts as started, so that the wait before a restart is short again
 
@@ -47,7 +47,7 @@ def flower_command(name: str) -> list[str]:
 
 
 def environment(base: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment `base` with defaults: no telemetry of Flower, and a cache for JAX in the Flower home."""
+    """Return the environment `base` with defaults: no telemetry of Flower, and JAX's cache in the Flower home."""
     home = Path(base.get("FLWR_HOME") or Path.home() / ".flwr")
     defaults = {
         "FLWR_TELEMETRY_ENABLED": "0",
@@ -61,14 +61,16 @@ def environment(base: Mapping[str, str]) -> dict[str, str]:
 
 
 def supervise(start: Callable[[], subprocess.Popen], backoff: tuple[float, float] = BACKOFF) -> int:
-    """Start a process, and restart it whenever it ends, each time after a longer wait, until SIGTERM or Ctrl-C.
+    """Start a process, and restart it whenever it ends, until SIGTERM or Ctrl-C.
+
+    The wait before a restart doubles each time, and is short again after the process has run for STEADY seconds.
 
     Args:
-        start: starts the process.
-        backoff: the seconds before a restart: at first, and at most.
+        start: a function that starts the process.
+        backoff: the shortest and the longest wait before a restart, in seconds.
 
     Returns:
-        The exit status: 2 if the process ends with 2, which means wrong arguments.
+        The exit status 2, if the process ends with this status, which means wrong arguments.
     """
 
     def leave(*_: object) -> None:
@@ -86,7 +88,7 @@ def supervise(start: Callable[[], subprocess.Popen], backoff: tuple[float, float
         if status == 2:
             return 2
         wait = backoff[0] if time.monotonic() - began > STEADY else wait
-        logger.warning("the SuperNode ended with status %d: again in %.0f s", status, wait)
+        logger.warning("the SuperNode ended with status %d: restarting it in %.0f s", status, wait)
         time.sleep(wait)
         wait = min(2 * wait, backoff[1])
 
@@ -107,11 +109,11 @@ def parse(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
         description="Run a SuperNode with a worker that stays. Further options are those of `flower-supernode`.",
         allow_abbrev=False,
     )
-    parser.add_argument("--app", metavar="MODULE:NAME", help="reply with this app, whatever app a run has")
-    parser.add_argument("--flower-log", action="store_true", help="log Flower's own lines, too")
+    parser.add_argument("--app", metavar="MODULE:NAME", help="reply with this app, and never run the app of a run")
+    parser.add_argument("--flower-log", action="store_true", help="also log Flower's own lines")
     options, passed = parser.parse_known_args(arguments)
     if any(name.split("=")[0] == "--isolation" for name in passed):
-        parser.error("--isolation cannot be given: this program chooses it")
+        parser.error("--isolation is not allowed: this program sets it")
     return options, passed
 
 
@@ -122,8 +124,9 @@ def command(arguments: list[str], version: str) -> list[str]:
         return [sys.executable, "-m", __spec__.name, "serve", options.app or "", "all" * options.flower_log, *passed]
     tried = ", ".join(TESTED)
     if options.app:
-        raise ConfigurationError(f"--app needs a tested version of Flower ({tried}); {version} would run any app")
-    logger.warning("Flower %s was not tested (%s were): starting flower-supernode", version, tried)
+        why = f"--app needs a tested version of Flower ({tried}); with {version}, the app of any run would be executed"
+        raise ConfigurationError(why)
+    logger.warning("Flower %s was not tested (%s were tested): starting flower-supernode", version, tried)
     return [*flower_command("flower-supernode"), *passed]
 
 

@@ -67,7 +67,8 @@ class Flower:
             run resumes without the pending replies, and so not bit for bit: see docs/how-to/federation-server.md.
         log: a file to which a JSON line is appended for each attempt at an exchange; None: no file.
         keys: a folder with every client's public key, client-0.pub, client-1.pub, …. A node counts as a client only if
-            it has registered with the key of this client. None: any registered node may be any absent client.
+            it has registered with the key of this client. None: any registered node may take the place of any client
+            that is absent.
     """
 
     grid: Grid
@@ -128,8 +129,8 @@ class FlowerRun:
     def advance(self, carry: Carry, rounds: int) -> Stretch:
         """Run one round, and repeat it without a client if its result is not finite.
 
-        The round before is also repeated if most clients report that the numbers they got are not finite, and too few
-        clients reply. The costs of undone rounds are kept.
+        The previous round is also repeated if too few clients reply, and at least half of the clients report numbers
+        that are not finite. The costs of undone rounds are kept.
         """
         session, undone, began = self.session, empty_costs(), self.session.clock.time()
         this, again = Take(carry), None  # the round; and the round before, if it is repeated
@@ -159,7 +160,7 @@ class FlowerRun:
         return Stretch(carry, 1, costs._replace(privacy=fed.privacy, time=split_ticks(ticks)[None]))
 
     def undo(self, take: Take, error: ExchangeError | NonFiniteError) -> None:
-        """Leave another client out of a round that is repeated.
+        """Choose another client to leave out when this round is repeated, and log it.
 
         Raises:
             ExchangeError, NonFiniteError: too few clients would be left, or the algorithm is asynchronous.
@@ -169,8 +170,8 @@ class FlowerRun:
             raise error
         out = take.leave_out(session.cohort, session.terms)
         if out is None:
-            tried = f" also without {named(sorted(take.without))}" if take.without else ""
-            end = f"round {round}{tried} leads there, and the state before it is the last good one"
+            tried = f"this also happens without {named(sorted(take.without))}, and " if take.without else ""
+            end = f"{tried}the last good state is the one before round {round}"
             last = type(error)(f"{error}; {end}")
             last.carry = take.carry
             raise last from error
@@ -217,7 +218,8 @@ class FlowerRun:
 
     def close(self) -> None:
         if self.before is not None and (never := self.session.never_counted()):
-            text = f"{len(never)} of {len(self.session.clients)} clients never counted in this run ({in_words(never)})"
+            count = len(self.session.clients)
+            text = f"no reply of {len(never)} of {count} clients has counted in this run ({in_words(never)})"
             warn(AbsenceWarning(text))
         trim_heap()
 
@@ -225,7 +227,7 @@ class FlowerRun:
 def in_a_sentence(record: logging.LogRecord) -> bool:
     """Filter Flower's log: reduce errors of this library to their message, without a traceback.
 
-    Flower's own line about an unhandled exception is left out. This is a filter for Python's logging.
+    Flower's own line about an unhandled exception is left out. This function is a filter for Python's `logging`.
     """
     error = record.exc_info[1] if record.exc_info else None
     if isinstance(error, FedbilevelError):
@@ -270,16 +272,17 @@ class ClientMetrics:
         self.told = True  # whether a client may share its metrics
 
     def __call__(self, round: int, x: PyTree, y: PyTree) -> Row:
-        """Ask all clients that are online, wait for responses until the deadline, and return them as columns of a row.
+        """Measure the metrics at x and y, and return them as columns of a row of the history.
 
-        After all clients have replied that they do not share metrics, none is asked again.
+        All clients that are online are asked, and responses count until the deadline. Once all clients have replied
+        that they do not share metrics, none is asked again.
         """
         payload = to_bytes(jax.tree.map(np.asarray, (x, y)))
         shared, silent = self.collect(round, payload) if self.told else ({}, {})
         self.told = bool(shared) or any(refusal.code is not Code.SILENT for refusal in silent.values())
         population = len(self.session.clients)
         if len(shared) < population and not self.warned:
-            text = f"per-client metrics are those of {len(shared)} of {population} clients"
+            text = f"per-client metrics come from only {len(shared)} of {population} clients"
             text += f" ({in_words(silent.values(), 3)})"
             warn(AbsenceWarning(text))
             self.warned = True
@@ -314,7 +317,7 @@ class ClientMetrics:
                     numbers = reply.response().numbers()
                     if sorted(numbers) != self.names:
                         told, asked = ", ".join(sorted(numbers)) or "nothing", ", ".join(self.names)
-                        raise Refusal(Code.CONTRACT, f"it measures {told}, not {asked}")
+                        raise Refusal(Code.CONTRACT, f"its metrics are {told}, and {asked} was requested")
                     if not all(map(math.isfinite, numbers.values())):
                         raise Refusal(Code.NUMBERS, "its metrics are not finite")
                     shared[reply.client] = numbers

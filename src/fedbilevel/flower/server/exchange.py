@@ -61,7 +61,7 @@ class Exchange:
         spec: the description of the exchange.
         own: client -> its own numbers, for every client to ask.
         needed: the number of replies that must count.
-        overdue: clients for which `sum_first` waits in any case.
+        overdue: clients whose replies must be awaited, however many others have replied (see `Fed.sum_first`).
     """
 
     def __init__(
@@ -104,8 +104,8 @@ class Exchange:
                 return sorted(self.replies, key=lambda reply: places[reply.client])
         spoiled = 2 * sum(why.code.of_state for why in reasons.values()) >= len(self.own)
         times = "" if session.terms.attempts == 1 else f" after {session.terms.attempts} attempts"
-        said = f"round {self.spec.round}, phase {self.spec.phase}: {len(self.replies)} clients replied where "
-        said += f"{self.needed} are needed{times} ({in_words(why for _, why in sorted(reasons.items()))})"
+        said = f"round {self.spec.round}, phase {self.spec.phase}: {len(self.replies)} of {self.needed} needed replies "
+        said += f"count{times} ({in_words(why for _, why in sorted(reasons.items()))})"
         raise (SpoiledError if spoiled else ExchangeError)(said)
 
     def attempt(self, left: list[int]) -> list[RequestMessage]:
@@ -129,12 +129,12 @@ class Exchange:
             roster.look(began)
 
     def tell_stalled(self, left: list[int]) -> None:
-        """If most clients that are online are late, change their refusals to say so: the cause may not be a client."""
+        """Change the refusals of late clients if most online clients are late, since the cause is then not a client."""
         late = [client for client, why in self.failed.items() if why.code is Code.LATE]
         online = len(left) - sum(why.code is Code.ABSENT for why in self.failed.values())
         if len(late) >= 2 and 2 * len(late) > online:
             for client in late:
-                text = f"{self.failed[client].why}; {len(late)} of {online} clients are late at once"
+                text = f"{self.failed[client].why}; {len(late)} of {online} online clients are late at the same time"
                 self.failed[client] = Refusal(Code.STALLED, text, client)
 
     def enough(self) -> bool:
@@ -142,7 +142,7 @@ class Exchange:
         return self.spec.first and len(self.replies) >= self.needed and not self.overdue
 
     def keep_others(self) -> None:
-        """Check and keep replies to requests of other phases for their exchanges, so that their clients are idle."""
+        """Check replies to requests of other phases and keep them for these phases; their clients are then idle."""
         for reply in [reply for reply in self.session.roster.ready if not self.spec.concerns(reply.request)]:
             kept, opened = self.session.phase_queues.kept[reply.request.phase], self.checked(reply)
             own = [opened.norm] if isinstance(opened, CheckedReply) else []
@@ -198,8 +198,8 @@ class Exchange:
     def accept(self, reply: ClientReply, counted: CheckedReply | Refusal, here: Sequence[float]) -> CountedReply | None:
         """Count a reply that passed its checks, unless its norm is too large; else record the reason and return None.
 
-        Later messages to its client say that the reply counts, and the client's state depends on this, even if the
-        reply is used only later.
+        Later messages tell the client that the reply counts, and the client's state depends on this, even if the reply
+        is used only in a later exchange.
 
         Args:
             reply: the reply.

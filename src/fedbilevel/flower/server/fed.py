@@ -44,7 +44,7 @@ class FlowerFed(PythonFed):
         algorithm: the method, with the hyperparameters of this round.
         round: the number of the round.
         keys: the PRNG keys of this round.
-        models: what each client holds in this round, the whole model or some of its units.
+        models: the units of the model that each client holds in this round, all or some.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class FlowerFed(PythonFed):
         if name not in contract.calls:
             asked = ", ".join(wire.layout(message)) or "nothing"
             raise ConfigurationError(
-                f"round {self.round} asks phase {phase} with {asked}, which tracing a round did not find: "
+                f"round {self.round} sends {asked} to phase {phase}, and the contract has no such call: "
                 "the shapes and dtypes of messages must be the same in every round"
             )
         return EncodedMessage(contract, contract.calls[name], wire.to_bytes(message))
@@ -205,8 +205,10 @@ class FlowerFed(PythonFed):
             self.replied |= {reply.client for reply in exchange.replies}
 
     def total_costs(self) -> RoundCosts:
-        """Return the costs of the round at its end; with submodels, also how many clients that replied hold each entry
-        of x and y."""
+        """Return the costs of the round at its end.
+
+        With submodels, they include how many of the clients that replied hold each entry of x and y.
+        """
         alike = Counter(map(self.representative, sorted(self.replied or dict(self.members))))
         count = self.models.holders
         holders = (count(self.units(client), jnp.asarray(float(number))) for client, number in alike.items())

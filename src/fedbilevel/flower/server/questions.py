@@ -42,9 +42,9 @@ class Questions:
         self.answers(AGREEMENT, text)
 
     def tell(self, text: str) -> None:
-        """Send a question once to the clients that are online. Their answers are not needed: it is they who must know.
+        """Send a question once to the clients that are online, to inform them; their answers are ignored.
 
-        A client that is not online is not waited for, and one that does not answer only until the deadline.
+        Clients that are offline get nothing, and answers are awaited until the deadline at most.
         """
         self.roster.refresh()
         self.attempt(self.next_number(), QUESTION, 0, text, [*self.roster.nodes])
@@ -77,7 +77,7 @@ class Questions:
     def attempt(
         self, number: int, kind: str, attempt: int, text: str, clients: Sequence[int]
     ) -> tuple[dict[int, str], dict[int, Refusal]]:
-        """Send a text to some clients; return client -> its answer, and client -> why it has not answered."""
+        """Send a text to some clients; return client -> its answer, and client -> the reason why it has none."""
         began, found, responses = self.roster.clock.time(), dict[int, str](), list[ResponseMessage]()
         requests = {client: self.request(client, number, kind, text) for client in clients}
         replies, failed = ask(self.roster, requests)

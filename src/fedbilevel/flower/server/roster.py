@@ -1,4 +1,4 @@
-"""Connect to clients: find which of Flower's nodes are which clients, send requests, and collect replies."""
+"""Connect to clients: find which node of Flower is which client, send requests, and collect replies."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ServerClock(Protocol):
 
 
 class WallClock:
-    """Use the machine's clock. More than one look per tick would keep the SuperLink from handling messages."""
+    """Use the machine's clock. More than one request per tick would keep the SuperLink from handling messages."""
 
     tick = 0.03
 
@@ -60,7 +60,7 @@ def public_keys(directory: Path, clients: int) -> dict[int, bytes]:
             why = error.strerror or error
             raise ConfigurationError(f"client {client} of {clients} has no public key: {path}: {why}") from error
         if key is None:
-            raise ConfigurationError(f"{path} holds no public key: it must be as ssh-keygen or OpenSSL write it")
+            raise ConfigurationError(f"{path} has no public key in the format of OpenSSH or PEM")
         if key in found.values():
             other = next(holder for holder, theirs in found.items() if theirs == key)
             raise ConfigurationError(f"{path}: client {client} has the same key as client {other}")
@@ -85,7 +85,8 @@ def der_of(key: bytes) -> bytes | None:
 
 
 GREETING = 20
-"""The time for the reply to a greeting, in deadlines: it is fetched between rounds, and a round may last for some."""
+"""The time for the reply to a greeting, in units of `Terms.deadline`: replies to greetings are fetched between rounds,
+and a round may last several deadlines."""
 
 Outcome = ResponseMessage | Refusal
 
@@ -121,8 +122,8 @@ class Roster:
 
     A node counts as a client if it agrees to the contract and claims an id of the population that no other node has. If
     `keys` are given (client -> public key, in the form of `der_of`), the node must also have registered with the key of
-    this client. A node that does not count is greeted again after `terms.deadline` seconds, or when a client has left
-    whose place it may take.
+    this client. A node that does not count is greeted again after `terms.deadline` seconds, or as soon as a client has
+    left, since the node may be this client.
     """
 
     def __init__(
@@ -138,9 +139,9 @@ class Roster:
     ) -> None:
         self.grid, self.contract, self.run, self.population = grid, contract, run, population
         self.terms, self.clock, self.own, self.keys = terms, clock, own, keys
-        self.online: set[int] = set()  # the nodes that were online at the last look
+        self.online: set[int] = set()  # the nodes that were online at the last request for them
         self.singly = False  # whether replies are fetched one by one, since a bad message has made a pull fail
-        self.bad: set[str] = set()  # messages whose replies could not be fetched, which was logged
+        self.bad: set[str] = set()  # messages whose replies could not be fetched, as the log has reported
         self.nodes: dict[int, int] = {}  # client -> its node
         self.greeted: dict[int, float] = {}  # node -> the time of its last greeting
         self.greetings: dict[str, int] = {}  # message -> node, for greetings without a reply
@@ -150,7 +151,7 @@ class Roster:
         self.ready: list[ClientReply] = []  # replies that have arrived and that no exchange has taken
 
     def contract_of(self, client: int) -> Contract:
-        """Return the contract with a client; a client that holds a submodel has its own contract."""
+        """Return the contract with a client; a client that holds a submodel has another contract than the others."""
         return self.own.get(client, self.contract)
 
     def refresh(self) -> None:
@@ -158,11 +159,11 @@ class Roster:
         try:
             self.online = set(self.grid.get_node_ids())
         except Exception:
-            log.warning("Flower does not say which nodes are online", exc_info=True)
+            log.warning("Flower did not report which nodes are online", exc_info=True)
         online = self.online
         for client, node in list(self.nodes.items()):
             if node not in online:
-                log.warning("client %d has gone (node %d)", client, node)
+                log.warning("client %d has left (node %d)", client, node)
                 del self.nodes[client]
                 self.greeted.clear()
         self.greeted = {node: when for node, when in self.greeted.items() if node in online}
@@ -207,19 +208,19 @@ class Roster:
         with wire.reading(client if 0 <= client < self.population else None):
             response.check()
             if not 0 <= client < self.population:
-                raise Refusal(Code.PLACE, f"it calls itself client {client}, of a population of {self.population}")
+                raise Refusal(Code.PLACE, f"the node claims to be client {client}, not 0 to {self.population - 1}")
             if response.contract != (expected := self.contract_of(client).text):
                 raise wire.disagreement(server=expected, site=response.contract)
             if self.keys and der_of(self.registered().get(node, b"")) != self.keys.get(client):
-                raise Refusal(Code.KEY, f"it calls itself client {client}, who has another key")
+                raise Refusal(Code.KEY, f"the node claims to be client {client}, which has another key")
             if (holder := self.nodes.get(client, node)) != node:
-                raise Refusal(Code.PLACE, f"it calls itself client {client}, which node {holder} is already")
-        log.info("client %d is here (node %d)", client, node)
+                raise Refusal(Code.PLACE, f"the node claims to be client {client}, but node {holder} is this client")
+        log.info("client %d has joined (node %d)", client, node)
         self.nodes[client] = node
         self.refusals.pop(node, None)
 
     def why_absent(self, client: int) -> Refusal:
-        """Return why a client has no node: the refusal of the node that claims this id, or that it is not online."""
+        """Return why a client has no node: the refusal of the node that claims its id, or that it is not online."""
         said = [refusal for refusal in self.refusals.values() if refusal.client == client]
         return said[-1] if said else Refusal(Code.ABSENT, "it is not online", client)
 
@@ -228,7 +229,7 @@ class Roster:
         try:
             return {node.node_id: node.public_key for node in self.grid.get_nodes()}
         except Exception:
-            log.warning("Flower does not say which keys nodes have", exc_info=True)
+            log.warning("Flower did not report which keys nodes have", exc_info=True)
             return {}
 
     def push(self, messages: list[Message]) -> list[str]:
@@ -239,7 +240,7 @@ class Roster:
         try:
             taken = set(self.grid.push_messages(messages))
         except Exception:
-            log.warning("Flower did not take %d messages", len(messages), exc_info=True)
+            log.warning("Flower did not accept %d messages", len(messages), exc_info=True)
             taken = set()
         numbers = [message.metadata.message_id for message in messages]  # set by `push_messages`
         return [number if number in taken else "" for number in numbers]
@@ -252,11 +253,11 @@ class Roster:
             try:
                 messages += self.grid.pull_messages(some)
             except httpx.TransportError as error:  # the cause is the connection, and not a message
-                log.warning("Flower cannot be asked for replies: %s", type(error).__name__)
+                log.warning("replies cannot be fetched, since Flower is not reached: %s", type(error).__name__)
                 break
             except Exception:
                 if not self.singly:
-                    log.warning("replies could not be fetched together; from now on each by itself", exc_info=True)
+                    log.warning("replies could not be fetched together: fetching each by itself", exc_info=True)
                     self.singly = True
                     return self.pull(wanted)
                 if not self.bad.issuperset(some):
@@ -268,8 +269,8 @@ class Roster:
     def wait(self, clients: Collection[int], hoped: int, needed: int) -> None:
         """Wait until `hoped` of these clients are registered, for at most `terms.join` seconds.
 
-        While fewer than `needed` are registered and greetings have no reply, it waits for up to `terms.deadline`
-        seconds, since the first response of a client may have to wait for imports.
+        While fewer than `needed` are registered and greetings have no reply, the limit is `terms.deadline` seconds if
+        that is longer, since the first response of a client may have to wait for imports.
         """
         began = self.clock.time()
         while True:
@@ -294,7 +295,7 @@ class Roster:
             if sent:
                 self.under_way[client] = (sent, requests[client], end)
             else:
-                failed[client] = Refusal(Code.LARGE, "Flower did not take the message (is it too large?)", client)
+                failed[client] = Refusal(Code.LARGE, "Flower did not accept the message; it may be too large", client)
         return failed
 
     def requests(self) -> list[tuple[int, RequestMessage]]:
@@ -333,9 +334,10 @@ class Roster:
 def ask(roster: Roster, requests: dict[int, RequestMessage]) -> tuple[list[ClientReply], dict[int, Refusal]]:
     """Send requests that do not belong to a phase, and wait for their outcomes.
 
+    Replies to requests of phases remain in `Roster.ready`.
+
     Returns:
-        The outcomes of the requests that were sent; and client -> why its request could not be sent. Replies to
-        requests of phases remain in `Roster.ready`.
+        The outcomes of the requests that were sent; and client -> why its request could not be sent.
     """
     began, kinds = roster.clock.time(), {request.phase for request in requests.values()}
     failed = roster.send(requests)

@@ -1,4 +1,4 @@
-"""Hold what the exchanges of a run share on the server: the log, replies that wait, and the present round."""
+"""Hold the data that the exchanges of a run share on the server: the log, waiting replies, and the present round."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ExchangeLog:
         self.path = path
         self.absent: dict[int, Refusal] = {}  # client -> why it is absent, by the last line of the log
         self.counted: set[int] = set()  # clients with a reply that counted
-        self.spent: dict[int, tuple[float, float]] = {}  # client -> the (ε, δ) that it last reported
+        self.spent: dict[int, tuple[float, float]] = {}  # client -> the (ε, δ) in its last reply that counted
         self.recall()
         there = path is None or path.exists()
         self.write("")
@@ -113,6 +113,7 @@ class ExchangeLog:
         self.write(json.dumps(line) + "\n")
 
     def write(self, text: str) -> None:
+        """Append a text to the file, if there is one; raise CheckpointError if this fails."""
         if self.path is None:
             return
         try:
@@ -169,7 +170,10 @@ MOST = 3  # the largest number of clients that are left out of a repeated round,
 
 
 class SpoiledError(ExchangeError, NumericalError):
-    """Report that most clients of an exchange met numbers that are not finite, so that the state must be the cause."""
+    """Report that at least half of the clients of an exchange got numbers that are not finite.
+
+    The cause is then probably the server's state, and not a client.
+    """
 
 
 @dataclass
@@ -255,7 +259,7 @@ class Session:
         self.programs: WholeModels | SubmodelPrograms = WholeModels()
         own: dict[int, Contract] = {}  # the contracts of clients that hold submodels
         if (plan := self.submodel_plan) is not None:
-            once = "a number for each client: a site serves messages of one size"
+            once = "one number for each client, since a site accepts messages of one size"
             require(plan.number.ndim == 1, "RemoteClients.capacity", f"{span(clients.capacity, '.3g')}, by round", once)
             self.programs = SubmodelPrograms(plan.unit_layout)
             by_class = [contract.cut(plan.unit_layout, kept) for kept in plan.kept]

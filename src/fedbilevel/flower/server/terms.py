@@ -35,7 +35,7 @@ class Terms:
         message_factor: the ratio of an update's norm to the norm of the message up to which the update counts even if
             `norm_factor` would refuse it.
         norm_bound: the largest Euclidean norm of an update in any case; None: no such bound.
-        poll: the largest number of seconds between two looks for replies.
+        poll: the largest number of seconds between two requests for replies.
     """
 
     quorum: float = 0.5
@@ -122,7 +122,7 @@ def check_response(response: ResponseMessage, call: CallSignature, terms: Terms,
     if bad := nonfinite_leaves(update):
         raise Refusal(Code.BOUND, f"its update is not finite in {', '.join(bad)}")
     if huge := [path for path, leaf in jax.tree_util.tree_leaves_with_path(update) if too_large(leaf)]:
-        text = f"the square of its update is not finite in {jax.tree_util.keystr(huge[0]) or 'value'}"
+        text = f"its update is so large in {jax.tree_util.keystr(huge[0]) or 'value'} that its square is not finite"
         raise Refusal(Code.BOUND, text)
     norm = norm_of(vector_of(update))
     if terms.norm_bound is not None and norm > terms.norm_bound:
@@ -130,7 +130,7 @@ def check_response(response: ResponseMessage, call: CallSignature, terms: Terms,
         raise Refusal(Code.BOUND, text)
     metrics = response.numbers()
     if set(metrics) - set(call.metrics) or not all(np.isfinite(value) for value in metrics.values()):
-        raise Refusal(Code.MALFORMED, "its metrics are not those of the phase, or not finite")
+        raise Refusal(Code.MALFORMED, "its metrics are not those of the phase, or are not finite")
     most = LARGEST // population  # the sum over all clients then does not overflow
     if not (0 <= response.gradients <= most and 0 <= response.hvps <= most):
         text = f"its counts ({response.gradients}, {response.hvps}) are not between 0 and {most}"
@@ -152,9 +152,9 @@ def too_large(leaf: np.ndarray) -> bool:
 
 
 FEWEST = 2
-"""The least number of norms in an exchange that can be compared. Of two norms, the smaller counts as usual. It is not
-known which of them is false, but a false large norm would make the state useless for all clients, while a false small
-norm only delays the updates of the other client, which the log reports in every round."""
+"""The smallest number of norms of an exchange that are compared. Of two norms, the smaller counts as usual. It is not
+known which of two different norms is false, but a false large norm would make the state useless for all clients, while
+a false small norm only causes refusals of the other client's updates, which the log reports in every round."""
 WINDOW = 100  # the number of exchanges of a phase whose norms are kept
 
 
@@ -170,8 +170,8 @@ class NormBounds:
     Norms of 0 are left out of both medians, since a correct update may be 0 for most clients and not for all. The first
     median is over the replies that have arrived, including u, if there are at least FEWEST of them. The second is over
     the last WINDOW exchanges of this process. If neither is known, as in a first exchange with one client, the bound is
-    norm_bound. If this is None, the bound is norm_factor² times the norm of the message, or times 1 if that is larger,
-    because gradients and points have different units.
+    norm_bound. If norm_bound is None, the bound is norm_factor² · max(1, ‖message‖), which is so large because
+    gradients and points have different units.
 
     The bound by the message's norm is for phases in which the updates of most clients are only rounding errors: an
     update that is at most a few times as long as the point itself cannot spoil it for good. This factor must be small.
@@ -206,9 +206,9 @@ class NormBounds:
         if (usual := self.usual(phase, here)) is None:
             if self.bound is None and norm > (bound := self.factor * self.factor * max(1.0, message())):
                 text = f"its update has a norm of {norm:.3g}, and there is no other update to compare it with"
-                raise Refusal(Code.BOUND, f"{text}; the bound is {bound:.3g}, and norm_bound = NUMBER sets another")
+                raise Refusal(Code.BOUND, f"{text}; the bound is {bound:.3g}, and norm_bound can set another")
         elif norm > self.factor * usual and norm > (bound := max(self.factor * usual, self.of_message * message())):
-            text = f"its update has a norm of {norm:.3g}, where {usual:.3g} is usual and {bound:.3g} the bound"
+            text = f"its update has a norm of {norm:.3g}; usual is {usual:.3g}, and the bound is {bound:.3g}"
             raise Refusal(Code.BOUND, f"{text} (norm_factor = {self.factor:g}, message_factor = {self.of_message:g})")
 
     def usual(self, phase: str, here: Sequence[float]) -> float | None:
