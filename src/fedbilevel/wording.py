@@ -35,7 +35,7 @@ NAME = re.compile(rf"(?:(?:{STRONG})s?|{LIKELY}){TAIL}(?:\.|$)", re.IGNORECASE |
 
 
 class SecretForm(NamedTuple):
-    """Describe a form in which texts have secrets."""
+    """Describe a form in which a secret, such as a password, appears in a text."""
 
     pattern: str  # of what is before the secret, or of the secret
     example: str

@@ -384,7 +384,7 @@ def test_conjugate_gradient_that_runs_out_of_iterations_says_so():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: fixed(fb.FedNest(inverse="cg")), r"unknown field of FedNest 'inverse'"),
+        (lambda: fixed(fb.FedNest(inverse="cg")), r"unknown field 'inverse' of FedNest"),
         (
             lambda: fixed(fb.FedNest(hypergradient="local")),
             r"FedNest\.hypergradient = 'local' .* Implicit.* LocalImplicit",

@@ -250,7 +250,7 @@ class Telling(Layer):
         return found if self.column is None else found._replace(columns={"mine": np.asarray(self.column)})
 
 
-REFUSED = {"metric": "the metric 'mine' is float.*a metric is one number", "column": "column 'mine' .* = '2 numbers'"}
+REFUSED = {"metric": "the metric 'mine' is float.*it must be one number", "column": "column 'mine' .* = '2 numbers'"}
 
 
 @pytest.mark.parametrize("engine", [None, fb.Reference()])
@@ -302,7 +302,10 @@ def test_what_cannot_be_together_says_why():
         (lambda: played(EveryReply(), parts.TopK()), "every reply of an exchange was asked for: TopK"),
         (lambda: played(EveryReply(), fb.Asynchronous(wait_for=2)), "every reply of an exchange was asked for: Async"),
         (lambda: fb.solve(layered(fb.ADBO(wait_for=2), EveryReply()), *few, rounds=1), "ends with the first replies"),
-        (lambda: played(BareReply()), "BareReply.reply returned Reply.*it returns a Reply and what the layer keeps"),
+        (
+            lambda: played(BareReply()),
+            "BareReply.reply returned Reply.*it must return a Reply and what the layer keeps",
+        ),
         (lambda: played(KeepsAtOnce()), "KeepsAtOnce.exchange keeps .*, but server_slot says that nothing is kept"),
         (lambda: played(OneEntry()), "OneEntry.coded: the decoded tree must be like the tree that it got"),
         (lambda: fb.solve(layered(METHOD, Eight()), few[0], half, *few[2:], rounds=1), "Clients.capacity"),

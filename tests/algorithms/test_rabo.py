@@ -310,8 +310,8 @@ def test_problems_that_need_no_inverse():
             lambda: fixed(fb.RAFBO(hypergradient=fb.parts.Implicit())),
             "it must be LocalImplicit(…) or Coordinates(…) or",
         ),
-        (lambda: fb.parts.PrintedSlopes(paired=True), "unknown field of PrintedSlopes 'paired'"),
-        (lambda: fb.parts.Implicit(paired=True), "unknown field of Implicit 'paired'"),
+        (lambda: fb.parts.PrintedSlopes(paired=True), "unknown field 'paired' of PrintedSlopes"),
+        (lambda: fb.parts.Implicit(paired=True), "unknown field 'paired' of Implicit"),
         (lambda: fb.parts.Differences(perturbation=0.0), "Differences.perturbation = 0.0"),
     ],
 )

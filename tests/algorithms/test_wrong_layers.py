@@ -138,25 +138,25 @@ def test_a_layer_keeps_what_it_began_with(function, new, got):
         (
             "before_round",
             lambda self, method, kept: method,
-            "returned SimFBO.*: it returns a method and what",
+            "returned SimFBO.*: it must return a method and what",
         ),
         (
             "after_round",
             lambda self, method, problem, kept, before, after: None,
-            "returned None: it returns the ",
+            "returned None: it must return the ",
         ),
         (
             "after_round",
             lambda self, method, problem, kept, before, after: after,
-            "returned .*: it returns the ",
+            "returned .*: it must return the ",
         ),
         (
             "after_round",
             lambda self, method, problem, kept, before, after: (first_entries(after), kept),
             r"must return a state like `after`: .*x is float\d+\[1\], not float\d+\[6\]",
         ),
-        ("findings", lambda self, method, kept, found: {"a": 1.0}, "returned dict of .*: it returns Findings"),
-        ("remarks", lambda self, method, kept: "hello", "returned 'hello': it returns a tuple of sentences"),
+        ("findings", lambda self, method, kept, found: {"a": 1.0}, "returned dict of .*: it must return Findings"),
+        ("remarks", lambda self, method, kept: "hello", "returned 'hello': it must return a tuple of texts"),
     ],
 )
 def test_a_function_that_returns_something_else_is_named(function, body, text):

@@ -56,13 +56,13 @@ def rounded(self, fed, state, key):
 
 
 PHASES = {
-    "no reply": (lambda self, client, at, key: at.y, "returned float64[2]: a phase returns a Reply(update)"),
-    "nothing": (lambda self, client, at, key: None, "returned None: a phase returns a Reply(update)"),
+    "no reply": (lambda self, client, at, key: at.y, "returned float64[2]: it must return a Reply(update)"),
+    "nothing": (lambda self, client, at, key: None, "returned None: it must return a Reply(update)"),
     "two updates": (lambda self, client, at, key: Reply(at.x, at.y), "Reply.state is float64[2], from a client that"),
-    "one tuple": (lambda self, client, at, key: Reply(at.x, None, at.y), "is one tuple, Reply((dx, dy))"),
+    "one tuple": (lambda self, client, at, key: Reply(at.x, None, at.y), "as one tuple: Reply((dx, dy))"),
     "a vector metric": (
         lambda self, client, at, key: Reply(at.y, metrics={"m": at.y}),
-        "the metric 'm' is float64[2]: a metric is one number",
+        "the metric 'm' is float64[2]: it must be one number",
     ),
     "range": (looped, "jax.lax.fori_loop(0, n, …) for range(n)"),
     "if": (branched, "jnp.where or jax.lax.cond for `if`"),
@@ -71,7 +71,7 @@ SERVER = {
     "a tuple": (
         "init",
         lambda self, x, y: (x, y),
-        "returned tuple of [0] (2,), [1] (2,): a state has the attributes x and y",
+        "returned tuple of [0] (2,), [1] (2,): it must return a state with the attributes x and y",
     ),
     "another x": ("init", lambda self, x, y: State(x.sum(), y), "x must be like x0: it is float64[], not float64[2]"),
     "another type": (

@@ -98,11 +98,11 @@ def test_bad_numbers_are_refused(make, words):
 
 def test_a_misspelt_field_is_answered_with_the_nearest():
     with pytest.raises(
-        ConfigurationError, match=r"field of SimFBO 'sever_lr'; did you mean 'server_lr'\?.*local_steps"
+        ConfigurationError, match=r"field 'sever_lr' of SimFBO; did you mean 'server_lr'\?.*local_steps"
     ):
         SimFBO(sever_lr=0.1)
     with pytest.raises(
-        ConfigurationError, match=r"unknown field of Example 'qqq' \(allowed: count, decay, lr, radius\)"
+        ConfigurationError, match=r"unknown field 'qqq' of Example \(allowed: count, decay, lr, radius\)"
     ):
         Example(qqq=1)
 

@@ -33,6 +33,11 @@ def test_a_misspelt_name_has_the_nearest_and_all() -> None:
     assert str(unknown("section", "q" * 300, ["run"])) == f"unknown section '{'q' * 200}' (allowed: run)"
 
 
+def test_an_unknown_name_comes_before_the_place_where_it_was_given() -> None:
+    error = unknown("class in the column 'ill' of north.csv", "maybe", ["no", "yes"])
+    assert str(error) == "unknown class 'maybe' in the column 'ill' of north.csv (allowed: no, yes)"
+
+
 def test_several_mistakes_are_one_error_and_stay_apart() -> None:
     first, second = of(lambda: require(False, "a.b", 1, "2")), of(lambda: fb.FedNest(iner=1, outr_lr=2))
     together = of(lambda: refuse_together([first, second]))

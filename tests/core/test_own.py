@@ -110,7 +110,11 @@ def test_what_is_none_of_the_forms_is_refused(given, words):
 @pytest.mark.parametrize(
     ("method", "own", "words"),
     [
-        (fb.SimFBO(), {"client_lr.z": 1}, "unknown number of a client's own in SimFBO 'client_lr.z'; did you mean"),
+        (
+            fb.SimFBO(),
+            {"client_lr.z": 1},
+            "unknown name 'client_lr.z' in the clients' own numbers for SimFBO; did you mean",
+        ),
         (fb.SimFBO(), {"client_lr.x": [0, 1, 2]}, r"own\['client_lr.x'\] = 0 is not allowed: it must be a positive"),
         (fb.FedNest(), {"outer_steps": [1, 2, 0]}, r"own\['outer_steps'\] = 0 .* a positive integer"),
         (fb.FedNest(), {"outer_steps": 1.5}, r"own\['outer_steps'\] = 1.5 .* a positive integer"),

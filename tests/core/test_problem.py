@@ -66,13 +66,13 @@ def test_a_loss_that_fails_is_explained_beginning_with_its_own_line(loss, line, 
 @pytest.mark.parametrize(
     ("make", "words"),
     [
-        (lambda: fb.Bilevel(good, good, x_bounds=(0, 1)), "argument of Bilevel 'x_bounds'; did you mean 'project_x'?"),
-        (lambda: fb.Minimax(good, structur=None), "argument of Minimax 'structur'; did you mean 'structure'?"),
-        (lambda: fb.SimpleBilevel(good, good, projct=1), "argument of SimpleBilevel 'projct'; did you mean 'project'?"),
-        (lambda: fb.Clients(outers=1), "argument of Clients 'outers'; did you mean 'outer'?"),
+        (lambda: fb.Bilevel(good, good, x_bounds=(0, 1)), "argument 'x_bounds' of Bilevel; did you mean 'project_x'?"),
+        (lambda: fb.Minimax(good, structur=None), "argument 'structur' of Minimax; did you mean 'structure'?"),
+        (lambda: fb.SimpleBilevel(good, good, projct=1), "argument 'projct' of SimpleBilevel; did you mean 'project'?"),
+        (lambda: fb.Clients(outers=1), "argument 'outers' of Clients; did you mean 'outer'?"),
         (
             lambda: fb.Metric(good, higher_is_better=True),
-            "argument of Metric 'higher_is_better'; did you mean 'larger_",
+            "argument 'higher_is_better' of Metric; did you mean 'larger_",
         ),
     ],
 )
@@ -86,13 +86,13 @@ def test_a_misspelt_argument_is_answered_with_the_nearest(make, words):
     [
         (
             lambda: fb.solve(round=3),
-            r"unknown argument of solve 'round'; did you mean 'rounds'\? \(allowed: ",
+            r"unknown argument 'round' of solve; did you mean 'rounds'\? \(allowed: ",
         ),
-        (lambda: fb.solve(1, 2, 3, 4, rounds=5, seed=6), "unknown argument of solve 'seed'; did you mean 'key'"),
+        (lambda: fb.solve(1, 2, 3, 4, rounds=5, seed=6), "unknown argument 'seed' of solve; did you mean 'key'"),
         (lambda: fb.solve(1, 2, 3, 4), r"^solve: missing a required .*'rounds' \(arguments: algorithm, .*, rounds, "),
         (lambda: fb.solve(1, 2, 3, 4, 5, 6), r"^solve: too many positional arguments \(arguments: "),
         (lambda: fb.Clients.split(SAMPLES), r"^Clients.split: missing a required .*'seed' \(arguments: samples, "),
-        (lambda: fb.Clients.split(SAMPLES, sed=0), r"unknown argument of Clients.split 'sed'; did you mean 'seed'"),
+        (lambda: fb.Clients.split(SAMPLES, sed=0), r"unknown argument 'sed' of Clients.split; did you mean 'seed'"),
         (lambda: fb.Bilevel(good), r"^Bilevel: missing a required argument: 'inner' \(arguments: outer, inner, "),
         (lambda: fb.SimFBO(0.1), r"^SimFBO: too many positional arguments \(fields: .*batch_size"),
     ],

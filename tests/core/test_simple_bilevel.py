@@ -32,7 +32,10 @@ def solved(algorithm=None, *, given=None, clients=None, y0=None, **changes):
 
 
 MADE = {
-    "a misspelt field": (lambda: fb.FISM(regularisation=0.1), r"FISM.*'regularisation'.*did you mean 'regularization'"),
+    "a misspelt field": (
+        lambda: fb.FISM(regularisation=0.1),
+        "'regularisation' of FISM; did you mean 'regularization'",
+    ),
     "a ≤ ½": (lambda: fb.FISM(lr_decay=0.5), r"FISM\.lr_decay = 0\.5 .*above ½, so that Σ γ_k² is finite"),
     "b ≥ a": (
         lambda: fb.IRG(lr_decay=0.6, regularization_decay=0.6),
@@ -49,7 +52,7 @@ MADE = {
         r"FISM cannot be Asynchronous",
     ),
     "refresh": (lambda: fb.FISM(refresh=1), r"FISM\.refresh = 1 .*True or False"),
-    "steps of constant size that decay": (lambda: fb.BiFISTA(lr_decay=0.6), "unknown field of BiFISTA 'lr_decay'"),
+    "steps of constant size that decay": (lambda: fb.BiFISTA(lr_decay=0.6), "unknown field 'lr_decay' of BiFISTA"),
     "small momentum": (lambda: fb.BiFISTA(momentum=3.0), r"BiFISTA\.momentum = 3\.0 .*above 3"),
     "H that is none": (lambda: problem(outer=3), r"SimpleBilevel\.outer = 3 .*a function"),
     "X that is none": (lambda: problem(project=None), r"SimpleBilevel\.project = None .*a function"),

@@ -122,7 +122,7 @@ def test_what_was_measured_once_is_a_dot_and_the_picture_says_how_to_get_more() 
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"metrics": "f"}, "unknown column of the history 'f'; did you mean"),
+        ({"metrics": "f"}, "unknown column 'f' of the history; did you mean"),
         ({"metrics": []}, "one or more columns"),
         ({"panel": "exchange"}, "unknown panel 'exchange'; did you mean 'exchanges'"),
         ({"panel": "gflop"}, "cannot draw a panel of gflop: it was not counted in e"),

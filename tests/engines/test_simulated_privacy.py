@@ -301,7 +301,7 @@ def test_a_run_that_spent_its_budget_ends_again_where_it_ended(tmp_path):
         (fb.Privacy(0.5, 0.4, 1e-5), r"its privacy\.noise_multiplier is 0\.3, not 0\.4"),
         (fb.Privacy(0.5, 0.3, 1e-6), r"its privacy\.delta is 1e-05, not 1e-06"),
         (fb.Privacy(0.5, 0.3, 1e-5, budget=9.0), r"its privacy\.budget is None, not 9\.0"),
-        (None, "belongs to a run with privacy, not without"),
+        (None, "belongs to a run with privacy, and this run has none"),
     ],
 )
 def test_a_checkpoint_of_other_terms_is_refused(terms, said, tmp_path):

@@ -272,13 +272,13 @@ def test_a_class_that_held_out_rows_alone_have_is_named(logistic):
     table = SiteTable(logistic.agreement.study, "south", tables()["south"])
     features, target, patients = table.held_out
     table.held_out = features, target.replace({"ill": {"no": "perhaps"}}), patients
-    with refuses("class of 'ill'", "perhaps", "['no', 'yes']"):
+    with refuses("class in the column 'ill'", "perhaps", "['no', 'yes']"):
         table.samples(logistic.agreement)
 
 
 @pytest.mark.parametrize("share", [-0.1, 1.0, "a half", True])
 def test_a_wrong_share_is_named(share):
-    with pytest.raises(ConfigurationError, match=r"holdout = .* a share from 0 to below 1|site of holdout 'a half'"):
+    with pytest.raises(ConfigurationError, match=r"holdout = .* a share from 0 to below 1|site 'a half' of holdout"):
         study("logistic", holdout=share)
 
 

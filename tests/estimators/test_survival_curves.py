@@ -80,5 +80,5 @@ def test_fewer_rows_than_min_count_have_no_curve():
     "wrong", [[], [[1, 5, 2]], [[1.5, 5, 2, 0.1]], [[1, 5, 6, 0.1]], [[1, 5, 2, 0.3], [2, 4, 0, 0.2]], "x"]
 )
 def test_steps_of_another_form_are_refused(wrong):
-    with pytest.raises(ConfigurationError, match="steps of south"):
+    with pytest.raises(ConfigurationError, match="survival curve of the site south"):
         check_steps("south", wrong, GRID)

@@ -73,7 +73,7 @@ def test_runs_are_labelled_columns_and_levels_chosen(tmp_path, run) -> None:
     code, shown, _ = run("compare", tmp_path / "simfbo", tmp_path / "mine", *chosen)
     assert (code, "exchanges" in shown) == (0, False)
     for wrong, words in (
-        (["--label", "sim=A"], "unknown run to label 'sim'; did you mean 'simfbo'?"),
+        (["--label", "sim=A"], "unknown run 'sim' in labels; did you mean 'simfbo'?"),
         (["--label", "A"], "'A' is not of the form NAME=TEXT"),
         (["--columns", "finl"], "unknown column 'finl'; did you mean 'final'?"),
         (["--levels", "low"], "'low' is not a positive number"),

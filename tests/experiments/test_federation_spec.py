@@ -195,7 +195,7 @@ def test_clients_read_their_own_folders_and_the_server_none(hospitals, tmp_path,
         ({"partition-id": 3}, "below 3"),
         ({"partition-id": "0"}, "partition-id = '0'"),
         ({**NODE, "clipp": 1.0}, "did you mean 'clip'"),
-        ({**NODE, "settable": "run.* task.dimx"}, "in settable 'task.dimx'; did you mean 'task.dim_x'"),
+        ({**NODE, "settable": "run.* task.dimx"}, "'task.dimx' in settable; did you mean 'task.dim_x'"),
         ({**NODE, "max-memory": 0}, "Limits.max_memory = 0"),
         ({**NODE, "clip": 1.0}, "noise_multiplier, delta"),
         ({**NODE, "clip": 1.0, "noise-multiplier": 1.0, "delta": 1e-5}, "Site.folder"),
@@ -262,7 +262,7 @@ def test_a_search_over_x_is_refused_before_anything_is_written(tmp_path):
         ({"settings": "algorithm.name=shrofbo"}, "unknown|app's task"),
         ({"quorum": 2}, "Terms.quorum"),
         ({"norm-factor": 0.5}, r"Terms\.norm_factor = 0\.5 .* 1 or more, or None"),
-        ({"log": "tensorboard,mlfow"}, "unknown tracker of log 'mlfow'; did you mean 'mlflow'"),
+        ({"log": "tensorboard,mlfow"}, "unknown tracker 'mlfow' of log; did you mean 'mlflow'"),
         ({"message-factor": 0.0}, r"Terms\.message_factor = 0\.0 .* a positive number"),
     ],
 )
@@ -447,7 +447,7 @@ def test_looking_at_a_site_does_not_use_up_what_its_log_is_to_say(hospitals, tmp
 @pytest.mark.parametrize(
     ("node", "more", "message"),
     [
-        (f"{NORTH} clipp=1.0", [], "'clipp'; did you mean 'clip'"),
+        (f"{NORTH} clipp=1.0", [], "'clipp' in the node configuration; did you mean 'clip'"),
         (
             f"{NORTH} same-data=yes",
             [],

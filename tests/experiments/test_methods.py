@@ -147,7 +147,9 @@ def test_own_numbers_of_one_method_of_a_comparison() -> None:
     assert [dict(spec.clients) for spec in specs.values()] == [{"local_steps": [4, 1, 1]}, {"outer_steps": [1, 2, 5]}]
     tasks = TaskCache()
     assert [list(tasks(spec).clients.own) for spec in specs.values()] == [["local_steps"], ["outer_steps"]]
-    with pytest.raises(ConfigurationError, match=r"simfbo: unknown number of a client's own in SimFBO 'outer_steps'"):
+    with pytest.raises(
+        ConfigurationError, match=r"simfbo: unknown name 'outer_steps' in the clients' own numbers for SimFBO"
+    ):
         comparison_specs("quadratic", ["simfbo", "lfednest"], settings=["simfbo.clients.outer_steps=3"])
 
 
@@ -156,10 +158,10 @@ def test_own_numbers_of_one_method_of_a_comparison() -> None:
     [
         ([], [], "algorithms = [] is not allowed: it must be one or more names"),
         (["simfbo", "simfbo"], [], "names that are all different"),
-        (TWO, ["algorithm.rdius=3"], "unknown field of the algorithms 'rdius'; did you mean 'radius'"),
+        (TWO, ["algorithm.rdius=3"], "unknown field 'rdius' of the algorithms; did you mean 'radius'"),
         (TWO, ["momentum=0.5"], "'momentum', a field of bi-fista (allowed: simfbo: batch_size, client_lr,"),
         (TWO, ["rdius=3"], "unknown field 'rdius'; did you mean 'radius'"),
-        (TWO, ["shrofbo.rdius=3"], "shrofbo: unknown field of algorithm 'rdius'; did you mean 'radius'"),
+        (TWO, ["shrofbo.rdius=3"], "shrofbo: unknown field 'rdius' of algorithm; did you mean 'radius'"),
         (TWO, ["lfednest.inner.lr=3"], "for one of the algorithms that are compared: simfbo, shrofbo"),
     ],
 )

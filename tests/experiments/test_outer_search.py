@@ -204,7 +204,7 @@ BOX = "--search-box=-1:1"
     [
         (
             [*QUADRATIC, "--against", "tpr", "--exchanges", "9"],
-            "unknown search of --against 'tpr'; did you mean 'tpe'?",
+            "unknown search 'tpr' of --against; did you mean 'tpe'?",
         ),
         ([*QUADRATIC, "--against", "tpe", BOX], "--exchanges = None is not allowed"),
         ([*QUADRATIC, "--against", "tpe", "--exchanges", "9"], "give --search-box LOW:HIGH"),

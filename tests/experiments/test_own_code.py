@@ -107,8 +107,8 @@ def test_a_task_may_be_ready_and_a_module_is_found_from_here(here, monkeypatch) 
 
 
 WRONG = {
-    "sub/mine.py:mkae": "unknown task in sub/mine.py 'mkae'; did you mean 'make'? (allowed: loss, make, ready, ",
-    "sub/neighbour.py:make": "unknown task in sub/neighbour.py 'make'",
+    "sub/mine.py:mkae": "unknown task 'mkae' in sub/mine.py; did you mean 'make'? (allowed: loss, make, ready, ",
+    "sub/neighbour.py:make": "unknown task 'make' in sub/neighbour.py",
     "sub/mine.py": "task 'sub/mine.py' needs the name of an object in this file: sub/mine.py:NAME",
     "sub/mine.py:number": "mine.py:number is of type int; it must be a Task, or a function that returns one",
     "sub/mine.py:wrong": "mine.py:wrong returned int; it must return a Task",
@@ -119,10 +119,10 @@ WRONG = {
     ":make": "module '' cannot be imported",
     "json.py:make": "json.py: Python finds another module named json: rename the file",
     "sub/mine.py:ready --set task.data=mnist": "task.data cannot be set: this task has no fields",
-    "sub/mine.py:make --set task.shfit=2": "unknown field of task 'shfit'; did you mean 'shift'",
+    "sub/mine.py:make --set task.shfit=2": "unknown field 'shfit' of task; did you mean 'shift'",
     "sub/mine.py:make --set shift=far": "task.shift = 'far' is not allowed: it must be float",
-    "quadratic --algorithm sub/method.py:Dampd": "'Dampd'; did you mean 'Damped'? (allowed: Damped)",
-    "quadratic --algorithm sub/mine.py:Damped": "unknown algorithm in sub/mine.py 'Damped' (allowed: none)",
+    "quadratic --algorithm sub/method.py:Dampd": "'Dampd' in sub/method.py; did you mean 'Damped'? (allowed: Damped)",
+    "quadratic --algorithm sub/mine.py:Damped": "unknown algorithm 'Damped' in sub/mine.py (allowed: none)",
     "quadratic --algorithm sub/method.py:number": "method.py:number is not a subclass of fedbilevel.authoring.Algo",
     "quadratic --algorithm sub/method.py:State": "method.py:State is not a subclass of fedbilevel.authoring.Algo",
     "quadratic --algorithm sub/method.py:Half": "method.py:Half must define round, as every algorithm",
@@ -252,7 +252,7 @@ def test_an_algorithm_runs_with_its_own_presets(run, here, method) -> None:
     assert loaded.spec.algorithm.fields == {"lr": 0.03, "batch_size": None}
     assert loaded.summary["algorithm"] == "method.py:Damped"
     assert loaded.spec.title == "quadratic · method.py:Damped"
-    with pytest.raises(ConfigurationError, match=r"field of method.py:Damped in its presets for saddle 'rate'"):
+    with pytest.raises(ConfigurationError, match=r"field 'rate' of method.py:Damped in its presets for saddle"):
         experiments.configure(task="saddle", algorithm=DAMPED)
 
 
@@ -293,7 +293,7 @@ def test_playing_a_spec_says_whose_code_it_runs_and_reading_it_runs_none(
     code, _, error = run(*arguments.split())
     said, wrong = error.splitlines()
     assert said == f"fedbilevel: foreign/spec.toml names {kind} of your own: this runs the code of sub/{file}.py"
-    assert (code, f"unknown field of {kind.split()[1]} 'extra'" in wrong) == (2, True)
+    assert (code, f"unknown field 'extra' of {kind.split()[1]}" in wrong) == (2, True)
     assert (here / "sub" / trace).exists()
 
 

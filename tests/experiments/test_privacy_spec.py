@@ -58,7 +58,7 @@ def test_a_run_that_its_budget_ends_is_finished_and_exits_with_6(tmp_path, capsy
         (["privacy.clip=true"], "privacy.clip = True"),
         (["privacy.clip=1"], "privacy.noise_multiplier = None .*given with privacy.clip"),
         (["privacy.budget=4"], "privacy.clip = None .*given with privacy.budget"),
-        (["privacy.clipp=1"], "unknown field of privacy 'clipp'; did you mean 'clip'"),
+        (["privacy.clipp=1"], "unknown field 'clipp' of privacy; did you mean 'clip'"),
     ],
 )
 def test_wrong_terms_are_named(settings, said):

@@ -7,7 +7,7 @@ import pytest
 RUN = {
     "--data minst": "Did you mean 'mnist'",
     "hyper_cleaning --data covtype": '"covtype" is a table and not a set of images. The task regular',
-    "--set algorithm.wait_for=3": "unknown field of algorithm 'wait_for', a field of adbo",
+    "--set algorithm.wait_for=3": "unknown field 'wait_for' of algorithm, a field of adbo",
     "quadratic --set momentum=0.5": "'momentum', a field of bi-fista (allowed: simfbo: batch_size, ",
     "quadratic --set radus=3": "unknown field 'radus'; did you mean 'radius'? (allowed: simfbo: ",
     "quadratic --set dim_x=-1": "dim_x = -1 is not allowed",
@@ -59,7 +59,7 @@ SWEEP = {
     "--set algorithm.server_lr.x=1 --grid server_lr.x=1,2": "algorithm.server_lr.x=1 is given, but the field is swept",
     "--grid run.seed=0,1": "run.seed cannot be swept: no seed is better than another",
     "": "a sweep needs a field and its values: --grid FIELD=VALUE",
-    "--grid cohort=1,2 --select relativ_error": "'relativ_error'; did you mean 'relative_error'",
+    "--grid cohort=1,2 --select relativ_error": "'relativ_error' to select on; did you mean 'relative_error'",
     "--grid cohort=1,2 --bytes -4": "'-4' is not a positive number of bytes",
     "--grid cohort=9,10 --set clients=3 --quiet": "cohort = 9 is not allowed",
 }
@@ -72,7 +72,7 @@ SEARCH = {
     "--grid algorithm.local_steps=1,2 --grid local_steps=3,4": "local_steps gets two values",
     "--search cohort=1:2 --trials 3 --storage nonsense://x": "nonsense://x cannot be used",
     "--search cohort=1:2 --trials 3 --storage /dev/null": "/dev/null cannot be used: it is a pipe or a device",
-    "--search cohort=1:2 --trials 3 --select nothing": "unknown metric to select on 'nothing'",
+    "--search cohort=1:2 --trials 3 --select nothing": "unknown metric 'nothing' to select on",
 }
 COMPARE = {
     "quadratic --out c.jpg": "cannot draw c.jpg: the name of a picture must end in .png, .pdf, .svg",

@@ -72,7 +72,7 @@ def test_no_message_has_an_entry_of_an_own_leaf(tmp_path):
         for one in (entry, *near):
             assert not any(np.float64(one).tobytes() in message for message in sent)
     assert result.y["own"] is None
-    with pytest.raises(fb.errors.ConfigurationError, match=r"own leaves of y \(own\) have never left their sites"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"own leaves of y \(own\), which never leave their sites"):
         result.own(0)
     new = fb.personalise(PROBLEM, result, TASK.clients.inner.row(0), start=START)
     assert new["own"].shape == (1,)

@@ -28,7 +28,7 @@ def app(only=()):
     def make(run, node):
         k = node["partition-id"]
         if k == WRONG:
-            raise fb.errors.ConfigurationError("unknown name in the node configuration 'clipp'")
+            raise fb.errors.ConfigurationError("unknown name 'clipp' in the node configuration")
         limits = replace(federations.FREE, min_local_samples=100) if k == POOR or only else federations.FREE
         return federations.site(STEPS, k, limits=limits)
 
@@ -52,7 +52,7 @@ def test_one_value_from_the_site_to_the_log_the_file_and_the_cli(tmp_path, caplo
             assert line["refused"][str(client)] == told
     site = [r.getMessage() for r in caplog.records if r.name == "fedbilevel.client"]
     assert any(why[POOR][0] in said and floor.how in said for said in site)  # its owner reads what to do
-    assert any("unknown name in the node configuration 'clipp'" in said for said in site)  # and which name it was
+    assert any("unknown name 'clipp' in the node configuration" in said for said in site)  # and which name it was
     server = [r.getMessage() for r in caplog.records if r.name == "fedbilevel.server"]
     for client, (text, code) in why.items():
         line = f"client {client} does not count: {text} ({code.who} can fix this: {code.how})"

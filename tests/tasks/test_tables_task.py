@@ -255,7 +255,7 @@ def _changed(outcome, site, column, value):
 
 
 WRONG = {
-    "no such target": ("binary", None, {"target": "outcomes"}, r"unknown column of a\.csv 'outcomes'.*'outcome'"),
+    "no such target": ("binary", None, {"target": "outcomes"}, r"unknown column 'outcomes' of a\.csv.*'outcome'"),
     "three classes": ("classes", None, {"outcome": "binary"}, r"classes of 'outcome' = .*outcome = 'classes'"),
     "one class": ("binary", ("a", "outcome", "ill"), {"sites": ["a"]}, "classes of 'outcome'"),
     "positive": ("binary", None, {"positive": "il"}, "unknown positive 'il'; did you mean 'ill'"),
@@ -267,7 +267,7 @@ WRONG = {
     "weights": ("binary", ("a", "w", -1), {"sample_weight": "w"}, r"weights of a\.csv = -1"),
     "words for numbers": ("binary", ("b", "v", "high"), {}, r"column 'v' of a\.csv = .*numbers.*must be words"),
     "infinite": ("binary", ("b", "v", np.inf), {}, r"column 'v' of b\.csv = .*inf"),
-    "a group": ("binary", None, {"groups": {"g": ["ward"]}}, "unknown column in groups 'ward'"),
+    "a group": ("binary", None, {"groups": {"g": ["ward"]}}, "unknown column 'ward' in groups"),
     "outcome": ("binary", None, {"outcome": "counts"}, "unknown outcome 'counts'; did you mean 'count'"),
     "party": ("binary", None, {"party": 3, "sites": ["a", "b", "c"]}, "party = 3.*0 to 2"),
 }

@@ -20,7 +20,7 @@ def test_the_names_are_those_of_the_trackers() -> None:
 def test_a_misspelt_name_is_refused_before_anything_is_made(command, tmp_path, capsys) -> None:
     out = tmp_path / "out"
     assert cli.main([*command.split(), "--log", "tensorboard,mlfow", "--out", str(out)]) == 2
-    said = "unknown tracker of --log 'mlfow'; did you mean 'mlflow'? (allowed: mlflow, tensorboard, wandb)"
+    said = "unknown tracker 'mlfow' of --log; did you mean 'mlflow'? (allowed: mlflow, tensorboard, wandb)"
     assert capsys.readouterr().err == f"fedbilevel: {said}\n"
     assert not out.exists()
 

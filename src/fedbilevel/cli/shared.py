@@ -263,7 +263,11 @@ FIELDS: dict[str, tuple[str, ...]] = {
 
 
 def check_fields(options: argparse.Namespace) -> None:
-    """Reject a field that gets two values, from --set, --grid or --search and from a second one or another option."""
+    """Reject a field that gets two values.
+
+    Both values can come from the same option, --set, --grid or --search, which is given twice. Or one value comes from
+    these options, and the other from an option such as --rounds.
+    """
     given = [(name, setting) for name in ("set", "grid", "search") for setting in getattr(options, name, [])]
     before: dict[str, list[tuple[str, str]]] = {}  # by option, the fields and settings so far
     for by, setting in given:

@@ -252,12 +252,12 @@ class Algorithm(Listed):
 
     @property
     def asks(self) -> Asks:
-        """What rounds ask of an engine: all clients, the first replies, fresh cohorts."""
+        """Return what rounds demand of an engine, such as all clients, the first replies or fresh cohorts."""
         return Asks()
 
     @property
     def allows(self) -> Allows:
-        """What may be done with the method beside running it as it is: for each, how, or why not."""
+        """Return the optional features that the method supports; `No(reason)` says why a feature is not supported."""
         return Allows()
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
@@ -278,11 +278,11 @@ class Algorithm(Listed):
         return False
 
     def findings(self, state: Any) -> Findings:
-        """Find an error, a warning, and columns of the history in the server's state after some rounds."""
+        """Return what the server's state shows after some rounds: an error, a warning, and columns for the history."""
         return Findings()
 
     def remarks(self, state: Any) -> tuple[str, ...]:
-        """Say in sentences what a user should know of the server's state at the end of a run."""
+        """Return sentences with what a user should know of the server's state at the end of a run."""
         return ()
 
     def run_phase(self, name: str, client: Client, message: PyTree, key: Array) -> Reply:

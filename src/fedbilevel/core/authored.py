@@ -18,7 +18,7 @@ from fedbilevel.core.fed import Fed, Phase, Reply
 from fedbilevel.core.inputs import NOT_YET_A_NUMBER, not_yet_a_number
 from fedbilevel.core.tree import PyTree, shapes
 
-SEVERAL = "; an update of several parts is one tuple, Reply((dx, dy))"
+SEVERAL = ". If the update has several parts, pass them as one tuple: Reply((dx, dy))"
 
 
 class Server(Protocol):
@@ -52,7 +52,7 @@ def checked_init(algorithm: Server, x: PyTree, y: PyTree) -> Any:
     with explained(where):
         state = algorithm.init(x, y)
     if not (hasattr(state, "x") and hasattr(state, "y")):
-        needs = "a state has the attributes x and y, such as a NamedTuple State(x, y)"
+        needs = "it must return a state with the attributes x and y, such as a NamedTuple State(x, y)"
         raise ConfigurationError(f"{where} returned {described(state)}: {needs}")
     for name, start in {"x": x, "y": y}.items():
         wrong = "" if start is None else difference(getattr(state, name), start)
@@ -97,7 +97,7 @@ def reply_of(where: str, phase: Phase, client: Client, message: PyTree, key: Arr
     with explained(where):
         reply = phase(client, message, key)
     if not isinstance(reply, Reply):
-        raise ConfigurationError(f"{where} returned {described(reply)}: a phase returns a Reply(update){SEVERAL}")
+        raise ConfigurationError(f"{where} returned {described(reply)}: it must return a Reply(update){SEVERAL}")
     check_numbers(where, reply)
     check_state(where, reply.state, client.state)
     return reply
@@ -110,7 +110,7 @@ def check_numbers(where: str, reply: Reply, known: Collection[str] = ()) -> None
         raise ConfigurationError(f"{where}: Reply.metrics is {got}: it must be a dict of numbers by name{SEVERAL}")
     for name, value in (reply.metrics or {}).items():
         if not isinstance(name, str) or (np.shape(value) != () and name not in known):
-            raise ConfigurationError(f"{where}: the metric {name!r} is {described(value)}: a metric is one number")
+            raise ConfigurationError(f"{where}: the metric {name!r} is {described(value)}: it must be one number")
     for name in ("gradients", "hvps"):
         if np.shape(count := getattr(reply, name)) != ():
             raise ConfigurationError(f"{where}: Reply.{name} is {described(count)}: it must be one number, a count")

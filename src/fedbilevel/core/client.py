@@ -481,7 +481,7 @@ class Samples:
         return lambda j: jax.tree.map(lambda leaf: take(leaf, j), copy), bound, count
 
     def everything(self) -> Padded:
-        """Return all samples, padded to the number of the largest client."""
+        """Return all samples of the client, padded to the largest number of samples that any client has."""
         offset = jnp.arange(self.longest)
         if self.equal:
             window = jax.tree.map(lambda a: jax.lax.dynamic_slice_in_dim(a, self.start, self.longest), self.values)

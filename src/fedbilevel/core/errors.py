@@ -4,6 +4,7 @@ import functools
 import inspect
 import math
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -85,7 +86,9 @@ class ConfigurationError(FedbilevelError, ValueError):
             first, *more = repr(self.got).splitlines() or [""]
             message = f"{self.path} = {first}{' …' if more else ''} is not allowed: it must be {self.allowed}{near}"
             return f"{message}; {text}" if text else message
-        message = f"unknown {self.path} {str(self.got)[:200]!r}{near}{f', {text}' if text else ''}"
+        kind, *place = re.split(r" (?=(?:in|of|on|to|with|for) )", self.path, maxsplit=1)
+        named = " ".join([f"unknown {kind} {str(self.got)[:200]!r}", *place])
+        message = f"{named}{near}{f', {text}' if text else ''}"
         names = ", ".join(self.allowed) or "none"
         return f"{message} (allowed: {printable(names, len(names))})"
 

@@ -55,7 +55,8 @@ class Total(NamedTuple):
         update: Σ p_i u_i.
         weight: Σ p_i.
         responders: P.
-        population: M. If some clients are never available, it is M' / Σ p_i over the M' clients that are.
+        population: M. If some clients are never available, it is M'/Σ p_i instead, where M' is the number of the
+            available clients, and the sum is over these clients.
         held: for submodels, Σ p_i over the clients that hold an entry, for each entry of the update.
         rows: if every reply was asked for, the updates with leaves (P, ...) and the weights (P,), which are 0 for rows
             that only pad the cohort.

@@ -71,12 +71,13 @@ class OpenStep(NamedTuple):
 def entries(
     configuration: Any, *, unwrapped: bool = False, keys: Keys = (), holders: tuple[Any, ...] = ()
 ) -> Iterator[FieldEntry]:
-    """Yield the values of all fields in order; after a part, also those of its fields.
+    """Yield the value of each field in order. After a value that is a part, the values of the part's fields follow.
 
     Args:
         configuration: a method or a part.
         unwrapped: whether keys leave out the field in which a wrapper holds another configuration.
-        keys, holders: those of the field that contains the configuration, if it is a part.
+        keys: for a part, the keys that lead from the method to the part; for a method, ().
+        holders: for a part, the method and the parts that contain it, from outside to inside; for a method, ().
     """
     holders = (*holders, configuration)
     for field in dataclasses.fields(configuration):

@@ -266,7 +266,7 @@ def check_own(
     for name, values in own.items():
         try:
             if name not in known:
-                raise unknown(f"number of a client's own in {type(method).__name__}", name, known)
+                raise unknown(f"name in the clients' own numbers for {type(method).__name__}", name, known)
             check(path_of(name), values, known[name])
             for path, number in local_epochs(method).items() if name == LOCAL_STEPS else ():
                 why = f"left out: {type(method).__name__}.{path} = {number} says how many steps clients make"

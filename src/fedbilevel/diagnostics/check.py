@@ -184,7 +184,11 @@ class ReportRows:
             )
 
     def add(self, name: str, h: PyTree, cost: str, note: str) -> None:
-        """Add an estimate of this library, which may diverge if the inner Hessian is not positive definite."""
+        """Add a row for an estimate that this library has computed.
+
+        An estimate that is not finite counts as diverged, since its method may diverge if the inner Hessian is not
+        positive definite.
+        """
         if nonfinite_leaves(h):
             self.rows.append(ReportRow(name, float("nan"), float("inf"), None, cost, f"diverged; {note}"))
         else:

@@ -30,8 +30,8 @@ UNDEFINED = (
 class Diagnosis(Shown):
     """Hold the result of `diagnose`.
 
-    It prints as the call of a method with the suggested steps, and the reasons. `details` has all methods and
-    measurements, and `fields` returns the fields of a method.
+    Printing a diagnosis shows the call of a method with the suggested step sizes, and the reasons for this method and
+    these step sizes. `details` has all methods and measurements, and `fields` returns the fields of a method.
 
     Args:
         measurements: the measurements of the losses: curvatures, the noise of batches, differences between clients.

@@ -66,15 +66,26 @@ class Spread(NamedTuple):
 
 
 class Measurements(NamedTuple):
-    """Hold all measurements; `here` is at the given y, and `there` at the equilibrium."""
+    """Hold all measurements of a problem at a given x.
+
+    Args:
+        delta: δ, the number that is added to the eigenvalues of ∇²yy G; see `measure`.
+        here: the curvatures of both losses at the given y.
+        there: the curvatures of both losses at y*(x), the minimiser of the inner loss, as `Response.y` defines it.
+        response: how y*(x) and Φ respond to changes of x.
+        spread: the differences between clients at the given y.
+        sample: the largest eigenvalue of ∇²yy g on a single sample.
+        samples: the numbers of outer and inner samples that were used.
+        response_samples: the numbers of outer and inner samples that were used for `response`.
+    """
 
     delta: float
     here: Curvature
     there: Curvature
     response: Response
     spread: Spread
-    sample: float  # the largest eigenvalue of ∇²yy g on a single sample
-    samples: tuple[int, int]  # numbers of outer and inner samples that were used
+    sample: float
+    samples: tuple[int, int]
     response_samples: tuple[int, int]
 
 

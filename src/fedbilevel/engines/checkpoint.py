@@ -128,8 +128,8 @@ def own_shapes(path: Path) -> PyTree:
     with as_checkpoint_error(path), _opened(path) as archive:
         _, dtypes, outline, _ = _header(archive)
         if outline is None:
-            text = f"{path} does not describe the tree of its arrays: it has a model of another library, or an "
-            raise CheckpointError(f"{text}earlier version has written it. Pass x0 and y0 of the run, too")
+            text = f"{path} does not describe the tree of its arrays: it has a model of another library, or an earlier "
+            raise CheckpointError(f"{text}version of fedbilevel wrote it. Pass x0 and y0 of the run, too")
         return jax.tree_util.tree_map_with_path(shape_of, _outlined(outline))
 
 

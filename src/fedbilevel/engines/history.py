@@ -1,8 +1,8 @@
 """Hold the history of a run, row by row, and its result; and end runs early, by conditions on metrics or by budgets.
 
-A budget is a number of rounds, exchanges, bytes or seconds of the clock. Costs are compared with it at every row of the
-history. Rows are added after fixed rounds, so the round at which a run ends depends on its numbers alone, not on speed
-or interruptions.
+A budget is a number of rounds, exchanges, bytes, or seconds of the run's simulated clock. The costs of a run are
+compared with the budget at every row of the history. Rows are added after fixed rounds. So the round at which a run
+ends depends only on the numbers of the run, and not on the speed of the machine or on interruptions.
 """
 
 from __future__ import annotations
@@ -295,7 +295,8 @@ class Result(Shown):
         require(bool(named), "Result.own", client, "called only if leaves of y are each client's own (Bilevel.own)")
         own = parted_y(lambda path: path in self.own_leaves, self.y)[1]
         if not (leaves := jax.tree.leaves(own)):
-            raise ConfigurationError(f"the clients' own leaves of y ({named}) have never left their sites")
+            text = f"the result does not have the clients' own leaves of y ({named}), which never leave their sites"
+            raise ConfigurationError(f"{text}: each site keeps its own leaves in the folder of its state (Site.folder)")
         count = len(leaves[0])
         known = isinstance(client, int | np.integer) and 0 <= client < count
         require(known, "Result.own: client", client, f"a client's number, 0 to {count - 1}")

@@ -10,6 +10,7 @@ from fedbilevel.engines import checkpoint as files
 from fedbilevel.engines.engine import Carry
 from fedbilevel.engines.loop import Loop
 from fedbilevel.engines.process_group import warn_on_first
+from fedbilevel.engines.saver import START_ANEW
 
 
 def take_up(loop: Loop, like: Carry, force: bool) -> Carry:
@@ -45,7 +46,7 @@ def begin_anew(loop: Loop, carry: Carry) -> Carry:
     assert best is not None
     if loop.execution.privacy is not None:
         text = f"the run in {loop.saver.path} diverged, and the privacy spent at its best row was not recorded"
-        raise CheckpointError(f"{text}: start a new run with another checkpoint")
+        raise CheckpointError(f"{text}: {START_ANEW}")
     text = f"the run diverged: it continues from x and y of its best row, of round {best.round}"
     warn_on_first(CheckpointWarning(text))
     loop.rescue.gave_up = ""

@@ -19,6 +19,7 @@ from fedbilevel.wording import require_object
 SAVE_SECONDS = 1.0  # the least time between two checkpoints, if the user sets no number of rounds
 SAVE_SHARE = 0.1  # the largest share of the run's time that is spent on checkpoints
 FORCE = 'resume="force" (in a shell, --force) continues with the new arguments'  # if the checkpoint is another run's
+START_ANEW = "start a new run, and give it another checkpoint file"
 
 
 @dataclass
@@ -117,18 +118,19 @@ class Saver:
         before, now = stated.get("algorithm"), mine["algorithm"]
         terms = {name for name in stated.keys() ^ mine.keys() if name.endswith("privacy.clip")}
         if terms and before == now:
-            there, here = ("with", "without") if terms <= stated.keys() else ("without", "with")
-            return f"belongs to a run {there} privacy, not {here}"
+            there, here = ("with", "has none") if terms <= stated.keys() else ("without", "has privacy")
+            return f"belongs to a run {there} privacy, and this run {here}"
         if before in (None, now):
             return ""
         said = f"has the state of a run of {before}, from which {now} cannot continue"
-        return f'{said}, not even with resume="force" (--force): start a new run with another checkpoint'
+        return f'{said}, not even with resume="force" (--force): {START_ANEW}'
 
     def compare(self, meta: dict[str, Any], force: bool) -> None:
         """Raise a CheckpointError that names what differs if the checkpoint is another run's; by force, only warn."""
         path = self.path
         if "fingerprint" not in meta:
-            raise CheckpointError(f"{path} does not record the arguments of its run: an earlier version has written it")
+            text = f"{path} does not record the arguments of its run: an earlier version of fedbilevel wrote it"
+            raise CheckpointError(f"{text}; {START_ANEW}")
         require_object(meta["fingerprint"], "the arguments of the run")
         before = Fingerprint(**meta["fingerprint"])
         differences = self.fingerprint.differences(before)

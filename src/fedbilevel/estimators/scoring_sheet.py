@@ -47,11 +47,12 @@ def sheet(model: Any) -> str:
     parts = [f"Scoring sheet: {_predicted(model)}"]
     parts += [f"{MODELS[study.estimator]}; {agreed.rows} rows of {', '.join(map(printable, study.fitted_sites))}", ""]
     parts += ["Begin with the start. For each number, add the number times its factor."]
+    parts += ["A missing number counts as the mean of its column."] * bool(numbers)
     parts += ["For each word, add the number beside it. The sum is S."]
     parts += [*_precision(decimals, numbers, words), ""]
     parts += _aligned([("start", start)])
     if numbers:
-        header = "number", "factor", "if missing, add", "which is the term of"
+        header = "number", "factor", "if missing, add", "mean of the column"
         rows = [(printable(one.column), one.each, one.missing, f"{one.mean:.5g}") for one in numbers]
         parts += ["", *_aligned([header, *rows])]
     for column, points in words.items():

@@ -174,7 +174,7 @@ class SiteTable:
             words = words_of(target.iloc[:, 0])
             for word in words:
                 if word not in estimator.classes_:
-                    raise unknown(f"class of {self.study.target!r}", word, estimator.classes_)
+                    raise unknown(f"class in the column {self.study.target!r}", word, estimator.classes_)
             encoded = (words == estimator.classes_[1]).to_numpy(int)
         rows = agreement.preparer.transform(features).to_numpy(np.float64)
         return rows, estimator._encoded(encoded[:, 0] if self.study.estimator == "ridge" else encoded)

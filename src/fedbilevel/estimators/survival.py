@@ -1,8 +1,8 @@
 """Fit Cox's proportional hazards to several sites' rows; each site has a baseline hazard of its own.
 
 The loss is a stratified partial likelihood (Cox, "Regression models and life-tables", JRSS B 1972), with sites as
-strata: no sum contains rows of two sites. t_j is the time of row j, e_j is 1 if the event came at t_j and otherwise 0,
-and ties are treated by Breslow's method:
+strata: no sum contains rows of two sites. Row j has the features a_j and the time t_j, and w are the coefficients. e_j
+is 1 if the event came at t_j, and otherwise 0. Ties are treated by Breslow's method. The loss of row j is
 
     ℓ_j = e_j [log Σ_{k at the same site: t_k ≥ t_j} exp(a_kᵀw) − a_jᵀw]
 """

@@ -9,9 +9,11 @@ leaving row ends with the grid. For each step the site sends
     its end t_k, the rows at risk n_k (those that leave in this step or later), the events d_k in this step, and
     H(t_k) = Σ_{t_j ≤ t_k} e_j / Σ_{l: t_l ≥ t_j} exp(a_lᵀw), Breslow's cumulative baseline hazard (Biometrics 1974)
 
-H is exact at t_k. A patient of the site survives the time t with the probability exp(−H exp(aᵀw)), with the H of the
-last end that is not after t. The Kaplan-Meier curve of all sites is Π (1 − Σ_i d_i/Σ_i n_i) over the ends. In it a
-site's rows leave at the ends of its steps. With `min_count` = 1 and a grid of all times it is that of the pooled rows.
+Row j has the features a_j and the time t_j, e_j is 1 for an event and otherwise 0, and w are the coefficients. H is
+exact at t_k. A patient of the site with the features a survives the time t with the probability exp(−H exp(aᵀw)), where
+H belongs to the last end that is not after t. The Kaplan-Meier curve of all sites is Π (1 − Σ_i d_i/Σ_i n_i) over the
+ends, with sums over sites i. In this curve, a site's rows leave at the ends of its steps. With `min_count` = 1 and a
+grid of all times, it is the Kaplan-Meier curve of the pooled rows.
 """
 
 from collections.abc import Mapping, Sequence
@@ -52,19 +54,24 @@ def steps(time: Numbers, event: Numbers, risk: Numbers, grid: Sequence[float], l
 
 
 def check_steps(site: str, baseline: Any, grid: Sequence[float]) -> None:
-    """Refuse a site's steps that do not have the form that `steps` returns.
+    """Refuse a site's survival curve that does not have the form that `steps` returns.
 
     Raises:
-        ConfigurationError: the steps have another form; the message names the site.
+        ConfigurationError: the curve has another form; the message names the site.
     """
+    curve = f"the survival curve of the site {site}"
     try:
         end, at_risk, events, hazard = np.array(baseline, float).reshape(-1, 4).T
     except (ValueError, TypeError) as error:
-        raise ConfigurationError(f"steps of {site}: {error}") from error
+        raise ConfigurationError(f"{curve} cannot be read: {error}") from error
     fits = len(end) > 0 and np.isin(end, grid).all() and (np.diff(end) > 0).all() and (np.diff(at_risk) < 0).all()
     fits = fits and ((events >= 0) & (events <= at_risk) & (at_risk >= 1)).all()
     fits = fits and np.isfinite(hazard).all() and (np.diff(hazard, prepend=0) >= 0).all()
-    require(bool(fits), f"steps of {site}", "something else", "times of the grid, falling counts, a rising hazard")
+    if not fits:
+        raise ConfigurationError(
+            f"{curve} is not valid: it must have at least one time, its times must be on the grid and increase, its "
+            "numbers of rows at risk must decrease and not be below the numbers of events, and its hazard must not fall"
+        )
 
 
 def kaplan_meier(baselines: Mapping[str, CurveSteps]) -> list[dict[str, float]]:

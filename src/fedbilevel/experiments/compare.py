@@ -212,7 +212,7 @@ def require_labelled(look: Look, names: Collection[str]) -> None:
     """Raise a ConfigurationError if a label is for a run that is not among `names`."""
     for name in look.labels:
         if name not in names:
-            raise unknown("run to label", name, names)
+            raise unknown("run in labels", name, names)
 
 
 def written(name: str) -> str:
@@ -241,7 +241,8 @@ def comparison_figure(
         panels: what the panels show. A name of `curves.COSTS` is a panel over this cost. "per_client" is a panel over
             exchanges for each metric that was measured per client, and "per_client:NAME" is the same over the cost
             NAME. None takes `default_panels`.
-        size: width and height in inches of a figure for a paper, which has no title, and small type if it is narrow.
+        size: the width and height in inches of a figure for a paper. Such a figure has no title, and its type is small
+            if it is narrow. None makes a figure with a title, in the usual size.
     """
     metric = groups[0].metric
     chosen = default_panels(groups) if panels is None else panels

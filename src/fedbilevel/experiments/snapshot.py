@@ -47,7 +47,7 @@ class MetricTrace:
         return ", ".join([*parts, *([f"{others} not finite"] if others else [])])
 
     def in_words(self, value: float) -> str:
-        """Return a value as a text; `core.metrics.text` would write a dash for NaN."""
+        """Return a value as a text, and a value that is not finite as "NaN", "inf" or "-inf"."""
         return text(self.name, value) if math.isfinite(value) else str(value).replace("nan", "NaN")
 
     def heights(self, most: int) -> list[float | None]:

@@ -6,11 +6,13 @@ c. Labels c_ij of training samples may be wrong, and labels of validation sample
 
     g_i = mean_j sigmoid(x_ij)·CE(z(y), c_ij) + ridge·‖y‖²        f_i = mean CE(z(y), c)
 
-f does not depend on x directly, and ∂g_i/∂x_ij = sigmoid'(x_ij)·CE_ij/n_i. The hypergradient of one weight is therefore
-of the order of 1 over the number of all training samples, and steps on x must be larger by this number. x starts at 0.
+f does not depend on x directly, and ∂g_i/∂x_ij = sigmoid'(x_ij)·CE_ij/n_i, where client i has n_i training samples. The
+hypergradient of a weight is therefore of the order of 1/N, where N is the number of training samples of all clients. So
+step sizes for x must be larger by a factor of N than if this derivative were of the order of 1. x starts at 0.
 
-x has shape (M, longest), and x_ij is entry j of row i. Entries beyond the number of a client's samples are never read.
-A client's losses read only its own row, and also take this row alone as x, of shape (1, longest).
+x has shape (M, longest) for M clients, where `longest` is the largest of the n_i, and x_ij is entry j of row i. Entries
+of row i from n_i on are never read. A client's losses read only the client's own row. They also accept this row alone
+as x, of shape (1, longest).
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -133,4 +133,7 @@ def _nearest_in_few(point: Floats, centers: Floats, radii: Floats, rounds: int =
             corrections[j] = toward - x
         if np.linalg.norm(corrections - before) <= 1e-13 * (1 + np.linalg.norm(point)):
             return x
-    raise ConfigurationError(f"the projection of {point} onto all balls was not found in {rounds:,} rounds")
+    raise ConfigurationError(
+        f"the projection of the point {point} onto the intersection of the balls was not found in {rounds:,} "
+        "iterations: use another seed, or fewer targets"
+    )

@@ -259,7 +259,7 @@ def require_known(table: SiteFile, agreed: Summaries) -> None:
         if "categories" in agreed[name] and not agreed[name]["rarer"]:
             known = agreed[name]["categories"]
             if others := sorted({word for word in column if word is not None} - known.keys()):
-                raise unknown(f"category of column {name!r} of {table.where}", others[0], known)
+                raise unknown(f"category in the column {name!r} of {table.where}", others[0], known)
 
 
 def classes_of(target: Mapping[str, Any], columns: ColumnRoles) -> list[str]:
@@ -301,7 +301,7 @@ def samples_of(
     if columns.outcome in WORDS:
         classes = classes_of(target, columns)
         if others := sorted({*label} - {*classes}):
-            raise unknown(f"class of {columns.target!r} of {table.where}", others[0], classes)
+            raise unknown(f"class in the column {columns.target!r} of {table.where}", others[0], classes)
         label = np.array([classes.index(word) for word in label], int)
     elif columns.outcome == "count":
         require(target["mean"] > 0, f"counts {columns.target!r}", "all 0", "above 0 in at least one row")

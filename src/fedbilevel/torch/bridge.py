@@ -213,9 +213,15 @@ def _refuse_no_grad(program: ExportedProgram) -> None:
 def _reason(error: Exception, module: nn.Module, batch_axis: int | None) -> str:
     message = str(error)
     if "data-dependent" in message:
-        return "forward has branches or shapes that depend on data: use torch.where, and shapes that do not"
+        return (
+            "forward has branches or shapes that depend on the data: use torch.where in place of a branch, "
+            "and only shapes that do not depend on the data"
+        )
     if "Constraints violated" in message:
-        return f"axis {batch_axis} of the inputs may not vary: pass the axis of the samples as batch_axis, or None"
+        return (
+            f"forward works only for one length of axis {batch_axis} of the inputs, but the length of batch_axis has "
+            "to be free: pass the axis of the samples as batch_axis, or None if all inputs have the same shapes"
+        )
     line = next((line for line in message.splitlines() if line.strip()), type(error).__name__)
     return f"torch.export cannot trace {type(module).__name__}: {line}"
 

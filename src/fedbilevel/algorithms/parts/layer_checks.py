@@ -45,7 +45,7 @@ def checked(
     where, (kind, name) = f"{layer.label}.{function}", RETURNS[function]
     if type(returned) is not tuple or len(returned) != 2 or not isinstance(returned[0], kind):
         got = described(returned)
-        raise ConfigurationError(f"{where} returned {got}: it returns {name} and what the layer keeps")
+        raise ConfigurationError(f"{where} returned {got}: it must return {name} and what the layer keeps")
     what, kept = returned
     make = "client_slot" if function == "reply" else "server_slot"
     if layer.kind not in slots and kept is not None:

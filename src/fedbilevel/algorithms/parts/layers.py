@@ -241,7 +241,11 @@ class At(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """Hold a method and its layers: first those from the phase to the network, then those at the end of a round."""
+    """Hold a method and its layers.
+
+    The layers around an exchange come first, in the order from the phase to the network. The layers at the end of a
+    round follow.
+    """
 
     method: Algorithm
     layers: tuple[Layer, ...]
@@ -412,7 +416,7 @@ class Layered(Wrapper):
         for layer in self.layers:
             found = layer.findings(self.algorithm, slots.get(layer.kind), found)
             if not isinstance(found, Findings):
-                returns = "it returns Findings, such as found._replace(columns=found.columns | {'name': number})"
+                returns = "it must return Findings, such as found._replace(columns=found.columns | {'name': number})"
                 raise ConfigurationError(f"{layer.label}.findings returned {described(found)}: {returns}")
         return found
 
@@ -422,7 +426,7 @@ class Layered(Wrapper):
         for layer in self.layers:
             own = layer.remarks(self.algorithm, slots.get(layer.kind))
             if not isinstance(own, tuple) or not all(isinstance(text, str) for text in own):
-                raise ConfigurationError(f"{layer.label}.remarks returned {own!r}: it returns a tuple of sentences")
+                raise ConfigurationError(f"{layer.label}.remarks returned {own!r}: it must return a tuple of texts")
             remarks += own
         return remarks
 

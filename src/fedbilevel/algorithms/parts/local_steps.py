@@ -358,7 +358,10 @@ class LocalDirections(JointSteps):
 
 
 class FirstDerivatives(JointSteps):
-    """Share the draws of methods whose directions are derivatives of one function of a client's losses."""
+    """Base class of methods that take their directions as derivatives of one function of a client's losses.
+
+    The class draws the samples of a local step, and a subclass defines `slopes`.
+    """
 
     gradients: ClassVar[int]
     """The number of gradients of f and g for the three directions on one draw."""

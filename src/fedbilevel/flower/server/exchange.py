@@ -24,7 +24,10 @@ from fedbilevel.flower.wire import CallSignature, Contract, RequestMessage
 
 
 class EncodedMessage(NamedTuple):
-    """Hold a message as bytes, with the contract and the call by which a client identifies it."""
+    """Hold a message as bytes, with the contract of the run and the signature of the call.
+
+    By the contract and the signature, a client knows which phase the message asks for, and which layout it has.
+    """
 
     contract: Contract
     call: CallSignature

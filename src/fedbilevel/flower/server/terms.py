@@ -29,11 +29,13 @@ class Terms:
     Args:
         quorum: the share of a cohort that must reply, above 0 and at most 1.
         deadline: the seconds that a client has for a reply, including both transfers.
-        attempts: how often clients that have not replied are asked, before a run without a quorum stops.
+        attempts: how often clients that have not replied are asked. If there is no quorum after the last attempt, the
+            run stops.
         join: the seconds to wait for clients that are not online, at the start and before another attempt.
-        norm_factor: the largest ratio of an update's norm to the usual norm (see `NormBounds`); None: no such bound.
-        message_factor: the ratio of an update's norm to the norm of the message up to which the update counts even if
-            `norm_factor` would refuse it.
+        norm_factor: the largest allowed ratio of an update's norm to the usual norm of updates in the same phase
+            (`NormBounds` says how the usual norm is computed). None: no such bound.
+        message_factor: an update whose norm is at most this number times the norm of the server's message counts, even
+            if its norm is above the bound of `norm_factor`.
         norm_bound: the largest Euclidean norm of an update in any case; None: no such bound.
         poll: the largest number of seconds between two requests for replies.
     """
