@@ -10,9 +10,9 @@ min_y [G(x, y) + εF(x, y)] with respect to ε is F(x, y*(x)). It is approximate
     Φ_λ(x) = (λ/2) (min_y [G(x, y) + εF(x, y)] − min_y [G(x, y) − εF(x, y)])
 
 The gradient of Φ_λ needs only first derivatives of F and G, and the minimiser x_λ of Φ_λ has an error of O(1/λ²). The
-two inner minimisers are written as y₊ = y − εv and y₋ = y + εv. Then y is near y*(x), v is near SimFBO's v (the
-solution of ∇²yy G v = ∇y F), and no step size depends on λ. A client steps on x, y and v along the derivatives of one
-function of its own losses,
+minimiser of G + εF is written as y₊ = y − εv, and the minimiser of G − εF as y₋ = y + εv: the index is the sign of εF.
+Then y is near y*(x), v is near SimFBO's v (the solution of ∇²yy G v = ∇y F), and no step size depends on λ. A client
+steps on x, y and v along the derivatives of one function of its own losses,
 
     s_i(x, y, v) = ½ [f_i(x, y₊) + f_i(x, y₋)] + (λ/2) [g_i(x, y₊) − g_i(x, y₋)]
 

@@ -4,10 +4,11 @@ Davoud Ataee Tarzanagh, Mingchen Li, Christos Thrampoulidis, Samet Oymak. "FedNe
 Compositional Optimization". ICML 2022, arXiv:2205.02215. Algorithms 1-4.
 
 A round, which the paper calls an epoch, consists of three procedures of the paper: FedInn, T times, then FedIHGP, and
-then FedOut. FedInn moves y, FedIHGP computes v, and FedOut moves x. The right column has the number of exchanges. F is
-the mean of f_i, and H is the mean of ∇²yy g_i. ℓ bounds H's largest eigenvalue, and N is the number of terms of a
-series for H⁻¹. β and α are step sizes for y and x. Client i makes τ_i local steps, which ν counts, and draws samples ξ
-for f_i and ζ for g_i.
+then FedOut. FedInn moves y. FedIHGP computes v ≈ H⁻¹∇y F, the vector in the hypergradient. FedOut moves x. The right
+column has the number of exchanges. F is the mean of f_i, and H is the mean of ∇²yy g_i. ℓ bounds H's largest
+eigenvalue, and N is the number of terms of a series for H⁻¹. β and α are step sizes for y and x. Client i makes τ_i
+local steps, which ν counts, and draws samples ξ for f_i and ζ for g_i. A fresh cohort is drawn independently of all
+other cohorts of the round, so that the factors of a product are independent (docs/explanation/exchanges.md).
 
     FedInn   q = mean_i ∇y g_i(x, y; ζ_i)                                                              1
              y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q]
@@ -35,8 +36,8 @@ exchange averages both x and y.
 FedNest(hypergradient=LocalImplicit()) is none of these variants: it runs FedOut with the mean of clients' own
 hypergradients as h.
 
-On a `Minimax` problem ∇y F = 0 at y*(x), and FedIHGP is left out. On a `Compositional` problem H = I, so that v = ∇y F,
-and T = 1 with β = 1 and τ = 1 gives y = mean_i r_i(x).
+On a `Minimax` problem ∇y F = 0 at y*(x), and FedIHGP is left out. On a `Compositional` problem g_i = ½‖y − r_i(x)‖².
+Then H = I, and so v = ∇y F. FedInn with T = 1, β = 1 and τ = 1 gives the exact inner solution, y = mean_i r_i(x).
 
 With full batches and one step on x, LFedNest computes the same numbers, up to rounding, as RABO in which every client
 holds the whole model. In the same case FedNest-SGD computes the same numbers as FedMBO, but with one more exchange. In
@@ -52,7 +53,8 @@ Departures from the paper:
    corrected steps, the change of client i is the sum of a common part, −βq on y and −αh on x, and of its drift d_i. The
    server adds the common part once, and averages only the drifts, as Σ p_i d_i / Σ p_i. An average of the common part
    would be biased, because q and the weights of the same cohort are not independent.
-2. The first corrected step is along q (or h) itself, since its correction is zero for any draw.
+2. A client makes its first corrected step along q (or h) and computes no gradient for it. The paper's bracket has two
+   gradients on the same samples, which are equal in the first step, and so cancel. The numbers do not change.
 3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges.
    The paper's method is Neumann(sampling="random"). The random length of its product causes a variance that grows with
    N, and the series does not have this variance. There are two more ways to compute v: with CG() by conjugate gradient,

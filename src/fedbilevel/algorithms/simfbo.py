@@ -4,8 +4,8 @@ Yifan Yang, Peiyao Xiao, Kaiyi Ji. "SimFBO: Towards Simple, Flexible and Communi
 Learning". NeurIPS 2023, arXiv:2305.19442. Algorithm 1.
 
 x is the outer variable, y is the inner variable, and v, of y's shape, tracks the solution of ∇²yy G v = ∇y F. There are
-M clients. Client i has the weight p_i and the losses f_i and g_i. P clients form the round's cohort C
-(docs/glossary.md).
+M clients. Client i has the weight p_i and the losses f_i and g_i, and F = Σ p_i f_i and G = Σ p_i g_i. P clients form
+the round's cohort C (docs/glossary.md).
 
 Numbers in brackets, such as (3), are those of the paper's equations. The server sends (x, y, v). Client i makes τ_i
 simultaneous steps on x, y and v, along the directions                                                         (3)
@@ -24,16 +24,16 @@ computes
 With unequal τ_i SimFBO therefore solves the problem with weights p_i‖a_i‖₁ / Σ_j p_j‖a_j‖₁ (Theorem 1), and ShroFBO
 solves the original problem (Theorem 2).
 
-Messages: the server sends x, y and v. Clients reply with vectors of these three shapes, in ShroFBO also with two
-numbers.
+Messages: the server sends x, y and v. Clients reply with vectors of these three shapes. In ShroFBO they also send two
+numbers: ‖a_i‖₁, and the number 1, from which the server gets the sum of p_i over the cohort.
 
 Departures from the paper:
 1. A single draw of inner and of outer samples serves all three directions of a local step. Each direction is unbiased.
    The paper's analysis draws separately for each direction, as `independent_batches` does.
 2. ρ is a sum over all clients. If only a cohort takes part in a round, ShroFBO estimates ρ by the mean of
-   Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i over the earlier rounds, and by the present round in round 0. An estimate from the
-   same round would be large exactly if clients with many steps are in h. The product would then have the bias that h
-   alone does not have.
+   Σ_{i∈C} p_i‖a_i‖₁ / Σ_{i∈C} p_i over the earlier rounds, and in round 0 by the present round. If ρ always came from
+   the present round, ρ and h would depend on the same cohort. So the product ρh would be biased, although h alone is
+   not.
 3. The server's step is an optax transformation of q, scaled by γ. The default is plain descent, as in the paper.
 4. The paper's (3) multiplies the k-th step by a_k, the weight that the k-th direction has in the sum of steps of heavy
    ball or FedProx. Under momentum the first of the τ_i steps is then the largest, and under FedProx the last. This

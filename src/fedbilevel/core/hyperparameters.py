@@ -193,7 +193,7 @@ def schedules(configuration: Any) -> Iterator[tuple[str, Schedule]]:
 
 
 def open_steps(configuration: Any) -> dict[str, OpenStep]:
-    """Return the steps that are None and adapt, by path, also those in parts."""
+    """Return the step sizes of a method and its parts that are None and adapt, by their paths."""
     steps: dict[str, OpenStep] = {}
     for entry in entries(configuration):
         kind = entry.field.metadata.get("adaptive")

@@ -37,7 +37,7 @@ TOLERANCE = 1e-10
 """The largest allowed difference of results in float64; see `difference`.
 
 Engines add up in different orders, which changes a sum by some units of rounding, 2e-16. Many local steps or an
-ill-conditioned system can multiply that by some thousands. A mistake changes far more digits."""
+ill-conditioned system can multiply that by a few thousand. A mistake changes far more digits."""
 
 FEATURES = {
     "submodels": "clients of limited capacity",
@@ -97,7 +97,7 @@ def check_method(
     `solve` with a solution that you know.
 
     Args:
-        method: the method; steps that are None adapt, as in `solve`.
+        method: the method; a step size that is None adapts during the run, as in `solve`.
         problem, clients, x0, y0: as for `solve`, with at least two clients.
         rounds: the number of rounds of each run, at least 2.
         key: the seed of all runs.

@@ -40,7 +40,7 @@ def tune_cpu(devices: int | None = None) -> None:
         devices: the number of CPU devices to present, for `Local(devices=…)`; None: one for each core. If there are
             several, they compute different clients in parallel, each on one thread.
 
-    The flags are chosen by measurement. Matrix products of clients (some 64×784×200) ran 1.2 times faster in XLA's
+    The flags are chosen by measurement. Matrix products of clients (about 64×784×200) ran 1.2 times faster in XLA's
     Eigen kernels than in its newer YNN kernels, the default of jaxlib 0.10. The small loops of FISM ran 1.6 times
     faster when each was compiled as one kernel, which XLA by default does only for loops over less than 1,024 bytes.
 

@@ -93,10 +93,10 @@ def solve(
             machines.
         eval_every: rounds between rows of the history; None makes about twenty rows.
         metrics: functions (x, y) -> scalar by name, computed for every row; `Metric` says whether larger is better.
-        metrics_per_client: functions (x, y, batch) -> number by name, means over the samples of the batch, computed for
-            every row on all outer samples of each client. `PerClient(function, "inner")` takes the inner samples. The
-            history gets NAME.mean (the mean with the clients' weights), NAME.worst, NAME.best and the deciles NAME.p10
-            … NAME.p90.
+        metrics_per_client: a dict of functions (x, y, batch) -> number, by name. A function returns a mean over the
+            samples of the batch. For every row of the history it is called for each client, with all outer samples of
+            this client as the batch. `PerClient(function, "inner")` passes the inner samples instead. The history gets
+            NAME.mean (the mean with the clients' weights), NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
         best_by: the column of the history by which `result.best` is chosen, such as a metric on validation samples;
             None: "outer_loss", the mean outer loss in the rounds before the row, if the method measures it.
         on_divergence: what to do if the run diverges. "stop" raises NonFiniteError if an iterate is not finite; the
@@ -114,9 +114,9 @@ def solve(
         callbacks: functions (result, row) that are called about every half second between two rounds, and whenever the
             history has a new row (otherwise row is None). If there are several processes, process 0 calls them (see
             engines.multihost). A callback that returns a text as the reason stops the run. If a callback raises an
-            error, the run is saved first. If it is then resumed, no callback is called again for the rounds before, so
-            a reason that another callback returned for these rounds is lost. `fedbilevel.trackers` has callbacks that
-            record runs.
+            error, the run is saved first. If the run is then resumed, callbacks are not called again for rounds that
+            are already done. So if another callback had just returned a reason to stop, this reason is lost.
+            `fedbilevel.trackers` has callbacks that record runs.
         checkpoint: the file to which process 0 saves the whole run, atomically, and from which the run resumes.
         checkpoint_every: rounds between saves; None: once a second, or less often so that saving takes at most a tenth
             of the time; with `RemoteClients`, after every round. Runs are also saved before round 0, at the end, on

@@ -61,11 +61,11 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         penalty_groups: "one": all features share a penalty, in units of their variances. "feature": each feature has
             its own. A list with a label for each feature: features with the same label share a penalty.
         cv: K, the number of folds.
-        rounds: the largest number of exchanges with the sites. The search ends by itself, usually after some tens, when
-            the projected gradient is small. With more than 300 features, `rounds` bounds the exchanges of the search,
-            which ends when the validation loss has not fallen for a hundred of them, and also the steps of Newton's
-            method for the last model, each of which has several exchanges. If one of the bounds is reached, `fit`
-            issues a sklearn.exceptions.ConvergenceWarning.
+        rounds: the largest number of exchanges with the sites. The search usually ends after a few dozen exchanges,
+            when the projected gradient is small. With more than 300 features, the search ends when the validation loss
+            has not fallen for a hundred exchanges, and `rounds` has two meanings. It bounds the exchanges of the
+            search, and also the steps of Newton's method for the final model, each of which has several exchanges. If
+            one of the bounds is reached, `fit` issues a sklearn.exceptions.ConvergenceWarning.
         random_state: the seed of the folds, a whole number. A site's folds depend on it, the site's name, and its rows.
 
     `fit` sets `coef_`, `intercept_` (not for Cox's model), `penalties_` (a Series by feature if X is a data frame),

@@ -64,7 +64,7 @@ class Study:
             feature, where each category of a column is a feature.
         groups: lists of columns by name; the columns of a list share a penalty of their own.
         cv: the number of folds of the cross-validation that finds the penalties.
-        rounds: the largest number of exchanges; the search for penalties usually ends by itself after some tens. With
+        rounds: the largest number of exchanges; the search for penalties usually ends by itself after a few dozen. With
             more than 300 features, the largest number of exchanges of the search, and also of the steps of Newton's
             method that follow, each of which has several exchanges.
         random_state: the seed of the folds and of the rows that are held out.

@@ -110,7 +110,7 @@ class Known(NamedTuple):
 
 
 class AdaptiveSteps(Layer):
-    """Adapt the steps of a method that are None: on y and v to the inner curvature, on x to the hypergradients so far.
+    """Adapt the step sizes of a method that are None: for y and v to the inner curvature, for x to the hypergradients.
 
     `solve` puts this layer around each method that has such steps. `fb.AdaptiveSteps(method, …)` is short for
     `fb.layered(method, fb.AdaptiveSteps(…))`. If these steps are adapted, the history has the columns `curvature`,
@@ -139,7 +139,7 @@ class AdaptiveSteps(Layer):
         require(not is_concrete(c) or c < 2, "AdaptiveSteps.y_lr", c, "below 2")
 
     def fits(self, method: Algorithm) -> None:
-        name, allowed = "AdaptiveSteps.algorithm", "a method with steps that are None, such as SimFBO() or AFBO()"
+        name, allowed = "AdaptiveSteps.algorithm", "a method with step sizes that are None, such as SimFBO() or AFBO()"
         require(bool(adapted(method)), name, method.label, allowed)
         measuring = adapted(method) == {"x"} or any(measures(method, phase) for phase in method.phases.values())
         require(measuring, name, method.label, "a method with a phase that measures: @phase(…, measures=True)")
@@ -296,7 +296,7 @@ class AdaptiveSteps(Layer):
 
 
 def adaptive(algorithm: Algorithm, problem: Problem, remember: bool = True) -> Algorithm:
-    """Return the method, within AdaptiveSteps if it has steps that are None and that are used on this problem.
+    """Return the method, within AdaptiveSteps if it has step sizes that are None and are used on this problem.
 
     Args:
         algorithm: the method.

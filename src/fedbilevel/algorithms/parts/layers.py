@@ -305,7 +305,7 @@ class Layered(Wrapper):
 
     Args:
         algorithm: the method.
-        steps: the layer that adapts the steps that are None.
+        steps: the layer that adapts the step sizes that are None.
         kept: the layer that keeps a part of the model at the client.
         privacy: the layer that clips replies and adds noise.
         rule: the layer that replaces the mean of all replies.

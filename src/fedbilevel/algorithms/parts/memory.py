@@ -70,7 +70,7 @@ ROUNDING = 1e-5  # the largest rounding error of a sum of all weights in float32
 class Compressor(Around):
     """Base class of compressors, which make replies shorter: `coded` returns a form with fewer bytes.
 
-    Clients compress the difference to what they sent before, so that parts that were not sent are sent later
+    Clients compress the difference from what they sent before, so that parts that were not sent are sent later
     (`Memory`). The code C must be a contraction: ‖C(v) − v‖² ≤ (1 − δ)‖v‖² with some δ > 0 for every v. The smaller δ
     is, the smaller steps have to be.
     """
@@ -169,7 +169,7 @@ class LastReply(NamedTuple):
 
 
 class ReplyDelta(NamedTuple):
-    """Hold what a client sends in place of a reply: the difference to its last reply, which the server adds up.
+    """Hold what a client sends in place of a reply: the difference from its last reply, which the server adds up.
 
     `joins` and `exchanges` are public, since the server knows which clients have replied, and when it asked them.
     """
@@ -206,7 +206,7 @@ class ReplyDelta(NamedTuple):
 
 
 class Memory(Layer):
-    """Let clients send differences to their last replies, whole or compressed, which the server adds up.
+    """Let clients send differences from their last replies, whole or compressed, which the server adds up.
 
     Args:
         compressor: what compresses the differences; None: they are sent whole.
@@ -228,13 +228,13 @@ class Memory(Layer):
 
     @property
     def cannot(self) -> str:
-        return "cannot be Asynchronous" if self.late else f"cannot send differences to earlier replies ({self.label})"
+        return "cannot be Asynchronous" if self.late else f"cannot send differences from earlier replies ({self.label})"
 
     def asks(self, inside: Asks) -> Asks:
         return inside if self.late is None else inside._replace(first=self.late.wait_for)
 
     def allows(self, inside: Allows, method: Algorithm) -> Allows:
-        late = No(f"its replies are differences to earlier ones already ({self.label})")
+        late = No(f"its replies are already differences from earlier replies ({self.label})")
         return inside._replace(late=late)
 
     def check(self, method: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree) -> None:
@@ -259,7 +259,7 @@ class Memory(Layer):
         if asked.fresh is not None or asked.phase not in kept:
             return ask(asked), kept
         if asked.each:
-            why = f"{self.label} sends differences to earlier replies, of which the server knows only the sum"
+            why = f"{self.label} sends differences from earlier replies, of which the server knows only the sum"
             raise ConfigurationError(f"every reply of an exchange was asked for: {why}")
         last = kept[asked.phase]
         first = None if self.late is None else First(self.late.wait_for, self.late.max_staleness)
