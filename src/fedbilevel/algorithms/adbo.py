@@ -50,8 +50,8 @@ Departures from the paper:
    least once. All available clients make a plane together. The server knows their total weight from the second plane
    on. Until then, a client that is never available counts as a client that does not move. From then on it does not
    count.
-5. The step on λ_l is that of a plane divided by its squared length, Σ p_i ‖b_il‖² + ‖c_l‖² = 4h. The paper does not
-   divide. Its effective step on a plane's multiplier then falls with h, by orders of magnitude in a run.
+5. The step on λ_l is divided by n_l, since Σ p_i ‖b_il‖² + ‖c_l‖² = 4h is the squared length of a plane. The paper
+   does not divide. The effect of its step on a plane then falls with h, by orders of magnitude in a run.
 6. The number of planes is bounded. If there would be more, the oldest plane is dropped.
 7. Planes are made until the end of the run, as in the published code. The paper stops making planes at some iteration.
 

@@ -25,8 +25,7 @@ truncated Neumann series of H⁻¹∇y F.
 Relation to unrolling: unrolling takes ∇y F at y^N and multiplies by the factors I − λH(y^n) from the last to the first,
 which requires a second pass over the iterates. The method, as in the paper, takes ∇y F at y^Q and the factors in the
 order of the iterates. For general losses, the estimate therefore agrees with unrolling only in the limit y^0 → y*(x).
-Also as in the paper, ∇²xy G
-is taken at y^N, and H is taken only at y^n, even if a client makes τ > 1 steps.
+Also as in the paper, ∇²xy G is taken at y^N, and H is taken only at y^n, even if a client makes τ > 1 steps.
 
 Departures from the paper:
 1. The default is the expectation over Q.

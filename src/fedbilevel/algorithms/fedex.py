@@ -29,7 +29,7 @@ Departures from the paper:
 2. Configurations are an input of Algorithm 2. Here c_1 is x0. Every entry of the other configurations is drawn
    uniformly between `low` and `high`, in the first round, by the seed of the run.
 3. Configurations are sent with every message, since clients keep no state between rounds.
-4. The paper's tuned method runs FedEx inside a random search, or inside successive halving, over further
+4. The paper's tuned method runs FedEx inside a random search, or inside successive halving, over other
    hyperparameters. Here FedEx runs alone. The authors' code also stops moving θ when its entropy is small; this
    implementation does not.
 

@@ -17,7 +17,7 @@ H stays on the server. With `refresh` the clients have H too, and compute 𝓗 a
 single client that has all samples.
 
 Messages: the server sends x, 𝓗, of x's shape, and two numbers. Clients reply with a vector of x's shape and a number,
-and with `tolerance` with another number.
+and with a second number if `tolerance` is set.
 
 Departures from the paper:
 1. λ is relative to the mean of the f_ij. The paper's λ is m times as large, for m samples of all clients. Nothing else

@@ -21,7 +21,7 @@ A client steps on x, y and θ together, along the derivatives of ψ_i. Both loss
     d_θ = −(1/c) ∂ψ_i/∂θ    = ∇y g_i(x, θ) + (θ − y)/σ
 
 The local steps, the server's step and the messages are those of SimFBO, with θ in the place of v, and θ = y at the
-start. In the fields for step sizes, the entry `v` is that of θ. Where G is strongly convex, c (θ − y) tends to SimFBO's
+start. In the fields for step sizes, the entry `v` is the step size for θ. Where G is strongly convex, c (θ − y) tends to SimFBO's
 v as c grows, and x has an error of O(1/c).
 
 The factor b makes y slower than θ, since otherwise y and θ would diverge together where G has negative curvature. Take
@@ -68,7 +68,7 @@ OWN_STEPS = ("y", "theta"), (("y", lambda method: method.server_lr.y), ("theta",
 class MEHA(JointExchange, FirstDerivatives):
     """Minimise f where the gradient of g in y is 0, by first derivatives only; g need not be convex in y.
 
-    In the step sizes, the entry v is that of θ.
+    In the fields for step sizes, the entry `v` is the step size for θ.
 
     Args:
         penalty: c, the weight of the penalty, or a schedule over rounds. The error of x is O(1/c) where g is strongly

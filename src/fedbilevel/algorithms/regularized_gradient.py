@@ -11,8 +11,8 @@ Merchav, Sabach and Teboulle (2024).
 
     z_k = x_k + (1 − α/(k + α)) (x_k − x_{k−1}),     x_{k+1} = P_X[z_k − γ (∇F(z_k) + λ_k ∇H(z_k))]
 
-Messages: the server sends a vector of x's shape (BiFISTA with `tolerance`: two). Clients reply with a vector of x's
-shape, and with `tolerance` also with a number.
+Messages: the server sends a vector of x's shape, and clients reply with a vector of x's shape. If `tolerance` is set,
+clients also reply with a number, and BiFISTA's server sends two vectors.
 
 Departures from the papers:
 1. F is the mean over samples with the weights of clients, and λ is relative to this mean.

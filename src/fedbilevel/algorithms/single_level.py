@@ -14,7 +14,8 @@ Departures from the papers:
    server adds the common part −αq once, and averages the clients' drifts beyond it: see FedNest.
 2. A client's step in FedLin is α/τ_i, so that different numbers of local steps do not re-weight the clients. In FedAvg
    it is η for any τ_i, as in its paper, so that they do.
-3. FedLin's first corrected step is along q itself, since its correction is zero for any draw. Nothing is compressed.
+3. A client of FedLin makes its first corrected step along q and computes no gradient for it, since the two gradients in
+   the bracket are then equal. The numbers do not change. Replies are not compressed.
 4. Batches are drawn with replacement. With `local_epochs` they are drawn without replacement, as in FedAvg's paper.
 
 Checked in tests/algorithms/test_single_level.py (closed forms of both fixed points), test_local_epochs.py and
