@@ -12,7 +12,8 @@ for a single loss. The directions d_i, the weights a_k and ρ are those of SimFB
 Let all clients take part with full batches. At a solution z* with m = 0 all d̃_k are 0, so that clients stay at z*, and
 the mean of their replies is Σ p_i d_i(z*) = 0, whatever the τ_i are. Conversely, a round that changes neither z nor m
 has m = 0, so that its replies are the d_i(z), whose mean is 0. With cohorts or mini-batches, m contains the noise of
-their draws, and a run ends near the solution. Clients keep nothing between rounds, and their replies are as long as ShroFBO's.
+their draws, and a run ends near the solution. Clients keep nothing between rounds, and their replies are as long as
+ShroFBO's.
 
 Since replies are means over paths that themselves follow m, the new m depends on the old one. With plain steps, equal τ
 and equal Hessians λ, and with e = y − y* (or v − v*), a round is
@@ -26,11 +27,11 @@ eigenvalue μ of the round, with the part m of its eigenvector, satisfies μ² +
 and b = ⟨m, B̄m⟩ for ‖m‖ = 1. These are at most the largest λ and the largest β. The condition with the largest
 eigenvalue L of all A_i and the largest τ_i therefore still suffices.
 
-The method was developed for this library. Its correction follows Konečný et al., "Federated Optimization: Distributed Machine
-Learning for On-Device Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking
-Centralized Stochastic Algorithms in Federated Learning", 2020, arXiv:2008.03606, also correct local steps by what
-the server knew after the last round. For bilevel problems Han Shen et al., "FedMSA", 2023, arXiv:2306.01648, correct steps on x, y
-and v by momenta with reduced variance; CorrectedFBO is not an implementation of FedMSA.
+The method was developed for this library. Its correction follows Konečný et al., "Federated Optimization: Distributed
+Machine Learning for On-Device Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking
+Centralized Stochastic Algorithms in Federated Learning", 2020, arXiv:2008.03606, also correct local steps by what the
+server knew after the last round. For bilevel problems Han Shen et al., "FedMSA", 2023, arXiv:2306.01648, correct steps
+on x, y and v by momenta with reduced variance; CorrectedFBO is not an implementation of FedMSA.
 
 Messages: the server sends x, y, v and m, and clients reply with vectors of the shapes of x, y and v, and two numbers.
 

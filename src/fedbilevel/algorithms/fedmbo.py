@@ -12,8 +12,8 @@ fresh cohort of clients:
 
 If all clients share one length N', as in FedNest, the variance of v does not fall with the number of clients. If each
 client draws its own length, the variance falls with the number of clients, which gives the paper's linear speed-up. The
-server never needs the vector of a single client: the first exchange returns, for each length, the sum of p̃_i ∇y f_i over
-the clients that drew this length. After each product, the server adds the sum for the next shorter length.
+server never needs the vector of a single client: the first exchange returns, for each length, the sum of p̃_i ∇y f_i
+over the clients that drew this length. After each product, the server adds the sum for the next shorter length.
 
 On whole models, RABO(hypergradient=Implicit()) computes the same numbers from the same draws. With full batches and one
 step on x, FedNest-SGD also computes them, with one more exchange.

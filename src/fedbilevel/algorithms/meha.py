@@ -21,8 +21,8 @@ A client steps on x, y and θ together, along the derivatives of ψ_i. Both loss
     d_θ = −(1/c) ∂ψ_i/∂θ    = ∇y g_i(x, θ) + (θ − y)/σ
 
 The local steps, the server's step and the messages are those of SimFBO, with θ in the place of v, and θ = y at the
-start. In the fields for step sizes, the entry `v` is the step size for θ. Where G is strongly convex, c (θ − y) tends to SimFBO's
-v as c grows, and x has an error of O(1/c).
+start. In the fields for step sizes, the entry `v` is the step size for θ. Where G is strongly convex, c (θ − y) tends
+to SimFBO's v as c grows, and x has an error of O(1/c).
 
 The factor b makes y slower than θ, since otherwise y and θ would diverge together where G has negative curvature. Take
 an eigenvector of ∇²yy G with the eigenvalue a, and leave f/c out. Then the matrix of the steps on (y, θ) has the trace

@@ -40,8 +40,8 @@ Departures from the paper:
    operator. Conjugate gradient needs a symmetric operator, and is therefore only for `LocalImplicit`.
 5. The paper reports that RAFBO takes two thirds of RABO's operations, and does not say which operations it counts. Here
    both take nearly the same number if x is layers of a network. A pass over the samples computes the features for both
-   gradients of a difference, as it does for an exact product. The costs of ∇f and of the backward pass to x remain. (10) also needs ∇f,
-   and 1 + |P| passes for g, so that it does not save a third for any P.
+   gradients of a difference, as it does for an exact product. The costs of ∇f and of the backward pass to x remain.
+   (10) also needs ∇f, and 1 + |P| passes for g, so that it does not save a third for any P.
 
 Checked in tests/algorithms/test_rabo.py (closed forms, dense hypergradients, drawn coordinates), test_rabo_submodels.py
 (sliced problems), tests/oracles/test_differences.py, tests/engines/test_agreement.py and test_submodels.py.
