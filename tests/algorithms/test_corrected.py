@@ -127,7 +127,7 @@ def radius(method, matrices, work):
     return np.abs(np.linalg.eigvals(on_y)).max(-1)
 
 
-@pytest.mark.filterwarnings("ignore:x changes nothing about y")
+@pytest.mark.filterwarnings("ignore:x does not change y")
 @pytest.mark.parametrize("decay", [0.0, 0.7], ids=["plain", "momentum"])
 def test_rounds_are_stable_under_the_condition_of_the_docstring(decay):
     """γρL + η(max‖a_i‖₁ − 1)L is 1.98 in all cases, from nearly all of it in γ to nearly all of it in η."""
@@ -141,7 +141,7 @@ def test_rounds_are_stable_under_the_condition_of_the_docstring(decay):
         assert radius(method, hessians(rng, top, common=False), TAU).max() < 1, share
 
 
-@pytest.mark.filterwarnings("ignore:x changes nothing about y")
+@pytest.mark.filterwarnings("ignore:x does not change y")
 def test_the_condition_is_sharp_for_two_steps_and_equal_hessians():
     """β is then ηλ/2, so that rounds are stable exactly if γρL + ηL < 2."""
     rng, top, work = np.random.default_rng(4), 4.0, np.full(4, 2)

@@ -73,5 +73,5 @@ def test_a_subgradient_of_ones_own():
         )
         found = solved(fb.FISM(lr=0.5, regularization=0.2), 1, problem=own, clients=clients)
         assert float(found.x) == pytest.approx(-0.1 * slope)
-    with pytest.raises(fb.errors.ConfigurationError, match=r"SimpleBilevel\.subgradient .* None where outer is"):
+    with pytest.raises(fb.errors.ConfigurationError, match=r"SimpleBilevel\.subgradient .* None if outer is None"):
         problem(None, subgradient=lambda x: x)

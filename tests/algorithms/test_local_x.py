@@ -102,8 +102,8 @@ def test_a_run_that_goes_on_from_a_checkpoint_has_its_blocks(tmp_path):
 @pytest.mark.parametrize(
     ("algorithm", "x0", "words"),
     [
-        (fixed(fb.SimFBO()), START[:3], f"a leading axis of {CLIENTS}, the clients"),
-        (fixed(fb.SimFBO()), START + np.arange(CLIENTS)[:, None], "all start with the same block"),
+        (fixed(fb.SimFBO()), START[:3], f"a leading axis of length {CLIENTS}, the number of clients"),
+        (fixed(fb.SimFBO()), START + np.arange(CLIENTS)[:, None], "all clients start with the same block"),
         (
             fixed(fb.FedNest()),
             START,

@@ -163,7 +163,9 @@ def test_a_property_in_place_of_a_field_is_to_be_one():
     with pytest.raises(fb.errors.ConfigurationError, match=r"Mine\.client_lr = <property .*; make it a field"):
         type("Mine", (fb.FedBiO,), {"client_lr": property(lambda self: XYV(1, 1, 1))})
     held = type("Held", (Descent,), {"inner": property(lambda self: fb.parts.LocalSGD())})
-    with pytest.raises(fb.errors.ConfigurationError, match="got descent of a LocalSGD that is no field: make it a fie"):
+    with pytest.raises(
+        fb.errors.ConfigurationError, match="got descent of a LocalSGD that is not a field: make it a fie"
+    ):
         held().phase_name(held().inner.descent)
 
 

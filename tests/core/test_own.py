@@ -99,7 +99,10 @@ def test_a_method_has_the_numbers_in_its_fields():
         ((1, 2, 3), r"a pair \(low, high\)"),
         ({"low": 1}, "{low = …, high = …}"),
         (lambda round: 1, r"a function \(round, client, key\)"),
-        (lambda round, client, key: jnp.ones(2), r"a function \(round, client, key\) that gives a number"),
+        (
+            lambda round, client, key: jnp.ones(2),
+            r"a function \(round, client, key\) or \(round, client, key, k\) that returns a number",
+        ),
     ],
 )
 def test_what_is_none_of_the_forms_is_refused(given, words):
@@ -134,8 +137,8 @@ def test_what_is_none_of_the_forms_is_refused(given, words):
         ),
         (fb.SimFBO(), {"local_steps": np.ones((1, 2, 3), int)}, r"SimFBO has no `inner.rounds`"),
         (fb.SimFBO(), {"local_steps": lambda round, client, key, k: 1 + k}, r"SimFBO has no `inner.rounds`"),
-        (fb.FedNest(), {"outer_steps": lambda round, client, key, k: 1 + k}, r"asked outside of the inner rounds"),
-        (fb.LFedNest(), {"outer_steps": np.ones((5, 1, 3), int)}, r"asked outside of the inner rounds"),
+        (fb.FedNest(), {"outer_steps": lambda round, client, key, k: 1 + k}, r"used outside of the inner rounds"),
+        (fb.LFedNest(), {"outer_steps": np.ones((5, 1, 3), int)}, r"used outside of the inner rounds"),
         (
             fb.Asynchronous(fb.AFBO(inner=MeanGradient(rounds=4)), wait_for=2),
             {"local_steps": np.ones((5, 2, 3), int)},

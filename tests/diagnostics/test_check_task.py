@@ -53,7 +53,7 @@ def test_tasks_that_are_right():
         (
             fb.Bilevel(lambda x, y, b: jnp.vdot(x, x), INNER),
             "x acts on the outer",
-            "changes nothing about the outer loss",
+            "does not change the outer loss",
         ),
         (fb.Bilevel(OUTER, lambda x, y, b: jnp.vdot(y, y)), "x acts on the outer", "takes the validation loss first"),
         (fb.Bilevel(OUTER, summed), "losses are means", "the inner loss is not a mean"),

@@ -131,7 +131,7 @@ def test_what_is_shown_is_true():
     name, meaning, *more = repr(problem()).splitlines()
     assert (name, more) == ("Bilevel", ["  project_x  x stays in a convex set"])
     assert meaning.startswith(
-        "  problem    min over x of F(x, y*(x)) with y*(x) = argmin over y of G(x, y); F and G are"
+        "  problem    Minimise F(x, y*(x)) over x, with y*(x) = argmin over y of G(x, y); F and G are"
     )
     made = Task("mine", fb.SingleLevel(lambda x, batch: 0.0), population, jnp.ones(3), None, {"a": lambda x, y: 0.0})
     assert repr(made).splitlines() == [

@@ -151,15 +151,15 @@ def test_what_does_not_fit_is_refused_with_what_was_given(case):
         (lambda: fb.Bilevel(outer, lambda x, y, batch, more: 0.0), r"Bilevel\.inner takes \(x, y, batch, more\); "),
         (
             lambda: fb.Minimax(lambda x, y: 0.0),
-            r"Minimax\.loss takes \(x, y\); .*\(x, y, batch\), or \(x, y, batch, key\) where it draws$",
+            r"Minimax\.loss takes \(x, y\); .*\(x, y, batch\), or \(x, y, batch, key\) if it draws random numbers$",
         ),
         (
             lambda: fb.Compositional(outer, lambda x, b: x),
-            r"Compositional\.outer takes .*\(y, batch\), or \(y, batch, key\) where it draws$",
+            r"Compositional\.outer takes .*\(y, batch\), or \(y, batch, key\) if it draws random numbers$",
         ),
         (
             lambda: fb.SingleLevel(outer),
-            r"SingleLevel\.loss takes .*\(x, batch\), or \(x, batch, key\) where it draws$",
+            r"SingleLevel\.loss takes .*\(x, batch\), or \(x, batch, key\) if it draws random numbers$",
         ),
         (
             lambda: fb.SimpleBilevel(outer, lambda x, b: 0.0, fb.projections.ball(1.0)),

@@ -209,7 +209,7 @@ def test_many_features_with_given_penalties_have_the_closed_form(monkeypatch):
     assert model.standard_errors_ is None
 
 
-@pytest.mark.filterwarnings("ignore:x changes nothing about y")
+@pytest.mark.filterwarnings("ignore:x does not change y")
 def test_the_round_that_ends_the_last_training_asks_for_no_product():
     """One product is the whole Hessian of a single coefficient; then only rounding errors are left of the gradient."""
 

@@ -58,7 +58,7 @@ from fedbilevel.core.tree import XYV, PyTree
 
 
 class State(NamedTuple):
-    """The server's state."""
+    """Hold the server's state of CorrectedFBO."""
 
     inside: RobustState
     mean: XYV  # m

@@ -1,4 +1,4 @@
-"""Algorithms: a configuration, what the server does in a round, and the phases that clients run."""
+"""Define the base classes of methods and their parts: fields, the server's program, and the phases that clients run."""
 
 from __future__ import annotations
 
@@ -60,14 +60,20 @@ def phase(
     measures: bool | Measures = False,
     multiplies: bool = False,
 ) -> Any:
-    """Mark a method as a phase: what a client runs when the server names it. It sees its arguments alone.
+    """Mark a method as a phase: what a client runs when the server names it.
 
-    `takes` and `gives` say what of the message and of the reply's update is shaped like x or like y, is a single
-    "number", or is something else, which no client gets in part, "whole": prefixes of these trees, with these leaves.
-    Clients of limited capacity, problems whose clients keep x, and `Asynchronous` go by them. `measures`: with it
-    `AdaptiveSteps` asks for the curvature at the first x and the first y of the message, or at the (x, y) that a
-    function of the phase's arguments returns. `multiplies`: it gives the product of ∇²yy g_i and the last part of the
-    message.
+    A phase can read only its arguments, and the fields of the method. Clients of limited capacity, problems whose
+    clients keep x, and `Asynchronous` need `takes` and `gives`. Both are prefixes of the trees that they describe. Each
+    of their leaves is "x" or "y", for a part that is shaped like this variable; "number", for a single number; or
+    "whole", for any other part, which is never cut to a submodel.
+
+    Args:
+        function: the method.
+        takes: the shapes of the parts of the message.
+        gives: the shapes of the parts of the reply's update.
+        measures: whether `AdaptiveSteps` may ask the client for its curvature in this phase, at the first x and the
+            first y of the message; or a function of the phase's arguments that returns the (x, y) to use instead.
+        multiplies: whether the phase replies with the product of ∇²yy g_i and the last part of the message.
 
     Raises:
         ConfigurationError: the method does not take (self, client, message, key).
@@ -83,15 +89,20 @@ def phase(
 
 
 def is_phase(value: object) -> bool:
-    """Say whether a function or method is marked with `@phase`."""
+    """Tell whether a function or method is marked with `@phase`."""
     return callable(value) and hasattr(value, "__phase__")
 
 
 def takes_and_gives(function: Any) -> tuple[PyTree, PyTree]:
-    """Return `takes` and `gives` of a phase: what of its message and update is shaped like x, like y, or otherwise."""
+    """Return `takes` and `gives` of a phase: the shapes of the parts of its message and of its update."""
     said = getattr(function, "__takes_and_gives__", None)
     name = getattr(function, "__name__", repr(function))
-    require(said is not None, f"phase {name}: takes, gives", said, "said, for clients who hold submodels")
+    require(
+        said is not None,
+        f"phase {name}: takes, gives",
+        said,
+        "declared by @phase(takes=…, gives=…), which submodels need",
+    )
     assert said is not None
     return said[0], said[1]
 
@@ -102,15 +113,16 @@ def takes_and_gives(function: Any) -> tuple[PyTree, PyTree]:
     field_specifiers=(static, wrapped, positive_integer, counts, step_sizes, positive, fraction, share),
 )
 class Part(ABC):
-    """A configuration with phases, that can be a field of a method: a linear solver, the steps on y, a method itself.
+    """Base class of configurations with phases, such as a method, a linear solver, or the steps on y.
 
-    A subclass is a frozen dataclass with keyword-only fields, and a pytree whose leaves are its step sizes and
-    other real numbers; counts, and what `static` makes, shape the compiled program. Its methods that are marked with
-    `@phase` are phases of the method that it is a part of, named by the way to them: "inner.descent".
+    A part can be a field of a method. A subclass is a frozen dataclass with keyword-only fields, and a pytree whose
+    leaves are its step sizes and other real numbers. Counts, and fields made by `static`, are constants of the compiled
+    program. Methods of a part that are marked with `@phase` are phases of the method to which the part belongs. Their
+    names contain the field, as in "inner.descent".
     """
 
     kind: ClassVar[str]
-    """What specs call it, among the parts that a field may have."""
+    """The name of the part in specs, among the parts that a field may have."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -119,9 +131,9 @@ class Part(ABC):
         config(cls)
 
     def validate(self) -> None:
-        """Refuse in a field for parts what is none of those that its annotation names.
+        """Refuse a part whose class the annotation of its field does not allow.
 
-        As each `validate`, it runs when an instance is made, before those of the classes below.
+        It runs when an instance is made. If several classes define `validate`, those of base classes run first.
         """
         made: Any = type(self)
         for field in fields(self):
@@ -132,7 +144,7 @@ class Part(ABC):
 
     @property
     def phases(self) -> dict[str, Phase]:
-        """All that a server may ask of a client, by name: the phases of its own and of its parts, "inner.descent"."""
+        """Return all phases that a server may ask for, by name; a phase of a part has a name like "inner.descent"."""
         found: dict[str, Phase] = {name: getattr(self, name) for name in _own_phases(type(self))}
         for field, part in field_values(self).items():
             if isinstance(part, Part):
@@ -142,7 +154,7 @@ class Part(ABC):
 
 @cache
 def _hints(cls: type[Part]) -> dict[str, Any]:
-    """Resolve the annotations of a class, once."""
+    """Resolve the annotations of a class; the result is cached."""
     return get_type_hints(cls)
 
 
@@ -160,16 +172,16 @@ class Listed(Part):
     """
 
     name: ClassVar[str]
-    """What the command line calls the method. A class that sets it is listed in `ALGORITHMS`."""
+    """The name of the method on the command line. A class that sets it is listed in `ALGORITHMS`."""
 
     solves: ClassVar[tuple[type[Problem], ...]] = (Bilevel,)
-    """The kinds of problem that the method is for."""
+    """The kinds of problem that the method solves."""
 
     facts: ClassVar[Facts | None] = None
-    """What the method costs, needs and is good for; the text is appended to the docstring of the class."""
+    """The costs, needs and uses of the method; the text is appended to the docstring of the class."""
 
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}
-    """Values of fields that work, by the name of a task: specs start from them. On the command line alone."""
+    """Values of fields that work on a task, by its name. Runs on the command line start from them."""
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -186,19 +198,19 @@ class Listed(Part):
 
     @property
     def label(self) -> str:
-        """The name of the method in messages to the user: that of its class."""
+        """Return the name of the method in messages, which is the name of its class."""
         return type(self).__name__
 
     @property
     def kinds_of_problem(self) -> tuple[type[Problem], ...]:
-        """The kinds of problem that this instance is for."""
+        """Return the kinds of problem that this instance solves."""
         return self.solves
 
     def phase_name(self, function: object) -> str:
-        """Find the name of a phase, given as the bound method that an exchange gets.
+        """Return the name of a phase, which is given as a bound method.
 
         Raises:
-            ConfigurationError: it is none of this algorithm's phases.
+            ConfigurationError: the function is not a phase of this algorithm.
         """
         phases = self.phases
         for name, known in phases.items():
@@ -207,46 +219,48 @@ class Listed(Part):
         got = getattr(function, "__name__", repr(function))
         holder = getattr(function, "__self__", None)
         mark = ": mark it with @phase" if holder is self and not is_phase(function) else ""
-        mark = f" of a {type(holder).__name__} that is no field: make it a field" if isinstance(holder, Part) else mark
+        mark = (
+            f" of a {type(holder).__name__} that is not a field: make it a field" if isinstance(holder, Part) else mark
+        )
         raise ConfigurationError(f"{self.label}: an exchange takes one of its phases {sorted(phases)}, got {got}{mark}")
 
 
 class Algorithm(Listed):
     """Base class of every federated method.
 
-    A subclass is a frozen dataclass with keyword-only fields, and a pytree whose leaves are its step sizes and
-    other real numbers; counts, and what `static` makes, shape the compiled program. It has to define `init` and
-    `round`; every other method here has a default. A method marked with `@phase` is what a client runs when
-    the server names it.
+    A subclass is a frozen dataclass with keyword-only fields, and a pytree whose leaves are its step sizes and other
+    real numbers. Counts, and fields made by `static`, are constants of the compiled program. A subclass has to define
+    `init` and `round`; all other methods of this class have a default. A method marked with `@phase` is what a client
+    runs when the server names it.
     """
 
     def validate(self) -> None:
-        """Refuse local epochs without a number of samples in a batch."""
+        """Refuse local epochs if `batch_size` is None."""
         for path in local_epochs(self):
             allowed = f"a number of samples, with {path}"
             require(self.batch_size is not None, f"{self.label}.batch_size", None, allowed)
 
     @abstractmethod
     def init(self, x: PyTree, y: PyTree) -> Any:
-        """Make the server's state before round 0. It has the attributes `x` and `y`, like x0 and y0."""
+        """Return the server's state before round 0. It has the attributes `x` and `y`, like x0 and y0."""
 
     @abstractmethod
     def round(self, fed: Fed, state: Any, key: Array) -> Any:
-        """Make the server's state after a round, whose exchanges go through `fed`: like `state` in all leaves."""
+        """Make a round, with exchanges by `fed`, and return the new state, whose leaves have the shapes of `state`."""
 
     def init_client(self, x: PyTree, y: PyTree) -> PyTree:
-        """Make each client's state before round 0, kept between rounds and never sent; None: clients keep nothing."""
+        """Return a client's state before round 0, which it keeps between rounds and never sends; None: no state."""
         return None
 
     @property
     def batch_size(self) -> int | None:
-        """Samples that a client draws at a time, with replacement; None: all. Most methods have such a field."""
+        """Return the number of samples in a batch, drawn with replacement; None: all. Most methods have this field."""
         return None
 
     def check(self, problem: Problem, clients: Clients | RemoteClients, x: PyTree, y: PyTree) -> None:
         """Raise ConfigurationError if the fields do not fit the problem or the clients.
 
-        The server of a federation asks it too, with `RemoteClients`, whose samples it does not have.
+        The server of a federation calls this with `RemoteClients`, which have no samples.
         """
         return
 
@@ -261,7 +275,7 @@ class Algorithm(Listed):
         return Allows()
 
     def client_state(self, problem: Problem, x: PyTree, y: PyTree) -> PyTree:
-        """Make each client's state before round 0: `init_client`, without what clients keep of x and y themselves."""
+        """Return a client's state before round 0 by `init_client`, which gets only the server's parts of x and y."""
         return self.init_client(local_x.server_x(problem, x), server_y(problem.own, y))
 
     def hypergradient_at(self, fed: Fed, x: PyTree, y: PyTree, key: Array) -> PyTree:
@@ -274,7 +288,7 @@ class Algorithm(Listed):
         )
 
     def finished(self, state: Any) -> Any:
-        """Say whether the run may end at this state because nothing is left to do."""
+        """Tell whether the run may end at this state because nothing is left to do."""
         return False
 
     def findings(self, state: Any) -> Findings:
@@ -301,14 +315,18 @@ class Algorithm(Listed):
 
     @classmethod
     def estimates_hypergradient(cls) -> bool:
-        """Say whether the class defines `hypergradient_at`."""
+        """Tell whether the class defines `hypergradient_at`."""
         return cls.hypergradient_at is not Algorithm.hypergradient_at
 
 
 def refuse_unless_allowed(algorithm: Algorithm, entry: str, cannot: str, allows: Allows | None = None) -> None:
-    """Raise ConfigurationError with the reason against an entry of `Allows`, and the names of methods without one.
+    """Raise ConfigurationError if a method does not support a feature; the message names methods that support it.
 
-    `allows`: what the method allows in its layers; None: alone.
+    Args:
+        algorithm: the method.
+        entry: the feature, an entry of `Allows`.
+        cannot: the words of the message that say what the method cannot do.
+        allows: the features that the method supports within its layers; None: those that it supports without layers.
     """
 
     def reason(allows: Allows) -> str:
@@ -322,7 +340,7 @@ def refuse_unless_allowed(algorithm: Algorithm, entry: str, cannot: str, allows:
 
 
 def check_solves(algorithm: Algorithm, problem: Problem) -> None:
-    """Refuse a problem of a kind that the algorithm is not for, naming the algorithms that are."""
+    """Refuse a problem of a kind that the algorithm does not solve; the message names algorithms that solve it."""
     kinds_of = "a Bilevel, Minimax, Compositional, SingleLevel or SimpleBilevel"
     require(isinstance(problem, Problem), "problem", problem, kinds_of)
     if isinstance(problem, algorithm.kinds_of_problem):
@@ -346,7 +364,7 @@ def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree
 
 
 def check_algorithm(candidate: object) -> None:
-    """Refuse what is no instance of a subclass of `Algorithm`."""
+    """Refuse an object that is not an instance of a subclass of `Algorithm`."""
     allowed = "an instance of a subclass of Algorithm, e.g. SimFBO()"
     if isinstance(candidate, Part):
         allowed += f"; a {type(candidate).__name__} goes around a method: fb.layered(SimFBO(), …), or is a field of one"

@@ -162,7 +162,7 @@ class Clients(Shown):
         return Card(counted(len(self), "client"), samples | terms_in_words(self))
 
     def examples(self) -> tuple[PyTree, PyTree]:
-        """One sample's shapes for each loss, leaves (1, ...)."""
+        """Return the shapes of a sample of each loss, leaves (1, ...)."""
         return self.outer.example(), self.inner.example()
 
     def pooled(self) -> Clients:
@@ -244,7 +244,7 @@ class RemoteClients(Shown):
         return Card(f"{counted(len(self), 'client')}, elsewhere", examples | terms_in_words(self))
 
     def examples(self) -> tuple[PyTree, PyTree]:
-        """One sample's shapes for each loss, leaves (1, ...)."""
+        """Return the shapes of a sample of each loss, leaves (1, ...)."""
         return self.outer, self.inner
 
 

@@ -1,8 +1,8 @@
-"""An outer variable that is split by client: every client keeps its own block and steps it by itself.
+"""Let clients keep the outer variable x, if it has a block for each client.
 
-x has one block per client, its leaves (M, ...), and a client's losses read its own block alone, which they are given as
-(1, ...). The gradient of Σ p_i f_i in block i is p_i times the client's own one, so the server's step on block i is one
-that the client can make: neither x nor a gradient in x needs to be in any message.
+The leaves of x are (M, ...), with a block for each of M clients. A client's losses read only the client's own block,
+and get it as (1, ...). The gradient of Σ p_i f_i in block i is p_i times the gradient of client i. So the client can
+make the server's step on block i by itself, and no message needs to contain x or a gradient in x.
 """
 
 from __future__ import annotations
@@ -22,32 +22,37 @@ if TYPE_CHECKING:
 
 
 class LocalX(NamedTuple):
-    """What a client keeps where x is split by client."""
+    """Hold the block of x that a client keeps."""
 
     x: PyTree  # its block, leaves (1, ...)
 
 
 def server_x(problem: Problem, x: PyTree) -> PyTree:
-    """The part of x that the server holds: None where every client keeps a block of its own, else x."""
+    """Return the part of x that the server holds: None if clients keep their blocks of x, and otherwise x."""
     return None if problem.local == "x" else x
 
 
 def local_block(x: PyTree) -> PyTree:
-    """Leaves (1, ...): the block that every client starts with."""
+    """Return the block with which every client starts, leaves (1, ...)."""
     return jax.tree.map(lambda leaf: leaf[:1], x)
 
 
 def gather_x(clients: PyTree) -> PyTree:
-    """x, leaves (M, ...), from all that the clients keep, where each has a block."""
+    """Return x, leaves (M, ...), from the blocks in the clients' states."""
     nodes = jax.tree.leaves(clients, is_leaf=lambda node: isinstance(node, LocalX))
     (blocks,) = (node.x for node in nodes if isinstance(node, LocalX))
     return jax.tree.map(lambda leaf: leaf[:, 0], blocks)
 
 
 def check_split(clients: Clients, x: PyTree) -> None:
-    """Refuse an x that is not split by client, and blocks that differ: each client starts with what they share."""
+    """Refuse an x without a block for each client, and blocks that differ: all clients start with the same block."""
     shapes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(x)}
-    leading = f"where every leaf of x0 has a leading axis of {len(clients)}, the clients"
-    require(shapes == {(len(clients),)}, "Bilevel.local", "x", f"given {leading}")
+    leading = f"a leading axis of length {len(clients)}, the number of clients"
+    require(shapes == {(len(clients),)}, "Bilevel.local", "x", f"used only if every leaf of x0 has {leading}")
     same = all(bool(jnp.all(leaf == leaf[:1])) for leaf in jax.tree.leaves(x))
-    require(same, "Bilevel.local", "x", "given where x0 is the same for every client: all start with the same block")
+    require(
+        same,
+        "Bilevel.local",
+        "x",
+        "used only if all blocks of x0 are equal, since all clients start with the same block",
+    )

@@ -1,20 +1,20 @@
-"""A client's own numbers: how many local steps it makes, its step sizes, what it can hold.
+"""Read and evaluate clients' own numbers: numbers of a method, such as local steps and step sizes, that can differ.
 
-They differ from client to client, from round to round, or both. Each is given as
+They can differ between clients, between rounds, or both. Each of them can be given in one of these forms:
 
     a number                              the same for every client and round
     (M,) numbers                          one for each client
     (T, M) numbers                        one for each round and client; a run then has at most T rounds
     (T, K, M) numbers                     one for each round, inner round and client
-    (low, high) or {"low": …, "high": …}  drawn uniformly for each client and round, both included; of two whole
-                                          numbers whole ones
-    a function (round, client, key)       of JAX's operations, compiled with the rounds; the key is that client's own
-    a function (round, client, key, k)    the same for each inner round k, with keys of their own
+    (low, high) or {"low": …, "high": …}  drawn uniformly for each client and round, both ends included; if both ends
+                                          are whole numbers, so are the draws
+    a function (round, client, key)       of JAX's operations, compiled with the rounds; each client has its own key
+    a function (round, client, key, k)    the same for each inner round k, which also has a key of its own
 
-Inner rounds are counted within `Fed.repeat`; outside k is 0.
+Inner rounds are counted within `Fed.repeat`; outside of it, k is 0.
 
-A method's field may be a client's own where its maker says so: `positive(default=0.1, own=True)`. A phase then finds
-the client's number in the method's field, and knows no table.
+A field of a method can differ between clients if it is declared so: `positive(default=0.1, own=True)`. A phase reads
+the client's number from the method's field, so it needs no table.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ OwnNumbers = Mapping[str, int | float]
 """A client's own numbers in a round, by the path of the method's field."""
 LARGEST = 2.0**31
 PROBES = 10**6
-"""As many numbers of a rule are looked at before a run: those of all rounds, or of some, from the first to the last."""
+"""The number of values of a rule that are checked before a run, in all rounds or in some from the first to the last."""
 FORMS = "a number, one for each client, one for each round and client, (low, high), or a function"
-RULES = "a function (round, client, key) that gives a number, or one (round, client, key, k)"
+RULES = "a function (round, client, key) or (round, client, key, k) that returns a number"
 AXES = "", ", one for each client", ", one for each round and client", ", one for each round, inner round and client"
 
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Given:
-    """Numbers that were given: of shape (), (M,), (T, M) or (T, K, M)."""
+    """Hold numbers that the user has listed: of shape (), (M,), (T, M) or (T, K, M)."""
 
     values: Any
 
@@ -66,12 +66,12 @@ class Given:
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """The smallest and the largest number."""
+        """Return the smallest and the largest number."""
         return np.min(self.values), np.max(self.values)
 
     @property
     def rounds(self) -> int | None:
-        """For how many rounds there are numbers; None: for any."""
+        """Return the number of rounds for which there are numbers; None: any number of rounds."""
         return len(self.values) if np.ndim(self.values) >= 2 else None
 
     def __str__(self) -> str:
@@ -81,7 +81,7 @@ class Given:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Drawn:
-    """Numbers drawn uniformly for each client and round, between two bounds that are included."""
+    """Draw a number uniformly for each client and round, between two bounds that are included."""
 
     low: Any
     high: Any
@@ -90,7 +90,7 @@ class Drawn:
 
     @property
     def ends(self) -> tuple[Any, ...]:
-        """The smallest and the largest number."""
+        """Return the smallest and the largest number."""
         return self.low, self.high
 
     def at(self, round: Array | int, client: Array | int, key: Array, k: Array | int = 0) -> Array:
@@ -106,7 +106,7 @@ class Drawn:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Computed:
-    """Numbers that a function computes."""
+    """Compute each number by a function of the user."""
 
     function: Callable[..., Any] = field(metadata={"static": True})
     rounds, ends = None, ()
@@ -117,7 +117,7 @@ class Computed:
 
     @property
     def by_k(self) -> bool:
-        """Whether the function asks for the inner round: a fourth argument without a default."""
+        """Tell whether the function takes the inner round, as a fourth argument without a default."""
         return positional(self.function) == 4
 
     def __str__(self) -> str:
@@ -156,7 +156,7 @@ def read(path: str, given: Any, count: int, allowed: str = FORMS) -> Values:
 
 
 def read_rule(path: str, function: Callable[..., Any], allowed: str = RULES, truths: bool = False) -> Computed:
-    """Read a function that gives numbers or, if so, `truths`; `path` and `allowed` are for messages."""
+    """Check a function that returns numbers or, with `truths`, booleans; `path` and `allowed` are for messages."""
     index, rule = jax.ShapeDtypeStruct((), jnp.int32), Computed(function)
     try:
         found = jax.eval_shape(rule.at, index, index, jax.random.key(0), index)
@@ -171,7 +171,7 @@ def read_rule(path: str, function: Callable[..., Any], allowed: str = RULES, tru
 
 
 def check(path: str, values: Values, accept: Callable[[str, Any], Any]) -> None:
-    """Refuse numbers that are given of which `accept(path, number)` does not take the smallest or the largest."""
+    """Refuse numbers if `accept(path, number)` raises an error for the smallest or the largest of them."""
     for number in values.ends:
         accept(path, number.item())
 
@@ -179,8 +179,11 @@ def check(path: str, values: Values, accept: Callable[[str, Any], Any]) -> None:
 def check_rule(
     path: str, rule: Computed, accept: Callable[[str, Any], Any], clients: int, rounds: int, last: int = 0
 ) -> None:
-    """Refuse a rule that gives some of so many clients, in one of so many rounds and its first or `last` inner round,
-    a number that `accept` does not take: see PROBES."""
+    """Refuse a rule that returns a number for which `accept` raises an error.
+
+    At most PROBES numbers are checked: those of all `clients`, in some or all of the `rounds`, and in the first and the
+    `last` inner round.
+    """
     probes = np.unique(np.linspace(0, rounds - 1, min(rounds, max(4, PROBES // clients))).astype(int))
     ids, keys = jnp.arange(clients), jax.random.split(jax.random.key(0), clients)
     probed = jax.vmap(jax.vmap(rule.at, (None, 0, 0, None)), (0, None, None, None))
@@ -192,12 +195,12 @@ def check_rule(
 
 
 def check_inner_rounds(path: str, name: str, values: Values, method: Any, rounds: int) -> None:
-    """Refuse numbers by inner round that nothing would ask by it, and tables that do not fit the number of these."""
+    """Refuse numbers by inner round of a field that inner rounds do not use, and tables for another number of them."""
     whose = method.label
     got = f"of shape {np.shape(values.values)}" if isinstance(values, Given) else str(values)
     most = inner_rounds(method, len(values.values) if isinstance(values, Given) else rounds)
     inside = name == LOCAL_STEPS or name.startswith("inner.")
-    why = f"{whose} has no `inner.rounds`" if most is None else "it is asked outside of the inner rounds"
+    why = f"{whose} has no `inner.rounds`" if most is None else "it is used outside of the inner rounds"
     require(most is not None and inside, path, got, f"the same in all inner rounds: {why}")
     if isinstance(values, Given):
         has = np.shape(values.values)[1]
@@ -206,7 +209,7 @@ def check_inner_rounds(path: str, name: str, values: Values, method: Any, rounds
 
 
 def inner_rounds(method: Any, rounds: int = 1) -> int | None:
-    """Return how many inner rounds some of so many rounds have at most; None of a method that has none."""
+    """Return the largest number of inner rounds in any of the `rounds`; None for a method without inner rounds."""
     inside = [getattr(method, entry.name) for entry in fields(method) if entry.metadata.get("wrapped")]
     if inside:
         return inner_rounds(inside[0], rounds)
@@ -217,14 +220,14 @@ def inner_rounds(method: Any, rounds: int = 1) -> int | None:
 
 
 def changing(own: Mapping[str, Values]) -> dict[str, Values]:
-    """Return those own numbers that differ between the inner rounds of a round."""
+    """Return the own numbers that differ between the inner rounds of a round."""
     return {name: values for name, values in own.items() if values.by_k}
 
 
 def numbers_of(
     own: Mapping[str, Values], key: Array, round: Array | int, ids: Array, k: Array | int = 0
 ) -> dict[str, Array]:
-    """Return the own numbers of some clients in a round, (P,) each, by name; `key` is the round's stream for them."""
+    """Return the own numbers of some clients in a round, (P,) each, by name; `key` is the key of the round for them."""
 
     def each(name: str, values: Values) -> Array:
         stream = key if name == LOCAL_STEPS else jax.random.fold_in(key, zlib.crc32(name.encode()))
@@ -235,19 +238,19 @@ def numbers_of(
 
 
 def own_fields(method: Any) -> Iterator[tuple[str, Callable[[str, Any], Any]]]:
-    """List the fields of a method and of its parts that may be a client's own, by path, with what checks a number."""
+    """Yield the path of each field of a method or its parts that can differ between clients, with its check."""
     for entry in entries(method, unwrapped=True):
         if entry.field.metadata.get("own"):
             yield entry.path, positive_number if entry.of else entry.field.metadata["prepare"]
 
 
 def positive_number(path: str, number: Any) -> None:
-    """Refuse what is no positive number."""
+    """Refuse a number that is not positive."""
     require(number > 0, path, number, "a positive number")
 
 
 def in_python(name: str) -> str:
-    """Name an own number in messages as Python has it."""
+    """Return the name of an own number in messages, as it is written in Python."""
     return f"Clients.own[{name!r}]"
 
 
@@ -258,9 +261,9 @@ def check_own(
     rounds: int = 1,
     path_of: Callable[[str], str] = in_python,
 ) -> None:
-    """Refuse numbers that are for no field of the method, and numbers that the field does not allow; all at once.
+    """Refuse numbers for a field that the method does not have, and numbers that the field does not allow.
 
-    `path_of` names a number in messages.
+    One error lists all mistakes. `path_of` returns the name of a number in messages.
     """
     known, wrong = {LOCAL_STEPS: require_count, **dict(own_fields(method))}, list[ConfigurationError]()
     for name, values in own.items():
@@ -281,13 +284,13 @@ def check_own(
 
 
 def refuse_local_steps(name: str, own: Mapping[str, Values], instead: str) -> None:
-    """Refuse clients' own local steps for a method that makes none; `instead` says what it has."""
+    """Refuse clients' own numbers of local steps for a method without local steps; `instead` says what it has."""
     steps = own.get(LOCAL_STEPS)
     require(steps is None, "Clients.local_steps", str(steps), f"left out: {name} makes none; {instead}")
 
 
 def as_client(method: Any, own: Mapping[str, Array]) -> Any:
-    """Return the method as a client has it: with its own numbers in the fields that they are for."""
+    """Return the method with a client's own numbers in the fields to which they belong."""
     for path, number in own.items():
         if path != LOCAL_STEPS:
             method = replaced(method, path.split("."), number)

@@ -1,20 +1,21 @@
-"""Leaves of the inner variable that are each client's own, beside others that all clients share.
+"""Divide the inner variable y into leaves that all clients share, and leaves that are each client's own.
 
-y = (s, o_i): s is shared, o_i is client i's alone. (s*, o*)(x) minimise Σ p_i g_i(x, s, o_i) together, and x minimises
-Φ(x) = Σ p_i f_i(x, s*, o_i*). With v = (v_s, v_i) for the adjoint, the conditions are
+y = (s, o_i), where s is shared, and o_i belongs to client i alone. (s*, o*)(x) minimise Σ p_i g_i(x, s, o_i) together,
+and x minimises Φ(x) = Σ p_i f_i(x, s*, o_i*). With v = (v_s, v_i) for the adjoint, the conditions are
 
     Σ p_i ∇s g_i = 0                                      ∇o g_i = 0                                  for each i
     Σ p_i (∇²ss g_i v_s + ∇²so g_i v_i − ∇s f_i) = 0      ∇²os g_i v_s + ∇²oo g_i v_i − ∇o f_i = 0    for each i
     ∇Φ = Σ p_i (∇x f_i − ∇²xs g_i v_s − ∇²xo g_i v_i)
 
-Every one of them is a mean over clients, or a client's own condition, from which its weight p_i > 0 drops out. So the
-directions that a client computes at (x, (s, o_i), (v_s, v_i)) serve as they are: their entries for x, s and v_s are
-averaged, those for o_i and v_i are steps at the client. A client that is not asked keeps o_i and v_i, and the fixed
-points stay the same.
+Each of these conditions is a mean over clients, or a condition of a single client, from which its weight p_i > 0 drops
+out. So the directions that a client computes at (x, (s, o_i), (v_s, v_i)) need no change: their entries for x, s and
+v_s are averaged, and the client makes steps along their entries for o_i and v_i. A client that is not asked keeps o_i
+and v_i, and the fixed points stay the same.
 
-With a step γ on s and v_s, and γ_i on o_i and v_i, L_i being the largest eigenvalue of client i's own ∇²yy g_i, plain
-steps are stable below c = 2, where c is the largest of γ Σ p_i L_i and all γ_i L_i: for a vector (u_s, u_1, …), let
-w_i = (√(p_i γ) u_s, √γ_i u_i). Then the symmetrised operator gives Σ w_iᵀ ∇²yy g_i w_i ≤ Σ L_i ‖w_i‖² ≤ c ‖u‖².
+Let L_i be the largest eigenvalue of ∇²yy g_i, let γ be the step size for s and v_s, and γ_i the step size for o_i and
+v_i. Plain steps are stable if c < 2, where c is the largest of γ Σ p_i L_i and all γ_i L_i. Proof: for a vector
+(u_s, u_1, …), let w_i = (√(p_i γ) u_s, √γ_i u_i). Then the quadratic form of the symmetrised operator is
+Σ w_iᵀ ∇²yy g_i w_i ≤ Σ L_i ‖w_i‖² ≤ c ‖u‖².
 """
 
 from __future__ import annotations
@@ -33,18 +34,18 @@ IsOwn = Callable[[str], bool]
 
 
 class OwnY(NamedTuple):
-    """What a client keeps where leaves of y are its own."""
+    """Hold the leaves of y, and of v, that a client keeps for itself."""
 
-    leaves: dict[str, PyTree]  # by variable, "y" first: like y, None in place of the leaves that are shared
+    leaves: dict[str, PyTree]  # by variable, "y" first: like y, with None in place of shared leaves
 
 
 def path_of(path: tuple[jax.tree_util.KeyEntry, ...]) -> str:
-    """Write a path as problems get it: "head/weight"; "" for a y that is a single array."""
+    """Return a path as the text that `Bilevel.own` gets: "head/weight"; "" for a y that is a single array."""
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
 def parted_y(own: IsOwn | None, y: PyTree) -> tuple[PyTree, PyTree]:
-    """Part y into (shared leaves, own leaves); each has None where the other has a leaf."""
+    """Divide y into (shared leaves, own leaves); each tree has None where the other one has a leaf."""
     if own is None:
         return y, jax.tree.map(lambda _: None, y)
     leaves, structure = jax.tree_util.tree_flatten_with_path(y)
@@ -55,7 +56,7 @@ def parted_y(own: IsOwn | None, y: PyTree) -> tuple[PyTree, PyTree]:
 
 
 def server_y(own: IsOwn | None, y: PyTree) -> PyTree:
-    """Return the part of y that the server holds: y, with None in place of the leaves of each client's own."""
+    """Return the part of y that the server holds: y, with None in place of the clients' own leaves."""
     return parted_y(own, y)[0]
 
 
@@ -63,7 +64,7 @@ def own_paths(own: IsOwn | None, y: PyTree) -> tuple[str, ...]:
     """List the paths of the leaves of y that are each client's own.
 
     Raises:
-        ConfigurationError: `own` returns no truth value, or no leaf is a client's own.
+        ConfigurationError: `own` does not return a boolean, or no leaf is a client's own.
     """
     if own is None:
         return ()
@@ -72,12 +73,13 @@ def own_paths(own: IsOwn | None, y: PyTree) -> tuple[str, ...]:
         got = own(path)
         require(isinstance(got, bool), f"Bilevel.own({path!r})", got, "True or False")
     if not (found := tuple(path for path in paths if own(path))):
-        raise ConfigurationError(f"Bilevel.own is True of no leaf of y0; their paths are {', '.join(map(repr, paths))}")
+        named = ", ".join(map(repr, paths))
+        raise ConfigurationError(f"Bilevel.own is True for no leaf of y0; the paths of its leaves are {named}")
     return found
 
 
 def gathered(y: PyTree, clients: PyTree) -> PyTree:
-    """Return y with every client's own leaves, (M, ...), from all that clients keep; y itself where none are own."""
+    """Return y with every client's own leaves, (M, ...), taken from the clients' states; y itself if no leaf is own."""
     nodes = jax.tree.leaves(clients, is_leaf=lambda node: isinstance(node, OwnY))
     for node in nodes:
         if isinstance(node, OwnY):

@@ -1,4 +1,4 @@
-"""Problems: the losses to be minimised. Who holds the data is said elsewhere (client.py)."""
+"""Define problems, which hold the losses to be minimised; `Clients` (client.py) hold the data."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from fedbilevel.core.tree import PyTree, join
 from fedbilevel.machinery.kept import has_rules, hash_of, shapes_of
 
 Loss = Callable[[PyTree, PyTree, PyTree], Array]
-"""(x, y, batch) -> scalar: the mean over the batch, whose arrays have a leading sample axis.
+"""(x, y, batch) -> scalar: the mean over the batch, whose arrays have a leading axis of samples.
 
-A loss that draws (dropout, augmentation, noise) declares one argument more, (x, y, batch, key). It is called for each
-sample by itself, arrays (1, ...), with a key of the client, round, step and sample; all derivatives on a batch have the
-same keys."""
+A loss that draws random numbers (dropout, augmentation, noise) declares a fourth argument, (x, y, batch, key). It is
+called with one sample at a time, arrays (1, ...), and with a key that depends on the client, the round, the step and
+the sample. All derivatives on a batch use the same keys."""
 
 OF_LOSSES = 0x6C6F7373  # folded into a key whose own bits draw the samples
 F = TypeVar("F", bound=Callable[..., Any])
@@ -41,15 +41,16 @@ Project = Callable[[PyTree], PyTree]
 
 
 class WholeLoss:
-    """A loss that is no mean of samples, and takes all of a client's: a partial likelihood, an AUC, a table's penalty.
+    """Wrap a loss that is not a mean over samples, and so needs all samples of a client at once.
 
-    `Bilevel(outer, WholeLoss(inner))`: methods then take no batches (`batch_size=None`). F and G are the weighted means
-    over clients as ever.
+    Examples are a partial likelihood, an AUC, and a penalty that depends on a whole table. A problem can have such
+    losses, as in `Bilevel(outer, WholeLoss(inner))`. Methods then need `batch_size=None`. F and G are the weighted
+    means over clients, as for other losses.
 
     Args:
-        function: (x, y, samples, valid) -> scalar. Samples have a leading axis of the same length for all clients;
-            `valid`, of booleans, says which are the client's own. The others are copies, to be masked out:
-            `jnp.sum(jnp.where(valid, each, 0)) / jnp.sum(valid)` is a mean.
+        function: (x, y, samples, valid) -> scalar. The leading axis of `samples` has the same length for all clients.
+            `valid` is an array of booleans, which is True for the client's own samples. The other samples are copies,
+            and have to be masked out: `jnp.sum(jnp.where(valid, each, 0)) / jnp.sum(valid)` is a mean.
     """
 
     def __init__(self, function: Callable[[PyTree, PyTree, PyTree, Array], Array]) -> None:
@@ -63,14 +64,17 @@ class WholeLoss:
 
 
 class Keyed(NamedTuple):
-    """A batch for a loss that draws: samples, and a key for each."""
+    """Hold a batch for a loss that draws: the samples, and a key for each sample."""
 
     samples: PyTree
     keys: Array
 
 
 def with_keys(batch: PyTree, key: Array) -> PyTree:
-    """Give each sample of a batch a key of its own, from its place and `key`, with which the batch may be drawn."""
+    """Give each sample of a batch a key of its own, derived from `key` and the sample's place.
+
+    `key` may be the key with which the batch was drawn.
+    """
     if isinstance(batch, Padded):
         return Padded(with_keys(batch.samples, key), batch.mask)
     places = jnp.arange(len(jax.tree.leaves(batch)[0]))
@@ -78,9 +82,10 @@ def with_keys(batch: PyTree, key: Array) -> PyTree:
 
 
 class DrawingLoss:
-    """A mean over samples, (*point, batch), of a function (*point, sample, key) with a key of its own for each sample.
+    """Compute the mean over the samples of a batch of a function that draws.
 
-    A batch without keys is measured with keys that are always the same.
+    The function has the arguments (*point, sample, key), and the mean has the arguments (*point, batch). Each sample
+    has a key of its own. For a batch without keys, the keys are the same in every call.
     """
 
     def __init__(self, function: Callable[..., PyTree]) -> None:
@@ -94,21 +99,23 @@ class DrawingLoss:
 
 
 def read_loss(field: str, function: Any, arguments: str) -> Any:
-    """Check a function of these arguments; one that declares a `key` after them draws."""
+    """Check a function of these arguments; return it as a `DrawingLoss` if it declares a `key` after them."""
     if declares_key(function, arguments):
         return DrawingLoss(function)
-    require_function(field, function, arguments, f", or ({arguments}, key) where it draws")
+    require_function(field, function, arguments, f", or ({arguments}, key) if it draws random numbers")
     return function
 
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Problem(Shown):
-    """Base of every kind of problem: an outer and an inner loss of (x, y, batch).
+    """Serve as the base class of all kinds of problem: an outer and an inner loss of (x, y, batch).
 
-    `implicit_term` says how ∇Φ(x) = ∇x F − ∇²xy G·v gets its v at y = y*(x): by inverting ∇²yy G ("inverse"), as ∇y F
-    itself where that Hessian is the identity ("identity"), or not at all where ∇y F vanishes ("none").
-    `inner_is_mean`: whether the inner loss is the mean of its values on single samples; if not it takes padded batches.
-    `own_losses`: which of the two are the user's, and not made of the other one, or empty.
+    Attributes:
+        implicit_term: how v in ∇Φ(x) = ∇x F − ∇²xy G·v is computed at y = y*(x). "inverse": v solves ∇²yy G·v = ∇y F.
+            "identity": v is ∇y F, since ∇²yy G is the identity. "none": v is not needed, since ∇y F is 0.
+        inner_is_mean: whether the inner loss is the mean of its values on single samples. If it is not, it accepts
+            padded batches itself.
+        own_losses: the names of the losses that the user has given. The other loss is derived from these, or is 0.
     """
 
     outer: Loss
@@ -120,10 +127,10 @@ class Problem(Shown):
     implicit_term: ClassVar[ImplicitTerm]
     inner_is_mean: ClassVar[bool] = True
     own_losses: ClassVar[tuple[str, ...]] = ("outer", "inner")
-    whole: tuple[str, ...]  # "outer", "inner": which losses take all of a client's samples
-    draws: tuple[str, ...]  # "outer", "inner": which losses take a key
-    takes_padded: bool  # whether its losses take a `Padded` batch
-    key: Hashable | None  # by which what was compiled of it is found, see `keyed`
+    whole: tuple[str, ...]  # the losses, "outer" or "inner", that need all samples of a client
+    draws: tuple[str, ...]  # the losses that need a key
+    takes_padded: bool  # whether the losses accept a `Padded` batch
+    key: Hashable | None  # identifies the programs that were compiled from this problem; see `keyed`
 
     def card(self) -> Card:
         said = {
@@ -145,12 +152,12 @@ class Problem(Shown):
         own: IsOwn | None = None,
         declared: Mapping[str, object] | None = None,
     ) -> None:
-        """`declared`: the user's own functions, where the losses are made of them."""
+        """Check and set the fields; `declared` has the user's functions, if the losses are derived from them."""
         declared = declared or {"outer": outer, "inner": inner}
         whole = tuple(name for name, loss in declared.items() if isinstance(loss, WholeLoss))
         draws = tuple(name for name, loss in declared.items() if isinstance(loss, DrawingLoss))
         known = structure is None or isinstance(structure, Structure)
-        require(known, f"{type(self).__name__}.structure", structure, "a Structure, or None where nothing can be cut")
+        require(known, f"{type(self).__name__}.structure", structure, "a Structure, or None if nothing can be cut")
         if local not in (None, "x"):
             raise unknown(f"{type(self).__name__}.local", local, ["x"])
         if own is not None:
@@ -163,18 +170,18 @@ class Problem(Shown):
     def _keep_x_in(self, project_x: Project | None) -> None:
         if project_x is not None:
             require_function(f"{type(self).__name__}.project_x", project_x, "x", " -> the nearest point of a set")
-            allowed = "None with local = 'x': the server, which would project x, does not have it"
+            allowed = "None with local = 'x', since the server does not have x and cannot project it"
             require(self.local is None, f"{type(self).__name__}.project_x", project_x, allowed)
         vars(self).update(project_x=project_x, key=None)
 
     def with_x_in(self, project_x: Project | None) -> Self:
-        """A copy of this problem whose x stays in the set that `project_x` projects onto; None: anywhere."""
+        """Return a copy of this problem whose x stays in the set onto which `project_x` projects; None: no set."""
         changed = copy.copy(self)
         changed._keep_x_in(project_x)
         return changed
 
     def with_losses(self, change: Callable[[Loss], Loss], inner: Callable[[Loss], Loss] | None = None) -> Self:
-        """A copy of this problem whose losses are `change` of these; of the inner loss `inner`, if that is given."""
+        """Return a copy of this problem with both losses changed by `change`, or the inner one by `inner`."""
         changed = copy.copy(self)
         vars(changed).update(
             outer=change(self.outer), inner=(inner or change)(self.inner), takes_padded=False, key=None
@@ -182,21 +189,25 @@ class Problem(Shown):
         return changed
 
     def with_fixed(self, x_fixed: PyTree, y_fixed: PyTree) -> Self:
-        """A copy of this problem in the floating arrays of x and y alone; its losses add the fixed leaves."""
+        """Return a copy of this problem whose losses take only the floating arrays of x and y, and add fixed leaves."""
         if not jax.tree.leaves((x_fixed, y_fixed)):
             return self
         return self.with_losses(lambda loss: lambda x, y, batch: loss(join(x, x_fixed), join(y, y_fixed), batch))
 
     def prepared(self) -> Self:
-        """A copy for one run: JAX traces its functions once for arguments of the same shapes."""
+        """Return a copy for one run, whose functions JAX traces once for arguments of the same shapes."""
         made = self.with_losses(_jitted).over_batches().with_losses(_jitted)._padded()
         return made if made.project_x is None else made.with_x_in(_jitted(made.project_x))
 
     def traced(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree]) -> dict[str, ClosedJaxpr]:
-        """Check the losses as `check_losses` does, and return by name what all functions of the problem are traced to:
-        on two samples, since on one a sum looks like a mean; where a loss does not take two, on one.
+        """Check the losses as `check_losses` does, and return the traced programs of all functions, by name.
 
-        `examples`: one sample of each loss.
+        Losses are traced on two samples, since on a single sample a sum looks like a mean. If a loss cannot be
+        evaluated on two samples, both are traced on one.
+
+        Args:
+            x, y: the point, as for `solve`.
+            examples: a sample of the outer loss, and a sample of the inner loss.
         """
         two = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((2, *leaf.shape[1:]), leaf.dtype), examples)
         sets = {} if self.project_x is None else {"projection": jax.make_jaxpr(self.project_x)(x)}
@@ -205,10 +216,11 @@ class Problem(Shown):
         return check_losses(self, x, y, *examples) | sets
 
     def keyed(self, x: PyTree, y: PyTree, examples: tuple[PyTree, PyTree], programs: Mapping[str, ClosedJaxpr]) -> Self:
-        """A copy that knows the key of all that is compiled of it; problems of the same key share programs.
+        """Return a copy with a key that identifies the programs compiled from it; problems of one key share programs.
 
-        The key is what its functions compute, `programs` as `traced` gives them, and their first and second derivatives
-        where they have rules of their own for these, whose rules may have rules again.
+        The key depends on what the functions of the problem compute, which `programs` has as `traced` returns it. If a
+        loss contains functions with their own rules for derivatives, the key also depends on the first and second
+        derivatives of this loss.
         """
         with_rules = [
             program
@@ -225,9 +237,10 @@ class Problem(Shown):
         return changed
 
     def over_batches(self) -> Self:
-        """A copy of this problem whose losses take a `Padded` batch too, and give the mean over its valid samples.
+        """Return a copy of this problem whose losses also accept a `Padded` batch.
 
-        Where such a loss is NaN, its derivatives are NaN too, so that no method goes on from there.
+        The loss of such a batch is the mean over its valid samples. If a loss is NaN, its derivatives are also NaN, so
+        that no method continues from this point.
         """
         if self.takes_padded:
             return self
@@ -241,7 +254,7 @@ class Problem(Shown):
 
 
 def _derivatives(loss: Loss, x: PyTree, y: PyTree, batch: PyTree) -> list[ClosedJaxpr]:
-    """Trace a loss's first derivatives in x and y, and its second ones where a rule for derivatives has derivatives."""
+    """Trace the first derivatives of a loss in x and y, and, if possible, its second derivatives."""
     slopes = jax.grad(loss, (0, 1))
 
     def total(x: PyTree, y: PyTree, batch: PyTree) -> Array:
@@ -256,24 +269,26 @@ def _derivatives(loss: Loss, x: PyTree, y: PyTree, batch: PyTree) -> list[Closed
 @explain_misspelt
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Bilevel(Problem):
-    """min over x of F(x, y*(x)) with y*(x) = argmin over y of G(x, y); F and G are weighted means over clients.
+    """Minimise F(x, y*(x)) over x, with y*(x) = argmin over y of G(x, y); F and G are weighted means over clients.
+
+    A loss may have terms that need no samples, such as penalties. A loss that draws random numbers (dropout,
+    augmentation, noise) is a function (x, y, batch, key). It is called with one sample at a time, arrays (1, ...), and
+    with a key that depends on the client, the round, the step and the sample.
 
     Args:
         outer: f(x, y, batch) -> scalar, the validation loss, a mean over the samples of the batch.
         inner: g(x, y, batch) -> scalar, the training loss, a mean over the samples of the batch; strongly convex in y,
             so that y*(x) is a single point.
-            Terms without samples (regularisers) may be added to either. One that draws (dropout, augmentation, noise)
-            is a function (x, y, batch, key): it is called with each sample by itself, (1, ...), and a key of that
-            client, round, step and sample.
         structure: which parts of x and y can be left out, for clients of limited capacity; None: none.
-        local: "x" where x is split by client: its leaves are (M, ...), and a client's losses read its own block alone,
-            which they are given as (1, ...). Each client then keeps its block: nothing of x is in any message, and a
-            server elsewhere never sees it. None: the server has x.
-        project_x: x -> the nearest point of a closed convex set, in which x stays; `fedbilevel.projections` has some,
-            such as `projections.box(-8, 4)`. The server projects x at the end of every round. Of a model it is given
-            the floating arrays, with None in place of everything else. None: x may go anywhere.
-        own: path -> whether a leaf of y is each client's own, such as `lambda path: path.startswith("head/")`; paths
-            are like "head/weight", and "" where y is a single array. A client keeps its own leaves and trains them by
+        local: "x" if x has a block for each client, and a client's losses read only the client's own block. The leaves
+            of x are then (M, ...), and losses get a client's block as (1, ...). Each client keeps its block: no message
+            contains a part of x, and the server of a federation never sees x. None: the server has x.
+        project_x: x -> the nearest point of a closed convex set, in which x stays; `fedbilevel.projections` has such
+            functions, for example `projections.box(-8, 4)`. The server projects x at the end of every round. If x is a
+            model, the function gets its floating arrays, with None in place of all other leaves. None: x is not
+            constrained.
+        own: path -> whether a leaf of y is each client's own, such as `lambda path: path.startswith("head/")`. A path
+            is a text like "head/weight", or "" if y is a single array. A client keeps its own leaves and trains them by
             itself; they are in no message. The other leaves are shared. None: all of y is shared.
     """
 
@@ -297,7 +312,9 @@ class Bilevel(Problem):
 @explain_misspelt
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Minimax(Bilevel):
-    """min over x of max over y of F(x, y): the bilevel problem with g = −f, on the samples of `Clients.outer`.
+    """Minimise over x the maximum over y of F(x, y): the bilevel problem with g = −f.
+
+    Both losses use the samples `Clients.outer`.
 
     Args:
         loss: f(x, y, batch) -> scalar, a mean over the samples of the batch; strongly concave in y.
@@ -317,7 +334,7 @@ class Minimax(Bilevel):
 @explain_misspelt
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Compositional(Bilevel):
-    """min over x of F(R(x)): the bilevel problem with g = ½‖y − r(x)‖², F and R being weighted means over clients.
+    """Minimise F(R(x)) over x: the bilevel problem with g = ½‖y − r(x)‖²; F and R are weighted means over clients.
 
     Args:
         outer: f(y, batch) -> scalar, a mean over the samples of the batch.
@@ -353,7 +370,7 @@ class Compositional(Bilevel):
 @explain_misspelt
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class SingleLevel(Problem):
-    """min over x of F(x), the ordinary federated problem; y is empty and `y0` is None.
+    """Minimise F(x) over x, the ordinary federated problem; y is empty and `y0` is None.
 
     Args:
         loss: f(x, batch) -> scalar, a mean over the samples of the batch.
@@ -380,26 +397,26 @@ class SingleLevel(Problem):
 @explain_misspelt
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class SimpleBilevel(Problem):
-    """min of H(x) over the minimisers x of F over X: one variable, and a preference among many solutions.
+    """Minimise H(x) among the minimisers x of F over X: one variable, and a preference among many solutions.
 
-    F is the weighted mean over clients of their mean losses. `y0` is None: what is inside is the choice of x itself.
+    F is the weighted mean over clients of their mean losses. `y0` is None, since x is the only variable. H and f may
+    have kinks: there, JAX's gradient is used as a subgradient.
 
     Args:
-        outer: H(x) -> scalar, strongly convex, the server's own; None on the clients of a real federation, who never
-            need it.
-        inner: f(x, batch) -> scalar, a mean over the samples of the batch; convex. Neither has to be smooth: what JAX
-            gives as gradient is taken as subgradient.
-        subgradient: 𝓗(x), like x, where it is not to be JAX's gradient of H; of a model it is given what `project` is.
-        project: x -> the nearest point of X, a compact convex set; `fedbilevel.projections` has some. Of a model it is
-            given the floating arrays, with None in place of everything else.
-        strong_convexity: μ with H(u) ≥ H(v) + ⟨𝓗(v), u − v⟩ + (μ/2)‖u − v‖²; None: measured on random points of X.
+        outer: H(x) -> scalar, strongly convex. Only the server needs it; None at the clients of a federation.
+        inner: f(x, batch) -> scalar, a mean over the samples of the batch; convex.
+        subgradient: x -> 𝓗(x), a subgradient of H, like x; it gets x in the form in which `project` does. None: JAX's
+            gradient of H.
+        project: x -> the nearest point of X, a compact convex set; `fedbilevel.projections` has such functions. If x is
+            a model, the function gets its floating arrays, with None in place of all other leaves.
+        strong_convexity: μ with H(u) ≥ H(v) + ⟨𝓗(v), u − v⟩ + (μ/2)‖u − v‖²; None: measured at random points of X.
     """
 
     implicit_term: ClassVar[ImplicitTerm] = "none"
     project: Project
     subgradient: Callable[[PyTree], PyTree] | None
     strong_convexity: float | None
-    known: bool  # whether H is
+    known: bool  # whether H is known, as on the server
 
     def __init__(
         self,
@@ -416,7 +433,7 @@ class SimpleBilevel(Problem):
         require_function("SimpleBilevel.project", project, "x", " -> the nearest point of X")
         if subgradient is not None:
             require_function("SimpleBilevel.subgradient", subgradient, "x", ", or None")
-            require(outer is not None, "SimpleBilevel.subgradient", subgradient, "None where outer is")
+            require(outer is not None, "SimpleBilevel.subgradient", subgradient, "None if outer is None")
         mu = strong_convexity
         fits = mu is None or (is_number(mu) and mu > 0)
         require(fits, "SimpleBilevel.strong_convexity", mu, "positive and finite, or None")
@@ -438,21 +455,21 @@ class SimpleBilevel(Problem):
         return super().traced(x, y, examples) | found
 
     def preference(self, x: PyTree) -> tuple[Array, PyTree]:
-        """H(x), and 𝓗 ∈ ∂H(x), like x."""
+        """Return H(x), and a subgradient 𝓗 ∈ ∂H(x), like x."""
         if self.subgradient is not None:
             return self.outer(x, None, None), self.subgradient(x)
         return jax.value_and_grad(self.outer)(x, None, None)
 
 
 class Padded(NamedTuple):
-    """All samples of a client, padded to a common length; `mask` is False on the padding."""
+    """Hold all samples of a client, padded to a common length; `mask` is False on the padding."""
 
     samples: PyTree
     mask: Array
 
 
 def _mean_over(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Extend function(*point, batch), a pytree that is a mean over samples, to padded batches: to the true samples."""
+    """Extend a function (*point, batch) that is a mean over samples to padded batches, as a mean over valid samples."""
 
     def mean_function(*arguments: PyTree) -> PyTree:
         *point, batch = arguments
@@ -463,7 +480,7 @@ def _mean_over(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
         def mean(leaf: Array) -> Array:
             mask = batch.mask.reshape(-1, *[1] * (leaf.ndim - 1))
-            return jnp.sum(jnp.where(mask, leaf, 0), axis=0) / count  # whatever the padding gives, a NaN too, is left
+            return jnp.sum(jnp.where(mask, leaf, 0), axis=0) / count  # leaves out all values of the padding, also NaN
 
         return jax.tree.map(mean, each)
 
@@ -471,8 +488,10 @@ def _mean_over(function: Callable[..., PyTree]) -> Callable[..., PyTree]:
 
 
 def _spoiling(loss: Loss) -> Loss:
-    """The loss, with NaN for its derivatives where it is NaN. JAX's own may be finite there: an entry beyond an axis is
-    NaN, and its derivative 0."""
+    """Return the loss with derivatives that are NaN wherever the loss is NaN.
+
+    JAX's derivative can be finite there: an entry beyond the end of an axis is NaN, and its derivative is 0.
+    """
 
     def spoiled(x: PyTree, y: PyTree, batch: PyTree) -> Array:
         value = loss(x, y, batch)
@@ -484,7 +503,10 @@ def _spoiling(loss: Loss) -> Loss:
 
 
 def _jitted(function: F) -> F:
-    """The function, traced once for arguments of the same shapes. JAX remembers by the function, so this is another."""
+    """Return a new function that JAX traces once for arguments of the same shapes.
+
+    It is a new function object, since JAX caches traces by the function object.
+    """
     made: Any = jax.jit(lambda *arguments: function(*arguments), inline=True)
     return made
 
@@ -492,9 +514,10 @@ def _jitted(function: F) -> F:
 def check_losses(
     problem: Problem, x: PyTree, y: PyTree, outer_batch: PyTree, inner_batch: PyTree
 ) -> dict[str, ClosedJaxpr]:
-    """Trace both losses once, without computing: each must take x, y and its batch, and give a real scalar.
+    """Trace both losses once, without computing them, and return the traced programs, by name.
 
-    The traced programs, by name.
+    Raises:
+        ConfigurationError: a loss cannot be called with x, y and its batch, or does not return a real scalar.
     """
     programs = {}
     for name, loss, batch in (("outer", problem.outer, outer_batch), ("inner", problem.inner, inner_batch)):
@@ -513,7 +536,9 @@ def check_losses(
 
 
 def why_it_vanishes(problem: Problem, moves: Mapping[str, bool]) -> str:
-    """Say why x does not move, or not through y*, by its gradient ∇x F − ∇²xy G·v with v = 0 where ∇y F is; or "".
+    """Say why x does not move, or does not move through y*; return "" if nothing is wrong.
+
+    The reason is derived from the gradient ∇x F − ∇²xy G·v, where v = 0 if ∇y F = 0.
 
     Args:
         moves: whether the derivatives "f_x", "f_y", "g_x", "g_y" and "g_xy" are other than 0 anywhere.
@@ -528,7 +553,7 @@ def why_it_vanishes(problem: Problem, moves: Mapping[str, bool]) -> str:
         why = why if g_y else "the inner loss has no derivative in y"
         why = why if f_y else "the outer loss has no derivative in y"
         if why and f_x:
-            claim = "x changes nothing about y*" if f_y else "y* changes nothing about the outer loss"
+            claim = "x does not change y*" if f_y else "y* does not change the outer loss"
             order = (
                 ""
                 if g_x

@@ -51,7 +51,7 @@ class Carry(NamedTuple):
 
     @property
     def x(self) -> PyTree:
-        """The server's x; if clients keep x, x at the start, which has the shapes of a result's x."""
+        """Return the server's x; if clients keep x, return x at the start, which has the shapes of a result's x."""
         return self.state.x if self.local_x is None else self.local_x
 
 

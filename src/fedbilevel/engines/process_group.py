@@ -39,7 +39,7 @@ KINDS = {kind.__name__: kind for kind in (CheckpointError, NonFiniteError, Numer
 
 
 class LostProcess(ExchangeError):
-    """Another process of the simulation has ended, or cannot be reached any more."""
+    """Report that another process of the simulation has ended, or cannot be reached any more."""
 
 
 @dataclass

@@ -123,23 +123,26 @@ class Agreement:
 
     @property
     def text(self) -> str:
-        """The agreement as JSON, whose numbers come back to the bit."""
+        """Return the agreement as JSON, from which the numbers can be read without rounding."""
         content = {"rows": self.rows, "features": self.features, "target": self.target}
         return json.dumps(content | ({"searched": True} if self.searched else {}), ensure_ascii=False)
 
     @property
     def preparer(self) -> Preparer:
-        """What prepares the rows of every site."""
+        """Return the preparer of the rows of every site."""
         return Preparer.sum_of({"": self.features})
 
     @property
     def names(self) -> list[str]:
-        """The names of the features that models have."""
+        """Return the names of the features of models."""
         return list(self.preparer.get_feature_names_out())
 
     @property
     def scales(self) -> tuple[Any, Any]:
-        """The means and standard deviations of the prepared columns over all rows, (features,) each; 1 where 0."""
+        """Return the means and the standard deviations of the prepared columns over all rows, (features,) each.
+
+        A standard deviation of 0 is replaced by 1.
+        """
         means, variances = [], []
         for column in self.features.values():
             if "categories" in column:

@@ -1,4 +1,4 @@
-"""A model card: what readers should know about a study's model, in Markdown."""
+"""Write a model card in Markdown: what readers should know about a study's model."""
 
 from datetime import date
 from typing import Any

@@ -1,4 +1,4 @@
-"""A scoring sheet: a study's model in plain text, for people with pen, paper and a pocket calculator.
+"""Write a scoring sheet: a study's model in plain text, for people with pen, paper and a pocket calculator.
 
 The sum S of a row is the start, plus the term of each number, plus the points of each word. A number's term is the
 number times its factor, which is the coefficient for one unit of the original column. Terms have enough decimals that

@@ -168,12 +168,12 @@ class Study:
 
     @property
     def fitted_sites(self) -> list[str]:
-        """The sites to whose rows the model is fitted: all but one that is held out."""
+        """Return the sites to whose rows the model is fitted: all sites except one that is held out."""
         return [site for site in self.sites if site != self.holdout]
 
     @property
     def not_features(self) -> list[str]:
-        """The columns that a feature cannot be."""
+        """Return the columns that cannot be features."""
         return [name for name in (self.target, self.event, self.patient) if name]
 
     def fit(self, tables: Mapping[str, Any], engine: Any = None) -> "StudyModel":

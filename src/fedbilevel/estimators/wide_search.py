@@ -1,4 +1,4 @@
-"""Penalties and coefficients of many features, in messages that are as long as the coefficients.
+"""Find the penalties and coefficients of many features, with messages that are as long as the coefficients.
 
 The penalties are chosen in the shares 1/(1 + x_l), and the models of `linear` have the variables w_kl s_l √(1 + x_l).
 Their training losses then have Hessians with the diagonal 2κ, whatever scales and penalties are. fb.SimFBO searches for
@@ -50,7 +50,7 @@ def in_shares(outer: Any, inner: Any, of: Any, largest: float | None = None) -> 
 
 
 class Trained(NamedTuple):
-    """The server's state. `y` has the smallest ‖∇G‖ so far, and clients are asked about `trial` next."""
+    """Hold the server's state: `y` has the smallest ‖∇G‖ so far, and clients evaluate `trial` next."""
 
     x: Any
     y: Any
