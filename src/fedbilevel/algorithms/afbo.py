@@ -72,8 +72,8 @@ class MeanGradient(InnerRounds):
         client_lr: η, the size of a client's local step on y; None: a twentieth of β. If β has several numbers, the
             smallest counts; if β is a function β_{t,k}, its first value.
         lr: β, the server's step on y, in one of these forms: a number; a number for each inner round; or β_{t,k} as a
-            function of the round and the inner round, such as `lambda t, k: 0.5 / (1 + t + k)`. None adapts it
-            (`AdaptiveSteps`).
+            function of the round and the inner round, such as `lambda t, k: 0.5 / (1 + t + k)`. None: it adapts during
+            the run (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "mean-gradient"
@@ -105,7 +105,7 @@ class SystemSteps(Hypergradient):
     """Solve ∇²yy G·v = ∇y F by one step of the server on v in each outer exchange, as in SimFBO.
 
     Args:
-        lr: γ, the server's step on v; None adapts it (`AdaptiveSteps`).
+        lr: γ, the server's step on v; None: it adapts during the run (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "steps"
@@ -124,7 +124,7 @@ class AFBO(Nested):
         inner: the rounds on y, in which the server steps along the mean of the clients' mean gradients.
         hypergradient: how the hypergradient h is computed: by each client alone (APHE), or with a v that the server
             keeps and steps on (`SystemSteps`).
-        outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
+        outer_lr: α, the server's step on x; None: it adapts during the run (`AdaptiveSteps`).
     """
 
     name = "afbo"

@@ -75,7 +75,7 @@ class AggITD(Algorithm):
             largest eigenvalue of the inner Hessian.
         sampling: how to choose Q, the exchange at which r begins: "random" draws it, as in the paper; None takes the
             expectation over Q.
-        outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
+        outer_lr: α, the server's step on x; None: it adapts during the run (`AdaptiveSteps`).
         batch_size: the number of samples that a client draws for each loss, with replacement; None: all samples.
     """
 

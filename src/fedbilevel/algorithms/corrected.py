@@ -73,7 +73,7 @@ class State(NamedTuple):
 
 
 class CorrectedFBO(Normalised):
-    """ShroFBO without drift: local steps corrected by the mean direction of the round before.
+    """Run ShroFBO with local steps that the mean direction of the round before corrects, so that clients do not drift.
 
     Args:
         client_lr: η, a client's step sizes for x, y and v: numbers or schedules over rounds; a single value serves all

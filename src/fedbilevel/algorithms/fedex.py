@@ -93,7 +93,7 @@ class TrainingAtX(LocalWork, Algorithm):
     Args:
         low: the lower bound of the random entries of x.
         high: the upper bound of the random entries of x.
-        lr: β, the size of a client's local step; None adapts it (`AdaptiveSteps`).
+        lr: β, the size of a client's local step; None: it adapts during the run (`AdaptiveSteps`).
         server_lr: s, the factor by which the server multiplies the mean change of y.
         batch_size: the number of samples for a step on y, drawn with replacement; in `local_epochs` without; None: all
             samples.

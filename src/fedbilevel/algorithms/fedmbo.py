@@ -49,7 +49,7 @@ class FedMBO(Nested):
     Args:
         inner: the rounds on y, by FedAvg's local steps.
         hypergradient: how the hypergradient is computed, with products that are means over all clients.
-        outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
+        outer_lr: α, the server's step on x; None: it adapts during the run (`AdaptiveSteps`).
     """
 
     name = "fedmbo"

@@ -132,8 +132,8 @@ class Coordinates(CoordinateSlopes):
 
     Args:
         terms: N, the number of steps on y.
-        step: s, the size of these steps, below 2/ℓ, where ℓ is the largest eigenvalue of any ∇²yy g_i; None adapts it
-            (`AdaptiveSteps`).
+        step: s, the size of these steps, below 2/ℓ, where ℓ is the largest eigenvalue of any ∇²yy g_i; None: it adapts
+            during the run (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "coordinates"
@@ -199,7 +199,7 @@ class DualPruning(Nested):
 
     Args:
         inner: the rounds on y, by FedAvg's local steps.
-        outer_lr: α, the server's step on x; None adapts it (`AdaptiveSteps`).
+        outer_lr: α, the server's step on x; None: it adapts during the run (`AdaptiveSteps`).
     """
 
     outer_lr: Step = positive(default=None, adaptive="x")

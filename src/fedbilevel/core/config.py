@@ -131,8 +131,8 @@ def step_sizes(
         default: the default; without one the field is required.
         own: whether clients may have own values (`Clients.own`), which phases then find in the field.
         adaptive: the use of the steps. Each may then be None, and `AdaptiveSteps` chooses it.
-        tied: the name of another field. Each step may then be None, and is TIED times the step of that field; it only
-            determines how far clients drift apart.
+        tied: the name of another field. Each step may then be None, and is a twentieth of the step of that field; it
+            only determines how far clients drift apart.
     """
     prepare = functools.partial(_prepare_step_sizes, bool(adaptive or tied))
     metadata = {"prepare": prepare, "own": own, "adaptive": adaptive, "tied": tied}
@@ -159,7 +159,7 @@ def positive(
         several: whether it may be a list of numbers and schedules, stored as a tuple.
         by_k: whether it may be a function of the round and the inner round.
         adaptive: the use of the step. It may then be None, and `AdaptiveSteps` chooses it.
-        tied: the name of another field. The step may then be None, and is TIED times the step of that field.
+        tied: the name of another field. The step may then be None, and is a twentieth of the step of that field.
     """
     optional = bool(optional or adaptive or tied)
 

@@ -78,11 +78,12 @@ class OwnParts(NamedTuple):
     """Name the variables in a phase's message and update that are shaped like y, for clients that keep leaves of y.
 
     Args:
-        takes: the variables that these parts of the message are, in their order: "y", "v", or another one.
-        gives: for each of these parts of the update, the variable that a client steps along it, and a function of the
-            method that returns the size of the step: variable ← variable − size·part.
-        alone: whether the phase solves a linear system of the client's own, which is right where no leaf is shared.
-        start_at_y: the variables whose own leaves start at those of y0. Those of every other variable start at 0.
+        takes: the variables in the message that are shaped like y, in their order: "y", "v", or another variable.
+        gives: for each part of the update that is shaped like y, the variable that the client changes along this part,
+            and a function of the method that returns the size of this step: variable ← variable − size·part.
+        alone: whether the phase solves a linear system of each client alone, which is only right if no leaf is shared.
+        start_at_y: the variables whose own leaves start at the leaves of y0. The own leaves of other variables start at
+            0.
     """
 
     takes: tuple[str, ...]
@@ -103,8 +104,8 @@ class Allows(NamedTuple):
         local_x: for problems whose clients keep x: the size of the server's step on x along the x of a reply, which
             the clients make themselves. Every phase must declare its message and its reply.
         project_x: whether x may be projected onto a set at the end of a round.
-        own_y: for problems with leaves of y that are each client's own (`Bilevel.own`): by phase, what its parts shaped
-            like y are. Every phase that a round asks is in it, and says what it takes and gives.
+        own_y: for problems with leaves of y that are each client's own (`Bilevel.own`): an `OwnParts` for each phase
+            for which a round asks, by the name of the phase. Every phase must declare its message and its reply.
     """
 
     late: tuple[str, ...] | No = No("it does not say which of its phases may be late")
@@ -146,7 +147,7 @@ class Findings(NamedTuple):
     Args:
         error: the reason why the run must end with an error; "" if it may continue.
         warning: a warning for the user, which is given once in a run; "" for none.
-        columns: further columns of the history, numbers by name.
+        columns: additional columns of the history, numbers by name.
     """
 
     error: str = ""

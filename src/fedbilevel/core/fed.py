@@ -27,8 +27,8 @@ class Reply(NamedTuple):
         metrics: numbers by name. Their means over clients are in the history, and the algorithm does not get them.
         gradients: the number of gradients on a batch that the client computed, for the ledger and the clock. An
             asynchronous exchange must know it in advance, so it should not depend on the results of a loop.
-        hvps: the number of products of a vector with second derivatives that the client computed; the rest is as for
-            `gradients`.
+        hvps: the number of products of a vector with second derivatives that the client computed. The same
+            restriction holds as for `gradients`.
     """
 
     update: PyTree

@@ -157,7 +157,7 @@ def partition(name: str, labels: ArrayLike, clients: int, *, seed: Seed, **optio
         labels: (n,) integers.
         clients: the number of clients.
         seed: the seed, or a NumPy Generator.
-        options: further arguments of the partition, such as alpha.
+        options: other arguments of the partition, such as alpha.
 
     Raises:
         DataError: the name or an option is unknown, an option is missing, or the partition is impossible.
@@ -226,12 +226,13 @@ def generator_of_site(seed: int, site: str, *purpose: int) -> np.random.Generato
 
 
 def strata_of(owners: NDArray[Any], strata: NDArray[Any]) -> tuple[NDArray[np.int64], NDArray[np.intp]]:
-    """Return the stratum of each owner of samples, the last of those of its samples, and each sample's owner, (n,).
+    """Return the stratum of each owner of samples, and the index of each sample's owner, (n,).
 
-    What is drawn for owners, such as folds, then holds for all of their samples: `drawn[owner]`.
+    The stratum of an owner is the largest stratum of its samples. Values that are drawn for owners, such as folds, can
+    be passed on to their samples: `drawn[owner]`.
 
     Args:
-        owners: (n,) labels, such as the patient whose each row is.
+        owners: (n,) labels, such as the patient of each row.
         strata: (n,) integers from 0 on, such as classes.
     """
     names, owner = np.unique(owners, return_inverse=True)
@@ -243,7 +244,8 @@ def strata_of(owners: NDArray[Any], strata: NDArray[Any]) -> tuple[NDArray[np.in
 def in_order_of_time(samples: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
     """Put a client's latest samples first, as losses of survival times need them.
 
-    At risk at a sample's "time" are then all samples up to "last", (n,) int32, the last one of the same time.
+    The result also has "last", (n,) int32: for each sample, the index of the last sample of the same time. All samples
+    up to this index are at risk at the time of the sample.
     """
     order = np.argsort(-samples["time"], kind="stable")
     ordered = {name: values[order] for name, values in samples.items()}

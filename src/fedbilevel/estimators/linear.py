@@ -73,8 +73,9 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
     `coef_`, (features,). `covariance_` also has the intercept, as last row and column. Both are None with more than 300
     features. If H is the Hessian of the mean training loss of n rows, and Λ = diag λ, the covariance is the sandwich
     (H + 2Λ)⁻¹ H (H + 2Λ)⁻¹/n. For `Ridge` it is multiplied by twice the residual variance, with n − tr H(H + 2Λ)⁻¹
-    degrees of freedom. These are errors about the values toward which the penalties draw the coefficients, as if the
-    penalties had not been chosen from the data (Gray, JASA 1992). Without a penalty they are the usual errors.
+    degrees of freedom. The errors describe how the coefficients vary about the values toward which the penalties draw
+    them, as if the penalties had not been chosen from the data (Gray, JASA 1992). Without a penalty they are the usual
+    standard errors.
     """
 
     has_intercept, curvature = True, 1.0  # κ
@@ -373,7 +374,10 @@ class Ridge(RegressorMixin, Penalised):  # type: ignore[misc]
 
 
 class LogisticRegression(ClassifierMixin, Penalised):  # type: ignore[misc]
-    """Fit a logistic regression of two classes: ℓ = log(1 + eᶻ) − c z. In scikit-learn's, on n rows, C = 1/(2 n λ)."""
+    """Fit a logistic regression of two classes: ℓ = log(1 + eᶻ) − c z.
+
+    The same penalty on n rows is C = 1/(2 n λ) in scikit-learn's `LogisticRegression`.
+    """
 
     curvature = 0.125
 

@@ -56,7 +56,8 @@ class Study:
         patient: the column that identifies the patient of each row, if patients have several rows; empty: none.
         categorical: the columns of codes and words.
         columns: the features; empty: all columns except target, event, patient and `drop`.
-        drop: the columns that are left out. If a table lacks one, a warning says so; if all tables lack it, an error.
+        drop: the columns that are left out. If a table lacks such a column, a warning is issued; if all tables
+            lack it, an error is raised.
         gaps: texts that mean a gap, in addition to those that pandas treats as gaps.
         offsets: whether each site has an offset; the offsets of all sites share a penalty. Cox's model has a baseline
             for each site instead.
@@ -64,9 +65,9 @@ class Study:
             feature, where each category of a column is a feature.
         groups: lists of columns by name; the columns of a list share a penalty of their own.
         cv: the number of folds of the cross-validation that finds the penalties.
-        rounds: the largest number of exchanges; the search for penalties usually ends by itself after a few dozen. With
-            more than 300 features, the largest number of exchanges of the search, and also of the steps of Newton's
-            method that follow, each of which has several exchanges.
+        rounds: the largest number of exchanges; the search for penalties usually ends after a few dozen. With more than
+            300 features, it bounds the exchanges of the search, and also the number of Newton's steps that follow, each
+            of which has several exchanges.
         random_state: the seed of the folds and of the rows that are held out.
         min_count: the least number of rows of a category, or of numbers in a column, at a site. Categories and columns
             with less are neither sent nor used there.

@@ -25,9 +25,9 @@ TO_FIND = "exchanges"  # a column of every row, by whose steps the rows are foun
 class MLflow(Tracker):
     """Record runs in MLflow: parameters, the columns of the history as metrics with the round as the step, and files.
 
-    A sweep is a run whose nested runs are those of the sweep. A resumed run is the same run in MLflow, without a row
-    twice. MLflow does not change a parameter: one that differs after a resumption becomes a tag. The user's own active
-    run is not touched.
+    A sweep becomes a run in MLflow, with a nested run for each run of the sweep. A resumed run is the same run in
+    MLflow, without a row twice. MLflow does not change a parameter: one that differs after a resumption becomes a tag.
+    The user's own active run is not touched.
 
     Args:
         experiment: the name of the experiment; None: that of the environment variable MLFLOW_EXPERIMENT_NAME, else

@@ -256,7 +256,7 @@ class LocalEstimate(NamedTuple):
 class LocalImplicit(SolvedSystem):
     """Estimate the hypergradient by the mean of the clients' own hypergradients, which is biased if clients differ.
 
-    Each client's own hypergradient is that of its losses f_i and g_i.
+    A client computes its own hypergradient from its losses f_i and g_i alone.
 
     Args:
         solver: the solver of each client's own system, ∇²yy g_i·v = ∇y f_i: a Neumann series or conjugate gradient.

@@ -62,7 +62,7 @@ class LocalSGD(InnerSteps):
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x, y_{i,ν}; ζ_ν),   y ← mean_i y_{i,τ_i}
 
     Args:
-        lr: β; a client's step is β/τ_i; None adapts it (`AdaptiveSteps`).
+        lr: β; a client's step is β/τ_i; None: it adapts during the run (`AdaptiveSteps`).
     """
 
     kind: ClassVar[str] = "sgd"

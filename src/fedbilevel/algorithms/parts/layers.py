@@ -64,11 +64,11 @@ class Asked:
         method: the method inside.
         phase: the name of its phase.
         message: the message to clients.
-        key: on the server, the random key of the exchange; at a client, that of the client's phase.
+        key: on the server, the random key of the exchange; at a client, the random key of the phase.
         fresh: on the server, the number of a fresh cohort, in which clients keep no state; None: the round's cohort.
         each: on the server, whether the total must contain every reply.
         first: on the server, after how many replies the exchange ends; None: it waits for all clients that it asked.
-        unbiased: on the server, which mean of the total the method takes (`Total.mean`).
+        unbiased: on the server, whether the method takes the unbiased mean of the total (`Total.mean`).
     """
 
     method: Algorithm
@@ -129,9 +129,9 @@ class Around(Part):
 class Layer(Around):
     """Base class of layers, which change what happens around every exchange of a method.
 
-    A subclass overrides the functions whose behaviour it changes. Those of this class change nothing. Other public
-    names of a subclass are its fields, or functions that it declares abstract; those of helpers begin with an
-    underscore.
+    A subclass overrides the functions whose behaviour it changes; the functions of this class change nothing. Other
+    public names of a subclass are its fields, or functions that it declares abstract. The names of helpers must begin
+    with an underscore.
     """
 
     kind: ClassVar[str]

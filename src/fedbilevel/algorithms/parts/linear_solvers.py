@@ -86,7 +86,7 @@ class Neumann(Part):
             the compiled series. The truncation error is the share (1 − sμ)^N of v along the eigenvector of the smallest
             eigenvalue μ of H.
         step: s, often 1/ℓ and always below 2/ℓ, where ℓ is the largest eigenvalue of H. It is checked at the start of a
-            run. None adapts it (`AdaptiveSteps`).
+            run. None: it adapts during the run (`AdaptiveSteps`).
         sampling: None: the whole series; "random": a product of random length; "random_per_client": a product of random
             length for each client, if all clients solve one system together.
     """

@@ -222,8 +222,8 @@ class Proximal(LocalOptimizer):
 class Mixed(LocalOptimizer):
     """Give each client its own local optimizer, by one rule: m ← μm + d, z ← z − ηm − α(z − z_0).
 
-    If both numbers are 0, a client makes plain steps. With μ alone it makes those of heavy ball, and with α alone those
-    of FedProx. The numbers of each client are set by
+    If both numbers are 0, a client makes plain steps. If only μ is above 0, it makes the steps of heavy ball, and if
+    only α is above 0, the steps of FedProx. The numbers of each client are set by
     `Clients(own={"local_optimizer.decay": [0, 0.9], "local_optimizer.pull": [0.1, 0]})`.
 
     Args:

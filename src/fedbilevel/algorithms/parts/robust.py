@@ -125,7 +125,7 @@ class Krum(RobustRule):
 class CentredClipping(RobustRule):
     """Move from the median towards the replies in a few steps, along the weighted mean of clipped differences.
 
-    In each step, the differences of all replies to the present point are clipped to the length `radius`.
+    In each step, the differences of all replies from the present point are clipped to the length `radius`.
 
     Args:
         radius: τ, the largest length of a difference, in the unit of replies.
