@@ -2,7 +2,7 @@
 
 Run: python examples/search_with_optuna.py [TRIALS]        (needs optuna)
 
-Runs that differ in their numbers alone share their compiled programs. A trial reports the metric of each row, by which
+Runs that differ only in their numbers share their compiled programs. A trial reports the metric of each row, by which
 the pruner may end it; a run that diverges is a trial that was ended, too.
 """
 

@@ -75,7 +75,7 @@ def test_why_a_method_cannot_be_late_is_said(name):
     with pytest.raises(fb.errors.ConfigurationError) as error:
         fb.Asynchronous(cls(), wait_for=2)
     reason = listed("NEVER_LATE").get(cls, "it does not say which of its phases may be late")
-    said = f"{cls.__name__} cannot be Asynchronous: .*{reason}.*; methods that can: AFBO, F2SA, FISM, FedAvg, "
+    said = f"{cls.__name__} cannot be Asynchronous: .*{reason}.*; these methods can: AFBO, F2SA, FISM, FedAvg, "
     assert re.match(said, str(error.value))
 
 
@@ -124,9 +124,9 @@ def test_the_penalty_divides_the_step_by_one_and_the_delay():
         (lambda: fb.Submodels(fb.IRG()), "the projection onto X and the preference H need the whole x"),
         (
             lambda: fb.Submodels(fixed(fb.FedNest(hypergradient=fb.parts.Implicit(solver=fb.parts.CG())))),
-            "are not symmetric, as CG requires; use a Neumann series; methods that can: AFBO, AggITD, CorrectedFBO, ",
+            "are not symmetric, as CG requires; use a Neumann series; these methods can: AFBO, AggITD, CorrectedFBO, ",
         ),
-        (lambda: fb.Asynchronous("simfbo", wait_for=2), "a method alone; fields are given by name"),
+        (lambda: fb.Asynchronous("simfbo", wait_for=2), "a single method, with all fields given by name"),
         (
             lambda: fb.Asynchronous(fixed(fb.SimFBO()), wait_for=2, delay_penalty=-1.0),
             "delay_penalty = -1.0 is not allowed",

@@ -310,8 +310,8 @@ def test_what_cannot_be_together_says_why():
         (lambda: played(OneEntry()), "OneEntry.coded: the decoded tree must be like the tree that it got"),
         (lambda: fb.solve(layered(METHOD, Eight()), few[0], half, *few[2:], rounds=1), "Clients.capacity"),
         (lambda: fb.solve(fb.Asynchronous(wait_for=2), *few, rounds=1), "goes around a method: fb.layered"),
-        (lambda: fb.Asynchronous(METHOD, 2), "a method alone; fields are given by name"),
-        (lambda: fb.OuterOptimizer(optax.adam(0.1)), "a method alone; fields are given by name"),
+        (lambda: fb.Asynchronous(METHOD, 2), "a single method, with all fields given by name"),
+        (lambda: fb.OuterOptimizer(optax.adam(0.1)), "a single method, with all fields given by name"),
         (lambda: parts.TopK(share="a"), "TopK.share"),
         (
             lambda: type("Misspelt", (Layer,), {"kind": "x", "place": "kept", "exchanges": print}),

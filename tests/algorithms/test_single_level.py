@@ -112,11 +112,11 @@ def test_costs(ends):
 def test_refusals_name_who_can():
     task = quadratic(clients=2)
     with pytest.raises(
-        fb.errors.ConfigurationError, match=r"FedLin solves SingleLevel .* methods that do: .*FedBiO.*SimFBO"
+        fb.errors.ConfigurationError, match=r"FedLin solves SingleLevel .* these methods do: .*FedBiO.*SimFBO"
     ):
         fb.solve(fb.FedLin(), task.problem, task.clients, task.x0, task.y0, rounds=1)
     clients, *_ = population()
     with pytest.raises(
-        fb.errors.ConfigurationError, match=r"SimFBO solves Bilevel .* methods that do: FedAvg, FedLin$"
+        fb.errors.ConfigurationError, match=r"SimFBO solves Bilevel .* these methods do: FedAvg, FedLin$"
     ):
         fb.solve(fb.SimFBO(), PROBLEM, clients, np.ones(DIM), rounds=1)

@@ -86,7 +86,7 @@ SOLVED = {
     "IR-IG of two": (lambda: solved(fb.IRIG()), r"IRIG: clients = 2 .*1 client with all samples: clients\.pooled\(\)"),
     "another problem": (
         lambda: solved(given=fb.Bilevel(lambda x, y, batch: loss(y, batch), lambda x, y, batch: loss(y, batch))),
-        r"FISM solves SimpleBilevel problems, not Bilevel; methods that do: .*SimFBO",
+        r"FISM solves SimpleBilevel problems, not Bilevel problems; these methods do: .*SimFBO",
     ),
 }
 

@@ -89,7 +89,7 @@ def test_refusals_name_what_to_mend():
     box = problem(SETS["box"][0])
     with pytest.raises(ConfigurationError, match=r"x0 = '3\.\d+ away from the set'"):
         fb.solve(fb.SimFBO(), box, population(), -2 * jnp.ones(3), jnp.zeros(3), rounds=1)
-    with pytest.raises(ConfigurationError, match=r"ADBO cannot keep x in a set .*; methods that can: .*SimFBO"):
+    with pytest.raises(ConfigurationError, match=r"ADBO cannot keep x in a set .*; these methods can: .*SimFBO"):
         fb.solve(fb.ADBO(), box, population(), jnp.zeros(3), jnp.zeros(3), rounds=1)
     with pytest.raises(ConfigurationError, match=r"Bilevel\.project_x .* None with local = 'x'"):
         fb.Bilevel(box.outer, box.inner, local="x", project_x=box.project_x)

@@ -269,7 +269,7 @@ def test_names_of_other_sites_do_nothing_to_the_terminal_that_shows_them(files, 
 @pytest.mark.parametrize(
     ("column", "words"),
     [
-        (["M", "M ", "m"], r"column 'a' has names that differ by blanks or case alone, .* different: 'M', 'M ', 'm'\."),
+        (["M", "M ", "m"], r"column 'a' has names that differ only by blanks or case, .* different: 'M', 'M ', 'm'\."),
         (["New York", "NewYork\u200b", "x"], r"'New York', 'NewYork\\u200b'\."),
         (["e\u0301", "\xe9", "x"], "'e\u0301', '\xe9'"),
         (pd.Categorical(["M", "m", "x"]), "'M', 'm'"),

@@ -92,7 +92,7 @@ OTHERS = {
     "report empty": "it must be the folder of a run",
     "report empty --out x.png": "must end in .html",
     "check quadratic --algorithm simfbo": "simfbo makes no estimate of the hypergradient; these do: ",
-    "check quadratic --algorithm irg": "`fedbilevel check quadratic` checks the task's hypergradient alone",
+    "check quadratic --algorithm irg": "`fedbilevel check quadratic` checks only the task's hypergradient",
     "diagnose quadratic --algorithm lfednest": "no fields are suggested for lfednest: clients' own hypergradients",
     "diagnose quadratic --set clinets=3": "did you mean 'clients'",
     "diagnose quadratic --cohort 3 --set run.cohort=5": "and by --cohort",

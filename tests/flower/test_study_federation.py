@@ -481,7 +481,7 @@ def test_every_field_of_a_study_is_an_option(tmp_path, monkeypatch, capsys):
         (["--groups", "a=age", "--groups", "b=age"], "groups = .* each column once"),
         (["--task", "quadratic"], "--estimator = 'with --task' .* a study has no task"),
         (["--penalty", "some"], "penalty = 'some' .* one or column or feature"),
-        (["--event", "died"], "event = 'died' .* Cox's model alone"),
+        (["--event", "died"], "event = 'died' .* only Cox's model"),
     ],
 )
 def test_options_that_do_not_fit_are_named(options, words, tmp_path, monkeypatch, capsys):

@@ -69,7 +69,7 @@ def _check(options: argparse.Namespace) -> int:
         raise ConfigurationError(
             f"{unable[0]} makes no estimate of the hypergradient; these do: {', '.join(able)}. Single-loop methods "
             "have none apart from their rounds; a method of your own has one if it defines hypergradient_at. Without "
-            f"--algorithm, `fedbilevel check {options.task or DEFAULT_TASK}` checks the task's hypergradient alone"
+            f"--algorithm, `fedbilevel check {options.task or DEFAULT_TASK}` checks only the task's hypergradient"
         )
     specs, spec, task = _prepared(options, options.algorithm)
     estimators = {name: algorithm_of(specs[name]) for name in specs if options.algorithm}

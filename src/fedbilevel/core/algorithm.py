@@ -336,7 +336,7 @@ def refuse_unless_allowed(algorithm: Algorithm, entry: str, cannot: str, allows:
     if why := reason(algorithm.allows if allows is None else allows):
         made = [cls() for cls in ALGORITHMS.values() if all(field.default is not MISSING for field in fields(cls))]
         able = {type(method).__name__ for method in made if not reason(method.allows)} - {algorithm.label}
-        raise ConfigurationError(f"{algorithm.label} {cannot}: {why}; methods that can: {', '.join(sorted(able))}")
+        raise ConfigurationError(f"{algorithm.label} {cannot}: {why}; these methods can: {', '.join(sorted(able))}")
 
 
 def check_solves(algorithm: Algorithm, problem: Problem) -> None:
@@ -347,9 +347,8 @@ def check_solves(algorithm: Algorithm, problem: Problem) -> None:
         return
     able = sorted(cls.__name__ for cls in ALGORITHMS.values() if isinstance(problem, cls.solves))
     kinds = " or ".join(kind.__name__ for kind in algorithm.kinds_of_problem)
-    raise ConfigurationError(
-        f"{algorithm.label} solves {kinds} problems, not {type(problem).__name__}; methods that do: {', '.join(able)}"
-    )
+    text = f"{algorithm.label} solves {kinds} problems, not {type(problem).__name__} problems"
+    raise ConfigurationError(f"{text}; these methods do: {', '.join(able)}")
 
 
 def check_fields(algorithm: Algorithm, problem: Problem, clients: Any, x: PyTree, y: PyTree, rounds: int) -> None:

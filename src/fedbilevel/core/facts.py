@@ -97,7 +97,7 @@ class Allows(NamedTuple):
 
     Args:
         late: for `Asynchronous`: the names of all phases of a round, whose replies may be those of earlier exchanges.
-            The decorator `phase` must declare their replies, with the leaves "x", "y" and "number" alone.
+            The decorator `phase` must declare their replies, with only the leaves "x", "y" and "number".
         submodels: for clients of limited capacity: the default policy by which they hold units; `UnitPolicy()` means
             the units of largest weights. Every phase must declare its message and its reply.
         noise: whether replies may be clipped and noised.

@@ -135,7 +135,7 @@ def requirements(
     inner = not isinstance(problem, SingleLevel | SimpleBilevel)
     yield inner or y0 is None, "y0", y0, f"None, as {kind} problems have no inner variable"
     known = not isinstance(problem, SimpleBilevel) or problem.known
-    yield known, "SimpleBilevel.outer", None, "a function (x) on the server, which alone needs H"
+    yield known, "SimpleBilevel.outer", None, "a function (x) on the server, which needs H"
 
     given = {name: values.rounds for name, values in clients.own.items()}
     if clients.capacity is not None and clients.capacity.ndim == 2:

@@ -70,7 +70,7 @@ class Agreement:
         rows: the number of rows of all sites together.
         features: the sums of the sites' statistics of the features, by column.
         target: the sums of the sites' statistics of the target; for Cox's model, of the events.
-        searched: whether the penalties of many features have been found, so that the last model alone is left to train.
+        searched: whether the penalties of many features have been found, so that only the final model is left to train.
     """
 
     study: Any
@@ -184,7 +184,7 @@ class Agreement:
         return penalty_labels(self.features, study.penalty, own | ({SITE: SITE} if study.offsets else {}))
 
     def remote(self, weights: list[int]) -> fb.RemoteClients:
-        """Return what a server knows of sites with these numbers of rows; 0 of a site that is held out."""
+        """Return what a server knows of sites with these numbers of rows; 0 for a site that is held out."""
         return fb.RemoteClients(len(weights), self.blank(1), weights=[rows or UNCOUNTED for rows in weights])
 
     def blank(self, count: int) -> dict[str, Any]:

@@ -128,7 +128,7 @@ def warn_of_spellings(field: str, names: Iterable[Any]) -> None:
             seen = [one for one in unicodedata.normalize("NFKC", name) if one.isprintable() and one != " "]
             spellings.setdefault("".join(seen).casefold(), []).append(name)
     if several := [", ".join(map(repr, found)) for found in spellings.values() if len(found) > 1]:
-        text = f"{field} has names that differ by blanks or case alone, and count as different: {'; '.join(several)}"
+        text = f"{field} has names that differ only by blanks or case, and count as different: {'; '.join(several)}"
         warn(DataWarning(f"{text}. If they mean the same, spell them alike, as .str.strip().str.lower() does"))
 
 

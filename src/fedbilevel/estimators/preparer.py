@@ -120,7 +120,7 @@ class Preparer(TransformerMixin, BaseEstimator):  # type: ignore[misc]
     def load(cls, *files: str | Path) -> Self:
         """Read a file that `save` wrote, or the files of several sites, whose statistics are added up.
 
-        Numbers are read to the bit, and columns come in the order of the first file.
+        Numbers are read exactly, and columns come in the order of the first file.
 
         Raises:
             DataError: a file cannot be read, or was not written by `save`.
@@ -199,7 +199,7 @@ def _require_columns(place: str, names: Collection[str], known: Collection[str])
     for name in [*names, *known]:
         if name not in known:
             raise unknown(f"column of {place}", name, known)
-        require(name in names, f"column {name!r} of {place}", "missing", f"there, beside {[*names]}")
+        require(name in names, f"column {name!r} of {place}", "missing", f"present, as the columns {[*names]} are")
 
 
 def _numbers(X: Any, name: str) -> Any:

@@ -119,7 +119,9 @@ class Study:
         require(bool(self.target), "target", self.target, "the name of a column")
         allowed = "the name of the column that is 1 where the event came, and 0 where not: Cox's model needs it"
         require(self.estimator != "cox" or bool(self.event), "event", self.event, allowed)
-        require(self.estimator == "cox" or not self.event, "event", self.event, "left out: it is of Cox's model alone")
+        require(
+            self.estimator == "cox" or not self.event, "event", self.event, "left out, since only Cox's model has it"
+        )
         require(not self.positive or self.estimator == "logistic", "positive", self.positive, "empty but for logistic")
         require(is_count(self.cv) and self.cv > 1, "cv", self.cv, "a whole number of folds, 2 or more")
         require_count("rounds", self.rounds)
@@ -298,7 +300,7 @@ class StudyModel:
     def predict_proba(self, frame: Any, site: str = "") -> Any:
         """Compute the probability of the positive class for each row, (n,)."""
         fits = self.agreement.study.estimator == "logistic"
-        require(fits, "predict_proba", self.agreement.study.estimator, "of logistic regression alone")
+        require(fits, "predict_proba", self.agreement.study.estimator, "called only for a logistic regression")
         return self.estimator.predict_proba(self.prepared(frame, site))[:, 1]
 
     def table(self) -> Any:

@@ -15,7 +15,7 @@ from fedbilevel.core.tree import XYV, PyTree
 
 NOT_DIFFERENTIABLE = re.compile("differentiat|support JVP", re.IGNORECASE)
 """What JAX's errors say of a function that has no derivative; those of wrong shapes do not."""
-FIRST_DERIVATIVES = "fb.F2SA, fb.MEHA and fb.RAFBO need first derivatives alone"
+FIRST_DERIVATIVES = "fb.F2SA, fb.MEHA and fb.RAFBO need only first derivatives"
 
 
 class Directions(NamedTuple):

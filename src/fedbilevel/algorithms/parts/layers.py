@@ -99,7 +99,7 @@ class Around(Part):
     def __new__(cls, algorithm: Any = None, *more: Any, **fields: Any) -> Any:
         if algorithm is None and not more:
             return super().__new__(cls)
-        allowed = "a method alone; fields are given by name"
+        allowed = "a single method, with all fields given by name"
         require(isinstance(algorithm, Algorithm) and not more, f"{cls.__name__}(…)", more or algorithm, allowed)
         return layered(algorithm, cls(**fields))
 
