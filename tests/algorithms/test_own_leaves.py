@@ -328,7 +328,7 @@ def test_a_client_keeps_its_own_leaves_alone_and_sends_none():
         (fixed(fb.AggITD()), MIXED, r"AggITD cannot leave parts of y .*it needs all of y on the server"),
         (fixed(fb.LFedNest(joint=True)), ALL, r"joint=False"),
         (fixed(fb.LFedNest(inner=fb.parts.SVRG())), ALL, r"corrected by a mean"),
-        (fixed(fb.RABO()), MIXED, r"RABO needs a Bilevel\.own that is True of every leaf"),
+        (fixed(fb.RABO()), MIXED, r"RABO needs a Bilevel\.own that is True for every leaf"),
         (fb.SimFBO(**SINGLE, server_lr=0.2, radius=1.0), MIXED, r"SimFBO\.radius = 1\.0 .* no machine has all of v"),
         (SIMFBO, fb.Bilevel(outer, inner, own=lambda path: path == "head"), r"True for no leaf .* 'own', 'shared'"),
         (SIMFBO, fb.Bilevel(outer, inner, own=lambda path: path.find("own")), r"Bilevel\.own\('own'\) = 0.*True or"),

@@ -239,7 +239,7 @@ def product(wire):
 
 def test_a_code_that_is_no_contraction_is_warned_of():
     """Of entries of size 0.001 the signs are off by about 1000 times their size, in the square 10⁶."""
-    with pytest.warns(NumericalWarning, match=r"Signs.coded is no contraction: .* size 0\.001"):
+    with pytest.warns(NumericalWarning, match=r"Signs.coded is not a contraction: .* size 0\.001"):
         run(Signs(scaled=False))
     with warnings.catch_warnings():
         warnings.simplefilter("error")

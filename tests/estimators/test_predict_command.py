@@ -75,7 +75,7 @@ WRONG = {
     "another ending": (
         "patients.txt",
         "age\n1\n",
-        r"patients.txt is no table: it must be a .csv, .tsv or .parquet file",
+        r"patients.txt is not a table: it must be a .csv, .tsv or .parquet file",
     ),
     "nothing": ("empty.csv", "", r"empty.csv is empty; its first line must name the columns"),
     "a longer row": (

@@ -317,7 +317,7 @@ def test_privacy(tmp_path):
     most = next(n for n in range(1, 100) if privacy.epsilon_after(n + 1) > 12.0)
     for _ in range(3, most):
         assert asked(runtime).refused == ""
-    assert asked(runtime).refused.startswith(f"privacy budget spent: after {most} replies a further reply would")
+    assert asked(runtime).refused.startswith(f"privacy budget spent: after {most} replies, another reply would")
     assert PrivacyAccount.from_json((tmp_path / "account.json").read_text()).total == most
 
 

@@ -29,7 +29,7 @@ SPENT = "privacy budget spent"
 
 
 class BudgetSpentError(FedbilevelError):
-    """Report that a client does not reply, since a further reply would exceed its privacy budget."""
+    """Report that a client does not reply, since another reply would exceed its privacy budget."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ class Privacy:
         return f"{noise}, and each step multiplies it: lower steps, clip or noise multiplier"
 
     def charge(self, spent: PrivacyAccount) -> PrivacyAccount:
-        """Return the account after a further reply.
+        """Return the account after another reply.
 
         Raises:
             BudgetSpentError: the reply would exceed `budget`.
@@ -174,7 +174,7 @@ class Privacy:
         after = spent.plus(self.noise_multiplier)
         if self.budget is not None and (cost := after.epsilon(self.delta)) > self.budget:
             raise BudgetSpentError(
-                f"{SPENT}: after {spent.total} replies a further reply would take ε to {cost:.6g} at "
+                f"{SPENT}: after {spent.total} replies, another reply would raise ε to {cost:.6g} at "
                 f"δ = {self.delta:g}, and Privacy.budget = {self.budget:g}"
             )
         return after

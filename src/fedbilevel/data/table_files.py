@@ -114,7 +114,7 @@ def read_table(file: Path, gaps: Collection[str] = ()) -> Any:
     """
     kind = file.suffix.lower()
     if kind not in (*SEPARATORS, ".parquet"):
-        raise DataError(f"{file} is no table: it must be a .csv, .tsv or .parquet file.")
+        raise DataError(f"{file} is not a table: it must be a .csv, .tsv or .parquet file.")
     try:
         import pandas as pd
     except ImportError as error:

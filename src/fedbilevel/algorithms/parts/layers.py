@@ -157,7 +157,9 @@ class Layer(Around):
                 near = nearest(name, [name for name in dir(Layer) if name[0] != "_"])
                 meant = f": did you mean {near!r}?" if near else ""
                 own = "names of your own begin with an underscore, unless they are fields"
-                raise ConfigurationError(f"{cls.__name__}.{name} is no function or attribute of layers{meant}; {own}")
+                raise ConfigurationError(
+                    f"{cls.__name__}.{name} is not a function or attribute of layers{meant}; {own}"
+                )
         if not inspect.isabstract(cls):
             kind, place = getattr(cls, "kind", None), getattr(cls, "place", None)
             require(place is not None, f"{cls.__name__}.place", place, ", ".join(PLACES))

@@ -314,7 +314,9 @@ def warn_unless_contraction(compressor: Compressor, like: PyTree) -> None:
         off = optax.tree.norm(optax.tree.sub(decoded(coded), v), squared=True)
         share = float(off / optax.tree.norm(v, squared=True))
         if share > 1:
-            text = f"{type(compressor).__name__}.coded is no contraction: for a random v with entries of size {size:g} "
+            text = (
+                f"{type(compressor).__name__}.coded is not a contraction: for a random v with entries of size {size:g} "
+            )
             text += f"‖C(v) − v‖² is {share:.3g} ‖v‖²; it must be below ‖v‖², or the run may not converge"
             warnings.warn(NumericalWarning(text), stacklevel=2)
             return

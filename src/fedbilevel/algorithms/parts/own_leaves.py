@@ -40,7 +40,7 @@ class OwnLeaves(Layer):
         alone = any(parts.alone for parts in _parts_of(method).values())
         if alone and jax.tree.leaves(server_y(problem.own, y)):
             why = "its clients solve their own linear systems, which is exact only if they share no leaf of y"
-            raise ConfigurationError(f"{method.label} needs a Bilevel.own that is True of every leaf of y0: {why}")
+            raise ConfigurationError(f"{method.label} needs a Bilevel.own that is True for every leaf of y0: {why}")
 
     def client_slot(self, method: Algorithm, problem: Problem, x: PyTree, y: PyTree) -> OwnY:
         own = parted_y(problem.own, y)[1]
