@@ -278,8 +278,8 @@ def test_names_of_other_sites_do_nothing_to_the_terminal_that_shows_them(files, 
             r"column 'a' has 3 texts as categories; 2 are numbers, but not '\?'\. read_csv.*\['\?'\]",
         ),
         (np.array([1, 2.5, 3], object), r"column 'a' has 3 texts as categories; 3 are numbers\. pd\.to_numeric"),
-        (["1,23", "4,5", "x"], r"2 are numbers, .* read_csv\(…, decimal=\",\", na_values=\['x'\]\) makes"),
-        (["1.234,5", "1,5", "-9"], r"3 are numbers\. read_csv\(…, decimal=\",\", thousands=\"\.\"\) makes"),
+        (["1,23", "4,5", "x"], r"2 are numbers, .* read_csv\(…, decimal=\",\", na_values=\['x'\]\) converts"),
+        (["1.234,5", "1,5", "-9"], r"3 are numbers\. read_csv\(…, decimal=\",\", thousands=\"\.\"\) converts"),
         (["M", "F", "x"], None),
         (["250", "V58", "E11"], None),
         (["a1", "a 2", "inf"], None),
@@ -314,7 +314,7 @@ def test_a_code_for_gaps_among_0_and_1_is_warned_of(ones):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         Preparer().fit(pd.DataFrame({"a": column}))
-    with pytest.warns(DataWarning, match=rf"1 of {91 + ones} numbers of column 'a', such as -999, make"):
+    with pytest.warns(DataWarning, match=rf"1 of {91 + ones} numbers of column 'a', such as -999, cause"):
         Preparer().fit(pd.DataFrame({"a": [*column, -999.0]}))
 
 
@@ -357,6 +357,6 @@ def test_a_code_for_a_gap_is_warned_of(code):
     Preparer().fit(pd.DataFrame({"age": ages}))
     ages[7] = code
     with pytest.warns(
-        DataWarning, match=rf"1 of 120 numbers of column 'age', such as {re.escape(f'{code:g}')}, make (9.|100)%"
+        DataWarning, match=rf"1 of 120 numbers of column 'age', such as {re.escape(f'{code:g}')}, cause (9.|100)%"
     ):
         Preparer().fit(pd.DataFrame({"age": ages}))

@@ -1,4 +1,4 @@
-"""Estimators with scikit-learn's interface for tables of several sites, with penalties by cross-validation.
+"""Fit models to tables of several sites, with scikit-learn's interface and penalties by cross-validation.
 
 `fit` simulates the federation on this machine: it needs the rows of all sites in one place. A `Study` has the same
 numbers, and also runs over Flower with sites that keep their tables (docs/how-to/tables.md).

@@ -169,7 +169,7 @@ class Agreement:
                 raise unknown("positive", study.positive, classes)
             estimator.classes_ = np.array(classes[::-1] if study.positive == classes[0] else classes, object)
         else:
-            require("1" in target["categories"], f"events {study.event!r}", "none", "one at least")
+            require("1" in target["categories"], f"events {study.event!r}", "none", "at least one event")
         estimator.feature_names_in_, estimator.n_features_in_ = np.array(self.names, object), len(self.names)
         estimator.sites_ = np.array(study.fitted_sites, object)
         return estimator

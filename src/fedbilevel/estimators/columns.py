@@ -75,12 +75,9 @@ def _warn_of_codes(field: str, column: NDArray[np.float64]) -> None:
         share = float(np.sum((away[far] / away.max()) ** 2) / np.sum((away / away.max()) ** 2))
         if share > SHARE:
             rare = ", ".join(f"{number:g}" for number in np.unique(column[far])[:3])
-            text = f"{far.sum()} of {len(column)} numbers of {field}, such as {rare}, make {share:.0%} of its variance"
-            warn(
-                DataWarning(
-                    f"{text}. If they are codes for gaps, make them NaN; if not, the logarithm may serve better"
-                )
-            )
+            text = f"{far.sum()} of {len(column)} numbers of {field}, such as {rare}, cause {share:.0%} of its variance"
+            how = "If they are codes for gaps, replace them by NaN; if not, the logarithm may be a better feature"
+            warn(DataWarning(f"{text}. {how}"))
 
 
 def labels(field: str, given: Any, count: int, allowed: str) -> tuple[NDArray[Any], NDArray[np.intp]]:
@@ -137,8 +134,8 @@ def warn_of_words(column: str, rows: Mapping[str, int]) -> None:
     single = sum(count == 1 for count in rows.values())
     if not _warn_of_numerals(column, rows) and len(rows) >= MANY and 2 * single > len(rows):
         text = f"column {column!r} has {len(rows)} texts as categories, {single} of them in a single row each"
-        how = "make numbers of dates and of texts with units, and leave out what names a row"
-        warn(DataWarning(f"{text}, and makes an indicator of each: {how}"))
+        how = "convert dates and texts with units to numbers, and leave out columns that identify a row"
+        warn(DataWarning(f"{text}, and each text becomes a feature: {how}"))
 
 
 def _warn_of_numerals(column: str, words: Collection[str]) -> bool:
@@ -154,7 +151,8 @@ def _warn_of_numerals(column: str, words: Collection[str]) -> bool:
             how = f'read_csv(…, decimal=","{marks}{gaps and ", "}{gaps})'
         else:
             how = f"read_csv(…, {gaps}) or pd.to_numeric" if gaps else "pd.to_numeric"
-        warn(DataWarning(f"{text}. {how} makes numbers of them; codes are named in `categorical`"))
+        codes = "if they are codes, name the column in `categorical`"
+        warn(DataWarning(f"{text}. {how} converts them to numbers; {codes}"))
         return True
     return False
 

@@ -1,4 +1,4 @@
-"""Linear models of several sites' rows a_j, with penalties that are found by cross-validation.
+"""Fit linear models to several sites' rows a_j, with penalties that are found by cross-validation.
 
 Each site i divides its n_i rows into K folds with equal shares of the classes; k_j is the fold of row j. There are
 K + 1 models, with coefficients w_k and an intercept b_k without a penalty. Model k < K is trained without fold k. Model
@@ -54,7 +54,7 @@ LARGEST = 999.0  # x
 
 @explain_misspelt
 class Penalised(BaseEstimator):  # type: ignore[misc]
-    """Base of the estimators.
+    """Base class of the estimators.
 
     Args:
         penalties: λ, a single number or a number for each feature; None: found by cross-validation.
@@ -114,7 +114,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
                 row is a different patient.
 
         Raises:
-            ValueError: an argument does not fit; mostly a ConfigurationError, which names the column or the site.
+            ValueError: an argument does not fit; usually a ConfigurationError, which names the column or the site.
         """
         if y is None:
             raise ConfigurationError(f"{type(self).__name__} requires y to be passed, but the target y is None")

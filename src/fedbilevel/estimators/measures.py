@@ -8,7 +8,7 @@ named), and m is their number. Then
 which is the infinitesimal jackknife (Efron, "The Jackknife, the Bootstrap and Other Resampling Plans", SIAM 1982): to
 first order, the variance of a bootstrap of the site's patients with infinitely many replicates. It needs no seed, and a
 site sends one number. From many replicates with a known seed, a server could compute the ranks of rows. For AUROC it is
-DeLong's variance (Biometrics 1988) but for factors m/(m − 1).
+DeLong's variance (Biometrics 1988), up to factors m/(m − 1).
 """
 
 from collections.abc import Callable

@@ -127,7 +127,7 @@ class SiteTable:
         codes = [] if self.study.estimator == "ridge" else [*column.columns]
         target = Preparer(categorical=codes).fit(column).summaries(1)
         classes = target[column.columns[0]].get("categories", {})
-        require(len(classes) <= 2, f"classes of {column.columns[0]!r}", len(classes), "two at most")
+        require(len(classes) <= 2, f"classes of {column.columns[0]!r}", len(classes), "at most two")
         return {"rows": len(self.target), "features": self.summaries, "target": target, "absent": self.absent}
 
     def require_columns(self, columns: object) -> None:

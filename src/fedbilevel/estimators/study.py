@@ -122,7 +122,8 @@ class Study:
         require(
             self.estimator == "cox" or not self.event, "event", self.event, "left out, since only Cox's model has it"
         )
-        require(not self.positive or self.estimator == "logistic", "positive", self.positive, "empty but for logistic")
+        allowed = "empty, unless the estimator is logistic"
+        require(not self.positive or self.estimator == "logistic", "positive", self.positive, allowed)
         require(is_count(self.cv) and self.cv > 1, "cv", self.cv, "a whole number of folds, 2 or more")
         require_count("rounds", self.rounds)
         fits = type(self.random_state) is int and self.random_state >= 0
@@ -132,8 +133,8 @@ class Study:
         self._check_holdout()
         fits = isinstance(self.times, list | tuple) and all(type(one) in (int, float) for one in self.times)
         fits = fits and all(a < b < np.inf for a, b in pairwise((0, *self.times))) and len(self.times) <= CELLS
-        require(fits, "times", self.times, f"rising numbers above 0, {CELLS} at most")
-        require(not self.times or self.estimator == "cox", "times", self.times, "empty but for cox")
+        require(fits, "times", self.times, f"rising numbers above 0, and at most {CELLS} of them")
+        require(not self.times or self.estimator == "cox", "times", self.times, "empty, unless the estimator is cox")
         object.__setattr__(self, "times", tuple(map(float, self.times)))
 
     def _check_holdout(self) -> None:

@@ -28,7 +28,7 @@ class CoxRegression(Penalised):
 
     def _target(self, y: Any) -> Columns:
         made = self._encoded(y)
-        require(bool(made["event"].any()), "events", "none", "one at least")
+        require(bool(made["event"].any()), "events", "none", "at least one event")
         return made
 
     def _encoded(self, y: Any) -> Columns:
