@@ -184,7 +184,7 @@ def test_two_of_one_place_or_kind_are_both_named_with_what_to_do():
 @pytest.mark.parametrize("name", ["replies", "on_reply", "respond", "before", "change", "lable"])
 def test_public_names_of_a_layer_are_its_functions_and_fields(name):
     made = {"kind": "x", "place": "kept", name: lambda self: None}
-    refused(lambda: type("Misspelt", (Layer,), made), rf"Misspelt.{name} is no function .* begin with an underscore")
+    refused(lambda: type("Misspelt", (Layer,), made), rf"Misspelt.{name} is not a function .* begin with an underscore")
 
 
 def test_fields_helpers_and_functions_that_a_class_declares_abstract_are_names_of_ones_own():
