@@ -1,12 +1,13 @@
 """Do leaves of y that are a client's own stay at its site, in all messages of a federation?"""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from federations import FREE, NAME, TASK
 
 import fedbilevel as fb
-from fedbilevel.flower.client.site import Site, client_app
+from fedbilevel.flower.client.site import ClientRuntime, Site, client_app
 from fedbilevel.flower.launch.in_process import InProcess
 from fedbilevel.flower.server.engine import Flower
 from fedbilevel.flower.wire import RequestMessage, ResponseMessage, decode
@@ -28,15 +29,22 @@ PROBLEM = fb.Bilevel(
 )
 
 
+DITTO = fb.Bilevel(
+    PROBLEM.outer,
+    lambda x, y, batch: inner(x, whole(y), batch) + jnp.sum((y["own"] - jax.lax.stop_gradient(y["shared"])) ** 2),
+    own=PROBLEM.own,
+)
+
+
 def run(clients, **options):
     given = {"rounds": 3, "cohort": 4, "key": 1, "eval_every": 1, **options}
     return fb.solve(METHOD, PROBLEM, clients, TASK.x0, START, **given)
 
 
-def site(_, node):
+def site(_, node, problem=PROBLEM):
     k, clients = node["partition-id"], TASK.clients
     samples = {"outer": clients.outer.row(k), "inner": clients.inner.row(k)}
-    return Site(id=k, algorithm=METHOD, problem=PROBLEM, x0=TASK.x0, y0=START, limits=FREE, **samples)
+    return Site(id=k, algorithm=METHOD, problem=problem, x0=TASK.x0, y0=START, limits=FREE, **samples)
 
 
 def test_no_message_has_an_entry_of_an_own_leaf(tmp_path):
@@ -78,6 +86,14 @@ def test_no_message_has_an_entry_of_an_own_leaf(tmp_path):
     assert new["own"].shape == (1,)
     with refuses("personalise: start", None):
         fb.personalise(PROBLEM, result, TASK.clients.inner.row(0))
+
+
+@pytest.mark.checked
+def test_a_site_refuses_a_pull_to_a_model_that_ignores_it():
+    """The server does not have the samples for it."""
+    with pytest.raises(fb.errors.ConfigurationError, match="not the gradient of one function"):
+        ClientRuntime(site(None, {"partition-id": 0}, DITTO))
+    ClientRuntime(site(None, {"partition-id": 0}))
 
 
 def test_metrics_of_each_client_are_refused():

@@ -1,7 +1,8 @@
 """Evaluate the losses before the first round, to detect mistakes that would lead to plausible but wrong numbers.
 
 The questions are: Does x change y*, and y the outer loss? Does every leaf of x move? Is a loss the mean of its values
-on single samples? Do samples index an axis beyond its end? Everything is computed at random points near the start, on a
+on single samples? Do samples index an axis beyond its end? Is the derivative in y the gradient of one function
+(symmetry.py), if leaves of y are each client's own? Everything is computed at random points near the start, on a
 few samples of a few clients.
 """
 
@@ -25,6 +26,7 @@ from fedbilevel.core.problem import BLOCKED, Padded, Problem, why_it_vanishes
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.core.tree import PyTree, epsilon, near, on_device
 from fedbilevel.engines.process_group import current_group
+from fedbilevel.engines.symmetry import check_symmetry
 from fedbilevel.machinery.indexing import indexed_axes
 from fedbilevel.machinery.kept import compiled
 from fedbilevel.oracles.differences import value_and_derivative
@@ -83,7 +85,8 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
         programs: the traced programs of the problem's functions, by name.
 
     Raises:
-        ConfigurationError: samples index an axis beyond its end.
+        ConfigurationError: samples index an axis beyond its end, or the derivative of the inner loss in y is not the
+            gradient of one function (see `check_symmetry`).
     """
     rng, share = np.random.default_rng(0), len(clients) // current_group().processes
     held = {"outer": clients.outer, "inner": clients.inner}
@@ -92,6 +95,8 @@ def first_look(problem: Problem, clients: Clients, x: PyTree, y: PyTree, program
         if name not in problem.whole:  # a loss of all samples may use indices of samples
             check_indices(name, programs[f"{name} loss"], rows[name])
     look = FirstLook(problem, rows, rng, count=programs["outer loss"].in_avals[-1].shape[0])
+    if problem.own is not None:
+        check_symmetry(problem, x, y, rng, lambda: look.batches("inner", look.clients()))
     x, still = x if problem.local is None else local_block(x), jax.tree.map(np.zeros_like, y)
     moves, leaves, evidence = dict[str, bool](), [False] * len(jax.tree.leaves(x)), dict[str, Evidence]()
     for _ in range(LOOKS):
@@ -142,13 +147,16 @@ class FirstLook:
     program: Callable[..., Seen] | None = None
 
     def __call__(self, x: PyTree, y: PyTree, v: PyTree) -> Seen:
-        clients = len(self.rows["outer"].size)
-        ids = np.resize(self.rng.choice(clients, min(clients, PAIRS), replace=False), PAIRS)
-        weights = self.rng.normal(size=PAIRS)
+        ids, weights = self.clients(), self.rng.normal(size=PAIRS)
         given = on_device((x, y, v, weights, {name: self.batches(name, ids) for name in self.rows}))
         key = self.problem.key and ("first look", self.problem.key)
         self.program = self.program or compiled(self.seen, *given, key=key, quickly=True)
         return self.program(*given)
+
+    def clients(self) -> np.ndarray:
+        """Draw the client of each pair, (PAIRS,)."""
+        clients = len(self.rows["outer"].size)
+        return np.resize(self.rng.choice(clients, min(clients, PAIRS), replace=False), PAIRS)
 
     def batches(self, name: str, ids: np.ndarray) -> PyTree:
         """Draw a pair of samples of each client, (PAIRS, 2, …); for a loss of all samples, LONGEST at most."""

@@ -1,0 +1,139 @@
+"""Is an inner loss refused whose derivative in y is not the gradient of one function, and no other one?
+
+y has leaves of each client's own and shared ones. In Ditto the shared model ignores that it pulls the own models.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from test_f2sa import once
+
+import fedbilevel as fb
+from fedbilevel.core.tree import split
+from fedbilevel.engines.first_look import first_look
+from fedbilevel.errors import ConfigurationError
+
+RNG = np.random.default_rng(0)
+FEATURES, CLASSES = 6, 3
+SAMPLES = {"u": RNG.normal(size=(4, 8, FEATURES)), "c": RNG.integers(0, CLASSES, (4, 8))}
+MODEL = np.zeros((FEATURES, CLASSES))
+PAIR = {"own": MODEL, "shared": MODEL}
+WORDS = "derivative of the inner loss in y is not the gradient of one function.*stop_gradient.*MR-MTL"
+fixed = jax.lax.stop_gradient
+
+
+def entropy(logits, batch):
+    return optax.softmax_cross_entropy_with_integer_labels(logits, batch["c"]).mean()
+
+
+def fit(model, batch):
+    return entropy(batch["u"] @ model, batch)
+
+
+def outer(x, y, batch):
+    return fit(y["own"], batch)
+
+
+def pulled(seen, weight=1.0, power=2):
+    """Own and shared models; an own one is pulled to what `seen` lets it see of the shared one."""
+
+    def inner(x, y, batch):
+        pull = jnp.sum(jnp.abs(y["own"] - seen(y["shared"])) ** power)
+        return fit(y["own"], batch) + fit(y["shared"], batch) + weight * 10**x * pull
+
+    return inner
+
+
+def on_features(seen):
+    """A network, and a head of each client's own on what `seen` lets it see of the network's features."""
+
+    def inner(x, y, batch):
+        features = jax.nn.relu(batch["u"] @ y["body"])
+        both = entropy(features @ y["head"], batch) + entropy(seen(features) @ y["own"], batch)
+        return both + 10**x * optax.tree.norm(y, squared=True)
+
+    return inner
+
+
+@jax.custom_vjp
+def reversed_gradient(a):
+    return a
+
+
+reversed_gradient.defvjp(lambda a: (a, None), lambda _, slope: (-slope,))
+
+
+def squares(x, y, batch):
+    """A pull whose gradient JAX cannot differentiate."""
+    return fit(y["own"], batch) + fit(y["shared"], batch) + 10**x * once(jnp.ravel(y["own"] - y["shared"]))
+
+
+NETWORK = {
+    "body": RNG.normal(size=(FEATURES, 16)),
+    "head": RNG.normal(size=(16, CLASSES)),
+    "own": RNG.normal(size=(16, CLASSES)),
+}
+ASYMMETRIC = {
+    "Ditto": (pulled(fixed), PAIR),
+    "Ditto, weakly pulled": (pulled(fixed, weight=1e-3), PAIR),
+    "a shared model pulled to own ones that do not see it": (
+        lambda x, y, batch: fit(y["own"], batch) + 10**x * jnp.sum((y["shared"] - fixed(y["own"])) ** 2),
+        PAIR,
+    ),
+    "a head on features that it cannot train": (on_features(fixed), NETWORK),
+    "a head that trains features the other way": (on_features(reversed_gradient), NETWORK),
+}
+SYMMETRIC = {
+    "MR-MTL": (pulled(lambda shared: shared), PAIR),
+    "MR-MTL, pulled by less than rounding": (pulled(lambda shared: shared, weight=1e-9), PAIR),
+    "a pull with corners": (pulled(lambda shared: shared, power=1), PAIR),
+    "models that do not meet": (
+        lambda x, y, b: fit(y["own"], b) + fit(y["shared"], b) + 10**x * jnp.sum(y["own"] ** 2),
+        PAIR,
+    ),
+    "a head on features": (on_features(lambda features: features), NETWORK),
+    "a pull without second derivatives": (squares, PAIR),
+}
+TYPES = [np.float64, np.float32]
+
+
+def look(inner, y, kind, own=lambda path: path == "own"):
+    problem = fb.Bilevel(inner, inner, own=own)
+    samples = {"u": SAMPLES["u"].astype(kind), "c": SAMPLES["c"]}
+    x, y = split((jnp.zeros((), kind), jax.tree.map(lambda leaf: jnp.asarray(leaf, kind), y)))[0]
+    clients, prepared = fb.Clients(samples), problem.prepared()
+    first_look(prepared, clients, x, y, prepared.traced(x, y, clients.examples()))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("case", ASYMMETRIC)
+def test_what_acts_in_one_direction_is_refused(case, kind):
+    with pytest.raises(ConfigurationError, match=WORDS):
+        look(*ASYMMETRIC[case], kind)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("case", SYMMETRIC)
+def test_gradients_of_one_function_pass(case, kind):
+    look(*SYMMETRIC[case], kind)
+
+
+@pytest.mark.parametrize("own", [None, lambda path: True])
+def test_a_y_whose_leaves_are_all_shared_or_all_own_is_not_checked(own):
+    look(*ASYMMETRIC["Ditto"], np.float64, own)
+
+
+STEPS = {"local_steps": 1, "batch_size": None, "server_lr": 0.1, "client_lr": 1.0}
+
+
+@pytest.mark.parametrize("method", [fb.SimFBO(**STEPS), fb.F2SA(**STEPS)], ids=["SimFBO", "F2SA"])
+def test_solve_refuses_ditto_and_runs_mr_mtl(method):
+    """F2SA also where JAX cannot differentiate the gradient."""
+    arguments = fb.Clients(SAMPLES), 0.0, PAIR
+    own = lambda path: path == "own"  # noqa: E731
+    with pytest.raises(ConfigurationError, match=WORDS):
+        fb.solve(method, fb.Bilevel(outer, ASYMMETRIC["Ditto"][0], own=own), *arguments, rounds=1)
+    inner = squares if isinstance(method, fb.F2SA) else SYMMETRIC["MR-MTL"][0]
+    assert fb.solve(method, fb.Bilevel(outer, inner, own=own), *arguments, rounds=1).rounds == 1
