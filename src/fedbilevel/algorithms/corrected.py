@@ -30,8 +30,10 @@ eigenvalue L of all A_i and the largest τ_i therefore still suffices.
 The method was developed for this library. Its correction follows Konečný et al., "Federated Optimization: Distributed
 Machine Learning for On-Device Intelligence", 2016, arXiv:1610.02527. Sai Praneeth Karimireddy et al., "Mime: Mimicking
 Centralized Stochastic Algorithms in Federated Learning", 2020, arXiv:2008.03606, also correct local steps by what the
-server knew after the last round. For bilevel problems Han Shen et al., "FedMSA", 2023, arXiv:2306.01648, correct steps
-on x, y and v by momenta with reduced variance; CorrectedFBO is not an implementation of FedMSA.
+server knew after the last round. For bilevel problems, FedMSA corrects steps on x, y and v by momenta with reduced
+variance (Davoud Ataee Tarzanagh, Mingchen Li, Pranay Sharma, Samet Oymak, "Federated Multi-Sequence Stochastic
+Approximation with Local Hypergradient Estimation", 2023, arXiv:2306.01648). CorrectedFBO is not an implementation of
+FedMSA.
 
 Messages: the server sends x, y, v and m, and clients reply with vectors of the shapes of x, y and v, and two numbers.
 
