@@ -13,6 +13,7 @@ Clients differ in everything, in their weights too. Float64 throughout (conftest
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 import fedbilevel as fb
@@ -59,8 +60,11 @@ MIXED = fb.Bilevel(outer, inner, own=lambda path: path == "own")
 ALL = fb.Bilevel(outer, inner, own=lambda path: True)
 
 
-def closed_form(shared):
-    """(x*, (M, DIM_Y) everyone's y*) where so many first entries of y are shared."""
+def closed_form(shared, last=None):
+    """(x*, (M, DIM_Y) everyone's y*) where so many first entries of y are shared.
+
+    With `last`, x* is the best point whose last entry is this number: the others solve their rows of the same system.
+    """
     own = DIM_Y - shared
     takes = [np.zeros((DIM_Y, shared + CLIENTS * own)) for _ in MEMBERS]
     for i, e in enumerate(takes):
@@ -71,7 +75,11 @@ def closed_form(shared):
     jacobian = np.linalg.solve(h, sum(p * e.T @ b for p, e, (_, b, *_) in each))
     rest = np.linalg.solve(h, sum(p * e.T @ c for p, e, (*_, c, _) in each))
     system = RHO * np.eye(DIM_X) + sum(p * (e @ jacobian).T @ e @ jacobian for p, e, _ in each)
-    x = np.linalg.solve(system, sum(p * (e @ jacobian).T @ (t - e @ rest) for p, e, (*_, t) in each))
+    right = sum(p * (e @ jacobian).T @ (t - e @ rest) for p, e, (*_, t) in each)
+    if last is None:
+        x = np.linalg.solve(system, right)
+    else:
+        x = np.append(np.linalg.solve(system[:-1, :-1], right[:-1] - system[:-1, -1] * last), last)
     return x, np.stack([e @ (jacobian @ x + rest) for e in takes])
 
 
@@ -86,6 +94,7 @@ def everyone(result):
 SINGLE = {"local_steps": 1, "batch_size": None}
 SIMFBO = fb.SimFBO(**SINGLE, server_lr=0.2, client_lr=0.1)
 SERIES = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=150, step=0.2))
+SERIES_BY_DIFFERENCES = fb.parts.LocalImplicit(solver=SERIES.solver, second_order=fb.parts.Differences())
 ROUNDS_ON_Y = fb.parts.LocalSGD(rounds=2, local_steps=2, lr=0.3)
 MEANS = fb.parts.MeanGradient(rounds=2, local_steps=1, lr=0.2, client_lr=0.1)
 BY_STEPS = fb.AFBO(batch_size=None, inner=MEANS, hypergradient=fb.parts.SystemSteps(lr=0.2), outer_lr=0.1)
@@ -103,9 +112,12 @@ EXACT_WHERE_ALL_ARE_OWN = {
     "SimFBO": SIMFBO,
     "AFBO": fb.AFBO(**ALONE, inner=MEANS),
     "RABO": fb.RABO(**ALONE, inner=ROUNDS_ON_Y),
+    "FedBiO": EXACT_WHERE_MIXED["FedBiO"],
+    "FedBiOAcc": EXACT_WHERE_MIXED["FedBiOAcc"],
+    "RAFBO": fb.RAFBO(**ALONE | {"hypergradient": SERIES_BY_DIFFERENCES}, inner=ROUNDS_ON_Y),
     "LFedNest": fb.LFedNest(**ALONE, inner=ROUNDS_ON_Y),
 }
-SLOW = {"ShroFBO", "F2SA", "FedBiOAcc", "AFBO", "AFBO, late", "RABO", "LFedNest"}
+SLOW = {"ShroFBO", "F2SA", "FedBiOAcc", "AFBO", "AFBO, late", "RABO", "RAFBO", "LFedNest"}
 
 
 def some(methods):
@@ -155,13 +167,65 @@ def test_meha_ends_where_the_derivatives_of_its_joint_saddle_problem_are_0():
 
 @pytest.mark.parametrize("name", some(EXACT_WHERE_ALL_ARE_OWN))
 def test_the_problem_of_everyones_own_y(name):
-    """The means of clients' own hypergradients are the hypergradient then. No entry of y is in any message."""
+    """The means of clients' own hypergradients are the hypergradient then. No entry of y is in any message.
+
+    The problems are those of FedBiO-Local and FedBiOAcc-Local, too. A Neumann series of n terms of step 0.2 leaves
+    (1 − 0.2·λ)ⁿ of v, λ ≥ 1: 1e-14 after 150 terms. RAFBO's differences of a quadratic's gradients have no truncation.
+    """
     x, y = closed_form(0)
     result = run(EXACT_WHERE_ALL_ARE_OWN[name], ALL, rounds=400)
     np.testing.assert_allclose(result.x, x, atol=1e-10)
     np.testing.assert_allclose(everyone(result), y, atol=1e-10)
-    numbers = 0 if name == "SimFBO" else 2  # of the linear systems
-    assert result.ledger.bytes_up == 400 * CLIENTS * (DIM_X + numbers) * 8
+    sent = {"SimFBO": DIM_X, "FedBiO": DIM_X, "FedBiOAcc": 2 * DIM_X}.get(name, DIM_X + 2)  # 2: of the linear systems
+    assert result.ledger.bytes_up == 400 * CLIENTS * sent * 8
+
+
+def test_a_short_series_of_each_client_ends_beside_the_solution():
+    """20 terms of step 0.1, as many as by default, leave up to 0.9²⁰ = 0.12 of v."""
+    short = fb.parts.LocalImplicit(solver=fb.parts.Neumann(terms=20, step=0.1))
+    result = run(fb.RABO(**ALONE | {"hypergradient": short}, inner=ROUNDS_ON_Y), ALL, rounds=400)
+    assert 1e-3 < np.abs(result.x - closed_form(0)[0]).max() < 0.12
+
+
+SLOWER = fb.SimFBO(**SINGLE, server_lr=0.05, client_lr=0.1)
+LAYERS = {
+    "TopK": (fb.layered(SLOWER, fb.parts.TopK(share=0.4)), 3000),
+    "Asynchronous": (fb.Asynchronous(fb.SimFBO(**SINGLE, server_lr=0.1, client_lr=0.1), wait_for=2), 2500),
+    "OuterOptimizer": (fb.OuterOptimizer(SIMFBO, optimizer=optax.sgd(0.5, momentum=0.5)), 800),
+}
+
+
+@pytest.mark.parametrize(
+    "name", ["OuterOptimizer", *[pytest.param(name, marks=pytest.mark.slow) for name in ("TopK", "Asynchronous")]]
+)
+def test_layers_leave_the_solution_where_it_is(name):
+    """Where all directions are 0, EF21's memory, late replies and momentum change nothing: x* is the fixed point."""
+    method, rounds = LAYERS[name]
+    x, y = closed_form(SHARED)
+    result = run(method, rounds=rounds)
+    np.testing.assert_allclose(result.x, x, atol=1e-10)
+    np.testing.assert_allclose(everyone(result), y, atol=1e-10)
+
+
+def test_x_stays_in_its_set():
+    """The box cuts off x* in its last entry alone, and x ends at the best point of this side."""
+    bound = 0.15
+    assert closed_form(SHARED)[0][-1] > bound
+    box = fb.projections.box(np.full(DIM_X, -1.0), np.array([1.0, 1.0, bound]))
+    x, y = closed_form(SHARED, last=bound)
+    result = run(SIMFBO, fb.Bilevel(outer, inner, own=MIXED.own, project_x=box), rounds=600)
+    np.testing.assert_allclose(result.x, x, atol=1e-10)
+    np.testing.assert_allclose(everyone(result), y, atol=1e-10)
+
+
+def test_noise_is_on_what_is_sent_and_not_on_own_leaves():
+    """One round: the step on own leaves is the client's own and has no noise, to the bit of its sum."""
+    privacy = fb.Privacy(clip=1e6, noise_multiplier=1e-7, delta=1e-5)  # nothing is clipped
+    plain, noisy = run(SIMFBO, rounds=1), run(SIMFBO, rounds=1, privacy=privacy)
+    off = np.abs(everyone(noisy) - everyone(plain)).max(0)
+    assert off[:SHARED].min() > 1e-4
+    np.testing.assert_allclose(off[SHARED:], 0, atol=1e-15)
+    assert np.abs(noisy.x - plain.x).min() > 1e-4
 
 
 def stiff(adapts):
@@ -329,6 +393,7 @@ def test_a_client_keeps_its_own_leaves_alone_and_sends_none():
         (fixed(fb.LFedNest(joint=True)), ALL, r"joint=False"),
         (fixed(fb.LFedNest(inner=fb.parts.SVRG())), ALL, r"corrected by a mean"),
         (fixed(fb.RABO()), MIXED, r"RABO needs a Bilevel\.own that is True for every leaf"),
+        (fb.Submodels(SIMFBO), MIXED, r"SimFBO cannot be given Submodels.*Bilevel\.own.* are always whole"),
         (fb.SimFBO(**SINGLE, server_lr=0.2, radius=1.0), MIXED, r"SimFBO\.radius = 1\.0 .* no machine has all of v"),
         (SIMFBO, fb.Bilevel(outer, inner, own=lambda path: path == "head"), r"True for no leaf .* 'own', 'shared'"),
         (SIMFBO, fb.Bilevel(outer, inner, own=lambda path: path.find("own")), r"Bilevel\.own\('own'\) = 0.*True or"),
