@@ -26,15 +26,24 @@ FAR = fb.XYV(0.01, 0.1, 0.1)
 @pytest.mark.parametrize("work", [5, pytest.param(20, marks=pytest.mark.slow), WORK * 3], ids=["5", "20", "unequal"])
 def test_it_ends_at_the_solution_whatever_the_local_steps(work):
     """d_i(z) of a quadratic is affine, so that the round is one affine map, whose fixed point is x*: to rounding. The
-    paths without correction lead ShroFBO elsewhere."""
+    paths without correction lead ShroFBO and SimFBO elsewhere."""
     task = quadratic(clients=8, condition=5, samples=(2, 2)).with_own(local_steps=np.broadcast_to(work, 8))
     exact, mean = solution(task.clients), float(np.mean(work))
     fields = {"batch_size": None, "client_lr": FAR, "server_lr": fb.XYV(*(lr / mean for lr in (0.1, 0.5, 0.5)))}
     corrected = run(fb.CorrectedFBO(**fields), task, 1_000)
     assert relative_error(corrected.x, exact.x) < 1e-10
     assert relative_error(corrected.y, exact.y) < 1e-10
-    plain = run(fb.ShroFBO(**fields), task, 300)
-    assert relative_error(plain.x, exact.x) > 1e-2
+    for plain in (fb.ShroFBO, fb.SimFBO):
+        assert relative_error(run(plain(**fields), task, 300).x, exact.x) > 1e-2
+
+
+def test_with_one_local_step_there_is_no_path_to_correct():
+    """d_0 is taken at z for any m, so that the rounds are SimFBO's, and both end at x*."""
+    task = quadratic(clients=8, condition=5, samples=(2, 2))
+    fields = {"local_steps": 1, "batch_size": None, "client_lr": FAR, "server_lr": fb.XYV(0.1, 0.5, 0.5)}
+    corrected, plain = (run(method(**fields), task, 1_000) for method in (fb.CorrectedFBO, fb.SimFBO))
+    assert relative_error(corrected.x, solution(task.clients).x) < 1e-10
+    np.testing.assert_allclose(corrected.x, plain.x, rtol=1e-12)
 
 
 def test_it_ends_at_the_solution_by_steps_that_adapt():

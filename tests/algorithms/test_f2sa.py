@@ -57,22 +57,54 @@ def distance(x, exact):
     return float(np.linalg.norm(np.asarray(x) - exact) / np.linalg.norm(exact))
 
 
-def test_it_ends_at_the_minimiser_of_the_penalised_problem():
-    """To rounding, at λ = 30, with the same steps as SimFBO; x* itself is 1e-3 and more away."""
+@pytest.mark.parametrize("multiplier", [10.0, 30.0, 1e4])
+def test_it_ends_at_the_minimiser_of_the_penalised_problem(multiplier):
+    """With the same steps as SimFBO. Differences of gradients lose λε, 2e-12 at λ = 1e4; x* itself is farther away."""
     task = quadratic(condition=5)
-    exact = solution(task.clients)
-    result = run(task, 2_000, multiplier=30.0)
-    x = end(task, 30.0)
-    assert distance(x, exact.x) > 1e-4  # else it could not be told from SimFBO
-    assert distance(result.x, x) < 1e-9
+    x = end(task, multiplier)
+    assert distance(x, solution(task.clients).x) > 1e-8  # else it could not be told from SimFBO
+    assert distance(run(task, 2_000, multiplier=multiplier).x, x) < 1e-10
 
 
 def test_the_distance_from_the_solution_falls_with_the_square_of_the_multiplier():
-    """x_λ − x* = O(1/λ²): a hundredth for each factor of ten, in the closed form."""
+    """x_λ − x* = O(1/λ²): a hundredth for each factor of ten, in the closed form.
+
+    The next term is O(1/λ⁴), which changes the slope from λ = 10 by up to 1/10² of a constant of the problem.
+    """
     task = quadratic(condition=5)
     exact = solution(task.clients).x
-    distances = [distance(end(task, multiplier), exact) for multiplier in (1e2, 1e3, 1e4)]
-    np.testing.assert_allclose(np.diff(np.log10(distances)), -2, atol=0.01)
+    distances = [distance(end(task, multiplier), exact) for multiplier in (10.0, 1e2, 1e3, 1e4)]
+    slopes = np.diff(np.log10(distances))
+    np.testing.assert_allclose(slopes[0], -2, atol=0.1)
+    np.testing.assert_allclose(slopes[1:], -2, atol=0.01)
+
+
+@pytest.mark.parametrize(
+    ("multiplier", "low", "high"),
+    [
+        (1e3, 0, 3e-5),
+        (None, 0, 3e-5),
+        pytest.param(1e2, 2e-4, 1e-3, marks=pytest.mark.slow),
+        pytest.param(1e5, 1e-4, 3e-3, marks=pytest.mark.slow),
+    ],
+)
+def test_the_floor_of_float32(multiplier, low, high):
+    """The distance from x* is about 5/λ² + λε/30 with ε = 1.2e-7, least near λ = 1,000.
+
+    Both constants are those of this problem; the bounds leave a factor of three and more.
+    """
+    single = lambda tree: jax.tree.map(lambda leaf: np.asarray(leaf, np.float32), tree)  # noqa: E731
+    task = quadratic(condition=5)
+    outer, inner = (
+        [single(rows.row(i)) for i in range(len(rows.size))] for rows in (task.clients.outer, task.clients.inner)
+    )
+    clients = fb.Clients(outer, inner, weights=task.clients.weights)
+    method = fb.F2SA(
+        local_steps=1, batch_size=None, client_lr=1.0, server_lr=fb.XYV(0.02, 0.5, 0.5), multiplier=multiplier
+    )
+    result = fb.solve(method, task.problem, clients, single(task.x0), single(task.y0), rounds=2_000)
+    assert result.x.dtype == np.float32
+    assert low <= distance(result.x, solution(task.clients).x) < high
 
 
 def test_the_multiplier_of_the_precision_reaches_the_solution():
