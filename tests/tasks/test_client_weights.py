@@ -7,7 +7,7 @@ import pytest
 from jax.flatten_util import ravel_pytree
 
 import fedbilevel as fb
-from fedbilevel.tasks.client_weights import client_weights, weights
+from fedbilevel.tasks.client_weights import client_weights, numbered, weights
 from fedbilevel.tasks.hyper_cleaning import hyper_cleaning
 
 NON_IID = {"partition_by": "dirichlet", "partition_options": {"alpha": 0.5, "minimum": 2}}
@@ -64,3 +64,19 @@ def test_numbers_out_of_range_are_refused(wrong):
     with pytest.raises(fb.errors.ConfigurationError) as error:
         client_weights(**wrong)
     assert next(iter(wrong)) in str(error.value)
+
+
+def test_inner_samples_get_the_number_of_their_client_and_all_else_stays():
+    """Of clients whose arrays are padded, which are left with their true samples."""
+    rows = np.arange(24.0).reshape(3, 4, 2)
+    clients = fb.Clients(rows, rows + 100, inner_sizes=[2, 4, 1], weights="size", local_steps=[1, 2, 3])
+    found = numbered(clients)
+    for i, size in enumerate((2, 4, 1)):
+        row = found.inner.row(i)
+        np.testing.assert_array_equal(row["samples"], rows[i, :size] + 100)
+        np.testing.assert_array_equal(row["client"], np.full(size, i))
+    assert found.outer is clients.outer
+    assert found.own is clients.own
+    np.testing.assert_allclose(found.weights, [2 / 7, 4 / 7, 1 / 7])
+    assert list(clients.inner.size) == [2, 4, 1]
+    assert not isinstance(clients.inner.values, dict)

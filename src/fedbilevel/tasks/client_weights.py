@@ -11,8 +11,12 @@ of ∇²yy G v = ∇y F, and ℓ_i the mean CE of client i's training samples. T
     ∂Φ/∂x_i = −M s_i (a_i − Σ_k s_k a_k),    a_i = p_i ⟨v, ∇ℓ_i⟩,
 
 so that a client counts more if its gradient lowers the validation loss by more than the mean of the clients does.
+
+For a problem of your own, `numbered(clients)` adds the number of its client to each inner sample, and `weights(x)`
+returns the clients' weights, by which the inner loss is multiplied.
 """
 
+import copy
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -91,3 +95,17 @@ def client_weights(
 def weights(x: Array) -> Array:
     """Return the clients' weights M softmax(x), (M,), whose mean is 1."""
     return x.size * jax.nn.softmax(x)
+
+
+def numbered(clients: Clients) -> Clients:
+    """Return the clients with other inner samples: {"samples": the sample, "client": the number of its client}.
+
+    Multiply the inner loss of a batch by `weights(x)[batch["client"][0]]`; all samples of a batch have the same client.
+    The outer samples stay as they are. The inner samples are copied.
+    """
+    inner = clients.inner
+    rows = inner.taken([start + np.arange(size) for start, size in zip(inner.start, inner.size, strict=True)])
+    number = np.repeat(np.arange(len(rows.size), dtype=np.int32), rows.size)
+    changed = copy.copy(clients)
+    vars(changed).update(inner=Ragged({"samples": rows.values, "client": number}, rows.start, rows.size))
+    return changed

@@ -1,0 +1,109 @@
+"""Clients' weights chosen by a run, beside equal weights, weights by size, and bad clients left out by hand.
+
+The task `client_weights` has 18 clients with the same number of digits. Half of each client's samples are validation
+samples, which are always right. Nine clients, drawn by the seed, are bad in one of three ways:
+
+    wrong labels   half of their training labels are drawn at random
+    small          they have 5 training samples each, and the others about 50
+    shifted        their training images are moved by two pixels to the right
+
+The four arms are runs of SimFBO with τ = 1, all samples and steps that adapt. "Chosen" trains x, from equal weights.
+The others keep x where it is: at 0 ("equal"), at the logarithms of the numbers of training samples ("by size"), or so
+that the nine clients have no weight ("left out").
+
+Columns: the test accuracy, its difference to "chosen" in points with half of a 95 % Student interval over seeds, and
+the share of the weight that the nine clients have at the end.
+"""
+
+import warnings
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from scipy.stats import t as student
+
+import fedbilevel as fb
+from benchmarks.harness import head, row
+from fedbilevel.core.ragged import Ragged
+from fedbilevel.tasks import Task
+from fedbilevel.tasks.client_weights import client_weights, weights
+
+CLIENTS, BAD, FEW, PIXELS = 18, 9, 5, 2
+NOTHING = -50.0  # exp of it is the weight of a client that is left out
+CHOSEN = fb.SimFBO(batch_size=None, local_steps=1)
+FIXED = fb.SimFBO(batch_size=None, local_steps=1, server_lr=fb.XYV(x=1e-30, y=None, v=None))  # x stays
+ARMS = ("chosen", "equal", "by size", "left out")
+QUICK = {"exchanges": 3, "seeds": 2, "problems": ["small"]}
+
+
+def small(inner: Ragged, bad: np.ndarray) -> Ragged:
+    """Leave the bad clients a few samples."""
+    sizes = np.where(bad, FEW, inner.size)
+    return inner.taken([start + np.arange(size) for start, size in zip(inner.start, sizes, strict=True)])
+
+
+def shifted(inner: Ragged, bad: np.ndarray) -> Ragged:
+    """Move the images of the bad clients to the right."""
+    image = np.asarray(inner.values["image"])
+    square = image.reshape(len(image), 8, 8)
+    moved = np.zeros_like(square)
+    moved[:, :, PIXELS:] = square[:, :, :-PIXELS]
+    mine = bad[inner.values["row"]].reshape(-1, *[1] * (image.ndim - 1))
+    return Ragged({**inner.values, "image": np.where(mine, moved.reshape(image.shape), image)}, inner.start, inner.size)
+
+
+CHANGES: dict[str, Callable[[Ragged, np.ndarray], Ragged] | None] = {
+    "wrong labels": None,
+    "small": small,
+    "shifted": shifted,
+}
+
+
+def posed(problem: str, seed: int) -> tuple[Task, fb.Clients, np.ndarray]:
+    """Return the task, its clients, and which of them are bad, (M,)."""
+    change = CHANGES[problem]
+    task = client_weights(clients=CLIENTS, spoilt=0.5 if change is None else 0.0, seed=seed)
+    bad = np.isin(np.arange(CLIENTS), np.random.default_rng([seed, 4]).permutation(CLIENTS)[:BAD])  # as in the task
+    inner = task.clients.inner if change is None else change(task.clients.inner, bad)
+    return task, fb.Clients(task.clients.outer, inner), bad
+
+
+def measured(problem: str, seed: int, exchanges: int) -> dict[str, tuple[float, float]]:
+    """Return the test accuracy of each arm, and the share of the bad clients' weight."""
+    task, clients, bad = posed(problem, seed)
+    starts = {
+        "chosen": np.zeros(CLIENTS),
+        "equal": np.zeros(CLIENTS),
+        "by size": np.log(clients.inner.size),
+        "left out": np.where(bad, NOTHING, 0.0),
+    }
+    found = {}
+    for arm in ARMS:
+        method = CHOSEN if arm == "chosen" else FIXED
+        x0 = np.asarray(starts[arm], np.float32)
+        result = fb.solve(method, task.problem, clients, x0, task.y0, rounds=exchanges, metrics=task.metrics)
+        accuracy = result.history.rows[-1]["test_accuracy"]
+        found[arm] = float(accuracy), float(np.sum(weights(result.x) * bad) / CLIENTS)
+    return found
+
+
+def difference(values: np.ndarray) -> str:
+    half = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    return f"{values.mean():+.1f} ± {half:.1f}"
+
+
+def main(problems: Sequence[str] = tuple(CHANGES), seeds: int = 5, exchanges: int = 300) -> None:
+    """Print a table of all problems and arms.
+
+    Args:
+        problems: the ways in which clients are bad.
+        seeds: the number of seeds, at least 2.
+        exchanges: of each run.
+    """
+    warnings.simplefilter("ignore", fb.errors.NumericalWarning)  # runs at fixed weights may end above their start
+    head("problem", "weights", "test accuracy, %", "minus chosen, points", "weight of the bad clients, %")
+    for problem in problems:
+        each = [measured(problem, seed, exchanges) for seed in range(seeds)]
+        table = {arm: 100 * np.array([one[arm] for one in each]) for arm in ARMS}
+        for arm, of in table.items():
+            minus = "" if arm == "chosen" else difference(of[:, 0] - table["chosen"][:, 0])
+            row(problem, arm, f"{of[:, 0].mean():.1f}", minus, f"{of[:, 1].mean():.1f}")
