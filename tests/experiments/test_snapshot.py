@@ -14,8 +14,8 @@ from fedbilevel import experiments
 from fedbilevel.core.errors import ConfigurationError, ExchangeError, NumericalError
 from fedbilevel.engines import lock
 from fedbilevel.experiments import Folder, folder_reader
-from fedbilevel.experiments.folder_reader import FolderReader, best_runs, mean_of, snapshots
-from fedbilevel.experiments.snapshot import MetricTrace, Snapshot
+from fedbilevel.experiments.folder_reader import FolderReader, best_runs, mean_of
+from fedbilevel.experiments.snapshot import MetricTrace, Snapshot, snapshots
 from fedbilevel.experiments.window import on_page, sparkline
 from run_folders import write_run
 
@@ -208,7 +208,7 @@ def test_a_run_that_failed_says_why(tmp_path) -> None:
 
 def test_later_damage_is_noted_and_what_was_seen_stays(tmp_path) -> None:
     place = begun(tmp_path / "run", {"round": 5, "outer_loss": 1.0})
-    found = snapshots(place, sleep=lambda seconds: None)
+    found = snapshots(FolderReader(place).snapshot, sleep=lambda seconds: None)
     before = next(found)
     Folder(place).spec.write_text("[run")
     after = next(found)
@@ -251,6 +251,12 @@ def test_wrong_options_are_refused(tmp_path, run, given) -> None:
     code, _, said = run("watch", begun(tmp_path / "run"), *given)
     assert code == 2
     assert given[0] in said
+
+
+def test_an_empty_name_is_refused_since_it_would_mean_the_current_folder(run) -> None:
+    code, _, said = run("watch", "")
+    assert code == 2
+    assert "a folder, or the URL of a page" in said
 
 
 def test_a_search_shows_the_values_that_were_drawn(tmp_path) -> None:

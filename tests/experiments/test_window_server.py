@@ -93,7 +93,7 @@ def test_no_path_leads_to_a_file(server, path) -> None:
 def test_a_name_of_elsewhere_is_refused(server, guarded, host) -> None:
     """So a page whose name is made to lead to this machine cannot read it, with a token or without."""
     assert asked(server, Host=host).status == 421
-    assert asked(server, "/events", Host=host).status == 421
+    assert asked(server, "/events", Host=host).status == asked(server, "/snapshot", Host=host).status == 421
     assert asked(guarded, f"/?token={guarded.token}", Host=host).status == 421
 
 
@@ -131,7 +131,7 @@ def test_others_need_the_token(guarded) -> None:
     token = guarded.token
     assert len(token) >= 32
     assert guarded.url.endswith(f"/?token={token}")
-    for path in ("/", "/events", "/x"):
+    for path in ("/", "/events", "/snapshot", "/x"):
         for given in ("", "?token=", f"?token={token[:-1]}", f"?token={token}x", "?token=%ff", f"?other={token}"):
             assert asked(guarded, path + given).status == 403
     assert asked(guarded, f"/?token={token}").status == 200

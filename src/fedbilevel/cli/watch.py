@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedbilevel.cli import shared
 from fedbilevel.core.errors import require
+from fedbilevel.wording import without_secrets
 
 if TYPE_CHECKING:
     from fedbilevel.experiments.snapshot import Snapshot
@@ -21,7 +22,9 @@ HOST = "127.0.0.1"
 def add_to(add: shared.Add) -> None:
     watch = add("watch", _watch)
     watch.add_argument(
-        "folder", type=Path, metavar="FOLDER", help="the folder of a run, of a federation's server, or of a sweep"
+        "place",
+        metavar="FOLDER|URL",
+        help="the folder of a run, of a federation's server or of a sweep, or the address of a page of --serve",
     )
     how = watch.add_mutually_exclusive_group()
     how.add_argument("--once", action="store_true", help="print the state once, as always in a pipe")
@@ -44,14 +47,18 @@ def _watch(options: argparse.Namespace) -> int:
       fedbilevel watch runs/RUN                    on the terminal, until the run has ended, or Ctrl-C
       fedbilevel watch runs/RUN --once             print the state once, as always in a pipe
       fedbilevel watch runs/SWEEP --serve 8080     as a web page at http://127.0.0.1:8080/, until Ctrl-C
+      fedbilevel watch 'http://HOST:PORT/?token=…' that page on the terminal of another machine
 
-    The command only reads the folder. It shows rounds, the last values and the curves of all metrics, bytes and, with
+    The command only reads. It shows rounds, the last values and the curves of all metrics, bytes and, with
     privacy, the ε that was spent. For a federation it also shows replies, delays, and absent clients with the reasons;
     for a sweep, all runs and the best so far.
 
     The page loads nothing from elsewhere and cannot change the run. Every user of this machine can read it. With --host
     it is at another address of this machine, and its URL has a token, without which nothing is shown. The connection is
     not encrypted; use a tunnel (ssh -L 8080:127.0.0.1:8080 HOST) for that, which needs no --host.
+
+    A shell needs quotes around an address with a token. A terminal that reads a page follows no redirect and uses no
+    proxy, so that the token reaches no other machine.
 
     exit codes: 0 the run has ended, or was shown once; that of `fedbilevel run` if it has ended with an error;
       2 wrong input, 130 Ctrl-C, 143 SIGTERM
@@ -60,10 +67,10 @@ def _watch(options: argparse.Namespace) -> int:
     terminal = shared.console()
     from rich.live import Live
 
-    from fedbilevel.experiments.folder_reader import snapshots
+    from fedbilevel.experiments.snapshot import snapshots
     from fedbilevel.experiments.window import on_terminal
 
-    found = snapshots(options.folder)
+    found = snapshots(_reader(options.place, options.serve is None))
     snapshot = next(found)
     if options.serve is not None:
         return _serve(chain([snapshot], found), HOST if options.host is None else options.host, options.serve)
@@ -75,6 +82,19 @@ def _watch(options: argparse.Namespace) -> int:
             snapshot = next(found)
             live.update(on_terminal(snapshot, terminal.width), refresh=True)
     return _code(snapshot)
+
+
+def _reader(place: str, on_terminal: bool) -> Callable[[], Snapshot]:
+    """Return the function that reads the folder, or the page, which is shown on a terminal only."""
+    require(bool(place.strip()), "FOLDER", place, "a folder, or the URL of a page")
+    if "://" not in place:
+        from fedbilevel.experiments.folder_reader import FolderReader
+
+        return FolderReader(Path(place)).snapshot
+    require(on_terminal, "--serve", without_secrets(place), "given with a folder, and not with the address of a page")
+    from fedbilevel.experiments.page_reader import PageReader
+
+    return PageReader(place).snapshot
 
 
 def _code(snapshot: Snapshot) -> int:

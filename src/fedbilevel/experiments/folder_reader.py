@@ -10,7 +10,7 @@ import re
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,29 +31,9 @@ from fedbilevel.experiments.tables import Cell, Column, Table, text_column
 from fedbilevel.reading import Kinds, parse_printable, read_bytes, read_json
 from fedbilevel.wording import in_a_line, printable
 
-INTERVAL, SHARE = 1.0, 0.1  # least number of seconds between two readings, and the largest share of time for reading
 RECENT = 100  # exchanges whose delays are shown
 DEPTH = ("*/", "*/*/", "*/*/*/")  # depths of runs in a folder; those of a sweep are in POINT/seed-N
 LONG = 100  # characters of the reason why a run of a sweep has ended
-
-
-def snapshots(path: Path, sleep: Callable[[float], None] = time.sleep) -> Iterator[Snapshot]:
-    """Yield snapshots of a folder at intervals, without end. After the first one, errors become notes.
-
-    Raises:
-        ConfigurationError: the folder is not that of a run, or is damaged.
-    """
-    reader, pause = FolderReader(path), INTERVAL
-    shown = latest = reader.snapshot()
-    while True:
-        yield shown
-        sleep(pause)
-        began = time.monotonic()
-        try:
-            shown = latest = reader.snapshot()
-        except (FedbilevelError, OSError) as error:
-            shown = replace(latest, notes=[f"not up to date: {in_a_line(error)}"])
-        pause = max(INTERVAL, (time.monotonic() - began) / SHARE)
 
 
 class FolderReader:
@@ -69,7 +49,7 @@ class FolderReader:
         Raises:
             ConfigurationError: the folder is not that of a run or of several, or it is damaged.
         """
-        require(self.path.is_dir(), "FOLDER", str(self.path), "an existing folder")
+        require(self.path.is_dir(), "FOLDER", str(self.path), "an existing folder, or the URL of a page")
         places = self._runs()
         if (self.path / PLAN).is_file() or len(places) > 1:
             return self._several(places)

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from fedbilevel.core.errors import FedbilevelError
 from fedbilevel.core.metrics import text
 from fedbilevel.experiments.tables import Table
+from fedbilevel.wording import in_a_line
 
 STATES = ("running", "failed", "idle", "waiting", "finished")
 """Idle: the run has begun and not ended, but no process is running it. Waiting: it has not begun."""
+INTERVAL, SHARE = 1.0, 0.1  # least number of seconds between two readings, and the largest share of time for reading
 UNLIKE = 50  # a metric is drawn on a logarithmic scale if its largest value is more than this multiple of the smallest
 
 
@@ -114,3 +117,21 @@ class Snapshot:
     def last(self, metric: str) -> str:
         """Return the last value of a metric as a text; a dash if there is none."""
         return next((trace.last for trace in self.traces if trace.name == metric), "–")
+
+
+def snapshots(read: Callable[[], Snapshot], sleep: Callable[[float], None] = time.sleep) -> Iterator[Snapshot]:
+    """Yield what `read` returns at intervals, without end. After the first snapshot, errors become notes.
+
+    Raises:
+        ConfigurationError: the first snapshot cannot be read.
+    """
+    shown, pause = (latest := read()), INTERVAL
+    while True:
+        yield shown
+        sleep(pause)
+        began = time.monotonic()
+        try:
+            shown = latest = read()
+        except (FedbilevelError, OSError) as error:
+            shown = replace(latest, notes=[f"not up to date: {in_a_line(error)}"])
+        pause = max(INTERVAL, (time.monotonic() - began) / SHARE)

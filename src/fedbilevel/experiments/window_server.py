@@ -1,9 +1,10 @@
 """Serve the web page of `fedbilevel watch`: a single file, and a stream of events that keeps it up to date.
 
-The server answers only GET, on two paths, and no part of a request reaches the file system. The number of connections
-is bounded. At 127.0.0.1, every user of this machine may read the page; at another address, a request needs a token. A
-request is refused if its header Host is neither an IP address nor a name of this machine. This stops DNS rebinding, in
-which another site points its own name at this machine so that its script can read the page.
+A third path has the content of the page as JSON, for a terminal. The server answers only GET, on these paths, and no
+part of a request reaches the file system. The number of connections is bounded. At 127.0.0.1, every user of this
+machine may read the page; at another address, a request needs a token. A request is refused if its header Host is
+neither an IP address nor a name of this machine. This stops DNS rebinding, in which another site points its own name at
+this machine so that its script can read the page.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from urllib.parse import parse_qs, urlsplit
 from fedbilevel import __version__
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.experiments.snapshot import Snapshot
+from fedbilevel.experiments.snapshot_json import to_json
 from fedbilevel.experiments.tables import visible
 from fedbilevel.experiments.window import on_page
 from fedbilevel.wording import in_a_line, printable
@@ -75,7 +77,7 @@ class WindowServer(ThreadingHTTPServer):
         self.names = {self.host.lower(), "localhost", socket.gethostname().lower(), own.lower()}
         self.token = "" if address.is_loopback else secrets.token_urlsafe(24)
         self.template = Template((resources.files("fedbilevel.experiments") / "window.html").read_text("utf-8"))
-        self.news, self.version, self.title, self.content = threading.Condition(), 0, "", ""
+        self.news, self.version, self.snapshot, self.content = threading.Condition(), 0, Snapshot("", "waiting"), ""
         self.connections, self.streams = threading.BoundedSemaphore(CONNECTIONS), threading.BoundedSemaphore(STREAMS)
 
     @property
@@ -87,9 +89,10 @@ class WindowServer(ThreadingHTTPServer):
     def publish(self, snapshots: Iterable[Snapshot]) -> None:
         """Publish one snapshot after another, as the iterable yields them."""
         for snapshot in snapshots:
-            if (content := drawn(snapshot)) != self.content:
+            shown, content = drawn(snapshot)
+            if content != self.content:
                 with self.news:
-                    self.title, self.content, self.version = snapshot.title, content, self.version + 1
+                    self.snapshot, self.content, self.version = shown, content, self.version + 1
                     self.news.notify_all()
 
     def process_request(self, request: Any, client_address: Any) -> None:
@@ -121,13 +124,14 @@ def name_of_machine() -> str:
     return socket.gethostname() if of_itself else name
 
 
-def drawn(snapshot: Snapshot) -> str:
-    """Return a snapshot as HTML. If it cannot be drawn, the page says so, and the next snapshot is tried."""
+def drawn(snapshot: Snapshot) -> tuple[Snapshot, str]:
+    """Return a snapshot with its HTML. If it cannot be drawn, return one that says so; the next snapshot is tried."""
     try:
-        return on_page(snapshot)
+        return snapshot, on_page(snapshot)
     except Exception as error:  # noqa: BLE001 - an error of one page must not end the server
         note = f"this state cannot be shown ({type(error).__name__}: {in_a_line(error)})"
-        return on_page(Snapshot(snapshot.title, snapshot.state, notes=[note], is_private=snapshot.is_private))
+        instead = Snapshot(snapshot.title, snapshot.state, notes=[note], is_private=snapshot.is_private)
+        return instead, on_page(instead)
 
 
 class WindowRequest(BaseHTTPRequestHandler):
@@ -151,6 +155,9 @@ class WindowRequest(BaseHTTPRequestHandler):
             self.send_page()
         elif place.path == "/events":
             self.send_events()
+        elif place.path == "/snapshot":
+            self.begin(HTTPStatus.OK, "application/json")
+            self.wfile.write(to_json(self.server.snapshot).encode())
         else:
             self.refuse(HTTPStatus.NOT_FOUND)
 
@@ -193,7 +200,8 @@ class WindowRequest(BaseHTTPRequestHandler):
     def send_page(self) -> None:
         server, nonce = self.server, secrets.token_urlsafe(16)
         with server.news:
-            parts = {"title": visible(server.title), "content": server.content, "version": __version__, "nonce": nonce}
+            title, content = visible(server.snapshot.title), server.content
+            parts = {"title": title, "content": content, "version": __version__, "nonce": nonce}
         self.begin(HTTPStatus.OK, "text/html; charset=utf-8", {"Content-Security-Policy": POLICY.format(nonce)})
         self.wfile.write(server.template.substitute(parts).encode())
 

@@ -1,0 +1,93 @@
+"""Write a snapshot as JSON, for terminals that read the page of `fedbilevel watch`, and check one that arrives."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from math import inf
+from typing import Any
+
+from fedbilevel.experiments.federation_status import ENDS
+from fedbilevel.experiments.snapshot import STATES, MetricTrace, Snapshot
+from fedbilevel.experiments.tables import Cell, Column, Table
+from fedbilevel.reading import parse_printable
+from fedbilevel.wording import without_seed
+
+PLAIN = "title", "state", "why", "amount", "done", "whole", "notes"
+SHAPES: dict[str, Any] = {
+    **dict.fromkeys(("title", "why", "amount"), str),
+    **dict.fromkeys(("done", "whole"), float),
+    "state": set(STATES),
+    "notes": [str],
+    "facts": [(str, str)],
+    "traces": [(str, [float])],
+    "tables": [(str, [(str, bool, int | None)], [[str]])],
+    "error": {"", *ENDS},
+}
+"""The shape of each entry: a type, a set of texts, a list of equal shapes, or a list with the shapes of a tuple."""
+
+
+def to_json(snapshot: Snapshot) -> str:
+    """Return what is shown of a snapshot as JSON. As on the page, the seed of a run under privacy is hidden."""
+    content = {name: getattr(snapshot, name) for name in PLAIN} | {
+        "done": float(snapshot.done),
+        "whole": float(snapshot.whole),
+        "facts": list(snapshot.facts.items()),
+        "traces": [(trace.name, [float(value) for value in trace.values]) for trace in snapshot.traces],
+        "tables": [_written(table) for table in snapshot.tables],
+        "error": type(snapshot.error).__name__ if snapshot.error else "",
+    }
+    return json.dumps(_without_seeds(content) if snapshot.is_private else content)
+
+
+def _written(table: Table) -> tuple[Any, ...]:
+    rows = zip(*(map(str, column.cells) for column in table.shown), strict=True)
+    return table.title, [(column.heading, column.is_text, column.goes) for column in table.shown], list(rows)
+
+
+def _without_seeds(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_seeds(content) for name, content in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_seeds(content) for content in value]
+    return without_seed(value) if isinstance(value, str) else value
+
+
+def from_json(text: bytes) -> Snapshot:
+    """Return the snapshot in a JSON text, with all texts made printable.
+
+    Raises:
+        ValueError: the text is not that of a snapshot.
+    """
+    content = parse_printable(text, {name: partial(_has, shape) for name, shape in SHAPES.items()})
+    if lacking := SHAPES.keys() - content.keys():
+        raise ValueError(f"{min(lacking)} is missing")
+    if not (content["done"] >= 0 and 0 <= content["whole"] < inf):
+        raise ValueError(f"done is {content['done']} of {content['whole']}")
+    return Snapshot(
+        **{name: content[name] for name in PLAIN},
+        facts=dict(content["facts"]),
+        traces=[MetricTrace(name, values) for name, values in content["traces"] if values],
+        tables=[_table(*table) for table in content["tables"]],
+        error=ENDS[content["error"]](content["why"]) if content["error"] else None,
+    )
+
+
+def _has(shape: Any, value: Any) -> bool:
+    """Tell whether a value has a shape; see `SHAPES`."""
+    match shape:
+        case set():
+            return isinstance(value, str) and value in shape
+        case [each] if isinstance(shape, list):
+            return isinstance(value, list) and all(_has(each, one) for one in value)
+        case tuple():
+            return isinstance(value, list) and len(value) == len(shape) and all(map(_has, shape, value))
+    return isinstance(value, shape)
+
+
+def _table(title: str, headings: list[Any], rows: list[list[str]]) -> Table:
+    """Return a table of the columns that all rows have."""
+    columns = zip(headings, zip(*rows, strict=False), strict=False)
+    return Table(
+        title, [Column(name, [*map(Cell, words)], goes, is_text=text) for (name, text, goes), words in columns]
+    )
