@@ -96,6 +96,16 @@ def test_a_resumed_run_has_each_row_once_in_mlflow() -> None:
     assert mlflow_history(run, "relative_error") == rows_of(result, "relative_error")
 
 
+def test_mlflow_has_the_ledger_and_the_result_of_a_run_without_a_folder(tmp_path) -> None:
+    from mlflow import MlflowClient
+
+    result = solved(4, fb.trackers.MLflow())
+    (run,) = mlflow_runs()
+    place = Path(MlflowClient().download_artifacts(run.info.run_id, "", str(tmp_path)))
+    assert json.loads((place / "ledger.json").read_text())["exchanges"] == result.ledger.exchanges
+    assert fb.Result.load(place / "result.npz").history.rows == result.history.rows
+
+
 def test_runs_of_a_sweep_are_nested_in_mlflow() -> None:
     sweep = ["sweep", *SMALL, "--grid", "local_steps=1,2", "--out", "runs/steps", "--log", "mlflow"]
     assert cli.main(sweep) == 0
@@ -196,6 +206,10 @@ def test_a_resumed_run_is_one_run_in_wandb() -> None:
     assert wandb_of(first)["run"][0].run_id == wandb_of(second)["run"][0].run_id
     steps = [step for file in (first, second) for step, _ in wandb_rows(file, "exchanges")]
     assert set(steps) == {row["round"] for row in result.history.rows}
+    (artifact,) = wandb_of(second)["artifact"]  # the files were temporary, and wandb has copies
+    copies = {entry.path: Path(entry.local_path) for entry in artifact.manifest.contents}
+    assert json.loads(copies["ledger.json"].read_text())["exchanges"] == result.ledger.exchanges
+    assert fb.Result.load(copies["result.npz"]).history.rows == result.history.rows
 
 
 def test_runs_of_a_sweep_are_a_group_in_wandb() -> None:

@@ -64,6 +64,9 @@ def test_every_column_is_a_scalar_over_the_rounds(tmp_path) -> None:
     (text,) = [one.tensor.string_val[0].decode() for one in values if one.tag == "parameters/text_summary"]
     assert "| algorithm.server_lr.x | 0.05 |" in text
     assert {"_hparams_/session_start_info", "ending/text_summary"} <= tags(folder)
+    (ledger,) = [one.tensor.string_val[0].decode() for one in values if one.tag == "ledger/text_summary"]
+    assert f'"exchanges": {result.ledger.exchanges}' in ledger
+    assert fb.Result.load(folder / "result.npz").history.rows == result.history.rows
 
 
 def test_a_resumed_run_takes_back_the_rounds_that_are_repeated(tmp_path) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import sys
+import tempfile
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from recorders import TASK, InMemory, Service, solved
 
@@ -44,6 +47,25 @@ def test_rows_parameters_and_the_ending_are_those_of_the_run(service) -> None:
     assert (kept.ending, kept.outcome) == ("finished", {})
 
 
+def test_a_run_without_a_folder_has_its_ledger_and_result_at_the_end(service, tmp_path) -> None:
+    result = solved(4, InMemory(service))
+    kept = only(service)
+    assert kept.files == ["ledger.json", "result.npz"]
+    assert json.loads(kept.content[0])["exchanges"] == result.ledger.exchanges
+    (tmp_path / "result.npz").write_bytes(kept.content[1])
+    loaded = fb.Result.load(tmp_path / "result.npz")
+    np.testing.assert_array_equal(loaded.x, result.x)
+    np.testing.assert_array_equal(loaded.y, result.y)
+    assert loaded.history.rows == result.history.rows
+
+
+def test_a_temporary_folder_that_cannot_be_made_ends_no_run(service, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    with pytest.warns(TrackerWarning, match="InMemory could not record the run .*No such file"):
+        assert solved(4, InMemory(service)).round == 4
+    assert only(service).steps == [0, 2, 4]
+
+
 def test_the_reason_to_stop_is_recorded(service) -> None:
     solved(10, InMemory(service), fb.stop_when("exchanges", above=1))
     assert (only(service).ending, only(service).steps) == ("finished", [0, 2])
@@ -70,7 +92,7 @@ def test_a_run_that_an_error_ends_is_closed(service, error, ending, outcome) -> 
     with pytest.raises(type(error)):
         solved(4, InMemory(service), fails)
     kept = only(service)
-    assert (kept.ending, kept.outcome, kept.steps) == (ending, outcome, [0, 2])
+    assert (kept.ending, kept.outcome, kept.steps, kept.files) == (ending, outcome, [0, 2], [])
 
 
 def test_arguments_that_are_refused_leave_nothing(service) -> None:

@@ -8,6 +8,7 @@ are written.
 A run appears in a tracker's service with its first row, so that arguments that are refused leave nothing there. An
 error of a tracker does not end the run: a warning gives the reason, and rows wait until the service works again.
 Trackers get rows, parameters and files of the run's folder; for them nothing reads the environment or the command line.
+If a run without a folder ends without an error, its ledger and its result are written to a temporary folder for them.
 
 The noise of a simulation under privacy is drawn from the run's seed, and whoever knows the seed can subtract it. So
 trackers of such a run get no seed: it is left out of the name, the parameters, the files and the reason of an error.
@@ -18,11 +19,12 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Literal
 
@@ -57,6 +59,7 @@ class TrackedRun:
         is_group: whether this is a group of runs.
         with_seed: those of `files` that contain the parameters, and so the seed of the run or the seeds of the group.
         is_private: whether the run is under privacy, so that the seed is left out of everything here.
+        result: the result of a run without a folder, once the run has ended without an error.
     """
 
     name: str
@@ -68,6 +71,7 @@ class TrackedRun:
     is_group: bool = False
     with_seed: Collection[Path] = ()
     is_private: bool = False
+    result: Result | None = None
 
     def __post_init__(self) -> None:
         if self.is_private:
@@ -98,6 +102,18 @@ class TrackedRun:
         has_secret = any(_shown(name, value) != _read(value) for name, value in _flat("", plain(self.parameters)))
         left_out = set(self.with_seed) if has_secret else set()
         return [file for file in self.files if file.is_file() and file not in left_out]
+
+    @contextmanager
+    def at_end(self) -> Iterator[list[Path]]:
+        """Yield the files to attach, with those of the result, which exist only within the block."""
+        with TemporaryDirectory() as place:
+            files = self.attached()
+            if self.result is not None:
+                ledger, model = Path(place, "ledger.json"), Path(place, "result.npz")
+                write_json(ledger, asdict(self.result.ledger))
+                self.result.save(model)
+                files += [ledger, model]
+            yield files
 
     def remembered(self) -> dict[str, str]:
         """Return the run's identifiers by tracker; none if this is a new run.
@@ -171,7 +187,10 @@ class Record:
         """Add a row of the history, at the step row["round"]."""
 
     def close(self, ending: Ending, outcome: Mapping[str, Any], files: Sequence[Path]) -> None:
-        """Add the outcome, which are values by name, and files, and say how the run has ended."""
+        """Add the outcome, which are values by name, and files, and say how the run has ended.
+
+        The files may be temporary: they are copied or sent before this method returns.
+        """
 
 
 @dataclass
@@ -274,7 +293,8 @@ class Tracker(ABC):
 
     def _close(self, now: Recording, ending: Ending, outcome: Mapping[str, Any]) -> None:
         self._write(now)
-        self._opened(len(self.recordings) - 1).close(ending, outcome, now.run.attached())
+        with now.run.at_end() as files:
+            self._opened(len(self.recordings) - 1).close(ending, outcome, files)
 
     def _opened(self, level: int) -> Record:
         """Open the run or group of this level in the service, unless it is open; a resumed one is found by its
@@ -346,6 +366,7 @@ class Tracking:
     def ended(self, result: Result) -> Result:
         """Note the result of the run, and return it."""
         self.outcome = {"stopped": result.stopped} if result.stopped else {}
+        self.run.result = result if self.run.folder is None else None
         for tracker in self.begun:
             tracker(result, None)
         return result

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from fedbilevel.core.errors import explain_misspelt
+from fedbilevel.core.writing import write_bytes
 from fedbilevel.engines.history import Row
 from fedbilevel.engines.tracking import Ending, Record, TrackedRun, Tracker
 
@@ -21,7 +22,8 @@ class TensorBoard(Tracker):
     """Record runs as event files of TensorBoard, by the package tensorboardX.
 
     TensorBoard shows the columns of the history under Scalars, with the round as the step, the parameters under HParams
-    and Text, the spec under Text, and the picture of the run under Images. The events of a resumed run continue those
+    and Text, the spec and the ledger under Text, and the picture of the run under Images. If the run has no folder, its
+    result is saved beside the events. The events of a resumed run continue those
     before; TensorBoard leaves out the rounds that are repeated.
 
     Args:
@@ -75,6 +77,7 @@ class EventFile(Record):
 
         super().__init__(str(folder), last)
         self.summary, self.events, self.summaries = summary, event_pb2, summary_pb2
+        self.has_folder = run.folder is not None
         given, self.columns = run.flat_parameters(), dict[str, float]()
         self.parameters = {name: str(one) if one in (inf, -inf) or one != one else one for name, one in given.items()}
         folder.mkdir(parents=True, exist_ok=True)
@@ -102,9 +105,11 @@ class EventFile(Record):
         for file in files:
             if file.suffix == ".png":
                 self._write(step, summary=self.summaries.Summary(value=[self._picture(file)]))
-            elif file.suffix == ".toml":
+            elif file.suffix == ".toml" or file.name == "ledger.json":
                 text = f"```\n{file.read_text(encoding='utf-8')}\n```"
                 self._write(step, summary=self.summary.text(file.stem, text))
+            elif file.suffix == ".npz" and not self.has_folder:
+                write_bytes(Path(self.identifier, file.name), file.read_bytes())
         self.writer.close()
 
     def _picture(self, file: Path) -> Any:
