@@ -26,7 +26,7 @@ test: setup  ## the checks of `make lint`, and the tests; types are checked besi
 test-slow: setup  ## the tests that take long, repeat others for more methods, or need downloaded data
 	$(BIN)/pytest -m slow
 
-test-torch: setup  ## install PyTorch and what is built on it, then the tests of fedbilevel.torch
+test-torch: setup  ## install PyTorch, what is built on it, and MLflow, then the tests of fedbilevel.torch
 	@$(PYTHON) scripts/bootstrap.py torch
 	$(BIN)/pytest -m "" tests/pytorch "tests/test_readme.py::test_python_blocks_run[docs/tutorials/pytorch.md]" \
 		"tests/test_readme.py::test_python_blocks_run[docs/tutorials/paper.md]"

@@ -44,7 +44,7 @@ STARTED_OFTEN = (  # what runs and the processes of a federation import
     "flwr.supernode.cli",
     "flwr.superlink.cli",
 )
-HEAVY = ("torch", "mlflow", "wandb")  # extras that only an argument installs: `torch`, and `trackers` the other two
+HEAVY = ("torch", "mlflow", "wandb")  # extras that only arguments install: `torch` the first two, `trackers` the others
 RESOLUTIONS = {"newest": "highest", "oldest": "lowest-direct"}  # arguments that make another environment than .venv
 EXTRAS = ("--all-extras", *(f"--no-extra={name}" for name in HEAVY))
 NO_BYTECODE = ("PYTHONDONTWRITEBYTECODE", "PYTHONPYCACHEPREFIX")
@@ -262,7 +262,7 @@ def install_project(uv: Path, env: dict[str, str], groups: Sequence[str]) -> Non
 
 
 def install_pytorch(uv: Path, env: dict[str, str]) -> None:
-    """Add the extra and the dependency group `torch` to .venv.
+    """Add the extra and the dependency group `torch` to .venv, and MLflow, which a tutorial uses with PyTorch.
 
     From pip's index and its find-links, where builds for CPUs may lie, and not from uv.lock: that names the builds on
     PyPI, which on Linux bring gigabytes for GPUs.
@@ -271,7 +271,7 @@ def install_pytorch(uv: Path, env: dict[str, str]) -> None:
     if index := mirror():
         env["UV_DEFAULT_INDEX"] = index
     links = [option for link in (pip_setting("find-links") or "").split() for option in ("--find-links", link)]
-    call(uv, env, "pip", "install", "--quiet", *links, "--editable", ".[torch]", "--group", "torch")
+    call(uv, env, "pip", "install", "--quiet", *links, "--editable", ".[mlflow,torch]", "--group", "torch")
 
 
 def install_other(uv: Path, env: dict[str, str], which: str) -> None:
