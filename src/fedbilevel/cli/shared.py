@@ -322,10 +322,8 @@ def console(quiet: bool = False) -> Console:
     A pipe or a log file gets no colours, whatever the environment says, and 160 columns, or the number in COLUMNS, so
     that lines are not wrapped.
     """
-    try:
-        from rich.console import Console
-    except ImportError:
-        raise ConfigurationError(f"the command line needs {missing('rich', 'cli')}") from None
+    from rich.console import Console
+
     made = Console(quiet=quiet, force_terminal=sys.stdout.isatty())
     if not made.is_terminal:
         columns = os.environ.get("COLUMNS", "")
@@ -373,7 +371,7 @@ def exit_code(error: BaseException) -> int | None:
         (CheckpointError, OSError): NOT_WRITTEN,
         (FedbilevelError, DataError): BAD_INPUT,
     }
-    if lacks_memory(error):
+    if lacks_memory(error) or lacks_rich(error):
         return BAD_INPUT
     return next((code for kinds, code in codes.items() if isinstance(error, kinds)), None)
 
@@ -383,10 +381,17 @@ def lacks_memory(error: BaseException) -> bool:
     return isinstance(error, MemoryError) or str(error).startswith("RESOURCE_EXHAUSTED")
 
 
+def lacks_rich(error: BaseException) -> bool:
+    """Tell whether rich, with which most commands print, is not installed."""
+    return isinstance(error, ImportError) and (error.name or "").partition(".")[0] == "rich"
+
+
 def sentence(error: BaseException) -> str:
     """Return the message of an error; for one of the operating system, the file and the reason without its number."""
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
+    if lacks_rich(error):
+        return f"the command line needs {missing('rich', 'cli')}"
     if lacks_memory(error):
         first = str(error).partition("\n")[0].removeprefix("RESOURCE_EXHAUSTED: ").rstrip(".")
         return f"there is not enough memory ({first}): use fewer clients, fewer samples or a smaller model"

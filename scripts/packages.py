@@ -1,0 +1,131 @@
+"""Build wheel and sdist into dist/, and check them: their files, and the wheel in an environment without extras.
+
+`make packages` and the release workflow run it. The files are compared with those that git tracks, so that a stray file
+is found, and one that is missing. Both type checkers read an example with the wheel's types.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import tomllib
+import zipfile
+from pathlib import Path
+
+from bootstrap import ROOT, install_uv, interpreter, mirror, uv_environment
+
+DIST = ROOT / "dist"
+OF_BUILD = {"PKG-INFO", ".gitignore", "pyproject.toml"}  # what the builder adds to an sdist by itself
+OF_METADATA = {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"}
+CHECKERS = ("mypy", "basedpyright")  # the second is pyright with all that it needs, as a package of Python
+WITHOUT_EXTRAS = """
+import sys
+import fedbilevel as fb
+from fedbilevel.tasks import quadratic
+
+task = quadratic(clients=2)
+assert fb.solve(fb.SimFBO(), task.problem, task.clients, task.x0, task.y0, rounds=2).round == 2
+assert fb.__file__.startswith(sys.prefix), fb.__file__
+assert not {"rich", "matplotlib", "flwr"} & set(sys.modules)
+print(fb.__version__)
+"""
+EXAMPLE = """
+import jax.numpy as jnp
+
+import fedbilevel as fb
+
+
+def outer(x: jnp.ndarray, y: jnp.ndarray, batch: dict[str, jnp.ndarray]) -> jnp.ndarray:
+    return jnp.mean((batch["target"] - y) ** 2)
+
+
+def inner(x: jnp.ndarray, y: jnp.ndarray, batch: dict[str, jnp.ndarray]) -> jnp.ndarray:
+    return outer(x, y, batch) + jnp.exp(x) * y**2
+
+
+data = {"target": jnp.arange(6.0)}
+clients = fb.Clients.split([data, data], 0.5, seed=0)
+method = fb.SimFBO(server_lr=fb.XYV(0.05, 0.1, 0.1), local_steps=2)
+result: fb.Result = fb.solve(method, fb.Bilevel(outer, inner), clients, jnp.zeros(()), jnp.zeros(()), rounds=2)
+rounds: int = result.round
+losses: list[float] = [row["outer_loss"] for row in result.history.rows if "outer_loss" in row]
+"""
+
+
+def run(*command: str | Path, fails: bool = False, **given: object) -> str:
+    """Return what a command prints. It ends the program if it fails, or, with `fails`, if it does not."""
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, check=False, **given)  # type: ignore[call-overload]
+    said = str(done.stdout + done.stderr)
+    if bool(done.returncode) is not fails:
+        sys.exit(f"packages: `{' '.join(map(str, command))}` has ended with {done.returncode}:\n{said}")
+    return said
+
+
+def require(holds: bool, what: object) -> None:
+    if not holds:
+        sys.exit(f"packages: {what}")
+
+
+def tracked() -> set[str]:
+    return set(run("git", "ls-files", cwd=ROOT).splitlines())
+
+
+def check_wheel(wheel: Path, version: str) -> None:
+    """The wheel has all of src/fedbilevel, the metadata and the licence, and nothing else."""
+    found = {name for name in zipfile.ZipFile(wheel).namelist() if not name.endswith("/")}
+    sources = {name.removeprefix("src/") for name in tracked() if name.startswith("src/")}
+    expected = sources | {f"fedbilevel-{version}.dist-info/{name}" for name in OF_METADATA}
+    require("fedbilevel/py.typed" in found, "the wheel has no py.typed")
+    require(found == expected, f"the wheel has or lacks: {sorted(found ^ expected)}")
+    print(f"{wheel.name}: {len(found)} files, {wheel.stat().st_size / 1e6:.1f} MB")
+
+
+def check_sdist(sdist: Path, version: str) -> None:
+    """The sdist has only files that git tracks, with all sources and tests and the licence."""
+    with tarfile.open(sdist) as opened:
+        found = {one.name.removeprefix(f"fedbilevel-{version}/") for one in opened.getmembers() if one.isfile()}
+    there = tracked()
+    needed = {name for name in there if name.startswith(("src/", "tests/"))} | {"LICENSE", "README.md", *OF_BUILD}
+    require(found <= there | OF_BUILD, f"the sdist has stray files: {sorted(found - there - OF_BUILD)}")
+    require(needed <= found, f"the sdist lacks: {sorted(needed - found)}")
+    print(f"{sdist.name}: {len(found)} files, {sdist.stat().st_size / 1e6:.1f} MB")
+
+
+def check_installed(uv: Path, env: dict[str, str], wheel: Path, version: str, place: Path) -> None:
+    """Without extras the library runs, and the command line says in a sentence what it needs."""
+    python, given = place / "venv/bin/python", {"cwd": place, "env": env}
+    run(uv, "venv", "--quiet", "--python", interpreter(), place / "venv", **given)
+    run(uv, "pip", "install", "--quiet", "--python", python, wheel, **given)
+    require(run(python, "-I", "-W", "ignore", "-c", WITHOUT_EXTRAS, **given).split()[-1] == version, "another version")
+    said = run(place / "venv/bin/fedbilevel", "run", "quadratic", fails=True, **given)
+    last = said.splitlines()[-1]
+    require("needs rich" in last and "Traceback" not in said, f"no sentence says what is missing:\n{said}")
+    print(f"without extras: runs; the command line says: {last}")
+    (place / "example.py").write_text(EXAMPLE)
+    types = {"mypy": ["--strict", f"--python-executable={python}"], "basedpyright": [f"--pythonpath={python}"]}
+    (place / "pyrightconfig.json").write_text('{"typeCheckingMode": "standard"}')
+    for name in CHECKERS:
+        run(uv, "tool", "run", "--quiet", name, *types[name], "example.py", **given)
+        print(f"{name}: no error in an example")
+
+
+def main() -> None:
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    uv, env = install_uv(), uv_environment()
+    env |= {"UV_DEFAULT_INDEX": index} if (index := mirror()) else {}
+    shutil.rmtree(DIST, ignore_errors=True)
+    run(uv, "build", "--quiet", "--python", interpreter(), "--out-dir", DIST, cwd=ROOT, env=env)
+    wheel, sdist = DIST / f"fedbilevel-{version}-py3-none-any.whl", DIST / f"fedbilevel-{version}.tar.gz"
+    found = {path for path in DIST.iterdir() if path.suffix in (".whl", ".gz")}
+    require(found == {wheel, sdist}, f"dist/ has {sorted(path.name for path in found)}")
+    check_wheel(wheel, version)
+    check_sdist(sdist, version)
+    with tempfile.TemporaryDirectory() as place:
+        check_installed(uv, env, wheel, version, Path(place))
+
+
+if __name__ == "__main__":
+    main()
