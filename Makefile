@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-slow test-torch test-trackers test-newest test-oldest lint format papers benchmarks catalogue notebooks docs lock clean
+.PHONY: help setup demo test test-slow test-torch test-trackers test-newest test-oldest packages lint format papers benchmarks catalogue notebooks docs lock clean
 
 # What another project left in the environment must not leak into this one.
 unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV
@@ -42,6 +42,9 @@ test-newest:  ## the tests with the newest versions of all packages; JAX's newes
 test-oldest:  ## the tests with the oldest versions that pyproject.toml allows
 	@$(PYTHON) scripts/bootstrap.py oldest
 	build/oldest/bin/pytest
+
+packages:  ## build wheel and sdist into dist/, check their files, and try the wheel without extras
+	@$(PYTHON) scripts/packages.py
 
 lint: setup  ## format, lint and types
 	$(BIN)/ruff format --check
