@@ -1,7 +1,8 @@
 """Build wheel and sdist into dist/, and check them: their files, and the wheel in an environment without extras.
 
 `make packages` and the release workflow run it. The files are compared with those that git tracks, so that a stray file
-is found, and one that is missing. Both type checkers read an example with the wheel's types.
+is found, and one that is missing. Both type checkers read an example with the wheel's types. The recipe for conda is
+rendered, but not built, which would need a channel of conda.
 """
 
 from __future__ import annotations
@@ -31,6 +32,14 @@ assert fb.solve(fb.SimFBO(), task.problem, task.clients, task.x0, task.y0, round
 assert fb.__file__.startswith(sys.prefix), fb.__file__
 assert not {"rich", "matplotlib", "flwr"} & set(sys.modules)
 print(fb.__version__)
+"""
+RENDER = """
+import sys
+from rattler_build import Stage0Recipe
+
+(one,) = Stage0Recipe.from_file(sys.argv[1]).render()
+package = one.recipe.to_dict()["package"]
+print(package["name"], package["version"])
 """
 EXAMPLE = """
 import jax.numpy as jnp
@@ -112,6 +121,14 @@ def check_installed(uv: Path, env: dict[str, str], wheel: Path, version: str, pl
         print(f"{name}: no error in an example")
 
 
+def check_recipe(uv: Path, env: dict[str, str], version: str) -> None:
+    """The recipe for conda can be rendered, which needs no channel."""
+    program = ("tool", "run", "--quiet", "--from", "py-rattler-build", "python", "-c", RENDER)
+    found = run(uv, *program, ROOT / "conda/recipe.yaml", env=env).split()
+    require(found == ["fedbilevel", version], f"the recipe for conda is that of {found}")
+    print("conda/recipe.yaml: renders")
+
+
 def main() -> None:
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     uv, env = install_uv(), uv_environment()
@@ -123,6 +140,7 @@ def main() -> None:
     require(found == {wheel, sdist}, f"dist/ has {sorted(path.name for path in found)}")
     check_wheel(wheel, version)
     check_sdist(sdist, version)
+    check_recipe(uv, env, version)
     with tempfile.TemporaryDirectory() as place:
         check_installed(uv, env, wheel, version, Path(place))
 
