@@ -1,252 +1,223 @@
-"""Bilevel optimization beside hyperparameter search, every exchange counted: penalties and weights of logistic models.
+"""Bilevel optimization beside hyperparameter search, every exchange counted, with 1 to 64 hyperparameters.
 
-x holds the log-penalties of groups of features, in [-12, 0]; the intercept's is fixed. f is the loss on clients'
-validation samples, g that on their training samples, with the penalties (as in the task `regularization`). "Noise" adds
-40 columns of random numbers to the patients' 13. Where x has a weight for each client, their training losses are
-multiplied by exp(x), over the mean of these, and every second client has a random label in half of its training
-samples; all penalties are exp(-7). All methods begin at x = -6 and y = 0, and take all samples of everyone in each
-exchange, or of as many clients as --cohort says. SimFBO and FedNest have their default steps. A trial of a search
-trains y at a fixed x by SimFBO's own local steps on y, whose size adapts to the curvature, from the best y so far; only
-exchanges that move y are counted, and everyone's validation loss costs nothing. "One penalty" is a search along the
-diagonal, and "x = -6" no search at all. Data sets are read from $FEDBILEVEL_DATA.
+`benchmarks/search_problems.py` says what x is: penalties of groups of features, weights of clients, or the loss of a
+long tail of classes. All methods begin at the same x and y = 0. An exchange takes all samples of all clients, or of the
+share of clients that --share says. SimFBO and FedNest have their default steps. A search spends the budget on trials of
+40 exchanges, which train y at a fixed x by SimFBO's own local steps on y, whose size adapts to the curvature, from the
+best y so far. Only exchanges that move y are counted, and the validation loss of all clients costs nothing. "No search"
+trains y at the x of the start. Each budget is a run of its own, which ends with its best (x, y) by the validation loss,
+at which it looks after every tenth exchange; only this (x, y) is measured on test samples.
 
-Differences are to SimFBO, with 95 % intervals; the last column has the exchanges after which SimFBO was as low.
+Differences are to SimFBO's run with the same d, with 95 % intervals: over splits, by Nadeau and Bengio where splits
+deal the same samples anew, and by Student where they draw samples; and over test samples. --folder keeps what is
+measured, and reads what it has.
 """
 
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax.numpy as jnp
 import numpy as np
 import optuna
-from scipy.stats import t as student
 
 import fedbilevel as fb
 from benchmarks.harness import head, row
-from fedbilevel.data import load_heart
-from fedbilevel.data.loaders import FLAMBY, HOSPITALS, TRAINING, stratified
-from fedbilevel.display.curves import Curve, draw_panel, encoded, new_figure, typography
-from fedbilevel.tasks.images import load_rows
-from fedbilevel.tasks.networks import cross_entropy
-from fedbilevel.tasks.regularization import logits, with_one
+from benchmarks.hospitals import interval
+from benchmarks.search_problems import DEALT, PROBLEMS, Setting, losses, setting
+from fedbilevel.display.curves import COLOURS, LEVEL, encoded, new_figure, typography
+from fedbilevel.tasks.regularization import logits
 
-LOW, HIGH, START, INTERCEPT = -12.0, 0.0, -6.0, -7.0
-PERSON, SYMPTOM, BLOOD, HEART = range(4)
-GROUPS = [PERSON, PERSON, BLOOD, BLOOD, BLOOD, HEART, SYMPTOM, HEART, SYMPTOM, SYMPTOM, SYMPTOM, HEART, HEART]
-PROBLEMS = {  # by name: data, and the group of each feature; none: a weight for each client
-    "hospitals, d = 1": ("heart", [0] * 13),
-    "hospitals, d = 4": ("heart", GROUPS),
-    "hospitals, d = 13": ("heart", list(range(13))),
-    "hospitals and noise, d = 53": ("noisy heart", list(range(53))),
-    "covtype, d = 54": ("covtype", list(range(54))),
-    "digits, d = 64": ("digits", list(range(64))),
-    "digits, wrong labels, d = 18": ("wrong digits", []),
-    "covtype, wrong labels, d = 18": ("wrong covtype", []),
-}
-NOISE = 40  # columns
-BUDGET, EARLY = 1000, 100  # exchanges of each method, and after how many it is also looked at
-QUICK = {"problems": ["hospitals, d = 4"], "splits": [0, 1]}
-CLIENTS, SAMPLES = 18, {"covtype": 400, "digits": 79}  # of each client of covtype and digits, half of them validation
-RUNGS = {"random search": (40,), "TPE": (40,), "TPE, one penalty": (40,), "halving": (20, 60, 180)}
-"""Of each search the exchanges of a trial, or its rungs: the best of a few on split 100, which is in no result."""
+BUDGETS = 100, 1000  # exchanges
+TRIAL = 40  # exchanges; on split 100, which is in no result, better than 10 and 20 in three problems of four
 FIXED = fb.SimFBO(server_lr=fb.XYV(x=1e-30, y=None, v=None), batch_size=None)  # x stays
-METHODS = {"SimFBO": fb.SimFBO(batch_size=None), "FedNest": fb.FedNest(batch_size=None), "x = -6": FIXED}
-EVERYONE = [*METHODS, *RUNGS]
+METHODS = {"SimFBO": fb.SimFBO(batch_size=None), "FedNest": fb.FedNest(batch_size=None), "no search": FIXED}
+ALL = "SimFBO", "TPE", "no search", "FedNest", "random search", "halving"
+MIDDLE = 300  # exchanges after which the larger budget is also looked at
+TICKS = 1, 2, 4, 13, 20, 54  # of d
+EVERY = 10  # exchanges between two looks at the validation loss; a trial has one at its end, too
+QUICK = {"problems": ["hospitals"], "splits": [0, 1], "budgets": [100], "methods": ["SimFBO", "TPE", "no search"]}
 optuna.logging.set_verbosity(optuna.logging.WARNING)
 warnings.simplefilter("ignore", fb.errors.NumericalWarning)  # a trial may end worse than it began
 
 
-class Setting(NamedTuple):
-    """A problem on a split, and how many clients an exchange asks; None: all."""
+class End(NamedTuple):
+    """What a run ends with: its least validation losses after 0, 1, … exchanges, and each test sample's values."""
 
-    problem: fb.Bilevel
-    clients: fb.Clients
-    metrics: dict[str, Callable[[Any, Any], Any]]
-    x0: np.ndarray
-    y0: np.ndarray
-    test: dict[str, np.ndarray]
-    cohort: int | None
-
-
-def shares(data: str, split: int) -> tuple[list[Any], list[Any], dict[str, np.ndarray]]:
-    """Return the training and validation samples of each client, and the test samples of all."""
-    parts, rng = [], np.random.default_rng(split)
-    if data.endswith("heart"):
-        for name in HOSPITALS:
-            rows, labels = load_heart(name)
-            mine, test = stratified(labels, TRAINING, FLAMBY + split)
-            train, valid = (mine[part] for part in stratified(labels[mine], 0.6, FLAMBY + split))
-            spread = np.where(np.ptp(rows[mine], axis=0) > 0, rows[mine].std(0), 1)
-            noise = rng.normal(size=(len(rows), NOISE if data.startswith("noisy") else 0))
-            rows = with_one(np.hstack([(rows - rows[mine].mean(0)) / spread, noise]))
-            parts.append([{"row": rows[part], "label": labels[part]} for part in (train, valid, test)])
-        train, valid, tests = zip(*parts, strict=True)
-        return list(train), list(valid), {key: np.concatenate([one[key] for one in tests]) for key in tests[0]}
-    wrong, name = data.startswith("wrong"), data.removeprefix("wrong ")
-    found = load_rows(name, 0.0, 0).standardised()
-    rows, labels = with_one(found.train_images), found.train_labels
-    drawn = rng.permutation(len(labels))[: CLIENTS * SAMPLES[name]]
-    dealt = [part for mine in np.array_split(drawn, CLIENTS) for part in np.array_split(mine, 2)]
-    samples = [{"row": rows[part], "label": labels[part]} for part in dealt]
-    tested = rng.permutation(len(found.test_labels))[:5000] if name == "covtype" else slice(None)
-    train = samples[::2]
-    for client in range(CLIENTS) if wrong else ():
-        own = train[client]["label"].copy()
-        if client % 2:
-            own[::2] = rng.permutation(labels)[: len(own[::2])]
-        train[client] |= {"label": own, "client": np.full(len(own), client)}
-    return train, samples[1::2], {"row": with_one(found.test_images)[tested], "label": found.test_labels[tested]}
-
-
-def setting(name: str, split: int, cohort: int | None) -> Setting:
-    data, groups = PROBLEMS[name]
-    train, valid, test = shares(data, split)
-    features, classes = train[0]["row"].shape[1], max(int(one["label"].max()) for one in train) + 1
-    of = np.array([*groups, max(groups) + 1]) if groups else None
-
-    def outer(x: Any, y: Any, batch: Any) -> Any:
-        return cross_entropy(logits(y, batch["row"]), batch["label"])
-
-    def inner(x: Any, y: Any, batch: Any) -> Any:
-        if of is None:
-            weight = jnp.exp(x[batch["client"][0]]) / jnp.mean(jnp.exp(x))
-            return weight * outer(x, y, batch) + jnp.exp(INTERCEPT) * jnp.sum(y**2)
-        return outer(x, y, batch) + jnp.vdot(jnp.exp(jnp.append(x, INTERCEPT)[of]), jnp.sum(y**2, axis=1))
-
-    def validation(x: Any, y: Any) -> Any:
-        return sum(p * outer(x, y, batch) for p, batch in zip(clients.weights, valid, strict=True))
-
-    clients = fb.Clients(valid, train, weights="size")
-    problem = fb.Bilevel(outer, inner, project_x=fb.projections.box(LOW, HIGH))
-    x0, y0 = (
-        np.full(CLIENTS if of is None else max(groups) + 1, START),
-        np.zeros((features, classes if classes > 2 else 1)),
-    )
-    return Setting(problem, clients, {"validation": validation}, x0, y0, test, cohort)
+    least: np.ndarray
+    loss: np.ndarray
+    right: np.ndarray
+    sample: np.ndarray
+    shared: np.ndarray  # validation and test samples over those that are trained on or choose, if dealt anew; else 0
 
 
 def solved(method: Any, at: Setting, x: Any, y: Any, rounds: int) -> Any:
-    given = {"rounds": rounds, "eval_every": 1, "metrics": at.metrics, "best_by": "validation", "progress": False}
-    return fb.solve(method, at.problem, at.clients, x, y, cohort=at.cohort, **given)
+    given = {"rounds": rounds, "eval_every": EVERY, "metrics": at.metrics, "best_by": "validation", "progress": False}
+    return fb.solve(method, at.posed.problem, at.clients, x, y, cohort=at.cohort, **given)
 
 
-def by_method(name: str, at: Setting) -> tuple[np.ndarray, Any]:
+def by_method(name: str, at: Setting, budget: int) -> tuple[np.ndarray, Any]:
     """Return the losses (rows of exchanges and loss) and the best (x, y) of a method with its default steps."""
-    one = solved(METHODS[name], at, at.x0, at.y0, 1).ledger.exchanges
-    run = solved(METHODS[name], at, at.x0, at.y0, BUDGET // one)
+    one = solved(METHODS[name], at, at.posed.x0, at.y0, 1).ledger.exchanges if name == "FedNest" else 1
+    run = solved(METHODS[name], at, at.posed.x0, at.y0, budget // one)
     return np.column_stack([run.history["exchanges"], run.history["validation"]]), run.best
 
 
-def by_search(name: str, at: Setting, seed: int) -> tuple[np.ndarray, Any]:
+def by_search(name: str, at: Setting, budget: int, seed: int) -> tuple[np.ndarray, Any]:
     """Return the same of a search; a solve's first round only measures curvature, and is not counted."""
-    sampler = (optuna.samplers.TPESampler if "TPE" in name else optuna.samplers.RandomSampler)(seed=seed)
-    pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=RUNGS[name][0], reduction_factor=3)
+    _, x0, d, low, high = at.posed
+    rungs = (TRIAL // 2, 3 * TRIAL // 2, 9 * TRIAL // 2) if name == "halving" else (TRIAL,)
+    sampler = (optuna.samplers.TPESampler if name == "TPE" else optuna.samplers.RandomSampler)(seed=seed)
+    pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=rungs[0], reduction_factor=3)
     study = optuna.create_study(sampler=sampler, pruner=pruner)
-    names = [f"x{i}" for i in range(1 if "one penalty" in name else len(at.x0))]
-    study.enqueue_trial(dict.fromkeys(names, START))
+    study.enqueue_trial({f"x{i}": x0[i] for i in range(d)})
     rows, best, spent = [], None, 0
-    while spent < BUDGET:
+    while spent < budget:
         trial, y, pruned, done = study.ask(), at.y0 if best is None else best.y, False, 0
-        x = np.resize([trial.suggest_float(one, LOW, HIGH) for one in names], len(at.x0))
-        for rung in RUNGS[name]:
-            run = solved(FIXED, at, x, y, 1 + min(rung - done, BUDGET - spent))
-            losses, y = run.history["validation"][1:], run.y
-            rows += [(spent + i, loss) for i, loss in enumerate(losses)]
+        x = x0.copy()
+        x[:d] = [trial.suggest_float(f"x{i}", low, high) for i in range(d)]
+        for rung in rungs:
+            exchanges = min(rung - done, budget - spent)
+            run = solved(FIXED, at, x, y, 1 + exchanges)
+            values, y = run.history["validation"][1:], run.y
+            rows += zip(spent + run.history["exchanges"][1:] - 1, values, strict=True)
             best = run.best if best is None or run.best.value < best.value else best
-            spent, done = spent + len(losses) - 1, rung
-            trial.report(losses[-1], done)
+            spent, done = spent + exchanges, rung
+            trial.report(values[-1], done)
             pruned = trial.should_prune()
-            if pruned or spent >= BUDGET:
+            if pruned or spent >= budget:
                 break
-        study.tell(trial, None if pruned else losses[-1], optuna.trial.TrialState.PRUNED if pruned else None)
+        study.tell(trial, None if pruned else values[-1], optuna.trial.TrialState.PRUNED if pruned else None)
     return np.array(rows), best
 
 
-def compare(name: str, split: int, cohort: int | None) -> dict[str, np.ndarray]:
-    """Return of each method the least loss so far, after 0, 1, … exchanges, and loss and accuracy on test samples."""
-    at, found = setting(name, split, cohort), {}
-    several_penalties = len(PROBLEMS[name][1]) > 0 and len(at.x0) > 1
-    for method in EVERYONE if several_penalties else [one for one in EVERYONE if "one penalty" not in one]:
-        rows, best = by_method(method, at) if method in METHODS else by_search(method, at, split)
-        least = np.full(BUDGET + 1, np.inf)
-        np.minimum.at(least, rows[:, 0].astype(int), rows[:, 1])
-        z, labels = np.asarray(logits(jnp.asarray(best.y), at.test["row"])), at.test["label"]
-        losses = np.logaddexp.reduce(z, axis=1) - z[np.arange(len(z)), labels]
-        found |= {f"{method}/least": np.minimum.accumulate(least), f"{method}/x": np.asarray(best.x)}
-        found |= {f"{method}/loss": losses, f"{method}/right": z.argmax(1) == labels}
-    return found
+def ended(name: str, data: str, d: int, budget: int, split: int, share: float) -> End:
+    """Run a method or a search on a split."""
+    at = setting(data, d, split, share)
+    rows, best = by_method(name, at, budget) if name in METHODS else by_search(name, at, budget, split)
+    least = np.full(budget + 1, np.inf)
+    np.minimum.at(least, rows[:, 0].astype(int), rows[:, 1])
+    each, right = [np.asarray(losses(best.y, batch)) for batch in at.test], np.zeros(0)
+    if data != "survival":
+        right = np.concatenate([logits(best.y, one["row"]).argmax(1) == one["label"] for one in at.test])
+    valid, train = int(at.clients.outer.size.sum()), int(at.clients.inner.size.sum())
+    sample = np.concatenate([one["sample"] for one in at.test])
+    shared = np.array([valid / train, len(sample) / (valid + train)]) * (data in DEALT)
+    return End(np.minimum.accumulate(least), np.concatenate(each), right, sample, shared)
 
 
-def measured(name: str, splits: Sequence[int], cohort: int | None) -> dict[str, np.ndarray]:
-    """Return the same for several splits, stacked."""
-    found = [compare(name, split, cohort) for split in splits]
-    return {key: np.stack([one[key] for one in found]) for key in found[0]}
+def kept(folder: str, *run: Any) -> End:
+    """Run it, or read what it ended with from a folder."""
+    file = Path(folder) / f"{'_'.join(str(part).replace(' ', '-') for part in run)}.npz"
+    if folder and file.is_file():
+        return End(**np.load(file))
+    end = ended(*run)
+    if folder:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        np.savez(part := file.with_suffix(".part.npz"), **end._asdict())
+        part.replace(file)
+    return end
 
 
-def difference(values: np.ndarray, to: np.ndarray) -> str:
-    """Write the mean paired difference over splits, and half its 95 % Student interval."""
-    change, n = values - to, len(values)
-    return f"{change.mean():+.4f} ± {student.ppf(0.975, n - 1) * change.std(ddof=1) / np.sqrt(n):.4f}"
+def difference(values: np.ndarray, to: np.ndarray, shared: float = 0.0) -> str:
+    """Write the mean paired difference over splits, and half its 95 % interval."""
+    change = values - to
+    return f"{change.mean():+.4f} ± {interval(change, shared):.4f}"
 
 
-def interval(right: np.ndarray) -> str:
-    """Write a 95 % bootstrap interval, in %, of the mean over splits, for which the same test samples are drawn."""
-    each, rng = 100 * right.mean(0), np.random.default_rng(0)
-    low, high = np.quantile([rng.choice(each, len(each)).mean() for _ in range(2000)], [0.025, 0.975])
-    return f"[{low:.1f}, {high:.1f}]"
+def over_samples(change: np.ndarray, sample: np.ndarray) -> float:
+    """Return half the 95 % interval of a mean over test samples, each of which may be in several splits."""
+    where = np.unique(sample, return_inverse=True)[1].ravel()
+    count, total = np.bincount(where), np.bincount(where, change.ravel())
+    return 1.96 * float(np.sqrt(np.sum((total - count * change.mean()) ** 2)) / count.sum())
 
 
-def rows(name: str, of: dict[str, np.ndarray]) -> None:
-    """Print the rows of a problem."""
-    for method in (one for one in EVERYONE if f"{one}/least" in of):
-        valid, test, right = of[f"{method}/least"][:, -1], of[f"{method}/loss"].mean(1), 1.0 * of[f"{method}/right"]
-        early = of[f"{method}/least"][:, EARLY]
-        cells = [f"{early.mean():.4f}", f"{valid.mean():.4f}", difference(valid, of["SimFBO/least"][:, -1])]
-        cells += [f"{test.mean():.4f}", difference(test, of["SimFBO/loss"].mean(1))]
-        cells += [f"{100 * right.mean():.1f} {interval(right)}"]
-        cells += [f"{100 * (right - of['SimFBO/right']).mean():+.1f} {interval(right - of['SimFBO/right'])}"]
-        after = np.argmax(of["SimFBO/least"].mean(0) <= valid.mean())  # 0 where never
-        row(name, method, *cells, after or "never")
+class Compared(NamedTuple):
+    """A loss minus SimFBO's: the mean over splits, and half the interval over splits; also over test samples."""
+
+    validation: tuple[float, float]
+    test: tuple[float, float, float]
 
 
-def draw(found: dict[str, dict[str, np.ndarray]], file: Path) -> None:
-    """Draw the least validation loss so far, the mean over splits, against exchanges; a panel for each problem."""
-    with typography((13.0, 11.4)):
-        figure = new_figure((13.0, 11.4))
-        grid = figure.subplots(3, 3).flat
-        for axes, (name, of) in zip(grid, found.items(), strict=False):
-            means = {method: of[f"{method}/least"].mean(0) for method in EVERYONE if f"{method}/least" in of}
-            curves = [Curve(method, {"exchanges": np.arange(len(mean))}, mean) for method, mean in means.items()]
-            draw_panel(axes, curves, "exchanges", percent=False, places=[EVERYONE.index(one) for one in means])
-            low, high = min(mean[-1] for mean in means.values()), means["x = -6"][20]  # most fall from far above
-            axes.set(title=name, ylim=(low - 0.05 * (high - low), high + 0.05 * (high - low)), yscale="linear")
-            axes.set_ylabel("validation loss, best so far")
-        grid[-1].axis("off")
-        grid[-1].legend(*axes.get_legend_handles_labels(), loc="center", frameon=False, handlelength=3.5)
+def compared(ends: list[End], to: list[End]) -> Compared:
+    valid = np.array([a.least[-1] - b.least[-1] for a, b in zip(ends, to, strict=True)])
+    test = np.array([a.loss - b.loss for a, b in zip(ends, to, strict=True)])
+    shared, sample = ends[0].shared, np.array([end.sample for end in ends])
+    return Compared(
+        (valid.mean(), interval(valid, shared[0])),
+        (test.mean(), interval(test.mean(1), shared[1]), over_samples(test, sample)),
+    )
+
+
+Found = dict[tuple[str, int, int, str], list[End]]  # by data, d, budget and method, the runs of all splits
+
+
+def rows(found: Found) -> None:
+    """Print a row for each problem, budget and method."""
+    apart = "difference", "test loss", "difference, over splits", "over samples", "accuracy, %", "SimFBO after"
+    head("data", "d", "exchanges", "method", f"after {MIDDLE}", "validation loss", *apart)
+    for (data, d, budget, method), ends in found.items():
+        to, each = found[data, d, budget, "SimFBO"], np.mean([end.least for end in ends], axis=0)
+        cells, middle = ["", "", ""], f"{each[MIDDLE]:.4f}" if budget > MIDDLE else ""
+        if method != "SimFBO":
+            validation, test = compared(ends, to)
+            cells = [f"{mean:+.4f} ± {half:.4f}" for mean, half in (validation, test[:2])] + [f"± {test[2]:.4f}"]
+        right = f"{100 * np.mean([end.right for end in ends]):.1f}" if ends[0].right.size else ""
+        after = np.argmax(np.mean([end.least for end in to], axis=0) <= each[-1])  # 0 where never
+        tested = f"{np.mean([end.loss for end in ends]):.4f}"
+        row(data, d, budget, method, middle, f"{each[-1]:.4f}", cells[0], tested, *cells[1:], right, after or "never")
+
+
+def draw(found: Found, rival: str, file: Path) -> None:
+    """Draw the rival's loss minus SimFBO's against d, by kind of loss and budget, with the wider of two intervals."""
+    lines: dict[str, dict[int, dict[int, Compared]]] = {}  # by data set, budget and d
+    for (data, d, budget, method), ends in found.items():
+        if method == rival:
+            lines.setdefault(data, {}).setdefault(budget, {})[d] = compared(ends, found[data, d, budget, "SimFBO"])
+    budgets = BUDGETS
+    with typography((13.0, 8.4)):
+        figure = new_figure((13.0, 8.4))
+        panels = figure.subplots(2, 2, sharex=True, sharey=True)
+        for axes, (kind, budget) in zip(panels.flat, itertools.product(Compared._fields, budgets), strict=True):
+            for place, (data, of) in enumerate(lines.items()):
+                each = [getattr(one, kind) for one in of[budget].values()]
+                x = np.array(list(of[budget])) * 1.03 ** (place - len(lines) / 2)  # beside each other
+                look = {"color": COLOURS[place % len(COLOURS)], "marker": "os"[place // len(COLOURS)]}
+                axes.errorbar(
+                    x, *zip(*((one[0], max(one[1:])) for one in each), strict=True), label=data, capsize=2, **look
+                )
+            axes.axhline(0, color=LEVEL, linewidth=0.8)
+            axes.set(xscale="log", title=f"{kind} loss after {budget:,} exchanges")
+            axes.set_xticks(TICKS, map(str, TICKS))
+            axes.minorticks_off()
+            axes.set_yscale("symlog", linthresh=0.01)
+            axes.grid(alpha=0.3, linewidth=0.6)
+            axes.spines[["top", "right"]].set_visible(False)
+        for axes in panels[1]:
+            axes.set_xlabel("d, the number of hyperparameters")
+        for axes in panels[:, 0]:
+            axes.set_ylabel(f"loss of {rival} minus that of SimFBO")
+        figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
         file.write_bytes(encoded(figure, file))
 
 
 def main(
     problems: tuple[str, ...] = tuple(PROBLEMS),
+    methods: tuple[str, ...] = ALL,
+    dimensions: tuple[int, ...] = (),
+    budgets: tuple[int, ...] = BUDGETS,
     splits: tuple[int, ...] = tuple(range(10)),
-    cohort: int = 0,
+    share: float = 1.0,
+    folder: str = "",
     picture: str = "",
 ) -> None:
-    losses = (
-        f"after {EARLY}",
-        "validation loss",
-        "difference",
-        "test loss",
-        "difference",
-        "test accuracy, %",
-        "difference",
-    )
-    head("problem", "method", *losses, "SimFBO after")
-    found = {}
-    for name in problems:
-        found[name] = measured(name, splits, cohort or None)
-        rows(name, found[name])
+    found: Found = {}
+    for data in problems:
+        for d, budget, method in itertools.product(PROBLEMS[data], budgets, methods):
+            if (not dimensions or d in dimensions) and (method != "no search" or d == min(PROBLEMS[data])):
+                found[data, d, budget, method] = [
+                    kept(folder, method, data, d, budget, split, share) for split in splits
+                ]
+    rows(found)
     if picture:
-        draw(found, Path(picture))
+        draw(found, "TPE", Path(picture))
