@@ -1,5 +1,6 @@
 """What every test needs before jax is imported: float64, two devices, one place for compiled programs."""
 
+import base64
 import contextlib
 import gc
 import os
@@ -50,6 +51,10 @@ UNCHECKED = (  # rooms and files of tests that run solve for other claims than a
     "tests/sweeps/",
     "papers/tests/",
 )
+UNDRAWN = ("tests/experiments/", "tests/flower/", "tests/sweeps/", "tests/trackers/", "papers/tests/")
+PIXEL = base64.b64decode(
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNkYPhfDwAChwGA60e6kgAAAABJRU5ErkJggg=="
+)  # a PNG
 os.environ["XLA_FLAGS"] = " ".join([*flags, *quickly, "--xla_force_host_platform_device_count=2"])
 
 
@@ -170,6 +175,36 @@ def _losses_are_not_checked(request: pytest.FixtureRequest, monkeypatch: pytest.
         monkeypatch.setattr(PosedProblem, "look", lambda posed, method: None)
         monkeypatch.setattr(PosedProblem, "ends", lambda posed, before, end, spent: None)
         monkeypatch.setattr(first_look, "first_look", lambda *arguments: None)  # sites and diagnoses call it there
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _pictures_are_not_drawn(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Write a picture of one pixel for each figure of a command, in rooms whose tests run commands.
+
+    The figure is made as always, and only its last step to bytes is left out, which took a quarter of the time of a
+    command. Tests in tests/display draw figures of all kinds, and the marker `drawn` keeps this step for one test.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.relative_to(request.config.rootpath).as_posix().startswith(UNDRAWN):
+            from fedbilevel.display import curves
+            from fedbilevel.experiments import export, runner  # noqa: F401  export must import the real one
+
+            for module in (curves, runner):  # each of them has this name
+                patch.setattr(module, "encoded", lambda figure, file: curves.require_picture(file) or PIXEL)
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _a_picture_is_drawn(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, _pictures_are_not_drawn: None
+) -> None:
+    """Draw pictures in a test with the marker `drawn`."""
+    if request.node.get_closest_marker("drawn"):
+        from fedbilevel.display import curves
+        from fedbilevel.experiments import export, runner
+
+        for module in (curves, runner):
+            monkeypatch.setattr(module, "encoded", export.encoded)  # which is never replaced
 
 
 @pytest.fixture(scope="module", autouse=True)

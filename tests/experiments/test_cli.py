@@ -30,6 +30,7 @@ def here(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.drawn
 def test_a_run_writes_its_folder_and_says_where(run, here, monkeypatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
     code, shown, error = run("run", "quadratic", "--rounds", 20)
@@ -253,7 +254,7 @@ def test_a_signal_ends_a_run_in_a_sentence_wherever_it_comes(
 
     with monkeypatch.context() as patched:
         patched.setattr(*place, interrupted)
-        code, _, error = run(*QUADRATIC, "--rounds", 1000, "--out", "it")
+        code, _, error = run(*QUADRATIC, "--rounds", 60, "--out", "it")
     assert (code, error) == (128 + number, f"fedbilevel: {says}\n")
     assert (here / "it").exists() == (says == CONTINUE)
     if says == CONTINUE:

@@ -107,6 +107,7 @@ def test_a_run_that_a_folder_has_twice_is_left_out(runs, tmp_path, run) -> None:
         load_groups([tmp_path / "dup" / "a", tmp_path / "dup" / "b"])
 
 
+@pytest.mark.drawn
 def test_files_for_a_paper_stand_beside_the_picture(runs, tmp_path, run) -> None:
     paper = ["--panel", "megabytes", "--size", "3.3x2.6", "--csv", "--json", "--latex"]
     code, shown, error = run("compare", runs, "--out", tmp_path / "fig.pdf", *paper)

@@ -98,6 +98,7 @@ def test_runs(content: str, run: Run, tmp_path: Path) -> None:
 HOSTILE = "\x1b]0;title\x07\x1b[2Jé"
 
 
+@pytest.mark.drawn
 def test_texts_of_others_command_no_terminal_and_no_page(run: Run, tmp_path: Path) -> None:
     """Names of a task, of metrics, of packages, of folders; of files whose code would be run."""
     folders = [

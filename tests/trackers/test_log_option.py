@@ -56,6 +56,7 @@ def test_a_comparison_is_a_run_with_a_run_of_each_algorithm_and_seed(tmp_path, m
     service = Service()
     monkeypatch.setattr(shared, "trackers", lambda options: [InMemory(service)])
     command = ["compare", "quadratic", "--algorithms", "simfbo,aggitd", "--set", "task.clients=3", "--rounds", "4"]
+    command += ["--set", "samples=[2, 2]", "--set", "dim_y=2"]
     command += ["--set", "run.eval_every=2", "--seeds", "0,1", "--csv", "--quiet", "--out", str(tmp_path / "both")]
     assert cli.main(command) == 0
     parent, *children = service.runs.values()

@@ -15,7 +15,7 @@ PRIVACY = fb.Privacy(clip=1.0, noise_multiplier=0.1, delta=1e-5)
 SEEDS = [918273, 564738]
 PRIVATE = ["--set", "privacy.clip=1", "--set", "privacy.noise_multiplier=0.1", "--set", "privacy.delta=1e-5"]
 SMALL = ["quadratic", "--set", "task.clients=3", "--set", "samples=[2, 2]", "--set", "dim_y=2"]
-SMALL += ["--rounds", "4", "--set", "eval_every=2", "--set", "client_lr=0.05", "--set", "server_lr=0.05"]
+SMALL += ["--rounds", "4", "--set", "eval_every=2", "--set", "client_lr=0.05"]
 
 
 @pytest.fixture
@@ -49,13 +49,13 @@ def test_a_run_of_solve(service) -> None:
 
 def test_runs_of_a_sweep_and_its_group(service) -> None:
     fb.sweep(
-        METHOD, TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=4, grid={"local_steps": [1, 2]}, seeds=SEEDS,
+        METHOD, TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=4, grid={"server_lr.x": [0.05, 0.1]}, seeds=SEEDS,
         select="relative_error", metrics=TASK.metrics, privacy=PRIVACY, callbacks=[InMemory(service)], progress=False,
     )  # fmt: skip
     assert len(service.runs) == 5
     assert not has_a_seed(service)
     assert sorted(kept.run.name for kept in service.runs.values() if kept.group) == [
-        "local_steps=1, seed ***", "local_steps=1, seed ***", "local_steps=2, seed ***", "local_steps=2, seed ***",
+        *["server_lr.x=0.05, seed ***"] * 2, *["server_lr.x=0.1, seed ***"] * 2,
     ]  # fmt: skip
 
 
@@ -74,13 +74,17 @@ def test_a_run_in_a_folder_and_its_files(service, tmp_path, private) -> None:
     assert Path(tmp_path / f"seed-{SEEDS[0]}" / "spec.toml").is_file()  # the folder has what a resumption needs
 
 
-@pytest.mark.parametrize("command", [["run"], ["sweep", "--grid", "local_steps=1,2"]], ids=lambda words: words[0])
+@pytest.mark.parametrize(
+    "command",
+    [["run", "--set", "server_lr=0.05"], ["sweep", "--grid", "server_lr=0.05,0.1"]],
+    ids=lambda words: words[0],
+)
 def test_commands_for_several_seeds(service, tmp_path, monkeypatch, command) -> None:
     monkeypatch.setattr(shared, "trackers", lambda options: [InMemory(service)])
     seeds = ["--seeds", ",".join(map(str, SEEDS)), "--out", str(tmp_path / "out"), "--quiet"]
     assert cli.main([command[0], *SMALL, *command[1:], *PRIVATE, *seeds]) == 0
     assert [kept.ending for kept in service.runs.values()] == ["finished"] * len(service.runs)
-    assert sum(bool(kept.group) for kept in service.runs.values()) == (2 if command == ["run"] else 4)
+    assert sum(bool(kept.group) for kept in service.runs.values()) == (2 if command[0] == "run" else 4)
     assert not has_a_seed(service)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from recorders import TASK, solved
+from recorders import METHOD, TASK, solved
 
 import fedbilevel as fb
 from fedbilevel import cli, experiments
@@ -101,14 +101,15 @@ def test_a_full_disk_ends_no_run(tmp_path, monkeypatch) -> None:
 
 def test_runs_of_a_sweep_have_folders_in_that_of_the_sweep(tmp_path) -> None:
     fb.sweep(
-        fb.SimFBO(), TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=2, grid={"local_steps": [1, 2]},
+        METHOD, TASK.problem, TASK.clients, TASK.x0, TASK.y0, rounds=2, grid={"server_lr.x": [0.05, 0.1]},
         select="relative_error", metrics=TASK.metrics, callbacks=[fb.trackers.TensorBoard(tmp_path)], progress=False,
     )  # fmt: skip
     (group,) = tmp_path.iterdir()
-    assert group.name.startswith("sweep-of-local_steps-")
-    assert sorted(folder.name for folder in group.iterdir()) == ["local_steps=1-seed-0", "local_steps=2-seed-0"]
+    assert group.name.startswith("sweep-of-server_lr.x-")
+    assert sorted(folder.name for folder in group.iterdir()) == ["server_lr.x=0.05-seed-0", "server_lr.x=0.1-seed-0"]
 
 
+@pytest.mark.drawn
 def test_the_command_writes_into_the_folder_of_the_run(tmp_path, capsys) -> None:
     folder = tmp_path / "first"
     assert cli.main(["run", *SMALL, "--out", str(folder)]) == 0
@@ -136,7 +137,7 @@ def test_the_command_records_seeds_and_sweeps(tmp_path) -> None:
     assert cli.main(["run", *SMALL, "--seeds", "0,1,2", "--out", str(tmp_path / "seeds")]) == 0
     for seed in range(3):
         assert [step for step, _ in scalars(tmp_path / "seeds" / f"seed-{seed}", "exchanges")] == [0, 2, 4]
-    assert cli.main(["sweep", *SMALL, "--grid", "local_steps=1,2", "--out", str(tmp_path / "sweep")]) == 0
-    for steps in (1, 2):
-        folder = tmp_path / "sweep" / f"local_steps-{steps}" / "seed-0"
+    assert cli.main(["sweep", *SMALL, "--grid", "server_lr=0.05,0.1", "--out", str(tmp_path / "sweep")]) == 0
+    for step in ("0.05", "0.1"):
+        folder = tmp_path / "sweep" / f"server_lr-{step}" / "seed-0"
         assert [step for step, _ in scalars(folder, "exchanges")] == [0, 2, 4]
