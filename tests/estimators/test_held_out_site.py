@@ -16,7 +16,7 @@ from site_tables import SITES, TARGETS, fitted, study, tables
 OTHERS = ("north", "west")
 
 
-@pytest.mark.parametrize("kind", TARGETS)
+@pytest.mark.parametrize("kind", slow_but("ridge", of=TARGETS))
 def test_the_model_is_that_of_the_other_sites(kind):
     """Whatever the rows of the held-out site are, as long as their words are known."""
     frames = tables()
