@@ -198,7 +198,8 @@ def test_rabo_what_masks_and_unequal_clients_bend_stays_at_every_step(kind):
 # -------------------------------------------------------------------------------------------------- SimFBO, ShroFBO
 
 
-@pytest.mark.parametrize("runs", [[(4, 100)], pytest.param([(4, 400), (8, 100), (8, 400)], marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("runs", [[(4, 100)], [(4, 400), (8, 100), (8, 400)]])
 def test_simfbo_table_1_has_the_rounds_of_full_participation(runs):
     """Table 1 says O(1/ε) rounds with partial participation; Theorems 1 and 2 say O(1/(Pε²)), and O(1/ε) where all
     take part with τ̄ in proportion to 1/ε. On z = (x, y, v) as in test_rates_of_simfbo_theorem_1_and_shrofbo_theorem_2
@@ -339,6 +340,7 @@ def test_afbo_aphe_needs_a_product_of_random_length():
     assert min(ends[1][1:]) > 0.99
 
 
+@pytest.mark.slow
 def test_afbo_with_all_in_time_has_delays_of_0():
     """The text below Theorem 1, and Lemma 1, take τ_i = 1 for the synchronous case; line 14 sets τ_i = 0 for who has
     just replied, and line 15 then steps along H^{t − τ_i} = H^t. With τ_i = 1 it would be along H^{t−1}."""
