@@ -23,7 +23,11 @@ FAR = fb.XYV(0.01, 0.1, 0.1)
 """Local steps that take 20 directions a good part of the way to each client's own solution."""
 
 
-@pytest.mark.parametrize("work", [5, pytest.param(20, marks=pytest.mark.slow), WORK * 3], ids=["5", "20", "unequal"])
+@pytest.mark.parametrize(
+    "work",
+    [*(pytest.param(count, marks=pytest.mark.slow) for count in (5, 20)), WORK * 3],
+    ids=["5", "20", "unequal"],
+)
 def test_it_ends_at_the_solution_whatever_the_local_steps(work):
     """d_i(z) of a quadratic is affine, so that the round is one affine map, whose fixed point is x*: to rounding. The
     paths without correction lead ShroFBO and SimFBO elsewhere."""
@@ -136,6 +140,7 @@ def radius(method, matrices, work):
     return np.abs(np.linalg.eigvals(on_y)).max(-1)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:x does not change y")
 @pytest.mark.parametrize("decay", [0.0, 0.7], ids=["plain", "momentum"])
 def test_rounds_are_stable_under_the_condition_of_the_docstring(decay):

@@ -7,6 +7,7 @@ import pytest
 import fedbilevel as fb
 from fedbilevel.engines.foreseen import cost_of_round
 from fedbilevel.tasks.hyper_representation import hyper_representation
+from representatives import slow_but
 
 LOCAL = fb.parts.LocalSGD(local_steps=2, rounds=2, lr=0.1)
 SERIES = fb.parts.Neumann(terms=3, step=0.1)
@@ -24,7 +25,7 @@ def task_of(case, capacity=(1.0, 0.5, 0.5, 0.25)):
     return replace(task, clients=replace(clients, capacity=capacity) if case == "submodels" else clients)
 
 
-@pytest.mark.parametrize("case", METHODS)
+@pytest.mark.parametrize("case", slow_but("whole models, loops", "submodels", of=METHODS))
 def test_a_round_costs_what_was_counted(case):
     """Four clients: of submodels one holds the whole model, two a half and one a quarter of it."""
     method, task = METHODS[case], task_of(case)

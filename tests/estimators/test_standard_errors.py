@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from fedbilevel.estimators import CoxRegression, LogisticRegression, Ridge
+from representatives import slow_but
 
 RNG = np.random.default_rng(11)
 X = RNG.normal(size=(90, 3)) * [1, 5, 0.2] + [0, 3, 1]
@@ -19,7 +20,7 @@ def sandwich(information, penalty):
     return np.sqrt(np.diag(inverse @ information @ inverse))[:3]
 
 
-@pytest.mark.parametrize("penalised", [False, True])
+@pytest.mark.parametrize("penalised", slow_but(True, of=[False, True]))
 def test_of_logistic_regression(penalised):
     """The information is Σ p(1 − p) a aᵀ."""
     made = LogisticRegression(penalties=[0.05, 0.5, 0.001] if penalised else 0.0).fit(X, LABEL, groups=SITE)
@@ -28,7 +29,7 @@ def test_of_logistic_regression(penalised):
     np.testing.assert_allclose(made.standard_errors_, sandwich(information, penalised * PENALTY), rtol=1e-6)
 
 
-@pytest.mark.parametrize("penalised", [False, True])
+@pytest.mark.parametrize("penalised", slow_but(True, of=[False, True]))
 def test_of_linear_regression(penalised):
     """s² (AᵀA + nΛ)⁻¹ AᵀA (AᵀA + nΛ)⁻¹, with s² the residual sum over n − tr AᵀA (AᵀA + nΛ)⁻¹."""
     y = 20 * Z + RNG.normal(size=90) + 100

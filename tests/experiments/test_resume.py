@@ -15,7 +15,7 @@ from command_line import QUADRATIC, leftovers, outcome, wait_for
 from fedbilevel import cli, display, experiments
 from fedbilevel.engines import checkpoint
 
-LONG = [*QUADRATIC, "--rounds", 3000, "--eval-every", 300, "--set", "run.checkpoint_every=100", "--cohort", 4]
+LONG = [*QUADRATIC, "--rounds", 1200, "--eval-every", 120, "--set", "run.checkpoint_every=40", "--cohort", 4]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def kill_and_resume(folder: Path, delay: float, run, start) -> bool:
 def test_killed_runs_resume_to_the_same_bits(times, unbroken, tmp_path, run, start) -> None:
     on_the_way = 0
     for attempt in range(times):
-        delay = 0.1 if times == 1 else 1.5 * random.random()
+        delay = 0.1 if times == 1 else 0.6 * random.random()
         on_the_way += kill_and_resume(tmp_path / str(attempt), delay, run, start)
         assert outcome(tmp_path / str(attempt)) == unbroken
     assert on_the_way >= times // 2
