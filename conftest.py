@@ -5,6 +5,7 @@ import contextlib
 import gc
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from importlib.metadata import version
@@ -16,6 +17,7 @@ import pytest
 os.environ["JAX_ENABLE_X64"] = "1"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ["TERM"] = "xterm"  # what a dumb terminal shows is tested by name
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # where it is set, each process of a test compiles what it imports
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as of a job in the background; tests send it
     signal.signal(signal.SIGINT, signal.default_int_handler)
 flags = [flag for flag in os.environ.get("XLA_FLAGS", "").split() if "host_platform_device_count" not in flag]
@@ -141,6 +143,20 @@ def pytest_pyfunc_call() -> Iterator[None]:
         if jax.default_backend() == "cpu" or not str(error).startswith("Local.devices = 2"):
             raise
         pytest.skip(str(error))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Keep the bytecode of tests and of what they import, whatever PYTHONDONTWRITEBYTECODE says, as bootstrap.py does.
+
+    To rewrite the assertions of all tests and to compile them takes half of the time in which they are collected, in
+    each worker.
+    """
+    as_set, sys.dont_write_bytecode = sys.dont_write_bytecode, False
+    try:
+        return (yield)
+    finally:
+        sys.dont_write_bytecode = as_set
 
 
 def pytest_collection_finish() -> None:
