@@ -70,9 +70,10 @@ def test_optimizers_that_find_their_step_wait_for_a_hypergradient(method, optimi
 
 def test_it_resumes_projects_and_waits_for_nobody(task, tmp_path):
     method = fb.OuterOptimizer(fixed(fb.SimFBO(batch_size=None, server_lr=0.2)), optimizer=optax.adam(0.1))
-    whole, engine = run(method, task, 6), fb.Reference()
-    run(method, task, 3, checkpoint=tmp_path / "run.npz")
-    again = run(method, task, 6, checkpoint=tmp_path / "run.npz", resume=True)
+    engine = fb.Reference()
+    whole = run(method, task, 6, engine=engine)
+    run(method, task, 3, engine=engine, checkpoint=tmp_path / "run.npz")
+    again = run(method, task, 6, engine=engine, checkpoint=tmp_path / "run.npz", resume=True)
     np.testing.assert_array_equal(again.x, whole.x)
     inside = task.problem.with_x_in(fb.projections.box(-0.15, 0.15))
     boxed = fb.solve(method, inside, task.clients, task.x0, task.y0, rounds=6, engine=engine)

@@ -42,10 +42,10 @@ def population():
 def test_engines_and_wrappers_agree():
     """To 1e-12, as everywhere; with all three replies waited for, Asynchronous is the method itself."""
     inside = problem(SETS["box"][0]), population(), jnp.zeros(3), jnp.zeros(3)
-    method = fb.SimFBO(local_steps=2, batch_size=None, server_lr=0.2)
+    method, engine = fb.SimFBO(local_steps=2, batch_size=None, server_lr=0.2), fb.Reference()
     found = [
         fb.solve(one, *inside, rounds=8, engine=engine).x
-        for one, engine in ((method, fb.Reference()), (method, fb.Local()), (fb.Asynchronous(method, wait_for=3), None))
+        for one, engine in ((method, engine), (method, fb.Local()), (fb.Asynchronous(method, wait_for=3), engine))
     ]
     np.testing.assert_allclose(found[1:], [found[0]] * 2, atol=1e-12)
     assert np.max(found[0]) == 0.7  # at a bound

@@ -50,7 +50,7 @@ def posed(kind, groups="feature", cv=3, sites=SITES):
     return algorithm, problem, clients, x0, y0
 
 
-@pytest.mark.parametrize("kind", slow_but("ridge", "cox", of=KINDS))
+@pytest.mark.parametrize("kind", slow_but("logistic", "cox", of=KINDS))
 def test_the_hypergradient_is_that_of_finite_differences(kind):
     """Of F(x, y*(x)) in log x, at penalties on the way: central differences have an error of h² or so, 1e-8."""
     with jax.enable_x64(True):
