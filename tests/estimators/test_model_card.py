@@ -2,7 +2,9 @@
 
 import numpy as np
 
+from fedbilevel.authoring import Ledger
 from fedbilevel.estimators import StudyModel
+from fedbilevel.estimators.model_card import StudyCosts
 from site_tables import study, tables
 
 
@@ -31,10 +33,26 @@ def test_a_card_has_the_facts_of_the_study_and_its_report(tmp_path):
     penalty = next(line for line in lines if line.startswith("- Penalty: "))
     assert "`site` " in penalty
     assert f"{site:.3g}" in penalty
+    (ledger,) = fitted.estimator.ledgers_
+    sent = f"{ledger.bytes_down:,} bytes to them and {ledger.bytes_up:,} bytes from them"
+    requests = f"{3 * ledger.exchanges:,} requests to sites"  # three sites, each of which is asked every time
+    assert (
+        f"- Costs: {ledger.exchanges} exchanges to fit the model, simulated on one machine: {requests}, {sent}" in lines
+    )
+    assert any(line.startswith("- Differential privacy: none: no noise was added") for line in lines)
+    assert "- Costs: not stored with the model" in loaded.splitlines()
     assert all(f"    {line}" in lines for line in str(fitted.report).splitlines())
     assert "auroc" in card
     assert "There is no report with this model." in loaded
     assert "auroc" not in loaded
+
+
+def test_costs_of_several_runs_are_added_and_epsilon_is_that_of_the_last():
+    first = Ledger(exchanges=2, replies=6, bytes_down=100, bytes_up=1000)
+    last = Ledger(exchanges=3, replies=9, bytes_down=10, bytes_up=2000, epsilon=1.5)
+    costs = StudyCosts.of([first, last])
+    assert costs == StudyCosts(exchanges=5, requests=15, bytes_down=110, bytes_up=3000, epsilon=1.5, simulated=True)
+    assert costs.privacy.startswith("ε = 1.5,")
 
 
 def test_names_of_columns_and_sites_end_no_line():

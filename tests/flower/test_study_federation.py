@@ -74,6 +74,11 @@ def test_sites_that_keep_their_tables_have_the_numbers_of_one_machine(kind, file
     assert f"model {(place / 'model.json').resolve()}" in said
     assert ("Positive class: `yes`" in (place / "model-card.md").read_text()) == (kind == "logistic")
     assert (place / "scoring-sheet.txt").read_text() == model.sheet()
+    down, up = (sum(line[name] for line in lines) for name in ("bytes_down", "bytes_up"))
+    sent = f"{3 * len(lines)} requests to sites, {down:,} bytes to them and {up:,} bytes from them"
+    card = (place / "model-card.md").read_text()
+    assert f"- Costs: {len(lines)} exchanges in all, with repeated attempts: {sent}\n" in card
+    assert "\n- Differential privacy: none: no noise was added" in card
     with refuses("out"):
         serve(given, None, {"out": str(place)})
 

@@ -69,9 +69,10 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         random_state: the seed of the folds, a whole number. A site's folds depend on it, the site's name, and its rows.
 
     `fit` sets `coef_`, `intercept_` (not for Cox's model), `penalties_` (a Series by feature if X is a data frame),
-    `sites_`, and `history_`, the history of the search (None if penalties are given). `standard_errors_` are those of
-    `coef_`, (features,). `covariance_` also has the intercept, as last row and column. Both are None with more than 300
-    features. If H is the Hessian of the mean training loss of n rows, and Λ = diag λ, the covariance is the sandwich
+    `sites_`, `history_`, the history of the search (None if penalties are given), and `ledgers_`, the costs of each run
+    of exchanges: one run, or two with more than 300 features. `standard_errors_` are those of `coef_`, (features,).
+    `covariance_` also has the intercept, as last row and column. Both are None with more than 300 features. If H is the
+    Hessian of the mean training loss of n rows, and Λ = diag λ, the covariance is the sandwich
     (H + 2Λ)⁻¹ H (H + 2Λ)⁻¹/n. For `Ridge` it is multiplied by twice the residual variance, with n − tr H(H + 2Λ)⁻¹
     degrees of freedom. The errors describe how the coefficients vary about the values toward which the penalties draw
     them, as if the penalties had not been chosen from the data (Gray, JASA 1992). Without a penalty they are the usual
@@ -80,6 +81,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
 
     has_intercept, curvature = True, 1.0  # κ
     history_: Any
+    ledgers_: list[Any]
     penalties_: Any
     _mean, _unit = 0.0, 1.0  # mean and standard deviation of the target, if the model standardises it
     _target: Any  # (y) -> the arrays that `_losses` needs, by row, and each row's stratum for the split, 0 or 1
@@ -176,7 +178,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
                 None: it is not saved.
             on_searched: a function that is called between the two runs for many features (`_posed`).
         """
-        scale, width, self.history_ = self.curvature * spread**2, len(spread), None
+        scale, width, self.history_, self.ledgers_ = self.curvature * spread**2, len(spread), None, []
         given = None if self.penalties is None else self._given(width)
         if width <= WIDE:
             x, y, last = self._exact(clients, given, scale, engine, checkpoint)
@@ -272,11 +274,13 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return 1 / shares - 1, {**result.y, "coef": np.asarray(result.y["coef"]) * np.sqrt(shares)}, None
 
     def _solved(self, posed: tuple[Any, ...], clients: Any, engine: Any, **options: Any) -> fb.Result:
-        """Run the exchanges of `_posed`."""
+        """Run the exchanges of `_posed`, and keep their costs."""
         algorithm, problem, x0, y0 = posed
-        return fb.solve(
+        result = fb.solve(
             algorithm, problem, clients, x0, y0, rounds=self.rounds, engine=engine, progress=False, **options
         )
+        self.ledgers_.append(result.ledger)
+        return result
 
     def _warn(self, why: str) -> None:
         warn(ConvergenceWarning(f"{type(self).__name__} has not converged: {why}. More rounds= may help"))

@@ -1,12 +1,15 @@
 """Write a model card in Markdown: what readers should know about a study's model."""
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import date
-from typing import Any
+from typing import Any, Self
 
 import jax
 import numpy as np
 
 import fedbilevel as fb
+from fedbilevel.authoring import Ledger
 from fedbilevel.data.columns import deviation
 from fedbilevel.extending import printable
 
@@ -21,6 +24,46 @@ NOT_FOR = (
     "Rows that differ from those of these sites in units, in codes, or in the group of patients.",
     "Sites that were not in the study, before it has been measured there.",
 )
+
+
+@dataclass(frozen=True, kw_only=True)
+class StudyCosts:
+    """Hold the costs of a study, for its model card.
+
+    Args:
+        exchanges: the number of exchanges with the sites.
+        requests: the number of messages to sites.
+        bytes_down, bytes_up: bytes to and from all sites together.
+        epsilon: the largest ε of differential privacy that a site has spent; 0: no noise was added.
+        simulated: whether the exchanges were simulated on one machine. The sums of statistics and the evaluation, which
+            then need no messages, are not counted.
+    """
+
+    exchanges: int
+    requests: int
+    bytes_down: int
+    bytes_up: int
+    epsilon: float
+    simulated: bool = False
+
+    @classmethod
+    def of(cls, ledgers: Sequence[Ledger]) -> Self:
+        """Add up the costs of simulated runs, in which every message has a reply."""
+        counts = {name: sum(getattr(one, name) for one in ledgers) for name in ("exchanges", "bytes_down", "bytes_up")}
+        replies, epsilon = sum(one.replies for one in ledgers), max(one.epsilon for one in ledgers)
+        return cls(**counts, requests=replies, epsilon=epsilon, simulated=True)
+
+    def __str__(self) -> str:
+        how = "to fit the model, simulated on one machine" if self.simulated else "in all, with repeated attempts"
+        exchanges = f"{self.exchanges:,} exchanges {how}: {self.requests:,} requests to sites"
+        return f"{exchanges}, {self.bytes_down:,} bytes to them and {self.bytes_up:,} bytes from them"
+
+    @property
+    def privacy(self) -> str:
+        """The differential privacy of what the sites sent, in words."""
+        if not self.epsilon:
+            return "none: no noise was added to what the sites sent, so that no ε bounds what it reveals"
+        return f"ε = {self.epsilon:.4g}, the largest that a site has spent"
 
 
 def card(model: Any) -> str:
@@ -39,6 +82,9 @@ def card(model: Any) -> str:
     held = f"; {held_out_in_words(study)}" * bool(study.holdout)
     facts |= {"Rows": f"{agreed.rows} from all sites, to which the model is fitted{held}"}
     facts |= {"Penalty": f"{_penalties(model)}, by {study.cv}-fold cross-validation"}
+    costs = model.costs
+    facts |= {"Costs": "not stored with the model"} if costs is None else {"Costs": str(costs)}
+    facts |= {} if costs is None else {"Differential privacy": costs.privacy}
     facts |= {"Versions": f"fedbilevel {fb.__version__}, JAX {jax.__version__}, NumPy {np.__version__}"}
     facts |= {"Date of this card": date.today().isoformat()}
     columns = [f"- {_code(name)}: {_described(summary)}" for name, summary in agreed.features.items()]

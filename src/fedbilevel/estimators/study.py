@@ -17,7 +17,7 @@ them anyway.
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Self
@@ -28,7 +28,7 @@ import fedbilevel as fb
 from fedbilevel.estimators.agreement import KINDS, SITE, Agreement
 from fedbilevel.estimators.evaluation import Report, evaluated
 from fedbilevel.estimators.measures import CELLS
-from fedbilevel.estimators.model_card import card
+from fedbilevel.estimators.model_card import StudyCosts, card
 from fedbilevel.estimators.model_in_use import coefficient_table, fitted_pipeline, intercept_error
 from fedbilevel.estimators.preparer import read_saved
 from fedbilevel.estimators.scoring_sheet import sheet
@@ -206,6 +206,7 @@ class Study:
                 samples[site] = table.samples(agreement)
         clients = fb.Clients([samples[site] for site in self.fitted_sites], weights="size")
         model = StudyModel.of(agreement, agreement.train(clients, engine or fb.Local(devices=1)))
+        model = replace(model, costs=StudyCosts.of(model.estimator.ledgers_))
         return evaluated(model, lambda question: [table.answer(agreement, question) for table in own.values()])
 
 
@@ -220,6 +221,7 @@ class StudyModel:
             model.
         report: how good the predictions are on held-out rows, and the coefficients; None for a loaded model.
         baselines: for Cox's model, the steps of the baseline hazard of each site that has one.
+        costs: exchanges, requests, bytes and ε of the study; None for a loaded model.
     """
 
     agreement: Agreement
@@ -227,6 +229,7 @@ class StudyModel:
     intercept_error: float | None = None
     report: Report | None = None
     baselines: Mapping[str, CurveSteps] = field(default_factory=dict)
+    costs: StudyCosts | None = None
 
     @classmethod
     def of(cls, agreement: Agreement, estimator: Any) -> Self:
@@ -337,8 +340,9 @@ class StudyModel:
     def card(self) -> str:
         """Return a model card in Markdown, for readers who do not know the study.
 
-        It has columns, sites, rows, the positive class, penalties, the report if there is one (a loaded model has
-        none), versions and the date of the card, and what the model is not for.
+        It has columns, sites, rows, the positive class, penalties, costs and report (a loaded model has neither),
+        versions and the date of the card, and what the model is not for. The costs are exchanges, requests to sites,
+        bytes, and the ε of differential privacy, or that no noise was added.
         """
         return card(self)
 

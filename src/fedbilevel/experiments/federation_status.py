@@ -70,6 +70,7 @@ def is_count(value: Any) -> bool:
 LINE: Mapping[str, Callable[[Any], bool]] = {
     "round": is_count,
     "exchange": is_count,
+    "asked": is_count,
     "phase": lambda value: isinstance(value, str),
     "answered": lambda value: isinstance(value, list) and all(map(is_count, value)),
     "refused": lambda value: (
@@ -94,6 +95,7 @@ class Status:
         path: the path of the run's `exchanges.jsonl`.
         finished: whether the run's result, or the model of a study, is in the folder.
         exchanges: the number of attempts at exchanges so far.
+        requests: the number of requests to clients in these attempts.
         last: the line of the last attempt.
         replied: the clients of which at least one reply has counted.
         absent: client -> (round, reason) if the client did not count when it was last asked.
@@ -108,6 +110,7 @@ class Status:
     finished: bool
     modified: float
     exchanges: int = 0
+    requests: int = 0
     last: dict[str, Any] = field(default_factory=dict)
     replied: set[int] = field(default_factory=set)
     absent: dict[int, tuple[int, Refusal]] = field(default_factory=dict)
@@ -145,6 +148,7 @@ class Status:
             whys = {int(client): (round, Refusal.read(why, int(client))) for client, why in refused.items()}
             self.absent = {client: why for client, why in self.absent.items() if client not in answered} | whys
             self.last, self.replied, self.exchanges = line, self.replied | set(answered), self.exchanges + 1
+            self.requests += line.get("asked", 0)
             self.totals = {name: total + line.get(name, 0) for name, total in self.totals.items()}
             self.seconds.append(line.get("seconds", 0.0))
             self.replies.append(len(answered))

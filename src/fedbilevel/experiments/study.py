@@ -14,6 +14,7 @@ import json
 import re
 import secrets
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from importlib import import_module, resources
 from pathlib import Path
@@ -40,6 +41,7 @@ from fedbilevel.engines.checkpoint import exist
 from fedbilevel.engines.saver import FORCE
 from fedbilevel.estimators.agreement import Agreement, DifferentColumnsError
 from fedbilevel.estimators.evaluation import evaluated
+from fedbilevel.estimators.model_card import StudyCosts
 from fedbilevel.estimators.site_table import SiteTable
 from fedbilevel.estimators.study import Study, StudyModel
 from fedbilevel.experiments import toml
@@ -55,7 +57,7 @@ from fedbilevel.experiments.federation import (
     terms,
     write_parties,
 )
-from fedbilevel.experiments.federation_status import ENDS, note_end
+from fedbilevel.experiments.federation_status import ENDS, Status, note_end
 from fedbilevel.experiments.folder import Folder, default_path
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.refusal import Refusal
@@ -132,6 +134,7 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
     names = ", ".join(f"{number} {name}" for number, name in enumerate(study.sites))
     try:
         model = played(study, engine, place)
+        model = replace(model, costs=_costs(place, model))
         write_text(place.card, model.card())
         write_text(place.sheet, model.sheet())
         if model.report is not None:
@@ -200,6 +203,18 @@ def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel
         return [parse_json(answer.encode()) for answer in questions.question(json.dumps(question))]
 
     return evaluated(model, ask)
+
+
+def _costs(place: Folder, model: StudyModel) -> StudyCosts:
+    """Add up all attempts at exchanges in the folder's log, also those of a server that was interrupted."""
+    status = Status.of(place)
+    return StudyCosts(
+        exchanges=status.exchanges,
+        requests=status.requests,
+        bytes_down=int(status.totals["bytes_down"]),
+        bytes_up=int(status.totals["bytes_up"]),
+        epsilon=max(ledger.epsilon for ledger in model.estimator.ledgers_),
+    )
 
 
 def _first_answer(table: SiteTable, question: str) -> str:
