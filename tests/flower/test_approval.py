@@ -18,6 +18,7 @@ from fedbilevel.experiments.federation import client_app as app_of_spec
 from fedbilevel.experiments.federation import serve, site
 from fedbilevel.experiments.study import client_app as app_of_study
 from fedbilevel.flower.client.approval import Approvals
+from fedbilevel.flower.client.approval_rule import Proposal
 from fedbilevel.flower.client.audit import Audit
 from fedbilevel.flower.client.limits import Limits
 from fedbilevel.flower.client.site import ClientRuntime
@@ -67,8 +68,9 @@ def test_what_is_not_approved_gets_no_reply(subject, tmp_path, capsys):
     assert client.respond(request(client), memory()).code == "approval"
     assert events(tmp_path) == ["refused"] * 3 + ["approved", "sent", "withdrawn", "refused"]
     assert Audit(tmp_path).verify().broken == ""
-    line = json.loads((tmp_path / "audit.jsonl").read_text().splitlines()[3])
+    line, sent = map(json.loads, (tmp_path / "audit.jsonl").read_text().splitlines()[3:5])
     assert (line["subject"], line["by"]) == (name, "Dr. Ada")
+    assert sent["by"].startswith("Dr. Ada approved at 20")
 
 
 def test_all_is_the_default_and_asks_nobody(tmp_path):
@@ -78,7 +80,7 @@ def test_all_is_the_default_and_asks_nobody(tmp_path):
 def test_without_a_folder_nothing_is_approved(tmp_path):
     client = ClientRuntime(federations.site(STEPS, 0, approve="ask", subject=TEXT))
     assert "it has no state-folder" in greeted(client, client.contract.text).refused
-    with refuses("Site.approve", "some", "'ask' or 'all'"):
+    with refuses("Site.approve", "some", "'ask', 'all'"):
         federations.site(STEPS, 0, approve="some")
 
 
@@ -124,7 +126,7 @@ def test_damaged_approvals_approve_nothing(tmp_path):
 def test_a_server_does_not_fill_the_folder_with_what_it_asks(tmp_path):
     for number in range(30):
         with pytest.raises(Refusal):
-            Approvals(tmp_path).require(f"{TEXT} {number}")
+            Approvals(tmp_path).require(Proposal(f"{TEXT} {number}", "", False), "ask")
     assert len(list(tmp_path.glob("asked-*.txt"))) == 20
 
 

@@ -202,13 +202,16 @@ def names_of_sites(spec: Spec) -> Sequence[str]:
 
 
 def rule_of(node: Mapping[str, Any]) -> str:
-    """Return the rule of approval: "ask" if a person at the site must approve each run, "all" if no run needs this."""
-    from fedbilevel.flower.client.approval import RULES
+    """Return the rule of approval: "ask" if a person at the site must approve each run, "all" if no run needs this.
 
-    rule = node.get("approve", "all")
-    require(rule in RULES, "node configuration: approve", rule, " or ".join(RULES))
-    known = rule == "all" or bool(node.get("state_folder"))
-    require(known, "node configuration: state-folder", "none", "a folder with approve = 'ask'")
+    Or return the file of a rule: runs that fit the rule are approved, and a person must approve all others.
+    """
+    from fedbilevel.flower.client.approval import ALL, check_approve
+
+    rule = node.get("approve", ALL)
+    check_approve("node configuration: approve", rule)
+    known = rule == ALL or bool(node.get("state_folder"))
+    require(known, "node configuration: state-folder", "none", f"a folder with approve = {rule!r}")
     return str(rule)
 
 

@@ -1,24 +1,29 @@
 """Store the approvals of a site: the hashes of texts, such as a spec or a study, that a person there has approved.
 
 A site with `approve="ask"` takes part only in runs whose text is approved. If a request comes for another text, the
-text is stored as `asked-HASH.txt` in the state folder, so that a person can read it.
+text is stored as `asked-HASH.txt` in the state folder, so that a person can read it. If `approve` is the file of a
+`ApprovalRule`, runs that fit the rule are approved, too.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 from pathlib import Path
+from typing import Any
 
 from fedbilevel.core.errors import CheckpointError, require
 from fedbilevel.core.writing import write_json, write_text
 from fedbilevel.engines import lock
+from fedbilevel.flower.client.approval_rule import ApprovalRule, Proposal
 from fedbilevel.flower.client.audit import Audit, now
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.wire import digest
 from fedbilevel.reading import read_json
 from fedbilevel.wording import printable
 
-RULES = "ask", "all"
+ASK, ALL = "ask", "all"
+log = logging.getLogger("fedbilevel.client")
 TEXTS = 20  # the largest number of texts that are stored, since a server may send any number of them
 
 
@@ -69,26 +74,62 @@ class Approvals:
             approvals.pop(name, None)
             write_json(self.path, approvals | ({name: f"{by} approved at {now()}"} if approve else {}))
 
-    def require(self, text: str) -> None:
-        """Refuse a text that is not approved, and store it for a person to read.
+    def decision(self, proposal: Proposal, approve: str) -> tuple[str, str]:
+        """Return who has approved a proposal and, if nobody has, why the rule of the site does not.
+
+        Args:
+            approve: "ask", or the file of a rule.
+
+        Raises:
+            ConfigurationError: the rule cannot be read, or is wrong.
+        """
+        if (said := self.read().get(digest(proposal.text))) or approve == ASK:
+            return said or "", ""
+        rule, name = ApprovalRule.read(Path(approve).expanduser())
+        why = rule.mismatch(proposal)
+        return ("", f"{name}: {why}") if why else (f"{name} approves", "")
+
+    def require(self, proposal: Proposal, approve: str) -> str:
+        """Return who has approved a proposal; otherwise refuse it, and store its text for a person to read.
 
         Raises:
             Refusal: the text is not approved. The refusal has its hash and the command that approves it.
+            ConfigurationError: the rule cannot be read, or is wrong.
         """
-        name = digest(text)
-        if name in self.read():
-            return
+        name, (by, why) = digest(proposal.text), self.decision(proposal, approve)
+        if by:
+            return by
+        if why:
+            log.info("a run waits for a person, since it does not fit %s", why)
         asked = self.text_of(name)
         if not asked.exists():
-            write_text(asked, text)
+            write_text(asked, proposal.text)
             texts = sorted(self.folder.glob("asked-*.txt"), key=lambda file: file.stat().st_mtime_ns)
             for old in texts[:-TEXTS]:
                 old.unlink(missing_ok=True)
         raise unapproved(name)
 
+    def described(self, proposal: Proposal, approve: str) -> str:
+        """Return who has approved a proposal, or what a person has to do, in words."""
+        name, (by, why) = digest(proposal.text), self.decision(proposal, approve)
+        needed = f"needed: {command(str(self.folder), name)}" + f"; it does not fit {why}" * bool(why)
+        return f"{name}, which {by}" if by else needed
+
     def text_of(self, name: str) -> Path:
         """Return the path at which the text with this hash is stored if it was not approved when it was received."""
         return self.folder / f"asked-{name}.txt"
+
+
+def check_approve(path: str, approve: Any) -> None:
+    """Refuse what is neither "ask", "all" nor a readable rule.
+
+    Raises:
+        ConfigurationError: the error names `path`, or the rule's file.
+    """
+    fits = approve in (ASK, ALL) or (isinstance(approve, str) and approve.endswith(".toml"))
+    require(fits, path, approve, "'ask', 'all', or the .toml file of a rule")
+    if approve not in (ASK, ALL):
+        ApprovalRule.read(Path(approve).expanduser())
 
 
 def command(folder: Path | str, name: str) -> str:

@@ -38,7 +38,8 @@ from fedbilevel.engines.machine import keep_on_disk_if_possible
 from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower import wire
-from fedbilevel.flower.client.approval import RULES, command
+from fedbilevel.flower.client.approval import ALL, check_approve
+from fedbilevel.flower.client.approval_rule import Proposal
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.phases import SitePhases, in_precision_of_here
 from fedbilevel.flower.client.refusals import RefusalLog
@@ -85,7 +86,8 @@ class Site:
         subject: the text that a person at the site approves, such as a spec; the audit has its hash. Empty: the
             contract.
         approve: "ask": the client takes part only if a person has approved the hash of `subject` in the state folder
-            (see docs/how-to/operations.md); "all": it takes part in every run.
+            (see docs/how-to/operations.md); the .toml file of a rule: also if `subject` fits the rule; "all": it takes
+            part in every run.
     """
 
     id: int
@@ -118,7 +120,7 @@ class Site:
             require(type(number) in (int, float), path_of(name), number, "a plain number")
         own = {name: Given(np.asarray(number)) for name, number in self.own.items()}
         check_own(self.algorithm, own, path_of=path_of)
-        require(self.approve in RULES, "Site.approve", self.approve, "'ask' or 'all'")
+        check_approve("Site.approve", self.approve)
         require(self.id >= 0, "Site.id", self.id, "0 or more")
         share = self.capacity is None or 0 < self.capacity <= 1
         require(share, "Site.capacity", self.capacity, "None, or above 0 and at most 1")
@@ -229,14 +231,14 @@ class ClientRuntime:
             _ = self.contract
         log.info("client %d: %s", site.id, "; ".join(f"{name} {said}" for name, said in self.described().items()))
 
-    def check_approval(self, request: RequestMessage, store: Store) -> None:
-        """Refuse to take part, without further information, if a person must approve the subject and has not."""
-        if self.site.approve == "all":
-            return
+    def check_approval(self, request: RequestMessage, store: Store) -> str:
+        """Return who has approved the subject, "" if it is not needed; else refuse, without further information."""
+        if self.site.approve == ALL:
+            return ""
         if not self.site.subject:
             self.check_limits()  # outside of the limits there is no contract
         try:
-            store.require_approval(self.subject)
+            return store.require_approval(Proposal(self.subject, self.app, self.guard is not None), self.site.approve)
         except Refusal:
             self.count(request.run, request.round if request.phase else -1, store)
             raise
@@ -275,12 +277,12 @@ class ClientRuntime:
     def approval(self) -> str:
         """Return what a person has to approve, or who has approved it, in words."""
         name = wire.digest(self.subject) if self.subject else ""
-        if self.site.approve == "all":
+        if self.site.approve == ALL:
             return f"not needed (approve = 'all'); the hash of this run is {name or 'not known yet'}"
         if self.store is None or not name:
             return "needed for each run"
-        said = self.store.approvals.read().get(name)
-        return f"{name}, which {said}" if said else f"needed: {command(str(self.store.folder), name)}"
+        proposal = Proposal(self.subject, self.app or None, self.guard is not None)
+        return self.store.approvals.described(proposal, self.site.approve)
 
     @property
     def subject(self) -> str:
@@ -322,7 +324,7 @@ class ClientRuntime:
         try:
             if not wire.is_run(request.run):
                 raise Refusal(Code.MALFORMED, f"{request.run[:80]!r} is not the name of a run")
-            self.check_approval(request, store)
+            by = self.check_approval(request, store)
             self.check_limits()
             check_source(self.site, request.run, store)
             if not request.phase:  # a greeting
@@ -336,7 +338,7 @@ class ClientRuntime:
                 response = self.answered(request, store, blank)
             else:
                 response, norm = self.reply(request, store, blank)
-            audit(store, response, request, self.app, self.subject, norm)
+            audit(store, response, request, self.app, self.subject, norm=norm, by=by)
             spent = f", ε = {response.epsilon:.4g} so far" if response.epsilon else ""
             log.info("%s: sent %d bytes in %.3f s%s", what, len(response.payload), time.perf_counter() - began, spent)
             self.refusals.replied(self.site.id)
@@ -440,7 +442,7 @@ def check_source(site: Site, run: str, store: Store) -> None:
 
 
 def audit(
-    store: Store, response: ResponseMessage, request: RequestMessage, app: str, subject: str, norm: float | None = None
+    store: Store, response: ResponseMessage, request: RequestMessage, app: str, subject: str, **more: Any
 ) -> None:
     """Write a line about a response to the audit, before the response leaves the site.
 
@@ -452,7 +454,7 @@ def audit(
         request: the request.
         app: the hash of the app.
         subject: the text that a person approves (`ClientRuntime.subject`).
-        norm: the norm of the update that is sent, after decoding.
+        more: the norm of the update that is sent, after decoding, and by whom the subject is approved; or None or "".
 
     Raises:
         Refusal: the audit cannot be written.
@@ -465,8 +467,7 @@ def audit(
         what |= {"code": response.code, "why": response.refused}
     else:
         what |= {"bytes": len(response.metrics if request.phase == wire.METRICS else response.payload)}
-    if norm is not None:
-        what |= {"norm": norm}
+    what |= {name: one for name, one in more.items() if one not in (None, "")}
     if response.epsilon:
         what |= {"epsilon": response.epsilon, "delta": response.delta}
     try:

@@ -18,6 +18,7 @@ from fedbilevel.core.tree import PyTree
 from fedbilevel.core.writing import write_text
 from fedbilevel.engines import checkpoint, lock
 from fedbilevel.flower.client.approval import Approvals
+from fedbilevel.flower.client.approval_rule import Proposal
 from fedbilevel.flower.client.audit import Audit
 from fedbilevel.flower.client.limits import RequestCounts
 from fedbilevel.flower.refusal import Code, Refusal, has_line
@@ -187,9 +188,9 @@ class FolderStore:
             entries["refusals"] = number
         self.audit.append(event, client=self.client, request=request_counts.total, **entries)
 
-    def require_approval(self, text: str) -> None:
-        """Raise a Refusal if the text is not approved at the site."""
-        self.approvals.require(text)
+    def require_approval(self, proposal: Proposal, approve: str) -> str:
+        """Return who has approved a proposal at the site, or raise a Refusal."""
+        return self.approvals.require(proposal, approve)
 
 
 def requests_in(folder: Path) -> dict[int, int]:
@@ -250,7 +251,7 @@ class ContextStore:
     def note(self, event: str, **entries: Any) -> None:
         """Do nothing, since there is no audit without a folder."""
 
-    def require_approval(self, text: str) -> None:
+    def require_approval(self, proposal: Proposal, approve: str) -> str:
         raise Refusal(Code.APPROVAL, "nothing can be approved at this site: it has no state-folder")
 
 

@@ -1,0 +1,139 @@
+"""Approve runs by a rule that a person at the site has written, a TOML file such as
+
+    until = 2027-06-30                  # the last day, in UTC
+    app = ["9c1e…"]                     # hashes of apps, as in the audit
+    privacy = true                      # the site has to add noise
+    allow.estimator = ["logistic"]      # fields of the study or spec -> the values that they may have
+    least.sites = 3                     # fields -> the least number, or length of a list
+    most.rounds = 300                   # fields -> the greatest number, or length of a list
+
+A run is approved if it fits every entry of the file. The file is read for each request, so a change holds at once.
+"""
+
+from __future__ import annotations
+
+import operator
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from datetime import UTC, date, datetime
+from pathlib import Path
+from typing import Any, NamedTuple, Self
+
+from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
+from fedbilevel.flower.wire import digest
+from fedbilevel.reading import parse_json, read_bytes
+from fedbilevel.wording import in_a_line, printable
+
+LONGEST = 2**20  # the largest number of bytes of a rule's file
+
+
+class Proposal(NamedTuple):
+    """Hold what a rule decides on: a text (a study or spec), the hash of the app, and whether the site adds noise."""
+
+    text: str
+    app: str | None  # None: not known, and not compared
+    private: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class ApprovalRule:
+    """Hold the entries of a rule's file; paths of fields have dots, as in "task.name"."""
+
+    until: date = date.max
+    app: list[str] = field(default_factory=list)
+    privacy: bool = False
+    allow: Mapping[str, Any] = field(default_factory=dict)
+    least: Mapping[str, Any] = field(default_factory=dict)
+    most: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        require(type(self.until) is date, "until", self.until, "a date, such as 2027-06-30")
+        texts = isinstance(self.app, list) and all(isinstance(one, str) and one for one in self.app)
+        require(texts, "app", self.app, "a list of hashes")
+        require(type(self.privacy) is bool, "privacy", self.privacy, "true or false")
+        for name in ("allow", "least", "most"):
+            require(isinstance(getattr(self, name), Mapping), name, getattr(self, name), "a table of fields")
+            object.__setattr__(self, name, _flat(getattr(self, name)))
+        for path, values in self.allow.items():
+            require(isinstance(values, list) and bool(values), f"allow.{path}", values, "a list of allowed values")
+        for path, bound in [*self.least.items(), *self.most.items()]:
+            require(is_number(bound), f"bound of {path}", bound, "a number")
+        some = bool(self.allow or self.app)
+        require(some, "allow and app", "missing", "one of them: otherwise the rule would approve almost every run")
+
+    @classmethod
+    def read(cls, path: Path) -> tuple[Self, str]:
+        """Read a rule's file; return the rule, and the file's name with its hash, for the audit.
+
+        Raises:
+            ConfigurationError: the file cannot be read, is not TOML, or has an unknown or wrong entry.
+        """
+        try:
+            text = read_bytes(path, LONGEST).decode()
+            content, known = tomllib.loads(text), [one.name for one in fields(cls)]
+            for name in content:
+                if name not in known:
+                    raise unknown("entry", name, known)
+            return cls(**content), f"rule {printable(str(path))} ({digest(text)})"
+        except ConfigurationError as error:
+            raise ConfigurationError(f"rule {path}: {error}") from error
+        except (OSError, ValueError, RecursionError) as error:
+            raise ConfigurationError(f"rule {path} cannot be read: {in_a_line(error)}") from error
+
+    def mismatch(self, proposal: Proposal) -> str:
+        """Return the first entry that a proposal does not fit, in words; "": it fits all."""
+        if datetime.now(UTC).date() > self.until:
+            return f"the rule ended on {self.until}"
+        if self.app and proposal.app is not None and proposal.app not in self.app:
+            return f"the app {proposal.app or 'has no hash and'} is not in app"
+        if self.privacy and not proposal.private:
+            return "privacy = true, but this site adds no noise"
+        content = _content(proposal.text)
+        try:
+            for path, values in self.allow.items():
+                if not any(_same(found := _value(content, path), one) for one in values):
+                    return f"{path} = {printable(repr(found), 200)} is not in allow"
+            for name, bounds, fits in (("least", self.least, operator.ge), ("most", self.most, operator.le)):
+                for path, bound in bounds.items():
+                    found = _value(content, path)
+                    number = len(found) if isinstance(found, list) else found
+                    if not is_number(number) or not fits(number, bound):
+                        return f"{path} = {printable(repr(found), 200)}, but {name} is {bound}"
+        except ConfigurationError as error:
+            return str(error)
+        return ""
+
+
+def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return path -> value; a key with dots is a path, with quotes or without."""
+    found: dict[str, Any] = {}
+    for name, one in table.items():
+        inner = (
+            {f"{name}.{path}": value for path, value in _flat(one).items()} if isinstance(one, dict) else {name: one}
+        )
+        require(not found.keys() & inner.keys(), "path", name, "each field once")
+        found |= inner
+    return found
+
+
+def _content(text: str) -> Any:
+    """Return the fields of a study (JSON) or of a spec (TOML); any other text has none."""
+    for parse in (parse_json, tomllib.loads):
+        with suppress(ValueError):
+            return parse(text)
+    return {}
+
+
+def _value(content: Any, path: str) -> Any:
+    """Return the value of a field, or raise an error with the nearest name."""
+    for name in path.split("."):
+        if not isinstance(content, dict) or name not in content:
+            raise unknown(f"part of {path!r} in this run", name, content if isinstance(content, dict) else ())
+        content = content[name]
+    return content
+
+
+def _same(found: Any, allowed: Any) -> bool:
+    return isinstance(found, bool) == isinstance(allowed, bool) and bool(found == allowed)

@@ -1,0 +1,182 @@
+"""A site with approve="FILE.toml" takes part in runs that fit the rule in the file; all others wait for a person."""
+
+import json
+import re
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import federations
+import pytest
+from federations import memory
+from test_site import greeted, request
+from test_study_federation import Nodes, alone, files  # noqa: F401  a fixture
+
+from fedbilevel.core.errors import ConfigurationError
+from fedbilevel.core.privacy import Privacy
+from fedbilevel.experiments import configure
+from fedbilevel.experiments.federation import site
+from fedbilevel.experiments.study import client_app as app_of_study
+from fedbilevel.flower.client.approval import Approvals
+from fedbilevel.flower.client.approval_rule import ApprovalRule, Proposal
+from fedbilevel.flower.client.site import ClientRuntime
+from fedbilevel.flower.wire import digest
+from refusals import refuses
+from site_tables import study
+
+TODAY = datetime.now(UTC).date()
+STUDY = Proposal(study("ridge").text, "a1" * 16, False)
+SPEC = Proposal(configure(task="quadratic", algorithm="simfbo", settings=["run.rounds=2"]).to_toml(), None, True)
+FITS = f"""
+until = {TODAY + timedelta(days=1)}
+app = ["{"0" * 32}", "{"a1" * 16}"]
+allow.estimator = ["logistic", "ridge"]
+allow.categorical = [["sex"], ["code"]]
+allow.offsets = [true]
+least.sites = 3
+most.rounds = 300
+most.holdout = 0
+"""
+
+
+def written(folder, text):
+    (folder / "rule.toml").write_text(text)
+    return folder / "rule.toml"
+
+
+def mismatch(folder, text, proposal=STUDY):
+    return ApprovalRule.read(written(folder, text))[0].mismatch(proposal)
+
+
+def test_a_run_has_to_fit_every_entry(tmp_path):
+    assert mismatch(tmp_path, FITS) == ""
+    for old, new, why in (
+        (f"{TODAY + timedelta(days=1)}", f"{TODAY - timedelta(days=1)}", "the rule ended on"),
+        ("a1" * 16, "b1" * 16, f"the app {'a1' * 16} is not in app"),
+        ("until", "privacy = true\nuntil", "this site adds no noise"),
+        ('"ridge"', '"cox"', "estimator = 'ridge' is not in allow"),
+        ('["code"]', '["codes"]', "categorical = ['code'] is not in allow"),
+        ("[true]", "[1]", "offsets = True is not in allow"),
+        ("sites = 3", "sites = 4", "sites = ['north', 'south', 'west'], but least is 4"),
+        ("rounds = 300", "rounds = 299", "rounds = 300, but most is 299"),
+        ("least.sites", "least.estimator", "estimator = 'ridge', but least is 3"),
+        ("least.sites", "least.offsets", "offsets = True, but least is 3"),
+    ):
+        assert old in FITS
+        assert why in mismatch(tmp_path, FITS.replace(old, new)), new
+
+
+def test_an_entry_of_a_field_that_the_run_does_not_have_does_not_fit(tmp_path):
+    said = mismatch(tmp_path, FITS.replace("most.rounds", "most.round"))
+    assert "'round'" in said
+    assert "did you mean 'rounds'?" in said
+
+
+def test_fields_of_a_spec_have_paths(tmp_path):
+    """A key with dots is a path, in quotes or not; the app of `flower check` is not known and is not compared."""
+    text = 'privacy = true\napp = ["a1"]\nallow."task.name" = ["quadratic"]\n[allow.algorithm]\nname = ["simfbo"]\n'
+    text += "[most]\nrun.rounds = 2\n"
+    assert mismatch(tmp_path, text, SPEC) == ""
+    assert "is not in allow" in mismatch(tmp_path, text.replace('"simfbo"', '"fedbio"'), SPEC)
+    assert "most is 1" in mismatch(tmp_path, text.replace("rounds = 2", "rounds = 1"), SPEC)
+    assert "has no hash" in mismatch(tmp_path, text, SPEC._replace(app=""))
+    assert "'estimator'" in mismatch(tmp_path, FITS, SPEC)
+
+
+def test_the_rule_of_the_page_is_one(tmp_path):
+    page = (Path(__file__).parents[2] / "docs/how-to/federation-site.md").read_text()
+    (text,) = re.findall(r"```toml\n(.*?)```", page, re.DOTALL)
+    rule, _ = ApprovalRule.read(written(tmp_path, text))
+    (app,) = rule.app
+    proposal = Proposal(study("logistic", target="disease", drop=(), categorical=()).text, app, False)
+    assert rule.until > TODAY or rule.mismatch(proposal)
+    assert replace(rule, until=TODAY).mismatch(proposal) == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ('allows.estimator = ["ridge"]', "did you mean 'allow'?"),
+        ("most.rounds = 3", "allow and app"),
+        ('allow.estimator = "ridge"', "allow.estimator"),
+        ("allow.estimator = []", "allow.estimator"),
+        ("allow = 3", "a table of fields"),
+        ('app = "a1"', "a list of hashes"),
+        ('app = ["a1"]\nuntil = "2027-06-30"', "a date"),
+        ('app = ["a1"]\nuntil = 2027-06-30T10:00:00', "a date"),
+        ('app = ["a1"]\nprivacy = 1', "true or false"),
+        ('app = ["a1"]\nleast.sites = "3"', "bound of sites"),
+        ('app = ["a1"]\nmost.rounds = nan', "bound of rounds"),
+        ('allow."a.b" = [1]\nallow.a.b = [2]', "each field once"),
+        ("until = ", "cannot be read"),
+    ],
+)
+def test_a_wrong_rule_is_refused_before_the_site_starts(text, why, tmp_path):
+    path = written(tmp_path, text)
+    with pytest.raises(ConfigurationError, match=r"rule .*rule\.toml") as raised:
+        federations.site(federations.Steps(), 0, folder=tmp_path, approve=str(path))
+    assert why in str(raised.value)
+
+
+def test_a_node_configuration_names_the_rule(tmp_path):
+    spec, node = configure(task="quadratic", algorithm="simfbo"), {"partition-id": 0, "state-folder": str(tmp_path)}
+    path = str(written(tmp_path, 'allow.task.name = ["quadratic"]'))
+    assert site(spec, {}, node | {"approve": path}).approve == path
+    with refuses("node configuration: state-folder", "none", path):
+        site(spec, {}, {"partition-id": 0, "approve": path})
+    with refuses("node configuration: approve", "rule", "the .toml file of a rule"):
+        site(spec, {}, node | {"approve": "rule"})
+    with pytest.raises(ConfigurationError, match=r"nowhere\.toml cannot be read"):
+        site(spec, {}, node | {"approve": "nowhere.toml"})
+
+
+def runtime(folder, rule, **more):
+    return ClientRuntime(
+        federations.site(federations.Steps(), 0, folder=folder, approve=str(rule), **more), app="a1" * 16
+    )
+
+
+def lines(folder):
+    return [json.loads(line) for line in (folder / "audit.jsonl").read_text().splitlines()]
+
+
+def test_the_audit_says_by_which_rule_a_run_was_approved(tmp_path):
+    """The file is read for each request: a change holds at once, and what does not fit can still be approved."""
+    rule, name = written(tmp_path, FITS), digest(STUDY.text)
+    client = runtime(tmp_path, rule, subject=STUDY.text)
+    assert client.respond(request(client), memory()).refused == ""
+    written(tmp_path, FITS.replace('"ridge"', '"cox"'))
+    refused = client.respond(request(client), memory())
+    assert refused.code == "approval"
+    assert "ridge" not in refused.refused  # why it does not fit is no business of the server's
+    assert "it does not fit rule" in client.approval()
+    assert "estimator = 'ridge' is not in allow" in client.approval()
+    assert (tmp_path / f"asked-{name}.txt").read_text() == STUDY.text
+    Approvals(tmp_path).change(name, "Ada", approve=True)
+    assert client.respond(request(client), memory()).refused == ""
+    rule.unlink()
+    assert client.respond(request(client), memory()).refused == ""  # for Ada has approved it
+    Approvals(tmp_path).change(name, "Ada", approve=False)
+    assert client.respond(request(client), memory()).refused
+    first, second, _, third, *_ = lines(tmp_path)
+    assert (first["event"], first["by"]) == ("sent", f"rule {rule} ({digest(FITS)}) approves")
+    assert (second["event"], "by" in second) == ("refused", False)
+    assert third["by"].startswith("Ada approved at ")
+
+
+def test_a_rule_may_demand_privacy(tmp_path):
+    rule = written(tmp_path, f'privacy = true\napp = ["{"a1" * 16}"]')
+    private = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
+    for number, (terms, code) in enumerate(((None, "approval"), (private, ""))):
+        folder = tmp_path / str(number)
+        client = runtime(folder, rule, subject="a text", privacy=terms)
+        assert greeted(client, client.contract.text).code == code
+
+
+def test_a_study_runs_at_sites_whose_rule_it_fits(files, tmp_path):  # noqa: F811
+    given = study("ridge")
+    rule = written(tmp_path, 'allow.estimator = ["ridge"]\nleast.sites = 3')
+    every = {"state-folder": str(tmp_path / "state"), "approve": str(rule)}
+    assert alone(given, Nodes(app_of_study(given), files, every)).estimator.coef_.size
+    by = {line.get("by") for line in lines(tmp_path / "state")}
+    assert by == {f"rule {rule} ({digest(rule.read_text())}) approves"}
