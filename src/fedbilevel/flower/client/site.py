@@ -226,9 +226,10 @@ class ClientRuntime:
             self.guard = PrivacyGuard(site.privacy, site.folder, site.id)
         samples = self.outer, self.inner
         self.phases = SitePhases(site.id, site.algorithm, self.problem, samples, site.own, site.limits, self.guard)
-        with suppress(Refusal):  # a method outside of the limits is not traced; each message then gets the refusal
+        self.has_contract = False  # a method outside of the limits is not traced; each message then gets the refusal
+        with suppress(Refusal):
             self.check_limits()
-            _ = self.contract
+            self.has_contract = bool(self.contract.text)
         log.info("client %d: %s", site.id, "; ".join(f"{name} {said}" for name, said in self.described().items()))
 
     def check_approval(self, request: RequestMessage, store: Store) -> str:
@@ -287,7 +288,7 @@ class ClientRuntime:
     @property
     def subject(self) -> str:
         """Return the text that a person at the site approves: `Site.subject`, else the contract, else ""."""
-        return self.site.subject or (self.general.text if "general" in vars(self) else "")
+        return self.site.subject or (self.general.text if self.has_contract else "")
 
     @cached_property
     def general(self) -> Contract:
@@ -423,7 +424,7 @@ class ClientRuntime:
         Raises:
             Refusal: the request is above a limit.
         """
-        contract = self.contract.digest if "contract" in vars(self) else ""  # outside of the limits there is none
+        contract = self.contract.digest if self.has_contract else ""
         with store.counting():
             request_counts = store.request_counts().next(run, contract, round)
             self.site.limits.check_request_counts(request_counts)
