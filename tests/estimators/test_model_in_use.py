@@ -111,3 +111,23 @@ def test_a_pipeline_of_scikit_learn_predicts_the_same(kind, tmp_path):
             assert list(pipeline.classes_) == ["yes", "no"]
         else:
             np.testing.assert_allclose(pipeline.predict(frame), model.predict(rows, site), rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["logistic", "ridge"])
+def test_the_model_of_the_pipeline_becomes_onnx(kind):
+    """Its operators for linear models compute in float32."""
+    skl2onnx, onnxruntime = pytest.importorskip("skl2onnx"), pytest.importorskip("onnxruntime")
+    pipeline = fitted(kind).pipeline()
+    rows = pipeline[0].transform(tables()["south"][["age", "dose", "kind", "code"]].assign(site="south"))
+    rows = rows.astype(np.float32)
+    values = rows.to_numpy()
+    onnx = skl2onnx.to_onnx(pipeline[-1], values[:1], options={"zipmap": False} if kind == "logistic" else None)
+    names = [output.name for output in onnx.graph.output]
+    found = dict(
+        zip(names, onnxruntime.InferenceSession(onnx.SerializeToString()).run(None, {"X": values}), strict=True)
+    )
+    if kind == "logistic":
+        np.testing.assert_allclose(found["probabilities"], pipeline[-1].predict_proba(rows), rtol=0, atol=1e-6)
+        assert found["label"].tolist() == pipeline[-1].predict(rows).tolist()
+    else:
+        np.testing.assert_allclose(found["variable"][:, 0], pipeline[-1].predict(rows), rtol=1e-5)
