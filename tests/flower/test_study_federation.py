@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from dataclasses import fields
+from dataclasses import fields, replace
 from importlib import import_module
 from pathlib import Path
 
@@ -22,7 +22,7 @@ from fedbilevel.estimators.evaluation import Report
 from fedbilevel.estimators.site_table import SiteTable
 from fedbilevel.experiments import Folder, read_study
 from fedbilevel.experiments.federation_status import Status
-from fedbilevel.experiments.study import client_app, played, serve, site
+from fedbilevel.experiments.study import SavedSearch, client_app, played, serve, site
 from fedbilevel.flower import Flower, InProcess, Terms
 from fedbilevel.flower.wire import QUESTION, RequestMessage, decode
 from refusals import refuses
@@ -238,9 +238,61 @@ def test_a_study_of_other_tables_begins_anew(files, tmp_path, capsys):
     changed = tables() | {"west": tables()["west"].assign(age=lambda frame: frame.age + 1)}
     changed["west"].to_csv(tmp_path / "west.csv", index=False)
     serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
-    assert "found a saved search" not in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "found a saved search" not in said
+    assert "starts a new search: the saved one is of other tables or of another study" in said
     model = StudyModel.load(place / "model.json")
     np.testing.assert_allclose(model.estimator.coef_, given.fit(changed).estimator.coef_, rtol=0, atol=1e-10)
+
+
+def test_only_a_search_of_the_same_tables_is_said_to_continue(tmp_path):
+    search, agreement = SavedSearch(Folder(tmp_path)), fitted("ridge").agreement
+    assert search.then() == "the study starts from the beginning"
+    (tmp_path / "search-0000.npz").touch()
+    assert search.then() == "its saved search continues if study and tables are the same"
+    checkpoint = search.of(agreement)
+    assert search.then() == "the study starts from the beginning"
+    checkpoint.touch()
+    assert search.then() == "the search for penalties continues"
+    checkpoint.with_suffix(".json").touch()
+    assert search.then() == "the training of the last model continues"
+    assert search.of(replace(agreement, rows=agreement.rows + 1)) != checkpoint
+    assert search.then() == "the study starts from the beginning"
+    assert len(search.files()) == 3
+
+
+def killed_at(phase, count, nodes):
+    """Nodes whose server ends before its message with this number for a phase."""
+    push, left = nodes.push_messages, [count]
+
+    def some(messages):
+        messages = [*messages]
+        left[0] -= sum(decode(RequestMessage, message).phase == phase for message in messages)
+        if left[0] <= 0:
+            raise Killed
+        return push(messages)
+
+    nodes.push_messages = some
+    return nodes
+
+
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_with_many_features_the_last_model_goes_on_where_it_was(files, tmp_path, monkeypatch, capsys):
+    """The search is not repeated, and all bits of the model are those of a study that was not interrupted."""
+    monkeypatch.setattr("fedbilevel.estimators.linear.WIDE", 5)
+    given, place, whole = study("logistic", rounds=6, penalty="feature"), tmp_path / "run", tmp_path / "whole"
+    serve(given, Nodes(client_app(given), files), {"out": str(whole), "poll": 0.1})
+    with pytest.raises(Killed):
+        serve(given, killed_at("gradient", 7, Nodes(client_app(given), files)), {"out": str(place), "poll": 0.1})
+    assert phases(place).count("gradient") == 2
+    capsys.readouterr()
+    with pytest.warns(ConvergenceWarning, match="the validation loss still falls after 6 rounds"):
+        serve(given, Nodes(client_app(given), files), {"out": str(place), "poll": 0.1})
+    assert "found a saved search at" in capsys.readouterr().out
+    assert phases(place).count("local_updates") == 6
+    assert phases(place).count("gradient") == phases(whole).count("gradient")
+    assert (place / "model.json").read_bytes() == (whole / "model.json").read_bytes()
+    assert not [*place.glob("search-*")]
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ class Agreement:
         Args:
             clients: the sites, simulated (`Clients`) or on other machines (`RemoteClients`).
             engine: runs the exchanges with these clients.
-            checkpoint: a file to which the search is saved and from which it resumes; None: it is not saved.
+            checkpoint: a file from which an interrupted training resumes (`Penalised._train`); None: nothing is saved.
             on_searched: is called with the agreement on the last model, if this takes a second run (of many features).
         """
         estimator = self.estimator()

@@ -19,6 +19,7 @@ uncorrelated with the others, such a penalty leaves about the share 1/(1 + x) of
 features the search is exact (`penalty_search`). With more, fb.SimFBO finds these shares (`wide_search`).
 """
 
+import json
 import warnings
 from collections.abc import Callable, Sequence
 from numbers import Integral
@@ -40,8 +41,9 @@ from fedbilevel.data import dealt, generator_of_site, strata_of
 from fedbilevel.errors import ConfigurationError, NumericalWarning
 from fedbilevel.estimators.columns import Numbers, labels, moments, numbers, require_sizes, sites_of
 from fedbilevel.estimators.penalty_search import PenaltySearch
+from fedbilevel.estimators.preparer import read_saved
 from fedbilevel.estimators.wide_search import Newton, in_shares, share_search
-from fedbilevel.extending import explain_call, explain_misspelt, is_count, require, warn
+from fedbilevel.extending import explain_call, explain_misspelt, is_count, require, warn, write_text
 
 Columns = dict[str, Numbers]
 LossOfRows = Callable[[Array, Any, Any, Array], Array]
@@ -174,8 +176,9 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         """Find penalties and coefficients of features with these means and deviations, and set the attributes of `fit`.
 
         Args:
-            checkpoint: the file to which the exact search is saved after each exchange, and from which it resumes;
-                None: it is not saved.
+            checkpoint: the file to which the exact search is saved after each exchange, and from which it resumes. With
+                many features this is so for the training of the last model, and the result of the search is saved
+                beside it, with the suffix .json. None: nothing is saved.
             on_searched: a function that is called between the two runs for many features (`_posed`).
         """
         scale, width, self.history_, self.ledgers_ = self.curvature * spread**2, len(spread), None, []
@@ -183,7 +186,7 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         if width <= WIDE:
             x, y, last = self._exact(clients, given, scale, engine, checkpoint)
         else:
-            x, y, last = self._wide(clients, given, scale, engine, on_searched)
+            x, y, last = self._wide(clients, given, scale, engine, checkpoint, on_searched)
         self.penalties_ = scale * x if given is None else given
         self.coef_ = np.asarray(y["coef"])[-1] * (self._unit / spread)
         if self.has_intercept:
@@ -236,10 +239,9 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         """Return x, the models (the last is trained on all rows), and the last model's training derivatives."""
         algorithm, problem, x0, y0 = self._posed(len(scale))
         x0 = x0 if given is None else given / scale
-        saved = {"checkpoint": checkpoint, "checkpoint_every": 1, "resume": "auto"} if checkpoint else {}
         with warnings.catch_warnings():  # the models may predict held-out rows worse than no model does
             warnings.simplefilter("ignore", NumericalWarning)
-            result = self._solved((algorithm, problem, x0, y0), clients, engine, eval_every=1, **saved)
+            result = self._solved((algorithm, problem, x0, y0), clients, engine, checkpoint, eval_every=1)
         if algorithm.search:
             self._keep(result.history)
         left, where = float(result.state.best.left), f"where {algorithm.tolerance:g} or less ends the search"
@@ -252,33 +254,55 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         return np.asarray(result.x)[algorithm.of], result.y, last
 
     def _wide(
-        self, clients: Any, given: Numbers | None, scale: Numbers, engine: Any, on_searched: Callable[[], None]
+        self,
+        clients: Any,
+        given: Numbers | None,
+        scale: Numbers,
+        engine: Any,
+        checkpoint: Path | None,
+        on_searched: Callable[[], None],
     ) -> tuple[Numbers, Any, None]:
         """Return the same as `_exact`, for many features, but no derivatives."""
-        width = len(scale)
-        algorithm, problem, _, y = self._posed(width, searched=True)
+        algorithm, problem, _, y = self._posed(len(scale), searched=True)
         if given is None:
-            stop = fb.stop_without_progress("outer_loss", patience=10)
-            found = self._solved(self._posed(width), clients, engine, eval_every=10, callbacks=[stop])
-            self._keep(found.history)
-            if not found.stopped:
-                self._warn(f"the validation loss still falls after {found.round} rounds")
-            shares = np.asarray(found.x)[self._groups(width)]
-            y = {name: np.mean(np.asarray(leaf), axis=0, keepdims=True) for name, leaf in found.y.items()}
+            shares, y = self._shares(len(scale), clients, engine, checkpoint and checkpoint.with_suffix(".json"))
             on_searched()
         else:
             shares = 1 / (1 + given / scale)
-        result = self._solved((algorithm, problem, shares, y), clients, engine)
+        result = self._solved((algorithm, problem, shares, y), clients, engine, checkpoint)
         if not algorithm.finished(result.state):
             self._warn(f"the coefficients still move after {result.round} steps of Newton's method")
         return 1 / shares - 1, {**result.y, "coef": np.asarray(result.y["coef"]) * np.sqrt(shares)}, None
 
-    def _solved(self, posed: tuple[Any, ...], clients: Any, engine: Any, **options: Any) -> fb.Result:
-        """Run the exchanges of `_posed`, and keep their costs."""
+    def _shares(self, width: int, clients: Any, engine: Any, file: Path | None) -> tuple[Numbers, dict[str, Numbers]]:
+        """Return each feature's share and the start of the last model, from a search or from the file of its result.
+
+        The search itself is not saved, since the sites' steps adapt to curvature that is lost with their processes.
+        """
+        if file is not None and file.exists():
+            content = read_saved(file, dict)
+        else:
+            stop = fb.stop_without_progress("outer_loss", patience=10)
+            found = self._solved(self._posed(width), clients, engine, eval_every=10, callbacks=[stop])
+            self._keep(found.history)
+            y = {name: np.mean(np.asarray(leaf), axis=0, keepdims=True).tolist() for name, leaf in found.y.items()}
+            shares = np.asarray(found.x)[self._groups(width)].tolist()
+            content = {"shares": shares, "y": y, "rounds": found.round, "stopped": bool(found.stopped)}
+            if file is not None:
+                write_text(file, json.dumps(content))
+        if not content["stopped"]:
+            self._warn(f"the validation loss still falls after {content['rounds']} rounds")
+        return np.array(content["shares"]), {name: np.array(leaf) for name, leaf in content["y"].items()}
+
+    def _solved(
+        self, posed: tuple[Any, ...], clients: Any, engine: Any, checkpoint: Path | None = None, **options: Any
+    ) -> fb.Result:
+        """Run the exchanges of `_posed`, or continue them from a checkpoint, and keep their costs."""
         algorithm, problem, x0, y0 = posed
-        result = fb.solve(
-            algorithm, problem, clients, x0, y0, rounds=self.rounds, engine=engine, progress=False, **options
-        )
+        options |= {"rounds": self.rounds, "engine": engine, "progress": False}
+        if checkpoint is not None:
+            options |= {"checkpoint": checkpoint, "checkpoint_every": 1, "resume": "auto"}
+        result = fb.solve(algorithm, problem, clients, x0, y0, **options)
         self.ledgers_.append(result.ledger)
         return result
 

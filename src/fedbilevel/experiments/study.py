@@ -65,7 +65,7 @@ from fedbilevel.reading import parse_json
 from fedbilevel.wording import in_a_line
 
 FILE = "study.toml"
-CHECKPOINT = "search-{}.npz"
+SEARCH = "search-{}"  # the name of the files of a search, without the suffix
 STATISTICS = "statistics"  # the first question to sites
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -132,35 +132,75 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
         keys=config.get("client-keys") or None,
     )
     names = ", ".join(f"{number} {name}" for number, name in enumerate(study.sites))
+    search = SavedSearch(place)
     try:
-        model = played(study, engine, place)
+        model = played(study, engine, search)
         model = replace(model, costs=_costs(place, model))
         write_text(place.card, model.card())
         write_text(place.sheet, model.sheet())
         if model.report is not None:
             model.report.save(place.path)
         model.save(place.model)  # last, since a folder with a model is not taken again
-        for file in place.path.glob(CHECKPOINT.format("*")):
+        for file in search.files():
             file.unlink()
         place.sweep()
     except FedbilevelError as error:
         kind = next((kind for kind in ENDS.values() if isinstance(error, kind)), ExchangeError)
         said = str(error).replace(FORCE, "choose another folder")  # a study has no resume="force"
-        searching = any(place.path.glob(CHECKPOINT.format("*")))  # of many features, no search is saved
-        then = "the search for penalties continues" if searching else "the study starts from the beginning"
-        again = f". If the study is submitted again with out='{place.path.resolve()}', {then}"
+        again = f". If the study is submitted again with out='{place.path.resolve()}', {search.then()}"
         ended = kind(f"{said}; sites: {names}{again if isinstance(error, ExchangeError) else ''}")
         note_end(place, ended)
         raise ended from error
     print(f"model {place.model.resolve()}", flush=True)
 
 
-def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel:
+class SavedSearch:
+    """Name the files in which a study's search for penalties is saved, and say how the study continues from them.
+
+    The names depend on the study and on the sum of the sites' statistics. With at most 300 features the search is saved
+    after each exchange. With more features it is saved when it has ended, and then the training of the last model after
+    each step. Files of other studies or tables are not used, and stay until a study in this folder ends.
+
+    Args:
+        place: the folder.
+    """
+
+    def __init__(self, place: Folder) -> None:
+        self.place = place
+        self.checkpoint: Path | None = None  # not known before the agreement
+
+    def files(self) -> list[Path]:
+        """Return all saved files in the folder."""
+        return [*self.place.path.glob(SEARCH.format("*"))]
+
+    def of(self, agreement: Agreement) -> Path:
+        """Return the checkpoint for this agreement from now on, and print what was saved."""
+        digest = hashlib.sha256(f"{agreement.study.text}{agreement.text}".encode()).hexdigest()
+        self.checkpoint = self.place.path / f"{SEARCH.format(digest[:16])}.npz"
+        if self.saved():
+            print(f"found a saved search at {self.checkpoint.resolve()}", flush=True)
+        elif self.files():
+            print("starts a new search: the saved one is of other tables or of another study", flush=True)
+        return self.checkpoint
+
+    def saved(self) -> str:
+        """Return what continues from the files of this agreement, in words; "" if there are none."""
+        if self.checkpoint is not None and self.checkpoint.with_suffix(".json").exists():
+            return "the training of the last model continues"
+        return "the search for penalties continues" if self.checkpoint is not None and exist(self.checkpoint) else ""
+
+    def then(self) -> str:
+        """Return how the study continues if it is submitted again, in words."""
+        if self.checkpoint is None and self.files():
+            return "its saved search continues if study and tables are the same"
+        return self.saved() or "the study starts from the beginning"
+
+
+def played(study: Study, engine: Any, search: SavedSearch | None = None) -> StudyModel:
     """Run the study with the sites that a `Flower` reaches; every site must reply to every exchange.
 
-    With at most 300 features, the search is saved in `place` after each exchange, in a file whose name depends on the
-    study and on the sum of the sites' statistics. After an interruption, the sites send their statistics again, and the
-    search continues if study and sum are the same. With more features, or if `place` is None, the search is not saved.
+    After an interruption, the sites send their statistics again. If study and sum are then the same, the study
+    continues from what `search` has saved; None: nothing is saved.
 
     Raises:
         ExchangeError: a site is missing or refuses; the message names the site and the reason.
@@ -183,7 +223,7 @@ def played(study: Study, engine: Any, place: Folder | None = None) -> StudyModel
     if study.estimator == "logistic":
         print(f"the model predicts the probability of {study.target} = {agreement.estimator().classes_[1]}", flush=True)
     remote = agreement.remote([one["rows"] for one in statistics])
-    checkpoint, latest = None if place is None else _checkpoint(place, agreement), agreement
+    checkpoint, latest = None if search is None else search.of(agreement), agreement
 
     def under_contract(agreement: Agreement) -> Questions:
         with jax.enable_x64(True):
@@ -232,15 +272,6 @@ def _first_answer(table: SiteTable, question: str) -> str:
     require(isinstance(content, dict), "question", type(content).__name__, "an object with columns")
     table.require_columns(content.get("columns"))
     return ""
-
-
-def _checkpoint(place: Folder, agreement: Agreement) -> Path:
-    """Return the file of the search of this agreement, and print its path if it exists."""
-    digest = hashlib.sha256(f"{agreement.study.text}{agreement.text}".encode()).hexdigest()
-    file = place.path / CHECKPOINT.format(digest[:16])
-    if exist(file):
-        print(f"found a saved search at {file.resolve()}", flush=True)
-    return file
 
 
 def site(study: Study, run_config: Mapping[str, Any], node_config: Mapping[str, Any], agreed: str) -> Any:
