@@ -200,7 +200,7 @@ def test_numbers_that_the_server_says_and_those_of_the_site(ran):
     two, four, stated = answer(2), answer(4), answer(4, own={"local_steps": 2})
     assert (two.gradients, four.gradients, stated.gradients) == (2, 4, 2)
     assert stated.payload == two.payload != four.payload
-    with refuses("number of a client's own in Layered", "loca_steps", near="local_steps"):
+    with refuses("name in the clients' own numbers for Layered", "loca_steps", near="local_steps"):
         federations.site(method, 0, own={"loca_steps": 2})
     with refuses("Site.own", [1]):
         federations.site(method, 0, own=[1])
