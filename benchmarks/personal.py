@@ -1,9 +1,12 @@
 """A model for each client, pulled to a shared one whose pull is learned, beside what else serves clients that differ.
 
-Each model is a softmax regression. The rows of each client are dealt into training, validation and test samples. The
-images are those of 20 clients with two shards each, so that a client has two or three of ten classes; the tables are
-heart disease (four hospitals) and azpro (17 hospitals, the procedure is predicted). Three arms are one run of SimFBO
-each, with steps that adapt and 1,000 exchanges, whose x is chosen by the validation loss:
+Each model is a softmax regression. The rows of each client are dealt into training, validation and test samples, a
+third each for images. The images are those of 20 clients with two shards each, so that a client has two or three of
+ten classes; those of 28×28 pixels are averaged down to 14×14. Omniglot has 20 writers of an alphabet as clients, who
+predict its characters. A writer drew each character once, so that the characters of its test samples are not among its
+other samples. Each split has 45 characters of another alphabet, of the five with the most. The tables are heart disease
+(four hospitals) and azpro (17 hospitals, the procedure is predicted). Three arms are one run of SimFBO each, with steps
+that adapt and 1,000 exchanges, whose x is chosen by the validation loss:
 
     one model           y is shared, x its penalty
     own models          y is each client's own, x a penalty for all of them
@@ -19,7 +22,8 @@ end, where SGD of any step size would lead, so that no step is chosen:
     alone               own models, with a penalty of 1e-5 to 1 that each client chooses by its own validation samples
 
 Columns: the mean over clients of the accuracy on a client's test samples, that of the worst client, and the mean of the
-loss; differences are to "pulled", ± half of a 95 % Student interval over splits. Data are read from $FEDBILEVEL_DATA.
+loss; differences are to "pulled", ± half of a 95 % Student interval over splits. After each split a line has the three
+numbers of each arm. Data are read from $FEDBILEVEL_DATA.
 """
 
 import warnings
@@ -36,10 +40,12 @@ from benchmarks import sites
 from benchmarks.beside_search import difference
 from benchmarks.harness import head, row
 from fedbilevel.data import shards
+from fedbilevel.data.characters import load_characters
 from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.regularization import with_one
 
 CLIENTS, IMAGES = 20, 120  # of each client
+CHARACTERS = 45  # of an alphabet
 EXCHANGES = 1000
 PENALTIES = 10.0 ** np.arange(-5, 1)
 PULLS = 10.0 ** np.arange(-4, 2)
@@ -82,15 +88,38 @@ def filled(clients: Sequence[tuple[np.ndarray, np.ndarray]]) -> Part:
     return part
 
 
+def pixels(images: np.ndarray) -> np.ndarray:
+    """Return rows with a mean square norm of 1 and a last entry of 1; 28×28 pixels are averaged down to 14×14."""
+    whole = images.astype(float).reshape(len(images), *images.shape[1:3])
+    if whole.shape[1] == 28:
+        whole = whole.reshape(len(whole), 14, 2, 14, 2).mean((2, 4))
+    rows = whole.reshape(len(whole), -1)
+    return with_one(rows / np.sqrt(np.mean(np.sum(rows**2, axis=1))))
+
+
+def thirds(rows: np.ndarray, labels: np.ndarray, whose: Sequence[np.ndarray], classes: int) -> Split:
+    """Deal the samples of each client, whose indices are in random order, into three parts."""
+    dealt = [np.array_split(mine, 3) for mine in whose]
+    parts = [filled([(rows[own[k]], labels[own[k]]) for own in dealt]) for k in range(3)]
+    return Split(*parts, classes)
+
+
 def images(name: str, split: int) -> Split:
     found, rng = load_rows(name, 0.0, 0), np.random.default_rng(split)
     drawn = rng.permutation(len(found.train_labels))[: CLIENTS * IMAGES]
-    rows, labels = found.train_images[drawn].reshape(len(drawn), -1), found.train_labels[drawn]
-    rows = with_one(rows / np.sqrt(np.mean(np.sum(rows**2, axis=1))))
-    whose = [rng.permutation(mine) for mine in shards(labels, CLIENTS, seed=split)]
-    thirds = [np.array_split(mine, 3) for mine in whose]
-    parts = [filled([(rows[own[k]], labels[own[k]]) for own in thirds]) for k in range(3)]
-    return Split(*parts, 10)
+    rows, labels = pixels(found.train_images[drawn]), found.train_labels[drawn]
+    return thirds(rows, labels, [rng.permutation(mine) for mine in shards(labels, CLIENTS, seed=split)], 10)
+
+
+def by_writer(split: int) -> Split:
+    """Return the drawings of an alphabet by writer: the number of a drawing is that of its writer in the alphabet."""
+    whole, rng = load_characters("omniglot").train, np.random.default_rng(split)
+    largest = np.argsort(-np.bincount(whole.alphabet), kind="stable")[split]
+    drawings = rng.permutation(whole.images[whole.alphabet == largest])[:CHARACTERS]  # (characters, writers, 28, 28)
+    writers = drawings.shape[1]
+    whose = [writers * rng.permutation(CHARACTERS) + writer for writer in range(writers)]
+    labels = np.repeat(np.arange(CHARACTERS), writers)
+    return thirds(pixels(drawings.reshape(-1, 28, 28)), labels, whose, CHARACTERS)
 
 
 def table(name: str, split: int) -> Split:
@@ -109,6 +138,7 @@ SETS: dict[str, Callable[[int], Split]] = {
     "digits": lambda split: images("digits", split),
     "MNIST": lambda split: images("mnist", split),
     "Fashion-MNIST": lambda split: images("fashion-mnist", split),
+    "Omniglot": by_writer,
     "heart": lambda split: table("heart", split),
     "azpro": lambda split: table("azpro", split),
 }
@@ -205,8 +235,8 @@ def fedavg(at: Split) -> Models:
 
 
 def fine_tuned(models: Models, at: Split) -> Models:
-    hessians = np.einsum("cnf,cn,cng->cfg", at.train.rows, at.train.weights, at.train.rows) / 2
-    curvature = np.linalg.norm(hessians, 2, axis=(1, 2))
+    scaled = np.sqrt(at.train.weights)[..., None] * at.train.rows
+    curvature = np.linalg.norm(scaled, 2, axis=(1, 2)) ** 2 / 2  # L, which bounds each client's Hessian
     gradient = jax.jit(jax.vmap(jax.grad(loss)))
     trials, current = [], models
     for steps in range(max(STEPS) + 1):
@@ -247,6 +277,8 @@ def main(sets: tuple[str, ...] = tuple(SETS), splits: tuple[int, ...] = (0, 1, 2
             for arm, models in arms(at).items():
                 accuracy, test = 100 * right(models, at.test), np.mean(losses(models, *at.test))
                 found.setdefault(arm, []).append((accuracy.mean(), accuracy.min(), float(test)))
+            ends = [f"{arm} {rows[-1][0]:.2f}, {rows[-1][1]:.2f}, {rows[-1][2]:.4f}" for arm, rows in found.items()]
+            print(f"{name}, split {split}: {'; '.join(ends)}", flush=True)
         table = {arm: np.array(rows) for arm, rows in found.items()}
         for arm, rows in table.items():
             cells = []
