@@ -142,6 +142,7 @@ def method(classes: list[type]) -> str:
     """What the module of these classes says, without its last paragraph on tests, and a table of their fields."""
     said = (inspect.getdoc(inspect.getmodule(classes[0])) or "").partition("\n\nChecked in ")[0]
     said = re.sub(r"arXiv:(\d+\.\d+)", r"[arXiv:\1](https://arxiv.org/abs/\1)", said)
+    said = re.sub(r"docs/([\w/-]+\.md)", r"[docs/\1](../../\1)", said)
     fields: dict[tuple[str, str, str], list[str]] = {}
     for cls in classes:
         for name, text in _entries(inspect.getdoc(cls) or "").items():

@@ -4,8 +4,9 @@ Jeongyeol Kwon, Dohyun Kwon, Stephen Wright, Robert Nowak. "A Fully First-Order 
 Optimization". ICML 2023, arXiv:2301.10945. This class has the form with central differences, which is F2SA-2 of "Faster
 Gradient Methods for Highly-smooth Stochastic Bilevel Optimization", ICLR 2026, arXiv:2509.02937.
 
-F and G are the means of the clients' losses f_i and g_i. Let ε = 1/λ. At ε = 0, the derivative of
-min_y [G(x, y) + εF(x, y)] with respect to ε is F(x, y*(x)). It is approximated by the central difference
+The symbols are those of SimFBO (docs/reference/algorithms/simfbo.md). F and G are the means of the clients' losses f_i
+and g_i. Let ε = 1/λ. At ε = 0, the derivative of min_y [G(x, y) + εF(x, y)] with respect to ε is F(x, y*(x)). It is
+approximated by the central difference
 
     Φ_λ(x) = (λ/2) (min_y [G(x, y) + εF(x, y)] − min_y [G(x, y) − εF(x, y)])
 

@@ -4,11 +4,12 @@ Davoud Ataee Tarzanagh, Mingchen Li, Christos Thrampoulidis, Samet Oymak. "FedNe
 Compositional Optimization". ICML 2022, arXiv:2205.02215. Algorithms 1-4.
 
 A round, which the paper calls an epoch, consists of three procedures of the paper: FedInn, T times, then FedIHGP, and
-then FedOut. FedInn moves y. FedIHGP computes v ≈ H⁻¹∇y F, the vector in the hypergradient. FedOut moves x. The right
-column has the number of exchanges. F is the mean of f_i, and H is the mean of ∇²yy g_i. ℓ bounds H's largest
-eigenvalue, and N is the number of terms of a series for H⁻¹. β and α are step sizes for y and x. Client i makes τ_i
-local steps, which ν counts, and draws samples ξ for f_i and ζ for g_i. A fresh cohort is drawn independently of all
-other cohorts of the round, so that the factors of a product are independent (docs/explanation/exchanges.md).
+then FedOut. FedInn moves y. FedIHGP computes v ≈ H⁻¹∇y F, the vector in the hypergradient ∇x F − ∇²xy G v
+(docs/glossary.md). FedOut moves x. The right column has the number of exchanges. F is the mean of f_i, G is the mean of
+g_i, and H = ∇²yy G. ℓ bounds H's largest eigenvalue, and N is the number of terms of a series for H⁻¹. β and α are step
+sizes for y and x. Client i makes τ_i local steps, which ν counts, and draws samples ξ for f_i and ζ for g_i. A cohort
+is the set of clients that take part in an exchange. A fresh cohort is drawn independently of all other cohorts of the
+round, so that the factors of a product are independent (docs/explanation/exchanges.md).
 
     FedInn   q = mean_i ∇y g_i(x, y; ζ_i)                                                              1
              y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q]
@@ -23,7 +24,8 @@ without the correction, as FedAvg does, and so needs no q. LFedNest does the sam
 own hypergradients, which they compute with their own Hessians. This saves all exchanges of FedIHGP, and is biased if
 clients differ. Appendix A of the paper has four variants. The paper's experiments compare them with two joint variants.
 In a joint variant, a client makes its local steps on y, continues with its steps on x at its own y_{i,τ_i}, and one
-exchange averages both x and y.
+exchange averages both x and y. In this table, the numbers of exchanges are for the default, a series for v that takes
+N exchanges (departure 3):
 
     variant                 call                                  steps on x            on y    exchanges
     FedNest                 FedNest()                             FedOut                SVRG    2T + N + 2
@@ -47,12 +49,13 @@ In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradi
 `LocalImplicit.own` in parts/hypergradients.py is the hypergradient that a client of LFedNest computes alone.
 
 Departures from the paper:
-1. Clients send changes of y and x, and not the new values: the server adds Σ p̃_i (y_{i,τ} − y) to y, with
-   p̃_i = (M/P) p_i. Here p_i is the client's weight, and P of M clients take part in the round. For equal weights or
-   full participation this gives the paper's mean of the y_{i,τ}, and for unequal weights it is unbiased too. With
-   corrected steps, the change of client i is the sum of a common part, −βq on y and −αh on x, and of its drift d_i. The
-   server adds the common part once, and averages only the drifts, as Σ p_i d_i / Σ p_i. An average of the common part
-   would be biased, because q and the weights of the same cohort are not independent.
+1. Clients send changes of y and x, and not the new values. Let p_i be client i's weight, let P of M clients take part
+   in the round, and let p̃_i = (M/P) p_i. After steps without a correction (SGD on y, own hypergradients on x), the
+   server adds Σ p̃_i (y_{i,τ} − y) to y, and the same sum of changes of x to x. For equal weights or full participation
+   this gives the paper's mean of the y_{i,τ}, and for unequal weights it is unbiased too. After corrected steps (SVRG
+   on y, FedOut on x), the change of client i is the sum of a common part, −βq on y and −αh on x, and of its drift d_i.
+   The server adds the common part once, and averages only the drifts, as Σ p_i d_i / Σ p_i. An average of the common
+   part would be biased, because q and the weights of the same cohort are not independent.
 2. A client makes its first corrected step along q (or h) and computes no gradient for it. The paper's bracket has two
    gradients on the same samples, which are equal in the first step, and so cancel. The numbers do not change.
 3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges.
@@ -61,7 +64,7 @@ Departures from the paper:
    and with LocalImplicit() by each client alone.
 4. Joint steps follow the authors' code, with T = 1. With joint steps the server does not separate the common part from
    the drift. It adds Σ p̃_i (y_{i,τ} − y), and q is Σ p_i ∇y g_i / Σ p_i over the cohort. The common part of this sum
-   is −β Σ p̃_i ∇y g_i, the same as without joint steps.
+   is −β Σ p̃_i ∇y g_i. It is the same as without joint steps, where it is −βq with q = Σ p̃_i ∇y g_i.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """

@@ -3,8 +3,8 @@
 Mingyi Li, Xiao Zhang, Ruisheng Zheng, Hongjian Shi, Yuan Yuan, Xiuzhen Cheng, Dongxiao Yu. "Distributed Bilevel
 Optimization with Dual Pruning for Resource-limited Clients". 2025, arXiv:2512.24667. Algorithms 1 and 2, eqs. (3)-(10).
 
-A policy chooses the units that client i holds, by importance unless `Submodels` names another policy. x_i and y_i are
-the entries of x and y that belong to these units. A round computes
+A policy chooses the units that client i holds, by default the most important ones (docs/how-to/submodels.md). x_i and
+y_i are the entries of x and y that belong to these units. A round computes
 
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x_i, y_{i,ν}; ζ_ν),  ν < τ_i            (5)
     y ← y + η mean_i (y_{i,τ_i} − y_i),  η = `inner.server_lr`, 1 in the paper    (6)     T times, one exchange each
@@ -13,35 +13,41 @@ the entries of x and y that belong to these units. A round computes
 
 where mean_i of an entry is the mean over the clients that hold it. An entry that no client holds does not change. The
 server sends x_i and y_i. Clients reply with vectors of y_i's shape in (5), and of x_i's shape in (7). RAFBO computes
-h_i without second derivatives, in one of three ways:
+h_i without second derivatives, in one of three ways. Two of them take differences of length μ along the unit vectors
+e_p of some coordinates p of x_i. P is a random set of |P| of its d coordinates, drawn in every round. y_N(x_i) is the
+result of N steps of size s on y from y_i; those at x_i and at x_i + μe_p are on the same batches:
 
-    Differences    (7), where each product with ∇²g is a central difference along its vector
+    Differences    (7), where the product of ∇²g and a vector is a central difference of gradients along this vector
     Coordinates    h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p,  δ_p = [y_N(x_i + μe_p) − y_N(x_i)]/μ
-    PrintedSlopes  δ_p = [∇y g_i(x_i + μe_p, y_i) − ∇y g_i(x_i, y_i)]/μ, without d/|P|: (10) of Algorithm 2
+    PrintedSlopes  h_i = ∇x f_i + Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p,  δ_p = [∇y g_i(x_i + μe_p, y_i) − ∇y g_i(x_i, y_i)]/μ
 
-P is a random set of |P| of the d coordinates of x_i, drawn in every round, and e_p is the unit vector of coordinate p.
-y_N(·) is the result of N steps of size s from y_i, on the same batches.
+The last one is (10) of Algorithm 2 as printed.
 
 If every client holds the whole model, RABO computes the same numbers as LFedNest with one step on x, up to rounding and
 with full batches. RABO(hypergradient=Implicit()) then computes the same numbers as FedMBO from the same draws.
 
 Departures from the paper:
-1. Line 10 prints G = (y_T − y_0)/β, and line 18 subtracts β·mean G, which is ascent. Here y descends. A client's step
-   is β/τ_i. Means have the weights of clients: Σ p̃_i u_i as in FedNest, times the sum of p_i over the cohort, divided
-   by the sum of p_i over the clients that hold the entry.
+1. Line 10 of Algorithm 1 prints G = (y_T − y_0)/β, and its line 18 subtracts β·mean G, which is ascent. Here y
+   descends. A client's step is β/τ_i. Let u_i be the update of client i, with the weight p_i, and let P of M clients
+   form the cohort C. The mean of an entry is
+
+       (Σ_{i∈C} p_i / Σ_{i∈C holds the entry} p_i) · Σ_{i∈C holds the entry} p̃_i u_i,   p̃_i = (M/P) p_i
+
+   If all clients of the cohort hold the entry, this is FedNest's Σ p̃_i u_i.
 2. The printed δ_p is a column of ∇²yx g, and not of ∂y*/∂x, and it has the opposite sign. Its h_i had a median cosine
    of −0.95 with the hypergradient in 200 draws of the quadratic task. The text before (9) asks for the Jacobian of the
    inner solution, which `Coordinates` estimates. For quadratic g, ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g. This is the
-   Neumann series of N terms with step s, computed from the side of x. For N = 1 it is −s times the printed δ_p.
+   Neumann series of N terms with step s, applied to −∇²yx g instead of ∇y f. For N = 1 it is −s times the printed δ_p.
 3. The default of both methods is `LocalImplicit`, whose cost does not depend on the dimension of x. RAFBO uses it with
    `Differences`.
 4. (7) averages clients' own hypergradients, which is biased if clients differ. With `Implicit` (RABO) every product is
    a mean over clients. If different clients hold different entries, such a mean of products is not a symmetric
    operator. Conjugate gradient needs a symmetric operator, and is therefore only for `LocalImplicit`.
 5. The paper reports that RAFBO takes two thirds of RABO's operations, and does not say which operations it counts. Here
-   both take nearly the same number if x is layers of a network. A pass over the samples computes the features for both
-   gradients of a difference, as it does for an exact product. The costs of ∇f and of the backward pass to x remain.
-   (10) also needs ∇f, and 1 + |P| passes for g, so that it does not save a third for any P.
+   both take nearly the same number if x is the first layers of a network and y the last ones. In both methods one
+   forward pass over the samples computes the input of the last layers (the features). A difference then needs two cheap
+   gradients, and an exact product costs about the same. Both methods also pay for ∇f and for the backward pass to x.
+   The printed (10) does not save a third for any P either, because it needs ∇f and 1 + |P| passes for g.
 
 Checked in tests/algorithms/test_rabo.py (closed forms, dense hypergradients, drawn coordinates), test_rabo_submodels.py
 (sliced problems), tests/oracles/test_differences.py, tests/engines/test_agreement.py and test_submodels.py.
@@ -128,7 +134,7 @@ class Coordinates(CoordinateSlopes):
 
     h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p with δ_p = [y_N(x + μe_p) − y_N(x)]/μ. P is a random set of |P| of
     the d coordinates of x, and y_N(·) is the result of N steps of size s on y, on the same batches. For quadratic g
-    this is the Neumann series of N terms with step s, computed from the side of x.
+    this is a Neumann series of N terms with step s: ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g with H = ∇²yy g.
 
     Args:
         terms: N, the number of steps on y.

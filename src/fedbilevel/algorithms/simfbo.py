@@ -35,17 +35,18 @@ Departures from the paper:
    the present round, ρ and h would depend on the same cohort. So the product ρh would be biased, although h alone is
    not.
 3. The server's step is an optax transformation of q, scaled by γ. The default is plain descent, as in the paper.
-4. The paper's (3) multiplies the k-th step by a_k, the weight that the k-th direction has in the sum of steps of heavy
-   ball or FedProx. Under momentum the first of the τ_i steps is then the largest, and under FedProx the last. This
-   agrees with heavy ball or FedProx only in the limit η → 0. Here clients make the actual steps of heavy ball and
-   FedProx. As in the paper, q_i is Σ_k a_k d_k, with d_k at the points of these steps.
+4. In the paper's (3), a client multiplies its k-th step by a_k. But a_k is the total weight of the k-th direction after
+   all steps of heavy ball or FedProx. So under momentum the first of the τ_i steps would be the largest, and under
+   FedProx the last. This agrees with heavy ball or FedProx only in the limit η → 0. Here clients make the actual steps
+   of heavy ball and FedProx. As in the paper, q_i is Σ_k a_k d_k, with d_k at the points of these steps.
 5. The default radius is infinity, which omits the projection in (5), since r = L_f/μ_g is not known beforehand.
    `diagnose` estimates it.
 6. Clients of limited capacity step on submodels. Every entry of q is then the mean over the clients that hold it.
 7. v⁽⁰⁾ is 0, which is one of the starts that the paper allows. The `init` of a subclass can choose another.
 8. Let z_0, z_1, … be the points of a client's local steps. In (3) the k-th direction is taken at z_k only, with new
-   samples, and a sum of such directions can only average noise. `Anchored` takes directions at z_0 with the same
-   samples too, and so removes noise.
+   samples, and a sum of such directions can only average noise. For each draw of samples, `Anchored` takes the
+   direction at z_k and also at z_0. If z_k is near z_0, the difference of these two contains less noise than each of
+   them. To this difference `Anchored` adds the direction at z_0 on all samples of the client.
 
 Checked in tests/algorithms/test_simfbo.py (closed forms, both theorems), test_asynchronous.py, test_local_x.py,
 test_own_leaves.py and tests/engines/test_agreement.py.

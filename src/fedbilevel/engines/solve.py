@@ -98,13 +98,15 @@ def solve(
             this client as the batch. `PerClient(function, "inner")` passes the inner samples instead. The history gets
             NAME.mean (the mean with the clients' weights), NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
         best_by: the column of the history by which `result.best` is chosen, such as a metric on validation samples;
-            None: "outer_loss", the mean outer loss in the rounds before the row, if the method measures it.
+            None: "outer_loss", the mean outer loss in the rounds before the row; `result.best` is None if the method
+            does not measure it.
         on_divergence: what to do if the run diverges. "stop" raises NonFiniteError if an iterate is not finite; the
             `result` of this error has the last finite x and y. "shrink" returns to the row before the best row, halves
-            every step size, and continues with a warning. It does so if an iterate is not finite, and also if a loss
-            grows and was more than 10 times its first value in two consecutive rows. It does so at most 3 times; if a
-            fourth time is needed, the run ends. The history then has a column "halvings", and the costs of abandoned
-            rounds remain counted. None: "shrink" if steps adapt, clients are simulated in one process, and there is no
+            every step size, and continues with a warning. (The best row's own x and y may already diverge, because its
+            losses are those of the rounds before it.) It does so if an iterate is not finite, and also if a loss grows
+            and was more than 10 times its first value in two consecutive rows. It does so at most 3 times; if a fourth
+            time is needed, the run ends. The history then has a column "halvings", and the costs of abandoned rounds
+            remain counted. None: "shrink" if steps adapt, clients are simulated in one process, and there is no
             privacy; else "stop".
         privacy: terms of local differential privacy for every client. Each reply is clipped, and noise is added. The
             noise is drawn from the run's key, in the float type of the run; clients report no metrics. The history has
@@ -139,7 +141,7 @@ def solve(
         ConfigurationError: an argument is not allowed; nothing was computed.
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or an assumption of the method does
             not hold. The last good checkpoint remains, usually that of the round before (docs/explanation/engines.md).
-        ExchangeError: too few clients replied, also after several attempts, or another process of the run was lost
+        ExchangeError: too few clients replied, even after several attempts, or another process of the run was lost
             (LostProcess of engines.process_group). The last checkpoint remains, with the rounds before.
         CheckpointError: a checkpoint could not be written or read; or another process is writing it (the file
             .NAME.lock in the same folder names this process); or it belongs to another run, and the message lists what
