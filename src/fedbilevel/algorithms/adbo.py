@@ -332,7 +332,11 @@ class CuttingPlanes(Algorithm):
 
     @phase
     def consensus_step(self, client: Client, at: tuple[PyTree, PyTree, Array], key: Array) -> Reply:
-        """Take the k-th step towards φ_i from the message (x, z', k); reply with y'_i, like y."""
+        """Take the k-th of the K steps on y'_i that end at φ_i, and reply with y'_i, in the structure of y.
+
+        The message is (x, z', k). z' is z before the first step, and then the mean of the clients' y'_i. From the
+        second step on, the client also steps on ψ_i, the multiplier of the constraint y'_i = z'.
+        """
         x, z, k = at
         own: ClientState = client.state
         start = optax.tree.where(k == 0, Point(own.y, optax.tree.zeros_like(own.y)), own.end)

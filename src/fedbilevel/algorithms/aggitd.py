@@ -61,7 +61,7 @@ from fedbilevel.oracles.products import hess_v
 
 
 class InnerIterate(NamedTuple):
-    """Hold the state within a round: the inner iterate y^n, and r, of the shape of y."""
+    """Hold the state within a round: the inner iterate y^n, and the vector r of `AggITD`, of the shape of y."""
 
     y: PyTree
     r: PyTree
@@ -69,6 +69,9 @@ class InnerIterate(NamedTuple):
 
 class AggITD(Algorithm):
     """Estimate the hypergradient by iterative differentiation within the inner loop.
+
+    The N exchanges on y also update a vector r of the shape of y: they multiply it by I − λ∇²yy G, and add ∇y F, in one
+    exchange that is drawn (sampling="random") or in each (None). The last exchange multiplies r by ∇²xy G.
 
     Args:
         inner: the rounds on y: N is its field `rounds`, and λ its field `lr`. λ must be below 2/ℓ, where ℓ is the

@@ -1,8 +1,8 @@
 """Define the facts that a method declares about itself.
 
 The class of a method states its costs, needs and uses once, in `Facts`; `help()`, tables and pages show them. An
-instance states the optional features that it supports (`Allows`), the demands of its rounds on an engine (`Asks`), and
-its findings in its state (`Findings`).
+instance states the optional features that it supports (`Allows`) and the demands of its rounds on an engine (`Asks`).
+During a run, it reports errors, warnings and additional columns of the history from the state of the run (`Findings`).
 """
 
 from __future__ import annotations

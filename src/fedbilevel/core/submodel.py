@@ -147,7 +147,14 @@ class UnitLayout:
         return self.cut(kinds, message, units)
 
     def cut(self, kinds: PyTree, tree: PyTree, units: Units) -> PyTree:
-        """Return the submodel's part of a tree; `kinds`, a prefix of it, says what is like x, like y, or whole."""
+        """Return the submodel's part of a tree: its arrays, with only the entries of a client's units.
+
+        Args:
+            kinds: the kind of each part of `tree`: "x" or "y" for a part with the structure of x or of y, and "whole"
+                or "number" for a part that is never cut. A kind applies to the whole subtree at its place.
+            tree: a message, or any other tree of whole arrays.
+            units: the client's units, by group.
+        """
         return jax.tree.map(lambda kind, part: self._each(kind, part, units, self._cut), kinds, tree)
 
     def put(self, kinds: PyTree, tree: PyTree, units: Units) -> PyTree:

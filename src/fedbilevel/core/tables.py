@@ -75,7 +75,14 @@ def changed(base: Any, table: Fields, path: str, wrong: Wrong) -> Any:
 
 
 def arguments(function: Callable[..., Any], table: Fields, path: str, wrong: Wrong) -> dict[str, Any]:
-    """Return the arguments of a function: values of a table, or else defaults; mistakes are added to `wrong`."""
+    """Return the arguments for a call of a function: the values that a table of a settings file has, else defaults.
+
+    Args:
+        function: the function, such as that of a task.
+        table: values by the names of arguments.
+        path: the path of the table, for errors.
+        wrong: a list to which all mistakes in the table are added.
+    """
     hints, parameters = hints_of(function), parameters_of(function)
     wrong += [unknown_field(path, name, parameters) for name in table if name not in parameters]
     given = {name: table.get(name, default) for name, default in parameters.items()}

@@ -254,7 +254,14 @@ class Ledger(Shown):
         return cls(**fields)
 
     def add(self, round_costs: RoundCosts, rounds: int, costs: Mapping[ExchangeKind, int | None] | None = None) -> None:
-        """Add the costs of some rounds, leaves (rounds,) or scalars; `costs`: flops of a client's reply, by kind."""
+        """Add the costs of some rounds to the totals.
+
+        Args:
+            round_costs: the costs: arrays with an entry for each round, or scalars for a single round.
+            rounds: the number of these rounds.
+            costs: the floating-point operations that a client needs for a reply, by the kind of the exchange. If the
+                number of a kind is missing or None, `flops` becomes None.
+        """
         self.rounds += rounds
         for (phase, down, up), calls in round_costs.calls.items():
             count, asked, replies = (_total(number) for number in calls)

@@ -215,5 +215,5 @@ def needs_proximity(smallest: float) -> str:
 
 
 def with_proximity(smallest: float) -> str:
-    """Return words for the `proximity` that MEHA needs at this smallest curvature; "" if it is not negative."""
+    """Return words for the `proximity` that MEHA needs; "" if the smallest curvature is not below 0."""
     return f" with a proximity below {1 / (2 * abs(smallest)):.3g}" if smallest < 0 else ""

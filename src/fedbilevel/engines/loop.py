@@ -98,10 +98,12 @@ class Loop:
         return reason, stop
 
     def turn(self, signals: list[int]) -> tuple[str, bool]:
-        """Run a stretch, call the callbacks and save; if the run diverges, return to a better row instead.
+        """Run some rounds without a pause (a stretch), call the callbacks and save the run.
+
+        If the run diverges, return to a better row instead.
 
         Returns:
-            A reason to end, or ""; and whether to stop at once.
+            The reason why the run has ended, or ""; and whether a signal such as Ctrl-C stops it, to be resumed later.
         """
         try:
             row, end = self.stretch()

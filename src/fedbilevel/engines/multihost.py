@@ -273,7 +273,10 @@ def _is_loopback(address: str) -> bool:
 
 
 def explain_abort(group: ProcessGroup) -> Callable[[], None]:
-    """Make the C library's abort() print the group's explanation and exit with its code; return a function to undo it.
+    """Make abort() of the C library print why this process ends; return a function that undoes this.
+
+    abort() then prints the explanation that the process group has, and ends the process with the code LOST. If the
+    process has already noted its own exit code (`group.ending`), it ends with this code and prints nothing.
 
     When a process is lost, JAX's runtime ends the others with abort(), called in one of its threads. JAX has a callback
     for this case, but in jaxlib 0.10 it cannot be a Python function (std::bad_cast). Python's signal handlers would run

@@ -154,7 +154,10 @@ class Population:
 
     @jax.jit
     def hypergradient(self, x: PyTree, y: PyTree, v: PyTree) -> tuple[PyTree, PyTree]:
-        """Return ∇x F − ∇²xy G·v, like x, and the residual of v's linear system, ∇²yy G·v − ∇y F, like y."""
+        """Return ∇x F − ∇²xy G·v, and the residual ∇²yy G·v − ∇y F of v's linear system.
+
+        The first has the tree structure and the shapes of x, and the second those of y.
+        """
         (f_x, f_y), (cross, hess) = self.outer.gradients(x, y), self.inner.products(x, y, v)
         return jax.tree.map(jnp.subtract, f_x, cross), jax.tree.map(jnp.subtract, hess, f_y)
 

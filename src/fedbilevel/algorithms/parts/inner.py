@@ -49,8 +49,9 @@ class InnerSteps(InnerRounds):
     """Run rounds of local steps on y, in which the server changes y by the mean of the clients' changes.
 
     Args:
-        server_lr: the factor of the mean change of y, which is 1 in papers. It can be up to M if each client has its
-            own inner unknowns, and with submodels up to the smallest number of clients that hold an entry.
+        server_lr: the factor of the mean change of y, which is 1 in papers. If each entry of y appears in the loss of
+            one client only, the mean over M clients divides its change by M, and the factor can be up to M. With
+            submodels it can be up to the smallest number of clients that hold an entry.
     """
 
     server_lr: Number = positive(default=1.0)
