@@ -83,7 +83,7 @@ def test_seeds_make_one_run_each_and_are_finished_where_they_were_left(run, here
     assert [(spec.run.seed, spec.task.fields["seed"]) for spec in specs] == [(0, 0), (1, 1), (2, 2), (3, 3)]
     for more, words in (
         (["0,1,2,3", "--cohort", 3], "seed-0/spec.toml differs in run.cohort: 'none' there, 3 now"),
-        (["0,1"], "it also contains all/seed-2"),
+        (["0,1"], "all contains all/seed-2, which is not one of these runs"),
     ):
         assert words in run(*command, "--seeds", *more)[2]
 

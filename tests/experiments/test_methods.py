@@ -71,7 +71,7 @@ def test_the_folder_of_another_comparison_is_refused(compared, run) -> None:
     for more, words in (
         (
             ["--seeds", "0"],
-            f"cannot write these runs to {compared}: it also contains {compared / 'centralised' / 'seed-1'}\n",
+            f"{compared} contains {compared / 'centralised' / 'seed-1'}, which is not one of these runs",
         ),
         (["--seeds", "0,1", "--set", "local_steps=2"], "differs in algorithm.local_steps: 5 there, 2 now"),
         ([], "runs/simfbo: that folder is not empty"),

@@ -33,7 +33,7 @@ RUN = {
     "--spec binary.toml": "binary.toml is not TOML",
     "--spec full": "cannot read full",
     "quadratic --out full": "cannot write a run to full: that folder is not empty",
-    "quadratic --seeds 0,1 --out full": "cannot write these runs to full: it also contains full/precious",
+    "quadratic --seeds 0,1 --out full": "full contains full/precious, which is not one of these runs",
     "quadratic --seeds 0,1 --out binary.toml": "cannot write a run to binary.toml: it is a file",
     "quadratic --out binary.toml": "cannot write a run to binary.toml: it is a file",
     "--resume nowhere": "no spec.toml",

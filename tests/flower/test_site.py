@@ -36,8 +36,9 @@ from refusals import refuses
 STEPS = federations.Steps()
 PRIVATE = Privacy(clip=1.0, noise_multiplier=1.0, delta=1e-5)
 FAILED = (
-    "the phase failed; the client's log says more. privacy adds noise of standard deviation zC = 1 to every number, "
-    "and each step multiplies it: lower steps, clip or noise multiplier"
+    "the phase failed; the client's log says more. One possible cause: privacy adds noise of standard deviation 1 "
+    "(noise multiplier × clip) to every number, and the step size scales this noise: lower the step sizes, clip or the "
+    "noise multiplier"
 )
 
 
@@ -113,6 +114,7 @@ def test_a_greeting(runtime, ran):
 REFUSED = {
     "an unknown phase": ({"phase": "gradient"}, "contract"),
     "no phase but a method": ({"phase": "round"}, "contract"),
+    "a question to a client without `Site.answer`": ({"phase": "a question", "payload": b"?"}, "contract"),
     "another contract": ({"contract": "0" * 32}, "contract"),
     "another call": ({"call": "y_gradient:0"}, "contract"),
     "another shape": ({"payload": np.ones(6).tobytes()}, "malformed"),

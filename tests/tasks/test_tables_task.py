@@ -15,6 +15,7 @@ from fedbilevel.core.client import RemoteClients
 from fedbilevel.errors import ConfigurationError, DataWarning
 from fedbilevel.estimators import Preparer
 from fedbilevel.tasks import tables
+from refusals import refuses
 
 KINDS = ("binary", "classes", "count", "continuous", "survival")
 SITES = {"a": 14, "b": 9, "c": 1}
@@ -234,7 +235,9 @@ def test_a_column_that_a_site_does_not_have(tmp_path):
     made = frames()
     made["b"] = made["b"].drop(columns=["v", "word"])
     folder = written(tmp_path, made)
-    with pytest.raises(ConfigurationError, match=r"column 'v' of b\.csv = 'missing'.*absent = 'gap'"):
+    with pytest.raises(ConfigurationError, match=r"^b\.csv has no column 'v', which other files have.*absent = 'gap'"):
+        tables(folder=folder)
+    with refuses("column 'v' of b.csv", "missing", "'gap'"):
         tables(folder=folder)
     rows = tables(folder=folder, absent="gap", test=0.0, drop=["w"], offsets=False).clients.inner.row(1)["row"]
     np.testing.assert_array_equal(rows[:, 1:], np.tile([0, 0, 0, 0, 1], (9, 1)))
@@ -263,8 +266,9 @@ WRONG = {
     "a word as target": ("continuous", ("b", "outcome", "x"), {}, r"column 'outcome' of b\.csv = .*'?x'?.*numbers"),
     "no target": ("binary", ("b", "outcome", np.nan), {}, r"rows of b\.csv with a target = 0"),
     "an event of 2": ("survival", ("a", "event", 2), {}, r"column 'event' of a\.csv = .*1 if the event was observed"),
-    "no event": ("survival", ("a", "event", 0), {"sites": ["a"]}, "events 'event' = .*none"),
+    "no event": ("survival", ("a", "event", 0), {"sites": ["a"]}, r"no training row has an event \(column 'event'\)"),
     "weights": ("binary", ("a", "w", -1), {"sample_weight": "w"}, r"weights of a\.csv = -1"),
+    "weights of 0": ("binary", ("a", "w", 0), {"sample_weight": "w"}, r"^weights of a\.csv are all 0: at least one"),
     "words for numbers": ("binary", ("b", "v", "high"), {}, r"column 'v' of a\.csv = .*numbers.*must be words"),
     "infinite": ("binary", ("b", "v", np.inf), {}, r"column 'v' of b\.csv = .*inf"),
     "a group": ("binary", None, {"groups": {"g": ["ward"]}}, "unknown column 'ward' in groups"),
@@ -279,6 +283,31 @@ def test_what_is_wrong_is_named(case, tmp_path):
     made = _changed(outcome, *change) if change else frames(outcome)
     with pytest.raises(ConfigurationError, match=words):
         tables(**{"folder": written(tmp_path, made), "outcome": outcome, "test": 0.0, **settings})
+
+
+@pytest.mark.parametrize(
+    ("outcome", "change", "settings", "error"),
+    [
+        ("binary", ("a", "w", 0), {"sample_weight": "w"}, ("weights of a.csv", 0.0, "above 0")),
+        ("survival", ("a", "event", 0), {"sites": ["a"]}, ("events 'event'", 0, "one")),
+    ],
+)
+def test_an_error_in_words_of_its_own_has_the_fields_of_an_error(outcome, change, settings, error, tmp_path):
+    folder = written(tmp_path, _changed(outcome, *change))
+    with refuses(*error):
+        tables(folder=folder, outcome=outcome, test=0.0, **settings)
+
+
+def test_the_rows_of_test_csv_need_a_site(tmp_path):
+    folder = written(tmp_path, frames())
+    frames()["a"].assign(Site="a").to_csv(tmp_path / "test.csv", index=False)
+    with refuses("column of test.csv", "site", near="Site"):
+        tables(folder=folder, test=0.0)
+    words = (
+        r"^test\.csv has no column 'site', which names the site of each row; its columns are 'Site', .*mean 'Site'\?$"
+    )
+    with pytest.raises(ConfigurationError, match=words):
+        tables(folder=folder, test=0.0)
 
 
 def test_a_file_of_agreed_columns_with_other_content_is_refused(tmp_path):

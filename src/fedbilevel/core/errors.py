@@ -54,6 +54,7 @@ class ConfigurationError(FedbilevelError, ValueError):
         got: the value, or the unknown name.
         allowed: the allowed values in words, or the valid names.
         near: the valid name nearest to `got`; "" if none is near.
+        message: the words of the message, if those that the fields make would not be clear; "" for these.
     """
 
     def __init__(
@@ -64,10 +65,11 @@ class ConfigurationError(FedbilevelError, ValueError):
         got: object = None,
         allowed: str | Sequence[str] = "",
         near: str = "",
+        message: str = "",
         wrong: "Sequence[ConfigurationError]" = (),
     ) -> None:
         super().__init__(text)
-        self.path, self.got, self.allowed, self.near = path, got, allowed, near
+        self.path, self.got, self.allowed, self.near, self.message = path, got, allowed, near, message
         self.several = tuple(wrong)
 
     @property
@@ -80,6 +82,8 @@ class ConfigurationError(FedbilevelError, ValueError):
         if self.several:
             return "\n".join(map(str, self.several))
         text, near = super().__str__(), f"; did you mean {self.near!r}?" if self.near else ""
+        if self.message:
+            return f"{self.message}{near}"
         if not self.path:
             return text
         if isinstance(self.allowed, str):

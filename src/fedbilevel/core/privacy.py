@@ -162,8 +162,9 @@ class Privacy:
 
     def what_to_lower(self) -> str:
         """Return the advice for a run that diverges: the size of the noise, and how to lower it; it has no data."""
-        noise = f"privacy adds noise of standard deviation zC = {self.clip * self.noise_multiplier:g} to every number"
-        return f"{noise}, and each step multiplies it: lower steps, clip or noise multiplier"
+        deviation = f"standard deviation {self.clip * self.noise_multiplier:g} (noise multiplier × clip)"
+        noise = f"privacy adds noise of {deviation} to every number, and the step size scales this noise"
+        return f"{noise}: lower the step sizes, clip or the noise multiplier"
 
     def charge(self, spent: PrivacyAccount) -> PrivacyAccount:
         """Return the account after another reply.

@@ -53,7 +53,9 @@ def require_series(folder: Path, series: Mapping[Path, Spec], *, besides: Sequen
     for parent in [folder, *sorted(above)]:
         for path in sorted(parent.iterdir()) if parent.is_dir() else []:
             if path not in series and path not in above and not (parent == folder and path.name in besides):
-                raise ConfigurationError(f"cannot write these runs to {folder}: it also contains {path}")
+                raise ConfigurationError(
+                    f"{folder} contains {path}, which is not one of these runs: choose another folder"
+                )
     for place, spec in series.items():
         found = Folder(place)
         if not found.begun and not found.finished:

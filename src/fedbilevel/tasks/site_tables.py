@@ -146,7 +146,11 @@ def site_table(name: str, where: str, texts: Mapping[str, Texts], columns: Colum
     weight = np.ones(count)
     if columns.sample_weight:
         weight = _numbers(f"column {columns.sample_weight!r} of {where}", rows[columns.sample_weight])
-        require(bool((weight >= 0).all() and weight.sum() > 0), f"weights of {where}", float(weight.min()), "0 or more")
+        field = f"weights of {where}"
+        require(bool((weight >= 0).all()), field, float(weight.min()), "0 or more")
+        if not weight.any():
+            message = f"{field} are all 0: at least one must be above 0"
+            raise ConfigurationError(path=field, got=0.0, allowed="above 0 in some row", message=message)
     patient = np.arange(count)
     if columns.patient:
         of = rows[columns.patient]
@@ -213,8 +217,8 @@ def with_columns(table: SiteFile, agreed: Summaries, columns: ColumnRoles) -> Si
         words = "categories" in summary
         column = table.features.get(name)
         if column is None:
-            allowed = "in the file, as at other sites; with absent = 'gap', all its entries count as gaps"
-            require(columns.absent == "gap", f"column {name!r} of {table.where}", "missing", allowed)
+            if columns.absent != "gap":
+                raise _lacks(table.where, name)
         elif (column.dtype.kind == "O") == words:
             made[name] = column
             continue
@@ -224,6 +228,17 @@ def with_columns(table: SiteFile, agreed: Summaries, columns: ColumnRoles) -> Si
             require(False, f"column {name!r} of {table.where}", got, allowed)
         made[name] = np.full(len(table), None, object) if words else np.full(len(table), np.nan)
     return SiteFile(table.name, table.where, made, table.target, table.weight, table.patient)
+
+
+def _lacks(where: str, name: str) -> ConfigurationError:
+    """Return the error for a file without one of the agreed columns."""
+    remedy = "add it, or set absent = 'gap', so that all its entries count as gaps"
+    return ConfigurationError(
+        path=f"column {name!r} of {where}",
+        got="missing",
+        allowed="in the file, or missing with absent = 'gap'",
+        message=f"{where} has no column {name!r}, which other files have: {remedy}",
+    )
 
 
 def _is_empty(column: ColumnValues) -> bool:

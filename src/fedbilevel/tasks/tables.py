@@ -28,7 +28,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedbilevel.core.errors import require, unknown
+from fedbilevel.core.errors import ConfigurationError, require, unknown
 from fedbilevel.data.columns import Summaries, added, penalty_labels, read_summaries
 from fedbilevel.data.table_files import Texts, read_texts
 from fedbilevel.tasks.linear import Model, SiteRows, task_of, weighting_of
@@ -226,7 +226,10 @@ class _Files:
         require(self.share == 0, "test", self.share, allowed)
         texts = read_texts(self.folder / TEST, gaps)
         if "site" not in texts:
-            raise unknown(f"column of {TEST}", "site", texts)
+            error = unknown(f"column of {TEST}", "site", texts)
+            columns = ", ".join(map(repr, error.allowed))
+            error.message = f"{TEST} has no column 'site', which names the site of each row; its columns are {columns}"
+            raise error
         site = texts.pop("site")
         for name in sorted({*site} - {*self.names}, key=str):
             raise unknown(f"site in {TEST}", name, self.names)
@@ -273,7 +276,10 @@ class _Files:
         summaries = [with_columns(one, kinds, columns).summaries(columns) for one in training]
         if columns.outcome == "survival":
             events = sum(one.target["event"].sum() for one in training)
-            require(events > 0, f"events {columns.event!r}", "none", "at least one")
+            if not events:
+                message = f"no training row has an event (column {columns.event!r}): at least one is needed"
+                path = f"events {columns.event!r}"
+                raise ConfigurationError(path=path, got=0, allowed="at least one", message=message)
         both = {name: added([one[name] for one in summaries]) for name in summaries[0]}
         goal = both.pop(columns.target, {}) if columns.outcome != "survival" else {}
         return both, goal

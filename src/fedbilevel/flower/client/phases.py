@@ -117,7 +117,7 @@ class SitePhases:
                 raise
             log.exception("phase %s of round %d failed", request.phase, request.round)
             text = "the phase failed; the client's log says more"
-            raise Refusal(Code.HIDDEN, f"{text}. {guard.privacy.what_to_lower()}") from None
+            raise Refusal(Code.HIDDEN, f"{text}. One possible cause: {guard.privacy.what_to_lower()}") from None
 
     def seen_outside(self, client: Client, layers: tuple[Layer, ...]) -> Client:
         """Return the client that layers outside of the guard get: its id, its weight and the states of these layers."""

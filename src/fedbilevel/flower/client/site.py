@@ -292,7 +292,7 @@ class ClientRuntime:
 
     @cached_property
     def general(self) -> Contract:
-        """Return the contract of a client that holds the whole model."""
+        """Return the contract (the algorithm, and every request it can make) of a client with the whole model."""
         return wire.draw_up(self.site.algorithm, self.problem, self.x, self.y, self.examples)
 
     @cached_property
@@ -370,7 +370,7 @@ class ClientRuntime:
         """
         answer = self.site.answer
         if answer is None:
-            raise Refusal(Code.CONTRACT, "this client answers no questions at this stage of a run")
+            raise Refusal(Code.CONTRACT, "the server sent a study's question or agreement, but `Site.answer` is None")
         self.reader.check_contract(request)
         self.site.limits.check_bytes(len(request.payload))
         text = request.payload.decode()
