@@ -6,7 +6,8 @@ share of clients that --share says. SimFBO and FedNest have their default steps.
 40 exchanges, which train y at a fixed x by SimFBO's own local steps on y, whose size adapts to the curvature, from the
 best y so far. Only exchanges that move y are counted, and the validation loss of all clients costs nothing. "No search"
 trains y at the x of the start. Each budget is a run of its own, which ends with its best (x, y) by the validation loss,
-at which it looks after every tenth exchange; only this (x, y) is measured on test samples.
+at which it looks after every tenth exchange (after every round if a round makes more); only this (x, y) is measured on
+test samples.
 
 Differences are to SimFBO's run with the same d, with 95 % intervals: over splits, by Nadeau and Bengio where splits
 deal the same samples anew, and by Student where they draw samples; and over test samples. --folder keeps what is
@@ -51,15 +52,15 @@ class End(NamedTuple):
     shared: np.ndarray  # validation and test samples over those that are trained on or choose, if dealt anew; else 0
 
 
-def solved(method: Any, at: Setting, x: Any, y: Any, rounds: int) -> Any:
-    given = {"rounds": rounds, "eval_every": EVERY, "metrics": at.metrics, "best_by": "validation", "progress": False}
+def solved(method: Any, at: Setting, x: Any, y: Any, rounds: int, every: int = EVERY) -> Any:
+    given = {"rounds": rounds, "eval_every": every, "metrics": at.metrics, "best_by": "validation", "progress": False}
     return fb.solve(method, at.posed.problem, at.clients, x, y, cohort=at.cohort, **given)
 
 
 def by_method(name: str, at: Setting, budget: int) -> tuple[np.ndarray, Any]:
     """Return the losses (rows of exchanges and loss) and the best (x, y) of a method with its default steps."""
     one = solved(METHODS[name], at, at.posed.x0, at.y0, 1).ledger.exchanges if name == "FedNest" else 1
-    run = solved(METHODS[name], at, at.posed.x0, at.y0, budget // one)
+    run = solved(METHODS[name], at, at.posed.x0, at.y0, budget // one, max(1, EVERY // one))
     return np.column_stack([run.history["exchanges"], run.history["validation"]]), run.best
 
 
@@ -117,12 +118,6 @@ def kept(folder: str, *run: Any) -> End:
         np.savez(part := file.with_suffix(".part.npz"), **end._asdict())
         part.replace(file)
     return end
-
-
-def difference(values: np.ndarray, to: np.ndarray, shared: float = 0.0) -> str:
-    """Write the mean paired difference over splits, and half its 95 % interval."""
-    change = values - to
-    return f"{change.mean():+.4f} ± {interval(change, shared):.4f}"
 
 
 def over_samples(change: np.ndarray, sample: np.ndarray) -> float:

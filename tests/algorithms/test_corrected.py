@@ -140,7 +140,6 @@ def radius(method, matrices, work):
     return np.abs(np.linalg.eigvals(on_y)).max(-1)
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:x does not change y")
 @pytest.mark.parametrize("decay", [0.0, 0.7], ids=["plain", "momentum"])
 def test_rounds_are_stable_under_the_condition_of_the_docstring(decay):

@@ -128,7 +128,7 @@ def able():
 
 
 @pytest.mark.parametrize("kind", ["box", pytest.param("ball", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", slow_but(fb.SimFBO(), of=able()), ids=lambda method: method.name)
+@pytest.mark.parametrize("method", slow_but(fb.SimFBO(), fb.LFedNest(), of=able()), ids=lambda method: method.name)
 def test_every_method_ends_at_the_sets_nearest_point(method, kind):
     project, nearest = SETS[kind]
     changed = {"batch_size": None} if "batch_size" in vars(method) else {}

@@ -134,10 +134,7 @@ def rising(x, y, batch):
 
 @pytest.mark.parametrize(
     ("outer", "options"),
-    [
-        pytest.param(wrong, {"cohort": 2}, marks=pytest.mark.slow),
-        (rising, {"eval_every": 2, "metrics": {"height": lambda x, y: jnp.exp(x**2)}}),
-    ],
+    [(wrong, {"cohort": 2}), (rising, {"eval_every": 2, "metrics": {"height": lambda x, y: jnp.exp(x**2)}})],
     ids=["", "after halvings"],
 )
 def test_a_remark_names_no_step_that_is_only_a_default(outer, options):
