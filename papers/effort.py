@@ -59,11 +59,14 @@ def seeds_that_decide(figure: Figure, claim: Claim, one: Finding, played: int) -
 
 
 def hours_of(figure: Figure, found: Mapping[str, Any], claim: Claim, needed: list[tuple[Finding, int | None]]) -> float:
-    """Return the hours of the further runs; runs of a method that several cells need are made once."""
+    """Return the hours of the further runs; runs of a method that several cells need are made once.
+
+    A method of which every run failed, or a panel that was not played, has no known time and counts as 0.
+    """
     further: dict[tuple[str, str], int] = {}
     for one, count in needed:
         panels = figure.panels_of(claim) if claim.slope is not None else [one.panel]
         for pair in ((panel, method) for panel in panels for method in (one.better, one.than) if method):
             further[pair] = max(further.get(pair, 0), (count or 0) - len(found["seeds"]))
-    seconds = (more * found["panels"][panel][method]["costs"]["seconds"] for (panel, method), more in further.items())
-    return sum(seconds) / 3600
+    of = {pair: found["panels"].get(pair[0], {}).get(pair[1], {}).get("costs", {}) for pair in further}
+    return sum(more * of[pair].get("seconds", 0.0) for pair, more in further.items()) / 3600

@@ -263,7 +263,8 @@ def play(
     Args:
         out: the folder that holds all figures' folders.
         seeds: of the runs; none of those of the trials. None: as many as the file says.
-        before: an earlier outcome, whose chosen values are taken; no trial is then played.
+        before: an earlier outcome, whose chosen values are taken; no trial is then played, and the minutes that it took
+            are added to those of the runs.
         say: called with a line about what has ended.
 
     Raises:
@@ -287,7 +288,8 @@ def play(
     panels = dict.fromkeys(panel for panel, _ in pairs)
     rows = [zip(*(of for pair, of in runs.items() if pair[0] == panel), strict=True) for panel in panels]
     played = {**played, **play_all([run for row in rows for of_a_seed in row for run in of_a_seed], say)}
-    return outcome(figure, scale, seeds, every, choices, runs, played)
+    found = outcome(figure, scale, seeds, every, choices, runs, played)
+    return found if before is None else {**found, "minutes": round(found["minutes"] + before["minutes"], 2)}
 
 
 def devices_of(figure: Figure, scale: Scale) -> int:

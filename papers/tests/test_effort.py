@@ -68,6 +68,15 @@ def test_runs_that_two_cells_need_are_counted_once() -> None:
     assert said(figure(), found, unplayed) == "runs of shards"
 
 
+def test_a_method_whose_runs_all_failed_has_no_hours() -> None:
+    """Of four further runs of each of A, B and C, those of C have no time: 8 · 600 s = 1.3 h."""
+    of: dict[str, Any] = {method: {"costs": {"seconds": 600.0}} for method in "AB"}
+    cells = [cell(difference=1.0, half_width=2.484138), cell("C", difference=1.0, half_width=2.484138)]
+    (statement,) = statements(cells)
+    found = {"seeds": [0, 1, 2], "panels": {"iid": {**of, "C": {"costs": {}}}}}
+    assert said(figure(), found, statement) == "7 seeds, 1.3 hours"
+
+
 def test_a_statement_that_is_decided_needs_nothing() -> None:
     (statement,) = statements([cell(difference=1.0, half_width=0.1, state="holds")])
     assert said(figure(), {"seeds": [0, 1], "panels": {"iid": {}}}, statement) == ""
