@@ -12,6 +12,7 @@ from federations import memory
 from test_site import greeted, request
 from test_study_federation import Nodes, alone, files  # noqa: F401  a fixture
 
+import fedbilevel as fb
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.privacy import Privacy
 from fedbilevel.experiments import configure
@@ -162,6 +163,53 @@ def test_the_audit_says_by_which_rule_a_run_was_approved(tmp_path):
     assert (first["event"], first["by"]) == ("sent", f"rule {rule} ({digest(FITS)}) approves")
     assert (second["event"], "by" in second) == ("refused", False)
     assert third["by"].startswith("Ada approved at ")
+
+
+@pytest.mark.parametrize("approve", ["rule", "ask"])
+def test_own_numbers_in_a_message_need_the_approved_text(approve, tmp_path):
+    """Otherwise a server could replace the fields that the rule bounds, or that a person has read."""
+    for number, (table, own, refused) in enumerate(
+        (
+            ("", "{}", ""),
+            ("", '{"local_steps": 50}', "does not state local_steps = 50"),
+            ("", '{"client_lr.x": 9.0}', "does not state client_lr.x = 9.0"),
+            ("[clients]\nlocal_steps = [1, 3]", '{"local_steps": 3}', ""),
+            ("[clients]\nlocal_steps = [1, 3]", '{"local_steps": 50}', "does not state local_steps = 50"),
+            ("[clients]\nlocal_steps = [1, 3]", '{"client_lr.x": 9.0}', "does not state client_lr.x"),
+            ("[clients.client_lr]\nx = {low = 0.1, high = 0.3}", '{"client_lr.x": 0.30000001192092896}', ""),
+            ("[clients.client_lr]\nx = {low = 0.1, high = 0.3}", '{"client_lr.x": 0.31}', "client_lr.x = 0.31"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        text = f"[task]\nname = 'one'\n{table}\n"
+        rule = written(tmp_path, 'allow.task.name = ["one"]') if approve == "rule" else approve
+        if approve == "ask":
+            Approvals(folder).change(digest(text), "Ada", approve=True)
+        method = fb.SimFBO(local_steps=1)
+        client = ClientRuntime(federations.site(method, 0, folder=folder, approve=str(rule), subject=text))
+        phase = next(iter(client.contract.calls.values())).phase
+        response = client.respond(request(client, of=phase, own=own), memory())
+        assert refused in response.refused, response.refused
+        assert response.code == ("contract" if refused else "")
+
+
+def test_the_numbers_of_the_site_itself_need_no_approval(tmp_path):
+    rule = written(tmp_path, 'allow.task.name = ["one"]')
+    more = {"subject": "[task]\nname = 'one'", "own": {"local_steps": 2}, "approve": str(rule), "folder": tmp_path}
+    client = ClientRuntime(federations.site(fb.SimFBO(local_steps=1), 0, **more))
+    phase = next(iter(client.contract.calls.values())).phase
+    assert client.respond(request(client, of=phase, own='{"local_steps": 50}'), memory()).refused == ""
+
+
+def test_a_rule_that_bounds_the_method_bounds_own_numbers_too(tmp_path):
+    given = ["algorithm.local_steps=1", "task.clients=2", "clients.local_steps=[50, 50]"]
+    text = configure(task="quadratic", algorithm="simfbo", settings=given).to_toml()
+    spec, rule = Proposal(text, None, False), 'allow.task.name = ["quadratic"]\n'
+    assert mismatch(tmp_path, rule, spec) == ""
+    assert "clients.local_steps is given" in mismatch(tmp_path, rule + "most.algorithm.local_steps = 1", spec)
+    both = rule + "most.algorithm.local_steps = 1\nallow.clients.local_steps = [[50, 50]]"
+    assert mismatch(tmp_path, both, spec) == ""
 
 
 def test_a_rule_may_demand_privacy(tmp_path):

@@ -12,9 +12,10 @@ A run is approved if it fits every entry of the file. The file is read for each 
 
 from __future__ import annotations
 
+import math
 import operator
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from datetime import UTC, date, datetime
@@ -22,7 +23,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from fedbilevel.core.errors import ConfigurationError, is_number, require, unknown
-from fedbilevel.flower.wire import digest
+from fedbilevel.flower.refusal import Code, Refusal
+from fedbilevel.flower.wire import digest, numbers_in
 from fedbilevel.reading import parse_json, read_bytes
 from fedbilevel.wording import in_a_line, printable
 
@@ -90,8 +92,14 @@ class ApprovalRule:
             return f"the app {proposal.app or 'has no hash and'} is not in app"
         if self.privacy and not proposal.private:
             return "privacy = true, but this site adds no noise"
-        content = _content(proposal.text)
+        content, bounded = _content(proposal.text), {*self.allow, *self.least, *self.most}
         try:
+            if any(path.startswith("algorithm.") for path in bounded):  # which clients' own numbers would replace
+                for path in _flat({"clients": content["clients"]} if content.get("clients") else {}):
+                    if not any(f"{path}.".startswith(f"{one}.") for one in bounded):
+                        return (
+                            f"{path} is given, which replaces fields of the algorithm, and the rule does not bound it"
+                        )
             for path, values in self.allow.items():
                 if not any(_same(found := _value(content, path), one) for one in values):
                     return f"{path} = {printable(repr(found), 200)} is not in allow"
@@ -106,6 +114,42 @@ class ApprovalRule:
         return ""
 
 
+def check_own_numbers(text: str, own: str, of_site: Collection[str]) -> None:
+    """Refuse clients' own numbers in a message that the approved text does not state in its table [clients].
+
+    Otherwise a server could replace approved fields of the method by other numbers.
+
+    Args:
+        text: the approved text.
+        own: the numbers in the message, as JSON.
+        of_site: the names of the site's own numbers, which replace those in the message.
+
+    Raises:
+        Refusal: a number is not stated, or is outside of the stated numbers.
+    """
+    content = _content(text)
+    for name, number in numbers_in("own numbers", own).items():
+        stated: list[float] = []
+        with suppress(ConfigurationError):
+            stated = _numbers(_value(content, f"clients.{name}"))
+        slack = [1e-6 * abs(one) for one in stated]  # the server may have rounded them to float32
+        low = min(map(operator.sub, stated, slack), default=math.inf)
+        high = max(map(operator.add, stated, slack), default=-math.inf)
+        if name not in of_site and not low <= number <= high:
+            raise Refusal(
+                Code.CONTRACT, f"own numbers: the approved text does not state {name} = {number} in [clients]"
+            )
+
+
+def _numbers(value: Any) -> list[float]:
+    """Return the numbers in an entry of [clients], in any of its forms."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list):
+        return [number for one in value for number in _numbers(one)]
+    return [value] if is_number(value) else []
+
+
 def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
     """Return path -> value; a key with dots is a path, with quotes or without."""
     found: dict[str, Any] = {}
@@ -118,11 +162,12 @@ def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _content(text: str) -> Any:
+def _content(text: str) -> dict[str, Any]:
     """Return the fields of a study (JSON) or of a spec (TOML); any other text has none."""
     for parse in (parse_json, tomllib.loads):
         with suppress(ValueError):
-            return parse(text)
+            if isinstance(content := parse(text), dict):
+                return content
     return {}
 
 

@@ -39,7 +39,7 @@ from fedbilevel.engines.process_group import current_group
 from fedbilevel.engines.submodels import SubmodelPlan
 from fedbilevel.flower import wire
 from fedbilevel.flower.client.approval import ALL, check_approve
-from fedbilevel.flower.client.approval_rule import Proposal
+from fedbilevel.flower.client.approval_rule import Proposal, check_own_numbers
 from fedbilevel.flower.client.limits import Limits, TimeLimit
 from fedbilevel.flower.client.phases import SitePhases, in_precision_of_here
 from fedbilevel.flower.client.refusals import RefusalLog
@@ -239,7 +239,9 @@ class ClientRuntime:
         if not self.site.subject:
             self.check_limits()  # outside of the limits there is no contract
         try:
-            return store.require_approval(Proposal(self.subject, self.app, self.guard is not None), self.site.approve)
+            by = store.require_approval(Proposal(self.subject, self.app, self.guard is not None), self.site.approve)
+            check_own_numbers(self.subject, request.own, self.site.own)
+            return by
         except Refusal:
             self.count(request.run, request.round if request.phase else -1, store)
             raise
