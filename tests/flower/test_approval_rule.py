@@ -3,7 +3,7 @@
 import json
 import re
 from dataclasses import replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, date, datetime, timedelta
 from pathlib import Path
 
 import federations
@@ -18,14 +18,16 @@ from fedbilevel.core.privacy import Privacy
 from fedbilevel.experiments import configure
 from fedbilevel.experiments.federation import site
 from fedbilevel.experiments.study import client_app as app_of_study
+from fedbilevel.flower.client import approval_rule
 from fedbilevel.flower.client.approval import Approvals
 from fedbilevel.flower.client.approval_rule import ApprovalRule, Proposal
+from fedbilevel.flower.client.approval_rule import today as of_the_clock
 from fedbilevel.flower.client.site import ClientRuntime
 from fedbilevel.flower.wire import digest
 from refusals import refuses
 from site_tables import study
 
-TODAY = datetime.now(UTC).date()
+TODAY = date(2027, 1, 31)
 STUDY = Proposal(study("ridge").text, "a1" * 16, False)
 SPEC = Proposal(configure(task="quadratic", algorithm="simfbo", settings=["run.rounds=2"]).to_toml(), None, True)
 FITS = f"""
@@ -38,6 +40,16 @@ least.sites = 3
 most.rounds = 300
 most.holdout = 0
 """
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    monkeypatch.setattr(approval_rule, "today", lambda: TODAY)
+
+
+def test_today_is_the_date_in_utc():
+    before, found, after = datetime.now(UTC).date(), of_the_clock(), datetime.now(UTC).date()
+    assert before <= found <= after
 
 
 def written(folder, text):
@@ -90,8 +102,9 @@ def test_the_rule_of_the_page_is_one(tmp_path):
     rule, _ = ApprovalRule.read(written(tmp_path, text))
     (app,) = rule.app
     proposal = Proposal(study("logistic", target="disease", drop=(), categorical=()).text, app, False)
-    assert rule.until > TODAY or rule.mismatch(proposal)
+    assert rule.mismatch(proposal) == ""
     assert replace(rule, until=TODAY).mismatch(proposal) == ""
+    assert replace(rule, until=TODAY - timedelta(days=1)).mismatch(proposal)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +115,12 @@ def test_the_rule_of_the_page_is_one(tmp_path):
         ('allow.estimator = "ridge"', "allow.estimator"),
         ("allow.estimator = []", "allow.estimator"),
         ("allow = 3", "a table of fields"),
-        ('app = "a1"', "a list of hashes"),
+        ('app = []\nallow.estimator = ["ridge"]', "one or more hashes"),
+        ('app = ["a1"]\n[allow.task]', "table task"),
+        ('app = ["a1"]\n[most.run]\n[least]\nsites = 2', "table run"),
+        ('app = ["a1"]\n[most]', "most"),
+        (f'app = ["a1"]\nmost.rounds = 1{"0" * 400}', "bound of rounds"),
+        ('app = "a1"', "a list of one or more hashes"),
         ('app = ["a1"]\nuntil = "2027-06-30"', "a date"),
         ('app = ["a1"]\nuntil = 2027-06-30T10:00:00', "a date"),
         ('app = ["a1"]\nprivacy = 1', "true or false"),
@@ -127,8 +145,57 @@ def test_a_node_configuration_names_the_rule(tmp_path):
         site(spec, {}, {"partition-id": 0, "approve": path})
     with refuses("node configuration: approve", "rule", "the .toml file of a rule"):
         site(spec, {}, node | {"approve": "rule"})
-    with pytest.raises(ConfigurationError, match=r"nowhere\.toml cannot be read"):
-        site(spec, {}, node | {"approve": "nowhere.toml"})
+    with pytest.raises(ConfigurationError, match=r"rule .* cannot be read"):
+        site(spec, {}, node | {"approve": str(folder_with_the_name_of_a_rule(tmp_path))})
+    with pytest.raises(ConfigurationError, match=r"rule ~nouser/rule\.toml: .*home"):
+        site(spec, {}, node | {"approve": "~nouser/rule.toml"})
+
+
+def folder_with_the_name_of_a_rule(folder):
+    (folder / "folder.toml").mkdir()
+    return folder / "folder.toml"
+
+
+def test_true_is_not_1_within_lists_and_tables(tmp_path):
+    for allowed, text, same in (
+        ("[[1]]", '{"field": [true]}', False),
+        ("[[true]]", '{"field": [true]}', True),
+        ("[[1, 2]]", '{"field": [1]}', False),
+        ("[{a = 1}]", '{"field": {"a": true}}', False),
+        ("[{a = 1}]", '{"field": {"a": 1.0}}', True),
+        ("[{a = 1}]", '{"field": {"b": 1}}', False),
+    ):
+        assert (mismatch(tmp_path, f"allow.field = {allowed}", Proposal(text, "", False)) == "") is same, allowed
+
+
+def test_a_number_of_a_run_that_no_float_holds_is_above_every_bound(tmp_path):
+    said = mismatch(tmp_path, 'app = ["a1"]\nmost.rounds = 3', Proposal(f'{{"rounds": 1{"0" * 400}}}', "a1", False))
+    assert "but most is 3" in said
+
+
+def test_without_the_hash_of_the_app_the_check_says_what_it_depends_on(tmp_path):
+    with_app, without = written(tmp_path, FITS), tmp_path / "without.toml"
+    without.write_text('allow.estimator = ["ridge"]')
+    approvals, unknown = Approvals(tmp_path), STUDY._replace(app=None)
+    assert approvals.described(unknown, str(with_app)).endswith("approves, if the app's hash is in app")
+    assert approvals.described(STUDY, str(with_app)).endswith("approves")
+    assert approvals.described(unknown, str(without)).endswith("approves")
+
+
+def test_without_its_file_a_rule_approves_nothing_and_persons_still_do(tmp_path, caplog):
+    """A site starts nevertheless, and its log says so at the start and with the refusals."""
+    caplog.set_level("INFO")
+    name, rule = digest(STUDY.text), tmp_path / "rule.toml"
+    client = runtime(tmp_path, rule, subject=STUDY.text)
+    assert f"rule {rule}: there is no such file" in caplog.text
+    caplog.clear()
+    refused = [client.respond(request(client), memory()) for _ in range(5)]
+    assert {one.code for one in refused} == {"approval"}
+    assert "no such file" not in refused[0].refused
+    assert caplog.text.count(f"rule {rule}: there is no such file") == 3  # the first, second and fourth refusal
+    Approvals(tmp_path).change(name, "Ada", approve=True)
+    client = runtime(tmp_path, rule, subject=STUDY.text)
+    assert client.respond(request(client), memory()).refused == ""
 
 
 def runtime(folder, rule, **more):
@@ -146,6 +213,8 @@ def test_the_audit_says_by_which_rule_a_run_was_approved(tmp_path):
     rule, name = written(tmp_path, FITS), digest(STUDY.text)
     client = runtime(tmp_path, rule, subject=STUDY.text)
     assert client.respond(request(client), memory()).refused == ""
+    assert (tmp_path / f"approved-{name}.txt").read_text() == STUDY.text
+    assert not (tmp_path / f"asked-{name}.txt").exists()
     written(tmp_path, FITS.replace('"ridge"', '"cox"'))
     refused = client.respond(request(client), memory())
     assert refused.code == "approval"

@@ -251,7 +251,10 @@ def require(holds: bool, field: str, got: object, allowed: str) -> None:
 
 def is_number(got: object) -> bool:
     """Return whether a value is a finite real number of Python or NumPy, and not a boolean."""
-    return isinstance(got, Real) and not isinstance(got, bool) and math.isfinite(got)
+    try:
+        return isinstance(got, Real) and not isinstance(got, bool) and math.isfinite(got)
+    except OverflowError:  # a whole number that no float can hold
+        return False
 
 
 def is_count(got: object) -> bool:

@@ -202,9 +202,9 @@ def names_of_sites(spec: Spec) -> Sequence[str]:
 
 
 def rule_of(node: Mapping[str, Any]) -> str:
-    """Return the rule of approval: "ask" if a person at the site must approve each run, "all" if no run needs this.
+    """Return how runs are approved at a site: "ask" (by a person), "all" (no approval is needed), or a rule's file.
 
-    Or return the file of a rule: runs that fit the rule are approved, and a person must approve all others.
+    With the file of a rule, runs that fit the rule are approved, and a person must approve all others.
     """
     from fedbilevel.flower.client.approval import ALL, check_approve
 

@@ -1,18 +1,17 @@
 """Store the approvals of a site: the hashes of texts, such as a spec or a study, that a person there has approved.
 
 A site with `approve="ask"` takes part only in runs whose text is approved. If a request comes for another text, the
-text is stored as `asked-HASH.txt` in the state folder, so that a person can read it. If `approve` is the file of a
-`ApprovalRule`, runs that fit the rule are approved, too.
+text is stored as `asked-HASH.txt` in the state folder, so that a person can read it. If `approve` is the file of an
+`ApprovalRule`, runs that fit the rule are approved, too. Approved texts are stored as `approved-HASH.txt`.
 """
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
 
-from fedbilevel.core.errors import CheckpointError, require
+from fedbilevel.core.errors import CheckpointError, ConfigurationError, require
 from fedbilevel.core.writing import write_json, write_text
 from fedbilevel.engines import lock
 from fedbilevel.flower.client.approval_rule import ApprovalRule, Proposal
@@ -20,11 +19,10 @@ from fedbilevel.flower.client.audit import Audit, now
 from fedbilevel.flower.refusal import Code, Refusal
 from fedbilevel.flower.wire import digest
 from fedbilevel.reading import read_json
-from fedbilevel.wording import printable
+from fedbilevel.wording import in_a_line, printable
 
 ASK, ALL = "ask", "all"
-log = logging.getLogger("fedbilevel.client")
-TEXTS = 20  # the largest number of texts that are stored, since a server may send any number of them
+TEXTS = {"asked": 20, "approved": 1000}  # the largest numbers of stored texts, since a server may send many
 
 
 class Approvals:
@@ -85,29 +83,32 @@ class Approvals:
         """
         if (said := self.read().get(digest(proposal.text))) or approve == ASK:
             return said or "", ""
-        rule, name = ApprovalRule.read(Path(approve).expanduser())
+        if not (path := path_of(approve)).exists():
+            return "", f"rule {path}: there is no such file, and without it no rule approves a run"
+        rule, name = ApprovalRule.read(path)
+        unknown = "" if rule.app is None or proposal.app is not None else ", if the app's hash is in app"
         why = rule.mismatch(proposal)
-        return ("", f"{name}: {why}") if why else (f"{name} approves", "")
+        return ("", f"{name}: {why}") if why else (f"{name} approves{unknown}", "")
 
     def require(self, proposal: Proposal, approve: str) -> str:
-        """Return who has approved a proposal; otherwise refuse it, and store its text for a person to read.
+        """Store the text of a proposal for a person to read. Return who has approved it; otherwise refuse it.
 
         Raises:
-            Refusal: the text is not approved. The refusal has its hash and the command that approves it.
+            Refusal: the text is not approved. The refusal has its hash and the command that approves it. Its cause,
+                which is only logged, says why the rule does not approve it.
             ConfigurationError: the rule cannot be read, or is wrong.
         """
         name, (by, why) = digest(proposal.text), self.decision(proposal, approve)
+        kind = "approved" if by else "asked"
+        file = self.folder / f"{kind}-{name}.txt"
+        if not file.exists():
+            write_text(file, proposal.text)
+            texts = sorted(self.folder.glob(f"{kind}-*.txt"), key=lambda file: file.stat().st_mtime_ns)
+            for old in texts[: -TEXTS[kind]]:
+                old.unlink(missing_ok=True)
         if by:
             return by
-        if why:
-            log.info("a run waits for a person, since it does not fit %s", why)
-        asked = self.text_of(name)
-        if not asked.exists():
-            write_text(asked, proposal.text)
-            texts = sorted(self.folder.glob("asked-*.txt"), key=lambda file: file.stat().st_mtime_ns)
-            for old in texts[:-TEXTS]:
-                old.unlink(missing_ok=True)
-        raise unapproved(name)
+        raise unapproved(name) from (ConfigurationError(f"it does not fit {why}") if why else None)
 
     def described(self, proposal: Proposal, approve: str) -> str:
         """Return who has approved a proposal, or what a person has to do, in words."""
@@ -121,15 +122,29 @@ class Approvals:
 
 
 def check_approve(path: str, approve: Any) -> None:
-    """Refuse what is neither "ask", "all" nor a readable rule.
+    """Refuse what is neither "ask", "all" nor the file of a rule, or a file that is not a rule.
+
+    The file may be missing. It then approves nothing, and a site still takes part in what a person has approved.
 
     Raises:
         ConfigurationError: the error names `path`, or the rule's file.
     """
     fits = approve in (ASK, ALL) or (isinstance(approve, str) and approve.endswith(".toml"))
     require(fits, path, approve, "'ask', 'all', or the .toml file of a rule")
-    if approve not in (ASK, ALL):
-        ApprovalRule.read(Path(approve).expanduser())
+    if approve not in (ASK, ALL) and path_of(approve).exists():
+        ApprovalRule.read(path_of(approve))
+
+
+def path_of(rule: str) -> Path:
+    """Return the path of a rule's file, with the home folder in place of `~`.
+
+    Raises:
+        ConfigurationError: there is no such home folder.
+    """
+    try:
+        return Path(rule).expanduser()
+    except RuntimeError as error:
+        raise ConfigurationError(f"rule {rule}: {in_a_line(error)}") from error
 
 
 def command(folder: Path | str, name: str) -> str:

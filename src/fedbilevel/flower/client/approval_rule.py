@@ -44,7 +44,7 @@ class ApprovalRule:
     """Hold the entries of a rule's file; paths of fields have dots, as in "task.name"."""
 
     until: date = date.max
-    app: list[str] = field(default_factory=list)
+    app: list[str] | None = None  # None: any app
     privacy: bool = False
     allow: Mapping[str, Any] = field(default_factory=dict)
     least: Mapping[str, Any] = field(default_factory=dict)
@@ -52,8 +52,8 @@ class ApprovalRule:
 
     def __post_init__(self) -> None:
         require(type(self.until) is date, "until", self.until, "a date, such as 2027-06-30")
-        texts = isinstance(self.app, list) and all(isinstance(one, str) and one for one in self.app)
-        require(texts, "app", self.app, "a list of hashes")
+        texts = isinstance(self.app, list) and bool(self.app) and all(isinstance(one, str) and one for one in self.app)
+        require(self.app is None or texts, "app", self.app, "a list of one or more hashes")
         require(type(self.privacy) is bool, "privacy", self.privacy, "true or false")
         for name in ("allow", "least", "most"):
             require(isinstance(getattr(self, name), Mapping), name, getattr(self, name), "a table of fields")
@@ -78,6 +78,7 @@ class ApprovalRule:
             for name in content:
                 if name not in known:
                     raise unknown("entry", name, known)
+                require(content[name] != {}, name, "an empty table", "a table of fields, or left out")
             return cls(**content), f"rule {printable(str(path))} ({digest(text)})"
         except ConfigurationError as error:
             raise ConfigurationError(f"rule {path}: {error}") from error
@@ -86,9 +87,9 @@ class ApprovalRule:
 
     def mismatch(self, proposal: Proposal) -> str:
         """Return the first entry that a proposal does not fit, in words; "": it fits all."""
-        if datetime.now(UTC).date() > self.until:
+        if today() > self.until:
             return f"the rule ended on {self.until}"
-        if self.app and proposal.app is not None and proposal.app not in self.app:
+        if self.app is not None and proposal.app is not None and proposal.app not in self.app:
             return f"the app {proposal.app or 'has no hash and'} is not in app"
         if self.privacy and not proposal.private:
             return "privacy = true, but this site adds no noise"
@@ -150,10 +151,16 @@ def _numbers(value: Any) -> list[float]:
     return [value] if is_number(value) else []
 
 
+def today() -> date:
+    """Return the date of today in UTC."""
+    return datetime.now(UTC).date()
+
+
 def _flat(table: Mapping[str, Any]) -> dict[str, Any]:
-    """Return path -> value; a key with dots is a path, with quotes or without."""
+    """Return path -> value; a key with dots is a path, with quotes or without. An inner table may not be empty."""
     found: dict[str, Any] = {}
     for name, one in table.items():
+        require(one != {}, f"table {name}", "empty", "a table of fields, or left out")
         inner = (
             {f"{name}.{path}": value for path, value in _flat(one).items()} if isinstance(one, dict) else {name: one}
         )
@@ -181,4 +188,9 @@ def _value(content: Any, path: str) -> Any:
 
 
 def _same(found: Any, allowed: Any) -> bool:
+    """Compare two values; true and 1 differ, also within lists and tables."""
+    if isinstance(found, list) and isinstance(allowed, list):
+        return len(found) == len(allowed) and all(map(_same, found, allowed))
+    if isinstance(found, dict) and isinstance(allowed, dict):
+        return found.keys() == allowed.keys() and all(_same(found[name], allowed[name]) for name in found)
     return isinstance(found, bool) == isinstance(allowed, bool) and bool(found == allowed)
