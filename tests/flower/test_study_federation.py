@@ -77,7 +77,7 @@ def test_sites_that_keep_their_tables_have_the_numbers_of_one_machine(kind, file
     down, up = (sum(line[name] for line in lines) for name in ("bytes_down", "bytes_up"))
     sent = f"{3 * len(lines)} requests to sites, {down:,} bytes to them and {up:,} bytes from them"
     card = (place / "model-card.md").read_text()
-    assert f"- Costs: {len(lines)} exchanges in all, with repeated attempts: {sent}\n" in card
+    assert f"- Costs: {len(lines)} exchanges in all attempts in this folder: {sent}\n" in card
     assert "\n- Differential privacy: none: no noise was added" in card
     with refuses("out"):
         serve(given, None, {"out": str(place)})
@@ -248,7 +248,11 @@ def test_a_study_of_other_tables_begins_anew(files, tmp_path, capsys):
 def test_only_a_search_of_the_same_tables_is_said_to_continue(tmp_path):
     search, agreement = SavedSearch(Folder(tmp_path)), fitted("ridge").agreement
     assert search.then() == "the study starts from the beginning"
+    (tmp_path / "search-words.txt").touch()
+    (tmp_path / f"search-{'1' * 16}.npz").mkdir()
     (tmp_path / "search-0000.npz").touch()
+    assert search.files() == []
+    (tmp_path / f"search-{'0' * 16}.npz").touch()
     assert search.then() == "its saved search continues if study and tables are the same"
     checkpoint = search.of(agreement)
     assert search.then() == "the study starts from the beginning"

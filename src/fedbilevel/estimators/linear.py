@@ -71,10 +71,11 @@ class Penalised(BaseEstimator):  # type: ignore[misc]
         random_state: the seed of the folds, a whole number. A site's folds depend on it, the site's name, and its rows.
 
     `fit` sets `coef_`, `intercept_` (not for Cox's model), `penalties_` (a Series by feature if X is a data frame),
-    `sites_`, `history_`, the history of the search (None if penalties are given), and `ledgers_`, the costs of each run
-    of exchanges: one run, or two with more than 300 features. `standard_errors_` are those of `coef_`, (features,).
-    `covariance_` also has the intercept, as last row and column. Both are None with more than 300 features. If H is the
-    Hessian of the mean training loss of n rows, and Λ = diag λ, the covariance is the sandwich
+    `sites_`, `history_`, the history of the search (None if penalties are given), and `ledgers_`, the costs of each
+    run of exchanges: one run, or two with more than 300 features whose penalties are searched. `standard_errors_`
+    are those of `coef_`, (features,). `covariance_` also has the intercept, as last row and column. Both are None
+    with more than 300 features. If H is the Hessian of the mean training loss of n rows, and Λ = diag λ, the
+    covariance is the sandwich
     (H + 2Λ)⁻¹ H (H + 2Λ)⁻¹/n. For `Ridge` it is multiplied by twice the residual variance, with n − tr H(H + 2Λ)⁻¹
     degrees of freedom. The errors describe how the coefficients vary about the values toward which the penalties draw
     them, as if the penalties had not been chosen from the data (Gray, JASA 1992). Without a penalty they are the usual

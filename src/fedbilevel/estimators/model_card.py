@@ -18,6 +18,7 @@ MODELS = {
     "ridge": "linear regression with a ridge penalty",
     "cox": "Cox's proportional hazards, with a baseline of its own for each site",
 }
+NO_NOISE = "none: no noise was added to what the sites sent, so that no ε bounds what it reveals"  # as in every study
 NOT_FOR = (
     "Decisions about a patient without a person who knows the patient; the model has no approval as a medical device.",
     "Conclusions about causes: a coefficient says how a column and the target vary together, given the other columns.",
@@ -34,7 +35,6 @@ class StudyCosts:
         exchanges: the number of exchanges with the sites.
         requests: the number of messages to sites.
         bytes_down, bytes_up: bytes to and from all sites together.
-        epsilon: the largest ε of differential privacy that a site has spent; 0: no noise was added.
         simulated: whether the exchanges were simulated on one machine. The sums of statistics and the evaluation, which
             then need no messages, are not counted.
     """
@@ -43,27 +43,18 @@ class StudyCosts:
     requests: int
     bytes_down: int
     bytes_up: int
-    epsilon: float
     simulated: bool = False
 
     @classmethod
     def of(cls, ledgers: Sequence[Ledger]) -> Self:
         """Add up the costs of simulated runs, in which every message has a reply."""
         counts = {name: sum(getattr(one, name) for one in ledgers) for name in ("exchanges", "bytes_down", "bytes_up")}
-        replies, epsilon = sum(one.replies for one in ledgers), max(one.epsilon for one in ledgers)
-        return cls(**counts, requests=replies, epsilon=epsilon, simulated=True)
+        return cls(**counts, requests=sum(one.replies for one in ledgers), simulated=True)
 
     def __str__(self) -> str:
-        how = "to fit the model, simulated on one machine" if self.simulated else "in all, with repeated attempts"
+        how = "to fit the model, simulated on one machine" if self.simulated else "in all attempts in this folder"
         exchanges = f"{self.exchanges:,} exchanges {how}: {self.requests:,} requests to sites"
         return f"{exchanges}, {self.bytes_down:,} bytes to them and {self.bytes_up:,} bytes from them"
-
-    @property
-    def privacy(self) -> str:
-        """The differential privacy of what the sites sent, in words."""
-        if not self.epsilon:
-            return "none: no noise was added to what the sites sent, so that no ε bounds what it reveals"
-        return f"ε = {self.epsilon:.4g}, the largest that a site has spent"
 
 
 def card(model: Any) -> str:
@@ -84,7 +75,7 @@ def card(model: Any) -> str:
     facts |= {"Penalty": f"{_penalties(model)}, by {study.cv}-fold cross-validation"}
     costs = model.costs
     facts |= {"Costs": "not stored with the model"} if costs is None else {"Costs": str(costs)}
-    facts |= {} if costs is None else {"Differential privacy": costs.privacy}
+    facts |= {"Differential privacy": NO_NOISE}
     facts |= {"Versions": f"fedbilevel {fb.__version__}, JAX {jax.__version__}, NumPy {np.__version__}"}
     facts |= {"Date of this card": date.today().isoformat()}
     columns = [f"- {_code(name)}: {_described(summary)}" for name, summary in agreed.features.items()]

@@ -66,6 +66,7 @@ from fedbilevel.wording import in_a_line
 
 FILE = "study.toml"
 SEARCH = "search-{}"  # the name of the files of a search, without the suffix
+SEARCHES = re.compile(r"search-[0-9a-f]{16}\.(npz|previous\.npz|json)")
 STATISTICS = "statistics"  # the first question to sites
 FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 
@@ -135,7 +136,7 @@ def serve(study: Study, grid: Any, config: Mapping[str, Any]) -> None:
     search = SavedSearch(place)
     try:
         model = played(study, engine, search)
-        model = replace(model, costs=_costs(place, model))
+        model = replace(model, costs=_costs(place))
         write_text(place.card, model.card())
         write_text(place.sheet, model.sheet())
         if model.report is not None:
@@ -171,7 +172,8 @@ class SavedSearch:
 
     def files(self) -> list[Path]:
         """Return all saved files in the folder."""
-        return [*self.place.path.glob(SEARCH.format("*"))]
+        found = self.place.path.glob(SEARCH.format("*"))
+        return [file for file in found if SEARCHES.fullmatch(file.name) and file.is_file()]
 
     def of(self, agreement: Agreement) -> Path:
         """Return the checkpoint for this agreement from now on, and print what was saved."""
@@ -245,15 +247,14 @@ def played(study: Study, engine: Any, search: SavedSearch | None = None) -> Stud
     return evaluated(model, ask)
 
 
-def _costs(place: Folder, model: StudyModel) -> StudyCosts:
-    """Add up all attempts at exchanges in the folder's log, also those of a server that was interrupted."""
+def _costs(place: Folder) -> StudyCosts:
+    """Add up all attempts at exchanges in the folder's log, also those of earlier submissions of a study."""
     status = Status.of(place)
     return StudyCosts(
         exchanges=status.exchanges,
         requests=status.requests,
         bytes_down=int(status.totals["bytes_down"]),
         bytes_up=int(status.totals["bytes_up"]),
-        epsilon=max(ledger.epsilon for ledger in model.estimator.ledgers_),
     )
 
 
