@@ -16,7 +16,8 @@ import fedbilevel as fb
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.privacy import Privacy
 from fedbilevel.experiments import configure
-from fedbilevel.experiments.federation import site
+from fedbilevel.experiments.federation import client_app as app_of_spec
+from fedbilevel.experiments.federation import serve, site
 from fedbilevel.experiments.study import client_app as app_of_study
 from fedbilevel.flower.client import approval_rule
 from fedbilevel.flower.client.approval import Approvals
@@ -297,3 +298,12 @@ def test_a_study_runs_at_sites_whose_rule_it_fits(files, tmp_path):  # noqa: F81
     assert alone(given, Nodes(app_of_study(given), files, every)).estimator.coef_.size
     by = {line.get("by") for line in lines(tmp_path / "state")}
     assert by == {f"rule {rule} ({digest(rule.read_text())}) approves"}
+
+
+def test_own_numbers_of_a_spec_reach_sites_whose_rule_it_fits(tmp_path):
+    given = ["task.clients=2", "run.rounds=1", "clients.local_steps=[1, 3]", "clients.client_lr.x=[0.01, 0.1]"]
+    spec = configure(task="quadratic", algorithm="simfbo", settings=given)
+    rule = written(tmp_path, 'allow.task.name = ["quadratic"]')
+    every = {"min-batch-size": 1, "min-local-samples": 1, "state-folder": str(tmp_path), "approve": str(rule)}
+    serve(spec, Nodes(app_of_spec(spec), [{}, {}], every), {"out": str(tmp_path / "run"), "deadline": 20.0})
+    assert {line["event"] for line in lines(tmp_path)} == {"sent"}
