@@ -100,6 +100,12 @@ def interval(values: np.ndarray, shared: float = 0.0) -> np.ndarray:
     return student.ppf(0.975, count - 1) * values.std(0, ddof=1) * np.sqrt(1 / count + shared)
 
 
+def difference(values: np.ndarray, to: np.ndarray, shared: float = 0.0) -> str:
+    """Write the mean paired difference over splits, and half its 95 % interval."""
+    change = values - to
+    return f"{change.mean():+.4f} ± {interval(change, shared):.4f}"
+
+
 def write(file: Path, splits: Sequence[int], found: Accuracies) -> None:
     """Write, by method, a row of accuracies for each split, in the order of the hospitals."""
     rows = {name: [[round(value, 6) for value in row] for row in of.tolist()] for name, of in found.items()}

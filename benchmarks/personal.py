@@ -37,8 +37,8 @@ from scipy.optimize import minimize
 
 import fedbilevel as fb
 from benchmarks import sites
-from benchmarks.beside_search import difference
 from benchmarks.harness import head, row
+from benchmarks.hospitals import difference
 from fedbilevel.data import shards
 from fedbilevel.data.characters import load_characters
 from fedbilevel.tasks.images import load_rows

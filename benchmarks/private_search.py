@@ -30,8 +30,8 @@ import numpy as np
 import optuna
 
 import fedbilevel as fb
-from benchmarks.beside_search import difference
 from benchmarks.harness import head, row
+from benchmarks.hospitals import difference
 from benchmarks.privacy import DELTA, MULTIPLIERS
 from fedbilevel.tasks.images import load_rows
 from fedbilevel.tasks.networks import cross_entropy

@@ -484,8 +484,8 @@ def test_what_cannot_be_adapted_says_why():
         (lambda: fb.AdaptiveSteps(fb.SimFBO(), y_lr=np.float32(2.5)), "it must be below 2"),
         (lambda: fb.AdaptiveSteps(fb.SimFBO(), x_lr=float("inf")), "AdaptiveSteps.x_lr = inf is not allowed"),
         (lambda: played(fb.SimFBO(), (problem[0], own), 1), "Clients.own[client_lr.v] = 'given' is not allowed"),
-        (lambda: fb.AdaptiveSteps(fb.FedAvg()), "a method with steps that are None"),
-        (lambda: fb.AdaptiveSteps(given), "a method with steps that are None"),
+        (lambda: fb.AdaptiveSteps(fb.FedAvg()), "a method with step sizes that are None"),
+        (lambda: fb.AdaptiveSteps(given), "a method with step sizes that are None"),
         (lambda: fb.AdaptiveSteps(steps), "around SimFBO, 'steps': AdaptiveSteps and AdaptiveSteps; leave one out"),
         (
             lambda: fb.Asynchronous(steps, wait_for=1),
