@@ -17,6 +17,7 @@ Kinds = Mapping[str, Callable[[Any], bool]]
 CHUNK = 2**18  # the number of bytes that are read at once
 LONGEST = 2**24
 """The default bound on the length of a file, in bytes."""
+TOO_DEEP = "lists and objects are nested too deeply"
 
 
 def read_bytes(path: Path, longest: int = LONGEST) -> bytes:
@@ -62,9 +63,12 @@ def parse_printable(text: str | bytes, kinds: Kinds | None = None) -> Any:
             may be any JSON.
 
     Raises:
-        ValueError: the text is not JSON without duplicate keys, or a value has a wrong type.
+        ValueError: the text is not JSON without duplicate keys, is nested too deeply, or a value has a wrong type.
     """
-    value = of_others(parse_json(text))
+    try:
+        value = of_others(parse_json(text))
+    except RecursionError:  # fewer levels than in the parser are too many for `of_others`
+        raise ValueError(TOO_DEEP) from None
     if kinds is not None:
         require_object(value, ", ".join(kinds))
         if wrong := [name for name, fits in kinds.items() if name in value and not fits(value[name])]:
@@ -82,7 +86,7 @@ def parse_json(text: str | bytes) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_object)
     except RecursionError:
-        raise ValueError("lists and objects are nested too deeply") from None
+        raise ValueError(TOO_DEEP) from None
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -219,6 +219,13 @@ def test_an_answer_that_is_no_snapshot_is_refused(content) -> None:
     assert "hidden3" not in str(error.value)
 
 
+@pytest.mark.parametrize("levels", [600, 900, 5000])
+def test_an_answer_that_is_nested_too_deeply_is_refused(levels) -> None:
+    content = b'{"notes": ' + b"[" * levels + b"]" * levels + b"}"
+    with foreign(sends(content)) as place, pytest.raises(ConfigurationError, match="are nested too deeply"):
+        PageReader(place).snapshot()
+
+
 @pytest.mark.parametrize(
     "change",
     [{"traces": [["loss", []]]}, {"tables": [["t", [["a", True, 0], ["b", False, None]], [["1", "2"], ["3"]]]]},

@@ -262,6 +262,7 @@ CHANGES = {
     "two exchanged": (lambda raw: [raw[0], raw[2], raw[1], *raw[3:]], "line 1 "),
     "a line put in": (lambda raw: [*raw[:2], b'{"event": "sent", "before": ""}', *raw[2:]], "line 2 "),
     "no JSON": (lambda raw: [*raw[:2], b"{", *raw[2:]], "line 3 "),
+    "nested lists": (lambda raw: [*raw[:2], b"[" * 600 + b"]" * 600, *raw[2:]], "line 3 "),
     "an empty line": (lambda raw: [*raw[:2], b"", *raw[2:]], "line 3 "),
     "a number for JSON": (lambda raw: [*raw[:2], b"3", *raw[2:]], "line 3 "),
     "a line without end": (lambda raw: [*raw[:2], b"x" * 2**20, *raw[2:]], "line 3 "),

@@ -24,8 +24,7 @@ from typing import Any
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.writing import writing
 from fedbilevel.engines import lock
-from fedbilevel.reading import parse_json, require_regular
-from fedbilevel.wording import of_others
+from fedbilevel.reading import parse_printable, require_regular
 
 LONGEST = 2**15  # the largest number of bytes of a line; a refusal has 1,000 characters at most
 CUT = "cut"  # the event that records an incomplete line of a process that was killed
@@ -154,7 +153,7 @@ def _gap(number: int) -> str:
 def _entries(line: bytes) -> dict[str, Any] | None:
     """Return the entries of a line; None if it is not an object of JSON, such as an incomplete line."""
     try:
-        found = of_others(parse_json(line))
+        found = parse_printable(line)
     except ValueError:  # also if the bytes are not text
         return None
     return found if isinstance(found, dict) else None
