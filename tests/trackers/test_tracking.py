@@ -66,6 +66,16 @@ def test_a_temporary_folder_that_cannot_be_made_ends_no_run(service, monkeypatch
     assert only(service).steps == [0, 2, 4]
 
 
+def test_a_run_with_a_folder_needs_no_temporary_folder(service, tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", "/nowhere")
+    run = TrackedRun("a run", folder=tmp_path, files=[tmp_path / "spec.toml", tmp_path / "not written"])
+    (tmp_path / "spec.toml").touch()
+    with Tracking([tracker := InMemory(service)], run) as tracking:
+        tracking.ended(solved(4, tracker))
+    kept = only(service)
+    assert (kept.ending, kept.files) == ("finished", ["spec.toml"])
+
+
 def test_the_reason_to_stop_is_recorded(service) -> None:
     solved(10, InMemory(service), fb.stop_when("exchanges", above=1))
     assert (only(service).ending, only(service).steps) == ("finished", [0, 2])

@@ -106,14 +106,14 @@ class TrackedRun:
     @contextmanager
     def at_end(self) -> Iterator[list[Path]]:
         """Yield the files to attach, with those of the result, which exist only within the block."""
+        if self.result is None:
+            yield self.attached()
+            return
         with TemporaryDirectory() as place:
-            files = self.attached()
-            if self.result is not None:
-                ledger, model = Path(place, "ledger.json"), Path(place, "result.npz")
-                write_json(ledger, asdict(self.result.ledger))
-                self.result.save(model)
-                files += [ledger, model]
-            yield files
+            ledger, model = Path(place, "ledger.json"), Path(place, "result.npz")
+            write_json(ledger, asdict(self.result.ledger))
+            self.result.save(model)
+            yield [*self.attached(), ledger, model]
 
     def remembered(self) -> dict[str, str]:
         """Return the run's identifiers by tracker; none if this is a new run.
