@@ -8,17 +8,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
 from fedbilevel.core.errors import ConfigurationError, ExchangeError
-from fedbilevel.experiments import page_reader
+from fedbilevel.experiments import page_reader, window_server
 from fedbilevel.experiments.page_reader import PageReader
 from fedbilevel.experiments.snapshot import MetricTrace, Snapshot, snapshots
 from fedbilevel.experiments.snapshot_json import from_json, to_json
 from fedbilevel.experiments.tables import Cell, Column, Table, text_column
+from fedbilevel.experiments.window import sparkline
 from fedbilevel.experiments.window_server import WindowServer
 
 SEEN = Snapshot(
@@ -194,6 +195,7 @@ def test_a_proxy_of_the_environment_gets_no_token(monkeypatch) -> None:
 
 
 GOOD = json.loads(to_json(SEEN))
+EXTENT = [1.0, 1.0, 100.0, 0]
 
 
 @pytest.mark.parametrize(
@@ -207,7 +209,8 @@ GOOD = json.loads(to_json(SEEN))
             json.dumps({**GOOD, **change}).encode()
             for change in (
                 {"state": "odd"}, {"done": math.nan}, {"whole": math.inf}, {"done": "3"}, {"notes": [1]},
-                {"facts": [["a"]]}, {"traces": [["loss", ["1"]]]}, {"traces": [["loss", [10**400]]]},
+                {"facts": [["a"]]}, {"traces": [["loss", ["1"], EXTENT]]}, {"traces": [["loss", [10**400], EXTENT]]},
+                {"traces": [["loss", [1.0], [1.0, 1.0, 1.0]]]}, {"traces": [["loss", [-1.0], EXTENT]]},
                 {"tables": [["t", [["client", True]], []]]}, {"error": "OSError"}, {"title": None},
             )
         ),
@@ -228,7 +231,8 @@ def test_an_answer_that_is_nested_too_deeply_is_refused(levels) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"traces": [["loss", []]]}, {"tables": [["t", [["a", True, 0], ["b", False, None]], [["1", "2"], ["3"]]]]},
+    [{"traces": [["loss", [], EXTENT]]}, {"traces": [["loss", [math.nan, 5.0], [math.inf, 1.0, 100.0, -3]]]},
+     {"tables": [["t", [["a", True, 0], ["b", False, None]], [["1", "2"], ["3"]]]]},
      {"tables": [["t", [], []]]}, {"done": math.inf}, {"title": "\x1b[31m"}],
 )  # fmt: skip
 def test_odd_snapshots_are_shown_without_an_error(change, run) -> None:
@@ -238,19 +242,65 @@ def test_odd_snapshots_are_shown_without_an_error(change, run) -> None:
     assert "\x1b" not in shown
 
 
-def test_answers_are_bounded_in_size_and_time(monkeypatch) -> None:
+def test_long_traces_are_thinned_before_they_are_sent() -> None:
+    long = MetricTrace("loss", [math.sin(n) for n in range(100_000)])
+    sent = to_json(Snapshot("a run", "running", traces=[long] * 8))
+    assert len(sent) < 10_000
+    (got, *_) = from_json(sent.encode()).traces
+    assert (sparkline(got), got.last, got.span) == (sparkline(long), long.last, long.span)
+
+
+def test_an_answer_that_is_too_long_is_said_to_be_so(monkeypatch) -> None:
     monkeypatch.setattr(page_reader, "LONGEST", 1000)
-    with (
-        foreign(sends(b" " * 1001)) as place,
-        pytest.raises(ConfigurationError, match="it sends more than 1,000 bytes"),
-    ):
+    with foreign(sends(b" " * 10**6)) as place, pytest.raises(ConfigurationError) as error:
         PageReader(place).snapshot()
+    assert "its answer is too long for a terminal: it has more than 1,000 bytes" in str(error.value)
+    assert page_reader.NO_PAGE not in str(error.value)
+
+
+def test_a_silent_page_is_waited_for_some_seconds(monkeypatch) -> None:
     monkeypatch.setattr(page_reader, "PATIENCE", 0.05)
     with foreign(lambda handler: time.sleep(0.5)) as place, pytest.raises(ConfigurationError, match="timed out"):
         PageReader(place).snapshot()
-    monkeypatch.setattr(page_reader, "WHOLE", -1.0)
-    with foreign(sends(b" ")) as place, pytest.raises(ConfigurationError, match="it has sent only a part"):
+
+
+@pytest.mark.parametrize(
+    ("first", "again"),
+    [
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\nX: ", b"x"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"0"),
+        (b"HTTP/1.1 200 OK\r\n\r\n", b" "),
+    ],
+    ids=["interim answers", "a header", "the size of a chunk", "the content"],
+)
+def test_an_answer_that_arrives_byte_by_byte_is_bounded_in_time(first, again, monkeypatch) -> None:
+    monkeypatch.setattr(page_reader, "WHOLE", 0.3)
+
+    def drips(handler: BaseHTTPRequestHandler) -> None:
+        handler.wfile.write(first)
+        with suppress(OSError):  # the reader has closed the connection
+            while True:
+                handler.wfile.write(again)
+                time.sleep(0.01)
+
+    with foreign(drips) as place, pytest.raises(ConfigurationError, match="it has sent only a part of its answer"):
         PageReader(place).snapshot()
+
+
+def test_a_page_with_as_many_readers_as_it_allows_is_tried_again_later(monkeypatch) -> None:
+    monkeypatch.setattr(window_server, "CONNECTIONS", 0)
+    with page(SEEN) as server, pytest.raises(ConfigurationError, match="as many readers as it allows: try again later"):
+        PageReader(server.url).snapshot()
+
+
+@pytest.mark.parametrize("token", ["…", "two secret1", "two\tsecret1", "two\nsecret1", "\x1bsecret1"])
+@pytest.mark.parametrize("more", [[], ["--serve"]])
+def test_a_token_that_was_not_copied_whole_is_refused_and_not_shown(token, more, run) -> None:
+    code, _, said = run("watch", f"http://127.0.0.1:1/?token={token}", *more)
+    assert code == 2
+    assert "an address of ASCII characters without blanks: copy the whole address" in " ".join(said.split())
+    assert "secret1" not in said
 
 
 def test_what_does_not_speak_http_is_refused() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,29 @@ def test_heights_are_between_the_ends_and_logarithmic_where_values_are_far_apart
     assert apart.span == "1 to 100, logarithmic"
     assert MetricTrace("loss", [-1.7e308, 0.0, 1.7e308]).heights(10) == pytest.approx([0, 0.5, 1])
     assert MetricTrace("loss", list(map(float, range(100)))).heights(10) == pytest.approx([n / 9 for n in range(10)])
+
+
+@pytest.mark.parametrize("count", [1, 31, 32, 33, 100, 5000])
+@pytest.mark.parametrize("gap", [-1, 0, 17])
+def test_a_thinned_trace_is_drawn_as_the_whole_one(count, gap) -> None:
+    values = [1.0 + (7919 * n) % 1000 for n in range(count)]
+    values[gap % count] = math.inf
+    whole = MetricTrace("loss", values)
+    thinned = whole.thinned(32)
+    assert len(thinned.values) <= 32
+    assert thinned.heights(32) == whole.heights(32)
+    assert (thinned.last, thinned.span, thinned.extent) == (whole.last, whole.span, whole.extent)
+    assert Snapshot("", "running", traces=[thinned]).value("loss") == values[-1]
+
+
+def test_the_pause_grows_with_the_time_of_a_reading_up_to_a_bound(monkeypatch) -> None:
+    clock = iter([0.0, 0.2, 10.0, 20.0, 30.0, 30.01])  # the beginnings and ends of readings
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    pauses: list[float] = []
+    found = snapshots(lambda: Snapshot("", "running"), pauses.append)
+    for _ in range(4):
+        next(found)
+    assert pauses == pytest.approx([1.0, 2.0, 10.0])
 
 
 def test_a_federation(tmp_path) -> None:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from fedbilevel.cli import shared
 from fedbilevel.core.errors import require
-from fedbilevel.wording import without_secrets
 
 if TYPE_CHECKING:
     from fedbilevel.experiments.snapshot import Snapshot
@@ -91,10 +90,11 @@ def _reader(place: str, on_terminal: bool) -> Callable[[], Snapshot]:
         from fedbilevel.experiments.folder_reader import FolderReader
 
         return FolderReader(Path(place)).snapshot
-    require(on_terminal, "--serve", without_secrets(place), "given with a folder, and not with the address of a page")
     from fedbilevel.experiments.page_reader import PageReader
 
-    return PageReader(place).snapshot
+    reader = PageReader(place)
+    require(on_terminal, "--serve", reader.shown, "given with a folder, and not with the address of a page")
+    return reader.snapshot
 
 
 def _code(snapshot: Snapshot) -> int:

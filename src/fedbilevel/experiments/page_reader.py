@@ -1,17 +1,19 @@
 """Read snapshots from a page of `fedbilevel watch --serve`, for a terminal on another machine.
 
 A request contains only the address that the user gave. Redirects are not followed, and proxies of the environment are
-not used, so that the token reaches no other host. An answer is bounded in time and size, and is checked.
+not used, so that the token reaches no other host. Connecting is bounded in time for each wait. From the request on, the
+whole answer is bounded in time, also if it arrives byte by byte. It is bounded in size, and is checked.
 """
 
 from __future__ import annotations
 
-import time
-from http.client import HTTPException
-from typing import Any
-from urllib import request
-from urllib.error import HTTPError
-from urllib.parse import urljoin, urlsplit
+import re
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
+from urllib.parse import urlsplit
 
 from fedbilevel.core.errors import ConfigurationError, require
 from fedbilevel.experiments.snapshot import Snapshot
@@ -22,19 +24,13 @@ from fedbilevel.wording import in_a_line, without_secrets
 PATIENCE = 10.0  # seconds that a page may be silent
 WHOLE = 60.0  # seconds that an answer may take
 COPY = "copy the whole address that `fedbilevel watch --serve` printed"
+KINDS = {"http": HTTPConnection, "https": HTTPSConnection}
 REFUSALS = {
     403: f"its token is missing or wrong: {COPY}",
     421: f"it is not a page of a machine of this name: use an IP address of the machine, or {COPY}",
-    503: "it has as many readers as it allows: try again later",
 }
+CLOSED = "it closed the connection, as a page does that has as many readers as it allows: try again later"
 NO_PAGE = f"it is no page of `fedbilevel watch --serve`: {COPY}"
-
-
-class Unredirected(request.HTTPRedirectHandler):
-    """Follow no redirect, which then is an error."""
-
-    def redirect_request(self, *redirect: Any) -> None:
-        """Return no request for another address."""
 
 
 class PageReader:
@@ -48,16 +44,18 @@ class PageReader:
     """
 
     def __init__(self, url: str) -> None:
-        self.shown = without_secrets(url)
+        self.shown = without_secrets(re.sub(r"\s", "%20", url))  # a token ends at a blank, and what follows is secret
         try:
             place = urlsplit(url)
-            fits = place.scheme in ("http", "https") and bool(place.hostname) and "@" not in place.netloc
+            fits = place.scheme in KINDS and bool(place.hostname) and "@" not in place.netloc
             fits = fits and place.port != 0
         except ValueError:
             fits = False
         require(fits, "URL", self.shown, "the address of a page, such as http://127.0.0.1:8080/")
-        self.url = urljoin(url, f"snapshot?{place.query}")
-        self.opener = request.build_opener(request.ProxyHandler({}), Unredirected)
+        plain = url.isascii() and url.isprintable() and " " not in url
+        require(plain, "URL", self.shown, f"an address of ASCII characters without blanks: {COPY}")
+        self.kind, self.host, self.port = KINDS[place.scheme], place.hostname or "", place.port
+        self.path = f"{place.path.rpartition('/')[0]}/snapshot?{place.query}"
 
     def snapshot(self) -> Snapshot:
         """Read what the page shows now.
@@ -66,25 +64,54 @@ class PageReader:
             ConfigurationError: nothing answers, the page refuses, or it is no page of `fedbilevel watch`.
         """
         try:
-            return from_json(self._read())
-        except HTTPError as error:
-            ours = error.headers.get("Server") == "fedbilevel"
-            why = REFUSALS.get(error.code, NO_PAGE) if ours else f"it answers {error.code}; {NO_PAGE}"
-            error.close()
+            answer, content = self._answer()
+            if answer.status != 200:
+                ours = answer.headers.get("Server") == "fedbilevel"
+                why = REFUSALS.get(answer.status, NO_PAGE) if ours else f"it answers {answer.status}; {NO_PAGE}"
+            elif len(content) > LONGEST:
+                why = f"its answer is too long for a terminal: it has more than {LONGEST:,} bytes"
+            else:
+                return from_json(content)
+        except (ConnectionResetError, BrokenPipeError):
+            why = CLOSED
         except (OSError, HTTPException) as error:
-            reason = getattr(error, "reason", error)
-            why = f"it does not answer ({in_a_line(reason) if isinstance(reason, Exception) else reason})"
+            why = f"it does not answer ({in_a_line(error)})"
         except ValueError as error:
             why = f"{NO_PAGE} ({in_a_line(error)})"
         raise ConfigurationError(f"{self.shown} cannot be watched: {why}")
 
-    def _read(self) -> bytes:
-        content, stop = bytearray(), time.monotonic() + WHOLE
-        with self.opener.open(self.url, timeout=PATIENCE) as answer:
-            while part := answer.read1(CHUNK):
-                content += part
-                if len(content) > LONGEST:
-                    raise ValueError(f"it sends more than {LONGEST:,} bytes")
-                if time.monotonic() > stop:
-                    raise TimeoutError(f"it has sent only a part in {WHOLE:.0f} seconds")
-        return bytes(content)
+    def _answer(self) -> tuple[HTTPResponse, bytes]:
+        """Return the answer and its content, of which no more is read than is needed to see that it is too long."""
+        content = bytearray()
+        with closing(self.kind(self.host, self.port, timeout=PATIENCE)) as connection:
+            connection.connect()
+            with _bounded(connection.sock):
+                connection.request("GET", self.path, headers={"Connection": "close"})
+                with connection.getresponse() as answer:
+                    while answer.status == 200 and len(content) <= LONGEST and (part := answer.read1(CHUNK)):
+                        content += part
+        return answer, bytes(content)
+
+
+@contextmanager
+def _bounded(connection: socket.socket) -> Iterator[None]:
+    """Shut a connection down after `WHOLE` seconds, which ends every wait for it; then raise TimeoutError."""
+    late = threading.Event()
+
+    def end() -> None:
+        late.set()
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(WHOLE, end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    except (OSError, HTTPException, ValueError):
+        if not late.is_set():
+            raise
+    finally:
+        timer.cancel()
+    if late.is_set():
+        raise TimeoutError(f"it has sent only a part of its answer in {WHOLE:.0f} seconds")

@@ -6,7 +6,8 @@ import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 from fedbilevel.core.errors import FedbilevelError
 from fedbilevel.core.metrics import text
@@ -16,51 +17,88 @@ from fedbilevel.wording import in_a_line
 STATES = ("running", "failed", "idle", "waiting", "finished")
 """Idle: the run has begun and not ended, but no process is running it. Waiting: it has not begun."""
 INTERVAL, SHARE = 1.0, 0.1  # least number of seconds between two readings, and the largest share of time for reading
+PAUSE = 10.0  # the largest number of seconds between two readings, also if a reading takes long
+CURVE = 32  # columns of a curve on a terminal
 UNLIKE = 50  # a metric is drawn on a logarithmic scale if its largest value is more than this multiple of the smallest
+
+
+class Extent(NamedTuple):
+    """Describe the values of a metric: the last, the smallest and the largest finite one, and how many are not finite.
+
+    Without any finite value, the smallest is inf and the largest is -inf.
+    """
+
+    last: float
+    low: float
+    high: float
+    others: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Extent:
+        """Return the extent of some values."""
+        finite = [float(value) for value in values if math.isfinite(value)]
+        low, high = min(finite, default=math.inf), max(finite, default=-math.inf)
+        return cls(float(values[-1]), low, high, len(values) - len(finite))
 
 
 @dataclass(frozen=True)
 class MetricTrace:
-    """Hold the values of a metric so far, in the order in which they were measured."""
+    """Hold the values of a metric so far, in the order in which they were measured.
+
+    Args:
+        name: the metric.
+        values: the values; of a thinned trace, only those by which the curve is drawn.
+        thinned_from: of a thinned trace, the extent of all values; None: no value is left out.
+    """
 
     name: str
     values: Sequence[float]
+    thinned_from: Extent | None = None
+
+    @cached_property
+    def extent(self) -> Extent:
+        """Return the extent of all values, also of those that are left out."""
+        return self.thinned_from or Extent.of(self.values)
 
     @property
     def last(self) -> str:
         """Return the last value as a text, also if it is NaN or infinite."""
-        return self.in_words(self.values[-1])
-
-    @property
-    def finite(self) -> list[float]:
-        """Return the finite values."""
-        return [value for value in self.values if math.isfinite(value)]
+        return self.in_words(self.extent.last)
 
     @property
     def logarithmic(self) -> bool:
         """Return whether the curve is drawn on a logarithmic scale, since the values differ by a large factor."""
-        return bool(self.finite) and min(self.finite) > 0 and max(self.finite) > UNLIKE * min(self.finite)
+        return 0 < self.extent.low < math.inf and self.extent.high > UNLIKE * self.extent.low
 
     @property
     def span(self) -> str:
         """Return a text with the range of the metric, the scale, and the number of values that are not finite."""
-        parts = [f"{self.in_words(min(self.finite))} to {self.in_words(max(self.finite))}"] if self.finite else []
+        _, low, high, others = self.extent
+        parts = [f"{self.in_words(low)} to {self.in_words(high)}"] if low <= high else []
         parts += ["logarithmic"] if self.logarithmic else []
-        others = len(self.values) - len(self.finite)
         return ", ".join([*parts, *([f"{others} not finite"] if others else [])])
 
     def in_words(self, value: float) -> str:
         """Return a value as a text, and a value that is not finite as "NaN", "inf" or "-inf"."""
         return text(self.name, value) if math.isfinite(value) else str(value).replace("nan", "NaN")
 
+    def thinned(self, most: int) -> MetricTrace:
+        """Return the trace with at most `most` values, each for one of the equal stretches into which they are cut.
+
+        The value is the stretch's first that is not finite, or else its last. `heights(most)`, the last value and the
+        span stay what they are.
+        """
+        size = -(-len(self.values) // most)
+        parts = [self.values[start : start + size] for start in range(0, len(self.values), size)]
+        chosen = [next((value for value in part if not math.isfinite(value)), part[-1]) for part in parts]
+        return MetricTrace(self.name, chosen, self.extent)
+
     def heights(self, most: int) -> list[float | None]:
         """Return at most `most` heights in [0, 1], each for one of the equal stretches into which the values are cut.
 
         The height is that of the stretch's last value, or None if any value of the stretch is not finite.
         """
-        size = -(-len(self.values) // most)
-        parts = [self.values[start : start + size] for start in range(0, len(self.values), size)]
-        chosen = [next((value for value in part if not math.isfinite(value)), part[-1]) for part in parts]
+        chosen = self.thinned(most).values
         scaled = [math.log(one) if self.logarithmic and math.isfinite(one) else one / 2 for one in chosen]
         finite = [
             value for value in scaled if math.isfinite(value)
@@ -112,7 +150,7 @@ class Snapshot:
 
     def value(self, metric: str) -> float | None:
         """Return the last value of a metric; None if there is none."""
-        return next((trace.values[-1] for trace in self.traces if trace.name == metric), None)
+        return next((trace.extent.last for trace in self.traces if trace.name == metric), None)
 
     def last(self, metric: str) -> str:
         """Return the last value of a metric as a text; a dash if there is none."""
@@ -120,7 +158,9 @@ class Snapshot:
 
 
 def snapshots(read: Callable[[], Snapshot], sleep: Callable[[float], None] = time.sleep) -> Iterator[Snapshot]:
-    """Yield what `read` returns at intervals, without end. After the first snapshot, errors become notes.
+    """Yield what `read` returns, without end, at intervals of at most `PAUSE` seconds.
+
+    After the first snapshot, errors become notes.
 
     Raises:
         ConfigurationError: the first snapshot cannot be read.
@@ -134,4 +174,4 @@ def snapshots(read: Callable[[], Snapshot], sleep: Callable[[float], None] = tim
             shown = latest = read()
         except (FedbilevelError, OSError) as error:
             shown = replace(latest, notes=[f"not up to date: {in_a_line(error)}"])
-        pause = max(INTERVAL, (time.monotonic() - began) / SHARE)
+        pause = min(max(INTERVAL, (time.monotonic() - began) / SHARE), PAUSE)

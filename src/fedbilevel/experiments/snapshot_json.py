@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from functools import partial
-from math import inf
+from math import inf, isfinite
 from typing import Any
 
 from fedbilevel.experiments.federation_status import ENDS
-from fedbilevel.experiments.snapshot import STATES, MetricTrace, Snapshot
+from fedbilevel.experiments.snapshot import CURVE, STATES, Extent, MetricTrace, Snapshot
 from fedbilevel.experiments.tables import Cell, Column, Table
 from fedbilevel.reading import parse_printable
 from fedbilevel.wording import without_seed
@@ -20,7 +20,7 @@ SHAPES: dict[str, Any] = {
     "state": set(STATES),
     "notes": [str],
     "facts": [(str, str)],
-    "traces": [(str, [float])],
+    "traces": [(str, [float], (float, float, float, int))],
     "tables": [(str, [(str, bool, int | None)], [[str]])],
     "error": {"", *ENDS},
 }
@@ -28,16 +28,23 @@ SHAPES: dict[str, Any] = {
 
 
 def to_json(snapshot: Snapshot) -> str:
-    """Return what is shown of a snapshot as JSON. As on the page, the seed of a run under privacy is hidden."""
+    """Return what a terminal shows of a snapshot as JSON: of each metric, as many values as a curve has columns.
+
+    As on the page, the seed of a run under privacy is hidden.
+    """
     content = {name: getattr(snapshot, name) for name in PLAIN} | {
         "done": float(snapshot.done),
         "whole": float(snapshot.whole),
         "facts": list(snapshot.facts.items()),
-        "traces": [(trace.name, [float(value) for value in trace.values]) for trace in snapshot.traces],
+        "traces": [_thinned(trace) for trace in snapshot.traces],
         "tables": [_written(table) for table in snapshot.tables],
         "error": type(snapshot.error).__name__ if snapshot.error else "",
     }
     return json.dumps(_without_seeds(content) if snapshot.is_private else content)
+
+
+def _thinned(trace: MetricTrace) -> tuple[Any, ...]:
+    return trace.name, list(map(float, trace.thinned(CURVE).values)), trace.extent
 
 
 def _written(table: Table) -> tuple[Any, ...]:
@@ -67,7 +74,7 @@ def from_json(text: bytes) -> Snapshot:
     return Snapshot(
         **{name: content[name] for name in PLAIN},
         facts=dict(content["facts"]),
-        traces=[MetricTrace(name, values) for name, values in content["traces"] if values],
+        traces=[_trace(name, values, Extent(*extent)) for name, values, extent in content["traces"] if values],
         tables=[_table(*table) for table in content["tables"]],
         error=ENDS[content["error"]](content["why"]) if content["error"] else None,
     )
@@ -83,6 +90,12 @@ def _has(shape: Any, value: Any) -> bool:
         case tuple():
             return isinstance(value, list) and len(value) == len(shape) and all(map(_has, shape, value))
     return isinstance(value, shape)
+
+
+def _trace(name: str, values: list[float], extent: Extent) -> MetricTrace:
+    if not all(extent.low <= value <= extent.high for value in values if isfinite(value)):
+        raise ValueError(f"{name} has a value that is not in its range")
+    return MetricTrace(name, values, extent)
 
 
 def _table(title: str, headings: list[Any], rows: list[list[str]]) -> Table:

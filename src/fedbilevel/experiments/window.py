@@ -8,13 +8,12 @@ import rich.table
 from rich.console import Group, RenderableType
 from rich.progress_bar import ProgressBar
 
-from fedbilevel.experiments.snapshot import MetricTrace, Snapshot
+from fedbilevel.experiments.snapshot import CURVE, MetricTrace, Snapshot
 from fedbilevel.experiments.tables import folding, page_table, terminal, visible
 from fedbilevel.wording import without_seed
 
 BLOCKS, NOT_FINITE = "▁▂▃▄▅▆▇█", "×"
 COLOURS = {"running": "bold green", "failed": "bold red", "idle": "bold yellow", "waiting": "bold", "finished": "bold"}
-CURVE = 32  # columns of a curve on a terminal
 POINTS, HEIGHT = 240, 48  # of a curve on a page, and the height of its drawing
 
 
