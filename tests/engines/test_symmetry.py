@@ -96,13 +96,43 @@ SYMMETRIC = {
     "a head on features": (on_features(lambda features: features), NETWORK),
     "a pull without second derivatives": (squares, PAIR),
 }
+PIXELS, CLASSES_OF_PIXELS = 64, 10
+
+
+def drawn(rng, *shape):
+    return rng.normal(size=shape) * shape[0] ** -0.5
+
+
+# On features of which none is scaled, the third derivatives of such losses are large.
+UNSCALED = {
+    "a tanh network with a first layer of each client's own": (
+        lambda y, batch: jnp.tanh(batch["u"] @ y["own"]) @ y["shared"],
+        lambda rng: {"own": drawn(rng, PIXELS, 32), "shared": drawn(rng, 32, CLASSES_OF_PIXELS)},
+    ),
+    "a ReLU network with a head of each client's own": (
+        lambda y, batch: jax.nn.relu(jax.nn.relu(batch["u"] @ y["first"]) @ y["second"]) @ y["own"],
+        lambda rng: {
+            "first": drawn(rng, PIXELS, 32),
+            "second": drawn(rng, 32, 32),
+            "own": drawn(rng, 32, CLASSES_OF_PIXELS),
+        },
+    ),
+    "logits of an own and a shared model": (
+        lambda y, batch: batch["u"] @ (y["own"] + y["shared"]),
+        lambda rng: dict.fromkeys(["own", "shared"], np.zeros((PIXELS, CLASSES_OF_PIXELS))),
+    ),
+}
 TYPES = [np.float64, np.float32]
 
 
-def look(inner, y, kind, own=lambda path: path == "own"):
+def floating(y, kind):
+    return jax.tree.map(lambda leaf: jnp.asarray(leaf, kind) if isinstance(leaf, np.ndarray) else leaf, y)
+
+
+def look(inner, y, kind, own=lambda path: path == "own", samples=SAMPLES):
     problem = fb.Bilevel(inner, inner, own=own)
-    samples = {"u": SAMPLES["u"].astype(kind), "c": SAMPLES["c"]}
-    x, y = split((jnp.zeros((), kind), jax.tree.map(lambda leaf: jnp.asarray(leaf, kind), y)))[0]
+    samples = {"u": samples["u"].astype(kind), "c": samples["c"]}
+    x, y = split((jnp.zeros((), kind), floating(y, kind)))[0]
     clients, prepared = fb.Clients(samples), problem.prepared()
     first_look(prepared, clients, x, y, prepared.traced(x, y, clients.examples()))
 
@@ -118,6 +148,36 @@ def test_what_acts_in_one_direction_is_refused(case, kind):
 @pytest.mark.parametrize("case", SYMMETRIC)
 def test_gradients_of_one_function_pass(case, kind):
     look(*SYMMETRIC[case], kind)
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+@pytest.mark.parametrize("largest", [64, 255])
+@pytest.mark.parametrize("case", UNSCALED)
+def test_gradients_of_one_function_pass_in_float32_on_features_that_are_not_scaled(case, largest, seed):
+    rng = np.random.default_rng(seed)
+    samples = {"u": largest * rng.random((8, 30, PIXELS)), "c": rng.integers(0, CLASSES_OF_PIXELS, (8, 30))}
+    logits, model = UNSCALED[case]
+
+    def inner(x, y, batch):
+        return entropy(logits(y, batch), batch) + 1e-4 * 10**x * optax.tree.norm(y, squared=True)
+
+    look(inner, model(rng), np.float32, samples=samples)
+
+
+FIXED = {"count": 3, "table": jnp.arange(3), "function": jnp.tanh, "nothing": None}
+
+
+def beside_fixed(inner):
+    """Return an inner loss of a y whose model is beside leaves that are no floating arrays."""
+    return lambda x, y, batch: inner(x, {"own": y["own"], "shared": y["shared"]}, batch)
+
+
+@pytest.mark.parametrize("leaf", FIXED)
+def test_y_may_have_leaves_that_are_no_floating_arrays(leaf):
+    y = {**PAIR, leaf: FIXED[leaf]}
+    look(beside_fixed(SYMMETRIC["MR-MTL"][0]), y, np.float64)
+    with pytest.raises(ConfigurationError, match=WORDS):
+        look(beside_fixed(ASYMMETRIC["Ditto"][0]), y, np.float64)
 
 
 @pytest.mark.parametrize("own", [None, lambda path: True])

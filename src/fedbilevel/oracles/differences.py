@@ -46,12 +46,17 @@ class Differences(Part):
         """Return ∇²yy g·v ≈ [∇y g(x, y + μv) − ∇y g(x, y − μv)]/2μ, of the shape of y."""
         return self.hess_of(lambda y: problem.inner(x, y, batch), y, v)
 
-    def hess_of(self, loss: Callable[[PyTree], Array], y: PyTree, v: PyTree) -> PyTree:
+    def hess_of(
+        self, loss: Callable[[PyTree], Array], y: PyTree, v: PyTree, share: float | Array | None = None
+    ) -> PyTree:
         """Return ∇²loss(y)·v ≈ [∇loss(y + μv) − ∇loss(y − μv)]/2μ of a function of y alone, of the shape of y.
 
         One `vmap` computes both gradients, so that values that do not depend on y, such as features, are computed once.
+
+        Args:
+            share: the share of the usual length that the difference has; None: all of it.
         """
-        mu = self.step(y, v)
+        mu = self.step(y, v) if share is None else share * self.step(y, v)
         gradients = jax.vmap(lambda size: jax.grad(loss)(move(y, size, v)))(jnp.stack([mu, -mu]))
         return jax.tree.map(lambda ends: ((ends[0] - ends[1]) / (2 * mu)).astype(ends.dtype), gradients)
 
