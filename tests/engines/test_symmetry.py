@@ -96,30 +96,30 @@ SYMMETRIC = {
     "a head on features": (on_features(lambda features: features), NETWORK),
     "a pull without second derivatives": (squares, PAIR),
 }
-PIXELS, CLASSES_OF_PIXELS = 64, 10
+PIXELS, DIGITS = 64, 10
 
 
 def drawn(rng, *shape):
     return rng.normal(size=shape) * shape[0] ** -0.5
 
 
-# On features of which none is scaled, the third derivatives of such losses are large.
+# Third derivatives of these losses are large if the features are not scaled, such as pixels from 0 to 255.
 UNSCALED = {
     "a tanh network with a first layer of each client's own": (
         lambda y, batch: jnp.tanh(batch["u"] @ y["own"]) @ y["shared"],
-        lambda rng: {"own": drawn(rng, PIXELS, 32), "shared": drawn(rng, 32, CLASSES_OF_PIXELS)},
+        lambda rng: {"own": drawn(rng, PIXELS, 32), "shared": drawn(rng, 32, DIGITS)},
     ),
     "a ReLU network with a head of each client's own": (
         lambda y, batch: jax.nn.relu(jax.nn.relu(batch["u"] @ y["first"]) @ y["second"]) @ y["own"],
         lambda rng: {
             "first": drawn(rng, PIXELS, 32),
             "second": drawn(rng, 32, 32),
-            "own": drawn(rng, 32, CLASSES_OF_PIXELS),
+            "own": drawn(rng, 32, DIGITS),
         },
     ),
     "logits of an own and a shared model": (
         lambda y, batch: batch["u"] @ (y["own"] + y["shared"]),
-        lambda rng: dict.fromkeys(["own", "shared"], np.zeros((PIXELS, CLASSES_OF_PIXELS))),
+        lambda rng: dict.fromkeys(["own", "shared"], np.zeros((PIXELS, DIGITS))),
     ),
 }
 TYPES = [np.float64, np.float32]
@@ -155,7 +155,7 @@ def test_gradients_of_one_function_pass(case, kind):
 @pytest.mark.parametrize("case", UNSCALED)
 def test_gradients_of_one_function_pass_in_float32_on_features_that_are_not_scaled(case, largest, seed):
     rng = np.random.default_rng(seed)
-    samples = {"u": largest * rng.random((8, 30, PIXELS)), "c": rng.integers(0, CLASSES_OF_PIXELS, (8, 30))}
+    samples = {"u": largest * rng.random((8, 30, PIXELS)), "c": rng.integers(0, DIGITS, (8, 30))}
     logits, model = UNSCALED[case]
 
     def inner(x, y, batch):

@@ -96,7 +96,7 @@ def check_symmetry(
 def is_lopsided(times: Callable[[PyTree], tuple[PyTree, Array]], v: PyTree, other: PyTree) -> bool:
     """Tell whether the leaves of `other`, for which v is 0, act on its leaves in another way than these act on them.
 
-    Where the answer depends on the length of the differences, or on rounding, nothing is known, and it is False.
+    The answer is False if rounding, or the length of the differences, leaves it open.
 
     Args:
         times: a direction like y -> its products with J by differences of each of `LENGTHS`, along a leading axis, and
