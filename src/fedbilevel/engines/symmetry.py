@@ -18,7 +18,8 @@ weak the pull is. The same is done with own and shared leaves exchanged.
   point shows nothing, either. In float32, a pull by a thousandth of the loss is still seen.
 - To refuse a correct loss would be worse than to miss a wrong one. Therefore ⟨v, Ju⟩ may differ from ‖u‖² by a tenth of
   it, and a loss is refused only if each of `LOOKS` points shows a larger difference. A loss passes at the first point
-  that does not, and so also at a point that shows nothing.
+  that does not, and so also at a point that shows nothing. In float32, wrong losses on features that are not scaled are
+  often missed; in float64 the differences are shorter.
 - If all of y is shared, or all of it is own, nothing is checked: it is not known which leaves could act on others in
   one direction only, and each run would have to compile another program.
 """
