@@ -249,6 +249,15 @@ def test_events_are_1_or_0(wrong):
         SiteTable(study("cox"), "north", frame.assign(died=np.resize(wrong, len(frame))))
 
 
+def test_a_study_without_an_event_says_so():
+    frames = {name: frame.assign(died=0) for name, frame in tables().items()}
+    with refuses("events 'died'", 0, "at least one"):
+        study("cox").fit(frames)
+    rows, target = np.ones((3, 1)), np.column_stack((np.arange(3.0), np.zeros(3)))
+    with refuses("events", 0, "at least one"):
+        CoxRegression(penalties=0.1).fit(rows, target, groups=["a", "a", "b"])
+
+
 def test_tables_and_sites_must_be_the_same():
     frames = tables()
     with refuses("site of the tables", "nort", near="north"):

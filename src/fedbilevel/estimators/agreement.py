@@ -15,7 +15,7 @@ from fedbilevel.data.columns import deviation, penalty_labels
 from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators.linear import LogisticRegression, Penalised, Ridge
 from fedbilevel.estimators.preparer import Preparer, Summaries
-from fedbilevel.estimators.survival import CoxRegression
+from fedbilevel.estimators.survival import CoxRegression, no_event
 from fedbilevel.extending import is_count, parse_json, require, unknown
 
 KINDS: dict[str, type[Penalised]] = {"logistic": LogisticRegression, "ridge": Ridge, "cox": CoxRegression}
@@ -168,8 +168,8 @@ class Agreement:
             if study.positive and study.positive not in classes:
                 raise unknown("positive", study.positive, classes)
             estimator.classes_ = np.array(classes[::-1] if study.positive == classes[0] else classes, object)
-        else:
-            require("1" in target["categories"], f"events {study.event!r}", "none", "at least one event")
+        elif "1" not in target["categories"]:
+            raise no_event(f"events {study.event!r}")
         estimator.feature_names_in_, estimator.n_features_in_ = np.array(self.names, object), len(self.names)
         estimator.sites_ = np.array(study.fitted_sites, object)
         return estimator

@@ -15,10 +15,17 @@ import numpy as np
 from jax import Array
 
 from fedbilevel.data import in_order_of_time
+from fedbilevel.errors import ConfigurationError
 from fedbilevel.estimators.columns import numbers, sites_of
 from fedbilevel.estimators.linear import Columns, Penalised
 from fedbilevel.estimators.measures import concordance
 from fedbilevel.extending import require
+
+
+def no_event(path: str) -> ConfigurationError:
+    """Return the error for rows without an event, from which no hazard can be estimated."""
+    message = f"{path}: no row has an event, and at least one is needed"
+    return ConfigurationError(path=path, got=0, allowed="at least one", message=message)
 
 
 class CoxRegression(Penalised):
@@ -28,7 +35,8 @@ class CoxRegression(Penalised):
 
     def _target(self, y: Any) -> Columns:
         made = self._encoded(y)
-        require(bool(made["event"].any()), "events", "none", "at least one event")
+        if not made["event"].any():
+            raise no_event("events")
         return made
 
     def _encoded(self, y: Any) -> Columns:
