@@ -19,10 +19,10 @@ import warnings
 from collections.abc import Callable, Sequence
 
 import numpy as np
-from scipy.stats import t as student
 
 import fedbilevel as fb
 from benchmarks.harness import head, row
+from benchmarks.hospitals import interval
 from fedbilevel.core.ragged import Ragged
 from fedbilevel.tasks import Task
 from fedbilevel.tasks.client_weights import client_weights, weights
@@ -87,8 +87,7 @@ def measured(problem: str, seed: int, exchanges: int) -> dict[str, tuple[float, 
 
 
 def difference(values: np.ndarray) -> str:
-    half = student.ppf(0.975, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-    return f"{values.mean():+.1f} ± {half:.1f}"
+    return f"{values.mean():+.1f} ± {interval(values):.1f}"
 
 
 def main(problems: Sequence[str] = tuple(CHANGES), seeds: int = 5, exchanges: int = 300) -> None:

@@ -28,6 +28,7 @@ import fedbilevel as fb
 from benchmarks.sites import aids
 from fedbilevel.data import in_order_of_time, load_heart
 from fedbilevel.data.loaders import FLAMBY, HOSPITALS, TRAINING, stratified
+from fedbilevel.tasks.client_weights import weights
 from fedbilevel.tasks.images import load_rows, long_tailed
 from fedbilevel.tasks.outcomes import OUTCOMES
 from fedbilevel.tasks.regularization import logits, with_one
@@ -202,8 +203,7 @@ def posed(data: str, d: int) -> Posed:
         return outer(x, y, batch, valid) + jnp.vdot(penalties, jnp.sum(y**2, axis=1))
 
     def weighted(x: Any, y: Any, batch: Batch) -> Any:
-        weight = jnp.exp(x[batch["client"][0]]) / jnp.mean(jnp.exp(x))
-        return weight * outer(x, y, batch) + jnp.exp(INTERCEPT) * jnp.sum(y**2)
+        return weights(x)[batch["client"][0]] * outer(x, y, batch) + jnp.exp(INTERCEPT) * jnp.sum(y**2)
 
     whole = fb.WholeLoss if data == "survival" else lambda loss: loss
     inner = weighted if data.endswith("wrong labels") else penalised

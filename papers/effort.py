@@ -15,7 +15,7 @@ from papers.figure import Claim, Figure
 MOST = 1000  # seeds; a cell that would need more is as good as level
 
 
-def said(figure: Figure, found: Mapping[str, Any], statement: Statement) -> str:
+def what_decides(figure: Figure, found: Mapping[str, Any], statement: Statement) -> str:
     """Say what would decide the open cells of a statement: seeds, and hours beyond the runs that were played.
 
     The seeds are those at which the interval would decide if difference and scatter stayed as they are. The hours are
@@ -32,8 +32,8 @@ def said(figure: Figure, found: Mapping[str, Any], statement: Statement) -> str:
         hours = hours_of(figure, found, claim, needed)
         words.append(f"{max(known)} seeds, " + (f"{hours:.1f} hours" if hours >= 0.05 else "minutes"))
     if hopeless := sum(count is None for _, count in needed):
-        cells = f"{hopeless} of the open cells" if known or unplayed else "more"
-        words.append(f"no number of seeds up to {MOST:,}" + (f" for {cells}" if cells != "more" else ""))
+        some = f" for {hopeless} of the open cells" if hopeless < len(left) else ""
+        words.append(f"no number of seeds up to {MOST:,}{some}")
     if unplayed:
         words.append(f"runs of {' and '.join(unplayed)}")
     return "; ".join(words)

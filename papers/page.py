@@ -12,7 +12,7 @@ from typing import Any
 from fedbilevel.experiments import COSTS
 from papers.arms import besides
 from papers.claims import Finding, Statement, column_of, statements
-from papers.effort import said
+from papers.effort import what_decides
 from papers.figure import PAPERS, Claim, Figure, files, load
 from papers.numbers import POINTS, UNITS, axis, text
 
@@ -129,10 +129,11 @@ def statement_table(figures: Sequence[Figure]) -> Iterator[str]:
     yield "| statement | entry | decided | cells | effect | what would decide it |\n|---|---|---|---|---|---|"
     for figure in figures:
         found = kept(figure)
+        counts = found is not None and state_of(figure, found) != STALE
         for one in decided(figure):
             cells = ", ".join(f"{count} {STATES[state]}" for state in STATES if (count := one.cells.get(state)))
             at = f"[{figure.id}](#{figure.id})"
-            left = said(figure, found, one) if found and state_of(figure, found) != STALE else "playing it"
+            left = what_decides(figure, found, one) if found is not None and counts else "playing it"
             yield f"| {one.says} | {at} | {DECISIONS[one.decision]} | {cells} | {effect(one)} | {left} |"
     yield ""
 

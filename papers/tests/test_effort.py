@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 from papers.claims import Finding, statements
-from papers.effort import said, seeds_that_decide
+from papers.effort import seeds_that_decide, what_decides
 from papers.figure import Figure
 from small_figure import UNTUNED, made_up
 
@@ -61,11 +61,14 @@ def test_runs_that_two_cells_need_are_counted_once() -> None:
     cells = [cell(difference=1.0, half_width=2.484138), cell("C", difference=0.56, half_width=2.484138)]
     (statement,) = statements(cells)
     found = {"seeds": [0, 1, 2], "panels": {"iid": of}}
-    assert said(figure(), found, statement) == "15 seeds, 4.7 hours"
+    assert what_decides(figure(), found, statement) == "15 seeds, 4.7 hours"
     (failed,) = statements([cells[0], cell("C", note="C failed with 1 of 3 seeds")])
-    assert said(figure(), found, failed) == "7 seeds, 1.3 hours; no number of seeds up to 1,000 for 1 of the open cells"
+    assert (
+        what_decides(figure(), found, failed)
+        == "7 seeds, 1.3 hours; no number of seeds up to 1,000 for 1 of the open cells"
+    )
     (unplayed,) = statements([cell(panel="shards")])
-    assert said(figure(), found, unplayed) == "runs of shards"
+    assert what_decides(figure(), found, unplayed) == "runs of shards"
 
 
 def test_a_method_whose_runs_all_failed_has_no_hours() -> None:
@@ -74,12 +77,12 @@ def test_a_method_whose_runs_all_failed_has_no_hours() -> None:
     cells = [cell(difference=1.0, half_width=2.484138), cell("C", difference=1.0, half_width=2.484138)]
     (statement,) = statements(cells)
     found = {"seeds": [0, 1, 2], "panels": {"iid": {**of, "C": {"costs": {}}}}}
-    assert said(figure(), found, statement) == "7 seeds, 1.3 hours"
+    assert what_decides(figure(), found, statement) == "7 seeds, 1.3 hours"
 
 
 def test_a_statement_that_is_decided_needs_nothing() -> None:
     (statement,) = statements([cell(difference=1.0, half_width=0.1, state="holds")])
-    assert said(figure(), {"seeds": [0, 1], "panels": {"iid": {}}}, statement) == ""
+    assert what_decides(figure(), {"seeds": [0, 1], "panels": {"iid": {}}}, statement) == ""
 
 
 @pytest.mark.parametrize("difference", [0.0, 1e-9])

@@ -18,7 +18,7 @@ from optax import projections
 
 from fedbilevel.core.errors import ConfigurationError, require, require_count
 from fedbilevel.core.problem import Project
-from fedbilevel.core.tree import PyTree, epsilon, is_floating, join, nonfinite_leaves, split
+from fedbilevel.core.tree import PyTree, epsilon, is_floating, is_none, join, nonfinite_leaves, split
 from fedbilevel.machinery.kept import compiled
 
 __all__ = ["ball", "box", "half_space", "intersection", "simplex"]
@@ -223,19 +223,15 @@ def _numbers(tree: PyTree) -> list[np.ndarray]:
 def _like(x: PyTree, field: str, given: Any) -> PyTree:
     """Return a tree like x with the entries of `given`, broadcast to the arrays of x and in their types."""
     if jax.tree_util.all_leaves([given]):
-        given = jax.tree.map(lambda _, b=given: b, x, is_leaf=_is_none)
+        given = jax.tree.map(lambda _, b=given: b, x, is_leaf=is_none)
 
     def fit(a: Array | None, b: Any) -> Array | None:
         return None if a is None else jnp.broadcast_to(jnp.asarray(b, a.dtype), a.shape)
 
     try:
-        return jax.tree.map(fit, x, given, is_leaf=_is_none)
+        return jax.tree.map(fit, x, given, is_leaf=is_none)
     except (TypeError, ValueError) as error:
         raise ConfigurationError(f"{field} is neither a number nor a tree like x: {error}") from error
-
-
-def _is_none(leaf: Any) -> bool:
-    return leaf is None
 
 
 def _is_whole(value: Any) -> bool:

@@ -159,6 +159,11 @@ def is_of(library: str, value: object) -> bool:
     return any(base.__module__.partition(".")[0] == library for base in type(value).__mro__)
 
 
+def is_none(leaf: object) -> bool:
+    """Return whether a leaf is None: the `is_leaf` of trees that have None in place of leaves that are elsewhere."""
+    return leaf is None
+
+
 def join(variable: PyTree, fixed: PyTree) -> PyTree:
     """Return the model that `split` divided into `variable` and `fixed`."""
-    return jax.tree.map(lambda a, b: b if a is None else a, variable, fixed, is_leaf=lambda leaf: leaf is None)
+    return jax.tree.map(lambda a, b: b if a is None else a, variable, fixed, is_leaf=is_none)

@@ -38,7 +38,7 @@ from jax import Array
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.own_y import parted_y
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree, epsilon, near, on_device
+from fedbilevel.core.tree import PyTree, epsilon, is_none, near, on_device
 from fedbilevel.machinery.kept import compiled
 from fedbilevel.oracles.differences import Differences
 
@@ -124,8 +124,4 @@ def only(part: PyTree, tree: PyTree) -> PyTree:
     def chosen(kept: object, leaf: np.ndarray | None) -> np.ndarray | None:
         return leaf if kept is not None or leaf is None else 0 * leaf
 
-    return jax.tree.map(chosen, part, tree, is_leaf=_is_none)
-
-
-def _is_none(leaf: object) -> bool:
-    return leaf is None
+    return jax.tree.map(chosen, part, tree, is_leaf=is_none)

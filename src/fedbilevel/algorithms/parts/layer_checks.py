@@ -13,7 +13,7 @@ from fedbilevel.core.authored import check_numbers, described, difference
 from fedbilevel.core.errors import ConfigurationError
 from fedbilevel.core.fed import Coded, Reply, Total, decoded
 from fedbilevel.core.submodel import NUMBER
-from fedbilevel.core.tree import PyTree
+from fedbilevel.core.tree import PyTree, is_none
 
 RETURNS: dict[str, tuple[type, str]] = {
     "before_round": (Algorithm, "a method"),
@@ -113,7 +113,7 @@ def check_declared(where: str, phase: str, declared: PyTree, update: PyTree, sta
 def _without(update: PyTree, like: PyTree) -> PyTree:
     """Return `like` with None for the parts that are None in the update."""
     try:
-        return jax.tree.map(lambda u, part: None if u is None else part, update, like, is_leaf=lambda u: u is None)
+        return jax.tree.map(lambda u, part: None if u is None else part, update, like, is_leaf=is_none)
     except ValueError:
         return like
 

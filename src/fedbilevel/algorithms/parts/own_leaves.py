@@ -18,7 +18,7 @@ from fedbilevel.core.facts import Allows, No, OwnParts
 from fedbilevel.core.fed import Reply
 from fedbilevel.core.own_y import OwnY, own_paths, parted_y, server_y
 from fedbilevel.core.problem import Problem
-from fedbilevel.core.tree import PyTree, join, move
+from fedbilevel.core.tree import PyTree, is_none, join, move
 
 
 class OwnLeaves(Layer):
@@ -65,10 +65,10 @@ class OwnLeaves(Layer):
                 return part
             name, size = next(given)
             own = leaves[name]
-            mine = jax.tree.map(lambda own, new: None if own is None else new, own, part, is_leaf=_is_none)
+            mine = jax.tree.map(lambda own, new: None if own is None else new, own, part, is_leaf=is_none)
             step = size(asked.method)  # None: the step is adapted, and the reply is already multiplied by it
             leaves[name] = move(own, -1 if step is None else -step, mine)
-            return jax.tree.map(lambda own, new: new if own is None else None, own, part, is_leaf=_is_none)
+            return jax.tree.map(lambda own, new: new if own is None else None, own, part, is_leaf=is_none)
 
         sized = isinstance(asked.message, Sized)  # by the layer of adapted steps, which is nearer to the phase
         message = jax.tree.map(whole, takes, asked.message.message if sized else asked.message)
@@ -82,7 +82,3 @@ def _parts_of(method: Algorithm) -> Mapping[str, OwnParts]:
     """Return the method's declaration `own_y`, which `Layered` has found to be supported."""
     assert not isinstance(method.allows.own_y, No)
     return method.allows.own_y
-
-
-def _is_none(leaf: object) -> bool:
-    return leaf is None

@@ -93,14 +93,10 @@ class ApprovalRule:
             return f"the app {proposal.app or 'has no hash and'} is not in app"
         if self.privacy and not proposal.private:
             return "privacy = true, but this site adds no noise"
-        content, bounded = _content(proposal.text), {*self.allow, *self.least, *self.most}
+        content = _content(proposal.text)
         try:
-            if any(path.startswith("algorithm.") for path in bounded):  # which clients' own numbers would replace
-                for path in _flat({"clients": content["clients"]} if content.get("clients") else {}):
-                    if not any(f"{path}.".startswith(f"{one}.") for one in bounded):
-                        return (
-                            f"{path} is given, which replaces fields of the algorithm, and the rule does not bound it"
-                        )
+            if path := self._unbounded(content):
+                return f"{path} is given, which replaces fields of the algorithm, and the rule does not bound it"
             for path, values in self.allow.items():
                 if not any(_same(found := _value(content, path), one) for one in values):
                     return f"{path} = {printable(repr(found), 200)} is not in allow"
@@ -113,6 +109,14 @@ class ApprovalRule:
         except ConfigurationError as error:
             return str(error)
         return ""
+
+    def _unbounded(self, content: Mapping[str, Any]) -> str:
+        """Return the first of the clients' own numbers that would replace bounded fields of the algorithm, or ""."""
+        bounded, clients = {*self.allow, *self.least, *self.most}, content.get("clients")
+        if not clients or not any(path.startswith("algorithm.") for path in bounded):
+            return ""
+        free = (p for p in _flat({"clients": clients}) if not any(f"{p}.".startswith(f"{one}.") for one in bounded))
+        return next(free, "")
 
 
 def check_own_numbers(text: str, own: str, of_site: Collection[str]) -> None:
