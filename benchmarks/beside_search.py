@@ -121,7 +121,7 @@ def kept(folder: str, *run: Any) -> End:
 
 
 def over_samples(change: np.ndarray, sample: np.ndarray) -> float:
-    """Return half the 95 % interval of a mean over test samples, each of which may be in several splits."""
+    """Return half the 95 % interval of a mean over test samples; one that is in several splits counts once."""
     where = np.unique(sample, return_inverse=True)[1].ravel()
     count, total = np.bincount(where), np.bincount(where, change.ravel())
     return 1.96 * float(np.sqrt(np.sum((total - count * change.mean()) ** 2)) / count.sum())
@@ -191,7 +191,7 @@ def draw(found: Found, rival: str, file: Path) -> None:
         for axes in panels[1]:
             axes.set_xlabel("d, the number of hyperparameters")
         for axes in panels[:, 0]:
-            axes.set_ylabel(f"loss of {rival} minus that of SimFBO")
+            axes.set_ylabel(f"loss of {rival} minus loss of SimFBO")
         figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
         file.write_bytes(encoded(figure, file))
 

@@ -1,9 +1,9 @@
 """A model for each client, pulled to a shared one whose pull is learned, beside what else serves clients that differ.
 
 Each model is a softmax regression. The rows of each client are dealt into training, validation and test samples, a
-third each for images. The images are those of 20 clients with two shards each, so that a client has two or three of
-ten classes; those of 28×28 pixels are averaged down to 14×14. Omniglot has 20 writers of an alphabet as clients, who
-predict its characters. A writer drew each character once, so that the characters of its test samples are not among its
+third each for images. 20 clients have two shards of images each, so that a client has two or three of ten classes.
+Images of 28×28 pixels are averaged down to 14×14. In Omniglot the clients are the 20 writers of an alphabet, and y
+predicts its characters. A writer drew each character once, so that the characters of its test samples are not among its
 other samples. Each split has 45 characters of another alphabet, of the five with the most. The tables are heart disease
 (four hospitals) and azpro (17 hospitals, the procedure is predicted). Three arms are one run of SimFBO each, with steps
 that adapt and 1,000 exchanges, whose x is chosen by the validation loss:
@@ -112,7 +112,7 @@ def images(name: str, split: int) -> Split:
 
 
 def by_writer(split: int) -> Split:
-    """Return the drawings of an alphabet by writer: the number of a drawing is that of its writer in the alphabet."""
+    """Return the drawings of an alphabet by writer. The n-th drawing of each character is by the n-th writer."""
     whole, rng = load_characters("omniglot").train, np.random.default_rng(split)
     largest = np.argsort(-np.bincount(whole.alphabet), kind="stable")[split]
     drawings = rng.permutation(whole.images[whole.alphabet == largest])[:CHARACTERS]  # (characters, writers, 28, 28)

@@ -1,7 +1,7 @@
 """The problems of the benchmark `beside_search`: their samples, and what the entries of x are.
 
-The outer loss f is that of clients' validation samples, and the inner loss g that of their training samples; y is a
-linear model. What x holds depends on the problem, and d is the number of its entries:
+The outer loss f is the loss on clients' validation samples, and the inner loss g the loss on their training samples. y
+is a linear model. What x holds depends on the problem, and d is the number of its entries:
 
 - A penalty for each group of features, as in the task `regularization`: x has its logarithms, in [-12, 0], and begins
   at -6. The intercept's is fixed. The groups of a data set go from one of all features to one for each. "Noise" adds
@@ -50,7 +50,7 @@ def sized(*sizes: int) -> list[int]:
     return [*np.repeat(range(len(sizes)), sizes)]
 
 
-CLIENTS = 18  # of all data sets but those of hospitals and states
+CLIENTS = 18  # of all data sets but "hospitals" (a client each) and "survival" (states)
 SAMPLES = {"covtype": 160, "digits": 79, "mnist": 100, "mnist, long tail": 100}  # of a client, half of them validation
 TESTED = {"covtype": 5000, "digits": 360, "mnist": 3000}  # test samples, drawn in each split
 NOISE, CLASSES, RATIO = 40, 10, 0.02  # columns; of digits and MNIST; the last class over the first of the long tail
@@ -146,7 +146,7 @@ def of_states(split: int) -> Samples:
 
 @cache
 def published(name: str, tail: bool) -> Any:
-    """Return a data set with standardised rows, of MNIST those of 14 × 14 pixels."""
+    """Return a data set with standardised rows. Images of MNIST are averaged down to 14 × 14 pixels."""
     found = load_rows(name, 0.0, 0)
     found = (long_tailed(found, RATIO) if tail else found).standardised()
     images = [found.train_images, found.test_images]

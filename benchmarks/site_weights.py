@@ -1,9 +1,10 @@
 """A weight for each site in x, beside none: the task `tables` on data of real sites, one penalty for all features.
 
-Tables and splits are those of `sites`. SimFBO chooses the weights together with the penalties, by the cross-validated
-loss of the training rows, which is `validation`. `loss` is that of the test rows, the mean logistic loss or the partial
-likelihood of Cox's model. `score` is their accuracy or, for survival, their concordance. Differences are those with
-weights minus without, with 95 % intervals of Nadeau and Bengio over splits.
+The tables and the splits are the same as in `sites`. SimFBO chooses the weights together with the penalties, by the
+cross-validated loss of the training rows; this is `validation`. `loss` is the mean loss of the test rows, the logistic
+loss or the negative log partial likelihood of Cox's model. `score` is the accuracy on the test rows or, for survival,
+the concordance. A difference is the value with weights minus the value without, with the 95 % interval of Nadeau and
+Bengio over splits.
 """
 
 import tempfile
