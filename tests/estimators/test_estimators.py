@@ -366,7 +366,7 @@ NUMBER = "from -1e+100 to 1e+100"
         ("CoxRegression", (ROWS, TARGET), "shape of y", (8,), "(n, 2)"),
         ("CoxRegression", (ROWS, np.column_stack([TARGET - 1, TARGET])), "times", [-1.0] * 4, "0 or later"),
         ("CoxRegression", (ROWS, np.column_stack([TARGET, TARGET + 1])), "events", [1.0, 2.0], "1"),
-        ("CoxRegression", (ROWS, np.column_stack([TARGET, 0 * TARGET])), "events", "none", "one"),
+        ("CoxRegression", (ROWS, np.column_stack([TARGET, 0 * TARGET])), "events", 0, "one"),
     ],
 )
 def test_a_table_that_does_not_fit_is_named(model, arguments, path, got, fact):
