@@ -108,7 +108,7 @@ def tables() -> tuple[str, str, str]:
     wrappers = ("`Asynchronous`", "`Submodels`")
     return (
         table(("problem", "state it as", "methods"), by_kind),
-        table(("method", "exchanges per round", "vectors up, per client", "hvps, per client", "bias"), costs),
+        table(("method", "exchanges per round", "vectors that a client sends", "hvps of a client", "bias"), costs),
         table(("method", "`--algorithm`", "problems", *wrappers, "estimates ∇Φ", "in one line"), index),
     )
 

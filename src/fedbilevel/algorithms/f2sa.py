@@ -67,7 +67,7 @@ class F2SA(OneExchange, FirstDerivatives):
         exchanges="one",
         up="1 like x, 2 like y",
         cost="two gradients of g and two of f, at two points y on the same samples",
-        bias="as SimFBO's, and 1/λ²",
+        bias="SimFBO's bias, and an error in proportion to 1/λ²",
     )
 
     gradients = 4

@@ -43,8 +43,8 @@ class FedAvgS(LocalWork, Algorithm):
     Args:
         outer_lr: α; a client's step on x is α/τ_i.
         inner_lr: β; a client's step on y is β/τ_i.
-        batch_size: the number of samples for a step, drawn with replacement; in `local_epochs` without; None: all
-            samples.
+        batch_size: the number of samples for a step. They are drawn with replacement, but without replacement
+            if the client makes `local_epochs`. None: all samples.
     """
 
     name = "fedavg-s"

@@ -95,8 +95,8 @@ class TrainingAtX(LocalWork, Algorithm):
         high: the upper bound of the random entries of x.
         lr: β, the size of a client's local step; None: it adapts during the run (`AdaptiveSteps`).
         server_lr: s, the factor by which the server multiplies the mean change of y.
-        batch_size: the number of samples for a step on y, drawn with replacement; in `local_epochs` without; None: all
-            samples.
+        batch_size: the number of samples for a step on y. They are drawn with replacement, but without replacement
+            if the client makes `local_epochs`. None: all samples.
     """
 
     steps_on = "inner"

@@ -5,11 +5,13 @@ Compositional Optimization". ICML 2022, arXiv:2205.02215. Algorithms 1-4.
 
 A round, which the paper calls an epoch, consists of three procedures of the paper: FedInn, T times, then FedIHGP, and
 then FedOut. FedInn moves y. FedIHGP computes v ≈ H⁻¹∇y F, the vector in the hypergradient ∇x F − ∇²xy G v
-(docs/glossary.md). FedOut moves x. The right column has the number of exchanges. F is the mean of f_i, G is the mean of
-g_i, and H = ∇²yy G. ℓ bounds H's largest eigenvalue, and N is the number of terms of a series for H⁻¹. β and α are step
-sizes for y and x. Client i makes τ_i local steps, which ν counts, and draws samples ξ for f_i and ζ for g_i. A cohort
-is the set of clients that take part in an exchange. A fresh cohort is drawn independently of all other cohorts of the
-round, so that the factors of a product are independent (docs/explanation/exchanges.md).
+(docs/glossary.md). FedOut moves x. In the listing below, the right column has the number of exchanges; an exchange is
+one message from the server to the clients, with their replies. F is the mean of f_i, G is the mean of g_i, and H = ∇²yy
+G. ℓ bounds H's largest eigenvalue, and N is the number of terms of a series for H⁻¹. β and α are step sizes for y and
+x. Client i makes τ_i local steps, which ν counts, and draws samples ξ for f_i and ζ for g_i. A cohort is the set of
+clients that take part in an exchange. FedIHGP multiplies several estimates of I − H/ℓ. Each of them comes from a fresh
+cohort, drawn independently of all other cohorts of the round, so that these factors are independent
+(docs/explanation/exchanges.md).
 
     FedInn   q = mean_i ∇y g_i(x, y; ζ_i)                                                              1
              y_{i,ν+1} = y_{i,ν} − (β/τ_i) [∇y g_i(x, y_{i,ν}; ζ_ν) − ∇y g_i(x, y; ζ_ν) + q]
@@ -41,9 +43,10 @@ hypergradients as h.
 On a `Minimax` problem ∇y F = 0 at y*(x), and FedIHGP is left out. On a `Compositional` problem g_i = ½‖y − r_i(x)‖².
 Then H = I, and so v = ∇y F. FedInn with T = 1, β = 1 and τ = 1 gives the exact inner solution, y = mean_i r_i(x).
 
-With full batches and one step on x, LFedNest computes the same numbers, up to rounding, as RABO in which every client
-holds the whole model. In the same case FedNest-SGD computes the same numbers as FedMBO, but with one more exchange. In
-this exchange clients send their drifts on x (see departure 1), which are all 0 if there is one step on x.
+With full batches and one step on x, LFedNest computes the same numbers, up to rounding, as RABO, a method for clients
+that hold parts of a model, if every client holds the whole model. In the same case FedNest-SGD computes the same
+numbers as FedMBO, but with one more exchange. In this exchange each client sends its drift on x: its change of x minus
+the part that all clients have in common (departure 1). All drifts are 0 if there is one step on x.
 
 In the code, the class `SVRG` is FedInn, `Implicit.estimate` in parts/hypergradients.py is FedIHGP together with h, and
 `LocalImplicit.own` in parts/hypergradients.py is the hypergradient that a client of LFedNest computes alone.
@@ -54,17 +57,18 @@ Departures from the paper:
    server adds Σ p̃_i (y_{i,τ} − y) to y, and the same sum of changes of x to x. For equal weights or full participation
    this gives the paper's mean of the y_{i,τ}, and for unequal weights it is unbiased too. After corrected steps (SVRG
    on y, FedOut on x), the change of client i is the sum of a common part, −βq on y and −αh on x, and of its drift d_i.
-   The server adds the common part once, and averages only the drifts, as Σ p_i d_i / Σ p_i. An average of the common
-   part would be biased, because q and the weights of the same cohort are not independent.
+   The server adds the common part once, and averages only the drifts, as Σ p_i d_i / Σ p_i. If the common part were
+   averaged too, it would be multiplied by Σ p̃_i. This sum depends on the same cohort as q, so the product would be
+   biased.
 2. A client makes its first corrected step along q (or h) and computes no gradient for it. The paper's bracket has two
    gradients on the same samples, which are equal in the first step, and so cancel. The numbers do not change.
 3. The default is the expectation of FedIHGP's v, the series v = (1/ℓ) Σ_{n<N} (I − H/ℓ)^n ∇y F. It takes N exchanges.
    The paper's method is Neumann(sampling="random"). The random length of its product causes a variance that grows with
    N, and the series does not have this variance. There are two more ways to compute v: with CG() by conjugate gradient,
    and with LocalImplicit() by each client alone.
-4. Joint steps follow the authors' code, with T = 1. With joint steps the server does not separate the common part from
-   the drift. It adds Σ p̃_i (y_{i,τ} − y), and q is Σ p_i ∇y g_i / Σ p_i over the cohort. The common part of this sum
-   is −β Σ p̃_i ∇y g_i. It is the same as without joint steps, where it is −βq with q = Σ p̃_i ∇y g_i.
+4. Joint steps follow the authors' code, with T = 1. The server adds Σ p̃_i (y_{i,τ} − y), without separating the common
+   part. To keep the common part right, q is here Σ p_i ∇y g_i / Σ p_i over the cohort. The common part of the sum is
+   then −β Σ p̃_i ∇y g_i, as it is without joint steps.
 
 Checked in tests/algorithms/test_fednest.py (closed forms, exchanges) and tests/engines/test_agreement.py.
 """
@@ -228,7 +232,7 @@ class LFedNest(Nested):
         paper="Tarzanagh et al. 2022, arXiv:2205.02215",
         needs="g_i strongly convex in y for every client",
         good_for="similar clients and expensive exchanges; biased if clients differ",
-        exchanges="T + 1; with `SVRG` 2T + 1; joint steps need one less",
+        exchanges="T + 1; with `SVRG` 2T + 1; one less if steps are `joint`",
         up="1 like x, T like y; with `SVRG` 2T like y",
         hvps="N for each step on x",
         cost="a gradient of g; on x, a gradient of f and the products with the client's own ∇²g",

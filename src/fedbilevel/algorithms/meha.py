@@ -31,8 +31,9 @@ negative wherever a < 0. With b = ¼ it is positive for all a > −0.6/σ, and s
 demands, too. Then steps below 2/((1 + b)(L + 1/σ)) are stable, where L is the largest |a|.
 
 f/c adds bD/c to the curvature that bounds the step on y, where D is the largest curvature of F in y: with L + bD/c in
-the place of L, the same steps are stable. With a small c, or a steep f, steps therefore have to be shorter. With a
-large c this bound hardly depends on c. `AdaptiveSteps` measures the curvature of G + (b/c) F in y, and adds 1/σ.
+the place of L, the same steps are stable. If c is small, or if f has much curvature in y (a large D), steps therefore
+have to be shorter. With a large c this bound hardly depends on c. `AdaptiveSteps` measures the curvature of G + (b/c) F
+in y, and adds 1/σ.
 
 Departures from the paper:
 1. The paper is not federated. It steps on θ first, then on x, and then on y. Here all three step at once, so that a
@@ -85,7 +86,7 @@ class MEHA(JointExchange, FirstDerivatives):
         exchanges="one",
         up="1 like x, 2 like y",
         cost="a gradient of f and two of g, at y and at θ, on the same samples",
-        bias="as SimFBO's, and 1/c; y may end where g has no minimum, but a gradient of 0",
+        bias="SimFBO's bias, and an error in proportion to 1/c; y may end where g has no minimum, but a gradient of 0",
     )
 
     gradients = 3

@@ -3,8 +3,9 @@
 Mingyi Li, Xiao Zhang, Ruisheng Zheng, Hongjian Shi, Yuan Yuan, Xiuzhen Cheng, Dongxiao Yu. "Distributed Bilevel
 Optimization with Dual Pruning for Resource-limited Clients". 2025, arXiv:2512.24667. Algorithms 1 and 2, eqs. (3)-(10).
 
-A policy chooses the units that client i holds, by default the most important ones (docs/how-to/submodels.md). x_i and
-y_i are the entries of x and y that belong to these units. A round computes
+A policy chooses the units (hidden neurons or channels, with all their weights) that client i holds, by default the most
+important ones (docs/how-to/submodels.md). x_i and y_i are the entries of x and y that belong to these units. A round
+computes
 
     y_{i,ν+1} = y_{i,ν} − (β/τ_i) ∇y g_i(x_i, y_{i,ν}; ζ_ν),  ν < τ_i            (5)
     y ← y + η mean_i (y_{i,τ_i} − y_i),  η = `inner.server_lr`, 1 in the paper    (6)     T times, one exchange each
@@ -14,8 +15,9 @@ y_i are the entries of x and y that belong to these units. A round computes
 where mean_i of an entry is the mean over the clients that hold it. An entry that no client holds does not change. The
 server sends x_i and y_i. Clients reply with vectors of y_i's shape in (5), and of x_i's shape in (7). RAFBO computes
 h_i without second derivatives, in one of three ways. Two of them take differences of length μ along the unit vectors
-e_p of some coordinates p of x_i. P is a random set of |P| of its d coordinates, drawn in every round. y_N(x_i) is the
-result of N steps of size s on y from y_i; those at x_i and at x_i + μe_p are on the same batches:
+e_p of some coordinates p of x_i. x_i has d coordinates, and in every round a random set P of |P| of them is drawn.
+y_N(x_i) is the result of N steps of size s on y from y_i. The steps at x_i and the steps at x_i + μe_p use the same
+batches:
 
     Differences    (7), where the product of ∇²g and a vector is a central difference of gradients along this vector
     Coordinates    h_i = ∇x f_i + (d/|P|) Σ_{p∈P} ⟨δ_p, ∇y f_i⟩ e_p,  δ_p = [y_N(x_i + μe_p) − y_N(x_i)]/μ
@@ -34,10 +36,11 @@ Departures from the paper:
        (Σ_{i∈C} p_i / Σ_{i∈C holds the entry} p_i) · Σ_{i∈C holds the entry} p̃_i u_i,   p̃_i = (M/P) p_i
 
    If all clients of the cohort hold the entry, this is FedNest's Σ p̃_i u_i.
-2. The printed δ_p is a column of ∇²yx g, and not of ∂y*/∂x, and it has the opposite sign. Its h_i had a median cosine
-   of −0.95 with the hypergradient in 200 draws of the quadratic task. The text before (9) asks for the Jacobian of the
-   inner solution, which `Coordinates` estimates. For quadratic g, ∂y_N/∂x = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g. This is the
-   Neumann series of N terms with step s, applied to −∇²yx g instead of ∇y f. For N = 1 it is −s times the printed δ_p.
+2. The printed δ_p is a column of ∇²yx g, and not of ∂y*/∂x, and it has the opposite sign. In 200 draws of the quadratic
+   task, the part of its h_i that comes through y had a median cosine of −0.95 with this part of the hypergradient. The
+   text before (9) asks for the Jacobian of the inner solution, which `Coordinates` estimates. For quadratic g, ∂y_N/∂x
+   = −s Σ_{n<N} (I − sH)ⁿ ∇²yx g. This is the Neumann series of N terms with step s, applied to −∇²yx g instead of ∇y f.
+   For N = 1 it is −s times the printed δ_p.
 3. The default of both methods is `LocalImplicit`, whose cost does not depend on the dimension of x. RAFBO uses it with
    `Differences`.
 4. (7) averages clients' own hypergradients, which is biased if clients differ. With `Implicit` (RABO) every product is

@@ -14,9 +14,9 @@ simultaneous steps on x, y and v, along the directions                          
 
 The field `local_optimizer` says how: by plain steps (x, y, v) ← (x, y, v) − (η_x d_x, η_y d_y, η_v d_v), by heavy ball,
 by FedProx, by an optimizer for each client (`Mixed`), or with local variance reduction (`Anchored`). The client replies
-with q_i = Σ_k a_k (d_x, d_y, d_v) = (start − end)/η. Here a_k is the weight of the k-th of its τ_i directions, which is
-1 for plain steps, and ‖a_i‖₁ = Σ_k a_k. Let proj_r be the projection onto the ball of radius r about 0. The server
-computes
+with q_i = Σ_k a_k (d_x, d_y, d_v) = (start − end)/η. Here a_i is the vector of the weights of the client's τ_i
+directions. Its k-th entry a_k is 1 for plain steps, and ‖a_i‖₁ = Σ_k a_k is their sum. Let proj_r be the projection
+onto the ball of radius r about 0. The server computes
 
     SimFBO    (x, y, v) ← (x − γ_x q_x, y − γ_y q_y, proj_r(v − γ_v q_v)),   q = Σ_{i∈C} (M/P) p_i q_i          (4), (5)
     ShroFBO   the same with ρ h for q:   h = Σ_{i∈C} (M/P) p_i q_i / ‖a_i‖₁,   ρ = Σ_j p_j ‖a_j‖₁               (6)-(8)
@@ -25,7 +25,7 @@ With unequal τ_i SimFBO therefore solves the problem with weights p_i‖a_i‖�
 solves the original problem (Theorem 2).
 
 Messages: the server sends x, y and v. Clients reply with vectors of these three shapes. In ShroFBO they also send two
-numbers: ‖a_i‖₁, and the number 1, from which the server gets the sum of p_i over the cohort.
+numbers: ‖a_i‖₁, and the number 1, whose weighted sum over the cohort is Σ p_i.
 
 Departures from the paper:
 1. A single draw of inner and of outer samples serves all three directions of a local step. Each direction is unbiased.
@@ -36,15 +36,16 @@ Departures from the paper:
    not.
 3. The server's step is an optax transformation of q, scaled by γ. The default is plain descent, as in the paper.
 4. In the paper's (3), a client multiplies its k-th step by a_k. But a_k is the total weight of the k-th direction after
-   all steps of heavy ball or FedProx. So under momentum the first of the τ_i steps would be the largest, and under
-   FedProx the last. This agrees with heavy ball or FedProx only in the limit η → 0. Here clients make the actual steps
-   of heavy ball and FedProx. As in the paper, q_i is Σ_k a_k d_k, with d_k at the points of these steps.
+   all steps of heavy ball or FedProx. The steps of (3) would therefore be largest at the start with momentum, and at
+   the end with FedProx. They agree with the steps of heavy ball or FedProx only in the limit η → 0. Here clients make
+   the actual steps of heavy ball and FedProx. As in the paper, q_i is Σ_k a_k d_k, with d_k at the points of these
+   steps.
 5. The default radius is infinity, which omits the projection in (5), since r = L_f/μ_g is not known beforehand.
    `diagnose` estimates it.
 6. Clients of limited capacity step on submodels. Every entry of q is then the mean over the clients that hold it.
 7. v⁽⁰⁾ is 0, which is one of the starts that the paper allows. The `init` of a subclass can choose another.
 8. Let z_0, z_1, … be the points of a client's local steps. In (3) the k-th direction is taken at z_k only, with new
-   samples, and a sum of such directions can only average noise. For each draw of samples, `Anchored` takes the
+   samples, so that only averaging reduces the noise of their sum. For each draw of samples, `Anchored` takes the
    direction at z_k and also at z_0. If z_k is near z_0, the difference of these two contains less noise than each of
    them. To this difference `Anchored` adds the direction at z_0 on all samples of the client.
 

@@ -44,8 +44,8 @@ class LocalDescent(LocalWork, Algorithm):
     """Share the fields and the start of FedLin and FedAvg.
 
     Args:
-        batch_size: the number of samples for a step, drawn with replacement; in `local_epochs` without; None: all
-            samples.
+        batch_size: the number of samples for a step. They are drawn with replacement, but without replacement
+            if the client makes `local_epochs`. None: all samples.
     """
 
     solves: ClassVar[tuple[type[Problem], ...]] = (SingleLevel,)

@@ -55,7 +55,7 @@ class Clients(Shown):
     - A number for all clients.
     - (M,) numbers for the clients, (T, M) for rounds and clients, or (T, K, M) for rounds, inner rounds and clients.
     - (low, high), or {"low": …, "high": …}: drawn uniformly for each client and round, both ends included.
-    - A function (round, client, key), or (round, client, key, k) with the inner round k, of JAX's operations.
+    - A function of (round, client, key), or of (round, client, key, k) with the inner round k, in JAX's operations.
 
     Args:
         outer: the samples of the outer loss.

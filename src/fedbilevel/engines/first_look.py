@@ -35,7 +35,7 @@ from fedbilevel.oracles.population import chosen
 PAIRS = 16  # pairs of samples, each from one client; in the first half of the pairs, both samples are the same
 LOOKS = 50  # looks at other points, clients and samples, before a derivative counts as 0, or a loss as a mean
 ENOUGH = 4  # pairs that can distinguish a mean from a sum, or from a loss whose samples depend on each other
-FEWEST = 2  # pairs that must differ from a mean: a single one may be rounding
+FEWEST = 2  # pairs that must differ from the mean; a single pair may differ by rounding
 LONGEST = 64  # samples of a client for a loss that takes all of them
 TOLERANCE = 1e-4  # relative, of a mean of two
 ROWS = 2**22  # samples that are read for their labels

@@ -127,7 +127,7 @@ def keep_on_disk(folder: str | Path | None = None, megabytes: int = MEGABYTES) -
     if not own:
         jax.config.update("jax_compilation_cache_max_size", megabytes * 10**6)
         _remove_halves(chosen)
-    compilation_cache.reset_cache()  # otherwise JAX keeps the folder and the bound of its first compilation
+    compilation_cache.reset_cache()  # without this, JAX keeps the folder and the size limit of its first compilation
     return Path(own or chosen)
 
 

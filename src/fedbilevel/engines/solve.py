@@ -98,15 +98,15 @@ def solve(
             this client as the batch. `PerClient(function, "inner")` passes the inner samples instead. The history gets
             NAME.mean (the mean with the clients' weights), NAME.worst, NAME.best and the deciles NAME.p10 … NAME.p90.
         best_by: the column of the history by which `result.best` is chosen, such as a metric on validation samples;
-            None: "outer_loss", the mean outer loss in the rounds before the row; `result.best` is None if the method
-            does not measure it.
+            None: "outer_loss", the mean of the outer loss over the rounds since the previous row; `result.best` is None
+            if the method does not measure it.
         on_divergence: what to do if the run diverges. "stop" raises NonFiniteError if an iterate is not finite; the
             `result` of this error has the last finite x and y. "shrink" returns to the row before the best row, halves
             every step size, and continues with a warning. (The best row's own x and y may already diverge, because its
-            losses are those of the rounds before it.) It does so if an iterate is not finite, and also if a loss grows
-            and was more than 10 times its first value in two consecutive rows. It does so at most 3 times; if a fourth
-            time is needed, the run ends. The history then has a column "halvings", and the costs of abandoned rounds
-            remain counted. None: "shrink" if steps adapt, clients are simulated in one process, and there is no
+            losses are those of the rounds before it.) "shrink" acts in two cases: an iterate is not finite, or a loss
+            grows and was more than 10 times its first value in two consecutive rows. It can act 3 times; when a fourth
+            time would be needed, the run ends. The history then has a column "halvings", and the costs of abandoned
+            rounds remain counted. None: "shrink" if steps adapt, clients are simulated in one process, and there is no
             privacy; else "stop".
         privacy: terms of local differential privacy for every client. Each reply is clipped, and noise is added. The
             noise is drawn from the run's key, in the float type of the run; clients report no metrics. The history has
@@ -116,8 +116,8 @@ def solve(
         callbacks: functions (result, row) that are called about every half second between two rounds, and whenever the
             history has a new row (otherwise row is None). If there are several processes, process 0 calls them (see
             engines.multihost). A callback that returns a text as the reason stops the run. If a callback raises an
-            error, the run is saved first. If the run is then resumed, callbacks are not called again for rounds that
-            are already done. So if another callback had just returned a reason to stop, this reason is lost.
+            error, the run is saved before the error is passed on. A resumed run does not call callbacks again for
+            rounds that are already done, so a reason to stop that another callback had just returned is lost.
             `fedbilevel.trackers` has callbacks that record runs.
         checkpoint: the file to which process 0 saves the whole run, atomically, and from which the run resumes.
         checkpoint_every: rounds between saves; None: once a second, or less often so that saving takes at most a tenth
@@ -142,7 +142,7 @@ def solve(
         NumericalError: an iterate or a metric is NaN or infinite (NonFiniteError), or an assumption of the method does
             not hold. The last good checkpoint remains, usually that of the round before (docs/explanation/engines.md).
         ExchangeError: too few clients replied, even after several attempts, or another process of the run was lost
-            (LostProcess of engines.process_group). The last checkpoint remains, with the rounds before.
+            (LostProcess of engines.process_group). The last checkpoint remains, with all rounds up to it.
         CheckpointError: a checkpoint could not be written or read; or another process is writing it (the file
             .NAME.lock in the same folder names this process); or it belongs to another run, and the message lists what
             differs (samples, start, losses, metrics, hyperparameters, key or cohort).

@@ -98,7 +98,7 @@ class TrackedRun:
         return {name: shortened(one, LONGEST) if isinstance(one, str) else one for name, one in shown.items()}
 
     def attached(self) -> list[Path]:
-        """Return the files to attach: those that exist, without those of the parameters if one of these is secret."""
+        """Return the files to attach: all that exist, but no file that has parameters if a parameter is secret."""
         has_secret = any(_shown(name, value) != _read(value) for name, value in _flat("", plain(self.parameters)))
         left_out = set(self.with_seed) if has_secret else set()
         return [file for file in self.files if file.is_file() and file not in left_out]

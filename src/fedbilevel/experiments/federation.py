@@ -251,7 +251,7 @@ def check(
     root_certificates: Path | None = None,
     key: Path | None = None,
 ) -> Iterator[tuple[str, str]]:
-    """Inspect a site before its SuperNode is started: yield (name, text) about its data, its privacy and its limits.
+    """Inspect a site before its SuperNode is started: yield (topic, text) about its data, privacy and limits.
 
     Args:
         node_config: as for `flower-supernode --node-config`.

@@ -61,7 +61,7 @@ def known_rivals(names: Sequence[str]) -> list[str]:
 
 @functools.cache
 def _spellings(kind: str) -> dict[str, str]:
-    """Return spelling without hyphens and capitals -> name, also for the word that titles a file with one method."""
+    """Return the names by their spellings in lower case without hyphens, and by the titles of files with one method."""
     titles = {entry.file.partition(":")[0]: name for name, entry in library(kind).items()}
     words = {title: name for title, name in titles.items() if " " not in title}
     return {_bare(word): name for word, name in [*words.items(), *((name, name) for name in library(kind))]}

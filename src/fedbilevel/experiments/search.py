@@ -143,7 +143,7 @@ def search_specs(
 
     require_sweepable(space)
     first = spec_of({name: of.low if isinstance(of, Range) else of[0] for name, of in space.items()})
-    # the other ends must be allowed as well
+    # the upper ends of the ranges and the last values of the grid must be allowed, too
     spec_of({name: of.high if isinstance(of, Range) else of[-1] for name, of in space.items()})
     keep = len(seeds or (first.run.seed,))
     player = InFolders(

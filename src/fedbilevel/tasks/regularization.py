@@ -2,8 +2,8 @@
 
 The task is from "Asynchronous Distributed Bilevel Optimization" (Jiao et al., ICLR 2023), after Chen et al.,
 "Decentralized Stochastic Bilevel Optimization with Improved Per-Iteration Complexity" (2022): logistic regression on
-Covertype and ijcnn1. Let y be a matrix W with a row W_j for each feature, and z(y) = Wᵀa the logits of a sample a of
-class c, whose last entry is 1:
+Covertype and ijcnn1. Let a be a sample of class c, with a last entry of 1. Let y be a matrix W with a row W_j for each
+feature, and let z(y) = Wᵀa be the logits:
 
     g_i = mean CE(z(y), c) + Σ_j exp(x_j) ‖W_j‖²        f_i = mean CE(z(y), c)
 

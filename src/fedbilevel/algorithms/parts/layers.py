@@ -277,7 +277,7 @@ class Stack(NamedTuple):
             layer.fits(self.method)
 
     def slots(self, make: str, *given: Any) -> Slots:
-        """Return the states of the layers on one side, by the kind of layer; layers without a state are left out.
+        """Return the states of layers at the server or at a client, by kind of layer, without layers that keep none.
 
         `make` is the name of the function that makes a layer's state, and `given` has its arguments.
         """

@@ -160,7 +160,7 @@ class LastReply(NamedTuple):
     """Hold a client's last reply to a phase, as the server knows it."""
 
     update: PyTree  # g_i
-    exchange: Array  # t_i, the exchange of the phase in which it was asked for; -1 before the first reply
+    exchange: Array  # t_i, the exchange of the phase in which this reply was asked for; -1 before the first reply
 
     @classmethod
     def none(cls, like: PyTree) -> LastReply:
@@ -199,7 +199,7 @@ class ReplyDelta(NamedTuple):
             name = f"{type(compressor).__name__}.coded"
             plain_update(name, coded)
             if wrong := difference(restored := decoded(coded), private):
-                raise ConfigurationError(f"{name}: the decoded tree must be like the tree that it got: {wrong}")
+                raise ConfigurationError(f"{name}: decoding must return a tree like the encoded one: {wrong}")
             update = optax.tree.add(last.update, join(restored, marked))
             change = (coded, marked)
         return cls(change, Public(joins), Public(exchanges)), LastReply(update, exchange)

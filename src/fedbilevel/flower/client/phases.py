@@ -46,7 +46,7 @@ class SitePhases:
         algorithm: the method in its layers.
         problem: the problem with the client's losses.
         samples: the client's samples of the outer and of the inner loss.
-        own: the client's own numbers of the method, which take precedence over those that the server sends.
+        own: the client's own values of the method's fields, such as local steps; they replace those of the server.
         limits: the limits on what a server may ask.
         guard: the guard that clips the client's replies and adds noise; None: there is no privacy.
     """
